@@ -18,12 +18,9 @@ from collective.errors import DeviceError, InvalidArgumentError, MismatchError
 from collective.memory.arrays import adapter_like, adapter_of
 from collective.testing import run_ranks
 from tests.interpreter import run_python
-from tests.transport_ranks import shm  # noqa: F401
+from tests.on_ranks import ranks_of
 
-
-@pytest.fixture(params=["threads", "shm"])
-def ranks(request: pytest.FixtureRequest) -> Any:
-    return run_ranks if request.param == "threads" else request.getfixturevalue("shm")
+ranks = ranks_of(("threads", 2), ("shm", 2))
 
 
 # -- seen and given back ---------------------------------------------------------------------
@@ -157,7 +154,7 @@ PROGRAMS = [
 
 @pytest.mark.parametrize("call", PROGRAMS, ids=lambda call: call.__name__)
 def test_variables_through_the_communicator(call: Any, ranks: Any) -> None:
-    ranks(2, call)
+    ranks.run(call)
 
 
 def test_a_result_does_not_lead_back_into_the_graph() -> None:

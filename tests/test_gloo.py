@@ -10,7 +10,6 @@ import sys
 import textwrap
 import threading
 import time
-import warnings
 import weakref
 from datetime import timedelta
 from pathlib import Path
@@ -18,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from transport_ranks import Run, gloo, listening  # noqa: F401
 
 from collective.contract.world import World
 from collective.errors import CommunicatorAbortedError, ConfigError, MismatchError
@@ -29,12 +27,16 @@ from collective.start.file_store import FileStore
 from collective.testing import RankPool
 from tests import warm
 from tests.interpreter import run_together
+from tests.on_ranks import on_ranks, ranks_of
+from tests.test_monitor import listening
 
 torch = pytest.importorskip("torch", reason="the gloo transport stands on PyTorch")
 
 from collective.backends.gloo import GlooBackend  # noqa: E402
 from collective.backends.gloo.messages import Messenger  # noqa: E402
 from collective.backends.gloo.waiting import Blocked, watched  # noqa: E402
+
+two = ranks_of(("gloo", 2), timeout=40.0)
 
 # -- what a wait says ---------------------------------------------------------------------
 
@@ -91,31 +93,23 @@ def test_what_a_long_wait_raises_is_not_explained_once_more() -> None:
 # -- where it listens ---------------------------------------------------------------------
 
 
-def around_a_group(comm: Any) -> tuple[set[str], set[str]]:
+@on_ranks("two")
+def test_on_one_host_it_listens_on_loopback_only(comm: Any) -> None:
     comm.barrier()
     before = listening()
     comm.dup()
-    return before, listening()
-
-
-def test_on_one_host_it_listens_on_loopback_only(gloo: Run) -> None:  # noqa: F811
     loopback = socket.inet_aton("127.0.0.1")[::-1].hex().upper()
-    for before, after in gloo(2, around_a_group):
-        assert {each.partition(":")[0] for each in before} == {loopback}
-        assert after == before, "a group listens on more"
+    assert {each.partition(":")[0] for each in before} == {loopback}
+    assert listening() == before, "a group listens on more"
 
 
-def io_threads(comm: Any) -> list[int]:
-    found = []
+@on_ranks("two")
+def test_gloos_thread_pushes_nobody_aside(comm: Any) -> None:
+    found = set()
     for thread in os.listdir("/proc/self/task"):
         if Path(f"/proc/self/task/{thread}/comm").read_text().strip() == "gloo_tcp_loop":
-            found.append(os.sched_getscheduler(int(thread)))
-    return found
-
-
-def test_gloos_thread_pushes_nobody_aside(gloo: Run) -> None:  # noqa: F811
-    for rank in gloo(2, io_threads):
-        assert set(rank) == {os.SCHED_BATCH}
+            found.add(os.sched_getscheduler(int(thread)))
+    assert found == {os.SCHED_BATCH}
 
 
 class OverLoopback(GlooBackend):
@@ -159,25 +153,20 @@ def test_an_address_of_another_host_is_refused(tmp_path: Path) -> None:
 # -- what it leaves alone, and what behind --------------------------------------------------
 
 
-def with_torch(comm: Any, directory: str) -> tuple[float, float]:
+@on_ranks("two")
+def test_the_programs_own_process_group_is_left_alone(comm: Any, tmp_path: Path) -> None:
     import torch.distributed as dist
 
     assert not dist.is_initialized()
-    path = f"{directory}/theirs"
-    dist.init_process_group(
-        "gloo", init_method=f"file://{path}", rank=comm.rank, world_size=comm.size
-    )
+    where = f"file://{tmp_path}/theirs"
+    dist.init_process_group("gloo", init_method=where, rank=comm.rank, world_size=comm.size)
     try:
         theirs = torch.full((1,), comm.rank + 1.0)
         ours = comm.all_reduce(np.array([comm.rank + 10.0]))
         dist.all_reduce(theirs)
-        return float(ours[0]), float(theirs[0])
+        assert (ours[0], theirs[0]) == (21.0, 3.0)
     finally:
         dist.destroy_process_group()
-
-
-def test_the_programs_own_process_group_is_left_alone(gloo: Run, tmp_path: Path) -> None:  # noqa: F811
-    assert gloo(2, with_torch, str(tmp_path)) == [(21.0, 3.0)] * 2
 
 
 def _left() -> tuple[int, int, list[str]]:
@@ -189,7 +178,17 @@ def _left() -> tuple[int, int, list[str]]:
     return len(os.listdir("/proc/self/task")), len(sockets), threads
 
 
-def used_and_closed(comm: Any) -> tuple[Any, Any, list[str]]:
+def _once(world: World) -> None:
+    other = connect(world, "gloo", timeout=20.0)
+    group = other.dup().dup()
+    total = group.all_reduce(np.ones(300_000))
+    assert total[0] == total[-1] == other.size
+    group.sendrecv(np.ones(3), (other.rank + 1) % other.size, (other.rank - 1) % other.size)
+    other.close()
+
+
+@on_ranks("two")
+def test_nothing_is_left_when_a_communicator_is_closed(comm: Any) -> None:
     backend = comm._backend
     world = dataclasses.replace(backend._world, job="another")
     comm.all_reduce(np.ones(1 << 20))
@@ -204,25 +203,13 @@ def used_and_closed(comm: Any) -> tuple[Any, Any, list[str]]:
     while (after := _left()) > before and time.monotonic() < end:
         time.sleep(0.05)
     comm.barrier()
-    return before, after, os.listdir(world.store.directory)
+    assert after <= before, "threads, sockets, monitors"
+    assert os.listdir(world.store.directory) == []
 
 
-def _once(world: World) -> None:
-    other = connect(world, "gloo", timeout=20.0)
-    group = other.dup().dup()
-    total = group.all_reduce(np.ones(300_000))
-    assert total[0] == total[-1] == other.size
-    group.sendrecv(np.ones(3), (other.rank + 1) % other.size, (other.rank - 1) % other.size)
-    other.close()
-
-
-def test_nothing_is_left_when_a_communicator_is_closed(gloo: Run) -> None:  # noqa: F811
-    for before, after, files in gloo(2, used_and_closed):
-        assert after <= before, "threads, sockets, monitors"
-        assert files == []
-
-
-def forked(comm: Any) -> int:
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of fork() beside threads
+@on_ranks("two")
+def test_a_forked_child_does_not_wait_for_its_parents_threads(comm: Any) -> None:
     group = comm.dup()
     pid = os.fork()
     if pid == 0:
@@ -233,21 +220,13 @@ def forked(comm: Any) -> int:
         gc.collect()
         os._exit(7)
     end = time.monotonic() + 20
-    while time.monotonic() < end:
-        done, status = os.waitpid(pid, os.WNOHANG)
-        if done:
-            comm.barrier()
-            return os.waitstatus_to_exitcode(status)
+    while not (found := os.waitpid(pid, os.WNOHANG))[0] and time.monotonic() < end:
         time.sleep(0.01)
-    os.kill(pid, 9)
-    os.waitpid(pid, 0)
-    return -1
-
-
-def test_a_forked_child_does_not_wait_for_its_parents_threads(gloo: Run) -> None:  # noqa: F811
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of fork() beside threads
-        assert gloo(2, forked) == [7, 7]
+    if not found[0]:
+        os.kill(pid, 9)
+        found = os.waitpid(pid, 0)
+    comm.barrier()
+    assert os.waitstatus_to_exitcode(found[1]) == 7
 
 
 class _Looked:

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from transport_ranks import Run, gloo  # noqa: F401
 
 from collective.contract.backend import COLLECTIVE_TAG
 from collective.errors import CollectiveTimeoutError, CommunicatorAbortedError, MismatchError
@@ -19,15 +18,19 @@ from collective.memory.dtypes import BY_NAME
 from collective.ops import premul_sum
 from collective.testing.checks_shrink import await_files
 from collective.testing.samples import expected, plain, values
+from tests.on_ranks import on_ranks, ranks_of
 
 pytest.importorskip("torch", reason="the gloo transport stands on PyTorch")
 
 from collective.backends.gloo.tensors import gloo_fold
 
+two, three = (ranks_of(("gloo", size), timeout=40.0) for size in (2, 3))
+
 # -- threads, tags --------------------------------------------------------------------------
 
 
-def messages_and_collectives(comm: Any) -> int:
+@on_ranks("two")
+def test_threads_exchange_messages_while_collectives_run(comm: Any) -> None:
     other, wrong = 1 - comm.rank, []
 
     def talk(tag: int) -> None:
@@ -43,22 +46,19 @@ def messages_and_collectives(comm: Any) -> int:
         thread.start()
     for turn in range(20):
         work = comm.all_reduce(np.full(50_000, turn), async_op=True)
-        if not (work.wait() == 2 * turn).all():
-            wrong.append(("all_reduce", turn))
+        assert (work.wait() == 2 * turn).all()
     for thread in talkers:
         thread.join(30)
-    return len(wrong) + sum(thread.is_alive() for thread in talkers)
-
-
-def test_threads_exchange_messages_while_collectives_run(gloo: Run) -> None:  # noqa: F811
-    assert gloo(2, messages_and_collectives) == [0, 0]
+        assert not thread.is_alive()
+    assert not wrong
 
 
 TAGS = (0, 5, 2**31 - 1, 2**31 - 2, 2**31, -2, 2**62 + 1, -(2**63), COLLECTIVE_TAG)
 
 
-def all_tags(comm: Any) -> list[int]:
-    backend, found = comm._backend, []
+@on_ranks("two")
+def test_messages_of_any_tag_do_not_meet(comm: Any) -> None:
+    backend = comm._backend
     numbers = [Buffer(np.array([n]), BY_NAME["int64"]) for n in range(len(TAGS))]
     if comm.rank == 0:
         threads = [
@@ -69,19 +69,15 @@ def all_tags(comm: Any) -> list[int]:
             thread.start()
         for thread in threads:
             thread.join()
-        return []
-    for tag in reversed(TAGS):
+        return
+    for number, tag in reversed(list(enumerate(TAGS))):
         room = Buffer.empty(1, BY_NAME["int64"])
         assert backend.recv(room, 0, tag, 20.0) == 0
-        found.append(int(room.array[0]))
-    return found
+        assert room.array[0] == number
 
 
-def test_messages_of_any_tag_do_not_meet(gloo: Run) -> None:  # noqa: F811
-    assert gloo(2, all_tags)[1] == list(reversed(range(len(TAGS))))
-
-
-def read_only(comm: Any) -> str:
+@on_ranks("two")
+def test_read_only_arrays_are_sent_without_a_warning(comm: Any) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         x = np.frombuffer(np.full(400_000, comm.rank + 1.0).tobytes())
@@ -93,11 +89,6 @@ def read_only(comm: Any) -> str:
     assert (got == other + 1.0).all()
     assert (total == 3.0).all()
     assert both.tolist() == [1.0] * 3 + [2.0] * 3
-    return "ok"
-
-
-def test_read_only_arrays_are_sent_without_a_warning(gloo: Run) -> None:  # noqa: F811
-    assert gloo(2, read_only) == ["ok", "ok"]
 
 
 # -- Gloo's own folds -----------------------------------------------------------------------
@@ -111,9 +102,11 @@ FOLDS = [
 ]  # fmt: skip
 
 
-def folds(comm: Any) -> list[str]:
+@on_ranks("three", timeout=100.0)
+def test_gloos_folds_are_ours(comm: Any) -> None:
     """Fold 3 MB of each, which goes to Gloo, and compare with NumPy."""
     wrong = []
+    assert len(FOLDS) > 40
     for op, dtype in FOLDS:
         count = 3_000_000 // BY_NAME[dtype].itemsize + 1
         short = [values(dtype, 1000, rank, 1, op) for rank in range(comm.size)]
@@ -138,29 +131,20 @@ def folds(comm: Any) -> list[str]:
                     wrong.append(f"{op} of {dtype}, root {root}")
         if not np.array_equal(plain(mine), kept):
             wrong.append(f"the input of {op} of {dtype}")
-    return wrong
+    assert not wrong
 
 
-def test_gloos_folds_are_ours(gloo: Run) -> None:  # noqa: F811
-    assert len(FOLDS) > 40
-    assert gloo(3, folds, timeout=100.0) == [[], [], []]
-
-
-def wrapping(comm: Any) -> list[bool]:
+@on_ranks("three")
+def test_large_folds_wrap_scale_and_keep_nan(comm: Any) -> None:
     count = 1 << 19
     top = np.full(count, 2**32 - 1, np.uint32)
+    assert (comm.all_reduce(top) == np.uint32(2**32 - comm.size)).all()
     scaled = comm.all_reduce(np.ones(count, np.float32), op=premul_sum(comm.rank + 1.0))
+    assert (scaled == sum(range(1, comm.size + 1))).all()
     nan = np.ones(count, np.float32)
     nan[comm.rank :: 1000] = np.nan
     low = comm.all_reduce(nan, op="min")
-    lost = [np.isnan(low[rank::1000]).all() for rank in range(comm.size)]
-    whole = bool((comm.all_reduce(top) == np.uint32(2**32 - comm.size)).all())
-    return [whole, bool((scaled == sum(range(1, comm.size + 1))).all()), *map(bool, lost)]
-
-
-def test_large_folds_wrap_scale_and_keep_nan(gloo: Run) -> None:  # noqa: F811
-    for rank in gloo(3, wrapping):
-        assert rank == [True] * 5
+    assert all(np.isnan(low[rank::1000]).all() for rank in range(comm.size))
 
 
 def test_what_gloo_folds_differently_is_not_given_to_it() -> None:
@@ -173,18 +157,6 @@ def test_what_gloo_folds_differently_is_not_given_to_it() -> None:
 # -- ranks that disagree, or do not come ------------------------------------------------------
 
 
-def disagree(comm: Any, mine: tuple[str, int, dict[str, Any]]) -> str:
-    name, count, options = mine[comm.rank]  # type: ignore[misc]
-    x = np.full(count, comm.rank + 1.0)
-    kept = x.copy()
-    try:
-        getattr(comm, name)(x, **options)
-    except MismatchError as error:
-        assert np.array_equal(x, kept)
-        return str(error)
-    return "nothing was noticed"
-
-
 @pytest.mark.parametrize(
     "calls",
     [
@@ -193,47 +165,36 @@ def disagree(comm: Any, mine: tuple[str, int, dict[str, Any]]) -> str:
     ],
     ids=["length", "op"],
 )
-def test_different_calls_of_gloos_own_are_noticed_within_seconds(gloo: Run, calls: Any) -> None:  # noqa: F811
+@on_ranks("two")
+def test_different_calls_of_gloos_own_are_noticed_within_seconds(comm: Any, calls: Any) -> None:
     """Gloo itself would end the process, or hand out wrong numbers."""
-    for text in gloo(2, disagree, calls):
-        assert "different calls" in text
-        assert "test_gloo_calls.py" in text
+    name, count, options = calls[comm.rank]
+    x = np.full(count, comm.rank + 1.0)
+    with pytest.raises(MismatchError, match=r"different calls(?s:.*)test_gloo_calls\.py"):
+        getattr(comm, name)(x, **options)
+    assert (x == comm.rank + 1.0).all()
 
 
-def late(comm: Any, marks: str) -> tuple[str, tuple[int, ...]]:
+@on_ranks("three")
+def test_a_deadline_names_the_absent_rank_and_what_it_did_last(comm: Any, tmp_path: Path) -> None:
     comm.all_reduce(np.ones(2))
-    if comm.rank == 2:
-        await_files(Path(marks, "0"), Path(marks, "1"))
-    try:
+    late = comm.rank == 2
+    if late:
+        await_files(tmp_path / "0", tmp_path / "1")
+    expected = CommunicatorAbortedError if late else CollectiveTimeoutError
+    with pytest.raises(expected, match=r"waited 0\.3 s for rank 2") as caught:
         comm.all_reduce(np.ones(3), timeout=0.3)
-    except (CollectiveTimeoutError, CommunicatorAbortedError) as error:
-        Path(marks, str(comm.rank)).touch()
-        return str(error), getattr(error, "ranks", ())
-    return "it went on", ()
+    (tmp_path / str(comm.rank)).touch()
+    if not late:
+        assert caught.value.ranks == (2,)
+        assert "rank 2 last did its call 1, all_reduce(float64[2]" in str(caught.value)
 
 
-def test_a_deadline_names_the_absent_rank_and_what_it_did_last(
-    gloo: Run,  # noqa: F811
-    tmp_path: Path,
-) -> None:
-    texts = gloo(3, late, str(tmp_path))
-    for text, ranks in texts[:2]:
-        assert ranks == (2,)
-        assert "rank 2 last did its call 1, all_reduce(float64[2]" in text
-    assert "waited 0.3 s for rank 2" in texts[2][0]
-
-
-def any_source_aborted(comm: Any) -> str:
+@on_ranks("two")
+def test_a_receive_from_anybody_ends_with_the_communicator(comm: Any) -> None:
     if comm.rank == 0:
-        try:
+        with pytest.raises(CommunicatorAbortedError, match="out of patience"):
             comm.recv(None, -1)
-        except CommunicatorAbortedError as error:
-            return str(error)
-    time.sleep(0.3)
-    comm.abort("out of patience")
-    return "out of patience"
-
-
-def test_a_receive_from_anybody_ends_with_the_communicator(gloo: Run) -> None:  # noqa: F811
-    for text in gloo(2, any_source_aborted):
-        assert "out of patience" in text
+    else:
+        time.sleep(0.3)
+        comm.abort("out of patience")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ from collective.testing import (
     run_ranks,
 )
 from tests.conformance_parts import BY_PLACE, all_but
+from tests.on_ranks import on_ranks, ranks_of
 from tests.pretended import Interleaved, Lopsided, Pairs, Single
 
 Check = Callable[[], None]
@@ -107,38 +108,21 @@ def test_parts_are_the_same_on_all_hosts() -> None:
     assert Topology(uneven, 3).parts(7, 1) == [0, 7]
 
 
-@pytest.fixture(scope="module")
-def pairs() -> Iterator[RankPool]:
-    """Four ranks on two hosts; starting processes with PyTorch takes seconds."""
-    with RankPool(4, Pairs) as pool:
-        yield pool
-
+# Starting processes with PyTorch takes seconds.
+pairs = ranks_of(("tests.pretended:Pairs", 4))
 
 # -- groups ---------------------------------------------------------------------------------
 
 
-def _kinds(comm: Communicator) -> list[str | None]:
-    found: list[str | None] = []
-    for members in ([0, 1], [2, 3], [0, 2], [1, 2, 3], [3, 1, 0]):
-        if comm.rank not in members:
-            found.append(None)
-            continue
-        with comm.group(members) as group:
-            total = group.all_reduce(np.array([comm.rank]))
-            assert total.item() == sum(members)
-            found.append(group.backend)
-    return found
-
-
-def test_groups_take_the_nearest_transport(pairs: RankPool) -> None:
-    kinds = pairs.run(_kinds)
+@on_ranks("pairs")
+def test_groups_take_the_nearest_transport(comm: Communicator) -> None:
     two, flat = "hierarchical-pairs", "gloo"
-    assert kinds == [
-        ["shm", None, flat, None, two],
-        ["shm", None, None, two, two],
-        [None, "shm", flat, two, None],
-        [None, "shm", None, two, two],
-    ]
+    kinds = {(0, 1): "shm", (2, 3): "shm", (0, 2): flat, (1, 2, 3): two, (3, 1, 0): two}
+    for members, kind in kinds.items():
+        if comm.rank in members:
+            with comm.group(members) as group:
+                assert group.all_reduce(np.array([comm.rank])).item() == sum(members)
+                assert group.backend == kind
 
 
 # -- failures ---------------------------------------------------------------------------------
@@ -172,45 +156,37 @@ def test_a_killed_rank_is_named_on_all_hosts(pairs: RankPool, victim: int, count
         assert f"rank {victim} " in str(error)
 
 
-def _until_heard(folder: str, count: int) -> None:
+def _until_heard(folder: Path, count: int) -> None:
     """Wait until that many ranks have heard of something."""
     while len(os.listdir(folder)) < count:
         time.sleep(0.01)
 
 
-def _late(comm: Communicator, late: int, folder: str) -> CollectiveError:
+@pytest.mark.parametrize("late", range(4))
+@on_ranks("pairs")
+def test_a_late_rank_is_named_on_all_hosts(comm: Communicator, late: int, tmp_path: Path) -> None:
     comm.barrier()
     if comm.rank == late:
-        _until_heard(folder, comm.size - 1)
+        _until_heard(tmp_path, comm.size - 1)
     error = _heard(lambda: comm.all_reduce(np.ones(3), timeout=1.0))
-    Path(folder, str(comm.rank)).touch()
-    return error
-
-
-@pytest.mark.parametrize("late", range(4))
-def test_a_late_rank_is_named_on_all_hosts(pairs: RankPool, late: int, tmp_path: Path) -> None:
-    for rank, error in enumerate(pairs.run(_late, late, str(tmp_path))):
-        if rank == late:
-            assert isinstance(error, CommunicatorAbortedError), error
-        else:
-            assert isinstance(error, CollectiveTimeoutError), error
-            assert error.ranks == (late,), error
-
-
-def _closing(comm: Communicator, leaver: int) -> CollectiveError | None:
-    comm.barrier()
-    if comm.rank == leaver:
-        comm.close()
-        return None
-    return _heard(comm.barrier)
+    (tmp_path / str(comm.rank)).touch()
+    if comm.rank == late:
+        assert isinstance(error, CommunicatorAbortedError), error
+    else:
+        assert isinstance(error, CollectiveTimeoutError), error
+        assert error.ranks == (late,), error
 
 
 @pytest.mark.parametrize("leaver", range(4))
-def test_a_rank_that_left_is_named_on_all_hosts(pairs: RankPool, leaver: int) -> None:
-    for rank, error in enumerate(pairs.run(_closing, leaver)):
-        if rank != leaver:
-            assert isinstance(error, PeerLostError), error
-            assert error.ranks == (leaver,), error
+@on_ranks("pairs")
+def test_a_rank_that_left_is_named_on_all_hosts(comm: Communicator, leaver: int) -> None:
+    comm.barrier()
+    if comm.rank == leaver:
+        comm.close()
+        return
+    with pytest.raises(PeerLostError) as lost:
+        comm.barrier()
+    assert lost.value.ranks == (leaver,)
 
 
 def _failing(comm: Communicator, victim: int) -> CollectiveError:
@@ -230,98 +206,73 @@ def test_a_failed_rank_is_told_to_all_hosts(pairs: RankPool, victim: int) -> Non
         assert "lost the keys" in str(error)
 
 
-def _receiving(comm: Communicator, source: int, folder: str) -> CollectiveError:
+@pytest.mark.parametrize("source", [0, 3])
+@on_ranks("pairs")
+def test_a_message_that_does_not_come_names_its_sender(
+    comm: Communicator, source: int, tmp_path: Path
+) -> None:
     comm.barrier()
     if comm.rank != 1:
-        _until_heard(folder, 1)
-        return _heard(comm.barrier)
-    error = _heard(lambda: comm.recv(None, source, timeout=0.5))
-    Path(folder, "heard").touch()
-    return error
-
-
-@pytest.mark.parametrize("source", [0, 3])
-def test_a_message_that_does_not_come_names_its_sender(
-    pairs: RankPool, source: int, tmp_path: Path
-) -> None:
-    error = pairs.run(_receiving, source, str(tmp_path))[1]
-    assert isinstance(error, CollectiveTimeoutError), error
-    assert error.ranks == (source,)
-    assert "recv(tag=" in str(error)
+        _until_heard(tmp_path, 1)
+        _heard(comm.barrier)
+        return
+    with pytest.raises(CollectiveTimeoutError, match=r"recv\(tag=") as late:
+        comm.recv(None, source, timeout=0.5)
+    assert late.value.ranks == (source,)
+    (tmp_path / "heard").touch()
 
 
 # -- disagreement ---------------------------------------------------------------------------
 
 
-def _differing(comm: Communicator, others: list[int]) -> tuple[CollectiveError, CollectiveError]:
-    comm.barrier()
-    if comm.rank in others:
-        first = _heard(comm.barrier)
-    else:
-        first = _heard(lambda: comm.all_reduce(np.ones(5)))
-    return first, _heard(comm.barrier)
-
-
 @pytest.mark.parametrize("others", [[0], [1], [3], [2, 3], [1, 3]])
-def test_different_calls_are_found_unasked(pairs: RankPool, others: list[int]) -> None:
+@on_ranks("pairs", call_timeout=20.0)
+def test_different_calls_are_found_unasked(comm: Communicator, others: list[int]) -> None:
+    comm.barrier()
     # Inside a host at once, between hosts when the call has stalled for a second; too late
     # in either case for what the other ranks have sent.
-    for error, later in pairs.run(_differing, others, call_timeout=20.0):
-        assert isinstance(error, MismatchError), error
-        lines = [line for line in str(error).splitlines() if line.startswith("  rank")]
-        by_call = {line.partition(":")[2].split("(")[0].strip(): line for line in lines}
-        # Where two of them differ at once, the others may not have come yet.
-        late = by_call.pop("has not come so far", "")
-        assert set(by_call) == {"barrier", "all_reduce"}, error
-        ranks = {what: re.findall(r"\d+", line.partition(":")[0]) for what, line in by_call.items()}
-        assert {int(rank) for rank in ranks["barrier"]} <= set(others), error
-        assert {int(rank) for rank in ranks["all_reduce"]}.isdisjoint(others), error
-        named = [*ranks["barrier"], *ranks["all_reduce"], *re.findall(r"\d+", late)]
-        assert sorted(map(int, named)) == [0, 1, 2, 3], error
-        assert isinstance(later, CommunicatorAbortedError), later
+    error = _heard(comm.barrier if comm.rank in others else lambda: comm.all_reduce(np.ones(5)))
+    assert isinstance(error, MismatchError), error
+    lines = [line for line in str(error).splitlines() if line.startswith("  rank")]
+    by_call = {line.partition(":")[2].split("(")[0].strip(): line for line in lines}
+    # Where two of them differ at once, the others may not have come yet.
+    late = by_call.pop("has not come so far", "")
+    assert set(by_call) == {"barrier", "all_reduce"}, error
+    ranks = {what: re.findall(r"\d+", line.partition(":")[0]) for what, line in by_call.items()}
+    assert {int(rank) for rank in ranks["barrier"]} <= set(others), error
+    assert {int(rank) for rank in ranks["all_reduce"]}.isdisjoint(others), error
+    named = [*ranks["barrier"], *ranks["all_reduce"], *re.findall(r"\d+", late)]
+    assert sorted(map(int, named)) == [0, 1, 2, 3], error
+    later = _heard(comm.barrier)
+    assert isinstance(later, CommunicatorAbortedError), later
 
 
 # -- memory ---------------------------------------------------------------------------------
 
 
-def _no_memory(comm: Communicator) -> tuple[str, float]:
+@on_ranks("pairs")
+def test_no_memory_on_one_host_is_no_memory_on_all(comm: Communicator) -> None:
     inner: Any = comm._backend._inner  # type: ignore[attr-defined]
-    if comm.rank == 2:
 
-        def refuse(nbytes: int, timeout: float) -> None:
-            raise AllocationError("empty: out of memory, as planned")
+    def refuse(nbytes: int, timeout: float) -> None:
+        raise AllocationError("empty: out of memory, as planned")
 
+    if comm.rank in (2, 3):
         inner._heap.empty = refuse
-    if comm.rank == 3:
-
-        def wait(nbytes: int, timeout: float) -> None:
-            raise AllocationError("empty: out of memory, says rank 2")
-
-        inner._heap.empty = wait
-    with pytest.raises(AllocationError) as refused:
+    with pytest.raises(AllocationError, match="" if comm.rank > 1 else "rank 2's host"):
         comm.empty(1000)
-    return str(refused.value), comm.all_reduce(np.ones(1)).item()
+    assert comm.all_reduce(np.ones(1)).item() == 4.0
 
 
-def test_no_memory_on_one_host_is_no_memory_on_all(pairs: RankPool) -> None:
-    results = pairs.run(_no_memory)
-    assert [total for _, total in results] == [4.0] * 4
-    assert all("rank 2's host" in text for text, _ in results[:2]), results
-
-
-def _symmetric(comm: Communicator) -> float:
+@on_ranks("pairs")
+def test_memory_of_its_own(comm: Communicator) -> None:
     x = comm.empty(300_000, "float32")
     x[:] = comm.rank + 1
     y = comm.empty(300_000, "float32")
     for _ in range(3):
         comm.all_reduce(x, out=y)
         comm.all_reduce(y, out=y, op="max")
-    assert float(y.min()) == float(y.max())
-    return float(y[0])
-
-
-def test_memory_of_its_own(pairs: RankPool) -> None:
-    assert pairs.run(_symmetric) == [10.0] * 4
+    assert (y == 10.0).all()
 
 
 # -- connecting -------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ pytest.importorskip("torch", reason="between hosts there is Gloo, which stands o
 from tests import warm
 from tests.hosts import Hosts, Job, needs_hosts
 from tests.interpreter import ROOT, printed
+from tests.mpi_launches import by_vendor
 
 SCRIPT = str(ROOT / "tests" / "on_hosts.py")
 
@@ -129,13 +130,6 @@ def test_two_hosts_by_torchrun(make: Make) -> None:
     _assert_nothing_left(hosts)
 
 
-def _mpi(vendor: str) -> Path:
-    venv = ROOT / ".mpi" / vendor
-    if not (venv / "bin" / "mpiexec").exists():
-        pytest.skip(f"no {vendor} in {venv.relative_to(ROOT)}; make it with: make mpi")
-    return venv
-
-
 # Each asks for two ranks on each host, by the shell that is given.
 _OPTIONS: dict[str, Callable[[str], list[str]]] = {
     "mpich": lambda shell: [
@@ -148,11 +142,11 @@ _OPTIONS: dict[str, Callable[[str], list[str]]] = {
 }
 
 
-@pytest.mark.parametrize("vendor", _OPTIONS)
+@by_vendor
 def test_two_hosts_by_mpiexec(make: Make, vendor: str) -> None:
-    venv, hosts = _mpi(vendor), make(2)
+    hosts = make(2)
     options = _OPTIONS[vendor](str(hosts.remote_shell()))
-    _hold_two_by_two(hosts.mpiexec(venv, options, [SCRIPT, "who"]).succeed())
+    _hold_two_by_two(hosts.mpiexec(ROOT / ".mpi" / vendor, options, [SCRIPT, "who"]).succeed())
     _assert_nothing_left(hosts)
 
 

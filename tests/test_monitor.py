@@ -1,11 +1,13 @@
 """The monitor: who is there, who has gone and who called what, apart from any transport."""
 
+import contextlib
 import gc
 import os
 import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -31,7 +33,6 @@ from collective.memory.dtypes import named
 from collective.request import Request
 from collective.start.file_store import FileStore
 from tests.interpreter import started
-from tests.transport_ranks import listening
 
 FAR = 30.0
 KEY = bytes(range(32))
@@ -142,6 +143,17 @@ def test_rank_0_may_come_when_its_roll_call_is_over(tmp_path, monkeypatch):
     error, *_ = start([0], 2, tmp_path, timeout=0.2)
     assert isinstance(error, RendezvousError)
     assert os.listdir(tmp_path) == []
+
+
+def listening() -> set[str]:
+    """Return where this process listens to TCP, as /proc has addresses and ports."""
+    mine = set()
+    for descriptor in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            mine.add(os.readlink(f"/proc/self/fd/{descriptor}"))
+    tables = (Path(f"/proc/self/net/{name}").read_text() for name in ("tcp", "tcp6"))
+    rows = [line.split() for table in tables for line in table.splitlines()[1:]]
+    return {row[1] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in mine}
 
 
 def test_across_hosts_it_listens_on_the_given_address_until_all_have_come(tmp_path):

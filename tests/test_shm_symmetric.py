@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from transport_ranks import shm  # noqa: F401
 
 import collective
 from collective.contract.world import World
 from collective.errors import MismatchError
 from collective.memory.arrays import adapter_of
 from collective.start.file_store import FileStore
+from tests.on_ranks import on_ranks, ranks_of
+
+some = ranks_of(("shm", 2), ("shm", 3), timeout=20.0)
 
 # Above the size from which symmetric memory is read in place, and not a multiple of the sizes.
 N = 20_011
 
 
-def in_place_gather(comm) -> None:
+@on_ranks("some")
+def test_all_gather_from_its_own_part_of_the_output(comm) -> None:
     full = comm.empty(comm.size * N)
     mine = full[comm.rank * N : (comm.rank + 1) * N]
     for step in range(4):
@@ -29,12 +32,8 @@ def in_place_gather(comm) -> None:
         comm.barrier()
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_all_gather_from_its_own_part_of_the_output(shm, size):  # noqa: F811
-    shm(size, in_place_gather)
-
-
-def uneven_after_even(comm) -> None:
+@on_ranks("some")
+def test_uneven_lengths_after_even_ones_with_the_same_arrays(comm) -> None:
     x, out = comm.empty(N)[:], comm.empty(comm.size * N)[:]
     x[:] = comm.rank
     for _ in range(2):
@@ -50,12 +49,8 @@ def uneven_after_even(comm) -> None:
     np.testing.assert_array_equal(out, np.repeat(np.arange(comm.size), N))
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_uneven_lengths_after_even_ones_with_the_same_arrays(shm, size):  # noqa: F811
-    shm(size, uneven_after_even)
-
-
-def after_a_mismatch(comm) -> None:
+@on_ranks("some")
+def test_calls_go_on_after_a_mismatch(comm) -> None:
     x = comm.empty(N)[:]
     for step in range(6):
         x[:] = comm.rank + 1
@@ -67,12 +62,8 @@ def after_a_mismatch(comm) -> None:
         assert (x == sum(r + 1 for r in range(comm.size))).all(), step
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_calls_go_on_after_a_mismatch(shm, size):  # noqa: F811
-    shm(size, after_a_mismatch)
-
-
-def scaled_ops(comm) -> None:
+@on_ranks("some")
+def test_averages_and_factors(comm) -> None:
     x = comm.empty(N, "float16")[:]
     for step in range(3):
         x[:] = comm.rank + step
@@ -82,11 +73,6 @@ def scaled_ops(comm) -> None:
         x[:] = comm.rank + 1
         comm.all_reduce(x, op=collective.premul_sum(comm.rank + step), out=x)
         np.testing.assert_allclose(x, sum((r + 1) * (r + step) for r in range(comm.size)))
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_averages_and_factors(shm, size):  # noqa: F811
-    shm(size, scaled_ops)
 
 
 def test_tensors_in_symmetric_memory_are_known_as_such(tmp_path):

@@ -280,20 +280,14 @@ class TwoLevel(Monitored):
             if at_root and topology.members[host][gateway] != root:
                 # The root has no counterparts on the other hosts: another takes its part.
                 moved = Buffer.empty(sum(blocks) * here, dst.dtype)
-                everything = [
-                    sum(blocks) * (each == gateway) for each in range(len(topology.local))
-                ]
-                sender = topology.local.index(root)
-                steps.run(
-                    0, self._inner, "scatter", whole, moved, root=sender, elements=everything
-                )  # fmt: skip
+                every, to = topology.parts(sum(blocks), gateway), topology.local.index(root)
+                steps.run(0, self._inner, "scatter", whole, moved, root=to, elements=every)
                 whole = moved if here else None
             block = whole
             if here and self._across is not None:
                 if at_root:
                     assert whole is not None
-                    start = sum(blocks[:host])
-                    block = whole.part(start, start + blocks[host])
+                    block = part(whole, blocks, host)
                 else:
                     block = Buffer.empty(blocks[topology.host], dst.dtype)
                 steps.run(1, self._across, "scatter", whole, block, root=host, elements=blocks)
@@ -311,8 +305,7 @@ class TwoLevel(Monitored):
         whole, block = None, None
         if here and at_root:
             whole = result or Buffer.empty(sum(blocks), src.dtype)
-            start = sum(blocks[:host])
-            block = whole.part(start, start + blocks[host])
+            block = part(whole, blocks, host)
         elif here:
             block = Buffer.empty(blocks[topology.host], src.dtype)
         with steps.within(timeout):
@@ -322,12 +315,9 @@ class TwoLevel(Monitored):
                 steps.run(1, self._across, "gather", block, whole, root=host, elements=blocks)
             if at_root and topology.members[host][gateway] != root:
                 # As in scatter(): another has taken the root's part.
-                everything = [
-                    sum(blocks) * (each == gateway) for each in range(len(topology.local))
-                ]
                 given = whole or Buffer.empty(0, src.dtype)
-                to = topology.local.index(root)
-                steps.run(2, self._inner, "gather", given, result, root=to, elements=everything)
+                every, to = topology.parts(sum(blocks), gateway), topology.local.index(root)
+                steps.run(2, self._inner, "gather", given, result, root=to, elements=every)
         if dst is not None:
             assert result is not None
             put(dst, counts, order, result)

@@ -81,10 +81,10 @@ class Topology:
         return found
 
 
-def part(buffer: Buffer, counts: Sequence[int], local_rank: int) -> Buffer:
-    """Return the part of ``local_rank`` of the buffer that is cut into ``counts``."""
-    start = sum(counts[:local_rank])
-    return buffer.part(start, start + counts[local_rank])
+def part(buffer: Buffer, counts: Sequence[int], number: int) -> Buffer:
+    """Return part ``number`` of a buffer that is cut into ``counts``."""
+    start = sum(counts[:number])
+    return buffer.part(start, start + counts[number])
 
 
 def take(buffer: Buffer, counts: Sequence[int], ranks: Sequence[int]) -> Buffer:

@@ -4,7 +4,7 @@ MPI is fast and says nothing about peers: a rank that called something else, tha
 or that died lets the others wait for ever, or write over their memory. So every
 collective call is two steps. First all ranks *arrive*: a non-blocking reduction of the
 calls' digests, polled, so that a deadline, a dead or an aborting peer and a disagreement
-are noticed while nothing has been moved yet (:mod:`.arrival`). Then comes MPI's own
+are noticed while nothing has been moved yet (:class:`.carrying.Arrival`). Then comes MPI's own
 operation, blocking, since everybody is there; in the background the non-blocking one,
 polled too, which leaves the core to the program.
 

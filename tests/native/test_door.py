@@ -6,7 +6,7 @@ import gc
 import inspect
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 from unittest import mock
@@ -27,6 +27,7 @@ from collective.errors import (
 )
 from collective.request import Request
 from collective.testing import RankPool, run_ranks
+from tests.on_ranks import on_ranks, ranks_of
 
 pytestmark = pytest.mark.skipif(
     native.chosen.extension is None, reason="the native core is not in use"
@@ -66,23 +67,16 @@ OTHERS: dict[str, Callable[[Communicator], Any]] = {
 }
 
 
-@pytest.fixture(scope="module", params=["threads", "shm"])
-def pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
-    with RankPool(2, request.param, timeout=60.0) as ranks:
-        yield ranks
-
-
-def _one_otherwise(comm: Communicator, name: str) -> list[float]:
-    way = OTHERS[name if comm.rank else "plain"]
-    if "operator" in name:  # which is part of the call
-        way = OTHERS[name]
-    return [float(value) for value in way(comm)]
+pool = ranks_of(("threads", 2), ("shm", 2))
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_a_rank_that_goes_by_python_meets_one_that_goes_by_c(pool: RankPool, name: str) -> None:
-    total = list(_x(0) + _x(1))
-    assert pool.run(_one_otherwise, name) == [total, total]
+@on_ranks("pool")
+def test_a_rank_that_goes_by_python_meets_one_that_goes_by_c(comm: Communicator, name: str) -> None:
+    way = OTHERS[name if comm.rank else "plain"]
+    if "operator" in name:  # which is part of the call
+        way = OTHERS[name]
+    assert [*way(comm)] == [*(_x(0) + _x(1))]
 
 
 #: Calls of every operation that C makes, plain but for a timeout on ranks that are to use Python;
@@ -127,39 +121,24 @@ def _counted_in_place(comm: Communicator, timeout: float | None) -> Array:
     return result.ravel()  # type: ignore[no-any-return]
 
 
-def _counts_of_each(comm: Communicator) -> list[Any]:
-    found: list[Any] = []
+@on_ranks("pool")
+def test_counts_are_part_of_the_call(comm: Communicator) -> None:
     for counts in ([3, 4], [4, 4]):  # the plan of the first is not that of the second
-        x = _x(comm.rank)[: counts[comm.rank]]
-        found.append(comm.all_gather(x, counts=counts).tolist())
+        found = comm.all_gather(_x(comm.rank)[: counts[comm.rank]], counts=counts)
+        assert found.tolist() == [*_x(0)[: counts[0]], *_x(1)[: counts[1]]]
     for counts in ([2, 9], [5, 5]):  # of neither rank
-        try:
+        with pytest.raises(ShapeError):
             comm.all_gather(_rows(comm.rank), counts=counts)
-        except ShapeError:
-            found.append("refused")
-    return found
 
 
-def test_counts_are_part_of_the_call(pool: RankPool) -> None:
-    first = [*_rows(0), *_rows(1)]
-    second = [*_x(0)[:4], *_x(1)[:4]]
-    assert pool.run(_counts_of_each) == [[first, second, "refused", "refused"]] * 2
-
-
-def _counts_that_differ(comm: Communicator) -> str:
+@on_ranks("pool")
+def test_counts_that_differ_are_a_mismatch_and_nothing_is_written(comm: Communicator) -> None:
     out = np.zeros(9, np.float32)
     counts = [3, 4] if comm.rank == 0 else [5, 4]
-    try:
+    with pytest.raises(MismatchError) as caught:
         comm.all_gather(_rows(comm.rank), counts=counts, out=out[: sum(counts)])
-    except MismatchError as error:
-        assert not out.any()
-        return str(error)
-    return "made"
-
-
-def test_counts_that_differ_are_a_mismatch_and_nothing_is_written(pool: RankPool) -> None:
-    for said in pool.run(_counts_that_differ):
-        assert all(counts in said for counts in ("[3, 4]", "[5, 4]")), said
+    assert not out.any()
+    assert all(each in str(caught.value) for each in ("[3, 4]", "[5, 4]"))
 
 
 def _made(comm: Communicator, name: str, by_python: tuple[int, ...]) -> list[float] | None:
@@ -278,22 +257,14 @@ def test_errors_are_those_of_python() -> None:
         assert comm.recorder.started == 0
 
 
-def _finished(comm: Communicator) -> int:
-    return comm.recorder.finished
-
-
-def _mismatch(comm: Communicator) -> tuple[str, int]:
+@on_ranks("pool")
+def test_a_mismatch_tells_where_the_calls_were_made(comm: Communicator) -> None:
+    before = comm.recorder.finished
     with pytest.raises(MismatchError) as caught:
         comm.all_reduce(_x()[: 4 + comm.rank])
     comm.all_reduce(_x())  # nothing was sent
-    return str(caught.value), comm.recorder.finished
-
-
-def test_a_mismatch_tells_where_the_calls_were_made(pool: RankPool) -> None:
-    before = pool.run(_finished)
-    for rank, (text, finished) in enumerate(pool.run(_mismatch)):
-        assert text.count("test_door.py") == 2
-        assert finished == before[rank] + 2
+    assert str(caught.value).count("test_door.py") == 2
+    assert comm.recorder.finished == before + 2
 
 
 def _broken(comm: Communicator) -> str:

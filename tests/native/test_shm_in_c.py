@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,8 @@ from collective.communicator import Communicator
 from collective.errors import CollectiveError
 from collective.memory.dtypes import BY_NAME
 from collective.request import Request
-from collective.testing import RankPool, run_ranks
+from collective.testing import run_ranks
+from tests.on_ranks import on_ranks, ranks_of
 
 pytest.importorskip("collective.native._core", reason="the native core is not built")
 
@@ -26,10 +26,7 @@ _LONGEST = 4 << 20
 COUNTS = [nbytes // 4 + more for nbytes in _LIMITS for more in (-1, 0, 1)] + [0, 1, 7, 300_003]
 
 
-@pytest.fixture(scope="module", params=[2, 3])
-def pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
-    with RankPool(request.param, "shm", timeout=60.0) as ranks:
-        yield ranks
+pool = ranks_of(("shm", 2), ("shm", 3))
 
 
 def _wanted(name: str, inputs: list[Any], rank: int, root: int) -> Any:
@@ -91,11 +88,13 @@ def _calls(comm: Communicator, name: str, where: str) -> list[str]:
 
 @pytest.mark.parametrize("where", ["ordinary", "symmetric", "mixed"])
 @pytest.mark.parametrize("name", _NAMES)
-def test_every_call_at_every_length(pool: RankPool, name: str, where: str) -> None:
-    assert pool.run(_calls, name, where) == [[]] * pool.size
+@on_ranks("pool")
+def test_every_call_at_every_length(comm: Communicator, name: str, where: str) -> None:
+    assert _calls(comm, name, where) == []
 
 
-def _uneven(comm: Communicator) -> list[str]:
+@on_ranks("pool")
+def test_pieces_of_different_lengths(comm: Communicator) -> None:
     wrong = []
     for count in COUNTS:
         lengths = [count * rank // comm.size for rank in range(comm.size)]
@@ -110,35 +109,23 @@ def _uneven(comm: Communicator) -> list[str]:
             (lengths if rank % 2 else lengths[::-1])[comm.rank] for rank in range(comm.size)
         )
         wrong += [f"all_to_all of {count}"] * (found.tolist() != [comm.rank] * total)
-    return wrong
-
-
-def test_pieces_of_different_lengths(pool: RankPool) -> None:
-    assert pool.run(_uneven) == [[]] * pool.size
-
-
-def _without(comm: Communicator, ranks: tuple[int, ...]) -> tuple[bool, list[str]]:
-    """Return whether a group takes C, and its wrong calls, when some ranks do without the core."""
-    native.switch(comm.rank not in ranks)
-    group = comm.dup()  # which finds out anew what its ranks have
-    native.switch(True)
-    in_c = group._backend._compiled is not None  # type: ignore[attr-defined]
-    return in_c, _calls(group, "all_reduce", "ordinary")
+    assert wrong == []
 
 
 @pytest.mark.parametrize("without", [(), (0,), (1,)], ids=["all", "not the first", "not another"])
+@on_ranks("pool")
 def test_ranks_take_python_together_if_one_lacks_the_core(
-    pool: RankPool, without: tuple[int, ...]
+    comm: Communicator, without: tuple[int, ...]
 ) -> None:
-    assert pool.run(_without, without) == [(not without, [])] * pool.size
+    native.switch(comm.rank not in without)
+    group = comm.dup()  # which finds out anew what its ranks have
+    native.switch(True)
+    assert (group._backend._compiled is not None) == (not without)  # type: ignore[attr-defined]
+    assert _calls(group, "all_reduce", "ordinary") == []
 
 
-def _crowded(comm: Communicator) -> tuple[bool, bool, bool]:
-    """Gather 4 MiB in a group of more ranks than cores.
-
-    Returns:
-        Whether the group knows that, whether it makes the call in C, and whether that is right.
-    """
+@on_ranks("pool")
+def test_more_ranks_than_cores_gather_in_c_as_others_do(comm: Communicator) -> None:
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(cores)})
     try:
@@ -148,15 +135,11 @@ def _crowded(comm: Communicator) -> tuple[bool, bool, bool]:
     x = np.arange(_LONGEST // 4 // comm.size, dtype=np.float32) + comm.rank
     elements = [x.size] * comm.size
     request = Request("gather", BY_NAME["float32"], x.shape, root=1, elements=elements)
-    in_c = type(group._backend.plan(request)) is native.chosen.extension.Plan
+    assert group._backend._control.crowded
+    assert type(group._backend.plan(request)) is native.chosen.extension.Plan
     found = group.gather(x, root=1)
     whole = np.concatenate([x - comm.rank + rank for rank in range(comm.size)])
-    right = found is None if comm.rank != 1 else found.tobytes() == whole.tobytes()
-    return group._backend._control.crowded, in_c, right
-
-
-def test_more_ranks_than_cores_gather_in_c_as_others_do(pool: RankPool) -> None:
-    assert pool.run(_crowded) == [(True, True, True)] * pool.size
+    assert found is None if comm.rank != 1 else found.tobytes() == whole.tobytes()
 
 
 def _many_requests(comm: Communicator) -> str:
