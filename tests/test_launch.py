@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
 
 import pytest
@@ -13,8 +12,6 @@ from tests.interpreter import run_python
 from tests.launches import DEADLINE_S, NOISE_S, PROMISED_S, Launches, launches
 
 __all__ = ["launches"]  # the fixture
-
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 
 # -- starting ------------------------------------------------------------------------
 

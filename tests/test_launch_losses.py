@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 
 import pytest
 
@@ -14,8 +13,6 @@ from tests.launches import DEADLINE_S, Launches, finish, launches
 from tests.mpi_launches import launch_of, needs
 
 __all__ = ["launches"]  # the fixture
-
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 
 
 # -- going on ------------------------------------------------------------------------

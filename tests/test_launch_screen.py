@@ -6,7 +6,6 @@ import os
 import re
 import select
 import signal
-import sys
 import time
 from collections.abc import Iterator
 
@@ -16,8 +15,6 @@ from collective.launch.screen import RankOutput, Screen
 from tests.launches import DEADLINE_S, Launches, Terminal, finish, launches
 
 __all__ = ["launches"]  # the fixture
-
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 
 
 class Output:

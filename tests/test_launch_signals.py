@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import sys
 import time
 import traceback
 from pathlib import Path
@@ -20,8 +19,6 @@ from collective.launch.interrupt import Site, sift, site_of, summary
 from tests.launches import DEADLINE_S, NOISE_S, PROMISED_S, Launches, Terminal, finish, launches
 
 __all__ = ["launches"]  # the fixture
-
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 
 WAITING = """
     try:
