@@ -13,9 +13,7 @@ dist = pytest.importorskip("torch.distributed")
 from torch.distributed import pipelining  # noqa: E402
 
 from tests.mpi_launches import ROOT, mpirun, needs, warm_python_of  # noqa: E402
-from tests.torch_groups import Groups, groups  # noqa: E402
-
-__all__ = ["groups"]
+from tests.torch_groups import run_in_group  # noqa: E402
 
 WIDTH, SAMPLES, MICROBATCHES, CLOSE = 24, 16, 4, 1e-12
 # How many stages a rank has; torch's schedules for several take a list of them.
@@ -31,8 +29,8 @@ def stages(count: int) -> list[Any]:
 
 
 def batch() -> tuple[Any, Any]:
-    drawn = torch.randn(2, SAMPLES, WIDTH, generator=torch.Generator().manual_seed(3))
-    return drawn[0].double(), drawn[1].double()
+    generator = torch.Generator().manual_seed(3)
+    return tuple(torch.randn(2, SAMPLES, WIDTH, generator=generator).double())
 
 
 def step(rank: int, size: int, name: str) -> Any:
@@ -76,8 +74,8 @@ def check(found: list[Any], name: str) -> None:
 
 @pytest.mark.parametrize("transport", ["shm", "gloo"])
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_gradients_of_a_pipeline(groups: Groups, name: str, transport: str) -> None:
-    check(groups((transport, 2), step, name), name)
+def test_gradients_of_a_pipeline(name: str, transport: str) -> None:
+    check(run_in_group((transport, 2), step, name), name)
 
 
 PROGRAM = """

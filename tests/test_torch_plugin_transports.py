@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,25 +20,24 @@ from tests.mpi_launches import (  # noqa: E402
     warm_launch_of,
     warm_python_of,
 )
-
-Run = Callable[..., list[Any]]
-
-
-TRANSPORTS = [
-    "threads",
-    "shm",
-    "gloo",
-    *(pytest.param(f"mpi {vendor}", marks=needs(vendor)) for vendor in VENDORS),
-]
+from tests.on_ranks import on_ranks  # noqa: E402
 
 
-@pytest.fixture(scope="module", params=TRANSPORTS)
-def four(request: pytest.FixtureRequest) -> Iterator[Run]:
-    """Run a function on four ranks of a transport."""
+@pytest.fixture(
+    scope="module",
+    params=[
+        "threads",
+        "shm",
+        "gloo",
+        *(pytest.param(f"mpi {vendor}", marks=needs(vendor)) for vendor in VENDORS),
+    ],
+)
+def four(request: pytest.FixtureRequest) -> Iterator[RankPool]:
+    """Keep four ranks of a transport."""
     name, _, vendor = request.param.partition(" ")
     launch = warm_launch_of(vendor) if vendor else None
     with RankPool(4, name, timeout=60.0, mpiexec=launch) as pool:
-        yield pool.run
+        yield pool
 
 
 def made(comm: Any) -> Any:
@@ -48,7 +47,8 @@ def made(comm: Any) -> Any:
     return ProcessGroup(comm.dup())
 
 
-def reductions(comm: Any) -> None:
+@on_ranks("four")
+def test_reductions_on_four_ranks(comm: Any) -> None:
     group, rank, size = made(comm), comm.rank, comm.size
     total = size * (size + 1) // 2
     for count in (3, 50_000):
@@ -71,7 +71,8 @@ def reductions(comm: Any) -> None:
     group.shutdown()
 
 
-def moves(comm: Any) -> None:
+@on_ranks("four")
+def test_moves_on_four_ranks(comm: Any) -> None:
     group, rank, size = made(comm), comm.rank, comm.size
     for count in (2, 30_000):
         x = torch.full((count,), rank)
@@ -97,7 +98,8 @@ def moves(comm: Any) -> None:
     group.shutdown()
 
 
-def messages(comm: Any) -> None:
+@on_ranks("four")
+def test_messages_on_four_ranks(comm: Any) -> None:
     group, rank, size = made(comm), comm.rank, comm.size
     for count in (1, 40_000):
         got = torch.empty(count)
@@ -118,11 +120,6 @@ def messages(comm: Any) -> None:
         assert x.tolist() == [4] * 3
         pair.shutdown()
     group.shutdown()
-
-
-@pytest.mark.parametrize("check", [reductions, moves, messages], ids=lambda check: check.__name__)
-def test_operations_on_four_ranks(four: Run, check: Any) -> None:
-    four(check)
 
 
 PROGRAM = """

@@ -21,41 +21,35 @@ import pytest
 
 from collective.testing import RankPool
 
-__all__ = ["Groups", "groups", "in_groups", "installed"]
+__all__ = ["in_groups", "installed", "run_in_group"]
 
 TIMEOUT_S = 20.0
 # Within which threads have noticed that they are not needed any more.
 LEAVE_S = 5.0
 
 
-class Groups:
-    """Runs functions on the ranks of a process group; starts processes when first needed."""
-
-    def __init__(self) -> None:
-        self._pools: dict[int, RankPool] = {}
-
-    def __call__(
-        self, world: tuple[str, int], function: Callable[..., Any], *args: Any, **options: Any
-    ) -> list[Any]:
-        """Run ``function(rank, size, …)`` on every rank, in a group that is its own."""
-        transport, size = world
-        if size not in self._pools:
-            self._pools[size] = RankPool(size, "shm", timeout=45.0)
-        with tempfile.TemporaryDirectory() as directory:
-            store = str(Path(directory, secrets.token_hex(4)))
-            found: list[Any] = self._pools[size].run(
-                _member, transport, store, options.get("timeout", TIMEOUT_S), function, args
-            )
-        return found
-
-    def close(self) -> None:
-        for pool in self._pools.values():
-            pool.close()
+# Kept for all modules: to start a process takes longer than all that it does here.
+_pools: dict[int, RankPool] = {}
 
 
-def _member(
-    comm: Any, transport: str, path: str, timeout: float, function: Callable[..., Any], args: Any
-) -> Any:
+@atexit.register
+def _close() -> None:
+    for pool in _pools.values():
+        pool.close()
+
+
+def run_in_group(world: tuple[str, int], function: Callable[..., Any], *args: Any) -> list[Any]:
+    """Run ``function(rank, size, …)`` on every rank, in a process group that is its own."""
+    transport, size = world
+    if size not in _pools:
+        _pools[size] = RankPool(size, "shm", timeout=45.0)
+    with tempfile.TemporaryDirectory() as directory:
+        store = str(Path(directory, secrets.token_hex(4)))
+        found: list[Any] = _pools[size].run(_member, transport, store, function, args)
+    return found
+
+
+def _member(comm: Any, transport: str, path: str, function: Callable[..., Any], args: Any) -> Any:
     import torch
     import torch.distributed as dist
 
@@ -69,7 +63,7 @@ def _member(
         store=dist.FileStore(path, comm.size),
         rank=comm.rank,
         world_size=comm.size,
-        timeout=timedelta(seconds=timeout),
+        timeout=timedelta(seconds=TIMEOUT_S),
     )
     try:
         found = function(comm.rank, comm.size, *args)
@@ -111,17 +105,6 @@ def installed(folder: Path) -> str:
     return str(site)
 
 
-# Kept for all modules: to start a process takes longer than all that it does here.
-_groups = Groups()
-atexit.register(_groups.close)
-
-
-@pytest.fixture
-def groups() -> Groups:
-    """Process groups: ``groups((transport, size), function, …)``."""
-    return _groups
-
-
 def in_groups(*worlds: tuple[str, int]) -> Callable[[Callable[..., None]], Any]:
     """Make a test of what each rank of a process group does: it takes rank, size and fixtures."""
 
@@ -130,7 +113,7 @@ def in_groups(*worlds: tuple[str, int]) -> Callable[[Callable[..., None]], Any]:
 
         @functools.wraps(program)
         def test(world: tuple[str, int], **given: Any) -> None:
-            _groups(world, _quietly, program, *(given[each.name] for each in fixtures))
+            run_in_group(world, _quietly, program, *(given[each.name] for each in fixtures))
 
         untyped: Any = test
         world = inspect.Parameter("world", inspect.Parameter.POSITIONAL_OR_KEYWORD)
