@@ -225,15 +225,18 @@ in_thread = _InThread()
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
 
-def call_site() -> str:
+def call_site(packages: tuple[str, ...] = (_PACKAGE,)) -> str:
     """Return ``file:line in function`` of the innermost frame outside this package.
 
     For a call that runs in a lane's thread it is the place where it was submitted.
+
+    Args:
+        packages: the folders of this and of others that are passed over, too.
     """
     if in_thread.site is not None:
         return in_thread.site
     frame = sys._getframe(1)
-    while frame.f_code.co_filename.startswith(_PACKAGE):
+    while frame.f_code.co_filename.startswith(packages):
         if frame.f_back is None:
             return ""
         frame = frame.f_back

@@ -12,8 +12,9 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from collective import request as request_module
+import collective
 from collective.contract.work import Lane, Work
+from collective.request import call_site, in_thread
 
 from .untraced import untraced
 
@@ -24,20 +25,22 @@ __all__ = [
     "JoinedCalls",
     "Queue",
     "as_cpp_work",
-    "call_site",
     "called_by_torch",
     "in_backward",
 ]
 
 # Its types change from version to version of torch.
 _Base: Any = dist.distributed_c10d.Work
-_OURS = os.path.dirname(os.path.abspath(request_module.__file__)) + os.sep
 #: Returns -1 but while a backward pass calls.
 in_backward: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: -1)
 # Before torch 2.7 C++ does not keep the Python part of a work that it is given, as by DDP's first
 # broadcast, and waits for ever once that is gone (pull request 146376 of pytorch).
 LOSES_WORKS: bool = torch.__version__ < (2, 7)  # type: ignore[operator]  # tuples are understood
-_TORCHS = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+# Whose frames a program's call is not in.
+_PASSED_OVER = tuple(
+    os.path.dirname(os.path.abspath(str(package.__file__))) + os.sep
+    for package in (collective, torch)
+)
 
 
 class FutureCall(Work[Any]):
@@ -228,22 +231,22 @@ class Queue:
         it is, on every rank alike.
         """
         if self._lane.idle or getattr(self._inside, "thread", False):
-            outside = request_module.in_thread.site
-            request_module.in_thread.site = call_site() if outside is None else outside
+            outside = in_thread.site
+            in_thread.site = call_site(_PASSED_OVER)
             try:
                 function()
             finally:
-                request_module.in_thread.site = outside
+                in_thread.site = outside
         else:
             self.start(what, function, None).wait()
 
     def start(self, what: str, function: Callable[[], Any], value: Any) -> Work[Any]:
         """Run a call after those made before, in the background."""
-        task, site = FutureCall(what, value), call_site()
+        task, site = FutureCall(what, value), call_site(_PASSED_OVER)
 
         def turn() -> Any:
             self._inside.thread = True
-            request_module.in_thread.site = site
+            in_thread.site = site
             return function()
 
         if getattr(self._inside, "thread", False):
@@ -255,18 +258,6 @@ class Queue:
         """Wait for what is running, and see the thread off."""
         if not getattr(self._inside, "thread", False):
             self._lane.close(self._timeout)
-
-
-def call_site() -> str:
-    """Return ``file:line in function`` of the innermost frame outside torch and this package."""
-    frame = innermost = sys._getframe(1)
-    while frame.f_code.co_filename.startswith((_OURS, _TORCHS)):
-        if frame.f_back is None:
-            frame = innermost
-            break
-        frame = frame.f_back
-    code = frame.f_code
-    return f"{code.co_filename}:{frame.f_lineno} in {code.co_name}"
 
 
 def called_by_torch() -> bool:
