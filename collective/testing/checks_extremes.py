@@ -12,9 +12,11 @@ from collective.ops import Op
 from .checks import Case, on_each_rank
 from .samples import LARGE, Array, assert_bits, dtypes_of, of_bits, regions
 
+__all__ = ["INFINITY_AND_NAN", "check_extremes", "extreme"]
+
 _BY_OP: list[Case] = [{"op": "min"}, {"op": "max"}]
 #: dtype -> the bits of infinity, and of the NaN that results have.
-_INFINITY_AND_NAN = {
+INFINITY_AND_NAN = {
     "float16": (0x7C00, 0x7E00),
     "bfloat16": (0x7F80, 0x7FC0),
     "float32": (0x7F80_0000, 0x7FC0_0000),
@@ -51,7 +53,7 @@ def _fold_all(comm: Communicator, op: Op, dtype: str, every: Array, count: int) 
     """
     rank = comm.rank
     mine = of_bits(dtype, np.resize(every[rank], count))
-    total = np.resize(_extreme(op, dtype, every), count)
+    total = np.resize(extreme(op, dtype, every), count)
     what = f"({op}) of {dtype}[{count}]"
     assert_bits(comm.all_reduce(mine, op=op), total, f"all_reduce{what}")
     found = comm.all_reduce(mine, op=op, order="rank")
@@ -62,7 +64,7 @@ def _fold_all(comm: Communicator, op: Op, dtype: str, every: Array, count: int) 
             assert_bits(found, total, f"reduce{what} to {root}")
     part = list(regions(count, comm.size))[rank]
     assert_bits(comm.reduce_scatter(mine, op=op), total[part], f"reduce_scatter{what}")
-    first = np.resize(_extreme(op, dtype, every[: rank + 1]), count)
+    first = np.resize(extreme(op, dtype, every[: rank + 1]), count)
     assert_bits(comm.scan(mine, op=op), first, f"scan{what}")
     comm.all_reduce(mine, op=op, out=mine)
     assert_bits(mine, total, f"all_reduce{what} in place")
@@ -70,7 +72,7 @@ def _fold_all(comm: Communicator, op: Op, dtype: str, every: Array, count: int) 
 
 def _special(dtype: str, rank: int) -> Array:
     """Return bits of numbers of which several ranks have the same size with other signs."""
-    infinity, nan = _INFINITY_AND_NAN[dtype]
+    infinity, nan = INFINITY_AND_NAN[dtype]
     half_of_all = 8 * BY_NAME[dtype].itemsize - 1
     random = np.random.default_rng(rank)
     # Zero, the least number, a large one, infinity; NaN: quiet, with a payload, signalling.
@@ -80,9 +82,9 @@ def _special(dtype: str, rank: int) -> Array:
     return np.asarray(drawn | signs).astype(f"u{BY_NAME[dtype].itemsize}")
 
 
-def _extreme(op: Op, dtype: str, every: Array) -> Array:
+def extreme(op: str, dtype: str, every: Array) -> Array:
     """Return the bits of the minimum or maximum of rows of bits (IEEE 754-2019, section 9.6)."""
-    infinity, nan = _INFINITY_AND_NAN[dtype]
+    infinity, nan = INFINITY_AND_NAN[dtype]
     sign = every.dtype.type(1 << (8 * every.itemsize - 1))
     size = every & ~sign
     # Integers in the order of the numbers: -0 is -1, and +0 is 0.

@@ -18,6 +18,7 @@ from collective.launch.mpiexec import Mpiexec
 from collective.launch.outcome import RankDiedError, RankHungError, RanksFailedError
 from collective.launch.ranks import FunctionJob, Participant, Ranks
 from collective.start.session import init
+from collective.tools.parity.frameworks import framework
 
 __all__ = ["exercise", "run"]
 
@@ -74,66 +75,40 @@ def exercise(comm: Communicator) -> dict[str, Any]:
     Raises:
         BackendError: a result is wrong.
     """
-    put = _on_cpu if "cpu" in comm.capabilities.devices else _OnGpu(comm.rank)
+    kind = framework("numpy" if "cpu" in comm.capabilities.devices else "cuda")
+    kind.settle(comm.rank)
+
+    def put(array: Array) -> Any:
+        return kind.make(array, str(array.dtype), ())
+
+    def expect(call: str, got: Any, wanted: Array) -> None:
+        found = kind.read(got)
+        if not np.array_equal(found, wanted):
+            raise BackendError(
+                f"{call}: wrong result on rank {comm.rank}: {found[:3]}…; {wanted[:3]}… is right.",
+                comm.backend,
+            )
+
     ranks = np.arange(1000.0)
-    _expect(comm, "all_reduce", comm.all_reduce(put(ranks + comm.rank)), 2 * ranks + 1)
+    expect("all_reduce", comm.all_reduce(put(ranks + comm.rank)), 2 * ranks + 1)
     for root in range(comm.size):
         mine = put(ranks + comm.rank)
-        _expect(comm, "broadcast", comm.broadcast(mine, root=root), ranks + root)
+        expect("broadcast", comm.broadcast(mine, root=root), ranks + root)
     if comm.rank == 0:
         comm.send(put(ranks), dst=1, tag=3)
-        _expect(comm, "recv", comm.recv(put(0 * ranks), src=1, tag=4), -ranks)
+        expect("recv", comm.recv(put(0 * ranks), src=1, tag=4), -ranks)
     else:
-        _expect(comm, "recv", comm.recv(put(0 * ranks), src=0, tag=3), ranks)
+        expect("recv", comm.recv(put(0 * ranks), src=0, tag=3), ranks)
         comm.send(put(-ranks), dst=0, tag=4)
     latency = _median(comm, put(np.ones(_SMALL_BYTES // 8)), _SMALL_CALLS)
     large = _median(comm, put(np.ones(_LARGE_BYTES // 4, np.float32)), 1)
-    slowest = _read(comm.all_reduce(put(np.array([latency, large])), op="max"))
+    slowest = kind.read(comm.all_reduce(put(np.array([latency, large])), op="max"))
     return {
         "small_bytes": _SMALL_BYTES,
         "latency_s": float(slowest[0]),
         "large_bytes": _LARGE_BYTES,
         "bandwidth": _LARGE_BYTES / float(slowest[1]),
     }
-
-
-def _on_cpu(array: Array) -> Any:
-    return array
-
-
-class _OnGpu:
-    """Puts arrays into the memory of a rank's GPU."""
-
-    def __init__(self, rank: int) -> None:
-        from collective import cuda
-
-        self._device = cuda.device(rank % max(1, cuda.device_count()))
-        self._stream = self._device.stream(0)  # what results are on, too
-
-    def __call__(self, array: Array) -> Any:
-        from collective import cuda
-        from collective.memory.device_array import DeviceArray
-
-        memory = cuda.allocate(self._device, array.nbytes, self._stream)
-        made = DeviceArray(
-            memory.address, array.shape, array.dtype, self._device, self._stream, owner=memory
-        )
-        made.fill_from_host(array)
-        return made
-
-
-def _read(array: Any) -> Any:
-    """Return what is in an array, once it is there."""
-    return array if isinstance(array, np.ndarray) else array.to_host()
-
-
-def _expect(comm: Communicator, call: str, got: Any, wanted: Any) -> None:
-    got = _read(got)
-    if not np.array_equal(got, wanted):
-        raise BackendError(
-            f"{call}: wrong result on rank {comm.rank}: {got[:3]}…; {wanted[:3]}… is right.",
-            comm.backend,
-        )
 
 
 def _median(comm: Communicator, x: Any, calls: int) -> float:

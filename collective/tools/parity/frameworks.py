@@ -187,7 +187,7 @@ class CudaFramework(ArrayFramework):
     def settle(self, local_rank: int) -> None:
         from collective import cuda
 
-        self._chosen.ordinal = local_rank % cuda.device_count()
+        self._chosen.ordinal = local_rank % max(1, cuda.device_count())
 
     def unavailable(self) -> str:
         from collective import cuda

@@ -18,6 +18,7 @@ import numpy as np
 
 from collective.memory import nested
 from collective.memory.dtypes import BY_NAME
+from collective.testing.checks_extremes import INFINITY_AND_NAN, extreme
 
 from . import double_double as dd
 from .bounds import ROUNDED, bound
@@ -33,13 +34,6 @@ _KEPT = 24
 # So many numbers are drawn, and repeated in larger arrays; no chunk that a transport cuts is a
 # multiple of it.
 _PERIOD = 8191
-# The bits of a floating number's size where it is infinite, and of the NaN that results have.
-_INFINITY_AND_NAN = {
-    "float16": (0x7C00, 0x7E00),
-    "bfloat16": (0x7F80, 0x7FC0),
-    "float32": (0x7F80_0000, 0x7FC0_0000),
-    "float64": (0x7FF0_0000_0000_0000, 0x7FF8_0000_0000_0000),
-}
 
 
 @dataclass(frozen=True)
@@ -90,7 +84,7 @@ def special(case: Case) -> bool:
     """
     if case.operation not in REDUCTIONS or case.op not in ("min", "max"):
         return False
-    floating = any(leaf.dtype in _INFINITY_AND_NAN for leaf in nested.flatten(case.data))
+    floating = any(leaf.dtype in INFINITY_AND_NAN for leaf in nested.flatten(case.data))
     return floating and not any(framework(name).on_gpu for name in case.frameworks)
 
 
@@ -149,7 +143,7 @@ def _floats(random: np.random.Generator, count: int, op: str) -> Array:
 
 def _with_special(random: np.random.Generator, found: Array, dtype: str) -> Array:
     """Put zeros of both signs in the place of a fifth, infinities and NaN in that of a few."""
-    infinity, nan = _INFINITY_AND_NAN[dtype]
+    infinity, nan = INFINITY_AND_NAN[dtype]
     bits = found.view(f"u{found.itemsize}")
     sizes = np.array([0] * 6 + [infinity, nan, nan + 5, infinity + 1], bits.dtype)
     signs = random.integers(0, 2, found.shape).astype(bits.dtype) << (8 * found.itemsize - 1)
@@ -263,26 +257,11 @@ def _exact(op: str, arrays: Sequence[Array], dtype: str) -> Array:
         together = np.all(truths, axis=0) if op == "land" else np.any(truths, axis=0)
         return encoded(np.asarray(together, np.float64), dtype)
     if op in ("min", "max"):
-        if dtype in _INFINITY_AND_NAN:
-            return _extreme(op, np.stack(arrays), dtype)
+        if dtype in INFINITY_AND_NAN:
+            every = np.stack(arrays)
+            return extreme(op, dtype, every.view(f"u{every.itemsize}")).view(every.dtype)
         return np.asarray(np.stack(arrays).min(0) if op == "min" else np.stack(arrays).max(0))
     return np.asarray(functools.reduce(_FOLDS[op], arrays)).astype(arrays[0].dtype)
-
-
-def _extreme(op: str, arrays: Array, dtype: str) -> Array:
-    """Return the minimum or maximum along the first axis: IEEE 754-2019, section 9.6.
-
-    -0 is less than 0, and of NaN comes the quiet NaN without sign and payload.
-    """
-    infinity, nan = _INFINITY_AND_NAN[dtype]
-    bits = arrays.view(f"u{arrays.itemsize}")
-    size = bits & bits.dtype.type((1 << (8 * bits.itemsize - 1)) - 1)
-    # Integers in the order of the numbers: -0 is -1, and 0 is 0.
-    order = np.where(size == bits, size.astype(np.int64), -1 - size.astype(np.int64))
-    chosen = order.argmin(0) if op == "min" else order.argmax(0)
-    found = np.take_along_axis(bits, chosen[np.newaxis], 0)[0]
-    found = np.where((size > infinity).any(0), bits.dtype.type(nan), found)
-    return np.asarray(found).view(arrays.dtype)
 
 
 _FOLDS: dict[str, Any] = {
