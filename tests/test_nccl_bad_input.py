@@ -440,12 +440,14 @@ def test_versions_and_arrangements_that_work(transport: type[NcclBackend]) -> No
 # -- ranks that do not do the same ----------------------------------------------------------------
 
 
-def soon(function: Any, seconds: float) -> BaseException:
-    """Return what is raised, which may take that long and what is promised."""
+def soon(function: Any, seconds: float, *texts: str) -> BaseException:
+    """Return what is raised, in these words; it may take that long and what is promised."""
     since = time.monotonic()
     error = error_of(function)
     took = time.monotonic() - since
     assert took < seconds + PROMISED_S + NOISE_S, took
+    for text in texts:
+        assert re.search(text, str(error)), repr(error)
     return error
 
 
@@ -461,25 +463,23 @@ def to_the_end(comm: Any, call: Any) -> None:
     comm.all_reduce(ones(comm))
 
 
-def kinds_of_memory(comm: Any, name: str) -> str:
-    """One rank's array is on the CPU and the other's on its GPU."""
+@pytest.mark.parametrize("name", ["all_reduce", "all_gather", "broadcast", "all_to_all"])
+@on_ranks("both")
+def test_one_rank_on_the_cpu_and_one_on_the_gpu(comm: Any, name: str) -> None:
     warm(comm)
     x: Any = np.ones(6, np.float32) if comm.rank == 0 else ones(comm)
-    error = soon(lambda: (getattr(comm, name)(x, timeout=1.0), comm.barrier(timeout=1.0)), 2.0)
+
+    def call() -> None:
+        getattr(comm, name)(x, timeout=1.0)
+        comm.barrier(timeout=1.0)
+
+    error = soon(call, 2.0, r"rank [01]", name)
     assert isinstance(error, (MismatchError, CollectiveTimeoutError, CommunicatorAbortedError)), (
         repr(error)
     )
     Fake().synchronize(new_stream(comm), ordinal_of(comm))
     if comm.rank:
         Fake().synchronize(x.stream, x.device)
-    return f"{type(error).__name__}: {error}"
-
-
-@pytest.mark.parametrize("name", ["all_reduce", "all_gather", "broadcast", "all_to_all"])
-def test_one_rank_on_the_cpu_and_one_on_the_gpu(both: Pools, name: str) -> None:
-    for text in both(2, kinds_of_memory, name):
-        assert re.search(r"rank [01]", text), text
-        assert name in text, text
 
 
 @on_ranks("nccl", shared=True)
@@ -496,7 +496,9 @@ def test_calls_that_differ_in_what_may_differ(comm: Any) -> None:
     goes_on(comm)
 
 
-def compared_too_late(comm: Any, name: str) -> str:
+@pytest.mark.parametrize("name", ["shapes", "operators", "calls", "structures"])
+@on_ranks("nccl")
+def test_calls_that_differ_end_within_the_deadline(comm: Any, name: str) -> None:
     """Without a comparison the ranks are told when NCCL or the deadline notices."""
     warm(comm)
     rank = comm.rank
@@ -506,94 +508,73 @@ def compared_too_late(comm: Any, name: str) -> str:
         "calls": lambda x: (comm.all_reduce if rank else comm.reduce)(x, timeout=1.0),
         "structures": lambda x: comm.all_reduce([x] * (1 + rank), timeout=1.0),
     }
-    error = soon(lambda: to_the_end(comm, calls[name]), 1.0)
+    words = "rank 0", "rank 1", r"made different calls \(their call \d+\)"
+    error = soon(lambda: to_the_end(comm, calls[name]), 1.0, *words)
     assert isinstance(
         error, (MismatchError, BackendError, CollectiveTimeoutError, CommunicatorAbortedError)
     ), repr(error)
-    return f"{type(error).__name__}: {error}"
-
-
-@pytest.mark.parametrize("name", ["shapes", "operators", "calls", "structures"])
-def test_calls_that_differ_end_within_the_deadline(nccl: Pools, name: str) -> None:
-    for text in nccl(2, compared_too_late, name):
-        assert "rank 0" in text, text
-        assert "rank 1" in text, text
-        assert re.search(r"made different calls \(their call \d+\)", text), text
-    nccl(2, goes_on)  # the processes are as good as new
 
 
 # -- what breaks ----------------------------------------------------------------------------------
 
 
-def absent(comm: Any, kind: str) -> str:
+@pytest.mark.parametrize("kind", ["stream", "work"])
+@on_ranks("nccl", size=3)
+def test_a_deadline(comm: Any, kind: str) -> None:
     warm(comm)
+    text = "waited 1 s for rank 1: rank 1 last did its call"
     if comm.rank == 1:
-        return str(soon(lambda: to_the_end(comm, lambda x: until(
-            lambda: comm._backend.channel.failure is not None)), 1.0))  # fmt: skip
+        broken = lambda: comm._backend.channel.failure is not None  # noqa: E731
+        soon(lambda: to_the_end(comm, lambda x: until(broken)), 1.0, text)
+        return
     if kind == "work":
         work = comm.all_reduce(ones(comm), timeout=1.0, async_op=True)
         assert work.wait() is not None  # it has been enqueued
-        error = soon(work.synchronize, 1.0)
+        error = soon(work.synchronize, 1.0, text)
         assert isinstance(error, (CollectiveTimeoutError, CommunicatorAbortedError)), repr(error)
         until(work.done, PROMISED_S + NOISE_S)
         x = ones(comm)
         Fake().synchronize(x.stream, x.device)
     else:
-        error = soon(lambda: to_the_end(comm, lambda x: comm.all_reduce(x, timeout=1.0)), 1.0)
-    later = error_of(lambda: comm.all_reduce(ones(comm)))
-    assert isinstance(later, (CollectiveTimeoutError, CommunicatorAbortedError)), repr(later)
-    on_host = error_of(comm.barrier)
-    assert isinstance(on_host, (CollectiveTimeoutError, CommunicatorAbortedError)), repr(on_host)
-    return str(error)
-
-
-@pytest.mark.parametrize("kind", ["stream", "work"])
-def test_a_deadline(nccl: Pools, kind: str) -> None:
-    for text in nccl(3, absent, kind):
-        assert "waited 1 s for rank 1: rank 1 last did its call" in text, text
-    nccl(3, goes_on)
+        soon(lambda: to_the_end(comm, lambda x: comm.all_reduce(x, timeout=1.0)), 1.0, text)
+    for call in (lambda: comm.all_reduce(ones(comm)), comm.barrier):
+        later = error_of(call)
+        assert isinstance(later, (CollectiveTimeoutError, CommunicatorAbortedError)), repr(later)
 
 
 def test_a_deadline_in_a_version_that_blocks() -> None:
     with Pools(Version27) as run:
-        for text in run(2, absent, "stream"):
-            assert "waited 1 s for rank 1" in text, text
+        run(2, test_a_deadline.program, "stream")
 
 
-def first_call_alone(comm: Any) -> str:
+@on_ranks("nccl")
+def test_a_deadline_of_the_first_call_in_the_background(comm: Any) -> None:
     """The first call, in which the others have to be."""
+    text = "waited 1 s for rank|different"
     if comm.rank == 1:
-        return str(soon(lambda: comm.barrier(timeout=10.0), 1.0))
+        soon(lambda: comm.barrier(timeout=10.0), 1.0, text)
+        return
     work = comm.all_reduce(ones(comm), timeout=1.0, async_op=True)
-    error = soon(work.wait, 1.0)
+    error = soon(work.wait, 1.0, text)
     assert work.exception() is error
     assert work.done()
-    return str(error)
-
-
-def test_a_deadline_of_the_first_call_in_the_background(nccl: Pools) -> None:
-    for text in nccl(2, first_call_alone):
-        assert re.search(r"waited 1 s for rank|made different calls|different", text), text
-
-
-def message_alone(comm: Any, async_op: bool) -> str:
-    warm(comm)
-    if comm.rank == 1:
-        return str(soon(lambda: comm.barrier(timeout=10.0), 1.0))
-    x = ones(comm)
-    got = comm.recv(x, 1, timeout=1.0, async_op=True) if async_op else None
-    error = soon(got.wait if got else lambda: comm.send(x, 1, timeout=1.0), 1.0)
-    Fake().synchronize(x.stream, x.device)
-    return str(error)
 
 
 @pytest.mark.parametrize("async_op", [False, True])
-def test_a_deadline_of_a_message(nccl: Pools, async_op: bool) -> None:
-    for text in nccl(2, message_alone, async_op):
-        assert re.search(r"waited (1|0\.9\d*) s for rank 1", text), text
+@on_ranks("nccl")
+def test_a_deadline_of_a_message(comm: Any, async_op: bool) -> None:
+    warm(comm)
+    text = r"waited (1|0\.9\d*) s for rank 1"
+    if comm.rank == 1:
+        soon(lambda: comm.barrier(timeout=10.0), 1.0, text)
+        return
+    x = ones(comm)
+    got = comm.recv(x, 1, timeout=1.0, async_op=True) if async_op else None
+    soon(got.wait if got else lambda: comm.send(x, 1, timeout=1.0), 1.0, text)
+    Fake().synchronize(x.stream, x.device)
 
 
-def killed(comm: Any, how: str, marks: str) -> str:
+def killed(comm: Any, how: str, marks: str) -> None:
     warm(comm)
     gather(comm, marks)
     x = ones(comm)
@@ -610,7 +591,6 @@ def killed(comm: Any, how: str, marks: str) -> str:
     Fake().synchronize(x.stream, x.device)
     assert isinstance(error, PeerLostError), repr(error)
     assert error.ranks == (1,)
-    return str(error)
 
 
 @pytest.mark.parametrize("how", ["stream", "work", "message"])
@@ -622,41 +602,33 @@ def test_a_killed_peer(nccl: Pools, how: str, tmp_path: Path) -> None:
     nccl(3, goes_on)
 
 
-def aborted(comm: Any, marks: str, aborter: int, how: str) -> str:
+@pytest.mark.parametrize(("aborter", "how"), [(1, "stream"), (0, "stream"), (0, "work")])
+@on_ranks("nccl")
+def test_an_abort_from_another_thread(comm: Any, aborter: int, how: str, tmp_path: Path) -> None:
     """Rank 0 waits for the GPU, and a thread of its own, or of the other rank, has had enough."""
     warm(comm)
-    gather(comm, marks)
+    gather(comm, str(tmp_path))
     if comm.rank == aborter:
         threading.Timer(0.3, comm.abort, ["had enough"]).start()
     if comm.rank == 1:
-        return str(soon(lambda: comm.barrier(timeout=10.0), 0.5))
-    if how == "stream":
-        return str(soon(lambda: to_the_end(comm, lambda x: comm.all_reduce(x)), 0.5))
-    x = ones(comm)
-    error = soon(comm.all_reduce(x, out=x, async_op=True).synchronize, 0.5)
-    Fake().synchronize(x.stream, x.device)  # it comes back
-    return str(error)
+        soon(lambda: comm.barrier(timeout=10.0), 0.5, "had enough")
+    elif how == "stream":
+        soon(lambda: to_the_end(comm, lambda x: comm.all_reduce(x)), 0.5, "had enough")
+    else:
+        x = ones(comm)
+        work = comm.all_reduce(x, out=x, async_op=True)
+        soon(work.synchronize, 0.5, "had enough")
+        Fake().synchronize(x.stream, x.device)  # it comes back
 
 
-@pytest.mark.parametrize(("aborter", "how"), [(1, "stream"), (0, "stream"), (0, "work")])
-def test_an_abort_from_another_thread(nccl: Pools, aborter: int, how: str, tmp_path: Path) -> None:
-    for text in nccl(2, aborted, str(tmp_path), aborter, how):
-        assert "had enough" in text, text
-    nccl(2, goes_on)
-
-
-def remote_error(comm: Any, marks: str) -> str:
+@on_ranks("nccl")
+def test_an_error_that_nccl_reports_later(comm: Any, tmp_path: Path) -> None:
     warm(comm)
-    gather(comm, marks)
+    gather(comm, str(tmp_path))
     if comm.rank == 1:
         Fake().knob("remote_error_at", 1)
-    return str(soon(lambda: to_the_end(comm, lambda x: comm.all_reduce(x, out=x)), 0.0))
-
-
-def test_an_error_that_nccl_reports_later(nccl: Pools, tmp_path: Path) -> None:
-    for text in nccl(2, remote_error, str(tmp_path)):
-        assert "ncclRemoteError" in text, text
-    nccl(2, goes_on)
+    call = lambda x: comm.all_reduce(x, out=x)  # noqa: E731
+    soon(lambda: to_the_end(comm, call), 0.0, "ncclRemoteError")
 
 
 def no_memory(comm: Any) -> str:

@@ -415,17 +415,13 @@ def broken(caller: Caller) -> BaseException:
     return error_of(lambda: adds(caller))
 
 
-def other_lengths(comm: Any) -> str:
+@on_ranks("nccl")
+def test_a_message_of_another_length(comm: Any) -> None:
     caller = Caller(comm)
     x = caller.buffer(np.ones(3 + caller.rank))
-    if caller.rank == 0:
-        return str(error_of(lambda: caller.backend.send(x, 1, 0, FAR)))
-    return str(error_of(lambda: caller.backend.recv(x, 0, 0, FAR)))
-
-
-def test_a_message_of_another_length(nccl: Pools) -> None:
-    for text in nccl(2, other_lengths):
-        assert "rank 0 sends 24 bytes and rank 1 has asked for 32" in text
+    call = (caller.backend.send, caller.backend.recv)[caller.rank]
+    error = error_of(lambda: call(x, 1 - caller.rank, 0, FAR))
+    assert "rank 0 sends 24 bytes and rank 1 has asked for 32" in str(error)
 
 
 @on_ranks("nccl")
@@ -459,37 +455,28 @@ def test_close_with_work_that_nobody_joins(nccl: Pools) -> None:
     assert max(nccl(2, closes_alone)) < FAR
 
 
-def host_times_out(comm: Any) -> str:
+@on_ranks("nccl", size=3)
+def test_a_failure_of_the_host_plane_breaks_both(comm: Any) -> None:
     """What breaks the host plane breaks NCCL's, also for ranks that are only in that."""
     caller = Caller(comm)
     connect(caller)
     if caller.rank == 0:
         error = error_of(lambda: caller.backend.plan(Request("barrier"))(None, None, 0.5))
         assert isinstance(error, CollectiveTimeoutError)
-        return str(error_of(lambda: adds(caller)))
-    return str(broken(caller))
+    assert "waited 0.5 s" in str(broken(caller))
 
 
-def test_a_failure_of_the_host_plane_breaks_both(nccl: Pools) -> None:
-    for text in nccl(3, host_times_out):
-        assert "waited 0.5 s" in text
-
-
-def not_enough(comm: Any) -> str:
+@on_ranks("nccl", size=3)
+def test_no_memory_on_one_rank(comm: Any) -> None:
     caller = Caller(comm)
     connect(caller)
     if caller.rank == 1:
         Fake().knob("alloc_fail_at", 1)
     error = error_of(lambda: caller.backend.empty_device(1 << 20, Request("empty"), FAR))
     assert isinstance(error, AllocationError), error
+    assert "there is not enough on that of rank 1" in str(error)
     adds(caller)  # it stays usable
     caller.finish()
-    return str(error)
-
-
-def test_no_memory_on_one_rank(nccl: Pools) -> None:
-    for text in nccl(3, not_enough):
-        assert "there is not enough on that of rank 1" in text
 
 
 class NoDriver(FakeNccl):
