@@ -13,6 +13,9 @@ from collective.communicator.listener import CallEvent
 from collective.errors import MismatchError
 from collective.ops import user_op
 from collective.testing import run_ranks
+from tests.on_ranks import on_ranks, ranks_of
+
+pair = ranks_of(("threads", 2))
 
 
 def heard(comm: Communicator, call: Any) -> list[tuple[CallEvent, BaseException | None]]:
@@ -55,18 +58,18 @@ CALLS = [
 
 
 @pytest.mark.parametrize(("operation", "nbytes", "call"), CALLS)
-def test_a_call_is_heard_of_once(operation: str, nbytes: int, call: Any) -> None:
-    for found in run_ranks(2, lambda comm: heard(comm, call), backend="threads"):
-        ((event, error),) = found
-        assert (event.operation, event.nbytes, error) == (operation, nbytes, None)
+@on_ranks("pair")
+def test_a_call_is_heard_of_once(
+    comm: Communicator, operation: str, nbytes: int, call: Any
+) -> None:
+    ((event, error),) = heard(comm, call)
+    assert (event.operation, event.nbytes, error) == (operation, nbytes, None)
 
 
-def test_a_call_that_is_made_again_is_heard_of_again() -> None:
-    def program(comm: Communicator) -> int:
-        x = np.ones(4)
-        return len(heard(comm, lambda comm: [comm.all_reduce(x, out=x) for _ in range(3)]))
-
-    assert run_ranks(2, program, backend="threads") == [3, 3]
+@on_ranks("pair")
+def test_a_call_that_is_made_again_is_heard_of_again(comm: Communicator) -> None:
+    x = np.ones(4)
+    assert len(heard(comm, lambda comm: [comm.all_reduce(x, out=x) for _ in range(3)])) == 3
 
 
 def test_a_hook_that_comes_while_a_call_is_under_way_keeps_their_order() -> None:
@@ -84,32 +87,25 @@ def test_a_hook_that_comes_while_a_call_is_under_way_keeps_their_order() -> None
     assert run_ranks(2, program, backend="threads") == [[4.0, 12.0]] * 2
 
 
-def test_messages_tell_their_ends() -> None:
-    def program(comm: Communicator) -> CallEvent:
-        other = 1 - comm.rank
-        message = (
-            (lambda comm: comm.send(np.ones(2), other, tag=5))
-            if comm.rank == 0
-            else lambda comm: comm.recv(None, other, tag=5)
-        )
-        ((event, _),) = heard(comm, message)
-        return event
-
-    sent, received = run_ranks(2, program, backend="threads")
-    assert (sent.operation, sent.nbytes, sent.dst, sent.src, sent.tag) == ("send", 16, 1, None, 5)
-    assert (received.operation, received.src, received.tag) == ("recv", 0, 5)
-    assert received.nbytes == -1
+@on_ranks("pair")
+def test_messages_tell_their_ends(comm: Communicator) -> None:
+    if comm.rank == 0:
+        ((sent, _),) = heard(comm, lambda comm: comm.send(np.ones(2), 1, tag=5))
+        ends = (sent.operation, sent.nbytes, sent.dst, sent.src, sent.tag)
+        assert ends == ("send", 16, 1, None, 5)
+    else:
+        ((received, _),) = heard(comm, lambda comm: comm.recv(None, 0, tag=5))
+        assert (received.operation, received.src, received.tag) == ("recv", 0, 5)
+        assert received.nbytes == -1
 
 
-def test_what_a_call_raised_is_heard_of() -> None:
-    def program(comm: Communicator) -> str:
-        found: list[BaseException | None] = []
-        comm.hook(after=lambda _, error: found.append(error))
-        with pytest.raises(MismatchError):
-            comm.all_reduce(np.ones(4 + comm.rank))
-        return type(found[0]).__name__
-
-    assert run_ranks(2, program, backend="threads") == ["MismatchError"] * 2
+@on_ranks("pair")
+def test_what_a_call_raised_is_heard_of(comm: Communicator) -> None:
+    found: list[BaseException | None] = []
+    comm.hook(after=lambda _, error: found.append(error))
+    with pytest.raises(MismatchError):
+        comm.all_reduce(np.ones(4 + comm.rank))
+    assert type(found[0]) is MismatchError
 
 
 def test_what_is_compared_first_is_heard_of_within() -> None:
@@ -123,27 +119,23 @@ def test_what_is_compared_first_is_heard_of_within() -> None:
     assert found == [[("all_reduce", False), ("all_reduce", True)]] * 2
 
 
-def test_nothing_is_heard_of_after_the_end() -> None:
-    def program(comm: Communicator) -> int:
-        found: list[CallEvent] = []
-        end = comm.hook(before=found.append)
-        comm.barrier()
-        end()
-        comm.barrier()
-        return len(found)
-
-    assert run_ranks(2, program, backend="threads") == [1, 1]
+@on_ranks("pair")
+def test_nothing_is_heard_of_after_the_end(comm: Communicator) -> None:
+    found: list[CallEvent] = []
+    end = comm.hook(before=found.append)
+    comm.barrier()
+    end()
+    comm.barrier()
+    assert len(found) == 1
 
 
-def test_a_hook_that_raises_is_the_calls_error() -> None:
-    def program(comm: Communicator) -> float:
-        def before(event: CallEvent) -> None:
-            raise ValueError("not now")
+@on_ranks("pair")
+def test_a_hook_that_raises_is_the_calls_error(comm: Communicator) -> None:
+    def before(event: CallEvent) -> None:
+        raise ValueError("not now")
 
-        end = comm.hook(before=before)
-        with pytest.raises(ValueError, match="not now"):
-            comm.all_reduce(np.ones(1))
-        end()
-        return float(comm.all_reduce(np.ones(1))[0])
-
-    assert run_ranks(2, program, backend="threads") == [2.0, 2.0]
+    end = comm.hook(before=before)
+    with pytest.raises(ValueError, match="not now"):
+        comm.all_reduce(np.ones(1))
+    end()
+    assert comm.all_reduce(np.ones(1)) == 2.0

@@ -15,7 +15,9 @@ from collective.errors import (
     MismatchError,
     ShapeError,
 )
-from collective.testing import run_ranks
+from tests.on_ranks import on_ranks, ranks_of
+
+pair, each = ranks_of(("threads", 2)), ranks_of(("threads", 2), ("shm", 2))
 
 CALLS: dict[str, dict[str, Any]] = {
     "all_reduce": {"op": "max"},
@@ -35,61 +37,49 @@ def numbers(rank: int, turn: int) -> np.ndarray[Any, Any]:
     return np.arange(8.0) * (rank + 1) + 100 * turn
 
 
-def planned_and_plain(comm: Communicator, operation: str) -> list[tuple[Any, Any]]:
+@pytest.mark.parametrize("operation", CALLS)
+@on_ranks("each")
+def test_it_does_what_the_call_does_on_what_is_there_by_then(
+    comm: Communicator, operation: str
+) -> None:
     x = numbers(comm.rank, 0)
     step = comm.plan(operation, x, **CALLS[operation])
-    found = []
     for turn in range(TURNS):
         x[:] = numbers(comm.rank, turn)
         planned = step()
         plain = getattr(comm, operation)(numbers(comm.rank, turn), **CALLS[operation])
-        found.append((None if planned is None else planned.copy(), plain))
-    return found
+        np.testing.assert_array_equal(planned, plain)
 
 
-@pytest.mark.parametrize("backend", ["threads", "shm"])
-@pytest.mark.parametrize("operation", CALLS)
-def test_it_does_what_the_call_does_on_what_is_there_by_then(backend: str, operation: str) -> None:
-    for rank in run_ranks(2, planned_and_plain, operation, backend=backend):
-        for planned, plain in rank:
-            np.testing.assert_array_equal(planned, plain)
+@on_ranks("pair")
+def test_ranks_with_and_without_a_plan_meet(comm: Communicator) -> None:
+    x = np.ones(3)
+    step = comm.plan("all_reduce", x, out=x)
+    for _ in range(TURNS):
+        if comm.rank:
+            comm.all_reduce(x, out=x)
+        else:
+            assert step() is x
+    comm.plan("barrier")()
+    assert x.tolist() == [2.0**TURNS] * 3
 
 
-def test_ranks_with_and_without_a_plan_meet() -> None:
-    def program(comm: Communicator) -> list[float]:
-        x = np.ones(3)
-        step = comm.plan("all_reduce", x, out=x)
-        for _ in range(TURNS):
-            if comm.rank:
-                comm.all_reduce(x, out=x)
-            else:
-                assert step() is x
-        comm.plan("barrier")()
-        return x.tolist()
-
-    assert run_ranks(2, program, backend="threads") == [[2.0**TURNS] * 3] * 2
+@on_ranks("pair")
+def test_in_the_background_it_has_its_turn(comm: Communicator) -> None:
+    x, y = np.full(2, comm.rank + 1.0), np.empty(2)
+    step = comm.plan("all_reduce", x, out=y)
+    first = step(async_op=True)
+    second = step(async_op=True)
+    assert first.wait() is y
+    assert second.wait() is y
+    assert y.tolist() == [3.0, 3.0]
 
 
-def test_in_the_background_it_has_its_turn() -> None:
-    def program(comm: Communicator) -> list[float]:
-        x, y = np.full(2, comm.rank + 1.0), np.empty(2)
-        step = comm.plan("all_reduce", x, out=y)
-        first = step(async_op=True)
-        second = step(async_op=True)
-        assert first.wait() is y
-        assert second.wait() is y
-        return y.tolist()
-
-    assert run_ranks(2, program, backend="threads") == [[3.0, 3.0]] * 2
-
-
-def test_planning_sends_nothing_and_differences_are_found_by_the_call() -> None:
-    def program(comm: Communicator) -> None:
-        step = comm.plan("all_reduce", np.ones(2 + comm.rank))
-        with pytest.raises(MismatchError, match=r"float64\[2\]"):
-            step()
-
-    run_ranks(2, program, backend="threads")
+@on_ranks("pair")
+def test_planning_sends_nothing_and_differences_are_found_by_the_call(comm: Communicator) -> None:
+    step = comm.plan("all_reduce", np.ones(2 + comm.rank))
+    with pytest.raises(MismatchError, match=r"float64\[2\]"):
+        step()
 
 
 X = np.ones(4)
@@ -126,21 +116,17 @@ def test_an_array_of_no_dimensions_is_one() -> None:
         assert comm.plan("all_reduce", np.array(3), op="max")() == 3
 
 
-def test_a_closed_communicator_says_so() -> None:
-    def program(comm: Communicator) -> None:
-        mine = comm.dup()
-        step = mine.plan("all_reduce", np.ones(2))
-        mine.close()
-        with pytest.raises(CommunicatorClosedError, match="all_reduce"):
-            step()
-
-    run_ranks(2, program, backend="threads")
+@on_ranks("pair")
+def test_a_closed_communicator_says_so(comm: Communicator) -> None:
+    mine = comm.dup()
+    step = mine.plan("all_reduce", np.ones(2))
+    mine.close()
+    with pytest.raises(CommunicatorClosedError, match="all_reduce"):
+        step()
 
 
 @pytest.mark.parametrize("counts", [3, [[1], [2]], ["a", "b"]])
-def test_lengths_that_are_none_are_refused_in_words(counts: Any) -> None:
-    def program(comm: Communicator) -> None:
-        with pytest.raises(ShapeError, match="one non-negative integer for each of 2 ranks"):
-            comm.all_gather(np.ones(2), counts=counts)
-
-    run_ranks(2, program, backend="threads")
+@on_ranks("pair")
+def test_lengths_that_are_none_are_refused_in_words(comm: Communicator, counts: Any) -> None:
+    with pytest.raises(ShapeError, match="one non-negative integer for each of 2 ranks"):
+        comm.all_gather(np.ones(2), counts=counts)
