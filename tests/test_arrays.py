@@ -12,9 +12,11 @@ import pytest
 from collective.errors import DeviceError, DtypeError, InvalidArgumentError, UnsupportedError
 from collective.memory.arrays import adapter_like, adapter_of, is_array
 from collective.memory.dtypes import BY_NAME, FOREIGN
-from collective.testing import run_ranks
+from tests.on_ranks import on_ranks, ranks_of
 
 torch = pytest.importorskip("torch")
+
+pair = ranks_of(("threads", 2))
 
 NATIVE = sorted(set(BY_NAME) - set(FOREIGN))
 IN_TORCH = sorted(name for name in BY_NAME if hasattr(torch, name))
@@ -84,13 +86,11 @@ def test_masked_arrays_are_refused():
     assert not is_array(x)
 
 
-def test_foreign_endianness_is_refused_by_a_call_and_not_reduced_as_if_native():
-    def program(comm):
-        with pytest.raises(DtypeError):
-            comm.all_reduce(np.ones(3, np.dtype("f8").newbyteorder()))
-        return comm.all_reduce(np.ones(3))[0]
-
-    assert run_ranks(2, program) == [2.0, 2.0]
+@on_ranks("pair")
+def test_foreign_endianness_is_refused_by_a_call_and_not_reduced_as_if_native(comm):
+    with pytest.raises(DtypeError):
+        comm.all_reduce(np.ones(3, np.dtype("f8").newbyteorder()))
+    assert comm.all_reduce(np.ones(3))[0] == 2.0
 
 
 def test_numpy_bfloat16_of_ml_dtypes():
@@ -105,15 +105,13 @@ def test_numpy_bfloat16_of_ml_dtypes():
         np.testing.assert_array_equal(back.astype("f4"), np.asarray(view).astype("f4"))
 
 
-def test_unaligned_memory_is_reduced():
-    def program(comm):
-        raw = np.zeros(8 * 50_000 + 1, np.uint8)[1:].view(np.float64)
-        raw[:] = comm.rank + 1
-        assert not raw.flags.aligned
-        comm.all_reduce(raw, out=raw)
-        return float(raw[-1]), float(comm.all_reduce(raw)[0])
-
-    assert run_ranks(2, program) == [(3.0, 6.0)] * 2
+@on_ranks("pair")
+def test_unaligned_memory_is_reduced(comm):
+    raw = np.zeros(8 * 50_000 + 1, np.uint8)[1:].view(np.float64)
+    raw[:] = comm.rank + 1
+    assert not raw.flags.aligned
+    comm.all_reduce(raw, out=raw)
+    assert (raw[-1], comm.all_reduce(raw)[0]) == (3.0, 6.0)
 
 
 # -- PyTorch -----------------------------------------------------------------------------
@@ -200,30 +198,25 @@ def test_torch_types_that_cannot_travel_are_refused(dtype):
 
 
 @pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2"])
-def test_types_of_eight_bits_travel_and_are_not_folded_here(name):
-    def program(comm):
-        x = torch.arange(6).to(getattr(torch, name))
-        with pytest.raises(UnsupportedError, match=r"float8.*'threads'.*'nccl'"):
-            comm.all_reduce(x)
-        got = comm.broadcast(x if comm.rank == 0 else None, like="torch")
-        plain = np.arange(6).astype(getattr(ml_dtypes, name))
-        joined = comm.all_gather(plain)
-        assert joined.dtype == plain.dtype
-        return got.dtype is x.dtype, got.float().tolist(), joined.astype(float).tolist()
-
-    ml_dtypes = pytest.importorskip("ml_dtypes")
-    results = run_ranks(2, program)
-    assert results == [(True, [0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5] * 2)] * 2
+@on_ranks("pair")
+def test_types_of_eight_bits_travel_and_are_not_folded_here(comm, name):
+    x = torch.arange(6).to(getattr(torch, name))
+    with pytest.raises(UnsupportedError, match=r"float8.*'threads'.*'nccl'"):
+        comm.all_reduce(x)
+    got = comm.broadcast(x if comm.rank == 0 else None, like="torch")
+    assert (got.dtype, got.float().tolist()) == (x.dtype, [0, 1, 2, 3, 4, 5])
+    plain = np.arange(6).astype(getattr(ml_dtypes, name))
+    joined = comm.all_gather(plain)
+    assert joined.dtype == plain.dtype
+    assert joined.astype(float).tolist() == [0, 1, 2, 3, 4, 5] * 2
 
 
-def test_torch_expanded_tensors_go_in_and_not_out():
-    def program(comm):
-        x = torch.full((1,), comm.rank + 1.0).expand(5)
-        with pytest.raises(InvalidArgumentError, match="expanded"):
-            comm.all_reduce(torch.ones(5), out=x)
-        return comm.all_reduce(x).tolist()
-
-    assert run_ranks(2, program) == [[3.0] * 5] * 2
+@on_ranks("pair")
+def test_torch_expanded_tensors_go_in_and_not_out(comm):
+    x = torch.full((1,), comm.rank + 1.0).expand(5)
+    with pytest.raises(InvalidArgumentError, match="expanded"):
+        comm.all_reduce(torch.ones(5), out=x)
+    assert comm.all_reduce(x).tolist() == [3.0] * 5
 
 
 # -- DLPack ------------------------------------------------------------------------------
@@ -250,14 +243,11 @@ def test_dlpack_is_seen_where_it_is():
     np.testing.assert_array_equal(array, x.array)
 
 
-def test_dlpack_comes_back_as_numpy_if_its_module_has_no_from_dlpack():
-    def program(comm):
-        x = Exporter(np.full(3, comm.rank + 1.0))
-        return comm.all_reduce(x)
-
-    for total in run_ranks(2, program):
-        assert type(total) is np.ndarray
-        assert total.tolist() == [3, 3, 3]
+@on_ranks("pair")
+def test_dlpack_comes_back_as_numpy_if_its_module_has_no_from_dlpack(comm):
+    total = comm.all_reduce(Exporter(np.full(3, comm.rank + 1.0)))
+    assert type(total) is np.ndarray
+    assert total.tolist() == [3, 3, 3]
 
 
 def test_dlpack_comes_back_as_its_own_kind_if_its_module_has_from_dlpack(monkeypatch):

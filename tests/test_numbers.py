@@ -9,7 +9,10 @@ import pytest
 
 from collective.communicator import Communicator
 from collective.errors import DtypeError, MismatchError
-from collective.testing import RankPool, run_ranks
+from collective.testing import run_ranks
+from tests.on_ranks import on_ranks, ranks_of
+
+pair = ranks_of(("threads", 2), ("shm", 2))
 
 CASES: dict[str, tuple[Any, list[Any]]] = {
     "a sum of floats": (lambda c: c.all_reduce(3.5), [7.0, 7.0]),
@@ -33,67 +36,51 @@ CASES: dict[str, tuple[Any, list[Any]]] = {
 }
 
 
-@pytest.fixture(scope="module", params=["threads", "shm"])
-def pair(request: Any) -> Any:
-    with RankPool(2, request.param) as ranks:
-        yield ranks
-
-
 def _types(x: Any) -> Any:
     if isinstance(x, dict):
         return {key: _types(value) for key, value in x.items()}
     return type(x), [_types(each) for each in x] if isinstance(x, (list, tuple)) else None
 
 
-def _run(comm: Communicator, what: str) -> Any:
-    return CASES[what][0](comm)
-
-
 @pytest.mark.parametrize("what", CASES)
-def test_a_number_goes_in_and_one_of_its_type_is_returned(pair: RankPool, what: str) -> None:
-    found = pair.run(_run, what)
-    assert found == CASES[what][1]
-    assert _types(found) == _types(CASES[what][1])
+@on_ranks("pair")
+def test_a_number_goes_in_and_one_of_its_type_is_returned(comm: Communicator, what: str) -> None:
+    call, wanted = CASES[what]
+    found = call(comm)
+    assert found == wanted[comm.rank]
+    assert _types(found) == _types(wanted[comm.rank])
 
 
-def _with_arrays(comm: Communicator) -> Any:
+@on_ranks("pair")
+def test_numbers_travel_beside_arrays(comm: Communicator) -> None:
     found = comm.all_reduce({"loss": 1.5, "gradient": np.ones(2, np.float32), "seen": 32})
-    return found["loss"], found["seen"], found["gradient"].dtype.name, found["gradient"].tolist()
+    assert (found["loss"], found["seen"]) == (3.0, 64)
+    assert (found["gradient"].dtype.name, found["gradient"].tolist()) == ("float32", [2.0, 2.0])
 
 
-def test_numbers_travel_beside_arrays(pair: RankPool) -> None:
-    assert pair.run(_with_arrays) == [(3.0, 64, "float32", [2.0, 2.0])] * 2
+@on_ranks("pair")
+def test_a_number_and_an_array_of_its_dtype_meet(comm: Communicator) -> None:
+    found: Any = comm.all_reduce(np.array(2) if comm.rank else 3)
+    assert found == 5
+    if comm.rank:
+        assert (found.shape, found.dtype) == ((), np.int64)
+    else:
+        assert type(found) is int
 
 
-def _one_has_an_array(comm: Communicator) -> Any:
-    return comm.all_reduce(np.array(2) if comm.rank else 3)
-
-
-def test_a_number_and_an_array_of_its_dtype_meet(pair: RankPool) -> None:
-    number, array = pair.run(_one_has_an_array)
-    assert type(number) is int
-    assert (number, array.shape, array.dtype) == (5, (), np.int64)
-
-
-def _of_two_types(comm: Communicator) -> str:
+@on_ranks("pair")
+def test_ranks_with_numbers_of_different_types_differ(comm: Communicator) -> None:
     with pytest.raises(MismatchError) as raised:
         comm.all_reduce(1.0 if comm.rank else 1)
-    return str(raised.value)
+    assert "int64" in str(raised.value)
+    assert "float64" in str(raised.value)
 
 
-def test_ranks_with_numbers_of_different_types_differ(pair: RankPool) -> None:
-    for text in pair.run(_of_two_types):
-        assert "int64" in text
-        assert "float64" in text
-
-
-def test_a_sum_that_might_not_fit_is_refused_and_an_array_wraps() -> None:
-    def program(comm: Communicator) -> int:
-        with pytest.raises(DtypeError, match=r"2 ranks have as much .* 64 bits"):
-            comm.all_reduce(2**62)
-        return int(comm.all_reduce(np.array(2**62)))
-
-    assert run_ranks(2, program) == [-(2**63)] * 2
+@on_ranks("pair")
+def test_a_sum_that_might_not_fit_is_refused_and_an_array_wraps(comm: Communicator) -> None:
+    with pytest.raises(DtypeError, match=r"2 ranks have as much .* 64 bits"):
+        comm.all_reduce(2**62)
+    assert comm.all_reduce(np.array(2**62)) == -(2**63)
 
 
 def test_what_is_no_plain_number_is_none() -> None:

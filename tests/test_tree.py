@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 
 from collective.errors import InvalidArgumentError
 from collective.memory import nested
-from collective.testing import run_ranks
+from tests.on_ranks import on_ranks, ranks_of
+
+pair = ranks_of(("threads", 2))
 
 Pair = namedtuple("Pair", "first second")
 
@@ -97,29 +99,23 @@ def test_keys_that_cannot_be_sorted_are_refused(function):
     ],
     ids=["ordered_dict", "named_tuple", "integer_keys"],
 )
-def test_calls_take_any_kind_of_container(call, make):
-    def program(comm):
-        value = make(np.arange(4.0) + comm.rank)
-        got = getattr(comm, call)(value)
-        alone = [getattr(comm, call)(leaf) for leaf in nested.flatten(value)]
-        assert nested.skeleton(got) == nested.skeleton(value)
-        return all(map(np.array_equal, nested.flatten(got), alone))
-
-    assert run_ranks(2, program) == [True, True]
+@on_ranks("pair")
+def test_calls_take_any_kind_of_container(comm, call, make):
+    value = make(np.arange(4.0) + comm.rank)
+    got = getattr(comm, call)(value)
+    alone = [getattr(comm, call)(leaf) for leaf in nested.flatten(value)]
+    assert nested.skeleton(got) == nested.skeleton(value)
+    assert all(map(np.array_equal, nested.flatten(got), alone))
 
 
-def test_scatter_puts_integer_keys_in_their_places_where_nothing_was_known():
-    def program(comm):
-        value = {1: np.array([1, 1]), 2: np.array([2, 2]), 10: np.array([10, 10])}
-        got = comm.scatter(value if comm.rank == 0 else None)
-        return {int(key): int(piece[0]) for key, piece in got.items()}
-
-    assert run_ranks(2, program) == [{1: 1, 2: 2, 10: 10}] * 2
+@on_ranks("pair")
+def test_scatter_puts_integer_keys_in_their_places_where_nothing_was_known(comm):
+    value = {1: np.array([1, 1]), 2: np.array([2, 2]), 10: np.array([10, 10])}
+    got = comm.scatter(value if comm.rank == 0 else None)
+    assert {int(key): int(piece[0]) for key, piece in got.items()} == {1: 1, 2: 2, 10: 10}
 
 
-def test_scatter_with_a_template_of_another_nesting_gives_the_roots():
-    def program(comm):
-        got = comm.scatter([np.arange(2), np.arange(2)] if comm.rank == 0 else [])
-        return [piece.tolist() for piece in got]
-
-    assert run_ranks(2, program) == [[[0], [0]], [[1], [1]]]
+@on_ranks("pair")
+def test_scatter_with_a_template_of_another_nesting_gives_the_roots(comm):
+    got = comm.scatter([np.arange(2), np.arange(2)] if comm.rank == 0 else [])
+    assert [piece.tolist() for piece in got] == [[comm.rank]] * 2
