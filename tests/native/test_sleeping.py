@@ -15,7 +15,7 @@ import pytest
 import collective
 from collective.backends.shm import control
 from collective.communicator import Communicator
-from collective.testing import run_ranks
+from tests.on_ranks import on_ranks, ranks_of
 
 core = pytest.importorskip("collective.native._core", reason="the native core is not built")
 
@@ -23,6 +23,8 @@ core = pytest.importorskip("collective.native._core", reason="the native core is
 SLEEPERS, ASLEEP = 8, 16
 # Longer than a test waits for its ranks, five times over.
 NAP_S = 30.0
+# Whose naps last all their time are not through before they are given up.
+pair = ranks_of(("shm", 2), timeout=2 * NAP_S)
 
 
 def _nap(memory: Any, ready: Callable[[], bool]) -> bool:
@@ -87,23 +89,14 @@ CALLS: dict[str, Callable[[Communicator, Any], object]] = {
 }
 
 
-def _naps(comm: Communicator, name: str) -> bool:
+@pytest.mark.parametrize("name", CALLS)
+@on_ranks("pair")
+def test_a_rank_that_naps_is_woken_by_what_it_waits_for(comm: Communicator, name: str) -> None:
     words = comm._backend._control.words  # type: ignore[attr-defined]
     x = np.zeros(4 << 20, np.float32)
-    for _ in range(5):
-        comm.barrier()
-        while comm.rank == 1 and not words[SLEEPERS]:
-            time.sleep(1e-3)
-        CALLS[name](comm, x)
-    return True
-
-
-def _long_naps(comm: Communicator, name: str) -> bool:
     with mock.patch.multiple(control, _NAP_SHARE=1e6, _NAP_LAST_S=NAP_S):
-        return _naps(comm, name)
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_a_rank_that_naps_is_woken_by_what_it_waits_for(name: str) -> None:
-    # Whose naps last all their time are not through before the ranks are given up.
-    assert run_ranks(2, _long_naps, name, backend="shm", timeout=2 * NAP_S) == [True, True]
+        for _ in range(5):
+            comm.barrier()
+            while comm.rank == 1 and not words[SLEEPERS]:
+                time.sleep(1e-3)
+            CALLS[name](comm, x)
