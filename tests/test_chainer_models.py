@@ -193,11 +193,14 @@ def data(count: int) -> Any:
     return chainer.datasets.TupleDataset(x, (x.sum(1) > 0).astype(np.int32))
 
 
+def classifier() -> Any:
+    net = chainer.Sequential(L.Linear(None, 8), L.BatchNormalization(8), F.relu, L.Linear(8, 2))
+    return L.Classifier(net)
+
+
 def trainer_of(folder: Any, epochs: int, seen: io.StringIO | None = None) -> Any:
     np.random.seed(1)
-    model = L.Classifier(
-        chainer.Sequential(L.Linear(None, 8), L.BatchNormalization(8), F.relu, L.Linear(8, 2))
-    )
+    model = classifier()
     optimizer = chainer.optimizers.MomentumSGD(0.1).setup(model)
     # In order, as the state of NumPy's random numbers is in no snapshot.
     iterator = chainer.iterators.SerialIterator(data(60), 10, shuffle=False)
@@ -246,9 +249,7 @@ def test_the_trainer_learns_reports_and_resumes(tmp_path: Any, capsys: Any) -> N
     for name, array in parameters_of(resumed).items():
         np.testing.assert_array_equal(array, parameters_of(whole)[name], err_msg=name)
 
-    model = L.Classifier(
-        chainer.Sequential(L.Linear(None, 8), L.BatchNormalization(8), F.relu, L.Linear(8, 2))
-    )
+    model = classifier()
     chainer.serializers.load_npz(tmp_path / "whole" / "model_6", model)
     np.testing.assert_array_equal(
         model.predictor[0].W.array, parameters_of(whole)["/predictor/0/W"]
@@ -287,11 +288,10 @@ def test_as_strided_and_its_gradient() -> None:
 def test_resize_images_and_its_gradient(mode: str) -> None:
     x = chainer.Variable(np.array([[[[0.0, 2.0], [4.0, 6.0]]]], np.float32))
     y = F.resize_images(x, (3, 3), mode=mode, align_corners=mode == "bilinear")
-    if mode == "bilinear":
-        np.testing.assert_allclose(y.array[0, 0], [[0, 1, 2], [2, 3, 4], [4, 5, 6]])
-    else:
+    if mode == "nearest":
         np.testing.assert_allclose(y.array[0, 0], [[0, 0, 2], [0, 0, 2], [4, 4, 6]])
-    if mode == "bilinear":
+    else:
+        np.testing.assert_allclose(y.array[0, 0], [[0, 1, 2], [2, 3, 4], [4, 5, 6]])
         F.sum(y).backward()
         np.testing.assert_allclose(x.grad[0, 0], np.full((2, 2), 2.25))
 

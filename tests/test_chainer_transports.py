@@ -19,11 +19,11 @@ import chainer
 from collective.testing import RankPool
 from tests import (
     test_chainer_batch_normalization,
-    test_chainer_evaluator,
     test_chainer_functional,
     test_chainer_optimizer,
     test_chainer_pipeline,
     test_chainer_snapshot,
+    test_chainer_trainer,
     test_chainermn_calls,
     test_chainermn_gradients,
     test_chainermn_training,
@@ -76,8 +76,8 @@ def test_a_stage_of_a_pipeline_that_raises(pool: RankPool) -> None:
 
 
 def test_an_evaluator(pool: RankPool) -> None:
-    for found in pool.run(test_chainer_evaluator.evaluated, 13, 4, "sharded"):
-        data = test_chainer_evaluator.values(13)
+    for found in pool.run(test_chainer_trainer.evaluated, 13, 4, "sharded"):
+        data = test_chainer_trainer.values(13)
         assert found["validation/main/mean"] == pytest.approx(data.mean(), rel=1e-14)
 
 

@@ -39,6 +39,7 @@ from tests.interpreter import run_together
 from tests.test_process_identity import other  # noqa: F401  a fixture
 from tests.test_shrinking import FAR_S, alone, on_threads
 
+Other = tuple[subprocess.Popen[str], RankProcess]
 WORLD = World(0, 1, 0, 1, "a", "none", "job", MemoryStore())
 
 
@@ -196,9 +197,7 @@ def knock(store: MemoryStore, process: RankProcess) -> None:
     store.put_if_absent("join.0", json.dumps(entry).encode())
 
 
-def test_one_that_died_after_it_knocked_is_not_let_in(
-    other: tuple[subprocess.Popen[str], RankProcess],  # noqa: F811
-) -> None:
+def test_one_that_died_after_it_knocked_is_not_let_in(other: Other) -> None:  # noqa: F811
     store = MemoryStore()
     knock(store, other[1])
 
@@ -215,9 +214,7 @@ def test_one_that_died_after_it_knocked_is_not_let_in(
     assert members(store, program) == [(1, 0, (0, 1), 1)] * 2
 
 
-def test_one_that_dies_before_it_connects_is_left_out_at_once(
-    other: tuple[subprocess.Popen[str], RankProcess],  # noqa: F811
-) -> None:
+def test_one_that_dies_before_it_connects_is_left_out_at_once(other: Other) -> None:  # noqa: F811
     store = MemoryStore()
     knock(store, other[1])
 
@@ -272,9 +269,7 @@ def test_ranks_that_cannot_be_joined_are_told(says: Any, kind: type, text: str) 
     assert text in str(error)
 
 
-def test_ranks_that_died_without_a_word_have_ended(
-    other: tuple[subprocess.Popen[str], RankProcess],  # noqa: F811
-) -> None:
+def test_ranks_that_died_without_a_word_have_ended(other: Other) -> None:  # noqa: F811
     store = MemoryStore()
     entry = {"protocol": 1, "backend": "threads", "process": str(other[1])}
     store.set("join", json.dumps(entry).encode())

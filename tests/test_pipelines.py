@@ -38,14 +38,11 @@ def test_each_pass_is_there_once_and_backward_after_forward(
             assert actions.index(forward) < actions.index(backward)
 
 
-def test_what_1f1b_keeps(stages: int, microbatches: int) -> None:
-    for rank, actions in enumerate(orders("1f1b", stages, microbatches)):
-        assert most_kept(actions) == min(microbatches, stages - rank)
-
-
-def test_what_gpipe_keeps(stages: int, microbatches: int) -> None:
-    for actions in orders("gpipe", stages, microbatches):
-        assert most_kept(actions) == microbatches
+def test_of_how_many_microbatches_activations_are_kept(stages: int, microbatches: int) -> None:
+    kept = [most_kept(actions) for actions in orders("1f1b", stages, microbatches)]
+    assert kept == [min(microbatches, stages - rank) for rank in range(stages)]
+    kept = [most_kept(actions) for actions in orders("gpipe", stages, microbatches)]
+    assert kept == [microbatches] * stages
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

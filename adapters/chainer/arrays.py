@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import chainer
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["ChainerAdapter", "array_of"]
 
 _NUMPY = adapter_like("numpy")
+_cupy = partial(adapter_like, "cupy")
 
 
 class ChainerAdapter(Adapter):
@@ -90,7 +92,3 @@ def _adapter_of(array: Any) -> Adapter:
         "allowed are arrays of NumPy and CuPy. Use x.to_device('@numpy') or "
         "x.to_device('@cupy:0')."
     )
-
-
-def _cupy() -> Adapter:
-    return adapter_like("cupy")

@@ -99,7 +99,8 @@ class Passage:
         if gradients is None:
             gradients = self._recv(self._comm.rank + 1, _BACKWARD)
         start, cpu = time.perf_counter(), time.thread_time()
-        reached = [(y, g) for y, g in zip(differentiated, gradients, strict=True) if _has_graph(y)]
+        both = zip(differentiated, gradients, strict=True)
+        reached = [(y, g) for y, g in both if getattr(y, "requires_grad", False)]
         if reached:
             chainer.backward(
                 [y for y, _ in reached],
@@ -216,10 +217,6 @@ def pieces(given: Any, sizes: Sequence[int]) -> list[_Arrays]:
     arrays = [bare(each) for each in (given if isinstance(given, tuple) else (given,))]
     ends = np.cumsum(sizes).tolist()
     return [tuple(x[end - size : end] for x in arrays) for size, end in zip(sizes, ends)]
-
-
-def _has_graph(y: Any) -> bool:
-    return isinstance(y, chainer.Variable) and y.requires_grad
 
 
 def _refuse_skips(outputs: _Arrays, others: Others, comm: Communicator) -> None:

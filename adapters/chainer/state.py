@@ -60,7 +60,10 @@ def broadcast_state(
 
 def _compare(parameters: list[tuple[str, Any]], comm: Communicator, root: int) -> None:
     """Refuse links that differ, on every rank."""
-    mine = [(n, list(p.shape) if p.is_initialized else None, _dtype(p)) for n, p in parameters]
+    mine = [
+        (name, list(p.shape), p.dtype.name) if p.is_initialized else (name, None, None)
+        for name, p in parameters
+    ]
     every: list[list[Any]] = comm.all_gather_object(mine)
     theirs = every[root]
     for rank, given in enumerate(every):
@@ -77,10 +80,6 @@ def _compare(parameters: list[tuple[str, Any]], comm: Communicator, root: int) -
                 f"[rank {comm.rank} of {comm.size}]. Make the same link on every rank; load it on "
                 f"rank {root} or on all."
             )
-
-
-def _dtype(parameter: Any) -> str | None:
-    return parameter.dtype.name if parameter.is_initialized else None
 
 
 def _described(entry: Any) -> str:

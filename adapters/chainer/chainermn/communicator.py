@@ -334,7 +334,8 @@ class CollectiveCommunicator(CommunicatorBase):  # type: ignore[misc]  # Chainer
         packed = self._packed.get(model)
         if packed is None:
             packed = self._packed[model] = PackedGradients(self.comm)
-        packed.mean(model, zero_fill, self.get_config("allreduce_grad_dtype"))
+        packed.begin(model, zero_fill, self.get_config("allreduce_grad_dtype"))
+        packed.unpack()
 
     def _multi_node_mean(self, sendbuf: Any, recvbuf: Any) -> None:
         """Write the mean of the ranks' ``sendbuf``, or of ``recvbuf`` if it is None, to that."""

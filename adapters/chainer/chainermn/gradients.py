@@ -93,7 +93,7 @@ class PackedGradients:
     def _contents(self, number: int, view: Any) -> Any:
         """Return what goes to a place of the buffer."""
         if number == len(self._named):
-            return _like(view, self._marks)
+            return chainer.backend.get_array_module(view).asarray(self._marks.astype(view.dtype))
         grad = self._named[number][1].grad
         return 0 if grad is None else grad
 
@@ -127,7 +127,8 @@ class PackedGradients:
         assert self._engine is not None, "unpack() before begin()"
         self.wait()
         views = self._engine.views
-        off = abs(_host(views[-1]).astype(np.float64) - self._marks)
+        here = chainer.backends.cuda.to_cpu(views[-1])
+        off = abs(here.astype(np.float64) - self._marks)
         if not bool((off < _ROUNDING).all()):
             self._explain()
         if chainer.is_debug():
@@ -136,11 +137,6 @@ class PackedGradients:
             if param.grad is view or (param.grad is None and not self._zero_fill):
                 continue
             param.grad = view if view.dtype == param.dtype else view.astype(param.dtype)
-
-    def mean(self, model: chainer.Link, zero_fill: bool, wire: np.dtype[Any] | None) -> None:
-        """Do both, one after the other."""
-        self.begin(model, zero_fill, wire)
-        self.unpack()
 
     def _explain(self) -> None:
         """Raise, on every rank, who has no gradient for what."""
@@ -173,13 +169,3 @@ class PackedGradients:
 
 def _few(names: Sequence[str]) -> str:
     return ", ".join(names[:10]) + f" and {len(names) - 10} more" * (len(names) > 10)
-
-
-def _host(array: Any) -> np.ndarray[Any, Any]:
-    found: np.ndarray[Any, Any] = chainer.backends.cuda.to_cpu(array)
-    return found
-
-
-def _like(view: Any, values: np.ndarray[Any, Any]) -> Any:
-    """Return ``values`` where ``view`` is, and of its type."""
-    return chainer.backend.get_array_module(view).asarray(values.astype(view.dtype))

@@ -1,11 +1,13 @@
-"""The updater of several processes under a Trainer, with extensions."""
+"""What a Trainer has of several processes: the updater, the evaluator, against one process."""
 
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 # First, as it is what makes Chainer's import work.
@@ -17,6 +19,7 @@ import chainer.links as L
 from chainer import training
 from chainer.iterators import SerialIterator
 from chainer.training import extensions
+from chainer.training.extensions import Evaluator
 
 import collective
 from collective.adapters.chainer import (
@@ -56,7 +59,7 @@ def trained_alone(out: Any) -> tuple[dict[str, Any], list[Any]]:
         training.updaters.StandardUpdater(iterator, optimizer), (4, "epoch"), out=out
     )
     test = SerialIterator(samples(13), 13, repeat=False, shuffle=False)
-    trainer.extend(extensions.Evaluator(test, net))
+    trainer.extend(Evaluator(test, net))
     trainer.extend(extensions.ExponentialShift("alpha", 0.5))
     trainer.extend(extensions.LogReport())
     trainer.run()
@@ -72,7 +75,7 @@ def trained(comm: Any, out: str, mean: bool = True) -> Any:
     trainer = training.Trainer(updater, (4, "epoch"), out=out)
     shard = scatter_dataset(samples(13), comm)
     test = SerialIterator(shard, 4, repeat=False, shuffle=False)
-    trainer.extend(create_multi_node_evaluator(extensions.Evaluator(test, net), comm))
+    trainer.extend(create_multi_node_evaluator(Evaluator(test, net), comm))
     trainer.extend(extensions.ExponentialShift("alpha", 0.5))
     if comm.rank == 0:
         trainer.extend(extensions.LogReport())
@@ -129,3 +132,97 @@ def test_an_optimizer_that_steps_alone_is_refused() -> None:
         optimizer = chainer.optimizers.SGD().setup(model())
         with pytest.raises(InvalidArgumentError, match="'main' is a SGD that steps by itself"):
             MultiNodeUpdater(SerialIterator(samples(4), 2), optimizer, comm)
+
+
+# -- evaluation on shards ----------------------------------------------------------------------
+
+WORLDS = ["threads-4", "shm-2"]
+
+
+class Target(chainer.Link):
+    """Reports a mean; a mean over some of the samples, with their number; and texts."""
+
+    def forward(self, x: Any) -> Any:
+        assert not chainer.config.train
+        chainer.report({"mean": chainer.Variable(x).array.mean()}, self)
+        large = x[x > 0]
+        if len(large):
+            chainer.report({"large": (large.mean(), len(large))}, self)
+        chainer.report({"all": x}, self)
+
+
+def values(count: int) -> Any:
+    return np.random.RandomState(8).standard_normal(count)
+
+
+def evaluated(comm: Any, count: int, batch: int, iterator: str) -> Any:
+    data = values(count)
+    if iterator == "sharded":
+        it = ShardedIterator(data, batch, comm, repeat=False)
+    else:
+        it = SerialIterator(scatter_dataset(data, comm), batch, repeat=False, shuffle=False)
+    evaluator = create_multi_node_evaluator(Evaluator(it, Target()), comm)
+    evaluator.name = "validation"
+    first = evaluator()
+    assert repr(evaluator()) == repr(first)
+    return first
+
+
+# With 3 samples some ranks have none; batches of 4 leave short ones.
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("count", [3, 13, 32])
+@pytest.mark.parametrize("iterator", ["sharded", "scattered"])
+def test_means_are_exact_on_uneven_shards(world: str, count: int, iterator: str) -> None:
+    data = values(count)
+    found = run(world, evaluated, count, 4, iterator)
+    assert all(each == found[0] for each in found)
+    assert set(found[0]) == {"validation/main/mean", "validation/main/large"}
+    assert found[0]["validation/main/mean"] == pytest.approx(data.mean(), rel=1e-14)
+    assert found[0]["validation/main/large"] == pytest.approx(data[data > 0].mean(), rel=1e-14)
+
+
+@on(*WORLDS)
+def test_no_samples_at_all(comm: Any) -> None:
+    assert evaluated(comm, 0, 4, "scattered") == {}
+
+
+class Strange(chainer.Link):
+    def forward(self, x: Any) -> Any:
+        chainer.report({"nan": float("nan") if x[0] else 1.0}, self)
+        chainer.report({"inf": float("inf") if x[0] else 1.0}, self)
+
+
+@on(*WORLDS)
+def test_infinities_and_nan(comm: Any) -> None:
+    it = ShardedIterator(np.arange(comm.size), 1, comm, repeat=False, shuffle=False)
+    found = create_multi_node_evaluator(Evaluator(it, Strange()), comm)()
+    assert math.isnan(found["main/nan"])
+    assert found["main/inf"] == math.inf
+
+
+class Own(Evaluator):
+    def evaluate(self) -> Any:
+        return {}
+
+
+def test_an_evaluate_of_its_own_is_refused() -> None:
+    with collective.init() as comm:
+        it = SerialIterator([1], 1, repeat=False)
+        with pytest.raises(InvalidArgumentError, match=r"Own has an evaluate\(\) of its own"):
+            create_multi_node_evaluator(Own(it, Target()), comm)
+
+
+def test_hooks_functions_and_the_progress_bar(capsys: pytest.CaptureFixture[str]) -> None:
+    seen = []
+    with collective.init() as comm:
+        it = SerialIterator([{"x": 1.0}, {"x": 3.0}], 2, repeat=False)
+        evaluator = Evaluator(
+            it,
+            Target(),
+            eval_hook=seen.append,
+            eval_func=lambda x: chainer.report({"x": x.mean()}),
+            progress_bar=True,
+        )
+        assert create_multi_node_evaluator(evaluator, comm)() == {"x": 2.0}
+    assert seen == [evaluator]
+    assert "validation" in capsys.readouterr().out

@@ -1,0 +1,192 @@
+"""The examples of pipelines, of training that goes on after losses, and of Chainer."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests import warm
+from tests.interpreter import run_python
+from tests.mpi_launches import mpirun, needs
+from tests.test_examples import ROOT, SHORT, run
+
+for _needed in ("mlxtend", "matplotlib"):
+    pytest.importorskip(_needed)
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or the threads of several ranks wait for each other."""
+    for library in ("OMP", "OPENBLAS"):
+        monkeypatch.setenv(f"{library}_NUM_THREADS", "1")
+
+
+# -- pipelines ---------------------------------------------------------------------------------
+
+FRAMEWORKS = {"pipeline.py": "torch", "pipeline_chainer.py": "chainer"}
+SMALL = ("--limit", "400", "--epochs", "2", "--batch", "64", "--width", "48")
+
+
+def check_pipeline(done: subprocess.CompletedProcess[str], stages: int, picture: Path) -> None:
+    assert done.returncode == 0, done.stdout
+    assert re.search(r"gradients +equal to one process", done.stdout), done.stdout
+    assert f"{stages} stage(s), 8 micro-batches, gpipe" in done.stdout
+    share = r"(\d+\.\d)% "
+    measured, replayed, least = (
+        float(re.search(share + what, done.stdout)[1])
+        for what in ("measured", "replayed", "at the least")
+    )
+    assert least == pytest.approx(100 * (stages - 1) / (8 + stages - 1), abs=0.05)
+    # Not how long anything took: only that no rank computed for longer than there was time.
+    assert 0 <= replayed < 100
+    assert 0 <= measured < 100
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("example", FRAMEWORKS)
+def test_a_pipeline_equals_one_process(example: str, tmp_path: Path) -> None:
+    pytest.importorskip("collective.adapters." + FRAMEWORKS[example])
+    picture = tmp_path / "picture.png"
+    options = ("--schedule", "gpipe", "--output", str(picture))
+    check_pipeline(run("shm", example, *SMALL, *options), 3, picture)
+
+
+def test_not_a_number_is_not_equal(capsys: pytest.CaptureFixture[str]) -> None:
+    specification = importlib.util.spec_from_file_location(
+        "pipeline_report", ROOT / "examples" / "pipeline_report.py"
+    )
+    report = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(report)
+    expected = {"first": np.ones(2), "second": np.ones(2)}
+    found = {**expected, "second": np.array([1.0, np.nan])}
+    assert report.compare([found], [expected], 1) == 1
+    assert report.compare([expected], [expected], 1) == 0
+    assert "NOT equal" in capsys.readouterr().out
+
+
+def test_a_pipeline_says_when_it_differs(tmp_path: Path) -> None:
+    pytest.importorskip("collective.adapters.chainer")
+    # The same program, but gradients of one batch are added to those of the one before.
+    text = (ROOT / "examples" / "pipeline_chainer.py").read_text()
+    text, changes = re.subn(r"pipe\.stage\.cleargrads\(\)", "pipe", text)
+    assert changes == 1
+    for name in ("digits.py", "pipeline_report.py"):
+        (tmp_path / name).symlink_to(ROOT / "examples" / name)
+    (tmp_path / "broken.py").write_text(text)
+    done = run("one rank", str(tmp_path / "broken.py"), *SMALL, "--output", str(tmp_path / "p.png"))
+    assert done.returncode == 1, done.stdout
+    assert "NOT equal to one process" in done.stdout
+
+
+# -- training that goes on: ranks are killed for real, rank 0 too ------------------------------
+
+
+def elastic(backend: str, example: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    launch = ["-m", "collective", "run", "-n", "4", "--min-ranks", "2", "--backend", backend]
+    options = ["--steps", "9", "--batch", "16", "--kill", "3@2", "--kill", "0@5", *arguments]
+    return run_python(*launch, ROOT / "examples" / example, *options, python=warm.python())
+
+
+@pytest.mark.parametrize("example", ["elastic.py", "elastic_chainer.py"])
+def test_the_rest_goes_on_with_the_same_weights_on_every_transport(
+    example: str, tmp_path: Path
+) -> None:
+    pytest.importorskip("torch")
+    if "chainer" in example and importlib.util.find_spec("chainer") is None:
+        pytest.skip("chainer is not installed")
+    found = []
+    picture = tmp_path / "loss.png"
+    other = ["--trainer"] if "chainer" in example else []  # which makes no other weights
+    for backend, options in (("shm", ["--picture", str(picture)]), ("threads", other)):
+        done = elastic(backend, example, *options)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "step 2: lost rank 3;" in done.stdout
+        assert "step 5: lost rank 0;" in done.stdout
+        assert "9 steps, the last with 2 ranks" in done.stdout
+        assert "collective run: 2 of 4 ranks were lost:" in done.stderr
+        weights = re.search(r"weights are the same on all of them: (\w{16})", done.stdout)
+        assert weights is not None, done.stdout
+        found.append(weights[1])
+    assert found[0] == found[1]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@needs("openmpi")
+def test_the_rest_goes_on_over_open_mpi_and_with_it_between_hosts() -> None:
+    chainer = importlib.util.find_spec("chainer")
+    if chainer is None or chainer.origin is None:
+        pytest.skip("chainer is not installed")
+    examples, packages = ROOT / "examples", Path(chainer.origin).parent.parent
+    program = f"""
+import runpy, sys
+sys.argv[1:] = "--steps 6 --batch 16 --kill 2@3".split()
+runpy.run_path({str(examples / "elastic_chainer.py")!r}, run_name="__main__")
+"""
+    found = set()
+    for backend in ("mpi", "hierarchical"):
+        done = mpirun(
+            "openmpi", 3, program, arguments=("--with-ft", "ulfm"), check=False,
+            PYTHONPATH=os.pathsep.join(map(str, (ROOT, examples, packages))),
+            COLLECTIVE_BACKEND=backend, COLLECTIVE_ACROSS="mpi", COLLECTIVE_MIN_RANKS="2",
+        )  # fmt: skip
+        assert "step 3: lost rank 2;" in done.stdout, done.stdout
+        assert "6 steps, the last with 2 ranks" in done.stdout
+        found.update(re.findall(r"weights are the same on all of them: (\w{16})", done.stdout))
+    assert len(found) == 1
+
+
+# -- Chainer, with a Trainer and without -------------------------------------------------------
+
+
+def figures(output: str) -> tuple[float, float]:
+    """Return the accuracy, in percent, and the sum of the weights."""
+    accuracy = re.search(r"test accuracy (\d+\.\d)%\n.*sum of all", output)
+    weights = re.search(r"sum of all weights (-?\d+\.\d+)", output)
+    assert accuracy is not None, output
+    assert weights is not None, output
+    return float(accuracy[1]), float(weights[1])
+
+
+def test_trainer_and_loop_end_with_the_same_weights(tmp_path: Path) -> None:
+    pytest.importorskip("collective.adapters.chainer.arrays")
+    found = []
+    for launch, options in (("shm", ()), ("threads", ("--no-trainer",))):
+        done = run(launch, "mnist_chainer.py", *SHORT, "--out", str(tmp_path), *options)
+        assert done.returncode == 0, done.stdout
+        found.append(figures(done.stdout))
+    assert found[0] == pytest.approx(found[1], rel=1e-4)
+    assert found[0][0] > 30  # of ten kinds, after 14 steps
+    log = json.loads((tmp_path / "log").read_text())
+    assert [entry["epoch"] for entry in log] == [1, 2]
+    assert 100 * log[-1]["validation/main/accuracy"] == pytest.approx(found[0][0], abs=0.06)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there are no pseudo-terminals")
+def test_a_terminal_gets_a_progress_bar(tmp_path: Path) -> None:
+    pytest.importorskip("collective.adapters.chainer.arrays")
+    master, slave = os.openpty()
+    command = [sys.executable, str(ROOT / "examples" / "mnist_chainer.py"), *SHORT]
+    process = subprocess.Popen(
+        [*command, "--out", str(tmp_path)],
+        stdin=subprocess.DEVNULL,
+        stdout=slave,
+        stderr=slave,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm"},
+    )
+    os.close(slave)
+    shown = b""
+    with contextlib.suppress(OSError):  # its end, on Linux
+        while part := os.read(master, 1 << 16):
+            shown += part
+    os.close(master)
+    assert process.wait(270) == 0, shown.decode(errors="replace")
+    assert b"this epoch [" in shown
