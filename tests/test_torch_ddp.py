@@ -46,19 +46,26 @@ def loss_of(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return ((model(x) - y) ** 2).mean()
 
 
-def trained_alone(steps: int, set_to_none: bool = True) -> list[torch.Tensor]:
-    """Return the weights after training on the joined batches."""
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for x, y in batches(steps):
+def shard(comm: Any, x: torch.Tensor) -> torch.Tensor:
+    return x.chunk(comm.size)[comm.rank]
+
+
+def train(
+    model: Any, wrapped: Any, comm: Any = None, steps: int = 4, set_to_none: bool = True
+) -> list[torch.Tensor]:
+    """Return the weights after some steps on this rank's shares, or without ranks on all of it."""
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1, momentum=0.9)
+    for data in batches(steps):
+        x, y = data if comm is None else (shard(comm, part) for part in data)
         optimizer.zero_grad(set_to_none=set_to_none)
-        loss_of(model, x, y).backward()
+        loss_of(wrapped, x, y).backward()
         optimizer.step()
     return [parameter.detach() for parameter in model.parameters()]
 
 
-def shard(comm: Any, x: torch.Tensor) -> torch.Tensor:
-    return x.chunk(comm.size)[comm.rank]
+def compare(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
 # -- training -------------------------------------------------------------------------------------
@@ -66,31 +73,18 @@ def shard(comm: Any, x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("bucket_mib", [25.0, 0.001])
 @pytest.mark.parametrize("set_to_none", [True, False])
+@on_ranks("pool")
 def test_equals_one_process_on_the_joined_batch(
-    pool: RankPool, bucket_mib: float, set_to_none: bool
+    comm: Any, bucket_mib: float, set_to_none: bool
 ) -> None:
-    expected = trained_alone(5, set_to_none)
-    results = pool.run(training, bucket_mib, set_to_none)
-    for weights, same in results:
-        assert same
-        for a, b in zip(weights, expected, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
-
-
-def training(comm: Any, bucket_mib: float, set_to_none: bool) -> Any:
-    model = mlp(seed=3 + comm.rank)  # rank 0's weights count
+    model, alone = mlp(seed=3 + comm.rank), mlp()  # rank 0's weights count
     ddp = DistributedDataParallel(model, comm, bucket_mib=bucket_mib)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
-    for x, y in batches(5):
-        optimizer.zero_grad(set_to_none=set_to_none)
-        loss_of(ddp, shard(comm, x), shard(comm, y)).backward()
-        for parameter, view in zip(ddp._trained, ddp._gradients.views):
-            assert parameter.grad is view
-        optimizer.step()
-    weights = [parameter.detach().clone() for parameter in model.parameters()]
-    flat = torch.cat([weight.reshape(-1) for weight in weights])
-    every = comm.all_gather(flat[None])
-    return weights, bool((every == every[0]).all())
+    weights = train(model, ddp, comm, 5, set_to_none)
+    compare(weights, train(alone, alone, None, 5, set_to_none))
+    for parameter, view in zip(ddp._trained, ddp._gradients.views):
+        assert parameter.grad is view
+    every = comm.all_gather(torch.cat([weight.reshape(-1) for weight in weights])[None])
+    assert (every == every[0]).all()
 
 
 @on_ranks("two")

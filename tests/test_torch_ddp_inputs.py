@@ -22,14 +22,9 @@ two = ranks_of(("threads", 2))
 
 @pytest.mark.parametrize("by_all", [True, False])
 @pytest.mark.parametrize("unused", [True, False])
-def test_join(pool: RankPool, by_all: bool, unused: bool) -> None:
+@on_ranks("pool")
+def test_join(comm: Any, by_all: bool, unused: bool) -> None:
     """Each step's average is of those that are there, or of all; the end is the same for all."""
-    for weights, expected, counted in pool.run(joined, by_all, unused):
-        torch.testing.assert_close(weights, expected)
-        assert counted == 2 + pool.size - 1  # the buffers' too
-
-
-def joined(comm: Any, by_all: bool, unused: bool) -> Any:
     model = nn.Sequential(nn.BatchNorm1d(1, affine=False), nn.Linear(1, 1, bias=False))
     model = model.double()
     nn.init.zeros_(model[1].weight)
@@ -49,7 +44,8 @@ def joined(comm: Any, by_all: bool, unused: bool) -> Any:
         there = sum(step < 2 + rank for rank in range(comm.size))
         expected += there / comm.size if by_all else 1.0
     got = model[1].weight.detach()
-    return got, torch.full_like(got, expected), model[0].num_batches_tracked.item()
+    torch.testing.assert_close(got, torch.full_like(got, expected))
+    assert model[0].num_batches_tracked == 2 + comm.size - 1  # the buffers' too
 
 
 @on_ranks("two")

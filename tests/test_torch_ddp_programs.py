@@ -15,7 +15,7 @@ import collective
 from collective.adapters.torch import DistributedDataParallel
 from collective.testing import RankDiedError, RankPool, RanksFailedError
 from tests.on_ranks import on_ranks, ranks_of
-from tests.test_torch_ddp import batches, loss_of, mlp, shard
+from tests.test_torch_ddp import batches, compare, loss_of, mlp, shard, train
 
 # Buckets so small that there are several.
 SMALL = 0.0005
@@ -23,21 +23,6 @@ SMALL = 0.0005
 two = ranks_of(("threads", 2))
 # Dynamo has one state for all threads of a process, and who dies must not be all ranks.
 shm = ranks_of(("shm", 2))
-
-
-def train(model: Any, wrapped: Any, parts: Any, steps: int = 4) -> list[torch.Tensor]:
-    """Return the weights after some steps; ``parts`` takes a rank's share of a batch."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for x, y in batches(steps):
-        optimizer.zero_grad()
-        loss_of(wrapped, parts(x), parts(y)).backward()
-        optimizer.step()
-    return [parameter.detach() for parameter in model.parameters()]
-
-
-def compare(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
-    for a, b in zip(found, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
 # -- torch.compile --------------------------------------------------------------------------------
@@ -69,9 +54,7 @@ def test_compiled(comm: Any, way: str) -> None:
     ddp: Any = DistributedDataParallel(inner, comm, bucket_mib=SMALL)
     if way == "around":
         ddp = torch.compile(ddp, backend="aot_eager")
-    compare(
-        train(model, ddp, lambda part: shard(comm, part)), train(alone, alone, lambda part: part)
-    )
+    compare(train(model, ddp, comm), train(alone, alone))
     assert graphs["stats"]["unique_graphs"] >= 1, "nothing was compiled"
     if way == "in place":
         assert list(ddp.state_dict()) == list(alone.state_dict())
@@ -125,9 +108,7 @@ def test_activation_checkpoints(
         with pytest.raises(collective.GradientError, match=r"ready twice .*static_graph=True"):
             loss_of(ddp, x, y).backward()
         return
-    compare(
-        train(model, ddp, lambda part: shard(comm, part)), train(alone, alone, lambda part: part)
-    )
+    compare(train(model, ddp, comm), train(alone, alone))
 
 
 @pytest.mark.parametrize("unused", [False, True])
