@@ -23,7 +23,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -167,23 +168,22 @@ def measure(
     """
     progress = Progress()
     found: dict[str, list[float | None]] = {}
+
+    def take(name: str, pool: RankPool, once: Callable[[RankPool], float]) -> None:
+        with pool:
+            for turn in range(turns):
+                progress.show(f"{name}: {turn + 1} of {turns}")
+                found.setdefault(name, []).append(once(pool))
+
     prepare_environment()
     for backend in backends:
         if backend not in ("shm", "mpi"):
             preload(["torch.distributed"])  # what processes import is none of it
         for victim in (size - 1, 0):
-            name = f"{backend}, rank {victim} of {size}"
-            with RankPool(size, backend, mpiexec=Mpiexec(python) if python else None) as pool:
-                for turn in range(turns):
-                    progress.show(f"{name}: {turn + 1} of {turns}")
-                    found.setdefault(name, []).append(_ours(pool, victim))
-        if not backend_class(backend).capabilities.grows:
-            continue
-        name = f"{backend}, one more than {size - 1}"
-        with RankPool(size, backend) as pool:
-            for turn in range(turns):
-                progress.show(f"{name}: {turn + 1} of {turns}")
-                found.setdefault(name, []).append(_one_more(pool))
+            ranks = RankPool(size, backend, mpiexec=Mpiexec(python) if python else None)
+            take(f"{backend}, rank {victim} of {size}", ranks, partial(_ours, victim=victim))
+        if backend_class(backend).capabilities.grows:
+            take(f"{backend}, one more than {size - 1}", RankPool(size, backend), _one_more)
     if restarts and installed("torch"):
         for victim in (size - 1, 0):
             name = f"{_RIVAL}, rank {victim} of {size}"

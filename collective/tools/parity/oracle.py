@@ -215,14 +215,11 @@ def _reference(
 
 def _piece(case: Case, length: int, rank: int, size: int) -> tuple[slice, ...]:
     """Return the part of ``length`` rows that ``rank`` gets."""
-    if case.counts is None:
-        cut = np.array_split(np.arange(length), size)[rank]
-        start = sum(len(part) for part in np.array_split(np.arange(length), size)[:rank])
-        stop = start + len(cut)
-    else:
-        start = sum(case.counts[:rank])
-        stop = start + case.counts[rank]
-    return (slice(None),) * case.axis + (slice(start, stop),)
+    counts: Sequence[int] | None = case.counts
+    if counts is None:
+        counts = [len(part) for part in np.array_split(np.arange(length), size)]
+    start = sum(counts[:rank])
+    return (slice(None),) * case.axis + (slice(start, start + counts[rank]),)
 
 
 @functools.lru_cache(_KEPT)
