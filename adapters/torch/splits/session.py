@@ -83,7 +83,9 @@ class TensorSession(Session):
     def cut(self, value: Value, shape: Sequence[int], like: Tensor) -> Cut:
         if tuple(like.shape) != tuple(shape):
             like = torch.empty(tuple(shape), dtype=like.dtype, device="meta")
-        made: Cut = torch.empty_like(like, device="meta").as_subclass(Cut)
+        elif not like.is_meta:
+            like = torch.empty_like(like, device="meta")
+        made: Cut = like.as_subclass(Cut)
         made.value, made.session = value, self
         return made
 
@@ -170,7 +172,7 @@ class TensorSession(Session):
             if any(value.lengths != values[0].lengths for value in values):
                 return None
             context = Context(
-                *(self.arrays, self._executor, function, name, values, cut[0].shape[1]),
+                *(self.arrays, self._executor, function, name, values, self._meta(cut[0]).shape[1]),
                 tuple(like.shape),
             )
             plain_args, plain_kwargs = _mapped(_value_of, args, kwargs)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 from .arrays import Arrays
@@ -104,7 +105,7 @@ class Serial:
         def compute(*arrays: Any) -> tuple[Any, ...]:
             known = dict(zip(given, zip(arrays, have)))
             rest = iter(arrays[len(given) :])
-            uses = {step: tuple(next(rest) for _ in step.uses) for step in steps}
+            uses = {step: tuple(islice(rest, len(step.uses))) for step in steps}
             return self._block(values, goals, known, uses, paired)
 
         arrays = [*inputs, *(array for step in steps for array in step.uses)]
@@ -181,7 +182,7 @@ class Serial:
 
             def part(*arrays: Any, channels: range = channels) -> tuple[Any]:
                 rest = iter(arrays[len(inputs) :])
-                used = [[next(rest) for _ in range(count)] for count in counts]
+                used = [list(islice(rest, count)) for count in counts]
                 return (self._through(steps, blocks, channels, arrays[: len(inputs)], used),)
 
             (made_,) = self._arrays.checkpoint(part, arrays) if self._recompute else part(*arrays)
