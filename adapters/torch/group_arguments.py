@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -14,13 +15,6 @@ __all__ = ["listed", "op_of", "options_of", "root_of", "seconds_of"]
 Tensor = torch.Tensor
 
 
-class _Timeout:
-    """Options of a call of which only the timeout was given."""
-
-    def __init__(self, timeout: timedelta | None) -> None:
-        self.timeout = timeout
-
-
 def listed(tensors: Any) -> Sequence[Tensor]:
     """Return the tensors of a call that may have been given one alone."""
     return [tensors] if isinstance(tensors, Tensor) else tensors
@@ -28,7 +22,7 @@ def listed(tensors: Any) -> Sequence[Tensor]:
 
 def options_of(opts: Any, timeout: timedelta | None) -> Any:
     """Return the options of a call, which may be something else, and a timeout beside it."""
-    return opts if hasattr(opts, "timeout") else _Timeout(timeout)
+    return opts if hasattr(opts, "timeout") else SimpleNamespace(timeout=timeout)
 
 
 def seconds_of(opts: Any) -> float | None:
