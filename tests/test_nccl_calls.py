@@ -383,7 +383,8 @@ def test_symmetric_memory(comm: Any) -> None:
     settled(comm)
 
 
-def objects(comm: Any) -> None:
+@on_ranks("nccl", size=3)
+def test_objects_and_barriers(comm: Any) -> None:
     """What is not in a GPU's memory needs nothing of NCCL."""
     Fake().clear_log()
     comm.barrier()
@@ -393,10 +394,6 @@ def objects(comm: Any) -> None:
     elif comm.rank == 1:
         assert comm.recv_object(0, tag=3) == [1, 2]
     assert not Fake().log("nccl")
-
-
-def test_objects_and_barriers(nccl: Pools) -> None:
-    nccl(3, objects)
 
 
 @on_ranks("both")

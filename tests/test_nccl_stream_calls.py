@@ -34,7 +34,7 @@ from gpu_programs import (
     until,
     warm,
 )
-from nccl_callers import Pools, needs_compiler, pools
+from nccl_callers import needs_compiler, pools
 
 from collective.errors import CollectiveTimeoutError
 from tests.on_ranks import on_ranks
@@ -409,7 +409,9 @@ def test_arrays_dropped_by_calls_through_the_host(comm: Any, async_op: bool) -> 
 # -- messages -------------------------------------------------------------------------------------
 
 
-def messages(comm: Any, kind: str) -> None:
+@pytest.mark.parametrize("kind", MAKERS)
+@on_ranks("nccl", shared=True)
+def test_messages_on_the_callers_stream(comm: Any, kind: str) -> None:
     make = MAKERS[kind]
     warm(comm)
     a = new_stream(comm)
@@ -439,11 +441,6 @@ def messages(comm: Any, kind: str) -> None:
         new = comm.sendrecv(x, peer, peer, like=x)
         assert read(new).tolist() == theirs
     settled(comm)
-
-
-@pytest.mark.parametrize("kind", MAKERS)
-def test_messages_on_the_callers_stream(nccl: Pools, kind: str) -> None:
-    nccl(2, messages, kind, shared=True)
 
 
 @pytest.mark.parametrize("both", [False, True])

@@ -172,7 +172,8 @@ def test_host_memory_needs_no_gpu() -> None:
 # -- messages ---------------------------------------------------------------------------
 
 
-def out_of_order(comm: Any) -> None:
+@on_ranks("nccl")
+def test_tags_out_of_order(comm: Any) -> None:
     caller = Caller(comm)
     tags = [5, 0, 2**31 - 1, 7, 2**40, -9]
     sent = {tag: numbers(at, 3 + at) for at, tag in enumerate(tags)}
@@ -189,10 +190,6 @@ def out_of_order(comm: Any) -> None:
             got = caller.empty(sent[tag].size, "float32")
             assert caller.backend.recv(got, 0, tag, FAR) == 0
             np.testing.assert_array_equal(read(got), sent[tag])
-
-
-def test_tags_out_of_order(nccl: Pools) -> None:
-    nccl(2, out_of_order)
 
 
 @on_ranks("nccl")
@@ -214,7 +211,8 @@ def test_sendrecv_meets_plain_calls(comm: Any) -> None:
         caller.backend.send(caller.buffer(np.arange(7, 10)), 0, 2, FAR)
 
 
-def many_at_once(comm: Any) -> None:
+@on_ranks("nccl", size=3)
+def test_all_pairs_and_tags_at_once(comm: Any) -> None:
     """All pairs and several tags at once, in threads that each wait for their message."""
     caller = Caller(comm)
     rank, size, tags = caller.rank, caller.size, range(3)
@@ -250,10 +248,6 @@ def many_at_once(comm: Any) -> None:
         *(lambda p=p, t=t: recv(p, t) for p in others for t in tags),
         *(lambda p=p, t=t: exchange(p, t) for p in others for t in (7, 8)),
     )
-
-
-def test_all_pairs_and_tags_at_once(nccl: Pools) -> None:
-    nccl(3, many_at_once)
 
 
 @on_ranks("nccl", size=3)
@@ -391,8 +385,8 @@ def over_gloo(comm: Any) -> None:
     caller = Caller(comm)
     assert caller.backend.channel is caller.backend._plane.channel
     assert caller.backend.capabilities.across_hosts
-    out_of_order(comm)
-    many_at_once(comm)
+    test_tags_out_of_order.program(comm)
+    test_all_pairs_and_tags_at_once.program(comm)
     half = Caller(caller.backend.group([1, 0], FAR))
     assert read(adds(half)).tolist() == [2] * 4
     half.backend.close()
@@ -511,7 +505,8 @@ def test_a_rank_without_a_driver_is_named_everywhere() -> None:
             assert re.search(r"all_reduce\(\): rank 0: cuda: .*/nowhere/libcuda", refusal), refusal
 
 
-def dropped(comm: Any) -> None:
+@on_ranks("nccl", size=1)
+def test_a_transport_that_is_dropped(comm: Any) -> None:
     """A transport that is not closed leaves no thread."""
     job = f"dropped-{os.getpid()}-{time.monotonic_ns()}"
     options = {"host": "threads"}
@@ -524,7 +519,3 @@ def dropped(comm: Any) -> None:
     for thread in watching:  # one that is ending may have been seen
         thread.join(10)
     assert not [thread.name for thread in watching if thread.is_alive()]
-
-
-def test_a_transport_that_is_dropped(nccl: Pools) -> None:
-    nccl(1, dropped)
