@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from collective.install import hint
-from collective.tools.cli.main import main
 from collective.tools.parity.frameworks import framework as framework_of
 from tests import warm
 from tests.interpreter import run_python
@@ -91,31 +90,6 @@ def test_training_steps(framework: str, tmp_path: Path) -> None:
     assert found["speedup"] == pytest.approx(2 * found["alone"] / found["step"])
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--op", "allreduce"], "--op: 'allreduce'; one of all_reduce, "),
-        (["--sizes", "4,2"], "--sizes: '2'; at least 4 bytes"),
-        (["--vs", "nccl"], "--vs: 'nccl'; one of mpi4py, torch"),
-        (["--dtype", "float8"], "--dtype: 'float8'; one of int8"),
-        (["-n", "0"], "'0'; integers >= 1"),
-        (["--backend", "smh"], "shm"),
-        (["--mpi-env", "mpich=/nowhere"], "--mpi-env mpich=/nowhere: NAME=PATH"),
-        (["--from", "/nowhere"], "--from /nowhere"),
-        (["--latency", "--bandwidth"], "not allowed with"),
-    ],
-)
-def test_what_is_misspelt_is_refused(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    try:
-        code = main(["bench", *arguments])
-    except SystemExit as error:  # argparse's own
-        code = error.code  # type: ignore[assignment]
-    assert code == 2
-    assert message in capsys.readouterr().err
-
-
 def test_a_plot_without_matplotlib_names_the_command_that_installs_it() -> None:
     program = (
         "import sys; sys.modules['matplotlib'] = None; from collective.tools.cli.main import main; "
@@ -137,36 +111,6 @@ def test_a_contestant_that_does_not_start_is_told_with_what_it_said(tmp_path: Pa
     shown = run(*QUICK, "--vs", "mpi4py/mine", "--mpi-env", f"mine={tmp_path}", "--sizes", "4",
                 "--latency")  # fmt: skip
     assert "0 of 2 ranks have started: no such host" in shown
-
-
-@pytest.mark.parametrize(
-    ("option", "reason"),
-    [
-        (["--json", "absent/a.json"], "No such file or directory"),
-        (["--csv", "."], "Is a directory"),
-        (["--plot", "absent/a.png"], "No such file or directory"),
-        (["--plot", "a.foo"], "says no known format"),
-        (["--plot", "a"], "says no known format"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_what_cannot_be_written_is_refused_before_it_measures(
-    option: list[str],
-    reason: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("collective.tools.bench.run.measure", lambda *_: pytest.fail("it measures"))
-    if option[0] == "--plot":
-        pytest.importorskip("matplotlib")
-    assert main(["bench", *option]) == 2
-    printed = capsys.readouterr().err
-    assert printed.startswith(f"collective: {' '.join(option)}: ")
-    assert reason in printed
-    assert printed.count("\n") == 1
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_cannot_be_written_after_all_costs_no_figures(tmp_path: Path) -> None:

@@ -120,6 +120,80 @@ def test_package_is_a_command() -> None:
     assert json.loads(done.stdout)["settings"]["size"]["value"] == 1, done.stderr
 
 
+# -- what is refused --------------------------------------------------------------------------
+
+
+REFUSED = {
+    "bench": [
+        (["--op", "allreduce"], "--op: 'allreduce'; one of all_reduce, "),
+        (["--sizes", "4,2"], "--sizes: '2'; at least 4 bytes"),
+        (["--vs", "nccl"], "--vs: 'nccl'; one of mpi4py, torch"),
+        (["--dtype", "float8"], "--dtype: 'float8'; one of int8"),
+        (["-n", "0"], "'0'; integers >= 1"),
+        (["--backend", "smh"], "shm"),
+        (["--mpi-env", "mpich=/nowhere"], "--mpi-env mpich=/nowhere: NAME=PATH"),
+        (["--from", "/nowhere"], "--from /nowhere"),
+        (["--latency", "--bandwidth"], "not allowed with"),
+        (["--json", "absent/a.json"], "--json absent/a.json: it cannot be written: No such file"),
+        (["--csv", "."], "--csv .: it cannot be written: Is a directory"),
+        (["--plot", "absent/a.png"], "--plot absent/a.png: it cannot be written: No such file"),
+        (["--plot", "a.foo"], "--plot a.foo: its suffix '.foo' says no known format"),
+        (["--plot", "a"], "--plot a: its suffix '' says no known format"),
+    ],
+    "parity": [
+        (["--op", "all_reduse"], "--op: 'all_reduse'; one of all_reduce"),
+        (["--backend", "smh"], "Did you mean 'shm'"),
+        (["--framework", "jax"], "--framework: 'jax'"),
+        (["--json", "absent/a.json"], "--json absent/a.json: it cannot be written: No such file"),
+        (["--html", "/"], "--html /: it cannot be written: Is a directory"),
+        (["--backend", "threads", "--model", "foo"], "--model: 'foo': No module named 'foo'"),
+        (["--backend", "threads", "--model", "os:foo"], "--model: 'os:foo': module 'os' has no"),
+    ],
+    "profile": [
+        (["-n", "2"], "no program given"),
+        (["-n", "2", "absent.py"], "script 'absent.py': no such file"),
+        (["-n", "2", "--per-host", "4", "train.py"], "--per-host without --link"),
+        (["-n", "2", "--link", "1us,1GB/s", "train.py"], "for --predict, which is not given"),
+        (["--trace", "nowhere"], "no trace in nowhere"),
+        (["-n", "2", "--backend", "shmm", "train.py"], "Did you mean 'shm'?"),
+        (["-n", "2", "--json", "absent/a.json", "train.py"], "--json absent/a.json: it cannot be"),
+        (["-n", "2", "--trace", "train.py/a", "train.py"], "--trace train.py/a: no files can be"),
+        (["--predict", "8,x"], "'8,x'; integers >= 1 with commas between them"),
+        (["--link", "fast"], "a time and a rate"),
+        (["-n", "0"], "'0'; it must be an integer >= 1"),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments", "message"),
+    [(command, *row) for command, rows in REFUSED.items() for row in rows],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_cannot_be_is_refused_in_a_line_before_anything_is_run(
+    command: str,
+    arguments: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    needed = {"parity": "rich", "profile": "rich"}.get(command, "numpy")
+    pytest.importorskip("matplotlib" if "--plot" in arguments else needed)
+    for runs in ("bench.run.measure", "parity.runner.run"):
+        monkeypatch.setattr(f"collective.tools.{runs}", lambda *_: pytest.fail("it is run"))
+    Path("train.py").write_text("open('ran', 'w')")
+    is_by_argparse = False
+    try:
+        code: object = main([command, *arguments])
+    except SystemExit as error:
+        code, is_by_argparse = error.code, True
+    shown = capsys.readouterr().err
+    assert code == 2
+    assert message in shown
+    assert is_by_argparse or shown.count("\n") == 1
+    assert [*map(str, Path().iterdir())] == ["train.py"]
+
+
 # -- how many ranks a launch has where no -n says so ----------------------------------------------
 
 SLURM = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1", "SLURM_TASKS_PER_NODE": "4"}

@@ -251,29 +251,6 @@ def test_the_command_fails_with_a_wrong_transport(capsys: pytest.CaptureFixture[
     assert "FAILED" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["--op", "all_reduse"], "--op: 'all_reduse'; one of all_reduce"),
-        (["--backend", "smh"], "Did you mean 'shm'"),
-        (["--framework", "jax"], "--framework: 'jax'"),
-        (["--json", "absent/a.json"], "--json absent/a.json: it cannot be written: No such file"),
-        (["--html", "/"], "--html /: it cannot be written: Is a directory"),
-        (["--backend", "threads", "--model", "foo"], "--model: 'foo': No module named 'foo'"),
-        (["--backend", "threads", "--model", "os:foo"], "--model: 'os:foo': module 'os' has no"),
-    ],
-)
-def test_what_cannot_be_is_refused_before_anything_is_compared(
-    arguments: list[str],
-    says: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setattr("collective.tools.parity.runner.run", lambda *_: pytest.fail("it compares"))
-    assert main(["parity", *arguments]) == 2
-    assert says in capsys.readouterr().err
-
-
 def test_a_transport_that_is_not_here_is_a_row(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
