@@ -59,7 +59,7 @@ FAULTS = [
     Fault(broken.Disordered, "all_reduce", "order='rank'", 4),
     Fault(broken.Commuting, "all_reduce", "all_reduce(user)"),
     Fault(broken.Impatient, "barrier", "left before"),
-    Fault(broken.Unchecked, "mismatch", "was not told"),
+    Fault(broken.Unchecked, "mismatch", "although the ranks disagree"),
     Fault(broken.Early, "reuse", "in a row"),
     Fault(broken.Deaf, "leaving", "was not missed"),
     Fault(broken.SortedGroups, "groups", "falling keys"),
