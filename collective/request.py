@@ -12,6 +12,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
+from collective import native
 from collective.memory.dtypes import DType
 from collective.ops import ReduceOp
 
@@ -221,7 +222,7 @@ class _InThread(threading.local):
 
 
 #: In a lane's thread, ``site`` is where the running call was submitted.
-in_thread = _InThread()
+in_thread = native.in_thread() or _InThread()
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
 

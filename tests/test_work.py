@@ -11,6 +11,7 @@ import pytest
 
 from collective.contract.work import Lane, Work
 from collective.errors import CollectiveError, CollectiveTimeoutError
+from collective.request import in_thread
 
 
 @pytest.fixture
@@ -138,6 +139,19 @@ def test_a_lane_keeps_nothing_of_what_it_ran(lane):
     del array
     lane.drain(5)
     gc.collect()
+    assert gone() is None
+
+
+def test_a_lane_that_ends_keeps_nothing_of_where_its_calls_came_from(lane):
+    class Site(str):
+        pass
+
+    sites = [Site("here")]
+    gone = weakref.ref(sites[0])
+    lane.submit("x", lambda: setattr(in_thread, "site", sites.pop())).wait()
+    assert in_thread.site is None, "it is the lane's thread's"
+    assert gone() is not None
+    lane.close(5.0)
     assert gone() is None
 
 

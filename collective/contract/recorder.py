@@ -133,7 +133,7 @@ class Recorder:
 
     def __init__(self, title: str = "") -> None:
         self.title = title
-        self.ring = ring = native.ring(_PACKAGE, in_thread) or _Ring()
+        self.ring = ring = native.ring(_PACKAGE) or _Ring()
         self.begin = ring.begin
         self.end = ring.end
         self.failed = 0

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 from collective.errors import CollectiveTimeoutError, CommunicatorClosedError
+from collective.request import in_thread
 
 __all__ = ["Lane", "Work", "all_idle"]
 
@@ -161,6 +162,7 @@ class Lane:
                     self._condition.wait_for(lambda: self.queue or not self._linger, self._linger)
                 if not self.queue:
                     self._thread = None
+                    in_thread.site = None  # C's does not end with the thread
                     return
                 work, function = self.queue[0]
             # No reference to the call may outlive it: it holds the user's arrays.

@@ -22,14 +22,14 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 if TYPE_CHECKING:
-    from ._core import Door, Ring, Shared
+    from ._core import Door, InThread, Ring, Shared
 
 __all__ = ["HEAD_BYTES", "HEAD_ROOM", "NOBODY", "PROTOCOL", "Chosen", "Exchange", "Heads",
-           "cached_bytes", "chosen", "door", "fold", "heads", "messages", "methods", "ring",
-           "see_tensors", "shared", "status", "switch"]  # fmt: skip
+           "cached_bytes", "chosen", "door", "fold", "heads", "in_thread", "messages", "methods",
+           "ring", "see_tensors", "shared", "status", "switch"]  # fmt: skip
 
 #: What this package and the extension, and the cores of two ranks, have to agree on.
-PROTOCOL = 10
+PROTOCOL = 11
 
 #: The bytes of a head, and how many of them can be those of a short array behind what it says.
 HEAD_BYTES, HEAD_ROOM = 1024, 896
@@ -173,9 +173,10 @@ def methods(*functions: Callable[..., Any]) -> type | None:
 
     A method makes its call through the door that an attribute of the object is, ``_door``,
     ``_door_of_pieces`` or ``_door_of_scatter`` by operation, ``_door_of_messages``; or else
-    calls the function: Python's
-    frame, the sorting of its arguments and the search for who called it are spared where C makes
-    the call. It has the function's docstring and signature.
+    calls the function. These attributes, ``timeout`` and ``_lanes`` are members of the class, so
+    that no call has to find them by name. Python's frame, the sorting of its arguments and the
+    search for who called it are spared where C makes the call. It has the function's docstring and
+    signature.
 
     Args:
         functions: the methods all_reduce, reduce, scan, reduce_scatter, broadcast, scatter,
@@ -226,19 +227,30 @@ def fold(op: str, dtype: int, reference: _Function) -> _Function:
     return made
 
 
-def ring(package: str, in_thread: Any) -> Ring | None:
+def in_thread() -> InThread | None:
+    """Return an object whose ``site`` is another in each thread, None at first; None without C.
+
+    It says where the calls of a thread come from: in every :func:`ring`, too.
+    """
+    extension, _ = _load()
+    if extension is None:
+        return None
+    made: InThread = extension.InThread()
+    return made
+
+
+def ring(package: str) -> Ring | None:
     """Return what keeps the last calls of a communicator, for its flight recorder.
 
     Args:
         package: what the names of the files begin with that are not the program's.
-        in_thread: its ``site`` says where the calls of this thread were made, if it isn't None.
 
     Returns:
         None where C is not in use.
     """
     if chosen.extension is None:
         return None
-    made: Ring = chosen.extension.Ring(package, in_thread)
+    made: Ring = chosen.extension.Ring(package)
     return made
 
 

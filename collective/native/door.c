@@ -4,13 +4,14 @@
    done nothing. Whether it makes a call is each rank's own affair, as Python and it run the same
    plan of the same request.
 
-   A communicator has a door, or several, as attributes: what is open to one operation may be shut
-   to another. In front of the methods in Python are methods in C of the same names, of a base class
-   of the communicator's: each asks its door, and calls the other one if that does not do. */
+   A communicator has a door, or several: what is open to one operation may be shut to another. In
+   front of the methods in Python are methods in C of the same names, of a base class of the
+   communicator's: each asks its door, and calls the other one if that does not do. */
 
 #include "python.h"
 
 #include <string.h>
+#include <structmember.h>
 
 /* How the shape of a result follows from that of x. */
 enum shape { SAME, CUT, JOINED, EXCHANGED, NONE };
@@ -50,9 +51,16 @@ typedef struct {
     struct prepared table[PREPARED];
 } Door;
 
-static PyObject *name_timeout, *name_run_plan, *name_sum, *name_tag, *name_exchange, *name_lanes;
+/* What each call looks at of a communicator: Python sets these attributes. Here they are read where
+   they are; to find one by its name takes as long as a tenth of a small call. */
+typedef struct {
+    PyObject_HEAD
+    PyObject *timeout, *doors[DOORS], *exchange, *lanes; /* NULL before they are set */
+} Methods;
+
+static PyObject *name_run_plan, *name_sum, *name_tag;
 static PyObject *zero, *nobody, *any;
-static PyObject *argument_objects[ARGUMENTS], *door_names[DOORS];
+static PyObject *argument_objects[ARGUMENTS];
 static PyTypeObject *door_type;
 
 /* One call, as its arguments say. */
@@ -297,7 +305,7 @@ static PyObject *recover(const struct call *call)
 static PyObject *make(Door *door, struct call *call)
 {
     struct prepared *p = prepare(door, call);
-    PyObject *seconds = p ? PyObject_GetAttr(call->comm, name_timeout) : NULL;
+    PyObject *seconds = p ? Py_XNewRef(((Methods *)call->comm)->timeout) : NULL;
     if (seconds == NULL)
         return PyErr_Occurred() ? NULL : Py_NewRef(Py_NotImplemented);
     /* A signal's handler may make calls, too. */
@@ -399,14 +407,15 @@ static PyObject *method(PyObject *comm, const struct operation *operation, PyObj
     int sorted = sort_arguments(operation, args, count, names, given);
     /* With counts there is nothing that ranks have to find out from each other. */
     int which = given[COUNTS] == Py_None ? (int)operation->door : OF_ALL;
-    PyObject *door = PyObject_GetAttr(comm, door_names[which]), *done = NULL;
+    /* Kept: what the call waits for may close the communicator. */
+    PyObject *door = Py_XNewRef(((Methods *)comm)->doors[which]), *done = NULL;
     struct call call = {.operation = operation, .comm = comm};
-    if (door == NULL)
-        return NULL;
-    int plain = sorted && Py_TYPE(door) == door_type ? read_call((Door *)door, &call, given) : 0;
+    int plain = 0;
+    if (sorted && door != NULL && Py_TYPE(door) == door_type)
+        plain = read_call((Door *)door, &call, given);
     if (plain > 0)
         done = make((Door *)door, &call);
-    Py_DECREF(door);
+    Py_XDECREF(door);
     Py_XDECREF(call.result);
     Py_XDECREF(call.counts);
     if (plain == 0 || done == Py_NotImplemented) {
@@ -490,13 +499,14 @@ static PyObject *message(PyObject *comm, int which, PyObject *const *args, Py_ss
     struct message m;
     int plain = read_message(&m, which, args, count, names);
     PyErr_Clear(); /* of a comparison */
-    PyObject *exchange = PyObject_GetAttr(comm, name_exchange);
-    PyObject *lanes = exchange ? PyObject_GetAttr(comm, name_lanes) : NULL;
-    PyObject *seconds = lanes ? PyObject_GetAttr(comm, name_timeout) : NULL, *done = NULL;
+    PyObject *lanes = ((Methods *)comm)->lanes, *done = NULL;
+    PyObject *exchange = Py_XNewRef(((Methods *)comm)->exchange);
+    PyObject *seconds = Py_XNewRef(((Methods *)comm)->timeout);
     int64_t start = which == SENDRECV ? now_ns() : 0;
-    if (seconds != NULL && (!plain || exchange == Py_None || PyDict_Size(lanes) != 0)) {
+    if (!plain || exchange == NULL || exchange == Py_None || lanes == NULL
+        || PyDict_Size(lanes) != 0 || seconds == NULL) {
         done = Py_NewRef(Py_NotImplemented);
-    } else if (seconds != NULL) {
+    } else {
         done = PyObject_CallFunctionObjArgs(exchange, m.x, m.to, m.out, m.from, m.tag, seconds,
                                             Py_True, NULL);
         if (done == NULL) {
@@ -509,7 +519,6 @@ static PyObject *message(PyObject *comm, int which, PyObject *const *args, Py_ss
         }
     }
     Py_XDECREF(exchange);
-    Py_XDECREF(lanes);
     Py_XDECREF(seconds);
     if (done == NULL)
         return NULL;
@@ -533,13 +542,61 @@ static PyMethodDef methods[] = {ENTRY(0), ENTRY(1), ENTRY(2), ENTRY(3), ENTRY(4)
                                 ENTRY(6), ENTRY(7), ENTRY(8), ENTRY(9), ENTRY(send), ENTRY(recv),
                                 ENTRY(sendrecv), {NULL, NULL, 0, NULL}};
 
+#define ATTRIBUTE(name, field) {name, T_OBJECT_EX, offsetof(Methods, field), 0, NULL}
+static PyMemberDef attributes[] = {
+    ATTRIBUTE("timeout", timeout), ATTRIBUTE("_door", doors[OF_ALL]),
+    ATTRIBUTE("_door_of_pieces", doors[OF_PIECES]), ATTRIBUTE("_door_of_scatter", doors[OF_SCATTER]),
+    ATTRIBUTE("_door_of_messages", exchange), ATTRIBUTE("_lanes", lanes), {NULL, 0, 0, 0, NULL}};
+
+static int methods_traverse(PyObject *object, visitproc visit, void *arg)
+{
+    Methods *comm = (Methods *)object;
+    Py_VISIT(Py_TYPE(object));
+    Py_VISIT(comm->timeout);
+    for (int i = 0; i < DOORS; i++)
+        Py_VISIT(comm->doors[i]);
+    Py_VISIT(comm->exchange);
+    Py_VISIT(comm->lanes);
+    return 0;
+}
+
+static int methods_clear(PyObject *object)
+{
+    Methods *comm = (Methods *)object;
+    Py_CLEAR(comm->timeout);
+    for (int i = 0; i < DOORS; i++)
+        Py_CLEAR(comm->doors[i]);
+    Py_CLEAR(comm->exchange);
+    Py_CLEAR(comm->lanes);
+    return 0;
+}
+
+/* Frees an object of a type of ours that the garbage collector knows. */
+static void dealloc(PyObject *object, inquiry clear)
+{
+    PyTypeObject *type = Py_TYPE(object);
+    PyObject_GC_UnTrack(object);
+    clear(object);
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(object);
+    Py_DECREF(type);
+}
+
+static void methods_dealloc(PyObject *object)
+{
+    dealloc(object, methods_clear);
+}
+
 /* make_methods(functions, docs): a class with a method in front of each of these functions; made
    once. */
 static PyObject *make_methods(PyObject *module, PyObject *args)
 {
-    static PyType_Slot slots[] = {{Py_tp_methods, methods}, {0, NULL}};
-    static PyType_Spec spec = {"collective.native._core.Methods", 0, 0,
-                               Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE, slots};
+    static PyType_Slot slots[] = {
+        {Py_tp_methods, methods},           {Py_tp_members, attributes},
+        {Py_tp_traverse, methods_traverse}, {Py_tp_clear, methods_clear},
+        {Py_tp_dealloc, methods_dealloc},   {0, NULL}};
+    static PyType_Spec spec = {
+        "collective.native._core.Methods", sizeof(Methods), 0,
+        Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC, slots};
     PyObject *given, *docs;
     (void)module;
     if (!PyArg_ParseTuple(args, "O!O!:make_methods", &PyDict_Type, &given, &PyDict_Type, &docs))
@@ -594,16 +651,16 @@ static int door_clear(PyObject *object)
     return 0;
 }
 
+static int door_empty(PyObject *object)
+{
+    Py_CLEAR(((Door *)object)->ring);
+    Py_CLEAR(((Door *)object)->queue);
+    return door_clear(object);
+}
+
 static void door_dealloc(PyObject *object)
 {
-    Door *door = (Door *)object;
-    PyTypeObject *type = Py_TYPE(object);
-    PyObject_GC_UnTrack(object);
-    door_clear(object);
-    Py_XDECREF(door->ring);
-    Py_XDECREF(door->queue);
-    ((freefunc)PyType_GetSlot(type, Py_tp_free))(object);
-    Py_DECREF(type);
+    dealloc(object, door_empty);
 }
 
 static PyType_Slot door_slots[] = {
@@ -621,20 +678,14 @@ int add_door(PyObject *module)
          "make_methods(functions, docs, /)\n--\n\n"
          "Return a class with methods in front of these functions."},
         {NULL, NULL, 0, NULL}};
-    static const char *const doors[DOORS] = {"_door", "_door_of_pieces", "_door_of_scatter"};
-    name_timeout = PyUnicode_InternFromString("timeout");
     name_run_plan = PyUnicode_InternFromString("_run_plan");
     name_sum = PyUnicode_InternFromString("sum");
     name_tag = PyUnicode_InternFromString("tag");
-    name_exchange = PyUnicode_InternFromString("_door_of_messages");
-    name_lanes = PyUnicode_InternFromString("_lanes");
     zero = PyLong_FromLong(0);
     nobody = PyLong_FromLong(-2);
     any = PyLong_FromLong(-1);
     for (int i = 0; i < ARGUMENTS; i++)
         argument_objects[i] = PyUnicode_InternFromString(argument_names[i]);
-    for (int i = 0; i < DOORS; i++)
-        door_names[i] = PyUnicode_InternFromString(doors[i]);
     door_type = (PyTypeObject *)PyType_FromSpec(&door_spec);
     return door_type == NULL || PyModule_AddType(module, door_type) < 0
                    || PyModule_AddFunctions(module, functions_of_module) < 0

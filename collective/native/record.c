@@ -1,5 +1,5 @@
 /* The type Ring: the last calls of a communicator, and where in the program each was made; see
-   collective/contract/recorder.py, which reads it. */
+   collective/contract/recorder.py, which reads it. And InThread, of request.py. */
 
 #include "python.h"
 
@@ -14,13 +14,15 @@ enum { REQUEST, SITE, INSTRUCTION, COMPARES, OBJECTS };
 typedef struct {
     PyObject_HEAD
     Py_ssize_t started, finished;
-    PyObject *package;   /* what the names of our own files begin with */
-    PyObject *in_thread; /* of request.py: its site is that of calls in the background */
+    PyObject *package; /* what the names of our own files begin with */
     PyObject *list;
     double began[RECORDS], ended[RECORDS];
 } Ring;
 
-static PyObject *name_site, *name_filename, *name_back, *name_instruction;
+static PyObject *name_filename, *name_back, *name_instruction;
+/* Of each thread, where the calls that it makes come from, if that is not where it makes them: of
+   request.py's in_thread. In C, as to ask Python's for it takes as long as the rest of a record. */
+static __thread PyObject *site_in_thread;
 
 static int is_ours(const Ring *ring, PyObject *code)
 {
@@ -48,7 +50,8 @@ static PyObject *find_site(const Ring *ring, PyObject *last, PyObject **instruct
     }
     *instruction = frame && frame != Py_None ? PyObject_GetAttr(frame, name_instruction) : NULL;
     Py_XDECREF(frame);
-    PyErr_Clear();
+    if (PyErr_Occurred())
+        PyErr_Clear();
     return code != NULL ? code : PyUnicode_FromString("");
 }
 
@@ -56,11 +59,9 @@ void record_begin(PyObject *object, PyObject *request, int compares)
 {
     Ring *ring = (Ring *)object;
     Py_ssize_t last = ring->started % RECORDS * OBJECTS, at = (ring->started + 1) % RECORDS;
-    PyObject *instruction = NULL, *site = PyObject_GetAttr(ring->in_thread, name_site);
-    if (site == NULL || site == Py_None) {
-        Py_XDECREF(site);
+    PyObject *instruction = NULL, *site = Py_XNewRef(site_in_thread);
+    if (site == NULL)
         site = find_site(ring, PyList_GetItem(ring->list, last + SITE), &instruction);
-    }
     PyList_SetItem(ring->list, at * OBJECTS + REQUEST, Py_NewRef(request));
     PyList_SetItem(ring->list, at * OBJECTS + SITE, site);
     PyList_SetItem(ring->list, at * OBJECTS + INSTRUCTION,
@@ -110,12 +111,11 @@ static PyObject *ring_kept(PyObject *object, PyObject *number)
 static int ring_init(PyObject *object, PyObject *args, PyObject *keywords)
 {
     Ring *ring = (Ring *)object;
-    PyObject *package, *in_thread;
+    PyObject *package;
     (void)keywords;
-    if (ring->list != NULL || !PyArg_ParseTuple(args, "UO:Ring", &package, &in_thread))
+    if (ring->list != NULL || !PyArg_ParseTuple(args, "U:Ring", &package))
         return -1;
     ring->package = Py_NewRef(package);
-    ring->in_thread = Py_NewRef(in_thread);
     PyObject *none = Py_BuildValue("[O]", Py_None);
     ring->list = none ? PySequence_Repeat(none, RECORDS * OBJECTS) : NULL;
     Py_XDECREF(none);
@@ -137,7 +137,6 @@ static void ring_dealloc(PyObject *object)
     PyObject_GC_UnTrack(object);
     Py_XDECREF(ring->list);
     Py_XDECREF(ring->package);
-    Py_XDECREF(ring->in_thread);
     ((freefunc)PyType_GetSlot(type, Py_tp_free))(object);
     Py_DECREF(type);
 }
@@ -162,14 +161,42 @@ static PyType_Slot ring_slots[] = {
 static PyType_Spec ring_spec = {"collective.native._core.Ring", sizeof(Ring), 0,
                                 Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, ring_slots};
 
+static PyObject *get_site(PyObject *object, void *none)
+{
+    (void)object, (void)none;
+    return Py_NewRef(site_in_thread ? site_in_thread : Py_None);
+}
+
+static int set_site(PyObject *object, PyObject *site, void *none)
+{
+    PyObject *old = site_in_thread;
+    (void)object, (void)none;
+    site_in_thread = site == Py_None ? NULL : Py_XNewRef(site);
+    Py_XDECREF(old);
+    return 0;
+}
+
+static PyGetSetDef in_thread_attributes[] = {
+    {"site", get_site, set_site, "Where the calls of this thread come from; None: from where it is.",
+     NULL},
+    {NULL, NULL, NULL, NULL, NULL}};
+
+static PyType_Slot in_thread_slots[] = {
+    {Py_tp_new, PyType_GenericNew}, {Py_tp_getset, in_thread_attributes}, {0, NULL}};
+
+static PyType_Spec in_thread_spec = {
+    "collective.native._core.InThread", sizeof(PyObject), 0, Py_TPFLAGS_DEFAULT, in_thread_slots};
+
 int add_ring(PyObject *module)
 {
-    name_site = PyUnicode_InternFromString("site");
     name_filename = PyUnicode_InternFromString("co_filename");
     name_back = PyUnicode_InternFromString("f_back");
     name_instruction = PyUnicode_InternFromString("f_lasti");
-    PyObject *type = PyType_FromSpec(&ring_spec);
-    int failed = type == NULL ? -1 : PyModule_AddType(module, (PyTypeObject *)type);
-    Py_XDECREF(type);
-    return failed;
+    PyObject *ring = PyType_FromSpec(&ring_spec), *in_thread = PyType_FromSpec(&in_thread_spec);
+    int failed = ring == NULL || in_thread == NULL
+                 || PyModule_AddType(module, (PyTypeObject *)ring) < 0
+                 || PyModule_AddType(module, (PyTypeObject *)in_thread) < 0;
+    Py_XDECREF(ring);
+    Py_XDECREF(in_thread);
+    return failed ? -1 : 0;
 }

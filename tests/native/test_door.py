@@ -410,3 +410,14 @@ def test_a_dropped_communicator_is_freed_at_once() -> None:
         alive = weakref.ref(group)
         del group
         assert alive() is None
+
+
+def test_a_circle_by_what_c_looks_at_is_found_by_the_garbage_collector() -> None:
+    with collective.init(size=1, rank=0) as comm:
+        group = comm.dup()
+        group.close()
+        group._lanes["itself"] = group  # type: ignore[assignment]
+        alive = weakref.ref(group)
+        del group
+        gc.collect()
+        assert alive() is None
