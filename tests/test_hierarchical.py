@@ -45,6 +45,8 @@ from tests.pretended import Interleaved, Lopsided, Pairs, Single
 
 Check = Callable[[], None]
 
+_exchange = transport._exchange
+
 
 @parametrize_with_checks(Pairs, sizes=(4,), checks=all_but("check_shrink", "check_shrink_left"))
 def test_pairs(check: Check) -> None:
@@ -323,6 +325,40 @@ def test_a_host_without_shared_memory_is_told_to_all() -> None:
         assert isinstance(errors[rank], RendezvousError), errors[rank]
         assert "rank 2" in str(errors[rank])
         assert "as planned" in str(errors[rank])
+
+
+class Late(Pairs):
+    """Rank 0 is not through before it has heard of a failure."""
+
+    name = "hierarchical-late"
+
+    @classmethod
+    def host_of(cls, world: World) -> str:
+        if world.rank == 0:
+            transport._exchange = _late_exchange
+        return super().host_of(world)
+
+
+def _late_exchange(outer: Any, text: str, end: float) -> list[str]:
+    found = _exchange(outer, text, end)
+    while text == "ready" and outer.channel.failure is None and time.monotonic() < end:
+        time.sleep(0.01)
+    outer.channel.check("connect")
+    return found
+
+
+def _failing_at_once(comm: Communicator) -> CollectiveError:
+    if comm.rank == 3:
+        raise ValueError("lost the keys")
+    return _heard(comm.barrier)
+
+
+def test_a_rank_that_fails_while_another_connects_is_told_to_it_in_its_first_call() -> None:
+    with pytest.raises(RanksFailedError) as failed:
+        run_ranks(4, _failing_at_once, backend=Late, timeout=15.0)
+    assert list(failed.value.errors) == [3]
+    for error in failed.value.results.values():
+        assert isinstance(error, PeerFailedError), error
 
 
 def test_only_a_watched_transport_can_be_between_the_hosts() -> None:

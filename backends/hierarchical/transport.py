@@ -36,6 +36,7 @@ from collective.errors import (
     CollectiveError,
     CollectiveTimeoutError,
     CommunicatorAbortedError,
+    PeerFailedError,
     RendezvousError,
     UnsupportedError,
 )
@@ -174,8 +175,10 @@ class HierarchicalBackend(TwoLevel):
                     across = outer.group(topology.at(topology.local_rank), _left(end))
             self = cls(outer, inner, across, topology)
             # Nobody uses it before it stands everywhere: where a level could not be made, the outer
-            # one is broken, which the others hear of here and not in their first call.
-            _exchange(outer, "ready", end)
+            # one is broken, which the others hear of here and not in their first call. What a rank
+            # that is through has failed in is this one's first call, too, and is told there.
+            with contextlib.suppress(PeerFailedError):
+                _exchange(outer, "ready", end)
             return self
         except BaseException:
             for level in (across, inner):
