@@ -293,7 +293,7 @@ def check_timeout_tells_last_call(factory: RankFactory, size: int) -> None:
 
 
 def _last_call(comm: Communicator, heard: str) -> Heard:
-    comm.broadcast(np.ones(3, np.int16), root=0)
+    comm.broadcast(np.ones(3, np.int16), root=0, timeout=30.0)  # ranks may come to it late
     if comm.rank == comm.size - 1:
         _until_heard(heard, comm.size - 1)
     return _listen_and_tell(comm, heard, comm.barrier)
