@@ -7,9 +7,9 @@
 
 #define RECORDS 512 /* a power of two */
 
-/* Of each call the list has the request, the code object (or text that says all of the place), the
-   instruction there, and whether the calls were only compared. */
-enum { REQUEST, SITE, INSTRUCTION, COMPARES, OBJECTS };
+/* Of each call the list has the request, and the code object or a text that says all of the place.
+   Beside it are the instruction in that code, and whether the calls were only compared. */
+enum { REQUEST, SITE, OBJECTS };
 
 typedef struct {
     PyObject_HEAD
@@ -17,7 +17,12 @@ typedef struct {
     PyObject *package; /* what the names of our own files begin with */
     PyObject *list;
     double began[RECORDS], ended[RECORDS];
+    int instruction[RECORDS];
+    char compares[RECORDS];
 } Ring;
+
+/* Not in the limited API; CPython exports it from 3.11 on: NULL in 3.10. */
+extern int PyFrame_GetLasti(PyFrameObject *frame) __attribute__((weak));
 
 static PyObject *name_filename, *name_back, *name_instruction;
 /* Of each thread, where the calls that it makes come from, if that is not where it makes them: of
@@ -32,9 +37,19 @@ static int is_ours(const Ring *ring, PyObject *code)
     return ours;
 }
 
+static int instruction_of(PyObject *frame)
+{
+    if (PyFrame_GetLasti != NULL)
+        return PyFrame_GetLasti((PyFrameObject *)frame);
+    PyObject *number = PyObject_GetAttr(frame, name_instruction);
+    long at = number != NULL ? PyLong_AsLong(number) : 0;
+    Py_XDECREF(number);
+    return (int)at;
+}
+
 /* Finds the innermost frame that is the program's: its code, and what is executed there. The line
-   is found out when somebody asks. Returns new references, of "" where there is none. */
-static PyObject *find_site(const Ring *ring, PyObject *last, PyObject **instruction)
+   is found out when somebody asks. Returns a new reference, to "" where there is none. */
+static PyObject *find_site(const Ring *ring, PyObject *last, int *instruction)
 {
     PyObject *frame = (PyObject *)PyEval_GetFrame(), *code = NULL;
     Py_XINCREF(frame);
@@ -48,7 +63,7 @@ static PyObject *find_site(const Ring *ring, PyObject *last, PyObject **instruct
         Py_DECREF(frame);
         frame = above;
     }
-    *instruction = frame && frame != Py_None ? PyObject_GetAttr(frame, name_instruction) : NULL;
+    *instruction = frame && frame != Py_None ? instruction_of(frame) : 0;
     Py_XDECREF(frame);
     if (PyErr_Occurred())
         PyErr_Clear();
@@ -59,14 +74,13 @@ void record_begin(PyObject *object, PyObject *request, int compares)
 {
     Ring *ring = (Ring *)object;
     Py_ssize_t last = ring->started % RECORDS * OBJECTS, at = (ring->started + 1) % RECORDS;
-    PyObject *instruction = NULL, *site = Py_XNewRef(site_in_thread);
+    PyObject *site = Py_XNewRef(site_in_thread);
+    ring->instruction[at] = 0;
+    ring->compares[at] = (char)compares;
     if (site == NULL)
-        site = find_site(ring, PyList_GetItem(ring->list, last + SITE), &instruction);
+        site = find_site(ring, PyList_GetItem(ring->list, last + SITE), &ring->instruction[at]);
     PyList_SetItem(ring->list, at * OBJECTS + REQUEST, Py_NewRef(request));
     PyList_SetItem(ring->list, at * OBJECTS + SITE, site);
-    PyList_SetItem(ring->list, at * OBJECTS + INSTRUCTION,
-                   instruction ? instruction : PyLong_FromLong(0));
-    PyList_SetItem(ring->list, at * OBJECTS + COMPARES, PyBool_FromLong(compares));
     ring->began[at] = 1e-9 * (double)now_ns();
     ring->started++;
 }
@@ -101,10 +115,9 @@ static PyObject *ring_kept(PyObject *object, PyObject *number)
     Py_ssize_t n = PyLong_AsSsize_t(number), at = n % RECORDS;
     if (n > ring->started || n <= ring->started - RECORDS || n < 1)
         return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
-    PyObject *kept[OBJECTS];
-    for (int i = 0; i < OBJECTS; i++)
-        kept[i] = PyList_GetItem(ring->list, at * OBJECTS + i);
-    return Py_BuildValue("OOOOdd", kept[REQUEST], kept[COMPARES], kept[SITE], kept[INSTRUCTION],
+    return Py_BuildValue("OOOidd", PyList_GetItem(ring->list, at * OBJECTS + REQUEST),
+                         ring->compares[at] ? Py_True : Py_False,
+                         PyList_GetItem(ring->list, at * OBJECTS + SITE), ring->instruction[at],
                          ring->began[at], ring->ended[at]);
 }
 
