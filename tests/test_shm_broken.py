@@ -8,6 +8,8 @@ written to them; a second communicator says when.
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +24,9 @@ from tests.on_ranks import on_ranks, ranks_of
 two = ranks_of(("shm", 2), timeout=20.0)
 LONG = 300_000  # elements: more than fit into a slot
 GIVES_UP_S = 0.2
+Array = np.ndarray[Any, Any]
+
+_LIBC = ctypes.CDLL(None)
 
 _CALLS: dict[str, Callable[[Communicator, Any, float | None], Any]] = {
     "broadcast": lambda comm, x, timeout: comm.broadcast(x, timeout=timeout),
@@ -51,20 +56,33 @@ def _stop_before(owner: Any, name: str, side: Communicator) -> None:
     setattr(owner, name, stopped)
 
 
+def _allow(x: Array, how: int) -> None:
+    assert _LIBC.mprotect(ctypes.c_void_p(x.ctypes.data), x.nbytes, how) == 0
+
+
+@pytest.mark.parametrize("unmapped", [False, True], ids=["written", "unmapped"])
 @pytest.mark.parametrize("call", _CALLS)
 @on_ranks("two")
-def test_memory_that_its_owner_has_back_is_not_a_result(comm: Communicator, call: str) -> None:
-    side, comm, x = comm.dup(), _in_python(comm), np.ones(LONG)
+def test_memory_that_its_owner_has_back_is_not_a_result(
+    comm: Communicator, call: str, unmapped: bool
+) -> None:
+    side, comm = comm.dup(), _in_python(comm)
+    x = np.frombuffer(mmap.mmap(-1, 8 * LONG))
+    x[:] = 1.0
     comm.barrier()
     if comm.rank == 1:
         _stop_before(comm._backend.peers, "fetch", side)
         with pytest.raises(CommunicatorAbortedError, match=r"waited 0\.2 s for rank 1"):
             _CALLS[call](comm, x, None)
+        side.send_object("over", 0)
         return
     with pytest.raises(CollectiveTimeoutError):
         _CALLS[call](comm, x, GIVES_UP_S)
     x[:] = 99.0
+    _allow(x, 0 if unmapped else mmap.PROT_READ)
     side.send_object("go on", 1)
+    side.recv_object(1)
+    _allow(x, mmap.PROT_READ | mmap.PROT_WRITE)
 
 
 @on_ranks("two")

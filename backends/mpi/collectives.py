@@ -45,8 +45,8 @@ class _Move(NamedTuple):
     most: int | None
 
 
-class _Fold(NamedTuple):
-    """How MPI folds what a request asks for.
+class _Way(NamedTuple):
+    """The way in which MPI folds what a request asks for.
 
     Attributes:
         prepared: for MPI.
@@ -188,7 +188,7 @@ class MpiCollectives(Carrying):
         too_many = request.nbytes > self._most * dtype.itemsize
         prepared = MpiFold(self._mpi, op, dtype, self.size, self.unlike)
         by_messages = (ordered and not exact) or slow or too_many
-        fold = _Fold(prepared, *self._specify_fold(request), by_messages)
+        fold = _Way(prepared, *self._specify_fold(request), by_messages)
         by = partial(self._fold_by, request, fold)
         made = partial(self._fold_as, request, by)
         if by_messages or prepared.pre or prepared.post or not prepared.type:
@@ -206,7 +206,7 @@ class MpiCollectives(Carrying):
         by(self._wait_for_all(request, timeout), src, dst, end)
 
     def _fold_by(
-        self, request: Request, fold: _Fold, how: int, src: Buffer, dst: Buffer | None, end: float
+        self, request: Request, fold: _Way, how: int, src: Buffer, dst: Buffer | None, end: float
     ) -> None:
         """Fold when all ranks have come, and have said how."""
         prepared = fold.prepared

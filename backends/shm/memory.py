@@ -241,6 +241,7 @@ class PeerMemory:
 
         Raises:
             PeerLostError: the process is gone.
+            CommunicatorAbortedError: the communicator is broken, and the memory no longer there.
             BackendError: the kernel refuses although it allowed it before.
         """
         control = self._control
@@ -252,6 +253,7 @@ class PeerMemory:
         except ProcessLookupError:
             dead = True  # its memory goes some time before its lock
         if not dead:
+            control.refuse_broken("shm")  # whoever has given up may have unmapped it since
             text = f"reading {out.nbytes} bytes of rank {rank} (pid {pid}) failed"
             control.fail(Failure("aborted", control.rank, text))
             raise BackendError(

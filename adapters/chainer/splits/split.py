@@ -128,7 +128,7 @@ class Split(chainer.Chain):  # type: ignore[misc, unused-ignore]
         Args:
             x, args, kwargs: as of ``forward``; over ranks the whole ``x``.
         """
-        return memory_report(self._cuts.sides(self.link, self._filters), x, args, kwargs)
+        return memory_report(self._cuts.copies(self.link, self._filters), x, args, kwargs)
 
     def verify(self, x: Any, *args: Any, tolerance: float = 1e-10) -> Verification:
         """Compare with the link itself: each link's output, then all gradients, in float64.
@@ -139,4 +139,4 @@ class Split(chainer.Chain):  # type: ignore[misc, unused-ignore]
             x, args: as of ``forward``; over ranks the whole ``x``, the same on all.
             tolerance: what counts as equal, relative to the largest element.
         """
-        return verify(self._cuts.sides(self.link, self._filters), x, args, tolerance)
+        return verify(self._cuts.copies(self.link, self._filters), x, args, tolerance)

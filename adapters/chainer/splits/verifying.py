@@ -10,7 +10,7 @@ import chainer.functions as F
 import numpy as np
 
 from collective.memory import nested
-from collective.training.splits.cuts import Side
+from collective.training.splits.cuts import ModelCopy
 from collective.training.splits.filters import whole_gradients
 from collective.training.splits.report import Computation, MemoryReport, Verification
 
@@ -43,11 +43,13 @@ class _Outputs(chainer.LinkHook):  # type: ignore[misc, unused-ignore]
                 self.found.append((f"{path} ({type(args.link).__name__})", array.copy()))
 
 
-def verify(sides: Iterable[Side], x: Any, args: Sequence[Any], tolerance: float) -> Verification:
+def verify(
+    copies: Iterable[ModelCopy], x: Any, args: Sequence[Any], tolerance: float
+) -> Verification:
     """Do what :meth:`Split.verify` says."""
     state = np.random.get_state()
     outcomes = []
-    for link, filters, compute in sides:
+    for link, filters, compute in copies:
         np.random.set_state(state)
         _double(link)
         given = chainer.Variable(chainer.as_variable(x).array.astype(np.float64))
@@ -95,13 +97,13 @@ def _scalar(result: Any) -> Any:
 
 
 def memory_report(
-    sides: Iterable[Side], x: Any, args: Sequence[Any], kwargs: dict[str, Any]
+    copies: Iterable[ModelCopy], x: Any, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> MemoryReport:
     """Do what :meth:`Split.memory_report` says."""
     state = np.random.get_state()
     x = chainer.as_variable(x)
     counts, weights = [], []
-    for link, _, compute in sides:
+    for link, _, compute in copies:
         np.random.set_state(state)
         kept = Kept()
         result, joined = compute(x, args, kwargs, kept)

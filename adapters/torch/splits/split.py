@@ -150,7 +150,7 @@ class Split(torch.nn.Module):  # type: ignore[misc, unused-ignore]
         Args:
             x, args, kwargs: as of ``forward``; over ranks the whole ``x``.
         """
-        return memory_report(self._cuts.sides(self.module, self._filters), x, args, kwargs)
+        return memory_report(self._cuts.copies(self.module, self._filters), x, args, kwargs)
 
     def verify(self, x: torch.Tensor, *args: Any, tolerance: float = 1e-10) -> Verification:
         """Compare with the module itself: each layer's output, then all gradients, in float64.
@@ -161,7 +161,7 @@ class Split(torch.nn.Module):  # type: ignore[misc, unused-ignore]
             x, args: as of ``forward``; over ranks the whole ``x``, the same on all.
             tolerance: what counts as equal, relative to the largest element.
         """
-        return verify(self._cuts.sides(self.module, self._filters), x, args, tolerance)
+        return verify(self._cuts.copies(self.module, self._filters), x, args, tolerance)
 
 
 def _enter(name: str, module: torch.nn.Module, args: Any) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from collective.memory import nested
-from collective.training.splits.cuts import Side
+from collective.training.splits.cuts import ModelCopy
 from collective.training.splits.filters import whole_gradients
 from collective.training.splits.report import Computation, MemoryReport, Verification
 
@@ -32,7 +32,9 @@ def _same_numbers(x: Tensor) -> Iterator[None]:
 # -- results ---------------------------------------------------------------------------------
 
 
-def verify(sides: Iterable[Side], x: Tensor, args: Sequence[Any], tolerance: float) -> Verification:
+def verify(
+    copies: Iterable[ModelCopy], x: Tensor, args: Sequence[Any], tolerance: float
+) -> Verification:
     """Do what :meth:`Split.verify` says."""
 
     def double(value: Any) -> Any:
@@ -41,7 +43,7 @@ def verify(sides: Iterable[Side], x: Tensor, args: Sequence[Any], tolerance: flo
 
     rest = [double(value) for value in args]
     outcomes = []
-    for module, filters, compute in sides:
+    for module, filters, compute in copies:
         module.double()
         given = double(x).requires_grad_()
         with _same_numbers(x), _outputs(module) as outputs:
@@ -94,11 +96,11 @@ def _scalar(result: Any) -> Tensor:
 
 
 def memory_report(
-    sides: Iterable[Side], x: Tensor, args: Sequence[Any], kwargs: dict[str, Any]
+    copies: Iterable[ModelCopy], x: Tensor, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> MemoryReport:
     """Do what :meth:`Split.memory_report` says."""
     kept, weights = [], []
-    for module, _, compute in sides:  # statistics and the like change in a copy
+    for module, _, compute in copies:  # statistics and the like change in a copy
         weights.append(sum(each.nbytes for each in module.parameters()))
         count = Kept([x, *module.parameters(), *module.buffers()])
         hooks = torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor)

@@ -18,7 +18,7 @@ from .filters import Filters
 from .layered import BlockGrid, Layered, check_axes
 from .session import Session
 
-__all__ = ["Cuts", "Framework", "Side"]
+__all__ = ["Cuts", "Framework", "ModelCopy"]
 
 
 class Framework(NamedTuple):
@@ -37,7 +37,7 @@ class Framework(NamedTuple):
     parameters: Callable[[Any], Iterator[Any]]
 
 
-class Side(NamedTuple):
+class ModelCopy(NamedTuple):
     """A copy of a model, to be compared with another one.
 
     Attributes:
@@ -140,7 +140,7 @@ class Cuts:
             found = session.leave(model(session.enter(x), *args, **kwargs))
         return found, tuple(session.joined)
 
-    def sides(self, model: Any, filters: Any) -> Iterator[Side]:
+    def copies(self, model: Any, filters: Any) -> Iterator[ModelCopy]:
         """Yield a copy of a model with what computes it whole, and one with what splits it.
 
         Collective: over ranks with ``filters="own"``.
@@ -152,7 +152,7 @@ class Cuts:
             whole = copy.deepcopy(model) if filters is None else filters.whole_copy(model)
             own = self.filters_of(whole) if is_split else None
             split = partial(self.computed, whole, own, ends="whole")
-            yield Side(whole, own, split if is_split else partial(_computed_whole, whole))
+            yield ModelCopy(whole, own, split if is_split else partial(_computed_whole, whole))
 
     def _executor(
         self, arrays: Arrays, axes: int, parameters: Sequence[Any], ends: str | None,
