@@ -23,7 +23,7 @@ def test_the_others_go_on_and_the_summary_says_who_was_lost(launches: Launches) 
         def gone(pid):
             try:
                 return open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[0] in "ZX"
-            except FileNotFoundError:
+            except (FileNotFoundError, ProcessLookupError):  # before it was opened; and after
                 return True
         child = subprocess.Popen(["sleep", "600"])
         await_all()

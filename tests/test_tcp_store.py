@@ -326,7 +326,9 @@ EXCHANGE = """
     ranks = range(world.size)
     world.store.set(f"address-{world.rank}", world.address.encode())
     found = [world.store.get(f"address-{rank}", end).decode() for rank in ranks]
-    print("found", world.rank, world.launcher, choose(config).name, *found, flush=True)
+    # In one write: torchrun starts ranks with -u, and they share a pipe.
+    line = " ".join(["found", str(world.rank), world.launcher, choose(config).name, *found])
+    print(line + "\\n", end="", flush=True)
     world.store.set(f"done-{world.rank}", b"")
     if world.rank == 0:  # it serves the others
         for rank in ranks:
