@@ -293,7 +293,12 @@ comm.barrier()
 if first == 0:
     comm.close()
     sys.exit()
-while os.path.exists(f"/proc/{pid}") and open(f"/proc/{pid}/stat").read().split()[2] != "Z":
+def gone():
+    try:
+        return open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[0] in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+while not gone():
     time.sleep(0.01)
 try:
     group.barrier()
