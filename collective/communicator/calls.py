@@ -52,10 +52,6 @@ _new: Any = tuple.__new__
 # Distinct calls that are remembered. A program makes some dozens; one whose shapes keep
 # changing must not grow for ever.
 _REMEMBERED = 1024
-# As in collective/native/door.c.
-_MEMBERS = (
-    "timeout", "_door", "_door_of_pieces", "_door_of_scatter", "_door_of_messages", "_lanes",
-)  # fmt: skip
 # What takes Python's numbers: there it is plain what comes of them.
 _OF_NUMBERS = {"all_reduce", "reduce", "scan", "broadcast", "gather", "all_gather"}
 
@@ -102,10 +98,6 @@ class Calls(GpuCalls):
         self._open_door()
 
     # -- in C ---------------------------------------------------------------------------
-
-    def __getstate__(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return what a copy has: what is in C, too, where these are members of the class."""
-        return vars(self), {name: getattr(self, name) for name in _MEMBERS}
 
     def _open_door(self) -> None:
         """Let C make plain calls, or not: when somebody listens, or every call will be refused.

@@ -7,6 +7,7 @@ What it can do is a class a topic, each in a file of its own, on the path that a
 from __future__ import annotations
 
 import functools
+import inspect
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -106,6 +107,13 @@ class Communicator(_Methods, Reductions, Allocating, Generations, ForeignNames):
         hook = Hook(before, after)
         self.listen(hook)
         return lambda: self._forget(hook)
+
+    def __getstate__(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return what a copy has: what is in C, too, where attributes are members of the class."""
+        members = [
+            name for name, each in vars(_Methods).items() if inspect.ismemberdescriptor(each)
+        ]
+        return vars(self), {name: getattr(self, name) for name in members}
 
     def plan(self, operation: str, *args: Any, **options: Any) -> PreparedCall:
         """Prepare a collective call, for loops that make the same one on the same arrays.
