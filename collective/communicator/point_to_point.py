@@ -18,6 +18,7 @@ from collective.errors import (
 from collective.memory import nested
 from collective.memory.arrays import Adapter
 from collective.memory.buffer import Buffer
+from collective.memory.overlap import shares_memory
 from collective.native import NOBODY
 
 from .deadline import Deadline
@@ -102,16 +103,19 @@ class MessageCalls(MessageContents):
             return self._nothing("send", result, tag, timeout, async_op)
         dst, tag, seconds = self._peer("send", "dst", dst), _tag(tag), self._seconds(timeout)
         head, payload, near = self._message("send", x)
-
-        def run() -> Any:
-            deadline = Deadline(seconds)
-            self._transport(self._backend.send, head.buffer, dst, tag, deadline.left())
-            if payload is not None:
-                self._transport(self._backend.send, payload, dst, tag, deadline.left())
-            return result
-
+        run = partial(self._send_message, head, payload, dst, tag, seconds, result)
         key = "send", dst, None, tag
         return self._post(key, run, async_op, *near, nbytes=int(head.words[2]))
+
+    def _send_message(
+        self, head: Head, payload: Buffer | None, dst: int, tag: int, seconds: float, result: Any
+    ) -> Any:
+        """Send a head and the payload that follows it, if any; return ``result``."""
+        deadline = Deadline(seconds)
+        self._transport(self._backend.send, head.buffer, dst, tag, deadline.left())
+        if payload is not None:
+            self._transport(self._backend.send, payload, dst, tag, deadline.left())
+        return result
 
     def recv(
         self,
@@ -208,7 +212,8 @@ class MessageCalls(MessageContents):
 
         Args:
             x, dst, tag: as in :meth:`send`.
-            src, out: as in :meth:`recv`, without ANY_SOURCE.
+            src, out: as in :meth:`recv`, without ANY_SOURCE. ``out`` may be ``x``, or overlap it:
+                what is sent is what ``x`` held when the call was made.
             like: the framework of the result where ``out`` is None; that of ``x`` by default.
             timeout, async_op: as in :meth:`all_reduce`.
 
@@ -242,8 +247,12 @@ class MessageCalls(MessageContents):
         send, recv = ("send", dst, None, tag), ("recv", None, src, tag)
         key, nbytes = ("sendrecv", dst, src, tag), int(head.words[2])
         if dst != self.rank and (async_op or self._busy(send) or self._busy(recv)):
-            # Each half takes its turn among the messages that are on their way already.
-            sent = self.send(x, dst, tag=tag, timeout=timeout, async_op=True)
+            # Each half waits for its turn among the messages that are in flight already, so the
+            # receive may write to `out` before the send has read `x`.
+            if payload is not None and out is not None and shares_memory(payload.array, out):
+                payload = Buffer(payload.array.copy(), payload.dtype)
+            sending = partial(self._send_message, head, payload, dst, tag, seconds, None)
+            sent = self._post(send, sending, True, *near, nbytes=nbytes)
             received = self.recv(out, src, tag=tag, like=like, timeout=timeout, async_op=True)
 
             def both() -> Any:

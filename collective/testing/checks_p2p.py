@@ -121,6 +121,28 @@ def check_sendrecv(comm: Communicator) -> None:
         assert_same(uneven, values("int64", 100 * source, source, 64), "sendrecv of other lengths")
 
 
+@on_each_rank([{"how": how} for how in ("at once", "later", "behind a message")], at_least=2)
+def check_sendrecv_in_place(comm: Communicator, how: str) -> None:
+    """A sendrecv whose ``out`` is ``x``, or overlaps it, sends what ``x`` held before."""
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    for turn in range(8):
+        for length in (3, 5000, 100_000):
+            shift = length // 3 * (turn % 3)
+            memory = values("float64", length + shift, comm.rank, 69 + turn)
+            wanted = values("float64", length + shift, left, 69 + turn)[:length]
+            x = memory[:length]
+            out = x if shift == 0 else memory[shift:]
+            before = None
+            if how == "behind a message":
+                before = comm.sendrecv(np.full(length, comm.rank), right, left, async_op=True)
+            found = comm.sendrecv(x, right, left, out=out, async_op=how == "later")
+            if how == "later":
+                found.wait()
+            if before is not None:
+                assert_same(before.wait(), np.full(length, left), f"the message before, {length}")
+            assert_same(out, wanted, f"{length} elements, {shift} apart, {how}")
+
+
 @on_each_rank(at_least=2)
 def check_sendrecv_with_nobody(comm: Communicator) -> None:
     """Along a line of ranks that ends in NULL rows are exchanged, and no rank waits."""
