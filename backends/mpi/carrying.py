@@ -277,7 +277,9 @@ class MpiPlan:
             how = carrying._arrive(request, timeout, BLOCKING if alone else POLLED)
             if self._call is None or self._specify is None or self._otherwise is None:
                 return
-            if how != BLOCKING:
+            # Of an array without elements MPI gets another address than of the one it is cut from.
+            empty = x is not out and not (x is None or out is None or (x.size and out.size))
+            if how != BLOCKING or empty:
                 src, dst = self._buffer(x), self._buffer(out)
                 self._otherwise(how, dst if x is out else src, dst, end)
                 return

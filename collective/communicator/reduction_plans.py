@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -176,18 +176,23 @@ class ReductionPlans(StraightCalls):
             ]
 
         def run() -> Any:
+            # A leaf of `out` may overlap a leaf of `x` that has another dtype, and so is in another
+            # message: all inputs are read before the first result is written.
+            messages = []
             for dtype, members, count, planned in groups:
                 arrays = [views[i].array for i in members]
                 # Where nothing is enqueued other ranks may have these on the CPU.
                 on_gpu = self._enqueues and not isinstance(arrays[0], np.ndarray)
                 if on_gpu and what == "all_reduce" and outputs is not None:
                     pairs = [(array, outputs[i]) for i, array in zip(members, arrays)]
-                    self._together(pairs, planned, out is None or out is x, seconds)
-                    continue
-                results = None if outputs is None else [outputs[i].flat for i in members]
-                self._joined(
-                    arrays, Buffer.empty(count, dtype, arrays[0]), planned, results, seconds
-                )
+                    send = self._together(pairs, planned, out is None or out is x, seconds)
+                else:
+                    room = Buffer.empty(count, dtype, arrays[0])
+                    results = None if outputs is None else [outputs[i].flat for i in members]
+                    send = self._joined(arrays, room, planned, results, seconds)
+                messages.append(send)
+            for send in messages:
+                send()
             if outputs is None:
                 return None
             return nested.rebuild(x, iter([output.finish() for output in outputs]))
@@ -197,27 +202,32 @@ class ReductionPlans(StraightCalls):
     def _joined(
         self, arrays: Sequence[Array], room: Buffer, planned: Planned,
         results: Sequence[Array] | None, seconds: float,
-    ) -> None:  # fmt: skip
-        """Reduce several arrays as one.
+    ) -> Callable[[], None]:  # fmt: skip
+        """Copy several arrays into one; return a function that reduces it.
 
         Args:
-            room: for all of them.
-            results: where theirs go; None at a rank that gets none.
+            room: memory for all of the arrays.
+            results: where the arrays' results go; None at a rank that gets none.
         """
         np.concatenate([array.ravel() for array in arrays], out=room.array)
-        self._carry(planned, room, None if results is None else room, seconds)
-        start = 0
-        for result in results or ():
-            result[:] = room.array[start : start + result.size]
-            start += result.size
+
+        def send() -> None:
+            self._carry(planned, room, None if results is None else room, seconds)
+            start = 0
+            for result in results or ():
+                result[:] = room.array[start : start + result.size]
+                start += result.size
+
+        return send
 
     def _together(
         self, pairs: Sequence[tuple[Array, Output]], planned: Planned, apart: bool, seconds: float
-    ) -> None:
-        """All-reduce several arrays of a GPU where they are, started at once.
+    ) -> Callable[[], None]:
+        """Return a function that all-reduces several arrays of a GPU where they are, all at once.
 
         Args:
-            apart: whether it is known that no result overlaps another's input.
+            apart: true if no result overlaps the input of another; false if that is not known,
+                and the inputs are copied.
         """
         buffers = []
         for array, output in pairs:
@@ -235,7 +245,7 @@ class ReductionPlans(StraightCalls):
                 for source, target in buffers:
                     planned.plan(source, target, seconds)
 
-        self._carry(Planned(planned.request, start), None, None, seconds)
+        return functools.partial(self._carry, Planned(planned.request, start), None, None, seconds)
 
     def _tree_reduce_scatter(
         self,
@@ -278,9 +288,12 @@ class ReductionPlans(StraightCalls):
         ]  # fmt: skip
 
         def run() -> Any:
-            for dtype, members, count, planned in groups:
+            inputs = []  # copied before the first result is written, which may overlap them
+            for _, members, _, _ in groups:
                 pieces = [rows[i].piece(sizes[i], r) for r in range(self.size) for i in members]
-                src = Buffer(np.concatenate(pieces), dtype)
+                inputs.append(np.concatenate(pieces))
+            for (dtype, members, count, planned), packed in zip(groups, inputs):
+                src = Buffer(packed, dtype)
                 dst = Buffer.empty(count, dtype, src.array)
                 self._carry(planned, src, dst, seconds)
                 start = 0

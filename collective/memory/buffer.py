@@ -25,7 +25,8 @@ class Buffer:
 
     Attributes:
         array: the elements, one-dimensional, of ``dtype.storage``: a NumPy array, or a
-            ``DeviceArray`` where they are in the memory of a GPU.
+            ``DeviceArray`` where they are in the memory of a GPU. Without elements it has an
+            address of its own.
         dtype: the element type.
         count: the number of elements.
     """
@@ -35,7 +36,11 @@ class Buffer:
     def __init__(self, array: np.ndarray[Any, Any], dtype: DType) -> None:
         self.array = array
         self.dtype = dtype
-        self.count = array.size
+        self.count = count = array.size
+        if not count and type(array) is np.ndarray:
+            # An empty view has the address of the array that it was cut from. MPI takes an input
+            # and an output of one address for aliases: MPICH refuses them, Open MPI hangs.
+            self.array = np.empty(0, array.dtype)
 
     @property
     def nbytes(self) -> int:

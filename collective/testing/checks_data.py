@@ -96,6 +96,46 @@ def check_results_alias_nothing(comm: Communicator, count: int) -> None:
             _hold_all(found, wanted, f"after rank {victim} wrote to its results")
 
 
+@on_each_rank(at_least=2)
+def check_leaves_that_overlap_inputs(comm: Communicator) -> None:
+    """A leaf of ``out`` may lie where a leaf of ``x`` of another dtype is, in every reduction."""
+    count = 12 * comm.size
+    every = [
+        [values("int32", count, rank, 52), values("int64", count, rank, 53)]
+        for rank in range(comm.size)
+    ]
+    totals = [expected("sum", [leaves[k] for leaves in every]) for k in range(2)]
+    pieces = [np.split(total, comm.size)[comm.rank] for total in totals]
+    for name, wanted in (("all_reduce", totals), ("reduce_scatter", pieces)):
+        memory: Any = np.zeros(3 * count, np.int64)
+        x: list[Any] = [memory[:count].view(np.int32)[:count], memory[count : 2 * count]]
+        for leaf, given in zip(x, every[comm.rank]):
+            leaf[:] = given
+        # The first result goes to where the second input is.
+        length = wanted[0].size
+        out = [memory[count:].view(np.int32)[:length], memory[2 * count :][:length]]
+        getattr(comm, name)(x, out=out)
+        for k, leaf in enumerate(out):
+            assert_same(leaf, wanted[k], f"leaf {k} of {name} to memory of another leaf")
+
+
+@on_each_rank(at_least=2)
+def check_empty_out_inside_x(comm: Communicator) -> None:
+    """A rank whose piece is empty may take it as an empty view of its input, at once or later."""
+    x = np.arange(comm.size - 1, dtype=np.int32)  # the last rank's piece is empty
+    empty = comm.rank == comm.size - 1
+    for later in (False, True):
+        for name in ("reduce_scatter", "all_to_all"):
+            mine = x.copy()
+            size = 0 if empty else comm.size if name == "all_to_all" else 1
+            out = mine[:0] if empty else np.zeros(size, np.int32)
+            found = getattr(comm, name)(mine, out=out, async_op=later)
+            found = found.wait() if later else found
+            wanted = np.full(size, comm.rank * (comm.size if name == "reduce_scatter" else 1))
+            assert_same(found, wanted.astype(np.int32), f"{name} of a piece each")
+            assert_same(mine, x, f"the input of {name}")
+
+
 @on_each_rank([{"count": 12}, {"count": 24_000}])
 def check_repeated(comm: Communicator, count: int) -> None:
     """The same calls with other data, many times, give the other data's results each time."""
