@@ -155,6 +155,17 @@ def test_all_ranks_get_the_parameters_of_the_first(comm: Any) -> None:
     assert not link.a.array.any()
 
 
+@on("shm-2", chainermn=True)
+def test_bcast_data_takes_a_parameter_of_two_names_once(comm: Any) -> None:
+    link = model(a=(2,))
+    link.a.array[...] = comm.rank + 1
+    with link.init_scope():
+        link.tied = link.a
+    comm.bcast_data(link)
+    assert (link.a.array == 1).all()
+    assert link.tied.array is link.a.array
+
+
 @on("shm-4", chainermn=True)
 def test_means_of_arrays(comm: Any) -> None:
     half = (comm.size - 1) / 2

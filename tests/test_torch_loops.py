@@ -49,6 +49,17 @@ def test_a_hand_written_loop(comm: Any) -> None:
 
 
 @on_ranks("pool")
+def test_initial_weights_of_a_buffer_that_is_a_view_of_another(comm: Any) -> None:
+    model = nn.Module()
+    model.register_buffer("table", torch.arange(6.0) + comm.rank)
+    model.register_buffer("head", model.table[:2])
+    sync_initial_weights(model, comm)
+    assert torch.equal(model.table, torch.arange(6.0))
+    assert torch.equal(model.head, model.table[:2])
+    assert model.head.data_ptr() == model.table.data_ptr()
+
+
+@on_ranks("pool")
 def test_gradients_that_some_ranks_lack(comm: Any) -> None:
     a, b, c, d = (nn.Parameter(torch.ones(3)) for _ in range(4))
     words = nn.Parameter(torch.zeros(4, 2))

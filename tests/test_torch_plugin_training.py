@@ -227,6 +227,13 @@ def test_functional(rank: int, size: int) -> None:
 
 
 @in_groups(("shm", 2))
+def test_all_reduce_coalesced_of_one_tensor_twice_is_that_of_gloo(rank: int, size: int) -> None:
+    x = torch.full((3,), rank + 1.0)
+    dist.all_reduce_coalesced([x, x])
+    assert torch.equal(x, torch.full((3,), 3.0))
+
+
+@in_groups(("shm", 2))
 def test_compiled_ddp(rank: int, size: int) -> None:
     # DDP broadcasts buffers in C++ between two compiled pieces, which calls the group.
     model = torch.nn.parallel.DistributedDataParallel(

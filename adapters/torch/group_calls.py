@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from collective.errors import CollectiveTimeoutError, InvalidArgumentError, Unsu
 from collective.memory.dtypes import BY_NAME
 from collective.ops import ReduceOp, as_op, premul_sum, user_op
 
-from .synchronous import sum_sparse
+from .synchronous import in_place, sum_sparse
 
 __all__ = [
     "all_gather",
@@ -173,7 +174,7 @@ def all_reduce_together(
     else:
         plain = [tensor.detach() for tensor in tensors]
         operator = operator_of(op, plain[0].dtype)
-        comm.all_reduce(plain, op=operator, out=plain, timeout=seconds)
+        in_place(partial(comm.all_reduce, plain, op=operator, timeout=seconds), plain)
         for tensor in plain:
             _divided(comm, tensor, op)
 

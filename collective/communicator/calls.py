@@ -29,13 +29,14 @@ from collective.memory.arrays import Adapter, adapter_like, adapter_of
 from collective.memory.buffer import Buffer, Spot
 from collective.memory.dtypes import DType
 from collective.memory.numbers import NUMBERS, is_number
+from collective.memory.overlap import writable_arrays
 from collective.memory.through_host import Staged
 from collective.request import Disagreement, Request, differing
 
 from .deadline import Deadline
 from .gpu_calls import GpuCalls, View, to_the_end, with_site
 from .listener import CallEvent, Listener
-from .output import Output, same_memory
+from .output import Output, refuse_overlap, same_memory
 from .plan import PREPARE, Planned, PreparedCall
 
 if TYPE_CHECKING:
@@ -424,6 +425,7 @@ class Calls(GpuCalls):
             raise InvalidArgumentError(
                 f"{what}: out is nested differently from the {like} {self._who}."
             )
+        refuse_overlap(what, writable_arrays(out))
         return nested.flatten(out)
 
     # -- errors ---------------------------------------------------------------------------

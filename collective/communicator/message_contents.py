@@ -12,11 +12,12 @@ from collective.errors import CollectiveError, InvalidArgumentError, ShapeError
 from collective.memory import dtypes, nested
 from collective.memory.arrays import Adapter, adapter_of
 from collective.memory.buffer import Buffer
+from collective.memory.overlap import writable_arrays
 
 from . import objects
 from .calls import Calls
 from .heads import Head
-from .output import Output
+from .output import Output, refuse_overlap
 
 __all__ = ["WORDS", "MessageContents", "arriving"]
 
@@ -88,10 +89,15 @@ class MessageContents(Calls):
 
     def _check_out(self, what: str, out: Any) -> tuple[Any, ...]:
         """Refuse what cannot be written to; return an array on the GPU, and its adapter."""
-        if out is None or nested.is_tree(out):
+        if out is None:
+            return ()
+        if nested.is_tree(out):
+            refuse_overlap(what, writable_arrays(out))
             return ()
         adapter = adapter_of(out)
         array, _ = adapter.output(out)
+        if not array.flags.c_contiguous:
+            refuse_overlap(what, [array])
         if isinstance(array, np.ndarray):
             if not self._on_host:
                 self._view(what, out)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,9 +12,10 @@ from collective.memory.arrays import Adapter, adapter_of
 from collective.memory.buffer import Buffer
 from collective.memory.dtypes import DType
 from collective.memory.numbers import NUMBERS
+from collective.memory.overlap import find_overlap
 from collective.memory.through_host import Staged
 
-__all__ = ["Output", "same_memory"]
+__all__ = ["Output", "refuse_overlap", "same_memory"]
 
 
 class Output:
@@ -88,11 +90,8 @@ class Output:
         if array.shape != shape:
             raise ShapeError(f"{what}: out has shape {array.shape}; the result has {shape}.")
         self._apart = not array.flags.carray
-        if self._apart and array.size > 1 and 0 in array.strides:
-            raise InvalidArgumentError(
-                f"{what}: out is an expanded view, several of whose elements are one; pass "
-                "an array of its own memory."
-            )
+        if self._apart:
+            refuse_overlap(what, [array])
         if not on_host:
             if type(array) is not type(near) or array.device is not near.device:
                 same_memory(what, near, array)
@@ -122,6 +121,31 @@ class Output:
         if self._target is not None:
             self._target.fill_from_host(self._array)
         return self._given
+
+
+def refuse_overlap(what: str, arrays: Sequence[Any]) -> None:
+    """Refuse outputs of which one element is written twice: its value would be left to chance.
+
+    Args:
+        what: the operation, for the error.
+        arrays: views of the leaves of ``out``, in the order of the leaves.
+
+    Raises:
+        InvalidArgumentError: elements of one array, or of two arrays, share memory.
+    """
+    pair = find_overlap(arrays)
+    if pair is None:
+        return
+    first, second = pair
+    if first == second:
+        which = f"out[{first}]" if len(arrays) > 1 else "out"
+        raise InvalidArgumentError(
+            f"{what}: elements of {which} share memory, as in an expanded view; pass an array "
+            "whose elements are all apart."
+        )
+    raise InvalidArgumentError(
+        f"{what}: leaves {first} and {second} of out share memory; pass arrays that are apart."
+    )
 
 
 def _is_view(near: Any, out: Any, x: Any) -> bool:

@@ -34,7 +34,13 @@ def _read_only() -> Any:
     return array
 
 
+def _overlapping() -> Any:
+    """Return rows of two elements, of which each shares one with the next."""
+    return np.lib.stride_tricks.as_strided(np.zeros(3), (2, 2), (8, 8))
+
+
 _F = np.ones(4)
+_W = np.ones(4)  # is written to, if a refusal fails
 _I = np.ones(4, np.int32)
 _B = np.ones(4, bool)
 _BAD: dict[str, tuple[_Call, type[Exception]]] = {
@@ -57,6 +63,26 @@ _BAD: dict[str, tuple[_Call, type[Exception]]] = {
     "out read-only": (lambda c: c.all_reduce(_F, out=_read_only()), InvalidArgumentError),
     "out expanded": (
         lambda c: c.all_reduce(_F, out=np.lib.stride_tricks.as_strided(np.zeros(1), (4,), (0,))),
+        InvalidArgumentError,
+    ),
+    "out that overlaps itself": (
+        lambda c: c.all_reduce(np.ones((2, 2)), out=_overlapping()), InvalidArgumentError,
+    ),
+    "one array twice in out": (
+        lambda c: c.all_reduce([_F, _F], out=[_W, _W]), InvalidArgumentError,
+    ),
+    "leaves of out that overlap": (
+        lambda c: c.reduce_scatter([_F, _F], counts=[4] + [0] * (c.size - 1),
+                                   out=[_W[: 4 * (c.rank == 0)], _W[2:]]), InvalidArgumentError,
+    ),
+    "one array twice in out of a broadcast": (
+        lambda c: c.broadcast([_F, _F], root=c.rank, out=[_W, _W]), InvalidArgumentError,
+    ),
+    "one array twice in out of a receive": (
+        lambda c: c.recv([_W, _W], (c.rank + 1) % c.size), InvalidArgumentError,
+    ),
+    "recv into an expanded array": (
+        lambda c: c.recv(np.lib.stride_tricks.as_strided(_W, (4,), (0,)), (c.rank + 1) % c.size),
         InvalidArgumentError,
     ),
     "out no array": (lambda c: c.all_reduce(_F, out="there"), InvalidArgumentError),

@@ -315,7 +315,8 @@ class CollectiveCommunicator(CommunicatorBase):  # type: ignore[misc]  # Chainer
         for param in params:
             if not getattr(param.array.flags, "writeable", True):
                 param.array = param.array.copy()
-        arrays = [param.array for param in params]
+        # Links that share a parameter have it under several names.
+        arrays = list({id(param.array): param.array for param in params}.values())
         self.comm.broadcast(arrays, root=0, out=arrays)
 
     def multi_node_mean_grad(self, model: chainer.Link, zero_fill: bool = False) -> None:
