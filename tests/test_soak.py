@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("torch", reason="among the listeners is torch's store")
 
 from collective.testing import run_ranks
+from tests.soak.aliasing import soak as aliasing
 from tests.soak.calls import soak
 from tests.soak.elastic import lives
 from tests.soak.messages import TARGETS
@@ -24,6 +25,11 @@ def test_random_calls() -> None:
     made, again = run_ranks(2, soak, 7, 300, 60.0)
     assert made == again
     assert sum(made.values()) == 300
+
+
+def test_random_aliases() -> None:
+    made, again = run_ranks(2, aliasing, 7, 200)
+    assert sum(made.values()) == sum(again.values()) == 2 * 200
 
 
 def test_random_losses() -> None:

@@ -1,8 +1,9 @@
-"""``python -m tests.soak``: random calls, random kills and mutated messages, for as long as asked.
+"""``python -m tests.soak``: random calls, kills, aliases and messages, for as long as asked.
 
 ::
 
     python -m tests.soak calls --backend shm --size 4 --turns 1000000
+    python -m tests.soak aliasing --cases 100000
     python -m tests.soak kills --runs 200
     python -m tests.soak messages --mutations 100000
     python -m tests.soak elastic --kills 200 --spares 4
@@ -26,6 +27,7 @@ from collective.testing import RankPool, RanksFailedError, preload
 from tests.mpi_launches import VENDORS, launch_of
 from tests.pretended import Pairs
 
+from .aliasing import soak as aliasing
 from .calls import soak
 from .elastic import lives
 from .findings import Findings
@@ -34,6 +36,7 @@ from .messages import TARGETS
 
 # Calls a job, after which it says how many were made so far.
 _TURNS_A_JOB = 50_000
+_CASES_A_JOB = 5_000
 # Messages after which it is asked how late it is.
 _MUTATIONS_AT_ONCE = 1_000
 # A rank that hangs is shown with its stack, after that.
@@ -49,6 +52,11 @@ def main(arguments: Sequence[str]) -> int:
     part.add_argument("--size", type=int, default=2)
     part.add_argument("--turns", type=int, default=1_000_000)
     part.set_defaults(run=_calls)
+    part = parts.add_parser("aliasing", help="random calls whose arrays share memory")
+    part.add_argument("--backend", default="shm,threads,gloo,hierarchical,mpich,openmpi")
+    part.add_argument("--size", type=int, default=3)
+    part.add_argument("--cases", type=int, default=100_000, help="of all transports together")
+    part.set_defaults(run=_aliasing)
     part = parts.add_parser("kills", help="random kills of jobs and ranks")
     part.add_argument("--backend", default="shm,gloo,hierarchical,threads,mpich,openmpi")
     part.add_argument("--runs", type=int, default=200)
@@ -71,13 +79,44 @@ def main(arguments: Sequence[str]) -> int:
     return code
 
 
-def _calls(options: argparse.Namespace) -> int:
-    name = options.backend
+def _pool(name: str, size: int) -> RankPool:
+    """Return ranks of a transport, or of a vendor's MPI library."""
     backend = "mpi" if name in VENDORS else Pairs if name == "hierarchical" else name
-    mpiexec = launch_of(name) if name in VENDORS else None
+    return RankPool(size, backend, mpiexec=launch_of(name) if name in VENDORS else None)
+
+
+def _aliasing(options: argparse.Namespace) -> int:
+    names = options.backend.split(",")
     made: Counter[str] = Counter()
     since = time.monotonic()
-    with RankPool(options.size, backend, mpiexec=mpiexec) as pool:
+    for number, name in enumerate(names):
+        share = options.cases * (number + 1) // len(names) - options.cases * number // len(names)
+        end = time.monotonic() + options.seconds / len(names)
+        cases = 0
+        with _pool(name, options.size) as pool:
+            while cases < share and time.monotonic() < end:
+                many, seed = min(share - cases, _CASES_A_JOB), options.seed + cases
+                try:
+                    found = pool.run(aliasing, seed, many, timeout=600, call_timeout=_CALL_S)
+                except RanksFailedError as failure:
+                    print(f"aliasing over {name}, {options.size} ranks, seed {seed}: {failure}")
+                    return 1
+                made.update(found[0])
+                cases += many
+        print(
+            f"{cases} cases over {name}, {options.size} ranks, all right, "
+            f"{time.monotonic() - since:.0f} s",
+            flush=True,
+        )
+    print(", ".join(f"{count} {what}" for what, count in made.most_common()))
+    return 0
+
+
+def _calls(options: argparse.Namespace) -> int:
+    name = options.backend
+    made: Counter[str] = Counter()
+    since = time.monotonic()
+    with _pool(name, options.size) as pool:
         while (left := options.turns - made.total()) > 0:
             seconds = options.seconds - (time.monotonic() - since)
             if seconds <= 0:
