@@ -49,6 +49,18 @@ def test_messages(rank: int, size: int) -> None:
 
 
 @in_groups(*WORLDS)
+def test_all_to_all_of_one_tensor_as_input_and_output(rank: int, size: int) -> None:
+    for count in (1, 50_000):
+        wanted = torch.arange(1.0 * size).repeat_interleave(count)
+        single = torch.full((size * count,), 1.0 * rank)
+        dist.all_to_all_single(single, single)
+        assert torch.equal(single, wanted)
+        listed = list(torch.full((size * count,), 1.0 * rank).chunk(size))
+        dist.all_to_all(listed, listed)
+        assert torch.equal(torch.cat(listed), wanted)
+
+
+@in_groups(*WORLDS)
 def test_messages_to_oneself(rank: int, size: int) -> None:
     # Programs that exchange with all ranks alike; NCCL carries these.
     out, x = torch.zeros(2, 3).t(), torch.full((3, 2), 1.0 * rank)
