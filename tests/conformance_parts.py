@@ -24,8 +24,8 @@ BY_SIZE = tuple(
 BY_PLACE = tuple(
     f"check_{name}"
     for name in """
-    all_gather all_reduce all_reduce_in_place all_reduce_large all_to_all barrier broadcast empty
-    gather groups_side_by_side killed_peer mismatch order_rank reduce reduce_large
+    all_gather all_reduce all_reduce_in_place all_reduce_large all_to_all barrier bools_folded
+    broadcast empty gather groups_side_by_side killed_peer mismatch order_rank reduce reduce_large
     reduce_scatter_counts scan scatter sendrecv split tags user_op_order
 """.split()
 )

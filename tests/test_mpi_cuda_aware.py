@@ -283,6 +283,10 @@ def test_what_mpi_folds_itself(watched: RankPool) -> None:
         for what in ("reduce", "reduce in order", "scan")
         for op, types in by_op.items()
     }
+    # The first rank's result of a scan is its own input, whose bytes nothing makes 0 and 1.
+    for key in [key for key in every if key.startswith("scan")]:
+        every[key] = [name for name in every[key] if name != "bool"]
+    every = {key: names for key, names in every.items() if names}
     # In whatever order it likes, which floats would show.
     every |= {f"reduce: {op}": ["int32", "float32", "complex64"] for op in ("sum", "prod")}
     assert watched.run(_supported) == [every, every]

@@ -186,7 +186,10 @@ class MpiCollectives(Carrying):
         exact = dtype.kind in "biu" and op.function is None
         slow = dtype.kind == "f" and dtype.itemsize == 2 and request.nbytes >= _SLOW_FOLD_BYTES
         too_many = request.nbytes > self._most * dtype.itemsize
-        prepared = MpiFold(self._mpi, op, dtype, self.size, self.unlike)
+        # A scan's first result is of one rank, which folds nothing. What else depends on their
+        # number is a mean, which is none of a scan's.
+        folded = self.rank + 1 if request.operation == "scan" else self.size
+        prepared = MpiFold(self._mpi, op, dtype, folded, self.unlike)
         by_messages = (ordered and not exact) or slow or too_many
         fold = _Way(prepared, *self._specify_fold(request), by_messages)
         by = partial(self._fold_by, request, fold)

@@ -10,6 +10,9 @@ them are the caller's to silence (``np.errstate``), once an operation rather tha
 less than +0, and NaN if an operand is NaN. Which NaN the standard leaves open, and so it is
 always the quiet one without sign and payload: the result has the same bits in any order.
 
+A boolean is true if its byte is not 0, and the byte of a result is 0 or 1. That holds for a user's
+function, and for a single rank, which folds nothing: :func:`post` changes the bytes there.
+
 The folds here are the reference: where the native core is in use, :func:`fold` gives its C instead
 (:func:`collective.native.fold`), with the same bits. What stays with NumPy is the product of
 complex numbers, which it rounds as the processor has fused multiply-add; scaling; and users'
@@ -223,6 +226,8 @@ def pre(op: ReduceOp, dtype: DType, size: int) -> Scale | None:
 def post(op: ReduceOp, dtype: DType, size: int) -> Scale | None:
     """Return what is done to the result of folding ``size`` ranks, or None for nothing."""
     # Of a single rank nothing is folded: the result is what the rank gave.
+    if size == 1 and dtype.kind == "b":
+        return _truth_of_bytes
     if op.name in ("land", "lor") and dtype.kind != "b":
         return _truth_in_float32 if dtype.name == "bfloat16" else _truth
     if size == 1 and op.name in ("min", "max") and dtype.kind == "f":
@@ -262,6 +267,11 @@ def _truth(x: Array, out: Array) -> Any:
     return np.not_equal(x, 0, out=out, casting="unsafe")
 
 
+def _truth_of_bytes(x: Array, out: Array) -> Any:
+    """Set ``out`` to the booleans ``x``, whose bytes may be any, with bytes of 0 and 1."""
+    return np.not_equal(x.view(np.uint8), 0, out=out)
+
+
 def _truth_in_float32(x: Array, out: Array) -> Any:
     return _in_float32(lambda x, /, *, out: _truth(x, out))(x, out=out)
 
@@ -274,7 +284,10 @@ def _user(op: ReduceOp, function: Callable[[Array, Array], Array]) -> Fold:
                 f"{op}: returned shape {result.shape} for inputs of shape {a.shape}; "
                 "it must return an array of the same length."
             )
-        np.copyto(out, result, casting="unsafe")
+        if result.dtype == out.dtype == np.bool_:
+            _truth_of_bytes(result, out)
+        else:
+            np.copyto(out, result, casting="unsafe")
 
     return apply
 

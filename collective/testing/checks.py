@@ -59,7 +59,7 @@ Needs = Callable[[Capabilities], "str | None"]
 _TIMEOUT_S = 30.0
 # The themes of checks in which arrays travel; see conformance.py. Those of objects, failure and
 # the like are about who calls what.
-_OF_ARRAYS = set("reduce extremes order operators move data p2p async memory".split())
+_OF_ARRAYS = set("reduce extremes bools order operators move data p2p async memory".split())
 
 
 class RankFactory:

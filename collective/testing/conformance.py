@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["BoundCheck", "Result", "all_checks", "parametrize_with_checks", "run_checks"]
 
 _THEMES = (
-    "reduce", "extremes", "order", "operators", "move", "data", "p2p", "async", "objects",
+    "reduce", "extremes", "bools", "order", "operators", "move", "data", "p2p", "async", "objects",
     "groups", "memory", "agreement", "arguments", "failure", "broken", "shrink", "grow", "fork",
 )  # fmt: skip
 

@@ -139,6 +139,34 @@ class Platform(ThreadsBackend):
         super().all_reduce(request, src, dst, timeout)
 
 
+class Bytewise(ThreadsBackend):
+    """Folds booleans as the integers that their bytes are."""
+
+    def all_reduce(self, request: Request, src: Any, dst: Any, timeout: float) -> None:
+        if src.dtype.kind == "b":
+            src, dst = src.bytes(), dst.bytes()
+        super().all_reduce(request, src, dst, timeout)
+
+
+class RawFirst(ThreadsBackend):
+    """Gives the first rank of a scan what that rank gave, byte by byte."""
+
+    def scan(self, request: Request, src: Any, dst: Any, timeout: float) -> None:
+        given = src.array.copy()
+        super().scan(request, src, dst, timeout)
+        if self.rank == 0 and request.op.name not in ("land", "lor"):
+            dst.array[:] = given
+
+
+class Tidying(ThreadsBackend):
+    """Makes bytes of 0 and 1 of the booleans that it moves."""
+
+    def all_gather(self, request: Request, src: Any, dst: Any, timeout: float) -> None:
+        super().all_gather(request, src, dst, timeout)
+        if dst.dtype.kind == "b":
+            np.not_equal(dst.bytes().array, 0, out=dst.array)
+
+
 class Hanging(ThreadsBackend):
     """Rank 1 never comes out of a barrier."""
 
