@@ -82,9 +82,11 @@ class Broadcasting(PieceCalls):
             timeout, async_op: as in :meth:`all_reduce`.
 
         Returns:
-            ``out`` if given; else, at the root ``x`` itself, elsewhere a new array. Where ``x``
-            is None structures come as they were nested at the root, tuples as lists, dicts with
-            string keys; and numbers as arrays of no dimensions.
+            ``out`` if given; else, at the root ``x`` itself, elsewhere a new array. Of an array
+            whose framework is unknown here and takes none of ours, all ranks get NumPy's, the root
+            over the memory of ``x`` if that is writable. Where ``x`` is None structures come as
+            they were nested at the root, tuples as lists, dicts with string keys; and numbers as
+            arrays of no dimensions.
 
         Raises:
             MismatchError: shapes, dtypes or roots differ; nothing was written.
@@ -141,7 +143,7 @@ class Broadcasting(PieceCalls):
         def run() -> Any:
             self._broadcast_known(buffer, planned, Deadline(seconds), difference=difference)
             if output is None:
-                return x
+                return adapter.unchanged(x)
             if self.rank == root and buffer.array is not output.flat:
                 output.flat[:] = buffer.array
             return output.finish()
@@ -355,11 +357,19 @@ class Broadcasting(PieceCalls):
                 pack([array.ravel() for array in arrays], packed.array[text.size :])
             self._broadcast_known(packed, planned, Deadline(seconds), text.size)
             if outputs is None:
-                return x
+                return _unchanged(x, leaves)
             unpack(packed.array[text.size :], [output.flat for output in outputs])
             return nested.rebuild(template, iter([output.finish() for output in outputs]))
 
         return self._go("broadcast", run, async_op, *nearest(leaves))
+
+
+def _unchanged(x: Any, leaves: Sequence[Leaf]) -> Any:
+    """Return the result at the root: the structure ``x``, if the other ranks get one like it."""
+    given = nested.flatten(x)
+    results = [leaf.adapter.unchanged(each) for leaf, each in zip(leaves, given)]
+    alike = all(result is each for result, each in zip(results, given))
+    return x if alike else nested.rebuild(x, iter(results))
 
 
 def _to_all(request: Request) -> Request:

@@ -48,12 +48,15 @@ class ObjectCalls(Broadcasting, Scattering, Gathering, MessageCalls):
             timeout: seconds; the communicator's by default.
 
         Returns:
-            At the root ``obj`` itself, elsewhere a copy.
+            At the root ``obj`` itself, elsewhere a copy; at the root a copy, too, if ``obj`` has
+            arrays that arrive as NumPy's: of GPUs, or of frameworks that are unknown here.
         """
         self._check_pickle("broadcast_object", pickle)
         mine = objects.encode(obj, pickle) if self.rank == root else None
         raw = self._hosted().broadcast(mine, root=root, timeout=timeout)
-        return obj if self.rank == root else objects.decode(raw, pickle)
+        if self.rank == root and (pickle or objects.arrives_alike(obj)):
+            return obj
+        return objects.decode(raw, pickle)
 
     @explained
     def gather_object(

@@ -27,7 +27,7 @@ from collective.errors import CollectiveError, InvalidArgumentError
 from collective.memory import dtypes
 from collective.memory.arrays import adapter_like, adapter_of, is_array
 
-__all__ = ["decode", "encode"]
+__all__ = ["arrives_alike", "decode", "encode"]
 
 _SAFE, _PICKLE = b"\x01", b"\x02"
 _HEAD = struct.Struct("<cQ")
@@ -39,6 +39,8 @@ _DECIMAL_DIGITS = 4300
 # A program may let Python nest calls as it likes; the parser in C then has the stack alone.
 _DEEPEST = 10_000
 _CONTAINERS: dict[str, Any] = {each.__name__: each for each in (list, tuple, set, frozenset)}
+# Adapters whose arrays arrive as NumPy's: of GPUs alone, and of frameworks that are unknown here.
+_AS_NUMPY = ("cuda", "cupy", "dlpack")
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 # As many as NumPy 2 knows.
 _DIMENSIONS = 64
@@ -103,6 +105,20 @@ def decode(raw: np.ndarray[Any, Any], use_pickle: bool = False) -> Any:
         raise CollectiveError(f"object: it is nested too deeply: {_limit()}.") from error
     except (IndexError, OverflowError, TypeError, ValueError) as error:
         raise CollectiveError(f"object: the bytes are damaged: {error}") from error
+
+
+def arrives_alike(value: Any) -> bool:
+    """Tell whether :func:`decode` gives every array in ``value`` the type that it has there.
+
+    ``value`` is one that :func:`encode` has taken, without pickle.
+    """
+    if type(value) is dict:
+        return all(map(arrives_alike, value.values()))  # its keys are hashed, and arrays are not
+    if type(value) in _CONTAINERS.values():
+        return all(map(arrives_alike, value))
+    if value is None or type(value) in (bool, int, float, complex, str, bytes, bytearray):
+        return True
+    return adapter_of(value).name not in _AS_NUMPY
 
 
 def _integer(digits: str) -> int:
@@ -230,8 +246,7 @@ class _Reader:
         array = self._take(count * dtype.itemsize).view(dtype.storage).reshape(shape)
         if framework == "scalar":
             return adapter_like("numpy").wrap(array, dtype)[()]
-        # What is on GPUs alone, or of a kind that is unknown by name (DLPack), comes as NumPy.
-        kind = "numpy" if framework in ("cuda", "cupy", "dlpack") else framework
+        kind = "numpy" if framework in _AS_NUMPY else framework
         return adapter_like(kind).wrap(array, dtype)
 
     def _take(self, nbytes: Any) -> np.ndarray[Any, Any]:

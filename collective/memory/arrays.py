@@ -24,7 +24,10 @@ if TYPE_CHECKING:
 
     from .buffer import Spot
 
-__all__ = ["Adapter", "NumpyAdapter", "adapter_like", "adapter_of", "is_array", "known"]
+__all__ = [
+    "Adapter", "NumpyAdapter", "ProducerAdapter", "adapter_like", "adapter_of", "is_array",
+    "known",
+]  # fmt: skip
 
 Array = np.ndarray[Any, Any]
 
@@ -70,6 +73,13 @@ class Adapter:
         Where that is the memory of one such array, from :meth:`empty` say, it is that array.
         """
         raise NotImplementedError
+
+    def unchanged(self, x: Any) -> Any:
+        """Return the result of a call that leaves ``x`` as it is, as a broadcast does at its root.
+
+        That is ``x``, unless the other ranks get arrays of another type for one like ``x``.
+        """
+        return x
 
     def empty(
         self,
@@ -177,11 +187,24 @@ class NumpyScalarAdapter(NumpyAdapter):
         return super().wrap(array, dtype)[()]
 
 
-class DLPackAdapter(Adapter):
+class ProducerAdapter(Adapter):
+    """Arrays of frameworks that have no adapter of their own, seen through a protocol."""
+
+    def unchanged(self, x: Any) -> Any:
+        array, dtype = self.view(x)
+        result = self.wrap(array, dtype)
+        if isinstance(result, type(x)):
+            return x
+        # The other ranks may write to their results.
+        return result if array.flags.writeable else self.wrap(array.copy(), dtype)
+
+
+class DLPackAdapter(ProducerAdapter):
     """Any other array that speaks DLPack, on the CPU or on a GPU.
 
-    Results come back as the same type if its module has ``from_dlpack``; if not, as NumPy or
-    as a DeviceArray. What is in page-locked host memory is taken as on the CPU.
+    Results are of the same type if its module has ``from_dlpack``; if not, NumPy's arrays or
+    DeviceArrays: on every rank, the root of a broadcast included. What is in page-locked host
+    memory is taken as on the CPU.
     """
 
     name = "dlpack"

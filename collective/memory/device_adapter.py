@@ -20,7 +20,7 @@ from collective.cuda import Device, Stream
 from collective.errors import DeviceError, InvalidArgumentError
 
 from . import dlpack, dtypes
-from .arrays import Adapter, NumpyAdapter, adapter_like
+from .arrays import NumpyAdapter, ProducerAdapter, adapter_like
 from .buffer import Spot, new_spot
 from .device_array import DeviceArray
 from .dtypes import FOREIGN, DType
@@ -36,7 +36,7 @@ _TAKERS = {
 }
 
 
-class CudaArrayAdapter(Adapter):
+class CudaArrayAdapter(ProducerAdapter):
     """What has ``__cuda_array_interface__``, and our own DeviceArray.
 
     An array that names its stream is used on that. One that does not is used on the legacy

@@ -36,6 +36,9 @@ class Staged(Adapter):
         self._adapter = adapter
         self.device = device
 
+    def unchanged(self, x: Any) -> Any:
+        return self._adapter.unchanged(x)
+
     def wrap(self, array: Array, dtype: DType) -> Any:
         made: Any = self._adapter.empty(array.shape, dtype, self.device)
         made.fill_from_host(array)

@@ -193,18 +193,23 @@ class _Call:
     def finish(self, result: Any) -> Any:
         """Take back what was written, and return the result as NumPy's."""
         self.loan.take_back(self._hosts, [id(host) in self._outs for host in self._hosts])
-        for key, moved in self._moved.items():
-            if result is moved:
-                return self._given[key]
         if result is None:
             return None
         leaves = [self._as_numpy(leaf, result) for leaf in nested.flatten(result)]
+        for key, moved in self._moved.items():
+            if result is moved:
+                return self._given[key]
         return nested.rebuild(result, iter(leaves))
 
     def _as_numpy(self, leaf: Any, result: Any) -> Any:
-        if leaf is None or id(leaf) in self._back:
-            return self._back.get(id(leaf))
-        if isinstance(leaf, self._kind.type):
+        if leaf is None:
+            return None
+        host = self._back.get(id(leaf))
+        of_kind = isinstance(leaf, self._kind.type)
+        # An input that is no output comes back only where results are of its type.
+        if host is not None and (of_kind or host is leaf or id(host) in self._outs):
+            return host
+        if of_kind:
             return self._kind.read(leaf)
         # What is sent as an object arrives as NumPy's; what the kind cannot hold was so before.
         plain = any(made is host for made, host in zip(self.loan.made, self._hosts))
