@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -59,3 +61,14 @@ def test_nothing_is_known_of_other_hosts() -> None:
 @pytest.mark.parametrize("text", [None, "", "None", "host", "host 12", "host x-y", 7])
 def test_what_is_none_is_not_believed(text: object) -> None:
     assert RankProcess.parse(text) is None
+
+
+def test_a_process_that_cannot_be_looked_at_has_not_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = RankProcess.own()
+    assert own is not None
+
+    def read(path: Path) -> bytes:
+        raise OSError(errno.EMFILE, "Too many open files", str(path))
+
+    monkeypatch.setattr(Path, "read_bytes", read)
+    assert not own.has_ended()

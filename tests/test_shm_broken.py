@@ -10,15 +10,30 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
+import signal
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+import collective
 from collective import native
+from collective.backends.shm import segment
 from collective.communicator import Communicator
-from collective.errors import CollectiveTimeoutError, CommunicatorAbortedError
+from collective.contract.process import RankProcess
+from collective.contract.world import World
+from collective.errors import (
+    CollectiveError,
+    CollectiveTimeoutError,
+    CommunicatorAbortedError,
+    PeerFailedError,
+)
+from collective.start.file_store import FileStore
+from collective.testing import RankPool, RanksFailedError
 from tests.on_ranks import on_ranks, ranks_of
 
 two = ranks_of(("shm", 2), timeout=20.0)
@@ -127,3 +142,81 @@ def test_a_late_rank_writes_nothing_to_memory_that_its_owner_has_back(comm: Comm
     side.send_object("go on", 1)
     side.recv_object(1)
     assert (x == 7.0).all(), f"the late rank wrote {x[x != 7.0][:3]}"
+
+
+# -- ranks that die while others connect ---------------------------------------------------------
+
+
+def _connect_anew(comm: Communicator, store: str) -> Communicator:
+    place = comm.rank, comm.size
+    return collective.connect(World(*place, *place, "h", "none", "job", FileStore(store)), "shm")
+
+
+_CONNECTIONS: dict[str, Callable[[Communicator, str], Communicator]] = {
+    "dup": lambda comm, store: comm.dup(),
+    "split in reverse": lambda comm, store: comm.split(0, key=-comm.rank),
+    "connect": _connect_anew,
+}
+
+
+def _connect_while_a_rank_dies(
+    comm: Communicator, how: str, victim: int, point: str, store: str
+) -> tuple[tuple[int, ...], str]:
+    """Return whom a survivor's error names, and its text."""
+    processes = [RankProcess.parse(text) for text in comm.all_gather_object(str(RankProcess.own()))]
+    dying = processes[victim]
+    assert dying is not None
+    owner, name = {"probe": (segment, "_function"), "open": (segment.Segment, "open")}[point]
+    function = getattr(owner, name)
+
+    def die_or_outlive(*args: Any, **options: Any) -> Any:
+        if comm.rank == victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+        while not dying.has_ended():
+            time.sleep(0.001)
+        return function(*args, **options)
+
+    setattr(owner, name, die_or_outlive)
+    if point == "open" and comm.rank == victim:  # the one whose segment the others open
+        comm._backend._attach = die_or_outlive  # type: ignore[attr-defined]
+    try:
+        _CONNECTIONS[how](comm, store)
+    except CollectiveError as error:
+        return getattr(error, "ranks", ()), str(error)
+    raise AssertionError("connected with a rank that has died")
+
+
+@pytest.mark.parametrize(
+    ("how", "victim", "point"),
+    [(how, victim, "probe") for how in _CONNECTIONS for victim in (0, 2)]
+    + [("dup", 0, "open"), ("split in reverse", 2, "open")],
+)
+def test_connecting_with_a_rank_that_dies_names_it_on_all_others(
+    how: str, victim: int, point: str, tmp_path: Path
+) -> None:
+    with (
+        RankPool(3, "shm", timeout=30.0) as pool,
+        pytest.raises(RanksFailedError) as caught,
+    ):
+        pool.run(_connect_while_a_rank_dies, how, victim, point, str(tmp_path))
+    assert set(caught.value.errors) == {victim}, caught.value
+    for rank, (ranks, text) in caught.value.results.items():
+        assert ranks == (victim,), f"rank {rank}: {text}"
+        assert f"rank {victim} (pid" in text, f"rank {rank}: {text}"
+
+
+@on_ranks("two")
+def test_a_rank_that_fails_to_connect_says_why(comm: Communicator) -> None:
+    if comm.rank == 1:
+
+        def read(*args: Any) -> bool:
+            raise MemoryError("no room for a probe")
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(segment, "_function", read)
+            with pytest.raises(MemoryError):
+                comm.dup()
+    else:
+        with pytest.raises(PeerFailedError, match="no room for a probe") as caught:
+            comm.dup()
+        assert caught.value.rank == 1

@@ -37,6 +37,7 @@ from collective.errors import (
     CollectiveTimeoutError,
     CommunicatorAbortedError,
     PeerFailedError,
+    PeerLostError,
     RendezvousError,
     UnsupportedError,
 )
@@ -363,10 +364,13 @@ def _exchange(outer: Backend, text: str, end: float) -> list[str]:
 
 
 @contextlib.contextmanager
-def _abort_on_failure(outer: Backend, where: str) -> Iterator[None]:
+def _abort_on_failure(outer: Monitored, where: str) -> Iterator[None]:
     """Break ``outer`` if the body fails: the others would wait for this rank."""
     try:
         yield
+    except PeerLostError as error:
+        # In the numbers of a level: those of all ranks the monitor knows.
+        raise outer.channel.explain(where, error) from error
     except CollectiveError as error:
         outer.abort(Failure("aborted", outer.rank, f"rank {outer.rank} in {where}: {error}"))
         raise

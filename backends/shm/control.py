@@ -56,6 +56,8 @@ _YIELD_S = 0.002
 _NAP_SHARE, _NAP_LAST_S = 0.05, 5e-3
 # Between two looks at the peers' locks, of a system call a peer each.
 _CHECK_PEERS_S = 0.05
+# How long a process that ends may hold its lock when its memory is gone, and how often to look.
+_ENDING_S, _ENDING_LOOK_S = 1.0, 0.005
 # How long a wait lasts until it is looked at whether it is in vain, and looked at again.
 _STALL_S = 1.0
 
@@ -348,6 +350,16 @@ class Control:
         """Raise if the communicator is broken, or one of ``ranks`` is gone."""
         self.refuse_broken(what)
         self._check_peers(lambda: False, lambda: ranks, what, True, 0.0)
+
+    def explain(self, ranks: Sequence[int], what: str) -> None:
+        """Raise why one of ``ranks`` is gone, if that turns out in a moment.
+
+        A process that ends loses its memory and its files before its lock.
+        """
+        end = time.monotonic() + _ENDING_S
+        while time.monotonic() < end:
+            self.watch(ranks, what)
+            time.sleep(_ENDING_LOOK_S)
 
     def lost(self) -> set[int]:
         """Return the ranks that have left, or whose processes have ended."""

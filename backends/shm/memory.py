@@ -236,33 +236,46 @@ class PeerMemory:
         else:
             out[:] = mapped
 
-    def fetch(self, rank: int, address: int, out: Array) -> None:
+    def read(self, rank: int, address: int, out: Array) -> bool:
         """Copy ``out.nbytes`` bytes from ``address`` of ``rank``'s process.
 
+        Returns:
+            False if the kernel refuses, or the memory is not mapped there.
+
         Raises:
-            PeerLostError: the process is gone.
-            CommunicatorAbortedError: the communicator is broken, and the memory no longer there.
-            BackendError: the kernel refuses although it allowed it before.
+            PeerLostError: the process has ended, or the communicator was broken before.
         """
         control = self._control
         pid = control.pid(rank)
         try:
             if process_vm_readv(pid, address, address_of(out), out.nbytes):
-                return
-            dead = not control.segment.alive(rank)
+                return True
+            ended = not control.segment.alive(rank)
         except ProcessLookupError:
-            dead = True  # its memory goes some time before its lock
-        if not dead:
-            control.refuse_broken("shm")  # whoever has given up may have unmapped it since
-            text = f"reading {out.nbytes} bytes of rank {rank} (pid {pid}) failed"
-            control.fail(Failure("aborted", control.rank, text))
-            raise BackendError(
-                f"shm: {text} [rank {control.rank}]. Set COLLECTIVE_SHM_SINGLE_COPY=off to do "
-                "without.",
-                "shm",
-            )
-        text = f"rank {rank} (pid {pid}) has died (its last call: {control.last_call(rank)})"
-        raise control.broken_by(Failure("lost", control.rank, text, (rank,)), "shm")
+            ended = True  # a process loses its memory some time before its lock
+        if ended:
+            text = f"rank {rank} (pid {pid}) has died (its last call: {control.last_call(rank)})"
+            raise control.broken_by(Failure("lost", control.rank, text, (rank,)), "shm")
+        return False
+
+    def fetch(self, rank: int, address: int, out: Array) -> None:
+        """Copy ``out.nbytes`` bytes from ``address`` of ``rank``'s process, which allows it.
+
+        Raises:
+            PeerLostError: the process has ended.
+            CommunicatorAbortedError: the communicator is broken, and the memory no longer there.
+            BackendError: the kernel refuses although it allowed it before.
+        """
+        if self.read(rank, address, out):
+            return
+        control = self._control
+        control.refuse_broken("shm")  # a rank that has given up may have unmapped it since
+        text = f"reading {out.nbytes} bytes of rank {rank} (pid {control.pid(rank)}) failed"
+        control.fail(Failure("aborted", control.rank, text))
+        raise BackendError(
+            f"shm: {text} [rank {control.rank}]. Set COLLECTIVE_SHM_SINGLE_COPY=off to do without.",
+            "shm",
+        )
 
 
 class RemoteRegion(Region):

@@ -18,6 +18,7 @@ from collective.contract.descriptors import RAISE_THE_LIMIT
 from collective.contract.failure import Failure
 from collective.errors import (
     BackendUnavailableError,
+    CommunicatorAbortedError,
     RendezvousError,
     UnsupportedError,
 )
@@ -31,7 +32,7 @@ from .control import BROKEN, Control
 from .layout import SLOT_BYTES, Layout
 from .memory import Heap, PeerMemory, RemoteRegion, address_of
 from .ring_messages import RingMessages
-from .segment import TOO_MANY_FILES, Segment, process_vm_readv
+from .segment import TOO_MANY_FILES, Segment
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -145,7 +146,9 @@ class ShmBackend(OneSided):
             control.join(deadline, timeout, last, watch)
             self.meeting = control.meeting
             self._probe(timeout)
-        except BaseException:
+        except BaseException as error:
+            # Before the others see this rank leave: they are to hear why, not to miss this rank.
+            control.fail(Failure.caused_by(rank, error))
             self.close()
             raise
         finally:
@@ -176,8 +179,7 @@ class ShmBackend(OneSided):
             if works and rank != self.rank:
                 got = np.full(1, -1, np.int64)
                 address = control.words[control.location(rank, 0) + _SOURCE + 2]
-                works = process_vm_readv(control.pid(rank), address, address_of(got), 8)
-                works = works and got[0] == rank
+                works = self.peers.read(rank, address, got) and got[0] == rank
         # The probe is alive until everybody has voted, which is after reading it.
         protocol = native.PROTOCOL if native.chosen.extension is not None else 0
         mine = bytes([bool(works), protocol, control.crowded, cached_bytes() >> 20])
@@ -219,17 +221,41 @@ class ShmBackend(OneSided):
                 self.send(Buffer(note, _UINT8), rank, _GROUP_TAG, timeout)
         else:
             self.recv(Buffer(note, _UINT8), ranks[0], _GROUP_TAG, timeout)
-            segment = Segment.open(note.tobytes().rstrip(b"\0").decode())
+            segment = self._open_of(ranks[0], note.tobytes().rstrip(b"\0").decode())
 
         def watch(missing: Sequence[int]) -> None:
             self._control.watch([ranks[r] for r in missing if r != me], "group")
 
         deadline = time.monotonic() + timeout
-        child = self._attach(segment, me, len(ranks), deadline, timeout, self._wanted, watch=watch)
+        try:
+            child = self._attach(
+                segment, me, len(ranks), deadline, timeout, self._wanted, watch=watch
+            )
+        except CommunicatorAbortedError:
+            # In the numbers of this communicator, which are those of the caller.
+            self._control.explain([rank for rank in ranks if rank != self.rank], "group")
+            raise
         # The segment of all ranks has the notices of all calls: a circle of waits leads through
         # several communicators.
         child._board = self._board
         return child
+
+    def _open_of(self, rank: int, path: str) -> Segment:
+        """Open the segment that ``rank`` has made.
+
+        Raises:
+            PeerLostError: ``rank`` has ended meanwhile.
+            BackendUnavailableError: this process cannot open it.
+        """
+        try:
+            return Segment.open(path)
+        except OSError as error:
+            self._control.explain([rank], "group")
+            few = error.errno in TOO_MANY_FILES
+            remedy = RAISE_THE_LIMIT if few else "All ranks must see each other's processes"
+            text = f"the segment of rank {rank} cannot be opened: {error}"
+            self.abort(Failure("aborted", self.rank, f"group: {text} [rank {self.rank}]"))
+            raise BackendUnavailableError(f"group: {text} [rank {self.rank}]. {remedy}.") from error
 
     def post(self, note: Note, rank: int) -> Mapping[int, Note]:
         self._board.post([rank, note])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import traceback
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -212,8 +211,7 @@ class Calls(GpuCalls):
     def _half_done(self, error: BaseException) -> None:
         """Break the communicator: nobody can tell what the peers still expect of this rank."""
         self.recorder.fail()
-        text = "".join(traceback.format_exception(error))
-        self._backend.abort(Failure("failed", self.rank, text))
+        self._backend.abort(Failure.caused_by(self.rank, error))
 
     def _carry(
         self,

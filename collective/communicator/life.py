@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import traceback
 import weakref
 from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn
@@ -13,14 +12,7 @@ from collective.contract.backend import Backend
 from collective.contract.failure import Failure
 from collective.contract.stalls import Membership
 from collective.contract.store import Store
-from collective.errors import (
-    CollectiveTimeoutError,
-    CommunicatorAbortedError,
-    CommunicatorClosedError,
-    PeerFailedError,
-    PeerLostError,
-    RendezvousError,
-)
+from collective.errors import CommunicatorClosedError, PeerFailedError, RendezvousError
 
 from .arrivals import Arrivals
 from .calls import Calls
@@ -196,18 +188,7 @@ class Life(Calls):
         """Pass ``error``, which ended this rank's body, to the peers."""
         if isinstance(error, PeerFailedError):
             return  # the peers know of that one
-        if isinstance(error, (CommunicatorAbortedError, CollectiveTimeoutError)):
-            # An echo of what others did or did not do, and passed on as such.
-            kind, ranks = "aborted", getattr(error, "ranks", ())
-            if isinstance(error, PeerLostError):
-                kind = "lost"
-            elif isinstance(error, CollectiveTimeoutError) and ranks:
-                kind = "timeout"
-            text = f"rank {self.rank} gave up: {error}"
-            self._abort(Failure(kind, self.rank, text, ranks))
-        else:
-            text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-            self._abort(Failure("failed", self.rank, text))
+        self._abort(Failure.caused_by(self.rank, error))
 
 
 def _disown() -> None:

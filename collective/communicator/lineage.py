@@ -29,7 +29,7 @@ _UINT8 = BY_NAME["uint8"]
 #: What a rank meets on the way that is an affair of its peers, and not of its own.
 OF_PEERS = (
     RendezvousError, CommunicatorAbortedError, CollectiveTimeoutError, BackendError,
-    ConnectionError, ProcessLookupError,
+    ConnectionError,
 )  # fmt: skip
 
 

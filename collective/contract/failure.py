@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -12,12 +13,16 @@ from collective.errors import (
     MismatchError,
     PeerFailedError,
     PeerLostError,
+    RendezvousError,
 )
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 __all__ = ["Failure"]
+
+# What a rank raises because of others.
+_OF_PEERS = (CommunicatorAbortedError, CollectiveTimeoutError, RendezvousError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +56,22 @@ class Failure:
         # Programs and torch's own tests look for "timed out", or the word "timeout".
         text = f"waited {seconds:g} s for {what}; a longer timeout helps if that is only slow"
         return cls("timeout", rank, f"timed out: {text}", tuple(ranks))
+
+    @classmethod
+    def caused_by(cls, rank: int, error: BaseException) -> Self:
+        """Return the failure that the peers hear of when ``error`` ends what ``rank`` does.
+
+        An error that says what other ranks did, or did not do, is passed on as such, so that the
+        peers hear of the first cause. Any other one is this rank's own, with its traceback.
+        """
+        if not isinstance(error, _OF_PEERS):
+            return cls("failed", rank, "".join(traceback.format_exception(error)))
+        kind, ranks = "aborted", getattr(error, "ranks", ())
+        if isinstance(error, PeerLostError):
+            kind = "lost"
+        elif isinstance(error, CollectiveTimeoutError) and ranks:
+            kind = "timeout"
+        return cls(kind, rank, f"rank {rank} gave up: {error}", ranks)
 
     def error(self, where: str, me: int) -> Exception:
         """Return the exception that rank ``me`` raises in operation ``where``."""

@@ -34,7 +34,10 @@ class RankProcess(NamedTuple):
     @classmethod
     def own(cls) -> RankProcess | None:
         """Return this process; None where nobody could look at it."""
-        found = _state_of(os.getpid())
+        try:
+            found = _state_of(os.getpid())
+        except OSError:
+            return None
         return None if found is None else cls(_host(), os.getpid(), found[1])
 
     @classmethod
@@ -56,7 +59,10 @@ class RankProcess(NamedTuple):
         """
         if self.host != _host():
             return False
-        found = _state_of(self.pid)
+        try:
+            found = _state_of(self.pid)
+        except OSError:  # no file descriptor is left, say, which tells nothing of that process
+            return False
         return found is None or found[1] != self.started or found[0] in "ZX"
 
 
@@ -73,10 +79,14 @@ def _host() -> str:
 
 
 def _state_of(pid: int) -> tuple[str, int] | None:
-    """Return how a process is and when it began; None if there is none."""
+    """Return how a process is and when it began; None if there is none.
+
+    Raises:
+        OSError: the system does not tell.
+    """
     try:
         text = Path(f"/proc/{pid}/stat").read_bytes()
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):  # the latter once the file is open
         return None
     fields = text[text.rindex(b")") + 2 :].split()
     return fields[_STATE].decode(), int(fields[_STARTED])
