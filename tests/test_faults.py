@@ -177,6 +177,7 @@ OF_THE_SUITE: dict[str, tuple[str, dict[str, str]]] = {
     "abort": ("check_abort", {}),
     "fork": ("check_fork", {}),
     "user op raising": ("check_failed_operator", {}),
+    "hook raising": ("check_failed_hook", {}),
     **{
         f"{what} mismatch": ("check_mismatch", {"what": {"call": "operation"}.get(what, what)})
         for what in ("shape", "dtype", "op", "call", "root")

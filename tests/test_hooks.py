@@ -9,8 +9,14 @@ import numpy as np
 import pytest
 
 from collective.communicator import Communicator
-from collective.communicator.listener import CallEvent
-from collective.errors import MismatchError
+from collective.communicator.listener import CallEvent, Listener
+from collective.errors import (
+    CommunicatorAbortedError,
+    MismatchError,
+    PeerFailedError,
+    PeerLostError,
+    ShapeError,
+)
 from collective.ops import user_op
 from collective.testing import run_ranks
 from tests.on_ranks import on_ranks, ranks_of
@@ -129,13 +135,124 @@ def test_nothing_is_heard_of_after_the_end(comm: Communicator) -> None:
     assert len(found) == 1
 
 
-@on_ranks("pair")
-def test_a_hook_that_raises_is_the_calls_error(comm: Communicator) -> None:
-    def before(event: CallEvent) -> None:
-        raise ValueError("not now")
+# -- hooks that raise --------------------------------------------------------------------------
 
-    end = comm.hook(before=before)
-    with pytest.raises(ValueError, match="not now"):
-        comm.all_reduce(np.ones(1))
-    end()
-    assert comm.all_reduce(np.ones(1)) == 2.0
+
+class _Vain(Exception):
+    """What a hook raises."""
+
+
+def _raising(error: BaseException) -> Any:
+    def hook(*event: Any) -> None:
+        raise error
+
+    return hook
+
+
+def test_hook_that_raises_ends_the_call_of_all_ranks() -> None:
+    def program(comm: Communicator) -> str:
+        end = comm.hook(before=_raising(_Vain("not now")) if comm.rank == 0 else None)
+        try:
+            comm.all_reduce(np.ones(1))
+        except (_Vain, PeerFailedError) as error:
+            end()
+            found = f"{type(error).__name__}: {'not now' in str(error)}"
+            with pytest.raises(PeerFailedError, match=r"(?s)rank 0 failed.*not now"):
+                comm.barrier()
+            return found
+        return "returned"
+
+    found = run_ranks(2, program, backend="threads")
+    assert found == ["_Vain: True", "PeerFailedError: True"]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        pytest.param(error, id=type(error).__name__)
+        for error in (
+            ShapeError("of a hook"),
+            CommunicatorAbortedError("of a hook"),
+            PeerLostError("of a hook", (7,)),
+            KeyboardInterrupt("of a hook"),
+        )
+    ],
+)
+def test_hook_may_raise_any_error(error: BaseException) -> None:
+    def program(comm: Communicator) -> bool:
+        if comm.rank == 0:
+            comm.hook(before=_raising(error))
+            with pytest.raises(type(error), match="of a hook") as caught:
+                comm.all_reduce(np.ones(1))
+            return caught.value is error
+        with pytest.raises(CommunicatorAbortedError, match=r"(?s)rank 0.*of a hook"):
+            comm.all_reduce(np.ones(1))
+        return True
+
+    assert run_ranks(2, program, backend="threads") == [True, True]
+
+
+@on_ranks("pair")
+def test_hook_that_raises_after_a_failed_call_keeps_its_error(comm: Communicator) -> None:
+    group = comm.dup()
+    group.hook(after=_raising(_Vain("the log is full")))
+    with pytest.raises(_Vain) as caught:
+        group.all_reduce(np.ones(4 + comm.rank))
+    assert isinstance(caught.value.__context__, MismatchError)
+
+
+@on_ranks("pair")
+def test_hooks_that_raise_keep_each_others_errors(comm: Communicator) -> None:
+    group = comm.dup()
+    for text in ("first", "second"):
+        group.hook(after=_raising(_Vain(text)))
+    with pytest.raises(_Vain, match="first") as caught:  # the last to begin is the first to end
+        group.barrier()
+    assert str(caught.value.__context__) == "second"
+
+
+@on_ranks("pair")
+def test_hook_that_raises_ends_those_that_began(comm: Communicator) -> None:
+    group, found = comm.dup(), []
+    group.hook(before=found.append, after=lambda event, error: found.append(error))
+    group.hook(before=_raising(error := _Vain("not now")), after=_raising(_Vain("not begun")))
+    with pytest.raises(_Vain, match="not now"):
+        group.barrier()
+    assert found[1:] == [error]
+
+
+def test_listener_that_raises_of_a_group_ends_the_calls_of_its_members() -> None:
+    class Listening(Listener):
+        def group(self, child: Any, ranks: Any) -> None:
+            raise _Vain("no groups")
+
+    def program(comm: Communicator) -> bool:
+        if comm.rank == 0:
+            comm.listen(Listening())
+            with pytest.raises(_Vain):
+                comm.dup()
+        else:
+            with pytest.raises(PeerFailedError, match="no groups"):
+                comm.dup().barrier()
+        return True
+
+    assert run_ranks(2, program, backend="threads") == [True, True]
+
+
+def test_listener_that_raises_at_the_end_leaves_the_communicator_closed() -> None:
+    class Listening(Listener):
+        def close(self) -> None:
+            raise _Vain("not yet")
+
+    def program(comm: Communicator) -> bool:
+        group = comm.dup()
+        if comm.rank == 0:
+            group.listen(Listening())
+            with pytest.raises(_Vain):
+                group.close()
+        else:
+            with pytest.raises(PeerLostError, match="rank 0 has closed"):
+                group.barrier()
+        return True
+
+    assert run_ranks(2, program, backend="threads") == [True, True]

@@ -211,6 +211,10 @@ class Calls(GpuCalls):
     def _half_done(self, error: BaseException) -> None:
         """Break the communicator: nobody can tell what the peers still expect of this rank."""
         self.recorder.fail()
+        self._tell_failure(error)
+
+    def _tell_failure(self, error: BaseException) -> None:
+        """Break the communicator, and tell the peers that ``error`` did it."""
         self._backend.abort(Failure.caused_by(self.rank, error))
 
     def _carry(
@@ -287,19 +291,54 @@ class Calls(GpuCalls):
         self._open_door()
 
     def _heard(self, event: CallEvent, run: Callable[[], T]) -> T:
-        """Make a call of which listeners hear."""
-        listeners = self._listeners
-        for listener in listeners:
-            listener.before(event)
+        """Make a call of which listeners hear.
+
+        A listener that raises breaks the communicator: the peers wait for this rank's part of the
+        call, or go on without knowing that the call has failed here.
+        """
+        begun: list[Listener] = []
         try:
+            self._tell_before(event, begun)
             result = run()
         except BaseException as error:
-            for listener in reversed(listeners):
-                listener.after(event, error)
+            self._tell_after(begun, event, error)
             raise
-        for listener in reversed(listeners):
-            listener.after(event, None)
+        self._tell_after(begun, event, None)
         return result
+
+    def _tell_before(self, event: CallEvent, begun: list[Listener]) -> None:
+        """Tell the listeners that a call begins; note in ``begun`` those that have not raised."""
+        try:
+            for listener in self._listeners:
+                listener.before(event)
+                begun.append(listener)
+        except BaseException as error:
+            self._tell_failure(error)
+            raise
+
+    def _tell_after(
+        self, listeners: list[Listener], event: CallEvent, error: BaseException | None
+    ) -> None:
+        """Tell all ``listeners`` that a call is over, the last first, also if one of them raises.
+
+        The call's own error, and those of several listeners, are each other's ``__context__``.
+        """
+        while listeners:
+            try:
+                listeners.pop().after(event, error)
+            except BaseException as raised:
+                self._tell_failure(raised)
+                self._tell_after(listeners, event, error)
+                raise
+
+    def _tell_arrival(self, nbytes: int) -> None:
+        """Tell the listeners how long a message is whose first part has come."""
+        try:
+            for listener in self._listeners:
+                listener.arrives(nbytes)
+        except BaseException as error:
+            self._tell_failure(error)
+            raise
 
     def _planned(self, request: Request) -> Planned:
         return Planned(request, self._backend.plan(request))

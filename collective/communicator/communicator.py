@@ -94,12 +94,17 @@ class Communicator(_Methods, Reductions, Allocating, Generations, ForeignNames):
 
         For a program's own accounting: how many bytes, how long, how often. They run in the thread
         that makes the call, which is a lane's for what was started with ``async_op=True``, and
-        must not make calls themselves. An exception of theirs is the call's. Groups that are made
-        of this communicator have hooks of their own.
+        must not make calls themselves. Groups that are made of this communicator have hooks of
+        their own.
+
+        An exception of theirs, of whatever class, is the call's on this rank, and breaks the
+        communicator: the other ranks get ``PeerFailedError`` with its traceback, in the same call
+        if ``before`` has raised it, else in that one or the next. If the call has failed, too, its
+        error is the ``__context__`` of that of ``after``.
 
         Args:
             before: is given the call as it begins.
-            after: is given the call and what it raised, or None.
+            after: is given the call and what it raised, or None; not called if ``before`` raised.
 
         Returns:
             A function that ends it.

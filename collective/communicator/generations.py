@@ -289,10 +289,15 @@ class Generations(Groups):
                     made._arrivals.announce()
         made._succession = self._succession
         members = [rank for rank in range(self.size) if rank not in lineage.lost]
-        for listener in self._listeners:
-            listener.group(made, members)
-        if self._succession is not None:
-            self._succession(made)
+        try:
+            for listener in self._listeners:
+                listener.group(made, members)
+            if self._succession is not None:
+                self._succession(made)
+        except BaseException as error:
+            # The other ranks have the next generation, and would wait in it for this one.
+            made._abort(Failure.caused_by(made.rank, error))
+            raise
         return made
 
     @explained

@@ -85,8 +85,13 @@ class Groups(Life, ObjectCalls):
 
         def run() -> Any:
             child = self._child(self._transport(make), members)
-            for listener in self._listeners:
-                listener.group(child, members)
+            try:
+                for listener in self._listeners:
+                    listener.group(child, members)
+            except BaseException as error:
+                # The other members have the group, and would wait in it for this rank.
+                self._abort(Failure.caused_by(self.rank, error))
+                raise
             return child
 
         child: Self = self._go("group", run, False)  # type: ignore[assignment]

@@ -133,13 +133,15 @@ class Life(Calls):
         self._plans.clear()
         self._broken = None
         self._open_door()
-        for listener in self._listeners:
-            listener.close()
-        backend, self._backend = self._backend, Closed(self._backend, _CLOSED)  # type: ignore[assignment]
-        backend.close()
-        self._end_arrivals()
-        if self._store is not None:
-            self._store.close()
+        try:
+            for listener in self._listeners:
+                listener.close()
+        finally:
+            backend, self._backend = self._backend, Closed(self._backend, _CLOSED)  # type: ignore[assignment]
+            backend.close()
+            self._end_arrivals()
+            if self._store is not None:
+                self._store.close()
 
     def _end_arrivals(self) -> None:
         """Tell those who wait that nobody lets them in any more."""

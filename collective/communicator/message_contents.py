@@ -65,8 +65,7 @@ class MessageContents(Calls):
     ) -> tuple[Buffer, bool, bool]:
         """Return the payload or room for it, whether it has yet to come, and if that is ``out``."""
         nbytes = words[2]
-        for listener in self._listeners:
-            listener.arrives(nbytes)
+        self._tell_arrival(nbytes)
         inline = None if words[0] == _FOLLOWING else head.inline(nbytes)
         direct = self._direct(words, out, inline is None)
         if inline is None:

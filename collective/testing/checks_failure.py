@@ -198,6 +198,51 @@ def check_failed_peer(factory: RankFactory, size: int, *, call: str) -> None:
         assert "in _failed_peer" in outcome.error.traceback, f"{what}: {outcome.error.traceback!r}"
 
 
+_HOOKED: list[Case] = [
+    {"when": "before", "call": "all_reduce"},
+    {"when": "before", "call": "all_reduce in the background"},
+    {"when": "before", "call": "recv"},
+    {"when": "after", "call": "all_reduce"},
+]
+
+
+@check(_HOOKED, at_least=2)
+def check_failed_hook(factory: RankFactory, size: int, *, when: str, call: str) -> None:
+    """A hook that raises is PeerFailedError with its traceback on all others, at once."""
+    victim = size - 1
+    outcomes = run_fresh(factory, size, _failed_hook, when, call, call_timeout=_UNHEARD_S)
+    for rank, outcome in enumerate(outcomes):
+        what = f"rank {rank} in {call} with rank {victim}, whose hook raised {when} the call"
+        if rank == victim:
+            assert outcome == "Trouble", f"{what}: got {outcome} instead of Trouble"
+        else:
+            hold(outcome, PeerFailedError, what, "lost the keys", "in _lose_keys", rank=victim)
+
+
+def _failed_hook(comm: Communicator, heard: str, when: str, call: str) -> Heard | str:
+    x = np.ones(3)
+    calls: dict[str, Callable[[], Any]] = {
+        "all_reduce": lambda: comm.all_reduce(x),
+        "all_reduce in the background": lambda: comm.all_reduce(x, async_op=True).wait(),
+        "recv": lambda: comm.recv(None, comm.size - 1),
+    }
+    if comm.rank < comm.size - 1:
+        return _listen_and_tell(comm, heard, calls[call])
+
+    def _lose_keys(*event: Any) -> None:
+        raise Trouble("lost the keys")
+
+    comm.hook(**{when: _lose_keys})
+    raised = ""
+    try:
+        comm.send(x, 0) if call == "recv" else calls[call]()
+    except Exception as error:
+        raised = type(error).__name__
+    # A rank that leaves tells its peers, too: they are to have heard of it before.
+    _until_heard(heard, comm.size - 1)
+    return raised
+
+
 def _failed_peer(comm: Communicator, call: str) -> Heard:
     if comm.rank == comm.size - 1:
         time.sleep(0.05)

@@ -279,6 +279,14 @@ class Deaf(ThreadsBackend):
         self._kept.append(self)  # or its collection would tell
 
 
+class Secretive(ThreadsBackend):
+    """Does not tell its peers that a program's code has raised on it."""
+
+    def abort(self, failure: Failure) -> None:
+        if failure.kind != "failed":
+            super().abort(failure)
+
+
 class Alone(ThreadsBackend):
     """Goes on by itself, whoever else has been decided on."""
 

@@ -75,6 +75,10 @@ FAULTS = [
         "check_scan",
     ),
     Fault(
+        broken.Secretive, "check_failed_hook", {"when": "before", "call": "all_reduce"},
+        "instead of PeerFailedError", "check_left_peer",
+    ),
+    Fault(
         broken.Alone, "check_shrink_left", {"victims": (0,), "how": "leaves"}, "says", "check_scan"
     ),
     Fault(broken.Unhospitable, "check_grow", {"count": 1}, "the same number", "check_scan"),
