@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import collective
-from tests.interpreter import run_python
+from tests.interpreter import printed, run_python
 
 HEAVY = "torch cupy mpi4py chainer chainermn ml_dtypes pytest hypothesis rich matplotlib".split()
 
@@ -141,3 +141,38 @@ def test_nothing_is_imported_that_the_user_has_not(statement, tmp_path):
 
 def test_the_package_says_that_it_is_typed():
     assert Path(collective.__file__).with_name("py.typed").exists()
+
+
+RELOAD = """
+import copy, importlib, sys
+import numpy as np
+import collective
+
+def use(comm):
+    x = np.ones(3)
+    for result in (
+        comm.all_reduce(x), comm.broadcast(x), comm.all_gather(x), comm.sendrecv(x, 0, 0),
+        comm.all_reduce(x, async_op=True).wait(), comm.plan("all_reduce", x)(),
+        comm.plan("all_reduce", x, out=x)(),
+    ):
+        assert result.tolist() == [1.0] * 3
+    comm.barrier()
+    assert comm.all_gather_object("text") == ["text"]
+    copy.copy(comm).barrier()
+
+with collective.init("threads") as before:
+    modules = [name for name in sys.modules
+               if name == "collective" or name.startswith("collective.communicator")]
+    assert "collective.communicator.communicator" in modules
+    for name in modules + modules[::-1]:
+        importlib.reload(sys.modules[name])
+        use(before)
+        with collective.init("threads") as after:
+            use(after)
+print("all right")
+"""
+
+
+@pytest.mark.parametrize("core", ["on", "off"])
+def test_reload_of_any_module_leaves_communicators_usable(core: str) -> None:
+    assert printed("-c", RELOAD, COLLECTIVE_NATIVE=core) == "all right\n"

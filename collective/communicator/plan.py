@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 __all__ = ["PREPARE", "Planned", "PreparedCall", "refuse_unfit"]
 
 #: As ``async_op`` of a communicator's method: return the call, prepared, and make none.
-PREPARE: Any = object()
+#: A reload of this module keeps the object, because other modules compare with it by identity.
+PREPARE: Any = globals().get("PREPARE", object())
 
 
 class Planned:

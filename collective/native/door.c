@@ -56,6 +56,7 @@ typedef struct {
 typedef struct {
     PyObject_HEAD
     PyObject *timeout, *doors[DOORS], *exchange, *lanes; /* NULL before they are set */
+    PyObject *functions; /* a tuple: of each method what makes the calls that C does not */
 } Methods;
 
 static PyObject *name_run_plan, *name_sum, *name_tag;
@@ -362,10 +363,9 @@ static int sort_arguments(const struct operation *operation, PyObject *const *ar
     return 1;
 }
 
-/* What makes the calls that C does not, by operation: functions of Python's. */
+/* The methods by their numbers: first the operations. */
 enum { SEND = 10, RECV, SENDRECV, METHODS };
 static const char *const message_names[] = {"send", "recv", "sendrecv"};
-static PyObject *functions[METHODS];
 static const struct operation operations[SEND];
 
 /* Has Python say what was meant by a keyword that the function does not have. */
@@ -380,9 +380,11 @@ static void explain(PyObject *comm, PyObject *function)
     Py_XDECREF(error);
 }
 
-static PyObject *call_python(PyObject *comm, PyObject *function, PyObject *const *args,
+/* Makes a call by the function in Python that the class was made with. */
+static PyObject *call_python(PyObject *comm, Py_ssize_t which, PyObject *const *args,
                              Py_ssize_t count, PyObject *names)
 {
+    PyObject *function = PyTuple_GetItem(((Methods *)comm)->functions, which);
     size_t given = (size_t)(count + (names ? PyTuple_Size(names) : 0));
     PyObject *few[16], **all = given < 16 ? few : PyMem_Malloc((given + 1) * sizeof *all);
     if (all == NULL)
@@ -420,7 +422,7 @@ static PyObject *method(PyObject *comm, const struct operation *operation, PyObj
     Py_XDECREF(call.counts);
     if (plain == 0 || done == Py_NotImplemented) {
         Py_XDECREF(done);
-        done = call_python(comm, functions[operation - operations], args, count, names);
+        done = call_python(comm, operation - operations, args, count, names);
     }
     return done;
 }
@@ -504,7 +506,7 @@ static PyObject *message(PyObject *comm, int which, PyObject *const *args, Py_ss
     PyObject *seconds = Py_XNewRef(((Methods *)comm)->timeout);
     int64_t start = which == SENDRECV ? now_ns() : 0;
     if (!plain || exchange == NULL || exchange == Py_None || lanes == NULL
-        || PyDict_Size(lanes) != 0 || seconds == NULL) {
+        || !PyDict_Check(lanes) || PyDict_Size(lanes) != 0 || seconds == NULL) {
         done = Py_NewRef(Py_NotImplemented);
     } else {
         done = PyObject_CallFunctionObjArgs(exchange, m.x, m.to, m.out, m.from, m.tag, seconds,
@@ -524,7 +526,7 @@ static PyObject *message(PyObject *comm, int which, PyObject *const *args, Py_ss
         return NULL;
     Py_DECREF(done);
     if (done == Py_NotImplemented)
-        return call_python(comm, functions[which], args, count, names);
+        return call_python(comm, which, args, count, names);
     return Py_NewRef(m.out);
 }
 
@@ -538,7 +540,7 @@ MESSAGE(send, SEND) MESSAGE(recv, RECV) MESSAGE(sendrecv, SENDRECV)
 
 #define ENTRY(number)                                                                             \
     {NULL, (PyCFunction)(void (*)(void))method_##number, METH_FASTCALL | METH_KEYWORDS, NULL}
-static PyMethodDef methods[] = {ENTRY(0), ENTRY(1), ENTRY(2), ENTRY(3), ENTRY(4), ENTRY(5),
+static const PyMethodDef methods[] = {ENTRY(0), ENTRY(1), ENTRY(2), ENTRY(3), ENTRY(4), ENTRY(5),
                                 ENTRY(6), ENTRY(7), ENTRY(8), ENTRY(9), ENTRY(send), ENTRY(recv),
                                 ENTRY(sendrecv), {NULL, NULL, 0, NULL}};
 
@@ -557,6 +559,7 @@ static int methods_traverse(PyObject *object, visitproc visit, void *arg)
         Py_VISIT(comm->doors[i]);
     Py_VISIT(comm->exchange);
     Py_VISIT(comm->lanes);
+    Py_VISIT(comm->functions);
     return 0;
 }
 
@@ -581,53 +584,109 @@ static void dealloc(PyObject *object, inquiry clear)
     Py_DECREF(type);
 }
 
+/* The functions stay until the end: a finalizer may still make calls. */
+static int methods_empty(PyObject *object)
+{
+    Py_CLEAR(((Methods *)object)->functions);
+    return methods_clear(object);
+}
+
 static void methods_dealloc(PyObject *object)
 {
-    dealloc(object, methods_clear);
+    dealloc(object, methods_empty);
 }
 
-/* make_methods(functions, docs): a class with a method in front of each of these functions; made
-   once. */
+/* Finds the functions by the class, so that each class keeps its own: a module that is reloaded
+   makes another class, while communicators of the first one go on. */
+static PyObject *methods_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
+{
+    (void)args, (void)keywords; /* they are for __init__ */
+    PyObject *functions = PyObject_GetAttrString((PyObject *)type, "_functions");
+    if (functions == NULL)
+        return NULL;
+    Methods *comm = NULL;
+    if (!PyTuple_Check(functions) || PyTuple_Size(functions) != METHODS)
+        PyErr_SetString(PyExc_TypeError, "Methods: the class has lost its functions");
+    else
+        comm = (Methods *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
+    if (comm == NULL)
+        Py_DECREF(functions);
+    else
+        comm->functions = functions;
+    return (PyObject *)comm;
+}
+
+/* Sets the names and docstrings of methods, and returns a tuple of their functions. */
+static PyObject *name_methods(PyMethodDef *named, PyObject *functions, PyObject *docs)
+{
+    PyObject *tuple = PyTuple_New(METHODS);
+    for (int i = 0; tuple != NULL && i < METHODS; i++) {
+        const char *name = i < SEND ? operations[i].name : message_names[i - SEND];
+        PyObject *function = PyDict_GetItemString(functions, name);
+        PyObject *doc = PyDict_GetItemString(docs, name);
+        named[i].ml_name = name;
+        if (function == NULL || doc == NULL || !PyCallable_Check(function)) {
+            PyErr_Format(PyExc_ValueError, "make_methods: %s has no function, or no docstring", name);
+            Py_CLEAR(tuple);
+        } else if ((named[i].ml_doc = PyUnicode_AsUTF8AndSize(Py_NewRef(doc), NULL)) == NULL
+                   || PyTuple_SetItem(tuple, i, Py_NewRef(function)) < 0) {
+            Py_CLEAR(tuple);
+        }
+    }
+    return tuple;
+}
+
+/* make_methods(functions, docs): a class with a method in front of each of these functions. */
 static PyObject *make_methods(PyObject *module, PyObject *args)
 {
-    static PyType_Slot slots[] = {
-        {Py_tp_methods, methods},           {Py_tp_members, attributes},
-        {Py_tp_traverse, methods_traverse}, {Py_tp_clear, methods_clear},
-        {Py_tp_dealloc, methods_dealloc},   {0, NULL}};
-    static PyType_Spec spec = {
+    PyObject *functions, *docs, *type = NULL;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "O!O!:make_methods", &PyDict_Type, &functions, &PyDict_Type, &docs))
+        return NULL;
+    /* These and the docstrings stay for good, as a class refers to them for as long as it lives. */
+    PyMethodDef *named = PyMem_Malloc(sizeof methods);
+    if (named == NULL)
+        return PyErr_NoMemory();
+    memcpy(named, methods, sizeof methods);
+    PyType_Slot slots[] = {
+        {Py_tp_new, methods_new},         {Py_tp_methods, named},
+        {Py_tp_members, attributes},      {Py_tp_traverse, methods_traverse},
+        {Py_tp_clear, methods_clear},     {Py_tp_dealloc, methods_dealloc},
+        {0, NULL}};
+    PyType_Spec spec = {
         "collective.native._core.Methods", sizeof(Methods), 0,
         Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC, slots};
-    PyObject *given, *docs;
-    (void)module;
-    if (!PyArg_ParseTuple(args, "O!O!:make_methods", &PyDict_Type, &given, &PyDict_Type, &docs))
+    PyObject *tuple = name_methods(named, functions, docs);
+    if (tuple == NULL) {
+        PyMem_Free(named);
         return NULL;
-    for (int i = 0; i < METHODS; i++) {
-        const char *name = i < SEND ? operations[i].name : message_names[i - SEND];
-        PyObject *function = PyDict_GetItemString(given, name);
-        PyObject *doc = PyDict_GetItemString(docs, name);
-        if (function == NULL || doc == NULL || functions[i] != NULL) {
-            PyErr_Format(PyExc_ValueError, "make_methods: %s is missing, or was made before", name);
-            return NULL;
-        }
-        methods[i].ml_name = name;
-        methods[i].ml_doc = PyUnicode_AsUTF8AndSize(Py_NewRef(doc), NULL); /* for good */
-        functions[i] = Py_NewRef(function);
-        if (methods[i].ml_doc == NULL)
-            return NULL;
     }
-    return PyType_FromSpec(&spec);
+    type = PyType_FromSpec(&spec);
+    if (type != NULL && PyObject_SetAttrString(type, "_functions", tuple) < 0)
+        Py_CLEAR(type);
+    Py_DECREF(tuple);
+    return type;
 }
 
-static int door_init(PyObject *object, PyObject *args, PyObject *keywords)
+static PyObject *door_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
 {
-    Door *door = (Door *)object;
-    (void)keywords;
-    if (door->ring != NULL || !PyArg_ParseTuple(args, "OO!ii:Door", &door->ring, &PyList_Type,
-                                                &door->queue, &door->rank, &door->size))
-        return -1;
-    Py_INCREF(door->ring);
-    Py_INCREF(door->queue);
-    return 0;
+    PyObject *ring, *queue;
+    int rank, size;
+    if (refuse_keywords("Door", keywords) < 0
+        || !PyArg_ParseTuple(args, "OO!ii:Door", &ring, &PyList_Type, &queue, &rank, &size))
+        return NULL;
+    if (!is_ring(ring))
+        return PyErr_Format(PyExc_TypeError, "Door: the first argument is a Ring");
+    if (rank < 0 || rank >= size)
+        return PyErr_Format(PyExc_ValueError, "Door: rank %d of %d", rank, size);
+    Door *door = (Door *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
+    if (door == NULL)
+        return NULL;
+    door->ring = Py_NewRef(ring);
+    door->queue = Py_NewRef(queue);
+    door->rank = rank;
+    door->size = size;
+    return (PyObject *)door;
 }
 
 static int door_traverse(PyObject *object, visitproc visit, void *arg)
@@ -664,9 +723,9 @@ static void door_dealloc(PyObject *object)
 }
 
 static PyType_Slot door_slots[] = {
-    {Py_tp_init, door_init},         {Py_tp_new, PyType_GenericNew},
-    {Py_tp_dealloc, door_dealloc},   {Py_tp_traverse, door_traverse},
-    {Py_tp_clear, door_clear},       {0, NULL}};
+    {Py_tp_new, door_new},           {Py_tp_dealloc, door_dealloc},
+    {Py_tp_traverse, door_traverse}, {Py_tp_clear, door_clear},
+    {0, NULL}};
 
 static PyType_Spec door_spec = {"collective.native._core.Door", sizeof(Door), 0,
                                 Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, door_slots};

@@ -97,6 +97,14 @@ PyObject *call_with(PyObject *function, PyObject *const *args, Py_ssize_t count,
     return done;
 }
 
+int refuse_keywords(const char *type, PyObject *keywords)
+{
+    if (keywords == NULL || PyDict_Size(keywords) == 0)
+        return 0;
+    PyErr_Format(PyExc_TypeError, "%s: it takes arguments by position, and no keywords", type);
+    return -1;
+}
+
 /* fold(a, b, out=c) */
 static PyObject *fold_call(PyObject *self, PyObject *const *args, Py_ssize_t count,
                            PyObject *keywords)

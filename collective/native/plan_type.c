@@ -78,22 +78,16 @@ static void record(void *context)
 /* -- Shared --------------------------------------------------------------------------------- */
 
 /* Shared(segment, rank, size, lines, areas, area_bytes, least_long, looks, callbacks) */
-static int shared_init(PyObject *object, PyObject *args, PyObject *keywords)
+static int read_shared(Shared *self, PyObject *args)
 {
-    Shared *self = (Shared *)object;
     struct shared *s = &self->shared;
     PyObject *memory, *callbacks;
     Py_ssize_t lines, areas, area_bytes, least_long;
-    if (self->callbacks != NULL || keywords != NULL) {
-        PyErr_SetString(PyExc_TypeError, "Shared: made once, without keywords");
-        return -1;
-    }
     if (!PyArg_ParseTuple(args, "OiinnnniO:Shared", &memory, &s->rank, &s->size, &lines, &areas,
                           &area_bytes, &least_long, &s->looks, &callbacks)
         || PyObject_GetBuffer(memory, &self->memory, PyBUF_WRITABLE) < 0)
         return -1;
-    Py_INCREF(callbacks);
-    self->callbacks = callbacks;
+    self->callbacks = Py_NewRef(callbacks);
     /* Areas hold two blocks of a piece for each other rank, of any type. */
     Py_ssize_t most = self->memory.len, size = s->size;
     if (size < 2 || size > most || s->rank < 0 || s->rank >= size || area_bytes < 32 * size
@@ -123,6 +117,16 @@ static int shared_init(PyObject *object, PyObject *args, PyObject *keywords)
             (uint64_t *)(base + lines) + rank * LINE_WORDS,
             {base + areas + 2 * rank * area_bytes, base + areas + (2 * rank + 1) * area_bytes}};
     return 0;
+}
+
+static PyObject *shared_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
+{
+    if (refuse_keywords("Shared", keywords) < 0)
+        return NULL;
+    Shared *self = (Shared *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
+    if (self != NULL && read_shared(self, args) < 0)
+        Py_CLEAR(self);
+    return (PyObject *)self;
 }
 
 static void release(PyObject *object)
@@ -204,7 +208,11 @@ static int read_starts(struct plan *p, int size, PyObject *elements)
         return -1;
     for (int rank = 0; rank < size; rank++) {
         p->longest = starts[rank + 1] > p->longest ? starts[rank + 1] : p->longest;
-        starts[rank + 1] += starts[rank];
+        if (__builtin_add_overflow(starts[rank + 1], starts[rank], &starts[rank + 1])
+            || starts[rank + 1] > (uint64_t)PTRDIFF_MAX / 16) { /* of the longest elements */
+            PyErr_SetString(PyExc_ValueError, "plan: more elements than memory can have");
+            return -1;
+        }
     }
     p->count = starts[size];
     return 0;
@@ -212,10 +220,19 @@ static int read_starts(struct plan *p, int size, PyObject *elements)
 
 static int read_fold(struct plan *p, const char *op, int dtype, int mean)
 {
+    int folds = p->operation == ALL_REDUCE || p->operation == REDUCE
+                || p->operation == REDUCE_SCATTER || p->operation == SCAN;
+    if (folds != (op != NULL)) {
+        PyErr_SetString(PyExc_ValueError, "plan: an operator for what folds, and for nothing else");
+        return -1;
+    }
     if (op == NULL)
         return 0;
     p->fold = fold_of(op, dtype, fold_levels() - 1);
-    p->divide = mean ? find_divide(fold_levels() - 1, dtype) : NULL;
+    if (p->fold != NULL) {
+        p->folded = item_bytes[dtype];
+        p->divide = mean ? find_divide(fold_levels() - 1, dtype) : NULL;
+    }
     if (p->fold == NULL || (mean && p->divide == NULL)) {
         PyErr_SetString(PyExc_ValueError, "plan: there is no such fold in C");
         return -1;
@@ -273,8 +290,8 @@ static int fits(const struct shared *s, const struct plan *p, const struct view 
                 const struct view *dst)
 {
     size_t nbytes = input_bytes(s, p), room = output_bytes(s, p);
-    if (nbytes != (src ? src->nbytes : 0) || room != (dst ? dst->nbytes : 0)) {
-        PyErr_SetString(PyExc_ValueError, "plan: arrays of other lengths than the call's");
+    if ((p->fold != NULL && p->item != p->folded) || nbytes != (src ? src->nbytes : 0) || room != (dst ? dst->nbytes : 0)) {
+        PyErr_SetString(PyExc_ValueError, "plan: arrays of other lengths or types than the call's");
         return -1;
     }
     /* The root of a broadcast in place writes nothing. */
@@ -376,7 +393,8 @@ static PyObject *plan_call(PyObject *self, PyObject *args, PyObject *keywords)
     PyObject *buffers[2], *seconds;
     struct view views[2];
     const struct view *found[2];
-    if (keywords != NULL || !PyArg_ParseTuple(args, "OOO:plan", buffers, buffers + 1, &seconds))
+    if (refuse_keywords("plan", keywords) < 0
+        || !PyArg_ParseTuple(args, "OOO:plan", buffers, buffers + 1, &seconds))
         return NULL;
     int plain = view_buffer(buffers[0], views, found);
     if (plain > 0)
@@ -408,8 +426,8 @@ static PyMethodDef shared_methods[] = {
     {NULL, NULL, 0, NULL}};
 
 static PyType_Slot shared_slots[] = {
-    {Py_tp_init, shared_init},       {Py_tp_new, PyType_GenericNew},
-    {Py_tp_dealloc, shared_dealloc}, {Py_tp_methods, shared_methods},
+    {Py_tp_new, shared_new},         {Py_tp_dealloc, shared_dealloc},
+    {Py_tp_methods, shared_methods},
     {Py_tp_doc, "What the ranks of one host share, for plans."}, {0, NULL}};
 
 static PyType_Spec shared_spec = {

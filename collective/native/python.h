@@ -58,6 +58,15 @@ PyObject *call_with(PyObject *function, PyObject *const *args, Py_ssize_t count,
 /* Returns the fold of an operator by its name for a dtype by its code; NULL if there is none. */
 fold_function *fold_of(const char *op, int dtype, int level);
 
+/* Raises TypeError and returns -1 if a type that takes arguments by position alone gets others.
+
+   The types of the core make an object whole in tp_new and have no tp_init: no object is ever half
+   made, and a second __init__ changes nothing. */
+int refuse_keywords(const char *type, PyObject *keywords);
+
+/* Whether an object is a Ring. */
+int is_ring(PyObject *object);
+
 /* Records in a Ring that a call begins, of the frame that called last; that it is over. Neither
    raises. */
 void record_begin(PyObject *ring, PyObject *request, int compares);

@@ -24,6 +24,7 @@ typedef struct {
 /* Not in the limited API; CPython exports it from 3.11 on: NULL in 3.10. */
 extern int PyFrame_GetLasti(PyFrameObject *frame) __attribute__((weak));
 
+static PyTypeObject *ring_type;
 static PyObject *name_filename, *name_back, *name_instruction;
 /* Of each thread, where the calls that it makes come from, if that is not where it makes them: of
    request.py's in_thread. In C, as to ask Python's for it takes as long as the rest of a record. */
@@ -121,18 +122,21 @@ static PyObject *ring_kept(PyObject *object, PyObject *number)
                          ring->began[at], ring->ended[at]);
 }
 
-static int ring_init(PyObject *object, PyObject *args, PyObject *keywords)
+static PyObject *ring_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
 {
-    Ring *ring = (Ring *)object;
     PyObject *package;
-    (void)keywords;
-    if (ring->list != NULL || !PyArg_ParseTuple(args, "U:Ring", &package))
-        return -1;
+    if (refuse_keywords("Ring", keywords) < 0 || !PyArg_ParseTuple(args, "U:Ring", &package))
+        return NULL;
+    Ring *ring = (Ring *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
+    if (ring == NULL)
+        return NULL;
     ring->package = Py_NewRef(package);
     PyObject *none = Py_BuildValue("[O]", Py_None);
     ring->list = none ? PySequence_Repeat(none, RECORDS * OBJECTS) : NULL;
     Py_XDECREF(none);
-    return ring->list ? 0 : -1;
+    if (ring->list == NULL)
+        Py_CLEAR(ring);
+    return (PyObject *)ring;
 }
 
 /* The list is what could be part of a circle, and Python breaks it there. */
@@ -167,9 +171,9 @@ static PyMethodDef ring_methods[] = {
     {NULL, NULL, 0, NULL}};
 
 static PyType_Slot ring_slots[] = {
-    {Py_tp_init, ring_init},         {Py_tp_new, PyType_GenericNew},
-    {Py_tp_dealloc, ring_dealloc},   {Py_tp_methods, ring_methods},
-    {Py_tp_traverse, ring_traverse}, {Py_tp_members, ring_members}, {0, NULL}};
+    {Py_tp_new, ring_new},           {Py_tp_dealloc, ring_dealloc},
+    {Py_tp_methods, ring_methods},   {Py_tp_traverse, ring_traverse},
+    {Py_tp_members, ring_members},   {0, NULL}};
 
 static PyType_Spec ring_spec = {"collective.native._core.Ring", sizeof(Ring), 0,
                                 Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, ring_slots};
@@ -200,16 +204,20 @@ static PyType_Slot in_thread_slots[] = {
 static PyType_Spec in_thread_spec = {
     "collective.native._core.InThread", sizeof(PyObject), 0, Py_TPFLAGS_DEFAULT, in_thread_slots};
 
+int is_ring(PyObject *object)
+{
+    return Py_TYPE(object) == ring_type;
+}
+
 int add_ring(PyObject *module)
 {
     name_filename = PyUnicode_InternFromString("co_filename");
     name_back = PyUnicode_InternFromString("f_back");
     name_instruction = PyUnicode_InternFromString("f_lasti");
-    PyObject *ring = PyType_FromSpec(&ring_spec), *in_thread = PyType_FromSpec(&in_thread_spec);
-    int failed = ring == NULL || in_thread == NULL
-                 || PyModule_AddType(module, (PyTypeObject *)ring) < 0
+    ring_type = (PyTypeObject *)PyType_FromSpec(&ring_spec);
+    PyObject *in_thread = PyType_FromSpec(&in_thread_spec);
+    int failed = ring_type == NULL || in_thread == NULL || PyModule_AddType(module, ring_type) < 0
                  || PyModule_AddType(module, (PyTypeObject *)in_thread) < 0;
-    Py_XDECREF(ring);
     Py_XDECREF(in_thread);
     return failed ? -1 : 0;
 }

@@ -72,6 +72,7 @@ struct plan {
     enum operation operation;
     int root;
     fold_function *fold;
+    size_t folded; /* bytes of an element that it folds */
     divide_function *divide; /* by the number of ranks, or NULL */
     uint64_t digest;
     /* Of what is split or joined, where each rank's piece begins, and at [size] the whole. Of other

@@ -186,7 +186,8 @@ static PyObject *see_tensors(PyObject *module, PyObject *args)
 {
     PyObject *capsule, *types[2];
     (void)module;
-    if (!PyArg_ParseTuple(args, "OOO:see_tensors", &capsule, &types[0], &types[1]))
+    if (!PyArg_ParseTuple(args, "OO!O!:see_tensors", &capsule, &PyType_Type, &types[0],
+                          &PyType_Type, &types[1]))
         return NULL;
     const struct dl_exchange *found = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
     if (found == NULL)

@@ -1,0 +1,172 @@
+"""Wrong arguments to everything in ``_core``: they end in an exception, never in a crash.
+
+Each test runs a program of its own, because a crash would take the test process with it.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from collective import native
+from tests.interpreter import printed
+
+pytestmark = pytest.mark.skipif(
+    native.chosen.extension is None, reason="the native core is not in use"
+)
+
+START = """
+import gc, random, sys, warnings
+warnings.simplefilter('ignore')
+import numpy as np
+from collective.native import _core
+
+def refuses(function, *arguments, **options):
+    try:
+        function(*arguments, **options)
+    except (TypeError, ValueError, OverflowError, RuntimeError, MemoryError) as error:
+        assert not isinstance(error, SystemError), error
+    else:
+        raise AssertionError(f"{function} took {arguments} {options}")
+"""
+
+DOOR_REFERENCES = """
+ring, queue = _core.Ring("x"), []
+for wrong in (("ring", [], 0, 2), (ring, (), 0, 2), (ring, [], 2, 2), (ring, [], 0, 0),
+              (ring, [], -1, 2), (ring, [], "0", 2), (ring, queue, 0)):
+    before = [sys.getrefcount(each) for each in (ring, queue, *wrong)]
+    refuses(_core.Door, *wrong)
+    assert before == [sys.getrefcount(each) for each in (ring, queue, *wrong)], wrong
+refuses(_core.Door, ring, [], 0, 2, rank=0)
+"""
+
+UNFINISHED = """
+segment = bytearray(1 << 20)
+made = {
+    _core.Ring: ("x",), _core.Door: (_core.Ring("x"), [], 0, 2), _core.InThread: (),
+    _core.Shared: (segment, 0, 2, 1024, 8192, 65536, 4096, 10, object()),
+}
+for kind, arguments in made.items():
+    if arguments:
+        refuses(kind)
+        refuses(kind.__new__, kind)
+    again = kind(*arguments)
+    again.__init__(*arguments)  # it is made already, and stays as it is
+    again.__init__("wrong", 1)
+refuses(_core.Plan)
+# What is wrong with a segment is found before anything of it is used.
+shared = _core.Shared.__new__(_core.Shared, *made[_core.Shared])
+refuses(shared.plan, 1, 0, 0, None, None, 8, False, "request", print)  # a reduction, of no operator
+refuses(shared.plan, 5, 0, 0, [1 << 63, 1 << 63], "sum", 11, False, "request", print)
+refuses(_core.Shared, bytearray(64), *made[_core.Shared][1:])
+"""
+
+METHODS = """
+names = ("all_reduce reduce scan reduce_scatter broadcast scatter all_gather gather all_to_all "
+         "barrier send recv sendrecv").split()
+def function(self, *arguments, **options):
+    return type(self).answer
+def made():
+    return _core.make_methods({name: function for name in names},
+                              {name: f"{name}()\\n--\\n\\nDo it." for name in names})
+class First(made()):
+    answer = 1
+class Second(made()):
+    answer = 2
+assert (First().all_reduce(3), Second().all_reduce(3)) == (1, 2)
+for name in names:
+    functions = {each: function for each in names if each != name}
+    refuses(_core.make_methods, functions, {each: each for each in names})
+    refuses(_core.make_methods, {**functions, name: 3}, {each: each for each in names})
+    refuses(_core.make_methods, {**functions, name: function}, {**functions, name: 3})
+one = First()
+x = np.ones(3)
+for wrong in (None, 0, "door", [], {}, object(), _core.Ring("x")):
+    for attribute in ("_door", "_door_of_pieces", "_door_of_scatter", "_lanes"):
+        setattr(one, attribute, wrong)
+        assert one.all_reduce(x) == one.broadcast(x) == one.send(x, 1) == 1
+        delattr(one, attribute)
+"""
+
+RANDOM = """
+from itertools import chain
+seed = SEED
+random.seed(seed)
+names = "all_reduce all_gather scatter broadcast gather barrier send recv sendrecv _door".split()
+ring = _core.Ring("x")
+def values():
+    x = np.ones(random.choice([0, 1, 7, 5000]), random.choice("?bhilBHILefdFD"))
+    yield from (None, True, 0, 1, -1, 2, 7, 64, 1024, 1 << 20, 1 << 31, 1 << 63, -(1 << 63))
+    yield from (0.0, -1.5, float("inf"), float("nan"), "", "sum", "x", "é", b"", b"sum", [], (), {})
+    yield from ([1, 2], ["a"], [1 << 70], (0, 0), {"all_reduce": repr}, repr, object(), type, int)
+    yield from (x, x[::2], x.astype(">i4"), np.ones((2, 3, 4)), np.array("text"), np.float64(3))
+    yield from (bytearray(100), bytearray(1 << 16), memoryview(b"abc"), ring, _core.InThread())
+    yield from (lambda *_: 1, lambda *_: None, names, 1 << 70)
+def garbage():
+    return [random.choice(list(values())) for _ in range(random.randrange(11))]
+made = [
+    _core, ring, _core.InThread(), _core.Door(ring, [], 0, 2),
+    _core.Shared(bytearray(1 << 20), 0, 2, 1024, 8192, 65536, 4096, 10, object()),
+]
+made.append(made[-1].plan(0, 0, 0, None, None, 11, False, "request", repr))
+callables = list(chain.from_iterable(
+    [getattr(each, name) for name in dir(each) if callable(getattr(each, name))
+     and not name.startswith("__") or name in ("__init__", "__call__")] for each in made))
+callables += [_core.make_fold(op, dtype, lambda *_, **__: None) for op, dtype in
+              (("sum", 11), ("min", 3), ("land", 0))]
+callables.append(
+    _core.make_messages(bytearray(1 << 20), 0, 2, 8192, 8192, 1 << 16, 10, False, None))
+assert len(callables) > 20, callables
+# Every function gets the arguments that it takes, each of them replaced by something else, too.
+right = {
+    "Shared": [bytearray(1 << 20), 0, 2, 1024, 8192, 65536, 4096, 10, object()],
+    "Door": [ring, [], 0, 2], "Ring": ["x"], "view": [np.ones(3)],
+    "make_messages": [bytearray(1 << 20), 0, 2, 8192, 8192, 1 << 16, 10, False, None, 1024],
+    "make_fold": ["sum", 11, repr, 0], "know": [1, 64, [0, 0]],
+    "plan": [5, 0, 0, [1, 2], "sum", 11, True, "request", repr],
+    "nap": [bytearray(1 << 12), 128, 0.001, lambda: True], "wake": [bytearray(1 << 12), [128]],
+    "exchange": [None, -2, None, -2, 0, 0.1, True], "begin": ["request", False], "kept": [1],
+    "write_head": [np.ones(3), np.zeros(1024, np.uint8)], "room_in": [np.ones(3)],
+    "read_head": [np.zeros(1024, np.uint8), np.ones(3)],
+    "fold": [np.ones(3), np.ones(3)], "see_tensors": [object(), type, int],
+}
+for turn in range(4000):
+    function = random.choice(callables)
+    name = getattr(function, "__name__", "")
+    arguments = garbage()
+    if name in right and random.random() < 0.7:
+        arguments = list(right[name])
+        arguments[random.randrange(len(arguments))] = random.choice(list(values()))
+    options = {random.choice(["out", "rank", "level"]): random.choice(list(values()))
+               } if random.random() < 0.2 else {}
+    try:
+        kept = function(*arguments, **options)
+    except SystemError as error:
+        raise AssertionError(f"{function} {arguments} {options}") from error
+    except Exception:
+        pass
+    if turn % 500 == 0:
+        gc.collect()
+"""
+
+
+def ends_well(program: str) -> None:
+    assert printed("-X", "faulthandler", "-c", START + program + "\nprint('all right')") == (
+        "all right\n"
+    )
+
+
+def test_door_with_wrong_arguments_drops_no_reference() -> None:
+    ends_well(DOOR_REFERENCES)
+
+
+def test_types_of_the_core_are_made_whole_or_not_at_all() -> None:
+    ends_well(UNFINISHED)
+
+
+def test_methods_can_be_made_twice_and_each_class_keeps_its_functions() -> None:
+    ends_well(METHODS)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_arguments_end_in_exceptions(seed: int) -> None:
+    ends_well(RANDOM.replace("SEED", str(seed)))
