@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.util
+import warnings
 from typing import Any
 
 import numpy as np
 import pytest
 
 import collective
-from collective import Communicator
+from collective import Communicator, native
 from collective.errors import (
     CommunicatorClosedError,
+    DtypeError,
     InvalidArgumentError,
     MismatchError,
     ShapeError,
@@ -80,6 +83,150 @@ def test_planning_sends_nothing_and_differences_are_found_by_the_call(comm: Comm
     step = comm.plan("all_reduce", np.ones(2 + comm.rank))
     with pytest.raises(MismatchError, match=r"float64\[2\]"):
         step()
+
+
+def with_core(comm: Communicator, on: bool) -> Communicator:
+    """Return another communicator of these ranks, with the native core or without."""
+    comm.barrier()  # ranks that are threads share the switch
+    native.switch(on)
+    made = comm.dup()
+    native.switch(True)
+    comm.barrier()
+    return made
+
+
+def move(x: np.ndarray[Any, Any]) -> None:
+    """Have NumPy move an array's elements to other memory, and fill the memory that it leaves."""
+    before, shape = x.ctypes.data, x.shape
+    for power in range(8, 22):
+        x.resize(1 << power, refcheck=False)
+        KEPT.extend(np.full(length, -1.0) for length in (x.size // 4, *[shape[0]] * 50))
+        x.resize(shape, refcheck=False)
+        if x.ctypes.data != before:
+            return
+    raise AssertionError("realloc() moves nothing here")
+
+
+KEPT: list[Any] = []
+cores = pytest.mark.parametrize("core", [True, False], ids=["core", "python"])
+ways = pytest.mark.parametrize("async_op", [False, True], ids=["now", "async"])
+
+
+def made(step: Any, async_op: bool) -> Any:
+    return step(async_op=True).wait() if async_op else step()
+
+
+@cores
+@ways
+@pytest.mark.parametrize("operation", CALLS)
+@on_ranks("each")
+def test_prepared_call_follows_an_array_that_numpy_moves(
+    comm: Communicator, operation: str, async_op: bool, core: bool
+) -> None:
+    comm = with_core(comm, core)
+    x = numbers(comm.rank, 0)
+    step = comm.plan(operation, x, **CALLS[operation])
+    for turn in range(TURNS):
+        move(x)
+        x[:] = numbers(comm.rank, turn)
+        planned = made(step, async_op)
+        plain = getattr(comm, operation)(numbers(comm.rank, turn), **CALLS[operation])
+        np.testing.assert_array_equal(planned, plain)
+    assert all(np.all(kept == -1) for kept in KEPT)
+    KEPT.clear()
+
+
+@cores
+@ways
+@on_ranks("each")
+def test_prepared_call_follows_its_output(comm: Communicator, async_op: bool, core: bool) -> None:
+    comm = with_core(comm, core)
+    x, given = np.full(8, comm.rank + 1.0), np.empty(8)
+    for step in (comm.plan("all_reduce", x, out=given), comm.plan("all_reduce", x)):
+        first = made(step, async_op)
+        for _ in range(TURNS):
+            move(first)
+            assert made(step, async_op) is first
+            assert first.tolist() == [3.0] * 8
+    assert all(np.all(kept == -1) for kept in KEPT)
+    KEPT.clear()
+
+
+@cores
+@on_ranks("each")
+def test_prepared_call_returns_one_array_after_its_input_has_moved(
+    comm: Communicator, core: bool
+) -> None:
+    comm = with_core(comm, core)
+    x = np.full(8, comm.rank + 1.0)
+    step = comm.plan("all_reduce", x)
+    first = step()
+    first[:] = 0
+    move(x)
+    x[:] = 2.0
+    assert step() is first
+    assert first.tolist() == [4.0] * 8
+
+
+@cores
+@ways
+@on_ranks("each")
+def test_prepared_call_refuses_another_shape_or_dtype(
+    comm: Communicator, async_op: bool, core: bool
+) -> None:
+    comm = with_core(comm, core)
+    x, out = np.ones(8), np.empty(8)
+    for step in (comm.plan("all_reduce", x, out=out), comm.plan("all_gather", x)):
+        x.resize(6, refcheck=False)
+        with pytest.raises(ShapeError, match=r"x has shape \(6,\) by now .*\(8,\)"):
+            made(step, async_op)
+        x.resize(8, refcheck=False)
+        x[:] = 1
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            x.dtype = np.dtype("int64")  # type: ignore[misc]
+            with pytest.raises(DtypeError, match=r"x has dtype int64 by now .*float64"):
+                made(step, async_op)
+            x.dtype = np.dtype("float64")  # type: ignore[misc]
+        assert np.sum(made(step, async_op)) == 16
+    step = comm.plan("all_reduce", x, out=out)
+    out.resize(6, refcheck=False)
+    with pytest.raises(ShapeError, match=r"out has shape \(6,\)"):
+        made(step, async_op)
+    assert comm.all_reduce(1) == 2
+
+
+@cores
+@ways
+@pytest.mark.parametrize("how", ["set_", "data", "resize_"])
+@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="it is about tensors")
+@on_ranks("each")
+def test_prepared_call_follows_a_tensor_with_another_storage(
+    comm: Communicator, how: str, async_op: bool, core: bool
+) -> None:
+    import torch
+
+    comm = with_core(comm, core)
+    x, out = torch.full((8,), comm.rank + 1.0), torch.empty(8)
+    for step in (comm.plan("all_reduce", x, out=out), comm.plan("all_reduce", x)):
+        old = x.view(-1)
+        assert made(step, async_op).tolist() == [3.0] * 8
+        for array, value in ((x, 10.0 * (comm.rank + 1)), (out, -1.0)):
+            new = torch.full((8,), value)
+            if how == "set_":
+                array.set_(new)
+            elif how == "data":
+                array.data = new
+            else:  # the storage cannot be resized once NumPy has seen it, but another one can
+                array.set_(torch.empty(0))
+                array.resize_(8).copy_(new)
+        result = made(step, async_op)
+        assert result.tolist() == [30.0] * 8
+        assert old.tolist() == [comm.rank + 1.0] * 8
+        x.set_(torch.ones(6))
+        with pytest.raises(ShapeError, match=r"x has shape"):
+            made(step, async_op)
+        x.set_(torch.full((8,), comm.rank + 1.0))
 
 
 X = np.ones(4)

@@ -36,7 +36,7 @@ from .deadline import Deadline
 from .gpu_calls import GpuCalls, View, to_the_end, with_site
 from .listener import CallEvent, Listener
 from .output import Output, refuse_overlap, same_memory
-from .plan import PREPARE, Planned, PreparedCall
+from .plan import PREPARE, Planned
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -146,13 +146,15 @@ class Calls(GpuCalls):
         """Run a prepared collective now, or in its turn.
 
         Args:
+            async_op: whether to return a ``Work``. For :data:`PREPARE` the call is not made: it is
+                returned as a function of ``async_op``.
             near: an array of the call's. If it is on a GPU, to run means to enqueue, and what
                 is asynchronous goes on a stream beside the caller's.
             adapter: that array's.
             others: streams of further arrays of the call's.
         """
         if async_op is PREPARE:
-            return PreparedCall(what, functools.partial(self._remake, what, run))  # type: ignore[return-value]
+            return functools.partial(self._remake, what, run)  # type: ignore[return-value]
         if self._broken is not None:
             run = functools.partial(self._refuse_broken, what)
         elif adapter is not None and self._enqueues and type(near) is not np.ndarray:

@@ -27,7 +27,7 @@ from .generations import Generations
 from .listener import CallEvent, Hook
 from .object_calls import ObjectCalls
 from .pieces import Leaf
-from .plan import PREPARE, Planned, PreparedCall, refuse_unfit
+from .plan import PREPARE, Planned, PreparedCall, Steps, refuse_unfit
 from .reductions import Reductions
 from .rows import Rows, split_sizes
 
@@ -37,6 +37,9 @@ _PLANNED = (
     "all_reduce", "reduce", "reduce_scatter", "scan", "broadcast", "gather", "all_gather",
     "scatter", "all_to_all", "barrier",
 )  # fmt: skip
+
+#: Of those the calls whose result has a shape of its own from the beginning.
+_KEEPING = {"all_reduce", "reduce", "reduce_scatter", "scan", "broadcast"}
 
 if TYPE_CHECKING:
     from collective.contract.backend import Plan
@@ -125,7 +128,9 @@ class Communicator(_Methods, Reductions, Allocating, Generations, ForeignNames):
 
         ``step = comm.plan("all_reduce", x, out=y)`` sends nothing; ``step()`` makes the call, and
         spares what is found out about arrays and arguments anew in every
-        ``comm.all_reduce(x, out=y)``. Other ranks may make the call either way.
+        ``comm.all_reduce(x, out=y)``. Other ranks may make the call either way. It goes by the
+        memory that the arrays have when ``step()`` is called, and refuses arrays that no longer
+        have the shape and dtype they had here.
 
         Args:
             operation: the method's name: ``"all_reduce"``, ``"reduce"``, ``"reduce_scatter"``,
@@ -148,12 +153,20 @@ class Communicator(_Methods, Reductions, Allocating, Generations, ForeignNames):
         x = args[0] if args else options.get("x")
         refuse_unfit(operation, x, options.get("out"), options.get("axis", 0))
         method = getattr(self, operation)
-        prepared: PreparedCall = method(*args, **options, async_op=PREPARE)
-        whole = options.get("out") is not None or operation == "barrier"
-        if whole and self._door is not None and options.get("timeout") is None:
-            # C remembers what it has found out, too, and needs nothing of Python.
-            prepared.replace(functools.partial(method, *args, **options))
-        return prepared
+
+        def prepare(out: Any) -> Steps:
+            given = options if out is None else {**options, "out": out}
+            make = method(*args, **given, async_op=PREPARE)
+            # C remembers what it has found out, too, and needs nothing of Python. It has to be
+            # given where the result goes, or it makes a new array in every call.
+            whole = out is not None or operation == "barrier"
+            in_c = whole and self._door is not None and given.get("timeout") is None
+            return Steps(make, functools.partial(method, *args, **given) if in_c else None)
+
+        keeps = operation in _KEEPING and x is not None
+        return PreparedCall(
+            operation, prepare, {"x": x, "out": options.get("out")}, keeps, self._who
+        )
 
     # -- in C ---------------------------------------------------------------------------
 

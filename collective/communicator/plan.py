@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from collective.errors import InvalidArgumentError
+from collective import native
+from collective.errors import DtypeError, InvalidArgumentError, ShapeError
 from collective.memory import nested
 from collective.memory.arrays import adapter_of
+from collective.memory.dtypes import DType
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from collective.contract.backend import Plan
+    from collective.contract.work import Work
     from collective.request import Request
 
-__all__ = ["PREPARE", "Planned", "PreparedCall", "refuse_unfit"]
+__all__ = ["PREPARE", "Planned", "PreparedCall", "Steps", "refuse_unfit"]
 
 #: As ``async_op`` of a communicator's method: return the call, prepared, and make none.
 #: A reload of this module keeps the object, because other modules compare with it by identity.
@@ -46,23 +48,63 @@ class Planned:
         self.comparison: Planned | None = None
 
 
+class Steps(NamedTuple):
+    """A prepared call in two forms that do the same.
+
+    Attributes:
+        make: makes the call on the memory that the arrays had when this was prepared; its argument
+            is whether to return a ``Work``.
+        direct: makes the call at once on the memory that the arrays have by then, in less time;
+            None where it would not take less.
+    """
+
+    make: Callable[[bool], Any]
+    direct: Callable[[], Any] | None
+
+
 class PreparedCall:
     """One collective call on given arrays; :meth:`Communicator.plan` returns it.
 
-    It keeps the arrays, and works on the memory that they had when it was made: on what is in it
-    whenever it is called.
+    It keeps the arrays. Every call works on the memory that the arrays have by then: an array may
+    have been resized and resized back, a tensor may have been given another storage.
+
+    Args:
+        operation: the method's name.
+        prepare: returns the call with this array as ``out``, or as it was planned for None.
+        arrays: what the call was planned on, by the names ``x`` and ``out``.
+        keeps: whether every call without ``out`` returns one and the same array.
+        who: this rank, for errors.
     """
 
-    __slots__ = ("_call", "_make", "operation")
+    __slots__ = (
+        "_arrays", "_direct", "_dtype", "_formats", "_keeps", "_like", "_make", "_pending",
+        "_places", "_prepare", "_shape", "_who", "operation",
+    )  # fmt: skip
 
-    def __init__(self, operation: str, make: Callable[[bool], Any]) -> None:
+    def __init__(
+        self,
+        operation: str,
+        prepare: Callable[[Any], Steps],
+        arrays: dict[str, Any],
+        keeps: bool,
+        who: str,
+    ) -> None:
         self.operation = operation
-        self._make = make
-        self._call: Callable[[], Any] | None = None
+        self._prepare = prepare
+        self._arrays = {name: array for name, array in arrays.items() if array is not None}
+        self._keeps = keeps and "out" not in self._arrays
+        self._who = who
+        self._pending: Work[Any] | None = None
+        # The shape and dtype of the first array are those of the call.
+        self._like = next(iter(self._arrays.values()), _NOTHING)
+        self._shape, self._dtype = self._like.shape, self._like.dtype
+        self._plan()
 
-    def replace(self, call: Callable[[], Any]) -> None:
-        """Make the call by ``call`` if it is to be made at once: that does the same, and faster."""
-        self._call = call
+    def _plan(self) -> None:
+        """Prepare the call on the memory that the arrays have now."""
+        self._make, self._direct = self._prepare(self._arrays.get("out"))
+        self._places = [(array, _place(array)) for array in self._arrays.values()]
+        self._formats = {name: _format(array) for name, array in self._arrays.items()}
 
     def __call__(self, *, async_op: bool = False) -> Any:
         """Make the call.
@@ -73,17 +115,99 @@ class PreparedCall:
             async_op: return a ``Work`` at once.
 
         Returns:
-            What the call returns. Without ``out`` it is the same array every time.
+            What the call returns. Without ``out`` a reduction and ``broadcast`` return the same
+            array every time; calls that cut or join return a new one.
 
         Raises:
-            As the call. CommunicatorClosedError: the communicator was closed meanwhile.
+            As the call. ShapeError, DtypeError: an array no longer has the shape or dtype that it
+                was planned with; nothing was sent, and the communicator stays usable.
+            CommunicatorClosedError: the communicator was closed meanwhile.
         """
-        if self._call is not None and not async_op:
-            return self._call()
-        return self._make(async_op)
+        if self._direct is not None and not async_op:
+            like = self._like
+            if like.dtype is self._dtype and like.shape == self._shape:
+                return self._direct()
+        self._follow()
+        result = self._make(async_op)
+        if self._keeps:
+            if async_op:
+                self._pending = result
+            else:
+                self._keep(result)
+        return result
+
+    def _follow(self) -> None:
+        """Prepare the call again if an array's elements are somewhere else by now.
+
+        Raises:
+            ShapeError, DtypeError, InvalidArgumentError: the array does not fit the plan any more.
+        """
+        if self._pending is not None and self._pending.done():
+            if self._pending.exception() is None:
+                self._keep(self._pending.wait())
+            self._pending = None
+        for array, place in self._places:
+            if _place(array) != place:
+                self._refuse_other_formats()
+                refuse_unfit(self.operation, self._arrays.get("x"), self._arrays.get("out"), 0)
+                self._plan()
+                return
+
+    def _refuse_other_formats(self) -> None:
+        for name, array in self._arrays.items():
+            before, now = self._formats[name], _format(array)
+            for error, what in ((ShapeError, "shape"), (DtypeError, "dtype")):
+                old, new = getattr(before, what), getattr(now, what)
+                if old != new:
+                    raise error(
+                        f"{self.operation}: {name} has {what} {new} by now (it was planned with "
+                        f"{old}) {self._who}. Plan the call again."
+                    )
+
+    def _keep(self, result: Any) -> None:
+        """Make the calls after this one into its result, which the program has got by now.
+
+        The program may resize the result, too, and the calls follow that array as any other.
+        """
+        self._keeps = False
+        if result is None or result is self._arrays.get("x"):
+            return
+        self._arrays["out"] = result
+        try:
+            self._plan()
+        except InvalidArgumentError:
+            # The framework's arrays are read-only. Nothing moves their memory, either.
+            del self._arrays["out"]
 
     def __repr__(self) -> str:
         return f"<prepared {self.operation}>"
+
+
+class _Format(NamedTuple):
+    """What an array must keep to be one of a prepared call's."""
+
+    shape: tuple[int, ...]
+    dtype: DType
+
+
+_NOTHING = np.empty(0)
+_view = native.viewer()
+
+
+def _format(x: Any) -> _Format:
+    array, dtype = adapter_of(x).view(x)
+    return _Format(array.shape, dtype)
+
+
+def _place(x: Any) -> tuple[Any, ...]:
+    """Return where an array's elements are and how they are read, to be compared with another."""
+    place = None if _view is None else _view(x)
+    if place is not None:
+        return place
+    array, dtype = adapter_of(x).view(x)
+    # Without elements there is no memory, and NumPy may invent another address every time.
+    address = array.__array_interface__["data"][0] if array.size else 0
+    return address, array.strides, array.shape, dtype
 
 
 def refuse_unfit(operation: str, x: Any, out: Any, axis: int) -> None:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["HEAD_BYTES", "HEAD_ROOM", "NOBODY", "PROTOCOL", "Chosen", "Exchange", "Heads",
            "cached_bytes", "chosen", "door", "fold", "heads", "in_thread", "messages", "methods",
-           "ring", "see_tensors", "shared", "status", "switch"]  # fmt: skip
+           "ring", "see_tensors", "shared", "status", "switch", "viewer"]  # fmt: skip
 
 #: What this package and the extension, and the cores of two ranks, have to agree on.
 PROTOCOL = 11
@@ -267,6 +267,18 @@ def see_tensors(tensor: Any, parameter: type) -> None:
     functions = getattr(tensor, "__dlpack_c_exchange_api__", None)
     if extension is not None and functions is not None:
         extension.see_tensors(functions, tensor, parameter)
+
+
+def viewer() -> Callable[[Any], tuple[Any, ...] | None] | None:
+    """Return what says where an array's elements are, as :meth:`Heads.view` does.
+
+    Whether C is in use makes no difference, as nothing is computed.
+
+    Returns:
+        None where there is no C.
+    """
+    extension, _ = _load()
+    return None if extension is None else cast("Heads", extension).view
 
 
 def shared(
