@@ -36,7 +36,9 @@ def collect(messages: Messages, src: Buffer, dst: Buffer, counts: Sequence[int])
         ring(messages, every)
 
 
-def ring(messages: Messages, every: Sequence[Buffer], first: int = 0) -> None:
+def ring(
+    messages: Messages, every: Sequence[Buffer], first: int = 0, complete: int | None = None
+) -> None:
     """Pass pieces around until everybody has all of them.
 
     Each rank sends to its right neighbour what it last received from its left one: the
@@ -47,14 +49,19 @@ def ring(messages: Messages, every: Sequence[Buffer], first: int = 0) -> None:
         messages: the call's.
         every: all pieces, of which this rank's own is there already.
         first: the rank that owns piece 0; the others follow in rank order.
+        complete: a rank that has all pieces already, if there is one. The ring sends it
+            nothing, since its memory may be read-only.
     """
-    size = messages.size
-    right, left = (messages.rank + 1) % size, (messages.rank - 1) % size
-    out = (messages.rank - first) % size
+    rank, size = messages.rank, messages.size
+    right, left = (rank + 1) % size, (rank - 1) % size
+    out = (rank - first) % size
+    nothing = every[0].part(0, 0)
     for _ in range(size - 1):
         # All are at the same step: what comes now is the piece before the one that goes.
         into = (out - 1) % size
-        messages.exchange(every[out], right, every[into], left)
+        sent = nothing if right == complete else every[out]
+        received = nothing if rank == complete else every[into]
+        messages.exchange(sent, right, received, left)
         out = into
 
 

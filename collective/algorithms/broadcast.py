@@ -48,4 +48,4 @@ def _scatter_and_ring(messages: Messages, buffer: Buffer, root: int) -> None:
         messages.recv(mine, (node.parent + root) % size)
     for child, stop in reversed(node.children):
         messages.send(buffer.part(limits[child], limits[stop]), (child + root) % size)
-    all_gather.ring(messages, pieces.cut(buffer, counts), root)
+    all_gather.ring(messages, pieces.cut(buffer, counts), root, complete=root)
