@@ -132,8 +132,15 @@ class MpiCollectives(Carrying):
         self._move(how, request, end, move.name, *move.specify(given, out))
 
     def _specify_broadcast(self, request: Request, kind: Any) -> _Move:
-        root = request.root
-        return _Move("Bcast", lambda _, out: ((out, out.size, kind), root), None)
+        root, is_root = request.root, request.root == self.rank
+
+        def specify(_: Any, out: Any) -> tuple[Any, ...]:
+            # MPI may write the root's buffer: MPICH does where the root is not its rank 0.
+            if is_root and isinstance(out, np.ndarray) and not out.flags.writeable:
+                out = out.copy()
+            return (out, out.size, kind), root
+
+        return _Move("Bcast", specify, None)
 
     def _specify_scatter(self, request: Request, kind: Any) -> _Move:
         counts, root, in_place = list(request.elements), request.root, self._in_place
