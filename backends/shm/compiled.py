@@ -148,11 +148,12 @@ def _finished(
 
 
 def _apart(plan: Plan, src: Buffer | None, dst: Buffer | None, seconds: float) -> None:
-    """Make a call on arrays that C does not take as they are, on copies: they overlap, say."""
+    """Make a call on copies of arrays that C does not take, such as arrays that overlap."""
     source = None if src is None else Buffer(np.array(src.array, order="C"), src.dtype)
     result = None if dst is None else Buffer(np.empty(dst.array.size, dst.array.dtype), dst.dtype)
     plan(source, result, seconds)
-    if dst is not None and result is not None:
+    # The root of a broadcast passes its input as its output, and that array may be read-only.
+    if dst is not None and result is not None and dst.array.flags.writeable:
         dst.array[...] = result.array
 
 

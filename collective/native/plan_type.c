@@ -294,9 +294,10 @@ static int fits(const struct shared *s, const struct plan *p, const struct view 
         PyErr_SetString(PyExc_ValueError, "plan: arrays of other lengths or types than the call's");
         return -1;
     }
-    /* The root of a broadcast in place writes nothing. */
-    int is_given = nbytes && room && p->operation == BROADCAST && src->address == dst->address;
-    if (dst != NULL && !dst->writable && !is_given)
+    /* The root of a broadcast in place writes nothing, and an array without elements takes nothing:
+       both may be read-only. */
+    int in_place = nbytes && room && p->operation == BROADCAST && src->address == dst->address;
+    if (room && !dst->writable && !in_place)
         return 0;
     if (!nbytes || !room)
         return 1;

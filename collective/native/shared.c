@@ -216,6 +216,9 @@ static int short_call(struct shared *s, const struct plan *p, uint64_t step, con
         return failed;
     if (goes_on) /* now that all ranks make this call, it is the same on all of them */
         s->ahead = at + (longest + 63) / 64 * 64;
+    /* The root of a broadcast in place has its result, in memory that may be read-only. */
+    if (p->operation == BROADCAST && s->rank == p->root && src == dst)
+        return 0;
     /* No input is in dst, so that it takes intermediate results too. */
     read_sources(s, p, dst, dst);
     return 0;

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import mmap
+import tempfile
 from typing import Any
 
 import numpy as np
@@ -71,6 +73,40 @@ def check_inputs_untouched(comm: Communicator, count: int) -> None:
         _every_call(comm, mine, root)
         comm.barrier()
         assert_same(mine, before, f"the input of {count} elements after every call")
+
+
+@on_each_rank([{"count": 0}, *_COUNTS], at_least=2, own_arrays=True)
+def check_read_only(comm: Communicator, count: int) -> None:
+    """Every call takes inputs in memory that cannot be written, with elements or without."""
+    count -= count % comm.size
+    rank, right, left = comm.rank, (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    inputs = [values("float32", count, each, 58) for each in range(comm.size)]
+    mine = _in_read_only_memory(inputs[rank])
+    for root in {0, comm.size - 1}:
+        what = f"of {count} elements in read-only memory, root={root}"
+        _hold_all(_every_call(comm, mine, root), _wanted(comm.size, rank, inputs, root), what)
+        found = comm.broadcast(mine if rank == root else None, root=root, like="numpy")
+        assert_same(found, inputs[root], f"broadcast, None elsewhere, {what}")
+        out = None if rank == root else np.empty_like(mine)
+        comm.broadcast(mine if rank == root else out, root=root, out=out)
+        if out is not None:
+            assert_same(out, inputs[root], f"broadcast to out {what}")
+    found = comm.sendrecv(mine, right, left)
+    assert_same(found, inputs[left], f"sendrecv of {count} elements in read-only memory")
+    if rank == 0:
+        comm.send(mine, 1)
+    elif rank == 1:
+        found = comm.recv(np.empty(count, np.float32), 0)
+        assert_same(found, inputs[0], f"send of {count} elements from read-only memory")
+
+
+def _in_read_only_memory(array: Array) -> Array:
+    """Return a copy of ``array`` that neither NumPy nor C can write to."""
+    with tempfile.TemporaryFile() as file:
+        file.write(array.tobytes() or bytes(1))
+        file.flush()
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    return np.frombuffer(mapped, array.dtype, array.size)
 
 
 @on_each_rank(_COUNTS, at_least=2)
