@@ -18,6 +18,8 @@ import numpy as np
 
 from collective.algorithms import arithmetic, pieces
 from collective.contract.backend import Backend
+from collective.contract.failure import Failure
+from collective.errors import BackendError
 from collective.memory.buffer import Buffer
 from collective.ops import ReduceOp
 from collective.request import Request
@@ -219,7 +221,7 @@ class OneSided(Backend):
             if rank == self.rank:
                 out[:] = source[offsets[rank] : offsets[rank + 1]]
             elif count:
-                start = int(table[rank, self.rank])
+                start = self._start_of_piece(table[rank], rank, count)
                 region = self._region(rank, source.dtype, int(totals[rank]))
                 region.copy(start, start + count, out)
         if not stays:
@@ -252,6 +254,25 @@ class OneSided(Backend):
             low, high = limits[rank], limits[rank + 1]
             if low < high:
                 exposed(rank, out.dtype, high - low).copy(0, high - low, out[low:high])
+
+    def _start_of_piece(self, offsets: Array, rank: int, count: int) -> int:
+        """Return where this rank's piece begins in what ``rank`` has, by that rank's ``offsets``.
+
+        Raises:
+            BackendError: the piece is not of ``count`` elements, or is outside of the whole.
+        """
+        start, stop, whole = (int(offsets[which]) for which in (self.rank, self.rank + 1, -1))
+        if start < 0 or stop - start != count or stop > whole:
+            text = (
+                f"all_to_all: rank {rank} announces elements {start} to {stop} of {whole} for rank "
+                f"{self.rank}, which expects {count}"
+            )
+            self.abort(Failure("aborted", self.rank, text))
+            raise BackendError(
+                f"{text} [rank {self.rank}]. Something writes to memory that is not its own.",
+                self.name,
+            )
+        return start
 
     def _all_offsets(self, offsets: Array, request: Request, timeout: float) -> Array:
         stays = self._open(request, offsets, None, offsets.nbytes, timeout)

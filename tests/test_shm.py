@@ -209,7 +209,7 @@ def test_a_path_that_now_leads_to_another_file_is_not_opened(tmp_path):
         file.write(b"x" * 8192)
         file.flush()
         with pytest.raises(OSError, match="no longer a segment"):
-            Segment.open(f"/proc/{os.getpid()}/fd/{file.fileno()}")
+            Segment.open(f"/proc/{os.getpid()}/fd/{file.fileno()}", 1)
 
 
 @on_ranks("two")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from typing import Any
 
@@ -41,7 +42,7 @@ class Board:
         self._words[self._versions[self._rank]] = self._version
 
     def read(self) -> dict[int, Any]:
-        """Return the notices by rank; without those that are being written just now."""
+        """Return the notices by rank, without damaged ones and those that are being written."""
         found = {}
         for rank, version in enumerate(self._versions):
             before = self._words[version]
@@ -49,5 +50,6 @@ class Board:
             raw = self._map[self._notices[rank] : self._notices[rank] + NOTICE_BYTES]
             fence()
             if before and before % 2 == 0 and self._words[version] == before:
-                found[rank] = json.loads(raw.partition(b"\0")[0])
+                with contextlib.suppress(ValueError):
+                    found[rank] = json.loads(raw.partition(b"\0")[0])
         return found

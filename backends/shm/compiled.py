@@ -163,11 +163,14 @@ class _ControlCallbacks:
     def __init__(self, control: Control) -> None:
         self._control = control
 
-    def wait(self, request: Request, seconds: float, rank: int, offset: int, value: int) -> None:
-        """Return when a word that a rank writes is at least ``value``.
+    def wait(
+        self, request: Request, seconds: float, rank: int, offset: int, value: int, most: int
+    ) -> None:
+        """Return when a counter that a rank writes has come to ``value``.
 
         Args:
-            offset: the word's, in bytes of the control segment.
+            offset: the counter's, in bytes of the control segment.
+            most: the highest value that the protocol allows by now.
         """
         control = self._control
         words, at, line = control.words, offset // 8, (1 + rank) * LINE
@@ -175,7 +178,7 @@ class _ControlCallbacks:
         ranks = range(control.size) if at == line else (rank,)
         control.request, control.timeout = request, seconds
         control.wait(
-            lambda: words[at] >= value,
+            lambda: control.reached(at, value, most),
             lambda: [r for r in ranks if words[(1 + r) * LINE + at - line] < value],
             request,
             seconds,
@@ -189,6 +192,11 @@ class _ControlCallbacks:
     def fail(self, request: Request) -> None:
         """Raise why the communicator is broken."""
         raise self._control.failure(request)
+
+    def refuse(self, request: Request, rank: int, what: str) -> None:
+        """Raise that a rank has written what no rank writes."""
+        self._control.request = request
+        self._control.refuse(rank, what)
 
     def note(self, request: Request) -> int:
         """Describe a call for peers that wonder; return its number."""

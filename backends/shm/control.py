@@ -10,12 +10,12 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from collective import native
 from collective.contract.failure import Failure
 from collective.contract.stalls import look
-from collective.errors import RendezvousError, UnsupportedError
+from collective.errors import BackendError, RendezvousError, UnsupportedError
 from collective.request import Disagreement, Request
 
 from .layout import CALL_BYTES, CALLS, FAILURE_BYTES, LINE, NOTE_BYTES, Layout
@@ -60,6 +60,8 @@ _CHECK_PEERS_S = 0.05
 _ENDING_S, _ENDING_LOOK_S = 1.0, 0.005
 # How long a wait lasts until it is looked at whether it is in vain, and looked at again.
 _STALL_S = 1.0
+# A note is a path, a vote, a text or a call's header. A longer one is damaged.
+_LONGEST_NOTE = 1 << 30
 
 # x86 keeps the order of stores and of loads. Elsewhere (AArch64, POWER) a flag could
 # overtake the data it announces; a free lock is the cheapest fence that Python has.
@@ -99,6 +101,7 @@ class Control:
         self.request: Request | str = "connect"
         self.timeout = 0.0
         self._noted: dict[Request, int] = {}
+        self._pids = [0] * size
         # Its end is not its process's. The segment's descriptor, and with it the lock, stays until
         # it is said.
         drop = weakref.finalize(self, _drop, segment, self._line + _STATE, os.getpid())
@@ -141,7 +144,8 @@ class Control:
             last()
         self.words[self._line + _STATE] = _JOINED
         self._wait_joined(range(self.size), deadline, timeout, watch)
-        pids = [self.pid(rank) for rank in range(self.size)]
+        # Read once: what a peer writes there later must not have another process's memory read.
+        self._pids = pids = [int(self.words[(1 + r) * LINE + _PID]) for r in range(self.size)]
         if len(set(pids)) < self.size:
             # A process's own locks never hold it up: such ranks would take each other for dead.
             raise UnsupportedError(
@@ -181,8 +185,8 @@ class Control:
         self.segment.close_descriptor()
 
     def pid(self, rank: int) -> int:
-        """Return the process of ``rank``."""
-        return int(self.words[(1 + rank) * LINE + _PID])
+        """Return the number of the process that joined as ``rank``."""
+        return self._pids[rank]
 
     # -- steps --------------------------------------------------------------------------
 
@@ -216,7 +220,13 @@ class Control:
 
     def disagreement(self, request: Request, timeout: float) -> Disagreement:
         """Return what to raise when digests differ; every rank calls it."""
-        return Disagreement(self.exchange(request.header(), timeout))
+        headers = self.exchange(request.header(), timeout)
+        for rank, header in enumerate(headers):
+            try:
+                json.loads(header)
+            except ValueError:
+                self.refuse(rank, "the description of its call is no JSON")
+        return Disagreement(headers)
 
     def sync(self, timeout: float) -> None:
         """Make a further step of the same operation.
@@ -241,7 +251,7 @@ class Control:
         if words[_SLEEPERS]:
             self._wake()
         for peer in self._peers:
-            if words[peer] < step:
+            if not step <= words[peer] <= step + 1:
                 self._wait_for(peer, step, timeout)
         if not _ORDERED:
             fence()
@@ -251,14 +261,15 @@ class Control:
         words, where = self.words, self.layout.notes
         words[self._line + _EXCHANGED] = len(note)
         parts: list[list[bytes]] = [[] for _ in range(self.size)]
-        # How long the longest is, and so how many rounds it takes, is known after the first one:
-        # all ranks have written their lengths then.
+        lengths: list[int] = []
         start, longest = 0, 1
         while start < longest:
             piece = note[start : start + NOTE_BYTES]
             self.segment.map[where[self.rank] : where[self.rank] + len(piece)] = piece
             self.sync(timeout)
-            lengths = [int(words[(1 + r) * LINE + _EXCHANGED]) for r in range(self.size)]
+            # All ranks have written their lengths by the end of the first round. Every rank reads
+            # them there, once, so that all make the same number of rounds.
+            lengths = lengths or [self._length_of_note(r) for r in range(self.size)]
             longest = max(lengths)
             for rank, length in enumerate(lengths):
                 count = min(max(length - start, 0), NOTE_BYTES)
@@ -267,6 +278,12 @@ class Control:
             self.sync(timeout)
             start += NOTE_BYTES
         return [b"".join(pieces) for pieces in parts]
+
+    def _length_of_note(self, rank: int) -> int:
+        length = int(self.words[(1 + rank) * LINE + _EXCHANGED])
+        if not 0 <= length <= _LONGEST_NOTE:
+            self.refuse(rank, f"a note of {length} bytes")
+        return length
 
     def location(self, rank: int, parity: int) -> int:
         """Return the index of the six words that say where ``rank``'s buffers are.
@@ -285,14 +302,29 @@ class Control:
     def _wait_for(self, peer: int, step: int, timeout: float) -> None:
         words = self.words
         for _ in range(self.polls):
-            if words[peer] >= step:
+            if step <= words[peer] <= step + 1:
                 return
         self.wait(
-            lambda: words[peer] >= step,
+            lambda: self.reached(peer, step, step + 1),
             lambda: [r for r in range(self.size) if words[(1 + r) * LINE] < step],
             self.request,
             timeout,
         )
+
+    def reached(self, at: int, value: int, most: int) -> bool:
+        """Tell whether a counter in a rank's line has come to ``value``.
+
+        Args:
+            at: the index of the counter's word.
+            most: the highest value that the protocol allows by now.
+
+        Raises:
+            BackendError: the counter is none of the protocol's.
+        """
+        found = self.words[at]
+        if not 0 <= found <= most:
+            self.refuse(at // LINE - 1, f"a counter of {found}, which is {most} at most")
+        return found >= value
 
     def wait(
         self,
@@ -464,6 +496,27 @@ class Control:
         words[BROKEN] = 1
         self._wake()
 
+    def refuse(self, rank: int, what: str) -> NoReturn:
+        """Break the communicator, as ``rank`` has written to shared memory what no rank writes.
+
+        Raises:
+            BackendError: always.
+        """
+        self.refuse_damaged(f"rank {rank}'s words in shared memory are damaged: {what}")
+
+    def refuse_damaged(self, text: str) -> NoReturn:
+        """Break the communicator, as shared memory is damaged.
+
+        Raises:
+            BackendError: always.
+        """
+        self.fail(Failure("aborted", self.rank, text))
+        raise BackendError(
+            f"shm: {text} [rank {self.rank}]. That rank has another version of this package, or "
+            "something writes to memory that is not its own.",
+            "shm",
+        )
+
     def refuse_broken(self, what: object) -> None:
         """Raise if the communicator is broken."""
         if self.words[BROKEN]:
@@ -489,14 +542,25 @@ class Control:
         for rank in range(self.size):
             line = (1 + rank) * LINE
             if at := words[line + _FAILED_AT]:
-                where = self.layout.failures[rank]
-                raw = self.segment.map[where : where + words[line + _FAILURE_LENGTH]]
-                head, _, text = raw.partition(b"\n")
-                kind, reporter, ranks = json.loads(head)
-                failure = Failure(kind, reporter, text.decode(errors="ignore"), tuple(ranks))
+                failure = self._failure_of(rank)
                 # A rank whose own code raised is a cause; the others may be its echo.
-                found.append((kind != "failed", at, failure))
+                found.append((failure.kind != "failed", at, failure))
+        if not found:
+            text = "shared memory is damaged: it says that a rank has failed, and not which one"
+            found.append((True, 0, Failure("aborted", self.rank, text)))
         return min(found, key=lambda cause: cause[:2])[2].error(str(what), self.rank)
+
+    def _failure_of(self, rank: int) -> Failure:
+        """Return why ``rank`` has broken the communicator."""
+        where, length = self.layout.failures[rank], self.words[(1 + rank) * LINE + _FAILURE_LENGTH]
+        raw = self.segment.map[where : where + min(max(length, 0), FAILURE_BYTES)]
+        head, _, text = raw.partition(b"\n")
+        try:
+            kind, reporter, ranks = json.loads(head)
+            known = str(kind), int(reporter), text.decode(errors="ignore"), tuple(map(int, ranks))
+            return Failure(*known)
+        except (TypeError, ValueError):
+            return Failure("aborted", rank, f"rank {rank} has failed, and its report is damaged")
 
 
 def _drop(segment: Segment, state: int, owner: int) -> None:

@@ -93,7 +93,7 @@ class Heap:
         failed = b""
         if not note.startswith(b"!") and segment is None:
             try:
-                segment = Segment.open(note.decode())
+                segment = Segment.open(note.decode(), stride * control.size)
             except Exception as error:
                 failed = str(error).encode()
         failures = [note[1:]] if note.startswith(b"!") else control.exchange(failed, timeout)
@@ -104,7 +104,8 @@ class Heap:
         for rank, text in enumerate(failures):
             if text:
                 raise AllocationError(
-                    f"empty: {nbytes} bytes on each of {control.size} ranks: {text.decode()} "
+                    f"empty: {nbytes} bytes on each of {control.size} ranks: "
+                    f"{text.decode(errors='replace')} "
                     f"[on rank {rank}]"
                 )
         assert segment is not None
@@ -143,7 +144,7 @@ class Heap:
                 for path, device, inode in map(json.loads, notes):
                     shared = map_shared(path, (device, inode), nbytes)
                     mapped.append(np.frombuffer(shared, np.uint8))
-            except (OSError, ValueError):
+            except (OSError, TypeError, ValueError):
                 mapped.clear()
         if not control.unanimous(bool(mapped), timeout):
             return None
@@ -198,12 +199,20 @@ class Heap:
     def view(
         self, number: int, rank: int, offset: int, dtype: np.dtype[Any], count: int
     ) -> Array | None:
-        """Return ``count`` elements of ``rank``'s part, or None if they are not mapped here."""
+        """Return ``count`` elements of ``rank``'s part, or None if they are not mapped here.
+
+        Raises:
+            BackendError: the rank has announced an offset that its part does not have.
+        """
         part = self._by_number.get(number)
         whole = None if part is None else part.of(rank)
         if whole is None:
             return None
-        return whole[offset : offset + count * dtype.itemsize].view(dtype)
+        nbytes = count * dtype.itemsize
+        if not 0 <= offset <= whole.size - nbytes or offset % dtype.alignment:
+            text = f"{nbytes} bytes at {offset} of symmetric memory of {whole.size} bytes"
+            self._control.refuse(rank, text)
+        return whole[offset : offset + nbytes].view(dtype)
 
 
 def _has_room(nbytes: int) -> bool:

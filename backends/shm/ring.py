@@ -17,9 +17,6 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from collective.contract.failure import Failure
-from collective.errors import BackendError
-
 from .control import Control, fence
 
 __all__ = ["MessageRing", "Receiving", "Sending", "refuse"]
@@ -52,6 +49,7 @@ class MessageRing:
         self.cells = control.words[(start + 4096) // 8 : (start + 4096 + self.capacity) // 8]
         self.fetch = fetch
         self.src = src
+        self._peer = dst if control.rank == src else src
         # Sender's side.
         self.sending = threading.Lock()
         self.free_acks = deque(range(_ACK_SLOTS))
@@ -63,9 +61,9 @@ class MessageRing:
     def announce(self, header: Sequence[int]) -> bool:
         """Write a header if there is room."""
         words, cells = self.words, self.cells
-        head = words[_HEAD]
-        if self.capacity - (head - words[_TAIL]) < 8 * _HEADER:
+        if self.capacity - self._filled() < 8 * _HEADER:
             return False
+        head = words[_HEAD]
         at, length = head // 8, len(cells)
         for index, value in enumerate(header):
             cells[(at + index) % length] = value
@@ -77,12 +75,9 @@ class MessageRing:
     def announced(self) -> list[int] | None:
         """Take a header off the ring if there is one."""
         words, cells = self.words, self.cells
-        tail = words[_TAIL]
-        filled = words[_HEAD] - tail
-        if filled < 8 * _HEADER:
+        if self._filled() < 8 * _HEADER:
             return None
-        if filled > self.capacity:
-            self.refuse(f"{filled} bytes in a ring of {self.capacity}")
+        tail = words[_TAIL]
         fence()
         at, length = tail // 8, len(cells)
         header = [cells[(at + index) % length] for index in range(_HEADER)]
@@ -94,9 +89,8 @@ class MessageRing:
     def write(self, source: Array) -> int:
         """Copy as much of ``source`` (bytes) to the ring as there is room for; return that."""
         words = self.words
+        count = min(source.size, self.capacity - self._filled())  # a multiple of a word
         head = words[_HEAD]
-        room = self.capacity - (head - words[_TAIL])
-        count = min(source.size, room)  # the room is a multiple of a word
         if count:
             at = head % self.capacity
             first = min(count, self.capacity - at)
@@ -110,11 +104,8 @@ class MessageRing:
     def read(self, out: Array) -> int:
         """Copy as much from the ring to ``out`` (bytes) as there is; return that."""
         words = self.words
+        count = min(out.size, self._filled())  # a last piece may have padding after it
         tail = words[_TAIL]
-        filled = words[_HEAD] - tail
-        if not 0 <= filled <= self.capacity:
-            self.refuse(f"{filled} bytes in a ring of {self.capacity}")
-        count = min(out.size, filled)  # a last piece may have padding after it
         if count:
             fence()
             at = tail % self.capacity
@@ -168,28 +159,33 @@ class MessageRing:
             if not kept:
                 self.receiving.release()
 
+    def _filled(self) -> int:
+        """Return how many bytes the ring holds.
+
+        Raises:
+            BackendError: the peer has announced what is in no ring.
+        """
+        filled = self.words[_HEAD] - self.words[_TAIL]
+        if not 0 <= filled <= self.capacity or filled % 8:
+            self.refuse(f"{filled} bytes in a ring of {self.capacity}")
+        return filled
+
     def refuse(self, what: str) -> NoReturn:
         """Break the communicator: of a ring that is damaged nothing more can be read.
 
         Raises:
             BackendError: always.
         """
-        refuse(self._control, self.src, what)
+        refuse(self._control, self._peer, what)
 
 
-def refuse(control: Control, src: int, what: str) -> NoReturn:
-    """Break the communicator, as what rank ``src`` sends cannot be read.
+def refuse(control: Control, peer: int, what: str) -> NoReturn:
+    """Break the communicator, as nothing more can be read of the messages with rank ``peer``.
 
     Raises:
         BackendError: always.
     """
-    text = f"rank {src}'s messages to rank {control.rank} are damaged: {what}"
-    control.fail(Failure("aborted", control.rank, text))
-    raise BackendError(
-        f"shm: {text}. That rank has another version of this package, or something writes "
-        "to memory that is not its own.",
-        "shm",
-    )
+    control.refuse_damaged(f"rank {peer}'s messages to rank {control.rank} are damaged: {what}")
 
 
 class Sending:

@@ -81,17 +81,19 @@ class Segment:
             ) from error
 
     @classmethod
-    def open(cls, path: str) -> Segment:
-        """Map a segment that a peer created.
+    def open(cls, path: str, nbytes: int) -> Segment:
+        """Map a segment that a peer created, of at least ``nbytes`` bytes.
 
         Raises:
-            OSError: its process is gone, or belongs to another user.
+            OSError: its process is gone, or belongs to another user, or it is too short.
         """
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
             # The number of a dead process may be another's by now, with a file of its own.
             if path.startswith("/proc/") and not os.readlink(path).startswith(_MEMFD):
                 raise FileNotFoundError(errno.ENOENT, "no longer a segment", path)
+            if os.fstat(descriptor).st_size < nbytes:
+                raise OSError(errno.EINVAL, f"shorter than {nbytes} bytes", path)
             return cls(descriptor, path, owner=False)
         except BaseException:
             os.close(descriptor)

@@ -85,6 +85,7 @@ class ShmBackend(OneSided):
         self._slots: dict[np.dtype[Any], list[list[Array]]] = {}
         self._in_slots = True
         self._parity = 0
+        self._segments = {_SOURCE: 0, _OUTPUT: 0}  # this rank's, of the running call
         self._wanted = wanted
         self._single_copy = False
         self._board = Board(control)
@@ -185,6 +186,9 @@ class ShmBackend(OneSided):
         mine = bytes([bool(works), protocol, control.crowded, cached_bytes() >> 20])
         votes = [tuple(vote) for vote in control.exchange(mine, timeout)]
         del probe
+        for rank, vote in enumerate(votes):
+            if len(vote) != len(mine):
+                control.refuse(rank, f"{len(vote)} bytes of what it can do, not {len(mine)}")
         reads, protocols, crowds, held = zip(*votes, strict=True)
         self._single_copy = single_copy = all(reads)
         if set(protocols) == {native.PROTOCOL}:
@@ -221,7 +225,8 @@ class ShmBackend(OneSided):
                 self.send(Buffer(note, _UINT8), rank, _GROUP_TAG, timeout)
         else:
             self.recv(Buffer(note, _UINT8), ranks[0], _GROUP_TAG, timeout)
-            segment = self._open_of(ranks[0], note.tobytes().rstrip(b"\0").decode())
+            path = note.tobytes().rstrip(b"\0").decode(errors="replace")
+            segment = self._open_of(ranks[0], path, Layout(len(ranks)).nbytes)
 
         def watch(missing: Sequence[int]) -> None:
             self._control.watch([ranks[r] for r in missing if r != me], "group")
@@ -240,15 +245,15 @@ class ShmBackend(OneSided):
         child._board = self._board
         return child
 
-    def _open_of(self, rank: int, path: str) -> Segment:
-        """Open the segment that ``rank`` has made.
+    def _open_of(self, rank: int, path: str, nbytes: int) -> Segment:
+        """Open the segment of at least ``nbytes`` bytes that ``rank`` has made.
 
         Raises:
             PeerLostError: ``rank`` has ended meanwhile.
             BackendUnavailableError: this process cannot open it.
         """
         try:
-            return Segment.open(path)
+            return Segment.open(path, nbytes)
         except OSError as error:
             self._control.explain([rank], "group")
             few = error.errno in TOO_MANY_FILES
@@ -337,9 +342,10 @@ class ShmBackend(OneSided):
             control.arrive(request, timeout)
             return True
         words, at = control.words, control.location(self.rank, parity)
-        words[at], words[at + 1], words[at + 2] = self._heap.locate(src)
-        at += _OUTPUT
-        words[at], words[at + 1], words[at + 2] = self._heap.locate(dst)
+        for which, array in ((_SOURCE, src), (_OUTPUT, dst)):
+            place = self._heap.locate(array)
+            words[at + which], words[at + which + 1], words[at + which + 2] = place
+            self._segments[which] = place[0]
         control.arrive(request, timeout)
         mapped = self._segment(_SOURCE) and (dst is None or self._segment(_OUTPUT))
         if not (self._single_copy or mapped):
@@ -349,11 +355,11 @@ class ShmBackend(OneSided):
     def _segment(self, which: int) -> int:
         """Return the segment that every rank's buffer is in, or 0; alike on all ranks."""
         words, location, parity = self._control.words, self._control.location, self._parity
-        number = words[location(0, parity) + which]
+        number = self._segments[which]
         for rank in range(self.size):
             if words[location(rank, parity) + which] != number:
                 return 0
-        return int(number)
+        return number
 
     def _peer(self, which: int, rank: int, dtype: np.dtype[Any], count: int) -> Region:
         at = self._control.location(rank, self._parity) + which
@@ -409,7 +415,8 @@ def _open_published(world: World, key: str, deadline: float, timeout: float) -> 
     """Open the segment that rank 0 made; an older one of a dead process is passed over."""
     while True:
         try:
-            return Segment.open(world.store.get(key, deadline).decode())
+            path = world.store.get(key, deadline).decode()
+            return Segment.open(path, Layout(world.size).nbytes)
         except OSError as error:
             if error.errno in TOO_MANY_FILES:
                 raise BackendUnavailableError(

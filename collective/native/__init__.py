@@ -29,7 +29,7 @@ __all__ = ["HEAD_BYTES", "HEAD_ROOM", "NOBODY", "PROTOCOL", "Chosen", "Exchange"
            "ring", "see_tensors", "shared", "status", "switch", "viewer"]  # fmt: skip
 
 #: What this package and the extension, and the cores of two ranks, have to agree on.
-PROTOCOL = 11
+PROTOCOL = 12
 
 #: The bytes of a head, and how many of them can be those of a short array behind what it says.
 HEAD_BYTES, HEAD_ROOM = 1024, 896
@@ -49,10 +49,12 @@ _MOST = 96 << 20
 class Callbacks(Protocol):
     """What Python does for calls over shared memory; ``seconds`` are those that peers have."""
 
-    def wait(self, request: Any, seconds: Any, rank: int, offset: int, value: int) -> None:
-        """Return when the word at an offset in bytes, which ``rank`` writes, is at least ``value``.
+    def wait(
+        self, request: Any, seconds: Any, rank: int, offset: int, value: int, most: int
+    ) -> None:
+        """Return when the counter at an offset in bytes, which ``rank`` writes, is ``value``.
 
-        Or raise.
+        It may be more, up to ``most``. Raise if it is beyond that, or does not come.
         """
 
     def differ(self, request: Any, seconds: Any) -> None:
@@ -60,6 +62,9 @@ class Callbacks(Protocol):
 
     def fail(self, request: Any) -> None:
         """Raise why the ranks cannot go on."""
+
+    def refuse(self, request: Any, rank: int, what: str) -> None:
+        """Raise that ``rank`` has written to shared memory what no rank writes."""
 
     def note(self, request: Any) -> int:
         """Describe a call for peers that wonder; return its number, from 1, which then grows."""

@@ -88,6 +88,10 @@ static size_t ready(struct exchange *x, struct ring *r, size_t ahead, int64_t en
     if (count < enough) {
         r->seen = __atomic_load_n(r->theirs, __ATOMIC_ACQUIRE);
         count = (int64_t)(r->seen + ahead - r->position);
+        if (r->seen % 8) { /* messages end, and chunks are announced, at whole words */
+            x->damage = "bytes that are no whole words";
+            return 0;
+        }
     }
     if (count <= (int64_t)x->messages->capacity)
         return count > 0 ? (size_t)count : 0; /* a claim takes the receiver past the sender */

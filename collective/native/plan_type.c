@@ -11,7 +11,7 @@ typedef struct {
     PyObject_HEAD
     struct shared shared;
     Py_buffer memory; /* keeps the control segment */
-    PyObject *callbacks; /* what Python does: wait(), differ(), fail(), note() */
+    PyObject *callbacks; /* what Python does: wait(), differ(), fail(), refuse(), note() */
     /* Of the call that runs: */
     PyObject *request, *seconds;
     PyObject *ring; /* where it is still to be recorded, or NULL */
@@ -35,18 +35,19 @@ static PyTypeObject *plan_type;
 /* From here on a call takes longer than letting go of the interpreter lock. */
 #define LONG_CALL_BYTES (64 << 10)
 
-static int ask_python(Shared *self, int rank, const uint64_t *word, uint64_t value)
+static int ask_python(Shared *self, int rank, const uint64_t *word, uint64_t value, uint64_t most)
 {
     Py_ssize_t offset = (const char *)word - (const char *)self->memory.buf;
-    PyObject *done = PyObject_CallMethod(self->callbacks, "wait", "OOinK", self->request,
-                                         self->seconds, rank, offset, (unsigned long long)value);
+    PyObject *done = PyObject_CallMethod(self->callbacks, "wait", "OOinKK", self->request,
+                                         self->seconds, rank, offset, (unsigned long long)value,
+                                         (unsigned long long)most);
     Py_XDECREF(done);
     return done == NULL ? -1 : 0;
 }
 
 /* Waits for a word, without the interpreter lock. If that takes long, Python does: it knows of
    deadlines, signals and peers that have died. */
-static int wait_for(void *context, int rank, const uint64_t *word, uint64_t value)
+static int wait_for(void *context, int rank, const uint64_t *word, uint64_t value, uint64_t most)
 {
     Shared *self = context;
     PyThreadState *state = self->unlocked ? self->unlocked : PyEval_SaveThread();
@@ -54,13 +55,13 @@ static int wait_for(void *context, int rank, const uint64_t *word, uint64_t valu
     int64_t end = now_ns() + YIELD_NS;
     do {
         sched_yield();
-        there = __atomic_load_n(word, __ATOMIC_ACQUIRE) >= value;
+        there = reached(word, value, most);
     } while (!there && now_ns() < end);
     if (there && self->unlocked)
         return 0;
     PyEval_RestoreThread(state);
     if (!there)
-        failed = ask_python(self, rank, word, value);
+        failed = ask_python(self, rank, word, value, most);
     if (self->unlocked)
         self->unlocked = PyEval_SaveThread();
     return failed;
@@ -107,7 +108,8 @@ static int read_shared(Shared *self, PyObject *args)
         s->sleepers = (uint32_t *)((char *)self->memory.buf + SLEEPERS_AT);
     s->stages = calloc((size_t)size, sizeof *s->stages);
     s->sources = calloc((size_t)size, sizeof *s->sources);
-    if (s->stages == NULL || s->sources == NULL) {
+    s->results = calloc((size_t)size, sizeof *s->results);
+    if (s->stages == NULL || s->sources == NULL || s->results == NULL) {
         PyErr_NoMemory();
         return -1;
     }
@@ -146,6 +148,7 @@ static void shared_dealloc(PyObject *object)
         free(self->shared.segments[i].parts);
     free(self->shared.stages);
     free(self->shared.sources);
+    free(self->shared.results);
     release(object);
 }
 
@@ -162,8 +165,8 @@ static int read_words(PyObject *sequence, int size, uint64_t *words)
     return 0;
 }
 
-/* know(number, nbytes, addresses): a symmetric segment is mapped; without addresses, no more.
-   Returns whether it is known: of too many, the last are staged as ordinary memory is. */
+/* Takes a symmetric segment for mapped: know(number, nbytes, addresses); or for unmapped:
+   know(number). Returns whether it is known: of too many, the last are staged as ordinary memory is. */
 static PyObject *shared_know(PyObject *object, PyObject *args)
 {
     struct shared *s = &((Shared *)object)->shared;
@@ -316,6 +319,9 @@ static int give_up(Shared *self, int failed)
         done = PyObject_CallMethod(self->callbacks, "differ", "OO", self->request, self->seconds);
     else if (failed == BROKEN)
         done = PyObject_CallMethod(self->callbacks, "fail", "O", self->request);
+    else if (failed == DAMAGED)
+        done = PyObject_CallMethod(self->callbacks, "refuse", "Ois", self->request,
+                                   self->shared.damaging, self->shared.damage);
     if (done != NULL)
         PyErr_SetString(PyExc_SystemError, "a call in C that has failed was taken for right");
     Py_XDECREF(done);

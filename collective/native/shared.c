@@ -30,12 +30,14 @@ void announce(struct shared *s, enum word word, uint64_t value)
 int await(struct shared *s, int rank, enum word which, uint64_t value)
 {
     const uint64_t *word = s->stages[rank].line + which;
+    /* A peer may be a step ahead, and has staged no block that this rank has not counted. */
+    uint64_t most = which == STEP ? value + 1 : s->blocks;
     for (int i = 0; i < s->looks; i++) {
-        if (__atomic_load_n(word, __ATOMIC_ACQUIRE) >= value)
+        if (reached(word, value, most))
             return 0;
         relax();
     }
-    return s->wait(s->context, rank, word, value);
+    return s->wait(s->context, rank, word, value, most);
 }
 
 /* Waits for all other ranks. */
@@ -68,7 +70,7 @@ static int arrive(struct shared *s, uint64_t step, uint64_t digest)
 static int depart(struct shared *s)
 {
     uint64_t step = s->stages[s->rank].line[STEP] + 1;
-    if (*s->broken)
+    if (is_broken(s))
         return BROKEN;
     announce(s, STEP, step);
     return await_all(s, STEP, step);
@@ -242,6 +244,7 @@ static void locate(struct shared *s, int which, const char *array, size_t nbytes
 
 void shared_locate(struct shared *s, const struct plan *p, const void *src, const void *dst)
 {
+    s->inside[0] = s->inside[1] = NULL;
     if (longest_input(p) < s->least_long)
         return;
     /* Of what the root alone has the others say where they want it. */
@@ -249,34 +252,55 @@ void shared_locate(struct shared *s, const struct plan *p, const void *src, cons
         locate(s, 0, src, input_bytes(s, p));
     else
         locate(s, 0, dst, output_bytes(s, p));
-    s->inside[1] = NULL;
     if (p->operation == ALL_REDUCE)
         locate(s, 1, dst, output_bytes(s, p));
 }
 
-/* Returns the segment in which every rank says that its array is, or NULL; alike on all ranks. */
-static const struct segment *common(const struct shared *s, int which, int location)
+/* Bytes of the array whose place a rank announces first: its input, or else its output. */
+static size_t announced_bytes(const struct shared *s, const struct plan *p, int rank)
 {
-    const struct segment *mine = s->inside[which];
-    for (int rank = 0; rank < s->size && mine != NULL; rank++)
-        if (s->stages[rank].line[location] != mine->number)
-            return NULL;
-    return mine;
+    if (from_root(p) && rank != p->root)
+        return p->item * (splits(p) ? length_of(s, p, rank) : p->count);
+    return p->item * input_length(s, p, rank);
 }
 
-static char *located(const struct shared *s, const struct segment *segment, int rank, int location)
+/* Sets addresses to those of all ranks' arrays, if every rank says that its array is in one segment.
+   Returns whether it does, alike on all ranks, or DAMAGED.
+
+   A peer's words are not trusted. Each is loaded once, since the peer might change it between a
+   check and a use. A place counts if the whole array is in the peer's part of the segment, and
+   aligned as views.c wants it of this rank's arrays. */
+static int find_arrays(struct shared *s, const struct plan *p, int which, int location,
+                       char **addresses)
 {
-    return segment->parts[rank] + s->stages[rank].line[location + 1];
+    const struct segment *mine = s->inside[which];
+    if (mine == NULL)
+        return 0;
+    for (int rank = 0; rank < s->size; rank++) {
+        const uint64_t *words = s->stages[rank].line + location + 2 * which;
+        uint64_t offset = s->offset[which];
+        if (rank != s->rank) {
+            if (__atomic_load_n(words, __ATOMIC_RELAXED) != mine->number)
+                return 0;
+            offset = __atomic_load_n(words + 1, __ATOMIC_RELAXED);
+        }
+        size_t nbytes = which == 0 ? announced_bytes(s, p, rank) : p->item * p->count;
+        if (nbytes > mine->nbytes || offset > mine->nbytes - nbytes
+            || offset % (p->item > 8 ? 8 : p->item)) {
+            s->damaging = rank;
+            s->damage = "an array's place that is not in its symmetric memory";
+            return DAMAGED;
+        }
+        addresses[rank] = mine->parts[rank] + offset;
+    }
+    return 1;
 }
 
 /* Reads all inputs where they are. Each rank folds a piece of an all_reduce for all ranks: of that
    piece it alone reads inputs and writes outputs, so that these may be the same. */
-static int in_place(struct shared *s, const struct plan *p, int location,
-                    const struct segment *inputs, const struct segment *outputs, char *dst)
+static int in_place(struct shared *s, const struct plan *p, char *dst)
 {
     char *scratch = (char *)s->stages[s->rank].areas[0];
-    for (int rank = 0; rank < s->size; rank++)
-        s->sources[rank] = located(s, inputs, rank, location);
     if (p->operation != ALL_REDUCE) {
         read_sources(s, p, dst, scratch);
         return depart(s);
@@ -285,12 +309,11 @@ static int in_place(struct shared *s, const struct plan *p, int location,
     for (size_t at = start_of(s, p, s->rank); at < stop; at += chunk) {
         size_t count = stop - at < chunk ? stop - at : chunk, offset = at * p->item;
         fold_sources(s, p, at, count, dst + offset, scratch);
-        if (*s->broken) /* a peer that has given up may have its memory back */
+        if (is_broken(s)) /* a peer that has given up may have its memory back */
             return BROKEN;
         for (int i = 1; i < s->size; i++) {
             int rank = (s->rank + i) % s->size;
-            char *theirs = located(s, outputs, rank, location + 2);
-            memcpy(theirs + offset, dst + offset, count * p->item);
+            memcpy(s->results[rank] + offset, dst + offset, count * p->item);
         }
     }
     return depart(s);
@@ -299,7 +322,7 @@ static int in_place(struct shared *s, const struct plan *p, int location,
 static int long_call(struct shared *s, const struct plan *p, uint64_t step, const char *src,
                      char *dst)
 {
-    int location = LOCATION + 8 * (int)(step & 1), failed;
+    int location = LOCATION + 8 * (int)(step & 1), failed, mapped;
     uint64_t *words = s->stages[s->rank].line + location;
     for (int which = 0; which < 2; which++) {
         words[2 * which] = s->inside[which] ? s->inside[which]->number : 0;
@@ -307,17 +330,19 @@ static int long_call(struct shared *s, const struct plan *p, uint64_t step, cons
     }
     if ((failed = arrive(s, step, p->digest)))
         return failed;
-    const struct segment *inputs = common(s, 0, location), *outputs = common(s, 1, location + 2);
+    mapped = find_arrays(s, p, 0, location, (char **)s->sources);
+    if (mapped > 0 && p->operation == ALL_REDUCE)
+        mapped = find_arrays(s, p, 1, location, s->results);
+    if (mapped < 0)
+        return mapped;
     /* What a scan writes may be what others still read. */
-    if (inputs != NULL && p->operation != SCAN && (outputs || p->operation != ALL_REDUCE))
-        return in_place(s, p, location, inputs, outputs, dst);
-    return stage(s, p, src, dst);
+    return mapped && p->operation != SCAN ? in_place(s, p, dst) : stage(s, p, src, dst);
 }
 
 int shared_call(struct shared *s, const struct plan *p, const void *src, void *dst)
 {
     uint64_t step = s->stages[s->rank].line[STEP] + 1;
-    if (*s->broken)
+    if (is_broken(s))
         return BROKEN;
     return longest_input(p) < s->least_long ? short_call(s, p, step, src, dst)
                                             : long_call(s, p, step, src, dst);

@@ -41,9 +41,10 @@ struct segment {
    how many segments known. */
 enum { NOTES_KEPT = 64, SEGMENTS = 64 };
 
-/* Waits until *word is at least value, for as long as it takes; returns 0, or a negative number if
-   that will not be. Called when it has been looked at for a moment in vain. */
-typedef int wait_function(void *context, int rank, const uint64_t *word, uint64_t value);
+/* Waits until *word has come to value, see reached(), for as long as it takes; returns 0, or a
+   negative number if that will not be. Called after some looks in vain. */
+typedef int wait_function(void *context, int rank, const uint64_t *word, uint64_t value,
+                          uint64_t most);
 
 /* Does what can be done while the others arrive. */
 typedef void arrived_function(void *context);
@@ -57,14 +58,18 @@ struct shared {
     wait_function *wait;
     arrived_function *arrived;
     void *context;
-    const uint64_t *broken; /* not 0 when a rank has failed */
+    const uint64_t *broken; /* not 0 when a rank has failed; see is_broken() */
     uint32_t *sleepers;     /* how many ranks nap, or NULL if nobody does */
     struct stage *stages;   /* of each rank */
     const char **sources;   /* of each rank, where its input is read in this call */
+    char **results;         /* of each rank, where its output is written in this call */
     struct segment segments[SEGMENTS];
     /* Of a call's input and output: the segment that it is in, or NULL, and where. */
     const struct segment *inside[2];
     size_t offset[2];
+    /* After DAMAGED: the rank that has written what no rank writes, and what that is. */
+    int damaging;
+    const char *damage;
 };
 
 /* What all ranks do in a call; equal on them if the digests are. Numbers are of elements. */
@@ -83,9 +88,26 @@ struct plan {
     size_t item, count;
 };
 
-/* What a call returns if it is not 0: of the first, nothing has been written, and the ranks may go
-   on; after the others the communicator is broken, and this is not used again. */
-enum { DIFFERENT = 1, BROKEN = -2, /* or what wait returned, -1 */ };
+/* What a call returns if it is not 0. After DIFFERENT nothing has been written, and the ranks may go
+   on. After the others the communicator is broken or has to be, and this is not used again. */
+enum { DIFFERENT = 1, BROKEN = -2, DAMAGED = -3, /* or what wait returned, -1 */ };
+
+/* Whether a peer's counter has come to value. Above most it cannot be: such a word is damaged, and
+   never counts as reached, so that whoever waits for it finds out. */
+static inline int reached(const uint64_t *word, uint64_t value, uint64_t most)
+{
+    return __atomic_load_n(word, __ATOMIC_ACQUIRE) - value <= most - value;
+}
+
+/* Whether a rank has failed. If not, what has been read of its memory before was still there: reads
+   keep their order with this one. The sanitizer for threads knows no fences. */
+static inline int is_broken(const struct shared *s)
+{
+#ifndef __SANITIZE_THREAD__
+    __atomic_thread_fence(__ATOMIC_ACQUIRE);
+#endif
+    return __atomic_load_n(s->broken, __ATOMIC_RELAXED) != 0;
+}
 
 /* Every rank calls the same, with the same plan but for its digest. Before it, and while nobody
    changes the segments, it is found out in which of them the arrays are. */

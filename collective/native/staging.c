@@ -224,5 +224,5 @@ int stage(struct shared *s, const struct plan *p, const char *src, char *dst)
     announce(s, FOLDED, s->blocks);
     if ((failed = await_all(s, READ, s->blocks)))
         return failed;
-    return *s->broken ? BROKEN : 0; /* a peer that has given up has told nobody else */
+    return is_broken(s) ? BROKEN : 0; /* a peer that has given up has told nobody else */
 }

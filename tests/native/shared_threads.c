@@ -1,5 +1,6 @@
-/* Ranks that are threads, in calls of random lengths around those at which a call takes another way:
-   built and run by test_shared.py, with the sanitizers by `make sanitize`.
+/* Ranks that are threads, in calls of random lengths around those at which a call takes another way.
+   At the end one rank gives up in the middle of a call. Built and run by test_shared.py, with the
+   sanitizers by `make sanitize`.
 
    Usage: shared_threads RANKS CALLS AREA_BYTES SEED */
 
@@ -28,7 +29,7 @@ static struct stage stages[MOST_RANKS];
 /* Somebody naps, so that all are looked at. */
 static uint32_t sleepers = 1;
 static char *heaps[MOST_RANKS];
-static const uint64_t whole = 0; /* nobody fails here */
+static uint64_t broken; /* set by the rank that gives up */
 
 /* A generator that is the same on all ranks and all machines (Marsaglia's xorshift). */
 static uint32_t draw(uint32_t *state)
@@ -39,11 +40,20 @@ static uint32_t draw(uint32_t *state)
     return *state;
 }
 
-static int wait_for(void *context, int rank, const uint64_t *word, uint64_t value)
+/* How many more waits a rank has patience for; NULL for any number. */
+static int wait_for(void *context, int rank, const uint64_t *word, uint64_t value, uint64_t most)
 {
-    (void)context, (void)rank;
-    while (__atomic_load_n(word, __ATOMIC_ACQUIRE) < value)
+    int *patience = context;
+    (void)rank;
+    if (patience != NULL && (*patience)-- == 0) {
+        __atomic_store_n(&broken, 1, __ATOMIC_RELAXED);
+        return -1;
+    }
+    while (!reached(word, value, most)) {
+        if (__atomic_load_n(&broken, __ATOMIC_RELAXED) && !reached(word, value, most))
+            return -1;
         sched_yield();
+    }
     return 0;
 }
 
@@ -150,6 +160,27 @@ static void one_call(struct shared *shared, struct plan *p, int call, int symmet
         free(memory);
 }
 
+/* Makes calls until a rank has given up, in symmetric memory and by stages, as where that rank is
+   then makes a difference. Nobody changes memory when its call has failed, but peers may still read
+   and write what the protocol gives them: the sanitizers look at that, and at the word that says
+   that a rank has failed. */
+static void break_off(struct shared *shared, uint32_t *state)
+{
+    int patience = (int)(draw(state) % 12), victim = (int)(draw(state) % ranks), failed = 0;
+    size_t count = area_bytes / 2, nbytes = count * sizeof(uint32_t);
+    char *memory = calloc(2, nbytes);
+    for (int call = 0; !failed; call++) {
+        struct plan p = {.operation = ALL_REDUCE, .fold = sum, .item = 4, .count = count,
+                         .digest = 5 + call};
+        char *src = call % 2 ? heaps[shared->rank] : memory, *dst = call % 4 < 2 ? src : src + nbytes;
+        shared->context = shared->rank == victim && call > 4 ? &patience : NULL;
+        shared_locate(shared, &p, src, dst);
+        failed = shared_call(shared, &p, src, dst);
+    }
+    check(failed == BROKEN || failed == -1, "breaking off", failed, shared->rank, count);
+    free(memory);
+}
+
 /* There is nothing to do while the others arrive. */
 static void go_on(void *context)
 {
@@ -161,7 +192,9 @@ static void *rank_main(void *argument)
     struct shared shared = {.rank = (int)(intptr_t)argument, .size = ranks, .stages = stages,
                             .area_bytes = area_bytes, .least_long = area_bytes / 32 * 3,
                             .looks = 20, .wait = wait_for, .arrived = go_on,
-                            .broken = &whole, .sleepers = &sleepers, .sources = calloc(ranks, sizeof(char *))};
+                            .broken = &broken, .sleepers = &sleepers,
+                            .sources = calloc(ranks, sizeof(char *)),
+                            .results = calloc(ranks, sizeof(char *))};
     shared.segments[3] = (struct segment){7, heap_bytes, heaps};
     uint32_t state = seed * 2654435761u + 1;
     for (int call = 0; call < calls; call++) {
@@ -196,7 +229,9 @@ static void *rank_main(void *argument)
             check(shared_call(&shared, &odd, NULL, NULL) == DIFFERENT, "a disagreement", call,
                   shared.rank, 0);
     }
+    break_off(&shared, &state);
     free(shared.sources);
+    free(shared.results);
     return NULL;
 }
 

@@ -254,6 +254,15 @@ def test_a_ring_that_holds_more_than_it_can_is_refused(count: int) -> None:
         ends.receive(np.empty(2))
 
 
+@pytest.mark.parametrize("end", [0, 64], ids=["sender", "receiver"])
+def test_an_end_that_has_gone_through_half_a_word_is_refused(end: int) -> None:
+    ends = Ends(patient=False)
+    ends.words[RINGS // 8 + end] = 12
+    message = data(RING_BYTES)
+    with pytest.raises(Damaged, match="no whole words"):
+        _ = ends.send(message) if end else ends.receive(message)
+
+
 def test_a_receiver_that_has_read_more_than_was_sent_is_refused() -> None:
     ends = Ends(patient=False)
     ends.words[RINGS // 8 + 64] = 1 << 20

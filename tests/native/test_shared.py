@@ -21,7 +21,7 @@ AREA_BYTES = 4096
 LINE_BYTES = 512
 FLOAT32 = BY_NAME["float32"]
 BROADCAST, ALL_REDUCE = 3, 1  # as in collective/native/shared.h
-DIGEST, LOCATION, POSTED = 1, 8, 40
+DIGEST, LOCATION, POSTED, FOLDED, READ = 1, 8, 40, 48, 56
 
 
 @pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
@@ -41,6 +41,10 @@ def test_the_sanitizers_find_nothing(program: str, ranks: str, areas: str, sanit
         pytest.skip(done.stdout)
     assert done.returncode == 0, done.stdout
     assert done.stdout.count("150 calls of") == len(ranks.split()) * len(areas.split())
+
+
+class Damaged(Exception):
+    """What the callback raises."""
 
 
 class Host:
@@ -76,6 +80,9 @@ class Host:
     def fail(self, request: Any) -> None:
         raise ConnectionError(f"{request} is broken")
 
+    def refuse(self, request: Any, rank: int, what: str) -> None:
+        raise Damaged(f"{request}: rank {rank}: {what}")
+
     def note(self, request: Any) -> int:
         self.words[39] += 1
         return self.words[39]
@@ -99,7 +106,7 @@ def test_python_is_asked_to_wait_and_what_it_raises_ends_the_call() -> None:
     host.meanwhile = late
     with pytest.raises(TimeoutError, match="late"):
         host.plan(ALL_REDUCE, "sum")(floats(5), floats(5), 1.5)
-    assert host.asked == [("request", 1.5, 1, 64 + LINE_BYTES, 1)]
+    assert host.asked == [("request", 1.5, 1, 64 + LINE_BYTES, 1, 2)]
 
 
 def test_a_peers_block_is_waited_for_as_its_arrival_is() -> None:
@@ -113,7 +120,7 @@ def test_a_peers_block_is_waited_for_as_its_arrival_is() -> None:
     host.meanwhile = arrives_and_is_late
     with pytest.raises(TimeoutError, match="late"):
         host.plan(ALL_REDUCE, "sum")(floats(5000), floats(5000), 1.5)
-    assert host.asked[1] == ("request", 1.5, 1, 64 + LINE_BYTES + 8 * POSTED, 1)
+    assert host.asked[1][:-1] == ("request", 1.5, 1, 64 + LINE_BYTES + 8 * POSTED, 1)
 
 
 def test_ranks_that_do_different_things_find_out_and_write_nothing() -> None:
@@ -135,11 +142,11 @@ def test_a_call_on_a_broken_communicator_leaves_the_areas_alone() -> None:
 
 def test_a_call_leaves_alone_what_a_peer_may_still_read_of_the_last_one() -> None:
     host = Host()
-    # The peer is always there already: whatever it reads, it has not read it yet.
-    host.peer[0], host.peer[DIGEST], host.peer[DIGEST + 1] = 1 << 40, 7, 7
+    host.peer[DIGEST], host.peer[DIGEST + 1] = 7, 7
     plan, drawn = host.plan(ALL_REDUCE, "sum"), np.random.default_rng(0)
     last, at = b"", 0
     for call in range(2000):
+        host.peer[0] = call + 1  # it is there already: whatever it reads, it has not read it yet
         x = floats(int(drawn.integers(1, 96 if drawn.integers(2) else 20)), call + 1.0)
         plan(x, floats(len(x.array)), 1.0)
         assert host.memory[at : at + len(last)] == last, f"call {call} of {len(x.array)} elements"
@@ -165,6 +172,59 @@ def test_nothing_is_written_to_memory_that_a_peer_has_back(count: int) -> None:
     with pytest.raises(ConnectionError, match="request is broken"):
         host.plan(ALL_REDUCE, "sum")(Buffer(mine, FLOAT32), Buffer(mine, FLOAT32), 1.0)
     assert theirs.tolist() == [1.0] * count
+
+
+@pytest.mark.parametrize("location", [LOCATION, LOCATION + 2], ids=["input", "output"])
+@pytest.mark.parametrize("offset", [1600, 4, 1 << 40, (1 << 64) - 1600, 2])
+def test_a_peers_place_outside_of_its_segment_is_refused(location: int, offset: int) -> None:
+    host, count = Host(), 400
+    memory = np.ones(2 * count, np.float32)
+    mine = Buffer(memory[:count], FLOAT32)
+    start = memory.__array_interface__["data"][0]
+    assert host.shared.know(5, mine.nbytes, [start, start + mine.nbytes])
+
+    def arrives() -> None:
+        for which in (LOCATION, LOCATION + 2, LOCATION + 8, LOCATION + 10):
+            host.peer[which] = 5
+        for parity in (0, 8):
+            host.peer[location + parity + 1] = offset
+        host.arrives()
+
+    host.meanwhile = arrives
+    with pytest.raises(Damaged, match="request: rank 1: an array's place"):
+        host.plan(ALL_REDUCE, "sum")(mine, mine, 1.0)
+    assert memory.tolist() == [1.0] * 2 * count
+
+
+@pytest.mark.parametrize("step", [3, 1 << 40, (1 << 64) - 1])
+def test_a_step_that_a_peer_cannot_have_made_is_no_arrival(step: int) -> None:
+    host = Host()
+    host.peer[0], host.peer[DIGEST], host.peer[DIGEST + 1] = step, 7, 7
+
+    def refuse() -> None:
+        raise Damaged
+
+    host.meanwhile = refuse
+    with pytest.raises(Damaged):
+        host.plan(ALL_REDUCE, "sum")(floats(5), floats(5), 1.0)
+
+
+@pytest.mark.parametrize("word", [POSTED, FOLDED, READ])
+def test_a_block_that_a_peer_cannot_have_staged_is_no_block(word: int) -> None:
+    host = Host()
+
+    def arrives_and_is_damaged() -> None:
+        if len(host.asked) > 1:
+            raise Damaged
+        host.arrives()
+        for each in (POSTED, FOLDED, READ):
+            host.peer[each] = 5
+        host.peer[word] = 6
+
+    host.meanwhile = arrives_and_is_damaged
+    with pytest.raises(Damaged):
+        host.plan(ALL_REDUCE, "sum")(floats(5000), floats(5000), 1.0)
+    assert host.asked[1][-1] == 5, "the test takes other blocks than the call"
 
 
 def test_arrays_of_other_lengths_are_refused() -> None:

@@ -1,0 +1,132 @@
+"""Shared memory of ``shm`` in which a rank has written what no rank writes.
+
+A test has the ends of two ranks in one process, of which rank 1 writes what the test says.
+tests/native has the same for what is read in C, and test_shm_ring.py for the rings.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from collective.backends.shm.board import Board
+from collective.backends.shm.control import BROKEN, Control
+from collective.backends.shm.layout import LINE, Layout
+from collective.backends.shm.memory import Heap, _Part
+from collective.backends.shm.segment import Segment
+from collective.backends.threads import ThreadsBackend
+from collective.communicator import Communicator
+from collective.contract.failure import Failure
+from collective.errors import BackendError, CommunicatorAbortedError
+from tests.on_ranks import on_ranks, ranks_of
+
+two = ranks_of(("shm", 2))
+GARBAGE = (1 << 40, -1, (1 << 63) - 1, -(1 << 63))
+# The words of rank 1's line, as in control.py.
+_PEER = 2 * LINE
+_STEP, _PID, _EXCHANGED, _FAILED_AT, _LENGTH = _PEER, *(_PEER + at for at in (33, 35, 36, 37))
+
+
+@pytest.fixture
+def control() -> Iterator[Control]:
+    segment = Segment.create(Layout(2).nbytes)
+    yield Control(segment, 0, 2)
+    segment.close_descriptor()
+
+
+@pytest.mark.parametrize("step", GARBAGE)
+def test_a_step_that_a_peer_cannot_have_made_is_refused(control: Control, step: int) -> None:
+    control.words[_STEP] = step
+    with pytest.raises(BackendError, match="rank 1's words in shared memory are damaged: a count"):
+        control.sync(5.0)
+    assert control.words[BROKEN] == 1
+
+
+@pytest.mark.parametrize("length", GARBAGE)
+def test_a_note_that_is_longer_than_memory_is_refused(control: Control, length: int) -> None:
+    control.words[_STEP], control.words[_EXCHANGED] = 1, length
+    with pytest.raises(BackendError, match=f"damaged: a note of {length} bytes"):
+        control.exchange(b"mine", 5.0)
+
+
+def test_a_call_that_is_described_by_no_json_is_refused(control: Control) -> None:
+    control.words[_STEP], control.words[_EXCHANGED] = 2, 4
+    at = control.layout.notes[1]
+    control.segment.map[at : at + 4] = b"\xff{[}"
+    request: Any = type("Call", (), {"header": lambda self: b"{}"})()
+    with pytest.raises(BackendError, match="the description of its call is no JSON"):
+        control.disagreement(request, 5.0)
+
+
+@pytest.mark.parametrize("report", [b"\xff\xfe", b"[]\n", b"7\nx", b'["lost", "x", 3]\n'])
+@pytest.mark.parametrize("length", [None, *GARBAGE])
+def test_a_damaged_report_of_a_failure_is_a_failure(
+    control: Control, report: bytes, length: int | None
+) -> None:
+    at = control.layout.failures[1]
+    control.segment.map[at : at + len(report)] = report
+    control.words[_LENGTH] = len(report) if length is None else length
+    control.words[_FAILED_AT] = control.words[BROKEN] = 1
+    with pytest.raises(CommunicatorAbortedError, match="rank 1 has failed, and its report is dama"):
+        control.refuse_broken("barrier")
+
+
+def test_a_broken_communicator_of_which_nobody_says_why_is_aborted(control: Control) -> None:
+    control.words[BROKEN] = 1
+    with pytest.raises(CommunicatorAbortedError, match="shared memory is damaged"):
+        control.refuse_broken("barrier")
+
+
+def test_a_damaged_notice_is_no_notice(control: Control) -> None:
+    board = Board(control)
+    board.post([0, "mine"])
+    control.words[control.version_of_notice(1)] = 2
+    at = control.layout.notices[1]
+    control.segment.map[at : at + 3] = b"\xff[}"
+    assert board.read() == {0: [0, "mine"]}
+
+
+@pytest.mark.parametrize("offset", [*GARBAGE, 4096 - 8, 4])
+def test_a_place_outside_of_symmetric_memory_is_refused(control: Control, offset: int) -> None:
+    heap, root = Heap(control), np.zeros(2 * 4096, np.uint8)
+    heap._know(_Part(1, root, 0, 4096), root)
+    with pytest.raises(BackendError, match="rank 1's words in shared memory are damaged: 16 bytes"):
+        heap.view(1, 1, offset, np.dtype(np.float64), 2)
+
+
+@on_ranks("two")
+def test_the_process_of_a_rank_is_the_one_that_joined(comm: Communicator) -> None:
+    control = comm._backend._control  # type: ignore[attr-defined]
+    pids = comm.all_gather(np.array([os.getpid()]))
+    before = control.words[(1 + comm.rank) * LINE + 33]
+    control.words[(1 + comm.rank) * LINE + 33] = 1
+    comm.barrier()
+    assert [control.pid(rank) for rank in range(2)] == pids.tolist()
+    control.words[(1 + comm.rank) * LINE + 33] = before
+
+
+@pytest.mark.parametrize(
+    ("offsets", "count"),
+    [([-4, 0, 8], 4), ([0, 5, 8], 4), ([0, 4, 3], 4), ([1 << 40, 1 << 41, 1 << 42], 4)],
+)
+def test_pieces_that_a_peer_cannot_have_are_refused(offsets: list[int], count: int) -> None:
+    aborted: list[Failure] = []
+    backend: Any = object.__new__(ThreadsBackend)
+    backend.rank, backend.size, backend.abort = 0, 2, aborted.append
+    with pytest.raises(BackendError, match="all_to_all: rank 1 announces elements"):
+        backend._start_of_piece(np.array(offsets), 1, count)
+    assert aborted[0].kind == "aborted"
+
+
+# -- the length of a segment -----------------------------------------------------------------
+
+
+def test_a_segment_that_is_too_short_is_not_opened() -> None:
+    segment = Segment.create(8192)
+    with pytest.raises(OSError, match="shorter than 8193 bytes"):
+        Segment.open(segment.path, 8193)
+    segment.close_descriptor()
