@@ -6,7 +6,10 @@ tests/native has the same for what is read in C, and test_shm_ring.py for the ri
 
 from __future__ import annotations
 
+import fcntl
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -125,8 +128,41 @@ def test_pieces_that_a_peer_cannot_have_are_refused(offsets: list[int], count: i
 # -- the length of a segment -----------------------------------------------------------------
 
 
+_SHORTENS = """
+import os, sys
+with open(sys.argv[1], "r+b") as file:
+    for length in (0, int(sys.argv[2])):
+        try:
+            os.ftruncate(file.fileno(), length)
+        except OSError as error:
+            print(error.errno, flush=True)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="segments are files")
+@pytest.mark.parametrize("what", ["control", "symmetric"])
+def test_another_process_cannot_change_the_length_of_a_segment(what: str) -> None:
+    nbytes = Layout(2).nbytes if what == "control" else 8192
+    segment = Segment.create(nbytes)
+    words = [sys.executable, "-c", _SHORTENS, segment.path, str(2 * nbytes)]
+    said = subprocess.run(words, capture_output=True, text=True, check=True, timeout=60).stdout
+    assert said.split() == ["1", "1"], "EPERM of each"
+    segment.map[nbytes - 1] = 1  # SIGBUS, if it were shorter
+    segment.close_descriptor()
+
+
 def test_a_segment_that_is_too_short_is_not_opened() -> None:
     segment = Segment.create(8192)
     with pytest.raises(OSError, match="shorter than 8193 bytes"):
         Segment.open(segment.path, 8193)
+    segment.close_descriptor()
+
+
+def test_a_system_without_seals_has_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(descriptor: int, command: int, seals: int) -> int:
+        raise OSError(22, "Invalid argument")
+
+    monkeypatch.setattr(fcntl, "fcntl", refuse)
+    segment = Segment.create(8192)
+    assert len(segment.map) == 8192
     segment.close_descriptor()

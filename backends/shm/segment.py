@@ -64,12 +64,14 @@ class Segment:
         descriptor = -1
         try:
             if hasattr(os, "memfd_create"):
-                descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC)
+                flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+                descriptor = os.memfd_create(_NAME, flags)
                 path = f"/proc/{os.getpid()}/fd/{descriptor}"
             else:
                 descriptor, path = tempfile.mkstemp(prefix=f"{_NAME}-")
             os.fchmod(descriptor, 0o600)
             os.ftruncate(descriptor, max(nbytes, mmap.PAGESIZE))
+            _seal(descriptor)
             return cls(descriptor, path, owner=True)
         except (OSError, ValueError) as error:
             if descriptor >= 0:
@@ -133,6 +135,18 @@ class Segment:
             return True
         fcntl.lockf(self._descriptor, fcntl.LOCK_UN, 1, rank)
         return False
+
+
+def _seal(descriptor: int) -> None:
+    """Fix the length of anonymous memory for good, where the system can.
+
+    Any process of this user could shorten it through ``/proc/PID/fd/N``, and each rank would die
+    of SIGBUS at its next access behind the end. A file in a directory has no seals.
+    """
+    if hasattr(fcntl, "F_ADD_SEALS"):
+        with contextlib.suppress(OSError):
+            seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
 
 
 def map_shared(path: str, identity: tuple[int, int], nbytes: int) -> mmap.mmap:
