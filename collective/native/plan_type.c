@@ -166,10 +166,12 @@ static int read_words(PyObject *sequence, int size, uint64_t *words)
 }
 
 /* Takes a symmetric segment for mapped: know(number, nbytes, addresses); or for unmapped:
-   know(number). Returns whether it is known: of too many, the last are staged as ordinary memory is. */
+   know(number). Returns whether it is known: of too many, the last are staged as ordinary memory is.
+   A running call may be without the interpreter lock, and has its segments until it ends. */
 static PyObject *shared_know(PyObject *object, PyObject *args)
 {
-    struct shared *s = &((Shared *)object)->shared;
+    Shared *self = (Shared *)object;
+    struct shared *s = &self->shared;
     unsigned long long number;
     Py_ssize_t nbytes = 0;
     PyObject *addresses = NULL;
@@ -181,6 +183,8 @@ static PyObject *shared_know(PyObject *object, PyObject *args)
             found = &s->segments[i];
     if (found == NULL)
         Py_RETURN_FALSE;
+    if (self->busy && (found == s->inside[0] || found == s->inside[1]))
+        return PyErr_Format(PyExc_RuntimeError, "know: a running call uses segment %llu", number);
     char **parts = NULL;
     if (addresses != NULL) {
         if ((parts = calloc((size_t)s->size, sizeof *parts)) == NULL)

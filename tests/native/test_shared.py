@@ -227,6 +227,39 @@ def test_a_block_that_a_peer_cannot_have_staged_is_no_block(word: int) -> None:
     assert host.asked[1][-1] == 5, "the test takes other blocks than the call"
 
 
+def test_a_segment_is_not_forgotten_while_a_call_uses_it() -> None:
+    host, memory = Host(), np.ones(800, np.float32)
+    start = memory.__array_interface__["data"][0]
+    for number, at in ((5, start), (6, 4096)):
+        assert host.shared.know(number, 1600, [at, at + 1600])
+
+    def forgets() -> None:
+        assert host.shared.know(6), "a segment that the call does not use"
+        host.shared.know(5)
+
+    host.meanwhile = forgets
+    mine = Buffer(memory[:400], FLOAT32)
+    with pytest.raises(RuntimeError, match="a running call uses segment 5"):
+        host.plan(ALL_REDUCE, "sum")(mine, mine, 1.0)
+    assert host.shared.know(5)
+
+
+def test_a_short_call_uses_no_segment() -> None:
+    host, memory = Host(), np.ones(800, np.float32)
+    start = memory.__array_interface__["data"][0]
+    assert host.shared.know(5, 1600, [start, start + 1600])
+    mine = Buffer(memory[:400], FLOAT32)
+    host.meanwhile = host.arrives
+    host.plan(BROADCAST, None)(mine, mine, 1.0)
+
+    def forgets() -> None:
+        assert host.shared.know(5)
+        host.arrives()
+
+    host.meanwhile = forgets
+    host.plan(ALL_REDUCE, "sum")(floats(5), floats(5), 1.0)
+
+
 def test_arrays_of_other_lengths_are_refused() -> None:
     host = Host()
     with pytest.raises(ValueError, match="other lengths"):
