@@ -183,9 +183,6 @@ class _IoVec(ctypes.Structure):
     _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
 
 
-_PR_SET_PTRACER = 0x59616D61
-
-
 def _load() -> Callable[..., int] | None:
     if not sys.platform.startswith("linux"):
         return None
@@ -202,11 +199,6 @@ def _load() -> Callable[..., int] | None:
         ctypes.c_ulong,
         ctypes.c_ulong,
     )
-    # Yama's default lets only ancestors read a process; peers are siblings. It never
-    # lets another user's process in.
-    with contextlib.suppress(OSError), open("/proc/sys/kernel/yama/ptrace_scope") as scope:
-        if scope.read().strip() == "1":
-            library.prctl(_PR_SET_PTRACER, ctypes.c_ulong(-1 & (2**64 - 1)), 0, 0, 0)
     loaded: Callable[..., int] = function
     return loaded
 
@@ -219,7 +211,7 @@ def process_vm_readv(pid: int, address: int, into: int, nbytes: int) -> bool:
     """Copy ``nbytes`` from ``address`` of process ``pid`` to address ``into`` of this one.
 
     One copy by the kernel, process_vm_readv(2). Returns False where the system has no
-    such call or forbids it.
+    such call or forbids it; see :mod:`.permission`.
 
     Raises:
         ProcessLookupError: the process is gone.

@@ -31,6 +31,7 @@ from .compiled import Compiled, exchange_bytes, make_exchange
 from .control import BROKEN, Control
 from .layout import SLOT_BYTES, Layout
 from .memory import Heap, PeerMemory, RemoteRegion, address_of
+from .permission import Permission
 from .ring_messages import RingMessages
 from .segment import TOO_MANY_FILES, Segment
 
@@ -88,6 +89,7 @@ class ShmBackend(OneSided):
         self._segments = {_SOURCE: 0, _OUTPUT: 0}  # this rank's, of the running call
         self._wanted = wanted
         self._single_copy = False
+        self._permission: Permission | None = None
         self._board = Board(control)
         self._compiled: Compiled | None = None
         # Messages in C, where all ranks have it; else there are those in Python.
@@ -174,8 +176,11 @@ class ShmBackend(OneSided):
         control = self._control
         probe = np.full(1, self.rank, np.int64)
         control.words[control.location(self.rank, 0) + _SOURCE + 2] = address_of(probe)
-        control.sync(timeout)
         works = self._wanted.single_copy
+        if works:
+            self._permission = Permission(control.pid(rank) for rank in range(self.size))
+        # All have given leave now, and nobody reads before.
+        control.sync(timeout)
         for rank in range(self.size):
             if works and rank != self.rank:
                 got = np.full(1, -1, np.int64)
@@ -191,6 +196,8 @@ class ShmBackend(OneSided):
                 control.refuse(rank, f"{len(vote)} bytes of what it can do, not {len(mine)}")
         reads, protocols, crowds, held = zip(*votes, strict=True)
         self._single_copy = single_copy = all(reads)
+        if not single_copy:
+            self._withdraw()
         if set(protocols) == {native.PROTOCOL}:
             crowded, cached = any(crowds), min(held) << 20
             self._compiled = Compiled(control, self._heap, crowded, single_copy, cached)
@@ -209,6 +216,13 @@ class ShmBackend(OneSided):
         if not self._closed:
             self._closed = True
             self._control.leave()
+            self._withdraw()
+
+    def _withdraw(self) -> None:
+        """Take back the leave for peers to read this process."""
+        if self._permission is not None:
+            self._permission.withdraw()
+            self._permission = None
 
     def group(self, ranks: Sequence[int], timeout: float) -> ShmBackend:
         self._control.refuse_broken("group")

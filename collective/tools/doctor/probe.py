@@ -292,17 +292,19 @@ def _single_copy(_: str) -> dict[str, Any]:
     """Let a forked child read this process, which is not its child: as a peer does."""
     import ctypes
 
+    from collective.backends.shm.permission import Permission
     from collective.backends.shm.segment import process_vm_readv
 
     word, copy = ctypes.c_int64(secrets.randbits(62)), ctypes.c_int64()
     me = os.getpid()
-    process_vm_readv(me, ctypes.addressof(word), ctypes.addressof(copy), 8)  # allow it first
-    copy.value = 0
+    permission = Permission([me])  # for this process's children, too
     child = os.fork()
     if child == 0:
         read = process_vm_readv(me, ctypes.addressof(word), ctypes.addressof(copy), 8)
         os._exit(0 if read and copy.value == word.value else 1)
-    return {"works": os.waitpid(child, 0)[1] == 0}
+    works = os.waitpid(child, 0)[1] == 0
+    permission.withdraw()
+    return {"works": works}
 
 
 _TOPICS: dict[str, Callable[[str], dict[str, Any]]] = {

@@ -1,0 +1,176 @@
+"""Who may read a rank's memory under Yama, which these tests pretend: processes are real.
+
+``prctl`` is recorded and not called, as most machines have no Yama and would not tell a difference.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from collective.backends.shm import permission
+from collective.backends.shm.permission import Permission
+from collective.communicator import Communicator
+from tests.on_ranks import on_ranks, ranks_of
+
+two = ranks_of(("shm", 2))
+#: Starts two children and writes their numbers, and its own.
+_PARENT = """
+import os, subprocess, sys
+words = [sys.executable, "-c", "input()"]
+children = [subprocess.Popen(words, stdin=subprocess.PIPE) for _ in "ab"]
+print(os.getpid(), *(child.pid for child in children), flush=True)
+input()
+for child in children:
+    child.communicate(b"\\n")
+"""
+
+
+class Family:
+    """A process and its two children, which end with it."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _PARENT],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        assert self._process.stdout is not None
+        self.parent, *self.children = map(int, self._process.stdout.readline().split())
+
+    def close(self) -> None:
+        self._process.communicate("\n", timeout=60)
+
+
+@pytest.fixture
+def family() -> Iterator[Family]:
+    made = Family()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def allowed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
+    """Return what prctl is called with, under a scope of 1."""
+    scope = tmp_path / "ptrace_scope"
+    scope.write_text("1\n")
+    found: list[int] = []
+    monkeypatch.setattr(permission, "_SCOPE", scope)
+    monkeypatch.setattr(permission, "_allow", found.append)
+    monkeypatch.setattr(permission, "_granted", type(permission._granted)())
+    return found
+
+
+def test_siblings_are_read_by_the_descendants_of_their_parent(
+    allowed: list[int], family: Family
+) -> None:
+    kept = Permission(family.children)
+    assert allowed == [family.parent]
+    kept.withdraw()
+    kept.withdraw()
+    assert allowed == [family.parent, 0]
+
+
+def test_a_rank_that_started_the_others_is_their_ancestor(
+    allowed: list[int], family: Family
+) -> None:
+    kept = Permission([family.parent, *family.children])
+    assert allowed == [family.parent]
+    kept.withdraw()
+
+
+def test_the_permission_is_as_wide_as_the_widest_communicator(
+    allowed: list[int], family: Family
+) -> None:
+    wide = Permission([os.getpid(), *family.children])
+    narrow = Permission(family.children)
+    wide.withdraw()
+    narrow.withdraw()
+    assert allowed == [os.getpid(), os.getpid(), family.parent, 0]
+
+
+def test_a_communicator_that_is_dropped_widens_nothing(allowed: list[int], family: Family) -> None:
+    dropped = Permission([os.getpid(), *family.children])
+    del dropped
+    kept = Permission(family.children)
+    assert allowed[-1] == family.parent
+    kept.withdraw()
+
+
+def test_processes_without_a_common_ancestor_get_no_permission(
+    allowed: list[int], family: Family, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = Permission(family.children)
+    found = permission._ancestors
+    monkeypatch.setattr(permission, "_ancestors", lambda pid: [7] if pid == 7 else found(pid))
+    Permission([os.getpid(), 7]).withdraw()
+    assert allowed == [family.parent], "the permission of another communicator has changed"
+    kept.withdraw()
+
+
+@pytest.mark.parametrize("scope", ["0", "2", "3", None])
+def test_nothing_is_permitted_where_that_changes_nothing(
+    allowed: list[int], scope: str | None
+) -> None:
+    if scope is None:
+        permission._SCOPE.unlink()
+    else:
+        permission._SCOPE.write_text(scope)
+    Permission([os.getpid()]).withdraw()
+    assert allowed == []
+
+
+def test_a_forked_child_has_no_permission_of_its_parents(allowed: list[int]) -> None:
+    kept = Permission([os.getpid()])
+    child = os.fork()
+    if child == 0:
+        os._exit(len(permission._granted))
+    assert os.waitpid(child, 0)[1] == 0
+    kept.withdraw()
+
+
+@contextlib.contextmanager
+def _pretended() -> Iterator[list[int]]:
+    """Have this process take Yama's scope for 1, and record what it permits."""
+    before, found = (permission._SCOPE, permission._allow), list[int]()
+    with tempfile.NamedTemporaryFile("w") as scope:
+        scope.write("1")
+        scope.flush()
+        permission._SCOPE, permission._allow = Path(scope.name), found.append
+        try:
+            yield found
+        finally:
+            permission._SCOPE, permission._allow = before
+
+
+@on_ranks("two")
+def test_a_communicator_permits_its_ranks_ancestor_until_it_is_closed(comm: Communicator) -> None:
+    with _pretended() as found:
+        group = comm.dup()
+        pids = group.all_gather(np.array([os.getpid()])).tolist()
+        wanted = permission._common_ancestor()
+        group.close()
+    assert found == [wanted, 0]
+    assert all(wanted in permission._ancestors(pid) for pid in pids)
+
+
+@on_ranks("two")
+def test_a_communicator_without_single_copy_permits_nothing(comm: Communicator) -> None:
+    backend: Any = comm._backend
+    wanted = backend._wanted
+    backend._wanted = wanted._replace(single_copy=comm.rank == 1)
+    with _pretended() as found:
+        group = comm.dup()
+        assert len(permission._granted) == 0
+        group.close()
+    backend._wanted = wanted
+    assert len(found) == 2 * comm.rank
+    assert found[1:] == [0] * comm.rank
