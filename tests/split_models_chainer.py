@@ -300,3 +300,43 @@ def part(split: Split) -> Any:
 
 def copied(link: Any) -> Any:
     return link.copy("copy")
+
+
+# -- on ranks that differ --------------------------------------------------------------------
+
+#: The first parameters of "pairs", in the order in which they are compared.
+NAMES = "/0/W", "/0/b", "/3/W"
+#: The one that every rank has whole, with filters="own", too.
+WHOLE = "/1/b"
+
+
+class Scaled(chainer.Link):
+    """Takes another argument beside the variable that is cut."""
+
+    def forward(self, x: Any, by: Any) -> Any:
+        return x * by
+
+
+def disturb(link: Any, rank: int, name: str | None = None) -> None:
+    """Change all parameters and statistics, or the parameter ``name``, by what a rank's is."""
+    for path, parameter in link.namedparams():
+        if name in (None, path):
+            parameter.array += rank
+    if name is None:
+        for child in link.links():
+            for each in child._persistent:
+                setattr(child, each, getattr(child, each) + rank)
+
+
+def result(link: Any, x: Any) -> np.ndarray[Any, Any]:
+    found: np.ndarray[Any, Any] = link(x).array
+    return found
+
+
+def lazy(rank: int) -> Any:
+    """Return a link whose layers take from their input how many channels they read."""
+    with chainer.using_config("dtype", np.float64):
+        return chainer.Sequential(
+            L.Convolution2D(None, 4, 3, initialW=rank + 1.0),
+            *(F.relu, L.Convolution2D(None, 2, 3, initialW=rank + 1.0)),
+        )

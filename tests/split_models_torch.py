@@ -287,3 +287,45 @@ def part(split: Split) -> Any:
 
 
 copied = copy.deepcopy
+
+
+# -- on ranks that differ --------------------------------------------------------------------
+
+#: The first parameters of "pairs", in the order in which they are compared.
+NAMES = "0.weight", "0.bias", "2.weight"
+#: The one that every rank has whole, with filters="own", too.
+WHOLE = "7.bias"
+
+
+class Scaled(nn.Module):
+    """Takes another argument beside the tensor that is cut."""
+
+    def forward(self, x: Any, by: Any) -> Any:
+        return x * by
+
+
+def disturb(module: nn.Module, rank: int, name: str | None = None) -> None:
+    """Change all parameters and buffers, or the parameter ``name``, by what a rank's is."""
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    with torch.no_grad():
+        for known, tensor in tensors:
+            if name in (None, known):
+                tensor.add_(rank)
+
+
+def result(module: Any, x: Any) -> np.ndarray[Any, Any]:
+    found: np.ndarray[Any, Any] = module(x).detach().numpy()
+    return found
+
+
+def lazy(rank: int) -> nn.Module:
+    """Return a model whose layers take from their input how many channels they read."""
+    module = nn.Sequential(nn.LazyConv2d(4, 3), nn.ReLU(), nn.LazyConv2d(2, 3)).double()
+
+    def fill(layer: Any, args: Any) -> None:
+        with torch.no_grad():
+            layer.weight.fill_(rank + 1)
+
+    for layer in (module[0], module[2]):
+        layer.register_forward_pre_hook(fill)
+    return module

@@ -206,9 +206,9 @@ def test_verify_names_the_first_layer_that_differs(of: ModuleType) -> None:
 @pytest.mark.parametrize(
     ("how", "text"),
     [
-        ({"data": (0,)}, "positive integers"),
-        ({"channels": 0}, "positive integers"),
-        ({"batch": 1.5}, "positive integers"),
+        ({"data": (0,)}, r"data=\(0,\), expected a sequence of positive integers"),
+        ({"channels": 0}, "channels=0, expected a positive integer"),
+        ({"batch": 1.5}, "batch=1.5, expected a positive integer"),
         ({"halo": "row"}, "one of layer, chain"),
         ({"halo": "chain"}, "without comm"),
         ({"inputs": "pieces"}, "without comm"),

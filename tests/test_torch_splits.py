@@ -17,7 +17,7 @@ import collective  # noqa: E402
 from collective.adapters.torch import DistributedDataParallel, Split  # noqa: E402
 from collective.testing import run_ranks  # noqa: E402
 from tests.split_frameworks import CLOSE, far, one_thread  # noqa: E402
-from tests.split_models_torch import STEPS, made, outcome, split_of, state_of  # noqa: E402
+from tests.split_models_torch import STEPS, disturb, made, outcome, split_of, state_of  # noqa: E402
 
 __all__ = ["one_thread"]
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -37,20 +37,6 @@ def test_dropout_of_channels_drops_what_the_module_drops() -> None:
 
 
 # -- over ranks ------------------------------------------------------------------------------
-
-
-def _differing(comm: collective.Communicator) -> str:
-    split = Split(nn.Conv2d(1, 1, 3), data=(2,), comm=comm)
-    try:
-        split(torch.full((1, 1, 8, 8), float(comm.rank)))
-    except collective.MismatchError as error:
-        return str(error)
-    return "nothing"
-
-
-def test_inputs_that_differ_are_found_where_calls_are_compared() -> None:
-    for found in run_ranks(2, _differing, check="always"):
-        assert "the inputs of ranks 0 and 1 differ" in found
 
 
 def _normalised(comm: collective.Communicator, x: Any) -> Any:
@@ -163,6 +149,70 @@ def test_split_within_data_parallel_training(how: dict[str, Any]) -> None:
     _train(module, x)
     for found in run_ranks(4, _within_data_parallel, how):
         assert far(found, state_of(module)) < CLOSE
+
+
+def _replicas(comm: collective.Communicator) -> dict[str, np.ndarray[Any, Any]]:
+    pieces, samples = comm.split(comm.rank // 2), comm.split(comm.rank % 2)
+    module, _ = made("pairs")
+    disturb(module, comm.rank)
+    split = Split(module, data=(2,), comm=pieces)
+    DistributedDataParallel(split, samples)
+    return state_of(split)
+
+
+def test_data_parallel_training_of_splits_begins_with_the_weights_of_rank_0() -> None:
+    for found in run_ranks(4, _replicas):
+        assert far(found, state_of(made("pairs")[0])) == 0
+
+
+# -- what the ranks have in common -----------------------------------------------------------
+
+
+class Mixed(nn.Module):
+    """Parameters and buffers of several dtypes: one frozen, one shared, one that is not saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(1, 1, 3), nn.Conv2d(1, 1, 3).bfloat16()
+        self.third = nn.Conv2d(1, 1, 3)
+        self.third.weight = self.first.weight
+        self.third.bias = nn.Parameter(torch.ones(1), requires_grad=False)
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("flag", torch.zeros(2, dtype=torch.bool), persistent=False)
+        self.register_buffer("strided", torch.zeros(4, 3).t())
+
+    def forward(self, x: Any) -> Any:
+        return self.third(self.second(self.first(x).bfloat16()).float())
+
+
+def _mixed(comm: collective.Communicator) -> list[Any]:
+    module = Mixed()
+    with torch.no_grad():
+        for each in (*module.parameters(), *module.buffers()):
+            each.fill_(comm.rank + 1 if each.dtype != torch.bool else comm.rank == 1)
+    split = Split(module, data=(2,), comm=comm)
+    split(torch.ones(1, 1, 12, 9)).sum().backward()
+    return [each.detach().clone() for each in (*split.parameters(), *split.buffers())]
+
+
+def test_tensors_of_all_dtypes_become_those_of_rank_0() -> None:
+    for found in run_ranks(2, _mixed, check="always"):
+        assert len(found) == 5 + 3
+        for each in found:
+            assert (each == (each.dtype != torch.bool)).all()
+
+
+def test_parameters_frozen_on_some_ranks_are_refused() -> None:
+    def run(comm: collective.Communicator) -> None:
+        module = nn.Conv2d(1, 1, 3)
+        module.bias.requires_grad_(comm.rank == 0)
+        with pytest.raises(
+            collective.MismatchError,
+            match=r"bias float32\[1\] on rank 1, bias float32\[1\], trained on rank 0",
+        ):
+            Split(module, data=(2,), comm=comm)
+
+    run_ranks(2, run)
 
 
 # -- channels, and the filters of a rank's own -----------------------------------------------

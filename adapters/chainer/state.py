@@ -13,7 +13,7 @@ from collective.errors import MismatchError
 if TYPE_CHECKING:
     from collective.communicator import Communicator
 
-__all__ = ["broadcast_state", "distinct_parameters", "follow_root"]
+__all__ = ["broadcast_state", "distinct_parameters", "follow_root", "persistent_values"]
 
 
 def distinct_parameters(link: Any) -> list[tuple[str, Any]]:
@@ -87,7 +87,7 @@ def _described(entry: Any) -> str:
     return f"{name} not initialised" if shape is None else f"{name} {dtype}{list(shape)}"
 
 
-def _persistent(link: Any) -> Iterator[tuple[str, Any, str]]:
+def persistent_values(link: Any) -> Iterator[tuple[str, Any, str]]:
     """Yield path, link and attribute of each persistent value."""
     for path, child in link.namedlinks():
         for name in sorted(child._persistent):
@@ -98,13 +98,13 @@ def _broadcast_persistent(link: Any, comm: Communicator, root: int) -> None:
     """Give every rank the persistent values of ``root``: statistics and counts, which are small."""
     host = chainer.get_device("@numpy")
     mine = {}
-    for path, child, name in _persistent(link):
+    for path, child, name in persistent_values(link):
         value = child.__dict__[name]
         mine[path] = host.send(value) if isinstance(value, chainer.get_array_types()) else value
     theirs = comm.broadcast_object(mine if comm.rank == root else None, root=root)
     if comm.rank == root:
         return
-    for path, child, name in _persistent(link):
+    for path, child, name in persistent_values(link):
         if path not in theirs:
             continue
         value, here = theirs[path], child.__dict__[name]

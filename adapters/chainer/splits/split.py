@@ -9,20 +9,26 @@ from typing import Any
 
 import chainer
 
+from collective.adapters.chainer.state import broadcast_state, follow_root
 from collective.communicator import Communicator
 from collective.errors import InvalidArgumentError, UnsupportedError
 from collective.training.splits.cuts import Cuts, Framework
 from collective.training.splits.report import MemoryReport, Verification
+from collective.training.splits.settings import Settings
 
 from .cut import Cut
 from .filters import LinkFilters
+from .replicas import state_of
 from .session import VariableSession
 from .variables import Variables
 from .verifying import memory_report, verify
 
 __all__ = ["Split"]
 
-_FRAMEWORK = Framework(Variables, VariableSession, LinkFilters, methodcaller("params"))
+_FRAMEWORK = Framework(
+    Variables, VariableSession, LinkFilters, methodcaller("params"), state_of, broadcast_state,
+    follow_root, root_fills=True,
+)  # fmt: skip
 
 
 class Split(chainer.Chain):  # type: ignore[misc, unused-ignore]
@@ -39,12 +45,16 @@ class Split(chainer.Chain):  # type: ignore[misc, unused-ignore]
     whole from NumPy's or CuPy's random numbers, as Chainer draws them, and cut; over ranks all
     ranks draw from one generator, whose seed rank 0 takes from NumPy's.
 
-    Collective: over ranks, making it, calling it and the backward pass are; all ranks have the same
-    link, weights and settings, and pass the same input, or their pieces of one.
+    Collective: over ranks, making it, calling it, the backward pass and :meth:`verify` are. All
+    ranks have the same link and settings. They pass the same input, or their pieces of one.
+    Rank 0's parameters and persistent values go to all ranks when the split is made; a parameter
+    that has no values yet takes rank 0's in the call that initialises it. ``verify``, and every
+    call with ``COLLECTIVE_CHECK=always``, compare the ranks' parameters, persistent values and
+    inputs bit by bit.
 
     Args:
         link: takes ``(batch, channels, ...)`` as first argument; that one is cut.
-        batch, channels, data, comm, recompute, halo, inputs, outputs, strict: as there.
+        batch, channels, data, comm, recompute, halo, inputs, outputs, strict, broadcast: as there.
         filters: as there; with ``"own"`` serializing is collective, for saving and for loading, and
             what is written and read are whole arrays. An optimizer's own state is of this rank's
             filters. A link whose forward reads ``.array`` of another link's parameter sees a piece.
@@ -56,6 +66,8 @@ class Split(chainer.Chain):  # type: ignore[misc, unused-ignore]
         InvalidArgumentError: the numbers are not positive integers, the pieces are not as many as
             the ranks, or another option is none of its values; or a layer that is to be cut has no
             weights yet.
+        MismatchError: the ranks' settings or links differ, or with ``broadcast=False`` their
+            values; on every rank.
         UnsupportedError: the link contains a Split, or a weight that is to be cut belongs to two
             layers.
     """
@@ -74,6 +86,7 @@ class Split(chainer.Chain):  # type: ignore[misc, unused-ignore]
         outputs: str = "whole",
         filters: str = "all",
         strict: bool = False,
+        broadcast: bool = True,
     ) -> None:
         super().__init__()
         if not isinstance(link, chainer.Link):
@@ -84,13 +97,13 @@ class Split(chainer.Chain):  # type: ignore[misc, unused-ignore]
                     f"Split: {path} is a Split, which cannot be split. Split one link, with all "
                     "axes in one call."
                 )
-        self._cuts = Cuts(
-            _FRAMEWORK, batch, channels, data, comm, recompute=recompute, halo=halo,
-            inputs=inputs, outputs=outputs, filters=filters, strict=strict,
-        )  # fmt: skip
+        settings = Settings(
+            batch, channels, data, recompute, halo, inputs, outputs, filters, strict, broadcast
+        )
+        self._cuts = Cuts(_FRAMEWORK, settings, comm)
         with self.init_scope():
             self.link = link
-        self._filters = self._cuts.filters_of(link)
+        self._filters = self._cuts.prepare(link)
         self.joined: tuple[str, ...] = ()
 
     def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
@@ -98,6 +111,8 @@ class Split(chainer.Chain):  # type: ignore[misc, unused-ignore]
 
         Raises:
             InvalidArgumentError: ``x`` is no array or variable of two dimensions or more.
+            MismatchError: with ``COLLECTIVE_CHECK=always``, parameters, persistent values or inputs
+                differ between ranks; on every rank.
             ShapeError: it has fewer data axes than are cut.
             UnsupportedError: with ``strict``, a function needs its input whole.
         """
@@ -138,5 +153,12 @@ class Split(chainer.Chain):  # type: ignore[misc, unused-ignore]
         Args:
             x, args: as of ``forward``; over ranks the whole ``x``, the same on all.
             tolerance: what counts as equal, relative to the largest element.
+
+        Raises:
+            MismatchError: parameters, persistent values or inputs differ between ranks; on every
+                rank.
+            InvalidArgumentError: over ranks, a parameter has no values yet.
         """
+        self._cuts.check_replicas(self.link, self._filters)
+        self._cuts.check_inputs(x, args, {}, ends="whole")
         return verify(self._cuts.copies(self.link, self._filters), x, args, tolerance)

@@ -25,8 +25,8 @@ class Variables(Arrays):
     def entering(self, x: Any) -> Any:
         return chainer.as_variable(x)
 
-    def on_host(self, x: Any) -> Any:
-        return chainer.cuda.to_cpu(chainer.as_variable(x).array)
+    def bare(self, x: Any) -> Any:
+        return chainer.as_variable(x).array
 
     def is_array(self, x: Any) -> bool:
         return isinstance(x, (chainer.Variable, *chainer.get_array_types()))

@@ -14,15 +14,20 @@ from collective.errors import InvalidArgumentError, UnsupportedError
 from collective.training.splits.cuts import Cuts, Framework
 from collective.training.splits.report import MemoryReport, Verification
 from collective.training.splits.session import names
+from collective.training.splits.settings import Settings
 
 from .filters import ModuleFilters
+from .replicas import follow_root, give_root_state, state_of
 from .session import Cut, TensorSession
 from .tensors import Tensors
 from .verifying import memory_report, verify
 
 __all__ = ["Split"]
 
-_FRAMEWORK = Framework(Tensors, TensorSession, ModuleFilters, methodcaller("parameters"))
+_FRAMEWORK = Framework(
+    Tensors, TensorSession, ModuleFilters, methodcaller("parameters"), state_of, give_root_state,
+    follow_root, root_fills=False,
+)  # fmt: skip
 
 
 class Split(torch.nn.Module):  # type: ignore[misc, unused-ignore]
@@ -59,8 +64,12 @@ class Split(torch.nn.Module):  # type: ignore[misc, unused-ignore]
     Dropout masks are drawn whole and cut. In turn that is the draw of the module itself; over ranks
     all ranks draw from one generator, whose seed rank 0 takes from PyTorch's.
 
-    Collective: over ranks, making it, ``forward`` and the backward pass are; all ranks have the
-    same module, weights and settings, and pass the same input, or their pieces of one.
+    Collective: over ranks, making it, ``forward``, the backward pass and :meth:`verify` are. All
+    ranks have the same module and settings. They pass the same input, or their pieces of one.
+    Rank 0's parameters and buffers go to all ranks when the split is made; a layer that PyTorch
+    initialises in its first call (``nn.LazyConv2d``) takes rank 0's values then. ``verify``, and
+    every forward pass with ``COLLECTIVE_CHECK=always``, compare the ranks' parameters, buffers and
+    inputs bit by bit.
 
     Args:
         module: takes ``(batch, channels, ...)`` as first argument; that one is cut.
@@ -85,6 +94,8 @@ class Split(torch.nn.Module):  # type: ignore[misc, unused-ignore]
             number of ranks; ``state_dict`` is collective. Clip gradients by a norm that is
             computed over the ranks, or replicated parameters part ways.
         strict: refuse calls that would end the cut.
+        broadcast: over ranks, whether rank 0's parameters and buffers go to all ranks when the
+            split is made. If false, they have to be equal already, and the ranks compare them.
 
     Attributes:
         joined: of the last forward, the calls that took whole tensors.
@@ -93,6 +104,8 @@ class Split(torch.nn.Module):  # type: ignore[misc, unused-ignore]
         InvalidArgumentError: the numbers are not positive integers, the pieces are not as many as
             the ranks, or another option is none of its values; or a layer that is to be cut has no
             weights yet.
+        MismatchError: the ranks' settings or modules differ, or with ``broadcast=False`` their
+            values; on every rank.
         UnsupportedError: the module contains one that communicates or that PyTorch compiled, or a
             weight that is to be cut belongs to two layers.
     """
@@ -111,26 +124,29 @@ class Split(torch.nn.Module):  # type: ignore[misc, unused-ignore]
         outputs: str = "whole",
         filters: str = "all",
         strict: bool = False,
+        broadcast: bool = True,
     ) -> None:
         super().__init__()
         _check_module(module)
-        self._cuts = Cuts(
-            _FRAMEWORK, batch, channels, data, comm, recompute=recompute, halo=halo,
-            inputs=inputs, outputs=outputs, filters=filters, strict=strict,
-        )  # fmt: skip
+        settings = Settings(
+            batch, channels, data, recompute, halo, inputs, outputs, filters, strict, broadcast
+        )
+        self._cuts = Cuts(_FRAMEWORK, settings, comm)
         self.module = module
         self.joined: tuple[str, ...] = ()
         for name, layer in module.named_modules():
             kind = type(layer).__name__
             layer.register_forward_pre_hook(partial(_enter, f"{name} ({kind})" if name else kind))
             layer.register_forward_hook(_leave, always_call=True)
-        self._filters = self._cuts.filters_of(module)
+        self._filters = self._cuts.prepare(module)
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Return what the module returns.
 
         Raises:
             InvalidArgumentError: ``x`` is no tensor of two dimensions or more.
+            MismatchError: with ``COLLECTIVE_CHECK=always``, parameters, buffers or inputs differ
+                between ranks; on every rank.
             ShapeError: it has fewer data axes than are cut.
             UnsupportedError: a function cannot be called on a tensor that is cut; the text names
                 the layer.
@@ -160,7 +176,13 @@ class Split(torch.nn.Module):  # type: ignore[misc, unused-ignore]
         Args:
             x, args: as of ``forward``; over ranks the whole ``x``, the same on all.
             tolerance: what counts as equal, relative to the largest element.
+
+        Raises:
+            MismatchError: parameters, buffers or inputs differ between ranks; on every rank.
+            InvalidArgumentError: over ranks, a parameter has no values yet.
         """
+        self._cuts.check_replicas(self.module, self._filters)
+        self._cuts.check_inputs(x, args, {}, ends="whole")
         return verify(self._cuts.copies(self.module, self._filters), x, args, tolerance)
 
 

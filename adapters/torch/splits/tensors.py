@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
@@ -27,14 +28,16 @@ class Tensors(Arrays):
     def entering(self, x: Tensor) -> Tensor:
         return x
 
-    def on_host(self, x: Tensor) -> Any:
-        return x.detach().cpu().numpy()
+    def bare(self, x: Tensor) -> Tensor:
+        return x.detach()
 
     def is_array(self, x: Any) -> bool:
         return isinstance(x, Tensor)
 
     def has_gradient(self, x: Any) -> bool:
-        return isinstance(x, Tensor) and torch.is_grad_enabled() and x.requires_grad
+        if not isinstance(x, Tensor) or nn.parameter.is_lazy(x):
+            return False
+        return torch.is_grad_enabled() and x.requires_grad
 
     def slice(self, array: Tensor, dimension: int, rows: range) -> Tensor:
         # Of no rows the first one may lie behind the end.

@@ -70,8 +70,8 @@ class Arrays(ABC):
         """Return an input as an array of the graph."""
 
     @abstractmethod
-    def on_host(self, x: Any) -> Any:
-        """Return an input's numbers as an array of NumPy."""
+    def bare(self, x: Any) -> Any:
+        """Return an array without its graph."""
 
     @abstractmethod
     def is_array(self, x: Any) -> bool:

@@ -6,15 +6,9 @@ out what comes out.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
-
-import numpy as np
-
-from collective.communicator import Communicator
-from collective.errors import MismatchError
 
 from .arrays import Arrays
 from .blocks import Step, Value, lengths_of
@@ -123,8 +117,6 @@ class OverRanks:
         """Bring the input in: a piece of it, or, if that is how it is given, all of it."""
         if self._from_pieces:
             return self._layered.enter_piece(self._arrays.entering(x), lengths_of(x.shape))
-        if self._grid.comm.check == "always":
-            _check_same(self._grid.comm, self._arrays.on_host(x))
         return self.enter_whole(x)
 
     def enter_whole(self, x: Any) -> Value:
@@ -236,23 +228,3 @@ def _count(value: Value, channels: int, groups: int | None) -> int:
     if groups is None:
         return math.prod(value.lengths)
     return channels // groups * math.prod(value.lengths[1:])
-
-
-def _check_same(comm: Communicator, array: Any) -> None:
-    """Compare the ranks' whole inputs, of which each uses a part.
-
-    Collective: every rank of ``comm``.
-
-    Raises:
-        MismatchError: they differ; on all ranks.
-    """
-    known = np.ascontiguousarray(array)
-    digest = hashlib.sha256(repr((known.shape, known.dtype.str)).encode())
-    digest.update(known.view(np.uint8).data if known.size else b"")
-    found = comm.all_gather_object(digest.hexdigest())
-    other = next((rank for rank, each in enumerate(found) if each != found[0]), None)
-    if other is not None:
-        raise MismatchError(
-            f"Split: the inputs of ranks 0 and {other} differ; every rank passes the same whole "
-            f"input [rank {comm.rank} of {comm.size}]. For a part on each, inputs='pieces'."
-        )

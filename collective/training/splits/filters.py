@@ -195,6 +195,10 @@ class Filters(ABC):
         """Return what this rank has pieces of."""
         return list(self._shares.values())
 
+    def piece(self, x: Any) -> tuple[str, int] | None:
+        """Return which piece of a parameter this rank has; None if it has all of it."""
+        return None if self.share(x) is None else ("channels", self.group.rank)
+
     def layout(self, weight: Any, bias: Any) -> str | None:
         """Return how the layer with these two is cut; None if it is none of the layers."""
         found = self._layouts.get((id(weight), id(bias)))

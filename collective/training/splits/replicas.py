@@ -1,0 +1,169 @@
+"""One model on every rank: ranks compare what they have before they compute parts of it.
+
+A split over ranks joins what each rank computes with its own weights. Weights that differ give a
+result that belongs to no model, and nothing in the computation notices that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from collective.communicator import Communicator
+from collective.errors import InvalidArgumentError, MismatchError
+from collective.training.elastic_copies import digest_of
+
+__all__ = ["StateEntry", "check_initialised", "check_layout", "check_settings", "check_values"]
+
+
+class StateEntry(NamedTuple):
+    """A parameter, a buffer or an input of this rank.
+
+    Attributes:
+        name: in the model.
+        value: array or plain data; None if it is not initialised.
+        trained: whether its gradient is wanted.
+        piece: which piece of the whole this rank has, as plain data; None: the whole. Ranks with
+            the same piece have the same values.
+    """
+
+    name: str
+    value: Any
+    trained: bool = False
+    piece: tuple[Any, ...] | None = None
+
+    @property
+    def layout(self) -> list[Any]:
+        """Name, shape, dtype and whether it is trained; of plain data the name alone."""
+        if not hasattr(self.value, "dtype"):
+            return [self.name, None, "", self.trained]
+        dtype = str(self.value.dtype).rpartition(".")[2]
+        return [self.name, list(self.value.shape), dtype, self.trained]
+
+
+def check_settings(comm: Communicator, settings: Mapping[str, Any]) -> None:
+    """Check that all ranks split alike.
+
+    Collective: every rank of ``comm``.
+
+    Raises:
+        MismatchError: the settings differ; on every rank.
+    """
+    every = comm.all_gather_object({name: repr(value) for name, value in settings.items()})
+    for name in settings:
+        values = [theirs[name] for theirs in every]
+        others = [rank for rank, value in enumerate(values) if value != values[0]]
+        if others:
+            raise MismatchError(
+                f"Split: the ranks' settings differ: {name}={values[others[0]]} on "
+                f"{_ranks(others[:1])}, {name}={values[0]} on rank 0 {_place(comm)}. Pass the same "
+                "on every rank."
+            )
+
+
+def check_initialised(entries: Sequence[StateEntry]) -> None:
+    """Check that a model's parameters have values.
+
+    Raises:
+        InvalidArgumentError: one has none.
+    """
+    missing = next((each.name for each in entries if each.trained and each.value is None), None)
+    if missing is not None:
+        raise InvalidArgumentError(
+            f"Split: {missing} has no values yet. Call the Split once before, which initialises it."
+        )
+
+
+def check_layout(comm: Communicator, entries: Sequence[StateEntry], root_fills: bool) -> None:
+    """Check that all ranks have a model of the same parameters and buffers.
+
+    Collective: every rank of ``comm``.
+
+    Args:
+        comm: the ranks.
+        entries: the model's state.
+        root_fills: whether other ranks may lack values that rank 0 has.
+
+    Raises:
+        MismatchError: names, shapes or dtypes differ, or what is frozen; on every rank.
+    """
+    every: list[list[list[Any]]] = comm.all_gather_object([entry.layout for entry in entries])
+    root = every[0]
+    for at in range(max(map(len, every))):
+        expected = root[at] if at < len(root) else None
+        layouts = [theirs[at] if at < len(theirs) else None for theirs in every]
+        others = [
+            rank for rank, layout in enumerate(layouts) if not _fits(layout, expected, root_fills)
+        ]
+        if others:
+            raise MismatchError(
+                f"Split: the ranks' models differ: {_described(layouts[others[0]])} on "
+                f"{_ranks(others)}, {_described(expected)} on rank 0 {_place(comm)}. Make the same "
+                "model on every rank, with the same parameters frozen."
+            )
+
+
+def check_values(comm: Communicator, entries: Sequence[StateEntry], remedy: str) -> None:
+    """Check that what the ranks have in common has the same values, bit by bit.
+
+    The ranks exchange one digest of all values, and one of each where that differs.
+
+    Collective: every rank of ``comm``.
+
+    Args:
+        comm: the ranks.
+        entries: what this rank has.
+        remedy: a sentence for the error.
+
+    Raises:
+        MismatchError: values differ; on every rank.
+    """
+    lines = [[entry.piece, *entry.layout, digest_of(entry.value)] for entry in entries]
+    pieces = list(dict.fromkeys(entry.piece for entry in entries))
+    mine = {piece: digest_of([line for line in lines if line[0] == piece]) for piece in pieces}
+    every: list[list[list[Any]]] = comm.all_gather_object([[*pair] for pair in mine.items()])
+    digests: dict[Any, set[bytes]] = {}
+    for theirs in every:
+        for piece, digest in theirs:
+            digests.setdefault(piece, set()).add(digest)
+    if all(len(different) == 1 for different in digests.values()):
+        return
+    details: list[list[list[Any]]] = comm.all_gather_object(lines)
+    for at in range(max(map(len, details))):
+        column = [theirs[at] if at < len(theirs) else [None, "nothing"] for theirs in details]
+        for rank, line in enumerate(column):
+            others = [
+                other
+                for other, theirs in enumerate(column)
+                if theirs[0] == line[0] and theirs != line
+            ]
+            if others:
+                raise MismatchError(
+                    f"Split: the values of {line[1]} on {_ranks(others)} differ from those on rank "
+                    f"{rank} {_place(comm)}. {remedy}"
+                )
+
+
+def _fits(layout: list[Any] | None, expected: list[Any] | None, root_fills: bool) -> bool:
+    if layout == expected:
+        return True
+    if not root_fills or layout is None or expected is None:
+        return False
+    # Of the same name and not initialised, so that it takes rank 0's values.
+    return bool(layout[1] is None and layout[0] == expected[0] and layout[3] == expected[3])
+
+
+def _described(layout: list[Any] | None) -> str:
+    if layout is None:
+        return "no further parameter or buffer"
+    name, shape, dtype, trained = layout
+    what = "without values" if shape is None else f"{dtype}{shape}"
+    return f"{name} {what}{', trained' if trained else ''}"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def _place(comm: Communicator) -> str:
+    return f"[rank {comm.rank} of {comm.size}]"
