@@ -203,6 +203,17 @@ def seed(number: int) -> None:
     np.random.seed(number)
 
 
+def unfitting() -> Any:
+    """Return two layers, of which the second reads more channels than the first makes."""
+    with chainer.using_config("dtype", np.float64):
+        return chainer.Sequential(L.Convolution2D(1, 4, 3), F.relu, L.Convolution2D(5, 2, 3))
+
+
+def norm(channels: int) -> Any:
+    with chainer.using_config("dtype", np.float64):
+        return L.BatchNormalization(channels)
+
+
 # -- of which each rank has its own filters alone --------------------------------------------
 
 

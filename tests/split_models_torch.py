@@ -196,6 +196,15 @@ def seed(number: int) -> None:
     torch.manual_seed(number)
 
 
+def unfitting() -> nn.Module:
+    """Return two layers, of which the second reads more channels than the first makes."""
+    return nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Conv2d(5, 2, 3)).double()
+
+
+def norm(channels: int) -> nn.Module:
+    return nn.BatchNorm2d(channels).double()
+
+
 # -- of which each rank has its own filters alone --------------------------------------------
 
 

@@ -209,6 +209,10 @@ def test_verify_names_the_first_layer_that_differs(of: ModuleType) -> None:
         ({"data": (0,)}, r"data=\(0,\), expected a sequence of positive integers"),
         ({"channels": 0}, "channels=0, expected a positive integer"),
         ({"batch": 1.5}, "batch=1.5, expected a positive integer"),
+        ({"batch": True}, "batch=True, expected a positive integer"),
+        ({"data": 2}, r"data=2, expected a sequence.*pass data=\(2,\)"),
+        ({"data": "2"}, "data='2', expected a sequence"),
+        ({"data": ()}, r"data=\(\), expected a sequence"),
         ({"halo": "row"}, "one of layer, chain"),
         ({"halo": "chain"}, "without comm"),
         ({"inputs": "pieces"}, "without comm"),
@@ -220,3 +224,28 @@ def test_verify_names_the_first_layer_that_differs(of: ModuleType) -> None:
 def test_options_that_are_refused(of: ModuleType, how: dict[str, Any], text: str) -> None:
     with pytest.raises(collective.InvalidArgumentError, match=text):
         of.Split(of.made("unet")[0], **how)
+
+
+@pytest.mark.parametrize("how", [{"data": (2,)}, {"channels": 2}, {"batch": 2}], ids=str)
+def test_wrong_channels_are_refused_with_both_numbers(of: ModuleType, how: dict[str, Any]) -> None:
+    module, _ = of.made("pairs")
+    expected = r"the input has 3 channels \(expected 1, as the weights of shape \(6, 1, 3, 3\) read"
+    with pytest.raises(collective.ShapeError, match=expected):
+        of.Split(module, **how)(of.inputs(2, 3, 10, 10))
+
+
+def test_wrong_channels_between_layers_are_refused(of: ModuleType) -> None:
+    # A part of the channels fits some of the weights.
+    with pytest.raises(collective.ShapeError, match=r"the input has 4 channels \(expected 5"):
+        of.Split(of.unfitting(), channels=2)(of.inputs(2, 1, 10, 10))
+
+
+def test_wrong_channels_of_a_normalisation_are_refused(of: ModuleType) -> None:
+    with pytest.raises(Exception, match=r"(?s)6.*4"):  # Chainer's own type check, or ShapeError
+        of.Split(of.norm(4), data=(2,))(of.inputs(2, 6, 10, 10))
+
+
+def test_an_input_smaller_than_a_window_is_refused(of: ModuleType) -> None:
+    module, _ = of.made("pairs")
+    with pytest.raises(collective.ShapeError, match=r"data axis 1 has 2 rows \(expected enough"):
+        of.Split(module, data=(2,))(of.inputs(2, 1, 10, 2))

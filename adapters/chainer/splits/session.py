@@ -157,9 +157,7 @@ class VariableSession(Session):
 
     def _batch_normalization(self, node: Any, name: str, inputs: tuple[Any, ...]) -> Cut | None:
         x, gamma, beta = inputs
-        axes = tuple(axis for axis in range(x.ndim) if axis != 1)
-        axis = node.axis if node.axis is not None else axes
-        if not isinstance(x, Cut) or tuple(axis) != axes:
+        if not _by_channel(node, x, gamma):
             return None
         mean, variance, count = self._executor.moments(x.value, None, _wide(x, gamma))
         for kept, new, factor in (
@@ -173,7 +171,7 @@ class VariableSession(Session):
 
     def _group_normalization(self, node: Any, name: str, inputs: tuple[Any, ...]) -> Cut | None:
         x, gamma, beta = inputs
-        if not isinstance(x, Cut) or x.shape[1] % node.groups:
+        if not isinstance(x, Cut) or x.shape[1] % node.groups or gamma.shape != x.shape[1:2]:
             return None  # Chainer says what is wrong with that
         mean, variance, _ = self._executor.moments(x.value, node.groups, _wide(x, gamma))
         each = x.shape[1] // node.groups
@@ -184,9 +182,7 @@ class VariableSession(Session):
         self, node: Any, name: str, inputs: tuple[Any, ...]
     ) -> Cut | None:
         x, gamma, beta, mean, variance = inputs
-        axes = tuple(axis for axis in range(x.ndim) if axis != 1)
-        axis = node.axis if node.axis is not None else axes
-        if not isinstance(x, Cut) or tuple(axis) != axes:
+        if not _by_channel(node, x, gamma):
             return None
         mean, variance = (chainer.as_variable(each)[None] for each in (mean, variance))
         return self._normalized(name, x, gamma, beta, mean, variance, node)
@@ -219,6 +215,16 @@ class VariableSession(Session):
             return piece * (mask * factor).astype(piece.dtype)
 
         return self._rows(node, name, [x, flags], x.shape, x.dtype, call)
+
+
+def _by_channel(node: Any, x: Any, gamma: Any) -> bool:
+    """Return whether a batch normalisation has statistics of each channel of what is cut.
+
+    If the channels are not as many as the parameters, Chainer says so where it gets the whole.
+    """
+    axes = tuple(axis for axis in range(x.ndim) if axis != 1)
+    axis = node.axis if node.axis is not None else axes
+    return isinstance(x, Cut) and tuple(axis) == axes and gamma.shape == x.shape[1:2]
 
 
 def _wide(x: Any, gamma: Any) -> Any:

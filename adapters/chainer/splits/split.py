@@ -113,7 +113,8 @@ class Split(chainer.Chain):  # type: ignore[misc, unused-ignore]
             InvalidArgumentError: ``x`` is no array or variable of two dimensions or more.
             MismatchError: with ``COLLECTIVE_CHECK=always``, parameters, persistent values or inputs
                 differ between ranks; on every rank.
-            ShapeError: it has fewer data axes than are cut.
+            ShapeError: it has fewer data axes than are cut, or a layer gets other channels, or
+                fewer rows, than its weights are for.
             UnsupportedError: with ``strict``, a function needs its input whole.
         """
         if isinstance(x, Cut) or getattr(x, "ndim", 0) < 2:

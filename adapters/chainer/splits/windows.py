@@ -11,7 +11,14 @@ import numpy as np
 from chainer.functions.array.resize_images import ResizeImages
 
 from collective.training.splits.blocks import Read, Step
-from collective.training.splits.recipes import Context, padded, resized, scaled, sliced
+from collective.training.splits.recipes import (
+    Context,
+    check_windows,
+    padded,
+    resized,
+    scaled,
+    sliced,
+)
 from collective.training.splits.windows import Window
 
 from .layers import applied
@@ -32,6 +39,7 @@ def _windows(context: Context) -> tuple[list[Window], dict[str, Any]]:
     for n, k, s, p in zip(context.lengths, kernel, strides, pads):
         window = Window(k, s, p, p)
         windows.append(window.covering(n) if node.cover_all else window)
+    check_windows(context, [None, *windows])
     return windows, unpadded
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from collective.errors import CollectiveError, UnsupportedError
+from collective.errors import CollectiveError, ShapeError, UnsupportedError
 from collective.memory import nested
 from collective.training.splits.blocks import Read, Step, Value, lengths_of
 from collective.training.splits.recipes import Context, row_for_row
@@ -160,24 +160,37 @@ class TensorSession(Session):
 
     def _step(self, function: Any, name: str, args: Any, kwargs: Any) -> Cut | None:
         """Record or make a call that has a rule; None where this one has none."""
+        recipe = recipe_of(function)
+        # A layer goes first: it says how many channels it expects, which PyTorch does not.
+        step = self._recorded(function, name, args, kwargs, ()) if recipe in LAYERS else None
         like = self._metas(function, args, kwargs)
         if not isinstance(like, Tensor):
             return None
-        recipe = recipe_of(function)
         if recipe is None:
             step = self._row_for_row(function, name, [args, kwargs], like)
-        else:
-            cut = _cut_among([args, kwargs])
-            values = tuple(x.value for x in cut)
-            if any(value.lengths != values[0].lengths for value in values):
-                return None
-            context = Context(
-                *(self.arrays, self._executor, function, name, values, self._meta(cut[0]).shape[1]),
-                tuple(like.shape),
-            )
-            plain_args, plain_kwargs = _mapped(_value_of, args, kwargs)
-            step = recipe(context, *plain_args, **plain_kwargs)
+        elif recipe not in LAYERS:
+            step = self._recorded(function, name, args, kwargs, tuple(like.shape))
         return None if step is None else self.cut(self._executor.add(step), like.shape, like)
+
+    def _recorded(
+        self, function: Any, name: str, args: Any, kwargs: Any, shape: tuple[int, ...]
+    ) -> Step | None:
+        """Make the step of a function with a recipe.
+
+        Args:
+            function, name, args, kwargs: the call.
+            shape: of the result, which recipes of layers do not look at.
+        """
+        cut = _cut_among([args, kwargs])
+        values = tuple(x.value for x in cut)
+        if any(value.lengths != values[0].lengths for value in values):
+            return None
+        channels = self._meta(cut[0]).shape[1]
+        context = Context(self.arrays, self._executor, function, name, values, channels, shape)
+        plain_args, plain_kwargs = _mapped(_value_of, args, kwargs)
+        recipe = recipe_of(function)
+        assert recipe is not None
+        return recipe(context, *plain_args, **plain_kwargs)
 
     def _row_for_row(self, function: Any, name: str, structure: Any, like: Tensor) -> Step | None:
         """Make the step of a function that works row for row; None where no row is cut."""
@@ -231,6 +244,7 @@ class TensorSession(Session):
         self, name: str, x: Cut, running_mean: Any, running_var: Any, weight: Any = None,
         bias: Any = None, training: bool = False, momentum: float = 0.1, eps: float = 1e-5,
     ) -> Any:  # fmt: skip
+        _check_channels(name, x, running_mean, running_var, weight, bias)
         if not training:
             mean, var = running_mean.clone()[None], running_var.clone()[None]
         else:
@@ -249,6 +263,7 @@ class TensorSession(Session):
             return self._batch_norm(
                 name, x, running_mean, running_var, weight, bias, False, momentum, eps
             )
+        _check_channels(name, x, running_mean, running_var, weight, bias)
         mean, var, count = self._executor.moments(x.value, x.shape[1], _wide(x))
         _note(running_mean, running_var, mean, var, count, momentum)
         return self._normalised(name, x, mean, var, weight, bias, eps)
@@ -257,6 +272,12 @@ class TensorSession(Session):
         self, name: str, x: Cut, num_groups: int, weight: Any = None, bias: Any = None,
         eps: float = 1e-5,
     ) -> Any:  # fmt: skip
+        _check_channels(name, x, weight, bias)
+        if x.shape[1] % num_groups:
+            raise ShapeError(
+                f"Split: {name}: the input has {x.shape[1]} channels (expected a multiple of the "
+                f"{num_groups} groups)."
+            )
         mean, var, _ = self._executor.moments(x.value, num_groups, _wide(x))
         each = x.shape[1] // num_groups
         mean, var = (x.repeat_interleave(each, 1) for x in (mean, var))
@@ -298,6 +319,20 @@ class TensorSession(Session):
         made = self._step(_mask, name, (x, noise.bool(), 0.0 if p == 1 else 1 / (1 - p)), {})
         assert made is not None
         return self._bind(x if inplace else None, made)
+
+
+def _check_channels(name: str, x: Tensor, *tensors: Any) -> None:
+    """Refuse parameters and statistics of another number of channels than the input has.
+
+    Raises:
+        ShapeError: some are.
+    """
+    for tensor in tensors:
+        if tensor is not None and tensor.shape != x.shape[1:2]:
+            raise ShapeError(
+                f"Split: {name}: the input has {x.shape[1]} channels (expected {len(tensor)}, as "
+                "the normalisation has)."
+            )
 
 
 def _wide(x: Tensor) -> Any:

@@ -147,7 +147,8 @@ class Split(torch.nn.Module):  # type: ignore[misc, unused-ignore]
             InvalidArgumentError: ``x`` is no tensor of two dimensions or more.
             MismatchError: with ``COLLECTIVE_CHECK=always``, parameters, buffers or inputs differ
                 between ranks; on every rank.
-            ShapeError: it has fewer data axes than are cut.
+            ShapeError: it has fewer data axes than are cut, or a layer gets other channels, or
+                fewer rows, than its weights are for.
             UnsupportedError: a function cannot be called on a tensor that is cut; the text names
                 the layer.
         """

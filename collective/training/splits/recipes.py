@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from collective.errors import ShapeError
+
 from .arrays import Arrays
 from .blocks import Read, Run, Step, Value
 from .executors import Executor
@@ -21,8 +23,8 @@ from .serial import CHANNELS, dimension, select_rows
 from .windows import Rule, Taken, Transposed, Window, data_slices
 
 __all__ = [
-    "Context", "biased", "guarded", "layer", "nothing", "padded", "resized", "row_for_row",
-    "scaled", "sliced", "taken", "written",
+    "Context", "biased", "check_windows", "guarded", "layer", "nothing", "padded", "resized",
+    "row_for_row", "scaled", "sliced", "taken", "written",
 ]  # fmt: skip
 
 EVERY = slice(None)
@@ -154,9 +156,14 @@ def layer(
         function: ``f(x, read, groups, weight)``, or ``f(x, read, groups, weight, bias)``.
         groups: as in a convolution; 1 group reads all channels.
         outputs: the weights' dimension of output channels; the other one is that of inputs.
+
+    Raises:
+        ShapeError: the input does not fit the weights.
     """
     arrays, executor = context.arrays, context.executor
     shape = executor.shape(weight)
+    _check_input(context, shape, shape[0] if outputs else shape[1] * groups)
+    check_windows(context, rules)
     channels = shape[1] * groups if outputs else shape[0]
     own = executor.layout(weight, bias)
     given = [each for each in (weight, bias) if each is not None]
@@ -203,6 +210,43 @@ def layer(
     elif groups == context.channels == channels:
         options["along"] = along
     return context.step(rules, run_of(groups, channels, whole), channels, uses=uses, **options)
+
+
+def _check_input(context: Context, weight: Sequence[int], channels: int) -> None:
+    """Refuse an input with other channels, or another number of data axes, than weights are for.
+
+    Raises:
+        ShapeError: it has.
+    """
+    axes = len(weight) - 2
+    if len(context.lengths) != axes:
+        raise ShapeError(
+            f"Split: {context.name}: the input has {len(context.lengths)} data axes (expected "
+            f"{axes}, as the weights of shape {tuple(weight)} have). Pass (batch, channels, ...)."
+        )
+    if context.channels != channels:
+        raise ShapeError(
+            f"Split: {context.name}: the input has {context.channels} channels (expected "
+            f"{channels}, as the weights of shape {tuple(weight)} read)."
+        )
+
+
+def check_windows(context: Context, rules: Sequence[Rule | None]) -> None:
+    """Refuse an input without room for a window.
+
+    Args:
+        context: of the layer.
+        rules: of the batch and each data axis.
+
+    Raises:
+        ShapeError: an axis has too few rows.
+    """
+    for axis, (rule, n) in enumerate(zip(rules, context.sources[0].lengths)):
+        if rule is not None and rule.length(n) < 1:
+            raise ShapeError(
+                f"Split: {context.name}: data axis {axis - 1} has {n} rows (expected enough for "
+                "one window, padding included)."
+            )
 
 
 def biased(y: Any, *bias: Any) -> Any:
