@@ -214,6 +214,15 @@ def norm(channels: int) -> Any:
         return L.BatchNormalization(channels)
 
 
+def padding() -> Any:
+    """Return convolutions that pad the data axes by one row at each end."""
+    with chainer.using_config("dtype", np.float64):
+        return chainer.Sequential(
+            *(L.Convolution2D(1, 8, 3, pad=1), F.relu, L.Convolution2D(8, 8, 3, pad=1), F.relu),
+            L.Convolution2D(8, 1, 3, pad=1),
+        )
+
+
 # -- of which each rank has its own filters alone --------------------------------------------
 
 

@@ -205,6 +205,14 @@ def norm(channels: int) -> nn.Module:
     return nn.BatchNorm2d(channels).double()
 
 
+def padding() -> nn.Module:
+    """Return convolutions that pad the data axes by one row at each end."""
+    return nn.Sequential(
+        *(nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1), nn.ReLU()),
+        nn.Conv2d(8, 1, 3, padding=1),
+    ).double()
+
+
 # -- of which each rank has its own filters alone --------------------------------------------
 
 

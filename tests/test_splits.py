@@ -200,6 +200,12 @@ def test_verify_names_the_first_layer_that_differs(of: ModuleType) -> None:
     assert re.search(r"the output of \S+ \(Differing\) is the first", str(verification))
 
 
+@pytest.mark.parametrize("how", [{"batch": 2}, {"channels": 2}], ids=str)
+def test_padding_at_both_ends_keeps_no_copy(of: ModuleType, how: dict[str, Any]) -> None:
+    split = of.Split(of.padding(), recompute=False, **how)
+    assert split.memory_report(of.inputs(2, 1, 32, 32)).ratio <= 1
+
+
 # -- what is refused -------------------------------------------------------------------------
 
 

@@ -9,7 +9,14 @@ from typing import Any
 import chainer.functions as F
 
 from collective.training.splits.blocks import Read, Step
-from collective.training.splits.recipes import Context, biased, layer, nothing, padded, written
+from collective.training.splits.recipes import (
+    Context,
+    biased,
+    layer,
+    nothing,
+    padded_apart,
+    written,
+)
 from collective.training.splits.windows import Transposed, Window
 
 __all__ = ["applied", "convolution", "dense", "transposed", "unpooling"]
@@ -25,26 +32,31 @@ def applied(node: Any, inputs: Sequence[Any], **settings: Any) -> Any:
     return fresh.apply(tuple(inputs))[0]
 
 
-def _settings(node: Any) -> tuple[_Numbers, _Numbers, _Numbers, dict[str, Any]]:
-    """Return strides, padding and dilation an axis, and the settings that pad nothing."""
+def _settings(node: Any) -> tuple[_Numbers, _Numbers, _Numbers]:
+    """Return strides, padding and dilation an axis."""
     if hasattr(node, "stride"):
-        return node.stride, node.pad, node.dilate, {"pad": (0,) * len(node.pad)}
-    strides, pads = (node.sy, node.sx), (node.ph, node.pw)
-    return strides, pads, (node.dy, node.dx), {"ph": 0, "pw": 0}
+        return node.stride, node.pad, node.dilate
+    return (node.sy, node.sx), (node.ph, node.pw), (node.dy, node.dx)
+
+
+def _padding(node: Any, ends: _Numbers) -> dict[str, Any]:
+    """Return the settings by which a function puts so many rows at either end of each axis."""
+    return {"pad": ends} if hasattr(node, "stride") else dict(zip(("ph", "pw"), ends))
 
 
 def convolution(context: Context, weight: Any, bias: Any = None) -> Step | None:
     """Recipe of ``Convolution2DFunction`` and ``ConvolutionND``."""
     node = context.function
-    strides, pads, dilations, unpadded = _settings(node)
+    strides, pads, dilations = _settings(node)
     rules = []
     for n, k, s, p, d in zip(context.lengths, weight.shape[2:], strides, pads, dilations):
         window = Window(k, s, p, p, d)
         rules.append(window.covering(n) if node.cover_all else window)
 
     def function(x: Any, read: Read, groups: int, *parameters: Any) -> Any:
-        x = padded(context.arrays, x, read.padding)
-        return applied(node, (x, *parameters), groups=groups, cover_all=False, **unpadded)
+        x, ends = padded_apart(context.arrays, x, read.padding)
+        settings = _padding(node, ends)
+        return applied(node, (x, *parameters), groups=groups, cover_all=False, **settings)
 
     return layer(context, [None, *rules], function, weight, bias, node.groups, 0)
 
@@ -52,7 +64,8 @@ def convolution(context: Context, weight: Any, bias: Any = None) -> Step | None:
 def transposed(context: Context, weight: Any, bias: Any = None) -> Step | None:
     """Recipe of ``Deconvolution2DFunction`` and ``DeconvolutionND``."""
     node = context.function
-    strides, pads, dilations, uncut = _settings(node)
+    strides, pads, dilations = _settings(node)
+    uncut = _padding(node, (0,) * len(pads))
     if hasattr(node, "outs"):
         sizes = node.outs or (None,) * len(strides)
         whole: dict[str, Any] = {**uncut, "outs": None}

@@ -14,7 +14,7 @@ from collective.training.splits.recipes import (
     guarded,
     layer,
     nothing,
-    padded,
+    padded_apart,
     written,
 )
 from collective.training.splits.windows import Taken, Transposed, Window
@@ -45,8 +45,8 @@ def convolution(
     ]
 
     def function(x: Tensor, read: Read, groups: int, w: Tensor, b: Tensor | None = None) -> Any:
-        array = padded(context.arrays, x, read.padding)
-        return context.function(array, w, b, strides, 0, dilations, groups)
+        array, ends = padded_apart(context.arrays, x, read.padding)
+        return context.function(array, w, b, strides, ends, dilations, groups)
 
     return layer(context, [None, *rules], function, weight, bias, groups, 0)
 

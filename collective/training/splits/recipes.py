@@ -23,8 +23,8 @@ from .serial import CHANNELS, dimension, select_rows
 from .windows import Rule, Taken, Transposed, Window, data_slices
 
 __all__ = [
-    "Context", "biased", "check_windows", "guarded", "layer", "nothing", "padded", "resized",
-    "row_for_row", "scaled", "sliced", "taken", "written",
+    "Context", "biased", "check_windows", "guarded", "layer", "nothing", "padded", "padded_apart",
+    "resized", "row_for_row", "scaled", "sliced", "taken", "written",
 ]  # fmt: skip
 
 EVERY = slice(None)
@@ -120,6 +120,23 @@ def padded(arrays: Arrays, x: Any, padding: Sequence[tuple[int, int]], fill: flo
         return arrays.pad(x, widths, fill)
     shape = [n + sum(pair) for n, pair in zip(x.shape, widths)]
     return arrays.tied(arrays.full_bare(x, shape, fill), x)
+
+
+def padded_apart(
+    arrays: Arrays, x: Any, padding: Sequence[tuple[int, int]]
+) -> tuple[Any, tuple[int, ...]]:
+    """Pad the data axes where a function cannot: by another number of rows at each end.
+
+    A function that pads by itself makes no copy that is kept for the backward pass.
+
+    Returns:
+        The array, and for each data axis how many rows the function has to put at either end.
+    """
+    ends = tuple(before if before == after else 0 for before, after in padding[1:])
+    if not all(x.shape):  # which functions refuse, with padding or without
+        ends = (0,) * len(ends)
+    rest = [(before - n, after - n) for (before, after), n in zip(padding[1:], ends)]
+    return padded(arrays, x, [padding[0], *rest]), ends
 
 
 def written(arrays: Arrays, y: Any, rules: Sequence[Transposed], read: Read) -> Any:
