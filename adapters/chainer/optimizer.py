@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import chainer
 
+from collective.contract.copying import NotCopied
 from collective.errors import (
     CollectiveError,
     GradientError,
@@ -66,7 +67,7 @@ def create_multi_node_optimizer(
     return MultiNodeOptimizer(actual_optimizer, comm, bucket_mib=bucket_mib, reduce=reduce)
 
 
-class MultiNodeOptimizer:
+class MultiNodeOptimizer(NotCopied):
     """An optimizer whose gradients are averaged over the ranks, beside the backward pass.
 
     It has all attributes of the optimizer inside, and its state: what :meth:`serialize` writes
@@ -91,6 +92,10 @@ class MultiNodeOptimizer:
         actual_optimizer, comm: as given.
     """
 
+    instead = (
+        "Copy its target and its actual_optimizer, and call create_multi_node_optimizer for the "
+        "copies; or save it by chainer.serializers."
+    )
     _gradients: Gradients | None
 
     def __init__(

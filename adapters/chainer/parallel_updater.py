@@ -11,6 +11,7 @@ from typing import Any
 import chainer
 from chainer.dataset import convert
 
+from collective.contract.copying import NotCopied
 from collective.errors import InvalidArgumentError
 
 __all__ = ["ParallelUpdater", "Replicas", "call_with"]
@@ -18,7 +19,7 @@ __all__ = ["ParallelUpdater", "Replicas", "call_with"]
 _Updater: Any = chainer.training.updaters.StandardUpdater
 
 
-class Replicas:
+class Replicas(NotCopied):
     """A link and copies of it, one a device, that compute gradients at the same time.
 
     For a loop of one's own, with an optimizer that is set up with the link::
@@ -44,6 +45,8 @@ class Replicas:
         links: the replicas; the first is the link.
         devices: theirs.
     """
+
+    instead = "Copy its first link, and make Replicas of the copy."
 
     def __init__(self, link: Any, devices: Sequence[Any], *, op: str = "avg") -> None:
         if op not in ("avg", "sum"):

@@ -16,6 +16,7 @@ import chainer
 
 from collective.communicator import Communicator
 from collective.communicator.rows import split_sizes
+from collective.contract.copying import NotCopied
 from collective.errors import (
     CommunicatorClosedError,
     InvalidArgumentError,
@@ -29,7 +30,7 @@ from .passage import ARRAYS, Passage, other_parameters, pieces
 __all__ = ["Pipeline"]
 
 
-class Pipeline:
+class Pipeline(NotCopied):
     """A model cut into stages, one on each rank, trained on micro-batches.
 
     ::
@@ -74,6 +75,8 @@ class Pipeline:
         MismatchError: the ranks' options differ; on every rank.
         UnsupportedError: two stages share a parameter.
     """
+
+    instead = "Copy its stage, and make a Pipeline of the copies on all ranks."
 
     def __init__(
         self,

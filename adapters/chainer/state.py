@@ -143,6 +143,13 @@ class _FromRoot:
     def __deepcopy__(self, memo: Any) -> Any:
         return self.bare  # the copy is nobody's replica
 
+    def __reduce__(self) -> Any:
+        return _itself, (self.bare,)
+
+
+def _itself(initializer: Any) -> Any:
+    return initializer
+
 
 def follow_root(link: Any, comm: Communicator) -> None:
     """Let parameters that are not initialised yet get rank 0's values when they are.

@@ -15,14 +15,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from collective.errors import GradientError, InvalidArgumentError
+from collective.errors import GradientError
 from collective.training.gradients import Bucket, Gradients, Parameter
 from collective.training.rebinding import Rebindable
 
+from .copying import Copyable
 from .dense import InBuckets, dense_weights, is_for
 from .joining import Attendance
 from .passes import BackwardPass, ForwardPass, Passes, leaves_behind, tensors_in, weakly
 from .synchronous import all_reduce_sparse, broadcast_state, broadcast_tensors, empty_sparse
+from .wrapped import trained_parameters, with_prefix, without_prefix
 
 if TYPE_CHECKING:
     from collective.communicator import Communicator
@@ -31,10 +33,9 @@ if TYPE_CHECKING:
 __all__ = ["DistributedDataParallel"]
 
 _MIB = 1 << 20
-_PREFIX = "module."
 
 
-class DistributedDataParallel(nn.Module):
+class DistributedDataParallel(Copyable):
     """A module whose gradients are averaged over the ranks in each backward pass.
 
     Every rank makes it, of the same module. Rank 0's parameters and buffers go to all others
@@ -49,6 +50,14 @@ class DistributedDataParallel(nn.Module):
 
     ``state_dict()`` is that of the bare module; ``load_state_dict`` also takes one with
     ``module.`` before each name, as PyTorch's own wrapper writes it.
+
+    It can be copied (``copy.deepcopy``, ``AveragedModel``) and pickled (``torch.save``), without
+    gradients, by any rank alone. A copy belongs to the same communicator; one that has been loaded
+    belongs to the communicator that is current when it trains (:func:`collective.init`). It
+    averages gradients from its first forward pass on that is outside of ``torch.no_grad()`` and
+    :meth:`no_sync`. That pass is collective: the ranks compare the parameters' shapes; their values
+    are not sent. Without a communicator it computes what the bare module computes, until
+    :meth:`rebind` gives it one.
 
     Args:
         module: on the CPU or a GPU; all of its parameters on one device. Freeze parameters
@@ -74,6 +83,10 @@ class DistributedDataParallel(nn.Module):
         torch.nn.parallel.DistributedDataParallel.
     """
 
+    _of_connection = frozenset((
+        "_attendance", "_gradients", "_in_buckets", "_passes", "_sparse", "_trained", "_written",
+    ))  # fmt: skip
+
     def __init__(
         self,
         module: nn.Module,
@@ -90,19 +103,28 @@ class DistributedDataParallel(nn.Module):
         self.comm = comm
         self.find_unused_parameters = find_unused_parameters
         self.broadcast_buffers = broadcast_buffers
-        named, self._sparse = _trained_parameters(module)
+        self._static = static_graph
+        self._bucket_bytes = max(1, int(bucket_mib * _MIB))
+        self._reduce = reduce
+        self._sync = True
+        self._connect()
+        broadcast_state(module, comm)
+        untyped: Any = self
+        untyped.register_state_dict_post_hook(without_prefix)
+        untyped.register_load_state_dict_pre_hook(with_prefix)
+
+    def _connect(self) -> None:
+        module = self.module
+        named, self._sparse = trained_parameters(module)
         self._trained = [parameter for _, parameter in named]
         self._gradients = Gradients(
-            comm,
+            self.comm,
             [Parameter(n, tuple(p.shape), str(p.dtype).rpartition(".")[2]) for n, p in named],
             like=next(module.parameters()).detach(),
-            bucket_bytes=max(1, int(bucket_mib * _MIB)),
-            reduce=reduce,
-            counts=static_graph,
+            bucket_bytes=self._bucket_bytes,
+            reduce=self._reduce,
+            counts=self._static,
         )
-        broadcast_state(module, comm)
-        self._static = static_graph
-        self._sync = True  # whether gradients of the next forward pass are reduced
         self._attendance: Attendance | None = None  # inside of join()
         self._passes = self._new_passes()
         self._gradients.moved = weakly(self._point)
@@ -122,9 +144,7 @@ class DistributedDataParallel(nn.Module):
         sparse_arrived = weakly(self._sparse_arrived)
         for untyped in self._sparse:
             untyped.register_post_accumulate_grad_hook(sparse_arrived)
-        untyped = self
-        untyped.register_state_dict_post_hook(_without_prefix)
-        untyped.register_load_state_dict_pre_hook(_with_prefix)
+        self._connected = True
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module.
@@ -133,8 +153,12 @@ class DistributedDataParallel(nn.Module):
             GradientError: the backward pass before broke off; or, inside of :meth:`join`, the
                 forward pass before had none.
         """
+        if not torch.is_grad_enabled():
+            return self.module(*args, **kwargs)
+        if not self._connected and not (self._sync and self._find_ranks()):
+            return self.module(*args, **kwargs)
         # Within a backward pass a checkpoint computes once again what has been computed before.
-        if not torch.is_grad_enabled() or self._passes.under_way:
+        if self._passes.under_way:
             return self.module(*args, **kwargs)
         self._refuse_broken()
         reduced = self._sync
@@ -173,11 +197,14 @@ class DistributedDataParallel(nn.Module):
             MismatchError: the ranks' modules differ.
         """
         self.comm = comm
-        self._attendance = None
         self._sync = True
-        self._written.clear()
-        self._passes = self._new_passes()
-        self._gradients.rebind(comm)
+        if self._connected:
+            self._attendance = None
+            self._written.clear()
+            self._passes = self._new_passes()
+            self._gradients.rebind(comm)
+        else:
+            self._connect()
         for parameter in self.module.parameters():
             parameter.grad = None
         for each in self.module.modules():
@@ -220,6 +247,9 @@ class DistributedDataParallel(nn.Module):
         Raises:
             GradientError: passes came in another order.
         """
+        if not self._connected and not self._find_ranks():
+            yield
+            return
         attendance = self._attendance = Attendance(self.comm, by_all)
         try:
             yield
@@ -350,49 +380,3 @@ class DistributedDataParallel(nn.Module):
         """Return for each parameter whether it has a gradient on any rank."""
         used = [number not in unused for number in range(len(self._trained))]
         return [any(each) for each in zip(*self.comm.all_gather_object(used))]
-
-
-def _trained_parameters(
-    module: nn.Module,
-) -> tuple[list[tuple[str, nn.Parameter]], list[nn.Parameter]]:
-    """Return the parameters with a dense gradient, by name, and those with a sparse one.
-
-    Raises:
-        InvalidArgumentError: there are none, or the module's are on several devices.
-    """
-    named = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
-    if not named:
-        raise InvalidArgumentError(
-            "DistributedDataParallel: no parameter of the module requires a gradient; there is "
-            "nothing to reduce. Use the module as it is."
-        )
-    devices = sorted({str(p.device) for p in module.parameters()})
-    if len(devices) > 1:
-        raise InvalidArgumentError(
-            f"DistributedDataParallel: parameters on {', '.join(devices)}; all must be on one "
-            "device. Move the module there, or give each part a wrapper of its own."
-        )
-    # Gradients mostly arrive in the reverse of the order in which modules were made.
-    named.reverse()
-    sparse = {each.weight for each in module.modules() if getattr(each, "sparse", False) is True}
-    dense = [(name, parameter) for name, parameter in named if parameter not in sparse]
-    return dense, [parameter for _, parameter in named if parameter in sparse]
-
-
-def _without_prefix(
-    module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]
-) -> None:
-    """Name what is in a state as the bare module does."""
-    inner = prefix + _PREFIX
-    for name in [name for name in state if name.startswith(inner)]:
-        state[prefix + name[len(inner) :]] = state.pop(name)
-
-
-def _with_prefix(module: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Name what is in a state as the wrapper does, if it is not."""
-    inner = prefix + _PREFIX
-    bare = {prefix + name for name, _ in module.module.named_parameters()}
-    if not any(name in bare for name in state):
-        return
-    for name in [name for name in state if name.startswith(prefix)]:
-        state[inner + name[len(prefix) :]] = state.pop(name)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from collective.contract.copying import NotCopied
 from collective.errors import InvalidArgumentError, MismatchError, StateLostError
 from collective.training import shards
 
@@ -24,7 +25,7 @@ __all__ = ["ShardedOptimizer"]
 _Base: Any = torch.optim.Optimizer
 
 
-class ShardedOptimizer(_Base):  # type: ignore[misc]  # torch's is not typed
+class ShardedOptimizer(NotCopied, _Base):  # type: ignore[misc]  # torch's is not typed
     """An optimizer of which each rank keeps and does its share.
 
     Gradients have to be the same on all ranks when :meth:`step` is called, as
@@ -46,6 +47,8 @@ class ShardedOptimizer(_Base):  # type: ignore[misc]  # torch's is not typed
     See Also:
         torch.distributed.optim.ZeroRedundancyOptimizer.
     """
+
+    instead = "Take its state_dict(), on all ranks, and load it into one for the other parameters."
 
     def __init__(
         self,

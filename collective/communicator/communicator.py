@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from collective import native
+from collective.contract.copying import NotCopied
 from collective.errors import InvalidArgumentError
 from collective.memory.arrays import adapter_of
 from collective.memory.buffer import Buffer
@@ -42,6 +43,8 @@ _PLANNED = (
 _KEEPING = {"all_reduce", "reduce", "reduce_scatter", "scan", "broadcast"}
 
 if TYPE_CHECKING:
+    from typing_extensions import Self
+
     from collective.contract.backend import Plan
 
     # What is in front of the methods is called as they are.
@@ -58,7 +61,7 @@ else:
     )
 
 
-class Communicator(_Methods, Reductions, Allocating, Generations, ForeignNames):
+class Communicator(_Methods, NotCopied, Reductions, Allocating, Generations, ForeignNames):
     """Ranks 0 to ``size - 1``, connected by one transport.
 
     Collective calls are made by all ranks in one order. One thread uses a communicator at
@@ -68,6 +71,9 @@ class Communicator(_Methods, Reductions, Allocating, Generations, ForeignNames):
     As a context manager it is closed at the end of the body. An exception in the body
     aborts the peers: their calls raise ``PeerFailedError`` with its traceback.
 
+    A deep copy of an object that has a communicator has the same one. A communicator cannot be
+    pickled.
+
     Attributes:
         rank, size: which of how many this is.
         local_rank, local_size: the same among the ranks of this host.
@@ -75,6 +81,11 @@ class Communicator(_Methods, Reductions, Allocating, Generations, ForeignNames):
         timeout: seconds that a call may take, unless it says otherwise.
         capabilities: what the transport can do.
     """
+
+    instead = (
+        "Leave it out of what is pickled (of a model, save the state_dict()), and give what is "
+        "loaded a communicator of the process that loads it."
+    )
 
     def __repr__(self) -> str:
         state = ", closed" if self._closed else ""
@@ -116,12 +127,18 @@ class Communicator(_Methods, Reductions, Allocating, Generations, ForeignNames):
         self.listen(hook)
         return lambda: self._forget(hook)
 
-    def __getstate__(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return what a copy has: what is in C, too, where attributes are members of the class."""
-        members = [
-            name for name, each in vars(_Methods).items() if inspect.ismemberdescriptor(each)
-        ]
-        return vars(self), {name: getattr(self, name) for name in members}
+    def __copy__(self) -> Self:
+        """Return another object of the same connections: the instance dict and the C members."""
+        twin = self.__class__.__new__(self.__class__)
+        vars(twin).update(vars(self))
+        for name, each in vars(_Methods).items():
+            if inspect.ismemberdescriptor(each):
+                setattr(twin, name, getattr(self, name))
+        return twin
+
+    def __deepcopy__(self, memo: object) -> Self:
+        """Return the communicator itself: a copy of what has one talks to the same ranks."""
+        return self
 
     def plan(self, operation: str, *args: Any, **options: Any) -> PreparedCall:
         """Prepare a collective call, for loops that make the same one on the same arrays.

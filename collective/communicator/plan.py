@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from collective import native
+from collective.contract.copying import NotCopied
 from collective.errors import DtypeError, InvalidArgumentError, ShapeError
 from collective.memory import nested
 from collective.memory.arrays import adapter_of
@@ -62,7 +63,7 @@ class Steps(NamedTuple):
     direct: Callable[[], Any] | None
 
 
-class PreparedCall:
+class PreparedCall(NotCopied):
     """One collective call on given arrays; :meth:`Communicator.plan` returns it.
 
     It keeps the arrays. Every call works on the memory that the arrays have by then: an array may
@@ -80,6 +81,7 @@ class PreparedCall:
         "_arrays", "_direct", "_dtype", "_formats", "_keeps", "_like", "_make", "_pending",
         "_places", "_prepare", "_shape", "_who", "operation",
     )  # fmt: skip
+    instead = "Prepare another one with comm.plan(), on the arrays of the copy."
 
     def __init__(
         self,

@@ -12,16 +12,20 @@ from typing import Any, Generic, TypeVar
 from collective.errors import CollectiveTimeoutError, CommunicatorClosedError
 from collective.request import in_thread
 
+from .copying import NotCopied
+
 __all__ = ["Lane", "Work", "all_idle"]
 
 T = TypeVar("T")
 
 
-class Work(Generic[T]):
+class Work(NotCopied, Generic[T]):
     """An operation on its way, as returned with ``async_op=True``.
 
     Buffers of the operation must not be touched until :meth:`wait` has returned.
     """
+
+    instead = "Copy what wait() returns."
 
     def __init__(self, what: str) -> None:
         self._what = what

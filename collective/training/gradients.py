@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from collective import trace
+from collective.contract.copying import NotCopied
 from collective.errors import (
     CollectiveError,
     GradientError,
@@ -38,7 +39,7 @@ _FIRST = 1 << 20
 _ALIGNMENT = 64
 
 
-class Gradients:
+class Gradients(NotCopied):
     """The gradients of one model on one rank.
 
     Made by all ranks of the communicator, with the same parameters in the same order. A
@@ -71,6 +72,8 @@ class Gradients:
         MismatchError: the ranks' parameters differ.
         AllocationError: there is no memory for them, on any rank.
     """
+
+    instead = "Make another one, on all ranks, for the parameters of the copy."
 
     def __init__(
         self,

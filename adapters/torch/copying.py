@@ -1,0 +1,79 @@
+"""Copies of a wrapper, which are connected when they train."""
+
+from __future__ import annotations
+
+import copy
+from abc import abstractmethod
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from torch import nn
+
+from collective.errors import CommunicatorClosedError
+from collective.start.session import current
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from collective.communicator import Communicator
+
+__all__ = ["Copyable"]
+
+
+class Copyable(nn.Module):
+    """Base of a wrapper whose copies and pickles leave out what it has made over a communicator.
+
+    To connect is collective, and often one rank alone makes a copy, for a checkpoint or for weights
+    that are averaged. So a copy connects in the first pass that all ranks make.
+
+    Attributes:
+        module: the module in the wrapper.
+        comm: connects the ranks; None in a wrapper that has been loaded and has not trained.
+    """
+
+    #: Names of the attributes that :meth:`_connect` makes.
+    _of_connection: ClassVar[frozenset[str]]
+    module: nn.Module
+    comm: Communicator
+    _connected: bool
+    _sync: bool  # whether gradients of the next forward pass are reduced
+
+    @abstractmethod
+    def _connect(self) -> None:
+        """Make what reduces the gradients, over ``self.comm``; collective."""
+
+    def _find_ranks(self) -> bool:
+        """Connect a copy that is about to train; return False if it trains alone, or not at all."""
+        if not any(parameter.requires_grad for parameter in self.module.parameters()):
+            return False
+        if self.comm is None:
+            try:
+                self.comm = current()
+            except CommunicatorClosedError:
+                return False
+        self._connect()
+        return True
+
+    def __copy__(self) -> Self:
+        """Return a wrapper of the same module that shares all else, too."""
+        twin = self.__class__.__new__(self.__class__)
+        vars(twin).update(vars(self))
+        return twin
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        twin = self.__class__.__new__(self.__class__)
+        memo[id(self)] = twin
+        twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        twin.comm = self.comm
+        return twin
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what is copied and pickled."""
+        left_out = {"comm", *self._of_connection}
+        return {name: value for name, value in vars(self).items() if name not in left_out}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        untyped: Any = super()
+        untyped.__setstate__(state)
+        self.comm = None  # type: ignore[assignment]  # what uses it connects before
+        self._connected = False
+        self._sync = True

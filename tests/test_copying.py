@@ -1,0 +1,142 @@
+"""What has a communicator is copied with it, or refuses to be copied and says what to do."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from collective import gradients
+from collective.communicator import Communicator
+from collective.errors import InvalidArgumentError
+from tests.on_ranks import on_ranks, ranks_of
+
+two = ranks_of(("threads", 2), ("shm", 2))
+
+
+def _sharded(comm: Communicator) -> Any:
+    torch = pytest.importorskip("torch")
+    from collective.adapters.torch import ShardedOptimizer
+
+    return ShardedOptimizer(torch.nn.Linear(3, 2).parameters(), torch.optim.SGD, comm, lr=0.1)
+
+
+def _link() -> Any:
+    adapter = pytest.importorskip("collective.adapters.chainer")
+    import chainer
+
+    return adapter, chainer, chainer.links.Linear(3, 2)
+
+
+def _multi_node(comm: Communicator) -> Any:
+    adapter, chainer, link = _link()
+    return adapter.create_multi_node_optimizer(chainer.optimizers.SGD(), comm).setup(link)
+
+
+def _pipeline(comm: Communicator) -> Any:
+    adapter, _, link = _link()
+    stages = [copy.deepcopy(link) for _ in range(comm.size)]
+    return adapter.Pipeline(stages, comm, microbatches=2)
+
+
+def _replicas(comm: Communicator) -> Any:
+    adapter, _, link = _link()
+    return adapter.Replicas(link, ["@numpy", "@numpy"])
+
+
+def _prepared(comm: Communicator) -> Any:
+    x = np.ones(3)
+    return comm.plan("all_reduce", x, out=x)
+
+
+REFUSING: dict[str, tuple[Callable[[Communicator], Any], str]] = {
+    "work": (lambda comm: comm.all_reduce(np.ones(3), async_op=True), "what wait"),
+    "prepared call": (_prepared, "comm.plan"),
+    "gradients": (
+        lambda comm: gradients.Gradients(comm, [gradients.Parameter("w", (3,), "float32")]),
+        "for the parameters of the copy",
+    ),
+    "sharded optimizer": (_sharded, "state_dict"),
+    "multi-node optimizer": (_multi_node, "create_multi_node_optimizer"),
+    "pipeline": (_pipeline, "stage"),
+    "replicas": (_replicas, "first link"),
+}
+
+
+@pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, pickle.dumps])
+@pytest.mark.parametrize("name", REFUSING)
+@on_ranks("two")
+def test_what_is_bound_to_a_process_refuses_to_be_copied(
+    comm: Communicator, name: str, way: Callable[[Any], Any]
+) -> None:
+    make, remedy = REFUSING[name]
+    made = make(comm)
+    with pytest.raises(InvalidArgumentError, match=f"neither copied nor pickled.*{remedy}"):
+        way(made)
+    comm.barrier()
+
+
+@on_ranks("two")
+def test_communicator_is_shared_by_deep_copies_of_what_has_it(comm: Communicator) -> None:
+    assert copy.deepcopy({"comm": comm, "list": [comm]}) == {"comm": comm, "list": [comm]}
+
+
+@on_ranks("two")
+def test_communicator_refuses_to_be_pickled_and_says_what_to_save(comm: Communicator) -> None:
+    with pytest.raises(InvalidArgumentError, match="state_dict"):
+        pickle.dumps({"comm": comm})
+
+
+@on_ranks("two")
+def test_communicator_shallow_copy_makes_calls(comm: Communicator) -> None:
+    assert copy.copy(comm).all_reduce(np.ones(2)).tolist() == [2, 2]
+
+
+@on_ranks("two")
+def test_uninitialised_link_is_pickled_without_its_communicator(comm: Communicator) -> None:
+    adapter, chainer, _ = _link()
+    link = chainer.links.Linear(None, 2, initialW=chainer.initializers.One())
+    adapter.create_multi_node_optimizer(chainer.optimizers.SGD(), comm).setup(link)
+    twin = pickle.loads(pickle.dumps(link))
+    if comm.rank == 0:  # nothing that the ranks do together
+        twin(np.ones((1, 3), np.float32))
+        assert twin.W.array.tolist() == [[1, 1, 1]] * 2
+    comm.barrier()
+
+
+@on_ranks("two")
+def test_link_copied_within_training_has_gradients_of_its_own(comm: Communicator) -> None:
+    adapter, chainer, link = _link()
+    optimizer = adapter.create_multi_node_optimizer(chainer.optimizers.SGD(), comm).setup(link)
+    x = np.full((2, 3), comm.rank + 1, np.float32)
+    for _ in range(2):
+        optimizer.update(lambda: chainer.functions.sum(link(x)))
+    kept = link.W.grad.copy()
+    twin = copy.deepcopy(link)
+    assert not np.may_share_memory(twin.W.grad, link.W.grad)
+    assert not np.may_share_memory(twin.W.array, link.W.array)
+    if comm.rank == 0:
+        twin.cleargrads()
+        chainer.functions.sum(twin(x)).backward()
+        assert twin.W.grad.tolist() == [[2, 2, 2]] * 2
+    assert (link.W.grad == kept).all()
+    optimizer.update(lambda: chainer.functions.sum(link(x)))
+
+
+@on_ranks("two")
+def test_split_deep_copy_computes_over_the_same_ranks(comm: Communicator) -> None:
+    torch = pytest.importorskip("torch")
+    from collective.adapters.torch import Split
+
+    split = Split(torch.nn.Conv2d(1, 2, 3).double(), data=(2,), comm=comm)
+    x = torch.ones(1, 1, 8, 8, dtype=torch.float64)
+    before = split(x).detach()
+    twin = copy.deepcopy(split)
+    twin.module.weight.data.zero_()
+    twin.module.bias.data.fill_(7)
+    assert (twin(x) == 7).all()
+    assert torch.equal(split(x), before)
