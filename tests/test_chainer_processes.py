@@ -10,10 +10,13 @@ import textwrap
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 pytest.importorskip("collective.adapters.chainer.arrays")
+
+from chainer.training.extensions import snapshot_writers
 
 from collective.adapters.chainer.compatibility import processes
 from tests.interpreter import printed
@@ -212,6 +215,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             "thread raises": written("ThreadQueueWriter", raises),
             "process raises": written("ProcessQueueWriter", raises),
             "process dies": written("ProcessQueueWriter", dies),
+            "process exits": written("ProcessQueueWriter", lambda *args: sys.exit(0)),
         })
     """)
     found: dict[str, Any] = ast.literal_eval(
@@ -244,6 +248,7 @@ def test_a_worker_that_fails_ends_the_iterator_with_an_error_for_good(
         ("thread raises", "what writes the snapshots ended before all were written"),
         ("process raises", "ended with exit code 1 before all were written"),
         ("process dies", "ended with exit code -9 before all were written"),
+        ("process exits", "what writes the snapshots ended before all were written"),
     ],
 )
 def test_a_queue_of_snapshots_that_nobody_writes_any_more_ends_with_an_error(
@@ -251,6 +256,23 @@ def test_a_queue_of_snapshots_that_nobody_writes_any_more_ends_with_an_error(
 ) -> None:
     assert outcomes[failure].startswith("WorkerLostError: ")
     assert text in outcomes[failure]
+
+
+def test_a_queue_writer_of_a_programs_own_kind_joins_its_queue_and_consumer_once() -> None:
+    # As Chainer's own test has it, whose queue and consumer know nothing of tasks or exit codes.
+    class Writer(snapshot_writers.QueueWriter):  # type: ignore[misc, unused-ignore]
+        def create_queue(self) -> Any:
+            return mock.MagicMock()
+
+        def create_consumer(self, queue: Any) -> Any:
+            return mock.MagicMock()
+
+    writer = Writer()
+    writer("name", "folder", {})
+    writer.finalize()
+    assert writer._queue.put.call_count == 2
+    assert writer._queue.join.call_count == 1
+    assert writer._consumer.join.call_count == 1
 
 
 def test_workers_that_cannot_start_are_not_started_again_and_again(tmp_path: Path) -> None:

@@ -188,6 +188,7 @@ EDITS: dict[str, tuple[Edit, ...]] = {
             new="multiprocessing.finish(self._queue, self._consumer)",
             reason="it waits for ever if what writes the snapshots has failed",
         ),
+        Edit(old="self._consumer.join()", new="pass", reason="finish() has done so before"),
     ),
     "chainer.training.updaters.multiprocess_parallel_updater": (_MULTIPROCESSING,),
     "chainer.variable": (

@@ -21,6 +21,7 @@ from multiprocessing import (
     cpu_count,
     current_process,
     get_start_method,
+    queues,
 )
 from typing import Any
 
@@ -194,22 +195,34 @@ def finish(queue: Any, consumer: Any) -> None:
     """Wait until all snapshots are written, or whoever writes them has ended.
 
     Args:
-        queue: Chainer's to that thread or process, which ends by itself at the end of it.
+        queue: Chainer's to that thread or process, which ends by itself at the end of it; or what
+            a program's own writer has made.
         consumer: the thread or the process.
 
     Raises:
         WorkerLostError: it has ended before; snapshots are missing.
     """
     consumer.join()
+    # A thread has no exit code, and what a program has made may have something else by that name.
     code = getattr(consumer, "exitcode", None)
-    if code:
+    failed = isinstance(code, int) and code != 0
+    if failed:
         # What is in the queue would wait for a reader when this process ends.
         queue.cancel_join_thread()
-    # A thread has no exit code; of a thread's queue it is known how much of it was not done.
-    if code or getattr(queue, "unfinished_tasks", 0):
+    if failed or _unfinished(queue):
         raise WorkerLostError(
             f"{consumer.name}: what writes the snapshots ended "
-            + (f"with exit code {code} " if code else "")
+            + (f"with exit code {code} " if failed else "")
             + "before all were written. What it wrote to the standard error says why; the last "
             "snapshots are missing."
         )
+    queue.join()
+
+
+def _unfinished(queue: Any) -> bool:
+    """Tell whether ``queue.join()`` would wait for a task that nobody does any more."""
+    if isinstance(queue, queues.JoinableQueue):
+        tasks: Any = queue
+        return not tasks._unfinished_tasks._semlock._is_zero()  # as its join() does
+    left = getattr(queue, "unfinished_tasks", 0)
+    return isinstance(left, int) and left > 0
