@@ -13,6 +13,7 @@ from collective.errors import DtypeError, InvalidArgumentError, ShapeError
 from collective.memory import nested
 from collective.memory.arrays import adapter_of
 from collective.memory.dtypes import DType
+from collective.memory.holding import hold
 
 if TYPE_CHECKING:
     from collective.contract.backend import Plan
@@ -129,8 +130,11 @@ class PreparedCall(NotCopied):
             like = self._like
             if like.dtype is self._dtype and like.shape == self._shape:
                 return self._direct()
+        held = hold(self._arrays.values())
         self._follow()
         result = self._make(async_op)
+        if async_op:
+            result._hold(held)
         if self._keeps:
             if async_op:
                 self._pending = result

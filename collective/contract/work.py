@@ -22,7 +22,8 @@ T = TypeVar("T")
 class Work(NotCopied, Generic[T]):
     """An operation on its way, as returned with ``async_op=True``.
 
-    Buffers of the operation must not be touched until :meth:`wait` has returned.
+    Buffers of the operation must not be touched until :meth:`wait` has returned. Until the
+    operation is over NumPy refuses to resize them, and the old storage of a tensor stays alive.
     """
 
     instead = "Copy what wait() returns."
@@ -34,6 +35,7 @@ class Work(NotCopied, Generic[T]):
         self._finished: threading.Event | None = None
         self._result: T | None = None
         self._error: BaseException | None = None
+        self._held: object = None
 
     def wait(self, timeout: float | None = None) -> T:
         """Wait until the operation is over and return its result.
@@ -81,8 +83,15 @@ class Work(NotCopied, Generic[T]):
     def _end(self) -> None:
         """Tell that it is over, once what came of it is there."""
         self._over = True
+        self._held = None
         if self._finished is not None:
             self._finished.set()
+
+    def _hold(self, held: object) -> None:
+        """Keep what holds the memory of the call's arrays until the operation is over."""
+        self._held = held
+        if self._over:  # maybe since before, and then nobody else lets go of it
+            self._held = None
 
     def __repr__(self) -> str:
         state = "running" if not self.done() else "failed" if self._error else "done"

@@ -271,6 +271,9 @@ static struct prepared *prepare(Door *door, const struct call *call)
     memcpy(p->shape, x->shape, sizeof p->shape);
     if (p->request == NULL || p->plan == NULL) {
         forget(p);
+    } else if ((call->src != NULL && !is_there(call->src))
+               || (call->dst != NULL && !is_there(call->dst))) {
+        forget(p); /* other threads have run meanwhile: Python's way looks at the arrays anew */
     } else if (!is_plan(p->plan)) {
         p->plain = PyObject_GetAttrString(p->plan, "plain");
         if (p->plain == NULL) /* it has none */
@@ -292,13 +295,25 @@ static PyObject *take_error(void)
     return error;
 }
 
+/* Has the Work that an asynchronous call returned hold the arrays' memory until it is over. */
+static void hold_until_over(PyObject *work, PyObject *held)
+{
+    PyObject *done = held ? PyObject_CallMethod(work, "_hold", "O", held) : NULL;
+    if (done == NULL) /* it is no Work, but a call to be made later, which holds them then */
+        PyErr_Clear();
+    Py_XDECREF(done);
+}
+
 /* Has Python say what a failure means, and go on where ranks may differ: what that returns. */
 static PyObject *recover(const struct call *call)
 {
-    PyObject *error = take_error();
+    PyObject *error = take_error(), *held = NULL;
+    hold_all(call->x, &held);
+    hold_all(call->out, &held);
     PyObject *done = PyObject_CallMethod(call->comm, "_recover", "sOOOOO", call->operation->name,
                                          call->x, call->out, call->root_object, counts_of(call),
                                          error);
+    Py_XDECREF(held);
     Py_XDECREF(error);
     return done;
 }
@@ -318,7 +333,10 @@ static PyObject *make(Door *door, struct call *call)
         PyObject *x = call->src == NULL ? Py_None : call->src == call->dst ? call->result : call->x;
         PyObject *out = call->dst ? call->result : Py_None;
         int numpy = (x == Py_None || is_numpy(x)) && (out == Py_None || is_numpy(out));
-        PyObject *plain = numpy ? Py_XNewRef(p->plain) : NULL, *ran;
+        PyObject *plain = numpy ? Py_XNewRef(p->plain) : NULL, *ran, *held = NULL;
+        hold_all(x, &held);
+        if (out != x)
+            hold_all(out, &held);
         record_begin(door->ring, p->request, 0);
         if (plain != NULL)
             ran = PyObject_CallFunctionObjArgs(plain, x, out, seconds, NULL);
@@ -326,6 +344,7 @@ static PyObject *make(Door *door, struct call *call)
             ran = PyObject_CallMethodObjArgs(call->comm, name_run_plan, plan, x, out, seconds, NULL);
         state = ran == NULL ? -1 : 0;
         Py_XDECREF(ran);
+        Py_XDECREF(held);
         Py_XDECREF(plain);
     }
     if (state == 0) {
@@ -380,6 +399,15 @@ static void explain(PyObject *comm, PyObject *function)
     Py_XDECREF(error);
 }
 
+/* Whether arguments by name ask for a Work. */
+static int is_asynchronous(PyObject *const *args, PyObject *names)
+{
+    for (Py_ssize_t i = 0; names != NULL && i < PyTuple_Size(names); i++)
+        if (PyTuple_GetItem(names, i) == argument_objects[ASYNC])
+            return args[i] != Py_False;
+    return 0;
+}
+
 /* Makes a call by the function in Python that the class was made with. */
 static PyObject *call_python(PyObject *comm, Py_ssize_t which, PyObject *const *args,
                              Py_ssize_t count, PyObject *names)
@@ -391,7 +419,13 @@ static PyObject *call_python(PyObject *comm, Py_ssize_t which, PyObject *const *
         return PyErr_NoMemory();
     all[0] = comm;
     memcpy(all + 1, args, given * sizeof *all);
+    PyObject *held = NULL;
+    for (size_t i = 0; i < given; i++)
+        hold_all(args[i], &held);
     PyObject *done = call_with(function, all, count + 1, names);
+    if (done != NULL && is_asynchronous(args + count, names))
+        hold_until_over(done, held);
+    Py_XDECREF(held);
     if (all != few)
         PyMem_Free(all);
     if (done == NULL && names != NULL && PyErr_ExceptionMatches(PyExc_TypeError))
@@ -509,8 +543,14 @@ static PyObject *message(PyObject *comm, int which, PyObject *const *args, Py_ss
         || !PyDict_Check(lanes) || PyDict_Size(lanes) != 0 || seconds == NULL) {
         done = Py_NewRef(Py_NotImplemented);
     } else {
+        PyObject *held = NULL;
+        if (!PyCFunction_CheckExact(exchange)) { /* C's holds them by itself, if it has to wait */
+            hold_all(m.x, &held);
+            hold_all(m.out, &held);
+        }
         done = PyObject_CallFunctionObjArgs(exchange, m.x, m.to, m.out, m.from, m.tag, seconds,
                                             Py_True, NULL);
+        Py_XDECREF(held);
         if (done == NULL) {
             note_failure(comm);
         } else if (done == Py_None) { /* x is sent */

@@ -134,9 +134,16 @@ static int run(Call *call, size_t nbytes)
     struct exchange *x = &call->exchange;
     for (int i = 0; nbytes < LONG_BYTES && i < call->state->looks && x->pending && !x->damage; i++)
         exchange_step(x);
-    if ((x->pending || x->damage) && drive(call) < 0)
-        return -1;
-    return x->pending ? ask_python(call) : 0;
+    if (!x->pending && !x->damage)
+        return 0;
+    /* From here on other threads run, which may give the arrays other memory. */
+    PyObject *held[] = {hold_memory(call->args[0]), hold_memory(call->args[2])};
+    int failed = drive(call);
+    if (failed == 0 && x->pending)
+        failed = ask_python(call);
+    Py_XDECREF(held[0]);
+    Py_XDECREF(held[1]);
+    return failed;
 }
 
 /* Whether an object is an integer of this range, and nothing like one. */

@@ -16,6 +16,8 @@ typedef struct {
     PyObject *request, *seconds;
     PyObject *ring; /* where it is still to be recorded, or NULL */
     PyThreadState *unlocked; /* if it is a long one, without the interpreter lock */
+    const struct view *views[2]; /* its arrays, or NULL */
+    PyObject *held[2];           /* what holds their memory once the lock was let go of */
     int busy;
 } Shared;
 
@@ -45,11 +47,29 @@ static int ask_python(Shared *self, int rank, const uint64_t *word, uint64_t val
     return done == NULL ? -1 : 0;
 }
 
+/* Keeps the arrays' memory where it is, before other threads of Python's may run. */
+static void hold(Shared *self)
+{
+    for (int i = 0; i < 2; i++)
+        if (self->views[i] != NULL && self->held[i] == NULL)
+            self->held[i] = hold_memory(self->views[i]->array);
+}
+
+static void let_go(Shared *self)
+{
+    for (int i = 0; i < 2; i++) {
+        self->views[i] = NULL;
+        Py_CLEAR(self->held[i]);
+    }
+}
+
 /* Waits for a word, without the interpreter lock. If that takes long, Python does: it knows of
    deadlines, signals and peers that have died. */
 static int wait_for(void *context, int rank, const uint64_t *word, uint64_t value, uint64_t most)
 {
     Shared *self = context;
+    if (self->unlocked == NULL)
+        hold(self);
     PyThreadState *state = self->unlocked ? self->unlocked : PyEval_SaveThread();
     int there = 0, failed = 0;
     int64_t end = now_ns() + YIELD_NS;
@@ -361,8 +381,15 @@ int run_plan(PyObject *object, const struct view *src, const struct view *dst, P
         return fit < 0 ? -1 : 1;
     uint64_t *line = s->stages[s->rank].line;
     /* Notes are a ring, too. */
-    if ((self->noted == 0 || line[NOTES] - self->noted >= NOTES_KEPT) && note(self) < 0)
+    int is_long = p->count * p->item >= LONG_CALL_BYTES;
+    int unnoted = self->noted == 0 || line[NOTES] - self->noted >= NOTES_KEPT;
+    if (unnoted && note(self) < 0)
         return -1;
+    /* Other threads may have run since the arrays were viewed: in Python's code that notes the call,
+       or where PyTorch has made the result. */
+    if ((unnoted || is_long)
+        && (over->busy || (src != NULL && !is_there(src)) || (dst != NULL && !is_there(dst))))
+        return 1;
     line[NOTED] = self->noted;
     over->busy = 1;
     over->request = self->request;
@@ -370,9 +397,12 @@ int run_plan(PyObject *object, const struct view *src, const struct view *dst, P
     over->ring = ring;
     const void *from = src != NULL ? src->address : NULL, *to = dst != NULL ? dst->address : NULL;
     shared_locate(s, p, from, to);
-    int is_long = p->count * p->item >= LONG_CALL_BYTES;
-    if (is_long)
+    over->views[0] = src;
+    over->views[1] = dst != src ? dst : NULL;
+    if (is_long) {
         record(over);
+        hold(over);
+    }
     over->unlocked = is_long ? PyEval_SaveThread() : NULL;
     int failed = shared_call(s, p, from, (void *)to);
     if (over->unlocked != NULL)
@@ -380,6 +410,7 @@ int run_plan(PyObject *object, const struct view *src, const struct view *dst, P
     over->unlocked = NULL;
     record(over); /* one that has failed before it arrived */
     over->busy = 0;
+    let_go(over);
     return failed ? give_up(over, failed) : 0;
 }
 

@@ -36,6 +36,7 @@ static inline int64_t now_ns(void)
 /* The elements of an array: contiguous, aligned, in the host's memory, of this byte order. It is
    valid as long as somebody holds the array. */
 struct view {
+    PyObject *array; /* borrowed */
     char *address;
     size_t nbytes;
     int dtype, ndim, writable;
@@ -45,6 +46,20 @@ struct view {
 /* Looks at an array of exactly NumPy's or PyTorch's class. Returns 1; or 0 if it is another, or is
    not as above: ask Python. Never raises. */
 int view_array(PyObject *array, struct view *view);
+
+/* Whether an array is still where it was when it was viewed. */
+int is_there(const struct view *view);
+
+/* Returns what keeps an array's memory where it is for as long as somebody has it: while another
+   thread may run, or Python code does. NumPy's resize refuses an array that a weak reference refers
+   to, also with refcheck=False, where it minds no view and no buffer; a tensor that is given other
+   memory leaves its old memory to whoever has the storage. Returns NULL for anything else, and never
+   raises. */
+PyObject *hold_memory(PyObject *array);
+
+/* Appends what holds the memory of an array, or of all in a structure, to *held: a list, or NULL
+   as long as there is nothing to hold. Never raises. */
+void hold_all(PyObject *arrays, PyObject **held);
 
 /* Whether an array is exactly of NumPy's class. */
 int is_numpy(PyObject *array);

@@ -42,7 +42,7 @@ enum { PLAIN = 0x0001 | 0x0100, WRITEABLE = 0x0400, WARNS = 1u << 31 }; /* of NP
 static PyTypeObject *ndarray;
 static PyTypeObject *tensor_types[2]; /* exactly these: what else is a Tensor has its own ways */
 static const struct dl_exchange *torch;
-static PyObject *is_neg, *is_conj, *new_empty, *empty, *name_dtype;
+static PyObject *is_neg, *is_conj, *new_empty, *empty, *name_dtype, *name_base, *untyped_storage;
 static PyObject *descrs[DTYPES]; /* NumPy's dtypes, of which there is one each; or all NULL */
 
 /* Returns the code of an element type by its kind, as NumPy calls it, and its size; or -1. */
@@ -142,12 +142,18 @@ static int view_tensor(PyObject *array, struct view *view)
     return set_shape(view, tensor.ndim, tensor.shape, (size_t)stride * item_bytes[view->dtype]);
 }
 
-int view_array(PyObject *array, struct view *view)
+static int is_tensor(PyObject *array)
 {
     PyTypeObject *type = Py_TYPE(array);
-    int is_tensor = torch != NULL && (type == tensor_types[0] || type == tensor_types[1]);
-    if (type == ndarray ? view_fields((struct numpy_array *)array, view) || view_buffer(array, view)
-                        : is_tensor && view_tensor(array, view))
+    return torch != NULL && (type == tensor_types[0] || type == tensor_types[1]);
+}
+
+int view_array(PyObject *array, struct view *view)
+{
+    view->array = array;
+    if (is_numpy(array)
+            ? view_fields((struct numpy_array *)array, view) || view_buffer(array, view)
+            : is_tensor(array) && view_tensor(array, view))
         return 1;
     PyErr_Clear();
     return 0;
@@ -156,6 +162,67 @@ int view_array(PyObject *array, struct view *view)
 int is_numpy(PyObject *array)
 {
     return Py_TYPE(array) == ndarray;
+}
+
+int is_there(const struct view *view)
+{
+    struct view now;
+    return view_array(view->array, &now) && now.address == view->address
+           && now.nbytes == view->nbytes;
+}
+
+/* Returns a weak reference to the array whose memory it is, of which this one may be a view. */
+static PyObject *hold_numpy(PyObject *array)
+{
+    PyObject *owner = Py_NewRef(array), *base = PyObject_GetAttr(owner, name_base);
+    while (base != NULL && PyObject_TypeCheck(base, ndarray)) {
+        Py_DECREF(owner);
+        owner = base;
+        base = PyObject_GetAttr(owner, name_base);
+    }
+    Py_XDECREF(base);
+    PyObject *reference = PyWeakref_NewRef(owner, NULL);
+    Py_DECREF(owner);
+    return reference;
+}
+
+PyObject *hold_memory(PyObject *array)
+{
+    PyObject *held = NULL;
+    if (PyObject_TypeCheck(array, ndarray))
+        held = hold_numpy(array);
+    else if (is_tensor(array))
+        held = PyObject_CallMethodObjArgs(array, untyped_storage, NULL);
+    if (held == NULL)
+        PyErr_Clear();
+    return held;
+}
+
+void hold_all(PyObject *arrays, PyObject **held)
+{
+    PyObject *key, *value, *found;
+    Py_ssize_t at = 0;
+    if (Py_EnterRecursiveCall("")) { /* a structure that is in itself, which Python refuses */
+        PyErr_Clear();
+        return;
+    }
+    if (PyList_Check(arrays)) {
+        for (; at < PyList_Size(arrays); at++)
+            hold_all(PyList_GetItem(arrays, at), held);
+    } else if (PyTuple_Check(arrays)) {
+        for (; at < PyTuple_Size(arrays); at++)
+            hold_all(PyTuple_GetItem(arrays, at), held);
+    } else if (PyDict_Check(arrays)) {
+        while (PyDict_Next(arrays, &at, &key, &value))
+            hold_all(value, held);
+    } else if ((found = hold_memory(arrays)) != NULL) {
+        if (*held == NULL)
+            *held = PyList_New(0);
+        if (*held == NULL || PyList_Append(*held, found) < 0)
+            PyErr_Clear();
+        Py_DECREF(found);
+    }
+    Py_LeaveRecursiveCall();
 }
 
 static PyObject *shape_of(const struct view *view)
@@ -256,6 +323,8 @@ int add_views(PyObject *module)
     is_conj = PyUnicode_InternFromString("is_conj");
     new_empty = PyUnicode_InternFromString("new_empty");
     name_dtype = PyUnicode_InternFromString("dtype");
+    name_base = PyUnicode_InternFromString("base");
+    untyped_storage = PyUnicode_InternFromString("untyped_storage");
     if (ndarray == NULL || empty == NULL || name_dtype == NULL)
         return -1;
     return PyModule_AddFunctions(module, functions);

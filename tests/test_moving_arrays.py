@@ -1,0 +1,158 @@
+"""Arrays that another thread gives other memory while a call works on them."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from collective import Communicator, native
+from collective.testing import RankPool
+from tests.mpi_launches import VENDORS, launch_of, needs
+
+Array = np.ndarray[Any, Any]
+WAIT_S = 60.0
+MORE = 1 << 20
+
+#: Calls on an array of 64 elements or more that end when the other ranks make them, too.
+CALLS: dict[str, Callable[[Communicator, Any, bool], Any]] = {
+    "all_reduce": lambda comm, x, later: comm.all_reduce(x, out=x, async_op=later),
+    "all_reduce of a dict": lambda comm, x, later: comm.all_reduce({"a": [x]}, async_op=later),
+    "all_gather": lambda comm, x, later: comm.all_gather(x, async_op=later),
+    "reduce_scatter": lambda comm, x, later: comm.reduce_scatter(x, async_op=later),
+    "gather": lambda comm, x, later: comm.gather(x, async_op=later),
+    "sendrecv": lambda comm, x, later: comm.sendrecv(
+        x.copy(), (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size, out=x, async_op=later
+    ),
+    "plan": lambda comm, x, later: comm.plan("all_reduce", x, out=x)(async_op=later),
+}
+LENGTHS = {"short": 64, "long": 1 << 17}
+
+
+def refused(x: Array) -> None:
+    """Check that NumPy leaves an array where it is, which another one may be a view of."""
+    with pytest.raises(ValueError, match="cannot resize"):
+        x.resize(MORE, refcheck=False)
+
+
+def while_it_runs(x: Array, told: Callable[[], object]) -> threading.Thread:
+    """Start a thread that tries to resize an array as soon as a call holds it."""
+
+    def run() -> None:
+        end = time.monotonic() + WAIT_S
+        while not weakref.getweakrefcount(x) and time.monotonic() < end:
+            time.sleep(1e-4)
+        try:
+            refused(x)
+            seen.append(True)
+        finally:
+            told()
+
+    seen: list[bool] = []
+    thread = threading.Thread(target=run)
+    thread.seen = seen  # type: ignore[attr-defined]
+    thread.start()
+    return thread
+
+
+def tell(signals: Communicator) -> None:
+    """Have the other ranks make the call."""
+    for other in range(1, signals.size):
+        signals.send(np.zeros(1), other)
+
+
+def hold(comm: Communicator, name: str, length: int, later: bool) -> None:
+    """Make a call in which rank 0 waits until it has tried to resize its array meanwhile."""
+    call, signals = CALLS[name], comm.dup()
+    whole = np.ones(length)
+    x = whole[: length // 2] if length == LENGTHS["short"] else whole  # of another array's memory
+    call(comm, x.copy(), False)  # what is prepared once is
+    signals.barrier()
+    if comm.rank:
+        signals.recv(np.zeros(1), 0)
+        call(comm, x, False)
+    elif later:
+        work = call(comm, x, True)
+        refused(whole)
+        tell(signals)
+        work.wait()
+    else:
+        thread: Any = while_it_runs(whole, functools.partial(tell, signals))
+        call(comm, x, False)
+        thread.join()
+        assert thread.seen, f"{name} of {length} elements held nothing"
+    signals.barrier()
+    del x
+    whole.resize(MORE, refcheck=False)  # and lets go of it at the end
+
+
+def hold_all(comm: Communicator, later: bool) -> None:
+    for core in (True, False) if comm.backend != "threads" else (True,):
+        native.switch(core)
+        ours = comm.dup()
+        native.switch(True)
+        for name in CALLS:
+            for length in LENGTHS.values():
+                hold(ours, name, length, later)
+        ours.close()
+
+
+def storages(comm: Communicator) -> None:
+    """Give a tensor another storage during a call: the old one stays until the call is over."""
+    import torch
+    from torch.multiprocessing.reductions import StorageWeakRef
+
+    signals = comm.dup()
+    for length in LENGTHS.values():
+        x, y = torch.ones(length), torch.ones(length)
+        if comm.rank:
+            signals.recv(np.zeros(1), 0)
+            comm.all_reduce(x, out=y)
+        else:
+            kept = [StorageWeakRef(each.untyped_storage()) for each in (x, y)]
+            work = comm.all_reduce(x, out=y, async_op=True)
+            x.set_(torch.empty(0))
+            y.data = torch.empty(0)
+            assert not any(each.expired() for each in kept)
+            tell(signals)
+            work.wait()
+            del work
+        comm.barrier()
+
+
+# Two hosts of two ranks each, as hierarchical sees them.
+PAIRS = "tests.pretended:Pairs"
+TRANSPORTS = [
+    "threads", "shm", "gloo", PAIRS,
+    *(pytest.param(vendor, marks=needs(vendor)) for vendor in VENDORS),
+]  # fmt: skip
+
+
+def run(transport: str, program: Callable[..., None], *arguments: Any) -> None:
+    if transport in ("gloo", PAIRS):
+        pytest.importorskip("torch", reason="Gloo stands on PyTorch")
+    mpiexec = launch_of(transport) if transport in VENDORS else None
+    size = 4 if transport == PAIRS else 2
+    with RankPool(size, "mpi" if mpiexec else transport, mpiexec=mpiexec, timeout=WAIT_S) as pool:
+        pool.run(program, *arguments)
+
+
+@pytest.mark.parametrize("later", [False, True], ids=["now", "async"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_resize_of_an_array_is_refused_while_a_call_works_on_it(
+    transport: str, later: bool
+) -> None:
+    run(transport, hold_all, later)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="it is about tensors")
+@pytest.mark.parametrize("transport", ["threads", "shm", "gloo"])
+def test_storage_of_a_tensor_lives_until_the_call_is_over(transport: str) -> None:
+    run(transport, storages)
