@@ -15,6 +15,7 @@ import pytest
 
 from collective import Communicator, native
 from collective.testing import RankPool
+from tests.interpreter import printed
 from tests.mpi_launches import VENDORS, launch_of, needs
 
 Array = np.ndarray[Any, Any]
@@ -156,3 +157,22 @@ def test_resize_of_an_array_is_refused_while_a_call_works_on_it(
 @pytest.mark.parametrize("transport", ["threads", "shm", "gloo"])
 def test_storage_of_a_tensor_lives_until_the_call_is_over(transport: str) -> None:
     run(transport, storages)
+
+
+WITHOUT_EXTENSION = """
+import sys
+sys.modules["collective.native._core"] = None
+from collective import native
+from collective.testing import run_ranks
+from tests.test_moving_arrays import hold_all
+from tests.test_prepared import move_and_call
+assert native.methods() is None and native.viewer() is None
+for later in (False, True):
+    run_ranks(2, hold_all, later, backend="threads")
+    run_ranks(2, move_and_call, later, backend="threads")
+print("all right")
+"""
+
+
+def test_arrays_are_held_and_followed_without_the_extension() -> None:
+    assert printed("-c", WITHOUT_EXTENSION) == "all right\n"
