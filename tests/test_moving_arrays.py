@@ -105,26 +105,42 @@ def hold_all(comm: Communicator, later: bool) -> None:
         ours.close()
 
 
-def storages(comm: Communicator) -> None:
-    """Give a tensor another storage during a call: the old one stays until the call is over."""
+def storages(comm: Communicator, later: bool) -> None:
+    """Give tensors other storages during a call: the old ones stay until the call is over."""
     import torch
     from torch.multiprocessing.reductions import StorageWeakRef
+
+    def replace() -> None:
+        end = time.monotonic() + WAIT_S
+        while comm.recorder.started == before and time.monotonic() < end:
+            time.sleep(1e-4)
+        x.set_(torch.empty(0))
+        y.data = torch.empty(0)
+        alive.append(not any(each.expired() for each in kept))
+        tell(signals)
 
     signals = comm.dup()
     for length in LENGTHS.values():
         x, y = torch.ones(length), torch.ones(length)
+        comm.all_reduce(x, out=y)  # what is prepared once is
+        x, y, alive = torch.ones(length), torch.ones(length), []
         if comm.rank:
             signals.recv(np.zeros(1), 0)
             comm.all_reduce(x, out=y)
         else:
+            before = comm.recorder.started
             kept = [StorageWeakRef(each.untyped_storage()) for each in (x, y)]
-            work = comm.all_reduce(x, out=y, async_op=True)
-            x.set_(torch.empty(0))
-            y.data = torch.empty(0)
-            assert not any(each.expired() for each in kept)
-            tell(signals)
-            work.wait()
-            del work
+            thread = threading.Thread(target=replace)
+            if later:
+                work = comm.all_reduce(x, out=y, async_op=True)
+                thread.start()
+                work.wait()
+                del work
+            else:
+                thread.start()
+                comm.all_reduce(x, out=y)
+            thread.join()
+            assert alive == [True]
         comm.barrier()
 
 
@@ -154,9 +170,10 @@ def test_resize_of_an_array_is_refused_while_a_call_works_on_it(
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="it is about tensors")
+@pytest.mark.parametrize("later", [False, True], ids=["now", "async"])
 @pytest.mark.parametrize("transport", ["threads", "shm", "gloo"])
-def test_storage_of_a_tensor_lives_until_the_call_is_over(transport: str) -> None:
-    run(transport, storages)
+def test_storage_of_a_tensor_lives_until_the_call_is_over(transport: str, later: bool) -> None:
+    run(transport, storages, later)
 
 
 WITHOUT_EXTENSION = """
