@@ -266,6 +266,28 @@ def test_a_tensor_that_is_looked_at_through_a_copy_is_refused() -> None:
         comm.plan("all_reduce", x)
 
 
+class OnlyDLPack:
+    """An array that speaks DLPack, and has no other attributes."""
+
+    def __init__(self, length: int) -> None:
+        self.array = np.ones(length)
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self.array.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self.array.__dlpack_device__()
+
+
+def test_prepared_call_takes_an_array_that_only_speaks_dlpack() -> None:
+    with collective.init() as comm:
+        x, out = OnlyDLPack(3), np.empty(3)
+        step = comm.plan("all_reduce", x, out=out)
+        assert step().tolist() == [1.0] * 3
+        x.array = np.full(3, 5.0)
+        assert step().tolist() == [5.0] * 3
+
+
 def test_an_array_of_no_dimensions_is_one() -> None:
     with collective.init() as comm:
         assert comm.plan("all_reduce", np.array(3), op="max")() == 3
@@ -273,11 +295,14 @@ def test_an_array_of_no_dimensions_is_one() -> None:
 
 @on_ranks("pair")
 def test_a_closed_communicator_says_so(comm: Communicator) -> None:
-    mine = comm.dup()
-    step = mine.plan("all_reduce", np.ones(2))
+    mine, x = comm.dup(), np.ones(2)
+    steps = [mine.plan("all_reduce", x), mine.plan("all_reduce", x, out=np.empty(2))]
     mine.close()
-    with pytest.raises(CommunicatorClosedError, match="all_reduce"):
-        step()
+    for _ in range(2):
+        for step in steps:
+            with pytest.raises(CommunicatorClosedError, match="all_reduce"):
+                step()
+        move(x)
 
 
 @pytest.mark.parametrize("counts", [3, [[1], [2]], ["a", "b"]])

@@ -100,12 +100,15 @@ class PreparedCall(NotCopied):
         self._pending: Work[Any] | None = None
         # The shape and dtype of the first array are those of the call.
         self._like = next(iter(self._arrays.values()), _NOTHING)
-        self._shape, self._dtype = self._like.shape, self._like.dtype
+        self._shape = getattr(self._like, "shape", None)
+        self._dtype = getattr(self._like, "dtype", None)
         self._plan()
 
     def _plan(self) -> None:
         """Prepare the call on the memory that the arrays have now."""
         self._make, self._direct = self._prepare(self._arrays.get("out"))
+        if self._dtype is None:  # what speaks DLPack need not have more attributes than that
+            self._direct = None
         self._places = [(array, _place(array)) for array in self._arrays.values()]
         self._formats = {name: _format(array) for name, array in self._arrays.items()}
 
