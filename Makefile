@@ -129,8 +129,10 @@ soak: .venv/.dev .mpi/mpich/.done .mpi/openmpi/.done
 	$(BIN)/python -m tests.native.threads --sanitizers none --ranks 2 3 --areas 1024 4096 \
 	--calls $(THREADS)
 
-sanitize: .venv/.dev
-	$(BIN)/python -m tests.native.threads --calls 1000
+# Takes a compiler with its sanitizers, and none of our packages.
+sanitize: .venv/bin/python
+	$(BIN)/python -m tests.native.threads --programs shared --calls 1000
+	$(BIN)/python -m tests.native.threads --programs messages --calls 4000
 
 parity: .venv/.dev .venv/.chainer .mpi/mpich/.done
 	.mpi/mpich/bin/python -m collective parity --random 200 --seed 7 --train --splits \

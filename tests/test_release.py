@@ -91,11 +91,18 @@ def _lines(workflow: Path) -> list[str]:
     return [line for step in steps for line in step.get("run", "").splitlines()]
 
 
-def test_there_are_a_workflow_that_tests_and_one_that_releases() -> None:
+def test_workflows_test_release_and_look_every_night() -> None:
     # YAML 1.1 reads the key "on" as true.
     occasions = {path.stem: yaml.safe_load(path.read_text())[True] for path in WORKFLOWS}
     assert occasions["test"] == {"push": {"branches": ["main"]}, "pull_request": None}
     assert occasions["release"] == {"push": {"tags": ["v*"]}}
+    assert set(occasions["nightly"]) == {"schedule", "workflow_dispatch"}
+
+
+def test_the_native_core_runs_under_the_sanitizers_every_night() -> None:
+    workflow = ROOT / ".github/workflows/nightly.yml"
+    assert "make sanitize PYTHON=python" in _lines(workflow)
+    assert all(job["timeout-minutes"] <= 60 for job in _jobs(workflow).values())
 
 
 @pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.stem)

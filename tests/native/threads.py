@@ -23,6 +23,9 @@ PROGRAMS = {
     "shared": ("shared.c", "staging.c"),
     "messages": ("messages.c", "-DCHUNK_BYTES=128", "-DCLAIMED_BYTES=2048"),
 }
+# Bytes of an area, or of a ring. A ring is shorter than a head, as long as some messages, or longer
+# than two of those that a receiver may claim. A longer one only repeats the middle of a message.
+AREAS = {"shared": (1024, 4096, 65536), "messages": (1024, 4096, 16384)}
 SANITIZERS = ("none", "thread", "address,undefined")
 
 
@@ -61,10 +64,7 @@ def main() -> int:
     parser.add_argument("--calls", type=int, default=1000)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 3, 5, 8])
     parser.add_argument("--programs", nargs="+", choices=PROGRAMS, default=list(PROGRAMS))
-    parser.add_argument(
-        "--areas", type=int, nargs="+", default=[1024, 4096, 65536],
-        help="bytes of an area, or of a ring",
-    )  # fmt: skip
+    parser.add_argument("--areas", type=int, nargs="+", help="bytes of an area, or of a ring")
     parser.add_argument("--sanitizers", nargs="+", choices=SANITIZERS, default=SANITIZERS)
     parser.add_argument("--emulator", default="", help="what runs the programs, and its arguments")
     options = parser.parse_args()
@@ -76,7 +76,8 @@ def main() -> int:
                 print(f"{sanitizer}: there is no compiler that has it")
                 continue
             command = [*options.emulator.split(), str(program)]
-            for ranks, nbytes in itertools.product(options.ranks, options.areas):
+            areas = options.areas or AREAS[name]
+            for ranks, nbytes in itertools.product(options.ranks, areas):
                 shown = run(command, ranks, options.calls, nbytes, ranks + nbytes)
                 print(f"{name}, {sanitizer}, {nbytes} B: {shown.strip()}", flush=True)
                 wrong += shown != f"{options.calls} calls of {ranks} ranks\n"
