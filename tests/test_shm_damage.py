@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from collective import native
+from collective.backends.shm import ShmBackend
 from collective.backends.shm.board import Board
 from collective.backends.shm.control import BROKEN, Control
 from collective.backends.shm.layout import LINE, Layout
@@ -84,13 +86,14 @@ def test_a_broken_communicator_of_which_nobody_says_why_is_aborted(control: Cont
         control.refuse_broken("barrier")
 
 
-def test_a_damaged_notice_is_no_notice(control: Control) -> None:
-    board = Board(control)
-    board.post([0, "mine"])
+@pytest.mark.parametrize("notice", [b"\xff[}", b"7", b'{"a": 1}', b'["0", {}]'])
+def test_a_damaged_notice_is_no_note(control: Control, notice: bytes) -> None:
+    backend: Any = object.__new__(ShmBackend)
+    backend._board = Board(control)
     control.words[control.version_of_notice(1)] = 2
     at = control.layout.notices[1]
-    control.segment.map[at : at + 3] = b"\xff[}"
-    assert board.read() == {0: [0, "mine"]}
+    control.segment.map[at : at + len(notice)] = notice
+    assert backend.post({"name": "mine"}, 0) == {0: {"name": "mine"}}
 
 
 @pytest.mark.parametrize("offset", [*GARBAGE, 4096 - 8, 4])
@@ -110,6 +113,26 @@ def test_the_process_of_a_rank_is_the_one_that_joined(comm: Communicator) -> Non
     comm.barrier()
     assert [control.pid(rank) for rank in range(2)] == pids.tolist()
     control.words[(1 + comm.rank) * LINE + 33] = before
+
+
+@pytest.mark.parametrize("core", [True, False], ids=["in C", "in Python"])
+@on_ranks("two")
+def test_ranks_name_the_one_that_has_damaged_its_words(comm: Communicator, core: bool) -> None:
+    native.switch(core and native.chosen.extension is not None)
+    group = comm.dup()
+    native.switch(True)
+    control = group._backend._control  # type: ignore[attr-defined]
+    group.barrier()
+    comm.barrier()  # both have left the other one
+    if comm.rank == 1:
+        control.words[_STEP] = 1 << 40
+        comm.barrier()
+        with pytest.raises(CommunicatorAbortedError, match="rank 1's words in shared memory"):
+            group.barrier()
+        return
+    comm.barrier()
+    with pytest.raises(BackendError, match=r"rank 1's words in shared memory .* \[rank 0\]"):
+        group.barrier()
 
 
 @pytest.mark.parametrize(

@@ -278,7 +278,8 @@ class ShmBackend(OneSided):
 
     def post(self, note: Note, rank: int) -> Mapping[int, Note]:
         self._board.post([rank, note])
-        return dict(self._board.read().values())
+        notices = self._board.read().values()
+        return {notice[0]: notice[1] for notice in notices if _is_noted(notice)}
 
     def descriptors(self, ranks: Sequence[int]) -> int:
         return 2  # the segment's, and that of its mapping
@@ -417,6 +418,14 @@ class ShmBackend(OneSided):
                 for starts in self._control.layout.slots
             ]
         return found
+
+
+def _is_noted(notice: object) -> bool:
+    """Tell whether a notice is what :meth:`ShmBackend.post` writes, and not damaged."""
+    match notice:
+        case [int(), dict()]:
+            return True
+    return False
 
 
 def _on(world: World, setting: str) -> bool:
