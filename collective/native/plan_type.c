@@ -317,7 +317,8 @@ static int fits(const struct shared *s, const struct plan *p, const struct view 
                 const struct view *dst)
 {
     size_t nbytes = input_bytes(s, p), room = output_bytes(s, p);
-    if ((p->fold != NULL && p->item != p->folded) || nbytes != (src ? src->nbytes : 0) || room != (dst ? dst->nbytes : 0)) {
+    if ((p->fold != NULL && p->item != p->folded) || nbytes != (src ? src->nbytes : 0)
+        || room != (dst ? dst->nbytes : 0)) {
         PyErr_SetString(PyExc_ValueError, "plan: arrays of other lengths or types than the call's");
         return -1;
     }
