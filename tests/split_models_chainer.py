@@ -115,6 +115,16 @@ SMALL: dict[str, Callable[[], Any]] = {
         *(L.Convolution2D(1, 4, 3), F.tanh, L.Convolution2D(4, 4, 3, groups=4)),
         *(L.Convolution2D(4, 6, 1), L.Deconvolution2D(6, 6, 3, groups=6)),
     ),
+    "apart": lambda: chainer.Sequential(  # in four groups, up to the last layer
+        *(L.Convolution2D(1, 8, 3, pad=1), F.tanh, L.Convolution2D(8, 8, 3, pad=1, groups=8)),
+        *(F.tanh, L.Convolution2D(8, 16, 3, pad=1, groups=4), F.tanh),
+        *(L.Deconvolution2D(16, 8, 3, pad=1, groups=4), F.tanh, L.Convolution2D(8, 1, 3)),
+    ),
+    "pooled": lambda: chainer.Sequential(
+        *(L.Convolution2D(1, 8, 3, pad=1), F.relu, L.Convolution2D(8, 8, 3, pad=1), F.relu),
+        *(partial(F.max_pooling_2d, ksize=2), L.Convolution2D(8, 8, 3, pad=1), F.relu),
+        *(L.Deconvolution2D(8, 8, 2, 2), L.Convolution2D(8, 1, 3, pad=1)),
+    ),
     "norms": lambda: chainer.Sequential(
         *(L.Convolution2D(1, 4, 3), L.BatchNormalization(4), F.tanh, L.Convolution2D(4, 6, 3)),
         L.Convolution2D(6, 2, 1),
@@ -184,6 +194,23 @@ def convolution(chance: random.Random, kernel: tuple[int, ...], **how: Any) -> A
     named = {"pad": how["padding"], "dilate": how["dilation"], "groups": how["groups"]}
     with chainer.using_config("dtype", np.float64):
         return kind(len(kernel), 4, 8, kernel, stride=how["stride"], **named)
+
+
+def tower(chance: random.Random) -> Any:
+    """Return random layers, with groups, of inputs (N, 4, H, W)."""
+    layers: list[Any] = []
+    channels = 4
+    with chainer.using_config("dtype", np.float64):
+        for _ in range(chance.randint(2, 6)):
+            made = chance.choice([4, 8, 12])
+            groups = chance.choice([g for g in (1, 1, 2, 4) if not channels % g and not made % g])
+            kind = chance.choice([L.Convolution2D, L.Convolution2D, L.Deconvolution2D])
+            kernel = chance.randint(1, 3)
+            layers.append(kind(channels, made, kernel, pad=kernel // 2, groups=groups))
+            pool = partial(F.average_pooling_2d, ksize=2, stride=1)
+            layers += chance.choice([[], [F.tanh], [pool], [F.leaky_relu]])
+            channels = made
+        return chainer.Sequential(*layers)
 
 
 def fits(layer: Any, x: Any) -> bool:

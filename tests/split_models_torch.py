@@ -116,6 +116,16 @@ SMALL: dict[str, Callable[[], nn.Module]] = {
         *(nn.Conv2d(1, 4, 3), nn.Tanh(), nn.Conv2d(4, 4, 3, groups=4), nn.Conv2d(4, 6, 1)),
         nn.ConvTranspose2d(6, 6, 3, groups=6),
     ),
+    "apart": _tower(  # channels stay apart in four groups, up to the last layer
+        *(nn.Conv2d(1, 8, 3, padding=1), nn.Tanh(), nn.Conv2d(8, 8, 3, padding=1, groups=8)),
+        *(nn.Tanh(), nn.Conv2d(8, 16, 3, padding=1, groups=4), nn.Tanh()),
+        *(nn.ConvTranspose2d(16, 8, 3, padding=1, groups=4), nn.Tanh(), nn.Conv2d(8, 1, 3)),
+    ),
+    "pooled": _tower(
+        *(nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1), nn.ReLU()),
+        *(nn.MaxPool2d(2), nn.Conv2d(8, 8, 3, padding=1), nn.ReLU()),
+        *(nn.ConvTranspose2d(8, 8, 2, 2), nn.Conv2d(8, 1, 3, padding=1)),
+    ),
     "norms": _tower(
         *(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.PReLU(4), nn.Conv2d(4, 6, 3)),
         *(nn.GroupNorm(2, 6), nn.Conv2d(6, 2, 1)),
@@ -177,6 +187,21 @@ def convolution(chance: random.Random, kernel: tuple[int, ...], **how: Any) -> A
         most = [max(pair) - 1 for pair in zip(how["stride"], how["dilation"])]
         how["output_padding"] = tuple(chance.randint(0, each) for each in most)
     return kind(4, 8, kernel, **how).double()
+
+
+def tower(chance: random.Random) -> nn.Module:
+    """Return random layers, with groups, of inputs (N, 4, H, W)."""
+    layers: list[nn.Module] = []
+    channels = 4
+    for _ in range(chance.randint(2, 6)):
+        made = chance.choice([4, 8, 12])
+        groups = chance.choice([g for g in (1, 1, 2, 4) if not channels % g and not made % g])
+        kind: Any = chance.choice([nn.Conv2d, nn.Conv2d, nn.ConvTranspose2d])
+        kernel = chance.randint(1, 3)
+        layers.append(kind(channels, made, kernel, padding=kernel // 2, groups=groups))
+        layers += chance.choice([[], [nn.Tanh()], [nn.AvgPool2d(2, 1)], [nn.PReLU(made)]])
+        channels = made
+    return nn.Sequential(*layers).double()
 
 
 def fits(layer: Any, x: Any) -> bool:

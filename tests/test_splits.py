@@ -89,6 +89,29 @@ def test_random_layers_in_turn(of: ModuleType, seed: int) -> None:
         assert far(found, expected) < CLOSE, (layer, x.shape, how)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_random_towers_in_turn(of: ModuleType, seed: int) -> None:
+    of.seed(seed)
+    chance = random.Random(seed)
+    for _ in range(8):
+        tower, x = of.tower(chance), of.inputs(2, 4, 12, 11)
+        how = {
+            "channels": chance.randint(2, 6),
+            "data": chance.choice([(1,), (3,), (2, 2)]),
+            "recompute": chance.random() < 0.7,
+        }
+        found = of.outcome(tower, x, of.Split(tower, **how))
+        assert far(found, of.outcome(tower, x, tower)) < CLOSE, (tower, how)
+
+
+@pytest.mark.parametrize(("name", "most"), [("apart", 0.3), ("pooled", 0.5)])
+def test_channels_that_stay_apart_are_not_kept(of: ModuleType, name: str, most: float) -> None:
+    module, x = of.made(name)
+    assert of.Split(module, channels=4).memory_report(x).ratio < most
+    found = of.outcome(module, x, of.Split(module, channels=4))
+    assert far(found, of.outcome(module, x, module)) < CLOSE
+
+
 @pytest.mark.parametrize("how", [{"data": (3,)}, {"channels": 2}, {"batch": 2}], ids=str)
 def test_dropout_drops_what_the_model_drops(of: ModuleType, how: dict[str, Any]) -> None:
     module, x = of.made("dropout")
@@ -153,6 +176,34 @@ def test_random_layers_over_ranks(of: ModuleType, seed: int) -> None:
             assert far(found, expected) < CLOSE, (layer, x.shape, size, how)
 
 
+@pytest.mark.parametrize("seed", range(2))
+def test_random_towers_over_ranks(of: ModuleType, seed: int) -> None:
+    of.seed(seed)
+    chance = random.Random(seed)
+    for _ in range(6):
+        tower, x = of.tower(chance), of.inputs(2, 4, 12, 11)
+        size = chance.choice([2, 3, 4])
+        expected = of.outcome(tower, x, tower)
+        for found in run_ranks(size, _on_a_rank, of, tower, x, {"channels": size}):
+            assert far(found, expected) < CLOSE, (tower, size)
+
+
+def _messages(comm: collective.Communicator, of: ModuleType) -> list[str]:
+    module, x = of.made("apart")
+    split = of.Split(module, channels=2, comm=comm)
+    found: list[str] = []
+    remove = comm.hook(before=lambda event: found.append(event.operation))
+    y = split(x)
+    remove()
+    del y
+    return found
+
+
+def test_channels_that_stay_apart_are_not_exchanged(of: ModuleType) -> None:
+    for found in run_ranks(2, _messages, of):
+        assert found == ["all_reduce"]  # of what the last layer makes of each rank's channels
+
+
 def _pieces(comm: collective.Communicator, of: ModuleType, module: Any, x: Any) -> Outcome:
     module = copy.deepcopy(module)
     # Not as the library would cut.
@@ -200,10 +251,12 @@ def test_verify_names_the_first_layer_that_differs(of: ModuleType) -> None:
     assert re.search(r"the output of \S+ \(Differing\) is the first", str(verification))
 
 
-@pytest.mark.parametrize("how", [{"batch": 2}, {"channels": 2}], ids=str)
-def test_padding_at_both_ends_keeps_no_copy(of: ModuleType, how: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("how", "most"), [({"batch": 2}, 1), ({"channels": 2}, 1), ({"data": (4,)}, 1.3)], ids=str
+)
+def test_padding_keeps_no_copy(of: ModuleType, how: dict[str, Any], most: float) -> None:
     split = of.Split(of.padding(), recompute=False, **how)
-    assert split.memory_report(of.inputs(2, 1, 32, 32)).ratio <= 1
+    assert split.memory_report(of.inputs(2, 1, 32, 32)).ratio <= most  # with the rows of overlap
 
 
 # -- what is refused -------------------------------------------------------------------------

@@ -9,14 +9,8 @@ from typing import Any
 import chainer.functions as F
 
 from collective.training.splits.blocks import Read, Step
-from collective.training.splits.recipes import (
-    Context,
-    biased,
-    layer,
-    nothing,
-    padded_apart,
-    written,
-)
+from collective.training.splits.recipes import Context, nothing
+from collective.training.splits.weighted import biased, convolved, layer, written
 from collective.training.splits.windows import Transposed, Window
 
 __all__ = ["applied", "convolution", "dense", "transposed", "unpooling"]
@@ -54,9 +48,11 @@ def convolution(context: Context, weight: Any, bias: Any = None) -> Step | None:
         rules.append(window.covering(n) if node.cover_all else window)
 
     def function(x: Any, read: Read, groups: int, *parameters: Any) -> Any:
-        x, ends = padded_apart(context.arrays, x, read.padding)
-        settings = _padding(node, ends)
-        return applied(node, (x, *parameters), groups=groups, cover_all=False, **settings)
+        def call(x: Any, ends: _Numbers) -> Any:
+            settings = _padding(node, ends)
+            return applied(node, (x, *parameters), groups=groups, cover_all=False, **settings)
+
+        return convolved(context.arrays, x, rules, read, call)
 
     return layer(context, [None, *rules], function, weight, bias, node.groups, 0)
 

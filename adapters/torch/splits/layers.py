@@ -8,15 +8,8 @@ from typing import Any
 import torch
 
 from collective.training.splits.blocks import Read, Run, Step, Value
-from collective.training.splits.recipes import (
-    Context,
-    biased,
-    guarded,
-    layer,
-    nothing,
-    padded_apart,
-    written,
-)
+from collective.training.splits.recipes import Context, guarded, nothing
+from collective.training.splits.weighted import biased, convolved, layer, written
 from collective.training.splits.windows import Taken, Transposed, Window
 
 from .windows import per_axis
@@ -45,8 +38,10 @@ def convolution(
     ]
 
     def function(x: Tensor, read: Read, groups: int, w: Tensor, b: Tensor | None = None) -> Any:
-        array, ends = padded_apart(context.arrays, x, read.padding)
-        return context.function(array, w, b, strides, ends, dilations, groups)
+        def call(x: Tensor, ends: tuple[int, ...]) -> Any:
+            return context.function(x, w, b, strides, ends, dilations, groups)
+
+        return convolved(context.arrays, x, rules, read, call)
 
     return layer(context, [None, *rules], function, weight, bias, groups, 0)
 

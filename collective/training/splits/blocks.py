@@ -79,7 +79,8 @@ class Step:
         after: ``after(sum, uses)`` completes the sum over all channels, where there is something
             to add.
         along: ``along(channels)`` is a ``run`` for some channels of the result, which read the
-            same channels of the sources; else None.
+            same channels of the sources, or the same groups of them; else None.
+        groups: how many groups of channels ``along`` keeps apart; 0: each channel.
         own: which of ``columns``, ``rows`` and ``along`` the step's weights are for, where this
             rank has those of its own channels alone; else None.
         channels: how many the result has.
@@ -96,6 +97,7 @@ class Step:
     rows: Callable[[range], Run] | None = None
     after: Callable[[Any, Sequence[Any]], Any] | None = None
     along: Callable[[range], Run] | None = None
+    groups: int = 0
     own: str | None = None
     uses: tuple[Any, ...] = ()
 

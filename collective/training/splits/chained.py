@@ -26,6 +26,7 @@ class Chained(Layered):
 
     def __init__(self, arrays: Arrays, grid: BlockGrid, recompute: bool) -> None:
         super().__init__(arrays, grid)
+        self._recompute = recompute
         self._serial = Serial(arrays, (1,) * len(grid.parts), 1, recompute)
 
     def add(self, step: Step) -> Value:
@@ -66,4 +67,6 @@ class Chained(Layered):
                 inputs[at] = fetch(self._arrays, inputs[at], axis, own, want, group)
                 block = have[at]
                 have[at] = (*block[:axis], mine[value][axis], *block[axis + 1 :])
-        (target.piece,) = self._serial.block(values, {target: mine[target]}, given, inputs, have)
+        (target.piece,) = self._serial.block(
+            values, {target: mine[target]}, given, inputs, have, self._recompute
+        )

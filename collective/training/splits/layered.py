@@ -204,7 +204,10 @@ class Layered:
         held = {self._channels.get(source) for source in step.sources}
         some = held.pop() if len(held) == 1 else None
         if some is not None and step.along is not None:
-            return ALONG, some
+            if not step.groups:
+                return ALONG, some
+            if step.groups % grid.channels == 0:  # else a group is cut
+                return ALONG, mine
         if some is not None and step.rows is not None:
             return ROWS, some
         if grid.channel_group is None or step.columns is None or grid.channels > step.channels:

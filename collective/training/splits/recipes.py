@@ -18,13 +18,12 @@ from collective.errors import ShapeError
 from .arrays import Arrays
 from .blocks import Read, Run, Step, Value
 from .executors import Executor
-from .filters import ALONG, COLUMNS, ROWS
-from .serial import CHANNELS, dimension, select_rows
-from .windows import Rule, Taken, Transposed, Window, data_slices
+from .serial import CHANNELS, dimension
+from .windows import Rule, Taken, Window, data_slices
 
 __all__ = [
-    "Context", "biased", "check_windows", "guarded", "layer", "nothing", "padded", "padded_apart",
-    "resized", "row_for_row", "scaled", "sliced", "taken", "written",
+    "Context", "check_windows", "guarded", "nothing", "padded", "resized", "row_for_row", "scaled",
+    "sliced", "taken",
 ]  # fmt: skip
 
 EVERY = slice(None)
@@ -111,143 +110,6 @@ def guarded(arrays: Arrays, run: Run, channels: int | None = None, used: slice =
     return run_guarded
 
 
-def padded(arrays: Arrays, x: Any, padding: Sequence[tuple[int, int]], fill: float = 0.0) -> Any:
-    """Pad the axes of the batch and the data; a piece may be nothing but padding."""
-    if not any(before or after for before, after in padding):
-        return x
-    widths = [padding[0], (0, 0), *padding[1:]]
-    if all(x.shape):
-        return arrays.pad(x, widths, fill)
-    shape = [n + sum(pair) for n, pair in zip(x.shape, widths)]
-    return arrays.tied(arrays.full_bare(x, shape, fill), x)
-
-
-def padded_apart(
-    arrays: Arrays, x: Any, padding: Sequence[tuple[int, int]]
-) -> tuple[Any, tuple[int, ...]]:
-    """Pad the data axes where a function cannot: by another number of rows at each end.
-
-    A function that pads by itself makes no copy that is kept for the backward pass.
-
-    Returns:
-        The array, and for each data axis how many rows the function has to put at either end.
-    """
-    ends = tuple(before if before == after else 0 for before, after in padding[1:])
-    if not all(x.shape):  # which functions refuse, with padding or without
-        ends = (0,) * len(ends)
-    rest = [(before - n, after - n) for (before, after), n in zip(padding[1:], ends)]
-    return padded(arrays, x, [padding[0], *rest]), ends
-
-
-def written(arrays: Arrays, y: Any, rules: Sequence[Transposed], read: Read) -> Any:
-    """Cut the block out of what a piece writes, with zeros where it writes nothing."""
-    widths = [(0, 0)]
-    for axis, rule in enumerate(rules, start=1):
-        # y begins where the first row of the piece writes its first row.
-        first = read.rows[axis].start * rule.stride - rule.before
-        have, want = range(first, first + y.shape[dimension(axis)]), read.out[axis]
-        rows = range(max(have.start, want.start), min(have.stop, want.stop))
-        y = select_rows(arrays, y, axis, have, rows)
-        ends = (rows.start - want.start, want.stop - rows.stop) if rows else (0, len(want))
-        widths.append(ends)
-    return padded(arrays, y, widths)
-
-
-# -- layers with weights ---------------------------------------------------------------------
-
-
-def layer(
-    context: Context,
-    rules: Sequence[Rule | None],
-    function: Callable[..., Any],
-    weight: Any,
-    bias: Any,
-    groups: int,
-    outputs: int,
-) -> Step:
-    """Make the step of a layer with weights, and what it is for some of its channels.
-
-    Where this rank has its own filters alone the step can be computed for these and no others.
-
-    Args:
-        function: ``f(x, read, groups, weight)``, or ``f(x, read, groups, weight, bias)``.
-        groups: as in a convolution; 1 group reads all channels.
-        outputs: the weights' dimension of output channels; the other one is that of inputs.
-
-    Raises:
-        ShapeError: the input does not fit the weights.
-    """
-    arrays, executor = context.arrays, context.executor
-    shape = executor.shape(weight)
-    _check_input(context, shape, shape[0] if outputs else shape[1] * groups)
-    check_windows(context, rules)
-    channels = shape[1] * groups if outputs else shape[0]
-    own = executor.layout(weight, bias)
-    given = [each for each in (weight, bias) if each is not None]
-    if own is None:
-        given = [executor.parameter(each) for each in given]
-    uses = context.uses(given, in_part=own is None)
-    whole, part = slice(len(given)), slice(len(given), None)
-    part_weight = slice(len(given), len(given) + 1)
-
-    def run_of(groups: int, made: int, used: slice, *cuts: tuple[int, range]) -> Run:
-        """Return what computes ``made`` channels, of ``used`` and of those the rows ``cuts``."""
-
-        def run(inputs: Sequence[Any], read: Read) -> Any:
-            x, *rest = inputs
-            chosen = rest[used]
-            for at, (along, rows) in enumerate(cuts[: len(chosen)]):
-                chosen[at] = arrays.slice(chosen[at], along, rows)
-            return function(x, read, groups, *chosen)
-
-        return guarded(arrays, run, made, used)
-
-    def columns(wanted: range) -> Run:
-        return run_of(1, len(wanted), part, (outputs, wanted), (0, wanted))
-
-    def rows(wanted: range) -> Run:
-        return run_of(1, channels, part_weight, (1 - outputs, wanted))
-
-    def along(wanted: range) -> Run:
-        return run_of(len(wanted), len(wanted), part, (0, wanted), (0, wanted))
-
-    options: dict[str, Any] = {}
-    if bias is not None:
-        options["after"] = lambda total, uses: biased(total, uses[1])
-    if own is not None:
-        # Rows are without the bias, which is added once.
-        mine = {
-            COLUMNS: lambda: run_of(1, weight.shape[outputs], whole),
-            ROWS: lambda: run_of(1, channels, slice(1)),
-            ALONG: lambda: run_of(weight.shape[0], weight.shape[0], whole),
-        }[own]()
-        options |= {"own": own, own: lambda wanted: mine}
-    elif groups == 1:
-        options |= {"columns": columns, "rows": rows}
-    elif groups == context.channels == channels:
-        options["along"] = along
-    return context.step(rules, run_of(groups, channels, whole), channels, uses=uses, **options)
-
-
-def _check_input(context: Context, weight: Sequence[int], channels: int) -> None:
-    """Refuse an input with other channels, or another number of data axes, than weights are for.
-
-    Raises:
-        ShapeError: it has.
-    """
-    axes = len(weight) - 2
-    if len(context.lengths) != axes:
-        raise ShapeError(
-            f"Split: {context.name}: the input has {len(context.lengths)} data axes (expected "
-            f"{axes}, as the weights of shape {tuple(weight)} have). Pass (batch, channels, ...)."
-        )
-    if context.channels != channels:
-        raise ShapeError(
-            f"Split: {context.name}: the input has {context.channels} channels (expected "
-            f"{channels}, as the weights of shape {tuple(weight)} read)."
-        )
-
-
 def check_windows(context: Context, rules: Sequence[Rule | None]) -> None:
     """Refuse an input without room for a window.
 
@@ -266,9 +128,15 @@ def check_windows(context: Context, rules: Sequence[Rule | None]) -> None:
             )
 
 
-def biased(y: Any, *bias: Any) -> Any:
-    """Add a number to each channel, if there is one."""
-    return y + bias[0].reshape(1, -1, *(1,) * (y.ndim - 2)) if bias else y
+def padded(arrays: Arrays, x: Any, padding: Sequence[tuple[int, int]], fill: float = 0.0) -> Any:
+    """Pad the axes of the batch and the data; a piece may be nothing but padding."""
+    if not any(before or after for before, after in padding):
+        return x
+    widths = [padding[0], (0, 0), *padding[1:]]
+    if all(x.shape):
+        return arrays.pad(x, widths, fill)
+    shape = [n + sum(pair) for n, pair in zip(x.shape, widths)]
+    return arrays.tied(arrays.full_bare(x, shape, fill), x)
 
 
 # -- functions that make their rows of single rows -------------------------------------------

@@ -14,13 +14,11 @@ from itertools import islice
 from typing import Any
 
 from .arrays import Arrays
-from .blocks import Block, Run, Step, Value, blocks, order, wanted
+from .blocks import Block, Read, Run, Step, Value, blocks, order, wanted
+from .segments import Segment, segments, step_of
 from .windows import pieces
 
-__all__ = [
-    "CHANNELS", "Serial", "chains", "dimension", "read_by", "select",
-    "select_rows",
-]  # fmt: skip
+__all__ = ["CHANNELS", "Serial", "dimension", "read_by", "select", "select_rows"]
 
 #: The dimension of the channels.
 CHANNELS = 1
@@ -74,9 +72,13 @@ class Serial:
         whole = [tuple(range(n) for n in value.lengths) for value in given]
         cuts = [blocks(value.lengths, self._parts_of(value)) for value in targets]
         found: dict[Value, list[Any]] = {value: [] for value in targets}
-        for part in range(max(map(len, cuts))):
+        count = max(map(len, cuts))
+        # A single block is all there is, and keeps in the backward pass what it would keep before;
+        # what it computes some channels at a time is computed again in any case.
+        recompute = self._recompute and (count > 1 or self._channels == 1)
+        for part in range(count):
             goals = {value: cut[part] for value, cut in zip(targets, cuts) if part < len(cut)}
-            made = self.block(values, goals, given, inputs, whole)
+            made = self.block(values, goals, given, inputs, whole, recompute)
             for value, array in zip(goals, made):
                 found[value].append(array)
         for value, arrays in found.items():
@@ -89,6 +91,7 @@ class Serial:
         given: Sequence[Value],
         inputs: Sequence[Any],
         have: Sequence[Block],
+        recompute: bool,
     ) -> tuple[Any, ...]:
         """Compute a block of each goal.
 
@@ -98,18 +101,21 @@ class Serial:
             given: the values that are there, in the order of ``inputs``.
             inputs: their arrays.
             have: the blocks of them that these are.
+            recompute: whether all of the block is computed once more for its gradients.
         """
-        paired = chains(values, list(goals)) if self._channels > 1 else {}
+        cut: Mapping[Value, Segment] = {}
+        if self._channels > 1:
+            cut = segments(values, list(goals), self._channels, self._recompute)
         steps = [value.step for value in values if value.step is not None]
 
         def compute(*arrays: Any) -> tuple[Any, ...]:
             known = dict(zip(given, zip(arrays, have)))
             rest = iter(arrays[len(given) :])
             uses = {step: tuple(islice(rest, len(step.uses))) for step in steps}
-            return self._block(values, goals, known, uses, paired)
+            return self._block(values, goals, known, uses, cut)
 
         arrays = [*inputs, *(array for step in steps for array in step.uses)]
-        return self._arrays.checkpoint(compute, arrays) if self._recompute else compute(*arrays)
+        return self._arrays.checkpoint(compute, arrays) if recompute else compute(*arrays)
 
     def _parts_of(self, value: Value) -> tuple[int, ...]:
         """Return how many pieces an array is cut into along each axis: none without a row."""
@@ -132,7 +138,7 @@ class Serial:
         goals: Mapping[Value, Block],
         given: Mapping[Value, tuple[Any, Block]],
         uses: Mapping[Step, Sequence[Any]],
-        paired: Mapping[Value, list[Value]],
+        cut: Mapping[Value, Segment],
     ) -> tuple[Any, ...]:
         wants = wanted(values, goals)
         found = dict(given)
@@ -142,122 +148,119 @@ class Serial:
             if value in wants
             for source in set(value.step.sources)  # type: ignore[union-attr]
         )
-        inside = {value for chain in paired.values() for value in chain[:-1]}
+        inside = {value for segment in cut.values() for value in segment.values[:-1]}
         for value in values:
             if value not in wants or value in inside:
                 continue
-            chain = paired.get(value, [value])
-            first = chain[0].step
-            assert first is not None
-            found[value] = self._chain(chain, wants, found, uses), wants[value]
+            segment = cut.get(value)
+            if segment is None:
+                first = step_of(value)
+                array = self._alone(value, wants, found, uses[first])
+            else:
+                first = segment.steps[0]
+                array = self._in_parts(segment, wants, found, uses)
+            found[value] = array, wants[value]
             for source in set(first.sources):
                 readers[source] -= 1
                 if not readers[source] and source not in goals:
                     del found[source]  # or every layer's rows would be there until the end
         return tuple(found[value][0] for value in goals)
 
-    def _chain(
+    def _alone(
         self,
-        chain: Sequence[Value],
+        value: Value,
+        wants: Mapping[Value, Block],
+        found: Mapping[Value, tuple[Any, Block]],
+        uses: Sequence[Any],
+    ) -> Any:
+        """Compute a value whose input exists whole, and which does so itself."""
+        step = step_of(value)
+        read = step.read(wants[value])
+        arrays = [*self._inputs(step, read, found), *uses]
+        if step.columns is None or self._channels == 1:
+            return step.run(arrays, read)
+        cuts = pieces(step.channels, max(1, min(self._channels, step.channels)))
+        made = [step.columns(channels)(arrays, read) for channels in cuts]
+        return self._arrays.concatenate(made, CHANNELS)
+
+    def _in_parts(
+        self,
+        segment: Segment,
         wants: Mapping[Value, Block],
         found: Mapping[Value, tuple[Any, Block]],
         uses: Mapping[Step, Sequence[Any]],
     ) -> Any:
-        """Compute a value, or the last of a chain of values some channels at a time."""
-        steps = [value.step for value in chain if value.step is not None]
-        first = steps[0]
-        read = first.read(wants[chain[0]])
-        inputs = [select(self._arrays, *found[source], read.rows) for source in first.sources]
-        cuts = pieces(first.channels, max(1, min(self._channels, first.channels)))
-        if len(chain) == 1:
-            if first.columns is None or self._channels == 1:
-                return first.run([*inputs, *uses[first]], read)
-            made = [first.columns(channels)([*inputs, *uses[first]], read) for channels in cuts]
-            return self._arrays.concatenate(made, CHANNELS)
-        blocks = [wants[value] for value in chain]
+        """Compute the last value of a segment some channels at a time."""
+        steps = segment.steps
+        blocks = [wants[value] for value in segment.values]
+        inputs = self._inputs(steps[0], steps[0].read(blocks[0]), found)
         counts = [len(step.uses) for step in steps]
         arrays = [*inputs, *(array for step in steps for array in uses[step])]
-        total: Any = None
-        for channels in cuts:
+        made: list[Any] = []
+        for part in segment.parts(self._channels):
 
-            def part(*arrays: Any, channels: range = channels) -> tuple[Any]:
+            def compute(*arrays: Any, part: range = part) -> tuple[Any]:
                 rest = iter(arrays[len(inputs) :])
                 used = [list(islice(rest, count)) for count in counts]
-                return (self._through(steps, blocks, channels, arrays[: len(inputs)], used),)
+                return (self._through(segment, blocks, part, arrays[: len(inputs)], used),)
 
-            (made_,) = self._arrays.checkpoint(part, arrays) if self._recompute else part(*arrays)
-            total = made_ if total is None else total + made_
-        last = steps[len(steps) - 1]
+            (array,) = (
+                self._arrays.checkpoint(compute, arrays) if self._recompute else compute(*arrays)
+            )
+            if segment.is_summed and made:
+                array = made.pop() + array
+            made.append(array)
+        if not segment.is_summed:
+            return self._arrays.concatenate(made, CHANNELS)
+        (total,) = made
+        last = step_of(segment.last)
         return total if last.after is None else last.after(total, uses[last])
+
+    def _inputs(
+        self, step: Step, read: Read, found: Mapping[Value, tuple[Any, Block]]
+    ) -> list[Any]:
+        """Return the rows that a step reads of its sources."""
+        return [select(self._arrays, *found[source], read.rows) for source in step.sources]
 
     def _through(
         self,
-        steps: Sequence[Step],
+        segment: Segment,
         blocks: Sequence[Block],
-        channels: range,
+        part: range,
         arrays: Sequence[Any],
         uses: Sequence[Sequence[Any]],
     ) -> Any:
-        """Compute what some of a chain's inner channels add to its result."""
+        """Compute what some of a segment's channels give of its last value."""
+        steps = segment.steps
         previous: Block | None = None
         for at, (step, block, used) in enumerate(zip(steps, blocks, uses)):
             read = step.read(block)
             if previous is not None:
                 arrays = [select(self._arrays, arrays[0], previous, read.rows)]
-            run = _some(step, channels, at, len(steps))
-            arrays = [run([*arrays, *used], read)]
+            if at == segment.start and step.columns is None:
+                arrays = [
+                    self._arrays.slice(array, CHANNELS, segment.scaled(part, array.shape[CHANNELS]))
+                    for array in arrays
+                ]
+            arrays = [_run(segment, steps, at, part)([*arrays, *used], read)]
             previous = block
         return arrays[0]
 
 
-def _some(step: Step, channels: range, at: int, length: int) -> Run:
-    make = step.columns if at == 0 else step.rows if at == length - 1 else step.along
+def _run(segment: Segment, steps: Sequence[Step], at: int, part: range) -> Run:
+    """Return what computes one step of a segment for some of its channels."""
+    step = steps[at]
+    if at < segment.start:
+        return step.run
+    if at == len(steps) - 1 and segment.is_summed:
+        assert step.rows is not None
+        return step.rows(segment.scaled(part, steps[at - 1].channels))
+    make = step.columns if at == segment.start and step.columns is not None else step.along
     assert make is not None
-    return make(channels)
+    return make(segment.scaled(part, step.channels))
 
 
 def read_by(values: Sequence[Value]) -> list[Value]:
     """Return the values that are there and that some others are computed from."""
     sources = (source for value in values if value.step for source in value.step.sources)
     return list(dict.fromkeys(source for source in sources if source.is_there))
-
-
-def chains(values: Sequence[Value], targets: Sequence[Value]) -> dict[Value, list[Value]]:
-    """Find the layers between which channels may exist some at a time.
-
-    A chain begins with a layer whose every output channel reads all input channels, ends with one
-    that sums over its input channels, and has between them what works on each channel by itself.
-    Nobody else reads the values within. It is the pair of column- and row-parallel layers of M.
-    Shoeybi et al., "Megatron-LM" (2019), section 3.
-
-    Returns:
-        Of the last value of each chain, the chain.
-    """
-    readers: dict[Value, list[Value]] = {}
-    for value in values:
-        assert value.step is not None
-        for source in value.step.sources:
-            readers.setdefault(source, []).append(value)
-    kept = set(targets)
-    found: dict[Value, list[Value]] = {}
-    taken: set[Value] = set()
-    for first in values:
-        assert first.step is not None
-        if first.step.columns is None or first in taken:
-            continue
-        chain = [first]
-        while chain[-1] not in kept and len(readers.get(chain[-1], ())) == 1:
-            (reader,) = readers[chain[-1]]
-            step = reader.step
-            assert step is not None
-            if len(step.sources) != 1:
-                break
-            chain.append(reader)
-            if step.along is None:
-                break
-        last = chain[-1].step
-        assert last is not None
-        if len(chain) > 1 and last.rows is not None:
-            found[chain[-1]] = chain
-            taken.update(chain)
-    return found
