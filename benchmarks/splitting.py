@@ -1,15 +1,15 @@
 """What splits save and cost: ``python benchmarks/splitting.py``.
 
 ``--memory``: the bytes that a training step keeps for its backward pass, counted and not sampled,
-of a chain of six layers like a U-Net's on one image, whole, in eight stripes, and with the
-channels between two convolutions in eight parts. ``--time``: the time of such a step, whole and in
-stripes, in turns. ``--ranks``: the time of a step on two ranks, each with half of the rows, and of
-one process's, in turns. ``--channels``: how far the losses of a block of VGG's are from those of
-one process in ten steps of training, with its channels split over two ranks, also where each has
-its own filters alone, whose bytes are counted, and with what ChainerMN's ``ParallelConvolution2D``
-computes on two ranks: each convolves its half of the input channels into its half of the output
-channels, which is ``groups=2``. Medians; PyTorch has one
-thread everywhere.
+of a chain of six layers like a U-Net's on one image, whole, in eight stripes, and with the channels
+between two convolutions in eight parts; and of whole networks with their channels in four parts, in
+PyTorch and, where it is installed, in Chainer (``split_networks.py``). ``--time``: the time of such
+a step, whole and in stripes, in turns. ``--ranks``: the time of a step on two ranks, each with half
+of the rows, and of one process's, in turns. ``--channels``: how far the losses of a block of VGG's
+are from those of one process in ten steps of training, with its channels split over two ranks, also
+where each has its own filters alone, whose bytes are counted, and with what ChainerMN's
+``ParallelConvolution2D`` computes on two ranks: each convolves its half of the input channels into
+its half of the output channels, which is ``groups=2``. Medians; PyTorch has one thread everywhere.
 
 The allocator keeps memory that is free, as that of GPUs does. glibc's own way, which ``--as-is``
 leaves alone, gives large arrays back to the system after each use, and takes them again page by
@@ -23,8 +23,10 @@ import statistics
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from importlib import util
 from typing import Any
 
+import split_networks
 import torch
 from torch import nn
 
@@ -37,21 +39,9 @@ from collective.tools.bench.machine import headline, measured
 from collective.tools.show import add_outputs, print_table
 
 _STRIPES = 8
+_PARTS = 4
 # mallopt(3): nothing is mapped by itself, nothing is given back.
 _KEEPING = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
-_CHANNELS = 32
-
-
-def chain(channels: int = _CHANNELS) -> nn.Module:
-    """Return six layers: two convolutions, down, one, up, one."""
-    with torch.random.fork_rng([]):
-        torch.manual_seed(0)
-        return nn.Sequential(
-            *(nn.Conv2d(1, channels, 3, padding=1), nn.ReLU()),
-            *(nn.Conv2d(channels, channels, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
-            *(nn.Conv2d(channels, channels, 3, padding=1), nn.ReLU()),
-            *(nn.ConvTranspose2d(channels, channels, 2, 2), nn.Conv2d(channels, 1, 3, padding=1)),
-        )
 
 
 def image(size: int) -> torch.Tensor:
@@ -68,12 +58,37 @@ def step(module: nn.Module, x: torch.Tensor) -> None:
 def memory(size: int) -> list[dict[str, Any]]:
     """Count what is kept, and judge it."""
     x, rows = image(size), []
-    found = Split(chain(), data=(_STRIPES,)).memory_report(x)
+    found = Split(split_networks.chain(), data=(_STRIPES,)).memory_report(x)
     rows.append({"what": f"bytes kept, data=({_STRIPES},)", "ratio": found.ratio, "must": 1 / 6})
     pair = nn.Sequential(nn.Conv2d(1, 64, 3), nn.ReLU(), nn.Conv2d(64, 1, 3))
     found = Split(pair, channels=_STRIPES).memory_report(x)
     rows.append({"what": f"bytes kept, channels={_STRIPES}", "ratio": found.ratio, "must": 1 / 7})
-    return rows
+    ways: list[dict[str, Any]] = [{"data": (_STRIPES,)}, {"channels": _PARTS}]
+    for how in ways:
+        found = Split(split_networks.chain(), recompute=False, **how).memory_report(x)
+        named = ", ".join(f"{name}={value}" for name, value in how.items())
+        rows.append({"what": f"bytes kept, {named}, recompute=False", "ratio": found.ratio})
+    return rows + networks(min(size, 256))
+
+
+def networks(size: int) -> list[dict[str, Any]]:
+    """Count what networks keep with their channels in parts, in both frameworks."""
+    x = image(size)
+    found = [
+        ("PyTorch", name, Split(make(), channels=_PARTS).memory_report(x))
+        for name, make in split_networks.torch_networks().items()
+    ]
+    if util.find_spec("chainer") is not None:
+        from collective.adapters.chainer.splits import Split as LinkSplit
+
+        found += [
+            ("Chainer", name, LinkSplit(make(), channels=_PARTS).memory_report(x.numpy()))
+            for name, make in split_networks.chainer_networks().items()
+        ]
+    return [
+        {"what": f"{framework}, channels={_PARTS}, {name}", "ratio": report.ratio}
+        for framework, name, report in found
+    ]
 
 
 def _turns(
@@ -87,9 +102,9 @@ def _turns(
 
 def times(size: int, count: int) -> list[dict[str, Any]]:
     """Time a step in stripes beside the whole one."""
-    x, whole = image(size), chain()
-    kept = Split(chain(), data=(_STRIPES,), recompute=False)
-    again = Split(chain(), data=(_STRIPES,))
+    x, whole = image(size), split_networks.chain()
+    kept = Split(split_networks.chain(), data=(_STRIPES,), recompute=False)
+    again = Split(split_networks.chain(), data=(_STRIPES,))
     modules = {"whole": whole, "kept": kept, "again": again}
     found = _turns(None, {name: partial(step, each, x) for name, each in modules.items()}, count)
     return [
@@ -100,8 +115,8 @@ def times(size: int, count: int) -> list[dict[str, Any]]:
 
 def _on_a_rank(comm: collective.Communicator, size: int, count: int) -> float:
     torch.set_num_threads(1)
-    x, whole = image(size), chain()
-    split = Split(chain(), data=(comm.size,), comm=comm)
+    x, whole = image(size), split_networks.chain()
+    split = Split(split_networks.chain(), data=(comm.size,), comm=comm)
 
     def alone() -> None:
         if comm.rank == 0:
