@@ -69,6 +69,21 @@ def test_a_silent_rank_is_out_after_the_grace() -> None:
     assert decide(decision(MemoryStore(), 1, 3), grace=0.01) == [1]
 
 
+def test_decision_with_a_deadline_below_the_grace_leaves_silent_ranks_out() -> None:
+    assert decide(decision(MemoryStore(), 0, 2), grace=FAR_S, timeout=0.2) == [0]
+
+
+@pytest.mark.parametrize("ahead", [1, 2, 5])
+def test_decision_with_a_deadline_below_the_grace_goes_on_without_stopped_leaders(
+    ahead: int,
+) -> None:
+    store = MemoryStore()
+    for rank in range(ahead):
+        store.set(f"key.{rank}", b"{}")
+    every = list(range(ahead + 1))
+    assert decide(decision(store, ahead, ahead + 2), grace=FAR_S, timeout=0.2) == every
+
+
 def test_a_leader_that_stops_is_not_waited_for_for_ever() -> None:
     store = MemoryStore()
     store.set("key.0", b"{}")

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import os
+import signal
 import threading
 import tracemalloc
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -398,6 +401,62 @@ def silent(comm) -> Any:
 def test_who_is_silent_is_left_behind_and_learns_it(ranks):
     AWAKE.clear()
     assert ranks.run(silent) == [[1, 2], [1, 2], "excluded"]
+
+
+def stopped(comm, marks: str) -> Any:
+    origin = comm.rank
+    if origin == 2:
+        Path(marks, "pid").write_text(str(os.getpid()))
+    state = elastic.State(comm, step=0)
+    try:
+        for generation in elastic.generations(comm, state):
+            with generation as comm:
+                if comm.generation == 0:
+                    comm.barrier()
+                    comm.timeout = 0.5
+                    if origin == 2:
+                        os.kill(os.getpid(), signal.SIGSTOP)
+                else:
+                    comm.timeout = 60.0
+                comm.barrier()
+                state.step += 1
+                state.commit()
+    except collective.ExcludedError:
+        return "excluded"
+    if origin == 1:
+        os.kill(int(Path(marks, "pid").read_text()), signal.SIGCONT)
+    return [state.step, comm.size]
+
+
+@pytest.mark.parametrize("transport", ["shm", "gloo", "hierarchical"])
+def test_generations_go_on_without_a_stopped_rank_whatever_the_timeout(transport, tmp_path):
+    if transport != "shm":
+        pytest.importorskip("torch", reason="gloo stands on PyTorch")
+    with RankPool(3, transport, timeout=120.0) as pool:
+        found = pool.run(stopped, str(tmp_path), shrink_grace=2.0)
+    assert found == [[1, 2], [1, 2], "excluded"]
+
+
+def given_up(comm) -> Any:
+    """Rank 0 gives up an agreement in which rank 1 waits; rank 2 never comes to it."""
+    if comm.rank == 2:
+        AWAKE.wait(60)
+        return None
+    try:
+        comm.agree(timeout=0.1 if comm.rank == 0 else 60.0)
+    except (collective.CollectiveTimeoutError, collective.CommunicatorAbortedError) as error:
+        heard = type(error).__name__
+    following = comm.shrink()
+    size = following.size
+    following.barrier()
+    AWAKE.set()
+    return heard, size
+
+
+def test_agree_ends_when_another_rank_shrinks(ranks):
+    AWAKE.clear()
+    found = ranks.run(given_up, shrink_grace=2.0)
+    assert found[:2] == [("CollectiveTimeoutError", 2), ("CommunicatorAbortedError", 2)]
 
 
 class Lasting(ThreadsBackend):

@@ -26,7 +26,7 @@ from .arrivals import Arrivals, Knock
 from .foreign_names import explained
 from .groups import Groups
 from .lineage import Lineage
-from .shrinking import NextGeneration, agreed
+from .shrinking import NextGeneration, agreed, usual_seconds
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -113,6 +113,17 @@ class Generations(Groups):
         """Of the ranks of the last generation, those that are not in this one."""
         return self._lineage.lost if self._lineage is not None else frozenset()
 
+    @property
+    def shrink_timeout(self) -> float:
+        """Seconds that :meth:`shrink` may take where the call names no other deadline.
+
+        The communicator's timeout, or as long as it takes to go on without silent ranks if that is
+        longer: four times ``COLLECTIVE_SHRINK_GRACE``, and what connecting may take.
+        """
+        if self._lineage is None:
+            return self.timeout
+        return usual_seconds(self._lineage.grace, self.timeout)
+
     @explained
     def shrink(
         self,
@@ -126,9 +137,10 @@ class Generations(Groups):
         Collective among those: every rank that lives calls it, when a call of this communicator
         has raised ``PeerLostError``, or any error after which it is broken. One that is sound is
         broken by it first: calls of ranks that have not called it raise
-        ``CommunicatorAbortedError``, which asks them to. Ranks keep their order. It goes on
+        ``CommunicatorAbortedError``, which asks them to. Ranks keep their order. The ranks go on
         without those that have died or left, and without those that are silent for
-        ``COLLECTIVE_SHRINK_GRACE`` seconds (5). If somebody dies meanwhile the others decide again.
+        ``COLLECTIVE_SHRINK_GRACE`` seconds (5), or for a quarter of ``timeout`` if that is less.
+        If a rank dies meanwhile the others decide again.
 
         This communicator is closed then, with the groups made of it. Its symmetric memory stays as
         it is, each rank's own.
@@ -136,7 +148,7 @@ class Generations(Groups):
         Args:
             exclude: ranks that are out, alive or not; they get ``ExcludedError``.
             min_ranks: go on only with so many, by default ``COLLECTIVE_MIN_RANKS`` (1).
-            timeout: seconds for all of it, by default the communicator's.
+            timeout: seconds for all of it, by default :attr:`shrink_timeout`.
 
         Returns:
             The next generation. All are in it, or nobody is left out who was not lost or silent.
@@ -162,7 +174,7 @@ class Generations(Groups):
         floor = lineage.min_ranks if min_ranks is None else min_ranks
         if isinstance(floor, bool) or not isinstance(floor, int) or floor < 1:
             raise InvalidArgumentError(f"shrink: min_ranks {floor!r}; a positive integer.")
-        seconds = self._seconds(timeout)
+        seconds = self.shrink_timeout if timeout is None else self._seconds(timeout)
         # First of all: ranks that are in a call of it come out, and are asked to come here.
         text = f"rank {self.rank} shrinks the communicator; call shrink() too, to go on with it"
         self._abort(Failure("shrink", self.rank, text))
@@ -315,6 +327,7 @@ class Generations(Groups):
 
         Raises:
             CollectiveTimeoutError: a rank that is not known to be lost did not call it.
+            CommunicatorAbortedError: another rank has given up waiting, and calls ``shrink()``.
             RendezvousError: the store is gone.
             UnsupportedError: this transport, or that store, cannot.
 

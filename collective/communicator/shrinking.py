@@ -23,6 +23,7 @@ from collective.contract.store import Store
 from collective.contract.world import World
 from collective.errors import (
     CollectiveTimeoutError,
+    CommunicatorAbortedError,
     ExcludedError,
     PeerLostError,
     RendezvousError,
@@ -31,15 +32,38 @@ from collective.errors import (
 from .arrivals import Arrivals
 from .lineage import OF_PEERS, Lineage
 
-__all__ = ["NextGeneration", "agreed"]
+__all__ = ["NextGeneration", "agreed", "usual_seconds"]
 
 # How long those who have been decided on may take to connect, at least, if nobody is known to have
 # died: as many times the time of grace, and seconds.
 _CONNECT_GRACES, _CONNECT_S = 2.0, 10.0
+# How long the decision may take, in times of grace: three if the lowest rank is stopped after it
+# has come, and one for the ranks that come late.
+_DECIDE_GRACES = 4.0
+# How often a rank that waits in agree() looks whether another one has given it up.
+_GIVEN_UP_LOOK_S = 0.05
 # How often a wait for them looks whether somebody has died, or has begun anew.
 _LOOK_S = 0.02
 # What a rank's note becomes when it stands in the generation that was decided on.
 _STANDS = b'{"connected": true}'
+
+
+def usual_seconds(grace: float, timeout: float) -> float:
+    """Return the deadline of ``shrink()`` where the caller names none.
+
+    The deadline of a call, unless that is too short to wait for a silent rank and to connect: then
+    one silent rank would end all others.
+
+    Args:
+        grace: seconds that a rank may be silent.
+        timeout: seconds that a call may take.
+    """
+    return max(timeout, _DECIDE_GRACES * grace + _to_connect(grace))
+
+
+def _to_connect(grace: float) -> float:
+    """Return how many seconds the members have to connect, if nobody is known to have died."""
+    return max(_CONNECT_GRACES * grace, _CONNECT_S)
 
 
 class NextGeneration:
@@ -259,10 +283,9 @@ class NextGeneration:
             store=meeting,
             secret=secret and secret.within("generation", self._key()),
         )
-        patience = max(_CONNECT_GRACES * self._lineage.grace, _CONNECT_S)
         left = self._end - time.monotonic()
         try:
-            return self._reconnect(world, max(0.001, min(patience, left)))
+            return self._reconnect(world, max(0.001, min(_to_connect(self._lineage.grace), left)))
         finally:
             meeting.release()
 
@@ -355,10 +378,11 @@ def agreed(lineage: Lineage, backend: Backend, number: int, flag: bool, timeout:
     """Return whether all living ranks say yes; the same on all of them.
 
     Args:
-        number: the how-manieth agreement of this communicator it is, from 1.
+        number: ordinal of this agreement on this communicator, from 1.
 
     Raises:
         CollectiveTimeoutError: a rank that lives, as far as is known, did not come.
+        CommunicatorAbortedError: another rank has given up this agreement, and shrinks.
         RendezvousError: the store is gone.
     """
     if len(lineage.origin) == 1:
@@ -366,7 +390,20 @@ def agreed(lineage: Lineage, backend: Backend, number: int, flag: bool, timeout:
     store, me = lineage.root.store, lineage.root.rank
     before, key = (f"{lineage.name}.{lineage.generation}.agree.{n}" for n in (number - 1, number))
 
+    opened = f"{lineage.name}.{lineage.generation + 1}.open"
+    looked_at = time.monotonic()
+
     def lost() -> set[int]:
+        nonlocal looked_at
+        if (now := time.monotonic()) >= looked_at + _GIVEN_UP_LOOK_S:
+            looked_at = now
+            # The verdict second: a rank may have read it, and have shrunk since.
+            if store.try_get(opened) is not None and store.try_get(key) is None:
+                raise CommunicatorAbortedError(
+                    f"agree: another rank has given up waiting, and calls shrink(); call it too, "
+                    f"to go on with that rank [rank {lineage.origin.index(me)} of "
+                    f"{len(lineage.origin)}]"
+                )
         return {lineage.origin[rank] for rank in backend.lost()}
 
     decision = Decision(store, key, me, lineage.origin, lost, "agree", lineage.origin.index)

@@ -30,6 +30,9 @@ __all__ = ["Decision", "Note"]
 #: ``patient`` is that of one that does not want the others hurried: see :meth:`Decision.made`.
 Note = dict[str, Any]
 
+# Shares of the deadline: how long a leader waits for silent ranks at most, and a rank whose leaders
+# are silent. The rest is for what follows the decision.
+_SILENT_SHARE, _LEADERLESS_SHARE = 0.25, 0.75
 # A round of looking is some calls of open(2), or round trips to a server.
 _PAUSE_FIRST_S, _PAUSE_LAST_S = 0.0005, 0.02
 
@@ -70,9 +73,10 @@ class Decision:
             note: this rank's.
             conclude: makes the verdict, which JSON has, of the notes of those who came and of the
                 lost. The notes of ranks that are lost by now may be among them.
-            grace: how many seconds a leader waits for ranks that neither come nor are known to be
-                lost; None waits for them to the end, and so does everybody for as long as all the
-                notes there are are patient.
+            grace: seconds for which a leader waits for ranks that neither come nor are known to
+                be lost, but no more than a quarter of ``timeout``, so that the ranks that have
+                come go on by then. With None all ranks wait until ``timeout``, and so they do
+                while all notes are patient.
             timeout: seconds.
 
         Raises:
@@ -94,12 +98,9 @@ class Decision:
             if (verdict := self._verdict()) is not None:
                 return verdict[0]
             waited = time.monotonic() - began
-            # One that leads and is stopped, and so not known to be lost, is not waited for forever:
-            # it may have come when this rank had waited for a whole grace, waits for another
-            # itself, and has a third to conclude.
             ahead = sum(rank < self.me and rank not in lost for rank in notes)
-            hurried = not all(note.get("patient") for note in notes.values())
-            enough = grace is not None and hurried and waited >= grace * (1 + 2 * ahead)
+            hurried = grace is not None and not all(note.get("patient") for note in notes.values())
+            enough = hurried and waited >= _patience(grace or 0.0, ahead, timeout)
             if enough or not (awaited or ahead):
                 self._conclude(conclude(notes, lost))
             elif waited >= timeout:
@@ -143,6 +144,17 @@ class Decision:
             f"[rank {self.shown(self.me)}]",
             ranks,
         )
+
+
+def _patience(grace: float, ahead: int, timeout: float) -> float:
+    """Return for how many seconds a rank waits for silent ones, with ``ahead`` leaders before it.
+
+    A leader that is stopped, and so not known to be lost, is not waited for forever. It may have
+    come when this rank had waited for a whole grace, waits for another itself, and has a third to
+    conclude.
+    """
+    alone = min(grace, _SILENT_SHARE * timeout)
+    return min(alone * (1 + 2 * ahead), _LEADERLESS_SHARE * timeout)
 
 
 def _read(key: str, text: bytes) -> Any:

@@ -229,20 +229,29 @@ def _exclude(comm: Communicator, marks: str, victim: int) -> Survivor | Collecti
         return error
 
 
+def _deadlines(size: int) -> list[Case]:
+    return [{"deadline": deadline} for deadline in ("long", "short") if size <= 3]
+
+
 # The grace is waited for, here and nowhere else.
-@check(lambda size: [{}] * (size <= 3), at_least=2, needs=_shrinks)
-def check_shrink_without_one_that_is_late(factory: RankFactory, size: int) -> None:
+@check(_deadlines, at_least=2, needs=_shrinks)
+def check_shrink_without_one_that_is_late(
+    factory: RankFactory, size: int, *, deadline: str
+) -> None:
     """A rank that is silent, or stopped, for longer than the grace is out, once and for all.
 
-    What it does when it comes harms nobody.
+    What it does when it comes harms nobody. The others go on, also where the deadline of a call is
+    shorter than the grace.
     """
-    outcomes = dict(enumerate(run_fresh(factory, size, _come_late, shrink_grace=_SILENT_S)))
+    outcomes = dict(
+        enumerate(run_fresh(factory, size, _come_late, deadline, shrink_grace=_SILENT_S))
+    )
     late = outcomes.pop(size - 1)
     assert [type(each) for each in late] == [ExcludedError] * 2, f"the late rank got {late}"
     _hold_survivors(outcomes, size, (size - 1,))
 
 
-def _come_late(comm: Communicator, marks: str) -> Any:
+def _come_late(comm: Communicator, marks: str, deadline: str) -> Any:
     first, last = comm.rank, comm.size - 1
     Path(marks, f"pid-{first}").write_text(str(os.getpid()))
     gather(comm, marks)
@@ -263,7 +272,12 @@ def _come_late(comm: Communicator, marks: str) -> Any:
     pid = int(Path(marks, f"pid-{last}").read_text())
     if not comm.capabilities.in_process:
         _await_stopped(pid)
-    new, seen = _next_of(comm, first)
+    usual = comm.timeout
+    if deadline == "short":
+        comm.timeout = _SILENT_S / 4
+    new = comm.shrink()
+    new.timeout = usual
+    seen = seen_of(new, first)
     Path(marks, f"gone-on-{first}").touch()
     if first == 0 and not comm.capabilities.in_process:
         os.kill(pid, signal.SIGCONT)

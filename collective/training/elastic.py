@@ -92,8 +92,8 @@ class Generation:
             return self.error is None
         try:
             return self.comm.agree(self.error is None, timeout=self._timeout)
-        except CollectiveTimeoutError as error:
-            # Somebody is silent; those who are not go on without it.
+        except _LOSSES as error:
+            # A rank is silent, and the others go on without it.
             self.error = self.error or error
             return False
 
@@ -141,8 +141,10 @@ def generations(
         min_ranks: with fewer nobody goes on, by default ``COLLECTIVE_MIN_RANKS``, which
             ``collective run --min-ranks`` sets.
         timeout: seconds that ranks which live have to come to the end of the body when another
-            has, or has met a loss; by default the communicator's. Who is silent for longer, and
-            for ``COLLECTIVE_SHRINK_GRACE`` seconds more, is left behind.
+            has, or has met a loss; by default the communicator's. A rank that is silent for
+            longer, and for ``COLLECTIVE_SHRINK_GRACE`` seconds more, is left behind. The others
+            have as long to go on without it, or :attr:`Communicator.shrink_timeout` if that is
+            longer.
         grow: whether processes may join, the same on all ranks; by default ``COLLECTIVE_GROW``,
             which ``collective run --replace`` sets. It costs a small broadcast each commit.
 
@@ -158,7 +160,7 @@ def generations(
     if comm.joins:
         comm = _joined(comm)
     grows = comm.grows and load({}).grow == "on" if grow is None else grow
-    comm = _synced(comm, state, min_ranks, grows)
+    comm = _synced(comm, state, min_ranks, grows, timeout)
     while True:
         generation, begun_at = Generation(comm, timeout), state.commits
         yield generation
@@ -166,12 +168,12 @@ def generations(
         if survived and not generation.joining:
             return
         if survived:
-            comm = _synced(_grown(comm, min_ranks), state, min_ranks, grows)
+            comm = _synced(_grown(comm, min_ranks, timeout), state, min_ranks, grows, timeout)
             continue
         error = generation.error
-        following = comm.shrink(min_ranks=min_ranks)
+        following = _shrunk(comm, min_ranks, timeout)
         lost = following.lost
-        comm = _synced(following, state, min_ranks, grows)
+        comm = _synced(following, state, min_ranks, grows, timeout)
         # After the sync, by which all ranks have as many commits: all of them raise, or none. A
         # body that always ends so, without a loss, would otherwise run for ever.
         if not lost and state.commits == begun_at:
@@ -191,15 +193,23 @@ def _joined(comm: Communicator) -> Communicator:
         raise SystemExit(0) from error
 
 
-def _grown(comm: Communicator, min_ranks: int | None) -> Communicator:
+def _shrunk(comm: Communicator, min_ranks: int | None, timeout: float | None) -> Communicator:
+    """Return the ranks that are left; ``timeout`` is as that of :func:`generations`."""
+    seconds = None if timeout is None else max(timeout, comm.shrink_timeout)
+    return comm.shrink(min_ranks=min_ranks, timeout=seconds)
+
+
+def _grown(comm: Communicator, min_ranks: int | None, timeout: float | None) -> Communicator:
     try:
         return comm.grow()
     except CollectiveTimeoutError:
-        # Somebody that had got to the end of the body has stopped since.
-        return comm.shrink(min_ranks=min_ranks)
+        # A rank that had got to the end of the body has stopped since.
+        return _shrunk(comm, min_ranks, timeout)
 
 
-def _synced(comm: Communicator, state: State, min_ranks: int | None, grows: bool) -> Communicator:
+def _synced(
+    comm: Communicator, state: State, min_ranks: int | None, grows: bool, timeout: float | None
+) -> Communicator:
     """Return the ranks that have got the state, of those of ``comm`` that are left."""
     while True:
         try:
@@ -209,4 +219,4 @@ def _synced(comm: Communicator, state: State, min_ranks: int | None, grows: bool
                 raise
         else:
             return comm
-        comm = comm.shrink(min_ranks=min_ranks)
+        comm = _shrunk(comm, min_ranks, timeout)
