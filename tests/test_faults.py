@@ -171,6 +171,7 @@ OF_THE_SUITE: dict[str, tuple[str, dict[str, str]]] = {
     "kill": ("check_killed_peer", {}),
     "kill in the middle": ("check_killed_in_the_middle", {}),
     "late": ("check_late_peer", {}),
+    "given up": ("check_given_up_message", {}),
     "late in one call": ("check_timeout_of_one_call", {}),
     "leave": ("check_left_peer", {}),
     "raise": ("check_failed_peer", {}),

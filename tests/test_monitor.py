@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from collective.backends.peers import channel as channel_module
 from collective.backends.peers.hub import Hub
 from collective.backends.peers.link import Link, connect
 from collective.backends.peers.monitor import Monitor
@@ -202,6 +203,44 @@ def test_an_abort_reaches_everybody(monitors):
     # The first failure counts.
     monitors[0].channel.abort(Failure("aborted", 0, "late"))
     assert monitors[0].channel.failure.kind == "failed"
+
+
+def test_a_rank_that_gives_up_waits_until_the_others_have_heard(monitors, monkeypatch):
+    monkeypatch.setattr(channel_module, "_HEARD_S", FAR)
+    giving_up, slow, _ = (monitor.channel for monitor in monitors)
+    hear = slow._hear
+
+    def hear_late(message):
+        time.sleep(0.3)
+        hear(message)
+
+    slow._hear = hear_late
+    giving_up.abort(Failure("aborted", 0, "enough"))
+    giving_up.await_heard(range(3))
+    assert slow.failure is not None
+
+
+def test_a_rank_that_gives_up_tells_those_who_have_not_heard_of_the_cause(monitors, monkeypatch):
+    """The cause is another rank's, of which this one has heard before the others."""
+    monkeypatch.setattr(channel_module, "_HEARD_S", FAR)
+    giving_up, other, _ = (monitor.channel for monitor in monitors)
+    giving_up._break(Failure("lost", 2, "rank 2 is gone", (2,)))
+    giving_up.await_heard([1])
+    assert other.failure == giving_up.failure
+
+
+def test_a_rank_that_gives_up_does_not_wait_for_the_dead(tmp_path, monkeypatch):
+    monkeypatch.setattr(channel_module, "_HEARD_S", 2 * FAR)
+    with started("-c", _DIES.format(rank=1, store=str(tmp_path))) as victim:
+        channel, *others = (monitor.channel for monitor in start([0, 2], 3, tmp_path))
+        victim.kill()
+        victim.wait()
+        channel.abort(Failure("aborted", 0, "enough"))
+        since = time.monotonic()
+        channel.await_heard([1])
+        assert time.monotonic() - since < FAR, "it has waited as for a rank that is stopped"
+        for each in (channel, *others):
+            each.close()
 
 
 def test_a_hook_is_called_on_failure(monitors):

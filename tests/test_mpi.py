@@ -9,7 +9,7 @@ import threading
 import time
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -60,15 +60,26 @@ def _buffer(array: Array) -> Buffer:
 class _Silent:
     """A channel whose waits end at once, with what they say that they wait in."""
 
+    def __init__(self) -> None:
+        self.heard: list[int] = []
+
     def wait(self, where: object, timeout: float) -> Any:
         raise CollectiveTimeoutError(str(where))
+
+    def await_heard(self, ranks: Sequence[int]) -> None:
+        self.heard += ranks
 
 
 def _move(late: Any, request: Request) -> None:
     backend = object.__new__(MpiBackend)
     backend._comm = types.SimpleNamespace(Ibcast=lambda *_: late)
-    backend.channel = _Silent()  # type: ignore[assignment]
-    backend._move(POLLED, request, time.monotonic() + 1.0, "Bcast")
+    backend.channel = channel = _Silent()  # type: ignore[assignment]
+    backend.size = 2
+    try:
+        backend._move(POLLED, request, time.monotonic() + 1.0, "Bcast")
+    finally:
+        # Before the caller has its array back, which MPI may go on reading.
+        assert channel.heard == [0, 1]
 
 
 def _disagree(late: Any, request: Request) -> None:

@@ -107,6 +107,47 @@ def test_a_message_that_was_given_up_keeps_its_memory(comm: Communicator, operat
     assert len(library._unfinished) - kept == (comm.rank == 0)
 
 
+def _send(comm: Communicator, x: Any, dst: int, background: bool, **options: Any) -> None:
+    sending = comm.send(x, dst, async_op=background, **options)
+    if background:
+        sending.wait()
+
+
+@pytest.mark.parametrize("way", ["in C", "in Python", "in the background"])
+@on_ranks("pair")
+def test_sender_that_gives_up_waits_until_its_receiver_has_heard(
+    comm: Communicator, way: str
+) -> None:
+    """Rank 1 hears of the failure late, as on a busy machine, and receives at once after it."""
+    side, group, x = comm.dup(), comm.dup(), np.ones(1 << 20)
+    if way == "in Python":
+        group._door_of_messages = None
+    channel = _transport(group).channel
+    if comm.rank == 1:
+        hear = channel._hear
+
+        def hear_late(message: dict[str, Any]) -> None:
+            if message["kind"] == "failure":
+                time.sleep(0.5)
+            hear(message)
+
+        channel._hear = hear_late  # type: ignore[method-assign]
+    comm.barrier()
+    if comm.rank == 0:
+        background = way == "in the background"
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("collective.backends.peers.channel._HEARD_S", 30.0)
+            with pytest.raises(CollectiveTimeoutError):
+                _send(group, x, 1, background, timeout=0.2)
+        x[:] = 99.0  # its owner has it back
+        side.send_object("go on", 1)
+    else:
+        side.recv_object(0)
+        with pytest.raises(CommunicatorAbortedError, match="timed out"):
+            group.recv(np.empty_like(x), 0)
+    comm.barrier()
+
+
 # -- collectives ------------------------------------------------------------------------------
 
 

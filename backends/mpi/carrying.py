@@ -13,7 +13,7 @@ import numpy as np
 from collective.backends.peers.channel import Channel
 from collective.backends.peers.monitored import Monitored
 from collective.contract.failure import Failure
-from collective.errors import BackendError, CommunicatorAbortedError
+from collective.errors import BackendError, CollectiveError, CommunicatorAbortedError
 from collective.memory.buffer import Buffer
 from collective.request import Disagreement, Request, in_thread
 
@@ -220,7 +220,12 @@ class Carrying(Monitored):
                 self._blocking.running = None
         else:
             moving = getattr(self._comm, f"I{name.lower()}")(*arguments)
-            settle([moving], lambda: self.channel.wait(request, left(end)))
+            try:
+                settle([moving], lambda: self.channel.wait(request, left(end)))
+            except CollectiveError:
+                # MPI may read this rank's array for others when the caller has it back.
+                self.channel.await_heard(range(self.size))
+                raise
             # A rank that gave up has its array back, and MPI may have read it later.
             self.channel.refuse_unfinished(request)
 

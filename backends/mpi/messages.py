@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -13,11 +12,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from collective.contract.backend import ANY_SOURCE, COLLECTIVE_TAG
-from collective.errors import CollectiveError
+from collective.contract.failure import Failure
 
 from .library import leave_unfinished
 from .polling import finish, settle, spin
-from .watchdog import TELL_S
 
 if TYPE_CHECKING:
     from collective.backends.peers.channel import Channel, Wait
@@ -66,7 +64,7 @@ class MpiMessages:
     def send(self, src: Buffer, dst: int, tag: int, timeout: float) -> None:
         """Send ``src``; return when it may be changed."""
         self._refuse_broken("send", tag)
-        with _kept_until_heard(src):
+        with self.kept_until_heard(src.nbytes, dst):
             self._settle(self.post(src, dst, tag), "send", tag, timeout, (dst,))
 
     def recv(self, dst: Buffer, src: int, tag: int, timeout: float) -> int:
@@ -81,7 +79,7 @@ class MpiMessages:
     ) -> None:
         """Do both at once; whoever polls for the one makes the other progress, too."""
         self._refuse_broken("sendrecv", tag)
-        with _kept_until_heard(src):
+        with self.kept_until_heard(src.nbytes, to):
             sending = self.post(src, to, tag)
             try:
                 self.receive(dst, source, tag, "sendrecv", timeout)
@@ -220,24 +218,25 @@ class MpiMessages:
         if self._channel.failure is not None:
             self._channel.check(f"{what}(tag={tag})")
 
+    @contextlib.contextmanager
+    def kept_until_heard(self, nbytes: int, dst: int) -> Iterator[None]:
+        """Keep a message from its owner, if the body fails, until its receiver has heard of that.
+
+        MPI cannot take back what it has begun to send, and reads it when the receiver comes.
+        """
+        try:
+            yield
+        except BaseException as error:
+            if nbytes > EAGER_BYTES:
+                if not isinstance(error, Exception):  # KeyboardInterrupt, of which nobody knows yet
+                    self._channel.abort(Failure.caused_by(self._channel.rank, error))
+                self._channel.await_heard((dst,))
+            raise
+
     def refuse_stale(self, nbytes: int, what: str, tag: int) -> None:
         """Raise if what came may not be what was sent: its sender has given up, maybe."""
         if nbytes > EAGER_BYTES:
             self._refuse_broken(what, tag)
-
-
-@contextlib.contextmanager
-def _kept_until_heard(src: Buffer) -> Iterator[None]:
-    """Keep a message from its owner, if the body fails, until peers have heard of that.
-
-    MPI cannot take back what it has begun to send, and reads it when the receiver comes.
-    """
-    try:
-        yield
-    except CollectiveError:
-        if src.nbytes > EAGER_BYTES:
-            time.sleep(TELL_S)
-        raise
 
 
 def _any(module: Any, src: int) -> int:

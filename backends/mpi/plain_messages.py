@@ -9,22 +9,19 @@ may be received, and the other way round.
 
 from __future__ import annotations
 
-import time
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from collective.errors import CollectiveError
 from collective.memory.buffer import Buffer
 from collective.memory.dtypes import BY_NAME
 from collective.native import HEAD_BYTES, HEAD_ROOM, NOBODY
 
 from .carrying import explained, left, now
 from .library import leave_unfinished
-from .messages import EAGER_BYTES, LONG_BYTES, MpiMessages
+from .messages import LONG_BYTES, MpiMessages
 from .polling import finish, spin
-from .watchdog import TELL_S
 
 if TYPE_CHECKING:
     from collective.backends.peers.channel import Channel, Wait
@@ -175,11 +172,10 @@ class PlainMessages:
             for test in tests:
                 if not test() and not spin(test):
                     finish(test, self._wait("send", tag, to, timeout, end))
-        except BaseException as error:
+        except BaseException:
             leave_unfinished((slot, following, x))
-            if isinstance(error, CollectiveError) and length > EAGER_BYTES:
-                time.sleep(TELL_S)  # as MpiMessages does
-            raise
+            with self._messages.kept_until_heard(length, to):
+                raise
         self._give_back(self._to, to, tag, slot)
         return NOBODY
 

@@ -27,7 +27,7 @@ from .library import waiting
 if TYPE_CHECKING:
     from collective.backends.peers.channel import Channel
 
-__all__ = ["TELL_S", "Blocking", "agreed", "watch"]
+__all__ = ["Blocking", "agreed", "watch"]
 
 # How often it is looked at the calls, and how long one may take once the communicator is
 # broken: by a death, which it cannot survive, or otherwise, when it may yet end by itself.
@@ -36,8 +36,6 @@ _LOOK_S = 0.25
 _ATTEND_S = 0.001
 _LOST_S = 1.0
 _BROKEN_S = 10.0
-#: How long this rank's peers may take to hear why it goes.
-TELL_S = 0.1
 
 
 class Blocking:
@@ -89,7 +87,7 @@ class Blocking:
             text = "timed out: waited for MPI, in the middle of its operation, until the deadline"
             late = Failure("timeout", self.channel.rank, text)
             self.channel.abort(late)
-            time.sleep(TELL_S)
+            self.channel.await_heard(range(self.channel.size))
             self._exit(call, end, late)
 
     def attend(self) -> bool:

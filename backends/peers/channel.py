@@ -39,6 +39,11 @@ _STALL_S = 1.0
 _GRACE_S = 0.5
 # How long the hub may take to conclude a comparison: longer than it waits for the ranks' reports.
 _REPORT_S = 1.0
+# How long a rank that gives up waits until its peers have heard of that. A peer that is stopped
+# does not acknowledge it.
+_HEARD_S = 2.0
+# How long the peers may take to notice by themselves that the hub has gone.
+_ALONE_S = 0.1
 # What the monitor may know when the engine fails: a death is told within milliseconds.
 _EXPLAIN_S = 1.0
 # Turns of a wait between two looks at what the monitor has heard (a power of two), and before it
@@ -122,6 +127,8 @@ class Channel:
         self._late_ranks: dict[int, Message | None] = {}
         self._offers: dict[str, dict[int, str]] = {}
         self._answers = 0
+        # Who has acknowledged that the communicator is broken, by the numbers of the world.
+        self._acknowledged: set[int] = set()
         monitor._enter(self)
         monitor._unclosed[name] = list(members), self._calls
         weakref.finalize(
@@ -301,6 +308,35 @@ class Channel:
             self._failed_after = finished
             self._break(failure)
 
+    def await_heard(self, ranks: Sequence[int]) -> None:
+        """Return when ``ranks`` know that the communicator is broken, or have not said so in time.
+
+        For a rank that gives its caller memory back which the engine of a peer may still read. A
+        peer that has got what is there looks at ``failure`` afterwards, and discards it.
+        """
+        failure = self.failure
+        if failure is None:
+            return
+        with self._reported:
+            awaited = {self.members[rank] for rank in ranks if rank != self.rank}
+            awaited -= self._acknowledged
+        if not awaited:
+            return
+        self._monitor._say({
+            "kind": "failure", "channel": self.name, "members": sorted(awaited),
+            "failure": _packed(failure), "finished": self._failed_after, "acknowledge": True,
+        })  # fmt: skip
+        end = time.monotonic() + _HEARD_S
+        while (left := end - time.monotonic()) > 0:
+            if self._monitor.hub_gone:
+                time.sleep(_ALONE_S)
+                return
+            gone = self._monitor.gone()  # with its own lock, which is never taken within this one
+            with self._reported:
+                if awaited <= self._acknowledged | gone:
+                    return
+                self._reported.wait(min(left, _SLICE_S))
+
     def post(self, note: Note) -> None:
         """Tell what this rank waits in; the hub looks for circles."""
         self._say({"kind": "waits", "note": note})
@@ -369,6 +405,13 @@ class Channel:
             self._break(
                 Failure(failure["kind"], failure["rank"], failure["text"], tuple(failure["ranks"]))
             )
+            if message.get("acknowledge"):
+                about = {"channel": self.name, "members": [message["rank"]]}
+                self._monitor._say({"kind": "heard", **about})
+        elif kind == "heard":
+            with self._reported:
+                self._acknowledged.add(message["rank"])
+                self._reported.notify_all()
         elif kind == "left":
             rank = self.members.index(message["rank"])
             self.left.add(rank)

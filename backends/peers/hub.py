@@ -204,7 +204,7 @@ class Hub:
         members: list[int] = message.get("members", [])
         if kind == "bye":
             self._forget(rank)
-        elif kind in ("failure", "left"):
+        elif kind in ("failure", "heard", "left"):
             self._tell((each for each in members if each != rank), {**message, "rank": rank})
         elif kind == "stall":
             if channel not in self._checks:

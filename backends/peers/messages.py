@@ -92,6 +92,7 @@ ENROLMENT: Mapping[str, Mapping[str, _Test]] = {
 FROM_RANKS: Mapping[str, Mapping[str, _Test]] = {
     "bye": {},
     "failure": {"channel": _text, "members": _ranks, **_broken},
+    "heard": {"channel": _text, "members": _ranks},
     "left": {"channel": _text, "members": _ranks, **_left},
     "stall": {"channel": _text, "members": _ranks, "asks": _or_none(_ranks)},
     "report": {"channel": _text, **_report},
@@ -103,6 +104,7 @@ FROM_HUB: Mapping[str, Mapping[str, _Test]] = {
     "complete": {"hosts": _list_of(_text), "session": _text},
     "refused": {"why": _text},
     "failure": {"channel": _text, **_broken},
+    "heard": {"channel": _text, "rank": _count},
     "left": {"channel": _text, "rank": _count, **_left},
     "report": {"channel": _text},
     "late": {"channel": _text, "late": _by_rank(_or_none(_with(**_report)))},

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +25,7 @@ from collective.request import Request
 
 from .checks import Case, RankFactory, check
 from .samples import LARGE
+from .survivors import await_files, run_fresh
 
 # Tags of the messages that wait when the communicator breaks: short, long, and one that times out.
 _SHORT, _LONG, _LATE = 3, 4, 5
@@ -138,6 +141,38 @@ def check_broken_by_a_late_receiver(factory: RankFactory, size: int, *, call: st
     The transport itself refuses, as a rank that hears of it in no call of its own relies on.
     """
     _hold_broken(factory, size, [call], "send", "")
+
+
+@check([{"length": length} for length in ("short", "long")], at_least=2)
+def check_given_up_message(factory: RankFactory, size: int, *, length: str) -> None:
+    """A message whose sender gives it up is received as it was sent, or not at all.
+
+    The receiver asks for it when the sender has its array back and has written to it, and may not
+    have heard of the failure yet.
+    """
+    found = run_fresh(factory, size, _give_up_message, length)[1]
+    assert found == "as sent" or isinstance(found, CollectiveError), (
+        f"recv of a {length} message that its sender had given up returned {found}"
+    )
+
+
+def _give_up_message(comm: Communicator, marks: str, length: str) -> CollectiveError | str | None:
+    x, given_up = np.ones(LARGE if length == "long" else 8), Path(marks, "given-up")
+    comm.barrier()
+    if comm.rank == 0:
+        with contextlib.suppress(CollectiveError):  # a short one may be on its way, and sent
+            comm.send(x, 1, timeout=_GIVES_UP_S)
+        x[:] = 99.0
+        given_up.touch()
+    elif comm.rank == 1:
+        await_files(given_up)
+        into = np.zeros_like(x)
+        try:
+            comm.recv(into, 0, timeout=_GIVES_UP_S)
+        except CollectiveError as error:
+            return error
+        return "as sent" if (into == 1.0).all() else f"{into[into != 1.0][:3]}, written since"
+    return None
 
 
 @check(at_least=3)

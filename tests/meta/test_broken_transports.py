@@ -94,6 +94,10 @@ FAULTS = [
         broken.Forgiving, "check_broken_by_a_late_receiver", {"call": "recv"}, "returned array",
         "check_tags",
     ),
+    Fault(
+        broken.Lending, "check_given_up_message", {"length": "long"}, "written since",
+        "check_barrier",
+    ),
     Fault(broken.SortedGroups, "check_split", {}, "falling keys", "check_send_recv"),
     Fault(broken.Overrunning, "check_empty_views", {}, "beside", "check_all_reduce_in_place"),
     Fault(broken.MixedUp, "check_messages_among_collectives", {}, "", "check_send_recv"),

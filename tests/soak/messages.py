@@ -70,6 +70,7 @@ def _strangers(address: str | None, dice: random.Random, mutations: int) -> Find
 _TO_HUB = (
     {"kind": "bye"},
     {"kind": "left", "channel": "world", "members": [0, 1], "finished": 3},
+    {"kind": "heard", "channel": "world", "members": [1]},
     {"kind": "stall", "channel": "world", "members": [0, 1], "asks": [1]},
     {"kind": "report", "channel": "world", "entries": [ENTRY], "finished": 0, "started": 1},
     {"kind": "failure", "channel": "world", "members": [0, 1],
@@ -105,6 +106,7 @@ def _liars(dice: random.Random, mutations: int) -> Findings:
 _FROM_HUB = (
     {"kind": "lost", "rank": 1, "why": "x"},
     {"kind": "report", "channel": "world"},
+    {"kind": "heard", "channel": "world", "rank": 1},
     {"kind": "left", "channel": "world", "members": [0, 1], "finished": 3, "rank": 1},
     {"kind": "late", "channel": "world", "late": {"1": {"entries": [ENTRY], "finished": 0,
                                                        "started": 1}}},
