@@ -70,7 +70,7 @@ SLOW = """
     mpi_conformance hierarchical benchmarks docs conformance doctor mpi_failures faults
     gloo_conformance nccl_conformance chainermn_launch bench_command hosts parity_faults
     mpi_cuda_aware chainer_transports examples fork broken_transports torch_transports
-    torch_examples training_examples packaging
+    torch_examples training_examples packaging splits
 """.split()
 
 
