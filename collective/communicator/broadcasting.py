@@ -203,16 +203,18 @@ class Broadcasting(PieceCalls):
         adapter = self._adapter(like, on_gpu)
         room = self._room(adapter, 0) if on_gpu else None
         single = not text and "nesting" not in options
-        output = Output("broadcast", None, adapter, shape, dtype, room) if single else None
-        buffer = (
-            Buffer.empty(shape[0], UINT8, room) if output is None else Buffer(output.flat, dtype)
-        )
+        output = None
+        if single:
+            output = self._allocate(Output, "broadcast", None, adapter, shape, dtype, room)
+            buffer = Buffer(output.flat, dtype)
+        else:
+            buffer = self._allocate(Buffer.empty, shape[0], UINT8, room)
         if inline is not None:
             buffer.array.view(np.uint8)[:] = inline
         else:
             device = "cuda" if on_gpu else None
             request = Request("broadcast", dtype, shape, root=root, device=device)
-            self._carry(self._planned(request), buffer, buffer, deadline.left(), alike=False)
+            self._carry_agreed(self._planned(request), buffer, deadline.left())
         if output is not None:
             found = output.finish()
         else:
@@ -261,8 +263,18 @@ class Broadcasting(PieceCalls):
         """Broadcast where ranks differ, if that is only in having passed None."""
         found.__traceback__ = None  # whose frame knows it by name, and would never go
         self._root_header(found.headers, request.root)
-        to_all = self._planned(_to_all(request))
-        self._carry(to_all, buffer, buffer, deadline.left(), alike=False)
+        self._carry_agreed(self._planned(_to_all(request)), buffer, deadline.left())
+
+    def _carry_agreed(self, planned: Planned, buffer: Buffer, seconds: float) -> None:
+        """Broadcast what all ranks have agreed on in a round before.
+
+        Raises:
+            MismatchError: a rank has gone on to another call since.
+        """
+        try:
+            self._carry(planned, buffer, buffer, seconds, alike=False)
+        except Disagreement as found:
+            self._mismatch(found.headers)
 
     def _head(
         self,

@@ -215,6 +215,18 @@ class Calls(GpuCalls):
         self.recorder.fail()
         self._tell_failure(error)
 
+    def _allocate(self, make: Callable[..., T], *args: Any) -> T:
+        """Return what ``make`` allocates while the peers are already in this call.
+
+        If there is no memory for it the communicator breaks: this rank cannot take what the peers
+        send, and its next call would take that for its own.
+        """
+        try:
+            return make(*args)
+        except BaseException as error:
+            self._half_done(error)
+            raise
+
     def _tell_failure(self, error: BaseException) -> None:
         """Break the communicator, and tell the peers that ``error`` did it."""
         self._backend.abort(Failure.caused_by(self.rank, error))

@@ -374,7 +374,10 @@ class Gathering(PieceCalls):
             found.__traceback__ = None  # whose frame knows it by name, and would never go
             headers = found.headers
         rows, agreed = uneven(headers)
-        return send(rows, agreed, deadline.left())
+        try:
+            return send(rows, agreed, deadline.left())
+        except Disagreement as found:
+            self._mismatch(found.headers)
 
 
 def _gathered(pieces: list[Array], src: Buffer, dst: Buffer | None, seconds: float) -> None:

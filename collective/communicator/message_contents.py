@@ -72,10 +72,11 @@ class MessageContents(Calls):
             if direct is not None:
                 payload = direct
             elif words[0] == _FOLLOWING and self._enqueues:
-                room = self._room(self._gpu_adapter(like), nbytes, self._seen(like))
+                near = self._seen(like)
+                room = self._allocate(self._room, self._gpu_adapter(like), nbytes, near)
                 payload = Buffer(room, _UINT8)
             else:
-                payload = Buffer.empty(nbytes, _UINT8)
+                payload = self._allocate(Buffer.empty, nbytes, _UINT8)
             return payload, nbytes > 0, direct is not None
         if direct is None:
             return Buffer(inline, _UINT8), False, False

@@ -74,7 +74,12 @@ class PieceCalls(StraightCalls):
             except (DeviceError, DtypeError, InvalidArgumentError, ShapeError) as error:
                 # The peers are already on their way: go with them, and raise afterwards.
                 fits = error
-                output = Output(what, None, leaf.adapter, shape, dtype, rows.array)
+                output = self._allocate(Output, what, None, leaf.adapter, shape, dtype, rows.array)
+            except (
+                BaseException
+            ) as error:  # there is no memory, and the peers are on their way, too
+                self._half_done(error)
+                raise
         src = rows.array.ravel()
         source = Buffer(src, dtype)
         dst = None
@@ -103,7 +108,9 @@ class PieceCalls(StraightCalls):
             lengths: how many bytes come from each rank; None if this one gets nothing.
         """
         src = Buffer(packed, UINT8)
-        dst = None if lengths is None else Buffer.empty(sum(lengths), UINT8, src.array)
+        dst = None
+        if lengths is not None:
+            dst = self._allocate(Buffer.empty, sum(lengths), UINT8, src.array)
         self._carry(planned, src, dst, seconds, alike=False)
         if lengths is None or dst is None:
             return []

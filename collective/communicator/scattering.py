@@ -127,11 +127,14 @@ class Scattering(PieceCalls):
                 mine = self._scatter_bytes(request, dtype, leaves, sizes, None, deadline.left())
             except Disagreement as found_out:
                 options = self._options_in(found_out.headers, request.root)
-        scattered = _Scattered(options)
+        scattered = self._allocate(_Scattered, options)
         count = len(scattered.dtypes)
         likes = call.likes if len(call.likes) == count else [*call.likes, call.like][:1] * count
         if mine is None:
-            mine = self._scatter_known(scattered, request.root, leaves, likes, deadline)
+            try:
+                mine = self._scatter_known(scattered, request.root, leaves, likes, deadline)
+            except Disagreement as found_out:
+                self._mismatch(found_out.headers)
         found = self._assemble(
             "scatter", [mine], scattered.results(self.rank), likes, call.out, scattered.nesting,
             call.x,
@@ -201,7 +204,7 @@ class Scattering(PieceCalls):
             ]
             src = Buffer(bytes_of(pieces).view(dtype.storage), dtype)
         if room is None:
-            room = Buffer.empty(request.elements[self.rank], dtype).array
+            room = self._allocate(Buffer.empty, request.elements[self.rank], dtype).array
         self._carry(self._planned(request), src, Buffer(room, dtype), seconds, alike=False)
         return room.view(np.uint8)
 
