@@ -191,7 +191,7 @@ def test_operators_that_do_otherwise_than_numpy_are_found() -> None:
         SUM=_Operator(_saturating_sum), PROD=_Operator(np.multiply), MIN=_Operator(np.minimum),
         MAX=_Operator(np.maximum), BAND=_Operator(np.bitwise_and), BOR=_Operator(np.bitwise_or),
         BXOR=_Operator(np.bitwise_xor), LAND=_Operator(np.logical_and),
-        LOR=_Operator(np.bitwise_or),
+        LOR=_Operator(np.bitwise_or), LXOR=_Operator(np.logical_xor),
         **{f"{kind}{bits}_T": None for kind in ("INT", "UINT") for bits in (8, 16, 32, 64)},
     )  # fmt: skip
     found = folds.of_flags(folds.deviations(type("Module", (), operators)))

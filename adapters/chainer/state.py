@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import chainer
 import numpy as np
 
 from collective.errors import MismatchError
+from collective.memory.overlap import call_in_place
 
 if TYPE_CHECKING:
     from collective.communicator import Communicator
@@ -53,7 +55,7 @@ def broadcast_state(
             parameter.initialize(tuple(shape))
         arrays.append(parameter.array)
     if arrays:
-        comm.broadcast(arrays, root=root, out=arrays)
+        call_in_place(partial(comm.broadcast, arrays, root=root), arrays)
     if persistent:
         _broadcast_persistent(link, comm, root)
 

@@ -18,9 +18,10 @@ from collective.communicator import Communicator
 from collective.communicator.point_to_point import Status
 from collective.errors import CollectiveTimeoutError, InvalidArgumentError, UnsupportedError
 from collective.memory.dtypes import BY_NAME
+from collective.memory.overlap import call_in_place
 from collective.ops import ReduceOp, as_op, premul_sum, user_op
 
-from .synchronous import in_place, sum_sparse
+from .synchronous import sum_sparse
 
 __all__ = [
     "all_gather",
@@ -174,7 +175,7 @@ def all_reduce_together(
     else:
         plain = [tensor.detach() for tensor in tensors]
         operator = operator_of(op, plain[0].dtype)
-        in_place(partial(comm.all_reduce, plain, op=operator, timeout=seconds), plain)
+        call_in_place(partial(comm.all_reduce, plain, op=operator, timeout=seconds), plain)
         for tensor in plain:
             _divided(comm, tensor, op)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from collective.errors import InvalidArgumentError
-from collective.memory.overlap import find_overlap, writable_arrays
+from collective.memory.overlap import call_in_place
 
 if TYPE_CHECKING:
     from collective.communicator import Communicator
@@ -21,7 +21,6 @@ __all__ = [
     "broadcast_state",
     "broadcast_tensors",
     "empty_sparse",
-    "in_place",
     "sum_sparse",
     "sync_gradients",
     "sync_initial_weights",
@@ -41,25 +40,7 @@ def broadcast_state(module: nn.Module, comm: Communicator, root: int = 0) -> Non
 def broadcast_tensors(tensors: list[torch.Tensor], comm: Communicator, root: int = 0) -> None:
     """Give every rank some tensors of ``root``, in one message."""
     if tensors:
-        in_place(partial(comm.broadcast, tensors, root=root), tensors)
-
-
-def in_place(call: Callable[..., list[torch.Tensor]], tensors: list[torch.Tensor]) -> None:
-    """Make a call whose results go to ``tensors``, some of which may be views of others.
-
-    A communicator refuses such an ``out``. PyTorch's own calls take it, as a model may have a
-    buffer that is a part of another one; the later one in the list wins.
-
-    Args:
-        call: takes ``out=``, or returns new tensors.
-        tensors: where the results go.
-    """
-    pair = find_overlap(writable_arrays(tensors))
-    if pair is None or pair[0] == pair[1]:  # an expanded tensor: the call says what is wrong
-        call(out=tensors)
-        return
-    for tensor, values in zip(tensors, call()):
-        tensor.copy_(values)
+        call_in_place(partial(comm.broadcast, tensors, root=root), tensors)
 
 
 def sync_initial_weights(module: nn.Module, comm: Communicator, root: int = 0) -> None:

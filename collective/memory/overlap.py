@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +11,7 @@ import numpy as np
 from . import device_layout, nested
 from .arrays import adapter_of
 
-__all__ = ["find_overlap", "shares_memory", "writable_arrays"]
+__all__ = ["call_in_place", "find_overlap", "shares_memory", "writable_arrays"]
 
 # Steps that NumPy may take to decide whether two arrays of many odd strides share an element. Plain
 # slices take a handful.
@@ -65,6 +65,25 @@ def find_overlap(arrays: Sequence[Any]) -> tuple[int, int] | None:
                 return min(other, index), max(other, index)
         reaching.append((high, index, array))
     return None
+
+
+def call_in_place(call: Callable[..., list[Any]], arrays: list[Any]) -> None:
+    """Make a call whose results go to ``arrays``, some of which may share memory.
+
+    A communicator refuses such an ``out``. A model may well have a parameter under two names, or a
+    buffer that is a part of another one; the later one in the list wins.
+
+    Args:
+        call: takes ``out=``, or returns new arrays.
+        arrays: where the results go.
+    """
+    views = writable_arrays(arrays)
+    pair = find_overlap(views)
+    if pair is None or pair[0] == pair[1]:  # of an expanded array the call says what is wrong
+        call(out=arrays)
+        return
+    for view, result in zip(views, call()):
+        view[...] = adapter_of(result).view(result)[0]
 
 
 def _share(a: Any, b: Any) -> bool:

@@ -37,7 +37,7 @@ FAULTS = [
     ),
     Fault(broken.Aliasing, "check_inputs_untouched", {"count": 12}, "the input", "check_scan"),
     Fault(
-        broken.Rewriting, "check_read_only", {"count": 0}, "read-only", "check_inputs_untouched"
+        broken.Rewriting, "check_read_only", {"count": 12}, "read-only", "check_inputs_untouched"
     ),
     Fault(broken.Stale, "check_repeated", {"count": 12}, "reduce_scatter in turn", "check_gather"),
     Fault(broken.SwappedTags, "check_tags", {}, "the message with tag 7", "check_message_order"),

@@ -14,6 +14,7 @@ from chainermn.communicators.communicator_base import CommunicatorBase
 from collective.communicator import Communicator
 from collective.errors import InvalidArgumentError
 from collective.memory.annotations import Framework
+from collective.memory.overlap import call_in_place
 
 from . import arrays as messages
 from .gradients import PackedGradients
@@ -315,9 +316,8 @@ class CollectiveCommunicator(CommunicatorBase):  # type: ignore[misc]  # Chainer
         for param in params:
             if not getattr(param.array.flags, "writeable", True):
                 param.array = param.array.copy()
-        # Links that share a parameter have it under several names.
-        arrays = list({id(param.array): param.array for param in params}.values())
-        self.comm.broadcast(arrays, root=0, out=arrays)
+        arrays = [param.array for param in params]
+        call_in_place(functools.partial(self.comm.broadcast, arrays, root=0), arrays)
 
     def multi_node_mean_grad(self, model: chainer.Link, zero_fill: bool = False) -> None:
         """Replace the gradients of ``model`` by their means over the ranks.
