@@ -131,6 +131,14 @@ def test_nobody_serves_before_one_who_lives(ranks: Ranks) -> None:
     assert why == "rank 0 lives, and serves before this one"
 
 
+def test_server_whose_port_closes_after_its_connections_has_ended(ranks: Ranks) -> None:
+    looks = iter([False, False, True])
+    ranks.firsts[2].has_ended = lambda: next(looks, True)  # type: ignore[method-assign]
+    ranks.stores[2].put_if_absent("decision", b"the first")
+    ranks.end(0)
+    assert ranks.stores[2].put_if_absent("decision", b"another") == b"the first"
+
+
 def test_nobody_goes_on_while_the_server_may_live(ranks: Ranks) -> None:
     ranks.firsts[2].has_ended = lambda: False  # type: ignore[method-assign]
     ranks.served.lives = False

@@ -29,6 +29,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence, Set
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from collective.contract.store import Store
@@ -47,6 +48,8 @@ _TELL_S, _ANSWER_S = 20.0, 30.0
 # How long a connection may take; how often it is looked whether a process has ended; and the pause
 # before another connection to one that has just closed the last.
 _CONNECT_S, _LOOK_S, _RETRY_S = 5.0, 0.2, 0.01
+# How long a process that is killed may take to close all of its sockets, on a busy machine.
+_ENDING_S = 1.0
 # What a rank remembers at most. A generation has some keys, an agreement one a rank.
 _REMEMBERED = 1 << 14
 
@@ -169,6 +172,11 @@ class Standby:
                 pass
         return rank in self._ended
 
+    def _has_ended_now(self, rank: int) -> bool:
+        """Look whether a rank's process has ended, however short ago that was looked at."""
+        self._looked.pop(rank, None)
+        return self.has_ended(rank)
+
     def gathered(self) -> dict[str, str]:
         """Return what the living know, for this rank to serve; nobody has an answer before.
 
@@ -181,6 +189,8 @@ class Standby:
             except ConnectionRefusedError:
                 continue
             except (EOFError, OSError) as error:
+                if _ends(partial(self._has_ended_now, rank)):
+                    continue
                 raise RendezvousError(
                     f"whether rank {rank} has ended is not known: {error}"
                 ) from error
@@ -199,6 +209,8 @@ class Standby:
         except ConnectionRefusedError:
             return {}, {}
         except (EOFError, OSError) as error:
+            if _ends(partial(self._has_ended_now, rank)):
+                return {}, {}
             raise RendezvousError(
                 f"rank {rank} cannot be reached, and may live: {error}"
             ) from error
@@ -211,9 +223,7 @@ class Standby:
                 f"rank {rank} lives, and did not say in {_TELL_S:g} s what was decided"
             ) from error
         except (EOFError, OSError, ValueError):
-            # It may have been looked at just before it ended, and not again for a while.
-            self._looked.pop(rank, None)
-            if self.has_ended(rank):
+            if _ends(partial(self._has_ended_now, rank)):
                 return {}, {}
             raise RendezvousError(f"rank {rank} lives, and did not say what was decided") from None
         finally:
@@ -324,7 +334,7 @@ class LastingStore(Store):
                 self._server = server + 1
                 continue
             except RendezvousError:
-                if server or self._closed or not self._first.has_ended():
+                if server or self._closed or not _ends(self._first.has_ended):
                     raise
                 self._server = 1
                 continue
@@ -397,6 +407,20 @@ class LastingStore(Store):
 
 class _EndedError(Exception):
     """Who served has ended."""
+
+
+def _ends(has_ended: Callable[[], bool]) -> bool:
+    """Return whether a process has ended, or ends in a moment.
+
+    A process that is killed closes its connections and the port at which it listens one after the
+    other, so that a connection may break while the port still takes new ones.
+    """
+    end = time.monotonic() + _ENDING_S
+    while not has_ended():
+        if time.monotonic() >= end:
+            return False
+        time.sleep(_RETRY_S)
+    return True
 
 
 def _wake(listening: socket.socket) -> None:
