@@ -11,6 +11,7 @@ import textwrap
 import threading
 import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from collective.backends.peers.channel import Channel
 from collective.contract.world import World
-from collective.errors import CommunicatorAbortedError, ConfigError, MismatchError
+from collective.errors import (
+    CommunicatorAbortedError,
+    ConfigError,
+    MismatchError,
+    PeerFailedError,
+)
 from collective.memory.buffer import Buffer
 from collective.memory.dtypes import BY_NAME
 from collective.start.connecting import connect
@@ -362,3 +369,30 @@ def test_the_interpreter_ends(ending: str, tmp_path: Path) -> None:
         assert "rank 1" in done[0].stderr
     for each in done:
         assert "terminate called" not in each.stderr
+
+
+def test_rank_that_fails_while_another_connects_is_heard_in_the_first_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hear = Channel._hear
+
+    def hear_late(channel: Channel, message: Any) -> None:
+        # Rank 1 does not hear that all are connected before it hears of the failure.
+        if channel.rank == 0 or message.get("name") != "flaws messages-0":
+            hear(channel, message)
+
+    def program(rank: int) -> str:
+        world = World(rank, 2, rank, 2, "here", "none", "job", FileStore(tmp_path))
+        comm = connect(world, "gloo", timeout=60.0)
+        try:
+            with comm:
+                if rank == 0:
+                    raise LookupError("lost the keys")
+                comm.barrier()
+        except (LookupError, PeerFailedError) as error:
+            return type(error).__name__
+        return "returned"
+
+    monkeypatch.setattr(Channel, "_hear", hear_late)
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(program, range(2))) == ["LookupError", "PeerFailedError"]

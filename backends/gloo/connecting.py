@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collective.backends.peers.channel import Channel, Wait
     from collective.contract.world import World
 
-__all__ = ["Connector", "is_shrunk"]
+__all__ = ["Connector", "is_broken_after"]
 
 # Every communicator has a process group for collectives, with a thread, and one for messages.
 _GROUPS = (("collectives", 1), ("messages", 0))
@@ -193,14 +193,17 @@ class Connector:
             try:
                 wait.turn()
             except CommunicatorAbortedError:
-                # Who shrinks has connected with all, this rank too, which would hear of it next.
-                if flaw or not is_shrunk(self._channel):
+                # A rank that was through has connected with all, with this rank too.
+                if flaw or not is_broken_after(self._channel):
                     raise
                 break
         self._channel.withdraw(name)
         return [text for _, text in sorted(offered.items()) if text]
 
 
-def is_shrunk(channel: Channel) -> bool:
-    """Tell whether a rank has come out of connecting and gone on to the next generation."""
-    return channel.failure is not None and channel.failure.kind == "shrink"
+def is_broken_after(channel: Channel) -> bool:
+    """Tell whether a rank broke the communicator that was through with connecting.
+
+    It has gone on to the next generation, or its program has failed.
+    """
+    return channel.failure is not None and channel.failure.kind in ("shrink", "failed")

@@ -27,7 +27,7 @@ from collective.errors import CollectiveError, RendezvousError
 from collective.memory.buffer import Buffer
 
 from . import exchanges
-from .connecting import Connector, is_shrunk
+from .connecting import Connector, is_broken_after
 from .engine import device, ended
 from .messages import Messenger, limit
 from .tensors import GlooFold, as_bytes, gloo_fold
@@ -110,7 +110,7 @@ class GlooBackend(Messenger):
             connector = Connector(self._world, self.channel, channel, ranks, where, timeout, look)
             self._groups, self._listening = connector.connect(self._listening)
             self.channel.when_broken(self._cut)
-            if is_shrunk(self.channel):
+            if is_broken_after(self.channel):
                 self._cut()  # the first call tells why
             else:
                 self.channel.check(where, ())  # or it broke before
