@@ -28,7 +28,7 @@ from .generations import Generations
 from .listener import CallEvent, Hook
 from .object_calls import ObjectCalls
 from .pieces import Leaf
-from .plan import PREPARE, Planned, PreparedCall, Steps, refuse_unfit
+from .plan import PREPARE, CallForms, Planned, PreparedCall, refuse_unfit
 from .reductions import Reductions
 from .rows import Rows, split_sizes
 
@@ -171,14 +171,14 @@ class Communicator(_Methods, NotCopied, Reductions, Allocating, Generations, For
         refuse_unfit(operation, x, options.get("out"), options.get("axis", 0))
         method = getattr(self, operation)
 
-        def prepare(out: Any) -> Steps:
+        def prepare(out: Any) -> CallForms:
             given = options if out is None else {**options, "out": out}
             make = method(*args, **given, async_op=PREPARE)
             # C remembers what it has found out, too, and needs nothing of Python. It has to be
             # given where the result goes, or it makes a new array in every call.
             whole = out is not None or operation == "barrier"
             in_c = whole and self._door is not None and given.get("timeout") is None
-            return Steps(make, functools.partial(method, *args, **given) if in_c else None)
+            return CallForms(make, functools.partial(method, *args, **given) if in_c else None)
 
         keeps = operation in _KEEPING and x is not None
         return PreparedCall(

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collective.contract.work import Work
     from collective.request import Request
 
-__all__ = ["PREPARE", "Planned", "PreparedCall", "Steps", "refuse_unfit"]
+__all__ = ["PREPARE", "CallForms", "Planned", "PreparedCall", "refuse_unfit"]
 
 #: As ``async_op`` of a communicator's method: return the call, prepared, and make none.
 #: A reload of this module keeps the object, because other modules compare with it by identity.
@@ -50,7 +50,7 @@ class Planned:
         self.comparison: Planned | None = None
 
 
-class Steps(NamedTuple):
+class CallForms(NamedTuple):
     """A prepared call in two forms that do the same.
 
     Attributes:
@@ -87,7 +87,7 @@ class PreparedCall(NotCopied):
     def __init__(
         self,
         operation: str,
-        prepare: Callable[[Any], Steps],
+        prepare: Callable[[Any], CallForms],
         arrays: dict[str, Any],
         keeps: bool,
         who: str,

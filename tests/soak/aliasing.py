@@ -224,7 +224,6 @@ class _Pool:
         self._size = size
         operation = case.operation
         self._gets = operation not in ("reduce", "gather") or rank == case.root
-        # The root of a broadcast without out returns x itself.
         self._layout = case.layouts[rank]
         lengths = [self._input_length(count, rank) for count in case.counts]
         results = [self._output_length(k) for k in range(len(case.counts))]
@@ -423,5 +422,5 @@ _OPERATIONS = (
     "all_reduce", "reduce", "scan", "reduce_scatter", "broadcast", "scatter", "gather",
     "all_gather", "all_to_all", "sendrecv",
 )  # fmt: skip
-# What a structure of is one message, which is received as a copy.
+# Calls that take one array here: a structure is one message, which is received as a copy.
 _SINGLE = ("sendrecv",)

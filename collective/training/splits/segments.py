@@ -22,14 +22,14 @@ from dataclasses import dataclass
 from .blocks import Step, Value
 from .windows import pieces
 
-__all__ = ["Segment", "segments"]
+__all__ = ["ChannelSegment", "segments"]
 
 # So many limits of what one part may keep are tried, evenly among those that there are.
 _LIMITS = 24
 
 
 @dataclass(frozen=True)
-class Segment:
+class ChannelSegment:
     """Values, each computed from the one before, of which some channels exist at a time.
 
     Attributes:
@@ -78,7 +78,7 @@ def step_of(value: Value) -> Step:
 
 def segments(
     values: Sequence[Value], targets: Sequence[Value], channels: int, recompute: bool
-) -> dict[Value, Segment]:
+) -> dict[Value, ChannelSegment]:
     """Choose the segments of a graph.
 
     Args:
@@ -101,7 +101,7 @@ def segments(
     return {segment.last: segment for segment in chosen}
 
 
-def _limits(runs: Sequence[Sequence[Sequence[Segment]]]) -> list[float]:
+def _limits(runs: Sequence[Sequence[Sequence[ChannelSegment]]]) -> list[float]:
     """Return what one part may keep: nothing, and some of what parts of segments keep."""
     every = sorted({segment.kept for run in runs for ending in run for segment in ending})
     steps = max(1, len(every) // _LIMITS)
@@ -130,9 +130,11 @@ def _runs(values: Sequence[Value], kept: set[Value]) -> list[list[Value]]:
     return found
 
 
-def _segments_of(run: Sequence[Value], channels: int, recompute: bool) -> list[list[Segment]]:
+def _segments_of(
+    run: Sequence[Value], channels: int, recompute: bool
+) -> list[list[ChannelSegment]]:
     """Return by the index of its last value every segment of a run."""
-    found: list[list[Segment]] = [[] for _ in run]
+    found: list[list[ChannelSegment]] = [[] for _ in run]
     for first in range(len(run)):
         for start in range(first, len(run)):
             for segment in _begun(run, first, start, channels):
@@ -144,7 +146,7 @@ def _segments_of(run: Sequence[Value], channels: int, recompute: bool) -> list[l
     return found
 
 
-def _begun(run: Sequence[Value], first: int, start: int, channels: int) -> Iterator[Segment]:
+def _begun(run: Sequence[Value], first: int, start: int, channels: int) -> Iterator[ChannelSegment]:
     """Yield the segments that begin with a value and are cut from another one on."""
     whole = float(sum(map(_saved, run[first:start], run[first + 1 :])))
     cut, units = 0.0, 0
@@ -152,7 +154,7 @@ def _begun(run: Sequence[Value], first: int, start: int, channels: int) -> Itera
         step = step_of(run[at])
         values = tuple(run[first : at + 1])
         if at > start and step.rows is not None:
-            yield Segment(values, start - first, units, whole + cut / min(channels, units))
+            yield ChannelSegment(values, start - first, units, whole + cut / min(channels, units))
             return
         if step.along is None and not (at == start and _mixes(run[at])):
             return
@@ -161,19 +163,19 @@ def _begun(run: Sequence[Value], first: int, start: int, channels: int) -> Itera
             return
         if at > first:
             kept = cut + _saved(run[at], None)
-            yield Segment(values, start - first, units, whole + kept / min(channels, units))
+            yield ChannelSegment(values, start - first, units, whole + kept / min(channels, units))
         if at + 1 < len(run):
             cut += _saved(run[at], run[at + 1])
 
 
 def _cheapest(
-    run: Sequence[Value], endings: Sequence[Sequence[Segment]], limit: float
-) -> tuple[float, list[Segment]]:
+    run: Sequence[Value], endings: Sequence[Sequence[ChannelSegment]], limit: float
+) -> tuple[float, list[ChannelSegment]]:
     """Return what a run keeps at the least, and its segments, of which no part keeps more."""
     # What the values before each index keep, without the last of them: what reads that one says
     # whether it is kept.
     costs: list[float] = [0.0]
-    chosen: list[Segment | None] = []
+    chosen: list[ChannelSegment | None] = []
     for at, value in enumerate(run):
         best, taken = costs[at] + (_saved(run[at - 1], value) if at else 0), None
         for segment in endings[at]:
@@ -183,7 +185,7 @@ def _cheapest(
                 best, taken = cost, segment
         costs.append(best)
         chosen.append(taken)
-    found: list[Segment] = []
+    found: list[ChannelSegment] = []
     at = len(run)
     while at:
         last = chosen[at - 1]

@@ -15,7 +15,7 @@ from typing import Any
 
 from .arrays import Arrays
 from .blocks import Block, Read, Run, Step, Value, blocks, order, wanted
-from .segments import Segment, segments, step_of
+from .segments import ChannelSegment, segments, step_of
 from .windows import pieces
 
 __all__ = ["CHANNELS", "Serial", "dimension", "read_by", "select", "select_rows"]
@@ -103,7 +103,7 @@ class Serial:
             have: the blocks of them that these are.
             recompute: whether all of the block is computed once more for its gradients.
         """
-        cut: Mapping[Value, Segment] = {}
+        cut: Mapping[Value, ChannelSegment] = {}
         if self._channels > 1:
             cut = segments(values, list(goals), self._channels, self._recompute)
         steps = [value.step for value in values if value.step is not None]
@@ -138,7 +138,7 @@ class Serial:
         goals: Mapping[Value, Block],
         given: Mapping[Value, tuple[Any, Block]],
         uses: Mapping[Step, Sequence[Any]],
-        cut: Mapping[Value, Segment],
+        cut: Mapping[Value, ChannelSegment],
     ) -> tuple[Any, ...]:
         wants = wanted(values, goals)
         found = dict(given)
@@ -185,7 +185,7 @@ class Serial:
 
     def _in_parts(
         self,
-        segment: Segment,
+        segment: ChannelSegment,
         wants: Mapping[Value, Block],
         found: Mapping[Value, tuple[Any, Block]],
         uses: Mapping[Step, Sequence[Any]],
@@ -224,7 +224,7 @@ class Serial:
 
     def _through(
         self,
-        segment: Segment,
+        segment: ChannelSegment,
         blocks: Sequence[Block],
         part: range,
         arrays: Sequence[Any],
@@ -247,7 +247,7 @@ class Serial:
         return arrays[0]
 
 
-def _run(segment: Segment, steps: Sequence[Step], at: int, part: range) -> Run:
+def _run(segment: ChannelSegment, steps: Sequence[Step], at: int, part: range) -> Run:
     """Return what computes one step of a segment for some of its channels."""
     step = steps[at]
     if at < segment.start:
