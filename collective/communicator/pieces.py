@@ -75,9 +75,8 @@ class PieceCalls(StraightCalls):
                 # The peers are already on their way: go with them, and raise afterwards.
                 fits = error
                 output = self._allocate(Output, what, None, leaf.adapter, shape, dtype, rows.array)
-            except (
-                BaseException
-            ) as error:  # there is no memory, and the peers are on their way, too
+            except BaseException as error:
+                # There is no memory for the result, and the peers are on their way here, too.
                 self._half_done(error)
                 raise
         src = rows.array.ravel()
