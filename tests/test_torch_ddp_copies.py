@@ -22,8 +22,12 @@ two = ranks_of(("threads", 2), ("shm", 2))
 
 
 def _model() -> nn.Module:
-    torch.manual_seed(5)
-    return nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 2)).double()
+    layers = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 2))
+    generator = torch.Generator().manual_seed(5)  # ranks that are threads share PyTorch's own
+    with torch.no_grad():
+        for parameter in layers.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) / 3)
+    return layers.double()
 
 
 def _batch(rank: int, step: int = 0) -> torch.Tensor:

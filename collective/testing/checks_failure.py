@@ -25,7 +25,7 @@ from . import faults
 from .checks import Case, RankFactory, able, check, on_each_rank
 from .heard import Heard, Trouble, hold, listen
 from .samples import LARGE, assert_same
-from .survivors import run_fresh
+from .survivors import gather, run_fresh
 
 _Call = Callable[[Communicator, Any], Any]
 
@@ -226,6 +226,7 @@ def _failed_hook(comm: Communicator, heard: str, when: str, call: str) -> Heard 
         "all_reduce in the background": lambda: comm.all_reduce(x, async_op=True).wait(),
         "recv": lambda: comm.recv(None, comm.size - 1),
     }
+    gather(comm, heard, "connected")  # or a rank that still connects hears of the failure there
     if comm.rank < comm.size - 1:
         return _listen_and_tell(comm, heard, calls[call])
 
@@ -239,7 +240,7 @@ def _failed_hook(comm: Communicator, heard: str, when: str, call: str) -> Heard 
     except Exception as error:
         raised = type(error).__name__
     # A rank that leaves tells its peers, too: they are to have heard of it before.
-    _until_heard(heard, comm.size - 1)
+    _until_heard(heard, 2 * comm.size - 1)
     return raised
 
 
