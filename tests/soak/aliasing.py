@@ -101,16 +101,22 @@ class _Soak:
             case = self._draw()
             try:
                 self._make(case)
-                while len(self._pending) > case.in_flight:
-                    case, settle = self._pending.popleft()
-                    settle()
             except Exception as error:
                 raise AssertionError(f"case {number}: {case}: {error!r}") from error
+            self._settle(case.in_flight)
             self._done[case.operation] += 1
             self._done[case.layouts[self._comm.rank]] += 1
-        while self._pending:
-            self._pending.popleft()[1]()
+        self._settle(0)
         return dict(self._done)
+
+    def _settle(self, left: int) -> None:
+        """Wait for calls in the background, the first ones first, until ``left`` are there."""
+        while len(self._pending) > left:
+            case, settle = self._pending.popleft()
+            try:
+                settle()
+            except Exception as error:
+                raise AssertionError(f"in the background: {case}: {error!r}") from error
 
     def _draw(self) -> _Case:
         random, size = self._random, self._comm.size
