@@ -14,7 +14,7 @@ from tests.interpreter import ROOT
 
 #: Rooms from the ground up. Whoever is on a floor imports what is below it, and nothing beside it.
 FLOORS = (
-    {"errors", "install", "lazy"},
+    {"deadline", "errors", "install", "lazy"},
     {"ops"},
     {"native"},
     {"cuda"},
