@@ -19,13 +19,13 @@ def on_demand(
     Args:
         package: its ``__name__``.
         modules: of each name that it exports, the module in it that has it; its own name for a
-            module that is exported itself.
+            module that is exported itself. A module beside the package begins with a dot.
     """
 
     def get(name: str) -> Any:
         if name not in modules:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        module = importlib.import_module(f"{package}.{modules[name]}")
+        module = importlib.import_module(f".{modules[name]}", package)
         return module if modules[name] == name else getattr(module, name)
 
     def names() -> list[str]:

@@ -20,8 +20,8 @@ import pytest
 from collective import elastic
 from collective.backends.threads import ThreadsBackend
 from collective.communicator import Communicator
-from collective.communicator.arrivals import Arrivals
 from collective.contract.world import World
+from collective.elastic.arrivals import Arrivals
 from collective.start.connecting import connect_alone
 from collective.start.memory_store import MemoryStore
 from tests.interpreter import run_python

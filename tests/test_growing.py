@@ -20,10 +20,10 @@ import pytest
 import collective
 from collective.backends.threads import ThreadsBackend
 from collective.communicator import Communicator
-from collective.communicator.arrivals import Arrivals
 from collective.contract.process import RankProcess
 from collective.contract.secret import Secret
 from collective.contract.world import World
+from collective.elastic.arrivals import Arrivals
 from collective.errors import (
     CollectiveTimeoutError,
     ConfigError,

@@ -13,6 +13,9 @@ import numpy as np
 from collective.contract.backend import Backend
 from collective.contract.failure import Failure
 from collective.contract.world import World
+from collective.elastic.arrivals import Arrivals, Knock
+from collective.elastic.lineage import Lineage
+from collective.elastic.next_generation import NextGeneration, agreed, usual_seconds
 from collective.errors import (
     CollectiveTimeoutError,
     ExcludedError,
@@ -22,11 +25,8 @@ from collective.errors import (
     UnsupportedError,
 )
 
-from .arrivals import Arrivals, Knock
 from .foreign_names import explained
 from .groups import Groups
-from .lineage import Lineage
-from .shrinking import NextGeneration, agreed, usual_seconds
 
 if TYPE_CHECKING:
     from typing_extensions import Self

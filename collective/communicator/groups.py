@@ -29,13 +29,13 @@ from collective.request import Request, call_site, differing
 from .deadline import Deadline
 from .foreign_names import explained
 from .grid import Grid
-from .life import Life
+from .lifecycle import Life
 from .object_calls import ObjectCalls
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from .lineage import Lineage
+    from collective.elastic.lineage import Lineage
 
 __all__ = ["Groups"]
 

@@ -21,8 +21,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from collective.communicator.arrivals import Arrivals
 from collective.contract.secret import parse
+from collective.elastic.arrivals import Arrivals
 from collective.start.resolver import in_directory
 from collective.start.rundir import join, leave
 

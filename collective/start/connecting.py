@@ -10,10 +10,10 @@ from functools import partial
 
 from collective.communicator import Communicator
 from collective.communicator.generations import Joiner
-from collective.communicator.lineage import Lineage
 from collective.contract import registry
 from collective.contract.backend import Backend
 from collective.contract.world import World
+from collective.elastic.lineage import Lineage
 from collective.errors import ConfigError
 
 __all__ = ["connect", "connect_alone", "joined_by"]

@@ -10,9 +10,9 @@ import time
 from pathlib import Path
 
 from collective.communicator import Communicator
-from collective.communicator.arrivals import Arrivals
 from collective.contract.backend import Backend
 from collective.contract.capabilities import Capabilities
+from collective.elastic.arrivals import Arrivals
 from collective.errors import CollectiveError, CollectiveTimeoutError
 from collective.start.connecting import connect
 

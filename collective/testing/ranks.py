@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from collective.communicator import Communicator
-from collective.communicator.lineage import Lineage
 from collective.contract import registry
 from collective.contract.backend import Backend
 from collective.contract.capabilities import Capabilities
 from collective.contract.world import World
+from collective.elastic.lineage import Lineage
 from collective.errors import InvalidArgumentError
 from collective.launch.command_starter import under_mpiexec
 from collective.launch.mpiexec import Mpiexec

@@ -30,8 +30,8 @@ from typing import Any
 import numpy as np
 
 from collective.communicator import Communicator
-from collective.communicator.arrivals import Arrivals
 from collective.contract.backend import Backend
+from collective.elastic.arrivals import Arrivals
 from collective.errors import CollectiveError
 from collective.start.connecting import connect_alone, joined_by
 from collective.testing import RankPool, RanksFailedError

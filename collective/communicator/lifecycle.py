@@ -12,11 +12,11 @@ from collective.contract.backend import Backend
 from collective.contract.failure import Failure
 from collective.contract.stalls import Membership
 from collective.contract.store import Store
+from collective.elastic.arrivals import Arrivals
+from collective.elastic.lineage import Lineage
 from collective.errors import CommunicatorClosedError, PeerFailedError, RendezvousError
 
-from .arrivals import Arrivals
 from .calls import Calls
-from .lineage import Lineage
 
 if TYPE_CHECKING:
     from typing_extensions import Self
