@@ -104,7 +104,7 @@ def _ours(pool: RankPool, victim: int) -> float:
 def _let_in(comm: Communicator) -> tuple[float, float]:
     """Return when this rank called grow(), and when the first sum with one more was there."""
     x, began = np.ones(1000), float("inf")
-    lineage, size = comm._lineage, comm.size
+    lineage, size = comm.succession.lineage, comm.size
     assert lineage is not None
     comm.waiting()
     if comm.rank == size - 1:  # leaves, and joins as one that nobody knows

@@ -74,7 +74,7 @@ class _Bench:
         self.stream = stream
         x = _device_array(self)
         self.comm.all_reduce(x, out=x)  # makes NCCL's communicator
-        backend: Any = self.comm._backend
+        backend: Any = self.comm.transport
         self.engine = backend._comm
         self.library = self.engine.library
         self._kept: list[Any] = []
@@ -149,7 +149,7 @@ class _Bench:
         from collective.ops import as_op
         from collective.request import Request
 
-        engine, stream, backend = self.engine, self.stream.handle, self.comm._backend
+        engine, stream, backend = self.engine, self.stream.handle, self.comm.transport
         dtype, op = BY_NAME["float32"], as_op("sum")
         buffer = Buffer(_device_array(self), dtype)
         plan = backend.plan(Request("all_reduce", dtype, (_COUNT,), op=op))

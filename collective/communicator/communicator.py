@@ -9,22 +9,31 @@ from __future__ import annotations
 import functools
 import inspect
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+import weakref
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
 from collective import native
+from collective.contract.backend import Backend
 from collective.contract.copying import NotCopied
-from collective.errors import InvalidArgumentError
+from collective.contract.failure import Failure
+from collective.contract.stalls import Membership
+from collective.elastic import changes
+from collective.elastic.lineage import Lineage
+from collective.elastic.succession import Succession
+from collective.errors import CommunicatorClosedError, InvalidArgumentError
 from collective.memory.arrays import adapter_of
 from collective.memory.buffer import Buffer
 from collective.memory.dtypes import BY_NUMPY
 from collective.request import Disagreement
 
+from . import groups, lifecycle
 from .allocating import Allocating
 from .foreign_names import ForeignNames, explain_keyword, explained
-from .generations import Generations
+from .grid import Grid
 from .listener import CallEvent, Hook
 from .object_calls import ObjectCalls
 from .pieces import Leaf
@@ -61,7 +70,7 @@ else:
     )
 
 
-class Communicator(_Methods, NotCopied, Reductions, Allocating, Generations, ForeignNames):
+class Communicator(_Methods, NotCopied, Reductions, ObjectCalls, Allocating, ForeignNames):
     """Ranks 0 to ``size - 1``, connected by one transport.
 
     Collective calls are made by all ranks in one order. One thread uses a communicator at
@@ -87,6 +96,32 @@ class Communicator(_Methods, NotCopied, Reductions, Allocating, Generations, For
         "loaded a communicator of the process that loads it."
     )
 
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        local_rank: int,
+        local_size: int,
+        host: str,
+        timeout: float,
+        check: str = "auto",
+        lineage: Lineage | None = None,
+        open_to_others: bool = False,
+    ) -> None:
+        super().__init__(backend, timeout, check)
+        self.local_rank = local_rank
+        self.local_size = local_size
+        self.host = host
+        self.backend = backend.name
+        # The groups made of this communicator.
+        self._children: weakref.WeakSet[Self] = weakref.WeakSet()
+        self._membership = Membership(self)
+        self._succession = Succession(lineage)
+        self._open = open_to_others
+        # In a forked child, why the communicator is not that process's.
+        self._foreign = ""
+        lifecycle.register(self)
+
     def __repr__(self) -> str:
         state = ", closed" if self._closed else ""
         return (
@@ -94,10 +129,101 @@ class Communicator(_Methods, NotCopied, Reductions, Allocating, Generations, For
             f"(local rank {self.local_rank} of {self.local_size}){state}>"
         )
 
+    # -- properties -----------------------------------------------------------------------
+
     @property
     def check(self) -> str:
         """Whether calls are compared before they are sent: "auto", "always" or "never"."""
         return self._check
+
+    @property
+    def closed(self) -> bool:
+        """Whether :meth:`close` has been called."""
+        return self._closed
+
+    @property
+    def enqueues(self) -> bool:
+        """Whether calls on arrays of GPUs are only enqueued, on their streams."""
+        return self._enqueues
+
+    @property
+    def foreign(self) -> str:
+        """In a forked child, why the communicator is not that process's; else empty."""
+        return self._foreign
+
+    @property
+    def on_host(self) -> Self:
+        """This communicator, for arrays on the CPU, whichever its transport takes.
+
+        The calls of both are in one order.
+        """
+        return self._hosted()
+
+    @property
+    def succession(self) -> Succession:
+        """What this communicator knows of its generations, for whoever starts or joins ranks."""
+        return self._succession
+
+    @property
+    def transport(self) -> Backend:
+        """Transport under this communicator, for tools and tests.
+
+        A call of the transport's is neither recorded nor in turn with the communicator's own. Once
+        the communicator is closed, every use raises ``CommunicatorClosedError``.
+        """
+        return self._backend
+
+    # -- the end --------------------------------------------------------------------------
+
+    def abort(self, reason: str = "aborted") -> None:
+        """Break this communicator and the groups made of it, for every rank, at once.
+
+        Calls that wait, and all later ones, raise ``CommunicatorAbortedError`` with the
+        reason. May be called from any thread.
+        """
+        if self._foreign:
+            raise CommunicatorClosedError(f"abort: {self._foreign}")
+        self.fail(Failure("aborted", self.rank, f"rank {self.rank} aborted: {reason}"))
+
+    def fail(self, cause: BaseException | Failure) -> None:
+        """Break this communicator and the groups made of it, and tell the peers the cause.
+
+        Their calls raise ``PeerFailedError`` with the traceback of an exception. Leaving a ``with``
+        block by an exception calls it. May be called from any thread.
+
+        Args:
+            cause: what ended this rank's part. A ``PeerFailedError`` is a peer's failure, and is
+                not passed on.
+        """
+        lifecycle.fail(self, cause)
+
+    def close(self) -> None:
+        """Leave the communicator and the groups made of it.
+
+        Waits for this rank's own calls in the background, and for nobody else. A second
+        close does nothing; any other use afterwards raises ``CommunicatorClosedError``.
+        """
+        lifecycle.close(self, self.timeout)
+
+    def leave(self) -> None:
+        """Close the transports of this communicator and its groups, waiting for nothing.
+
+        For the end of a process or of a thread that is a rank; :meth:`close` is for programs.
+        """
+        lifecycle.leave(self)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is not None and not (isinstance(error, SystemExit) and not error.code):
+            self.fail(error)
+        self.close()
 
     def hook(
         self,
@@ -139,6 +265,262 @@ class Communicator(_Methods, NotCopied, Reductions, Allocating, Generations, For
     def __deepcopy__(self, memo: object) -> Self:
         """Return the communicator itself: a copy of what has one talks to the same ranks."""
         return self
+
+    # -- groups ---------------------------------------------------------------------------
+
+    @explained
+    def group(self, ranks: Sequence[int]) -> Self:
+        """Return a communicator among ``ranks``, which become 0, 1, … in that order.
+
+        Collective among ``ranks`` only: the others neither call it nor notice.
+
+        Args:
+            ranks: distinct ranks, this one among them, in the same order everywhere.
+
+        Raises:
+            RankError: a rank is outside, or twice there, or this one is missing.
+            MismatchError: a member names other ranks, or in another order.
+            AllocationError: a member has not enough file descriptors left; on every member.
+            CollectiveTimeoutError: a member did not call it.
+
+        See Also:
+            MPI_Comm_create_group.
+        """
+        return groups.group(self, ranks)
+
+    @overload
+    def split(self, color: int, key: int = 0) -> Self: ...
+
+    @overload
+    def split(self, color: None, key: int = 0) -> None: ...
+
+    @overload
+    def split(self, color: int | None, key: int = 0) -> Self | None: ...
+
+    @explained
+    def split(self, color: int | None, key: int = 0) -> Self | None:
+        """Part the ranks by colour: return the communicator of those with this one's.
+
+        Collective: every rank calls it.
+
+        Args:
+            color: an integer; ranks with the same come together. None takes no part.
+            key: orders the ranks of a colour; ties by rank here.
+
+        Returns:
+            The new communicator, or None if ``color`` is None.
+
+        See Also:
+            MPI_Comm_split.
+        """
+        return groups.split(self, color, key)
+
+    @explained
+    def split_by_host(self) -> Self:
+        """Return the communicator of this host's ranks.
+
+        Collective: every rank calls it.
+
+        See Also:
+            MPI_Comm_split_type with MPI_COMM_TYPE_SHARED.
+        """
+        return groups.split_by_host(self)
+
+    @explained
+    def dup(self) -> Self:
+        """Return a communicator of the same ranks whose calls don't mix with these.
+
+        Collective: every rank calls it.
+
+        See Also:
+            MPI_Comm_dup.
+        """
+        return groups.group(self, range(self.size))
+
+    @explained
+    def grid(
+        self,
+        shape: int | Sequence[int | None] | None,
+        periodic: bool | Sequence[bool] = False,
+    ) -> Grid[Self]:
+        """Return the ranks as the points of a grid: this one's coordinates and neighbours.
+
+        It sends nothing. Ranks that give different shapes see different grids.
+
+        Args:
+            shape: how many ranks there are along each axis. What is None or -1 is computed, and
+                several of these as near to each other as may be, the larger first: ``(None,
+                None)`` is 3 by 2 of six ranks.
+            periodic: whether the last rank of an axis is next to the first, for all axes or each.
+
+        Raises:
+            InvalidArgumentError: the grid has not as many points as there are ranks.
+
+        See Also:
+            MPI_Cart_create, MPI_Dims_create.
+        """
+        return Grid(self, shape, periodic)
+
+    # -- generations ----------------------------------------------------------------------
+
+    @property
+    def generation(self) -> int:
+        """How often :meth:`shrink` and :meth:`grow` were called on the way here, from 0."""
+        return self._succession.generation
+
+    @property
+    def origin(self) -> tuple[int, ...]:
+        """The ranks that were once these, in the order of those of now.
+
+        They are numbered as in the communicator of generation 0; a group's as it was made. Who has
+        joined since has a number of its own, greater than all that were before.
+        """
+        return self._succession.origin(self.size)
+
+    @property
+    def lost(self) -> frozenset[int]:
+        """Of the ranks of the last generation, those that are not in this one."""
+        return self._succession.lost
+
+    @property
+    def shrink_timeout(self) -> float:
+        """Seconds that :meth:`shrink` may take where the call names no other deadline.
+
+        The communicator's timeout, or as long as it takes to go on without silent ranks if that is
+        longer: four times ``COLLECTIVE_SHRINK_GRACE``, and what connecting may take.
+        """
+        return self._succession.shrink_timeout(self.timeout)
+
+    @property
+    def joins(self) -> bool:
+        """Whether this process is alone and waits to join other ranks, which :meth:`grow` does.
+
+        So it is with ``init(join="late")``, as ``collective run --replace`` starts a process in
+        place of a lost one.
+        """
+        return self._succession.joiner is not None
+
+    @property
+    def grows(self) -> bool:
+        """Whether processes can join: not over every transport, and no group."""
+        return self.capabilities.grows and self._succession.founders > 0
+
+    @explained
+    def shrink(
+        self,
+        *,
+        exclude: Sequence[int] = (),
+        min_ranks: int | None = None,
+        timeout: float | None = None,
+    ) -> Self:
+        """Return a communicator of the ranks that are left, after a loss or at any time.
+
+        Collective among those: every rank that lives calls it, when a call of this communicator
+        has raised ``PeerLostError``, or any error after which it is broken. One that is sound is
+        broken by it first: calls of ranks that have not called it raise
+        ``CommunicatorAbortedError``, which asks them to. Ranks keep their order. The ranks go on
+        without those that have died or left, and without those that are silent for
+        ``COLLECTIVE_SHRINK_GRACE`` seconds (5), or for a quarter of ``timeout`` if that is less.
+        If a rank dies meanwhile the others decide again.
+
+        This communicator is closed then, with the groups made of it. Its symmetric memory stays as
+        it is, each rank's own.
+
+        Args:
+            exclude: ranks that are out, alive or not; they get ``ExcludedError``.
+            min_ranks: go on only with so many, by default ``COLLECTIVE_MIN_RANKS`` (1).
+            timeout: seconds for all of it, by default :attr:`shrink_timeout`.
+
+        Returns:
+            The next generation. All are in it, or nobody is left out who was not lost or silent.
+
+        Raises:
+            ExcludedError: the others went on without this rank.
+            PeerLostError: fewer than ``min_ranks`` are left; on all of them.
+            CollectiveTimeoutError: they did not agree in time; names who did not come.
+            RendezvousError: the store in which the ranks met is gone.
+            UnsupportedError: this transport, or that store, cannot.
+            RankError: ``exclude`` names this rank, or one that there is not.
+
+        See Also:
+            MPIX_Comm_shrink, ncclCommShrink.
+        """
+        absent = [self._rank("shrink", "exclude", rank) for rank in exclude]
+        seconds = self.shrink_timeout if timeout is None else self._seconds(timeout)
+        backend, lineage = changes.shrink(self, absent, min_ranks, seconds)
+        return lifecycle.succeed(self, backend, lineage, seconds)
+
+    def waiting(self) -> int:
+        """Return how many processes wait to join: the same on all ranks.
+
+        Rank 0 looks, and broadcasts what it has seen: as long as nobody waits, one file that is
+        not there, and a small broadcast. From the first call on processes find these ranks.
+
+        Collective: every rank calls it.
+
+        Raises:
+            RendezvousError: the store in which the ranks met is gone; on all ranks.
+            UnsupportedError: nobody can join over this transport, or a group.
+        """
+        return changes.waiting(self)
+
+    @explained
+    def grow(self, *, timeout: float | None = None) -> Self:
+        """Return a communicator of these ranks and of all processes that wait to join.
+
+        The ranks keep their order and come first. ``lost`` names those of them that have died
+        meanwhile, and are not in it. If nobody waits it is the same ranks in a new generation. If
+        a rank calls :meth:`shrink` instead, since it has met a loss, all shrink: nobody is let
+        in, and who waits goes on waiting.
+
+        A process that waits (:attr:`joins`) calls it, too, on the communicator of itself alone.
+
+        Collective: every rank calls it, at the same point of the program, when its calls in the
+        background are over. Unlike ``shrink()`` it waits for a rank that lives and is silent, and
+        breaks the communicator if that does not call it in time. This one is closed then, with
+        the groups made of it.
+
+        Args:
+            timeout: seconds for all of it, by default the communicator's; of a process that waits,
+                until it is let in.
+
+        Raises:
+            CollectiveTimeoutError: a rank did not call it; of one that waits: nobody let it in.
+            ExcludedError: the others went on without this rank; of one that waits: they have ended.
+            PeerLostError: fewer than ``COLLECTIVE_MIN_RANKS`` are left.
+            RendezvousError: the store in which the ranks met is gone.
+            UnsupportedError: nobody can join over this transport, or a group.
+
+        See Also:
+            ncclCommGrow.
+        """
+        seconds = self._seconds(timeout)
+        backend, lineage = changes.grow(self, seconds)
+        return lifecycle.succeed(self, backend, lineage, seconds)
+
+    @explained
+    def agree(self, flag: bool = True, timeout: float | None = None) -> bool:
+        """Return whether every rank that lives says yes: the same on all of them.
+
+        Collective among those, whether the communicator is broken or sound; it breaks nothing. A
+        rank that dies meanwhile counts if it had its say, and is not waited for. The answer goes
+        by way of the store in which the ranks met: milliseconds, where a reduction takes
+        microseconds.
+
+        Args:
+            flag: what this rank says.
+            timeout: seconds, by default the communicator's.
+
+        Raises:
+            CollectiveTimeoutError: a rank that is not known to be lost did not call it.
+            CommunicatorAbortedError: another rank has given up waiting, and calls ``shrink()``.
+            RendezvousError: the store is gone.
+            UnsupportedError: this transport, or that store, cannot.
+
+        See Also:
+            MPIX_Comm_agree.
+        """
+        return changes.agree(self, bool(flag), self._seconds(timeout))
 
     def plan(self, operation: str, *args: Any, **options: Any) -> PreparedCall:
         """Prepare a collective call, for loops that make the same one on the same arrays.

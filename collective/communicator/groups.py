@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, overload
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -26,19 +27,13 @@ from collective.memory.buffer import Buffer
 from collective.memory.dtypes import BY_NAME
 from collective.request import Request, call_site, differing
 
+from .comm import Comm
 from .deadline import Deadline
-from .foreign_names import explained
-from .grid import Grid
-from .lifecycle import Life
-from .object_calls import ObjectCalls
+from .lifecycle import abort, made_alike
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
+__all__ = ["group", "split", "split_by_host"]
 
-    from collective.elastic.lineage import Lineage
-
-__all__ = ["Groups"]
-
+C = TypeVar("C", bound=Comm)
 _UINT8 = BY_NAME["uint8"]
 # The length of what a member tells, and of what it is answered.
 _NOTE_BYTES, _ANSWER_BYTES = 4 << 10, 16 << 10
@@ -47,173 +42,79 @@ _NOTE_BYTES, _ANSWER_BYTES = 4 << 10, 16 << 10
 _SHOWN, _SITE, _TEXT = 32, 250, 1000
 
 
-class Groups(Life, ObjectCalls):
-    """The part of a communicator that makes groups."""
-
-    @explained
-    def group(self, ranks: Sequence[int]) -> Self:
-        """Return a communicator among ``ranks``, which become 0, 1, … in that order.
-
-        Collective among ``ranks`` only: the others neither call it nor notice.
-
-        Args:
-            ranks: distinct ranks, this one among them, in the same order everywhere.
-
-        Raises:
-            RankError: a rank is outside, or twice there, or this one is missing.
-            MismatchError: a member names other ranks, or in another order.
-            AllocationError: a member has not enough file descriptors left; on every member.
-            CollectiveTimeoutError: a member did not call it.
-
-        See Also:
-            MPI_Comm_create_group.
-        """
-        members = [self._rank("group", "rank", rank) for rank in ranks]
-        if len(set(members)) != len(members):
-            raise RankError(f"group: ranks {members}; each of them once {self._who}.")
-        if self.rank not in members:
-            raise RankError(
-                f"group: ranks {members}; only these call it, and rank {self.rank} is none of them "
-                f"{self._who}. Leave the call out here, or have every rank call split(color), with "
-                "None where it takes no part."
-            )
-
-        def make() -> Backend:
-            deadline = Deadline(self.timeout)
-            _meet(self._backend, members, deadline)
-            return self._backend.group(members, deadline.left())
-
-        def run() -> Any:
-            child = self._child(self._transport(make), members)
-            try:
-                for listener in self._listeners:
-                    listener.group(child, members)
-            except BaseException as error:
-                # The other members have the group, and would wait in it for this rank.
-                self._abort(Failure.caused_by(self.rank, error))
-                raise
-            return child
-
-        child: Self = self._go("group", run, False)  # type: ignore[assignment]
-        return child
-
-    def _alike(
-        self, backend: Backend, local_rank: int, local_size: int, lineage: Lineage | None = None
-    ) -> Self:
-        """Return a communicator over another transport, for the rest as this one is."""
-        made = type(self)(
-            backend,
-            local_rank=local_rank,
-            local_size=local_size,
-            host=self.host,
-            timeout=self.timeout,
-            check=self._check,
-            lineage=lineage,
+def group(comm: C, ranks: Sequence[int]) -> C:
+    """Return a communicator among ``ranks`` of ``comm``; see ``Communicator.group``."""
+    members = [comm._rank("group", "rank", rank) for rank in ranks]
+    if len(set(members)) != len(members):
+        raise RankError(f"group: ranks {members}; each of them once {comm._who}.")
+    if comm.rank not in members:
+        raise RankError(
+            f"group: ranks {members}; only these call it, and rank {comm.rank} is none of them "
+            f"{comm._who}. Leave the call out here, or have every rank call split(color), with "
+            "None where it takes no part."
         )
-        made._open = self._open
-        return made
+    child: C = comm._go("group", partial(_grouped, comm, members), False)
+    return child
 
-    def _child(self, backend: Backend, members: Sequence[int]) -> Self:
-        child = self._alike(backend, backend.rank, backend.size)
-        child._membership = Membership(child, self._membership, members)
-        if self._lineage is not None:
-            child._lineage = self._lineage.group(backend, members, child._membership.name)
-        if self.capabilities.across_hosts:
-            hosts = child.all_gather_object(self.host)
-            child.local_rank = hosts[: child.rank].count(self.host)
-            child.local_size = hosts.count(self.host)
-        self._children.add(child)
-        return child
 
-    @overload
-    def split(self, color: int, key: int = 0) -> Self: ...
+def _grouped(comm: C, members: Sequence[int]) -> C:
+    """Meet the other members, and return the communicator with them."""
+    child = _child(comm, comm._transport(partial(_connect, comm, members)), members)
+    try:
+        for listener in comm._listeners:
+            listener.group(child, members)
+    except BaseException as error:
+        # The other members have the group, and would wait in it for this rank.
+        abort(comm, Failure.caused_by(comm.rank, error))
+        raise
+    return child
 
-    @overload
-    def split(self, color: None, key: int = 0) -> None: ...
 
-    @overload
-    def split(self, color: int | None, key: int = 0) -> Self | None: ...
+def _connect(comm: Comm, members: Sequence[int]) -> Backend:
+    """Return the group's transport, once all members are there."""
+    deadline = Deadline(comm.timeout)
+    _meet(comm._backend, members, deadline)
+    return comm._backend.group(members, deadline.left())
 
-    @explained
-    def split(self, color: int | None, key: int = 0) -> Self | None:
-        """Part the ranks by colour: return the communicator of those with this one's.
 
-        Collective: every rank calls it.
+def _child(comm: C, backend: Backend, members: Sequence[int]) -> C:
+    """Return the communicator over a group's transport, as a child of ``comm``."""
+    child = made_alike(comm, backend, backend.rank, backend.size, None)
+    child._membership = Membership(child, comm._membership, members)
+    lineage = comm._succession.lineage
+    if lineage is not None:
+        child._succession.lineage = lineage.group(backend, members, child._membership.name)
+    if comm.capabilities.across_hosts:
+        hosts = child.all_gather_object(comm.host)
+        child.local_rank = hosts[: child.rank].count(comm.host)
+        child.local_size = hosts.count(comm.host)
+    comm._children.add(child)
+    return child
 
-        Args:
-            color: an integer; ranks with the same come together. None takes no part.
-            key: orders the ranks of a colour; ties by rank here.
 
-        Returns:
-            The new communicator, or None if ``color`` is None.
+def split(comm: C, color: int | None, key: int) -> C | None:
+    """Return the communicator of the ranks with one colour; see ``Communicator.split``."""
+    for name, value in (("color", color), ("key", key)):
+        if value is None and name == "color":
+            continue
+        if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+            raise InvalidArgumentError(f"split: {name} {value!r} is not an integer {comm._who}.")
+        if not -(2**63) <= value < 2**63:
+            raise InvalidArgumentError(
+                f"split: {name} {value!r}; an integer of 64 bits {comm._who}."
+            )
+    mine = np.array([[color is not None, color or 0, key]], np.int64)
+    table = comm.on_host.all_gather(mine, counts=[1] * comm.size)
+    if color is None:
+        return None
+    members = [r for r in range(comm.size) if table[r, 0] and table[r, 1] == color]
+    return group(comm, sorted(members, key=lambda r: (table[r, 2], r)))
 
-        See Also:
-            MPI_Comm_split.
-        """
-        for name, value in (("color", color), ("key", key)):
-            if value is None and name == "color":
-                continue
-            if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-                raise InvalidArgumentError(
-                    f"split: {name} {value!r} is not an integer {self._who}."
-                )
-            if not -(2**63) <= value < 2**63:
-                raise InvalidArgumentError(
-                    f"split: {name} {value!r}; an integer of 64 bits {self._who}."
-                )
-        mine = np.array([[color is not None, color or 0, key]], np.int64)
-        table = self._hosted().all_gather(mine, counts=[1] * self.size)
-        if color is None:
-            return None
-        members = [r for r in range(self.size) if table[r, 0] and table[r, 1] == color]
-        return self.group(sorted(members, key=lambda r: (table[r, 2], r)))
 
-    @explained
-    def split_by_host(self) -> Self:
-        """Return the communicator of this host's ranks.
-
-        Collective: every rank calls it.
-
-        See Also:
-            MPI_Comm_split_type with MPI_COMM_TYPE_SHARED.
-        """
-        hosts = self.all_gather_object(self.host)
-        return self.group([r for r in range(self.size) if hosts[r] == self.host])
-
-    @explained
-    def dup(self) -> Self:
-        """Return a communicator of the same ranks whose calls don't mix with these.
-
-        Collective: every rank calls it.
-
-        See Also:
-            MPI_Comm_dup.
-        """
-        return self.group(range(self.size))
-
-    @explained
-    def grid(
-        self,
-        shape: int | Sequence[int | None] | None,
-        periodic: bool | Sequence[bool] = False,
-    ) -> Grid[Self]:
-        """Return the ranks as the points of a grid: this one's coordinates and neighbours.
-
-        It sends nothing. Ranks that give different shapes see different grids.
-
-        Args:
-            shape: how many ranks there are along each axis. What is None or -1 is computed, and
-                several of these as near to each other as may be, the larger first: ``(None,
-                None)`` is 3 by 2 of six ranks.
-            periodic: whether the last rank of an axis is next to the first, for all axes or each.
-
-        Raises:
-            InvalidArgumentError: the grid has not as many points as there are ranks.
-
-        See Also:
-            MPI_Cart_create, MPI_Dims_create.
-        """
-        return Grid(self, shape, periodic)
+def split_by_host(comm: C) -> C:
+    """Return the communicator of the ranks on this host."""
+    hosts = comm.all_gather_object(comm.host)
+    return group(comm, [r for r in range(comm.size) if hosts[r] == comm.host])
 
 
 def _meet(backend: Backend, members: Sequence[int], deadline: Deadline) -> None:

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from .backend import Backend
     from .recorder import Recorder
 
-__all__ = ["Circles", "Membership", "alone", "circle", "look"]
+__all__ = ["Circles", "Member", "Membership", "alone", "circle", "look"]
 
 # Threads of such names are this package's, and run nothing of the program's; those of lanes do,
 # as long as the lane is not idle.
@@ -65,10 +65,14 @@ class Member(Protocol):
     size: int
     timeout: float
     recorder: Recorder
-    _backend: Backend
 
     @property
-    def closed(self) -> bool: ...
+    def closed(self) -> bool:
+        """Whether the communicator is closed."""
+
+    @property
+    def transport(self) -> Backend:
+        """What connects its ranks."""
 
 
 class Membership:
@@ -111,14 +115,14 @@ class Membership:
         if note is None:
             return
         mine, call = self.ranks[comm.rank], [note["name"], note["number"]]
-        notes = {**comm._backend.post(note, mine), mine: note}
+        notes = {**comm.transport.post(note, mine), mine: note}
         calls, text = self._circles.found(notes)
         found = [(calls, text)] + [each["found"] for each in notes.values() if each["found"]]
         for calls, text in found:
             if call in calls:
                 # The others of the circle hear of it in communicators that this rank is not in.
-                comm._backend.post({**note, "found": [calls, text[:_TEXT]]}, mine)
-                comm._backend.abort(Failure("mismatch", comm.rank, text))
+                comm.transport.post({**note, "found": [calls, text[:_TEXT]]}, mine)
+                comm.transport.abort(Failure("mismatch", comm.rank, text))
 
     def _note(self) -> Note | None:
         """Return what to note; None if there is no such call, or others could make calls."""

@@ -23,7 +23,6 @@ from collective.contract.store import Store
 from collective.contract.world import World
 from collective.errors import (
     CollectiveTimeoutError,
-    CommunicatorAbortedError,
     ExcludedError,
     PeerLostError,
     RendezvousError,
@@ -32,7 +31,7 @@ from collective.errors import (
 from .arrivals import Arrivals
 from .lineage import OF_PEERS, Lineage
 
-__all__ = ["NextGeneration", "agreed", "usual_seconds"]
+__all__ = ["NextGeneration", "usual_seconds"]
 
 # How long those who have been decided on may take to connect, at least, if nobody is known to have
 # died: as many times the time of grace, and seconds.
@@ -40,8 +39,6 @@ _CONNECT_GRACES, _CONNECT_S = 2.0, 10.0
 # How long the decision may take, in times of grace: three if the lowest rank is stopped after it
 # has come, and one for the ranks that come late.
 _DECIDE_GRACES = 4.0
-# How often a rank that waits in agree() looks whether another one has given it up.
-_GIVEN_UP_LOOK_S = 0.05
 # How often a wait for them looks whether somebody has died, or has begun anew.
 _LOOK_S = 0.02
 # What a rank's note becomes when it stands in the generation that was decided on.
@@ -372,49 +369,3 @@ class _GenerationStore(Store):
     def check(self) -> None:
         self._store.check()
         self._look()
-
-
-def agreed(lineage: Lineage, backend: Backend, number: int, flag: bool, timeout: float) -> bool:
-    """Return whether all living ranks say yes; the same on all of them.
-
-    Args:
-        number: ordinal of this agreement on this communicator, from 1.
-
-    Raises:
-        CollectiveTimeoutError: a rank that lives, as far as is known, did not come.
-        CommunicatorAbortedError: another rank has given up this agreement, and shrinks.
-        RendezvousError: the store is gone.
-    """
-    if len(lineage.origin) == 1:
-        return flag
-    store, me = lineage.root.store, lineage.root.rank
-    before, key = (f"{lineage.name}.{lineage.generation}.agree.{n}" for n in (number - 1, number))
-
-    opened = f"{lineage.name}.{lineage.generation + 1}.open"
-    looked_at = time.monotonic()
-
-    def lost() -> set[int]:
-        nonlocal looked_at
-        if (now := time.monotonic()) >= looked_at + _GIVEN_UP_LOOK_S:
-            looked_at = now
-            # The verdict second: a rank may have read it, and have shrunk since.
-            if store.try_get(opened) is not None and store.try_get(key) is None:
-                raise CommunicatorAbortedError(
-                    f"agree: another rank has given up waiting, and calls shrink(); call it too, "
-                    f"to go on with that rank [rank {lineage.origin.index(me)} of "
-                    f"{len(lineage.origin)}]"
-                )
-        return {lineage.origin[rank] for rank in backend.lost()}
-
-    decision = Decision(store, key, me, lineage.origin, lost, "agree", lineage.origin.index)
-    verdict = decision.made(
-        {"flag": flag},
-        lambda notes, lost: all(note["flag"] for note in notes.values()),
-        grace=None,
-        timeout=timeout,
-    )
-    # Who has come to this one has read the last, and nobody else will: the lost do not come back.
-    store.delete(f"{before}.{me}")
-    if me == lineage.origin[0]:
-        store.delete(before)
-    return bool(verdict)

@@ -9,10 +9,10 @@ from dataclasses import replace
 from functools import partial
 
 from collective.communicator import Communicator
-from collective.communicator.generations import Joiner
 from collective.contract import registry
 from collective.contract.backend import Backend
 from collective.contract.world import World
+from collective.elastic.joining import Joiner
 from collective.elastic.lineage import Lineage
 from collective.errors import ConfigError
 
@@ -79,8 +79,8 @@ def connect(
         host=world.host,
         timeout=timeout,
         check=check,
+        open_to_others=world.open,
     )
-    comm._open = world.open
     if trace:
         # Here and not above: what is not traced runs nothing of this.
         from collective.trace.traced import start_tracing
@@ -116,7 +116,7 @@ def connect_alone(
     comm = connect(
         alone, "threads", timeout=timeout, check=check, trace=trace, shrink_grace=shrink_grace,
     )  # fmt: skip
-    comm._joiner = Joiner(world, find, shrink_grace, min_ranks)
+    comm.succession.joiner = Joiner(world, find, shrink_grace, min_ranks)
     return comm
 
 

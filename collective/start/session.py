@@ -118,8 +118,7 @@ def init(
             world.store.close()
         raise
     if not as_thread:
-        lineage = made._lineage
-        made._store = world.store if lineage is None else lineage.root.store
+        made.succession.owns_store = True
     set_current(made)
     _see_to(made)
     dump_on_signal(settled.dump_signal)
@@ -158,7 +157,7 @@ def _see_to(comm: Communicator) -> None:
     tell_at_exit(comm)
     if getattr(_of_thread, "world", None) is not None:
         _of_thread.opened.append(comm)
-    comm._succession = functools.partial(_succeed, weakref.ref(comm))
+    comm.succession.on_next = functools.partial(_succeed, weakref.ref(comm))
 
 
 def _succeed(before: weakref.ref[Communicator], comm: Communicator) -> None:
@@ -224,7 +223,7 @@ def current() -> Communicator:
     comm = _current()
     if comm is None or comm.closed:
         why = "there is no open communicator; call collective.init() first."
-        raise CommunicatorClosedError(f"collective: {(comm and comm._foreign) or why}")
+        raise CommunicatorClosedError(f"collective: {(comm and comm.foreign) or why}")
     return comm
 
 
@@ -253,8 +252,8 @@ def leave_thread(failure: Failure | None) -> None:
     """Close what this thread's ``init()`` opened, telling the peers of a failure."""
     for comm in getattr(_of_thread, "opened", ()):
         if failure is not None:
-            comm._abort(failure)
-        comm._leave()
+            comm.fail(failure)
+        comm.leave()
 
 
 def tell_at_exit(comm: Communicator) -> None:
@@ -271,8 +270,8 @@ def _leave() -> None:
     error = getattr(sys, "last_value", None)
     for comm in list(_open):
         if isinstance(error, BaseException) and not comm.closed:
-            comm._tell(error)
-        comm._leave()
+            comm.fail(error)
+        comm.leave()
 
 
 def _forget() -> None:

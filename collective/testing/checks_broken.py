@@ -210,12 +210,12 @@ def _after_the_end(comm: Communicator, calls: Sequence[str], cause: str) -> dict
     ]
     hear: Callable[[], object] = comm.barrier
     if cause == "send":
-        hear = partial(comm._backend.barrier, Request("barrier"), None, None, comm.timeout)
+        hear = partial(comm.transport.barrier, Request("barrier"), None, None, comm.timeout)
     if cause != "leave":
         _outcome(hear)
     if comm.rank == 0 and cause == "send":
         buffer = Buffer(long, dtypes.BY_NAME["float64"])
-        lost = _outcome(lambda: comm._backend.send(buffer, 1, _LATE, _GIVES_UP_S))
+        lost = _outcome(lambda: comm.transport.send(buffer, 1, _LATE, _GIVES_UP_S))
         if not isinstance(lost, CollectiveError):
             comm.abort(_REASON)  # this transport keeps messages until they are asked for
     elif comm.rank == 0 and cause == "abort":

@@ -45,7 +45,7 @@ _Ours = tuple[str | type[Backend], str | Kind]
 def _join(comm: Communicator, ours: _Ours, seconds: float) -> Communicator:
     """Leave, and join the others again as a process that they do not know."""
     backend, kind = ours
-    lineage, timeout = comm._lineage, comm.timeout
+    lineage, timeout = comm.succession.lineage, comm.timeout
     assert lineage is not None
     comm.close()
     new = connect(
@@ -58,8 +58,8 @@ def _join(comm: Communicator, ours: _Ours, seconds: float) -> Communicator:
 
 def _await_knocks(comm: Communicator, count: int) -> None:
     """Return when so many wait; on a communicator that some have left, so not by ``waiting()``."""
-    assert comm._lineage is not None
-    arrivals = Arrivals(comm._lineage.root.store, comm.backend)
+    assert comm.succession.lineage is not None
+    arrivals = Arrivals(comm.succession.lineage.root.store, comm.backend)
     end = time.monotonic() + FAR_S
     while len(arrivals.waiting()) < count and time.monotonic() < end:
         time.sleep(0.001)

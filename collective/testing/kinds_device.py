@@ -40,7 +40,7 @@ class OnDevice(Kind):
         return _Copies(self, comm, hosts)
 
     def empty(self, comm: Communicator, shape: Any, dtype: Any) -> Array:
-        if not comm._backend.enqueues:
+        if not comm.transport.enqueues:
             made: Array = comm.empty(shape, dtype)  # the transport's own is the host's
             return made
         made = comm.empty(shape, dtype, like=_one(self.name, comm))
@@ -131,7 +131,7 @@ class _Copies(Loan):
         return [span for span in self._spans if span.low <= low < high <= span.high]
 
     def end(self, call: str) -> None:
-        backend = self._comm._backend
+        backend = self._comm.transport
         if backend.enqueues:
             backend.synchronize_event(self._stream.record(), call, None)
 
@@ -173,7 +173,7 @@ def _window(low: int, high: int) -> tuple[int, Any]:
 
 def _device_of(comm: Communicator) -> cuda.Device:
     """Return a rank's GPU: its transport's, or one for each rank of the host."""
-    own: cuda.Device | None = getattr(comm._backend, "device", None)
+    own: cuda.Device | None = getattr(comm.transport, "device", None)
     return own or cuda.device(comm.local_rank % cuda.device_count())
 
 

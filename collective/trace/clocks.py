@@ -52,7 +52,7 @@ def offsets(
     leaders = sorted(set(first) - {0})
     if not leaders:
         return [(0.0, 0.0)] * comm.size
-    hosted = comm._hosted()  # the times are in the CPU's memory, whatever the transport takes
+    hosted = comm.on_host  # the times are in the CPU's memory, whatever the transport takes
     mine = (0.0, 0.0)
     for leader in leaders:
         if comm.rank == 0:

@@ -183,8 +183,8 @@ def _begin(comm: Communicator, plan: _Plan) -> _Life:
     """Live as one of the first ranks."""
     comm.barrier()  # or somebody would die in another's init()
     if comm.rank == 0:
-        assert comm._lineage is not None
-        Path(plan.marks, "new").write_bytes(pickle.dumps(comm._lineage.root))
+        assert comm.succession.lineage is not None
+        Path(plan.marks, "new").write_bytes(pickle.dumps(comm.succession.lineage.root))
         Path(plan.marks, "new").rename(Path(plan.marks, "world"))
     return _live(comm, plan, comm.rank)
 
@@ -255,9 +255,9 @@ def _let_go(comm: Communicator, plan: _Plan) -> int:
     """Let as many spares go as ranks are missing; return how many are to be waited for, on all."""
     outside = 0
     if comm.rank == 0 and plan.spares:
-        assert comm._lineage is not None
+        assert comm.succession.lineage is not None
         gone = len(list(plan.marks.glob("spare-*")))
-        outside = gone - len(Arrivals(comm._lineage.root.store, comm.backend).admitted())
+        outside = gone - len(Arrivals(comm.succession.lineage.root.store, comm.backend).admitted())
         for nth in range(gone, min(plan.spares, gone + SIZE - comm.size - outside)):
             Path(plan.marks, f"spare-{nth}").touch()
             outside += 1

@@ -309,7 +309,7 @@ def damaged_rings(comm: Communicator, seed: int, count: int) -> tuple[dict[str, 
         into = np.empty(128) if dice.random() < 0.5 else None
         head = dice.choice((dice.getrandbits(63), *EDGES[:-1])) if dice.random() < 0.2 else None
         if comm.rank == 1:
-            backend: Any = group._backend
+            backend: Any = group.transport
             ring = MessageRing(backend._control, 1, 0, backend.peers.fetch_from)
             # With the native core a header is three words: length, tag, address.
             header = header[: 3 if backend.exchange else None]
@@ -324,7 +324,7 @@ def damaged_rings(comm: Communicator, seed: int, count: int) -> tuple[dict[str, 
                 lambda: group.recv(into, 1, tag=3, timeout=0.002),  # noqa: B023
             )
         comm.barrier()
-        group._leave()
+        group.leave()
     return dict(found.ends), found.problems
 
 

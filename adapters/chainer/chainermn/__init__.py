@@ -148,7 +148,7 @@ def _tell_and_leave(
         ranks = ", ".join(f"{each.rank} of {each.size}" for each in here)
         print(f"ChainerMN: uncaught exception on rank {ranks}; telling the others", file=sys.stderr)
         for each in here:
-            each.comm._tell(error)
+            each.comm.fail(error)
 
 
 def register(replace: bool | None = None) -> None:

@@ -1,0 +1,186 @@
+"""Ranks that go on after a loss, and with processes that join.
+
+The rules are in ``docs/failures.md``. The functions here stand over a communicator, of which they
+use what :class:`Parent` names. Those that change who the ranks are return the transport and the
+lineage of the next generation, and the communicator makes its successor of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from collective.contract.backend import Backend
+from collective.contract.capabilities import Capabilities
+from collective.contract.failure import Failure
+from collective.errors import (
+    CollectiveTimeoutError,
+    InvalidArgumentError,
+    RankError,
+    RendezvousError,
+    UnsupportedError,
+)
+
+from .agreement import agreed
+from .arrivals import Arrivals
+from .lineage import Lineage
+from .next_generation import NextGeneration
+from .succession import Succession
+
+__all__ = ["Parent", "agree", "grow", "shrink", "waiting"]
+
+
+class Parent(Protocol):
+    """Communicator whose ranks are to go on, as the elastic protocol sees it."""
+
+    rank: int
+    size: int
+    timeout: float
+    backend: str
+    capabilities: Capabilities
+
+    @property
+    def closed(self) -> bool:
+        """Whether the communicator is closed."""
+
+    @property
+    def transport(self) -> Backend:
+        """What connects the ranks."""
+
+    @property
+    def on_host(self) -> Any:
+        """The communicator, for arrays on the CPU."""
+
+    @property
+    def succession(self) -> Succession:
+        """What the communicator knows of its generations."""
+
+    def fail(self, cause: BaseException | Failure) -> None:
+        """Break the communicator for all ranks."""
+
+
+def shrink(
+    parent: Parent, exclude: Sequence[int], min_ranks: int | None, timeout: float
+) -> tuple[Backend, Lineage]:
+    """Break ``parent``, and connect the ranks that are left; see ``Communicator.shrink``.
+
+    Args:
+        parent: the communicator.
+        exclude: ranks that are out, alive or not.
+        min_ranks: go on only with so many; None for the lineage's number.
+        timeout: seconds for all of it.
+
+    Returns:
+        The transport of the next generation, and its lineage.
+    """
+    lineage = _lineage_of(parent, "shrink")
+    if parent.rank in exclude:
+        raise RankError(
+            f"shrink: exclude {list(exclude)} names this rank; one that wants to go closes the "
+            f"communicator {_who(parent)}."
+        )
+    floor = lineage.min_ranks if min_ranks is None else min_ranks
+    if isinstance(floor, bool) or not isinstance(floor, int) or floor < 1:
+        raise InvalidArgumentError(f"shrink: min_ranks {floor!r}; a positive integer.")
+    # First of all: ranks that are in a call of the communicator come out, and are asked to shrink.
+    text = f"rank {parent.rank} shrinks the communicator; call shrink() too, to go on with it"
+    parent.fail(Failure("shrink", parent.rank, text))
+    return NextGeneration(
+        lineage, parent.transport, timeout, exclude=exclude, min_ranks=floor
+    ).run()
+
+
+def grow(parent: Parent, timeout: float) -> tuple[Backend, Lineage]:
+    """Connect the ranks and all processes that wait to join; see ``Communicator.grow``.
+
+    Args:
+        parent: the communicator; of a process that waits to join, that of itself alone.
+        timeout: seconds for all of it.
+
+    Returns:
+        The transport of the next generation, and its lineage.
+    """
+    joiner = parent.succession.joiner
+    if joiner is not None and not parent.closed:
+        return joiner.run(parent.transport, timeout)
+    lineage, arrivals = _lineage_and_arrivals_of(parent, "grow")
+    if parent.rank == min(set(range(parent.size)) - parent.transport.lost(), default=0):
+        arrivals.announce()
+    try:
+        return NextGeneration(lineage, parent.transport, timeout, arrivals=arrivals).run()
+    except CollectiveTimeoutError as error:
+        # The others may still decide on what this rank has said, and it goes another way.
+        text = f"rank {parent.rank} gave up: {error}"
+        parent.fail(Failure("aborted", parent.rank, text))
+        raise
+
+
+def waiting(parent: Parent) -> int:
+    """Return the number of processes that wait to join; see ``Communicator.waiting``."""
+    _, arrivals = _lineage_and_arrivals_of(parent, "waiting")
+    count, problem = 0, None
+    if parent.rank == 0:
+        try:
+            arrivals.announce()
+            count = len(arrivals.waiting())
+        except RendezvousError as error:
+            count, problem = -1, error
+    count = int(parent.on_host.broadcast(np.array([count]), root=0)[0])
+    if count < 0:
+        raise RendezvousError(
+            f"waiting: rank 0 cannot look where the ranks met {_who(parent)}"
+            f"{(problem and f': {problem}') or '; its error says why.'}"
+        ) from problem
+    return count
+
+
+def agree(parent: Parent, flag: bool, timeout: float) -> bool:
+    """Return whether every rank that lives says yes; see ``Communicator.agree``.
+
+    Args:
+        parent: the communicator.
+        flag: what this rank says.
+        timeout: seconds.
+    """
+    lineage, succession = _lineage_of(parent, "agree"), parent.succession
+    succession.agreements += 1
+    return agreed(lineage, parent.transport, succession.agreements, flag, timeout)
+
+
+def _lineage_of(parent: Parent, what: str) -> Lineage:
+    """Return the lineage, or refuse a communicator that cannot go on after a loss."""
+    if parent.closed:
+        parent.transport.refuse_broken(what)
+    if not parent.capabilities.shrinks:
+        why = parent.transport.why_not_shrink
+        raise UnsupportedError(
+            f"{what}: backend {parent.backend!r} cannot go on without a rank"
+            f"{why and f': {why}'} {_who(parent)}. Use COLLECTIVE_BACKEND=shm on one host, gloo "
+            "or hierarchical on several; or start all ranks again."
+        )
+    lineage = parent.succession.lineage
+    if lineage is None:
+        raise UnsupportedError(
+            f"{what}: this communicator was made of a transport, and nobody knows where its "
+            f"ranks met {_who(parent)}. Use collective.init() or collective.connect()."
+        )
+    return lineage
+
+
+def _lineage_and_arrivals_of(parent: Parent, what: str) -> tuple[Lineage, Arrivals]:
+    """Return these, or refuse a communicator that nobody can join."""
+    lineage = _lineage_of(parent, what)
+    if not (parent.capabilities.grows and lineage.founders):
+        subject = f"backend {parent.backend!r}" if lineage.founders else "a group"
+        raise UnsupportedError(
+            f"{what}: {subject}; nobody can join that {_who(parent)}. Let processes join the "
+            "communicator that init() returned, over shm, gloo or hierarchical "
+            "(COLLECTIVE_BACKEND=shm), and make groups of it."
+        )
+    return lineage, parent.succession.arrivals(parent.backend)
+
+
+def _who(parent: Parent) -> str:
+    return f"[rank {parent.rank} of {parent.size}]"
