@@ -28,6 +28,13 @@ class Deadline:
         self._end = time.monotonic() + seconds
 
     @classmethod
+    def since(cls, began: float, seconds: float) -> Deadline:
+        """Return the deadline of an operation that began earlier, on ``time.monotonic()``."""
+        deadline = cls(seconds)
+        deadline._end = began + seconds
+        return deadline
+
+    @classmethod
     def never(cls) -> Deadline:
         """Return a deadline that does not expire."""
         return cls(math.inf)
@@ -51,7 +58,9 @@ class Deadline:
 
     def left(self) -> float:
         """Return the seconds that are left; 0.0 after the deadline."""
-        return max(0.0, self._end - time.monotonic())
+        left = self._end - time.monotonic()
+        # Until transports take deadlines: the seconds as given, which their errors tell.
+        return self.seconds if self.seconds - left < 1e-3 else max(1e-3, left)
 
     def within(self, seconds: float) -> Deadline:
         """Return the earlier of this deadline and one ``seconds`` from now."""

@@ -66,7 +66,7 @@ class Both(Gpus):
 
 
 def ordinal_of(comm: Any) -> int:
-    ordinal: int = comm._backend.device.ordinal
+    ordinal: int = comm.transport.device.ordinal
     return ordinal
 
 
@@ -83,7 +83,7 @@ def of_fake(comm: Any, values: Any, stream: int | None = None) -> FakeArray:
 def of_device(comm: Any, values: Any, stream: int | None = None) -> DeviceArray:
     """Return one of CUDA's own memory, with the strides of ``values``."""
     array = np.asarray(values)
-    device = comm._backend.device
+    device = comm.transport.device
     on = device.new_stream() if stream is None else device.stream(stream)
     low, high = device_layout.bounds(0, array.shape, array.strides, array.itemsize)
     whole = adapter_like("cuda").empty((high - low,), named("uint8"), device, on)
@@ -140,14 +140,14 @@ def copied(comm: Any, x: Any, stream: int) -> FakeArray:
 def enqueue_copy(comm: Any, dst: Any, src: Any, stream: int) -> None:
     """Enqueue a copy of all bytes of a contiguous array."""
     nbytes = int(np.prod(src.shape, dtype=int)) * np.dtype(src.dtype).itemsize
-    cuda.copy(dst.address, src.address, nbytes, comm._backend.device.stream(stream))
+    cuda.copy(dst.address, src.address, nbytes, comm.transport.device.stream(stream))
 
 
 def room(comm: Any, kind: str, shape: tuple[int, ...], stream: int) -> Any:
     """Return uninitialised memory, without waiting for anything."""
     if kind == "fake":
         return FakeArray(shape, "float32", device=ordinal_of(comm), stream=stream)
-    device = comm._backend.device
+    device = comm.transport.device
     return adapter_like("cuda").empty(shape, named("float32"), device, device.stream(stream))
 
 

@@ -42,7 +42,7 @@ def without_python(comm: Communicator) -> None:
         raise AssertionError("by Python")
 
     for name in ("send", "recv", "sendrecv"):
-        setattr(comm._backend, name, refuse)
+        setattr(comm.transport, name, refuse)
 
 
 def to_and_fro(comm: Communicator) -> None:

@@ -58,7 +58,7 @@ CALLS: dict[str, Callable[[Communicator], Any]] = {
 
 def given(comm: Communicator, name: str) -> list[float]:
     CALLS[name](comm)
-    return list(comm._backend.__dict__["given"])
+    return list(comm.transport.__dict__["given"])
 
 
 @pytest.mark.parametrize("kind", [Comparing, NotComparing])
@@ -72,7 +72,7 @@ def test_later_steps_have_what_is_left(kind: type[Any], name: str) -> None:
 def test_a_comparison_before_a_call_is_a_step_of_it() -> None:
     def program(comm: Communicator) -> list[float]:
         comm.all_reduce(np.ones(2))
-        return list(comm._backend.__dict__["given"])
+        return list(comm.transport.__dict__["given"])
 
     for rank in run_ranks(2, program, backend=NotComparing, check="always"):
         assert rank[0] > rank[1] + STEP_S / 2, rank

@@ -154,7 +154,7 @@ def _collects(comm: Communicator) -> int:
     gc.disable()
     for _ in range(3):
         group = comm.dup()
-        cycle: list[Any] = [group._backend._groups]  # type: ignore[attr-defined]
+        cycle: list[Any] = [group.transport._groups]  # type: ignore[attr-defined]
         cycle.append(cycle)
         group.close()
     del group, cycle

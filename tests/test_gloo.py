@@ -196,7 +196,7 @@ def _once(world: World) -> None:
 
 @on_ranks("two")
 def test_nothing_is_left_when_a_communicator_is_closed(comm: Any) -> None:
-    backend = comm._backend
+    backend = comm.transport
     world = dataclasses.replace(backend._world, job="another")
     comm.all_reduce(np.ones(1 << 20))
     comm.recv(None, 1) if comm.rank == 0 else comm.send(np.ones(1 << 18), 0)
@@ -221,7 +221,7 @@ def test_a_forked_child_does_not_wait_for_its_parents_threads(comm: Any) -> None
     pid = os.fork()
     if pid == 0:
         # A process group whose threads are not there must not be waited for.
-        held = group._backend
+        held = group.transport
         held._groups = ()
         del group, held
         gc.collect()

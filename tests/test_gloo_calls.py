@@ -58,7 +58,7 @@ TAGS = (0, 5, 2**31 - 1, 2**31 - 2, 2**31, -2, 2**62 + 1, -(2**63), COLLECTIVE_T
 
 @on_ranks("two")
 def test_messages_of_any_tag_do_not_meet(comm: Any) -> None:
-    backend = comm._backend
+    backend = comm.transport
     numbers = [Buffer(np.array([n]), BY_NAME["int64"]) for n in range(len(TAGS))]
     if comm.rank == 0:
         threads = [

@@ -32,7 +32,7 @@ def receives(comm: Any, words: list[int]) -> str:
     if comm.rank == 1:
         head = Head(16)
         head.words[:] = [*words, *[0] * (16 - len(words))]
-        comm._backend.send(head.buffer, 0, 5, 10.0)
+        comm.transport.send(head.buffer, 0, 5, 10.0)
         return ""
     out = np.zeros(1)
     try:

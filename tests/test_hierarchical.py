@@ -254,7 +254,7 @@ def test_different_calls_are_found_unasked(comm: Communicator, others: list[int]
 
 @on_ranks("pairs")
 def test_no_memory_on_one_host_is_no_memory_on_all(comm: Communicator) -> None:
-    inner: Any = comm._backend._inner  # type: ignore[attr-defined]
+    inner: Any = comm.transport._inner  # type: ignore[attr-defined]
 
     def refuse(nbytes: int, timeout: float) -> None:
         raise AllocationError("empty: out of memory, as planned")

@@ -183,7 +183,7 @@ from collective import native
 from collective.testing import run_ranks
 from tests.test_moving_arrays import hold_all
 from tests.test_prepared import move_and_call
-assert native.methods() is None and native.viewer() is None
+assert native.gate() is native.handle() and native.viewer() is None
 for later in (False, True):
     run_ranks(2, hold_all, later, backend="threads")
     run_ranks(2, move_and_call, later, backend="threads")

@@ -48,7 +48,7 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[RankPool]:
 
 
 def _transport(comm: Communicator) -> MpiBackend:
-    backend = comm._backend
+    backend = comm.transport
     assert isinstance(backend, MpiBackend)
     return backend
 

@@ -268,7 +268,7 @@ def _supported(comm: Communicator) -> dict[str, list[str]]:
             for what, ordered in (("reduce", False), ("reduce", True), ("scan", False)):
                 with contextlib.suppress(DtypeError):
                     arithmetic.check(op, BY_NAME[name])
-                    if comm._backend.supports(what, op, BY_NAME[name], ordered):
+                    if comm.transport.supports(what, op, BY_NAME[name], ordered):
                         key = f"{what} in order" if ordered else what
                         found.setdefault(f"{key}: {op.name}", []).append(name)
     return found
@@ -294,14 +294,14 @@ def test_what_mpi_folds_itself(watched: RankPool) -> None:
 
 @on_ranks("watched")
 def test_more_elements_than_one_call_of_mpi_takes(comm: Communicator) -> None:
-    backend = comm._backend
+    backend = comm.transport
     most, backend._most = backend._most, 7
-    comm._plans.clear()
+    comm._path.plans.clear()
     try:
         _all_operations(comm)
     finally:
         backend._most = most
-        comm._plans.clear()
+        comm._path.plans.clear()
 
 
 @on_ranks("watched")
@@ -322,7 +322,7 @@ def test_memory_of_gpus_that_is_shared_is_refused(comm: Communicator) -> None:
 @on_ranks("watched")
 def test_groups_take_arrays_of_gpus_too(comm: Communicator) -> None:
     for group in (comm.split(0), comm.group([1, 0]), comm.dup()):
-        assert type(group._backend) is Watched
+        assert type(group.transport) is Watched
         x = FakeArray.of(np.full(3, comm.rank + 1), device=comm.rank)
         _same("all_reduce", group.all_reduce(x), np.full(3, 3))
 
@@ -333,7 +333,7 @@ def test_memory_that_mpi_may_still_write_to_is_kept(comm: Communicator) -> None:
         x = FakeArray((3,), np.int32, device=0)
         with pytest.raises(CollectiveTimeoutError):
             # Of this length MPI is given the address before there is a message.
-            comm._backend.recv(Buffer(adapter_of(x).view(x)[0], BY_NAME["int32"]), 1, 5, 0.2)
+            comm.transport.recv(Buffer(adapter_of(x).view(x)[0], BY_NAME["int32"]), 1, 5, 0.2)
         kept = weakref.ref(x)
         del x
         gc.collect()
@@ -362,7 +362,7 @@ _ASK = """
 import collective
 comm = collective.init("mpi")
 from collective.backends.mpi.library import describe
-print("aware:", describe().cuda_aware, type(comm._backend).__name__)
+print("aware:", describe().cuda_aware, type(comm.transport).__name__)
 """
 
 
@@ -404,7 +404,7 @@ def test_a_library_that_cannot_be_found_is_not_asked() -> None:
 
 
 def _chosen(comm: Communicator) -> str:
-    return type(comm._backend).__name__
+    return type(comm.transport).__name__
 
 
 def test_a_library_that_says_so_is_given_arrays_of_gpus(pools: Callable[[type], RankPool]) -> None:

@@ -186,7 +186,7 @@ _STOPS_INSIDE = """
     from collective.launch import control
     {prelude}
     comm = collective.init("mpi", timeout={timeout})
-    inside, arrive = os.environ["INSIDE"], comm._backend._arrive
+    inside, arrive = os.environ["INSIDE"], comm.transport._arrive
     def enter(*arguments):
         how = arrive(*arguments)
         open(inside, "x").close()
@@ -197,7 +197,7 @@ _STOPS_INSIDE = """
             time.sleep(0.01)
         {act}
     comm.barrier()
-    comm._backend._arrive = enter if comm.rank else stop
+    comm.transport._arrive = enter if comm.rank else stop
     try:
         comm.broadcast(np.ones(1000))
     except collective.CollectiveError as error:
@@ -249,7 +249,7 @@ def test_who_sends_to_one_that_has_left_is_let_go(closes: bool, tmp_path: Path) 
             if {closes}:
                 wait_for(closed)
             try:
-                comm._backend._move(0, "a send", end, "Send", np.ones(1 << 20), 0)
+                comm.transport._move(0, "a send", end, "Send", np.ones(1 << 20), 0)
             except MpiError:
                 pass
             open(over, "x").close()

@@ -31,7 +31,7 @@ def pair(request: pytest.FixtureRequest) -> Iterator[RankPool]:
 
 
 def _transport(comm: Communicator) -> MpiBackend:
-    backend = comm._backend
+    backend = comm.transport
     assert isinstance(backend, MpiBackend)
     return backend
 
@@ -121,7 +121,7 @@ def test_sender_that_gives_up_waits_until_its_receiver_has_heard(
     """Rank 1 hears of the failure late, as on a busy machine, and receives at once after it."""
     side, group, x = comm.dup(), comm.dup(), np.ones(1 << 20)
     if way == "in Python":
-        group._door_of_messages = None
+        group._path.exchange = None
     channel = _transport(group).channel
     if comm.rank == 1:
         hear = channel._hear

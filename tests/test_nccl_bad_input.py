@@ -425,7 +425,7 @@ def all_calls(comm: Any) -> None:
     # From 2.10 on the average is NCCL's own.
     Fake().clear_log()
     assert read(comm.all_reduce(x, op="avg")).tolist() == every.mean(0).tolist()
-    assert len(calls_of_nccl()) == (comm._backend._comm.library.version >= 21003)
+    assert len(calls_of_nccl()) == (comm.transport._comm.library.version >= 21003)
     child = comm.split(0)
     assert read(child.all_reduce(x)).tolist() == every.sum(0).tolist()
     goes_on(comm)
@@ -459,7 +459,7 @@ def to_the_end(comm: Any, call: Any) -> None:
     finally:
         Fake().synchronize(x.stream, x.device)
     # Whoever waits on the stream alone is told by the next call.
-    until(lambda: comm._backend.channel.failure is not None, 1.0 + PROMISED_S + NOISE_S)
+    until(lambda: comm.transport.channel.failure is not None, 1.0 + PROMISED_S + NOISE_S)
     comm.all_reduce(ones(comm))
 
 
@@ -524,7 +524,7 @@ def test_a_deadline(comm: Any, kind: str) -> None:
     warm(comm)
     text = "waited 1 s for rank 1: rank 1 last did its call"
     if comm.rank == 1:
-        broken = lambda: comm._backend.channel.failure is not None  # noqa: E731
+        broken = lambda: comm.transport.channel.failure is not None  # noqa: E731
         soon(lambda: to_the_end(comm, lambda x: until(broken)), 1.0, text)
         return
     if kind == "work":

@@ -323,7 +323,7 @@ def test_repeated_calls_with_results_elsewhere(comm: Any, what: str) -> None:
 def walk_in_place(comm: Any, kind: str) -> int:
     """Return how many functions of ours a call takes, in which none is made for the first time."""
     warm(comm)
-    stream = comm._backend.device.new_stream()
+    stream = comm.transport.device.new_stream()
     for event in [stream.record() for _ in range(20)]:
         event.release()  # there are enough of them now
     with framework(comm, kind) as fw:

@@ -498,7 +498,7 @@ def test_messages_in_the_background(comm: Any) -> None:
         del x, got, new
         gc.collect()
         comm.barrier()
-    for lane in list(comm._lanes.values()):
+    for lane in list(comm._path.lanes.values()):
         assert lane.drain(FAR)
     comm.barrier()
     settled(comm)

@@ -146,7 +146,7 @@ def test_streams_and_contexts_of_ranks_that_are_threads(threads: Any) -> None:
 
 
 def another_threads_gpu(comm: Any) -> None:
-    assert comm._backend.device.ordinal == comm.rank
+    assert comm.transport.device.ordinal == comm.rank
     there = FakeArray.of(np.ones(3, np.float32), (comm.rank + 1) % 4)
     error = error_of(lambda: comm.all_reduce(there))
     assert type(error) is DeviceError, repr(error)
@@ -265,7 +265,7 @@ def waits_elsewhere(comm: Any) -> None:
             with current(theirs), Fake().turned("delay_us", 5000, back=300):
                 work.wait()
                 stored = FakeArray((6,), "float32", device=ordinal_of(comm), stream=theirs)
-                stream = comm._backend.device.stream(theirs)
+                stream = comm.transport.device.stream(theirs)
                 cuda.copy(stored.address, y.data_ptr(), 24, stream)
                 return stored.get()
 

@@ -147,7 +147,7 @@ class NoGpu(FakeNccl):
 
 
 def on_host(comm: Any) -> None:
-    backend, size, rank = comm._backend, comm.size, comm.rank
+    backend, size, rank = comm.transport, comm.size, comm.rank
     x = Buffer(numbers(rank, 9), from_numpy(np.dtype("float32")))
     total = Buffer.empty(9, x.dtype)
     like = {"dtype": x.dtype, "shape": (9,), "op": ops.as_op("sum")}
@@ -486,7 +486,7 @@ class NoDriver(FakeNccl):
 
 def cannot(comm: Any) -> str:
     """Make a call that is refused on every rank, and another on the host."""
-    backend = comm._backend
+    backend = comm.transport
     # Whoever has no GPU has no array on one either; all ranks are in the call all the same.
     texts = set()
     for _ in range(2):

@@ -260,7 +260,7 @@ def test_who_only_heard_of_a_failure_does_not_pass_for_its_cause(monkeypatch, er
     """At exit, after an exception that nobody caught."""
     with collective.init() as comm:
         found = []
-        monkeypatch.setattr(comm._backend, "abort", found.append)
+        monkeypatch.setattr(comm.transport, "abort", found.append)
         monkeypatch.setattr(sys, "last_value", error, raising=False)
         session._leave()
         assert [(failure.kind, failure.ranks) for failure in found] == expected

@@ -73,11 +73,11 @@ def reads_of_a_survivor_that_left(comm, marks: str) -> tuple[str, tuple]:
         with pytest.raises(PeerLostError):
             comm.barrier()
         os.kill(os.getpid(), signal.SIGKILL)
-    control = comm._backend._control
+    control = comm.transport._control
     while control.segment.alive(0):
         time.sleep(0.01)
     with pytest.raises(PeerLostError) as caught:
-        comm._backend.peers.fetch(0, addresses[0], x)
+        comm.transport.peers.fetch(0, addresses[0], x)
     return str(caught.value), caught.value.ranks
 
 
@@ -93,7 +93,7 @@ def killed_before_a_group(comm, marks: str) -> str:
     gather(comm, marks)
     if comm.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    while comm._backend._control.segment.alive(1):
+    while comm.transport._control.segment.alive(1):
         time.sleep(0.01)
     try:
         comm.dup()
@@ -234,7 +234,7 @@ def test_symmetric_memory_goes_with_its_last_array(comm):
             comm.sendrecv(x, comm.rank ^ 1, comm.rank ^ 1)
         assert _mapped() - start >= 4 * count * comm.size, "the test is void: nothing is mapped"
         del x
-        assert (_mapped(), len(comm._backend._heap._by_number)) == (start, 0), use
+        assert (_mapped(), len(comm.transport._heap._by_number)) == (start, 0), use
 
 
 @on_ranks("two")

@@ -86,7 +86,7 @@ def test_memory_that_its_owner_has_back_is_not_a_result(
     x[:] = 1.0
     comm.barrier()
     if comm.rank == 1:
-        _stop_before(comm._backend.peers, "fetch", side)
+        _stop_before(comm.transport.peers, "fetch", side)
         with pytest.raises(CommunicatorAbortedError, match=r"waited 0\.2 s for rank 1"):
             _CALLS[call](comm, x, None)
         side.send_object("over", 0)
@@ -105,7 +105,7 @@ def test_a_call_on_a_broken_communicator_leaves_the_slots_alone(comm: Communicat
     side, comm = comm.dup(), _in_python(comm)
     comm.barrier()
     if comm.rank == 1:
-        _stop_before(comm._backend, "_region", side)
+        _stop_before(comm.transport, "_region", side)
         assert comm.broadcast(np.zeros(4)).tolist() == [1.0] * 4
         return
     assert comm.broadcast(np.ones(4)) is not None
@@ -123,7 +123,7 @@ def test_a_late_rank_writes_nothing_to_memory_that_its_owner_has_back(comm: Comm
     side, comm = comm.dup(), _in_python(comm)
     x = comm.empty(LONG, "float64")
     x[:] = 1.0
-    control = comm._backend._control  # type: ignore[attr-defined]
+    control = comm.transport._control  # type: ignore[attr-defined]
     if comm.rank == 1:
         arrive = control.arrive
 
@@ -178,7 +178,7 @@ def _connect_while_a_rank_dies(
 
     setattr(owner, name, die_or_outlive)
     if point == "open" and comm.rank == victim:  # the one whose segment the others open
-        comm._backend._attach = die_or_outlive  # type: ignore[attr-defined]
+        comm.transport._attach = die_or_outlive  # type: ignore[attr-defined]
     try:
         _CONNECTIONS[how](comm, store)
     except CollectiveError as error:

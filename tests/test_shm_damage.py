@@ -106,7 +106,7 @@ def test_a_place_outside_of_symmetric_memory_is_refused(control: Control, offset
 
 @on_ranks("two")
 def test_the_process_of_a_rank_is_the_one_that_joined(comm: Communicator) -> None:
-    control = comm._backend._control  # type: ignore[attr-defined]
+    control = comm.transport._control  # type: ignore[attr-defined]
     pids = comm.all_gather(np.array([os.getpid()]))
     before = control.words[(1 + comm.rank) * LINE + 33]
     control.words[(1 + comm.rank) * LINE + 33] = 1
@@ -121,7 +121,7 @@ def test_ranks_name_the_one_that_has_damaged_its_words(comm: Communicator, core:
     native.switch(core and native.chosen.extension is not None)
     group = comm.dup()
     native.switch(True)
-    control = group._backend._control  # type: ignore[attr-defined]
+    control = group.transport._control  # type: ignore[attr-defined]
     group.barrier()
     comm.barrier()  # both have left the other one
     if comm.rank == 1:

@@ -164,7 +164,7 @@ def test_a_communicator_permits_its_ranks_ancestor_until_it_is_closed(comm: Comm
 
 @on_ranks("two")
 def test_a_communicator_without_single_copy_permits_nothing(comm: Communicator) -> None:
-    backend: Any = comm._backend
+    backend: Any = comm.transport
     wanted = backend._wanted
     backend._wanted = wanted._replace(single_copy=comm.rank == 1)
     with _pretended() as found:

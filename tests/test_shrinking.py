@@ -91,7 +91,7 @@ def test_a_closed_one_does_not_go_on() -> None:
 
 def test_one_of_unknown_descent_does_not_go_on() -> None:
     with alone() as comm:
-        made = Communicator(comm._backend, local_rank=0, local_size=1, host="here", timeout=FAR_S)
+        made = Communicator(comm.transport, local_rank=0, local_size=1, host="here", timeout=FAR_S)
         with pytest.raises(UnsupportedError, match=r"Use collective\.init\(\)"):
             made.shrink()
 

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from collective.communicator import Communicator
-from collective.communicator.point_to_point import Status
+from collective.communicator import Communicator, Status
 from collective.errors import CollectiveTimeoutError, InvalidArgumentError, UnsupportedError
 from collective.memory.dtypes import BY_NAME
 from collective.memory.overlap import call_in_place

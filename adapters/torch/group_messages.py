@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from collective.communicator import Communicator
-from collective.communicator.point_to_point import Status
+from collective.communicator import Communicator, Status
 from collective.contract.backend import ANY_SOURCE
 from collective.errors import CollectiveTimeoutError
 

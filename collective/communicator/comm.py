@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from collective.contract.backend import Backend
 from collective.contract.capabilities import Capabilities
 from collective.contract.failure import Failure
 from collective.contract.stalls import Member, Membership
-from collective.contract.work import Lane
 from collective.elastic.lineage import Lineage
 from collective.elastic.succession import Succession
-from collective.errors import CollectiveError
 
-from .listener import Listened, Listener
-from .plan import Planned
+from .host_calls import HostCalls
+from .listener import Listened
+from .path import Path
 
 __all__ = ["Comm"]
 
@@ -31,18 +30,11 @@ class Comm(Listened, Member, Protocol):
     local_size: int
     host: str
     capabilities: Capabilities
-    _backend: Backend
-    _broken: CollectiveError | None
-    _check: str
+    _path: Path
     _children: weakref.WeakSet[Any]
-    _closed: bool
     _foreign: str
-    _lane: Lane
-    _lanes: dict[Any, Lane]
-    _listeners: tuple[Listener, ...]
     _membership: Membership
     _open: bool
-    _plans: dict[Any, Planned]
     _succession: Succession
 
     def __init__(
@@ -59,11 +51,8 @@ class Comm(Listened, Member, Protocol):
     ) -> None: ...
 
     @property
-    def on_host(self) -> Any:
-        """The communicator, for arrays on the CPU."""
-
-    @property
-    def _who(self) -> str: ...
+    def on_host(self) -> HostCalls:
+        """Calls on arrays of the library's own."""
 
     def group(self, ranks: Sequence[int]) -> Any:
         """Return a communicator among ``ranks``."""
@@ -73,11 +62,3 @@ class Comm(Listened, Member, Protocol):
 
     def fail(self, cause: BaseException | Failure) -> None:
         """Break the communicator for all ranks."""
-
-    def _go(self, what: str, run: Callable[[], Any], async_op: bool) -> Any: ...
-
-    def _open_door(self) -> None: ...
-
-    def _rank(self, what: str, name: str, rank: Any) -> int: ...
-
-    def _transport(self, method: Callable[..., Any], *args: Any) -> Any: ...

@@ -1,18 +1,17 @@
 """The object a user holds: ranks that can call each other.
 
-What it can do is a class a topic, each in a file of its own, on the path that all calls go
-(:mod:`.calls`). In front of the methods that make calls are those in C, for what is plain.
+Every public method stands here with its docstring. A call makes an object of :mod:`.calls` and
+passes it to the communicator's :class:`~.path.Path`; in front of such a method stands one in C,
+which makes plain calls by itself. Groups, generations and the end are functions over a communicator
+(:mod:`.groups`, :mod:`collective.elastic.changes`, :mod:`.lifecycle`).
 """
 
 from __future__ import annotations
 
-import functools
-import inspect
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 import numpy as np
 
@@ -24,53 +23,51 @@ from collective.contract.stalls import Membership
 from collective.elastic import changes
 from collective.elastic.lineage import Lineage
 from collective.elastic.succession import Succession
-from collective.errors import CommunicatorClosedError, InvalidArgumentError
-from collective.memory.arrays import adapter_of
-from collective.memory.buffer import Buffer
-from collective.memory.dtypes import BY_NUMPY
-from collective.request import Disagreement
+from collective.errors import CommunicatorClosedError
+from collective.memory.annotations import Array, Framework, Like, NumpyArray
+from collective.ops import ReduceOp
 
-from . import groups, lifecycle
-from .allocating import Allocating
-from .foreign_names import ForeignNames, explain_keyword, explained
+from . import groups, lifecycle, prepared
+from .calls.allocation import Adopt, Empty
+from .calls.broadcasting import Barrier, Broadcast
+from .calls.gathering import AllGather, AllToAll, Gather
+from .calls.message import Recv, Send, SendRecv
+from .calls.reduction import AllReduce, Reduce, ReduceScatter, Scan
+from .calls.scattering import Scatter
+from .foreign_names import ForeignNames, explained
 from .grid import Grid
-from .listener import CallEvent, Hook
+from .host_calls import HostCalls
+from .listener import CallEvent, Hook, Listener
 from .object_calls import ObjectCalls
-from .pieces import Leaf
-from .plan import PREPARE, CallForms, Planned, PreparedCall, refuse_unfit
-from .reductions import Reductions
-from .rows import Rows, split_sizes
-
-__all__ = ["Communicator"]
-
-_PLANNED = (
-    "all_reduce", "reduce", "reduce_scatter", "scan", "broadcast", "gather", "all_gather",
-    "scatter", "all_to_all", "barrier",
-)  # fmt: skip
-
-#: Of those the calls whose result has a shape of its own from the beginning.
-_KEEPING = {"all_reduce", "reduce", "reduce_scatter", "scan", "broadcast"}
+from .path import Path
+from .prepared import PreparedCall
+from .status import Status
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from collective.contract.backend import Plan
+    class _Handle:
+        """Base class in C."""
 
-    # What is in front of the methods is called as they are.
-    from .signatures import Signatures as _Methods
 else:
-    _FUNCTIONS = (
-        Reductions.all_reduce, Reductions.reduce, Reductions.scan, Reductions.reduce_scatter,
-        ObjectCalls.broadcast, ObjectCalls.scatter, ObjectCalls.all_gather, ObjectCalls.gather,
-        ObjectCalls.all_to_all, ObjectCalls.barrier, ObjectCalls.send, ObjectCalls.recv,
-        ObjectCalls.sendrecv,
-    )  # fmt: skip
-    _Methods = native.methods(*_FUNCTIONS) or type(
-        "Methods", (), {each.__name__: explained(each) for each in _FUNCTIONS}
-    )
+    _Handle = native.handle()
+
+__all__ = ["Communicator"]
+
+L = TypeVar("L", bound=Array)
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
-class Communicator(_Methods, NotCopied, Reductions, ObjectCalls, Allocating, ForeignNames):
+def _first_in_c(kind: type[Any]) -> Callable[[_Method], _Method]:
+    """Have C make the plain calls of a method, where there is C.
+
+    Args:
+        kind: the class of the method's calls.
+    """
+    return lambda method: native.method(method, kind) or explained(method)
+
+
+class Communicator(_Handle, NotCopied, ForeignNames):
     """Ranks 0 to ``size - 1``, connected by one transport.
 
     Collective calls are made by all ranks in one order. One thread uses a communicator at
@@ -87,8 +84,8 @@ class Communicator(_Methods, NotCopied, Reductions, ObjectCalls, Allocating, For
         rank, size: which of how many this is.
         local_rank, local_size: the same among the ranks of this host.
         host: the name of this host.
-        timeout: seconds that a call may take, unless it says otherwise.
-        capabilities: what the transport can do.
+        backend, capabilities: the name of the transport, and what it can do.
+        recorder: the last calls of this communicator.
     """
 
     instead = (
@@ -108,7 +105,11 @@ class Communicator(_Methods, NotCopied, Reductions, ObjectCalls, Allocating, For
         lineage: Lineage | None = None,
         open_to_others: bool = False,
     ) -> None:
-        super().__init__(backend, timeout, check)
+        self.rank = backend.rank
+        self.size = backend.size
+        self.capabilities = backend.capabilities
+        self._path = Path(backend, timeout, check)
+        self.recorder = self._path.recorder
         self.local_rank = local_rank
         self.local_size = local_size
         self.host = host
@@ -123,7 +124,7 @@ class Communicator(_Methods, NotCopied, Reductions, ObjectCalls, Allocating, For
         lifecycle.register(self)
 
     def __repr__(self) -> str:
-        state = ", closed" if self._closed else ""
+        state = ", closed" if self.closed else ""
         return (
             f"<Communicator rank {self.rank} of {self.size} over {self.backend} on {self.host} "
             f"(local rank {self.local_rank} of {self.local_size}){state}>"
@@ -132,19 +133,28 @@ class Communicator(_Methods, NotCopied, Reductions, ObjectCalls, Allocating, For
     # -- properties -----------------------------------------------------------------------
 
     @property
+    def timeout(self) -> float:
+        """Seconds that a call may take where it names no other deadline."""
+        return self._path.timeout
+
+    @timeout.setter
+    def timeout(self, seconds: float) -> None:
+        self._path.timeout = seconds
+
+    @property
     def check(self) -> str:
         """Whether calls are compared before they are sent: "auto", "always" or "never"."""
-        return self._check
+        return self._path.check
 
     @property
     def closed(self) -> bool:
         """Whether :meth:`close` has been called."""
-        return self._closed
+        return self._path.closed
 
     @property
     def enqueues(self) -> bool:
         """Whether calls on arrays of GPUs are only enqueued, on their streams."""
-        return self._enqueues
+        return self._path.enqueues
 
     @property
     def foreign(self) -> str:
@@ -152,12 +162,9 @@ class Communicator(_Methods, NotCopied, Reductions, ObjectCalls, Allocating, For
         return self._foreign
 
     @property
-    def on_host(self) -> Self:
-        """This communicator, for arrays on the CPU, whichever its transport takes.
-
-        The calls of both are in one order.
-        """
-        return self._hosted()
+    def on_host(self) -> HostCalls:
+        """Calls on arrays of the library's own on the CPU, whatever the transport takes."""
+        return HostCalls(self._path)
 
     @property
     def succession(self) -> Succession:
@@ -171,7 +178,7 @@ class Communicator(_Methods, NotCopied, Reductions, ObjectCalls, Allocating, For
         A call of the transport's is neither recorded nor in turn with the communicator's own. Once
         the communicator is closed, every use raises ``CommunicatorClosedError``.
         """
-        return self._backend
+        return self._path.backend
 
     # -- the end --------------------------------------------------------------------------
 
@@ -251,20 +258,695 @@ class Communicator(_Methods, NotCopied, Reductions, ObjectCalls, Allocating, For
         """
         hook = Hook(before, after)
         self.listen(hook)
-        return lambda: self._forget(hook)
+        return lambda: self._path.forget(hook)
+
+    def listen(self, listener: Listener) -> None:
+        """Tell ``listener`` of every call from now on, in the order in which listeners came.
+
+        One that has lanes of its own has to come while nothing of this communicator is under way.
+
+        Args:
+            listener: what hears; :meth:`hook` is for functions.
+        """
+        self._path.listen(listener)
 
     def __copy__(self) -> Self:
-        """Return another object of the same connections: the instance dict and the C members."""
+        """Return another object of the same connections."""
         twin = self.__class__.__new__(self.__class__)
         vars(twin).update(vars(self))
-        for name, each in vars(_Methods).items():
-            if inspect.ismemberdescriptor(each):
-                setattr(twin, name, getattr(self, name))
+        twin._path = self._path  # a member in C
         return twin
 
     def __deepcopy__(self, memo: object) -> Self:
         """Return the communicator itself: a copy of what has one talks to the same ranks."""
         return self
+
+    # -- reductions and pieces --------------------------------------------------------------
+
+    @_first_in_c(AllReduce)
+    def all_reduce(
+        self,
+        x: Any,
+        *,
+        op: str | ReduceOp = "sum",
+        out: Any = None,
+        order: str | None = None,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Fold the ranks' arrays elementwise and give every rank the result.
+
+        Collective: every rank calls it, with one op, shape and dtype.
+
+        Args:
+            x: an array of any strides, or one of Python's numbers; or a nested list, tuple or dict
+                of these, which travel together. An ``int`` has 64 bits on the way, and is refused
+                where the ranks' sum or product might not fit (arrays wrap).
+            op: ``"sum"``, ``"prod"``, ``"min"``, ``"max"``, ``"avg"``, ``"band"``,
+                ``"bor"``, ``"bxor"``, ``"land"``, ``"lor"``, or what
+                ``collective.premul_sum`` or ``collective.user_op`` return. Integers wrap.
+                To ``min`` and ``max`` -0 is less than 0, and NaN comes of any NaN, always
+                the quiet one without sign and payload (on GPUs as NCCL has it).
+            out: where the result goes, of the shape and dtype of ``x``; may be ``x``. For
+                a structure, one of the same nesting.
+            order: ``"rank"`` folds ``((x0 op x1) op x2) …``, so that the result has the
+                same bits on every transport and in every run.
+            timeout: seconds; the communicator's by default.
+            async_op: return a ``Work`` at once; the arrays must not be touched until its
+                ``wait()`` has returned.
+
+        Returns:
+            ``out``, or a new array of the framework, shape and dtype of ``x``; a number of the type
+            of ``x``.
+
+        Raises:
+            DtypeError: the op is not defined for the dtype, or integers might not fit.
+            MismatchError: the ranks' calls differ; nothing was written.
+            CollectiveTimeoutError, PeerLostError, PeerFailedError: after these ``out``
+                holds some, all or none of the result.
+            Exception: what a user's operator raised here; the others get PeerFailedError.
+
+        See Also:
+            MPI_Allreduce, ncclAllReduce, torch.distributed.all_reduce.
+        """
+        call = AllReduce(self._path, x, op, out, order)
+        return self._path.make(call, timeout, async_op)
+
+    @_first_in_c(Reduce)
+    def reduce(
+        self,
+        x: Any,
+        *,
+        root: int = 0,
+        op: str | ReduceOp = "sum",
+        out: Any = None,
+        order: str | None = None,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Fold the ranks' arrays elementwise and give the result to ``root``.
+
+        Collective: every rank calls it, with one root, op, shape and dtype.
+
+        Args:
+            x, op, order, timeout, async_op: as in :meth:`all_reduce`.
+            root: the rank that gets the result.
+            out: at the root, where the result goes; ignored elsewhere.
+
+        Returns:
+            At the root ``out`` or a new array; None elsewhere.
+
+        Raises:
+            As :meth:`all_reduce`.
+
+        See Also:
+            MPI_Reduce, ncclReduce.
+        """
+        call = Reduce(self._path, x, root, op, out, order)
+        return self._path.make(call, timeout, async_op)
+
+    @_first_in_c(Scan)
+    def scan(
+        self,
+        x: Any,
+        *,
+        op: str | ReduceOp = "sum",
+        out: Any = None,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Fold the arrays of ranks 0 to this one, inclusive, in rank order.
+
+        Collective: every rank calls it, with one op, shape and dtype.
+
+        Args:
+            x, out, timeout, async_op: as in :meth:`all_reduce`.
+            op: as there, but for ``"avg"``: an average over a varying number of ranks
+                is not one operation.
+
+        Returns:
+            ``x0 op x1 … op x_rank``, as ``out`` or a new array.
+
+        Raises:
+            As :meth:`all_reduce`.
+
+        See Also:
+            MPI_Scan.
+        """
+        call = Scan(self._path, x, op, out)
+        return self._path.make(call, timeout, async_op)
+
+    @_first_in_c(ReduceScatter)
+    def reduce_scatter(
+        self,
+        x: Any,
+        *,
+        op: str | ReduceOp = "sum",
+        counts: Sequence[int] | None = None,
+        axis: int = 0,
+        out: Any = None,
+        order: str | None = None,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Fold the ranks' arrays elementwise and give each rank one piece of the result.
+
+        Collective: every rank calls it, with one op, shape, dtype, axis and counts.
+
+        Args:
+            x, op, order, timeout, async_op: as in :meth:`all_reduce`.
+            counts: lengths of the ranks' pieces along ``axis``; by default as
+                ``numpy.array_split`` cuts.
+            axis: the axis that is cut.
+            out: where this rank's piece goes, of the piece's shape.
+
+        Returns:
+            Piece ``rank`` of the result, as ``out`` or a new array.
+
+        Raises:
+            As :meth:`all_reduce`. ShapeError: the counts do not add up to the axis.
+
+        See Also:
+            MPI_Reduce_scatter, ncclReduceScatter.
+        """
+        call = ReduceScatter(self._path, x, op, counts, axis, out, order)
+        return self._path.make(call, timeout, async_op)
+
+    @_first_in_c(Broadcast)
+    def broadcast(
+        self,
+        x: Any,
+        *,
+        root: int = 0,
+        out: Any = None,
+        like: Any = None,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Give every rank the array of ``root``.
+
+        Collective: every rank calls it, with one root.
+
+        Args:
+            x: at the root, an array, a number, or a nested list, tuple or dict of these. Elsewhere
+                None, or the same, whose values do not matter and are not changed.
+            root: the rank whose array it is.
+            out: where it goes; ``broadcast(w, out=w)`` works in place.
+            like: where ``x`` is None, the framework of the result: its name, or an array.
+            timeout, async_op: as in :meth:`all_reduce`.
+
+        Returns:
+            ``out`` if given; else, at the root ``x`` itself, elsewhere a new array. Of an array
+            whose framework is unknown here and takes none of ours, all ranks get NumPy's, the root
+            over the memory of ``x`` if that is writable. Where ``x`` is None structures come as
+            they were nested at the root, tuples as lists, dicts with string keys; and numbers as
+            arrays of no dimensions.
+
+        Raises:
+            MismatchError: shapes, dtypes or roots differ; nothing was written.
+
+        See Also:
+            MPI_Bcast, ncclBroadcast.
+        """
+        call = Broadcast(self._path, x, root, out, like)
+        return self._path.make(call, timeout, async_op)
+
+    @_first_in_c(Scatter)
+    def scatter(
+        self,
+        x: Any,
+        *,
+        root: int = 0,
+        counts: Sequence[int] | None = None,
+        axis: int = 0,
+        out: Any = None,
+        like: Any = None,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Cut the array of ``root`` into pieces and give each rank one.
+
+        Collective: every rank calls it, with one root.
+
+        Args:
+            x: at the root, an array or a nested list, tuple or dict of arrays, each of
+                which is cut. Elsewhere None, or something of the same shape.
+            root: the rank whose array is cut.
+            counts: at the root, lengths of the ranks' pieces along ``axis``; by default
+                as ``numpy.array_split`` cuts.
+            axis: at the root, the axis that is cut.
+            out: where this rank's piece goes.
+            like: the framework of the result where ``x`` and ``out`` are None.
+            timeout, async_op: as in :meth:`all_reduce`.
+
+        Returns:
+            Piece ``rank``, as ``out`` or a new array. Structures come as they were nested
+            at the root, dicts with string keys.
+
+        Raises:
+            ShapeError: the counts do not add up to the axis, or ``out`` does not fit (after
+                the call: its own rank raises, nothing is written there).
+            MismatchError: roots or operations differ.
+
+        See Also:
+            MPI_Scatterv.
+        """
+        call = Scatter(self._path, x, root, counts, axis, out, like)
+        return self._path.make(call, timeout, async_op)
+
+    @_first_in_c(Gather)
+    def gather(
+        self,
+        x: Any,
+        *,
+        root: int = 0,
+        counts: Sequence[int] | None = None,
+        axis: int = 0,
+        out: Any = None,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Join the ranks' arrays along an axis, in rank order, at ``root``.
+
+        Collective: every rank calls it, with one root, dtype and axis; shapes may differ
+        along the axis.
+
+        Args:
+            x: an array, or a nested list, tuple or dict of arrays; or one of Python's numbers, of
+                which the result is a list.
+            root: the rank that gets the result.
+            counts: the ranks' lengths along ``axis``, where all ranks know them: spares
+                the exchange of shapes.
+            axis: the axis to join along; a 0-d array counts as one of length 1.
+            out: at the root, where the result goes.
+            timeout, async_op: as in :meth:`all_reduce`.
+
+        Returns:
+            At the root ``out`` or a new array; None elsewhere.
+
+        Raises:
+            ShapeError: ``out`` does not fit (after the call; nothing is written).
+            MismatchError: dtypes, other axes, roots or nestings differ.
+
+        See Also:
+            MPI_Gatherv.
+        """
+        call = Gather(self._path, x, root, counts, axis, out)
+        return self._path.make(call, timeout, async_op)
+
+    @_first_in_c(AllGather)
+    def all_gather(
+        self,
+        x: Any,
+        *,
+        counts: Sequence[int] | None = None,
+        axis: int = 0,
+        out: Any = None,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Join the ranks' arrays along an axis, in rank order, at every rank.
+
+        Collective: as :meth:`gather`, without a root.
+
+        Args:
+            x, counts, axis, out, timeout, async_op: as in :meth:`gather`.
+
+        Returns:
+            ``out`` or a new array.
+
+        Raises:
+            As :meth:`gather`.
+
+        See Also:
+            MPI_Allgatherv, ncclAllGather.
+        """
+        call = AllGather(self._path, x, counts, axis, out)
+        return self._path.make(call, timeout, async_op)
+
+    @_first_in_c(AllToAll)
+    def all_to_all(
+        self,
+        x: Any,
+        *,
+        counts: Sequence[int] | None = None,
+        axis: int = 0,
+        out: Any = None,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Cut every rank's array into pieces, send piece ``j`` to rank ``j``, join what comes.
+
+        Collective: every rank calls it, with one dtype and axis; shapes may differ along
+        the axis.
+
+        Args:
+            x: an array, or a nested list, tuple or dict of arrays, each of which is cut.
+            counts: lengths of the pieces that this rank sends; ranks may differ. By
+                default as ``numpy.array_split`` cuts.
+            axis: the axis to cut and to join along.
+            out: where the result goes; may not be ``x``.
+            timeout, async_op: as in :meth:`all_reduce`.
+
+        Returns:
+            The pieces for this rank, in the order of their senders, as ``out`` or a new
+            array.
+
+        Raises:
+            ShapeError: the counts do not add up to the axis (before anything is sent), or
+                ``out`` does not fit (after the call; nothing is written).
+            MismatchError: dtypes, other axes or nestings differ.
+
+        See Also:
+            MPI_Alltoallv, ncclAlltoAll.
+        """
+        call = AllToAll(self._path, x, counts, axis, out)
+        return self._path.make(call, timeout, async_op)
+
+    @_first_in_c(Barrier)
+    def barrier(self, *, timeout: float | None = None, async_op: bool = False) -> Any:
+        """Wait until every rank has called it.
+
+        Collective: every rank calls it.
+
+        Raises:
+            CollectiveTimeoutError, PeerLostError, PeerFailedError: somebody did not.
+
+        See Also:
+            MPI_Barrier.
+        """
+        return self._path.make(Barrier(self._path), timeout, async_op)
+
+    def plan(self, operation: str, *args: Any, **options: Any) -> PreparedCall:
+        """Prepare a collective call, for loops that make the same one on the same arrays.
+
+        ``step = comm.plan("all_reduce", x, out=y)`` sends nothing; ``step()`` makes the call, and
+        spares what is found out about arrays and arguments anew in every
+        ``comm.all_reduce(x, out=y)``. Other ranks may make the call either way. It goes by the
+        memory that the arrays have when ``step()`` is called, and refuses arrays that no longer
+        have the shape and dtype they had here.
+
+        Args:
+            operation: the method's name: ``"all_reduce"``, ``"reduce"``, ``"reduce_scatter"``,
+                ``"scan"``, ``"broadcast"``, ``"gather"``, ``"all_gather"``, ``"scatter"``,
+                ``"all_to_all"`` or ``"barrier"``.
+            args, options: as the method takes them, but for ``async_op``, which is given when the
+                call is made. Arrays are contiguous and on the CPU, no structures; what is cut or
+                joined is so along the first axis.
+
+        Raises:
+            InvalidArgumentError: there is no such operation, or the arrays do not fit; and
+                whatever else the method raises before it sends anything.
+        """
+        return prepared.plan(self, self._path, operation, args, options)
+
+    # -- messages ---------------------------------------------------------------------------
+
+    @_first_in_c(Send)
+    def send(
+        self,
+        x: Any,
+        dst: int,
+        *,
+        tag: int = 0,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Send an array to rank ``dst``; return when ``x`` may be changed.
+
+        The receiver may have to ask for it first. Messages to one rank with one tag
+        arrive in the order in which they were sent.
+
+        Args:
+            x: an array of at most 12 dimensions, or a nested list, tuple or dict of
+                arrays, which is one message.
+            dst: another rank, or ``collective.NULL``: nothing is sent then.
+            tag: an integer from 0 to 2**31 - 1 that the receiver has to give too.
+            timeout, async_op: as in :meth:`all_reduce`.
+
+        Raises:
+            RankError, InvalidArgumentError: refused; nothing was sent.
+            CollectiveTimeoutError, PeerLostError, PeerFailedError: it may have arrived.
+
+        See Also:
+            MPI_Send.
+        """
+        call = Send(self._path, x, dst, tag)
+        return self._path.post(call, timeout, async_op)
+
+    @_first_in_c(Recv)
+    def recv(
+        self,
+        out: Any,
+        src: int,
+        *,
+        tag: int = 0,
+        like: Any = None,
+        status: Status | None = None,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Receive an array from rank ``src``.
+
+        Args:
+            out: where it goes, of the sender's shape and dtype (or a structure like the
+                sender's); or None, to take whatever comes.
+            src: another rank, ``collective.ANY_SOURCE``, or ``collective.NULL``: nothing is
+                received then, and ``out`` stays as it is.
+            tag: the sender's.
+            like: the framework of the result where ``out`` is None: its name, or an array.
+            status: is told who sent the message.
+            timeout, async_op: as in :meth:`all_reduce`.
+
+        Returns:
+            ``out``, or a new array; None where both ``out`` is None and ``src`` is NULL.
+
+        Raises:
+            ShapeError, DtypeError: what came does not fit ``out``. The message is gone,
+                ``out`` is untouched, the communicator stays usable.
+
+        See Also:
+            MPI_Recv.
+        """
+        call = Recv(self._path, out, src, tag, like, status)
+        return self._path.post(call, timeout, async_op)
+
+    @_first_in_c(SendRecv)
+    def sendrecv(
+        self,
+        x: Any,
+        dst: int,
+        src: int,
+        *,
+        out: Any = None,
+        tag: int = 0,
+        like: Any = None,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Send ``x`` to rank ``dst`` and receive from rank ``src``, neither waiting for the other.
+
+        The ranks that take part all call ``sendrecv``, so that everyone who sends is
+        received from. A rank may exchange with itself, and either side may be
+        ``collective.NULL``: at the edge of a grid nothing goes there, and nothing comes.
+
+        Args:
+            x, dst, tag: as in :meth:`send`.
+            src, out: as in :meth:`recv`, without ANY_SOURCE. ``out`` may be ``x``, or overlap it:
+                what is sent is what ``x`` held when the call was made.
+            like: the framework of the result where ``out`` is None; that of ``x`` by default.
+            timeout, async_op: as in :meth:`all_reduce`.
+
+        Returns:
+            ``out``, or a new array; None where both ``out`` is None and ``src`` is NULL.
+
+        See Also:
+            MPI_Sendrecv.
+        """
+        call = SendRecv(self._path, x, dst, src, out, tag, like)
+        return self._path.post(call, timeout, async_op)
+
+    # -- objects ----------------------------------------------------------------------------
+
+    @explained
+    def broadcast_object(
+        self, obj: Any, *, root: int = 0, pickle: bool = False, timeout: float | None = None
+    ) -> Any:
+        """Give every rank the object of ``root``.
+
+        Collective: every rank calls it, with one root.
+
+        Args:
+            obj: the object at the root; ignored elsewhere.
+            root: the rank whose object it is.
+            pickle: see the class.
+            timeout: seconds; the communicator's by default.
+
+        Returns:
+            At the root ``obj`` itself, elsewhere a copy; at the root a copy, too, if ``obj`` has
+            arrays that arrive as NumPy's: of GPUs, or of frameworks that are unknown here.
+        """
+        objects = self._objects("broadcast_object", pickle)
+        return objects.broadcast(obj, root, timeout)
+
+    @explained
+    def gather_object(
+        self, obj: Any, *, root: int = 0, pickle: bool = False, timeout: float | None = None
+    ) -> list[Any] | None:
+        """Give ``root`` the list of the ranks' objects, in rank order; None elsewhere.
+
+        Collective: every rank calls it, with one root. Args as in :meth:`broadcast_object`.
+        """
+        objects = self._objects("gather_object", pickle)
+        return objects.gather(obj, root, timeout)
+
+    @explained
+    def all_gather_object(
+        self, obj: Any, *, pickle: bool = False, timeout: float | None = None
+    ) -> list[Any]:
+        """Give every rank the list of the ranks' objects, in rank order.
+
+        Collective: every rank calls it. Args as in :meth:`broadcast_object`.
+        """
+        return self._objects("all_gather_object", pickle).all_gather(obj, timeout)
+
+    @explained
+    def scatter_object(
+        self,
+        objs: Sequence[Any] | None,
+        *,
+        root: int = 0,
+        pickle: bool = False,
+        timeout: float | None = None,
+    ) -> Any:
+        """Give each rank its item of a sequence that ``root`` has.
+
+        Collective: every rank calls it, with one root.
+
+        Args:
+            objs: at the root, one object for each rank; ignored elsewhere.
+            root, pickle, timeout: as in :meth:`broadcast_object`.
+
+        Raises:
+            InvalidArgumentError: at the root, the sequence has another length (nothing is
+                sent, and the other ranks keep waiting for a call that is right).
+        """
+        objects = self._objects("scatter_object", pickle)
+        return objects.scatter(objs, root, timeout)
+
+    @explained
+    def send_object(
+        self,
+        obj: object,
+        dst: int,
+        *,
+        tag: int = 0,
+        pickle: bool = False,
+        timeout: float | None = None,
+    ) -> None:
+        """Send an object to rank ``dst``, who calls :meth:`recv_object`.
+
+        Args:
+            obj: the object.
+            dst, tag, timeout: as in :meth:`send`.
+            pickle: see the class.
+        """
+        self._objects("send_object", pickle).send(obj, dst, tag, timeout)
+
+    @explained
+    def recv_object(
+        self, src: int, *, tag: int = 0, pickle: bool = False, timeout: float | None = None
+    ) -> Any:
+        """Receive an object that rank ``src`` sent with :meth:`send_object`.
+
+        Args:
+            src, tag, timeout: as in :meth:`recv`.
+            pickle: see the class.
+
+        Returns:
+            The object; None where ``src`` is ``collective.NULL``.
+
+        Raises:
+            InvalidArgumentError: the sender used pickle and this call does not; the message
+                is gone and was not read.
+        """
+        return self._objects("recv_object", pickle).recv(src, tag, timeout)
+
+    def _objects(self, operation: str, pickle: bool) -> ObjectCalls:
+        return ObjectCalls(self.on_host, operation, pickle, self._open)
+
+    # -- memory -----------------------------------------------------------------------------
+
+    @overload
+    def empty(
+        self,
+        shape: int | Sequence[int],
+        dtype: object = "float32",
+        like: Literal["numpy"] | None = None,
+    ) -> NumpyArray: ...
+
+    @overload
+    def empty(self, shape: int | Sequence[int], dtype: object = "float32", *, like: L) -> L: ...
+
+    @overload
+    def empty(
+        self, shape: int | Sequence[int], dtype: object = "float32", *, like: Framework
+    ) -> Any: ...
+
+    @explained
+    def empty(
+        self, shape: int | Sequence[int], dtype: Any = "float32", like: Like | None = None
+    ) -> Any:
+        """Return an uninitialised array in memory that the transport reduces without copies.
+
+        On ``shm`` every rank sees the others' parts: collectives on such arrays, and on
+        contiguous views of them, move each byte once. On ``nccl`` it is memory of the GPU that
+        NCCL has registered, where its version can. Elsewhere it is ordinary memory. It is freed
+        when the last rank has dropped its array.
+
+        Collective: every rank calls it, with one shape and dtype.
+
+        Args:
+            shape: the array's shape.
+            dtype: a name (``"bfloat16"``), or a NumPy or PyTorch dtype.
+            like: the framework, as its name or an array; NumPy by default. On a transport that
+                takes arrays of the CPU and of GPUs, an array on a GPU or ``"cuda"`` asks for
+                the GPU's memory.
+
+        Raises:
+            AllocationError: there is not enough; on every rank.
+            UnsupportedError: it is to be on a GPU, and the transport has no such memory to share.
+            MismatchError: shapes or dtypes differ.
+
+        See Also:
+            MPI_Win_allocate_shared, ncclMemAlloc.
+        """
+        return self._path.make(Empty(self._path, shape, dtype, like), None, False)
+
+    @explained
+    def adopt(
+        self, nbytes: int, move: Callable[[], int]
+    ) -> np.ndarray[Any, np.dtype[np.uint8]] | None:
+        """Make memory that a framework allocated symmetric, as if it came from :meth:`empty`.
+
+        Collective: every rank calls it, with one length.
+
+        Args:
+            nbytes: the length of the memory on the host.
+            move: puts the memory into POSIX shared memory and returns a descriptor that is open
+                until this returns. Called once all ranks are here and there is room for it.
+
+        Returns:
+            The memory's bytes, mapped once more: collectives on views of this array move each
+            byte once. None on every rank where the transport has no symmetric memory, or if
+            one of the ranks could not: then the memory can be used as before.
+
+        Raises:
+            MismatchError: lengths differ.
+        """
+        adopted: np.ndarray[Any, np.dtype[np.uint8]] | None
+        adopted = self._path.make(Adopt(self._path, nbytes, move), None, False)
+        return adopted
 
     # -- groups ---------------------------------------------------------------------------
 
@@ -445,8 +1127,8 @@ class Communicator(_Methods, NotCopied, Reductions, ObjectCalls, Allocating, For
         See Also:
             MPIX_Comm_shrink, ncclCommShrink.
         """
-        absent = [self._rank("shrink", "exclude", rank) for rank in exclude]
-        seconds = self.shrink_timeout if timeout is None else self._seconds(timeout)
+        absent = [self._path.check_rank("shrink", "exclude", rank) for rank in exclude]
+        seconds = self.shrink_timeout if timeout is None else self._path.check_timeout(timeout)
         backend, lineage = changes.shrink(self, absent, min_ranks, seconds)
         return lifecycle.succeed(self, backend, lineage, seconds)
 
@@ -494,7 +1176,7 @@ class Communicator(_Methods, NotCopied, Reductions, ObjectCalls, Allocating, For
         See Also:
             ncclCommGrow.
         """
-        seconds = self._seconds(timeout)
+        seconds = self._path.check_timeout(timeout)
         backend, lineage = changes.grow(self, seconds)
         return lifecycle.succeed(self, backend, lineage, seconds)
 
@@ -520,140 +1202,4 @@ class Communicator(_Methods, NotCopied, Reductions, ObjectCalls, Allocating, For
         See Also:
             MPIX_Comm_agree.
         """
-        return changes.agree(self, bool(flag), self._seconds(timeout))
-
-    def plan(self, operation: str, *args: Any, **options: Any) -> PreparedCall:
-        """Prepare a collective call, for loops that make the same one on the same arrays.
-
-        ``step = comm.plan("all_reduce", x, out=y)`` sends nothing; ``step()`` makes the call, and
-        spares what is found out about arrays and arguments anew in every
-        ``comm.all_reduce(x, out=y)``. Other ranks may make the call either way. It goes by the
-        memory that the arrays have when ``step()`` is called, and refuses arrays that no longer
-        have the shape and dtype they had here.
-
-        Args:
-            operation: the method's name: ``"all_reduce"``, ``"reduce"``, ``"reduce_scatter"``,
-                ``"scan"``, ``"broadcast"``, ``"gather"``, ``"all_gather"``, ``"scatter"``,
-                ``"all_to_all"`` or ``"barrier"``.
-            args, options: as the method takes them, but for ``async_op``, which is given when the
-                call is made. Arrays are contiguous and on the CPU, no structures; what is cut or
-                joined is so along the first axis.
-
-        Raises:
-            InvalidArgumentError: there is no such operation, or the arrays do not fit; and
-                whatever else the method raises before it sends anything.
-        """
-        if operation not in _PLANNED:
-            raise InvalidArgumentError(
-                f"plan: operation {operation!r}; one of {', '.join(_PLANNED)} {self._who}."
-            )
-        if "async_op" in options:
-            raise InvalidArgumentError("plan: async_op is given when the call is made.")
-        x = args[0] if args else options.get("x")
-        refuse_unfit(operation, x, options.get("out"), options.get("axis", 0))
-        method = getattr(self, operation)
-
-        def prepare(out: Any) -> CallForms:
-            given = options if out is None else {**options, "out": out}
-            make = method(*args, **given, async_op=PREPARE)
-            # C remembers what it has found out, too, and needs nothing of Python. It has to be
-            # given where the result goes, or it makes a new array in every call.
-            whole = out is not None or operation == "barrier"
-            in_c = whole and self._door is not None and given.get("timeout") is None
-            return CallForms(make, functools.partial(method, *args, **given) if in_c else None)
-
-        keeps = operation in _KEEPING and x is not None
-        return PreparedCall(
-            operation, prepare, {"x": x, "out": options.get("out")}, keeps, self._who
-        )
-
-    # -- in C ---------------------------------------------------------------------------
-
-    @staticmethod
-    def _explain(function: Callable[..., Any], error: TypeError) -> TypeError:
-        """Return what a call ended in whose arguments may not be the function's."""
-        return explain_keyword(function, error) if error.__traceback__ is None else error
-
-    def _find_plan(
-        self,
-        what: str,
-        x: Any,
-        op: Any,
-        order: str | None,
-        root: int | None,
-        counts: tuple[int, ...] | None,
-    ) -> Planned | None:
-        """Return the plan of a plain call, of which C has none yet; None for Python's way."""
-        if what == "barrier":
-            return self._plan_of_barrier()
-        if what == "scan" and op == "avg":
-            return None  # it is refused
-        view = self._view(what, x)
-        if what == "broadcast":
-            assert root is not None
-            return self._plan_of_broadcast(view.array, view.dtype, root)
-        if what == "reduce_scatter":
-            rows = Rows(what, view.array, 0)
-            sizes = split_sizes(what, rows.length, self.size, None)
-            return self._plan_of_pieces(view.array, view.dtype, op, order, rows, sizes, None)
-        if op is not None:
-            return self._plan_of(what, view.array, view.dtype, op, order, root)
-        leaf = Leaf(what, view, 0)
-        if what == "scatter":
-            assert root is not None
-            return self._plan_of_scatter(leaf, root, x)
-        if what == "all_to_all":
-            sizes = split_sizes(what, leaf.rows.length, self.size, None)
-            return self._piece_plan(what, [leaf], 0, None, 0, None, [sizes])
-        return self._plan_of_collection(what, view, root, 0, counts)
-
-    @staticmethod
-    def _run_plan(plan: Plan, x: Any, out: Any, seconds: float) -> None:
-        """Run a plan that is not C's, on plain arrays."""
-        dst = None if out is None else _buffer(out)
-        work = plan(dst if x is out else None if x is None else _buffer(x), dst, seconds)
-        if work is not None:
-            work.wait()
-
-    def _recover(
-        self,
-        what: str,
-        x: Any,
-        out: Any,
-        root: int | None,
-        counts: tuple[int, ...] | None,
-        error: BaseException,
-    ) -> Any:
-        """Go on when a call that C has made has failed, as its method would, or raise."""
-        self._note_failure(error)
-        if not isinstance(error, Disagreement):
-            try:
-                raise error
-            finally:
-                del error  # or it would keep itself, and with its frames the arrays of the call
-        # Ranks may differ in how much they have, or in having passed None: what then follows has
-        # the time that is left.
-        entry = self.recorder.entries(1)[0]
-        left = max(1e-3, entry.began + self.timeout - time.monotonic())
-        if what == "broadcast":
-            assert root is not None
-            return self._broadcast_one(x, x, root, out, left, False, error)
-        if what == "scatter":
-            assert root is not None
-            mine = x if self.rank == root else None
-            call = self._call_of_scatter(mine, root, None, 0, out, None)
-            return self._scatter(call, left, False, error)
-        if what == "all_to_all":
-            return self._exchange(x, None, 0, out, left, False, error)
-        if what in ("gather", "all_gather"):
-            return self._collect(x, root, counts, 0, out, left, False, error)
-        self._mismatch(error.headers)
-
-
-def _buffer(x: Any) -> Buffer:
-    """Return an array that C has found to be plain as a buffer."""
-    if type(x) is np.ndarray:  # of one of NumPy's own types, or it would not be plain
-        array, dtype = x, BY_NUMPY[x.dtype]
-    else:
-        array, dtype = adapter_of(x).view(x)
-    return Buffer(array if array.ndim == 1 else array.reshape(-1), dtype)
+        return changes.agree(self, bool(flag), self._path.check_timeout(timeout))

@@ -161,24 +161,22 @@ class _Foreign:
         )
 
 
-class _Hiding:
-    """What has attributes that are not to be seen."""
-
-    def __dir__(self) -> list[str]:
-        return sorted(set(super().__dir__()) - _CALL_OF.keys() - _OF_BOTH.keys())
+def _dir(self: object) -> list[str]:
+    """Hide the foreign names."""
+    return sorted(set(object.__dir__(self)) - _CALL_OF.keys() - _OF_BOTH.keys())
 
 
 if TYPE_CHECKING:
 
-    class ForeignNames(_Hiding):
+    class ForeignNames:
         """There are no such attributes."""
 
 else:
     # Not by __getattr__: a class that has one is slower for each attribute that it does have.
     ForeignNames = type(
         "ForeignNames",
-        (_Hiding,),
-        {"__doc__": "Says of a foreign name what is meant."}
+        (),
+        {"__doc__": "Says of a foreign name what is meant.", "__dir__": _dir}
         | {name: _Foreign(name) for name in (*_CALL_OF, *_OF_BOTH)},
     )
 

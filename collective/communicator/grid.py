@@ -11,7 +11,7 @@ from typing import Generic, Protocol, TypeVar
 
 from collective.errors import InvalidArgumentError, RankError
 
-from .point_to_point import NULL
+from .status import NULL
 
 __all__ = ["Grid"]
 

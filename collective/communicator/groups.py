@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -15,6 +14,7 @@ from collective.contract.backend import Backend
 from collective.contract.descriptors import shortage
 from collective.contract.failure import Failure
 from collective.contract.stalls import Membership
+from collective.deadline import Deadline
 from collective.errors import (
     AllocationError,
     CollectiveTimeoutError,
@@ -27,8 +27,8 @@ from collective.memory.buffer import Buffer
 from collective.memory.dtypes import BY_NAME
 from collective.request import Request, call_site, differing
 
+from .calls.call import Call
 from .comm import Comm
-from .deadline import Deadline
 from .lifecycle import abort, made_alike
 
 __all__ = ["group", "split", "split_by_host"]
@@ -44,37 +44,46 @@ _SHOWN, _SITE, _TEXT = 32, 250, 1000
 
 def group(comm: C, ranks: Sequence[int]) -> C:
     """Return a communicator among ``ranks`` of ``comm``; see ``Communicator.group``."""
-    members = [comm._rank("group", "rank", rank) for rank in ranks]
+    members = [comm._path.check_rank("group", "rank", rank) for rank in ranks]
     if len(set(members)) != len(members):
-        raise RankError(f"group: ranks {members}; each of them once {comm._who}.")
+        raise RankError(f"group: ranks {members}; each of them once {comm._path.who}.")
     if comm.rank not in members:
         raise RankError(
             f"group: ranks {members}; only these call it, and rank {comm.rank} is none of them "
-            f"{comm._who}. Leave the call out here, or have every rank call split(color), with "
-            "None where it takes no part."
+            f"{comm._path.who}. Leave the call out here, or have every rank call split(color), "
+            "with None where it takes no part."
         )
-    child: C = comm._go("group", partial(_grouped, comm, members), False)
+    child: C = comm._path.make(_Grouping(comm, members), None, False)
     return child
 
 
-def _grouped(comm: C, members: Sequence[int]) -> C:
-    """Meet the other members, and return the communicator with them."""
-    child = _child(comm, comm._transport(partial(_connect, comm, members)), members)
-    try:
-        for listener in comm._listeners:
-            listener.group(child, members)
-    except BaseException as error:
-        # The other members have the group, and would wait in it for this rank.
-        abort(comm, Failure.caused_by(comm.rank, error))
-        raise
-    return child
+class _Grouping(Call):
+    """The part of :func:`group` that has its turn among the calls of the communicator."""
 
+    operation = "group"
 
-def _connect(comm: Comm, members: Sequence[int]) -> Backend:
-    """Return the group's transport, once all members are there."""
-    deadline = Deadline(comm.timeout)
-    _meet(comm._backend, members, deadline)
-    return comm._backend.group(members, deadline.left())
+    def __init__(self, comm: Comm, members: Sequence[int]) -> None:
+        super().__init__(comm._path)
+        self._comm = comm
+        self._members = members
+
+    def run(self, deadline: Deadline) -> Any:
+        comm, members = self._comm, self._members
+        backend = self.path.transfer(self._connect, deadline)
+        child = _child(comm, backend, members)
+        try:
+            for listener in self.path.listeners.all:
+                listener.group(child, members)
+        except BaseException as error:
+            # The other members have the group, and would wait in it for this rank.
+            abort(comm, Failure.caused_by(comm.rank, error))
+            raise
+        return child
+
+    def _connect(self, deadline: Deadline) -> Backend:
+        """Return the group's transport, once all members are there."""
+        _meet(self.path.backend, self._members, deadline)
+        return self.path.backend.group(self._members, deadline.left())
 
 
 def _child(comm: C, backend: Backend, members: Sequence[int]) -> C:
@@ -98,10 +107,12 @@ def split(comm: C, color: int | None, key: int) -> C | None:
         if value is None and name == "color":
             continue
         if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-            raise InvalidArgumentError(f"split: {name} {value!r} is not an integer {comm._who}.")
+            raise InvalidArgumentError(
+                f"split: {name} {value!r} is not an integer {comm._path.who}."
+            )
         if not -(2**63) <= value < 2**63:
             raise InvalidArgumentError(
-                f"split: {name} {value!r}; an integer of 64 bits {comm._who}."
+                f"split: {name} {value!r}; an integer of 64 bits {comm._path.who}."
             )
     mine = np.array([[color is not None, color or 0, key]], np.int64)
     table = comm.on_host.all_gather(mine, counts=[1] * comm.size)

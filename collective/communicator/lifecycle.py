@@ -67,7 +67,7 @@ def made_alike(
         local_size=local_size,
         host=comm.host,
         timeout=comm.timeout,
-        check=comm._check,
+        check=comm._path.check,
         lineage=lineage,
         open_to_others=comm._open,
     )
@@ -86,7 +86,7 @@ def succeed(comm: C, backend: Backend, lineage: Lineage, seconds: float) -> C:
     members = [rank for rank in range(comm.size) if rank not in lineage.lost]
     comm._succession.hand_over(successor._succession, backend.name, successor.rank == 0)
     try:
-        for listener in comm._listeners:
+        for listener in comm._path.listeners.all:
             listener.group(successor, members)
         if comm._succession.on_next is not None:
             comm._succession.on_next(successor)
@@ -108,22 +108,18 @@ def close(comm: Comm, seconds: float) -> None:
         comm: the communicator.
         seconds: how long to wait for what is in the background.
     """
-    if comm._closed:
+    path = comm._path
+    if path.closed:
         return
     for child in list(comm._children):
         close(child, seconds)
-    for lane in (comm._lane, *comm._lanes.values()):
-        lane.close(seconds)
-    comm._closed = True
-    # Prepared calls would go on calling the transport, and the frames of an error keep it.
-    comm._plans.clear()
-    comm._broken = None
-    comm._open_door()
+    path.close(seconds)
     try:
-        for listener in comm._listeners:
+        for listener in path.listeners.all:
             listener.close()
     finally:
-        backend, comm._backend = comm._backend, Closed(comm._backend, _CLOSED)  # type: ignore[assignment]
+        backend = path.backend
+        path.backend = Closed(backend, _CLOSED)  # type: ignore[assignment]
         backend.close()
         comm._succession.close()
 
@@ -133,8 +129,8 @@ def abort(comm: Comm, failure: Failure) -> None:
     for child in list(comm._children):
         abort(child, failure)
     comm._succession.keep_announcement()
-    if not comm._closed:
-        comm._backend.abort(failure)
+    if not comm._path.closed:
+        comm._path.backend.abort(failure)
 
 
 def fail(comm: Comm, cause: BaseException | Failure) -> None:
@@ -149,9 +145,9 @@ def leave(comm: Comm) -> None:
     """Close the transports of ``comm`` and its groups, waiting for nothing."""
     for child in list(comm._children):
         leave(child)
-    if not comm._closed:
+    if not comm._path.closed:
         comm._succession.end_arrivals()
-        comm._backend.close()
+        comm._path.backend.close()
 
 
 # -- a fork -------------------------------------------------------------------------------
@@ -159,18 +155,17 @@ def leave(comm: Comm) -> None:
 
 def _disown(comm: Comm) -> None:
     """Refuse every call in a forked child, and have nothing there reach the peers."""
-    if comm._closed:
+    path = comm._path
+    if path.closed:
         return
-    comm._closed = True
     comm._foreign = (
         f"this process (pid {os.getpid()}) was forked from that of rank {comm.rank} of "
         f"{comm.size} (pid {os.getppid()}), which alone may use the communicator. Start "
         "processes with the method 'spawn', or call collective.init() in all children, for "
         "a communicator of their own."
     )
-    comm._plans.clear()
-    comm._open_door()
-    comm._backend = Closed(comm._backend, comm._foreign)  # type: ignore[assignment]
+    path.shut()
+    path.backend = Closed(path.backend, comm._foreign)  # type: ignore[assignment]
 
 
 def _disown_all() -> None:

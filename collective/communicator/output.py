@@ -8,14 +8,15 @@ from typing import Any
 import numpy as np
 
 from collective.errors import DeviceError, DtypeError, InvalidArgumentError, ShapeError
+from collective.memory import nested
 from collective.memory.arrays import Adapter, adapter_of
 from collective.memory.buffer import Buffer
 from collective.memory.dtypes import DType
 from collective.memory.numbers import NUMBERS
-from collective.memory.overlap import find_overlap
+from collective.memory.overlap import find_overlap, writable_arrays
 from collective.memory.through_host import Staged
 
-__all__ = ["Output", "refuse_overlap", "same_memory"]
+__all__ = ["Output", "input_buffer", "outputs_of", "refuse_overlap", "same_memory"]
 
 
 class Output:
@@ -121,6 +122,48 @@ class Output:
         if self._target is not None:
             self._target.fill_from_host(self._array)
         return self._given
+
+
+def input_buffer(array: Any, dtype: DType, output: Output | None, out: Any, x: Any) -> Buffer:
+    """Return ``array`` as a buffer that overlaps the output not at all, or entirely.
+
+    Args:
+        array, dtype: the call's input.
+        output: where the result goes; None where this rank gets none.
+        out: the user's array for the result.
+        x: the user's input. If ``out`` is the same the call works in place.
+    """
+    if output is not None and output.in_place:
+        return Buffer(output.flat, dtype)
+    flat = array.ravel()
+    if output is not None and out is not None:
+        if out is x:
+            # In place: one buffer, unless the strides made it two.
+            if np.may_share_memory(flat, output.flat):
+                return Buffer(output.flat, dtype)
+        elif np.may_share_memory(flat, output.flat):
+            flat = flat.copy()
+    return Buffer(flat, dtype)
+
+
+def outputs_of(what: str, out: Any, nesting: Any, count: int, like: str, who: str) -> list[Any]:
+    """Return where the leaves of a result go: those of ``out``, or None for each of them.
+
+    Args:
+        what, who: the operation and this rank, for errors.
+        nesting: of the result, as of :func:`collective.memory.nested.skeleton`.
+        count: number of leaves.
+        like: what the result is nested like, for errors.
+
+    Raises:
+        InvalidArgumentError: ``out`` is nested differently, or its leaves overlap.
+    """
+    if out is None:
+        return [None] * count
+    if nested.skeleton(out) != nesting:
+        raise InvalidArgumentError(f"{what}: out is nested differently from the {like} {who}.")
+    refuse_overlap(what, writable_arrays(out))
+    return nested.flatten(out)
 
 
 def refuse_overlap(what: str, arrays: Sequence[Any]) -> None:

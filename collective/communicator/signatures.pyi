@@ -11,9 +11,8 @@ from collective.contract.work import Work
 from collective.memory.annotations import Arrays, Like, Nested
 from collective.ops import Op, ReduceOp
 
-from .object_calls import ObjectCalls
-from .point_to_point import Status
-from .reductions import Reductions
+from . import communicator
+from .status import Status
 
 T = TypeVar("T", bound=Arrays)
 A = TypeVar("A", bound=Nested)
@@ -21,7 +20,7 @@ O = TypeVar("O", bound=Nested)
 N = TypeVar("N", bool, int, float, complex)
 V = TypeVar("V")
 
-class Signatures(Reductions, ObjectCalls):
+class Communicator(communicator.Communicator):
     @overload  # type: ignore[override]
     def all_reduce(self, x: T, *, op: Op | ReduceOp = ..., order: Literal["rank"] | None = ...,
             out: None = ..., timeout: float | None = ..., async_op: Literal[False] = ...) -> T: ...

@@ -14,7 +14,7 @@ flight recorder tells, and ``door.c`` makes plain calls of communicators without
 from __future__ import annotations
 
 import contextlib
-import inspect
+import functools
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -25,11 +25,12 @@ if TYPE_CHECKING:
     from ._core import Door, InThread, Ring, Shared
 
 __all__ = ["HEAD_BYTES", "HEAD_ROOM", "NOBODY", "PROTOCOL", "Chosen", "Exchange", "Heads",
-           "cached_bytes", "chosen", "door", "fold", "heads", "in_thread", "messages", "methods",
-           "ring", "see_tensors", "shared", "status", "switch", "viewer"]  # fmt: skip
+           "cached_bytes", "chosen", "door", "fold", "gate", "handle", "heads", "in_thread",
+           "messages", "method", "ring", "see_tensors", "shared", "status", "switch",
+           "viewer"]  # fmt: skip
 
 #: What this package and the extension, and the cores of two ranks, have to agree on.
-PROTOCOL = 12
+PROTOCOL = 13
 
 #: The bytes of a head, and how many of them can be those of a short array behind what it says.
 HEAD_BYTES, HEAD_ROOM = 1024, 896
@@ -156,7 +157,7 @@ def status() -> str:
 def door(ring: Any, queue: list[Any], rank: int, size: int) -> Door | None:
     """Return the way in C from a communicator's methods to a transport's plans.
 
-    It makes calls on plain arrays; all others are made as without C. See :func:`methods`.
+    It makes calls on plain arrays; all others are made as without C. See :func:`method`.
 
     Args:
         ring: where calls are recorded, of :func:`ring`.
@@ -173,20 +174,42 @@ def door(ring: Any, queue: list[Any], rank: int, size: int) -> Door | None:
     return made
 
 
-def methods(*functions: Callable[..., Any]) -> type | None:
-    """Return a class to be derived from first, with a method in C in front of each function.
+class _Empty:
+    """Base class where there is no extension."""
 
-    A method makes its call through the door that an attribute of the object is, ``_door``,
-    ``_door_of_pieces`` or ``_door_of_scatter`` by operation, ``_door_of_messages``; or else
-    calls the function. These attributes, ``timeout`` and ``_lanes`` are members of the class, so
-    that no call has to find them by name. Python's frame, the sorting of its arguments and the
-    search for who called it are spared where C makes the call. It has the function's docstring and
-    signature.
+
+def gate() -> type:
+    """Return the class that paths of calls derive from.
+
+    With the extension its attributes ``timeout``, ``door``, ``door_of_pieces``,
+    ``door_of_scatter``, ``exchange`` and ``lanes`` are members in C, so that no call has to find
+    them by name; without it the class is empty.
+    """
+    extension, _ = _load()
+    return _Empty if extension is None else cast("type", extension.Gate)
+
+
+def handle() -> type:
+    """Return the class that communicators derive from.
+
+    With the extension its attribute ``_path`` is a member in C; without it the class is empty.
+    """
+    extension, _ = _load()
+    return _Empty if extension is None else cast("type", extension.Handle)
+
+
+def method(function: _Function, kind: type) -> _Function | None:
+    """Return a method in C that stands in front of a communicator's method in Python.
+
+    It makes a plain call through the door of the communicator's path, or by its ``exchange``, and
+    passes every other call to ``function``. Where C makes the call, Python needs no frame, sorts no
+    arguments and does not search who called it. The method has the name, docstring, signature and
+    source of ``function``.
 
     Args:
-        functions: the methods all_reduce, reduce, scan, reduce_scatter, broadcast, scatter,
-            all_gather, gather, all_to_all, barrier, send, recv and sendrecv, all of them; once in a
-            process.
+        function: all_reduce, reduce, scan, reduce_scatter, broadcast, scatter, all_gather, gather,
+            all_to_all, barrier, send, recv or sendrecv.
+        kind: the class of the calls, which the path is passed when C needs a plan, or cannot go on.
 
     Returns:
         None where there is no C.
@@ -194,20 +217,8 @@ def methods(*functions: Callable[..., Any]) -> type | None:
     extension, _ = _load()
     if extension is None:
         return None
-    made: type = extension.make_methods(
-        {each.__name__: each for each in functions},
-        {each.__name__: f"{each.__name__}{_text_signature(each)}\n--\n\n{inspect.getdoc(each)}"
-         for each in functions},
-    )  # fmt: skip
-    return made
-
-
-def _text_signature(function: Callable[..., Any]) -> str:
-    """Return a signature as inspect reads it from a docstring: without annotations."""
-    signature = inspect.signature(function)
-    bare = [each.replace(annotation=each.empty) for each in signature.parameters.values()]
-    text = str(signature.replace(parameters=bare, return_annotation=signature.empty))
-    return text.replace("(self", "($self", 1)
+    in_c = extension.Method(function, kind)
+    return cast("_Function", functools.update_wrapper(in_c, cast("Callable[..., Any]", function)))
 
 
 def fold(op: str, dtype: int, reference: _Function) -> _Function:

@@ -12,7 +12,6 @@ PROTOCOL: int
 LEVELS: tuple[str, ...]
 
 def make_fold(op: str, dtype: int, reference: _Function, level: int = ..., /) -> _Function: ...
-def make_methods(functions: dict[str, Any], docs: dict[str, str], /) -> type: ...
 def see_tensors(exchange_api: Any, tensor: type, parameter: type, /) -> None: ...
 def view(array: Any, /) -> tuple[int, int, int, tuple[int, ...], bool] | None: ...
 def set_cached(nbytes: int, /) -> None: ...
@@ -55,6 +54,17 @@ class Door:
     """The way of calls to plans; see :func:`collective.native.door`."""
 
     def __init__(self, ring: Ring, queue: list[Any], rank: int, size: int, /) -> None: ...
+
+class Gate:
+    """Base class of paths; see :func:`collective.native.gate`."""
+
+class Handle:
+    """Base class of communicators; see :func:`collective.native.handle`."""
+
+class Method:
+    """A method of communicators; see :func:`collective.native.method`."""
+
+    def __init__(self, function: Callable[..., Any], kind: type, /) -> None: ...
 
 class Shared:
     """What the ranks of one host share; see :func:`collective.native.shared`."""

@@ -1,12 +1,13 @@
-/* The type Door: from a communicator's method to a transport's plan, without Python in between.
+/* The way in C from a communicator's method to a transport's plan, without Python in between.
 
-   It makes calls on plain arrays with plain arguments, and leaves all others to Python: then it has
-   done nothing. Whether it makes a call is each rank's own affair, as Python and it run the same
-   plan of the same request.
+   A Method stands in front of a method in Python. It makes calls on plain arrays with plain
+   arguments, and passes all others to the function in Python; then it has done nothing. Each rank
+   decides for itself whether C makes a call, as C and Python run the same plan of the same request.
 
-   A communicator has a door, or several: what is open to one operation may be shut to another. In
-   front of the methods in Python are methods in C of the same names, of a base class of the
-   communicator's: each asks its door, and calls the other one if that does not do. */
+   Communicators derive from Handle, which has their path. Paths derive from Gate, which has a Door
+   for each kind of operation: Python opens and shuts them. What C does not know it asks the path:
+   for the plan of a call that is new (plan_for_c), and to go on after a failure (recover_for_c). Of
+   both calls the first argument is the class of the call, which the Method was made with. */
 
 #include "python.h"
 
@@ -51,23 +52,51 @@ typedef struct {
     struct prepared table[PREPARED];
 } Door;
 
-/* What each call looks at of a communicator: Python sets these attributes. Here they are read where
-   they are; to find one by its name takes as long as a tenth of a small call. */
+/* What each call looks at of a path. Python sets these attributes; C reads them where they are, as
+   finding one by its name takes a tenth of a small call. */
 typedef struct {
     PyObject_HEAD
     PyObject *timeout, *doors[DOORS], *exchange, *lanes; /* NULL before they are set */
-    PyObject *functions; /* a tuple: of each method what makes the calls that C does not */
-} Methods;
+} Gate;
+
+/* What a communicator has for C: its path. */
+typedef struct {
+    PyObject_HEAD
+    PyObject *path; /* NULL before it is set */
+} Handle;
+
+/* In the limited API from 3.12 on, and the same in all versions from 3.9 on. */
+typedef PyObject *(*vectorcall_function)(PyObject *, PyObject *const *, size_t, PyObject *);
+#ifndef Py_TPFLAGS_HAVE_VECTORCALL
+#define Py_TPFLAGS_HAVE_VECTORCALL (1UL << 11)
+#endif
+#define OFFSET_FLAG ((size_t)1 << (8 * sizeof(size_t) - 1))
+
+enum message_kind { SEND, RECV, SENDRECV, MESSAGES };
+static const char *const message_names[MESSAGES] = {"send", "recv", "sendrecv"};
+
+/* A method of communicators: a descriptor, as functions are. */
+typedef struct {
+    PyObject_HEAD
+    vectorcall_function vectorcall;
+    PyObject *function; /* makes the calls that C does not */
+    PyObject *kind;     /* the class of the calls */
+    PyObject *dict;     /* what functools.update_wrapper sets */
+    const struct operation *operation; /* NULL for a message */
+    enum message_kind message;
+} Method;
 
 static PyObject *name_run_plan, *name_sum, *name_tag;
 static PyObject *zero, *nobody, *any;
 static PyObject *argument_objects[ARGUMENTS];
-static PyTypeObject *door_type;
+static PyTypeObject *door_type, *gate_type, *handle_type, *method_type;
+static PyObject *bound_method_type; /* types.MethodType */
 
 /* One call, as its arguments say. */
 struct call {
     const struct operation *operation;
-    PyObject *comm, *x, *out, *op, *order, *root_object;
+    Gate *path;
+    PyObject *kind, *x, *out, *op, *order, *root_object;
     PyObject *result; /* new, or a new reference to the user's */
     PyObject *counts; /* a tuple, if all ranks know how many rows each has */
     int64_t before, total; /* rows of the ranks before this one, and of all, in what is joined */
@@ -256,8 +285,8 @@ static struct prepared *prepare(Door *door, const struct call *call)
     struct prepared *p = &door->table[(hash ^ hash >> 32) % PREPARED];
     if (is_prepared(p, call))
         return p;
-    PyObject *planned = PyObject_CallMethod(call->comm, "_find_plan", "sOOOOO",
-                                            call->operation->name, call->x, call->op, call->order,
+    PyObject *planned = PyObject_CallMethod((PyObject *)call->path, "plan_for_c", "OOOOOO",
+                                            call->kind, call->x, call->op, call->order,
                                             call->root_object, counts_of(call));
     if (planned == NULL || planned == Py_None) {
         Py_XDECREF(planned);
@@ -310,9 +339,9 @@ static PyObject *recover(const struct call *call)
     PyObject *error = take_error(), *held = NULL;
     hold_all(call->x, &held);
     hold_all(call->out, &held);
-    PyObject *done = PyObject_CallMethod(call->comm, "_recover", "sOOOOO", call->operation->name,
-                                         call->x, call->out, call->root_object, counts_of(call),
-                                         error);
+    PyObject *done = PyObject_CallMethod((PyObject *)call->path, "recover_for_c", "OOOOOO",
+                                         call->kind, call->x, call->out, call->root_object,
+                                         counts_of(call), error);
     Py_XDECREF(held);
     Py_XDECREF(error);
     return done;
@@ -321,7 +350,7 @@ static PyObject *recover(const struct call *call)
 static PyObject *make(Door *door, struct call *call)
 {
     struct prepared *p = prepare(door, call);
-    PyObject *seconds = p ? Py_XNewRef(((Methods *)call->comm)->timeout) : NULL;
+    PyObject *seconds = p ? Py_XNewRef(call->path->timeout) : NULL;
     if (seconds == NULL)
         return PyErr_Occurred() ? NULL : Py_NewRef(Py_NotImplemented);
     /* A signal's handler may make calls, too. */
@@ -341,7 +370,8 @@ static PyObject *make(Door *door, struct call *call)
         if (plain != NULL)
             ran = PyObject_CallFunctionObjArgs(plain, x, out, seconds, NULL);
         else
-            ran = PyObject_CallMethodObjArgs(call->comm, name_run_plan, plan, x, out, seconds, NULL);
+            ran = PyObject_CallMethodObjArgs((PyObject *)call->path, name_run_plan, plan, x, out,
+                                             seconds, NULL);
         state = ran == NULL ? -1 : 0;
         Py_XDECREF(ran);
         Py_XDECREF(held);
@@ -382,16 +412,11 @@ static int sort_arguments(const struct operation *operation, PyObject *const *ar
     return 1;
 }
 
-/* The methods by their numbers: first the operations. */
-enum { SEND = 10, RECV, SENDRECV, METHODS };
-static const char *const message_names[] = {"send", "recv", "sendrecv"};
-static const struct operation operations[SEND];
-
 /* Has Python say what was meant by a keyword that the function does not have. */
-static void explain(PyObject *comm, PyObject *function)
+static void explain(PyObject *path, PyObject *function)
 {
     PyObject *error = take_error();
-    PyObject *better = PyObject_CallMethod(comm, "_explain", "OO", function, error);
+    PyObject *better = PyObject_CallMethod(path, "explain", "OO", function, error);
     if (better != NULL)
         PyErr_Restore(Py_NewRef((PyObject *)Py_TYPE(better)), Py_NewRef(better),
                       PyException_GetTraceback(better));
@@ -408,35 +433,29 @@ static int is_asynchronous(PyObject *const *args, PyObject *names)
     return 0;
 }
 
-/* Makes a call by the function in Python that the class was made with. */
-static PyObject *call_python(PyObject *comm, Py_ssize_t which, PyObject *const *args,
+/* Makes a call by the function in Python. The first of the arguments is the communicator. */
+static PyObject *call_python(const Method *method, Gate *path, PyObject *const *args,
                              Py_ssize_t count, PyObject *names)
 {
-    PyObject *function = PyTuple_GetItem(((Methods *)comm)->functions, which);
     size_t given = (size_t)(count + (names ? PyTuple_Size(names) : 0));
-    PyObject *few[16], **all = given < 16 ? few : PyMem_Malloc((given + 1) * sizeof *all);
-    if (all == NULL)
-        return PyErr_NoMemory();
-    all[0] = comm;
-    memcpy(all + 1, args, given * sizeof *all);
     PyObject *held = NULL;
-    for (size_t i = 0; i < given; i++)
+    for (size_t i = 1; i < given; i++)
         hold_all(args[i], &held);
-    PyObject *done = call_with(function, all, count + 1, names);
+    PyObject *done = call_with(method->function, args, count, names);
     if (done != NULL && is_asynchronous(args + count, names))
         hold_until_over(done, held);
     Py_XDECREF(held);
-    if (all != few)
-        PyMem_Free(all);
     if (done == NULL && names != NULL && PyErr_ExceptionMatches(PyExc_TypeError))
-        explain(comm, function);
+        explain((PyObject *)path, method->function);
     return done;
 }
 
-/* Makes a call: through the door if that is open and it does, else in Python. */
-static PyObject *method(PyObject *comm, const struct operation *operation, PyObject *const *args,
-                        Py_ssize_t count, PyObject *names)
+/* Makes a collective call through the door if that is open and takes it. Returns NotImplemented
+   where the call is for Python, and nothing has been done. */
+static PyObject *call_door(const Method *method, Gate *path, PyObject *const *args,
+                           Py_ssize_t count, PyObject *names)
 {
+    const struct operation *operation = method->operation;
     PyObject *given[ARGUMENTS] = {
         Py_None, Py_None, operation->folds ? name_sum : Py_None, Py_None,
         operation->who == EVERYBODY ? Py_None : zero, Py_None, Py_False, Py_None, zero};
@@ -444,27 +463,25 @@ static PyObject *method(PyObject *comm, const struct operation *operation, PyObj
     /* With counts there is nothing that ranks have to find out from each other. */
     int which = given[COUNTS] == Py_None ? (int)operation->door : OF_ALL;
     /* Kept: what the call waits for may close the communicator. */
-    PyObject *door = Py_XNewRef(((Methods *)comm)->doors[which]), *done = NULL;
-    struct call call = {.operation = operation, .comm = comm};
+    PyObject *door = Py_XNewRef(path->doors[which]), *done = NULL;
+    struct call call = {.operation = operation, .path = path, .kind = method->kind};
     int plain = 0;
     if (sorted && door != NULL && Py_TYPE(door) == door_type)
         plain = read_call((Door *)door, &call, given);
     if (plain > 0)
         done = make((Door *)door, &call);
+    else if (plain == 0)
+        done = Py_NewRef(Py_NotImplemented);
     Py_XDECREF(door);
     Py_XDECREF(call.result);
     Py_XDECREF(call.counts);
-    if (plain == 0 || done == Py_NotImplemented) {
-        Py_XDECREF(done);
-        done = call_python(comm, operation - operations, args, count, names);
-    }
     return done;
 }
 
 #define ALWAYS (BIT(TIMEOUT) | BIT(ASYNC))
 #define ARRAYS (ALWAYS | BIT(X) | BIT(OUT))
 #define PIECES (ARRAYS | BIT(COUNTS) | BIT(AXIS))
-static const struct operation operations[SEND] = {
+static const struct operation operations[] = {
     {"all_reduce", SAME, EVERYBODY, 1, ARRAYS | BIT(OP) | BIT(ORDER), OF_ALL},
     {"reduce", SAME, AT_ROOT, 1, ARRAYS | BIT(ROOT) | BIT(OP) | BIT(ORDER), OF_ALL},
     {"scan", SAME, EVERYBODY, 1, ARRAYS | BIT(OP), OF_ALL},
@@ -476,19 +493,10 @@ static const struct operation operations[SEND] = {
     {"all_to_all", EXCHANGED, EVERYBODY, 0, PIECES, OF_PIECES},
     {"barrier", NONE, EVERYBODY, 0, ALWAYS, OF_ALL}};
 
-#define METHOD(number)                                                                            \
-    static PyObject *method_##number(PyObject *self, PyObject *const *args, Py_ssize_t count,     \
-                                     PyObject *names)                                             \
-    {                                                                                             \
-        return method(self, operations + number, args, count, names);                             \
-    }
-METHOD(0) METHOD(1) METHOD(2) METHOD(3) METHOD(4)
-METHOD(5) METHOD(6) METHOD(7) METHOD(8) METHOD(9)
-
 /* Has Python note that a message has failed, and raises the exception again. */
-static void note_failure(PyObject *comm)
+static void note_failure(PyObject *path)
 {
-    PyObject *error = take_error(), *noted = PyObject_CallMethod(comm, "_note_failure", "O", error);
+    PyObject *error = take_error(), *noted = PyObject_CallMethod(path, "note_failure", "O", error);
     if (noted != NULL) /* or what noting it has raised stands */
         PyErr_Restore(Py_NewRef((PyObject *)Py_TYPE(error)), Py_NewRef(error),
                       PyException_GetTraceback(error));
@@ -502,8 +510,8 @@ struct message {
 };
 
 /* Reads the arguments of a message; returns whether that is all for C. */
-static int read_message(struct message *m, int which, PyObject *const *args, Py_ssize_t count,
-                        PyObject *names)
+static int read_message(struct message *m, enum message_kind which, PyObject *const *args,
+                        Py_ssize_t count, PyObject *names)
 {
     *m = (struct message){Py_None, nobody, Py_None, nobody, zero};
     if (count != (which == SENDRECV ? 3 : 2))
@@ -528,17 +536,16 @@ static int read_message(struct message *m, int which, PyObject *const *args, Py_
 }
 
 /* Sends, receives or does both, by the transport's own function, if nothing is in the background;
-   see Calls._open_door. */
-static PyObject *message(PyObject *comm, int which, PyObject *const *args, Py_ssize_t count,
-                         PyObject *names)
+   see Path.open_doors. Returns NotImplemented where the message is for Python. */
+static PyObject *call_exchange(const Method *method, Gate *path, PyObject *const *args,
+                               Py_ssize_t count, PyObject *names)
 {
     struct message m;
-    int plain = read_message(&m, which, args, count, names);
+    int plain = read_message(&m, method->message, args, count, names);
     PyErr_Clear(); /* of a comparison */
-    PyObject *lanes = ((Methods *)comm)->lanes, *done = NULL;
-    PyObject *exchange = Py_XNewRef(((Methods *)comm)->exchange);
-    PyObject *seconds = Py_XNewRef(((Methods *)comm)->timeout);
-    int64_t start = which == SENDRECV ? now_ns() : 0;
+    PyObject *lanes = path->lanes, *done = NULL;
+    PyObject *exchange = Py_XNewRef(path->exchange), *seconds = Py_XNewRef(path->timeout);
+    int64_t start = method->message == SENDRECV ? now_ns() : 0;
     if (!plain || exchange == NULL || exchange == Py_None || lanes == NULL
         || !PyDict_Check(lanes) || PyDict_Size(lanes) != 0 || seconds == NULL) {
         done = Py_NewRef(Py_NotImplemented);
@@ -552,66 +559,51 @@ static PyObject *message(PyObject *comm, int which, PyObject *const *args, Py_ss
                                             Py_True, NULL);
         Py_XDECREF(held);
         if (done == NULL) {
-            note_failure(comm);
+            note_failure((PyObject *)path);
         } else if (done == Py_None) { /* x is sent */
             double left = PyFloat_AsDouble(seconds) - 1e-9 * (double)(now_ns() - start);
             Py_DECREF(done);
-            done = PyObject_CallMethod(comm, "_receive_rest", "OOOOd", m.x, m.out, m.from, m.tag,
-                                       left);
+            done = PyObject_CallMethod((PyObject *)path, "receive_rest", "OOOOOd", method->kind, m.x,
+                                       m.out, m.from, m.tag, left);
         }
     }
     Py_XDECREF(exchange);
     Py_XDECREF(seconds);
-    if (done == NULL)
-        return NULL;
+    if (done == NULL || done == Py_NotImplemented)
+        return done;
     Py_DECREF(done);
-    if (done == Py_NotImplemented)
-        return call_python(comm, which, args, count, names);
     return Py_NewRef(m.out);
 }
 
-#define MESSAGE(name, which)                                                                      \
-    static PyObject *method_##name(PyObject *self, PyObject *const *args, Py_ssize_t count,       \
-                                   PyObject *names)                                               \
-    {                                                                                             \
-        return message(self, which, args, count, names);                                          \
-    }
-MESSAGE(send, SEND) MESSAGE(recv, RECV) MESSAGE(sendrecv, SENDRECV)
-
-#define ENTRY(number)                                                                             \
-    {NULL, (PyCFunction)(void (*)(void))method_##number, METH_FASTCALL | METH_KEYWORDS, NULL}
-static const PyMethodDef methods[] = {ENTRY(0), ENTRY(1), ENTRY(2), ENTRY(3), ENTRY(4), ENTRY(5),
-                                ENTRY(6), ENTRY(7), ENTRY(8), ENTRY(9), ENTRY(send), ENTRY(recv),
-                                ENTRY(sendrecv), {NULL, NULL, 0, NULL}};
-
-#define ATTRIBUTE(name, field) {name, T_OBJECT_EX, offsetof(Methods, field), 0, NULL}
-static PyMemberDef attributes[] = {
-    ATTRIBUTE("timeout", timeout), ATTRIBUTE("_door", doors[OF_ALL]),
-    ATTRIBUTE("_door_of_pieces", doors[OF_PIECES]), ATTRIBUTE("_door_of_scatter", doors[OF_SCATTER]),
-    ATTRIBUTE("_door_of_messages", exchange), ATTRIBUTE("_lanes", lanes), {NULL, 0, 0, 0, NULL}};
-
-static int methods_traverse(PyObject *object, visitproc visit, void *arg)
+/* Makes a call: in C if it is plain, else in Python. */
+static PyObject *method_vectorcall(PyObject *self, PyObject *const *args, size_t flagged,
+                                   PyObject *names)
 {
-    Methods *comm = (Methods *)object;
-    Py_VISIT(Py_TYPE(object));
-    Py_VISIT(comm->timeout);
-    for (int i = 0; i < DOORS; i++)
-        Py_VISIT(comm->doors[i]);
-    Py_VISIT(comm->exchange);
-    Py_VISIT(comm->lanes);
-    Py_VISIT(comm->functions);
-    return 0;
+    const Method *method = (Method *)self;
+    Py_ssize_t count = (Py_ssize_t)(flagged & ~OFFSET_FLAG);
+    PyObject *path = NULL, *done;
+    if (count > 0 && PyObject_TypeCheck(args[0], handle_type))
+        path = ((Handle *)args[0])->path;
+    if (path == NULL || !PyObject_TypeCheck(path, gate_type)) /* Python says what is wrong */
+        return call_with(method->function, args, count, names);
+    Py_INCREF(path); /* what the call waits for may drop the communicator */
+    done = (method->operation ? call_door : call_exchange)(method, (Gate *)path, args + 1,
+                                                           count - 1, names);
+    if (done == Py_NotImplemented) {
+        Py_DECREF(done);
+        done = call_python(method, (Gate *)path, args, count, names);
+    }
+    Py_DECREF(path);
+    return done;
 }
 
-static int methods_clear(PyObject *object)
+/* As a function does: found on an object, a method is bound to it. */
+static PyObject *method_get(PyObject *self, PyObject *object, PyObject *type)
 {
-    Methods *comm = (Methods *)object;
-    Py_CLEAR(comm->timeout);
-    for (int i = 0; i < DOORS; i++)
-        Py_CLEAR(comm->doors[i]);
-    Py_CLEAR(comm->exchange);
-    Py_CLEAR(comm->lanes);
-    return 0;
+    (void)type;
+    if (object == NULL || object == Py_None)
+        return Py_NewRef(self);
+    return PyObject_CallFunctionObjArgs(bound_method_type, self, object, NULL);
 }
 
 /* Frees an object of a type of ours that the garbage collector knows. */
@@ -624,89 +616,162 @@ static void dealloc(PyObject *object, inquiry clear)
     Py_DECREF(type);
 }
 
-/* The functions stay until the end: a finalizer may still make calls. */
-static int methods_empty(PyObject *object)
+static PyObject *method_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
 {
-    Py_CLEAR(((Methods *)object)->functions);
-    return methods_clear(object);
-}
-
-static void methods_dealloc(PyObject *object)
-{
-    dealloc(object, methods_empty);
-}
-
-/* Finds the functions by the class, so that each class keeps its own: a module that is reloaded
-   makes another class, while communicators of the first one go on. */
-static PyObject *methods_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
-{
-    (void)args, (void)keywords; /* they are for __init__ */
-    PyObject *functions = PyObject_GetAttrString((PyObject *)type, "_functions");
-    if (functions == NULL)
+    PyObject *function, *kind, *name;
+    if (refuse_keywords("Method", keywords) < 0
+        || !PyArg_ParseTuple(args, "OO:Method", &function, &kind))
         return NULL;
-    Methods *comm = NULL;
-    if (!PyTuple_Check(functions) || PyTuple_Size(functions) != METHODS)
-        PyErr_SetString(PyExc_TypeError, "Methods: the class has lost its functions");
+    name = PyObject_GetAttrString(function, "__name__");
+    if (name == NULL)
+        return NULL;
+    const struct operation *operation = NULL;
+    int message = 0;
+    for (size_t i = 0; i < sizeof operations / sizeof *operations; i++)
+        if (PyUnicode_CompareWithASCIIString(name, operations[i].name) == 0)
+            operation = &operations[i];
+    while (message < MESSAGES
+           && PyUnicode_CompareWithASCIIString(name, message_names[message]) != 0)
+        message++;
+    Method *method = NULL;
+    if (operation == NULL && message == MESSAGES)
+        PyErr_Format(PyExc_ValueError, "Method: C makes no calls of the name %U", name);
     else
-        comm = (Methods *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
-    if (comm == NULL)
-        Py_DECREF(functions);
-    else
-        comm->functions = functions;
-    return (PyObject *)comm;
+        method = (Method *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
+    Py_DECREF(name);
+    if (method == NULL)
+        return NULL;
+    method->vectorcall = method_vectorcall;
+    method->function = Py_NewRef(function);
+    method->kind = Py_NewRef(kind);
+    method->operation = operation;
+    method->message = (enum message_kind)message;
+    return (PyObject *)method;
 }
 
-/* Sets the names and docstrings of methods, and returns a tuple of their functions. */
-static PyObject *name_methods(PyMethodDef *named, PyObject *functions, PyObject *docs)
+static int method_traverse(PyObject *object, visitproc visit, void *arg)
 {
-    PyObject *tuple = PyTuple_New(METHODS);
-    for (int i = 0; tuple != NULL && i < METHODS; i++) {
-        const char *name = i < SEND ? operations[i].name : message_names[i - SEND];
-        PyObject *function = PyDict_GetItemString(functions, name);
-        PyObject *doc = PyDict_GetItemString(docs, name);
-        named[i].ml_name = name;
-        if (function == NULL || doc == NULL || !PyCallable_Check(function)) {
-            PyErr_Format(PyExc_ValueError, "make_methods: %s has no function, or no docstring", name);
-            Py_CLEAR(tuple);
-        } else if ((named[i].ml_doc = PyUnicode_AsUTF8AndSize(Py_NewRef(doc), NULL)) == NULL
-                   || PyTuple_SetItem(tuple, i, Py_NewRef(function)) < 0) {
-            Py_CLEAR(tuple);
-        }
-    }
-    return tuple;
+    Method *method = (Method *)object;
+    Py_VISIT(Py_TYPE(object));
+    Py_VISIT(method->function);
+    Py_VISIT(method->kind);
+    Py_VISIT(method->dict);
+    return 0;
 }
 
-/* make_methods(functions, docs): a class with a method in front of each of these functions. */
-static PyObject *make_methods(PyObject *module, PyObject *args)
+/* The function stays until the end: a finalizer may still make calls. The dict has it, too. */
+static int method_clear(PyObject *object)
 {
-    PyObject *functions, *docs, *type = NULL;
-    (void)module;
-    if (!PyArg_ParseTuple(args, "O!O!:make_methods", &PyDict_Type, &functions, &PyDict_Type, &docs))
-        return NULL;
-    /* These and the docstrings stay for good, as a class refers to them for as long as it lives. */
-    PyMethodDef *named = PyMem_Malloc(sizeof methods);
-    if (named == NULL)
-        return PyErr_NoMemory();
-    memcpy(named, methods, sizeof methods);
-    PyType_Slot slots[] = {
-        {Py_tp_new, methods_new},         {Py_tp_methods, named},
-        {Py_tp_members, attributes},      {Py_tp_traverse, methods_traverse},
-        {Py_tp_clear, methods_clear},     {Py_tp_dealloc, methods_dealloc},
-        {0, NULL}};
-    PyType_Spec spec = {
-        "collective.native._core.Methods", sizeof(Methods), 0,
-        Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC, slots};
-    PyObject *tuple = name_methods(named, functions, docs);
-    if (tuple == NULL) {
-        PyMem_Free(named);
-        return NULL;
-    }
-    type = PyType_FromSpec(&spec);
-    if (type != NULL && PyObject_SetAttrString(type, "_functions", tuple) < 0)
-        Py_CLEAR(type);
-    Py_DECREF(tuple);
-    return type;
+    Method *method = (Method *)object;
+    Py_CLEAR(method->dict);
+    Py_CLEAR(method->kind);
+    return 0;
 }
+
+static int method_empty(PyObject *object)
+{
+    Py_CLEAR(((Method *)object)->function);
+    return method_clear(object);
+}
+
+static void method_dealloc(PyObject *object)
+{
+    dealloc(object, method_empty);
+}
+
+static PyMemberDef method_members[] = {
+    {"__vectorcalloffset__", T_PYSSIZET, offsetof(Method, vectorcall), READONLY, NULL},
+    {"__dictoffset__", T_PYSSIZET, offsetof(Method, dict), READONLY, NULL},
+    {NULL, 0, 0, 0, NULL}};
+
+static PyGetSetDef method_attributes[] = {
+    {"__dict__", PyObject_GenericGetDict, NULL, NULL, NULL}, {NULL, NULL, NULL, NULL, NULL}};
+
+static PyType_Slot method_slots[] = {
+    {Py_tp_new, method_new},           {Py_tp_dealloc, method_dealloc},
+    {Py_tp_traverse, method_traverse}, {Py_tp_clear, method_clear},
+    {Py_tp_call, PyVectorcall_Call},   {Py_tp_descr_get, method_get},
+    {Py_tp_members, method_members},   {Py_tp_getset, method_attributes},
+    {0, NULL}};
+
+static PyType_Spec method_spec = {
+    "collective.native._core.Method", sizeof(Method), 0,
+    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL
+        | Py_TPFLAGS_METHOD_DESCRIPTOR, method_slots};
+
+/* -- what Python derives from ---------------------------------------------------------------- */
+
+static int gate_traverse(PyObject *object, visitproc visit, void *arg)
+{
+    Gate *path = (Gate *)object;
+    Py_VISIT(Py_TYPE(object));
+    Py_VISIT(path->timeout);
+    for (int i = 0; i < DOORS; i++)
+        Py_VISIT(path->doors[i]);
+    Py_VISIT(path->exchange);
+    Py_VISIT(path->lanes);
+    return 0;
+}
+
+static int gate_clear(PyObject *object)
+{
+    Gate *path = (Gate *)object;
+    Py_CLEAR(path->timeout);
+    for (int i = 0; i < DOORS; i++)
+        Py_CLEAR(path->doors[i]);
+    Py_CLEAR(path->exchange);
+    Py_CLEAR(path->lanes);
+    return 0;
+}
+
+static void gate_dealloc(PyObject *object)
+{
+    dealloc(object, gate_clear);
+}
+
+#define ATTRIBUTE(name, type, field) {name, T_OBJECT_EX, offsetof(type, field), 0, NULL}
+static PyMemberDef gate_members[] = {
+    ATTRIBUTE("timeout", Gate, timeout), ATTRIBUTE("door", Gate, doors[OF_ALL]),
+    ATTRIBUTE("door_of_pieces", Gate, doors[OF_PIECES]),
+    ATTRIBUTE("door_of_scatter", Gate, doors[OF_SCATTER]),
+    ATTRIBUTE("exchange", Gate, exchange), ATTRIBUTE("lanes", Gate, lanes),
+    {NULL, 0, 0, 0, NULL}};
+
+static PyType_Slot gate_slots[] = {
+    {Py_tp_members, gate_members}, {Py_tp_traverse, gate_traverse},
+    {Py_tp_clear, gate_clear},     {Py_tp_dealloc, gate_dealloc},
+    {0, NULL}};
+
+static int handle_traverse(PyObject *object, visitproc visit, void *arg)
+{
+    Py_VISIT(Py_TYPE(object));
+    Py_VISIT(((Handle *)object)->path);
+    return 0;
+}
+
+static int handle_clear(PyObject *object)
+{
+    Py_CLEAR(((Handle *)object)->path);
+    return 0;
+}
+
+static void handle_dealloc(PyObject *object)
+{
+    dealloc(object, handle_clear);
+}
+
+static PyMemberDef handle_members[] = {ATTRIBUTE("_path", Handle, path), {NULL, 0, 0, 0, NULL}};
+
+static PyType_Slot handle_slots[] = {
+    {Py_tp_members, handle_members}, {Py_tp_traverse, handle_traverse},
+    {Py_tp_clear, handle_clear},     {Py_tp_dealloc, handle_dealloc},
+    {0, NULL}};
+
+#define BASE_FLAGS (Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC)
+static PyType_Spec gate_spec = {
+    "collective.native._core.Gate", sizeof(Gate), 0, BASE_FLAGS, gate_slots};
+static PyType_Spec handle_spec = {
+    "collective.native._core.Handle", sizeof(Handle), 0, BASE_FLAGS, handle_slots};
 
 static PyObject *door_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
 {
@@ -770,14 +835,16 @@ static PyType_Slot door_slots[] = {
 static PyType_Spec door_spec = {"collective.native._core.Door", sizeof(Door), 0,
                                 Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, door_slots};
 
+/* Makes a type and adds it to the module; returns NULL with an exception. */
+static PyTypeObject *add_type(PyObject *module, PyType_Spec *spec)
+{
+    PyTypeObject *type = (PyTypeObject *)PyType_FromSpec(spec);
+    return type != NULL && PyModule_AddType(module, type) == 0 ? type : NULL;
+}
+
 int add_door(PyObject *module)
 {
-    static PyMethodDef functions_of_module[] = {
-        {"make_methods", make_methods, METH_VARARGS,
-         "make_methods(functions, docs, /)\n--\n\n"
-         "Return a class with methods in front of these functions."},
-        {NULL, NULL, 0, NULL}};
-    name_run_plan = PyUnicode_InternFromString("_run_plan");
+    name_run_plan = PyUnicode_InternFromString("run_plan");
     name_sum = PyUnicode_InternFromString("sum");
     name_tag = PyUnicode_InternFromString("tag");
     zero = PyLong_FromLong(0);
@@ -785,8 +852,13 @@ int add_door(PyObject *module)
     any = PyLong_FromLong(-1);
     for (int i = 0; i < ARGUMENTS; i++)
         argument_objects[i] = PyUnicode_InternFromString(argument_names[i]);
-    door_type = (PyTypeObject *)PyType_FromSpec(&door_spec);
-    return door_type == NULL || PyModule_AddType(module, door_type) < 0
-                   || PyModule_AddFunctions(module, functions_of_module) < 0
-               ? -1 : 0;
+    PyObject *types = PyImport_ImportModule("types");
+    bound_method_type = types ? PyObject_GetAttrString(types, "MethodType") : NULL;
+    Py_XDECREF(types);
+    if (bound_method_type == NULL || (door_type = add_type(module, &door_spec)) == NULL
+        || (gate_type = add_type(module, &gate_spec)) == NULL
+        || (handle_type = add_type(module, &handle_spec)) == NULL)
+        return -1;
+    method_type = add_type(module, &method_spec);
+    return method_type == NULL ? -1 : 0;
 }

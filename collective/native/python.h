@@ -17,6 +17,7 @@
 /* In the limited API from 3.12 on, exported from 3.11 on: NULL in 3.10. */
 extern PyObject *PyObject_Vectorcall(PyObject *function, PyObject *const *args, size_t count,
                                      PyObject *names) __attribute__((weak));
+extern PyObject *PyVectorcall_Call(PyObject *function, PyObject *args, PyObject *names);
 #endif
 
 #include <time.h>
@@ -90,7 +91,7 @@ void record_end(PyObject *ring);
 /* Adds the type Ring to the module; returns 0, or -1 with an exception. */
 int add_ring(PyObject *module);
 
-/* Adds the type Door to the module; returns 0, or -1 with an exception. */
+/* Adds the types Door, Gate, Handle and Method to the module; returns 0, or -1 with an exception. */
 int add_door(PyObject *module);
 
 /* Adds what views.c has for Python to the module; returns 0, or -1 with an exception. */

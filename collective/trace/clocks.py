@@ -12,6 +12,7 @@ import numpy as np
 
 if TYPE_CHECKING:
     from collective.communicator import Communicator
+    from collective.communicator.host_calls import HostCalls
 
 __all__ = ["clock_of_host", "offsets"]
 
@@ -57,19 +58,18 @@ def offsets(
     for leader in leaders:
         if comm.rank == 0:
             for _ in range(_ROUNDS):
-                hosted.recv(np.empty(1), leader, tag=_TAG)
+                hosted.recv(leader, tag=_TAG)
                 hosted.send(np.array([now()]), leader, tag=_TAG)
         elif comm.rank == leader:
             mine = min((_ask(hosted, now) for _ in range(_ROUNDS)), key=lambda found: found[1])
-    every = hosted.all_gather_object(list(mine))
+    every = comm.all_gather_object(list(mine))
     return [(float(every[leader][0]), float(every[leader][1])) for leader in first]
 
 
-def _ask(comm: Communicator, now: Callable[[], float]) -> tuple[float, float]:
+def _ask(hosted: HostCalls, now: Callable[[], float]) -> tuple[float, float]:
     """Return the offset of rank 0's clock from one exchange, and half of how long that took."""
-    theirs = np.empty(1)
     asked = now()
-    comm.send(np.array([0.0]), 0, tag=_TAG)
-    comm.recv(theirs, 0, tag=_TAG)
+    hosted.send(np.array([0.0]), 0, tag=_TAG)
+    (answer,) = hosted.recv(0, tag=_TAG)
     half = (now() - asked) / 2
-    return float(theirs[0]) - (asked + half), half
+    return float(answer) - (asked + half), half

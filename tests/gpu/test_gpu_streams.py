@@ -38,7 +38,7 @@ class Gpu:
     """A rank's GPU, a stream, and a way to keep that busy."""
 
     def __init__(self, comm: Any) -> None:
-        self.device = comm._backend.device
+        self.device = comm.transport.device
         self.stream = self.device.new_stream()
         self._values: dict[float, DeviceArray] = {}
         self._nbytes = BYTES
@@ -246,7 +246,7 @@ def leaves(comm: Any) -> None:
     failed = None
     try:
         comm.all_reduce(x, out=x)
-        comm._backend.synchronize_event(gpu.stream.record(), "all_reduce", 60.0)
+        comm.transport.synchronize_event(gpu.stream.record(), "all_reduce", 60.0)
     except CollectiveError as error:
         failed = error
     assert failed is not None
@@ -293,7 +293,7 @@ class Cupy(Torch):
 
 def trains(comm: Any, kind: type[Torch]) -> None:
     """As a training loop does: computes, reduces in the background, computes with the result."""
-    framework = kind(comm._backend.device)
+    framework = kind(comm.transport.device)
     with framework.side():
         x = framework.full(1.0)
         for _ in range(10):

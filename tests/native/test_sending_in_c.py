@@ -96,7 +96,7 @@ def test_ranks_of_which_one_has_no_core_do_without(comm: Communicator, without: 
     native.switch(comm.rank != without)
     group = comm.dup()  # which finds out anew what its ranks have
     native.switch(True)
-    assert group._backend.exchange is None
+    assert group.transport.exchange is None
     peer = 1 - comm.rank
     for nbytes in LENGTHS:
         got = group.sendrecv(data(nbytes, comm.rank), peer, peer, out=np.empty(nbytes, np.uint8))
@@ -163,7 +163,7 @@ def _killed(comm: Communicator, sends: bool, marks: str) -> tuple[int, ...]:
             compiled._MessageCallbacks.wait = die  # type: ignore[method-assign]
             group.send(x, 0)
         die()
-    alive = group._backend._control.segment.alive  # type: ignore[attr-defined]
+    alive = group.transport._control.segment.alive  # type: ignore[attr-defined]
     while alive(1):
         time.sleep(0.001)
     call = group.recv if sends else group.send

@@ -120,7 +120,7 @@ def test_ranks_take_python_together_if_one_lacks_the_core(
     native.switch(comm.rank not in without)
     group = comm.dup()  # which finds out anew what its ranks have
     native.switch(True)
-    assert (group._backend._compiled is not None) == (not without)  # type: ignore[attr-defined]
+    assert (group.transport._compiled is not None) == (not without)  # type: ignore[attr-defined]
     assert _calls(group, "all_reduce", "ordinary") == []
 
 
@@ -135,8 +135,8 @@ def test_more_ranks_than_cores_gather_in_c_as_others_do(comm: Communicator) -> N
     x = np.arange(_LONGEST // 4 // comm.size, dtype=np.float32) + comm.rank
     elements = [x.size] * comm.size
     request = Request("gather", BY_NAME["float32"], x.shape, root=1, elements=elements)
-    assert group._backend._control.crowded
-    assert type(group._backend.plan(request)) is native.chosen.extension.Plan
+    assert group.transport._control.crowded
+    assert type(group.transport.plan(request)) is native.chosen.extension.Plan
     found = group.gather(x, root=1)
     whole = np.concatenate([x - comm.rank + rank for rank in range(comm.size)])
     assert found is None if comm.rank != 1 else found.tobytes() == whole.tobytes()

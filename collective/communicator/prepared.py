@@ -1,8 +1,10 @@
-"""What is made of a call once, so that it can be made again and again: for all, and by programs."""
+"""Calls that a program prepares once and makes many times."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -15,100 +17,128 @@ from collective.memory.arrays import adapter_of
 from collective.memory.dtypes import DType
 from collective.memory.holding import hold
 
+from .calls.broadcasting import Barrier, Broadcast
+from .calls.call import Call
+from .calls.gathering import AllGather, AllToAll, Gather
+from .calls.reduction import AllReduce, Reduce, ReduceScatter, Scan
+from .calls.scattering import Scatter
+from .foreign_names import explain_keyword
+from .path import Path
+
 if TYPE_CHECKING:
-    from collective.contract.backend import Plan
     from collective.contract.work import Work
-    from collective.request import Request
 
-__all__ = ["PREPARE", "CallForms", "Planned", "PreparedCall", "refuse_unfit"]
+__all__ = ["PreparedCall", "plan"]
 
-#: As ``async_op`` of a communicator's method: return the call, prepared, and make none.
-#: A reload of this module keeps the object, because other modules compare with it by identity.
-PREPARE: Any = globals().get("PREPARE", object())
+#: The calls that can be prepared, by the names of their methods.
+_KINDS: dict[str, type[Any]] = {
+    "all_reduce": AllReduce,
+    "reduce": Reduce,
+    "reduce_scatter": ReduceScatter,
+    "scan": Scan,
+    "broadcast": Broadcast,
+    "gather": Gather,
+    "all_gather": AllGather,
+    "scatter": Scatter,
+    "all_to_all": AllToAll,
+    "barrier": Barrier,
+}
+
+#: Calls whose result has a shape of its own from the beginning.
+_KEEPING = {"all_reduce", "reduce", "reduce_scatter", "scan", "broadcast"}
 
 
-class Planned:
-    """A request with its plan.
+def plan(
+    comm: object, path: Path, operation: str, args: Sequence[Any], options: Mapping[str, Any]
+) -> PreparedCall:
+    """Return a prepared call; see :meth:`Communicator.plan`.
 
-    Attributes:
-        request: what all ranks have to agree on.
-        plan: makes it, of two buffers and seconds: the transport's, or what stands for it.
-        compares: whether the ranks' calls are only compared, and nothing is moved.
-        takes_gpus: whether it takes arrays of GPUs, if they are such, where they are.
-        comparison: what compares the ranks' calls before it is made, once there is one.
+    Args:
+        comm, path: the communicator and its path.
+        operation: the name of the communicator's method.
+        args, options: what it would be called with.
     """
-
-    __slots__ = ("compares", "comparison", "plan", "request", "takes_gpus")
-
-    def __init__(
-        self, request: Request, plan: Plan, *, compares: bool = False, takes_gpus: bool = True
-    ) -> None:
-        self.request = request
-        self.plan = plan
-        self.compares = compares
-        self.takes_gpus = takes_gpus
-        self.comparison: Planned | None = None
-
-
-class CallForms(NamedTuple):
-    """A prepared call in two forms that do the same.
-
-    Attributes:
-        make: makes the call on the memory that the arrays had when this was prepared; its argument
-            is whether to return a ``Work``.
-        direct: makes the call at once on the memory that the arrays have by then, in less time;
-            None where it would not take less.
-    """
-
-    make: Callable[[bool], Any]
-    direct: Callable[[], Any] | None
+    if operation not in _KINDS:
+        names = ", ".join(_KINDS)
+        raise InvalidArgumentError(f"plan: operation {operation!r}; one of {names} {path.who}.")
+    if "async_op" in options:
+        raise InvalidArgumentError("plan: async_op is given when the call is made.")
+    method = getattr(comm, operation)
+    try:
+        bound = inspect.signature(method).bind(*args, **options)
+    except TypeError as error:
+        raise explain_keyword(method, error) from None
+    bound.apply_defaults()
+    arguments = bound.arguments
+    del arguments["async_op"]
+    timeout = arguments.pop("timeout")
+    return PreparedCall(path, method, arguments, timeout)
 
 
 class PreparedCall(NotCopied):
-    """One collective call on given arrays; :meth:`Communicator.plan` returns it.
+    """One collective call on the same arrays; :meth:`Communicator.plan` returns it.
 
     It keeps the arrays. Every call works on the memory that the arrays have by then: an array may
     have been resized and resized back, a tensor may have been given another storage.
 
     Args:
-        operation: the method's name.
-        prepare: returns the call with this array as ``out``, or as it was planned for None.
-        arrays: what the call was planned on, by the names ``x`` and ``out``.
-        keeps: whether every call without ``out`` returns one and the same array.
-        who: this rank, for errors.
+        path: the communicator's path.
+        method: the communicator's method that makes the call.
+        arguments: the method's, by name, but for ``timeout`` and ``async_op``.
+        timeout: seconds, or None.
     """
 
     __slots__ = (
-        "_arrays", "_direct", "_dtype", "_formats", "_keeps", "_like", "_make", "_pending",
-        "_places", "_prepare", "_shape", "_who", "operation",
+        "_arguments", "_arrays", "_call", "_direct", "_dtype", "_formats", "_keeps", "_kind",
+        "_like", "_method", "_path", "_pending", "_places", "_seconds", "_shape", "_timeout",
+        "operation",
     )  # fmt: skip
     instead = "Prepare another one with comm.plan(), on the arrays of the copy."
 
     def __init__(
         self,
-        operation: str,
-        prepare: Callable[[Any], CallForms],
-        arrays: dict[str, Any],
-        keeps: bool,
-        who: str,
+        path: Path,
+        method: Callable[..., Any],
+        arguments: dict[str, Any],
+        timeout: float | None,
     ) -> None:
-        self.operation = operation
-        self._prepare = prepare
-        self._arrays = {name: array for name, array in arrays.items() if array is not None}
-        self._keeps = keeps and "out" not in self._arrays
-        self._who = who
+        self.operation: str = method.__name__
+        self._kind = _KINDS[self.operation]
+        self._path = path
+        self._method = method
+        self._arguments = arguments
+        self._timeout = timeout
+        self._seconds = path.check_timeout(timeout)
+        x, out = arguments.get("x"), arguments.get("out")
+        refuse_unfit(self.operation, x, out, arguments.get("axis", 0))
+        self._arrays = {name: array for name, array in (("x", x), ("out", out))
+                        if array is not None}  # fmt: skip
+        # Whether every call without `out` returns one and the same array.
+        self._keeps = self.operation in _KEEPING and x is not None and out is None
         self._pending: Work[Any] | None = None
         # The shape and dtype of the first array are those of the call.
         self._like = next(iter(self._arrays.values()), _NOTHING)
         self._shape = getattr(self._like, "shape", None)
         self._dtype = getattr(self._like, "dtype", None)
-        self._plan()
+        self._prepare()
 
-    def _plan(self) -> None:
+    def _prepare(self) -> None:
         """Prepare the call on the memory that the arrays have now."""
-        self._make, self._direct = self._prepare(self._arrays.get("out"))
-        if self._dtype is None:  # what speaks DLPack need not have more attributes than that
-            self._direct = None
+        out = self._arrays.get("out")
+        arguments = self._arguments if out is None else {**self._arguments, "out": out}
+        self._call: Call = self._kind(self._path, **arguments).prepared()
+        # C remembers what it has found out, too, and needs nothing of Python. It must be told where
+        # the result goes, or it makes a new array in every call.
+        whole = out is not None or self.operation == "barrier"
+        # An array of a framework that only speaks DLPack need not have a dtype.
+        self._direct: Callable[[], Any] | None = None
+        if (
+            whole
+            and self._path.door is not None
+            and self._timeout is None
+            and self._dtype is not None
+        ):
+            self._direct = _as_in_program(self._method, arguments)
         self._places = [(array, _place(array)) for array in self._arrays.values()]
         self._formats = {name: _format(array) for name, array in self._arrays.items()}
 
@@ -135,7 +165,7 @@ class PreparedCall(NotCopied):
                 return self._direct()
         held = hold(self._arrays.values())
         self._follow()
-        result = self._make(async_op)
+        result = self._path.go_again(self._call, self._seconds, async_op)
         if async_op:
             result._hold(held)
         if self._keeps:
@@ -159,18 +189,18 @@ class PreparedCall(NotCopied):
             if _place(array) != place:
                 self._refuse_other_formats()
                 refuse_unfit(self.operation, self._arrays.get("x"), self._arrays.get("out"), 0)
-                self._plan()
+                self._prepare()
                 return
 
     def _refuse_other_formats(self) -> None:
         for name, array in self._arrays.items():
-            before, now = self._formats[name], _format(array)
+            before, after = self._formats[name], _format(array)
             for error, what in ((ShapeError, "shape"), (DtypeError, "dtype")):
-                old, new = getattr(before, what), getattr(now, what)
+                old, new = getattr(before, what), getattr(after, what)
                 if old != new:
                     raise error(
                         f"{self.operation}: {name} has {what} {new} by now (it was planned with "
-                        f"{old}) {self._who}. Plan the call again."
+                        f"{old}) {self._path.who}. Plan the call again."
                     )
 
     def _keep(self, result: Any) -> None:
@@ -183,13 +213,28 @@ class PreparedCall(NotCopied):
             return
         self._arrays["out"] = result
         try:
-            self._plan()
+            self._prepare()
         except InvalidArgumentError:
             # The framework's arrays are read-only. Nothing moves their memory, either.
             del self._arrays["out"]
 
     def __repr__(self) -> str:
         return f"<prepared {self.operation}>"
+
+
+def _as_in_program(method: Callable[..., Any], arguments: Mapping[str, Any]) -> Callable[[], Any]:
+    """Return the call as a program writes it, without arguments that have their default.
+
+    C takes no other.
+    """
+    parameters = inspect.signature(method).parameters
+    named = {
+        name: value
+        for name, value in arguments.items()
+        if name != "x" and value is not parameters[name].default
+    }
+    positional = [arguments["x"]] if "x" in arguments else []
+    return functools.partial(method, *positional, **named)
 
 
 class _Format(NamedTuple):
@@ -252,8 +297,8 @@ def refuse_unfit(operation: str, x: Any, out: Any, axis: int) -> None:
             )
         if array.size and not np.may_share_memory(array, adapter_of(each).view(each)[0]):
             raise InvalidArgumentError(
-                f"plan: {operation}: {name} has no memory that is looked at each time (a "
-                "lazily conjugated or negated tensor); an array that has. Pass a copy of it."
+                f"plan: {operation}: {name} is a lazily conjugated or negated tensor, so its "
+                "storage does not hold its values; pass x.resolve_conj().resolve_neg(), or a copy."
             )
         seen.append(array)
     if len(seen) == 2 and out is not x and np.may_share_memory(seen[0], seen[1]):

@@ -1,0 +1,108 @@
+"""Memory that a transport reduces without copies: empty and adopt."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from collective.deadline import Deadline
+from collective.errors import DtypeError, ShapeError, UnsupportedError
+from collective.memory import dtypes
+from collective.memory.arrays import adapter_of
+from collective.request import Request
+
+from ..path import Path
+from ..planned import Planned
+from .call import Call
+from .views import adapter_for
+
+__all__ = ["Adopt", "Empty"]
+
+
+class Empty(Call):
+    """See :meth:`Communicator.empty`."""
+
+    operation = "empty"
+
+    def __init__(self, path: Path, shape: Any, dtype: Any, like: Any) -> None:
+        self.path = path
+        self._dtype = self._element_type(dtype)
+        self._shape = self._dimensions(shape)
+        self._on_gpu = self._wants_gpu(like)
+        if self._on_gpu and not path.enqueues:
+            raise UnsupportedError(
+                f"empty: memory of a GPU; backend {path.backend.name!r} has none that ranks share "
+                f"{path.who}. Make the array with its framework: calls take it as it is."
+            )
+        self._adapter = adapter_for(like, self._on_gpu)
+
+    def _element_type(self, dtype: Any) -> dtypes.DType:
+        name = str(dtype).rpartition(".")[2] if not isinstance(dtype, type) else dtype.__name__
+        known = dtypes.BY_NAME.get(name)
+        if known is not None:
+            return known
+        try:
+            return dtypes.from_numpy(np.dtype(dtype))
+        except TypeError:
+            raise DtypeError(f"empty: dtype {dtype!r} {self.path.who}.") from None
+
+    def _dimensions(self, shape: Any) -> tuple[int, ...]:
+        try:
+            lengths = shape if isinstance(shape, Sequence) else (shape,)
+            dimensions = tuple(operator.index(length) for length in lengths)
+        except TypeError:
+            dimensions = (-1,)
+        if min(dimensions, default=0) < 0:
+            raise ShapeError(
+                f"empty: shape {shape!r}; an integer or some, none of them negative "
+                f"{self.path.who}."
+            )
+        return dimensions
+
+    def _wants_gpu(self, like: Any) -> bool:
+        """Whether the memory is to be the GPU's: all ranks have to mean the same."""
+        if not self.path.on_device:
+            return False
+        if like is None or isinstance(like, str):
+            return not self.path.on_host or like in ("cuda", "cupy")
+        array, _ = adapter_of(like).view(like)
+        return not isinstance(array, np.ndarray)
+
+    def run(self, deadline: Deadline) -> Any:
+        path, dtype = self.path, self._dtype
+        nbytes = int(np.prod(self._shape, dtype=np.int64)) * dtype.itemsize
+        device = "cuda" if self._on_gpu else None
+        request = Request(self.operation, dtype, self._shape, device=device)
+        memory: list[Any] = []
+
+        def allocate(src: None, dst: None, seconds: float) -> None:
+            method = path.backend.empty_device if self._on_gpu else path.backend.empty
+            memory.append(method(nbytes, request, seconds))
+
+        path.carry(Planned(request, allocate, fixed=True), None, None, deadline)
+        return self._adapter.wrap(memory[0].view(dtype.storage).reshape(self._shape), dtype)
+
+
+class Adopt(Call):
+    """See :meth:`Communicator.adopt`."""
+
+    operation = "adopt"
+
+    def __init__(self, path: Path, nbytes: int, move: Callable[[], int]) -> None:
+        self.path = path
+        self._nbytes = nbytes
+        self._move = move
+
+    def run(self, deadline: Deadline) -> Any:
+        path = self.path
+        request = Request(self.operation, None, (self._nbytes,))
+        memory: list[Any] = []
+
+        def share(src: None, dst: None, seconds: float) -> None:
+            memory.append(path.backend.adopt(self._nbytes, self._move, request, seconds))
+
+        path.carry(Planned(request, share, fixed=True), None, None, deadline)
+        return memory[0]

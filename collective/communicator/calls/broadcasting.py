@@ -1,0 +1,417 @@
+"""The calls barrier and broadcast."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from collective.contract.failure import Failure
+from collective.deadline import Deadline
+from collective.errors import InvalidArgumentError
+from collective.memory import dtypes, nested
+from collective.memory.arrays import adapter_of
+from collective.memory.buffer import Buffer, Spot
+from collective.request import Request, call_site
+
+from ..heads import Head
+from ..output import Output, input_buffer, outputs_of
+from ..path import Path
+from ..planned import Planned
+from ..streams import Near, nearest, settle
+from .call import Call, Header
+from .device import spot_of
+from .structure import UINT8, pack, unpack
+from .views import View, adapter_for, room_on_gpu, view, views, where
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["Barrier", "Broadcast"]
+
+# A head has the root's digest, dtype code, bytes, the length of what describes a structure,
+# dimensions and shape; NumPy's arrays have 64 dimensions at most.
+_WORDS = 5 + 64
+
+
+class Barrier(Call):
+    """See :meth:`Communicator.barrier`."""
+
+    operation = "barrier"
+
+    @classmethod
+    def of_plain(
+        cls, path: Path, x: Any, out: Any, *, op: Any = None, order: Any = None, root: Any = None,
+        counts: Any = None,
+    ) -> Self:  # fmt: skip
+        return cls(path)
+
+    def plan(self) -> Planned:
+        path = self.path
+        return path.plans.get("barrier") or path.remember(
+            "barrier", path.planned(Request("barrier"), fixed=True)
+        )
+
+    def prepared(self) -> Call:
+        self._planned = self.plan()
+        return self
+
+    def run(self, deadline: Deadline) -> None:
+        self.path.carry(self._planned, None, None, deadline)
+
+
+class _Broadcasting(Call):
+    """Broadcast among ranks that may differ from the root only in having passed None."""
+
+    operation = "broadcast"
+    root: int
+
+    def move(
+        self, buffer: Buffer, planned: Planned, deadline: Deadline, described: int = 0
+    ) -> None:
+        """Broadcast a buffer of which this rank knows dtype and shape.
+
+        Args:
+            described: number of bytes at the buffer's start that describe a structure.
+
+        Raises:
+            Disagreement: the ranks' calls differ: in that a rank has passed None, maybe.
+        """
+        path, request = self.path, planned.request
+        if path.heads:
+            head = self.exchange_head(request, buffer, deadline, described)
+            inline = head.inline(buffer.nbytes)
+            if inline is None:
+                if described:
+                    planned = path.planned(_to_all(request))
+                path.carry(planned, buffer, buffer, deadline)
+            elif path.rank != self.root:
+                buffer.array.view(np.uint8)[:] = inline
+            return
+        if path.agree_sizes or path.enqueues:
+            path.agree(request, deadline)
+        path.carry(planned, buffer, buffer, deadline)
+
+    def move_to_all(
+        self, buffer: Buffer, request: Request, headers: Sequence[Header], deadline: Deadline
+    ) -> None:
+        """Broadcast where the ranks' calls differ, if that is only in having passed None."""
+        self.root_header(headers)
+        self.path.carry(self.path.planned(_to_all(request)), buffer, buffer, deadline)
+
+    def exchange_head(
+        self, request: Request | None, buffer: Buffer | None, deadline: Deadline,
+        described: int = 0,
+    ) -> Head:  # fmt: skip
+        """Broadcast what the root's array is, with all its bytes if they are few.
+
+        It takes the place of a comparison on transports that compare nothing: the root does not
+        know whether a rank has passed None.
+
+        Args:
+            request, buffer: this rank's; None where it passed None.
+            described: number of bytes at the buffer's start that describe a structure.
+
+        Raises:
+            MismatchError: this rank's array is not like the root's.
+        """
+        path, root = self.path, self.root
+        head = Head(_WORDS)
+        if path.rank == root:
+            assert request is not None
+            assert request.shape is not None
+            assert buffer is not None
+            ndim = len(request.shape)
+            head.words[:5] = request.digest, buffer.dtype.code, buffer.nbytes, described, ndim
+            head.words[5 : 5 + ndim] = request.shape
+            head.put(buffer.array)
+        plan = path.head_plan("broadcast", request, root, "broadcast")
+        path.carry(plan, head.buffer, head.buffer, deadline)
+        if request is not None and head.words[0] != request.digest:
+            theirs = Request("broadcast", *_described(head), root=root)
+            message = (
+                f"the ranks made different calls:\n  rank {root}: {theirs}\n  rank {path.rank}: "
+                f"{request} at {call_site()}\nEvery rank must make the same collective calls in "
+                "the same order; COLLECTIVE_CHECK=always compares each call before it is sent"
+            )
+            # The call cannot be made again: the root has heard from nobody, and goes on to send.
+            failure = Failure("mismatch", path.rank, message)
+            path.backend.abort(failure)
+            raise failure.error("broadcast", path.rank)
+        return head
+
+    def root_header(self, headers: Sequence[Header]) -> Header:
+        """Return the root's header if the others know nothing, or the same.
+
+        Raises:
+            MismatchError: the calls differ in more.
+        """
+        root = headers[self.root] if headers else {"shape": None}
+        for header in headers:
+            if {**header, "site": ""} != {**root, "site": ""}:
+                unknown = header["shape"] is None and not header["options"].get("nesting")
+                alike = (
+                    header["operation"] == root["operation"]
+                    and header["options"].get("root") == self.root
+                )
+                if not (unknown and alike):
+                    self.path.raise_mismatch(headers)
+        if root["shape"] is None:
+            self.path.raise_mismatch(headers)
+        return root
+
+
+class Broadcast(_Broadcasting):
+    """See :meth:`Communicator.broadcast`: of one array, whose dtype and shape this rank knows."""
+
+    def __init__(
+        self, path: Path, x: Any, root: Any, out: Any, like: Any, hosted: bool = False
+    ) -> None:
+        self.path = path
+        self.root = path.check_rank("broadcast", "root", root)
+        self.x = x
+        self.out = out
+        self.like = like
+        self.hosted = hosted
+        # What this rank knows of the root's array.
+        self.template = out if x is None and out is not None else x
+
+    @classmethod
+    def of_plain(
+        cls, path: Path, x: Any, out: Any, *, op: Any = None, order: Any = None, root: Any = None,
+        counts: Any = None,
+    ) -> Self:  # fmt: skip
+        return cls(path, x, root, out, None)
+
+    def plan(self) -> Planned | None:
+        return self._plan_of(view(self.path, self.operation, self.template))
+
+    def _plan_of(self, seen: View) -> Planned:
+        path, (_, array, dtype) = self.path, seen
+        key = self.operation, dtype, array.shape, self.root, type(array) is np.ndarray
+        planned = path.plans.get(key)
+        if planned is None:
+            device = where(path, array)
+            request = Request(self.operation, dtype, array.shape, root=self.root, device=device)
+            planned = path.remember(key, path.planned(request))
+        return planned
+
+    def plan_of_spot(self, spot: Spot) -> Planned | None:
+        return self.path.plans.get((self.operation, spot.dtype, spot.shape, self.root, False))
+
+    def prepared(self) -> Call:
+        path, x, out = self.path, self.x, self.out
+        if path.enqueues and (out is x or (out is None and path.rank == self.root)):
+            spot = spot_of(path, x)
+            planned = None if spot is None else self.plan_of_spot(spot)
+            if spot is not None and planned is not None:
+                return _StraightBroadcast(self, spot, planned)
+        if self.template is None and path.rank == self.root:
+            raise InvalidArgumentError(f"broadcast: the root passed None {path.who}.")
+        if nested.is_tree(self.template):
+            return _StructureBroadcast(self)
+        if self.template is None:
+            return _UnknownBroadcast(self)
+        self._view = adapter, array, dtype = view(path, self.operation, self.template, self.hosted)
+        if type(array) is not np.ndarray:
+            self.near = Near(array, adapter)
+        self._planned = self._plan_of(self._view)
+        self._output: Output | None = None
+        if path.rank != self.root or out is not None:
+            self._output = Output(
+                self.operation, out, adapter, array.shape, dtype, array, self.template
+            )
+        if path.rank == self.root:
+            self._buffer = input_buffer(array, dtype, self._output, out, x)
+        else:
+            assert self._output is not None
+            self._buffer = Buffer(self._output.flat, dtype)
+        return self
+
+    def run(self, deadline: Deadline) -> Any:
+        self.move(self._buffer, self._planned, deadline)
+        return self._result()
+
+    def recover(self, headers: Sequence[Header], deadline: Deadline) -> Any:
+        self.move_to_all(self._buffer, self._planned.request, headers, deadline)
+        return self._result()
+
+    def _result(self) -> Any:
+        output = self._output
+        if output is None:
+            return self._view.adapter.unchanged(self.x)
+        if self.path.rank == self.root and self._buffer.array is not output.flat:
+            output.flat[:] = self._buffer.array
+        return output.finish()
+
+
+class _StraightBroadcast(_Broadcasting):
+    """Broadcast of an array on a GPU in place, which has a plan already.
+
+    Args:
+        call: the call.
+        spot: where its array is.
+        planned: its plan.
+    """
+
+    def __init__(self, call: Broadcast, spot: Spot, planned: Planned) -> None:
+        self.path = call.path
+        self.root = call.root
+        self._x = call.x
+        self._buffer: Any = spot  # it has what is used of a buffer where calls are enqueued
+        self._planned = planned
+        self.near = Near(spot, adapter_of(call.x))
+
+    def run(self, deadline: Deadline) -> Any:
+        planned = self._planned
+        planned.comparison = planned.comparison or self.path.comparing(planned.request)
+        self.path.carry(planned.comparison, None, None, deadline)
+        self.path.carry(planned, self._buffer, self._buffer, deadline)
+        return self._x
+
+    def recover(self, headers: Sequence[Header], deadline: Deadline) -> Any:
+        self.move_to_all(self._buffer, self._planned.request, headers, deadline)
+        return self._x
+
+
+class _UnknownBroadcast(_Broadcasting):
+    """Broadcast of which this rank knows nothing: it passed None.
+
+    Args:
+        call: the call.
+    """
+
+    def __init__(self, call: Broadcast) -> None:
+        self.path = call.path
+        self.root = call.root
+        self._like = call.like
+        adapter_for(self._like)
+
+    def run(self, deadline: Deadline) -> Any:
+        path, root, like = self.path, self.root, self._like
+        inline, options, described = None, {}, 0
+        if path.heads:
+            head = self.exchange_head(None, None, deadline)
+            dtype, shape = _described(head)
+            inline = head.inline(int(head.words[2]))
+            described = int(head.words[3])
+        else:
+            request = Request(self.operation, root=root)
+            header = self.root_header(path.headers_if_different(request, deadline) or [])
+            dtype, shape = dtypes.named(header["dtype"]), tuple(header["shape"])
+            options = header["options"]
+        on_gpu = "device" in options
+        adapter = adapter_for(like, on_gpu)
+        room = room_on_gpu(path, adapter, 0) if on_gpu else None
+        output = None
+        if not described and "nesting" not in options:
+            output = path.allocate(Output, self.operation, None, adapter, shape, dtype, room)
+            buffer = Buffer(output.flat, dtype)
+        else:
+            buffer = path.allocate(Buffer.empty, shape[0], UINT8, room)
+        if inline is not None:
+            buffer.array.view(np.uint8)[:] = inline
+        else:
+            device = "cuda" if on_gpu else None
+            request = Request(self.operation, dtype, shape, root=root, device=device)
+            path.carry(path.planned(request), buffer, buffer, deadline)
+        if output is not None:
+            result = output.finish()
+        else:
+            structure = options
+            if described:
+                structure = json.loads(buffer.array[:described].tobytes())
+            outputs = [
+                Output(self.operation, None, adapter, tuple(shape), dtypes.named(name), room)
+                for name, *shape in structure["leaves"]
+            ]
+            unpack(buffer.array[described:], [leaf.flat for leaf in outputs])
+            leaves = iter([leaf.finish() for leaf in outputs])
+            result = nested.rebuild(structure["nesting"], leaves)
+        settle(path, self.operation, buffer.array, deadline)
+        return result
+
+
+class _StructureBroadcast(_Broadcasting):
+    """Broadcast of nested arrays, as one message of bytes.
+
+    Args:
+        call: the call.
+    """
+
+    def __init__(self, call: Broadcast) -> None:
+        path = self.path = call.path
+        self.root = call.root
+        self._call = call
+        self._leaves = leaves = views(path, self.operation, call.template, call.hosted)
+        nesting = nested.skeleton(call.template)
+        shapes = [[leaf.dtype.name, *leaf.array.shape] for leaf in leaves]
+        self._outputs: list[Output] | None = None
+        if path.rank != self.root or call.out is not None:
+            outs = outputs_of(self.operation, call.out, nesting, len(leaves), "input", path.who)
+            self._outputs = [
+                Output(self.operation, out, leaf.adapter, leaf.array.shape, leaf.dtype, leaf.array)
+                for out, leaf in zip(outs, leaves)
+            ]
+        # Where no headers are compared, what None stands for has to travel with it.
+        structure = {"leaves": shapes, "nesting": nesting}
+        text = json.dumps(structure).encode() if path.heads else b""
+        self._text = np.frombuffer(text, np.uint8)
+        self._nbytes = self._text.size + sum(leaf.array.nbytes for leaf in leaves)
+        self._planned = path.planned(
+            Request(
+                self.operation, UINT8, (self._nbytes,), root=self.root, leaves=shapes,
+                nesting=nesting, device=where(path, leaves[0].array) if leaves else None,
+            )
+        )  # fmt: skip
+        self.near = nearest(leaves)
+
+    def run(self, deadline: Deadline) -> Any:
+        self._packed = packed = self._pack()
+        self.move(packed, self._planned, deadline, self._text.size)
+        return self._result(packed)
+
+    def recover(self, headers: Sequence[Header], deadline: Deadline) -> Any:
+        self.move_to_all(self._packed, self._planned.request, headers, deadline)
+        return self._result(self._packed)
+
+    def _pack(self) -> Buffer:
+        """Return room for all leaves; at the root, with their bytes in it."""
+        text = self._text
+        arrays = [leaf.array for leaf in self._leaves]
+        packed = Buffer.empty(self._nbytes, UINT8, arrays[0] if arrays else None)
+        if self.path.rank == self.root:
+            if text.size:
+                packed.array[: text.size] = text
+            pack([array.ravel() for array in arrays], packed.array[text.size :])
+        return packed
+
+    def _result(self, packed: Buffer) -> Any:
+        outputs = self._outputs
+        if outputs is None:
+            return _unchanged(self._call.x, self._leaves)
+        unpack(packed.array[self._text.size :], [output.flat for output in outputs])
+        leaves = iter([output.finish() for output in outputs])
+        return nested.rebuild(self._call.template, leaves)
+
+
+def _unchanged(x: Any, leaves: Sequence[View]) -> Any:
+    """Return the result at the root: the structure ``x``, if the other ranks get one like it."""
+    inputs = nested.flatten(x)
+    results = [leaf.adapter.unchanged(array) for leaf, array in zip(leaves, inputs)]
+    alike = all(result is array for result, array in zip(results, inputs))
+    return x if alike else nested.rebuild(x, iter(results))
+
+
+def _to_all(request: Request) -> Request:
+    """Return the call as ranks can make it that have passed None."""
+    device = request.options.get("device")
+    return Request("broadcast", request.dtype, request.shape, root=request.root, device=device)
+
+
+def _described(head: Head) -> tuple[dtypes.DType, tuple[int, ...]]:
+    """Return the dtype and shape that a head tells."""
+    ndim = int(head.words[4])
+    return dtypes.BY_CODE[int(head.words[1])], tuple(map(int, head.words[5 : 5 + ndim]))

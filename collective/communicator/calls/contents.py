@@ -1,0 +1,214 @@
+"""What a message between two ranks consists of, and what it becomes where it arrives."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from collective.errors import CollectiveError, InvalidArgumentError, ShapeError
+from collective.memory import dtypes, nested
+from collective.memory.arrays import Adapter, adapter_of
+from collective.memory.buffer import Buffer
+from collective.memory.overlap import writable_arrays
+
+from .. import objects
+from ..heads import Head
+from ..output import Output, refuse_overlap
+from ..path import Path
+from ..streams import Near
+from .views import adapter_for, check_device, device_view, room_on_gpu, view
+
+__all__ = ["WORDS", "arrived", "arriving", "check_out", "message_of", "room_for"]
+
+_UINT8 = dtypes.BY_NAME["uint8"]
+#: Every message begins with a head of so many words: kind, dtype code, bytes, dimensions, shape.
+#: What does not fit in after that follows in a message of its own, as does what the transport takes
+#: from a GPU.
+WORDS = 16
+_MAX_DIMENSIONS = WORDS - 4
+_ARRAY, _OBJECT, _FOLLOWING = 0, 1, 2
+
+
+def message_of(
+    path: Path, what: str, x: Any, hosted: bool = False
+) -> tuple[Head, Buffer | None, Near | None]:
+    """Return the head of the message that ``x`` is, and the payload that must follow it.
+
+    And, where that is on a GPU, the array.
+
+    Args:
+        what: the operation, for errors.
+        hosted: whether ``x`` is the library's own array on the CPU.
+    """
+    head = Head(WORDS)
+    head.words[:] = 0
+    if nested.is_tree(x):
+        nested.flatten(x)  # refuses keys that cannot be sorted
+        payload = Buffer(objects.encode(x), _UINT8)
+        head.words[:3] = _OBJECT, 0, payload.count
+    else:
+        adapter, array, dtype = view(path, what, x, hosted)
+        if array.ndim > _MAX_DIMENSIONS:
+            raise ShapeError(
+                f"{what}: {array.ndim} dimensions; at most {_MAX_DIMENSIONS}. Reshape it."
+            )
+        on_gpu = not isinstance(array, np.ndarray)
+        kind = _FOLLOWING if on_gpu else _ARRAY
+        head.words[:4] = kind, dtype.code, array.nbytes, array.ndim
+        head.words[4 : 4 + array.ndim] = array.shape
+        payload = Buffer(array.ravel(), dtype).bytes()
+        if on_gpu:
+            return head, payload if payload.count else None, Near(array, adapter)
+    head.put(payload.array)
+    return head, payload if payload.count > head.room else None, None
+
+
+def room_for(
+    path: Path, head: Head, words: Sequence[int], out: Any, like: Any
+) -> tuple[Buffer, bool, bool]:
+    """Return the payload or room for it, whether it has yet to come, and if that is ``out``.
+
+    Args:
+        head, words: of the message.
+        out: where it goes, or None.
+        like: what the result is to be like.
+    """
+    nbytes = words[2]
+    path.listeners.message_arrives(nbytes)
+    inline = None if words[0] == _FOLLOWING else head.inline(nbytes)
+    direct = _direct(path, words, out, inline is None)
+    if inline is None:
+        if direct is not None:
+            payload = direct
+        elif words[0] == _FOLLOWING and path.enqueues:
+            # `like` may be a structure, for which the framework is not chosen.
+            adapter = adapter_for(None if nested.is_tree(like) else like, on_gpu=True)
+            room = path.allocate(room_on_gpu, path, adapter, nbytes, device_view(like))
+            payload = Buffer(room, _UINT8)
+        else:
+            payload = path.allocate(Buffer.empty, nbytes, _UINT8)
+        return payload, nbytes > 0, direct is not None
+    if direct is None:
+        return Buffer(inline, _UINT8), False, False
+    direct.array[:] = inline
+    return direct, False, True
+
+
+def check_out(path: Path, what: str, out: Any) -> Near | None:
+    """Refuse an ``out`` that cannot be written to; return it if calls on it are enqueued."""
+    if out is None:
+        return None
+    if nested.is_tree(out):
+        refuse_overlap(what, writable_arrays(out))
+        return None
+    adapter = adapter_of(out)
+    array: Any = adapter.output(out)[0]
+    if not array.flags.c_contiguous:
+        refuse_overlap(what, [array])
+    if isinstance(array, np.ndarray):
+        if not path.on_host:
+            view(path, what, out)
+        return None
+    if not path.enqueues:
+        return None
+    check_device(path, what, array)
+    return Near(array, adapter)
+
+
+def _direct(path: Path, words: Sequence[int], out: Any, follows: bool) -> Buffer | None:
+    """Return ``out`` as bytes, if the message can be received right into it."""
+    if out is None or nested.is_tree(out) or words[0] == _OBJECT:
+        return None
+    array, dtype = adapter_of(out).output(out)
+    on_gpu = not isinstance(array, np.ndarray)
+    if path.enqueues:
+        fits = on_gpu == (words[0] == _FOLLOWING)
+    else:
+        fits = not on_gpu or (path.on_device and follows)
+    if not fits or not array.flags.carray:
+        return None
+    if _shape(words) != array.shape or dtype.code != words[1]:
+        return None
+    return Buffer(array.ravel(), dtype).bytes()
+
+
+def arrived(path: Path, words: Sequence[int], payload: Buffer, out: Any, like: Any) -> Any:
+    """Return what a message becomes: ``out``, or a new array or structure."""
+    if words[0] == _OBJECT:
+        value = objects.decode(payload.array)
+        if out is None and like is not None and nested.is_tree(value):
+            adapter = adapter_for(like)
+            leaves = [_converted(leaf, adapter) for leaf in nested.flatten(value)]
+            return nested.rebuild(value, iter(leaves))
+        return value if out is None else _fill(out, value)
+    if out is not None and nested.is_tree(out):
+        raise InvalidArgumentError(f"recv: a single array came; out is a structure {path.who}.")
+    dtype, shape = dtypes.BY_CODE[words[1]], _shape(words)
+    array: Any = payload.array
+    on_gpu = not isinstance(array, np.ndarray)
+    if on_gpu and out is not None and device_view(out) is None:
+        array, on_gpu = array.to_host(), False
+    adapter = adapter_of(out) if out is not None else adapter_for(like, on_gpu)
+    output = Output("recv", out, adapter, shape, dtype, array)
+    output.flat[:] = array.view(dtype.storage)
+    return output.finish()
+
+
+def arriving(what: str, head: Head) -> list[int]:
+    """Return the numbers of a head that a peer sent.
+
+    Raises:
+        CollectiveError: they are not what :func:`message_of` writes.
+    """
+    words: list[int] = head.words.tolist()
+    kind, code, nbytes, ndim = words[:4]
+    if kind == _OBJECT:
+        sound = nbytes >= 0
+    else:
+        sound = (
+            kind in (_ARRAY, _FOLLOWING)
+            and 0 <= code < len(dtypes.BY_CODE)
+            and 0 <= ndim <= _MAX_DIMENSIONS
+            and min(shape := _shape(words), default=0) >= 0
+            and math.prod(shape) * dtypes.BY_CODE[code].itemsize == nbytes
+        )
+    if not sound:
+        raise CollectiveError(
+            f"{what}: a message begins with {', '.join(map(str, words))}; its kind, dtype, bytes "
+            "and shape do not fit together. The sender has another version of this package, or "
+            "its memory is damaged."
+        )
+    return words
+
+
+def _shape(words: Sequence[int]) -> tuple[int, ...]:
+    return tuple(words[4 : 4 + words[3]])
+
+
+def _converted(leaf: Any, adapter: Adapter) -> Any:
+    """Return the array ``leaf`` in the framework of ``adapter``."""
+    own_adapter = adapter_of(leaf)
+    if own_adapter is adapter:
+        return leaf
+    array, dtype = own_adapter.view(leaf)
+    output = Output("recv", None, adapter, array.shape, dtype, array)
+    output.flat[:] = array.ravel()
+    return output.finish()
+
+
+def _fill(out: Any, value: Any) -> Any:
+    """Copy the arrays of ``value`` to those of ``out``, if they fit."""
+    if nested.skeleton(out) != nested.skeleton(value):
+        raise InvalidArgumentError("recv: out is nested differently from what came.")
+    outputs = []
+    for target, leaf in zip(nested.flatten(out), nested.flatten(value)):
+        array, dtype = adapter_of(leaf).view(leaf)
+        output = Output("recv", target, adapter_of(target), array.shape, dtype, array)
+        outputs.append((output, array))
+    for output, array in outputs:
+        output.flat[:] = array.ravel()
+        output.finish()
+    return out

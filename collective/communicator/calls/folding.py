@@ -1,0 +1,177 @@
+"""Folds of the ranks' arrays: how they are checked and planned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from collective.algorithms import arithmetic
+from collective.contract.failure import Failure
+from collective.contract.recorder import Recorder
+from collective.contract.work import Work
+from collective.deadline import Deadline
+from collective.errors import (
+    CollectiveError,
+    CommunicatorAbortedError,
+    DtypeError,
+    InvalidArgumentError,
+    UnsupportedError,
+)
+from collective.memory.buffer import Buffer
+from collective.memory.dtypes import DType
+from collective.memory.numbers import NUMBERS
+from collective.ops import ReduceOp, as_op
+from collective.request import Disagreement, Request
+
+from ..planned import Planned
+from ..rows import Rows, split_sizes
+from .call import Call
+from .views import Array, View
+
+if TYPE_CHECKING:
+    from collective.contract.backend import Backend, Plan
+
+__all__ = ["CuttingFold", "Folding"]
+
+
+class Folding(Call):
+    """Call that folds the ranks' arrays: what an operator needs to be checked and planned.
+
+    Attributes:
+        x, op, out, order: as the caller passed them.
+        root: the rank that gets the result; None if every rank does.
+        receives: whether this rank gets a result.
+    """
+
+    x: Any
+    op: str | ReduceOp
+    out: Any
+    order: str | None
+    root: int | None = None
+    receives: bool = True
+
+    def plan_fold(
+        self, key: Any, dtype: DType, shape: tuple[int, ...], on_host: bool,
+        elements: Sequence[int] | None = None, **options: Any,
+    ) -> Planned:  # fmt: skip
+        """Check a fold, and plan it for now and later.
+
+        Args:
+            key: by which the path remembers the plan.
+            dtype, shape: of this rank's input.
+            on_host: whether that is on the CPU.
+            elements: of ``reduce_scatter``, the number of elements that each rank gets.
+            options: what else the ranks must agree on.
+
+        Raises:
+            InvalidArgumentError, DtypeError, UnsupportedError: it cannot be made.
+        """
+        path, what, order = self.path, self.operation, self.order
+        if order not in (None, "rank"):
+            raise InvalidArgumentError(f"{what}: order {order!r}; 'rank' or None {path.who}.")
+        reducer, ordered = as_op(self.op), order == "rank"
+        try:
+            arithmetic.check(reducer, dtype)
+        except DtypeError as error:
+            raise DtypeError(f"{what}: {error} {path.who}") from None
+        takes_gpus = on_host or path.backend.supports(what, reducer, dtype, ordered)
+        if takes_gpus and not on_host:
+            options["device"] = "cuda" if path.enqueues else None
+        else:
+            self._check_supported(reducer, dtype)
+        request = Request(
+            what, dtype, shape, op=reducer, ordered=ordered, root=self.root, elements=elements,
+            **options,
+        )  # fmt: skip
+        plan = path.backend.plan(request)
+        if reducer.function is not None:
+            outcome = path.backend.plan(request.step(1, "barrier"))
+            # Without the path, which would keep itself and not end when it is dropped.
+            fail = partial(_fail, path.recorder, path.backend)
+            plan = partial(_fold_with_function, fail, plan, outcome)
+        return path.remember(key, Planned(request, plan, fixed=True, takes_gpus=takes_gpus))
+
+    def _check_supported(self, op: ReduceOp, dtype: DType) -> None:
+        able = self.path.capabilities
+        if op.name not in able.ops or dtype.name not in able.dtypes:
+            other = "'nccl', which does it on GPUs" if dtype.kind == "f" else "'shm' or 'threads'"
+            raise UnsupportedError(
+                f"{self.operation}: op {op} on {dtype} is not supported by backend "
+                f"{self.path.backend.name!r} (ops {', '.join(sorted(able.ops))}; dtypes "
+                f"{', '.join(sorted(able.dtypes))}) {self.path.who}. Use backend={other}."
+            )
+
+    def refuse_long(self, number: View) -> None:
+        """Refuse a Python integer if the result might have more than 64 bits.
+
+        Python's have as many as they need, so that one that wraps would be wrong in silence. This
+        rank does not know what the others have, and takes it to be as much.
+        """
+        if number.adapter is not NUMBERS or number.dtype.kind != "i":
+            return
+        path, value, name = self.path, int(number.array), as_op(self.op).name
+        worst = {"sum": abs(value) * path.size, "prod": abs(value) ** path.size}.get(name, 0)
+        if worst >= 2**63:
+            raise DtypeError(
+                f"{self.operation}: op {name} of {value}; if {path.size} ranks have as much the "
+                f"result takes more than 64 bits {path.who}. Pass float(x), or numpy.int64(x), "
+                "which wraps; or use all_gather_object."
+            )
+
+
+class CuttingFold(Folding):
+    """Fold of which each rank gets one piece.
+
+    Attributes:
+        counts, axis: as the caller passed them.
+    """
+
+    counts: Sequence[int] | None
+    axis: int
+
+    def cut(self, array: Array) -> tuple[Rows, list[int]]:
+        """Return an array's rows along the axis, and the number of them that each rank gets."""
+        rows = Rows(self.operation, array, self.axis)
+        return rows, split_sizes(self.operation, rows.length, self.path.size, self.counts)
+
+    @property
+    def agreed_counts(self) -> list[int] | None:
+        """The counts, as all ranks must pass them."""
+        return None if self.counts is None else list(map(int, self.counts))
+
+
+def _fold_with_function(
+    fail: Callable[[BaseException], None], fold: Plan, outcome: Plan, src: Buffer,
+    dst: Buffer | None, seconds: float,
+) -> None:  # fmt: skip
+    """Fold with a user's operator, and return when all ranks have.
+
+    A rank whose operator raised does not come. Otherwise the others would go on with a result that
+    they cannot tell from a right one. MPI in particular has no way to stop a reduction from within.
+
+    Args:
+        fail: breaks the communicator.
+        fold: the transport's part.
+        outcome: the barrier after it.
+    """
+    deadline = Deadline(seconds)
+    try:
+        _finish(fold(src, dst, seconds))
+    except (Disagreement, CommunicatorAbortedError):
+        raise  # nothing has been folded, or all ranks know why
+    except CollectiveError as error:
+        fail(error)  # it may be the operator's
+        raise
+    _finish(outcome(None, None, deadline.left()))
+
+
+def _fail(recorder: Recorder, backend: Backend, error: BaseException) -> None:
+    recorder.fail()
+    backend.abort(Failure.caused_by(backend.rank, error))
+
+
+def _finish(work: Work[Any] | None) -> None:
+    """Wait for what a transport may have left running."""
+    if work is not None:
+        work.wait()

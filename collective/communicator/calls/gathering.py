@@ -1,0 +1,255 @@
+"""The calls that join pieces: gather, all_gather, all_to_all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from collective.errors import InvalidArgumentError, ShapeError
+from collective.memory import nested
+from collective.memory.buffer import Buffer, Spot
+from collective.memory.numbers import NUMBERS
+from collective.request import Request
+
+from ..path import Path
+from ..planned import Planned
+from ..rows import check_counts, split_sizes
+from ..streams import nearest
+from .call import Call, Header
+from .device import straight
+from .pieces import Leaf, Pieces
+from .structure import bytes_of
+from .views import Array, View, view, views
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["AllGather", "AllToAll", "Gather"]
+
+
+class _Collection(Pieces):
+    """Call that joins the ranks' arrays, at one rank or at all.
+
+    Args:
+        path, x, counts, axis, out: as the caller passed them.
+        root: the rank that gets the result; None if every rank does.
+        hosted: whether ``x`` is the library's own array on the CPU.
+    """
+
+    def __init__(
+        self, path: Path, x: Any, root: int | None, counts: Sequence[int] | None, axis: int,
+        out: Any, hosted: bool = False,
+    ) -> None:  # fmt: skip
+        self.path = path
+        self.x = x
+        self.root = root
+        self.receives = root is None or root == path.rank
+        self.axis = axis
+        self.out = out
+        self.hosted = hosted
+        self._counts = None if counts is None else check_counts(self.operation, counts, path.size)
+
+    def plan(self) -> Planned | None:
+        return self._plan_of(view(self.path, self.operation, self.x))
+
+    def plan_of_spot(self, spot: Spot) -> Planned | None:
+        if self._counts is None or self.axis != 0:
+            return None
+        return self.path.plans.get(self._key(spot.dtype, spot.shape, False))
+
+    def shape_of_spot(self, spot: Spot) -> tuple[int, ...] | None:
+        return (sum(self._counts or ()), *spot.shape[1:]) if self.receives else None
+
+    def _key(self, dtype: Any, shape: tuple[int, ...], on_host: bool) -> Any:
+        counts = None if self._counts is None else tuple(self._counts)
+        return self.operation, dtype, shape, self.root, self.axis, counts, on_host
+
+    def _plan_of(self, seen: View) -> Planned:
+        """Return the plan for one array."""
+        key = self._key(seen.dtype, seen.array.shape, type(seen.array) is np.ndarray)
+        planned = self.path.plans.get(key)
+        if planned is None:
+            self.leaves, self.nesting = [Leaf(self.operation, seen, self.axis)], 0
+            self._check_lengths()
+            planned = self.path.remember(key, self.plan_pieces(self.axis, self._counts))
+        return planned
+
+    def prepared(self) -> Call:
+        path, what, x = self.path, self.operation, self.x
+        if path.enqueues and (short := straight(self, x, self.out)) is not None:
+            return short
+        if nested.is_tree(x):
+            self.nesting = nested.skeleton(x)
+            seen = views(path, what, x, self.hosted)
+            self.leaves = [Leaf(what, leaf, self.axis) for leaf in seen]
+            self._refuse_numbers()
+            self._check_lengths()
+            self.planned = self.plan_pieces(self.axis, self._counts)
+        else:
+            array = view(path, what, x, self.hosted)
+            self.planned = self._plan_of(array)
+            self.leaves, self.nesting = [Leaf(what, array, self.axis)], 0
+        self.compares = self._counts is None or path.agree_first
+        self.expected = [self._counts or [leaf.rows.length] * path.size for leaf in self.leaves]
+        self.near = nearest(self.leaves)
+        return self
+
+    def _refuse_numbers(self) -> None:
+        what = self.operation
+        if any(leaf.adapter is NUMBERS for leaf in self.leaves):
+            raise InvalidArgumentError(
+                f"{what}: a structure with numbers in it, which could be joined in two ways "
+                f"{self.path.who}. Use numpy.asarray(x) of a list, to join lists to a longer one, "
+                f"or {what}_object, which returns a list of the ranks' structures."
+            )
+
+    def _check_lengths(self) -> None:
+        """Refuse counts that are not the lengths of this rank's arrays."""
+        if self._counts is None:
+            return
+        path, expected = self.path, self._counts[self.path.rank]
+        for leaf in self.leaves:
+            if leaf.rows.length != expected:
+                raise ShapeError(
+                    f"{self.operation}: counts give rank {path.rank} {expected} rows; its array "
+                    f"has {leaf.rows.length} {path.who}."
+                )
+
+    def pack(self) -> Array:
+        if self.nesting == 0:
+            return self.leaves[0].array.ravel().view(np.uint8)
+        return bytes_of([leaf.array.ravel() for leaf in self.leaves])
+
+    def join(self, payloads: list[Array], src: Buffer, dst: Buffer | None, seconds: float) -> None:
+        if dst is not None:
+            np.concatenate(payloads, out=dst.array.view(np.uint8))
+
+    def incoming(self, planned: Planned) -> Sequence[int] | None:
+        return planned.request.elements if self.receives else None
+
+    def offset(self, planned: Planned) -> int | None:
+        return sum(planned.request.elements[: self.path.rank])
+
+    def uneven(self, headers: Sequence[Header]) -> tuple[Sequence[Sequence[int]], Planned]:
+        if self._counts is not None:
+            self.path.raise_mismatch(headers)
+        rows = self.rows_of(headers)
+        request = Request(self.operation, root=self.root, elements=self.lengths(rows), sizes=rows)
+        return rows, self.path.planned(request)
+
+
+class Gather(_Collection):
+    """See :meth:`Communicator.gather`."""
+
+    operation = "gather"
+
+    def __init__(
+        self, path: Path, x: Any, root: Any, counts: Sequence[int] | None, axis: int, out: Any,
+        hosted: bool = False,
+    ) -> None:  # fmt: skip
+        root = path.check_rank("gather", "root", root)
+        super().__init__(path, x, root, counts, axis, out if path.rank == root else None, hosted)
+
+    @classmethod
+    def of_plain(
+        cls, path: Path, x: Any, out: Any, *, op: Any = None, order: Any = None, root: Any = None,
+        counts: Any = None,
+    ) -> Self:  # fmt: skip
+        return cls(path, x, root, counts, 0, out)
+
+
+class AllGather(_Collection):
+    """See :meth:`Communicator.all_gather`."""
+
+    operation = "all_gather"
+
+    def __init__(
+        self, path: Path, x: Any, counts: Sequence[int] | None, axis: int, out: Any,
+        hosted: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__(path, x, None, counts, axis, out, hosted)
+
+    @classmethod
+    def of_plain(
+        cls, path: Path, x: Any, out: Any, *, op: Any = None, order: Any = None, root: Any = None,
+        counts: Any = None,
+    ) -> Self:  # fmt: skip
+        return cls(path, x, counts, 0, out)
+
+
+class AllToAll(Pieces):
+    """See :meth:`Communicator.all_to_all`."""
+
+    operation = "all_to_all"
+
+    def __init__(
+        self, path: Path, x: Any, counts: Sequence[int] | None, axis: int, out: Any
+    ) -> None:
+        self.path = path
+        self.x = x
+        self.axis = axis
+        self.out = out
+        self._counts = counts
+
+    @classmethod
+    def of_plain(
+        cls, path: Path, x: Any, out: Any, *, op: Any = None, order: Any = None, root: Any = None,
+        counts: Any = None,
+    ) -> Self:  # fmt: skip
+        return cls(path, x, None, 0, out)
+
+    def plan(self) -> Planned | None:
+        self.prepared()
+        return self.planned
+
+    def prepared(self) -> Call:
+        path, what = self.path, self.operation
+        self.nesting = nested.skeleton(self.x)
+        self.leaves = [Leaf(what, leaf, self.axis) for leaf in views(path, what, self.x)]
+        # Of each leaf, the number of rows that this rank sends to each.
+        self._sizes = [
+            split_sizes(what, leaf.rows.length, path.size, self._counts) for leaf in self.leaves
+        ]
+        self.planned = self.plan_pieces(self.axis, None, self._sizes)
+        # Every rank sends what this one does, unless their headers say otherwise.
+        self.expected = [[sizes[path.rank]] * path.size for sizes in self._sizes]
+        self.near = nearest(self.leaves)
+        return self
+
+    def pack(self) -> Array:
+        if self.nesting == 0:
+            return self.leaves[0].array.ravel().view(np.uint8)
+        size = len(self._sizes[0]) if self._sizes else 0
+        return bytes_of(
+            [
+                leaf.rows.piece(sizes, rank)
+                for rank in range(size)
+                for leaf, sizes in zip(self.leaves, self._sizes)
+            ]
+        )
+
+    def join(self, payloads: list[Array], src: Buffer, dst: Buffer | None, seconds: float) -> None:
+        assert dst is not None
+        # The calls are the same, so every rank cuts as this one does.
+        rank, width, counts = self.path.rank, src.dtype.itemsize, self.planned.request.elements
+        start = width * sum(counts[:rank])
+        pieces = [payload[start : start + width * counts[rank]] for payload in payloads]
+        np.concatenate(pieces, out=dst.array.view(np.uint8))
+
+    def incoming(self, planned: Planned) -> Sequence[int] | None:
+        return planned.request.incoming
+
+    def uneven(self, headers: Sequence[Header]) -> tuple[Sequence[Sequence[int]], Planned]:
+        self.rows_of(headers)
+        path, request = self.path, self.planned.request
+        table = [header["options"]["sizes"] for header in headers]
+        rows = [
+            [table[rank][k][path.rank] for rank in range(path.size)]
+            for k in range(len(self.leaves))
+        ]
+        agreed = Request(
+            self.operation, sizes=table, elements=request.elements, incoming=self.lengths(rows)
+        )
+        return rows, path.planned(agreed)

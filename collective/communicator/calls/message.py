@@ -1,0 +1,388 @@
+"""The calls between two ranks: send, recv, sendrecv."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from collective.contract.backend import ANY_SOURCE
+from collective.contract.work import Work
+from collective.deadline import Deadline
+from collective.errors import InvalidArgumentError, RankError, UnsupportedError
+from collective.memory import nested
+from collective.memory.buffer import Buffer
+from collective.memory.overlap import shares_memory
+from collective.native import NOBODY
+
+from ..heads import Head
+from ..listener import CallEvent
+from ..path import Path
+from ..status import NULL, Status
+from ..streams import Near, settle, stream_work, with_site, within
+from .contents import WORDS, arrived, arriving, check_out, message_of, room_for
+from .views import adapter_for
+
+__all__ = ["Recv", "Send", "SendRecv"]
+
+_TAGS = 2**31
+
+#: Messages of one are received in the order in which they were sent: operation, dst, src, tag.
+Direction = tuple[str, "int | None", "int | None", int]
+
+
+class _Message:
+    """One call between two ranks.
+
+    The native core makes plain ones (:meth:`exchanged`). The others are made in Python, now or in
+    the lane of their direction, peer and tag (:meth:`posted`).
+
+    Attributes:
+        path: the communicator's path.
+        tag: as the caller passed it.
+    """
+
+    path: Path
+    tag: Any
+
+    def exchanged(self, seconds: float) -> Any:
+        """Have the transport exchange plain arrays in C; return the call's result.
+
+        ``NotImplemented`` where nothing was done; see :func:`collective.native.messages`.
+        """
+        return NotImplemented
+
+    def posted(self, seconds: float, async_op: bool) -> Any:
+        """Make the call in Python; return its result, or a ``Work``."""
+        raise NotImplementedError
+
+    def in_c(self, x: Any, dst: Any, out: Any, src: Any, seconds: float) -> Any:
+        """Exchange plain arrays in C, unless somebody listens or messages before are under way."""
+        path = self.path
+        exchange = path.exchange
+        if exchange is None or (path.lanes and not _is_free(path, dst, src, self.tag)):
+            return NotImplemented
+        try:
+            return exchange(x, dst, out, src, self.tag, seconds, True)
+        except BaseException as error:
+            path.note_failure(error)
+            raise
+
+    def result_of_nobody(self, what: str, out: Any, async_op: bool) -> Any:
+        """Send nothing to NULL, or receive nothing from it: return ``out`` as it is.
+
+        What is wrong with the call, or the communicator, is an error as with any other rank.
+        """
+        path = self.path
+        _check_tag(self.tag)
+        check_out(path, what, out)
+        path.backend.refuse_broken(what)
+        if path.broken is not None:
+            path.refuse_broken(what)
+        if not async_op:
+            return out
+        work: Work[Any] = Work(what)
+        work._run(lambda: out)
+        return work
+
+
+class Send(_Message):
+    """See :meth:`Communicator.send`.
+
+    Args:
+        result: what the call returns.
+        hosted: whether ``x`` is the library's own array on the CPU.
+    """
+
+    def __init__(
+        self, path: Path, x: Any, dst: Any, tag: Any, result: Any = None, hosted: bool = False
+    ) -> None:
+        self.path = path
+        self.x = x
+        self.dst = dst
+        self.tag = tag
+        self._result = result
+        self._hosted = hosted
+
+    def exchanged(self, seconds: float) -> Any:
+        done = self.in_c(self.x, self.dst, None, NOBODY, seconds)
+        return NotImplemented if done is NotImplemented else self._result
+
+    def posted(self, seconds: float, async_op: bool) -> Any:
+        path, what = self.path, "send"
+        if is_null(self.dst):
+            return self.result_of_nobody(what, self._result, async_op)
+        dst, tag = _check_peer(path, what, "dst", self.dst), _check_tag(self.tag)
+        head, payload, near = message_of(path, what, self.x, self._hosted)
+        run = partial(_send, path, head, payload, dst, tag, seconds, self._result)
+        key: Direction = what, dst, None, tag
+        return _post(path, key, run, async_op, near, int(head.words[2]))
+
+
+class Recv(_Message):
+    """See :meth:`Communicator.recv`."""
+
+    def __init__(
+        self, path: Path, out: Any, src: Any, tag: Any, like: Any, status: Status | None
+    ) -> None:
+        self.path = path
+        self.out = out
+        self.src = src
+        self.tag = tag
+        self.like = like
+        self._status = status
+
+    def exchanged(self, seconds: float) -> Any:
+        if self.out is None or self.like is not None:
+            return NotImplemented
+        source = self.in_c(None, NOBODY, self.out, self.src, seconds)
+        if source is NotImplemented:
+            return source
+        if self._status is not None:
+            self._status.source = source
+        return self.out
+
+    def posted(self, seconds: float, async_op: bool) -> Any:
+        path, what, src = self.path, "recv", self.src
+        if is_null(src):
+            if self._status is not None:
+                self._status.source = NULL
+            return self.result_of_nobody(what, self.out, async_op)
+        if src != ANY_SOURCE:
+            src = _check_peer(path, what, "src", src)
+        elif not path.capabilities.any_source:
+            raise UnsupportedError(
+                f"recv: ANY_SOURCE is not supported by backend {path.backend.name!r} "
+                f"{path.who}. Name the source, or use backend='shm' or 'threads'."
+            )
+        tag = _check_tag(self.tag)
+        near = check_out(path, what, self.out)
+        adapter_for(self.like)
+        if path.lanes:
+            _refuse_overlap(path, src, tag)
+        run = partial(self._receive, src, tag, seconds, near)
+        return _post(path, (what, None, src, tag), run, async_op, near)
+
+    def _receive(self, src: int, tag: int, seconds: float, near: Near | None) -> Any:
+        path, out = self.path, self.out
+        deadline = Deadline(seconds)
+        head = Head(WORDS)
+        source = path.transfer(path.backend.recv, head.buffer, src, tag, deadline.left())
+        if self._status is not None:
+            self._status.source = source
+        words = arriving("recv", head)
+        like = self.like if out is None else out
+        payload, follows, direct = room_for(path, head, words, out, like)
+        if follows:
+            path.transfer(path.backend.recv, payload, source, tag, deadline.left())
+        result = out if direct else arrived(path, words, payload, out, self.like)
+        if near is None:
+            settle(path, "recv", payload.array, deadline)
+        return result
+
+
+class SendRecv(_Message):
+    """See :meth:`Communicator.sendrecv`."""
+
+    def __init__(
+        self, path: Path, x: Any, dst: Any, src: Any, out: Any, tag: Any, like: Any
+    ) -> None:
+        self.path = path
+        self.x = x
+        self.dst = dst
+        self.src = src
+        self.out = out
+        self.tag = tag
+        self.like = like
+
+    @classmethod
+    def rest(cls, path: Path, x: Any, out: Any, src: Any, tag: Any) -> Recv:
+        """Return the call that receives the message of a ``sendrecv`` whose ``x`` C has sent."""
+        return Recv(path, out, src, tag, next(iter(nested.flatten(x))), None)
+
+    def exchanged(self, seconds: float) -> Any:
+        if self.like is not None or self.src == ANY_SOURCE:
+            return NotImplemented
+        deadline = Deadline(seconds)
+        source = self.in_c(self.x, self.dst, self.out, self.src, seconds)
+        if source is None:  # x is sent
+            rest = self.rest(self.path, self.x, self.out, self.src, self.tag)
+            return self.path.post(rest, max(1e-3, deadline.left()), False)
+        return source if source is NotImplemented else self.out
+
+    def posted(self, seconds: float, async_op: bool) -> Any:
+        path, what = self.path, "sendrecv"
+        if is_null(self.dst) or is_null(self.src):
+            return self._one_way(seconds, async_op)
+        dst = path.check_rank(what, "dst", self.dst)
+        src = path.check_rank(what, "src", self.src)
+        if (dst == path.rank) != (src == path.rank):
+            raise RankError(
+                f"sendrecv: dst {dst}, src {src}; a rank that sends to itself receives from "
+                f"itself {path.who}."
+            )
+        tag = _check_tag(self.tag)
+        check_out(path, what, self.out)
+        head, payload, near = message_of(path, what, self.x)
+        like = self._like_of_result()
+        adapter_for(like)
+        send: Direction = "send", dst, None, tag
+        recv: Direction = "recv", None, src, tag
+        key, nbytes = (what, dst, src, tag), int(head.words[2])
+        if dst == path.rank or not (async_op or _is_busy(path, send) or _is_busy(path, recv)):
+            run = partial(self._both_ways, head, payload, dst, src, tag, like, seconds)
+            return _post(path, key, run, async_op, near, nbytes)
+        # Each half waits for its turn among the messages that are in flight already, so the
+        # receive may write to `out` before the send has read `x`.
+        if payload is not None and self.out is not None and shares_memory(payload.array, self.out):
+            payload = Buffer(payload.array.copy(), payload.dtype)
+        sending = partial(_send, path, head, payload, dst, tag, seconds, None)
+        sent = _post(path, send, sending, True, near, nbytes)
+        received = path.post(Recv(path, self.out, src, tag, like, None), seconds, True)
+
+        def wait_for_both() -> Any:
+            sent.wait()
+            return received.wait()
+
+        return _post(path, key, wait_for_both, async_op, None, nbytes)
+
+    def _like_of_result(self) -> Any:
+        """Return what the result is to be like where ``out`` is None: the first array of ``x``."""
+        return self.like if self.like is not None else next(iter(nested.flatten(self.x)), None)
+
+    def _one_way(self, seconds: float, async_op: bool) -> Any:
+        """Make the half of the call whose rank is not NULL, if any."""
+        path = self.path
+        if is_null(self.src):
+            check_out(path, "sendrecv", self.out)
+            return path.post(Send(path, self.x, self.dst, self.tag, self.out), seconds, async_op)
+        path.check_rank("sendrecv", "src", self.src)  # one by name
+        recv = Recv(path, self.out, self.src, self.tag, self._like_of_result(), None)
+        return path.post(recv, seconds, async_op)
+
+    def _both_ways(
+        self, head: Head, payload: Buffer | None, dst: int, src: int, tag: int, like: Any,
+        seconds: float,
+    ) -> Any:  # fmt: skip
+        """Send a message and receive one; return what arrived."""
+        path, backend, out = self.path, self.path.backend, self.out
+        deadline = Deadline(seconds)
+        coming = Head(WORDS)
+        path.transfer(backend.sendrecv, head.buffer, dst, coming.buffer, src, tag, deadline.left())
+        words = arriving("sendrecv", coming)
+        # What is sent still may be what it would be received over.
+        received, follows, _ = room_for(path, coming, words, None, like if out is None else out)
+        rest = deadline.left()
+        if payload is not None and follows:
+            path.transfer(backend.sendrecv, payload, dst, received, src, tag, rest)
+        elif payload is not None:  # nothing is sent for nothing: the peer may be in recv
+            path.transfer(backend.send, payload, dst, tag, rest)
+        elif follows:
+            path.transfer(backend.recv, received, src, tag, rest)
+        return arrived(path, words, received, out, like)
+
+
+def _send(
+    path: Path, head: Head, payload: Buffer | None, dst: int, tag: int, seconds: float, result: Any
+) -> Any:
+    """Send a head and the payload that follows it, if any; return ``result``."""
+    deadline = Deadline(seconds)
+    path.transfer(path.backend.send, head.buffer, dst, tag, deadline.left())
+    if payload is not None:
+        path.transfer(path.backend.send, payload, dst, tag, deadline.left())
+    return result
+
+
+# -- lanes ----------------------------------------------------------------------------------------
+
+
+def _post(
+    path: Path, key: Direction, run: Callable[[], Any], async_op: bool, near: Near | None = None,
+    nbytes: int = -1,
+) -> Any:  # fmt: skip
+    """Run a message now or in its lane: one a direction, peer and tag, in order.
+
+    Args:
+        near: the message's array on a GPU, if it has one.
+        nbytes: of what is sent; -1 if nothing is.
+    """
+    operation, dst, src, tag = key
+    what = f"{operation}(tag={tag})"
+    if path.broken is not None:
+        run, near = partial(path.refuse_broken, what), None
+    if path.listeners.all:
+        event = CallEvent(operation, nbytes, dst=dst, src=src, tag=tag)
+        run = partial(path.listeners.around, event, run)
+    if not async_op and not _is_busy(path, key):
+        return run()
+    ends = "-".join(str(end) for end in (dst, src) if end is not None)
+    lane = path.lane_of(key, f"collective-{operation}-{ends}-{tag}")
+    if near is None or not path.enqueues:
+        work = lane.submit(what, with_site(run))
+    else:
+        # Beside the caller's stream, and beside those of other directions, peers and tags. What it
+        # waits for is known now; it does not wait before its turn, or it would hold up the messages
+        # before it.
+        side = path.backend.side_stream(near.array.device, key)
+        work = stream_work(path, what, side, near.array.stream, near.adapter)
+        ready = near.array.stream.record()
+
+        def run_in_turn() -> Any:
+            side.wait(ready)
+            return within(side, run)()
+
+        lane.submit(what, with_site(run_in_turn), work)
+    return work if async_op else work.wait()
+
+
+def _is_busy(path: Path, key: Direction) -> bool:
+    lane = path.lanes.get(key)
+    return lane is not None and not lane.idle
+
+
+def _is_free(path: Path, dst: Any, src: Any, tag: Any) -> bool:
+    """Return whether no message in the background comes before one to and from these."""
+    if not all(type(number) is int for number in (dst, src, tag)):
+        return False
+    if src not in (NOBODY, NULL):
+        _refuse_overlap(path, src, tag)
+    return not (
+        _is_busy(path, ("send", dst, None, tag)) or _is_busy(path, ("recv", None, src, tag))
+    )
+
+
+def _refuse_overlap(path: Path, src: int, tag: int) -> None:
+    """Keep a receive from anybody apart from others of its tag: they would share messages."""
+    for (operation, _, source, other), lane in path.lanes.items():
+        named = (operation, other) == ("recv", tag) and source != src
+        if named and ANY_SOURCE in (source, src) and not lane.idle:
+            raise InvalidArgumentError(
+                f"recv: ANY_SOURCE and a source by name, with tag {tag}, at once "
+                f"{path.who}. Wait for the first, or use another tag."
+            )
+
+
+# -- arguments ------------------------------------------------------------------------------------
+
+
+def is_null(rank: Any) -> bool:
+    """Tell whether a rank is ``collective.NULL``."""
+    return isinstance(rank, (int, np.integer)) and rank == NULL
+
+
+def _check_peer(path: Path, what: str, name: str, rank: Any) -> int:
+    peer = path.check_rank(what, name, rank)
+    if peer == path.rank:
+        raise RankError(
+            f"{what}: {name} {peer} is this rank itself; it would wait for ever {path.who}. "
+            "Use sendrecv, or an assignment."
+        )
+    return peer
+
+
+def _check_tag(tag: Any) -> int:
+    if isinstance(tag, bool) or not isinstance(tag, (int, np.integer)) or not 0 <= tag < _TAGS:
+        raise InvalidArgumentError(f"tag: {tag!r}; an integer from 0 to {_TAGS - 1}.")
+    return int(tag)

@@ -1,0 +1,302 @@
+"""What the calls that split and join arrays share."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+
+from collective.deadline import Deadline
+from collective.errors import DeviceError, DtypeError, InvalidArgumentError, ShapeError
+from collective.memory import nested
+from collective.memory.buffer import Buffer
+from collective.request import Request
+
+from ..heads import HEAD_BYTES, Head
+from ..output import Output
+from ..path import Path
+from ..planned import Planned
+from ..rows import Rows
+from .call import Call, Header
+from .structure import UINT8, Part, assemble
+from .views import Array, View, where
+
+__all__ = ["Leaf", "Pieces"]
+
+
+class Leaf:
+    """One array of a call, as it is sent: its rows, and what its results are made with."""
+
+    __slots__ = ("adapter", "array", "dtype", "rows", "shape")
+
+    def __init__(self, what: str, seen: View, axis: int) -> None:
+        self.adapter, array, self.dtype = seen
+        self.shape = array.shape
+        self.rows = Rows(what, array, axis)
+        self.array = self.rows.array
+
+
+class Pieces(Call):
+    """Call that moves pieces, of which the ranks may have unequally many rows.
+
+    It is planned as if every rank had as many rows as this one. The ranks compare their calls; if
+    they differ in nothing but lengths, all of them go on with a plan for those.
+
+    Attributes:
+        x, out, axis: as the caller passed them.
+        root: the rank that gets the result; None if every rank does.
+        receives: whether this rank gets a result.
+        hosted: whether ``x`` is the library's own array on the CPU.
+        leaves: the arrays.
+        nesting: how they are nested; 0 for one array.
+        expected: number of rows of each leaf from each rank, if all ranks have as many as this one,
+            or the caller knows the lengths.
+        planned: the plan for that.
+        compares: whether the ranks compare their calls first, where the transport does not.
+    """
+
+    x: Any
+    out: Any
+    axis: int
+    root: int | None = None
+    receives: bool = True
+    hosted: bool = False
+    leaves: list[Leaf]
+    nesting: Any
+    expected: Sequence[Sequence[int]]
+    planned: Planned
+    compares: bool = True
+
+    # -- what each operation says ---------------------------------------------------------
+
+    @abstractmethod
+    def pack(self) -> Array:
+        """Return this rank's pieces as contiguous bytes."""
+
+    @abstractmethod
+    def join(self, payloads: list[Array], src: Buffer, dst: Buffer, seconds: float) -> None:
+        """Write the result, in place of the transport, from the bytes that all ranks pack."""
+
+    @abstractmethod
+    def uneven(self, headers: Sequence[Header]) -> tuple[Sequence[Sequence[int]], Planned]:
+        """Return the rows of each leaf from each rank, and the plan for that.
+
+        Raises:
+            MismatchError: the calls differ in more than that.
+        """
+
+    @abstractmethod
+    def incoming(self, planned: Planned) -> Sequence[int] | None:
+        """Return the number of elements from each rank; None if this rank gets nothing."""
+
+    def offset(self, planned: Planned) -> int | None:
+        """Return the element of the result that this rank's input is; None if it is none."""
+        return None
+
+    # -- the call ------------------------------------------------------------------------
+
+    def run(self, deadline: Deadline) -> Any:
+        planned = self._compared(deadline) if self.compares else self.planned
+        return self._send(self.expected, planned, deadline)
+
+    def recover(self, headers: Sequence[Header], deadline: Deadline) -> Any:
+        rows, planned = self.uneven(headers)
+        return self._send(rows, planned, deadline)
+
+    def _send(self, rows: Sequence[Sequence[int]], planned: Planned, deadline: Deadline) -> Any:
+        """Move the pieces; return the result.
+
+        Args:
+            rows: number of rows of each leaf from each rank.
+        """
+        if self.nesting == 0:
+            return self._send_array(sum(rows[0]), planned, deadline)
+        lengths = self.incoming(planned)
+        src, dst = Buffer(self.pack(), UINT8), None
+        if lengths is not None:
+            dst = self.path.allocate(Buffer.empty, sum(lengths), UINT8, src.array)
+        self.path.carry(planned, src, dst, deadline)
+        if lengths is None or dst is None:
+            return None
+        messages = np.split(dst.array, list(accumulate(lengths))[:-1])
+        parts = [Part(leaf.rows, leaf.dtype, r) for leaf, r in zip(self.leaves, rows)]
+        return assemble(
+            self.operation, messages, parts, nested.flatten(self.x), self.out, self.nesting, self.x,
+            self.path.who,
+        )  # fmt: skip
+
+    def _send_array(self, total: int, planned: Planned, deadline: Deadline) -> Any:
+        """Move one array, straight from where it is and to where it goes.
+
+        Args:
+            total: rows of the result.
+        """
+        path, what, leaf = self.path, self.operation, self.leaves[0]
+        rows, dtype = leaf.rows, leaf.dtype
+        misfit: Exception | None = None
+        output = None
+        if self.receives:
+            shape = rows.shape_with(total)
+            try:
+                output = Output(what, self.out, leaf.adapter, shape, dtype, rows.array)
+            except (DeviceError, DtypeError, InvalidArgumentError, ShapeError) as error:
+                # The peers are already on their way: go with them, and raise afterwards.
+                misfit = error
+                output = path.allocate(Output, what, None, leaf.adapter, shape, dtype, rows.array)
+            except BaseException as error:
+                # There is no memory for the result, and the peers are on their way here, too.
+                path.fail_halfway(error)
+                raise
+        flat = rows.array.ravel()
+        src, dst = Buffer(flat, dtype), None
+        if output is not None:
+            target = rows.target(output.flat)
+            if np.may_share_memory(flat, target):
+                at = self.offset(planned)
+                if at is None or src.address != Buffer(target[at : at + flat.size], dtype).address:
+                    src = Buffer(flat.copy(), dtype)
+            dst = Buffer(target, dtype)
+        path.carry(planned, src, dst, deadline)
+        if misfit is not None:
+            raise misfit
+        if output is None:
+            return None
+        rows.restore(target, output.flat, total)
+        return output.finish()
+
+    # -- comparing calls --------------------------------------------------------------------
+
+    def _compared(self, deadline: Deadline) -> Planned:
+        """Compare the ranks' calls where the transport does not; return the plan to go by.
+
+        Few bytes travel with the comparison. The plan then only joins them.
+
+        Raises:
+            Disagreement: the calls differ.
+        """
+        path, request = self.path, self.planned.request
+        if path.agree_first:
+            path.agree(request, deadline)
+        elif path.agree_sizes or request.options.get("device"):
+            payloads = _exchange_heads(path, request, self.pack(), deadline)
+            if payloads is not None:
+                return Planned(request, partial(self.join, payloads))
+        return self.planned
+
+    def plan_pieces(
+        self, axis: int, counts: Sequence[int] | None, sizes: list[list[int]] | None = None
+    ) -> Planned:
+        """Return the plan for the case that all ranks have as much as this one, or ``counts``.
+
+        Args:
+            axis: along which the lengths may differ.
+            counts: the ranks' lengths, if they are known.
+            sizes: of ``all_to_all``, how many rows of each leaf this rank sends to each.
+        """
+        path, what, leaves, nesting = self.path, self.operation, self.leaves, self.nesting
+        fixed = counts is not None
+        shapes = tuple((leaf.dtype, leaf.rows.shape_with(-1 if fixed else leaf.rows.length))
+                       for leaf in leaves)  # fmt: skip
+        device = where(path, leaves[0].array) if leaves else None
+        key = (what, shapes, str(nesting), self.root, axis, str(counts), str(sizes), device)
+        planned = path.plans.get(key)
+        if planned is not None:
+            return planned
+        incoming = None
+        if sizes is not None:
+            elements = self.lengths(sizes)
+            incoming = self.lengths([[s[path.rank]] * path.size for s in sizes])
+        else:
+            elements = self.lengths([counts or [leaf.rows.length] * path.size for leaf in leaves])
+        options: dict[str, Any] = {
+            "axis": axis or None, "sizes": sizes, "elements": elements, "incoming": incoming,
+            "counts": None if counts is None else list(map(int, counts)), "device": device,
+            "alike": sizes is not None,
+        }  # fmt: skip
+        if nesting == 0:
+            (dtype, shape), *_ = shapes
+            request = Request(what, dtype, shape, root=self.root, **options)
+        else:
+            names = [[dtype.name, *shape] for dtype, shape in shapes]
+            request = Request(what, root=self.root, leaves=names, nesting=nesting, **options)
+        return path.remember(key, path.planned(request))
+
+    def lengths(self, rows: Sequence[Sequence[int]]) -> list[int]:
+        """Return the number of elements of one array of each rank, or of bytes of a structure.
+
+        Args:
+            rows: of each leaf, the number of rows of each rank.
+        """
+        if self.nesting == 0:
+            return [length * self.leaves[0].rows.inner for length in rows[0]]
+        return [
+            sum(r[k] * leaf.rows.inner * leaf.dtype.itemsize for r, leaf in zip(rows, self.leaves))
+            for k in range(self.path.size)
+        ]
+
+    def rows_of(self, headers: Sequence[Header]) -> list[list[int]]:
+        """Return the number of rows of each leaf of each rank; all else must be equal.
+
+        Raises:
+            MismatchError: it is not.
+        """
+        count = len(self.leaves)
+        rows: list[list[int]] = [[] for _ in range(count)]
+        reference: Any = None
+        for header in headers:
+            options = dict(header["options"])
+            options.pop("sizes", None)
+            leaves = options.pop("leaves", None) or [[header["dtype"], *(header["shape"] or ())]]
+            axis = options.get("axis") or 0
+            rest = []
+            for k, (name, *shape) in enumerate(leaves):
+                at = axis % len(shape) if shape else 0
+                rest.append((name, shape[:at], shape[at + 1 :]))
+                if k < count and shape:
+                    rows[k].append(shape[at])
+            fixed = (header["operation"], options, rest)
+            if reference is None:
+                reference = fixed
+            if fixed != reference or len(leaves) != count:
+                self.path.raise_mismatch(headers)
+        return rows
+
+
+def _exchange_heads(
+    path: Path, request: Request, payload: Array, deadline: Deadline
+) -> list[Array] | None:
+    """Compare ``request`` on all ranks, and give all of them every rank's few bytes.
+
+    For transports that compare nothing: there it takes the place of :meth:`Path.agree`.
+
+    Args:
+        payload: contiguous bytes, equally many on ranks that make the same call. What is on a GPU
+            stays there.
+
+    Returns:
+        The ranks' payloads, in rank order; None if they are too long.
+
+    Raises:
+        Disagreement: the calls differ.
+    """
+    if not isinstance(payload, np.ndarray):
+        path.agree(request, deadline)
+        return None
+    head = Head(1)
+    head.words[0] = request.digest
+    head.put(payload)
+    received = Buffer.empty(HEAD_BYTES * path.size, UINT8)
+    lengths = [HEAD_BYTES] * path.size
+    plan = path.head_plan(request.operation, request, request.root, "all_gather", lengths)
+    path.carry(plan, head.buffer, received, deadline)
+    heads = [Head(1, words) for words in received.array.reshape(path.size, HEAD_BYTES)]
+    if any(other.words[0] != request.digest for other in heads):
+        # All ranks have these words, so that all come here or none; it raises with the requests.
+        path.agree(request, deadline)
+    # Of equal calls the payloads are equally long: either all of them are in the heads, or none.
+    payloads = [other.inline(payload.size) for other in heads]
+    return [inline for inline in payloads if inline is not None] or None

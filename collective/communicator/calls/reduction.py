@@ -1,0 +1,224 @@
+"""The calls that compute: all_reduce, reduce, scan, reduce_scatter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from collective.deadline import Deadline
+from collective.errors import InvalidArgumentError
+from collective.memory import nested
+from collective.memory.buffer import Buffer, Spot
+from collective.memory.dtypes import DType
+from collective.memory.numbers import NUMBERS
+from collective.ops import ReduceOp, as_op
+
+from ..output import Output, input_buffer
+from ..path import Path
+from ..planned import Planned
+from ..rows import Rows
+from ..streams import Near
+from .call import Call
+from .device import straight
+from .folding import CuttingFold, Folding
+from .structure import StructureReduceScatter, StructureReduction
+from .views import Array, staged, view
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["AllReduce", "Reduce", "ReduceScatter", "Reduction", "Scan"]
+
+
+class Reduction(Folding):
+    """Fold whose result is like its input: all_reduce, reduce, scan.
+
+    Args:
+        path, x, op, out, order: as the caller passed them.
+        root: the rank that gets the result; None if every rank does.
+    """
+
+    def __init__(
+        self, path: Path, x: Any, op: str | ReduceOp, out: Any, order: str | None,
+        root: int | None = None,
+    ) -> None:  # fmt: skip
+        self.path = path
+        self.x = x
+        self.op = op
+        self.out = out
+        self.order = order
+        self.root = root
+        self.receives = root is None or root == path.rank
+
+    def plan(self) -> Planned | None:
+        _, array, dtype = view(self.path, self.operation, self.x)
+        return self._plan_of(array, dtype)
+
+    def _plan_of(self, array: Array, dtype: DType) -> Planned:
+        on_host = type(array) is np.ndarray
+        key = self.operation, dtype, array.shape, self.op, self.order, on_host, self.root
+        return self.path.plans.get(key) or self.plan_fold(key, dtype, array.shape, on_host)
+
+    def plan_of_spot(self, spot: Spot) -> Planned | None:
+        key = self.operation, spot.dtype, spot.shape, self.op, self.order, False, self.root
+        return self.path.plans.get(key)
+
+    def shape_of_spot(self, spot: Spot) -> tuple[int, ...] | None:
+        return spot.shape if self.receives else None
+
+    def prepared(self) -> Call:
+        path, x = self.path, self.x
+        if type(x) is not np.ndarray:
+            if path.enqueues and (short := straight(self, x, self.out)) is not None:
+                return short
+            if nested.is_tree(x):
+                return StructureReduction(self)
+        seen = view(path, self.operation, x)
+        adapter, array, dtype = seen
+        if adapter is NUMBERS:
+            self.refuse_long(seen)
+        self._planned = planned = self._plan_of(array, dtype)
+        if not planned.takes_gpus:
+            adapter, array, dtype = staged(path, seen)
+        if type(array) is not np.ndarray:
+            self.near = Near(array, adapter)
+        output = None
+        if self.receives:
+            output = Output(self.operation, self.out, adapter, array.shape, dtype, array, x)
+        self._output = output
+        self._src = self._dst = src = input_buffer(array, dtype, output, self.out, x)
+        if output is None:
+            self._dst = None
+        elif src.array is not output.flat:
+            self._dst = Buffer(output.flat, dtype)
+        return self
+
+    _dst: Buffer | None
+
+    def run(self, deadline: Deadline) -> Any:
+        self.path.carry(self._planned, self._src, self._dst, deadline)
+        return None if self._output is None else self._output.finish()
+
+
+class AllReduce(Reduction):
+    """See :meth:`Communicator.all_reduce`."""
+
+    operation = "all_reduce"
+
+    @classmethod
+    def of_plain(
+        cls, path: Path, x: Any, out: Any, *, op: Any = "sum", order: Any = None, root: Any = None,
+        counts: Any = None,
+    ) -> Self:  # fmt: skip
+        return cls(path, x, op, out, order)
+
+
+class Reduce(Reduction):
+    """See :meth:`Communicator.reduce`."""
+
+    operation = "reduce"
+
+    def __init__(
+        self, path: Path, x: Any, root: Any, op: str | ReduceOp, out: Any, order: str | None
+    ) -> None:
+        root = path.check_rank("reduce", "root", root)
+        super().__init__(path, x, op, out if path.rank == root else None, order, root)
+
+    @classmethod
+    def of_plain(
+        cls, path: Path, x: Any, out: Any, *, op: Any = "sum", order: Any = None, root: Any = None,
+        counts: Any = None,
+    ) -> Self:  # fmt: skip
+        return cls(path, x, root, op, out, order)
+
+
+class Scan(Reduction):
+    """See :meth:`Communicator.scan`."""
+
+    operation = "scan"
+
+    def __init__(self, path: Path, x: Any, op: str | ReduceOp, out: Any) -> None:
+        if as_op(op).name == "avg":
+            raise InvalidArgumentError(
+                f"scan: op avg; any other {path.who}. Use op='sum' and divide by rank + 1."
+            )
+        super().__init__(path, x, op, out, None)
+
+    @classmethod
+    def of_plain(
+        cls, path: Path, x: Any, out: Any, *, op: Any = "sum", order: Any = None, root: Any = None,
+        counts: Any = None,
+    ) -> Self:  # fmt: skip
+        return cls(path, x, op, out)
+
+
+class ReduceScatter(CuttingFold):
+    """See :meth:`Communicator.reduce_scatter`."""
+
+    operation = "reduce_scatter"
+
+    def __init__(
+        self, path: Path, x: Any, op: str | ReduceOp, counts: Sequence[int] | None, axis: int,
+        out: Any, order: str | None,
+    ) -> None:  # fmt: skip
+        self.path = path
+        self.x = x
+        self.op = op
+        self.counts = counts
+        self.axis = axis
+        self.out = out
+        self.order = order
+
+    @classmethod
+    def of_plain(
+        cls, path: Path, x: Any, out: Any, *, op: Any = "sum", order: Any = None, root: Any = None,
+        counts: Any = None,
+    ) -> Self:  # fmt: skip
+        return cls(path, x, op, None, 0, out, order)
+
+    def plan(self) -> Planned | None:
+        _, array, dtype = view(self.path, self.operation, self.x)
+        rows, sizes = self.cut(array)
+        return self._plan_of(array, dtype, rows, sizes)
+
+    def _plan_of(self, array: Array, dtype: DType, rows: Rows, sizes: Sequence[int]) -> Planned:
+        on_host = type(array) is np.ndarray
+        key = (
+            self.operation, dtype, array.shape, self.op, self.order, on_host, rows.axis,
+            tuple(sizes),
+        )  # fmt: skip
+        planned = self.path.plans.get(key)
+        if planned is not None:
+            return planned
+        elements = [size * rows.inner for size in sizes]
+        return self.plan_fold(
+            key, dtype, array.shape, on_host, elements, axis=rows.axis, counts=self.agreed_counts
+        )
+
+    def prepared(self) -> Call:
+        if type(self.x) is not np.ndarray and nested.is_tree(self.x):
+            return StructureReduceScatter(self)
+        path = self.path
+        seen = view(path, self.operation, self.x)
+        rows, sizes = self.cut(seen.array)
+        self._planned = self._plan_of(seen.array, seen.dtype, rows, sizes)
+        if not self._planned.takes_gpus:
+            seen = staged(path, seen)
+            rows, _ = self.cut(seen.array)
+        adapter, array, dtype = seen
+        if type(array) is not np.ndarray:
+            self.near = Near(array, adapter)
+        self._rows, self._length = rows, sizes[path.rank]
+        shape = rows.shape_with(self._length)
+        self._output = output = Output(self.operation, self.out, adapter, shape, dtype, array)
+        self._src = input_buffer(rows.array, dtype, output, self.out, None)
+        self._piece = rows.target(output.flat)
+        self._dst = Buffer(self._piece, dtype)
+        return self
+
+    def run(self, deadline: Deadline) -> Any:
+        self.path.carry(self._planned, self._src, self._dst, deadline)
+        self._rows.restore(self._piece, self._output.flat, self._length)
+        return self._output.finish()

@@ -1,0 +1,286 @@
+"""The call scatter."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from collective.deadline import Deadline
+from collective.errors import InvalidArgumentError
+from collective.memory import dtypes, nested
+from collective.memory.buffer import Buffer
+from collective.request import Disagreement, Request
+
+from ..heads import Head
+from ..path import Path
+from ..planned import Planned
+from ..rows import Rows, split_sizes
+from ..streams import nearest, settle
+from .call import Call, Header
+from .pieces import Leaf
+from .structure import UINT8, Part, assemble, bytes_of
+from .views import Array, adapter_for, device_view, room_on_gpu, view, views, where
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["Scatter"]
+
+
+class Scatter(Call):
+    """See :meth:`Communicator.scatter`.
+
+    The root alone knows what is scattered. Where ranks see by themselves when calls differ, the
+    call is made at once as if the other ranks had guessed it from their ``out``; if one has not,
+    all go on by the root's header. Elsewhere the root describes it first.
+    """
+
+    operation = "scatter"
+
+    def __init__(
+        self, path: Path, x: Any, root: Any, counts: Sequence[int] | None, axis: int, out: Any,
+        like: Any, hosted: bool = False,
+    ) -> None:  # fmt: skip
+        self.path = path
+        self.root = path.check_rank("scatter", "root", root)
+        self.x = x
+        self.out = out
+        self._counts = counts
+        self._axis = axis
+        self._like = like
+        self._hosted = hosted
+
+    @classmethod
+    def of_plain(
+        cls, path: Path, x: Any, out: Any, *, op: Any = None, order: Any = None, root: Any = None,
+        counts: Any = None,
+    ) -> Self:  # fmt: skip
+        # Elsewhere than at the root C knows the call by `out`, which it passes as `x`.
+        if path.rank == root:
+            return cls(path, x, root, None, 0, out, None)
+        return cls(path, None, root, None, 0, x, None)
+
+    def plan(self) -> Planned | None:
+        path = self.path
+        at_root = path.rank == self.root
+        known = Leaf(self.operation, view(path, self.operation, self.x if at_root else self.out), 0)
+        key = self.operation, known.dtype, known.shape, self.root
+        planned = path.plans.get(key)
+        if planned is not None:
+            return planned
+        request = self._root_request([known], 0) if at_root else self._guessed_request()
+        return None if request is None else path.remember(key, path.planned(request))
+
+    def prepared(self) -> Call:
+        path = self.path
+        self._leaves: list[Leaf] = []
+        if path.rank == self.root:
+            if self.x is None:
+                raise InvalidArgumentError(f"scatter: the root passed None {path.who}.")
+            seen = views(path, self.operation, self.x, self._hosted)
+            self._leaves = [Leaf(self.operation, leaf, self._axis) for leaf in seen]
+            self._request = self._root_request(self._leaves, nested.skeleton(self.x))
+        else:
+            adapter_for(self._like)
+            self._request = self._guessed_request() or Request(
+                self.operation, root=self.root, elements=[0] * path.size
+            )
+        self.near = nearest(self._leaves)
+        return self
+
+    def run(self, deadline: Deadline) -> Any:
+        if not self.path.scatters_at_once:
+            return self._scatter_known(self._options_of_root(deadline), deadline)
+        # No rank knows who has guessed right, so the call is made as if all had. One array travels
+        # as what it is, several as bytes.
+        options = self._request.options
+        alone = options.get("nesting") == 0
+        dtype = dtypes.named(options["leaves"][0][0]) if alone else UINT8
+        piece = self._move(self._request, dtype, options.get("sizes", ()), None, deadline)
+        return self._result(self.path.allocate(_Scattered, options), piece, deadline)
+
+    def recover(self, headers: Sequence[Header], deadline: Deadline) -> Any:
+        return self._scatter_known(self._options_in(headers), deadline)
+
+    def _scatter_known(self, options: dict[str, Any], deadline: Deadline) -> Any:
+        """Scatter what all ranks know by now; return this rank's result.
+
+        Args:
+            options: of the root's call.
+        """
+        path = self.path
+        scattered = path.allocate(_Scattered, options)
+        nbytes = scattered.nbytes(path.size)
+        room = None
+        if scattered.on_gpu:
+            models = self._likes(scattered)
+            model = models[0] if models else None
+            near = self._leaves[0].array if self._leaves else device_view(model)
+            room = room_on_gpu(path, adapter_for(model, True), nbytes[path.rank], near)
+        request = Request(self.operation, root=self.root, elements=nbytes, sizes=nbytes)
+        try:
+            piece = self._move(request, UINT8, scattered.sizes, room, deadline)
+        except Disagreement as difference:
+            # The ranks have agreed once; a second difference means that one has gone on.
+            difference.__traceback__ = None
+            headers = difference.headers
+        else:
+            return self._result(scattered, piece, deadline)
+        path.raise_mismatch(headers)
+
+    def _move(
+        self, request: Request, dtype: dtypes.DType, sizes: Sequence[Sequence[int]],
+        room: Array | None, deadline: Deadline,
+    ) -> Array:  # fmt: skip
+        """Scatter the bytes of the root's leaves; return this rank's.
+
+        Args:
+            dtype: of what the request counts.
+            sizes: of each leaf, the number of rows that each rank gets.
+            room: where this rank's go, or None.
+        """
+        path, src = self.path, None
+        if path.rank == self.root:
+            pieces = [
+                leaf.rows.piece(cut, rank)
+                for rank in range(path.size)
+                for leaf, cut in zip(self._leaves, sizes)
+            ]
+            src = Buffer(bytes_of(pieces).view(dtype.storage), dtype)
+        if room is None:
+            room = path.allocate(Buffer.empty, request.elements[path.rank], dtype).array
+        path.carry(path.planned(request), src, Buffer(room, dtype), deadline)
+        return room.view(np.uint8)
+
+    def _result(self, scattered: _Scattered, piece: Array, deadline: Deadline) -> Any:
+        """Return this rank's piece as the caller wants it."""
+        result = assemble(
+            self.operation, [piece], scattered.parts(self.path.rank), self._likes(scattered),
+            self.out, scattered.nesting, self.x, self.path.who,
+        )  # fmt: skip
+        if not self._leaves:
+            settle(self.path, self.operation, piece, deadline)
+        return result
+
+    def _likes(self, scattered: _Scattered) -> list[Any]:
+        """Return of each leaf of the result what it is to be like."""
+        model = self.out if self.out is not None else self.x if self.x is not None else self._like
+        likes = nested.flatten(model) if nested.is_tree(model) else [model]
+        count = len(scattered.dtypes)
+        return likes if len(likes) == count else [*likes, self._like][:1] * count
+
+    # -- what the root scatters ------------------------------------------------------------
+
+    def _root_request(self, leaves: Sequence[Leaf], nesting: Any) -> Request:
+        """Return the root's call."""
+        path = self.path
+        sizes = [
+            split_sizes(self.operation, leaf.rows.length, path.size, self._counts)
+            for leaf in leaves
+        ]
+        widths = [leaf.rows.inner * (leaf.dtype.itemsize if nesting else 1) for leaf in leaves]
+        return Request(
+            self.operation, root=self.root, axis=self._axis, nesting=nesting, sizes=sizes,
+            leaves=[[leaf.dtype.name, *leaf.shape] for leaf in leaves],
+            device=where(path, leaves[0].array) if leaves else None,
+            elements=[sum(s[r] * w for s, w in zip(sizes, widths)) for r in range(path.size)],
+        )  # fmt: skip
+
+    def _guessed_request(self) -> Request | None:
+        """Return the root's call, if ``out`` is a piece of what the root cuts evenly.
+
+        Where that is so, comparing the calls is all that it takes to know what is scattered; where
+        not, the ranks tell each other.
+        """
+        path, out = self.path, self.out
+        if out is None or not (path.on_host or self._hosted) or nested.is_tree(out):
+            return None
+        seen = view(path, self.operation, out, self._hosted)
+        if not isinstance(seen.array, np.ndarray) or not seen.array.ndim:
+            return None
+        leaf = Leaf(self.operation, seen, self._axis)
+        length = leaf.rows.length
+        return Request(
+            self.operation, root=self.root, axis=self._axis, nesting=0,
+            sizes=[[length] * path.size],
+            leaves=[[leaf.dtype.name, *leaf.rows.shape_with(length * path.size)]],
+            elements=[leaf.rows.inner * length] * path.size,
+        )  # fmt: skip
+
+    def _options_of_root(self, deadline: Deadline) -> dict[str, Any]:
+        """Return the options of the root's call, which the root tells."""
+        path, request = self.path, self._request
+        if not path.heads:
+            headers = path.headers_if_different(request, deadline)
+            # If they are alike the others have guessed it.
+            return request.options if headers is None else self._options_in(headers)
+        head = Head(1)
+        text = np.frombuffer(json.dumps(request.options).encode(), np.uint8)
+        if path.rank == self.root:
+            head.words[0] = text.size
+            head.put(text)
+        about = request.comparing("broadcast")
+        path.carry(path.planned(about), head.buffer, head.buffer, deadline)
+        received = head.inline(int(head.words[0]))
+        if received is None:
+            received = np.empty(int(head.words[0]), np.uint8)
+            if path.rank == self.root:
+                received[:] = text
+            whole = Buffer(received, UINT8)
+            path.carry(path.planned(about), whole, whole, deadline)
+        return dict(json.loads(received.tobytes()))
+
+    def _options_in(self, headers: Sequence[Header]) -> dict[str, Any]:
+        """Return the options of the root's call, if the others' are only less of it.
+
+        Raises:
+            MismatchError: a rank makes another call, or names another root.
+        """
+        for header in headers:
+            if header["operation"] != "scatter" or header["options"].get("root") != self.root:
+                self.path.raise_mismatch(headers)
+        if "leaves" not in headers[self.root]["options"]:
+            self.path.raise_mismatch(headers)
+        return dict(headers[self.root]["options"])
+
+
+class _Scattered:
+    """What the root scatters, by the options of its call.
+
+    Attributes:
+        dtypes: of each leaf.
+        sizes: of each leaf, the number of rows that each rank gets.
+        nesting: of the structure; 0 for one array.
+        on_gpu: whether it is in a GPU's memory.
+    """
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        self.dtypes = [dtypes.named(name) for name, *_ in options["leaves"]]
+        self.sizes: Sequence[Sequence[int]] = options["sizes"]
+        self.nesting = options["nesting"]
+        self.on_gpu = "device" in options
+        # Of the shapes that the rows have at the root, of a byte each.
+        self._models = [
+            Rows("scatter", np.empty(shape, np.bool_), options["axis"])
+            for _, *shape in options["leaves"]
+        ]
+
+    def nbytes(self, size: int) -> list[int]:
+        """Return how many bytes each of ``size`` ranks gets, of all leaves together."""
+        return [
+            sum(
+                rows[rank] * model.inner * dtype.itemsize
+                for rows, model, dtype in zip(self.sizes, self._models, self.dtypes)
+            )
+            for rank in range(size)
+        ]
+
+    def parts(self, rank: int) -> list[Part]:
+        """Return of each leaf what a rank's piece is put together by."""
+        return [
+            Part(model, dtype, [rows[rank]])
+            for rows, model, dtype in zip(self.sizes, self._models, self.dtypes)
+        ]

@@ -1,0 +1,147 @@
+"""How a call sees the arrays of any framework: as memory, on the CPU or on this rank's GPU."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from collective.errors import DeviceError, InvalidArgumentError
+from collective.memory import dtypes, nested
+from collective.memory.arrays import Adapter, adapter_like, adapter_of
+from collective.memory.dtypes import DType
+from collective.memory.numbers import NUMBERS, is_number
+from collective.memory.through_host import Staged
+
+from ..output import same_memory
+from ..path import Path
+
+__all__ = [
+    "Array", "View", "adapter_for", "check_device", "device_view", "room_on_gpu", "staged", "view",
+    "views", "where",
+]  # fmt: skip
+
+Array = np.ndarray[Any, Any]
+# Operations that take Python's numbers: those whose result is plain then.
+_OF_NUMBERS = {"all_reduce", "reduce", "scan", "broadcast", "gather", "all_gather"}
+_UINT8 = dtypes.BY_NAME["uint8"]
+_new: Any = tuple.__new__
+
+
+class View(NamedTuple):
+    """An array as the transport can have it.
+
+    Attributes:
+        adapter: makes results like it.
+        array: its memory: NumPy's, or a ``DeviceArray``.
+        dtype: its element type.
+    """
+
+    adapter: Adapter
+    array: Array
+    dtype: DType
+
+
+def view(path: Path, what: str, x: Any, hosted: bool = False) -> View:
+    """Return an array as the transport can have it, and what makes results like it.
+
+    Args:
+        what: the operation, for errors.
+        hosted: true if the array is one of the library's own on the CPU, which every transport
+            takes.
+
+    Raises:
+        DeviceError: the transport takes arrays of GPUs alone, or this one is not on this rank's.
+    """
+    try:
+        adapter = adapter_of(x)
+    except InvalidArgumentError:
+        if not is_number(x) or what not in _OF_NUMBERS:
+            raise
+        adapter = NUMBERS
+    array, dtype = adapter.view(x)
+    if type(array) is not np.ndarray:
+        if not path.on_device:
+            return staged(path, View(adapter, array, dtype))
+        if array.device is not path.gpu:
+            check_device(path, what, array)
+    elif not path.on_host and not hosted:
+        raise DeviceError(
+            f"{what}: an array on the CPU; backend {path.backend.name!r} takes arrays "
+            f"on GPUs {path.who}. Copy it there, or use backend='cpu:shm,cuda:nccl', "
+            "which takes both."
+        )
+    # As View(…) does it, without a call of Python's.
+    return _new(View, (adapter, array, dtype))  # type: ignore[no-any-return]
+
+
+def views(path: Path, what: str, x: Any, hosted: bool = False) -> list[View]:
+    """Return the arrays of a structure, which are all on the CPU or all on the GPU."""
+    leaves = [view(path, what, leaf, hosted) for leaf in nested.flatten(x)]
+    for leaf in leaves[1:]:
+        same_memory(what, leaves[0].array, leaf.array)
+    return leaves
+
+
+def staged(path: Path, seen: View) -> View:
+    """Return an array on a GPU as a copy in host memory, and what copies results back."""
+    array: Any = seen.array
+    # It may be the result of a call that is still in the background.
+    path.lane.drain(path.timeout)
+    if path.enqueues:
+        array.stream.wait_for(path.backend.side_stream(array.device))
+    return View(Staged(seen.adapter, array.device), array.to_host(), seen.dtype)
+
+
+def check_device(path: Path, what: str, array: Any) -> None:
+    """Refuse an array on a GPU that is not this rank's."""
+    device = path.backend.device
+    # An empty array may not know where it is.
+    if device is not None and array.device is not device and array.size:
+        raise DeviceError(
+            f"{what}: an array on cuda:{array.device.ordinal}; this rank's GPU is "
+            f"cuda:{device.ordinal} {path.who}. Copy it there, or choose another GPU with "
+            "COLLECTIVE_DEVICE."
+        )
+    path.gpu = device
+
+
+def where(path: Path, array: Any) -> str | None:
+    """Return ``"cuda"`` if ranks whose arrays are not on GPUs cannot take part, else None."""
+    return "cuda" if path.enqueues and not isinstance(array, np.ndarray) else None
+
+
+def adapter_for(like: Any, on_gpu: bool = False) -> Adapter:
+    """Return what makes results like ``like``: a framework's name, an array, or None.
+
+    Args:
+        on_gpu: whether the result is on the GPU already; then NumPy, or None, has it as an array
+            that any framework takes without a copy.
+    """
+    if on_gpu:
+        by_name = isinstance(like, str) and like == "numpy"
+        anything = like is None or by_name or isinstance(like, np.ndarray)
+        return adapter_like("cuda" if anything else like)
+    adapter = adapter_like("numpy" if like is None else like)
+    if like is None or isinstance(like, (str, np.ndarray)):
+        return adapter
+    array: Any = adapter.view(like)[0]
+    return adapter if isinstance(array, np.ndarray) else Staged(adapter, array.device)
+
+
+def room_on_gpu(path: Path, adapter: Adapter, nbytes: int, near: Any = None) -> Any:
+    """Return that many bytes on this rank's GPU.
+
+    Args:
+        near: a DeviceArray, on whose stream they will be used if the framework has no current one.
+    """
+    stream = None if near is None else near.stream
+    return adapter.empty((nbytes,), _UINT8, path.backend.device, stream)
+
+
+def device_view(like: Any) -> Any:
+    """Return an array on a GPU as the transport sees it, None for anything else."""
+    if like is None or isinstance(like, (str, np.ndarray)) or nested.is_tree(like):
+        return None
+    array: Any = adapter_of(like).view(like)[0]
+    return None if isinstance(array, np.ndarray) else array

@@ -1,0 +1,64 @@
+"""Calls on arrays of the library's own, whatever the transport takes from programs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from .calls.broadcasting import Broadcast
+from .calls.gathering import AllGather, Gather
+from .calls.message import Recv, Send
+from .calls.scattering import Scatter
+from .path import Path
+
+__all__ = ["HostCalls"]
+
+
+class HostCalls:
+    """Calls of a communicator on NumPy's arrays of the library's own.
+
+    A transport that takes arrays of GPUs alone takes these, too. They are in one order with the
+    communicator's other calls.
+
+    Args:
+        path: the communicator's path.
+    """
+
+    __slots__ = ("_path", "rank", "size")
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.rank = path.rank
+        self.size = path.size
+
+    def broadcast(self, x: Any, *, root: int = 0, timeout: float | None = None) -> Any:
+        """Give every rank the array of ``root``; the others pass None."""
+        call = Broadcast(self._path, x, root, None, None, hosted=True)
+        return self._path.make(call, timeout, False)
+
+    def gather(self, x: Any, *, root: int = 0, timeout: float | None = None) -> Any:
+        """Join the ranks' arrays at ``root``."""
+        call = Gather(self._path, x, root, None, 0, None, hosted=True)
+        return self._path.make(call, timeout, False)
+
+    def all_gather(
+        self, x: Any, *, counts: Sequence[int] | None = None, timeout: float | None = None
+    ) -> Any:
+        """Join the ranks' arrays at every rank."""
+        call = AllGather(self._path, x, counts, 0, None, hosted=True)
+        return self._path.make(call, timeout, False)
+
+    def scatter(
+        self, x: Any, *, root: int, counts: Sequence[int] | None, timeout: float | None = None
+    ) -> Any:
+        """Cut the array of ``root`` into pieces, and give each rank one."""
+        call = Scatter(self._path, x, root, counts, 0, None, None, hosted=True)
+        return self._path.make(call, timeout, False)
+
+    def send(self, x: Any, dst: int, *, tag: int = 0, timeout: float | None = None) -> None:
+        """Send an array to rank ``dst``."""
+        self._path.post(Send(self._path, x, dst, tag, hosted=True), timeout, False)
+
+    def recv(self, src: int, *, tag: int = 0, timeout: float | None = None) -> Any:
+        """Receive an array from rank ``src``."""
+        return self._path.post(Recv(self._path, None, src, tag, None, None), timeout, False)
