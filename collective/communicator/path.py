@@ -48,13 +48,13 @@ _REMEMBERED = 1024
 _LANES = 64
 
 
-class Call(Protocol):
+class Runnable(Protocol):
     """What a path needs of a collective call; see :class:`collective.communicator.calls.Call`."""
 
     operation: str
     near: Near | None
 
-    def prepared(self) -> Call: ...
+    def prepared(self) -> Runnable: ...
 
     def plan(self) -> Planned | None: ...
 
@@ -63,7 +63,7 @@ class Call(Protocol):
     def go_on(self, headers: Sequence[dict[str, Any]], deadline: Deadline) -> Any: ...
 
 
-class Message(Protocol):
+class Postable(Protocol):
     """What a path needs of a call between two ranks."""
 
     def exchanged(self, seconds: float) -> Any: ...
@@ -77,7 +77,7 @@ class KindOfCall(Protocol):
     def of_plain(
         self, path: Path, x: Any, out: Any, *, op: Any = ..., order: Any = ..., root: Any = ...,
         counts: Any = ...,
-    ) -> Call: ...  # fmt: skip
+    ) -> Runnable: ...  # fmt: skip
 
 
 if TYPE_CHECKING:
@@ -231,7 +231,7 @@ class Path(_Gate):
 
     # -- collective calls ---------------------------------------------------------------
 
-    def make(self, call: Call, timeout: float | None, async_op: bool) -> Any:
+    def make(self, call: Runnable, timeout: float | None, async_op: bool) -> Any:
         """Make a collective call, and return its result.
 
         Args:
@@ -243,7 +243,7 @@ class Path(_Gate):
         seconds = self.timeout if timeout is None else self.check_timeout(timeout)
         return self.go(prepared, seconds, async_op)
 
-    def go(self, call: Call, seconds: float, async_op: bool = False) -> Any:
+    def go(self, call: Runnable, seconds: float, async_op: bool = False) -> Any:
         """Run a prepared call now, or in its turn.
 
         It waits for the calls in the lane, also if the caller waits for it: collective calls reach
@@ -265,7 +265,7 @@ class Path(_Gate):
         work = self.lane.submit(call.operation, with_site(run))
         return work if async_op else work.wait()
 
-    def go_again(self, call: Call, seconds: float, async_op: bool) -> Any:
+    def go_again(self, call: Runnable, seconds: float, async_op: bool) -> Any:
         """Run a call again that was prepared before; refuse it if the communicator is closed."""
         if not self.plans:  # close() has let go of them, and of the transport
             self.backend.refuse_broken(call.operation)
@@ -317,7 +317,7 @@ class Path(_Gate):
 
     # -- messages -----------------------------------------------------------------------
 
-    def post(self, message: Message, timeout: float | None, async_op: bool) -> Any:
+    def post(self, message: Postable, timeout: float | None, async_op: bool) -> Any:
         """Make a call between two ranks: now, or in the lane of its direction, peer and tag.
 
         Args:
@@ -534,7 +534,7 @@ class Path(_Gate):
         return float(timeout)
 
 
-def _perform(call: Call, seconds: float) -> Any:
+def _perform(call: Runnable, seconds: float) -> Any:
     return call.perform(Deadline(seconds))
 
 

@@ -174,7 +174,7 @@ def door(ring: Any, queue: list[Any], rank: int, size: int) -> Door | None:
     return made
 
 
-class _Empty:
+class _NoExtension:
     """Base class where there is no extension."""
 
 
@@ -186,7 +186,7 @@ def gate() -> type:
     them by name; without it the class is empty.
     """
     extension, _ = _load()
-    return _Empty if extension is None else cast("type", extension.Gate)
+    return _NoExtension if extension is None else cast("type", extension.Gate)
 
 
 def handle() -> type:
@@ -195,7 +195,7 @@ def handle() -> type:
     With the extension its attribute ``_path`` is a member in C; without it the class is empty.
     """
     extension, _ = _load()
-    return _Empty if extension is None else cast("type", extension.Handle)
+    return _NoExtension if extension is None else cast("type", extension.Handle)
 
 
 def method(function: _Function, kind: type) -> _Function | None:

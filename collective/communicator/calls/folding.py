@@ -32,10 +32,10 @@ from .views import Array, View
 if TYPE_CHECKING:
     from collective.contract.backend import Backend, Plan
 
-__all__ = ["CuttingFold", "Folding"]
+__all__ = ["CuttingFoldCall", "FoldCall"]
 
 
-class Folding(Call):
+class FoldCall(Call):
     """Call that folds the ranks' arrays: what an operator needs to be checked and planned.
 
     Attributes:
@@ -120,7 +120,7 @@ class Folding(Call):
             )
 
 
-class CuttingFold(Folding):
+class CuttingFoldCall(FoldCall):
     """Fold of which each rank gets one piece.
 
     Attributes:

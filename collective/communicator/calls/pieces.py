@@ -22,7 +22,7 @@ from ..path import Path
 from ..planned import Planned
 from ..rows import Rows
 from .call import Call, Header
-from .structure import UINT8, Part, assemble
+from .structure import UINT8, ArrivedLeaf, assemble
 from .views import Array, View, where
 
 __all__ = ["Leaf", "Pieces"]
@@ -123,7 +123,7 @@ class Pieces(Call):
         if lengths is None or dst is None:
             return None
         messages = np.split(dst.array, list(accumulate(lengths))[:-1])
-        parts = [Part(leaf.rows, leaf.dtype, r) for leaf, r in zip(self.leaves, rows)]
+        parts = [ArrivedLeaf(leaf.rows, leaf.dtype, r) for leaf, r in zip(self.leaves, rows)]
         return assemble(
             self.operation, messages, parts, nested.flatten(self.x), self.out, self.nesting, self.x,
             self.path.who,

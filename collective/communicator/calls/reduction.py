@@ -22,7 +22,7 @@ from ..rows import Rows
 from ..streams import Near
 from .call import Call
 from .device import straight
-from .folding import CuttingFold, Folding
+from .folding import CuttingFoldCall, FoldCall
 from .structure import StructureReduceScatter, StructureReduction
 from .views import Array, staged, view
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["AllReduce", "Reduce", "ReduceScatter", "Reduction", "Scan"]
 
 
-class Reduction(Folding):
+class Reduction(FoldCall):
     """Fold whose result is like its input: all_reduce, reduce, scan.
 
     Args:
@@ -154,7 +154,7 @@ class Scan(Reduction):
         return cls(path, x, op, out)
 
 
-class ReduceScatter(CuttingFold):
+class ReduceScatter(CuttingFoldCall):
     """See :meth:`Communicator.reduce_scatter`."""
 
     operation = "reduce_scatter"

@@ -21,7 +21,7 @@ from ..rows import Rows, split_sizes
 from ..streams import nearest, settle
 from .call import Call, Header
 from .pieces import Leaf
-from .structure import UINT8, Part, assemble, bytes_of
+from .structure import UINT8, ArrivedLeaf, assemble, bytes_of
 from .views import Array, adapter_for, device_view, room_on_gpu, view, views, where
 
 if TYPE_CHECKING:
@@ -278,9 +278,9 @@ class _Scattered:
             for rank in range(size)
         ]
 
-    def parts(self, rank: int) -> list[Part]:
+    def parts(self, rank: int) -> list[ArrivedLeaf]:
         """Return of each leaf what a rank's piece is put together by."""
         return [
-            Part(model, dtype, [rows[rank]])
+            ArrivedLeaf(model, dtype, [rows[rank]])
             for rows, model, dtype in zip(self.sizes, self._models, self.dtypes)
         ]

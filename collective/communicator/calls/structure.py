@@ -18,12 +18,12 @@ from ..planned import Planned
 from ..rows import Rows
 from ..streams import nearest
 from .call import Call
-from .folding import CuttingFold, Folding
+from .folding import CuttingFoldCall, FoldCall
 from .views import Array, View, adapter_for, staged, views
 
 __all__ = [
-    "UINT8", "Part", "StructureReduceScatter", "StructureReduction", "assemble", "bytes_of", "pack",
-    "unpack",
+    "UINT8", "ArrivedLeaf", "StructureReduceScatter", "StructureReduction", "assemble", "bytes_of",
+    "pack", "unpack",
 ]  # fmt: skip
 
 UINT8 = dtypes.BY_NAME["uint8"]
@@ -32,8 +32,8 @@ UINT8 = dtypes.BY_NAME["uint8"]
 # -- reductions: one message for each dtype ------------------------------------------------------
 
 
-class _Group(NamedTuple):
-    """Leaves of one dtype, which travel as one message.
+class _Fused(NamedTuple):
+    """Leaves of one dtype, fused into one message.
 
     Attributes:
         dtype: their dtype.
@@ -63,7 +63,7 @@ class StructureReduction(Call):
         call: the call, as the caller made it.
     """
 
-    def __init__(self, call: Folding) -> None:
+    def __init__(self, call: FoldCall) -> None:
         path = self.path = call.path
         what = self.operation = call.operation
         self._call = call
@@ -72,7 +72,7 @@ class StructureReduction(Call):
             call.refuse_long(leaf)
         nesting = nested.skeleton(call.x)
         shapes = [[leaf.dtype.name, *leaf.array.shape] for leaf in leaves]
-        self._groups = []
+        self._messages = []
         for dtype, members in _by_dtype(leaves).items():
             count = sum(leaves[i].array.size for i in members)
             on_host = type(leaves[members[0]].array) is np.ndarray
@@ -86,7 +86,7 @@ class StructureReduction(Call):
             if not planned.takes_gpus:
                 for i in members:
                     leaves[i] = staged(path, leaves[i])
-            self._groups.append(_Group(dtype, members, count, planned))
+            self._messages.append(_Fused(dtype, members, count, planned))
         self._outputs: list[Output] | None = None
         if call.receives:
             outs = outputs_of(what, call.out, nesting, len(leaves), "input", path.who)
@@ -99,27 +99,27 @@ class StructureReduction(Call):
     def run(self, deadline: Deadline) -> Any:
         # A leaf of `out` may overlap a leaf of `x` that has another dtype, and so is in another
         # message: all inputs are read before the first result is written.
-        messages = [self._message(group, deadline) for group in self._groups]
-        for send in messages:
+        sends = [self._send_later(fused, deadline) for fused in self._messages]
+        for send in sends:
             send()
         if self._outputs is None:
             return None
         return nested.rebuild(self._call.x, iter([output.finish() for output in self._outputs]))
 
-    def _message(self, group: _Group, deadline: Deadline) -> Callable[[], None]:
-        """Read the inputs of a group; return a function that reduces them."""
-        arrays = [self._leaves[i].array for i in group.members]
+    def _send_later(self, fused: _Fused, deadline: Deadline) -> Callable[[], None]:
+        """Read the inputs of a message; return a function that reduces them."""
+        arrays = [self._leaves[i].array for i in fused.members]
         # Where nothing is enqueued other ranks may have these on the CPU.
         on_gpu = self.path.enqueues and not isinstance(arrays[0], np.ndarray)
         if on_gpu and self.operation == "all_reduce" and self._outputs is not None:
-            pairs = [(array, self._outputs[i]) for i, array in zip(group.members, arrays)]
-            return self._batched(pairs, group.planned, deadline)
-        room = Buffer.empty(group.elements, group.dtype, arrays[0])
+            pairs = [(array, self._outputs[i]) for i, array in zip(fused.members, arrays)]
+            return self._batched(pairs, fused.planned, deadline)
+        room = Buffer.empty(fused.elements, fused.dtype, arrays[0])
         results = None
         if self._outputs is not None:
-            results = [self._outputs[i].flat for i in group.members]
+            results = [self._outputs[i].flat for i in fused.members]
         np.concatenate([array.ravel() for array in arrays], out=room.array)
-        return partial(self._send, group.planned, room, results, deadline)
+        return partial(self._send, fused.planned, room, results, deadline)
 
     def _send(
         self, planned: Planned, room: Buffer, results: Sequence[Array] | None, deadline: Deadline
@@ -178,7 +178,7 @@ class StructureReduceScatter(Call):
 
     operation = "reduce_scatter"
 
-    def __init__(self, call: CuttingFold) -> None:
+    def __init__(self, call: CuttingFoldCall) -> None:
         path = self.path = call.path
         self._call = call
         self._leaves = leaves = views(path, self.operation, call.x)
@@ -188,7 +188,7 @@ class StructureReduceScatter(Call):
         cuts = [call.cut(leaf.array) for leaf in leaves]
         self._rows = rows = [cut[0] for cut in cuts]
         self._sizes = sizes = [cut[1] for cut in cuts]
-        self._groups = []
+        self._messages = []
         for dtype, members in _by_dtype(leaves).items():
             elements = [
                 sum(sizes[i][rank] * rows[i].inner for i in members) for rank in range(path.size)
@@ -205,7 +205,7 @@ class StructureReduceScatter(Call):
                 for i in members:
                     leaves[i] = staged(path, leaves[i])
                     rows[i], _ = call.cut(leaves[i].array)
-            self._groups.append(_Group(dtype, members, elements[path.rank], planned))
+            self._messages.append(_Fused(dtype, members, elements[path.rank], planned))
         outs = outputs_of(self.operation, call.out, nesting, len(leaves), "input", path.who)
         self._outputs = [
             Output(
@@ -219,19 +219,19 @@ class StructureReduceScatter(Call):
     def run(self, deadline: Deadline) -> Any:
         # All inputs are copied before the first result is written, which may overlap them.
         inputs = []
-        for group in self._groups:
+        for fused in self._messages:
             pieces = [
                 self._rows[i].piece(self._sizes[i], rank)
                 for rank in range(self.path.size)
-                for i in group.members
+                for i in fused.members
             ]
             inputs.append(np.concatenate(pieces))
-        for group, packed in zip(self._groups, inputs):
-            src = Buffer(packed, group.dtype)
-            dst = Buffer.empty(group.elements, group.dtype, src.array)
-            self.path.carry(group.planned, src, dst, deadline)
+        for fused, packed in zip(self._messages, inputs):
+            src = Buffer(packed, fused.dtype)
+            dst = Buffer.empty(fused.elements, fused.dtype, src.array)
+            self.path.carry(fused.planned, src, dst, deadline)
             start = 0
-            for i in group.members:
+            for i in fused.members:
                 length = self._sizes[i][self.path.rank]
                 stop = start + length * self._rows[i].inner
                 self._rows[i].restore(dst.array[start:stop], self._outputs[i].flat, length)
@@ -242,7 +242,7 @@ class StructureReduceScatter(Call):
 # -- all others: one message of bytes --------------------------------------------------------------
 
 
-class Part(NamedTuple):
+class ArrivedLeaf(NamedTuple):
     """One leaf of what has arrived: what its pieces are put together by.
 
     Attributes:
@@ -257,8 +257,8 @@ class Part(NamedTuple):
 
 
 def assemble(
-    what: str, messages: Sequence[Array], parts: Sequence[Part], likes: Sequence[Any], out: Any,
-    nesting: Any, template: Any, who: str,
+    what: str, messages: Sequence[Array], parts: Sequence[ArrivedLeaf], likes: Sequence[Any],
+    out: Any, nesting: Any, template: Any, who: str,
 ) -> Any:  # fmt: skip
     """Turn bytes into arrays, and these into a structure.
 
