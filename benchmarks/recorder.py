@@ -29,7 +29,7 @@ def measure() -> float:
     # Where a communicator records is code of the package's, which is looked through for the
     # line of the program.
     source = "def inner():\n    begin(call)\n    end()\ndef outer():\n    inner()\n"
-    name = str(Path(sys.modules[Recorder.__module__].__file__ or "").with_name("calls.py"))
+    name = str(Path(sys.modules[Recorder.__module__].__file__ or "").with_name("path.py"))
     inside = {"begin": recorder.begin, "end": recorder.end, "call": call}
     exec(compile(source, name, "exec"), inside)
     outside: dict[str, object] = {"outer": inside["outer"], "inner": lambda: None}

@@ -130,157 +130,6 @@ class Communicator(_Handle, NotCopied, ForeignNames):
             f"(local rank {self.local_rank} of {self.local_size}){state}>"
         )
 
-    # -- properties -----------------------------------------------------------------------
-
-    @property
-    def timeout(self) -> float:
-        """Seconds that a call may take where it names no other deadline."""
-        return self._path.timeout
-
-    @timeout.setter
-    def timeout(self, seconds: float) -> None:
-        self._path.timeout = seconds
-
-    @property
-    def check(self) -> str:
-        """Whether calls are compared before they are sent: "auto", "always" or "never"."""
-        return self._path.check
-
-    @property
-    def closed(self) -> bool:
-        """Whether :meth:`close` has been called."""
-        return self._path.closed
-
-    @property
-    def enqueues(self) -> bool:
-        """Whether calls on arrays of GPUs are only enqueued, on their streams."""
-        return self._path.enqueues
-
-    @property
-    def foreign(self) -> str:
-        """In a forked child, why the communicator is not that process's; else empty."""
-        return self._foreign
-
-    @property
-    def on_host(self) -> HostCalls:
-        """Calls on arrays of the library's own on the CPU, whatever the transport takes."""
-        return HostCalls(self._path)
-
-    @property
-    def succession(self) -> Succession:
-        """What this communicator knows of its generations, for whoever starts or joins ranks."""
-        return self._succession
-
-    @property
-    def transport(self) -> Backend:
-        """Transport under this communicator, for tools and tests.
-
-        A call of the transport's is neither recorded nor in turn with the communicator's own. Once
-        the communicator is closed, every use raises ``CommunicatorClosedError``.
-        """
-        return self._path.backend
-
-    # -- the end --------------------------------------------------------------------------
-
-    def abort(self, reason: str = "aborted") -> None:
-        """Break this communicator and the groups made of it, for every rank, at once.
-
-        Calls that wait, and all later ones, raise ``CommunicatorAbortedError`` with the
-        reason. May be called from any thread.
-        """
-        if self._foreign:
-            raise CommunicatorClosedError(f"abort: {self._foreign}")
-        self.fail(Failure("aborted", self.rank, f"rank {self.rank} aborted: {reason}"))
-
-    def fail(self, cause: BaseException | Failure) -> None:
-        """Break this communicator and the groups made of it, and tell the peers the cause.
-
-        Their calls raise ``PeerFailedError`` with the traceback of an exception. Leaving a ``with``
-        block by an exception calls it. May be called from any thread.
-
-        Args:
-            cause: what ended this rank's part. A ``PeerFailedError`` is a peer's failure, and is
-                not passed on.
-        """
-        lifecycle.fail(self, cause)
-
-    def close(self) -> None:
-        """Leave the communicator and the groups made of it.
-
-        Waits for this rank's own calls in the background, and for nobody else. A second
-        close does nothing; any other use afterwards raises ``CommunicatorClosedError``.
-        """
-        lifecycle.close(self, self.timeout)
-
-    def leave(self) -> None:
-        """Close the transports of this communicator and its groups, waiting for nothing.
-
-        For the end of a process or of a thread that is a rank; :meth:`close` is for programs.
-        """
-        lifecycle.leave(self)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if error is not None and not (isinstance(error, SystemExit) and not error.code):
-            self.fail(error)
-        self.close()
-
-    def hook(
-        self,
-        before: Callable[[CallEvent], object] | None = None,
-        after: Callable[[CallEvent, BaseException | None], object] | None = None,
-    ) -> Callable[[], None]:
-        """Have functions called around every call that reaches the transport.
-
-        For a program's own accounting: how many bytes, how long, how often. They run in the thread
-        that makes the call, which is a lane's for what was started with ``async_op=True``, and
-        must not make calls themselves. Groups that are made of this communicator have hooks of
-        their own.
-
-        An exception of theirs, of whatever class, is the call's on this rank, and breaks the
-        communicator: the other ranks get ``PeerFailedError`` with its traceback, in the same call
-        if ``before`` has raised it, else in that one or the next. If the call has failed, too, its
-        error is the ``__context__`` of that of ``after``.
-
-        Args:
-            before: is given the call as it begins.
-            after: is given the call and what it raised, or None; not called if ``before`` raised.
-
-        Returns:
-            A function that ends it.
-        """
-        hook = Hook(before, after)
-        self.listen(hook)
-        return lambda: self._path.forget(hook)
-
-    def listen(self, listener: Listener) -> None:
-        """Tell ``listener`` of every call from now on, in the order in which listeners came.
-
-        One that has lanes of its own has to come while nothing of this communicator is under way.
-
-        Args:
-            listener: what hears; :meth:`hook` is for functions.
-        """
-        self._path.listen(listener)
-
-    def __copy__(self) -> Self:
-        """Return another object of the same connections."""
-        twin = self.__class__.__new__(self.__class__)
-        vars(twin).update(vars(self))
-        twin._path = self._path  # a member in C
-        return twin
-
-    def __deepcopy__(self, memo: object) -> Self:
-        """Return the communicator itself: a copy of what has one talks to the same ranks."""
-        return self
-
     # -- reductions and pieces --------------------------------------------------------------
 
     @_first_in_c(AllReduce)
@@ -776,10 +625,15 @@ class Communicator(_Handle, NotCopied, ForeignNames):
 
         Collective: every rank calls it, with one root.
 
+        An object is plain data: None, bool, int, float, complex, str, bytes, list, tuple, dict,
+        set, and arrays, nested at will.
+
         Args:
             obj: the object at the root; ignored elsewhere.
             root: the rank whose object it is.
-            pickle: see the class.
+            pickle: carries anything. The sender *and* the receiver must pass it, as reading a
+                pickle runs code that its writer chose. It is refused where ranks of several hosts
+                have met without a secret: others may have joined.
             timeout: seconds; the communicator's by default.
 
         Returns:
@@ -849,7 +703,7 @@ class Communicator(_Handle, NotCopied, ForeignNames):
         Args:
             obj: the object.
             dst, tag, timeout: as in :meth:`send`.
-            pickle: see the class.
+            pickle: as in :meth:`broadcast_object`.
         """
         self._objects("send_object", pickle).send(obj, dst, tag, timeout)
 
@@ -861,7 +715,7 @@ class Communicator(_Handle, NotCopied, ForeignNames):
 
         Args:
             src, tag, timeout: as in :meth:`recv`.
-            pickle: see the class.
+            pickle: as in :meth:`broadcast_object`.
 
         Returns:
             The object; None where ``src`` is ``collective.NULL``.
@@ -1203,3 +1057,156 @@ class Communicator(_Handle, NotCopied, ForeignNames):
             MPIX_Comm_agree.
         """
         return changes.agree(self, bool(flag), self._path.check_timeout(timeout))
+
+    # -- hooks ------------------------------------------------------------------------------
+
+    def hook(
+        self,
+        before: Callable[[CallEvent], object] | None = None,
+        after: Callable[[CallEvent, BaseException | None], object] | None = None,
+    ) -> Callable[[], None]:
+        """Have functions called around every call that reaches the transport.
+
+        For a program's own accounting: how many bytes, how long, how often. They run in the thread
+        that makes the call, which is a lane's for what was started with ``async_op=True``, and
+        must not make calls themselves. Groups that are made of this communicator have hooks of
+        their own.
+
+        An exception of theirs, of whatever class, is the call's on this rank, and breaks the
+        communicator: the other ranks get ``PeerFailedError`` with its traceback, in the same call
+        if ``before`` has raised it, else in that one or the next. If the call has failed, too, its
+        error is the ``__context__`` of that of ``after``.
+
+        Args:
+            before: is given the call as it begins.
+            after: is given the call and what it raised, or None; not called if ``before`` raised.
+
+        Returns:
+            A function that ends it.
+        """
+        hook = Hook(before, after)
+        self.listen(hook)
+        return lambda: self._path.forget(hook)
+
+    def listen(self, listener: Listener) -> None:
+        """Tell ``listener`` of every call from now on, in the order in which listeners came.
+
+        One that has lanes of its own has to come while nothing of this communicator is under way.
+
+        Args:
+            listener: what hears; :meth:`hook` is for functions.
+        """
+        self._path.listen(listener)
+
+    # -- properties -----------------------------------------------------------------------
+
+    @property
+    def timeout(self) -> float:
+        """Seconds that a call may take where it names no other deadline."""
+        return self._path.timeout
+
+    @timeout.setter
+    def timeout(self, seconds: float) -> None:
+        self._path.timeout = seconds
+
+    @property
+    def check(self) -> str:
+        """Whether calls are compared before they are sent: "auto", "always" or "never"."""
+        return self._path.check
+
+    @property
+    def closed(self) -> bool:
+        """Whether :meth:`close` has been called."""
+        return self._path.closed
+
+    @property
+    def enqueues(self) -> bool:
+        """Whether calls on arrays of GPUs are only enqueued, on their streams."""
+        return self._path.enqueues
+
+    @property
+    def foreign(self) -> str:
+        """In a forked child, why the communicator is not that process's; else empty."""
+        return self._foreign
+
+    @property
+    def on_host(self) -> HostCalls:
+        """Calls on arrays of the library's own on the CPU, whatever the transport takes."""
+        return HostCalls(self._path)
+
+    @property
+    def succession(self) -> Succession:
+        """What this communicator knows of its generations, for whoever starts or joins ranks."""
+        return self._succession
+
+    @property
+    def transport(self) -> Backend:
+        """Transport under this communicator, for tools and tests.
+
+        A call of the transport's is neither recorded nor in turn with the communicator's own. Once
+        the communicator is closed, every use raises ``CommunicatorClosedError``.
+        """
+        return self._path.backend
+
+    # -- the end --------------------------------------------------------------------------
+
+    def abort(self, reason: str = "aborted") -> None:
+        """Break this communicator and the groups made of it, for every rank, at once.
+
+        Calls that wait, and all later ones, raise ``CommunicatorAbortedError`` with the
+        reason. May be called from any thread.
+        """
+        if self._foreign:
+            raise CommunicatorClosedError(f"abort: {self._foreign}")
+        self.fail(Failure("aborted", self.rank, f"rank {self.rank} aborted: {reason}"))
+
+    def fail(self, cause: BaseException | Failure) -> None:
+        """Break this communicator and the groups made of it, and tell the peers the cause.
+
+        Their calls raise ``PeerFailedError`` with the traceback of an exception. Leaving a ``with``
+        block by an exception calls it. May be called from any thread.
+
+        Args:
+            cause: what ended this rank's part. A ``PeerFailedError`` is a peer's failure, and is
+                not passed on.
+        """
+        lifecycle.fail(self, cause)
+
+    def close(self) -> None:
+        """Leave the communicator and the groups made of it.
+
+        Waits for this rank's own calls in the background, and for nobody else. A second
+        close does nothing; any other use afterwards raises ``CommunicatorClosedError``.
+        """
+        lifecycle.close(self, self.timeout)
+
+    def leave(self) -> None:
+        """Close the transports of this communicator and its groups, waiting for nothing.
+
+        For the end of a process or of a thread that is a rank; :meth:`close` is for programs.
+        """
+        lifecycle.leave(self)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is not None and not (isinstance(error, SystemExit) and not error.code):
+            self.fail(error)
+        self.close()
+
+    def __copy__(self) -> Self:
+        """Return another object of the same connections."""
+        twin = self.__class__.__new__(self.__class__)
+        vars(twin).update(vars(self))
+        twin._path = self._path  # a member in C
+        return twin
+
+    def __deepcopy__(self, memo: object) -> Self:
+        """Return the communicator itself: a copy of what has one talks to the same ranks."""
+        return self

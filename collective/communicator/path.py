@@ -251,7 +251,8 @@ class Path(_Gate):
         deadline begins with its turn.
         """
         near = call.near
-        if not (async_op or self.lane.queue or self.broken) and (near is None or not near.others):
+        many_streams = near is not None and self.enqueues and near.others
+        if not (async_op or self.lane.queue or self.broken or many_streams):
             return call.perform(Deadline(seconds))
         run: Callable[[], Any] = partial(_perform, call, seconds)
         if self.broken is not None:
