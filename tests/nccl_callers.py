@@ -53,7 +53,7 @@ class Caller:
     """One rank's transport, GPU and stream."""
 
     def __init__(self, backend: Any, stream: Stream | None = None) -> None:
-        self.backend = getattr(backend, "_backend", backend)
+        self.backend = getattr(backend, "transport", backend)
         self.rank, self.size = self.backend.rank, self.backend.size
         self.device = self.backend.device
         self.stream = stream or self.device.new_stream()

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from collective.contract.backend import Backend
-from collective.contract.failure import Failure
 from collective.contract.work import Lane
 
 from .listener import CallEvent, Listener
@@ -14,6 +12,8 @@ from .listener import CallEvent, Listener
 __all__ = ["Listeners"]
 
 T = TypeVar("T")
+#: Breaks the communicator, and tells the peers the error.
+Fail = Callable[[BaseException], None]
 
 
 class Listeners:
@@ -22,17 +22,15 @@ class Listeners:
     A listener that raises breaks the communicator: the peers wait for this rank's part of the call,
     or go on without knowing that the call has failed here.
 
-    Args:
-        backend: the transport, which is broken if one of them raises.
+    The caller says how: ``fail`` breaks the communicator, and tells the peers an error.
 
     Attributes:
         all: the listeners; empty if nobody listens.
     """
 
-    __slots__ = ("_backend", "all")
+    __slots__ = ("all",)
 
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
+    def __init__(self) -> None:
         self.all: tuple[Listener, ...] = ()
 
     def add(self, listener: Listener) -> None:
@@ -48,38 +46,40 @@ class Listeners:
         lanes = (listener.lane(name, messages=True) for listener in self.all)
         return next((lane for lane in lanes if lane is not None), None) or Lane(name)
 
-    def around(self, event: CallEvent, call: Callable[[], T]) -> T:
+    def around(self, event: CallEvent, call: Callable[[], T], fail: Fail) -> T:
         """Make a call, and tell the listeners before and after it."""
         begun: list[Listener] = []
         try:
-            self._before(event, begun)
+            self._before(event, begun, fail)
             result = call()
         except BaseException as error:
-            self._after(begun, event, error)
+            self._after(begun, event, error, fail)
             raise
-        self._after(begun, event, None)
+        self._after(begun, event, None, fail)
         return result
 
-    def message_arrives(self, nbytes: int) -> None:
+    def message_arrives(self, nbytes: int, fail: Fail) -> None:
         """Tell the listeners the length of a message whose first part has come."""
         try:
             for listener in self.all:
                 listener.arrives(nbytes)
         except BaseException as error:
-            self._fail(error)
+            fail(error)
             raise
 
-    def _before(self, event: CallEvent, begun: list[Listener]) -> None:
+    def _before(self, event: CallEvent, begun: list[Listener], fail: Fail) -> None:
         """Tell the listeners that a call begins; note in ``begun`` those that have not raised."""
         try:
             for listener in self.all:
                 listener.before(event)
                 begun.append(listener)
         except BaseException as error:
-            self._fail(error)
+            fail(error)
             raise
 
-    def _after(self, begun: list[Listener], event: CallEvent, error: BaseException | None) -> None:
+    def _after(
+        self, begun: list[Listener], event: CallEvent, error: BaseException | None, fail: Fail
+    ) -> None:
         """Tell all of ``begun`` that a call is over, the last first, also if one of them raises.
 
         The call's own error, and those of several listeners, are each other's ``__context__``.
@@ -88,9 +88,6 @@ class Listeners:
             try:
                 begun.pop().after(event, error)
             except BaseException as raised:
-                self._fail(raised)
-                self._after(begun, event, error)
+                fail(raised)
+                self._after(begun, event, error, fail)
                 raise
-
-    def _fail(self, error: BaseException) -> None:
-        self._backend.abort(Failure.caused_by(self._backend.rank, error))

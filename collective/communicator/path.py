@@ -52,7 +52,10 @@ class Runnable(Protocol):
     """What a path needs of a collective call; see :class:`collective.communicator.calls.Call`."""
 
     operation: str
-    near: Near | None
+    several_streams: bool
+
+    @property
+    def near(self) -> Near | None: ...
 
     def prepared(self) -> Runnable: ...
 
@@ -145,7 +148,7 @@ class Path(_Gate):
         self.lane_name = f"collective-{backend.name}-{backend.rank}"
         self.lane = Lane(self.lane_name)
         self.lanes = {}
-        self.listeners = Listeners(backend)
+        self.listeners = Listeners()
         self.broken: CollectiveError | None = None
         self.recorder = Recorder(f"rank {self.rank} of {self.size} over {backend.name}")
         backend.observe(self.recorder)
@@ -250,10 +253,9 @@ class Path(_Gate):
         the transport in the order in which the program made them, or the ranks' would differ. Its
         deadline begins with its turn.
         """
-        near = call.near
-        many_streams = near is not None and self.enqueues and near.others
-        if not (async_op or self.lane.queue or self.broken or many_streams):
+        if not (async_op or self.lane.queue or self.broken or call.several_streams):
             return call.perform(Deadline(seconds))
+        near = call.near
         run: Callable[[], Any] = partial(_perform, call, seconds)
         if self.broken is not None:
             run = partial(self.refuse_broken, call.operation)
@@ -274,24 +276,23 @@ class Path(_Gate):
 
     def carry(
         self, planned: Planned, src: Buffer | Spot | None, dst: Buffer | Spot | None,
-        deadline: Deadline,
+        deadline: Deadline, heard: bool = False,
     ) -> None:  # fmt: skip
         """Make one collective operation of the transport's.
+
+        Args:
+            planned, src, dst: the operation.
+            heard: whether the listeners have been told.
 
         Raises:
             Disagreement: the ranks' calls differ; nothing was sent.
             MismatchError: they differ, and ``planned.fixed``.
         """
-        if self.listeners.all:
+        if self.listeners.all and not heard:
             event = self._event(planned, src, dst)
-            self.listeners.around(event, partial(self._carry, planned, src, dst, deadline))
-        else:
-            self._carry(planned, src, dst, deadline)
-
-    def _carry(
-        self, planned: Planned, src: Buffer | Spot | None, dst: Buffer | Spot | None,
-        deadline: Deadline,
-    ) -> None:  # fmt: skip
+            carry = partial(self.carry, planned, src, dst, deadline, heard=True)
+            self.listeners.around(event, carry, self.tell_failure)
+            return
         recorder = self.recorder
         try:
             if planned.fixed and self.agree_first:

@@ -622,9 +622,14 @@ static PyObject *method_new(PyTypeObject *type, PyObject *args, PyObject *keywor
     if (refuse_keywords("Method", keywords) < 0
         || !PyArg_ParseTuple(args, "OO:Method", &function, &kind))
         return NULL;
+    if (!PyCallable_Check(function))
+        return PyErr_Format(PyExc_TypeError, "Method: the first argument is a function");
     name = PyObject_GetAttrString(function, "__name__");
-    if (name == NULL)
-        return NULL;
+    if (name == NULL || !PyUnicode_Check(name)) {
+        Py_XDECREF(name);
+        return PyErr_Occurred() ? NULL
+                                : PyErr_Format(PyExc_TypeError, "Method: the name is no text");
+    }
     const struct operation *operation = NULL;
     int message = 0;
     for (size_t i = 0; i < sizeof operations / sizeof *operations; i++)

@@ -32,7 +32,7 @@ class HouseStyle(griffe.Extension):
     def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
         """Rewrite the package's docstring, which :meth:`on_object` is not called for."""
         self.on_object(obj=pkg)
-        typed = pkg["communicator.signatures.Signatures"]
+        typed = pkg["communicator.signatures.Communicator"]
         for name, overloads in typed.overloads.items():
             method = next(base.members[name] for base in typed.mro() if name in base.members)
             _show_types(method, overloads or [typed.members[name]])

@@ -83,15 +83,15 @@ def message_walks(comm: Communicator) -> dict[str, list[tuple[int, int]]]:
 @pytest.mark.parametrize(
     ("backend", "ceilings"),
     [
-        ("shm", {"first": (29, 13), "again": (1, 1), "out": (0, 0), "counts": (0, 0)}),
+        ("shm", {"first": (32, 13), "again": (1, 1), "out": (0, 0), "counts": (0, 0)}),
         (
             "gloo",
             {
                 "first": (63, 19),
-                "again": (17, 6),
+                "again": (14, 6),
                 "out": (16, 6),
                 "counts": (41, 11),
-                "broadcast": (74, 22),
+                "broadcast": (77, 22),
             },
         ),
         pytest.param(

@@ -9,6 +9,7 @@ import pytest
 
 from collective import native
 from collective.communicator import Communicator
+from collective.communicator.calls.contents import message_of
 from collective.testing import run_ranks
 
 pytestmark = pytest.mark.skipif(
@@ -33,7 +34,7 @@ def _heads() -> native.Heads:
 
 
 def _by_python(comm: Communicator) -> list[bytes]:
-    return [comm._message("send", x)[0].buffer.array.tobytes() for x in ARRAYS]
+    return [message_of(comm._path, "send", x)[0].buffer.array.tobytes() for x in ARRAYS]
 
 
 def test_a_head_is_what_python_writes() -> None:

@@ -198,16 +198,15 @@ class Broadcast(_Broadcasting):
             planned = path.remember(key, path.planned(request))
         return planned
 
-    def plan_of_spot(self, spot: Spot) -> Planned | None:
-        return self.path.plans.get((self.operation, spot.dtype, spot.shape, self.root, False))
-
     def prepared(self) -> Call:
         path, x, out = self.path, self.x, self.out
         if path.enqueues and (out is x or (out is None and path.rank == self.root)):
             spot = spot_of(path, x)
-            planned = None if spot is None else self.plan_of_spot(spot)
-            if spot is not None and planned is not None:
-                return _StraightBroadcast(self, spot, planned)
+            if spot is not None:
+                key = self.operation, spot.dtype, spot.shape, self.root, False
+                planned = path.plans.get(key)
+                if planned is not None:
+                    return _StraightBroadcast(self, spot, planned)
         if self.template is None and path.rank == self.root:
             raise InvalidArgumentError(f"broadcast: the root passed None {path.who}.")
         if nested.is_tree(self.template):
@@ -262,7 +261,11 @@ class _StraightBroadcast(_Broadcasting):
         self._x = call.x
         self._buffer: Any = spot  # it has what is used of a buffer where calls are enqueued
         self._planned = planned
-        self.near = Near(spot, adapter_of(call.x))
+
+    @property
+    def near(self) -> Near:  # type: ignore[override]
+        """The array; looked at only if the call is not run at once."""
+        return Near(self._buffer, adapter_of(self._x))
 
     def run(self, deadline: Deadline) -> Any:
         planned = self._planned
@@ -366,7 +369,7 @@ class _StructureBroadcast(_Broadcasting):
                 nesting=nesting, device=where(path, leaves[0].array) if leaves else None,
             )
         )  # fmt: skip
-        self.near = nearest(leaves)
+        self.run_by(nearest(leaves))
 
     def run(self, deadline: Deadline) -> Any:
         self._packed = packed = self._pack()

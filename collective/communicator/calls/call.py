@@ -39,10 +39,12 @@ class Call(ABC):
     Attributes:
         operation: the method's name.
         near: the call's array on a GPU, if it has one; set by :meth:`prepared`.
+        several_streams: whether its arrays are on several streams of a GPU.
     """
 
     operation: str
     near: Near | None = None
+    several_streams: bool = False
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -115,13 +117,15 @@ class Call(ABC):
 
     # -- of arrays on GPUs, see :mod:`.device` ------------------------------------------
 
-    def plan_of_spot(self, spot: Spot) -> Planned | None:
-        """Return the plan of an earlier call on arrays like the one at ``spot``, if there is one.
+    def run_by(self, near: Near | None) -> None:
+        """Run by the call's arrays on a GPU, if there are such."""
+        self.near = near
+        self.several_streams = near is not None and self.path.enqueues and bool(near.others)
 
-        A spot is where a plain array on a GPU is, with its dtype and shape.
+    def known_plan(self, spot: Spot) -> tuple[Planned | None, tuple[int, ...] | None]:
+        """Return the plan of an earlier call on an array like the one at ``spot``, if there is one.
+
+        And the shape of this rank's result; None if it gets none. A spot is where a plain array on
+        a GPU is, with its dtype and shape.
         """
-        return None
-
-    def shape_of_spot(self, spot: Spot) -> tuple[int, ...] | None:
-        """Return the shape of this rank's result for an input at ``spot``; None if it gets none."""
-        return spot.shape
+        return None, None

@@ -77,7 +77,7 @@ def room_for(
         like: what the result is to be like.
     """
     nbytes = words[2]
-    path.listeners.message_arrives(nbytes)
+    path.listeners.message_arrives(nbytes, path.tell_failure)
     inline = None if words[0] == _FOLLOWING else head.inline(nbytes)
     direct = _direct(path, words, out, inline is None)
     if inline is None:

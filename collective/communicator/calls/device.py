@@ -32,6 +32,7 @@ class Straight(Call):
         call: the call.
         planned: its plan.
         src, dst: the spots of its arrays; ``dst`` is None where this rank gets no result.
+        x, out: the arrays, which are kept until the call is over.
         finish: returns the result, if it is a new array.
     """
 
@@ -39,26 +40,27 @@ class Straight(Call):
         self, call: Call, planned: Planned, src: Spot, dst: Spot | None, x: Any, out: Any,
         finish: Callable[[], Any] | None,
     ) -> None:  # fmt: skip
-        super().__init__(call.path)
+        self.path = call.path
         self.operation = call.operation
-        self._call = call
         self._planned = planned
         self._src = src
         self._dst = dst
-        # The arrays are kept until it is over.
-        self._arrays = x, out
+        self._x = x
+        self._out = out
         self._finish = finish
-        self.near = Near(src, adapter_of(x))
+
+    @property
+    def near(self) -> Near:  # type: ignore[override]
+        """The input; looked at only if the call is not run at once."""
+        return Near(self._src, adapter_of(self._x))
 
     def run(self, deadline: Deadline) -> Any:
         self.path.carry(self._planned, self._src, self._dst, deadline)
-        return self._arrays[1] if self._finish is None else self._finish()
+        return self._out if self._finish is None else self._finish()
 
 
 def spot_of(path: Path, x: Any) -> Spot | None:
-    """Return where a plain array on this rank's GPU is, if calls on it are enqueued there."""
-    if not path.enqueues:
-        return None
+    """Return where a plain array on this rank's GPU is."""
     adapter = known.get(type(x))
     spot = None if adapter is None else adapter.spot(x)
     # The long way, which comes first, has found out whose GPU it is.
@@ -69,13 +71,14 @@ def straight(call: Call, x: Any, out: Any) -> Call | None:
     """Return a call as :class:`Straight` if it has a plan, and its result is plain as well.
 
     That is so where the result is on the input's stream, and apart from the input or the input
-    itself.
+    itself. Calls on the transport must be enqueued.
     """
     src = spot_of(call.path, x)
-    planned = None if src is None else call.plan_of_spot(src)
-    if src is None or planned is None or not planned.takes_gpus:
+    if src is None:
         return None
-    shape = call.shape_of_spot(src)
+    planned, shape = call.known_plan(src)
+    if planned is None or not planned.takes_gpus:
+        return None
     dst: Spot | None = src
     finish: Callable[[], Any] | None = None
     if shape is None:

@@ -54,13 +54,11 @@ class _Collection(Pieces):
     def plan(self) -> Planned | None:
         return self._plan_of(view(self.path, self.operation, self.x))
 
-    def plan_of_spot(self, spot: Spot) -> Planned | None:
+    def known_plan(self, spot: Spot) -> tuple[Planned | None, tuple[int, ...] | None]:
         if self._counts is None or self.axis != 0:
-            return None
-        return self.path.plans.get(self._key(spot.dtype, spot.shape, False))
-
-    def shape_of_spot(self, spot: Spot) -> tuple[int, ...] | None:
-        return (sum(self._counts or ()), *spot.shape[1:]) if self.receives else None
+            return None, None
+        planned = self.path.plans.get(self._key(spot.dtype, spot.shape, False))
+        return planned, (sum(self._counts), *spot.shape[1:]) if self.receives else None
 
     def _key(self, dtype: Any, shape: tuple[int, ...], on_host: bool) -> Any:
         counts = None if self._counts is None else tuple(self._counts)
@@ -93,7 +91,7 @@ class _Collection(Pieces):
             self.leaves, self.nesting = [Leaf(what, array, self.axis)], 0
         self.compares = self._counts is None or path.agree_first
         self.expected = [self._counts or [leaf.rows.length] * path.size for leaf in self.leaves]
-        self.near = nearest(self.leaves)
+        self.run_by(nearest(self.leaves))
         return self
 
     def _refuse_numbers(self) -> None:
@@ -215,7 +213,7 @@ class AllToAll(Pieces):
         self.planned = self.plan_pieces(self.axis, None, self._sizes)
         # Every rank sends what this one does, unless their headers say otherwise.
         self.expected = [[sizes[path.rank]] * path.size for sizes in self._sizes]
-        self.near = nearest(self.leaves)
+        self.run_by(nearest(self.leaves))
         return self
 
     def pack(self) -> Array:

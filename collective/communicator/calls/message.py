@@ -314,7 +314,7 @@ def _post(
         run, near = partial(path.refuse_broken, what), None
     if path.listeners.all:
         event = CallEvent(operation, nbytes, dst=dst, src=src, tag=tag)
-        run = partial(path.listeners.around, event, run)
+        run = partial(path.listeners.around, event, run, path.tell_failure)
     if not async_op and not _is_busy(path, key):
         return run()
     ends = "-".join(str(end) for end in (dst, src) if end is not None)

@@ -61,12 +61,9 @@ class Reduction(FoldCall):
         key = self.operation, dtype, array.shape, self.op, self.order, on_host, self.root
         return self.path.plans.get(key) or self.plan_fold(key, dtype, array.shape, on_host)
 
-    def plan_of_spot(self, spot: Spot) -> Planned | None:
+    def known_plan(self, spot: Spot) -> tuple[Planned | None, tuple[int, ...] | None]:
         key = self.operation, spot.dtype, spot.shape, self.op, self.order, False, self.root
-        return self.path.plans.get(key)
-
-    def shape_of_spot(self, spot: Spot) -> tuple[int, ...] | None:
-        return spot.shape if self.receives else None
+        return self.path.plans.get(key), spot.shape if self.receives else None
 
     def prepared(self) -> Call:
         path, x = self.path, self.x

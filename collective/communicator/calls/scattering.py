@@ -88,7 +88,7 @@ class Scatter(Call):
             self._request = self._guessed_request() or Request(
                 self.operation, root=self.root, elements=[0] * path.size
             )
-        self.near = nearest(self._leaves)
+        self.run_by(nearest(self._leaves))
         return self
 
     def run(self, deadline: Deadline) -> Any:

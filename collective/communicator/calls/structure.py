@@ -94,7 +94,7 @@ class StructureReduction(Call):
                 Output(what, out, leaf.adapter, leaf.array.shape, leaf.dtype, leaf.array)
                 for out, leaf in zip(outs, leaves)
             ]
-        self.near = nearest(leaves)
+        self.run_by(nearest(leaves))
 
     def run(self, deadline: Deadline) -> Any:
         # A leaf of `out` may overlap a leaf of `x` that has another dtype, and so is in another
@@ -214,7 +214,7 @@ class StructureReduceScatter(Call):
             )
             for out, leaf, r, s in zip(outs, leaves, rows, sizes)
         ]  # fmt: skip
-        self.near = nearest(leaves)
+        self.run_by(nearest(leaves))
 
     def run(self, deadline: Deadline) -> Any:
         # All inputs are copied before the first result is written, which may overlap them.
