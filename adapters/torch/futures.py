@@ -68,6 +68,10 @@ class FutureCall(Work[Any]):
             self._tell()
         return self._future
 
+    def run(self, function: Callable[[], Any]) -> None:
+        """Make the call in this thread, as a lane does in its own."""
+        self._run(function)
+
     def _end(self) -> None:
         super()._end()
         self._tell()
@@ -250,7 +254,7 @@ class Queue:
             return function()
 
         if getattr(self._inside, "thread", False):
-            task._run(function)
+            task.run(function)
             return task
         return self._lane.submit(what, turn, task)
 
