@@ -1,0 +1,247 @@
+"""A name that begins with an underscore is used only in the room that defines it.
+
+An AST knows no types. So the test goes by names: on anything but ``self``, ``cls`` and ``super()``,
+a private name must be one that some class, or some module, of the same folder defines.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tests.interpreter import ROOT
+
+#: Private names of other packages, by the part of the house that uses them and the reason.
+THIRD_PARTY = {
+    ("", "documented functions of os and sys"): "_current_frames _exit _getframe",
+    ("", "documented methods of NamedTuple"): "_asdict _make _replace",
+    ("", "types for annotations, without a public name"): "_Pointer _SubParsersAction",
+    ("backends/gloo", "Gloo's options and a message's source have no public name in PyTorch"): (
+        "_Options _devices _source_rank _threads _timeout"
+    ),
+    ("backends/mpi", "mpi4py gives a handle's address as a pointer by no other name"): "_handleof",
+    ("adapters/chainer", "Chainer is complete, and has no public name for what is kept here"): (
+        "_backprop_to_all _call_converter _comm _config_use_ideep _done _extensions _fp32_param "
+        "_get_reporters _global_except_hook _highprec_dtype _IteratorProgressBar _iterators _local "
+        "_loss_scale _not_empty_cond _observer_names _orig_except_hook _persistent _progress_bar "
+        "_reduce _retained_output_data _snapshot_elapsed_time _start_at _state _task _w_dtype"
+    ),
+    ("adapters/chainer/compatibility", "what multiprocessing's own join() looks at"): (
+        "_is_zero _semlock _unfinished_tasks"
+    ),
+    ("adapters/torch", "the state of a backward pass is in PyTorch's C module alone"): (
+        "_C _are_functorch_transforms_active _autograd _current_graph_task_id _current_level "
+        "_execution_engine _get_current_graph_task_keep_graph _is_tracing "
+        "_top_saved_tensors_default_hooks _will_engine_execute_node"
+    ),
+    ("adapters/torch", "a module's parts and a tensor's memory, as PyTorch's wrappers see them"): (
+        "_BatchNorm _LazyNormBase _backward_hooks _cdata _cuda_getCurrentRawStream "
+        "_lazy_clone _modules _share_fd_cpu_ _values"
+    ),
+    ("adapters/torch", "torch.distributed has backends and works of others by these names"): (
+        "_create_internal _create_work_from_future _distributed_c10d "
+        "_register_backend _set_default_backend"
+    ),
+    ("adapters/torch", "Dynamo takes a function out of its traces by these names alone"): (
+        "_FrameAction _FrameExecStrategy"
+    ),
+}  # fmt: skip
+#: Temporary: names that the calls of a communicator still use, until these are rewritten.
+CALLS = {"_hold"}
+
+
+class Use(NamedTuple):
+    """Use of a private name on something else than ``self``.
+
+    Attributes:
+        place: file and line.
+        room: folder of the file; a module that stands alone is a room of its own.
+        text: the expression.
+        name: the private name.
+        origin: "house" or "others" if the expression begins with a name that the file imports from
+            there, else "".
+    """
+
+    place: str
+    room: str
+    text: str
+    name: str
+    origin: str
+
+
+class Rooms:
+    """The private names in the files under a folder.
+
+    Attributes:
+        uses: all uses on something else than ``self``.
+        members: by room, the names that its classes define.
+        globals: by room, the names that its modules define.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.uses: list[Use] = []
+        self.members: dict[str, set[str]] = defaultdict(set)
+        self.globals: dict[str, set[str]] = defaultdict(set)
+        for folder in ("collective", "backends", "adapters"):
+            for path in sorted((root / folder).rglob("*.py")):
+                # collective/backends and collective/adapters are links to the folders beside.
+                if not any(parent.is_symlink() for parent in path.parents):
+                    self._read(path.relative_to(root), ast.parse(path.read_text()))
+
+    def _read(self, path: Path, tree: ast.Module) -> None:
+        room = str(path if str(path.parent) == "collective" else path.parent)
+        self.members[room].update(_members(tree))
+        self.globals[room].update(_defined(tree.body))
+        origins = _origins(tree)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and _is_private(node.attr) and not _is_own(node):
+                origin = origins.get(_root(node), "")
+                place = f"{path}:{node.lineno}"
+                self.uses.append(Use(place, room, ast.unparse(node), node.attr, origin))
+
+    def reaches(self) -> list[Use]:
+        """Return the uses of names that the room does not define."""
+        return [use for use in self.uses if not self._defines(use)]
+
+    def _defines(self, use: Use) -> bool:
+        if use.origin == "others":
+            return False
+        in_module = use.origin == "house" and use.name in self.globals[use.room]
+        return in_module or use.name in self.members[use.room]
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def _is_own(node: ast.Attribute) -> bool:
+    """Return whether a name is used on the object, or class, whose method uses it."""
+    value = node.value
+    if isinstance(value, ast.Call):
+        return isinstance(value.func, ast.Name) and value.func.id == "super"
+    return isinstance(value, ast.Name) and value.id in ("self", "cls")
+
+
+def _root(node: ast.expr) -> str:
+    """Return the name with which an expression begins, or an empty text."""
+    while not isinstance(node, ast.Name):
+        if isinstance(node, (ast.Attribute, ast.Subscript)):
+            node = node.value
+        elif isinstance(node, ast.Call):
+            node = node.func
+        else:
+            return ""
+    return node.id
+
+
+def _origins(tree: ast.Module) -> dict[str, str]:
+    """Return whether the names that a file imports are the house's or others'."""
+    origins = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            packages = [alias.name.partition(".")[0] for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            source = "collective" if node.level else str(node.module).partition(".")[0]
+            packages = [source] * len(node.names)
+        else:
+            continue
+        for alias, package in zip(node.names, packages):
+            name = alias.asname or alias.name.partition(".")[0]
+            origins[name] = "house" if package == "collective" else "others"
+    return origins
+
+
+def _defined(body: list[ast.stmt]) -> Iterator[str]:
+    """Yield the names that the body of a class or module defines, also under ``if`` and ``try``."""
+    for node in body:
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            yield node.name
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names = [each.id for each in _walk(targets) if isinstance(each, ast.Name)]
+            yield from names
+            if "__slots__" in names and node.value is not None:
+                slots = _walk([node.value])
+                yield from (str(each.value) for each in slots if isinstance(each, ast.Constant))
+        else:
+            for part in ("body", "orelse", "handlers", "finalbody"):
+                yield from _defined(getattr(node, part, []))
+
+
+def _members(tree: ast.Module) -> Iterator[str]:
+    """Yield the names that the classes of a file define, in their bodies and on ``self``."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            yield from _defined(node.body)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and _is_own(node):
+            yield node.attr
+
+
+def _walk(nodes: list[ast.expr]) -> Iterator[ast.AST]:
+    for node in nodes:
+        yield from ast.walk(node)
+
+
+HOUSE = Rooms(ROOT)
+
+
+def _exempt(use: Use) -> bool:
+    return any(
+        use.room.startswith(part) and use.name in names.split()
+        for (part, _), names in THIRD_PARTY.items()
+    )
+
+
+def test_private_names_are_used_only_in_their_room() -> None:
+    reaches = [use for use in HOUSE.reaches() if not _exempt(use) and use.name not in CALLS]
+    assert not reaches, "\n".join(f"{use.place}: {use.text}" for use in reaches)
+
+
+@pytest.mark.parametrize("part", THIRD_PARTY, ids=lambda part: part[1])
+def test_every_exception_is_needed(part: tuple[str, str]) -> None:
+    needed = {use.name for use in HOUSE.reaches() if use.room.startswith(part[0])}
+    assert set(THIRD_PARTY[part].split()) <= needed
+
+
+_OWNER = """
+class Owner:
+    __slots__ = ("_slot",)
+    _field: int = 0
+
+    def __init__(self, other):
+        self._attribute = other._attribute
+
+def _function():
+    pass
+"""
+_USER = """
+import os
+from collective.owner import owner
+from . import helper
+
+def use(thing):
+    thing.%s
+
+helper._local()
+"""
+
+
+@pytest.mark.parametrize("name", ["_slot", "_field", "_attribute", "_function"])
+def test_a_reach_into_another_room_is_found(name: str, tmp_path: Path) -> None:
+    for room in ("owner", "user"):
+        (tmp_path / "collective" / room).mkdir(parents=True)
+    (tmp_path / "collective/owner/owner.py").write_text(_OWNER)
+    (tmp_path / "collective/user/helper.py").write_text("def _local():\n    pass\n")
+    user = tmp_path / "collective/user/user.py"
+    user.write_text(_USER % name)
+    assert [use.text for use in Rooms(tmp_path).reaches()] == [f"thing.{name}"]
+    user.rename(tmp_path / "collective/owner/user.py")
+    (tmp_path / "collective/user/helper.py").rename(tmp_path / "collective/owner/helper.py")
+    # A function of a module is no member of an object.
+    left = ["thing._function"] if name == "_function" else []
+    assert [use.text for use in Rooms(tmp_path).reaches()] == left
