@@ -209,7 +209,7 @@ def explained(function: _Function) -> _Function:
         try:
             result = function(*args, **kwargs)
             if isinstance(result, Work):
-                result._hold(held)
+                result.keep(held)
             return result
         except TypeError as error:
             trace = error.__traceback__

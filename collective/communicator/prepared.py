@@ -167,7 +167,7 @@ class PreparedCall(NotCopied):
         self._follow()
         result = self._path.go_again(self._call, self._seconds, async_op)
         if async_op:
-            result._hold(held)
+            result.keep(held)
         if self._keeps:
             if async_op:
                 self._pending = result

@@ -37,6 +37,13 @@ class Work(NotCopied, Generic[T]):
         self._error: BaseException | None = None
         self._held: object = None
 
+    @classmethod
+    def finished(cls, what: str, result: T) -> Work[T]:
+        """Return an operation that is over, well."""
+        work = cls(what)
+        work._run(lambda: result)
+        return work
+
     def wait(self, timeout: float | None = None) -> T:
         """Wait until the operation is over and return its result.
 
@@ -87,8 +94,8 @@ class Work(NotCopied, Generic[T]):
         if self._finished is not None:
             self._finished.set()
 
-    def _hold(self, held: object) -> None:
-        """Keep what holds the memory of the call's arrays until the operation is over."""
+    def keep(self, held: object) -> None:
+        """Keep a reference until the operation is over: to what holds the memory of its arrays."""
         self._held = held
         if self._over:  # maybe since before, and then nobody else lets go of it
             self._held = None

@@ -327,7 +327,7 @@ static PyObject *take_error(void)
 /* Has the Work that an asynchronous call returned hold the arrays' memory until it is over. */
 static void hold_until_over(PyObject *work, PyObject *held)
 {
-    PyObject *done = held ? PyObject_CallMethod(work, "_hold", "O", held) : NULL;
+    PyObject *done = held ? PyObject_CallMethod(work, "keep", "O", held) : NULL;
     if (done == NULL) /* it is no Work, but a call to be made later, which holds them then */
         PyErr_Clear();
     Py_XDECREF(done);

@@ -81,11 +81,7 @@ class _Message:
         path.backend.refuse_broken(what)
         if path.broken is not None:
             path.refuse_broken(what)
-        if not async_op:
-            return out
-        work: Work[Any] = Work(what)
-        work._run(lambda: out)
-        return work
+        return Work.finished(what, out) if async_op else out
 
 
 class Send(_Message):
