@@ -397,7 +397,7 @@ def met(found: World) -> TcpStore:
     """Return the store that a world opens when it is first used."""
     assert isinstance(found.store, _LateStore)
     found.store.try_get("key")
-    opened = found.store._opened
+    opened = found.store._store
     assert isinstance(opened, TcpStore)
     return opened
 

@@ -6,13 +6,14 @@ Which there are is :mod:`collective.start`'s.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Set
+from collections.abc import Iterator, Set
 
 from collective.errors import RendezvousError, UnsupportedError
 
-__all__ = ["Store"]
+__all__ = ["PrefixedStore", "Store", "WrappedStore"]
 
 # A poll costs one failed open(2), some microseconds; ranks of one job start
 # milliseconds apart at best, so there is nothing to win below a millisecond.
@@ -86,3 +87,87 @@ class Store(ABC):
 
     def check(self) -> None:  # noqa: B027  an offer, not a duty
         """Raise if it is known that the ranks will not meet; asked while they are awaited."""
+
+
+class WrappedStore(Store):
+    """A store that hands every question on to another one, under a name of its own.
+
+    Subclasses override :meth:`_name`, and the methods whose values differ.
+
+    Args:
+        store: the other one.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def __str__(self) -> str:
+        return str(self._store)
+
+    @property
+    def served_by_rank(self) -> bool:  # type: ignore[override]  # an attribute elsewhere
+        return self._store.served_by_rank
+
+    def set(self, key: str, value: bytes) -> None:
+        with self._named(key) as name:
+            self._store.set(name, value)
+
+    def get(self, key: str, deadline: float) -> bytes:
+        # The other store knows how to wait: it may do better than to poll.
+        with self._named(key) as name:
+            return self._store.get(name, deadline)
+
+    def try_get(self, key: str) -> bytes | None:
+        with self._named(key) as name:
+            return self._store.try_get(name)
+
+    def put_if_absent(self, key: str, value: bytes) -> bytes:
+        with self._named(key) as name:
+            return self._store.put_if_absent(name, value)
+
+    def delete(self, key: str) -> None:
+        with self._named(key) as name:
+            self._store.delete(name)
+
+    def close(self) -> None:
+        self._store.close()
+
+    def has_ended(self) -> bool:
+        return self._store.has_ended()
+
+    def without(self, ranks: Set[int]) -> None:
+        self._store.without(ranks)
+
+    def check(self) -> None:
+        self._store.check()
+
+    def _name(self, key: str) -> str:
+        """Return the key of the other store that stands for ``key``."""
+        return key
+
+    @contextlib.contextmanager
+    def _named(self, key: str) -> Iterator[str]:
+        """Yield the other store's key; errors name the key that the caller knows."""
+        name = self._name(key)
+        try:
+            yield name
+        except RendezvousError as error:
+            if name == key:
+                raise
+            raise RendezvousError(str(error).replace(name, key)) from error
+
+
+class PrefixedStore(WrappedStore):
+    """The keys of another store that begin with a prefix: nobody with another prefix sees them.
+
+    Args:
+        store: the other one.
+        prefix: what its keys begin with, of which no other is the beginning.
+    """
+
+    def __init__(self, store: Store, prefix: str) -> None:
+        super().__init__(store)
+        self._prefix = prefix
+
+    def _name(self, key: str) -> str:
+        return f"{self._prefix}{key}"

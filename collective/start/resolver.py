@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import os
 import secrets
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple
 
 from collective import native
 from collective.contract.secret import REMEDY, Secret
-from collective.contract.store import Store
+from collective.contract.store import Store, WrappedStore
 from collective.contract.world import Tls, World
 from collective.errors import ConfigError, RendezvousError
 from collective.install import hint
@@ -324,43 +325,23 @@ def address(config: Config, endpoint: Endpoint | None) -> str:
     return own_address()
 
 
-class _LateStore(Store):
+class _LateStore(WrappedStore):
     """A store that is opened when it is first used, which may be never."""
 
     def __init__(self, open_store: Callable[[], Store]) -> None:
         self._open = open_store
-        self._opened: Store | None = None
 
-    def _store(self) -> Store:
-        if self._opened is None:
-            self._opened = self._open()
-        return self._opened
-
-    def set(self, key: str, value: bytes) -> None:
-        self._store().set(key, value)
-
-    def get(self, key: str, deadline: float) -> bytes:
-        return self._store().get(key, deadline)
-
-    def try_get(self, key: str) -> bytes | None:
-        return self._store().try_get(key)
-
-    def put_if_absent(self, key: str, value: bytes) -> bytes:
-        return self._store().put_if_absent(key, value)
-
-    def delete(self, key: str) -> None:
-        self._store().delete(key)
-
-    def close(self) -> None:
-        if self._opened is not None:
-            self._opened.close()
+    @functools.cached_property
+    def _store(self) -> Store:  # type: ignore[override]  # an attribute elsewhere
+        return self._open()
 
     @property
-    def served_by_rank(self) -> bool:  # type: ignore[override]  # an attribute elsewhere
-        return self._store().served_by_rank
-
-    def has_ended(self) -> bool:
-        return self._store().has_ended()
+    def _is_open(self) -> bool:
+        return "_store" in vars(self)
 
     def __str__(self) -> str:
-        return str(self._opened)
+        return super().__str__() if self._is_open else "a store that is not open yet"
+
+    def close(self) -> None:
+        if self._is_open:
+            super().close()

@@ -6,7 +6,7 @@ import hmac
 import secrets
 
 from collective.contract.secret import Secret
-from collective.contract.store import Store
+from collective.contract.store import Store, WrappedStore
 from collective.errors import RendezvousError
 
 __all__ = ["SealedStore", "seal"]
@@ -14,7 +14,7 @@ __all__ = ["SealedStore", "seal"]
 _NONCE_BYTES, _TAG_BYTES = 16, 32
 
 
-class SealedStore(Store):
+class SealedStore(WrappedStore):
     """Another store, with names and values that only those understand who know a secret.
 
     A value travels as ``nonce | value | tag``, where the tag is HMAC-SHA256 (RFC 2104) over the
@@ -31,49 +31,27 @@ class SealedStore(Store):
     """
 
     def __init__(self, store: Store, secret: Secret) -> None:
-        self._store = store
+        super().__init__(store)
         self._of_names, self._of_values = secret.key("store names"), secret.key("store values")
 
-    def __str__(self) -> str:
-        return str(self._store)
-
     def set(self, key: str, value: bytes) -> None:
-        self._store.set(self._name(key), self._sealed(key, value))
-
-    def put_if_absent(self, key: str, value: bytes) -> bytes:
-        won = self._store.put_if_absent(self._name(key), self._sealed(key, value))
-        return self._opened(key, won)
+        super().set(key, self._sealed(key, value))
 
     def get(self, key: str, deadline: float) -> bytes:
-        name = self._name(key)
         try:
-            sealed = self._store.get(name, deadline)
+            sealed = super().get(key, deadline)
         except RendezvousError as error:
             raise RendezvousError(
-                f"{str(error).replace(name, key)}; a rank with another secret, or none, would not "
-                "be seen"
+                f"{error}; a rank with another secret, or none, would not be seen"
             ) from error
         return self._opened(key, sealed)
 
     def try_get(self, key: str) -> bytes | None:
-        sealed = self._store.try_get(self._name(key))
+        sealed = super().try_get(key)
         return None if sealed is None else self._opened(key, sealed)
 
-    def delete(self, key: str) -> None:
-        self._store.delete(self._name(key))
-
-    def close(self) -> None:
-        self._store.close()
-
-    @property
-    def served_by_rank(self) -> bool:  # type: ignore[override]  # an attribute elsewhere
-        return self._store.served_by_rank
-
-    def has_ended(self) -> bool:
-        return self._store.has_ended()
-
-    def check(self) -> None:
-        self._store.check()
+    def put_if_absent(self, key: str, value: bytes) -> bytes:
+        return self._opened(key, super().put_if_absent(key, self._sealed(key, value)))
 
     def _name(self, key: str) -> str:
         return hmac.digest(self._of_names, key.encode(), "sha256").hex()
