@@ -19,7 +19,7 @@ from typing import Any
 from collective.contract.backend import Backend
 from collective.contract.decision import Decision, Note
 from collective.contract.process import RankProcess
-from collective.contract.store import Store
+from collective.contract.store import PrefixedStore, Store
 from collective.contract.world import World
 from collective.errors import (
     CollectiveTimeoutError,
@@ -269,7 +269,7 @@ class NextGeneration:
 
     def _connect(self, members: tuple[int, ...], local_rank: int, local_size: int) -> Backend:
         secret = self._root.secret
-        meeting = _GenerationStore(self._store, self._key(), self._look)
+        meeting = _GenerationStore(self._store, f"{self._key()}.", self._look)
         world = replace(
             self._root,
             rank=members.index(self._root.rank),
@@ -332,7 +332,7 @@ class NextGeneration:
         return f"[rank {self._lineage.rank} of {len(self._lineage.origin)}]"
 
 
-class _GenerationStore(Store):
+class _GenerationStore(PrefixedStore):
     """Where the ranks of one generation meet: keys of their own in the store of all.
 
     Args:
@@ -341,31 +341,23 @@ class _GenerationStore(Store):
         look: raises if those who are awaited will not all come.
     """
 
+    # The ranks' standbys serve the store of all generations already.
+    served_by_rank = False
+    # Here and not in the other store: a rank that waits has to look.
+    get = Store.get
+
     def __init__(self, store: Store, prefix: str, look: Callable[[], None]) -> None:
-        self._store = store
-        self._prefix = prefix
+        super().__init__(store, prefix)
         self._look = look
 
     def release(self) -> None:
         """Look no more: a transport keeps its world, which is not to keep the last transport."""
         self._look = lambda: None
 
-    def __str__(self) -> str:
-        return str(self._store)
-
-    def set(self, key: str, value: bytes) -> None:
-        self._store.set(f"{self._prefix}.{key}", value)
-
-    def put_if_absent(self, key: str, value: bytes) -> bytes:
-        return self._store.put_if_absent(f"{self._prefix}.{key}", value)
-
     def try_get(self, key: str) -> bytes | None:
         self._look()
-        return self._store.try_get(f"{self._prefix}.{key}")
-
-    def delete(self, key: str) -> None:
-        self._store.delete(f"{self._prefix}.{key}")
+        return super().try_get(key)
 
     def check(self) -> None:
-        self._store.check()
+        super().check()
         self._look()
