@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 
 from collective.errors import BackendUnavailableError, RendezvousError
-from collective.start import tcp_store
+from collective.start import torch_store as tcp_store
 from collective.start.rendezvous import Endpoint
-from collective.start.tcp_store import TcpStore
+from collective.start.torch_store import TcpStore
 from tests import warm
 from tests.hosts import Hosts, free_port, needs_hosts
 from tests.interpreter import started
@@ -46,7 +46,7 @@ SERVER = """
     import os
     import sys
     from collective.start.rendezvous import Endpoint
-    from collective.start.tcp_store import TcpStore
+    from collective.start.torch_store import TcpStore
     port = int(sys.argv[1])
     store = TcpStore(Endpoint("127.0.0.1", port, "test"), "job/", serve=True, spans_hosts=False,
                      timeout=30.0)
@@ -121,7 +121,7 @@ def test_a_program_may_use_torch_distributed_at_the_same_port() -> None:
         import sys
         import torch.distributed as dist
         from collective.start.rendezvous import Endpoint
-        from collective.start.tcp_store import TcpStore
+        from collective.start.torch_store import TcpStore
         for first in ("ours", "theirs"):
             port = int(sys.argv.pop())
             def ours():
@@ -285,7 +285,7 @@ def test_program_ends_though_a_call_hangs() -> None:
     where = endpoint()
     body = """
         import sys
-        from collective.start import tcp_store
+        from collective.start import torch_store as tcp_store
         from collective.errors import RendezvousError
         from collective.start.rendezvous import Endpoint
         store = tcp_store.TcpStore(Endpoint("127.0.0.1", int(sys.argv[1]), "test"), "job/",
@@ -373,7 +373,7 @@ FORKING = """
     import gc
     import os
     import sys
-    from collective.start import tcp_store
+    from collective.start import torch_store as tcp_store
     from collective.start.rendezvous import Endpoint
 
     place = Endpoint("127.0.0.1", int(sys.argv[1]), "test")

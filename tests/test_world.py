@@ -24,7 +24,7 @@ from collective.start.file_store import FileStore
 from collective.start.launchers import Launched, detect
 from collective.start.rendezvous import expand, from_environment
 from collective.start.resolver import _LateStore, build
-from collective.start.tcp_store import TcpStore
+from collective.start.torch_store import TcpStore
 from tests.hosts import free_port
 from tests.interpreter import run
 

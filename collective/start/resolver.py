@@ -30,7 +30,7 @@ from .private_store import PrivateStore
 from .rendezvous import Endpoint, from_environment, from_url
 from .rundir import RunStore
 from .sealed_store import seal
-from .tcp_store import TcpStore
+from .torch_store import TcpStore
 
 __all__ = [
     "address",

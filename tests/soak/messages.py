@@ -242,7 +242,7 @@ def _objects(dice: random.Random, mutations: int) -> Findings:
 _SERVES = """
 import sys, time
 from collective.start.rendezvous import Endpoint
-from collective.start.tcp_store import TcpStore
+from collective.start.torch_store import TcpStore
 place = Endpoint("127.0.0.1", int(sys.argv[1]), "soak")
 store = TcpStore(place, "soak/", serve=True, spans_hosts=False, timeout=60)
 for line in sys.stdin:
