@@ -20,12 +20,12 @@ from collective.backends.peers.link import Link, connect
 from collective.contract.secret import Secret
 from collective.contract.store import Store
 from collective.errors import RendezvousError, UnsupportedError
-from collective.start import private_store
+from collective.start import tcp_store as private_store
 from collective.start.file_store import FileStore
 from collective.start.memory_store import MemoryStore
-from collective.start.private_store import PrivateStore
 from collective.start.rendezvous import Endpoint
 from collective.start.sealed_store import SealedStore
+from collective.start.tcp_store import PrivateStore
 from tests.hosts import free_port
 from tests.interpreter import run_together, started
 from tests.test_monitor import FAR

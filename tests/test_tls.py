@@ -22,8 +22,8 @@ from collective.contract.world import Tls
 from collective.errors import ConfigError
 from collective.start.certificates import resolve
 from collective.start.config import load
-from collective.start.private_store import PrivateStore
 from collective.start.resolver import build
+from collective.start.tcp_store import PrivateStore
 from collective.tools.doctor import across_hosts
 from tests.test_monitor import FAR, KEY, start
 from tests.test_stores import free_address

@@ -26,10 +26,10 @@ from .config import Config
 from .file_store import FileStore
 from .launchers import MPI_LAUNCHERS, Launched
 from .network import address_of, address_toward, is_loopback, own_address
-from .private_store import PrivateStore
 from .rendezvous import Endpoint, from_environment, from_url
 from .rundir import RunStore
 from .sealed_store import seal
+from .tcp_store import PrivateStore
 from .torch_store import TcpStore
 
 __all__ = [
