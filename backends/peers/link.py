@@ -67,13 +67,17 @@ class Link:
         sock: connected.
         tls: what it is encrypted with, from :attr:`collective.start.certificates.Tls.connecting` or
             ``listening``; None for plain text.
+        longest: how many bytes a message of the peer may have.
 
     Attributes:
         received: how many bytes have come from the peer, of whatever kind.
     """
 
-    def __init__(self, sock: socket.socket, tls: ssl.SSLContext | None = None) -> None:
+    def __init__(
+        self, sock: socket.socket, tls: ssl.SSLContext | None = None, longest: int = _LIMIT
+    ) -> None:
         self.received = 0
+        self._longest = longest
         self._socket = sock
         close_in_children(sock)
         self._records = None
@@ -86,6 +90,8 @@ class Link:
         self._unread: list[Message] = []
         self._sending = threading.Lock()
         self._deferred: deque[Message] = deque()
+        # What post() has to send, and the peer has not taken yet.
+        self._backlog = bytearray()
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(_SEND_S))
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -138,8 +144,12 @@ class Link:
             OSError: the peer is gone, or does not read.
         """
         with self._sending:
+            travelling = self._records.put(data) if self._records else data
+            if self._backlog:
+                self._backlog += travelling  # what was sent first has to arrive first
+                return
             try:
-                self._socket.sendall(self._records.put(data) if self._records else data)
+                self._socket.sendall(travelling)
             except OSError:
                 # A part may be on its way, so that nothing after it can be read.
                 self.cut()
@@ -149,6 +159,34 @@ class Link:
     def send(self, message: Message) -> None:
         """Send ``message``; raises as :meth:`write`."""
         self.write(encoded(message))
+
+    def post(self, message: Message) -> None:
+        """Send as much of ``message`` as the peer takes at once, and leave the rest to ``flush``.
+
+        Raises:
+            OSError: the peer is gone, or reads nothing and asks for more and more.
+        """
+        data = encoded(message)
+        with self._sending:
+            if len(self._backlog) > self._longest:
+                raise OSError(errno.ENOBUFS, "the peer does not read what it is sent")
+            self._backlog += self._records.put(data) if self._records else data
+        self.flush()
+
+    def flush(self) -> bool:
+        """Send what the peer takes now of what was posted; return whether that is all of it.
+
+        Raises:
+            OSError: the peer is gone.
+        """
+        with self._sending:
+            while self._backlog:
+                try:
+                    sent = self._socket.send(self._backlog, socket.MSG_DONTWAIT)
+                except BlockingIOError:
+                    return False
+                del self._backlog[:sent]
+        return True
 
     def send_when_free(self, message: Message) -> None:
         """Send ``message`` now, or as soon as whoever is sending has done so; never waits for that.
@@ -180,7 +218,7 @@ class Link:
         found = []
         while len(self._received) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._received)
-            if length > _LIMIT:
+            if length > self._longest:
                 raise ValueError(f"a message of {length} bytes")
             end = _LENGTH.size + length
             if len(self._received) < end:

@@ -197,8 +197,6 @@ class Monitor:
     def _hub_gone(self, why: str) -> None:
         """The hub's process has ended, also after it has left; or what it says is wrong."""
         self.hub_gone = True
-        if self.standby is not None:
-            self.standby.doubtful = True
         with self._lock:
             if self._link is not None and 0 not in self.channel.left:
                 self._lose(0, why)

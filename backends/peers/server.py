@@ -21,7 +21,7 @@ from .link import Challenge, Link, Message, ProofError
 if TYPE_CHECKING:
     from collective.contract.world import Tls
 
-__all__ = ["Handler", "Server", "Values"]
+__all__ = ["Handler", "Server"]
 
 # How many strangers there are at once, and how long they may take to prove who they are: at
 # least the first while others wait, at most the second. With 1,000 connections held open
@@ -77,17 +77,29 @@ class Server:
         key: what peers have to know.
         handler: what is done with what they say.
         tls: for connections that leave this host, or None.
+        longest: how many bytes a message may have; None for what a link allows.
+        room: how many peers there may be at once. When another comes the server ends the
+            connection of the peer that was silent longest, which has to connect again for its next
+            message. None for any number.
 
     Attributes:
-        peers: the links of those who have proved that they know the key.
+        peers: the links of those who have proved that they know the key, the one that spoke last
+            at the end.
         refused: how often somebody has failed to, by address.
         scarce: what the system said when it had no room for a connection, else empty.
     """
 
     def __init__(
-        self, listening: socket.socket, key: bytes, handler: Handler, tls: Tls | None = None
+        self,
+        listening: socket.socket,
+        key: bytes,
+        handler: Handler,
+        tls: Tls | None = None,
+        *,
+        longest: int | None = None,
+        room: int | None = None,
     ) -> None:
-        self.peers: set[Link] = set()
+        self.peers: dict[Link, None] = {}
         self.refused: dict[str, int] = {}
         self.scarce = ""
         self._listening = listening
@@ -96,6 +108,8 @@ class Server:
         self._key = key
         self._tls = tls.listening if tls and listening.family != socket.AF_UNIX else None
         self._handler = handler
+        self._bounds = {} if longest is None else {"longest": longest}
+        self._room = room
         self._strangers: dict[Link, _Stranger] = {}  # those who came first first
         self._selector = selectors.DefaultSelector()
         listening.setblocking(False)  # whoever knocked may have gone again
@@ -105,11 +119,13 @@ class Server:
         """Serve until the handler is through."""
         try:
             while self._handler.turn():
-                for key, _ in self._selector.select(self._pause()):
-                    if isinstance(key.fileobj, Link):
-                        self._read(key.fileobj)
-                    else:
+                for key, events in self._selector.select(self._pause()):
+                    if not isinstance(key.fileobj, Link):
                         self._accept()
+                    elif events & selectors.EVENT_WRITE:
+                        self._flush(key.fileobj)
+                    else:
+                        self._read(key.fileobj)
                 self._look_at_the_clock()
         finally:
             self.stop_listening()
@@ -126,7 +142,7 @@ class Server:
 
     def drop(self, link: Link) -> None:
         """End the connection of a peer, of which the handler is not told."""
-        self.peers.discard(link)
+        self.peers.pop(link, None)
         self._selector.unregister(link)
         link.close()
 
@@ -180,7 +196,7 @@ class Server:
                 self._rest(0.0 if self._make_room() else _SCARCE_S)
             return
         try:
-            link = Link(sock, self._tls)
+            link = Link(sock, self._tls, **self._bounds)
             stranger = _Stranger(address[0] if address else "this host", time.monotonic())
             link.write(stranger.challenge.greeting)
         except OSError:
@@ -230,16 +246,32 @@ class Server:
             try:
                 for message in link.receive():
                     if link in self.peers:
+                        self.peers[link] = self.peers.pop(link)
                         self._handler.heard(link, message)
+                if link in self.peers and not link.flush():
+                    # It says no more before it has read the answers to what it has said.
+                    self._selector.modify(link, selectors.EVENT_WRITE)
                 return
             except (EOFError, OSError):
                 pass
             except Exception as error:
                 # Whatever a peer says that knows the key, at worst its own connection ends.
                 why = f"{type(error).__name__}: {error}"
-            if link in self.peers:
-                self.drop(link)
-                self._handler.gone(link, why)
+            self._lose(link, why)
+
+    def _flush(self, link: Link) -> None:
+        """Send a peer more of what it has not read yet, and listen to it when that is all."""
+        if link in self.peers:
+            try:
+                if link.flush():
+                    self._selector.modify(link, selectors.EVENT_READ)
+            except OSError:
+                self._lose(link, "")
+
+    def _lose(self, link: Link, why: str) -> None:
+        if link in self.peers:
+            self.drop(link)
+            self._handler.gone(link, why)
 
     def _prove(self, link: Link, stranger: _Stranger) -> None:
         stranger.received += link.read()
@@ -252,46 +284,6 @@ class Server:
             raise ProofError("it says more than a proof")
         link.write(stranger.challenge.answer(self._key, stranger.received))
         self._forget(link)
-        self.peers.add(link)
-
-
-class Values:
-    """What a store keeps that a process serves: keys and their values, as hexadecimal text."""
-
-    def __init__(self) -> None:
-        self.values: dict[str, str] = {}
-
-    def turn(self) -> bool:
-        """Go on: whoever has it closes the socket."""
-        return True
-
-    def pause(self) -> float | None:
-        """Return None: it does nothing by itself."""
-        return None
-
-    def heard(self, link: Link, message: Message) -> None:
-        """Answer a question.
-
-        Raises:
-            ValueError: it is none.
-        """
-        kind, key, number = message["kind"], message["key"], message["number"]
-        if not isinstance(key, str) or type(number) is not int:
-            raise ValueError("a key that is no text, or a number that is none")
-        value = None
-        if kind == "set":
-            bytes.fromhex(message["value"])
-            self.values[key] = message["value"]
-        elif kind == "put":  # in one thread, so that one is first
-            bytes.fromhex(message["value"])
-            value = self.values.setdefault(key, message["value"])
-        elif kind == "get":
-            value = self.values.get(key)
-        elif kind == "delete":
-            self.values.pop(key, None)
-        else:
-            raise ValueError(f"a question of kind {kind!r:.40}")
-        link.send({"number": number, "value": value})
-
-    def gone(self, link: Link, why: str) -> None:
-        """Do nothing: it comes again, or its job fails."""
+        if self._room is not None and len(self.peers) >= self._room:
+            self._lose(next(iter(self.peers)), "")
+        self.peers[link] = None

@@ -23,7 +23,6 @@ part of: it has taken part in nothing since.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import socket
 import threading
 import time
@@ -36,7 +35,8 @@ from collective.contract.store import Store
 from collective.errors import RendezvousError
 
 from .link import Link, Message, connect, listen
-from .server import Server, Values
+from .server import Server
+from .values import RefusedError, Values, ask
 
 if TYPE_CHECKING:
     from collective.contract.world import Tls, World
@@ -64,12 +64,9 @@ class Standby:
 
     Attributes:
         address: what others take to reach it.
-        doubtful: whether the first server may have ended, which is looked at before it is asked:
-            torch's client writes pages to standard error when it finds out by itself.
     """
 
     def __init__(self, rank: int, host: str | None, tls: Tls | None) -> None:
-        self.doubtful = False
         self._rank = rank
         self._tls = tls
         self._listening, self.address = listen(host)
@@ -257,8 +254,7 @@ class _Service:
             except RendezvousError as error:
                 link.send({"number": message["number"], "why": str(error)})
                 return
-            self._values = Values()
-            self._values.values.update(found)
+            self._values = Values(found)
         self._values.heard(link, message)
 
     def gone(self, link: Link, why: str) -> None:
@@ -277,7 +273,6 @@ class LastingStore(Store):
         self._first = store
         self._standby = standby
         self._asking = threading.Lock()
-        self._numbers = itertools.count()
         # Who serves, as far as this rank knows: 0 is the store that was given.
         self._server = 0
         self._link: Link | None = None
@@ -327,8 +322,6 @@ class LastingStore(Store):
             # What an earlier server still answers may be decided otherwise by then.
             server = max(self._server, standby.floor)
             try:
-                if not server and standby.doubtful and self._first.has_ended():
-                    raise _EndedError
                 found = self._ask(server, kind, key, value) if server else ask_first()
             except _EndedError:
                 self._server = server + 1
@@ -356,37 +349,27 @@ class LastingStore(Store):
         if self._closed or server >= self._standby.size:
             why = "this rank has closed it" if self._closed else "every rank after it has, too"
             raise RendezvousError(f"rendezvous: who served {self} has ended, and {why}")
-        question: Message = {"kind": kind, "key": key}
-        if value is not None:
-            question["value"] = value.hex()
         try:
             with self._asking:
-                answer = self._answer(server, question)
+                return self._answer(server, kind, key, value)
+        except RefusedError as error:
+            raise RendezvousError(
+                f"rendezvous: who served {self} has ended, and rank {server} cannot serve: {error}"
+            ) from error
         except (EOFError, OSError, ValueError) as error:
             raise RendezvousError(
                 f"rendezvous: {kind} of {key!r} at rank {server}, which serves since who served "
                 f"{self} has ended, failed: {error!r}. It may live, so nobody serves in its stead."
             ) from error
-        if "why" in answer:
-            raise RendezvousError(
-                f"rendezvous: who served {self} has ended, and rank {server} cannot serve: "
-                f"{answer['why']}"
-            )
-        found = answer.get("value")
-        return None if found is None else bytes.fromhex(found)
 
-    def _answer(self, server: int, question: Message) -> Message:
-        number = next(self._numbers)
+    def _answer(self, server: int, kind: str, key: str, value: bytes | None) -> bytes | None:
         end = time.monotonic() + _ANSWER_S
         while True:
             try:
                 if self._link is None or self._linked != server:
                     self._drop()
                     self._link, self._linked = self._standby.link(server), server
-                self._link.send({**question, "number": number})
-                while (answer := self._link.expect(end - time.monotonic())).get("number") != number:
-                    pass
-                return answer
+                return ask(self._link, kind, key, value, end)
             except ConnectionRefusedError:
                 raise _EndedError from None
             except (EOFError, ConnectionError):

@@ -14,7 +14,8 @@ import time
 from typing import Any
 
 from collective.backends.peers.link import Link, Message, close_in_children, connect
-from collective.backends.peers.server import Server, Values
+from collective.backends.peers.server import Server
+from collective.backends.peers.values import Values
 from collective.contract.secret import Secret
 from collective.contract.store import Store
 from collective.contract.world import Tls

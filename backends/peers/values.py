@@ -1,0 +1,135 @@
+"""The store that a process serves: what it keeps, and how ranks ask it over a link.
+
+A question has a number, which its answer repeats: whoever gave up waiting for an answer may find it
+before that to the next question. All questions can be asked twice.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+
+from .link import Link, Message
+
+__all__ = ["LONGEST_MESSAGE", "RefusedError", "Values", "ask"]
+
+# What a store keeps at most: bytes of a value, letters of a key, and bytes of all of them, each
+# with what Python takes for it. A generation of a thousand ranks has a thousand notes of a hundred
+# bytes, and a verdict of some 30 KiB.
+_VALUE_BYTES = 1 << 20
+_KEY_LETTERS = 1 << 10
+_BYTES, _ENTRY_BYTES = 1 << 26, 256
+#: How many bytes a question, or an answer, may have: a value takes two letters a byte.
+LONGEST_MESSAGE = 2 * _VALUE_BYTES + (1 << 14)
+
+_numbers = itertools.count()
+
+
+class RefusedError(Exception):
+    """The server does not do what it was asked; the text says why."""
+
+
+def ask(link: Link, kind: str, key: str, value: bytes | None, deadline: float) -> bytes | None:
+    """Return the value that the server at the other end of ``link`` answers with.
+
+    Args:
+        link: from :func:`.link.connect`; one thread asks at a time.
+        kind: ``"set"``, ``"get"``, ``"put"`` (if absent) or ``"delete"``.
+        key: of what.
+        value: what is to be kept, or None.
+        deadline: on the clock of ``time.monotonic()``, in seconds.
+
+    Raises:
+        RefusedError: the server refuses; the connection can be used on.
+        TimeoutError: it has not answered by the deadline; the connection can be used on.
+        EOFError, OSError, ValueError: the connection failed.
+    """
+    if value is not None and len(value) > _VALUE_BYTES:
+        raise RefusedError(
+            f"a value of {len(value)} bytes; the store keeps at most {_VALUE_BYTES} bytes a key"
+        )
+    question: Message = {"kind": kind, "key": key, "number": (number := next(_numbers))}
+    if value is not None:
+        question["value"] = value.hex()
+    link.send(question)
+    while (answer := link.expect(deadline - time.monotonic())).get("number") != number:
+        pass
+    if "why" in answer:
+        raise RefusedError(str(answer["why"]))
+    text = answer.get("value")
+    return None if text is None else bytes.fromhex(text)
+
+
+class Values:
+    """What a store keeps that a process serves; the handler of a :class:`.server.Server`.
+
+    Args:
+        values: to begin with, as hexadecimal text.
+    """
+
+    def __init__(self, values: dict[str, str] | None = None) -> None:
+        self._values = dict(values or {})
+        self._bytes = sum(map(_size, self._values.keys(), self._values.values()))
+
+    def turn(self) -> bool:
+        """Go on: whoever has it closes the socket."""
+        return True
+
+    def pause(self) -> float | None:
+        """Return None: it does nothing by itself."""
+        return None
+
+    def heard(self, link: Link, message: Message) -> None:
+        """Answer a question.
+
+        Raises:
+            ValueError: it is none.
+            OSError: the asker is gone, or does not read its answers.
+        """
+        kind, key, number = message["kind"], message["key"], message["number"]
+        if not isinstance(key, str) or type(number) is not int:
+            raise ValueError("a key that is no text, or a number that is none")
+        value, why = None, ""
+        if kind == "set":
+            why = self._keep(key, message["value"])
+        elif kind == "put":  # in one thread, so that one is first
+            if key not in self._values:
+                why = self._keep(key, message["value"])
+            value = self._values.get(key)
+        elif kind == "get":
+            value = self._values.get(key)
+        elif kind == "delete":
+            self._forget(key)
+        else:
+            raise ValueError(f"a question of kind {kind!r:.40}")
+        # The answer waits for a peer that does not read, and this thread does not.
+        link.post({"number": number, "why": why} if why else {"number": number, "value": value})
+
+    def gone(self, link: Link, why: str) -> None:
+        """Do nothing: it comes again, or its job fails."""
+
+    def _keep(self, key: str, text: str) -> str:
+        """Keep the value of a key, in place of its last one; return why not, or an empty text."""
+        bytes.fromhex(text)
+        if len(key) > _KEY_LETTERS:
+            return f"a key of {len(key)} letters; the store keeps keys of at most {_KEY_LETTERS}"
+        if len(text) > 2 * _VALUE_BYTES:
+            return f"a value that is too long; the store keeps at most {_VALUE_BYTES} bytes a key"
+        last = _size(key, self._values[key]) if key in self._values else 0
+        if self._bytes - last + _size(key, text) > _BYTES:
+            return (
+                f"the store is full: it has {len(self._values)} keys, and keeps at most {_BYTES} "
+                "bytes of all. Somebody else writes to it, or nobody deletes"
+            )
+        self._forget(key)
+        self._values[key] = text
+        self._bytes += _size(key, text)
+        return ""
+
+    def _forget(self, key: str) -> None:
+        if (text := self._values.pop(key, None)) is not None:
+            self._bytes -= _size(key, text)
+
+
+def _size(key: str, text: str) -> int:
+    return len(key) + len(text) + _ENTRY_BYTES
