@@ -1,9 +1,9 @@
 """What a secret costs when ranks connect: ``python benchmarks/connect.py --ranks 4``.
 
 Ranks of this machine, each as if it were alone on its host, connect over Gloo in turns: without a
-secret, at torch's store, and with one, at the store that rank 0 serves. A turn takes as long as its
-slowest rank's ``collective.init``. What is judged is the median over pairs of turns, one behind
-the other, of the difference, with twice its standard error; it has to stay below 5 ms.
+secret and with one, at the store that rank 0 serves. A turn takes as long as its slowest rank's
+``collective.init``. What is judged is the median over pairs of turns, one behind the other, of the
+difference, with twice its standard error; it has to stay below 5 ms.
 """
 
 from __future__ import annotations

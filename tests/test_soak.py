@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-pytest.importorskip("torch", reason="among the listeners is torch's store")
+pytest.importorskip("torch", reason="some arrays are torch's")
 
 from collective.testing import run_ranks
 from tests.soak.aliasing import soak as aliasing
@@ -18,7 +18,7 @@ from tests.soak.messages import TARGETS
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="abstract sockets, /proc")
 
 # The others start processes, or make as many as a hundred times more at least.
-QUICK = sorted(TARGETS.keys() - {"rings", "tcp store"})
+QUICK = sorted(TARGETS.keys() - {"rings"})
 
 
 def test_random_calls() -> None:

@@ -285,8 +285,7 @@ def test_ranks_go_on_without_the_one_that_served_the_store(
         error = done[rank].stderr
         expected = f"through {new} {len(left)} {left} {len(losses)}\n"
         assert (done[rank].stdout, done[rank].returncode) == (expected, 0), error
-        # Of two that die at once, who served may be the one that is heard of last: asked meanwhile.
-        assert "recvVector" not in error or len(losses[0]) > 1, error
+        assert "recvVector" not in error, error  # as torch's client writes of a server that died
 
 
 _WITHOUT_A_HUB = """

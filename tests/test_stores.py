@@ -11,26 +11,30 @@ import socket
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from collective.backends.peers.link import Link, connect
+from collective.backends.peers import values
+from collective.backends.peers.link import Link, connect, encoded
+from collective.backends.peers.standby import LastingStore, Standby
+from collective.communicator.shrinking import _GenerationStore
 from collective.contract.secret import Secret
-from collective.contract.store import Store
+from collective.contract.store import PrefixedStore, Store, WrappedStore
 from collective.errors import RendezvousError, UnsupportedError
-from collective.start import tcp_store as private_store
+from collective.start import tcp_store
 from collective.start.file_store import FileStore
 from collective.start.memory_store import MemoryStore
 from collective.start.rendezvous import Endpoint
+from collective.start.resolver import _LateStore
 from collective.start.sealed_store import SealedStore
-from collective.start.tcp_store import PrivateStore
+from collective.start.tcp_store import TcpStore
 from tests.hosts import free_port
 from tests.interpreter import run_together, started
 from tests.test_monitor import FAR
 
-KINDS = ("file", "memory", "private", "sealed", "tcp", "torch's")
 RANKS, KEYS = 6, 25
 FAR_S = 60.0
 
@@ -44,42 +48,77 @@ def free_address() -> Endpoint:
 
 
 def store(where: Endpoint, *, serve: bool = False, secret: Secret = SECRET, timeout: float = FAR):
-    return PrivateStore(where, secret, serve=serve, spans_hosts=False, timeout=timeout)
+    return TcpStore(where, secret, serve=serve, spans_hosts=False, timeout=timeout)
 
 
-@pytest.fixture(params=KINDS)
+# -- how the ranks of each kind of store open theirs ---------------------------------------
+
+
+def _file(directory: Path, opened: contextlib.ExitStack) -> Opener:
+    return lambda: FileStore(directory)
+
+
+def _memory(directory: Path, opened: contextlib.ExitStack) -> Opener:
+    shared = MemoryStore()
+    return lambda: shared
+
+
+def _tcp(directory: Path, opened: contextlib.ExitStack) -> Opener:
+    where = free_address()
+
+    def connected(serve: bool = False) -> Store:
+        return opened.enter_context(contextlib.closing(store(where, serve=serve)))
+
+    connected(serve=True)
+    return connected
+
+
+def _agent(directory: Path, opened: contextlib.ExitStack) -> Opener:
+    dist = pytest.importorskip("torch.distributed")
+    from collective.start.torch_store import AgentStore
+
+    served = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    where = Endpoint("127.0.0.1", served.port, "a test", served=True)
+    opened.callback(lambda: served)
+    return lambda: AgentStore(where, FAR_S)
+
+
+def _torch(directory: Path, opened: contextlib.ExitStack) -> Opener:
+    dist = pytest.importorskip("torch.distributed")
+    from collective.start.torch_store import TorchStore
+
+    files = str(directory)
+    return lambda: TorchStore(dist.PrefixStore("a", dist.FileStore(files, RANKS)))
+
+
+def _lasting(directory: Path, opened: contextlib.ExitStack) -> Opener:
+    def lasting() -> Store:
+        made = LastingStore(FileStore(directory), Standby(0, None, None))
+        return opened.enter_context(contextlib.closing(made))
+
+    return lasting
+
+
+KINDS: dict[str, Callable[[Path, contextlib.ExitStack], Opener]] = {
+    "file": _file,
+    "memory": _memory,
+    "tcp": _tcp,
+    "torchrun's agent": _agent,
+    "torch's": _torch,
+    "lasting": _lasting,
+    "sealed": lambda directory, _: lambda: SealedStore(FileStore(directory), SECRET),
+    "prefixed": lambda directory, _: lambda: PrefixedStore(FileStore(directory), "job."),
+    "generation": lambda directory, _: (
+        lambda: _GenerationStore(FileStore(directory), "job.1.", lambda: None)
+    ),
+    "late": lambda directory, _: lambda: _LateStore(lambda: FileStore(directory)),
+}
+
+
+@pytest.fixture(params=KINDS.values(), ids=KINDS)
 def opener(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Opener]:
-    directory = tmp_path / "store"
     with contextlib.ExitStack() as opened:
-        if request.param == "file":
-            yield lambda: FileStore(directory)
-        elif request.param == "sealed":
-            yield lambda: SealedStore(FileStore(directory), Secret(bytes(32)))
-        elif request.param == "memory":
-            shared = MemoryStore()
-            yield lambda: shared
-        elif request.param == "private":
-            where = free_address()
-
-            def private(serve: bool = False) -> Store:
-                return opened.enter_context(contextlib.closing(store(where, serve=serve)))
-
-            private(serve=True)
-            yield private
-        elif request.param == "torch's":
-            dist = pytest.importorskip("torch.distributed")
-            from collective.adapters.torch.plugin import TorchStore
-
-            files = str(tmp_path / "files")
-            yield lambda: TorchStore(dist.PrefixStore("a", dist.FileStore(files, RANKS)))
-        else:
-            pytest.importorskip("torch")
-            from tests import test_tcp_store as tcp
-
-            at = tcp.endpoint()
-            first = tcp.store(at, serve=True, timeout=FAR_S)
-            yield lambda: tcp.store(at, serve=False, timeout=FAR_S)
-            del first
+        yield request.param(tmp_path / "store", opened)
 
 
 def test_what_one_publishes_the_others_read(opener: Opener) -> None:
@@ -94,6 +133,21 @@ def test_what_one_publishes_the_others_read(opener: Opener) -> None:
     other.delete("key")
     assert one.try_get("key") is None
     assert one.try_get("another") == b""
+
+
+def test_get_waits_for_what_another_thread_publishes(opener: Opener) -> None:
+    one, other = opener(), opener()
+    found: list[bytes] = []
+    waiting = threading.Thread(
+        target=lambda: found.append(other.get("key", time.monotonic() + FAR_S))
+    )
+    waiting.start()
+    # The store that waits serves other threads meanwhile.
+    other.set("other", b"1")
+    assert one.get("other", time.monotonic() + FAR_S) == b"1"
+    one.set("key", b"late")
+    waiting.join(FAR_S)
+    assert found == [b"late"]
 
 
 def test_what_nobody_publishes_is_missed_by_its_name(opener: Opener) -> None:
@@ -182,6 +236,109 @@ def test_a_store_that_cannot_says_which_can() -> None:
 
     with pytest.raises(UnsupportedError, match=r"Simple, which cannot .* COLLECTIVE_STORE=DIR"):
         Simple().put_if_absent("key", b"value")
+
+
+# -- stores that hand on what they are asked ------------------------------------------------
+
+
+class Recording(Store):
+    """A store that notes what it is asked, and answers everything alike."""
+
+    served_by_rank = True
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[object, ...]] = []
+
+    def __str__(self) -> str:
+        return "here"
+
+    def set(self, key: str, value: bytes) -> None:
+        self.asked.append(("set", key, value))
+
+    def get(self, key: str, deadline: float) -> bytes:
+        self.asked.append(("get", key, deadline))
+        return b"value"
+
+    def try_get(self, key: str) -> bytes | None:
+        self.asked.append(("try_get", key))
+        return None
+
+    def put_if_absent(self, key: str, value: bytes) -> bytes:
+        self.asked.append(("put_if_absent", key, value))
+        return b"won"
+
+    def delete(self, key: str) -> None:
+        self.asked.append(("delete", key))
+
+    def close(self) -> None:
+        self.asked.append(("close",))
+
+    def has_ended(self) -> bool:
+        self.asked.append(("has_ended",))
+        return True
+
+    def without(self, ranks: Set[int]) -> None:
+        self.asked.append(("without", ranks))
+
+    def check(self) -> None:
+        self.asked.append(("check",))
+
+
+# The methods of a store, each with arguments, and what Recording returns.
+ASKED: dict[str, tuple[tuple[object, ...], object]] = {
+    "set": (("key", b"value"), None),
+    "get": (("key", 1.0), b"value"),
+    "try_get": (("key",), None),
+    "put_if_absent": (("key", b"value"), b"won"),
+    "delete": (("key",), None),
+    "close": ((), None),
+    "has_ended": ((), True),
+    "without": (({1},), None),
+    "check": ((), None),
+}
+
+
+def test_wrapped_store_forwards_every_method_of_a_store() -> None:
+    public = {name for name in vars(Store) if not name.startswith("_")}
+    assert public == {*ASKED, "served_by_rank"}
+    below = Recording()
+    wrapped = WrappedStore(below)
+    for name, (arguments, answer) in ASKED.items():
+        assert getattr(wrapped, name)(*arguments) == answer
+    assert below.asked == [(name, *arguments) for name, (arguments, _) in ASKED.items()]
+    assert wrapped.served_by_rank
+    assert str(wrapped) == "here"
+
+
+def test_prefixed_stores_of_one_store_do_not_see_each_other(tmp_path: Path) -> None:
+    below = FileStore(tmp_path / "store")
+    one, other = PrefixedStore(below, "one."), PrefixedStore(below, "other.")
+    one.set("key", b"value")
+    assert other.try_get("key") is None
+    assert below.try_get("one.key") == b"value"
+
+
+def test_prefixed_store_names_the_key_of_its_caller(tmp_path: Path) -> None:
+    prefixed = PrefixedStore(FileStore(tmp_path / "store"), "job.")
+    with pytest.raises(RendezvousError, match="nobody published 'key' at"):
+        prefixed.get("key", time.monotonic())
+
+
+def test_late_store_is_opened_by_the_first_question_alone(tmp_path: Path) -> None:
+    opened: list[FileStore] = []
+
+    def open_store() -> Store:
+        opened.append(FileStore(tmp_path / "store"))
+        return opened[-1]
+
+    late = _LateStore(open_store)
+    assert "not open" in str(late)
+    late.close()
+    assert not opened
+    late.set("key", b"value")
+    assert late.try_get("key") == b"value"
+    assert len(opened) == 1
+    assert str(late) == str(tmp_path / "store")
 
 
 def test_a_stranger_cannot_win(tmp_path: Path) -> None:
@@ -282,6 +439,124 @@ def test_an_answer_that_was_given_up_is_not_taken_for_the_next(where: Endpoint) 
         assert rank.try_get("another") is None
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "why"),
+    [
+        ("key", bytes((1 << 20) + 1), r"'key' .*a value of 1048577 bytes; .* at most 1048576"),
+        ("k" * 1025, b"", "a key of 1025 letters; .* at most 1024"),
+    ],
+    ids=["value", "key"],
+)
+def test_store_refuses_what_is_too_long_and_serves_on(
+    where: Endpoint, key: str, value: bytes, why: str
+) -> None:
+    with contextlib.closing(store(where)) as rank:
+        for publish in (rank.set, rank.put_if_absent):
+            with pytest.raises(RendezvousError, match=why):
+                publish(key, value)
+        longest = b"a" * (1 << 20)
+        rank.set("key", longest)
+        assert rank.try_get("key") == longest
+
+
+def test_store_refuses_a_value_that_is_too_long_from_any_peer(where: Endpoint) -> None:
+    with contextlib.closing(asks(where)) as link:
+        long = "00" * ((1 << 20) + 1)
+        link.send({"kind": "set", "key": "key", "value": long, "number": 1})
+        assert "at most" in link.expect(FAR)["why"]
+        longer = {"kind": "set", "key": "key", "value": 2 * long, "number": 2}
+        with pytest.raises((EOFError, OSError)):
+            assert link.send(longer) or link.expect(FAR)
+    assert holds_its_value(where)
+
+
+def test_full_store_says_so_until_somebody_deletes(
+    where: Endpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(values, "_BYTES", 10_000)
+    with contextlib.closing(store(where)) as rank:
+        rank.set("large", bytes(4000))
+        rank.set("large", bytes(4000))  # it takes the room of the last one
+        with pytest.raises(RendezvousError, match=r"set of 'more' .*the store is full: it has 2"):
+            rank.set("more", bytes(1000))
+        assert rank.put_if_absent("large", bytes(1)) == bytes(4000)
+        rank.delete("large")
+        rank.set("more", bytes(1000))
+        assert rank.try_get("more") == bytes(1000)
+
+
+def asks_quickly(where: Endpoint) -> bool:
+    """Tell whether the server answers another rank at once."""
+    with contextlib.closing(store(where)) as another:
+        since = time.monotonic()
+        for _ in range(20):
+            another.set("another", b"1")
+        return time.monotonic() - since < 1.5  # a server that waits for a peer does so for 2
+
+
+@pytest.fixture
+def narrow(monkeypatch: pytest.MonkeyPatch) -> Iterator[Endpoint]:
+    """An address at which the system keeps little for a peer that does not read."""
+    listen = tcp_store.listen
+
+    def listen_narrowly(*arguments: Any) -> socket.socket | None:
+        listening = listen(*arguments)
+        if listening is not None:  # the sockets of connections inherit it
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
+        return listening
+
+    monkeypatch.setattr(tcp_store, "listen", listen_narrowly)
+    address = free_address()
+    with contextlib.closing(store(address, serve=True)) as first:
+        first.set("key", b"value")
+        first.set("large", bytes(1 << 20))
+        yield address
+
+
+def test_peer_that_reads_no_answers_holds_up_nobody(narrow: Endpoint) -> None:
+    with contextlib.closing(asks(narrow)) as link:
+        for number in range(2):
+            link.send({"kind": "get", "key": "large", "number": number})
+        assert asks_quickly(narrow)
+        # It has lost nothing by that, and asks on.
+        assert [link.expect(FAR)["number"] for _ in range(2)] == [0, 1]
+        link.send({"kind": "get", "key": "key", "number": 2})
+        assert link.expect(FAR)["number"] == 2
+
+
+def test_peer_that_asks_on_and_on_and_reads_nothing_is_dropped(narrow: Endpoint) -> None:
+    with contextlib.closing(asks(narrow)) as link:
+        link.write(500 * encoded({"kind": "get", "key": "large", "number": 1}))
+        assert asks_quickly(narrow)
+        with pytest.raises((EOFError, OSError)):
+            assert len([link.expect(FAR) for _ in range(500)]) < 500
+
+
+def test_half_a_question_holds_up_nobody(where: Endpoint) -> None:
+    with contextlib.closing(asks(where)) as link:
+        link.write(encoded({"kind": "set", "key": "key", "value": "00", "number": 1})[:-5])
+        assert asks_quickly(where)
+    assert holds_its_value(where)
+
+
+def test_server_without_room_ends_the_connection_that_was_silent_longest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tcp_store, "_room", lambda: 3)
+    address = free_address()
+    with contextlib.ExitStack() as opened:
+        ranks = [
+            opened.enter_context(contextlib.closing(store(address, serve=number == 0)))
+            for number in range(3)
+        ]
+        ranks[0].set("key", b"value")  # now rank 1 is the one
+        opened.enter_context(contextlib.closing(asks(address)))
+        with pytest.raises(EOFError):
+            ranks[1]._link.expect(FAR)
+        # It connects again when it has a question.
+        assert [rank.try_get("key") for rank in ranks] == [b"value"] * 3
+
+
 SERVER = """
     import sys
     from tests.test_stores import Endpoint, store
@@ -304,6 +579,6 @@ def test_without_torch_a_server_in_another_process_is_waited_for_and_missed(
         assert rank_0.stdin is not None
         rank_0.stdin.close()
         assert rank_0.wait(FAR) == 0
-        monkeypatch.setattr(private_store, "_ANSWER_S", 0.3)
+        monkeypatch.setattr(tcp_store, "_ANSWER_S", 0.3)
         with pytest.raises(RendezvousError, match=r"get of 'ready' at .*has ended"):
             rank.try_get("ready")

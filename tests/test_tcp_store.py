@@ -1,4 +1,7 @@
-"""The store of ranks on several hosts: what it keeps, where it listens, and what goes wrong."""
+"""The stores of ranks on several hosts: that of rank 0, and that of torchrun's agent.
+
+See also test_stores.py.
+"""
 
 from __future__ import annotations
 
@@ -6,28 +9,34 @@ import contextlib
 import os
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import textwrap
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
 
+import numpy as np
 import pytest
 
+from collective.contract.secret import Secret
+from collective.contract.store import PrefixedStore, Store
 from collective.errors import BackendUnavailableError, RendezvousError
-from collective.start import torch_store as tcp_store
+from collective.start import tcp_store, torch_store
 from collective.start.rendezvous import Endpoint
-from collective.start.torch_store import TcpStore
+from collective.start.tcp_store import TcpStore
+from collective.start.torch_store import AgentStore
 from tests import warm
 from tests.hosts import Hosts, free_port, needs_hosts
-from tests.interpreter import started
+from tests.interpreter import ROOT, started
 from tests.test_choice import slurm
 
-pytest.importorskip("torch")
 # How long anything here may take on a busy machine, importing torch included.
 DEADLINE_S = 60.0
+SECRET = Secret(bytes(range(32)))
 
 
 def endpoint(port: int | None = None, host: str = "127.0.0.1", **kind: bool) -> Endpoint:
@@ -39,21 +48,7 @@ def endpoint(port: int | None = None, host: str = "127.0.0.1", **kind: bool) -> 
 def store(
     where: Endpoint, *, serve: bool, spans_hosts: bool = False, timeout: float = 30.0
 ) -> TcpStore:
-    return TcpStore(where, "job/", serve=serve, spans_hosts=spans_hosts, timeout=timeout)
-
-
-SERVER = """
-    import os
-    import sys
-    from collective.start.rendezvous import Endpoint
-    from collective.start.torch_store import TcpStore
-    port = int(sys.argv[1])
-    store = TcpStore(Endpoint("127.0.0.1", port, "test"), "job/", serve=True, spans_hosts=False,
-                     timeout=30.0)
-    store.set("ready", b"")
-    print(os.getpid(), flush=True)
-    sys.stdin.read()
-    """
+    return TcpStore(where, SECRET, serve=serve, spans_hosts=spans_hosts, timeout=timeout)
 
 
 def process(
@@ -67,29 +62,76 @@ def soon() -> float:
     return time.monotonic() + DEADLINE_S
 
 
+class Kind(NamedTuple):
+    """A store that a process serves.
+
+    Attributes:
+        connect: returns one rank's store, given the endpoint and the seconds until it is connected.
+        server: the program that serves it at a port, and has published ``ready``.
+        module: of the store.
+        served: whether a launcher serves it.
+        who: serves it, as errors say.
+    """
+
+    connect: Callable[[Endpoint, float], Store]
+    server: str
+    module: ModuleType
+    served: bool
+    who: str
+
+    def endpoint(self, port: int | None = None, host: str = "127.0.0.1") -> Endpoint:
+        return endpoint(port, host, served=self.served)
+
+
+def _connect_to_agent(where: Endpoint, timeout: float) -> Store:
+    pytest.importorskip("torch")
+    return PrefixedStore(AgentStore(where, timeout), "job/")
+
+
+RANK_0 = Kind(
+    lambda where, timeout: store(where, serve=False, timeout=timeout),
+    """
+    import os, sys
+    from collective.contract.secret import Secret
+    from collective.start.rendezvous import Endpoint
+    from collective.start.tcp_store import TcpStore
+    where, secret = Endpoint("127.0.0.1", int(sys.argv[1]), "test"), Secret(bytes(range(32)))
+    served = TcpStore(where, secret, serve=True, spans_hosts=False, timeout=30.0)
+    served.set("ready", b"")
+    print(os.getpid(), flush=True)
+    sys.stdin.read()
+    """,
+    tcp_store,
+    False,
+    "[Rr]ank 0",
+)
+AGENT = Kind(
+    _connect_to_agent,
+    """
+    import os, sys
+    import torch.distributed as dist
+    served = dist.TCPStore("127.0.0.1", int(sys.argv[1]), is_master=True, wait_for_workers=False)
+    served.set("job/ready", b"")
+    print(os.getpid(), flush=True)
+    sys.stdin.read()
+    """,
+    torch_store,
+    True,
+    "torchrun's agent",
+)
+kinds = pytest.mark.parametrize("kind", [RANK_0, AGENT], ids=["rank 0", "agent"])
+
+
 # -- what it keeps -------------------------------------------------------------------------
 
 
-def test_jobs_that_share_a_server_do_not_see_each_other() -> None:
-    where = endpoint()
-    mine = store(where, serve=True)
-    other = TcpStore(where, "another/", serve=False, spans_hosts=False, timeout=30.0)
-    mine.set("key", b"mine")
+def test_launches_that_share_an_agent_do_not_see_each_other() -> None:
+    dist = pytest.importorskip("torch.distributed")
+    served = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    connection = AgentStore(endpoint(served.port, served=True), 30.0)
+    one, other = PrefixedStore(connection, "one/"), PrefixedStore(connection, "another/")
+    one.set("key", b"mine")
     assert other.try_get("key") is None
-
-
-def test_get_waits_for_what_comes_later() -> None:
-    where = endpoint()
-    one, other = store(where, serve=True), store(where, serve=False)
-    found: list[bytes] = []
-    waiting = threading.Thread(target=lambda: found.append(other.get("key", soon())))
-    waiting.start()
-    # The same connection serves other threads meanwhile.
-    other.set("other", b"1")
-    assert one.get("other", soon()) == b"1"
-    one.set("key", b"late")
-    waiting.join(DEADLINE_S)
-    assert found == [b"late"]
 
 
 def test_get_gives_up_at_its_deadline(capfd: pytest.CaptureFixture[str]) -> None:
@@ -98,13 +140,25 @@ def test_get_gives_up_at_its_deadline(capfd: pytest.CaptureFixture[str]) -> None
     with pytest.raises(RendezvousError, match=r"nobody published 'key' at 127\.0\.0\.1:"):
         alone.get("key", start + 0.3)
     assert time.monotonic() - start >= 0.3
+    assert capfd.readouterr().err == ""
+
+
+def test_get_from_the_agent_gives_up_at_its_deadline(capfd: pytest.CaptureFixture[str]) -> None:
+    dist = pytest.importorskip("torch.distributed")
+    served = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = _connect_to_agent(endpoint(served.port, served=True), 30.0)
+    start = time.monotonic()
+    with pytest.raises(RendezvousError, match=r"nobody published 'key' at 127\.0\.0\.1:"):
+        client.get("key", start + 0.3)
+    assert time.monotonic() - start >= 0.3
     assert capfd.readouterr().err == ""  # torch's own wait writes pages of it
 
 
-def test_server_is_waited_for() -> None:
-    where = endpoint()
-    with process(SERVER, where.port):  # takes as long as importing torch does
-        client = store(where, serve=False, timeout=DEADLINE_S)
+@kinds
+def test_server_is_waited_for(kind: Kind) -> None:
+    where = kind.endpoint()
+    with process(kind.server, where.port):  # takes as long as importing torch does
+        client = kind.connect(where, DEADLINE_S)
         assert client.get("ready", soon()) == b""
 
 
@@ -116,28 +170,38 @@ def test_second_store_of_rank_0_uses_the_server_it_has() -> None:
     assert store(where, serve=True).try_get("key") == b"value"
 
 
-def test_a_program_may_use_torch_distributed_at_the_same_port() -> None:
+# -- beside torch.distributed --------------------------------------------------------------
+
+
+def test_port_of_torch_distributed_is_refused_with_the_remedy() -> None:
+    dist = pytest.importorskip("torch.distributed")
+    theirs = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    wanted = r"in use .* by torch\.distributed in this one.*COLLECTIVE_STORE=tcp://HOST:PORT"
+    with pytest.raises(RendezvousError, match=wanted):
+        store(endpoint(theirs.port), serve=True)
+    # What serves there says nothing before it has been spoken to.
+    with pytest.raises(RendezvousError, match=r"not rank 0 of this job.*torch\.distributed's"):
+        store(endpoint(theirs.port), serve=False, timeout=0.5)
+
+
+def test_a_program_may_use_torch_distributed_at_the_agents_port() -> None:
     body = """
         import sys
         import torch.distributed as dist
         from collective.start.rendezvous import Endpoint
-        from collective.start.torch_store import TcpStore
-        for first in ("ours", "theirs"):
-            port = int(sys.argv.pop())
-            def ours():
-                where = Endpoint("127.0.0.1", port, "test")
-                store = TcpStore(where, "job/", serve=True, spans_hosts=False, timeout=30.0)
-                store.set("key", b"value")
-                assert store.try_get("key") == b"value"
-            def theirs():
-                where = f"tcp://127.0.0.1:{port}"
-                dist.init_process_group("gloo", init_method=where, rank=0, world_size=1)
-                dist.barrier()
-            for each in sorted((ours, theirs), key=lambda f: f.__name__ != first):
-                each()
-            dist.destroy_process_group()
+        from collective.start.torch_store import AgentStore
+        port = int(sys.argv[1])
+        agent = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+        ours = AgentStore(Endpoint("127.0.0.1", port, "test", served=True), 30.0)
+        ours.set("key", b"value")
+        theirs = dist.TCPStore("127.0.0.1", port, is_master=False)
+        dist.init_process_group("gloo", store=theirs, rank=0, world_size=1)
+        dist.barrier()
+        assert ours.try_get("key") == b"value"
+        dist.destroy_process_group()
         """
-    with process(body, free_port(), free_port()) as running:
+    pytest.importorskip("torch")
+    with process(body, free_port()) as running:
         _, err = running.communicate("", DEADLINE_S)
         assert running.returncode == 0, err
 
@@ -190,7 +254,9 @@ def test_port_in_use() -> None:
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = other.getsockname()[1]
-        with pytest.raises(RendezvousError, match=rf"port {port} .*in use.*Set another port"):
+        with pytest.raises(
+            RendezvousError, match=rf"port {port} .*in use.*COLLECTIVE_STORE=tcp://HOST:PORT"
+        ):
             store(endpoint(port), serve=True)
 
 
@@ -208,49 +274,53 @@ def test_address_of_another_host_on_rank_0() -> None:
         store(endpoint(host="203.0.113.9"), serve=True)
 
 
-@pytest.mark.parametrize(
-    ("served", "who"), [(False, "rank 0 serves there"), (True, "torchrun's agent serves there")]
-)
-def test_nobody_answers(served: bool, who: str, capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(RendezvousError, match=rf"nobody answered.* within 0\.5 s.*{who}"):
-        store(endpoint(served=served), serve=False, timeout=0.5)
+@kinds
+def test_nobody_answers(kind: Kind, capfd: pytest.CaptureFixture[str]) -> None:
+    wanted = rf"nobody answered.* within 0\.5 s.*{kind.who} serves there"
+    with pytest.raises(RendezvousError, match=wanted):
+        kind.connect(kind.endpoint(), 0.5)
     assert capfd.readouterr().err == ""
 
 
-def test_something_else_listens_there() -> None:
+@kinds
+def test_something_else_listens_there(kind: Kind) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()  # and never says a word
-        with pytest.raises(RendezvousError, match="no store of torch's"):
-            store(endpoint(other.getsockname()[1]), serve=False, timeout=2.0)
+        wanted = "no store of torch's" if kind.served else "not rank 0 of this job: timed out"
+        with pytest.raises(RendezvousError, match=wanted):
+            kind.connect(kind.endpoint(other.getsockname()[1]), 2.0)
 
 
-# As TCPStore's clients begin: a query of kind 0 with a number by which they know each other; then
-# one of kind 1, to set a key of ten letters, of which three arrive.
-HALF_A_REQUEST = b"\0" + struct.pack("<I", 0x3C85F7CE) + b"\1" + struct.pack("<Q", 10) + b"abc"
-
-
-@pytest.mark.skipif(tcp_store._version() < (2, 8), reason="torch has no server for that before 2.8")
-def test_half_a_request_of_a_stranger_stops_nobody() -> None:
-    where = endpoint()
-    store(where, serve=True).set("key", b"value")
-    with socket.create_connection((where.host, where.port)) as stranger:
-        stranger.sendall(HALF_A_REQUEST)
-        # It is read before what comes on a later connection.
-        assert store(where, serve=False, timeout=5.0).get("key", soon()) == b"value"
-
-
+@kinds
 @pytest.mark.parametrize("what", ["set", "get", "try_get", "delete"])
-def test_rank_0_has_left(what: str) -> None:
-    where = endpoint()
-    with process(SERVER, where.port) as rank_0:
-        client = store(where, serve=False, timeout=DEADLINE_S)
+def test_server_has_left(kind: Kind, what: str) -> None:
+    where = kind.endpoint()
+    with process(kind.server, where.port) as server:
+        client = kind.connect(where, DEADLINE_S)
         client.get("ready", soon())
-        _, err = rank_0.communicate("", DEADLINE_S)  # and its end does not hang
-        assert (rank_0.returncode, err) == (0, "")
+        _, err = server.communicate("", DEADLINE_S)  # and its end does not hang
+        assert (server.returncode, err) == (0, "")
         arguments = {"set": (b"",), "get": (soon(),)}.get(what, ())
-        with pytest.raises(RendezvousError, match="rank 0 serves it, and has ended"):
+        since = time.monotonic()
+        with pytest.raises(RendezvousError, match=rf"'ready'.*{kind.who} serves it, and has ended"):
             getattr(client, what)("ready", *arguments)
+        assert time.monotonic() - since < 5.0
+
+
+@kinds
+def test_server_that_is_killed_is_named_to_whoever_waits(kind: Kind) -> None:
+    where = kind.endpoint()
+    with process(kind.server, where.port) as server:
+        client = kind.connect(where, DEADLINE_S)
+        client.get("ready", soon())
+        killing = threading.Timer(0.2, server.kill)
+        killing.start()
+        since = time.monotonic()
+        with pytest.raises(RendezvousError, match=rf"'key'.*{kind.who} serves it, and has ended"):
+            client.get("key", soon())
+        assert time.monotonic() - since < 5.0
+        killing.join()
 
 
 def stop(server: subprocess.Popen[str]) -> None:
@@ -263,54 +333,78 @@ def stop(server: subprocess.Popen[str]) -> None:
         time.sleep(0.002)
 
 
-def test_server_that_stops_answering(monkeypatch: pytest.MonkeyPatch) -> None:
+@kinds
+def test_server_that_stops_answering(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
     """As when the cable is pulled: nobody says that the connection is over."""
-    monkeypatch.setattr(tcp_store, "_ANSWER_S", 0.5)
-    monkeypatch.setattr(tcp_store, "CONNECT_S", 0.5)
-    where = endpoint()
-    with process(SERVER, where.port) as rank_0:
-        client = store(where, serve=False, timeout=DEADLINE_S)
+    monkeypatch.setattr(kind.module, "_ANSWER_S", 0.5)
+    monkeypatch.setattr(kind.module, "CONNECT_S", 0.4)
+    where = kind.endpoint()
+    with process(kind.server, where.port) as server:
+        client = kind.connect(where, DEADLINE_S)
         client.get("ready", soon())
-        stop(rank_0)
-        for call in (
-            lambda: client.get("key", time.monotonic() + 0.2),
-            lambda: client.set("key", b""),
-            lambda: client.try_get("key"),
+        stop(server)
+        for seconds, call in (
+            (0.4, lambda: client.get("key", time.monotonic() + 0.2)),
+            (0.5, lambda: client.set("key", b"")),
+            (0.5, lambda: client.try_get("key")),
         ):
-            with pytest.raises(RendezvousError, match=r"no answer within 0\.5 s"):
+            with pytest.raises(RendezvousError, match=rf"no answer within {seconds:g} s"):
                 call()
 
 
-def test_program_ends_though_a_call_hangs() -> None:
-    where = endpoint()
+def test_rank_goes_on_when_a_stopped_server_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tcp_store, "_ANSWER_S", 0.3)
+    where = RANK_0.endpoint()
+    with process(RANK_0.server, where.port) as server:
+        client = RANK_0.connect(where, DEADLINE_S)
+        client.get("ready", soon())
+        stop(server)
+        with pytest.raises(RendezvousError, match="no answer"):
+            client.set("key", b"late")
+        os.kill(server.pid, signal.SIGCONT)
+        # The answer that was given up is not taken for this one's.
+        monkeypatch.setattr(tcp_store, "_ANSWER_S", DEADLINE_S)
+        assert client.try_get("nothing") is None
+        assert client.try_get("key") == b"late"
+
+
+@kinds
+def test_program_ends_though_a_call_hangs(kind: Kind) -> None:
+    where = kind.endpoint()
     body = """
         import sys
-        from collective.start import torch_store as tcp_store
+        from tests import test_tcp_store as here
         from collective.errors import RendezvousError
-        from collective.start.rendezvous import Endpoint
-        store = tcp_store.TcpStore(Endpoint("127.0.0.1", int(sys.argv[1]), "test"), "job/",
-                                   serve=False, spans_hosts=False, timeout=60.0)
+        kind = here.AGENT if sys.argv[2] == "True" else here.RANK_0
+        store = kind.connect(kind.endpoint(int(sys.argv[1])), 60.0)
         print("connected", flush=True)
         sys.stdin.readline()
-        tcp_store._ANSWER_S = 0.2
+        kind.module._ANSWER_S = 0.2
         try:
             store.set("key", b"")
         except RendezvousError:
             print("late", flush=True)
         """
-    with process(SERVER, where.port) as rank_0, process(body, where.port) as rank_1:
+    if kind.served:
+        pytest.importorskip("torch")
+    with (
+        process(kind.server, where.port) as server,
+        process(body, where.port, kind.served) as rank_1,
+    ):
         assert rank_1.stdout is not None
         assert rank_1.stdout.readline() == "connected\n"
-        stop(rank_0)
+        stop(server)
         out, err = rank_1.communicate("\n", DEADLINE_S)
         assert (rank_1.returncode, out) == (0, "late\n"), err
 
 
-def test_without_torch_the_error_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_agent_without_torch_here_is_told_with_the_install_command(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     monkeypatch.setitem(sys.modules, "torch.distributed", None)
-    with pytest.raises(BackendUnavailableError, match=r"pip install .*\[torch\]"):
-        store(endpoint(), serve=True)
+    with pytest.raises(BackendUnavailableError, match=r"pip install .*\[torch\].*tcp://HOST:PORT"):
+        AgentStore(endpoint(served=True), 30.0)
 
 
 # -- hosts of their own --------------------------------------------------------------------
@@ -369,19 +463,77 @@ def variables(launcher: str, rank: int) -> dict[str, str]:
     return {**ranks, **local, "COLLECTIVE_STORE": "tcp://host0:29500"}
 
 
+# -- with NumPy alone ----------------------------------------------------------------------
+
+ALONE = """
+    import importlib.util
+    import os
+    import sys
+    import numpy as np
+    assert importlib.util.find_spec("torch") is None
+    import collective
+    comm = collective.init(**eval(sys.argv[1]))
+    total = comm.all_reduce(np.arange(4.0) + comm.rank)
+    group = comm.split(comm.rank % 2)
+    assert comm.agree()
+    comm.barrier()  # rank 0 serves the store, where the others read what was agreed
+    print(comm.backend, comm.rank, total.tolist(), group.all_reduce(np.ones(1)).tolist())
+    comm.close()
+    assert "torch" not in sys.modules
+    """
+
+
+@pytest.fixture
+def numpy_alone(tmp_path: Path) -> list[str]:
+    """Return how Python is started that has NumPy, this project, and no other package."""
+    packages = tmp_path / "packages"
+    packages.mkdir()
+    installed = Path(np.__file__).parent
+    for name in (installed.name, "numpy.libs"):
+        if (installed.parent / name).exists():
+            (packages / name).symlink_to(installed.parent / name)
+    program = tmp_path / "program.py"
+    program.write_text(textwrap.dedent(ALONE))
+    # Not with site: it would add what is installed.
+    return ["-S", str(program)]
+
+
+@pytest.mark.parametrize("secret", ["", "of this test, and of nobody else"], ids=["open", "secret"])
+@pytest.mark.parametrize("said_by", ["arguments", "variables"])
+def test_ranks_with_numpy_alone_meet_at_an_address(
+    numpy_alone: list[str], tmp_path: Path, secret: str, said_by: str
+) -> None:
+    size, address = 3, f"tcp://127.0.0.1:{free_port()}"
+    kept = {name: text for name, text in os.environ.items() if not name.startswith("COLLECTIVE_")}
+    kept["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(tmp_path / "packages")])
+    if secret:
+        kept["COLLECTIVE_SECRET"] = secret
+    with contextlib.ExitStack() as stack:
+        ranks = []
+        for rank in range(size):
+            place = {"rank": rank, "size": size, "local_rank": rank, "local_size": size}
+            told = {**place, "store": address} if said_by == "arguments" else {}
+            environment = kept if told else {
+                **kept, "COLLECTIVE_STORE": address,
+                **{f"COLLECTIVE_{name.upper()}": str(value) for name, value in place.items()},
+            }  # fmt: skip
+            ranks.append(stack.enter_context(started(*numpy_alone, told, env=environment)))
+        ended = [rank.communicate(timeout=DEADLINE_S) for rank in ranks]
+    for rank, (out, err) in enumerate(ended):
+        alike = [2.0, 1.0, 2.0][rank]
+        assert out == f"shm {rank} [3.0, 6.0, 9.0, 12.0] [{alike}]\n", err
+
+
 FORKING = """
     import gc
     import os
     import sys
-    from collective.start import torch_store as tcp_store
-    from collective.start.rendezvous import Endpoint
+    from tests.test_tcp_store import endpoint, store
 
-    place = Endpoint("127.0.0.1", int(sys.argv[1]), "test")
-    store = tcp_store.TcpStore(place, "job/", serve=True, spans_hosts=False, timeout=30.0)
+    store = store(endpoint(int(sys.argv[1])), serve=True)
     child = os.fork()
     if child == 0:
         del store
-        tcp_store._serving.clear()
         gc.collect()
         os._exit(0)
     os.waitpid(child, 0)

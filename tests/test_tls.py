@@ -23,7 +23,7 @@ from collective.errors import ConfigError
 from collective.start.certificates import resolve
 from collective.start.config import load
 from collective.start.resolver import build
-from collective.start.tcp_store import PrivateStore
+from collective.start.tcp_store import TcpStore
 from collective.tools.doctor import across_hosts
 from tests.test_monitor import FAR, KEY, start
 from tests.test_stores import free_address
@@ -139,8 +139,8 @@ def test_a_store_of_several_hosts_speaks_it(tls: Tls) -> None:
     where, secret = free_address(), Secret(TEXT.encode())
     kept = {"spans_hosts": True, "timeout": FAR, "tls": tls}
     with (
-        contextlib.closing(PrivateStore(where, secret, serve=True, **kept)) as one,
-        contextlib.closing(PrivateStore(where, secret, serve=False, **kept)) as other,
+        contextlib.closing(TcpStore(where, secret, serve=True, **kept)) as one,
+        contextlib.closing(TcpStore(where, secret, serve=False, **kept)) as other,
     ):
         one.set("key", b"value" * 10_000)
         assert other.try_get("key") == b"value" * 10_000

@@ -24,7 +24,7 @@ from collective.start.file_store import FileStore
 from collective.start.launchers import Launched, detect
 from collective.start.rendezvous import expand, from_environment
 from collective.start.resolver import _LateStore, build
-from collective.start.torch_store import TcpStore
+from collective.start.tcp_store import TcpStore
 from tests.hosts import free_port
 from tests.interpreter import run
 
@@ -420,14 +420,14 @@ def anew(environ: Mapping[str, str], **arguments: object) -> World:
 
 
 def test_ranks_meet_at_the_masters_address() -> None:
-    pytest.importorskip("torch")
     change = {"MASTER_PORT": str(free_port()), "TORCHELASTIC_USE_AGENT_STORE": "False"}
     one, other = anew(far(0, **change)), anew(far(1, **change))
     met(one).set("key", b"value")
     assert met(other).get("key", time.monotonic() + 30) == b"value"
-    # The same server after a restart of the ranks, and nothing of what they said before.
-    again = anew(far(1, **change, TORCHELASTIC_RESTART_COUNT="1"))
-    assert met(again).try_get("key") is None
+    # After a restart of the ranks it is another launch, which does not read what the last one said.
+    again = anew(far(1, **change, TORCHELASTIC_RESTART_COUNT="1"), start_timeout=0.3)
+    with pytest.raises(RendezvousError, match="not rank 0 of this job"):
+        met(again)
 
 
 def test_rank_0_of_torchrun_leaves_serving_to_the_agent() -> None:
@@ -437,8 +437,19 @@ def test_rank_0_of_torchrun_leaves_serving_to_the_agent() -> None:
         found.store.set("key", b"")
 
 
+def test_launches_of_one_agent_do_not_see_each_other() -> None:
+    dist = pytest.importorskip("torch.distributed")
+    served = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    change = {"MASTER_PORT": str(served.port)}
+    one, other = anew(far(0, **change)), anew(far(1, **change))
+    one.store.set("key", b"value")
+    assert other.store.get("key", time.monotonic() + 30) == b"value"
+    again = anew(far(1, **change, TORCHELASTIC_RESTART_COUNT="1"))
+    assert again.store.try_get("key") is None
+    assert not one.store.served_by_rank
+
+
 def test_store_by_address() -> None:
-    pytest.importorskip("torch")
     settings = {
         "size": 2,
         "local_rank": 0,
@@ -449,6 +460,17 @@ def test_store_by_address() -> None:
     assert one.job == other.job == settings["store"]
     met(one).set("key", b"value")
     assert met(other).get("key", time.monotonic() + 30) == b"value"
+
+
+@pytest.mark.parametrize("secret", ["", "of this test, and of nobody else"], ids=["none", "one"])
+def test_ranks_with_a_secret_and_without_one_do_not_meet(secret: str) -> None:
+    settings = {"size": 2, "local_rank": 0, "local_size": 1, "start_timeout": 0.5}
+    settings["store"] = f"tcp://127.0.0.1:{free_port()}"
+    serves = anew({"COLLECTIVE_SECRET": secret} if secret else {}, rank=0, **settings)
+    serves.store.set("key", b"value")
+    comes = anew({} if secret else {"COLLECTIVE_SECRET": "another" * 3}, rank=1, **settings)
+    with pytest.raises(RendezvousError, match=r"same secret .*, or none"):
+        comes.store.try_get("key")
 
 
 def test_ranks_by_hand_may_meet_at_the_masters_address() -> None:

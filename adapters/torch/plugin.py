@@ -28,13 +28,13 @@ from collective.contract.recorder import dump_on_signal
 from collective.contract.secret import Secret
 from collective.contract.store import Store
 from collective.contract.world import World
-from collective.errors import RendezvousError
 from collective.start import certificates, choice, session
 from collective.start.config import Config, load, secret_of, settings
 from collective.start.connecting import connect
 from collective.start.rendezvous import from_environment
 from collective.start.resolver import address, name_libraries, options, warn_of_open
 from collective.start.sealed_store import seal
+from collective.start.torch_store import TorchStore
 
 if TYPE_CHECKING:
     from .process_group import ProcessGroup
@@ -153,47 +153,3 @@ def _deadline(config: Config, timeout: timedelta) -> float:
     if timeout == default and config.origin("timeout") != "default":
         return config.timeout
     return timeout.total_seconds()
-
-
-class TorchStore(Store):
-    """A store of torch's as a place to meet.
-
-    Args:
-        store: any of torch's, such as the one that ``init_process_group`` was given or made.
-    """
-
-    def __init__(self, store: Any) -> None:
-        self._store = store
-
-    def __str__(self) -> str:
-        return "torch's store"
-
-    def set(self, key: str, value: bytes) -> None:
-        self._ask("set", key, lambda: self._store.set(key, value))
-
-    def try_get(self, key: str) -> bytes | None:
-        def look() -> bytes | None:
-            return bytes(self._store.get(key)) if self._store.check([key]) else None
-
-        found: bytes | None = self._ask("get", key, look)
-        return found
-
-    def put_if_absent(self, key: str, value: bytes) -> bytes:
-        # An absent key compares as empty, and no rank publishes nothing.
-        won: bytes = self._ask(
-            "put_if_absent", key, lambda: bytes(self._store.compare_set(key, "", value))
-        )
-        return won
-
-    def delete(self, key: str) -> None:
-        self._ask("delete", key, lambda: self._store.delete_key(key))
-
-    def _ask(self, what: str, key: str, call: Any) -> Any:
-        try:
-            return call()
-        except RuntimeError as error:  # torch's DistStoreError and DistNetworkError are such
-            first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise RendezvousError(
-                f"rendezvous: {what} of {key!r} in torch's store failed: {first}. Rank 0, or "
-                "torchrun's agent, serves it: keep it running while groups are made."
-            ) from error

@@ -18,7 +18,6 @@ __all__ = ["PrefixedStore", "Store", "WrappedStore"]
 # A poll costs one failed open(2), some microseconds; ranks of one job start
 # milliseconds apart at best, so there is nothing to win below a millisecond.
 _POLL_FIRST_S = 0.001
-_POLL_LAST_S = 0.02
 
 
 class Store(ABC):
@@ -26,6 +25,9 @@ class Store(ABC):
 
     #: Whether rank 0's process serves it, and it is gone with that; asked once ranks have met.
     served_by_rank: bool = False
+
+    #: The longest pause between two polls of :meth:`get`, in seconds.
+    _poll_last: float = 0.02
 
     @abstractmethod
     def set(self, key: str, value: bytes) -> None:
@@ -42,16 +44,20 @@ class Store(ABC):
             RendezvousError: the deadline passed and the key is still absent.
         """
         pause = _POLL_FIRST_S
-        while (value := self.try_get(key)) is None:
+        while (value := self._poll(key, deadline)) is None:
             if time.monotonic() >= deadline:
                 raise RendezvousError(f"rendezvous: nobody published {key!r} at {self}")
             time.sleep(pause)
-            pause = min(pause * 1.5, _POLL_LAST_S)
+            pause = min(pause * 1.5, self._poll_last)
         return value
 
     @abstractmethod
     def try_get(self, key: str) -> bytes | None:
         """Return the value of ``key``, or None if nobody has published it yet."""
+
+    def _poll(self, key: str, deadline: float) -> bytes | None:
+        """Return what :meth:`try_get` does, by ``deadline`` if somebody has to answer."""
+        return self.try_get(key)
 
     def put_if_absent(self, key: str, value: bytes) -> bytes:
         """Publish ``value`` unless ``key`` has one; return the value that it then has.

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from collective import native
 from collective.contract.secret import REMEDY, Secret
-from collective.contract.store import Store, WrappedStore
+from collective.contract.store import PrefixedStore, Store, WrappedStore
 from collective.contract.world import Tls, World
 from collective.errors import ConfigError, RendezvousError
 from collective.install import hint
@@ -29,8 +29,8 @@ from .network import address_of, address_toward, is_loopback, own_address
 from .rendezvous import Endpoint, from_environment, from_url
 from .rundir import RunStore
 from .sealed_store import seal
-from .tcp_store import PrivateStore
-from .torch_store import TcpStore
+from .tcp_store import TcpStore
+from .torch_store import AgentStore
 
 __all__ = [
     "address",
@@ -45,6 +45,8 @@ __all__ = [
 
 # The name of a launch that has none which its hosts have in common.
 _BY_HAND = "by hand"
+# What the ranks of a job without a secret prove to each other that they know: which launch it is.
+_PUBLIC = Secret(b"the ranks of this job have no secret")
 
 
 def build(config: Config) -> World:
@@ -293,20 +295,17 @@ def warn_of_open(config: Config, where: str) -> None:
 
 def _tcp(ours: _Credentials, endpoint: Endpoint) -> Store:
     config = ours.config
-    spans_hosts = config.local_size < config.size
-    serve = config.rank == 0 and config.join == "off"
-    if ours.secret is not None and not endpoint.served:
-        return PrivateStore(
-            endpoint, ours.secret,
-            serve=serve, spans_hosts=spans_hosts, timeout=config.start_timeout, tls=ours.tls,
-        )  # fmt: skip
-    # An agent's is torch's, and lets in whoever comes.
+    if endpoint.served:
+        # An agent's is torch's, and lets in whoever comes, also the ranks of another launch.
+        prefix = f"collective/{hashlib.sha256(_name(config).encode()).hexdigest()[:16]}/"
+        return PrefixedStore(AgentStore(endpoint, config.start_timeout), prefix)
     return TcpStore(
         endpoint,
-        f"collective/{hashlib.sha256(_name(config).encode()).hexdigest()[:16]}/",
-        serve=serve,
-        spans_hosts=spans_hosts,
+        _PUBLIC.within(_name(config)) if ours.secret is None else ours.secret,
+        serve=config.rank == 0 and config.join == "off",
+        spans_hosts=config.local_size < config.size,
         timeout=config.start_timeout,
+        tls=ours.tls,
     )
 
 

@@ -97,7 +97,7 @@ def _listens(family: int, address: str, port: int, seconds: float) -> bool:
 def reach(endpoint: Endpoint, deadline: float, timeout: float) -> str:
     """Wait until somebody listens at ``endpoint`` and return the address that answers.
 
-    TCPStore could wait as well, but writes pages to standard error meanwhile.
+    torch's client of the agent's store could wait, too, but writes pages to standard error.
     """
     while True:
         reason = "no address"

@@ -1,46 +1,50 @@
-"""A rendezvous store for ranks on several hosts that have a secret: rank 0 serves it.
+"""The rendezvous store of ranks on several hosts: rank 0 serves it, and NumPy is all it takes.
 
-It is spoken to as the monitor's hub is (:mod:`collective.backends.peers.link`): whoever does
-not know the secret is not listened to. It takes no package beside NumPy.
+Ranks connect to it as they do to the monitor's hub (:mod:`collective.backends.peers.link`): the
+server listens to nobody who has not proved that it knows the key. Without a secret the key follows
+from the launch's public name: then it keeps out other programs and other launches, and nobody who
+means harm.
 """
 
 from __future__ import annotations
 
-import itertools
 import os
+import resource
 import socket
 import threading
 import time
-from typing import Any
+import weakref
 
-from collective.backends.peers.link import Link, Message, close_in_children, connect
+from collective.backends.peers.link import Link, close_in_children, connect
 from collective.backends.peers.server import Server
-from collective.backends.peers.values import Values
+from collective.backends.peers.values import LONGEST_MESSAGE, RefusedError, Values, ask
 from collective.contract.secret import Secret
 from collective.contract.store import Store
 from collective.contract.world import Tls
 from collective.errors import RendezvousError
 
 from .rendezvous import Endpoint
-from .tcp import listen, reach, refuses
+from .tcp import CONNECT_S, listen, reach, refuses
 
-__all__ = ["PrivateStore"]
+__all__ = ["TcpStore"]
 
 _RETRY_S = 0.1
 # An answer that takes longer will never come: the server's host is off, or cut off.
 _ANSWER_S = 30.0
+# How many ranks the server takes if this process may have few descriptors, and at most.
+_ROOM_LEAST, _ROOM_MOST = 128, 1 << 16
 
 # The servers of this process. They live as long as it does: the next init() meets there too.
 _serving: dict[tuple[str, int], bytes] = {}
 os.register_at_fork(after_in_child=_serving.clear)
 
 
-class PrivateStore(Store):
-    """One rank's connection to a store that rank 0 serves.
+class TcpStore(Store):
+    """One rank's connection to the store that rank 0 serves.
 
     Args:
         endpoint: where.
-        secret: all ranks have the same.
+        secret: all ranks have the same; one that is public if the job has none.
         serve: whether this process serves.
         spans_hosts: whether ranks of other hosts have to reach the server.
         timeout: seconds until the server must have let this rank in.
@@ -50,6 +54,11 @@ class PrivateStore(Store):
         RendezvousError: the port is in use, the host's name is wrong, nobody answers, or who
             answers does not know the secret.
     """
+
+    served_by_rank = True
+
+    # A poll is a round trip, and a thousand ranks may poll one server.
+    _poll_last = 0.05
 
     def __init__(
         self,
@@ -64,83 +73,116 @@ class PrivateStore(Store):
         self._endpoint = endpoint
         self._key = secret.key("store")
         self._tls = tls
-        self._numbers = itertools.count()
         self._asking = threading.Lock()
         if serve:
             _serve(endpoint, self._key, spans_hosts, tls)
-        self._link = self._connect(timeout)
+        self._address, link = self._connect(timeout)
+        self._use(link)
 
     def __str__(self) -> str:
         return str(self._endpoint)
-
-    served_by_rank = True
 
     def has_ended(self) -> bool:
         return refuses(self._endpoint)
 
     def set(self, key: str, value: bytes) -> None:
-        self._ask({"kind": "set", "key": key, "value": value.hex()})
+        self._ask("set", key, value)
 
     def try_get(self, key: str) -> bytes | None:
-        value = self._ask({"kind": "get", "key": key})
-        return None if value is None else bytes.fromhex(value)
+        return self._ask("get", key)
 
     def put_if_absent(self, key: str, value: bytes) -> bytes:
-        return bytes.fromhex(self._ask({"kind": "put", "key": key, "value": value.hex()}))
+        won = self._ask("put", key, value)
+        assert won is not None
+        return won
 
     def delete(self, key: str) -> None:
-        self._ask({"kind": "delete", "key": key})
+        self._ask("delete", key)
 
     def close(self) -> None:
         self._link.close()
 
-    def _ask(self, question: Message) -> Any:
+    def _use(self, link: Link) -> None:
+        self._link = link
+        # A store that is dropped without being closed leaves no connection behind.
+        weakref.finalize(self, link.close).atexit = False
+
+    def _poll(self, key: str, deadline: float) -> bytes | None:
+        # Whoever waits less than a server may take to answer is not held up by one that is stopped.
+        patience = min(max(deadline - time.monotonic(), CONNECT_S), _ANSWER_S)
+        return self._ask("get", key, patience=patience)
+
+    def _ask(
+        self, kind: str, key: str, value: bytes | None = None, patience: float | None = None
+    ) -> bytes | None:
         """Return the server's answer."""
-        deadline = time.monotonic() + _ANSWER_S
+        if patience is None:
+            patience = _ANSWER_S
+        deadline = time.monotonic() + patience
         with self._asking:
             try:
                 try:
-                    return self._answer(question, deadline)
-                except (EOFError, OSError, ValueError):
+                    return ask(self._link, kind, key, value, deadline)
+                except (EOFError, OSError, ValueError) as error:
+                    # The system's own timeout has a number: then the connection is over.
+                    if isinstance(error, TimeoutError) and error.errno is None:
+                        raise TimeoutError(f"no answer within {patience:.3g} s") from None
                     # The connection may have broken since it was used; all questions can be
                     # asked twice.
                     self._link.close()
-                    if self.has_ended():
-                        raise
-                    self._link = self._connect(max(0.0, deadline - time.monotonic()))
-                    return self._answer(question, deadline)
-            except (EOFError, OSError, ValueError, RendezvousError) as error:
+                    self._use(self._connect_again(deadline))
+                    return ask(self._link, kind, key, value, deadline)
+            except RefusedError as error:
                 raise RendezvousError(
-                    f"rendezvous: {question['kind']} of {question['key']!r} at {self._endpoint} "
-                    f"failed: {error}. Rank 0 serves it, and has ended or cannot be reached any "
-                    "more: keep it running for as long as other ranks connect or make groups."
+                    f"rendezvous: {kind} of {key!r} at {self._endpoint}: {error}."
+                ) from error
+            except (EOFError, OSError, ValueError) as error:
+                raise RendezvousError(
+                    f"rendezvous: {kind} of {key!r} at {self._endpoint} failed: {error}. Rank 0 "
+                    "serves it, and has ended or cannot be reached any more: keep it running for "
+                    "as long as other ranks connect or make groups."
                 ) from error
 
-    def _answer(self, question: Message, deadline: float) -> Any:
-        number = next(self._numbers)
-        self._link.send({**question, "number": number})
-        # One to a question that was given up may come before it.
-        while (answer := self._link.expect(deadline - time.monotonic())).get("number") != number:
-            pass
-        return answer.get("value")
+    def _connect(self, timeout: float) -> tuple[str, Link]:
+        """Return the server's address, and a link to the server, which may have to be waited for.
 
-    def _connect(self, timeout: float) -> Link:
-        """Return a link to the server, which may have to be waited for."""
+        Raises:
+            RendezvousError: nobody lets this rank in.
+        """
         deadline = time.monotonic() + timeout
         while True:
-            address = reach(self._endpoint, deadline, timeout)
+            address = f"{reach(self._endpoint, deadline, timeout)} {self._endpoint.port}"
             left = max(0.001, deadline - time.monotonic())
             try:
-                return connect(f"{address} {self._endpoint.port}", self._key, left, self._tls)
+                return address, connect(address, self._key, left, self._tls)
             except (EOFError, OSError) as error:
                 # It may be the server of an earlier launch, which is about to end.
                 if time.monotonic() >= deadline:
                     raise RendezvousError(
-                        f"rendezvous: who answers at {self._endpoint} ({self._endpoint.origin}) is "
-                        f"not rank 0 of this job: {error}. Every rank needs the same secret "
-                        "(COLLECTIVE_SECRET, COLLECTIVE_SECRET_FILE), and certificates "
-                        "(COLLECTIVE_TLS_…) if one has them; or the port is another program's."
+                        f"rendezvous: the program that answers at {self._endpoint} "
+                        f"({self._endpoint.origin}) is not rank 0 of this job: {error}. Every rank "
+                        "needs the same secret (COLLECTIVE_SECRET, COLLECTIVE_SECRET_FILE), or "
+                        "none, and certificates (COLLECTIVE_TLS_…) if one has them; or the port is "
+                        "another launch's, or another program's, such as torch.distributed's."
                     ) from error
+                time.sleep(_RETRY_S)
+
+    def _connect_again(self, deadline: float) -> Link:
+        """Return another link to the server.
+
+        Raises:
+            EOFError, OSError: nobody lets this rank in by the deadline, or the server has ended.
+        """
+        while True:
+            left = deadline - time.monotonic()
+            try:
+                return connect(self._address, self._key, max(0.001, left), self._tls)
+            except ConnectionRefusedError:
+                raise  # its socket was open for as long as its process lived
+            except (EOFError, OSError):
+                # Of a process that is killed, connections end before the port at which it listens.
+                if left <= _RETRY_S:
+                    raise
                 time.sleep(_RETRY_S)
 
 
@@ -166,6 +208,14 @@ def _serve(endpoint: Endpoint, key: bytes, spans_hosts: bool, tls: Tls | None) -
             "port, on all ranks alike."
         )
     close_in_children(listening)
-    server = Server(listening, key, Values(), tls)
+    server = Server(listening, key, Values(), tls, longest=LONGEST_MESSAGE, room=_room())
     threading.Thread(target=server.run, name="collective-store", daemon=True).start()
     _serving[where] = key
+
+
+def _room() -> int:
+    """Return how many ranks the server takes at once: the program needs descriptors, too."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit == resource.RLIM_INFINITY:
+        return _ROOM_MOST
+    return min(max(limit // 2, _ROOM_LEAST), _ROOM_MOST)

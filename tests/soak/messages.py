@@ -8,12 +8,9 @@ decoder that takes long.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import random
 import socket
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from typing import Any
@@ -31,10 +28,9 @@ from collective.contract.secret import Secret
 from collective.start.file_store import FileStore
 from collective.start.sealed_store import SealedStore
 from collective.testing import RankPool
-from tests.mpi_launches import ROOT
 from tests.test_monitor import KEY, world
 from tests.test_stores import asks, free_address, holds_its_value
-from tests.test_stores import store as private_store
+from tests.test_stores import store as tcp_store
 from tests.test_strangers import ENTRY, LOOPBACK, answer_to, complete, join, knock
 
 from .findings import EDGES, Findings, framed, mutated, watched
@@ -161,20 +157,21 @@ def _published(dice: random.Random, mutations: int) -> Findings:
     return found
 
 
-# -- the stores of those who know a secret ---------------------------------------------------------
+# -- the store that rank 0 serves, and sealed ones -------------------------------------------------
 
 _QUESTIONS = (
     {"kind": "set", "key": "other", "value": "00ff", "number": 1},
     {"kind": "get", "key": "key", "number": 2},
     {"kind": "delete", "key": "other", "number": 3},
+    {"kind": "put", "key": "other", "value": "00ff", "number": 4},
 )
 
 
-def _private_store(dice: random.Random, mutations: int) -> Findings:
+def _tcp_store(dice: random.Random, mutations: int) -> Findings:
     """Whoever reaches the store that rank 0 serves, with a proof that is wrong, or a question."""
     found = Findings()
     where = free_address()
-    with watched(found), contextlib.closing(private_store(where, serve=True)) as first:
+    with watched(found), contextlib.closing(tcp_store(where, serve=True)) as first:
         first.set("key", b"value")
         while found.made < mutations:
             with contextlib.suppress(OSError):
@@ -234,52 +231,6 @@ def _objects(dice: random.Random, mutations: int) -> Findings:
     while found.made < mutations:
         data = mutated(dice.choice(encoded), dice)
         found.hold(data, lambda: objects.decode(np.frombuffer(data, np.uint8)))  # noqa: B023
-    return found
-
-
-# -- the store of torch ---------------------------------------------------------------------------
-
-_SERVES = """
-import sys, time
-from collective.start.rendezvous import Endpoint
-from collective.start.torch_store import TcpStore
-place = Endpoint("127.0.0.1", int(sys.argv[1]), "soak")
-store = TcpStore(place, "soak/", serve=True, spans_hosts=False, timeout=60)
-for line in sys.stdin:
-    store.set("key", line.encode())
-    print(store.try_get("key") == line.encode(), flush=True)
-"""
-
-
-def _tcp_store(dice: random.Random, mutations: int) -> Findings:
-    """Whoever reaches the port of torch's store, with what almost is a query."""
-    found = Findings()
-    with socket.create_server((LOOPBACK, 0)) as probe:
-        port = probe.getsockname()[1]
-    process = subprocess.Popen(
-        [sys.executable, "-c", _SERVES, str(port)],
-        cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    assert process.stdin is not None
-    assert process.stdout is not None
-    # torch's protocol: a number for validation, then queries: a byte, and strings with lengths.
-    query = (0x3C85F7CE).to_bytes(4, "little") + b"\0" + (3).to_bytes(8, "little") + b"key"
-    query += b"\2" + (3).to_bytes(8, "little") + b"key" + (5).to_bytes(8, "little") + b"value"
-    with process:
-        for number in itertools.count():
-            if number % 1000 == 0:
-                with contextlib.suppress(OSError):
-                    process.stdin.write(f"{number}\n")
-                    process.stdin.flush()
-                if process.stdout.readline() != "True\n":
-                    found.problems.append(f"the store ended ({process.wait(_FAR_S)})")
-                    break
-                if number >= mutations:
-                    break
-            found.made += 1
-            with contextlib.suppress(OSError), socket.create_connection((LOOPBACK, port)) as sock:
-                sock.sendall(mutated(query, dice))
-        process.stdin.close()
     return found
 
 
@@ -344,9 +295,8 @@ TARGETS: dict[str, Callable[[random.Random, int], Findings]] = {
     "hub, ranks": _liars,
     "monitor": _monitors,
     "published": _published,
-    "private store": _private_store,
+    "tcp store": _tcp_store,
     "sealed store": _sealed_store,
     "objects": _objects,
-    "tcp store": _tcp_store,
     "rings": _rings,
 }
