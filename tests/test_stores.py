@@ -6,6 +6,7 @@ See also test_sealed_store.py, and test_tcp_store.py.
 from __future__ import annotations
 
 import contextlib
+import queue
 import random
 import socket
 import textwrap
@@ -15,15 +16,18 @@ from collections.abc import Callable, Iterator, Set
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from collective.backends.peers import values
+from collective.backends.peers.handed import HandedStore
 from collective.backends.peers.link import Link, connect, encoded
 from collective.backends.peers.standby import LastingStore, Standby
 from collective.communicator.shrinking import _GenerationStore
 from collective.contract.secret import Secret
 from collective.contract.store import PrefixedStore, Store, WrappedStore
 from collective.errors import RendezvousError, UnsupportedError
+from collective.memory.buffer import Buffer
 from collective.start import tcp_store
 from collective.start.file_store import FileStore
 from collective.start.memory_store import MemoryStore
@@ -339,6 +343,30 @@ def test_late_store_is_opened_by_the_first_question_alone(tmp_path: Path) -> Non
     assert late.try_get("key") == b"value"
     assert len(opened) == 1
     assert str(late) == str(tmp_path / "store")
+
+
+def test_handed_store_hands_one_value_on_and_keeps_it() -> None:
+    notes: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    handed: list[bool] = []
+
+    def hand(note: Buffer, publishes: bool) -> None:
+        handed.append(publishes)
+        if publishes:
+            notes.put(note.array.tobytes())
+        else:
+            note.array[:] = np.frombuffer(notes.get_nowait(), np.uint8)
+
+    def fail() -> None:
+        raise RendezvousError("rank 2 is gone")
+
+    one, other = HandedStore(hand, fail), HandedStore(hand, fail)
+    assert other.try_get("key") is None
+    one.set("key", b"/dev/shm/segment")
+    assert [other.get("key", time.monotonic()) for _ in range(2)] == [b"/dev/shm/segment"] * 2
+    assert other.try_get("key") == b"/dev/shm/segment"
+    assert handed == [True, False]
+    with pytest.raises(RendezvousError, match="rank 2 is gone"):
+        one.check()
 
 
 def test_a_stranger_cannot_win(tmp_path: Path) -> None:

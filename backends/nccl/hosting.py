@@ -8,9 +8,8 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from collective.backends.peers import levels
+from collective.backends.peers.handed import HandedStore
 from collective.contract import registry
 from collective.contract.backend import Backend, Plan
 from collective.contract.failure import Failure
@@ -21,7 +20,6 @@ from collective.errors import (
     CommunicatorAbortedError,
 )
 from collective.memory.buffer import Buffer
-from collective.memory.dtypes import BY_NAME
 from collective.request import Request
 
 from .watch import failure_of
@@ -30,10 +28,8 @@ if TYPE_CHECKING:
     from collective.backends.peers.channel import Channel
     from collective.contract.world import World
 
-__all__ = ["BroadcastStore", "Reporting", "breaker", "connect_step", "host_plane", "step_of"]
+__all__ = ["Reporting", "breaker", "broadcast_store", "connect_step", "host_plane", "step_of"]
 
-_UINT8 = BY_NAME["uint8"]
-_MAIL_BYTES = 4096
 _CONNECT = Request("connect", over="nccl")
 
 
@@ -121,38 +117,20 @@ def _reporting(method: Callable[..., Any], channel: Channel) -> Callable[..., An
     return call
 
 
-class BroadcastStore(Store):
-    """A store of one thing, on a transport that stands: rank 0 has it, and all others get it."""
+def broadcast_store(host: Backend, store: Store, end: float) -> Store:
+    """Return a store in which rank 0 of a transport that stands publishes something.
 
-    def __init__(self, host: Backend, store: Store, end: float) -> None:
-        self._host = host
-        self._store = store
-        self._end = end
-        self._received: bytes | None = None
+    Args:
+        host: the transport.
+        store: where its ranks have met.
+        end: until when, on the clock of ``time.monotonic()``.
+    """
 
-    def set(self, key: str, value: bytes) -> None:
-        self._share(value)
+    def hand(note: Buffer, publishes: bool) -> None:
+        left = max(0.001, end - time.monotonic())
+        connect_step(host, 0, "broadcast", note, note, left, root=0)
 
-    def get(self, key: str, deadline: float) -> bytes:
-        if self._received is None:
-            self._received = self._share(b"")
-        return self._received
-
-    def _share(self, value: bytes) -> bytes:
-        letter = Buffer(np.zeros(_MAIL_BYTES, np.uint8), _UINT8)
-        letter.array[: len(value)] = np.frombuffer(value, np.uint8)
-        left = max(0.001, self._end - time.monotonic())
-        connect_step(self._host, 0, "broadcast", letter, letter, left, root=0)
-        return letter.array.tobytes().rstrip(b"\0")
-
-    def try_get(self, key: str) -> bytes | None:
-        return self._received
-
-    def delete(self, key: str) -> None:
-        """Do nothing: it is with those whom it was sent to."""
-
-    def check(self) -> None:
-        self._store.check()
+    return HandedStore(hand, store.check)
 
 
 def breaker(host: Backend, channel: Channel) -> Callable[[], None]:

@@ -38,7 +38,7 @@ from collective.errors import (
 
 from .collectives import Collectives
 from .engine import NcclComm
-from .hosting import BroadcastStore, Reporting, breaker, host_plane, step_of
+from .hosting import Reporting, breaker, broadcast_store, host_plane, step_of
 from .memory import Blocks
 from .messages import NcclMessages
 from .opening import Meeting
@@ -129,7 +129,7 @@ class NcclBackend(Collectives, Monitored):
             if isinstance(host, Monitored):
                 channel = host.channel
             else:
-                here = replace(world, store=BroadcastStore(host, world.store, end))
+                here = replace(world, store=broadcast_store(host, world.store, end))
                 channel = Monitor.start(here, max(0.001, end - _now())).channel
             return cls(host, channel, Meeting.of(world), world.options.get("devices", "cuda"))
         except BaseException:
