@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from collective.install import hint
-from collective.tools.parity.frameworks import framework as framework_of
+from collective.testing.frameworks import framework as framework_of
 from tests import warm
 from tests.interpreter import run_python
 

@@ -16,6 +16,7 @@ import pytest
 pytest.importorskip("rich")
 
 from collective.memory.dtypes import BY_NAME
+from collective.testing.frameworks import framework, unavailable
 from collective.tools.cli.main import main
 from collective.tools.parity import double_double, oracle
 from collective.tools.parity.bounds import bound, ulp, unit_roundoff
@@ -29,7 +30,6 @@ from collective.tools.parity.cases import (
     CaseLeaf,
     reduces,
 )
-from collective.tools.parity.frameworks import framework, unavailable
 from collective.tools.parity.runner import CaseResult, Comparison, run
 from collective.tools.parity.transports import survey
 from tests.test_reduction import NAN, extreme

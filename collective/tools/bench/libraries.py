@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from collective.tools.parity.frameworks import ArrayFramework, framework
+from collective.testing.frameworks import ArrayFramework, framework
 
 from .operations import stored
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from collective.tools.parity.frameworks import framework
+from collective.testing.frameworks import framework
 
 from .contestants import ALONE
 from .libraries import BenchLibrary, Call, Memcpy, Ours, Unsupported

@@ -120,12 +120,12 @@ def _plan(options: argparse.Namespace) -> Benchmark:
         BackendNotFoundError: there is no such transport.
     """
     from collective.contract.registry import find
+    from collective.testing.frameworks import NAMES
     from collective.tools.bench.contestants import PEERS
     from collective.tools.bench.measure import METHODS, Pace
     from collective.tools.bench.operations import DTYPES, OPERATIONS
     from collective.tools.bench.run import Benchmark
     from collective.tools.bench.training import FRAMEWORKS, MODELS
-    from collective.tools.parity.frameworks import NAMES
 
     operations = OPERATIONS if options.op == ["all"] else options.op
     check_known("--op", operations, (*OPERATIONS, "all"))

@@ -150,7 +150,8 @@ def _run(options: argparse.Namespace) -> Report:
 
 
 def _plan(options: argparse.Namespace, progress: Progress) -> tuple[Comparison, dict[str, str]]:
-    from collective.tools.parity import cases, frameworks, transports
+    from collective.testing import frameworks
+    from collective.tools.parity import cases, transports
     from collective.tools.parity.runner import Comparison
 
     known = {

@@ -18,7 +18,7 @@ from collective.launch.mpiexec import Mpiexec
 from collective.launch.outcome import RankDiedError, RankHungError, RanksFailedError
 from collective.launch.ranks import FunctionJob, Participant, Ranks
 from collective.start.session import init
-from collective.tools.parity.frameworks import framework
+from collective.testing.frameworks import framework
 
 __all__ = ["exercise", "run"]
 

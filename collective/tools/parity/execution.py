@@ -19,11 +19,11 @@ from collective.errors import (
 )
 from collective.memory import nested
 from collective.memory.dtypes import BY_NAME
+from collective.testing.frameworks import ArrayFramework, framework
 
 from . import conduct, oracle
 from .bounds import ulp
 from .cases import CONDUCT, REDUCTIONS, ROOTED, Case, CaseLeaf
-from .frameworks import ArrayFramework, framework
 
 __all__ = ["Difference", "Verdict", "call", "prepare", "run_cases", "spread"]
 

@@ -19,11 +19,11 @@ import numpy as np
 from collective.memory import nested
 from collective.memory.dtypes import BY_NAME
 from collective.testing.checks_extremes import INFINITY_AND_NAN, extreme
+from collective.testing.frameworks import framework
 
 from . import double_double as dd
 from .bounds import ROUNDED, bound
 from .cases import REDUCTIONS, Case, CaseLeaf
-from .frameworks import framework
 
 __all__ = ["Reference", "decoded", "factor", "inputs", "references", "special", "values"]
 

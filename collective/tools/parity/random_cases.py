@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from collective.errors import InvalidArgumentError
+from collective.testing.frameworks import framework
 
 from .cases import MOVES, REDUCTIONS, ROOTED, Case, CaseLeaf, reduces
-from .frameworks import framework
 from .runner import CaseResult, CaseRunner, Comparison
 from .snippets import snippet
 from .transports import Transport

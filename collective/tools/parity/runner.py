@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 from collective.errors import BackendUnavailableError
 from collective.testing import RankPool, RanksFailedError
+from collective.testing.frameworks import framework
 
 from . import execution
 from .cases import CONDUCT, Case, CaseLeaf, matrix
 from .execution import Verdict
-from .frameworks import framework
 from .transports import Transport
 
 if TYPE_CHECKING:

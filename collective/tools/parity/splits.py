@@ -11,8 +11,8 @@ import numpy as np
 from collective.communicator import Communicator
 from collective.errors import InvalidArgumentError
 from collective.testing import RankPool, RanksFailedError
+from collective.testing.frameworks import framework
 
-from .frameworks import framework
 from .layers import NETWORKS, draw, gradients
 from .runner import Comparison
 

@@ -19,9 +19,9 @@ import numpy as np
 from collective.communicator import Communicator
 from collective.errors import InvalidArgumentError
 from collective.testing import RankPool, RanksFailedError
+from collective.testing.frameworks import framework
 
 from . import weights
-from .frameworks import framework
 from .runner import Comparison
 
 __all__ = ["TOLERANCES", "Setup", "compare", "require", "train"]
