@@ -16,6 +16,7 @@ import pytest
 from collective.errors import BackendNotFoundError
 from collective.launch.mpiexec import Mpiexec
 from collective.testing import run_ranks
+from collective.testing.frameworks import encoded
 from collective.tools.bench import operations
 from collective.tools.bench.arena import Arena, ArenaError
 from collective.tools.bench.contestants import Contestant, named
@@ -23,7 +24,7 @@ from collective.tools.bench.figures import show
 from collective.tools.bench.libraries import Ours
 from collective.tools.bench.measure import Gap, Pace, Record, Task, compare
 from collective.tools.bench.mpi_environments import environments
-from collective.tools.bench.operations import ALL, DTYPES, OPERATIONS, count_wrong, stored, value_of
+from collective.tools.bench.operations import ALL, DTYPES, OPERATIONS, count_wrong, value_of
 from collective.tools.bench.run import Results
 from collective.tools.bench.startline import StartLine
 from collective.tools.bench.training import Training
@@ -108,10 +109,10 @@ def test_samples_differ_between_neighbours_blocks_and_ranks(dtype: str, size: in
         assert np.count_nonzero(mine == value(0, i + shift)) < i.size / 4
     total = sum(value(rank, i) for rank in range(size))
     if dtype == "bfloat16":
-        bits = stored(total, dtype).astype(np.uint32) << 16
+        bits = encoded(total, dtype).astype(np.uint32) << 16
         assert np.array_equal(bits.view(np.float32), total)
     else:
-        assert np.array_equal(stored(total, dtype).real.astype(np.int64), total)
+        assert np.array_equal(encoded(total, dtype).real.astype(np.int64), total)
 
 
 def test_bus_factors_and_lengths() -> None:
@@ -131,7 +132,7 @@ def test_bus_factors_and_lengths() -> None:
 def test_count_wrong_counts_elements() -> None:
     value = value_of("int32", 2)
     i = np.arange(600_000)  # several blocks
-    result = stored(value(0, i) + value(1, i), "int32")
+    result = encoded(value(0, i) + value(1, i), "int32")
     assert count_wrong("all_reduce", "int32", 0, 2, 0, result) == 0
     result[[0, 300_000, 599_999]] += 1
     assert count_wrong("all_reduce", "int32", 0, 2, 0, result) == 3

@@ -15,7 +15,7 @@ from collective.memory.annotations import Framework
 
 from .checks import Case, on_each_rank
 from .kinds import Exporter
-from .samples import LARGE, Array, assert_same, expected, has, values
+from .samples import LARGE, Array, assert_same, expected, has, moved, piece, values
 
 #: A few elements, more than a slot of shared memory holds, and more than a mebibyte.
 _COUNTS: list[Case] = [{"count": count} for count in (12, 24_000, LARGE)]
@@ -42,17 +42,16 @@ def _every_call(comm: Communicator, x: Array, root: int) -> dict[str, Any]:
 
 def _wanted(size: int, rank: int, inputs: list[Array], root: int) -> dict[str, Any]:
     total = expected("sum", inputs)
-    pieces = [np.split(x, size) for x in inputs]
+    calls = ("broadcast", "scatter", "gather", "all_gather", "all_to_all")
+    wanted = {call: moved(call, inputs.__getitem__, rank, size, root=root) for call in calls}
     return {
+        **wanted,
         # The root gets its own array back.
-        "broadcast": inputs[root] if rank != root else None,
-        "scatter": pieces[root][rank],
-        "gather": np.concatenate(inputs) if rank == root else None,
-        "all_gather": np.concatenate(inputs),
+        "broadcast": wanted["broadcast"] if rank != root else None,
+        "gather": wanted["gather"] if rank == root else None,
         "reduce": total if rank == root else None,
         "all_reduce": total,
-        "reduce_scatter": np.split(total, size)[rank],
-        "all_to_all": np.concatenate([piece[rank] for piece in pieces]),
+        "reduce_scatter": total[piece(total.shape, rank, size)],
         "scan": expected("sum", inputs[: rank + 1]),
     }
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,9 @@ from .samples import (
     assert_same,
     dtypes_at,
     dtypes_of,
+    joined,
     laid_out,
+    pieces,
     plain,
     regions,
     values,
@@ -34,10 +35,6 @@ _BY_LAYOUT: list[Case] = [{"layout": layout} for layout in LAYOUTS]
 def _sizes(size: int) -> list[int]:
     """Return a length for each rank, all different, one of them none."""
     return [3 * ((rank + 1) % size) for rank in range(size)]
-
-
-def _joined(arrays: list[Array], axis: int = 0) -> Array:
-    return np.concatenate([np.atleast_1d(array) for array in arrays], axis)
 
 
 @on_each_rank(roots)
@@ -69,8 +66,7 @@ def check_scatter(comm: Communicator, root: int) -> None:
             what = f"scatter(root={root}) of {dtype}{list(shape)}"
             assert_same(plain(found), plain(whole)[part], what)
     whole = values("int16", (sum(_sizes(comm.size)), 3), root, 34)
-    stops = np.cumsum([0, *_sizes(comm.size)])
-    mine = slice(stops[comm.rank], stops[comm.rank + 1])
+    mine = pieces(_sizes(comm.size))[comm.rank]
     if comm.rank == root:
         by_counts = comm.scatter(whole, root=root, counts=_sizes(comm.size))
         by_axis = comm.scatter(whole.T, root=root, counts=_sizes(comm.size), axis=1)
@@ -106,7 +102,7 @@ def _hold_joined(
     def hold(inputs: list[Array], what: str, axis: int = 0, **options: Any) -> None:
         found = gather(inputs[comm.rank], axis=axis, **options)
         if comm.rank == root:
-            wanted = _joined([plain(x) for x in inputs], axis)
+            wanted = joined([plain(x) for x in inputs], axis)
             assert_same(plain(found), wanted, f"{call} {what}")
         else:
             assert found is None, f"{call} {what}: rank {comm.rank} got {found!r}"
@@ -133,7 +129,7 @@ def check_all_gather(comm: Communicator) -> None:
     own = whole[9 * comm.rank : 9 * comm.rank + 9]
     own[:] = values("float32", 9, comm.rank, 43)
     comm.all_gather(own, out=whole)
-    wanted = _joined([values("float32", 9, r, 43) for r in range(comm.size)])
+    wanted = joined([values("float32", 9, r, 43) for r in range(comm.size)])
     assert_same(whole, wanted, "all_gather in place: the input is its part of the output")
 
 
@@ -143,12 +139,12 @@ def check_all_to_all(comm: Communicator) -> None:
     ranks = range(comm.size)
 
     def hold(inputs: list[Array], cuts: list[list[slice]], what: str, **options: Any) -> None:
-        pieces = [plain(inputs[r])[cuts[r][comm.rank]] for r in ranks]
+        wanted = [plain(inputs[r])[cuts[r][comm.rank]] for r in ranks]
         found = comm.all_to_all(inputs[comm.rank], **options)
-        assert_same(plain(found), np.concatenate(pieces), f"all_to_all {what}")
+        assert_same(plain(found), np.concatenate(wanted), f"all_to_all {what}")
 
     def even(length: int) -> list[list[slice]]:
-        return [list(regions(length, comm.size)) for _ in ranks]
+        return [regions(length, comm.size) for _ in ranks]
 
     for dtype in dtypes_of(comm.capabilities.dtypes):
         for shape in _ROWS:
@@ -156,15 +152,12 @@ def check_all_to_all(comm: Communicator) -> None:
             hold(inputs, even(shape[0]), f"of {dtype}{list(shape)}")
     hold([values("float32", LARGE, r, 45) for r in ranks], even(LARGE), "of large arrays")
     counts = [[(r + 2 * to) % 4 for to in ranks] for r in ranks]
-    cuts = []
-    for row in counts:
-        stops = np.cumsum([0, *row])
-        cuts.append([slice(a, b) for a, b in pairwise(stops)])
+    cuts = [pieces(row) for row in counts]
     inputs = [values("int32", (sum(counts[r]), 2), r, 46) for r in ranks]
     hold(inputs, cuts, "by counts that differ", counts=counts[comm.rank])
     turned = comm.all_to_all(inputs[comm.rank].T, counts=counts[comm.rank], axis=1)
-    pieces = [inputs[r][cuts[r][comm.rank]].T for r in ranks]
-    assert_same(turned, np.concatenate(pieces, 1), "all_to_all by counts along axis 1")
+    wanted = [inputs[r][cuts[r][comm.rank]].T for r in ranks]
+    assert_same(turned, np.concatenate(wanted, 1), "all_to_all by counts along axis 1")
 
 
 @on_each_rank(_BY_LAYOUT)
@@ -174,7 +167,7 @@ def check_moves_of_layouts(comm: Communicator, layout: str) -> None:
     inputs = [values("float64", shape, rank, 47) for rank in range(comm.size)]
     mine = laid_out(layout, inputs[comm.rank])
     root = comm.size - 1
-    joined = _joined(inputs)
+    every = joined(inputs)
     part = list(regions(shape[0], comm.size))[comm.rank]
     what = f"of a {layout} array to one"
 
@@ -187,16 +180,16 @@ def check_moves_of_layouts(comm: Communicator, layout: str) -> None:
     target = out((2, 3))
     comm.scatter(mine, root=root, out=target)
     assert_same(target, inputs[root][part], f"scatter {what}")
-    target = out(joined.shape)
+    target = out(every.shape)
     comm.gather(mine, root=root, out=target)
     if comm.rank == root:
-        assert_same(target, joined, f"gather {what}")
-    target = out(joined.shape)
+        assert_same(target, every, f"gather {what}")
+    target = out(every.shape)
     comm.all_gather(mine, out=target)
-    assert_same(target, joined, f"all_gather {what}")
+    assert_same(target, every, f"all_gather {what}")
     target = out(shape)
     comm.all_to_all(mine, out=target)
-    assert_same(target, _joined([x[part] for x in inputs]), f"all_to_all {what}")
+    assert_same(target, joined([x[part] for x in inputs]), f"all_to_all {what}")
     assert_same(mine, inputs[comm.rank], f"the input, {layout}")
 
 

@@ -10,7 +10,8 @@ from collective.communicator import Communicator
 from collective.ops import user_op
 
 from .checks import Case, folds_for_users, on_each_rank
-from .samples import LARGE, Array, assert_same, bfloat16, dtypes_of, plain, regions, values
+from .frameworks import encoded
+from .samples import LARGE, Array, assert_same, dtypes_of, expected, of_bits, plain, regions, values
 
 _DTYPES: list[Case] = [{"dtype": name} for name in ("float16", "float32", "float64", "complex64")]
 
@@ -70,7 +71,7 @@ def check_order_rank(comm: Communicator, dtype: str) -> None:
     for count in (1, 5, 1001, LARGE):
         inputs = [_rough(dtype, count, rank) for rank in range(comm.size)]
         mine = inputs[comm.rank]
-        total = _left_fold(inputs)
+        total = expected("sum", inputs)
         what = f"of {dtype}[{count}] in rank order"
         found = comm.all_reduce(mine, order="rank")
         _bits(found, total, f"all_reduce {what}")
@@ -88,10 +89,10 @@ def check_order_rank_bfloat16(comm: Communicator) -> None:
     """order="rank" rounds bfloat16 to nearest even at every step."""
     if "bfloat16" not in dtypes_of(comm.capabilities.dtypes):
         return
-    inputs = [bfloat16(_rough("float32", 5001, rank)) for rank in range(comm.size)]
-    total = functools.reduce(lambda a, b: bfloat16(plain(a) + plain(b)), inputs)
+    numbers = [encoded(_rough("float32", 5001, rank), "bfloat16") for rank in range(comm.size)]
+    inputs = [of_bits("bfloat16", bits) for bits in numbers]
     found = comm.all_reduce(inputs[comm.rank], order="rank")
-    assert_same(plain(found), plain(total), "all_reduce of bfloat16 in rank order")
+    assert_same(plain(found), expected("sum", inputs), "all_reduce of bfloat16 in rank order")
 
 
 def _rough(dtype: str, count: int, rank: int) -> Array:
@@ -99,13 +100,6 @@ def _rough(dtype: str, count: int, rank: int) -> Array:
     random = np.random.default_rng([rank, count])
     numbers = random.standard_normal(count) * 10.0 ** random.integers(-2, 3, count)
     return (numbers * (1 - 0.5j) if dtype.startswith("complex") else numbers).astype(dtype)
-
-
-def _left_fold(inputs: list[Array]) -> Array:
-    total = inputs[0].copy()
-    for array in inputs[1:]:
-        total = total + array
-    return total
 
 
 def _bits(found: Array, wanted: Array, what: str) -> None:

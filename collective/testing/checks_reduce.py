@@ -21,6 +21,7 @@ from .samples import (
     dtypes_of,
     expected,
     laid_out,
+    pieces,
     plain,
     regions,
     values,
@@ -177,8 +178,7 @@ def check_reduce_scatter(comm: Communicator, op: Op) -> None:
 def check_reduce_scatter_counts(comm: Communicator) -> None:
     """reduce_scatter by counts, along another axis, and of more than a mebibyte."""
     counts = [(3 * rank) % 5 for rank in range(comm.size)]
-    stops = np.cumsum([0, *counts])
-    mine = slice(stops[comm.rank], stops[comm.rank + 1])
+    mine = pieces(counts)[comm.rank]
     inputs = [values("int32", (sum(counts), 3), rank, 11) for rank in range(comm.size)]
     total = expected("sum", inputs)
     found = comm.reduce_scatter(inputs[comm.rank], counts=counts)

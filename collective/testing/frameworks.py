@@ -14,7 +14,7 @@ import numpy as np
 from collective.errors import InvalidArgumentError
 from collective.memory.dtypes import BY_NAME, FOREIGN
 
-__all__ = ["NAMES", "ArrayFramework", "framework", "unavailable"]
+__all__ = ["NAMES", "ArrayFramework", "encoded", "framework", "unavailable", "widened"]
 
 Array = np.ndarray[Any, Any]
 
@@ -59,13 +59,27 @@ class ArrayFramework:
             whole: contiguous, in the storage of ``dtype``.
             part: a slice an axis.
         """
-        made = self._wrap(whole.copy(), dtype)
+        array = self.wrap(whole.copy(), dtype)
         # An empty index would make a scalar of an array without dimensions.
-        return made[part] if part else made
+        return array[part] if part else array
+
+    def wrap(self, array: Array, dtype: str) -> Any:
+        """Return an array of ``dtype`` for ``array``, which is in the storage of ``dtype``.
+
+        On the CPU it lies in the memory of ``array``.
+        """
+        if dtype not in FOREIGN:
+            return array
+        return array.view(np.dtype(getattr(importlib.import_module("ml_dtypes"), dtype)))
 
     def read(self, x: Any) -> Array:
-        """Return what is in an array, in the storage of its dtype."""
-        return np.array(x).view(BY_NAME[self.dtype_of(x)].storage)
+        """Return a copy of an array, in the storage of its dtype."""
+        return np.array(self.stored(x))
+
+    def stored(self, x: Any) -> Array:
+        """Return an array in the storage of its dtype; on the CPU, in its own memory."""
+        array, name = np.asarray(x), self.dtype_of(x)
+        return array.view(FOREIGN[name]) if name in FOREIGN else array
 
     def dtype_of(self, x: Any) -> str:
         """Return the dtype's name."""
@@ -78,11 +92,6 @@ class ArrayFramework:
     def fill(self, x: Any, source: Any) -> None:
         """Overwrite an array with another of it."""
         x[...] = source
-
-    def _wrap(self, array: Array, dtype: str) -> Any:
-        if dtype not in FOREIGN:
-            return array
-        return array.view(np.dtype(getattr(importlib.import_module("ml_dtypes"), dtype)))
 
 
 class TorchFramework(ArrayFramework):
@@ -99,19 +108,20 @@ class TorchFramework(ArrayFramework):
         torch = importlib.import_module("torch")
         return frozenset(name for name in BY_NAME if hasattr(torch, name))
 
-    def read(self, x: Any) -> Array:
+    def stored(self, x: Any) -> Array:
         name = self.dtype_of(x)
         torch = importlib.import_module("torch")
         x = x.detach().cpu()
-        bits = {"bfloat16": torch.int16}.get(name, torch.uint8) if name in FOREIGN else x.dtype
-        # Views of other types want contiguous memory.
-        return np.array(x.contiguous().view(bits).numpy()).view(BY_NAME[name].storage)
+        if name not in FOREIGN:
+            return np.asarray(x.numpy())
+        bits = torch.int16 if name == "bfloat16" else torch.uint8
+        return np.asarray(x.view(bits).numpy().view(FOREIGN[name]))
 
     def owns(self, x: Any) -> bool:
         torch = importlib.import_module("torch")
         return isinstance(x, torch.Tensor) and x.is_cuda == self.on_gpu
 
-    def _wrap(self, array: Array, dtype: str) -> Any:
+    def wrap(self, array: Array, dtype: str) -> Any:
         torch = importlib.import_module("torch")
         if dtype not in FOREIGN:
             return torch.from_numpy(array)
@@ -135,8 +145,8 @@ class TorchCudaFramework(TorchFramework):
         torch = importlib.import_module("torch")
         torch.cuda.set_device(local_rank % torch.cuda.device_count())
 
-    def _wrap(self, array: Array, dtype: str) -> Any:
-        return super()._wrap(array, dtype).cuda()
+    def wrap(self, array: Array, dtype: str) -> Any:
+        return super().wrap(array, dtype).cuda()
 
 
 class CupyFramework(ArrayFramework):
@@ -162,13 +172,13 @@ class CupyFramework(ArrayFramework):
         cupy = importlib.import_module("cupy")
         cupy.cuda.Device(local_rank % cupy.cuda.runtime.getDeviceCount()).use()
 
-    def read(self, x: Any) -> Array:
+    def stored(self, x: Any) -> Array:
         return np.asarray(importlib.import_module("cupy").asnumpy(x))
 
     def owns(self, x: Any) -> bool:
         return isinstance(x, importlib.import_module("cupy").ndarray)
 
-    def _wrap(self, array: Array, dtype: str) -> Any:
+    def wrap(self, array: Array, dtype: str) -> Any:
         return importlib.import_module("cupy").asarray(array)
 
 
@@ -198,15 +208,15 @@ class CudaFramework(ArrayFramework):
         except CollectiveError as error:
             return str(error)
 
-    def read(self, x: Any) -> Array:
-        return np.array(x.copy().to_host())
+    def stored(self, x: Any) -> Array:
+        return np.asarray(x.copy().to_host())
 
     def owns(self, x: Any) -> bool:
         from collective.memory.device_array import DeviceArray
 
         return isinstance(x, DeviceArray)
 
-    def _wrap(self, array: Array, dtype: str) -> Any:
+    def wrap(self, array: Array, dtype: str) -> Any:
         from collective import cuda
         from collective.memory.device_adapter import CudaArrayAdapter
 
@@ -241,10 +251,14 @@ class ChainerFramework(ArrayFramework):
 
     def make(self, whole: Array, dtype: str, part: tuple[slice, ...]) -> Any:
         copy = whole.copy()
-        return self._chainer().Variable(copy[part] if part else copy)
+        # Chainer would copy a variable's part.
+        return self.wrap(copy[part] if part else copy, dtype)
 
-    def read(self, x: Any) -> Array:
-        return np.array(x.array)
+    def wrap(self, array: Array, dtype: str) -> Any:
+        return self._chainer().Variable(array, requires_grad=False)
+
+    def stored(self, x: Any) -> Array:
+        return np.asarray(x.array)
 
     def owns(self, x: Any) -> bool:
         return isinstance(x, self._chainer().Variable)
@@ -273,6 +287,28 @@ def framework(name: str) -> ArrayFramework:
     if name not in _FRAMEWORKS:
         raise InvalidArgumentError(f"framework: {name!r}; one of {', '.join(NAMES)}.")
     return _FRAMEWORKS[name]()
+
+
+def encoded(numbers: Array, dtype: str) -> Array:
+    """Round numbers to ``dtype``, to nearest and ties to even; return them in its storage.
+
+    Raises:
+        ValueError: ``dtype`` is of eight bits, and NumPy cannot round to it.
+    """
+    numbers = np.asarray(numbers)
+    if dtype not in FOREIGN:
+        return numbers.astype(BY_NAME[dtype].storage)
+    if dtype != "bfloat16":
+        raise ValueError(f"no way to write {dtype}")
+    bits = numbers.astype(np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+
+
+def widened(stored: Array, dtype: str) -> Array:
+    """Return stored numbers, exactly, in a dtype that NumPy computes with: bfloat16 as float32."""
+    if dtype != "bfloat16":
+        return stored
+    return (stored.astype(np.uint32) << 16).view(np.float32)
 
 
 def unavailable(names: Sequence[str]) -> dict[str, str]:

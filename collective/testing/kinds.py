@@ -25,6 +25,7 @@ from collective.errors import BackendUnavailableError, CollectiveError, InvalidA
 from collective.install import hint
 from collective.memory import nested
 
+from .frameworks import framework
 from .samples import has
 
 if TYPE_CHECKING:
@@ -287,24 +288,19 @@ def _made(name: str) -> Kind:
 
 
 def _of_torch() -> Kind:
-    torch = importlib.import_module("torch")
+    arrays, tensors = framework("numpy"), framework("torch")
 
     def of(x: Array) -> Any:
-        # It warns of what it cannot write to, and knows no negative strides.
+        # PyTorch warns of memory that it cannot write to, and knows no negative strides.
         whole = np.asarray(x)
         if not whole.flags.writeable or any(stride < 0 for stride in whole.strides):
             whole = whole.copy()
-        if whole.dtype.name == "bfloat16":
-            return torch.from_numpy(whole.view(np.int16)).view(torch.bfloat16)
-        return torch.from_numpy(whole)
+        return tensors.wrap(arrays.stored(whole), whole.dtype.name)
 
     def read(x: Any) -> Array:
-        if x.dtype is torch.bfloat16:
-            named = importlib.import_module("ml_dtypes").bfloat16
-            return np.asarray(x.view(torch.int16).numpy().view(named))
-        return np.asarray(x.numpy())
+        return np.asarray(arrays.wrap(tensors.stored(x), tensors.dtype_of(x)))
 
-    return Kind("torch", of, read, torch.Tensor, "torch")
+    return Kind("torch", of, read, importlib.import_module("torch").Tensor, "torch")
 
 
 def _of_chainer() -> Kind:

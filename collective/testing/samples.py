@@ -1,17 +1,18 @@
-"""Data for the checks: every rank can work out what every other rank contributes.
+"""The oracle of the kit and of ``collective parity``: what ranks contribute, what has to come out.
 
-Floating numbers are small multiples of a half (powers of two for products), and integers are
-any of their dtype, which wrap: so every fold is exact in every dtype and order, and a wrong
-result is one that differs.
+Every rank can work out what every other rank contributes. Floating numbers of :func:`values` are
+small multiples of a half (powers of two for products), and integers are any of their dtype, which
+wrap: so every fold is exact in every dtype and order, and a wrong result is one that differs.
+NumPy alone computes; :mod:`collective.testing.frameworks` makes and reads the arrays of others.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib
 import importlib.util
+import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,10 @@ from collective.communicator import Communicator
 from collective.memory.dtypes import BY_NAME
 from collective.ops import Op
 
+from .frameworks import encoded, framework, widened
+
 __all__ = [
+    "INFINITY_AND_NAN",
     "LARGE",
     "LAYOUTS",
     "OPS",
@@ -28,15 +32,24 @@ __all__ = [
     "assert_bits",
     "assert_close",
     "assert_same",
-    "bfloat16",
+    "draw",
     "dtypes_at",
     "dtypes_of",
     "expected",
+    "extreme",
+    "folded",
     "has",
+    "joined",
     "laid_out",
+    "moved",
     "of_bits",
+    "piece",
+    "pieces",
     "plain",
     "regions",
+    "special_bits",
+    "spread",
+    "told",
     "values",
 ]
 
@@ -59,17 +72,12 @@ OPS: dict[Op, str] = {
     "land": "biuf",
     "lor": "biuf",
 }
-_FOLDS: dict[str, Any] = {
-    "sum": np.add,
-    "avg": np.add,
-    "prod": np.multiply,
-    "min": np.minimum,
-    "max": np.maximum,
-    "band": np.bitwise_and,
-    "bor": np.bitwise_or,
-    "bxor": np.bitwise_xor,
-    "land": np.logical_and,
-    "lor": np.logical_or,
+#: dtype -> the bits of infinity, and of the NaN that the extremes of numbers with NaN are.
+INFINITY_AND_NAN = {
+    "float16": (0x7C00, 0x7E00),
+    "bfloat16": (0x7F80, 0x7FC0),
+    "float32": (0x7F80_0000, 0x7FC0_0000),
+    "float64": (0x7FF0_0000_0000_0000, 0x7FF8_0000_0000_0000),
 }
 
 
@@ -96,33 +104,53 @@ def dtypes_at(root: int, comm: Communicator, names: Sequence[str]) -> Sequence[s
     return names[root % max(1, len(names)) :: comm.size]
 
 
+# -- what ranks contribute ------------------------------------------------------------------------
+
+
 def values(
     dtype: str, shape: int | Sequence[int], rank: int, seed: int = 0, op: str = "sum"
 ) -> Any:
     """Return what ``rank`` contributes: an array of ``dtype`` that depends on all arguments."""
     shape = (shape,) if isinstance(shape, int) else tuple(shape)
     # Every rank works out the same of every other, of which drawing is the dearer part.
-    draw = _drawn_few if math.prod(shape) <= _FEW else _drawn_many
-    drawn = draw(dtype, shape, rank, seed, op)
-    return bfloat16(drawn) if dtype == "bfloat16" else drawn.copy()
+    drawn = _drawn_few if math.prod(shape) <= _FEW else _drawn_many
+    return of_bits(dtype, drawn(dtype, shape, rank, seed, op))
 
 
 def _drawn(dtype: str, shape: tuple[int, ...], rank: int, seed: int, op: str) -> Array:
-    kind = BY_NAME[dtype].kind
     random = np.random.default_rng([rank, seed, len(shape), *shape])
-    if kind == "b":
-        return np.asarray(random.integers(0, 2, shape)).astype(bool)
-    if kind in "iu":
-        return _integers(random, dtype, shape, op)
-    numbers = _halves(random, shape, op)
-    if kind == "c":
-        numbers = numbers + 1j * _halves(random, shape, op)
-    return numbers if dtype == "bfloat16" else np.asarray(numbers).astype(dtype)
+    return draw(random, dtype, shape, op, _halves)
 
 
 _FEW = 2048
 _drawn_few = functools.lru_cache(maxsize=4096)(_drawn)
 _drawn_many = functools.lru_cache(maxsize=16)(_drawn)
+
+
+def draw(
+    random: np.random.Generator,
+    dtype: str,
+    shape: Sequence[int],
+    op: str,
+    floats: Callable[[np.random.Generator, Sequence[int], str], Array],
+) -> Array:
+    """Draw numbers; return them in the storage of ``dtype``.
+
+    Args:
+        random: source of the numbers.
+        dtype, shape: dtype and shape of the array.
+        op: operator that folds the numbers; empty if calls only move them.
+        floats: draws floating numbers of a shape for an operator, as float64.
+    """
+    kind = BY_NAME[dtype].kind
+    if kind == "b":
+        return np.asarray(random.integers(0, 2, shape)).astype(bool)
+    if dtype.startswith("float8"):
+        return np.asarray(random.integers(0, 0x78, shape)).astype(np.uint8)  # no NaN among them
+    if kind in "iu":
+        return _integers(random, dtype, shape, op)
+    numbers = floats(random, shape, op)
+    return encoded(numbers + 1j * floats(random, shape, op) if kind == "c" else numbers, dtype)
 
 
 def _integers(random: np.random.Generator, dtype: str, shape: Sequence[int], op: str) -> Array:
@@ -131,7 +159,7 @@ def _integers(random: np.random.Generator, dtype: str, shape: Sequence[int], op:
     if op == "prod":  # products of even numbers are 0 before long
         drawn |= 1
     elif op in ("land", "lor"):
-        drawn *= random.integers(0, 2, shape).astype(dtype)
+        drawn *= np.asarray(random.integers(0, 2, shape)).astype(dtype)
     return drawn
 
 
@@ -141,45 +169,184 @@ def _halves(random: np.random.Generator, shape: Sequence[int], op: str) -> Array
     return np.asarray(random.integers(-4, 5, shape)) / 2
 
 
-def bfloat16(numbers: Array) -> Any:
-    """Return ``numbers`` as bfloat16, of ml_dtypes or else of PyTorch."""
-    if has("ml_dtypes"):
-        return np.asarray(numbers).astype(importlib.import_module("ml_dtypes").bfloat16)
-    torch = importlib.import_module("torch")
-    return torch.from_numpy(np.asarray(numbers, np.float32)).to(torch.bfloat16)
+# Columns of two zeros and of NaN are to be frequent, and of NaN alone seldom.
+_WEIGHTS = (6, 2, 2, 2, 1, 1, 1)
+
+
+def special_bits(random: np.random.Generator, dtype: str, count: int) -> Array:
+    """Draw the bits of floating numbers many of which have the same size and other signs."""
+    infinity, nan = INFINITY_AND_NAN[dtype]
+    # Zero, the least number, a large one, infinity; NaN: quiet, with a payload, signalling.
+    sizes = np.array([0, 1, infinity - 7, infinity, nan, nan + 5, infinity + 1], np.uint64)
+    drawn = random.choice(sizes, count, p=np.array(_WEIGHTS) / sum(_WEIGHTS))
+    sign_bit = np.uint64(8 * BY_NAME[dtype].itemsize - 1)
+    signs = random.integers(0, 2, count).astype(np.uint64) << sign_bit
+    return np.asarray(drawn | signs).astype(f"u{BY_NAME[dtype].itemsize}")
 
 
 def of_bits(dtype: str, bits: Array) -> Any:
-    """Return an array of ``dtype`` that has these bits, unsigned integers of its size."""
-    if dtype != "bfloat16":
-        return bits.view(dtype).copy()
-    if has("ml_dtypes"):
-        return bits.view(importlib.import_module("ml_dtypes").bfloat16).copy()
-    torch = importlib.import_module("torch")
-    return torch.from_numpy(bits.view(np.int16).copy()).view(torch.bfloat16)
+    """Return a new array of ``dtype`` that has these bits, in any dtype of the same size.
+
+    An array of bfloat16 is one of ml_dtypes, or else of PyTorch.
+    """
+    return framework(_holder(dtype)).make(bits.view(BY_NAME[dtype].storage), dtype, ())
+
+
+@functools.cache
+def _holder(dtype: str) -> str:
+    """Return the framework whose arrays hold ``dtype`` where it does not matter whose."""
+    return "numpy" if dtype in framework("numpy").dtypes() else "torch"
 
 
 def plain(x: Any) -> Array:
     """Return an array of any framework as NumPy, bfloat16 widened to float32."""
-    if not isinstance(x, (np.ndarray, np.generic)):
-        x = x.float().numpy() if str(x.dtype) == "torch.bfloat16" else np.asarray(x)
-    array = np.asarray(x)
-    return array.astype(np.float32) if array.dtype.name == "bfloat16" else array
+    return widened(_stored(x), "bfloat16") if _name(x) == "bfloat16" else np.asarray(x)
+
+
+def _stored(x: Any) -> Array:
+    """Return an array of NumPy or PyTorch in the storage of its dtype."""
+    return framework("numpy" if isinstance(x, (np.ndarray, np.generic)) else "torch").stored(x)
+
+
+def _name(x: Any) -> str:
+    return str(x.dtype).rpartition(".")[2]
+
+
+# -- what has to come out -------------------------------------------------------------------------
+
+_FOLDS: dict[str, Any] = {
+    "sum": np.add, "avg": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum,
+    "band": np.bitwise_and, "bor": np.bitwise_or, "bxor": np.bitwise_xor,
+    "land": np.logical_and, "lor": np.logical_or,
+}  # fmt: skip
 
 
 def expected(op: str, arrays: Sequence[Any]) -> Array:
-    """Return the fold of ``arrays`` in their order, as NumPy."""
-    plains = [plain(array) for array in arrays]
+    """Return the fold of ``arrays`` in their order, as NumPy; see :func:`folded`."""
+    dtype = _name(arrays[0])
+    return widened(folded(op, [_stored(array) for array in arrays], dtype), dtype)
+
+
+def folded(op: str, arrays: Sequence[Array], dtype: str) -> Array:
+    """Fold arrays from rank 0 upwards, each step rounded to ``dtype``.
+
+    Args:
+        op: one of :data:`OPS`.
+        arrays: the ranks' arrays, in the storage of ``dtype``.
+        dtype: dtype of the arrays and of the result.
+
+    Returns:
+        The result, in the storage of ``dtype``.
+    """
+    if op in ("min", "max") and dtype in INFINITY_AND_NAN:
+        every = np.stack(arrays)
+        return extreme(op, dtype, every.view(f"u{every.itemsize}")).view(every.dtype)
+    # With a dimension: NumPy multiplies complex scalars by other instructions than arrays.
+    terms = [widened(array, dtype).ravel() for array in arrays]
+    if op == "avg" and dtype == "float16":  # whose sums overflow early
+        terms = [_divided(term, len(arrays)) for term in terms]
     # A logical op gives 0 or 1, of a single rank's elements too.
-    first = plains[0] != 0 if op in ("land", "lor") else plains[0]
-    folded = np.asarray(functools.reduce(_FOLDS[op], plains[1:], first))
-    if op == "avg":
-        folded = np.asarray(folded / len(plains))
-    return folded.astype(plains[0].dtype)
+    total = terms[0] != 0 if op in ("land", "lor") else terms[0]
+    for term in terms[1:]:
+        total = _FOLDS[op](total, term)
+        if dtype == "bfloat16":
+            total = widened(encoded(total, dtype), dtype)
+    if op == "avg" and dtype != "float16":
+        total = _divided(total, len(arrays))
+    return encoded(total, dtype).reshape(arrays[0].shape)
+
+
+def _divided(x: Array, size: int) -> Array:
+    if x.dtype.kind == "c":
+        parts = x.view(x.real.dtype)
+        return np.asarray(parts / parts.dtype.type(size)).view(x.dtype)
+    # float16 is divided in float32, and rounded once.
+    divisor = np.float32(size) if x.dtype == np.float16 else x.dtype.type(size)
+    return np.asarray(x / divisor).astype(x.dtype)
+
+
+def extreme(op: str, dtype: str, every: Array) -> Array:
+    """Return the bits of the minimum or maximum of rows of bits (IEEE 754-2019, section 9.6)."""
+    infinity, nan = INFINITY_AND_NAN[dtype]
+    sign = every.dtype.type(1 << (8 * every.itemsize - 1))
+    size = every & ~sign
+    # Integers in the order of the numbers: -0 is -1, and +0 is 0.
+    order = np.where(every & sign, -1 - size.astype(np.int64), size.astype(np.int64))
+    least = order.min(axis=0) if op == "min" else order.max(axis=0)
+    bits = np.where(least < 0, (-1 - least).astype(every.dtype) | sign, least.astype(every.dtype))
+    return np.asarray(np.where((size > infinity).any(axis=0), nan, bits)).astype(every.dtype)
+
+
+def pieces(counts: Sequence[int]) -> list[slice]:
+    """Return the parts that have so many rows, one behind the other."""
+    stops = [0, *itertools.accumulate(counts)]
+    return [slice(start, stop) for start, stop in itertools.pairwise(stops)]
+
+
+def regions(length: int, size: int) -> list[slice]:
+    """Return the parts into which ``numpy.array_split`` cuts ``length`` rows."""
+    return pieces([length // size + (rank < length % size) for rank in range(size)])
+
+
+def piece(
+    shape: Sequence[int], rank: int, size: int, axis: int = 0, counts: Sequence[int] | None = None
+) -> tuple[slice, ...]:
+    """Return where in an array the piece of ``rank`` is.
+
+    Args:
+        shape: shape of the array that is cut.
+        rank, size: which of how many pieces.
+        axis: axis along which the array is cut, not negative.
+        counts: lengths of the pieces; None if ``numpy.array_split`` cuts.
+    """
+    parts = regions(shape[axis], size) if counts is None else pieces(counts)
+    return (*[slice(None)] * axis, parts[rank])
+
+
+def joined(arrays: Sequence[Any], axis: int = 0) -> Array:
+    """Return arrays along an axis; an array without dimensions counts as one of length 1."""
+    return np.concatenate([np.atleast_1d(array) for array in arrays], axis)
+
+
+def moved(
+    call: str,
+    of: Callable[[int], Any],
+    rank: int,
+    size: int,
+    *,
+    root: int = 0,
+    axis: int = 0,
+    counts: Sequence[int] | None = None,
+) -> Array:
+    """Return what ``rank`` gets of a call that only moves arrays.
+
+    Args:
+        call: name of the call. Of ``"sendrecv"`` and ``"send_recv"`` each rank sends to the next.
+        of: returns the array of a rank.
+        rank, size: which of how many ranks.
+        root: the root of a call that has one.
+        axis: axis along which arrays are cut or joined.
+        counts: lengths of the pieces where arrays are cut; None if ``numpy.array_split`` cuts.
+    """
+
+    def part(of_rank: int) -> Array:
+        whole = np.atleast_1d(of(of_rank))
+        return whole[piece(whole.shape, rank, size, axis, counts)]
+
+    if call == "broadcast":
+        return np.asarray(of(root))
+    if call in ("sendrecv", "send_recv"):
+        return np.asarray(of((rank - 1) % size))
+    if call == "scatter":
+        return part(root)
+    return joined([(part if call == "all_to_all" else of)(other) for other in range(size)], axis)
+
+
+# -- comparisons ----------------------------------------------------------------------------------
 
 
 def assert_same(found: Any, wanted: Any, what: str) -> None:
-    """Hold that two arrays have the same dtype, shape and values.
+    """Check that two arrays have the same dtype, shape and values.
 
     Raises:
         AssertionError: they differ; tells where first.
@@ -188,29 +355,21 @@ def assert_same(found: Any, wanted: Any, what: str) -> None:
 
 
 def assert_close(found: Any, wanted: Any, what: str, tolerance: float) -> None:
-    """Hold the same, with values that may differ by ``tolerance``, absolute and relative."""
+    """Check the same, with values that may differ by ``tolerance``, absolute and relative."""
     _assert_alike(
         found, wanted, what, lambda a, b: np.isclose(a, b, rtol=tolerance, atol=tolerance)
     )
 
 
 def assert_bits(found: Any, wanted: Array, what: str) -> None:
-    """Hold that an array has the bits ``wanted``, unsigned integers of its elements' size.
+    """Check that an array has the bits ``wanted``, unsigned integers of its elements' size.
 
     Raises:
         AssertionError: it does not; tells where first.
     """
-    if not isinstance(found, np.ndarray):
-        torch = importlib.import_module("torch")
-        found = found.view(torch.int16).numpy()
-    bits = np.asarray(found).view(wanted.dtype)
-    wrong = np.flatnonzero(bits != wanted)
-    if wrong.size:
-        at = int(wrong[0])
-        raise AssertionError(
-            f"{what}: the bits of {wrong.size} of {bits.size} elements are wrong; first at {at}: "
-            f"{bits[at]:#x}; expected {wanted[at]:#x}"
-        )
+    bits = _stored(found).view(wanted.dtype)
+    if not np.array_equal(bits, wanted):
+        raise AssertionError(f"{what}, by their bits: {told(bits != wanted, bits, wanted, hex)}")
 
 
 def _assert_alike(found: Any, wanted: Any, what: str, alike: Callable[[Array, Array], Any]) -> None:
@@ -221,18 +380,27 @@ def _assert_alike(found: Any, wanted: Any, what: str, alike: Callable[[Array, Ar
     a, b = plain(found), plain(wanted)
     if a.shape != b.shape:
         raise AssertionError(f"{what}: shape {a.shape}; expected {b.shape}")
-    wrong = np.argwhere(~np.asarray(alike(a, b), bool))
-    if len(wrong):
-        at = tuple(map(int, wrong[0]))
-        raise AssertionError(
-            f"{what}: {len(wrong)} of {a.size} elements are wrong; first at {at}: "
-            f"{a[at]!r}; expected {b[at]!r}"
-        )
+    wrong = ~np.asarray(alike(a, b), bool)
+    if wrong.any():
+        raise AssertionError(f"{what}: {told(wrong, a, b)}")
 
 
-def _name(x: Any) -> str:
-    return str(x.dtype).rpartition(".")[2]
+def told(wrong: Array, found: Array, wanted: Array, text: Callable[[Any], str] = repr) -> str:
+    """Return how many elements are wrong, and the first of them as it is and as it has to be.
 
+    Args:
+        wrong: true where an element is wrong.
+        found, wanted: arrays whose first axes are those of ``wrong``.
+        text: from an element, as Python has it, to what is shown of it.
+    """
+    at = tuple(map(int, np.argwhere(wrong)[0]))
+    return (
+        f"{int(wrong.sum())} of {wrong.size} elements are wrong; first at {at}: "
+        f"{text(found[at].tolist())}; expected {text(wanted[at].tolist())}"
+    )
+
+
+# -- layouts --------------------------------------------------------------------------------------
 
 #: Names of the ways in which an array can lie in memory; see :func:`laid_out`.
 LAYOUTS = ("strided", "fortran", "negative", "transposed", "offset")
@@ -240,13 +408,11 @@ LAYOUTS = ("strided", "fortran", "negative", "transposed", "offset")
 
 def laid_out(layout: str, array: Array) -> Array:
     """Return a writable copy of ``array`` that lies in memory as ``layout`` says."""
-    if layout == "strided":
-        whole = np.zeros([2 * n for n in array.shape], array.dtype)
-        view = whole[(slice(None, None, 2),) * array.ndim]
-    elif layout == "fortran":
+    if layout in ("strided", "negative"):
+        whole, part = spread(array, [2 if layout == "strided" else -1] * array.ndim, 0)
+        return whole[part]
+    if layout == "fortran":
         view = np.zeros(array.shape, array.dtype, order="F")
-    elif layout == "negative":
-        view = np.zeros(array.shape, array.dtype)[(slice(None, None, -1),) * array.ndim]
     elif layout == "transposed":
         view = np.zeros(array.shape[::-1], array.dtype).T
     else:
@@ -256,9 +422,10 @@ def laid_out(layout: str, array: Array) -> Array:
     return view
 
 
-def regions(length: int, size: int) -> Iterator[slice]:
-    """Yield the parts into which ``numpy.array_split`` cuts ``length`` rows."""
-    stop = 0
-    for rank in range(size):
-        start, stop = stop, stop + length // size + (rank < length % size)
-        yield slice(start, stop)
+def spread(array: Array, steps: Sequence[int], rest: int) -> tuple[Array, tuple[slice, ...]]:
+    """Return an array full of ``rest`` but for ``array`` in the slices that are returned, too."""
+    part = tuple(slice(None, None, step) for step in steps)
+    lengths = [abs(s) * (n - 1) + 1 if n else 0 for n, s in zip(array.shape, steps)]
+    whole = np.full(lengths, rest, array.dtype)
+    whole[part] = array
+    return whole, part

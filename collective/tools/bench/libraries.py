@@ -13,9 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from collective.testing.frameworks import ArrayFramework, framework
-
-from .operations import stored
+from collective.testing.frameworks import ArrayFramework, encoded, framework
 
 __all__ = ["BenchLibrary", "Call", "Memcpy", "Ours", "Unsupported"]
 
@@ -70,7 +68,7 @@ class BenchLibrary(ABC):
         """
         if dtype not in self.framework.dtypes():
             raise Unsupported(f"{self.framework.name} has no {dtype}")
-        return self.framework.make(stored(np.zeros(count, np.int64), dtype), dtype, _ALL)
+        return self.framework.make(encoded(np.zeros(count, np.int64), dtype), dtype, _ALL)
 
     def numpy(self, x: Any) -> Array:
         """Return NumPy over the memory of an array on the CPU."""

@@ -13,10 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from collective.memory.dtypes import BY_NAME, FOREIGN
+from collective.memory.dtypes import BY_NAME
+from collective.testing.frameworks import encoded
 
 __all__ = [
-    "ALL", "DTYPES", "OPERATIONS", "Operation", "Sample", "count_wrong", "lengths", "stored",
+    "ALL", "DTYPES", "OPERATIONS", "Operation", "Sample", "count_wrong", "lengths",
     "value_of",
 ]  # fmt: skip
 
@@ -133,15 +134,6 @@ def value_of(dtype: str, size: int) -> Sample:
     return lambda rank, i: (i + i // period + 37 * rank) % period
 
 
-def stored(values: Array, dtype: str) -> Array:
-    """Return integers as ``dtype``, in the storage of its bits."""
-    if dtype == "bfloat16":
-        return (values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
-    if dtype in FOREIGN:
-        raise ValueError(f"no way to write {dtype}")
-    return values.astype(dtype)
-
-
 def count_wrong(
     name: str, dtype: str, rank: int, size: int, part: int, result: Array | None
 ) -> int:
@@ -159,5 +151,5 @@ def count_wrong(
         expected = ALL[name].expect(value, i, rank, size, part)
         if expected is None:
             return 0
-        wrong += int(np.count_nonzero(result[i[0] : i[-1] + 1] != stored(expected, dtype)))
+        wrong += int(np.count_nonzero(result[i[0] : i[-1] + 1] != encoded(expected, dtype)))
     return wrong

@@ -23,9 +23,10 @@ import numpy as np
 from collective.launch import control
 from collective.launch.ranks import Job, Participant
 from collective.memory.dtypes import BY_NAME
+from collective.testing.frameworks import encoded
 
 from .libraries import Array, BenchLibrary, Call, Unsupported
-from .operations import ALL, count_wrong, lengths, stored, value_of
+from .operations import ALL, count_wrong, lengths, value_of
 from .rivals import open_library
 from .startline import StartLine
 
@@ -179,7 +180,7 @@ class Worker:
         for low in range(0, made.x.shape[0], _BLOCK):
             block = made.x[low : low + _BLOCK]
             values = value(library.rank, np.arange(low, low + block.shape[0]))
-            data = stored(values, made.dtype)
+            data = encoded(values, made.dtype)
             arrays.fill(block, arrays.make(data, made.dtype, (slice(None),)))
 
     def prepare_steps(self, framework: str, model: str) -> dict[str, Any]:

@@ -1,9 +1,11 @@
-"""What every rank contributes, and what has to come out, worked out with NumPy alone.
+"""What every rank contributes to a case, and what has to come out.
 
-Any rank can work out all ranks' arrays. Floating numbers have all the bits of their dtype and
-differ in magnitude and sign, so that folds round; among those of which the least or the greatest
-is sought are zeros of both signs and NaN. Integers fill their type, so that sums and products
-wrap: a result is right or wrong.
+The oracle of the conformance kit, :mod:`collective.testing.samples`, folds and moves. This module
+adds numbers that folds round: floating numbers have all the bits of their dtype and differ in
+magnitude and sign. A sum or product of such numbers may differ from the exact one, which is worked
+out in twice float64's precision, by as much as the order of a fold can change it. All else is
+right or wrong. Where the least or the greatest number is sought, some numbers are zeros of both
+signs, infinities and NaN.
 """
 
 from __future__ import annotations
@@ -18,8 +20,9 @@ import numpy as np
 
 from collective.memory import nested
 from collective.memory.dtypes import BY_NAME
-from collective.testing.checks_extremes import INFINITY_AND_NAN, extreme
-from collective.testing.frameworks import framework
+from collective.testing import samples
+from collective.testing.frameworks import encoded, framework, widened
+from collective.testing.samples import INFINITY_AND_NAN
 
 from . import double_double as dd
 from .bounds import ROUNDED, bound
@@ -112,60 +115,36 @@ def values(dtype: str, shape: tuple[int, ...], rank: int, op: str, seed: tuple[i
     """
     random = np.random.default_rng([rank, BY_NAME[dtype].code, *seed])
     count = math.prod(shape)
-    drawn = _drawn(random, dtype, min(count, _PERIOD), op)
-    found = np.resize(drawn, shape) if count > _PERIOD else drawn.reshape(shape)
-    found.flags.writeable = False
-    return found
+    drawn = samples.draw(random, dtype, (min(count, _PERIOD),), op, _floats)
+    if op in ("min", "max") and dtype in INFINITY_AND_NAN:
+        drawn = _with_special(random, drawn, dtype)
+    array = np.resize(drawn, shape) if count > _PERIOD else drawn.reshape(shape)
+    array.flags.writeable = False
+    return array
 
 
-def _drawn(random: np.random.Generator, dtype: str, count: int, op: str) -> Array:
-    kind = BY_NAME[dtype]
-    if kind.kind == "b":
-        return random.integers(0, 2, count).astype(np.bool_)
-    if dtype.startswith("float8"):
-        return random.integers(0, 0x78, count).astype(np.uint8)  # no NaN among them
-    if kind.kind in "iu":
-        return _integers(random, kind.storage, count, op)
-    if kind.kind == "c":
-        return _floats(random, 2 * count, op).view(np.complex128).astype(kind.storage)
-    found = encoded(_floats(random, count, op), dtype)
-    return _with_special(random, found, dtype) if op in ("min", "max") else found
-
-
-def _floats(random: np.random.Generator, count: int, op: str) -> Array:
-    numbers = random.uniform(0.5, 1.0, count) * random.choice([-1.0, 1.0], count)
+def _floats(random: np.random.Generator, shape: Sequence[int], op: str) -> Array:
+    numbers = random.uniform(0.5, 1.0, shape) * random.choice([-1.0, 1.0], shape)
     if op in ("land", "lor"):
-        return np.asarray(numbers * random.integers(0, 2, count))
+        return np.asarray(numbers * random.integers(0, 2, shape))
     # Products of 16 stay within float16, and no term of a sum is lost on the others.
-    spread = random.integers(0, 2, count) if op == "prod" else random.integers(-3, 4, count)
+    spread = random.integers(0, 2, shape) if op == "prod" else random.integers(-3, 4, shape)
     return np.asarray(numbers * 2.0**spread)
 
 
-def _with_special(random: np.random.Generator, found: Array, dtype: str) -> Array:
-    """Put zeros of both signs in the place of a fifth, infinities and NaN in that of a few."""
-    infinity, nan = INFINITY_AND_NAN[dtype]
-    bits = found.view(f"u{found.itemsize}")
-    sizes = np.array([0] * 6 + [infinity, nan, nan + 5, infinity + 1], bits.dtype)
-    signs = random.integers(0, 2, found.shape).astype(bits.dtype) << (8 * found.itemsize - 1)
-    drawn = random.choice(sizes, found.shape) | signs.astype(bits.dtype)
-    return np.where(random.integers(0, 3, found.shape), bits, drawn).view(found.dtype)
-
-
-def _integers(random: np.random.Generator, dtype: np.dtype[Any], count: int, op: str) -> Array:
-    limits = (0, 1) if op in ("land", "lor") else (np.iinfo(dtype).min, np.iinfo(dtype).max)
-    found = random.integers(*limits, count, dtype, endpoint=True)
-    # Products of even numbers are 0 before long.
-    return found | dtype.type(1) if op == "prod" else found
+def _with_special(random: np.random.Generator, drawn: Array, dtype: str) -> Array:
+    """Put zeros of both signs, extremes, infinities and NaN in the place of a third."""
+    bits = samples.special_bits(random, dtype, drawn.size)
+    kept = random.integers(0, 3, drawn.shape)
+    return np.where(kept, drawn.view(bits.dtype), bits).view(drawn.dtype)
 
 
 def decoded(stored: Array, dtype: str) -> Array:
     """Return what is stored as float64, exactly; complex as a last axis of two."""
-    if dtype == "bfloat16":
-        return (stored.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+    numbers = widened(stored, dtype)
     if BY_NAME[dtype].kind == "c":
-        parts = np.ascontiguousarray(stored).reshape(stored.shape)
-        return np.stack([parts.real, parts.imag], -1).astype(np.float64)
-    return stored.astype(np.float64)
+        numbers = np.stack([numbers.real, numbers.imag], -1)
+    return numbers.astype(np.float64)
 
 
 # -- what comes out ---------------------------------------------------------------------------
@@ -192,34 +171,17 @@ def _reference(
         whole = _folded(leaf.dtype, leaf.shape, case.op, drawn, case.order, ranks, size, seed)
         if case.operation == "reduce_scatter":
             whole = whole if leaf.shape else whole.part(None)
-            return whole.part(_piece(case, whole.shape[case.axis], rank, size))
+            part = samples.piece(whole.shape, rank, size, case.axis, case.counts)
+            return whole.part(part)
         return whole
 
     def of(other: int) -> Array:
         return values(leaf.dtype, _shape(case, leaf, other), other, "", seed)
 
-    if case.operation == "broadcast":
-        found = of(root)
-    elif case.operation in ("sendrecv", "send_recv"):
-        found = of((rank - 1) % size)
-    elif case.operation == "scatter":
-        whole_array = np.atleast_1d(of(root))
-        found = whole_array[_piece(case, whole_array.shape[case.axis], rank, size)]
-    else:
-        arrays = [np.atleast_1d(of(other)) for other in range(size)]
-        if case.operation == "all_to_all":
-            arrays = [a[_piece(case, a.shape[case.axis], rank, size)] for a in arrays]
-        found = np.concatenate(arrays, axis=case.axis)
+    found = samples.moved(
+        case.operation, of, rank, size, root=root, axis=case.axis, counts=case.counts
+    )
     return Reference(found.shape, found)
-
-
-def _piece(case: Case, length: int, rank: int, size: int) -> tuple[slice, ...]:
-    """Return the part of ``length`` rows that ``rank`` gets."""
-    counts: Sequence[int] | None = case.counts
-    if counts is None:
-        counts = [len(part) for part in np.array_split(np.arange(length), size)]
-    start = sum(counts[:rank])
-    return (slice(None),) * case.axis + (slice(start, start + counts[rank]),)
 
 
 @functools.lru_cache(_KEPT)
@@ -235,69 +197,13 @@ def _folded(
 ) -> Reference:
     """Return the fold of the arrays of the first ``ranks`` of ``size`` ranks."""
     arrays = [values(dtype, shape, rank, drawn, seed) for rank in range(ranks)]
-    if op not in ROUNDED or BY_NAME[dtype].kind not in "fc":
-        return Reference(shape, _exact(op, arrays, dtype))
-    if order == "rank":
-        # Of one dimension: NumPy multiplies complex scalars by other instructions than arrays.
-        flat = _in_rank_order(op, [array.ravel() for array in arrays], dtype, size)
-        return Reference(shape, flat.reshape(shape))
+    if op == "user":  # which keeps the last
+        return Reference(shape, arrays[-1])
+    # A fold in rank order is that of the kit; all other orders agree with it where nothing rounds.
+    if order == "rank" or op not in ROUNDED or BY_NAME[dtype].kind not in "fc":
+        return Reference(shape, samples.folded(op, arrays, dtype))
     value, magnitude = _in_twice_float64(op, arrays, dtype, size)
     return Reference(shape, None, value, magnitude, bound(op, dtype, ranks))
-
-
-def _exact(op: str, arrays: Sequence[Array], dtype: str) -> Array:
-    """Fold in the dtype's own arithmetic, which does not round here."""
-    if op == "user":
-        return arrays[-1]
-    if op in ("land", "lor"):
-        truths = [decoded(array, dtype) != 0 for array in arrays]
-        together = np.all(truths, axis=0) if op == "land" else np.any(truths, axis=0)
-        return encoded(np.asarray(together, np.float64), dtype)
-    if op in ("min", "max"):
-        if dtype in INFINITY_AND_NAN:
-            every = np.stack(arrays)
-            return extreme(op, dtype, every.view(f"u{every.itemsize}")).view(every.dtype)
-        return np.asarray(np.stack(arrays).min(0) if op == "min" else np.stack(arrays).max(0))
-    return np.asarray(functools.reduce(_FOLDS[op], arrays)).astype(arrays[0].dtype)
-
-
-_FOLDS: dict[str, Any] = {
-    "sum": np.add, "avg": np.add, "premul_sum": np.add, "prod": np.multiply,
-    "band": np.bitwise_and, "bor": np.bitwise_or, "bxor": np.bitwise_xor,
-}  # fmt: skip
-
-
-def encoded(numbers: Array, dtype: str) -> Array:
-    """Round float64 to what is stored; to nearest, ties to even."""
-    if dtype != "bfloat16":
-        return np.asarray(numbers).astype(BY_NAME[dtype].storage)
-    bits = np.asarray(numbers).astype(np.float32).view(np.uint32)
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
-
-
-def _in_rank_order(op: str, arrays: Sequence[Array], dtype: str, size: int) -> Array:
-    """Fold from rank 0 upwards, each step rounded to the dtype."""
-    fold, narrow = _FOLDS[op], dtype == "bfloat16"
-    terms = [decoded(a, dtype).astype(np.float32) for a in arrays] if narrow else list(arrays)
-    if op == "avg" and dtype == "float16":  # whose sums overflow early
-        terms = [_divided(term, size) for term in terms]
-    total = terms[0]
-    for term in terms[1:]:
-        total = fold(total, term)
-        if narrow:
-            total = decoded(encoded(total, dtype), dtype).astype(np.float32)
-    if op == "avg" and dtype != "float16":
-        total = _divided(total, size)
-    return encoded(total, dtype)
-
-
-def _divided(x: Array, size: int) -> Array:
-    if x.dtype.kind == "c":
-        parts = x.view(x.real.dtype)
-        return np.asarray(parts / parts.dtype.type(size)).view(x.dtype)
-    # float16 is divided in float32, and rounded once.
-    divisor = np.float32(size) if x.dtype == np.float16 else x.dtype.type(size)
-    return np.asarray(x / divisor).astype(x.dtype)
 
 
 def _in_twice_float64(
