@@ -181,6 +181,12 @@ def check_mismatch_by_itself(comm: Communicator, what: str) -> None:
     _hold_mismatch(comm, what)
 
 
+@on_each_rank([{"what": what} for what in ("dtype of a gather", "columns of a gather")], at_least=2)
+def check_gather_mismatch(comm: Communicator, what: str) -> None:
+    """Gathers of other dtypes or columns are compared on any transport, unasked."""
+    _hold_mismatch(comm, what)
+
+
 @on_each_rank(at_least=2, compare=True)
 def check_mismatch_in_background(comm: Communicator) -> None:
     """A mismatch of calls in the background is raised by wait(), and those after it go on."""

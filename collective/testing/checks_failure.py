@@ -99,11 +99,11 @@ def _large_calls(comm: Communicator) -> Heard:
 def check_left_peer(comm: Communicator) -> None:
     """A rank that closes while others still need it is PeerLostError for them."""
     last = comm.size - 1
+    comm.barrier()
     if comm.rank == last:
-        comm.barrier()
         comm.close()
     else:
-        hold(listen(comm.barrier), PeerLostError, f"rank {comm.rank}", rank=last)
+        hold(listen(comm.barrier, once=True), PeerLostError, f"rank {comm.rank}", rank=last)
 
 
 @check()

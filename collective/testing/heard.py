@@ -30,14 +30,24 @@ class Heard:
     seconds: float
 
 
-def listen(call: Callable[[], Any]) -> Heard:
-    """Repeat ``call`` until it raises one of our errors."""
+def listen(call: Callable[[], Any], *, once: bool = False) -> Heard:
+    """Repeat ``call`` until it raises one of our errors.
+
+    Args:
+        call: a call that a rank which is gone would have to take part in.
+        once: if true, the first call has to raise.
+
+    Raises:
+        AssertionError: the first call had to raise and returned.
+    """
     while True:
         since = time.monotonic()
         try:
             call()
         except CollectiveError as error:
             return Heard(error, time.monotonic() - since)
+        if once:
+            raise AssertionError("a call returned that a rank which is gone had no part in")
 
 
 def hold(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,20 +11,17 @@ import numpy as np
 
 import collective
 from collective.communicator import Communicator
-from collective.errors import (
-    CollectiveTimeoutError,
-    CommunicatorAbortedError,
-    UnsupportedError,
-)
+from collective.errors import UnsupportedError
 from collective.memory import nested
 from collective.memory.dtypes import BY_NAME
 from collective.testing.frameworks import ArrayFramework, framework
+from collective.testing.samples import spread, told
 
-from . import conduct, oracle
+from . import oracle
 from .bounds import ulp
-from .cases import CONDUCT, REDUCTIONS, ROOTED, Case, CaseLeaf
+from .cases import REDUCTIONS, ROOTED, Case, CaseLeaf
 
-__all__ = ["Difference", "Verdict", "call", "prepare", "run_cases", "spread"]
+__all__ = ["Difference", "Verdict", "call", "prepare", "run_case"]
 
 Array = np.ndarray[Any, Any]
 
@@ -33,7 +29,7 @@ Array = np.ndarray[Any, Any]
 _GUARD = 7
 
 
-class Difference(Exception):
+class Difference(AssertionError):
     """A result is not what the oracle says; the text tells where."""
 
     def __init__(self, text: str, error: float = float("inf"), bound: float = 0.0) -> None:
@@ -47,8 +43,8 @@ class Verdict:
     """How a case went on one rank.
 
     Attributes:
-        status: ``"passed"``, ``"failed"``, ``"unsupported"`` (refused by the library, with
-            UnsupportedError), or ``"interrupted"`` by what happened on another rank.
+        status: ``"passed"``, ``"failed"`` or ``"unsupported"`` (refused by the library, with
+            UnsupportedError).
         error: the largest, in units in the last place; see :mod:`collective.tools.parity.bounds`.
         bound: how large it may be.
         text: what is wrong, or why it is not supported.
@@ -70,40 +66,17 @@ def prepare(comm: Communicator, names: Sequence[str]) -> None:
             torch.set_num_threads(1)
 
 
-def run_cases(comm: Communicator, cases: Sequence[Case]) -> list[Verdict]:
-    """Run ``cases`` until one leaves the communicator unusable; return a verdict for each that ran.
+def run_case(comm: Communicator, case: Case) -> Verdict:
+    """Make the calls of a case, and return how they went on this rank.
 
-    Collective: every rank calls it with the same cases.
+    Collective: every rank calls it with the same case. A rank on which a call fails raises: the
+    others are told so, and who runs the ranks hears of it.
     """
-    verdicts = []
-    for case in cases:
-        verdict, usable = _run(comm, case)
-        verdicts.append(verdict)
-        if not usable:
-            break
-    return verdicts
-
-
-def _run(comm: Communicator, case: Case) -> tuple[Verdict, bool]:
     try:
-        if case.operation in CONDUCT:
-            usable = conduct.run(comm, case.operation)
-            return Verdict("passed"), usable
-        return _turns(comm, case), True
+        return _turns(comm, case)
     except UnsupportedError as error:
         # Each rank refuses by itself, before anything is sent.
-        return Verdict("unsupported", text=str(error)), True
-    except (CommunicatorAbortedError, CollectiveTimeoutError) as error:
-        comm.abort(f"{type(error).__name__} in {case.title()}")
-        return Verdict("interrupted", text=f"{type(error).__name__}: {error}"), False
-    except AssertionError as error:  # of the conduct
-        comm.abort(str(error))
-        return Verdict("failed", float("inf"), text=str(error)), False
-    except Exception as error:  # whatever it is, it is no result
-        comm.abort(f"{type(error).__name__} in {case.title()}")
-        lines = "".join(traceback.format_exception(type(error), error, error.__traceback__)[-3:])
-        text = f"rank {comm.rank}: {case.title()}: {type(error).__name__}: {error}\n{lines}"
-        return Verdict("failed", float("inf"), text=text), False
+        return Verdict("unsupported", text=str(error))
 
 
 def _turns(comm: Communicator, case: Case) -> Verdict:
@@ -153,7 +126,7 @@ def _turn(comm: Communicator, case: Case, turn: int) -> tuple[float, float]:
         raise Difference(f"{what}: the result is not out")
     if not in_place:
         for array, before, leaf in zip(given, nested.flatten(stored), leaves):
-            if not np.array_equal(_bits(kind.read(array)), _bits(before)):
+            if _differ(kind.read(array), before).any():
                 raise Difference(f"{what}: the input of dtype {leaf.dtype} was changed")
     if wanted is None:
         return 0.0, 0.0
@@ -176,27 +149,12 @@ def lay_out(kind: ArrayFramework, array: Array, dtype: str, steps: tuple[int, ..
     return kind.make(whole, dtype, part)
 
 
-def spread(array: Array, steps: tuple[int, ...], rest: int) -> tuple[Array, tuple[slice, ...]]:
-    """Return an array full of ``rest`` but for ``array`` in the slices that are returned, too."""
-    part = tuple(slice(None, None, step) for step in steps)
-    lengths = [abs(s) * (n - 1) + 1 if n else 0 for n, s in zip(array.shape, steps)]
-    whole = np.full(lengths, rest, array.dtype)
-    whole[part] = array
-    return whole, part
-
-
 def _steps_of(leaf: CaseLeaf, reference: oracle.Reference) -> tuple[int, ...]:
     return leaf.steps if len(leaf.steps) == len(reference.shape) else ()
 
 
 def _blank(shape: tuple[int, ...], dtype: str) -> Array:
     return np.full(shape, _GUARD, BY_NAME[dtype].storage)
-
-
-def _bits(array: Array) -> Array:
-    """Return an array's bytes, so that NaN equals itself and -0 is not 0."""
-    flat = np.ascontiguousarray(array).reshape(-1)
-    return flat.view(np.uint8)
 
 
 # -- the calls ----------------------------------------------------------------------------------
@@ -295,12 +253,10 @@ def _errors(found: Array, reference: oracle.Reference, dtype: str, what: str) ->
         wrong = ~(errors <= reference.bound)
         if not wrong.any():
             return float(errors.max())
-    at = tuple(map(int, np.argwhere(wrong)[0]))
     largest = float(np.where(np.isnan(errors), np.inf, errors)[wrong].max())
     allowed = f"up to {largest:.3g} ULP off; {reference.bound:.3g} allowed"
     raise Difference(
-        f"{what}: {int(wrong.sum())} of {wrong.size} elements are wrong; first at {at}: "
-        f"{oracle.decoded(found, dtype)[at].tolist()}; expected {expected[at].tolist()} "
+        f"{what}: {told(wrong, oracle.decoded(found, dtype), expected)} "
         f"({allowed if reference.bits is None else 'must be exact'})",
         largest,
         reference.bound,
@@ -308,14 +264,12 @@ def _errors(found: Array, reference: oracle.Reference, dtype: str, what: str) ->
 
 
 def _differ(found: Array, wanted: Array) -> Array:
-    """Tell which elements have other bits."""
-    a, b = (np.ascontiguousarray(x).reshape(x.shape) for x in (found, wanted))
-    if a.dtype.kind not in "fc":
-        return np.asarray(a != b)
-    unsigned = np.dtype(f"u{a.real.dtype.itemsize}")
-    if a.dtype.kind == "c":
-        return np.asarray(
-            (a.real.copy().view(unsigned) != b.real.copy().view(unsigned))
-            | (a.imag.copy().view(unsigned) != b.imag.copy().view(unsigned))
-        )
-    return np.asarray(a.view(unsigned) != b.view(unsigned))
+    """Tell which elements have other bits: NaN equals itself, and -0 is not 0."""
+    a, b = _bits(found), _bits(wanted)
+    return np.zeros(found.shape, bool) if np.array_equal(a, b) else (a != b).any(-1)
+
+
+def _bits(array: Array) -> Array:
+    """Return unsigned integers, one an element along a last axis, of a complex element two."""
+    whole = np.ascontiguousarray(array).reshape(*array.shape, 1)
+    return whole.view(f"u{array.real.itemsize}")

@@ -1,16 +1,16 @@
-"""Runs cases on ranks that are started once for many, and goes on when one of them fails."""
+"""Cases on ranks that are started once for many, and that go on when one of them fails."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from collective.errors import BackendUnavailableError
-from collective.testing import RankPool, RanksFailedError
+from collective.testing import RankFactory, RanksFailedError
 from collective.testing.frameworks import framework
 
-from . import execution
+from . import conduct, execution
 from .cases import CONDUCT, Case, CaseLeaf, matrix
 from .execution import Verdict
 from .transports import Transport
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
 __all__ = ["CaseResult", "CaseRunner", "Comparison", "run"]
 
-# Cases that are sent to the ranks at once.
-_BATCH = 100
 # What ranks may need to import their frameworks on a busy machine.
 _PREPARE_S = 120.0
 # A job may take so many times what a call may: then its ranks hang.
@@ -78,9 +76,8 @@ class Comparison:
             found += matrix(self.operations, ops, dtypes, self.shapes, names, self.seed)
         nth = {dtype: index for index, dtype in enumerate(self.dtypes)}
         found.sort(key=lambda case: (nth[case.dtype], case.shape_class, case.op))
-        conduct = [name for name in self.operations if name in CONDUCT]
         if transport.on_host and "numpy" in self.frameworks:
-            found += [Case(name, CaseLeaf((1,)), shape_class="") for name in conduct]
+            found += [Case(name, CaseLeaf((1,))) for name in self.operations if name in CONDUCT]
         return found
 
 
@@ -104,127 +101,78 @@ class CaseResult:
     text: str = ""
 
 
-@dataclass
 class CaseRunner:
     """Runs cases on the ranks of one transport and size: a context manager.
 
-    Attributes:
+    Args:
         transport, size, timeout: as in :class:`Comparison`.
-        frameworks: that they import first.
+        frameworks: what the ranks import first.
+
+    Raises:
+        BackendUnavailableError: the transport is not here.
     """
 
-    transport: Transport
-    size: int
-    frameworks: Sequence[str]
-    timeout: float
-    _pool: RankPool | None = field(default=None, repr=False)
-    _fresh: bool = field(default=True, repr=False)
-    _prepared: bool = field(default=False, repr=False)
+    def __init__(
+        self, transport: Transport, size: int, frameworks: Sequence[str], timeout: float
+    ) -> None:
+        self._transport, self._size, self._timeout = transport, size, timeout
+        self._frameworks = list(frameworks)
+        self._factory = RankFactory(transport.backend)
+        self._prepared = False
+        self._after_failure = False
+        self._unstarted = ""
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.close()
+        self._factory.close()
 
-    def close(self) -> None:
-        """End the ranks."""
-        pool, self._pool = self._pool, None
-        if pool is not None:
-            pool.close()
-
-    def start(self) -> RankPool:
-        """Start the ranks that are not there.
-
-        Raises:
-            RanksFailedError: they cannot connect, or a framework cannot be imported there.
-        """
-        if self._pool is None:
-            self._pool = RankPool(self.size, self.transport.backend, timeout=self.timeout)
-        if not self._prepared:
-            self._pool.run(execution.prepare, list(self.frameworks), timeout=_PREPARE_S)
-            self._prepared = True
-        return self._pool
-
-    def run(self, cases: Sequence[Case]) -> Iterator[CaseResult]:
-        """Run cases, and yield how each went, in their order but where ranks died."""
-        left = list(cases)
-        while left:
-            try:
-                self.start()
-            except RanksFailedError as failure:
-                text = f"{self.size} ranks do not start: {failure}"
-                yield from (self._outcome(case, Verdict("failed", text=text)) for case in left)
-                return
-            outcomes, left = self._attempt(left)
-            yield from outcomes
-
-    def _attempt(self, cases: list[Case]) -> tuple[list[CaseResult], list[Case]]:
-        """Run cases until ranks have to connect anew; return the outcomes, and what is left."""
-        pool = self.start()
-        # The communicator of an interrupted batch is not used again.
-        shared, self._fresh = not self._fresh, False
-        try:
-            verdicts = pool.run(
-                execution.run_cases,
-                cases,
-                timeout=_JOB_SHARE * self.timeout,
-                call_timeout=self.timeout,
-                shared=shared,
-            )
-        except RanksFailedError as failure:
-            return self._after(failure, cases)
-        outcomes, left = self._together(cases, dict(enumerate(verdicts)))
+    def run(self, case: Case) -> CaseResult:
+        """Run a case, and return how it went."""
+        if not self._prepared and not self._unstarted:
+            self._prepare()
+        if self._unstarted:
+            verdict = Verdict("failed", text=self._unstarted)
+        else:
+            verdict = self._verdict(case)
         # Whatever went wrong may have left the communicator unusable.
-        wrong = any(outcome.status == "failed" for outcome in outcomes)
-        self._fresh = wrong or bool(left) or any(len(found) < len(cases) for found in verdicts)
-        return outcomes, left
-
-    def _after(
-        self, failure: RanksFailedError, cases: list[Case]
-    ) -> tuple[list[CaseResult], list[Case]]:
-        """Find out in which case a rank died or hung; run the others again."""
-        # The pool replaces who died or hung.
-        self._prepared, self._fresh = False, True
-        if len(cases) == 1:
-            cause = failure.cause
-            text = f"{cases[0].title()}: {type(cause).__name__}: {cause}"
-            return [self._outcome(cases[0], Verdict("failed", float("inf"), text=text))], []
-        found = [verdicts for verdicts in failure.results.values() if verdicts]
-        # The survivors were interrupted in the case that it was, or in the next.
-        guess = min((len(verdicts) - 1 for verdicts in found), default=len(cases) // 2)
-        before, suspect, behind = cases[:guess], cases[guess : guess + 1], cases[guess + 1 :]
-        outcomes = [each for part in (suspect, before) for each in self.run(part)]
-        return outcomes, behind
-
-    def _together(
-        self, cases: Sequence[Case], verdicts: Mapping[int, Sequence[Verdict]]
-    ) -> tuple[list[CaseResult], list[Case]]:
-        """Return one outcome a case, up to the one that left the communicator unusable."""
-        outcomes: list[CaseResult] = []
-        for number, case in enumerate(cases):
-            heard = [found[number] for found in verdicts.values() if len(found) > number]
-            if not heard and not any(found[-1].status == "failed" for found in verdicts.values()):
-                return outcomes, list(cases[number:])  # the one before was meant to be the last
-            gone = len(heard) < len(verdicts)
-            if not gone and not any(each.status == "interrupted" for each in heard):
-                outcomes.append(self._outcome(case, _worst(heard)))
-                continue
-            if any(len(found) <= number and found[-1].status == "failed"
-                   for found in verdicts.values()):  # fmt: skip
-                return outcomes, list(cases[number:])  # what broke it was a case before
-            failed = [each for each in heard if each.status == "failed"] or heard
-            outcomes.append(
-                self._outcome(case, Verdict("failed", float("inf"), text=failed[0].text))
-            )
-            return outcomes, list(cases[number + 1 :])
-        return outcomes, []
-
-    def _outcome(self, case: Case, verdict: Verdict) -> CaseResult:
+        self._after_failure = verdict.status == "failed"
         return CaseResult(
-            self.transport.name, self.size, case, verdict.status, verdict.error, verdict.bound,
+            self._transport.name, self._size, case, verdict.status, verdict.error, verdict.bound,
             verdict.text,
         )  # fmt: skip
+
+    def _prepare(self) -> None:
+        """Start the ranks that are not there, and have all of them import their frameworks."""
+        self._factory.timeout = _PREPARE_S
+        try:
+            self._factory.run(self._size, execution.prepare, self._frameworks)
+        except RanksFailedError as failure:
+            self._unstarted = f"{self._size} ranks do not start: {failure}"
+        self._factory.timeout = _JOB_SHARE * self._timeout
+        self._prepared = True
+
+    def _verdict(self, case: Case) -> Verdict:
+        try:
+            if case.operation in CONDUCT:
+                reason = conduct.hold(self._factory, self._size, case.operation)
+                return Verdict("unsupported" if reason else "passed", text=reason)
+            verdicts = self._factory.run(
+                self._size,
+                execution.run_case,
+                case,
+                call_timeout=self._timeout,
+                fresh=self._after_failure,
+            )
+            return _worst(verdicts)
+        except (AssertionError, RanksFailedError) as failure:
+            self._prepared = False  # ranks that died or hung are replaced
+            text = str(failure)
+            if isinstance(failure, RanksFailedError):
+                cause = failure.cause
+                text = f"{case.title()}: {type(cause).__name__}: {cause}\n{text}"
+            return Verdict("failed", float("inf"), text=text)
 
 
 def _worst(verdicts: Sequence[Verdict]) -> Verdict:
@@ -274,6 +222,5 @@ def _run_over(
     for size in plan.sizes:
         note(transport, size)
         with CaseRunner(transport, size, list(dict.fromkeys(imported)), plan.timeout) as ranks:
-            for start in range(0, len(cases), _BATCH):
-                for outcome in ranks.run(cases[start : start + _BATCH]):
-                    report(outcome)
+            for case in cases:
+                report(ranks.run(case))

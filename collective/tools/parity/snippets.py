@@ -10,10 +10,11 @@ import numpy as np
 from collective.memory import nested
 from collective.memory.dtypes import BY_NAME, FOREIGN
 from collective.testing import run_ranks
+from collective.testing.samples import spread
 
 from . import oracle
 from .cases import REDUCTIONS, ROOTED, Case
-from .execution import run_cases, spread
+from .execution import run_case
 
 __all__ = ["reproduce", "snippet"]
 
@@ -65,8 +66,8 @@ if __name__ == "__main__":
 
 def reproduce(backend: str, size: int, case: Case) -> None:
     """Run one case and print each rank's verdict."""
-    for rank, verdicts in enumerate(run_ranks(size, run_cases, [case], backend=backend)):
-        print(f"rank {rank}: {verdicts[0].status} {verdicts[0].text}")
+    for rank, verdict in enumerate(run_ranks(size, run_case, case, backend=backend)):
+        print(f"rank {rank}: {verdict.status} {verdict.text}")
 
 
 def snippet(backend: str, size: int, case: Case) -> str:
