@@ -110,11 +110,13 @@ class Compiled:
         plan = self._shared.plan(
             number, request.digest, request.root or 0, elements, fold, code, mean, request, _apart
         )
+        if scale is not None:
+            return partial(_scaled, scale, plan)
         if dtype is not None and operation == "scan" and self._rank == 0:
             # What a fold does to several values, one has to have done to it, too.
             finish = arithmetic.post(request.op, dtype, 1)
             return plan if finish is None else partial(_finished, finish, plan)
-        return plan if scale is None else partial(_scaled, scale, plan)
+        return plan
 
     def _stages(self, operation: str, nbytes: int) -> bool:
         if not self._single_copy:

@@ -214,13 +214,24 @@ def check_scan(comm: Communicator) -> None:
 
 @on_each_rank()
 def check_premul_sum(comm: Communicator) -> None:
-    """premul_sum multiplies before it sums, each rank by a factor of its own."""
+    """premul_sum multiplies before it sums, each rank by a factor of its own, in every call."""
     if "premul_sum" not in comm.capabilities.ops:
         return
+    op, root = premul_sum(0.5 * (comm.rank + 1)), comm.size - 1
     for dtype in dtypes_of(comm.capabilities.dtypes, "fc"):
         inputs = [values(dtype, 77, rank, 15) for rank in range(comm.size)]
-        op = premul_sum(0.5 * (comm.rank + 1))
-        found = comm.all_reduce(inputs[comm.rank], op=op)
-        wanted = expected("sum", [plain(x) * (0.5 * (r + 1)) for r, x in enumerate(inputs)])
-        wanted = wanted.astype(plain(found).dtype)
-        assert_close(plain(found), wanted, f"all_reduce(premul_sum) of {dtype}", 2e-2)
+        mine = inputs[comm.rank]
+        scaled = [plain(x) * (0.5 * (rank + 1)) for rank, x in enumerate(inputs)]
+        total = expected("sum", scaled)
+        wanted = {
+            "all_reduce": (comm.all_reduce(mine, op=op), total),
+            "reduce": (comm.reduce(mine, op=op, root=root), total),
+            "reduce_scatter": (
+                comm.reduce_scatter(mine, op=op), total[regions(77, comm.size)[comm.rank]]
+            ),
+            "scan": (comm.scan(mine, op=op), expected("sum", scaled[: comm.rank + 1])),
+        }  # fmt: skip
+        for call, (found, right) in wanted.items():
+            if found is not None:
+                got = plain(found)
+                assert_close(got, right.astype(got.dtype), f"{call}(premul_sum) of {dtype}", 2e-2)
