@@ -7,6 +7,10 @@ import time
 
 __all__ = ["Deadline"]
 
+# The longest wait that left() offers. poll(2), and so a socket's timeout, counts milliseconds in
+# 31 bits: 24.8 days. The locks of Python's threads take 292 years, and nothing takes math.inf.
+_LONGEST_S = 2e6
+
 
 class Deadline:
     """Moment by which all steps of an operation must be over.
@@ -49,7 +53,7 @@ class Deadline:
         return timeout if isinstance(timeout, Deadline) else cls(timeout)
 
     def __repr__(self) -> str:
-        return f"<Deadline of {self.seconds:g} s, {self.left():.3g} s left>"
+        return f"<Deadline of {self.seconds:g} s, {self._end - time.monotonic():.3g} s left>"
 
     @property
     def expired(self) -> bool:
@@ -57,10 +61,17 @@ class Deadline:
         return time.monotonic() >= self._end
 
     def left(self) -> float:
-        """Return the seconds that are left; 0.0 after the deadline."""
+        """Return the seconds that are left, for one wait: 0.0 after the deadline, 2e6 at most.
+
+        The bound is what ``Condition.wait``, sockets and ``poll`` all take. A wait that returns
+        looks at :attr:`expired` before it gives up.
+        """
         left = self._end - time.monotonic()
-        # Until transports take deadlines: the seconds as given, which their errors tell.
-        return self.seconds if self.seconds - left < 1e-3 else max(1e-3, left)
+        return 0.0 if left < 0.0 else left if left < _LONGEST_S else _LONGEST_S
+
+    def at_most(self, seconds: float) -> float:
+        """Return ``seconds``, or what is left if that is less: for a nap between two looks."""
+        return min(seconds, self.left())
 
     def within(self, seconds: float) -> Deadline:
         """Return the earlier of this deadline and one ``seconds`` from now."""
