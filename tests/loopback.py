@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 import threading
-import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -22,6 +21,7 @@ from collective.contract.backend import ANY_SOURCE, Backend
 from collective.contract.capabilities import Capabilities
 from collective.contract.failure import Failure
 from collective.contract.world import World
+from collective.deadline import Deadline
 from collective.errors import CommunicatorClosedError, RendezvousError
 from collective.memory.buffer import Buffer
 
@@ -78,7 +78,7 @@ class Loopback(Backend):
         self._closed = False
 
     @classmethod
-    def connect(cls, world: World, timeout: float) -> Loopback:
+    def connect(cls, world: World, deadline: Deadline) -> Loopback:
         key = f"{cls.name} {world.job}"
         with _hubs_lock:
             hub = _hubs.setdefault(key, _Hub(world.size))
@@ -87,9 +87,8 @@ class Loopback(Backend):
                 hub.wake_all()
             if len(hub.arrived) == world.size:
                 del _hubs[key]  # before anybody returns: the job may connect again
-        end = time.monotonic() + timeout
         with hub.lock:
-            while len(hub.arrived) < world.size and time.monotonic() < end:
+            while len(hub.arrived) < world.size and not deadline.expired:
                 hub.woken[world.rank].wait(0.05)
                 if world.store is not None:  # runs of this module have none
                     world.store.check()
@@ -100,12 +99,11 @@ class Loopback(Backend):
             if _hubs.get(key) is hub:
                 del _hubs[key]
         raise RendezvousError(
-            f"connect: ranks {missing} did not arrive within {timeout:g} s "
+            f"connect: ranks {missing} did not arrive within {deadline.seconds:g} s "
             f"[rank {world.rank} of {world.size}]."
         )
 
-    def send(self, src: Buffer, dst: int, tag: int, timeout: float) -> None:
-        end = time.monotonic() + timeout
+    def send(self, src: Buffer, dst: int, tag: int, deadline: Deadline) -> None:
         hub = self._hub
         data = src.bytes().array
         with hub.lock:
@@ -115,15 +113,14 @@ class Loopback(Backend):
             hub.mail.setdefault((self.rank, dst, tag), deque()).append(message)
             hub.woken[dst].notify_all()
             if self.rendezvous:
-                self._wait("send", dst, lambda: message.taken or None, end)
+                self._wait("send", dst, lambda: message.taken or None, deadline)
             elif dst in hub.left:
                 self._lost("send", dst)
 
-    def recv(self, dst: Buffer, src: int, tag: int, timeout: float) -> int:
-        end = time.monotonic() + timeout
+    def recv(self, dst: Buffer, src: int, tag: int, deadline: Deadline) -> int:
         hub = self._hub
         with hub.lock:
-            source, message = self._wait("recv", src, lambda: self._next(src, tag), end)
+            source, message = self._wait("recv", src, lambda: self._next(src, tag), deadline)
             expected = dst.bytes().array
             if message.data.nbytes != expected.nbytes:
                 raise AssertionError(
@@ -158,8 +155,8 @@ class Loopback(Backend):
         _, source, queue = min(waiting, key=lambda item: item[0])
         return source, queue.popleft()
 
-    def _wait(self, what: str, peer: int, ready: Callable[[], T | None], end: float) -> T:
-        """Wait until ``ready`` returns something, ``peer`` is gone, or ``end``."""
+    def _wait(self, what: str, peer: int, ready: Callable[[], T | None], deadline: Deadline) -> T:
+        """Wait until ``ready`` returns something, ``peer`` is gone, or ``deadline``."""
         hub = self._hub
         while True:
             self._check(what)
@@ -169,13 +166,12 @@ class Loopback(Backend):
             others = set(range(self.size)) - {self.rank} if peer == ANY_SOURCE else {peer}
             if others <= hub.left:
                 self._lost(what, *others)
-            left = end - time.monotonic()
-            if left <= 0:
+            if deadline.expired:
                 names = ", ".join(map(str, sorted(others)))
                 text = f"timed out: rank {self.rank} waited in {what} for ranks {names}"
                 self._break(Failure("timeout", self.rank, text, tuple(sorted(others))))
             else:
-                hub.woken[self.rank].wait(left)
+                hub.woken[self.rank].wait(deadline.left())
 
     def _check(self, what: str) -> None:
         if self._hub.failure is not None:
@@ -205,7 +201,10 @@ def connect_all(size: int, kind: type[Backend] = Loopback) -> list[Backend]:
     """Return the connected ranks of a new job, all of them in this thread."""
     job = f"test-{next(_jobs)}"
     return _in_threads(
-        [lambda rank=rank: kind.connect(_world(rank, size, job), 10.0) for rank in range(size)],
+        [
+            lambda rank=rank: kind.connect(_world(rank, size, job), Deadline(10.0))
+            for rank in range(size)
+        ],
         10.0,
     )
 
@@ -224,7 +223,7 @@ def run(
     backends: list[Backend] = []
 
     def rank_of(rank: int) -> T:
-        backend = kind.connect(_world(rank, size, job), 10.0)
+        backend = kind.connect(_world(rank, size, job), Deadline(10.0))
         backends.append(backend)
         try:
             return body(backend)
@@ -260,9 +259,9 @@ def _in_threads(functions: Sequence[Callable[[], T]], timeout: float) -> list[T]
     ]
     for thread in threads:
         thread.start()
-    end = time.monotonic() + timeout
+    deadline = Deadline(timeout)
     for thread in threads:
-        thread.join(max(0.0, end - time.monotonic()))
+        thread.join(deadline.left())
     stuck = [thread for thread in threads if thread.is_alive()]
     if errors:
         raise errors[0]

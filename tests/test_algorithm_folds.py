@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from collective.algorithms import arithmetic, costs, pieces
 from collective.contract.backend import Backend
+from collective.deadline import Deadline
 from collective.memory.buffer import Buffer
 from collective.memory.dtypes import BY_NAME, DType
 from collective.ops import ReduceOp, as_op, premul_sum
@@ -88,18 +89,18 @@ def check_reduction(
             src = out.buffer
         if operation == "reduce":
             reducing = Request(operation, op=mine, root=root, ordered=ordered)
-            backend.plan(reducing)(src, None if out is None else out.buffer, TIMEOUT)
+            backend.plan(reducing)(src, None if out is None else out.buffer, Deadline(TIMEOUT))
         elif operation == "all_reduce":
             assert out is not None
             request = Request(operation, op=mine, ordered=ordered)
-            backend.plan(request)(src, out.buffer, TIMEOUT)
+            backend.plan(request)(src, out.buffer, Deadline(TIMEOUT))
         else:
             if not in_place:
                 out = Output(stop - start, dtype)
             assert out is not None
             dst = out.buffer.part(start, stop) if in_place else out.buffer
             request = Request(operation, op=mine, ordered=ordered, elements=parts)
-            backend.plan(request)(src, dst, TIMEOUT)
+            backend.plan(request)(src, dst, Deadline(TIMEOUT))
         if not in_place or out is None:
             np.testing.assert_array_equal(src.array, inputs[rank], "changed its input")
         if out is None:
@@ -245,7 +246,7 @@ def test_scan(
         src = out.buffer if in_place else Buffer(inputs[rank].copy(), dtype)
         src.array[:] = inputs[rank]
         op = premul_sum(0.5**rank) if name == "premul_sum" else ops.get(name, as_op("sum"))
-        backend.plan(Request("scan", op=op))(src, out.buffer, TIMEOUT)
+        backend.plan(Request("scan", op=op))(src, out.buffer, Deadline(TIMEOUT))
         if not in_place:
             same(src.array, inputs[rank])
         return out.checked()
@@ -278,7 +279,7 @@ def test_all_ranks_get_the_same_bits(regime: str, ordered: bool) -> None:
         x = np.random.default_rng(backend.rank).standard_normal(1001).astype(np.float32)
         dst = Buffer.empty(1001, FLOAT32)
         request = Request("all_reduce", op=as_op("sum"), ordered=ordered)
-        backend.plan(request)(Buffer(x, FLOAT32), dst, TIMEOUT)
+        backend.plan(request)(Buffer(x, FLOAT32), dst, Deadline(TIMEOUT))
         return dst.array.tobytes()
 
     with in_regime(regime):

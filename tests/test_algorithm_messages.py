@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from collective.algorithms import binomial, pieces
 from collective.algorithms.messages import COLLECTIVE_TAG
 from collective.contract.backend import Backend
+from collective.deadline import Deadline
 from collective.errors import (
     CollectiveTimeoutError,
     CommunicatorAbortedError,
@@ -52,7 +53,7 @@ def test_shift(kind: type[Backend], tag: int, shift: tuple[int, int]) -> None:
     def body(backend: Backend) -> int:
         to, source = (backend.rank + distance) % size, (backend.rank - distance) % size
         got = number(-1)
-        backend.sendrecv(number(backend.rank), to, got, source, tag, TIMEOUT)
+        backend.sendrecv(number(backend.rank), to, got, source, tag, Deadline(TIMEOUT))
         return int(got.array[0])
 
     assert run(size, body, kind) == [(rank - distance) % size for rank in range(size)]
@@ -65,7 +66,12 @@ def test_any_permutation_passes_a_send_that_waits(targets: Sequence[int]) -> Non
         got = number(-1)
         source = targets.index(backend.rank)
         backend.sendrecv(
-            number(backend.rank), targets[backend.rank], got, source, COLLECTIVE_TAG, TIMEOUT
+            number(backend.rank),
+            targets[backend.rank],
+            got,
+            source,
+            COLLECTIVE_TAG,
+            Deadline(TIMEOUT),
         )
         return int(got.array[0])
 
@@ -80,11 +86,11 @@ def test_sendrecv_meets_a_send_and_a_recv(kind: type[Backend], first: str, rank:
     def body(backend: Backend) -> int:
         peer, got = 1 - backend.rank, number(-1)
         calls: dict[str, Callable[[], Any]] = {
-            "send": lambda: backend.send(number(backend.rank), peer, 3, TIMEOUT),
-            "recv": lambda: backend.recv(got, peer, 3, TIMEOUT),
+            "send": lambda: backend.send(number(backend.rank), peer, 3, Deadline(TIMEOUT)),
+            "recv": lambda: backend.recv(got, peer, 3, Deadline(TIMEOUT)),
         }
         if backend.rank == rank:
-            backend.sendrecv(number(backend.rank), peer, got, peer, 3, TIMEOUT)
+            backend.sendrecv(number(backend.rank), peer, got, peer, 3, Deadline(TIMEOUT))
         else:
             for name in sorted(calls, reverse=first == "send"):
                 calls[name]()
@@ -97,17 +103,19 @@ def test_sendrecv_meets_a_send_and_a_recv(kind: type[Backend], first: str, rank:
 def test_half_an_exchange_with_oneself_is_refused(to: int, source: int) -> None:
     backend = connect_all(2)[0]
     with pytest.raises(RankError, match=r"to rank \d, from rank \d; .* \[rank 0 of 2\]"):
-        backend.sendrecv(number(1), to, number(2), source, 0, TIMEOUT)
+        backend.sendrecv(number(1), to, number(2), source, 0, Deadline(TIMEOUT))
 
 
 def test_sendrecv_raises_what_its_send_raised() -> None:
     class Broken(Loopback):
-        def send(self, src: Buffer, dst: int, tag: int, timeout: float) -> None:
-            super().send(src, dst, tag, timeout)
+        def send(self, src: Buffer, dst: int, tag: int, deadline: Deadline) -> None:
+            super().send(src, dst, tag, deadline)
             raise OSError("the cable is unplugged")
 
     def body(backend: Backend) -> None:
-        backend.sendrecv(number(0), 1 - backend.rank, number(0), 1 - backend.rank, 5, TIMEOUT)
+        backend.sendrecv(
+            number(0), 1 - backend.rank, number(0), 1 - backend.rank, 5, Deadline(TIMEOUT)
+        )
 
     with pytest.raises(OSError, match="unplugged"):
         run(2, body, Broken)
@@ -119,7 +127,7 @@ def test_sendrecv_raises_what_its_send_raised() -> None:
 @kinds
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 def test_equal_calls_agree(kind: type[Backend], size: int) -> None:
-    run(size, lambda b: b.agree(Request("reduce", root=1), TIMEOUT), kind)
+    run(size, lambda b: b.agree(Request("reduce", root=1), Deadline(TIMEOUT)), kind)
 
 
 @kinds
@@ -128,9 +136,9 @@ def test_every_rank_learns_all_calls_and_goes_on(kind: type[Backend], odd: int) 
     def body(backend: Backend) -> tuple[list[Any], int]:
         call = Request("reduce", INT64, (3,), root=7 if backend.rank == odd else 1)
         with pytest.raises(Disagreement) as caught:
-            backend.agree(call, TIMEOUT)
+            backend.agree(call, Deadline(TIMEOUT))
         total = number(0)
-        backend.plan(ADDING)(number(1), total, TIMEOUT)
+        backend.plan(ADDING)(number(1), total, Deadline(TIMEOUT))
         return [header["options"]["root"] for header in caught.value.headers], int(total.array[0])
 
     roots = [7 if rank == odd else 1 for rank in range(4)]
@@ -139,7 +147,7 @@ def test_every_rank_learns_all_calls_and_goes_on(kind: type[Backend], odd: int) 
 
 # -- deadlines ----------------------------------------------------------------------
 
-COLLECTIVES: dict[str, Callable[[Backend, float], Any]] = {
+COLLECTIVES: dict[str, Callable[[Backend, Deadline], Any]] = {
     "barrier": lambda b, t: b.plan(BARRIER)(None, None, t),
     "broadcast": lambda b, t: b.plan(Request("broadcast", root=2))(*[number(1)] * 2, t),
     "all_reduce": lambda b, t: b.plan(ADDING)(number(1), number(0), t),
@@ -159,27 +167,42 @@ def test_nobody_waits_past_the_deadline_for_an_absent_rank(kind: type[Backend], 
         start = time.monotonic()
         if backend.rank != 2:
             with pytest.raises((CollectiveTimeoutError, CommunicatorAbortedError)):
-                COLLECTIVES[name](backend, 0.15)
+                COLLECTIVES[name](backend, Deadline(0.15))
         ended.wait(5)
         return time.monotonic() - start
 
     assert max(run(3, body, kind)) < 1.0
 
 
-def test_one_deadline_holds_for_all_messages_of_a_call() -> None:
-    timeouts: list[float] = []
+def test_every_message_of_a_call_has_its_deadline() -> None:
+    class Noting(Loopback):
+        deadlines: list[Deadline]
 
-    class Slow(Loopback):
         def sendrecv(self, *args: Any) -> None:
-            timeouts.append(args[-1])
-            time.sleep(0.02)
+            self.__dict__.setdefault("deadlines", []).append(args[-1])
             super().sendrecv(*args)
 
-    run(2, lambda b: b.plan(BARRIER)(None, None, 5.0), Slow)
-    run(8, lambda b: b.plan(BARRIER)(None, None, 5.0 if b.rank else 7.0), Slow)
-    of_rank_0 = [t for t in timeouts if t > 5.0]
-    assert len(of_rank_0) == 3
-    assert of_rank_0[0] - of_rank_0[2] > 0.03
+    def body(backend: Backend) -> None:
+        deadline = Deadline(TIMEOUT)
+        backend.plan(BARRIER)(None, None, deadline)
+        deadlines = backend.__dict__["deadlines"]
+        assert len(deadlines) == 3
+        assert all(each is deadline for each in deadlines)
+
+    run(8, body, Noting)
+
+
+def test_a_message_after_the_deadline_is_received_if_it_has_come() -> None:
+    def body(backend: Backend) -> int:
+        if backend.rank == 0:
+            backend.send(number(7), 1, 0, Deadline(TIMEOUT))
+        backend.plan(BARRIER)(None, None, Deadline(TIMEOUT))
+        got = number(0)
+        if backend.rank == 1:
+            backend.recv(got, 0, 0, Deadline(0.0))
+        return int(got.array[0])
+
+    assert run(2, body) == [0, 7]
 
 
 # -- rounds, bytes and scratch --------------------------------------------------------
@@ -190,9 +213,9 @@ class Counting(Rendezvous):
 
     sent: list[int]
 
-    def send(self, src: Buffer, dst: int, tag: int, timeout: float) -> None:
+    def send(self, src: Buffer, dst: int, tag: int, deadline: Deadline) -> None:
         self.__dict__.setdefault("sent", []).append(src.nbytes)
-        super().send(src, dst, tag, timeout)
+        super().send(src, dst, tag, deadline)
 
 
 def sent(size: int, body: Callable[[Backend], Any]) -> list[list[int]]:
@@ -217,7 +240,7 @@ def call(operation: str, count: int, ordered: bool = False) -> Callable[[Backend
         }
         op = SUM if operation in ("all_reduce", "reduce") else None
         request = Request(operation, op=op, ordered=ordered, root=0, elements=even)
-        b.plan(request)(*buffers.get(operation, (x, y)), TIMEOUT)
+        b.plan(request)(*buffers.get(operation, (x, y)), Deadline(TIMEOUT))
 
     return body
 
@@ -254,7 +277,7 @@ def test_scratch_of_a_long_all_reduce_does_not_grow_with_it(ordered: bool) -> No
 
     def body(backend: Backend) -> None:
         src, dst = data[backend.rank]
-        backend.plan(Request("all_reduce", op=SUM, ordered=ordered))(src, dst, TIMEOUT)
+        backend.plan(Request("all_reduce", op=SUM, ordered=ordered))(src, dst, Deadline(TIMEOUT))
 
     tracemalloc.start()
     try:

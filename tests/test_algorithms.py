@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from collective.contract.backend import Backend
+from collective.deadline import Deadline
 from collective.memory.buffer import Buffer
 from collective.request import Request
 from tests.algorithm_cases import (
@@ -44,7 +45,7 @@ def test_barrier_holds_everybody_until_the_last_has_come(kind: type[Backend], si
 
     def body(backend: Backend) -> int:
         inside.append(backend.rank)
-        backend.plan(Request("barrier"))(None, None, TIMEOUT)
+        backend.plan(Request("barrier"))(None, None, Deadline(TIMEOUT))
         return len(inside)
 
     assert run(size, body, kind) == [size] * size
@@ -59,7 +60,7 @@ def test_broadcast(kind: type[Backend], regime: str, count: int, size: int, root
         out = Output(count, INT64)
         if backend.rank == root:
             out.buffer.array[:] = np.arange(count) * 3
-        backend.plan(Request("broadcast", root=root))(out.buffer, out.buffer, TIMEOUT)
+        backend.plan(Request("broadcast", root=root))(out.buffer, out.buffer, Deadline(TIMEOUT))
         return out.checked()
 
     with in_regime(regime):
@@ -90,10 +91,10 @@ def check_gather(
         if root is None:
             assert out is not None
             request = Request("all_gather", elements=counts)
-            backend.plan(request)(src, out.buffer, TIMEOUT)
+            backend.plan(request)(src, out.buffer, Deadline(TIMEOUT))
         else:
             request = Request("gather", root=root, elements=counts)
-            backend.plan(request)(src, None if out is None else out.buffer, TIMEOUT)
+            backend.plan(request)(src, None if out is None else out.buffer, Deadline(TIMEOUT))
         same(src.array, mine[rank])
         return None if out is None else out.checked()
 
@@ -111,7 +112,7 @@ def check_scatter(kind: type[Backend], counts: list[int], root: int) -> None:
         src = Buffer(whole.copy(), INT64) if backend.rank == root else None
         out = Output(counts[backend.rank], INT64)
         request = Request("scatter", root=root, elements=counts)
-        backend.plan(request)(src, out.buffer, TIMEOUT)
+        backend.plan(request)(src, out.buffer, Deadline(TIMEOUT))
         if src is not None:
             same(src.array, whole)
         return out.checked()
@@ -132,7 +133,7 @@ def check_all_to_all(kind: type[Backend], table: list[list[int]]) -> None:
         src = Buffer(np.concatenate(pieces_of(rank)), INT64)
         out = Output(sum(arriving), INT64)
         request = Request("all_to_all", elements=table[rank], incoming=arriving)
-        backend.plan(request)(src, out.buffer, TIMEOUT)
+        backend.plan(request)(src, out.buffer, Deadline(TIMEOUT))
         same(src.array, np.concatenate(pieces_of(rank)))
         return out.checked()
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from collective.contract.decision import Decision, Note
+from collective.deadline import Deadline
 from collective.errors import CollectiveTimeoutError, RendezvousError, UnsupportedError
 from collective.start.memory_store import MemoryStore
 
@@ -30,7 +31,7 @@ def decide(
     each: Decision, note: Note | None = None, *, grace: float | None = FAR_S,
     timeout: float = FAR_S,
 ) -> Any:  # fmt: skip
-    return each.made(note or {}, members, grace=grace, timeout=timeout)
+    return each.made(note or {}, members, grace=grace, deadline=Deadline(timeout))
 
 
 def together(*calls: Callable[[], Any]) -> list[Any]:
@@ -123,7 +124,9 @@ def test_what_others_write_when_they_have_the_verdict_is_no_note() -> None:
     def conclude(notes: Mapping[int, Note], lost: Set[int]) -> Any:
         pytest.fail(f"concluded of {notes}")
 
-    assert decision(Overtaken(), 0, 2).made({}, conclude, grace=FAR_S, timeout=FAR_S) == [1]
+    assert decision(Overtaken(), 0, 2).made(
+        {}, conclude, grace=FAR_S, deadline=Deadline(FAR_S)
+    ) == [1]
 
 
 def test_a_store_that_cannot_is_told() -> None:

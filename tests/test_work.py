@@ -10,6 +10,7 @@ import weakref
 import pytest
 
 from collective.contract.work import Lane, Work
+from collective.deadline import Deadline
 from collective.errors import CollectiveError, CollectiveTimeoutError
 from collective.request import in_thread
 
@@ -18,7 +19,7 @@ from collective.request import in_thread
 def lane():
     made = Lane("a-lane")
     yield made
-    made.close(5.0)
+    made.close(Deadline(5.0))
 
 
 def _threads() -> list[threading.Thread]:
@@ -71,9 +72,9 @@ def test_a_lane_is_busy_until_all_is_done(lane):
     go = threading.Event()
     works = [lane.submit("first", go.wait), lane.submit("second", lambda: None)]
     assert not lane.idle
-    assert not lane.drain(0.05)
+    assert not lane.drain(Deadline(0.05))
     go.set()
-    assert lane.drain(5)
+    assert lane.drain(Deadline(5))
     assert all(work.done() for work in works)
     assert lane.idle
 
@@ -86,7 +87,7 @@ def test_a_lane_is_not_idle_until_its_last_work_is_over(lane):
     go.set()
     work.wait()
     assert (idle, queued) == (False, 1)
-    lane.drain(5.0)
+    lane.drain(Deadline(5.0))
     assert lane.idle
 
 
@@ -101,17 +102,17 @@ def test_a_lane_has_one_thread_and_only_when_it_is_used(lane):
 def test_a_closed_lane_leaves_no_thread():
     lane = Lane("a-lane")
     work = lane.submit("slow", lambda: time.sleep(0.05))
-    lane.close(5.0)
+    lane.close(Deadline(5.0))
     assert work.done()
     assert _threads() == []
-    lane.close(5.0)
+    lane.close(Deadline(5.0))
 
 
 def test_closing_a_lane_that_hangs_waits_as_long_as_it_is_told():
     lane, go = Lane("a-lane"), threading.Event()
     lane.submit("hangs", go.wait)
     began = time.monotonic()
-    lane.close(0.1)
+    lane.close(Deadline(0.1))
     assert time.monotonic() - began >= 0.1
     go.set()
     for thread in _threads():
@@ -137,7 +138,7 @@ def test_a_lane_keeps_nothing_of_what_it_ran(lane):
     gone = weakref.ref(array)
     lane.submit("x", lambda array=array: None).wait()
     del array
-    lane.drain(5)
+    lane.drain(Deadline(5))
     gc.collect()
     assert gone() is None
 
@@ -151,7 +152,7 @@ def test_a_lane_that_ends_keeps_nothing_of_where_its_calls_came_from(lane):
     lane.submit("x", lambda: setattr(in_thread, "site", sites.pop())).wait()
     assert in_thread.site is None, "it is the lane's thread's"
     assert gone() is not None
-    lane.close(5.0)
+    lane.close(Deadline(5.0))
     assert gone() is None
 
 

@@ -14,6 +14,7 @@ from . import all_gather, pieces
 from .messages import Messages, PointToPoint
 
 if TYPE_CHECKING:
+    from collective.deadline import Deadline
     from collective.request import Request
 
 __all__ = ["agree"]
@@ -21,7 +22,7 @@ __all__ = ["agree"]
 _INT64, _UINT8 = BY_NAME["int64"], BY_NAME["uint8"]
 
 
-def agree(backend: PointToPoint, request: Request, timeout: float) -> None:
+def agree(backend: PointToPoint, request: Request, deadline: Deadline) -> None:
     """Compare ``request`` with the other ranks'.
 
     One all-gather of 8 bytes a rank. Only if they differ the descriptions travel; since
@@ -30,7 +31,7 @@ def agree(backend: PointToPoint, request: Request, timeout: float) -> None:
     Raises:
         Disagreement: on every rank, with all headers.
     """
-    messages = Messages(backend, timeout)
+    messages = Messages(backend, deadline)
     if bool((_collect(messages, request.digest) == request.digest).all()):
         return
     header = request.header()

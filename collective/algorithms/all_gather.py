@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from collective.deadline import Deadline
 from collective.memory.buffer import Buffer
 
 from . import costs, pieces
@@ -13,13 +14,13 @@ __all__ = ["all_gather", "collect", "ring"]
 
 
 def all_gather(
-    backend: PointToPoint, src: Buffer, dst: Buffer, counts: Sequence[int], timeout: float
+    backend: PointToPoint, src: Buffer, dst: Buffer, counts: Sequence[int], deadline: Deadline
 ) -> None:
     """Concatenate the ranks' ``src``, of ``counts[rank]`` elements, in every ``dst``.
 
     ``src`` may be its own part of ``dst``. See :func:`collect`.
     """
-    collect(Messages(backend, timeout), src, dst, counts)
+    collect(Messages(backend, deadline), src, dst, counts)
 
 
 def collect(messages: Messages, src: Buffer, dst: Buffer, counts: Sequence[int]) -> None:

@@ -13,6 +13,7 @@ from .folds import Folding
 from .messages import Messages, PointToPoint
 
 if TYPE_CHECKING:
+    from collective.deadline import Deadline
     from collective.ops import ReduceOp
 
 __all__ = ["all_reduce"]
@@ -20,7 +21,7 @@ __all__ = ["all_reduce"]
 
 @np.errstate(all="ignore")
 def all_reduce(
-    backend: PointToPoint, src: Buffer, dst: Buffer, op: ReduceOp, ordered: bool, timeout: float
+    backend: PointToPoint, src: Buffer, dst: Buffer, op: ReduceOp, ordered: bool, deadline: Deadline
 ) -> None:
     """Fold the ranks' ``src`` into every rank's ``dst``, the same bits on all of them.
 
@@ -30,7 +31,7 @@ def all_reduce(
     Operations" (2004), with the exchanges of Thakur, Rabenseifner & Gropp (2005) for any
     number of ranks.
     """
-    messages = Messages(backend, timeout)
+    messages = Messages(backend, deadline)
     size = messages.size
     folding = Folding(op, src.dtype, size)
     # Of two ranks there is one fold only; with more, doubling would fold pairs of pairs.

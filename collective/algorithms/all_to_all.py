@@ -9,6 +9,7 @@ from . import pieces
 from .messages import Messages, PointToPoint
 
 if TYPE_CHECKING:
+    from collective.deadline import Deadline
     from collective.memory.buffer import Buffer
 
 __all__ = ["all_to_all"]
@@ -20,7 +21,7 @@ def all_to_all(
     dst: Buffer,
     send_counts: Sequence[int],
     recv_counts: Sequence[int],
-    timeout: float,
+    deadline: Deadline,
 ) -> None:
     """Send piece ``j`` of ``src`` to rank ``j``; concatenate what arrives in ``dst``.
 
@@ -29,7 +30,7 @@ def all_to_all(
     Collective Communication Operations in MPICH" (2005), section 4.3. A rank knows only
     its own counts, so there is no choosing by size.
     """
-    messages = Messages(backend, timeout)
+    messages = Messages(backend, deadline)
     rank, size = messages.rank, messages.size
     outs, intos = pieces.cut(src, send_counts), pieces.cut(dst, recv_counts)
     pieces.copy(outs[rank], intos[rank])

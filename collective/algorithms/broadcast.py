@@ -8,12 +8,13 @@ from . import all_gather, binomial, costs, pieces
 from .messages import Messages, PointToPoint
 
 if TYPE_CHECKING:
+    from collective.deadline import Deadline
     from collective.memory.buffer import Buffer
 
 __all__ = ["broadcast"]
 
 
-def broadcast(backend: PointToPoint, buffer: Buffer, root: int, timeout: float) -> None:
+def broadcast(backend: PointToPoint, buffer: Buffer, root: int, deadline: Deadline) -> None:
     """Copy ``buffer`` of ``root`` into ``buffer`` of every other rank.
 
     Short messages go down a binomial tree. Long ones are scattered down the tree and
@@ -21,7 +22,7 @@ def broadcast(backend: PointToPoint, buffer: Buffer, root: int, timeout: float) 
     van de Geijn's algorithm, in Thakur, Rabenseifner & Gropp, "Optimization of Collective
     Communication Operations in MPICH" (2005), section 4.2.
     """
-    messages = Messages(backend, timeout)
+    messages = Messages(backend, deadline)
     if costs.tree_beats_ring(messages.size, buffer.nbytes):
         _tree(messages, buffer, root)
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from collective.deadline import Deadline
 from collective.memory.buffer import Buffer
 
 from . import binomial, costs, pieces
@@ -18,13 +19,13 @@ def gather(
     dst: Buffer | None,
     counts: Sequence[int],
     root: int,
-    timeout: float,
+    deadline: Deadline,
 ) -> None:
     """Concatenate the ranks' ``src``, of ``counts[rank]`` elements, in ``dst`` of ``root``.
 
     At the root ``src`` may be its own part of ``dst``. See :func:`collect`.
     """
-    collect(Messages(backend, timeout), src, dst, counts, root)
+    collect(Messages(backend, deadline), src, dst, counts, root)
 
 
 def collect(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    from collective.deadline import Deadline
     from collective.memory.buffer import Buffer
 
 __all__ = ["COLLECTIVE_TAG", "GROUP_TAG", "Messages", "PointToPoint"]
@@ -30,14 +30,14 @@ class PointToPoint(Protocol):
     rank: int
     size: int
 
-    def send(self, src: Buffer, dst: int, tag: int, timeout: float) -> object:
+    def send(self, src: Buffer, dst: int, tag: int, deadline: Deadline) -> object:
         """Send a buffer."""
 
-    def recv(self, dst: Buffer, src: int, tag: int, timeout: float) -> object:
+    def recv(self, dst: Buffer, src: int, tag: int, deadline: Deadline) -> object:
         """Receive a buffer."""
 
     def sendrecv(
-        self, src: Buffer, to: int, dst: Buffer, source: int, tag: int, timeout: float
+        self, src: Buffer, to: int, dst: Buffer, source: int, tag: int, deadline: Deadline
     ) -> object:
         """Send one and receive one, at once."""
 
@@ -52,33 +52,29 @@ class Messages:
         size: how many ranks there are.
     """
 
-    __slots__ = ("_backend", "_end", "rank", "size")
+    __slots__ = ("_backend", "_deadline", "rank", "size")
 
-    def __init__(self, backend: PointToPoint, timeout: float) -> None:
+    def __init__(self, backend: PointToPoint, deadline: Deadline) -> None:
         self._backend = backend
-        self._end = time.monotonic() + timeout
+        self._deadline = deadline
         self.rank = backend.rank
         self.size = backend.size
 
     def send(self, src: Buffer, dst: int) -> None:
         """Send ``src`` to rank ``dst``."""
         if src.count:
-            self._backend.send(src, dst, COLLECTIVE_TAG, self._left())
+            self._backend.send(src, dst, COLLECTIVE_TAG, self._deadline)
 
     def recv(self, dst: Buffer, src: int) -> None:
         """Receive ``dst`` from rank ``src``."""
         if dst.count:
-            self._backend.recv(dst, src, COLLECTIVE_TAG, self._left())
+            self._backend.recv(dst, src, COLLECTIVE_TAG, self._deadline)
 
     def exchange(self, src: Buffer, to: int, dst: Buffer, source: int) -> None:
         """Send ``src`` to rank ``to`` while receiving ``dst`` from rank ``source``."""
         if src.count and dst.count:
-            self._backend.sendrecv(src, to, dst, source, COLLECTIVE_TAG, self._left())
+            self._backend.sendrecv(src, to, dst, source, COLLECTIVE_TAG, self._deadline)
         else:
             # One of them is nothing, which neither side sends: nobody waits for two.
             self.send(src, to)
             self.recv(dst, source)
-
-    def _left(self) -> float:
-        """Return the seconds to the call's deadline."""
-        return max(0.0, self._end - time.monotonic())

@@ -13,6 +13,7 @@ from .folds import Folding
 from .messages import Messages, PointToPoint
 
 if TYPE_CHECKING:
+    from collective.deadline import Deadline
     from collective.ops import ReduceOp
 
 __all__ = ["reduce"]
@@ -26,7 +27,7 @@ def reduce(
     op: ReduceOp,
     root: int,
     ordered: bool,
-    timeout: float,
+    deadline: Deadline,
 ) -> None:
     """Fold the ranks' ``src`` into ``dst`` of ``root``; ``dst`` is None elsewhere.
 
@@ -35,7 +36,7 @@ def reduce(
     Rabenseifner, "Optimization of Collective Reduction Operations" (2004), with the
     exchanges of Thakur, Rabenseifner & Gropp (2005) for any number of ranks.
     """
-    messages = Messages(backend, timeout)
+    messages = Messages(backend, deadline)
     folding = Folding(op, src.dtype, messages.size)
     if ordered and messages.size > 2:
         if costs.whole_pays(src.nbytes):

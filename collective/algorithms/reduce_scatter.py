@@ -14,6 +14,7 @@ from .folds import Folding
 from .messages import Messages, PointToPoint
 
 if TYPE_CHECKING:
+    from collective.deadline import Deadline
     from collective.ops import ReduceOp
 
 __all__ = ["reduce_scatter"]
@@ -27,7 +28,7 @@ def reduce_scatter(
     counts: Sequence[int],
     op: ReduceOp,
     ordered: bool,
-    timeout: float,
+    deadline: Deadline,
 ) -> None:
     """Fold the ranks' ``src`` and leave elements ``counts[rank]`` of it in ``dst``.
 
@@ -35,7 +36,7 @@ def reduce_scatter(
     rank (:func:`folds.parts`). Short ones are folded whole by recursive doubling, or
     collected and folded in rank order if ``ordered``, in scratch of their size.
     """
-    messages = Messages(backend, timeout)
+    messages = Messages(backend, deadline)
     folding = Folding(op, src.dtype, messages.size)
     start = sum(counts[: messages.rank])
     stop = start + counts[messages.rank]

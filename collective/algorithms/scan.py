@@ -13,13 +13,14 @@ from .folds import Folding
 from .messages import Messages, PointToPoint
 
 if TYPE_CHECKING:
+    from collective.deadline import Deadline
     from collective.ops import ReduceOp
 
 __all__ = ["scan"]
 
 
 @np.errstate(all="ignore")
-def scan(backend: PointToPoint, src: Buffer, dst: Buffer, op: ReduceOp, timeout: float) -> None:
+def scan(backend: PointToPoint, src: Buffer, dst: Buffer, op: ReduceOp, deadline: Deadline) -> None:
     """Fold ``src`` of ranks 0 to this one, ``((x0 op x1) op x2) op …``, into ``dst``.
 
     Short arrays are collected everywhere and folded in place. Long ones pass from rank to
@@ -27,7 +28,7 @@ def scan(backend: PointToPoint, src: Buffer, dst: Buffer, op: ReduceOp, timeout:
     doubling (Hillis & Steele, "Data Parallel Algorithms", 1986) would carry them
     log2(size) times, and fold in another order.
     """
-    messages = Messages(backend, timeout)
+    messages = Messages(backend, deadline)
     folding = Folding(op, src.dtype, messages.rank + 1)
     if costs.whole_pays(src.nbytes):
         values = folds.collected(messages, folding, src)[: messages.rank + 1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from collective.deadline import Deadline
 from collective.memory.buffer import Buffer
 
 from . import binomial, costs, pieces
@@ -18,7 +19,7 @@ def scatter(
     dst: Buffer,
     counts: Sequence[int],
     root: int,
-    timeout: float,
+    deadline: Deadline,
 ) -> None:
     """Cut ``src`` of ``root`` into ``counts`` and leave piece ``rank`` in ``dst``.
 
@@ -26,7 +27,7 @@ def scatter(
     tree, in scratch of a subtree's size (Thakur, Rabenseifner & Gropp 2005, section 4);
     of long ones the root sends each rank its piece.
     """
-    messages = Messages(backend, timeout)
+    messages = Messages(backend, deadline)
     if costs.forwarding_pays(messages.size, sum(counts) * dst.dtype.itemsize):
         _tree(messages, src, dst, counts, root)
     else:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from typing import TYPE_CHECKING
 
 from collective.errors import RankError
@@ -12,13 +11,20 @@ from . import pieces
 from .messages import COLLECTIVE_TAG, PointToPoint
 
 if TYPE_CHECKING:
+    from collective.deadline import Deadline
     from collective.memory.buffer import Buffer
 
 __all__ = ["sendrecv"]
 
 
 def sendrecv(
-    backend: PointToPoint, src: Buffer, to: int, dst: Buffer, source: int, tag: int, timeout: float
+    backend: PointToPoint,
+    src: Buffer,
+    to: int,
+    dst: Buffer,
+    source: int,
+    tag: int,
+    deadline: Deadline,
 ) -> None:
     """Send ``src`` to rank ``to`` and receive ``dst`` from rank ``source``.
 
@@ -39,13 +45,13 @@ def sendrecv(
             )
         pieces.copy(src, dst)
     elif tag == COLLECTIVE_TAG:
-        _in_turn(backend, src, to, dst, source, timeout)
+        _in_turn(backend, src, to, dst, source, deadline)
     else:
-        _at_once(backend, src, to, dst, source, tag, timeout)
+        _at_once(backend, src, to, dst, source, tag, deadline)
 
 
 def _in_turn(
-    backend: PointToPoint, src: Buffer, to: int, dst: Buffer, source: int, timeout: float
+    backend: PointToPoint, src: Buffer, to: int, dst: Buffer, source: int, deadline: Deadline
 ) -> None:
     """Send first or receive first, so that no circle of ranks does the same.
 
@@ -54,31 +60,36 @@ def _in_turn(
     shifts that algorithms use (to rank + d, from rank - d) neighbours differ in the
     lowest bit of d, so they alternate and a message waits for two others at most.
     """
-    end = time.monotonic() + timeout
     differ = backend.rank ^ to
     if backend.rank & differ & -differ:
-        backend.recv(dst, source, COLLECTIVE_TAG, timeout)
-        backend.send(src, to, COLLECTIVE_TAG, max(0.0, end - time.monotonic()))
+        backend.recv(dst, source, COLLECTIVE_TAG, deadline)
+        backend.send(src, to, COLLECTIVE_TAG, deadline)
     else:
-        backend.send(src, to, COLLECTIVE_TAG, timeout)
-        backend.recv(dst, source, COLLECTIVE_TAG, max(0.0, end - time.monotonic()))
+        backend.send(src, to, COLLECTIVE_TAG, deadline)
+        backend.recv(dst, source, COLLECTIVE_TAG, deadline)
 
 
 def _at_once(
-    backend: PointToPoint, src: Buffer, to: int, dst: Buffer, source: int, tag: int, timeout: float
+    backend: PointToPoint,
+    src: Buffer,
+    to: int,
+    dst: Buffer,
+    source: int,
+    tag: int,
+    deadline: Deadline,
 ) -> None:
     failures: list[BaseException] = []
 
     def send() -> None:
         try:
-            backend.send(src, to, tag, timeout)
+            backend.send(src, to, tag, deadline)
         except BaseException as error:  # raised below, in the caller's thread
             failures.append(error)
 
     sender = threading.Thread(target=send, name="collective-sendrecv", daemon=True)
     sender.start()
     # Where this raises the transport is broken, and the send ends by itself.
-    backend.recv(dst, source, tag, timeout)
+    backend.recv(dst, source, tag, deadline)
     sender.join()
     if failures:
         raise failures[0]

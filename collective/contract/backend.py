@@ -19,10 +19,11 @@ Rules for every method:
 * Collective methods are called in one order on all ranks, by one thread at a time.
   ``send`` and ``recv`` may run in other threads meanwhile, and never get mixed up with
   the messages of a collective.
-* ``timeout`` is in seconds from the call. When it passes, the method raises
-  ``CollectiveTimeoutError``, which says "timed out" and names the ranks that did not
-  come (:meth:`Failure.timed_out`). The transport is broken from then on for every rank,
-  since nobody can know what those ranks will still send: later calls raise
+* ``deadline`` is the call's :class:`~collective.deadline.Deadline`, which all its steps share. A
+  method that waits first looks once whether what it waits for is there, also after the
+  deadline. Then it raises ``CollectiveTimeoutError``, which says "timed out" and names the
+  ranks that did not come (:meth:`Failure.timed_out`). The transport is broken from then on for
+  every rank, since nobody can know what those ranks will still send: later calls raise
   ``CommunicatorAbortedError``.
 * A peer that is gone raises ``PeerLostError``; a peer that aborted, the error that
   its :class:`Failure` asks for. Nothing waits for ever.
@@ -61,6 +62,7 @@ from collective.algorithms import (
     sendrecv,
 )
 from collective.algorithms.messages import COLLECTIVE_TAG
+from collective.deadline import Deadline
 from collective.errors import AllocationError
 from collective.memory.buffer import Buffer
 from collective.memory.dtypes import BY_NAME
@@ -89,12 +91,13 @@ __all__ = ["ANY_SOURCE", "COLLECTIVE_TAG", "Backend", "Group", "Note", "Plan"]
 #: calls of a circle, each a name and a number, and the text that tells of it; or None.
 Note = Mapping[str, Any]
 
-#: What makes a request: takes its input, where the result goes, and seconds; see
+#: What makes a request: takes its input, where the result goes, and a deadline; see
 #: :meth:`Backend.plan`. One that returns when all is done may have a method ``plain`` as well, of
 #: NumPy's arrays in the place of buffers, contiguous and aligned, of the request's dtype and shape:
 #: with it the native core makes plain calls, for which no buffers are made then. The arrays are
-#: apart, or the same memory, as the operation allows it.
-Plan = Callable[[Any, Any, float], "Work[Any] | None"]
+#: apart, or the same memory, as the operation allows it. ``plain`` takes the seconds that the call
+#: may take in the place of a deadline, which it makes of them (:meth:`Deadline.of`) if it waits.
+Plan = Callable[[Any, Any, Deadline], "Work[Any] | None"]
 
 #: As ``src`` of a receive: whoever sends first.
 ANY_SOURCE = -1
@@ -131,7 +134,7 @@ class Backend(ABC):
 
     @classmethod
     @abstractmethod
-    def connect(cls, world: World, timeout: float) -> Self:
+    def connect(cls, world: World, deadline: Deadline) -> Self:
         """Join the other ranks of ``world`` and return the connected transport.
 
         Constructors open nothing; this does. On failure it leaves nothing behind: no
@@ -139,11 +142,11 @@ class Backend(ABC):
 
         Raises:
             BackendUnavailableError: a library is missing; with the install command.
-            RendezvousError: ranks did not arrive within ``timeout``; names them.
+            RendezvousError: ranks did not arrive before the deadline; names them.
         """
 
     @abstractmethod
-    def send(self, src: Buffer, dst: int, tag: int, timeout: float) -> None:
+    def send(self, src: Buffer, dst: int, tag: int, deadline: Deadline) -> None:
         """Send ``src`` to rank ``dst``; return when ``src`` may be changed.
 
         Messages between two ranks with one tag arrive in the order they were sent. It
@@ -152,7 +155,7 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def recv(self, dst: Buffer, src: int, tag: int, timeout: float) -> int:
+    def recv(self, dst: Buffer, src: int, tag: int, deadline: Deadline) -> int:
         """Receive exactly ``dst.nbytes`` bytes from rank ``src``; return the source's rank.
 
         The sender's message has the same length: higher layers see to that. ``src`` may
@@ -199,7 +202,7 @@ class Backend(ABC):
         """
         return store
 
-    def reconnect(self, world: World, timeout: float) -> Backend:
+    def reconnect(self, world: World, deadline: Deadline) -> Backend:
         """Return a transport of this kind among the ranks that are left, with nothing of this one.
 
         Called by all of ``world``, where they are numbered anew, while this one is still open: it
@@ -211,7 +214,7 @@ class Backend(ABC):
         Raises:
             RendezvousError: as :meth:`connect`.
         """
-        return type(self).connect(world, timeout)
+        return type(self).connect(world, deadline)
 
     def observe(self, recorder: Recorder) -> None:  # noqa: B027  an offer, not a duty
         """Be told where the communicator over this transport records its calls.
@@ -236,24 +239,24 @@ class Backend(ABC):
     # -- over send and recv, unless overridden ---------------------------------------
 
     def sendrecv(
-        self, src: Buffer, to: int, dst: Buffer, source: int, tag: int, timeout: float
+        self, src: Buffer, to: int, dst: Buffer, source: int, tag: int, deadline: Deadline
     ) -> None:
         """Send ``src`` to rank ``to`` and receive ``dst`` from rank ``source``, at once.
 
         Neither waits for the other; a rank may exchange with itself. What it sends may
         also meet a plain ``recv``, and the other way round.
         """
-        sendrecv.sendrecv(self, src, to, dst, source, tag, timeout)
+        sendrecv.sendrecv(self, src, to, dst, source, tag, deadline)
 
-    def agree(self, request: Request, timeout: float) -> None:
+    def agree(self, request: Request, deadline: Deadline) -> None:
         """Compare ``request`` with the other ranks'.
 
         Raises:
             Disagreement: the digests differ; on every rank, with all headers.
         """
-        agreement.agree(self, request, timeout)
+        agreement.agree(self, request, deadline)
 
-    def lacking(self, lacks: bool, request: Request, timeout: float) -> list[int]:
+    def lacking(self, lacks: bool, request: Request, deadline: Deadline) -> list[int]:
         """Tell all ranks whether this one lacks memory for ``request``; return those that do.
 
         The same on every rank. An ``all_gather`` carries it, and compares the calls where it does.
@@ -261,13 +264,13 @@ class Backend(ABC):
         mine = Buffer(np.array([lacks], np.uint8), BY_NAME["uint8"])
         every = Buffer.empty(self.size, BY_NAME["uint8"])
         collecting = self.plan(request.step(-1, "all_gather", elements=[1] * self.size))
-        work = collecting(mine, every, timeout)
+        work = collecting(mine, every, deadline)
         if work is not None:
             work.wait()
         return [rank for rank, lacks in enumerate(every.array) if lacks]
 
     def plan(self, request: Request) -> Plan:
-        """Return what makes ``request``: a function of two buffers and the seconds it may take.
+        """Return what makes ``request``: a function of two buffers and a deadline.
 
         It is kept and called again whenever the same is asked for, so what can be found out
         about a call is found out here. By default it is the method of that name, which follow.
@@ -275,77 +278,81 @@ class Backend(ABC):
         """
         return functools.partial(getattr(self, request.operation), request)
 
-    def barrier(self, request: Request, src: None, dst: None, timeout: float) -> Work[Any] | None:
+    def barrier(
+        self, request: Request, src: None, dst: None, deadline: Deadline
+    ) -> Work[Any] | None:
         """Return when every rank has called it."""
-        barrier.barrier(self, timeout)
+        barrier.barrier(self, deadline)
         return None
 
     def broadcast(
-        self, request: Request, src: Buffer, dst: Buffer, timeout: float
+        self, request: Request, src: Buffer, dst: Buffer, deadline: Deadline
     ) -> Work[Any] | None:
         """Copy ``src`` of ``request.root`` into ``dst`` of every other rank.
 
         On each rank the two are one buffer.
         """
-        broadcast.broadcast(self, dst, request.root, timeout)
+        broadcast.broadcast(self, dst, request.root, deadline)
         return None
 
     def reduce(
-        self, request: Request, src: Buffer, dst: Buffer | None, timeout: float
+        self, request: Request, src: Buffer, dst: Buffer | None, deadline: Deadline
     ) -> Work[Any] | None:
         """Fold the ranks' ``src`` into ``dst`` of ``request.root``; ``dst`` is None elsewhere."""
-        reduce.reduce(self, src, dst, request.op, request.root, request.ordered, timeout)
+        reduce.reduce(self, src, dst, request.op, request.root, request.ordered, deadline)
         return None
 
     def all_reduce(
-        self, request: Request, src: Buffer, dst: Buffer, timeout: float
+        self, request: Request, src: Buffer, dst: Buffer, deadline: Deadline
     ) -> Work[Any] | None:
         """Fold the ranks' ``src`` into every rank's ``dst``."""
-        all_reduce.all_reduce(self, src, dst, request.op, request.ordered, timeout)
+        all_reduce.all_reduce(self, src, dst, request.op, request.ordered, deadline)
         return None
 
     def reduce_scatter(
-        self, request: Request, src: Buffer, dst: Buffer, timeout: float
+        self, request: Request, src: Buffer, dst: Buffer, deadline: Deadline
     ) -> Work[Any] | None:
         """Fold the ranks' ``src`` and leave ``request.elements[rank]`` elements of it in ``dst``.
 
         ``src`` holds all of them, rank 0's piece first.
         """
         counts, ordered = request.elements, request.ordered
-        reduce_scatter.reduce_scatter(self, src, dst, counts, request.op, ordered, timeout)
+        reduce_scatter.reduce_scatter(self, src, dst, counts, request.op, ordered, deadline)
         return None
 
-    def scan(self, request: Request, src: Buffer, dst: Buffer, timeout: float) -> Work[Any] | None:
+    def scan(
+        self, request: Request, src: Buffer, dst: Buffer, deadline: Deadline
+    ) -> Work[Any] | None:
         """Fold ``src`` of ranks 0 to this one, in rank order, into ``dst`` (inclusive)."""
-        scan.scan(self, src, dst, request.op, timeout)
+        scan.scan(self, src, dst, request.op, deadline)
         return None
 
     def scatter(
-        self, request: Request, src: Buffer | None, dst: Buffer, timeout: float
+        self, request: Request, src: Buffer | None, dst: Buffer, deadline: Deadline
     ) -> Work[Any] | None:
         """Cut ``src`` of ``request.root`` into ``request.elements``; piece ``rank`` is ``dst``."""
-        scatter.scatter(self, src, dst, request.elements, request.root, timeout)
+        scatter.scatter(self, src, dst, request.elements, request.root, deadline)
         return None
 
     def gather(
-        self, request: Request, src: Buffer, dst: Buffer | None, timeout: float
+        self, request: Request, src: Buffer, dst: Buffer | None, deadline: Deadline
     ) -> Work[Any] | None:
         """Concatenate the ranks' ``src``, of ``request.elements``, in ``dst`` of the root."""
-        gather.gather(self, src, dst, request.elements, request.root, timeout)
+        gather.gather(self, src, dst, request.elements, request.root, deadline)
         return None
 
     def all_gather(
-        self, request: Request, src: Buffer, dst: Buffer, timeout: float
+        self, request: Request, src: Buffer, dst: Buffer, deadline: Deadline
     ) -> Work[Any] | None:
         """Concatenate the ranks' ``src``, of ``request.elements``, in every ``dst``.
 
         In place: ``src`` may be its own piece of ``dst``.
         """
-        all_gather.all_gather(self, src, dst, request.elements, timeout)
+        all_gather.all_gather(self, src, dst, request.elements, deadline)
         return None
 
     def all_to_all(
-        self, request: Request, src: Buffer, dst: Buffer, timeout: float
+        self, request: Request, src: Buffer, dst: Buffer, deadline: Deadline
     ) -> Work[Any] | None:
         """Send piece ``j`` of ``src`` to rank ``j``; concatenate what arrives in ``dst``.
 
@@ -353,10 +360,10 @@ class Backend(ABC):
         overlap. ``request`` has a shape only if all ranks have arrays of that shape and cut them
         alike.
         """
-        all_to_all.all_to_all(self, src, dst, request.elements, request.incoming, timeout)
+        all_to_all.all_to_all(self, src, dst, request.elements, request.incoming, deadline)
         return None
 
-    def group(self, ranks: Sequence[int], timeout: float) -> Backend:
+    def group(self, ranks: Sequence[int], deadline: Deadline) -> Backend:
         """Return a transport among ``ranks``, which become 0, 1, … in that order.
 
         Called by those ranks only, all of them, which have agreed on it; ``self.rank`` is one
@@ -369,7 +376,7 @@ class Backend(ABC):
         """Return how many file descriptors of this process a group among ``ranks`` takes."""
         return 0
 
-    def empty(self, nbytes: int, request: Request, timeout: float) -> np.ndarray[Any, Any]:
+    def empty(self, nbytes: int, request: Request, deadline: Deadline) -> np.ndarray[Any, Any]:
         """Return ``nbytes`` uninitialised bytes (uint8), allocated by all ranks together.
 
         Aligned to 64 bytes at least, and symmetric where the capabilities say so.
@@ -383,7 +390,7 @@ class Backend(ABC):
             raw = np.empty(nbytes + 63, np.uint8)
         except (MemoryError, ValueError) as error:  # ValueError: more than can be addressed
             problem = error
-        if ranks := self.lacking(problem is not None, request, timeout):
+        if ranks := self.lacking(problem is not None, request, deadline):
             raise AllocationError(
                 f"empty: {nbytes} bytes on each of {self.size} ranks: there is not enough on rank "
                 f"{', '.join(map(str, ranks))} [rank {self.rank}]"
@@ -392,7 +399,7 @@ class Backend(ABC):
         return raw[start : start + nbytes]
 
     def adopt(
-        self, nbytes: int, move: Callable[[], int], request: Request, timeout: float
+        self, nbytes: int, move: Callable[[], int], request: Request, deadline: Deadline
     ) -> np.ndarray[Any, Any] | None:
         """Make memory of the caller's symmetric, by all ranks together; None if that cannot be.
 
@@ -425,11 +432,11 @@ class Backend(ABC):
         """Return a stream beside the callers' for what is asynchronous, one for each lane."""
         raise NotImplementedError
 
-    def synchronize_event(self, event: Event, what: str, timeout: float | None) -> None:
+    def synchronize_event(self, event: Event, what: str, deadline: Deadline) -> None:
         """Wait on the host for an event after an operation; raise what went wrong with that.
 
         Raises:
-            CollectiveTimeoutError: ``timeout`` has passed, which breaks nothing.
+            CollectiveTimeoutError: ``deadline`` has passed, which breaks nothing.
         """
         raise NotImplementedError
 
@@ -441,7 +448,7 @@ class Backend(ABC):
         """Return a context in which operations on the memory of a GPU are started together."""
         return nullcontext()
 
-    def empty_device(self, nbytes: int, request: Request, timeout: float) -> DeviceArray:
+    def empty_device(self, nbytes: int, request: Request, deadline: Deadline) -> DeviceArray:
         """Return ``nbytes`` bytes on the GPU, allocated by all ranks together; as :meth:`empty`."""
         raise NotImplementedError
 
@@ -465,22 +472,22 @@ class Group(Backend):
         self._ranks = tuple(self._ranks[rank] for rank in ranks)
 
     @classmethod
-    def connect(cls, world: World, timeout: float) -> Self:
+    def connect(cls, world: World, deadline: Deadline) -> Self:
         """Refuse: a group is made by :meth:`Backend.group`."""
         raise TypeError("a Group is made by Backend.group(ranks)")
 
-    def send(self, src: Buffer, dst: int, tag: int, timeout: float) -> None:
-        self._parent.send(src, self._ranks[dst], self._context + tag, timeout)
+    def send(self, src: Buffer, dst: int, tag: int, deadline: Deadline) -> None:
+        self._parent.send(src, self._ranks[dst], self._context + tag, deadline)
 
-    def recv(self, dst: Buffer, src: int, tag: int, timeout: float) -> int:
+    def recv(self, dst: Buffer, src: int, tag: int, deadline: Deadline) -> int:
         source = ANY_SOURCE if src == ANY_SOURCE else self._ranks[src]
-        return self._ranks.index(self._parent.recv(dst, source, self._context + tag, timeout))
+        return self._ranks.index(self._parent.recv(dst, source, self._context + tag, deadline))
 
     def sendrecv(
-        self, src: Buffer, to: int, dst: Buffer, source: int, tag: int, timeout: float
+        self, src: Buffer, to: int, dst: Buffer, source: int, tag: int, deadline: Deadline
     ) -> None:
         self._parent.sendrecv(
-            src, self._ranks[to], dst, self._ranks[source], self._context + tag, timeout
+            src, self._ranks[to], dst, self._ranks[source], self._context + tag, deadline
         )
 
     def refuse_broken(self, where: object) -> None:
@@ -490,8 +497,8 @@ class Group(Backend):
         lost = self._parent.lost()
         return {rank for rank, outer in enumerate(self._ranks) if outer in lost}
 
-    def reconnect(self, world: World, timeout: float) -> Backend:
-        return self._parent.reconnect(world, timeout)
+    def reconnect(self, world: World, deadline: Deadline) -> Backend:
+        return self._parent.reconnect(world, deadline)
 
     def abort(self, failure: Failure) -> None:
         # Its messages share the parent's connections, so there is no breaking one alone.

@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
+from collective.deadline import Deadline
 from collective.errors import CollectiveTimeoutError, RendezvousError
 
 from .store import Store
@@ -65,7 +66,7 @@ class Decision:
         conclude: Callable[[Mapping[int, Note], Set[int]], Any],
         *,
         grace: float | None,
-        timeout: float,
+        deadline: Deadline,
     ) -> Any:
         """Take part, and return the verdict: the same on all ranks.
 
@@ -74,17 +75,17 @@ class Decision:
             conclude: makes the verdict, which JSON has, of the notes of those who came and of the
                 lost. The notes of ranks that are lost by now may be among them.
             grace: seconds for which a leader waits for ranks that neither come nor are known to
-                be lost, but no more than a quarter of ``timeout``, so that the ranks that have
-                come go on by then. With None all ranks wait until ``timeout``, and so they do
-                while all notes are patient.
-            timeout: seconds.
+                be lost, but no more than a quarter of the time until ``deadline``, so that the
+                ranks that have come go on by then. With None all ranks wait until ``deadline``,
+                and so they do while all notes are patient.
+            deadline: moment by which there has to be a verdict.
 
         Raises:
             CollectiveTimeoutError: there was no verdict in time; names the ranks that did not come.
             RendezvousError: the store is gone.
             UnsupportedError: it cannot keep the first of several values.
         """
-        began = time.monotonic()
+        began, time_limit = time.monotonic(), deadline.left()
         if (verdict := self._verdict()) is not None:
             return verdict[0]
         self.store.set(f"{self.key}.{self.me}", json.dumps(note).encode())
@@ -100,13 +101,13 @@ class Decision:
             waited = time.monotonic() - began
             ahead = sum(rank < self.me and rank not in lost for rank in notes)
             hurried = grace is not None and not all(note.get("patient") for note in notes.values())
-            enough = hurried and waited >= _patience(grace or 0.0, ahead, timeout)
+            enough = hurried and waited >= _patience(grace or 0.0, ahead, time_limit)
             if enough or not (awaited or ahead):
                 self._conclude(conclude(notes, lost))
-            elif waited >= timeout:
-                raise self._late(awaited, timeout, lost)
+            elif deadline.expired:
+                raise self._late(awaited, deadline, lost)
             else:
-                time.sleep(min(pause, max(0.0, timeout - waited)))
+                time.sleep(deadline.at_most(pause))
                 pause = min(1.3 * pause, _PAUSE_LAST_S)
 
     def _verdict(self) -> list[Any] | None:
@@ -133,28 +134,28 @@ class Decision:
         return [rank for rank in awaited if rank not in excluded]
 
     def _late(
-        self, awaited: Sequence[int], timeout: float, lost: Set[int]
+        self, awaited: Sequence[int], deadline: Deadline, lost: Set[int]
     ) -> CollectiveTimeoutError:
         # If all have come it is the leader that has not decided.
         leader = min((rank for rank in self.ranks if rank not in lost), default=self.me)
         ranks = tuple(map(self.shown, awaited or (leader,)))
         return CollectiveTimeoutError(
-            f"{self.what}: timed out: waited {timeout:g} s for rank "
+            f"{self.what}: timed out: waited {deadline.seconds:g} s for rank "
             f"{', '.join(map(str, ranks))}, which did not call it, or has been stopped "
             f"[rank {self.shown(self.me)}]",
             ranks,
         )
 
 
-def _patience(grace: float, ahead: int, timeout: float) -> float:
+def _patience(grace: float, ahead: int, time_limit: float) -> float:
     """Return for how many seconds a rank waits for silent ones, with ``ahead`` leaders before it.
 
     A leader that is stopped, and so not known to be lost, is not waited for forever. It may have
     come when this rank had waited for a whole grace, waits for another itself, and has a third to
-    conclude.
+    conclude. ``time_limit`` is what all of that may take.
     """
-    alone = min(grace, _SILENT_SHARE * timeout)
-    return min(alone * (1 + 2 * ahead), _LEADERLESS_SHARE * timeout)
+    alone = min(grace, _SILENT_SHARE * time_limit)
+    return min(alone * (1 + 2 * ahead), _LEADERLESS_SHARE * time_limit)
 
 
 def _read(key: str, text: bytes) -> Any:

@@ -43,6 +43,8 @@ from .recorder import Entry
 from .work import all_idle
 
 if TYPE_CHECKING:
+    from collective.deadline import Deadline
+
     from .backend import Backend
     from .recorder import Recorder
 
@@ -51,7 +53,7 @@ __all__ = ["Circles", "Member", "Membership", "alone", "circle", "look"]
 # Threads of such names are this package's, and run nothing of the program's; those of lanes do,
 # as long as the lane is not idle.
 _OWN = "collective-"
-# What is left of a deadline when a call has got past its first steps.
+# What a step may have of its call's time: those before it have taken theirs.
 _WHOLE = 0.9
 # What a transport may take of a text that goes with a note.
 _TEXT = 2000
@@ -106,10 +108,10 @@ class Membership:
         self._family.add(self)
         _memberships.add(self)
 
-    def look(self, seconds: float) -> None:
+    def look(self, deadline: Deadline) -> None:
         """Break the communicator if its running call is part of a deadlock; see :func:`look`."""
         comm = self._comm()
-        if comm is None or comm.closed or seconds < _WHOLE * comm.timeout:
+        if comm is None or comm.closed or deadline.seconds < _WHOLE * comm.timeout:
             return
         note = self._note()
         if note is None:
@@ -147,20 +149,20 @@ class Membership:
         }
 
 
-def look(seconds: float) -> None:
+def look(deadline: Deadline) -> None:
     """Find out whether the running call waits in vain; transports call this while they wait.
 
     To be called about once a second by waits that have lasted for a second, in any thread.
 
     Args:
-        seconds: the deadline of the call that waits.
+        deadline: that of the call that waits.
     """
     try:
         memberships = list(_memberships)
     except RuntimeError:  # another thread makes a communicator meanwhile, and waits for nobody
         return
     for each in memberships:
-        each.look(seconds)
+        each.look(deadline)
 
 
 def alone() -> bool:

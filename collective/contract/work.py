@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 import weakref
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
+from collective.deadline import Deadline
 from collective.errors import CollectiveTimeoutError, CommunicatorClosedError
 from collective.request import in_thread
 
@@ -56,11 +56,14 @@ class Work(NotCopied, Generic[T]):
             CollectiveError: whatever the operation itself raised.
         """
         finished = self._finished
-        if not self._over and finished is not None and not finished.wait(timeout):
-            raise CollectiveTimeoutError(
-                f"wait: timed out: {self._what} is still running after {timeout:g} s; wait again, "
-                "or abort() the communicator."
-            )
+        if not self._over and finished is not None:
+            deadline = Deadline.never() if timeout is None else Deadline(timeout)
+            while not finished.wait(deadline.left()):
+                if deadline.expired:
+                    raise CollectiveTimeoutError(
+                        f"wait: timed out: {self._what} is still running after {timeout:g} s; wait "
+                        "again, or abort() the communicator."
+                    )
         if self._error is not None:
             raise self._error
         return self._result  # type: ignore[return-value]  # set before _over
@@ -152,22 +155,21 @@ class Lane:
             self._condition.notify()
         return work
 
-    def drain(self, timeout: float) -> bool:
-        """Wait until the lane is idle; return whether it is within ``timeout`` seconds."""
-        end = time.monotonic() + timeout
+    def drain(self, deadline: Deadline) -> bool:
+        """Wait until the lane is idle; return whether it is before ``deadline``."""
         while not self.idle:
             with self._condition:
                 last = self.queue[-1][0] if self.queue else None
             if last is None:
                 continue
             assert last._finished is not None
-            if not last._finished.wait(max(0.0, end - time.monotonic())):
+            if not last._finished.wait(deadline.left()) and deadline.expired:
                 return False
         return True
 
-    def close(self, timeout: float) -> None:
-        """Wait until the lane is idle, for ``timeout`` seconds, and see its thread off."""
-        idle = self.drain(timeout)
+    def close(self, deadline: Deadline) -> None:
+        """Wait until the lane is idle, or until ``deadline``, and see its thread off."""
+        idle = self.drain(deadline)
         with self._condition:
             self._linger = 0.0
             self._condition.notify()
