@@ -19,6 +19,7 @@ import numpy as np
 from collective.algorithms import arithmetic, pieces
 from collective.contract.backend import Backend
 from collective.contract.failure import Failure
+from collective.deadline import Deadline
 from collective.errors import BackendError
 from collective.memory.buffer import Buffer
 from collective.ops import ReduceOp
@@ -60,7 +61,12 @@ class OneSided(Backend):
 
     @abstractmethod
     def _open(
-        self, request: Request, src: Array | None, dst: Array | None, largest: int, timeout: float
+        self,
+        request: Request,
+        src: Array | None,
+        dst: Array | None,
+        largest: int,
+        deadline: Deadline,
     ) -> bool:
         """Expose ``src`` and ``dst``, wait for all ranks, compare their digests.
 
@@ -91,31 +97,31 @@ class OneSided(Backend):
         """Return the first ``count`` elements of ``rank``'s exposed ``dst``, for reading."""
 
     @abstractmethod
-    def _sync(self, timeout: float) -> None:
+    def _sync(self, deadline: Deadline) -> None:
         """Wait until every rank has come to this point of the operation."""
 
     # -- operations -------------------------------------------------------------------
 
-    def agree(self, request: Request, timeout: float) -> None:
-        self._open(request, None, None, 0, timeout)
+    def agree(self, request: Request, deadline: Deadline) -> None:
+        self._open(request, None, None, 0, deadline)
 
-    def barrier(self, request: Request, src: None, dst: None, timeout: float) -> None:
-        self._open(request, None, None, 0, timeout)
+    def barrier(self, request: Request, src: None, dst: None, deadline: Deadline) -> None:
+        self._open(request, None, None, 0, deadline)
 
-    def broadcast(self, request: Request, src: Buffer, dst: Buffer, timeout: float) -> None:
+    def broadcast(self, request: Request, src: Buffer, dst: Buffer, deadline: Deadline) -> None:
         mine, root = dst.array, request.root
         root_only = mine if self.rank == root else None
-        stays = self._open(request, root_only, None, mine.nbytes, timeout)
+        stays = self._open(request, root_only, None, mine.nbytes, deadline)
         if self.rank != root:
             self._region(root, mine.dtype, mine.size).copy(0, mine.size, mine)
         if not stays:
-            self._sync(timeout)
+            self._sync(deadline)
 
-    def all_reduce(self, request: Request, src: Buffer, dst: Buffer, timeout: float) -> None:
+    def all_reduce(self, request: Request, src: Buffer, dst: Buffer, deadline: Deadline) -> None:
         fold = _ChunkedFold(request.op, src, self.size)
         source, out = fold.prepare(src.array), dst.array
         count = source.size
-        if self._open(request, source, out, source.nbytes, timeout):
+        if self._open(request, source, out, source.nbytes, deadline):
             fold.run(self._regions(source), 0, count, out)
             return
         bounds = pieces.limits(pieces.even(count, self.size))
@@ -128,19 +134,19 @@ class OneSided(Backend):
             fold.run(regions, start, stop, out[start:stop], others, check)
             # Until all have come here, others write their pieces to this rank's output, and read
             # its input.
-            self._sync(timeout)
+            self._sync(deadline)
             return
         fold.run(regions, start, stop, out[start:stop])
         # Twice: pieces are read when all are folded, and nobody changes its own before all have
         # them.
-        self._sync(timeout)
+        self._sync(deadline)
         for rank in self._others():
             low, high = bounds[rank], bounds[rank + 1]
             if low < high:
                 self._results(rank, out.dtype, count).copy(low, high, out[low:high])
-        self._sync(timeout)
+        self._sync(deadline)
 
-    def reduce(self, request: Request, src: Buffer, dst: Buffer | None, timeout: float) -> None:
+    def reduce(self, request: Request, src: Buffer, dst: Buffer | None, deadline: Deadline) -> None:
         fold = _ChunkedFold(request.op, src, self.size)
         source = fold.prepare(src.array)
         count = source.size
@@ -148,44 +154,48 @@ class OneSided(Backend):
         start, stop = bounds[self.rank], bounds[self.rank + 1]
         # Where the root cannot be written to, the pieces wait here for it to fetch them.
         piece = np.empty(stop - start, source.dtype) if dst is None else dst.array[start:stop]
-        if self._open(request, source, piece, source.nbytes, timeout):
+        if self._open(request, source, piece, source.nbytes, deadline):
             if dst is not None:
                 fold.run(self._regions(source), 0, count, dst.array)
             return
         fold.run(self._regions(source), start, stop, piece)
-        self._sync(timeout)
+        self._sync(deadline)
         if dst is not None:
             self._fetch(self._results, dst.array, bounds)
-        self._sync(timeout)
+        self._sync(deadline)
 
-    def reduce_scatter(self, request: Request, src: Buffer, dst: Buffer, timeout: float) -> None:
+    def reduce_scatter(
+        self, request: Request, src: Buffer, dst: Buffer, deadline: Deadline
+    ) -> None:
         fold = _ChunkedFold(request.op, src, self.size)
         source = fold.prepare(src.array)
-        stays = self._open(request, source, None, source.nbytes, timeout)
+        stays = self._open(request, source, None, source.nbytes, deadline)
         start = sum(request.elements[: self.rank])
         stop = start + request.elements[self.rank]
         # In place: dst may be part of src, but only of the part that nobody else reads.
         fold.run(self._regions(source), start, stop, dst.array)
         if not stays:
-            self._sync(timeout)
+            self._sync(deadline)
 
-    def scan(self, request: Request, src: Buffer, dst: Buffer, timeout: float) -> None:
+    def scan(self, request: Request, src: Buffer, dst: Buffer, deadline: Deadline) -> None:
         fold = _ChunkedFold(request.op, src, self.rank + 1)
         source = fold.prepare(src.array)
         in_place = src.array is dst.array or np.may_share_memory(source, dst.array)
         # Apart: ranks above this one read its input while it writes its result.
         out = np.empty_like(dst.array) if in_place else dst.array
-        stays = self._open(request, source, None, source.nbytes, timeout)
+        stays = self._open(request, source, None, source.nbytes, deadline)
         fold.run(self._regions(source)[: self.rank + 1], 0, source.size, out)
         if not stays:
-            self._sync(timeout)
+            self._sync(deadline)
         if in_place:
             dst.array[:] = out
 
-    def scatter(self, request: Request, src: Buffer | None, dst: Buffer, timeout: float) -> None:
+    def scatter(
+        self, request: Request, src: Buffer | None, dst: Buffer, deadline: Deadline
+    ) -> None:
         counts = request.elements
         largest = sum(counts) * dst.dtype.itemsize
-        stays = self._open(request, None if src is None else src.array, None, largest, timeout)
+        stays = self._open(request, None if src is None else src.array, None, largest, deadline)
         start = sum(counts[: self.rank])
         count = counts[self.rank]
         if src is not None:
@@ -194,26 +204,26 @@ class OneSided(Backend):
             region = self._region(request.root, dst.array.dtype, sum(counts))
             region.copy(start, start + count, dst.array)
         if not stays:
-            self._sync(timeout)
+            self._sync(deadline)
 
-    def gather(self, request: Request, src: Buffer, dst: Buffer | None, timeout: float) -> None:
+    def gather(self, request: Request, src: Buffer, dst: Buffer | None, deadline: Deadline) -> None:
         largest = max(request.elements) * src.dtype.itemsize
-        stays = self._open(request, src.array, None, largest, timeout)
+        stays = self._open(request, src.array, None, largest, deadline)
         if dst is not None:
             self._collect(src.array, dst.array, request.elements)
         if not stays:
-            self._sync(timeout)
+            self._sync(deadline)
 
     all_gather = gather  # in which everybody has a result
 
-    def all_to_all(self, request: Request, src: Buffer, dst: Buffer, timeout: float) -> None:
+    def all_to_all(self, request: Request, src: Buffer, dst: Buffer, deadline: Deadline) -> None:
         # A reader must know where its piece starts: the offsets travel before the pieces.
         source = src.array
         offsets = np.array(pieces.limits(request.elements), np.int64)
-        table = self._all_offsets(offsets, request, timeout)
+        table = self._all_offsets(offsets, request, deadline)
         totals = table[:, self.size]
         largest = int(totals.max()) * src.dtype.itemsize
-        stays = self._open(request, source, None, largest, timeout)
+        stays = self._open(request, source, None, largest, deadline)
         position = 0
         for rank, count in enumerate(request.incoming):
             out = dst.array[position : position + count]
@@ -225,7 +235,7 @@ class OneSided(Backend):
                 region = self._region(rank, source.dtype, int(totals[rank]))
                 region.copy(start, start + count, out)
         if not stays:
-            self._sync(timeout)
+            self._sync(deadline)
 
     # -- shared pieces ---------------------------------------------------------------
 
@@ -274,14 +284,14 @@ class OneSided(Backend):
             )
         return start
 
-    def _all_offsets(self, offsets: Array, request: Request, timeout: float) -> Array:
-        stays = self._open(request, offsets, None, offsets.nbytes, timeout)
+    def _all_offsets(self, offsets: Array, request: Request, deadline: Deadline) -> Array:
+        stays = self._open(request, offsets, None, offsets.nbytes, deadline)
         length = offsets.size
         table = np.empty((self.size, length), np.int64)
         for rank, region in enumerate(self._regions(offsets)):
             region.copy(0, length, table[rank])
         if not stays:
-            self._sync(timeout)
+            self._sync(deadline)
         return table
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import secrets
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence, Set
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from collective.contract.world import World
+    from collective.deadline import Deadline
 
 __all__ = ["ThreadsBackend"]
 
@@ -96,9 +96,8 @@ class ThreadsBackend(OneSided):
         weakref.finalize(self, _drop, hub, rank, os.getpid()).atexit = False
 
     @classmethod
-    def connect(cls, world: World, timeout: float) -> Self:
+    def connect(cls, world: World, deadline: Deadline) -> Self:
         """Meet the other threads of ``world.job``; see :meth:`Backend.connect`."""
-        end = time.monotonic() + timeout
         with _hubs_lock:
             hub = _hubs.setdefault(world.job, _Shared(world.size))
         self = cls(hub, world.rank)
@@ -106,8 +105,8 @@ class ThreadsBackend(OneSided):
             hub.joined.add(world.rank)
             hub.condition.notify_all()
             try:
-                while (missing := set(range(hub.size)) - hub.joined) and time.monotonic() < end:
-                    hub.condition.wait(min(_MEET_S, max(0.0, end - time.monotonic())))
+                while (missing := set(range(hub.size)) - hub.joined) and not deadline.expired:
+                    hub.condition.wait(deadline.at_most(_MEET_S))
                     world.store.check()
             except BaseException:
                 hub.joined.discard(world.rank)  # nobody is to think that all are here
@@ -119,15 +118,15 @@ class ThreadsBackend(OneSided):
                         del _hubs[world.job]
         if missing:
             raise RendezvousError(
-                f"threads: after {timeout:g} s ranks {sorted(missing)} of {hub.size} have not "
-                f"arrived [rank {world.rank}]. Every rank is a thread of one process; for "
+                f"threads: after {deadline.seconds:g} s ranks {sorted(missing)} of {hub.size} have "
+                f"not arrived [rank {world.rank}]. Every rank is a thread of one process; for "
                 "processes use backend='shm'."
             )
         return self
 
     # -- point to point -----------------------------------------------------------------
 
-    def send(self, src: Buffer, dst: int, tag: int, timeout: float) -> None:
+    def send(self, src: Buffer, dst: int, tag: int, deadline: Deadline) -> None:
         hub = self._hub
         message = _Message(src.array)
         what = f"send(tag={tag})"
@@ -137,12 +136,12 @@ class ThreadsBackend(OneSided):
             box.append(message)
             hub.condition.notify_all()
             try:
-                self._wait(lambda: message.taken, lambda: (dst,), what, timeout)
+                self._wait(lambda: message.taken, lambda: (dst,), what, deadline)
             finally:
                 if not message.taken and message in box:
                     box.remove(message)
 
-    def recv(self, dst: Buffer, src: int, tag: int, timeout: float) -> int:
+    def recv(self, dst: Buffer, src: int, tag: int, deadline: Deadline) -> int:
         hub = self._hub
         sources = [
             r for r in range(self.size) if src == r or (src == ANY_SOURCE and r != self.rank)
@@ -160,7 +159,7 @@ class ThreadsBackend(OneSided):
 
         with hub.condition:
             self.refuse_broken(what)
-            self._wait(arrived, lambda: sources, what, timeout, all_needed=False)
+            self._wait(arrived, lambda: sources, what, deadline, all_needed=False)
             rank, box = found[0]
             message = box.popleft()
         # Without the lock, so that others go on meanwhile; the sender waits until it is taken.
@@ -173,7 +172,7 @@ class ThreadsBackend(OneSided):
         return rank
 
     def sendrecv(
-        self, src: Buffer, to: int, dst: Buffer, source: int, tag: int, timeout: float
+        self, src: Buffer, to: int, dst: Buffer, source: int, tag: int, deadline: Deadline
     ) -> None:
         hub = self._hub
         message = _Message(src.array)
@@ -181,14 +180,19 @@ class ThreadsBackend(OneSided):
             self.refuse_broken(f"sendrecv(tag={tag})")
             hub.mail.setdefault((to, self.rank, tag), deque()).append(message)
             hub.condition.notify_all()
-        self.recv(dst, source, tag, timeout)
+        self.recv(dst, source, tag, deadline)
         with hub.condition:
-            self._wait(lambda: message.taken, lambda: (to,), f"sendrecv(tag={tag})", timeout)
+            self._wait(lambda: message.taken, lambda: (to,), f"sendrecv(tag={tag})", deadline)
 
     # -- primitives of the collectives ----------------------------------------------------
 
     def _open(
-        self, request: Request, src: Array | None, dst: Array | None, largest: int, timeout: float
+        self,
+        request: Request,
+        src: Array | None,
+        dst: Array | None,
+        largest: int,
+        deadline: Deadline,
     ) -> bool:
         hub, rank = self._hub, self.rank
         with hub.condition:
@@ -197,21 +201,21 @@ class ThreadsBackend(OneSided):
             hub.last[rank] = request
             digests = hub.digests[self._steps & 1]
             digests[rank] = request.digest
-            self._step(timeout, request)
+            self._step(deadline, request)
         if digests.count(request.digest) != self.size:
             with hub.condition:
                 hub.headers[rank] = request.header()
-                self._step(timeout, request)
+                self._step(deadline, request)
                 headers = list(hub.headers)
-                self._step(timeout, request)
+                self._step(deadline, request)
             raise Disagreement(headers)
         return False
 
-    def _sync(self, timeout: float) -> None:
+    def _sync(self, deadline: Deadline) -> None:
         with self._hub.condition:
-            self._step(timeout, self._hub.last[self.rank])
+            self._step(deadline, self._hub.last[self.rank])
 
-    def _step(self, timeout: float, request: Request | None) -> None:
+    def _step(self, deadline: Deadline, request: Request | None) -> None:
         hub = self._hub
         # Before this rank's arrival, without which no other has ended the operation: one that
         # has failed since the last step has left it, and its arrays may be in use again.
@@ -225,7 +229,7 @@ class ThreadsBackend(OneSided):
             lambda: min(arrived) >= step,
             lambda: [r for r in range(self.size) if arrived[r] < step],
             request,
-            timeout,
+            deadline,
         )
 
     def _region(self, rank: int, dtype: np.dtype[Any], count: int) -> Region:
@@ -251,9 +255,9 @@ class ThreadsBackend(OneSided):
             raise failure.error(str(call), self.rank)
         raise PeerLostError(f"{call}: {self._left((rank,))} [rank {self.rank}]", (rank,))
 
-    def empty(self, nbytes: int, request: Request, timeout: float) -> Array:
-        self.agree(request, timeout)
-        return super().empty(nbytes, request, timeout)
+    def empty(self, nbytes: int, request: Request, deadline: Deadline) -> Array:
+        self.agree(request, deadline)
+        return super().empty(nbytes, request, deadline)
 
     # -- failure, life --------------------------------------------------------------------
 
@@ -262,7 +266,7 @@ class ThreadsBackend(OneSided):
         ready: Callable[[], bool],
         awaited: Callable[[], Sequence[int]],
         what: object,
-        timeout: float,
+        deadline: Deadline,
         all_needed: bool = True,
     ) -> None:
         """Wait for ``ready()``, holding the condition.
@@ -272,7 +276,6 @@ class ThreadsBackend(OneSided):
             all_needed: whether it takes all of them, or any.
         """
         hub = self._hub
-        end = time.monotonic() + timeout
         while not ready():
             self.refuse_broken(what)
             absent = awaited()
@@ -280,15 +283,14 @@ class ThreadsBackend(OneSided):
             if left and (all_needed or len(left) == len(absent)):
                 self.abort(Failure("lost", self.rank, self._left(left), left))
                 continue
-            remaining = end - time.monotonic()
-            if remaining <= 0:
+            if deadline.expired:
                 last_calls = "; ".join(
                     f"rank {r} last did {hub.last[r] or 'nothing'}" for r in absent
                 )
                 missing = f"rank {', '.join(map(str, absent))}: {last_calls}"
-                self.abort(Failure.timed_out(self.rank, timeout, missing, absent))
+                self.abort(Failure.timed_out(self.rank, deadline.seconds, missing, absent))
                 continue
-            hub.condition.wait(min(remaining, _LOOK_S))
+            hub.condition.wait(deadline.at_most(_LOOK_S))
 
     def _left(self, ranks: Sequence[int]) -> str:
         return "; ".join(
@@ -319,7 +321,7 @@ class ThreadsBackend(OneSided):
             hub.sources[self.rank] = hub.outputs[self.rank] = None
             hub.condition.notify_all()
 
-    def group(self, ranks: Sequence[int], timeout: float) -> ThreadsBackend:
+    def group(self, ranks: Sequence[int], deadline: Deadline) -> ThreadsBackend:
         key = tuple(ranks)
         with self._hub.condition:
             self.refuse_broken("group")
