@@ -13,6 +13,7 @@ import numpy as np
 
 from collective.communicator import Communicator
 from collective.contract.backend import ANY_SOURCE
+from collective.deadline import Deadline
 from collective.errors import (
     CollectiveError,
     CollectiveTimeoutError,
@@ -210,12 +211,14 @@ def _after_the_end(comm: Communicator, calls: Sequence[str], cause: str) -> dict
     ]
     hear: Callable[[], object] = comm.barrier
     if cause == "send":
-        hear = partial(comm.transport.barrier, Request("barrier"), None, None, comm.timeout)
+        hear = partial(
+            comm.transport.barrier, Request("barrier"), None, None, Deadline(comm.timeout)
+        )
     if cause != "leave":
         _outcome(hear)
     if comm.rank == 0 and cause == "send":
         buffer = Buffer(long, dtypes.BY_NAME["float64"])
-        lost = _outcome(lambda: comm.transport.send(buffer, 1, _LATE, _GIVES_UP_S))
+        lost = _outcome(lambda: comm.transport.send(buffer, 1, _LATE, Deadline(_GIVES_UP_S)))
         if not isinstance(lost, CollectiveError):
             comm.abort(_REASON)  # this transport keeps messages until they are asked for
     elif comm.rank == 0 and cause == "abort":

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from collective.communicator import Communicator
+from collective.deadline import Deadline
 from collective.errors import (
     CollectiveError,
     CollectiveTimeoutError,
@@ -174,8 +175,8 @@ def _listen_and_tell(comm: Communicator, heard: str, call: Callable[[], Any]) ->
 
 def _until_heard(heard: str, count: int) -> None:
     """Wait until ``count`` ranks have left a file in ``heard``, or none will any more."""
-    end = time.monotonic() + _UNHEARD_S
-    while len(os.listdir(heard)) < count and time.monotonic() < end:
+    deadline = Deadline(_UNHEARD_S)
+    while len(os.listdir(heard)) < count and not deadline.expired:
         time.sleep(0.005)
 
 

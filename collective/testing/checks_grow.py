@@ -12,6 +12,7 @@ from pathlib import Path
 from collective.communicator import Communicator
 from collective.contract.backend import Backend
 from collective.contract.capabilities import Capabilities
+from collective.deadline import Deadline
 from collective.elastic.arrivals import Arrivals
 from collective.errors import CollectiveError, CollectiveTimeoutError
 from collective.start.connecting import connect
@@ -60,8 +61,8 @@ def _await_knocks(comm: Communicator, count: int) -> None:
     """Return when so many wait; on a communicator that some have left, so not by ``waiting()``."""
     assert comm.succession.lineage is not None
     arrivals = Arrivals(comm.succession.lineage.root.store, comm.backend)
-    end = time.monotonic() + FAR_S
-    while len(arrivals.waiting()) < count and time.monotonic() < end:
+    deadline = Deadline(FAR_S)
+    while len(arrivals.waiting()) < count and not deadline.expired:
         time.sleep(0.001)
 
 

@@ -19,6 +19,7 @@ import numpy as np
 
 from collective.communicator import Communicator
 from collective.contract.capabilities import Capabilities
+from collective.deadline import Deadline
 from collective.errors import (
     CollectiveError,
     CommunicatorAbortedError,
@@ -289,8 +290,8 @@ def _come_late(comm: Communicator, marks: str, deadline: str) -> Any:
 
 
 def _await_stopped(pid: int) -> None:
-    end = time.monotonic() + FAR_S
-    while time.monotonic() < end:
+    deadline = Deadline(FAR_S)
+    while not deadline.expired:
         if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T":
             return
         time.sleep(0.002)

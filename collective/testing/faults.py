@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
     from collective.contract.world import World
     from collective.cuda import Device
+    from collective.deadline import Deadline
     from collective.memory.buffer import Buffer
     from collective.memory.device_array import DeviceArray
     from collective.request import Request
@@ -125,7 +126,7 @@ class FaultyBackend(Backend):
         self._killed = False
 
     @classmethod
-    def connect(cls, world: World, timeout: float) -> Self:
+    def connect(cls, world: World, deadline: Deadline) -> Self:
         """Refuse: this wraps a transport that is connected."""
         raise TypeError("a FaultyBackend is made of a connected transport and a plan")
 
@@ -166,21 +167,21 @@ class FaultyBackend(Backend):
         self._called()
         return operation(*args)
 
-    def send(self, src: Buffer, dst: int, tag: int, timeout: float) -> None:
+    def send(self, src: Buffer, dst: int, tag: int, deadline: Deadline) -> None:
         if tag == GROUP_TAG:
-            self._inner.send(src, dst, tag, timeout)
+            self._inner.send(src, dst, tag, deadline)
         else:
-            self._after(self._inner.send, src, dst, tag, timeout)
+            self._after(self._inner.send, src, dst, tag, deadline)
 
-    def recv(self, dst: Buffer, src: int, tag: int, timeout: float) -> int:
+    def recv(self, dst: Buffer, src: int, tag: int, deadline: Deadline) -> int:
         if tag == GROUP_TAG:
-            return self._inner.recv(dst, src, tag, timeout)
-        return self._after(self._inner.recv, dst, src, tag, timeout)
+            return self._inner.recv(dst, src, tag, deadline)
+        return self._after(self._inner.recv, dst, src, tag, deadline)
 
     def sendrecv(
-        self, src: Buffer, to: int, dst: Buffer, source: int, tag: int, timeout: float
+        self, src: Buffer, to: int, dst: Buffer, source: int, tag: int, deadline: Deadline
     ) -> None:
-        self._after(self._inner.sendrecv, src, to, dst, source, tag, timeout)
+        self._after(self._inner.sendrecv, src, to, dst, source, tag, deadline)
 
     def plan(self, request: Request) -> Plan:
         return partial(self._after, self._inner.plan(request))
@@ -189,9 +190,9 @@ class FaultyBackend(Backend):
         self._shrinks("decision")
         return self._inner.lost()
 
-    def reconnect(self, world: World, timeout: float) -> Backend:
+    def reconnect(self, world: World, deadline: Deadline) -> Backend:
         self._shrinks("connect")
-        return self._inner.reconnect(world, timeout)
+        return self._inner.reconnect(world, deadline)
 
     def abort(self, failure: Failure) -> None:
         if not self._killed:  # the dead tell nothing
@@ -208,11 +209,11 @@ class FaultyBackend(Backend):
     def device(self) -> Device | None:  # type: ignore[override]
         return self._inner.device
 
-    def empty_device(self, nbytes: int, request: Request, timeout: float) -> DeviceArray:
-        return self._after(self._inner.empty_device, nbytes, request, timeout)
+    def empty_device(self, nbytes: int, request: Request, deadline: Deadline) -> DeviceArray:
+        return self._after(self._inner.empty_device, nbytes, request, deadline)
 
-    def empty(self, nbytes: int, request: Request, timeout: float) -> np.ndarray[Any, Any]:
-        return self._after(self._inner.empty, nbytes, request, timeout)
+    def empty(self, nbytes: int, request: Request, deadline: Deadline) -> np.ndarray[Any, Any]:
+        return self._after(self._inner.empty, nbytes, request, deadline)
 
 
 def _kill_process() -> None:

@@ -18,6 +18,7 @@ import numpy as np
 
 from collective import cuda
 from collective.communicator import Communicator
+from collective.deadline import Deadline
 from collective.memory import device_layout
 from collective.memory.arrays import adapter_like, adapter_of
 from collective.memory.device_array import DeviceArray
@@ -133,7 +134,7 @@ class _Copies(Loan):
     def end(self, call: str) -> None:
         backend = self._comm.transport
         if backend.enqueues:
-            backend.synchronize_event(self._stream.record(), call, None)
+            backend.synchronize_event(self._stream.record(), call, Deadline.never())
 
     def take_back(self, hosts: Sequence[Array], written: Sequence[bool]) -> None:
         outs = [host for host, changed in zip(self._hosts, written) if changed]

@@ -15,6 +15,7 @@ from collective.contract import registry
 from collective.contract.backend import Backend
 from collective.contract.capabilities import Capabilities
 from collective.contract.world import World
+from collective.deadline import Deadline
 from collective.elastic.lineage import Lineage
 from collective.errors import InvalidArgumentError
 from collective.launch.command_starter import under_mpiexec
@@ -108,7 +109,7 @@ class Opening:
         """Connect ``rank`` and return its communicator."""
         world = self.world(rank)
         start = max(self.timeout, _START_S)
-        backend: Backend = backend_class(self.backend).connect(world, start)
+        backend: Backend = backend_class(self.backend).connect(world, Deadline(start))
         lineage = Lineage.begin(backend, world, start, grace=self.shrink_grace, min_ranks=1)
         if self.faults:
             backend = FaultyBackend(backend, self.faults)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from collective.communicator import Communicator
+from collective.deadline import Deadline
 from collective.errors import UnsupportedError
 from collective.launch.outcome import RanksFailedError
 
@@ -125,6 +126,6 @@ def hold_refused(comm: Communicator, call: str) -> None:
 
 def await_files(*paths: Path) -> None:
     """Return when they are there."""
-    end = time.monotonic() + FAR_S
-    while not all(path.exists() for path in paths) and time.monotonic() < end:
+    deadline = Deadline(FAR_S)
+    while not all(path.exists() for path in paths) and not deadline.expired:
         time.sleep(0.001)
