@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import resource
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from pretended import Pairs
 from collective.backends.peers.hub import Hub
 from collective.communicator import Communicator
 from collective.contract.world import World
+from collective.deadline import Deadline
 from collective.errors import AllocationError, RendezvousError
 from collective.start.file_store import FileStore
 from collective.testing import run_ranks
@@ -78,11 +78,11 @@ def _call_the_roll(comm: Communicator) -> str:
         held = [knock(address) for _ in range(10)]
         comm.barrier()
         return f"{len(held)} have knocked"
-    hub = Hub(2, None, FAR, KEY)
+    hub = Hub(2, None, Deadline(FAR), KEY)
     _few_at_the_start(comm.rank, 5)
     comm.broadcast_object(hub.address)
     until(lambda: hub._server.scarce, FAR)
-    hub._ends = time.monotonic()  # the time is over
+    hub._deadline = Deadline(0.0)
     until(lambda: hub.refusal, FAR)
     comm.barrier()
     return str(hub.refusal)
@@ -102,7 +102,7 @@ def _connect(comm: Communicator, directory: str) -> str:
         comm.rank, comm.size, comm.rank, comm.size, "here", "none", "few", FileStore(directory)
     )
     with pytest.raises(RendezvousError) as caught:
-        GlooBackend.connect(world, 20.0)
+        GlooBackend.connect(world, Deadline(20.0))
     return str(caught.value)
 
 

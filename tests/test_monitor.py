@@ -21,6 +21,7 @@ from collective.contract.failure import Failure
 from collective.contract.process import RankProcess
 from collective.contract.recorder import Recorder
 from collective.contract.world import World
+from collective.deadline import Deadline
 from collective.errors import (
     BackendError,
     CollectiveTimeoutError,
@@ -53,7 +54,7 @@ def start(ranks, size, directory, timeout=FAR, **changes):
 
     def one(rank):
         try:
-            return Monitor.start(world(rank, size, store, **changes), timeout)
+            return Monitor.start(world(rank, size, store, **changes), Deadline(timeout))
         except RendezvousError as error:
             return error
 
@@ -81,7 +82,7 @@ def until(condition, seconds=10.0):
 
 def wait_for_error(channel, timeout=FAR, awaited=None, any_of=False):
     """Wait as a call does until there is an error; return it."""
-    waiting = channel.wait("all_reduce", timeout, awaited, any_of)
+    waiting = channel.wait("all_reduce", Deadline(timeout), awaited, any_of)
     since = time.monotonic()
     while True:
         try:
@@ -122,7 +123,7 @@ def test_ranks_that_disagree_on_the_size_are_told(tmp_path):
 
     def one(rank, size):
         with pytest.raises(RendezvousError, match=r"there are 3 ranks; rank 2 .* there are 4"):
-            Monitor.start(world(rank, size, store, local_size=size), FAR)
+            Monitor.start(world(rank, size, store, local_size=size), Deadline(FAR))
 
     with ThreadPoolExecutor(3) as pool:
         for done in [pool.submit(one, 0, 3), pool.submit(one, 2, 4)]:
@@ -137,7 +138,7 @@ def test_two_processes_of_one_rank_are_told(tmp_path):
 def test_rank_0_may_come_when_its_roll_call_is_over(tmp_path, monkeypatch):
     """Its hub is there before it is, and others may have ended the roll call by then."""
 
-    def late(address, key, timeout, tls):
+    def late(address, key, deadline, tls):
         raise ConnectionRefusedError("nobody listens any more")
 
     monkeypatch.setattr("collective.backends.peers.monitor.connect", late)
@@ -159,15 +160,15 @@ def listening() -> set[str]:
 
 def test_across_hosts_it_listens_on_the_given_address_until_all_have_come(tmp_path):
     before = listening()
-    hub = Hub(2, "127.0.0.1", FAR, KEY)
+    hub = Hub(2, "127.0.0.1", Deadline(FAR), KEY)
     (found,) = listening() - before
     assert found.split(":")[0] == "0100007F"
-    links = [connect(hub.address, KEY, FAR) for _ in range(2)]
+    links = [connect(hub.address, KEY, Deadline(FAR)) for _ in range(2)]
     for rank, link in enumerate(links):
         link.send({"kind": "here", "rank": rank, "size": 2, "host": "here"})
     complete = {"kind": "complete", "hosts": ["here", "here"], "session": hub.session}
     complete["processes"] = complete["contacts"] = ["", ""]  # they did not say
-    assert [link.expect(FAR) for link in links] == [complete] * 2
+    assert [link.expect(Deadline(FAR)) for link in links] == [complete] * 2
     assert found not in listening()
     for link in links:
         link.close()
@@ -175,7 +176,7 @@ def test_across_hosts_it_listens_on_the_given_address_until_all_have_come(tmp_pa
 
 def test_on_one_host_nothing_listens_on_the_network(tmp_path):
     before = listening()
-    Hub(2, None, 0.1, KEY)
+    Hub(2, None, Deadline(0.1), KEY)
     assert listening() <= before
 
 
@@ -254,8 +255,9 @@ _DIES = """
 import os, sys
 from tests.test_monitor import world
 from collective.backends.peers.monitor import Monitor
+from collective.deadline import Deadline
 from collective.start.file_store import FileStore
-monitor = Monitor.start(world({rank}, 3, FileStore({store!r})), 30)
+monitor = Monitor.start(world({rank}, 3, FileStore({store!r})), Deadline(30))
 print("here", flush=True)
 sys.stdin.readline()
 os._exit(0)

@@ -17,6 +17,7 @@ from collective.backends.peers.monitor import Monitor
 from collective.contract.secret import Secret, hkdf
 from collective.contract.store import Store
 from collective.contract.world import World
+from collective.deadline import Deadline
 from collective.errors import ConfigError, InvalidArgumentError, RendezvousError
 from collective.start.config import load
 from collective.start.connecting import connect
@@ -170,7 +171,7 @@ def meet(store: Store, *given: Secret | None, timeout: float = FAR) -> list[Any]
         secret = given[number]
         mine = world(number, len(given), seal(store, secret), secret=secret)
         try:
-            return Monitor.start(mine, timeout)
+            return Monitor.start(mine, Deadline(timeout))
         except RendezvousError as error:
             return error
 
@@ -225,7 +226,7 @@ def test_a_rank_that_knows_where_the_hub_is_and_has_another_secret_is_told_of(
     def rank(number: int, secret: Secret, store: Store, timeout: float) -> Any:
         here = {"local_size": 1, "address": "127.0.0.1"}
         with pytest.raises(RendezvousError) as caught:
-            Monitor.start(world(number, 2, store, secret=secret, **here), timeout)
+            Monitor.start(world(number, 2, store, secret=secret, **here), Deadline(timeout))
         return str(caught.value)
 
     with ThreadPoolExecutor(2) as pool:

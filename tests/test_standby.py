@@ -12,6 +12,7 @@ import pytest
 from collective.backends.peers.link import ProofError, connect
 from collective.backends.peers.standby import LastingStore, Standby
 from collective.contract.store import Store
+from collective.deadline import Deadline
 from collective.errors import RendezvousError
 from tests import warm
 from tests.hosts import free_port
@@ -126,7 +127,7 @@ def test_the_lowest_that_lives_serves(ranks: Ranks, ends: list[tuple[int, ...]])
 def test_nobody_serves_before_one_who_lives(ranks: Ranks) -> None:
     link = ranks.standbys[3].link(2)
     link.send({"kind": "get", "key": "decision", "number": 0})
-    why = link.expect(DEADLINE_S)["why"]
+    why = link.expect(Deadline(DEADLINE_S))["why"]
     link.close()
     assert why == "rank 0 lives, and serves before this one"
 
@@ -197,7 +198,7 @@ def test_all_who_ask_at_once_get_one_answer(ranks: Ranks) -> None:
 
 def test_a_stranger_is_refused(ranks: Ranks) -> None:
     with pytest.raises(ProofError):
-        connect(ranks.standbys[1].address, b"something else", DEADLINE_S)
+        connect(ranks.standbys[1].address, b"something else", Deadline(DEADLINE_S))
     ranks.end(0)
     assert ranks.stores[1].put_if_absent("decision", b"of 1") == b"of 1"
 

@@ -26,6 +26,7 @@ from collective.backends.peers.standby import LastingStore, Standby
 from collective.communicator.shrinking import _GenerationStore
 from collective.contract.secret import Secret
 from collective.contract.store import PrefixedStore, Store, WrappedStore
+from collective.deadline import Deadline
 from collective.errors import RendezvousError, UnsupportedError
 from collective.memory.buffer import Buffer
 from collective.start import tcp_store
@@ -393,7 +394,7 @@ def where() -> Iterator[Endpoint]:
 
 def asks(where: Endpoint) -> Link:
     """Return a link of a rank that then says what no store says."""
-    return connect(f"{where.host} {where.port}", SECRET.key("store"), FAR)
+    return connect(f"{where.host} {where.port}", SECRET.key("store"), Deadline(FAR))
 
 
 def holds_its_value(where: Endpoint) -> bool:
@@ -439,7 +440,7 @@ def test_a_question_of_the_wrong_shape_ends_its_asker_s_connection(
     with contextlib.closing(asks(where)) as link:
         link.send(words)
         with pytest.raises((EOFError, OSError)):
-            link.expect(FAR)
+            link.expect(Deadline(FAR))
     assert holds_its_value(where)
 
 

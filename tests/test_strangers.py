@@ -28,6 +28,7 @@ from collective.backends.peers.hub import Hub
 from collective.backends.peers.link import Challenge, Link, ProofError, connect, listen
 from collective.backends.peers.monitor import Monitor
 from collective.backends.peers.server import Server
+from collective.deadline import Deadline
 from collective.errors import RendezvousError
 from collective.start.file_store import FileStore
 from tests import warm
@@ -57,7 +58,7 @@ def say(address: str, data: bytes) -> socket.socket:
 
 def join(address: str, rank: int, size: int) -> Link:
     """Connect as a rank does that has read where the hub is."""
-    link = connect(address, KEY, FAR)
+    link = connect(address, KEY, Deadline(FAR))
     link.send({"kind": "here", "rank": rank, "size": size, "host": "here"})
     return link
 
@@ -66,14 +67,14 @@ def complete(address: str, size: int) -> list[Link]:
     """Join as all ranks of a hub, which then has them all."""
     links = [join(address, rank, size) for rank in range(size)]
     for link in links:
-        assert link.expect(FAR)["hosts"] == ["here"] * size
+        assert link.expect(Deadline(FAR))["hosts"] == ["here"] * size
     return links
 
 
 @pytest.fixture(params=[LOOPBACK, None], ids=["tcp", "abstract"])
 def hub(request: pytest.FixtureRequest) -> Iterator[Hub]:
     """The hub of two ranks that have not come yet."""
-    made = Hub(2, request.param, FAR, KEY)
+    made = Hub(2, request.param, Deadline(FAR), KEY)
     yield made
     until(lambda: "collective-hub" not in {thread.name for thread in threading.enumerate()})
 
@@ -151,7 +152,7 @@ def test_a_hub_that_says_a_byte_now_and_then_holds_nobody_past_the_deadline() ->
         pool.submit(drip)
         # With 45 bytes it would be another error.
         with pytest.raises(OSError, match="timed out"):
-            connect(address, KEY, 0.3)
+            connect(address, KEY, Deadline(0.3))
         over.set()
 
 
@@ -178,7 +179,7 @@ def test_what_somebody_else_has_put_into_the_store_is_told_as_such(
     store = FileStore(tmp_path)
     store.set("monitor", published)
     with pytest.raises(RendezvousError, match="is not what rank 0 publishes"):
-        Monitor.start(world(1, 2, store), FAR)
+        Monitor.start(world(1, 2, store), Deadline(FAR))
 
 
 @pytest.mark.parametrize(
@@ -188,7 +189,7 @@ def test_an_address_that_is_none_is_tried_until_the_deadline(tmp_path: Path, add
     store = FileStore(tmp_path)
     store.set("monitor", json.dumps({"address": address, "key": "00"}).encode())
     with pytest.raises(RendezvousError, match="rank 1 of 2 cannot reach rank 0"):
-        Monitor.start(world(1, 2, store), 0.1)
+        Monitor.start(world(1, 2, store), Deadline(0.1))
 
 
 # -- many of them -----------------------------------------------------------------------------
@@ -213,7 +214,7 @@ HOLDS = """
 POOR = """
     import os, resource, sys, threading
     from collective.backends.peers.hub import Hub
-    hub = Hub(2, "127.0.0.1", 60.0, bytes(range(32)))
+    hub = Hub(2, "127.0.0.1", Deadline(60.0), bytes(range(32)))
     limit = len(os.listdir("/proc/self/fd")) + 8
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
     print(hub.address, flush=True)
@@ -261,7 +262,7 @@ def test_a_hub_without_descriptors_turns_strangers_away() -> None:
 
 def test_what_strangers_send_is_not_kept() -> None:
     """A mebibyte of each of 200: what the hub allocates meanwhile is below one for all."""
-    hub = Hub(1, LOOPBACK, FAR, KEY)
+    hub = Hub(1, LOOPBACK, Deadline(FAR), KEY)
     words = bytes(1 << 20)
     strangers = [knock(hub.address) for _ in range(100)]
     until(lambda: all(each.recv(100) for each in strangers))
@@ -288,13 +289,13 @@ def test_ten_thousand_random_strings(hub: Hub) -> None:
         say(hub.address, chance.randbytes(chance.randrange(2 * Challenge.length))).close()
     other = join(hub.address, 1, 2)
     for link in (rank, other):
-        assert link.expect(FAR)["kind"] == "complete"
+        assert link.expect(Deadline(FAR))["kind"] == "complete"
         link.close()
 
 
 def test_nothing_but_the_proof_is_a_proof() -> None:
     """Whatever is done to one: shortened, lengthened, changed in a place."""
-    hub = Hub(1, None, FAR, KEY)
+    hub = Hub(1, None, Deadline(FAR), KEY)
 
     @settings(max_examples=200, deadline=None, database=None)
     @given(st.integers(0, 63), st.integers(1, 255), st.binary(max_size=4))
@@ -362,10 +363,10 @@ def framed(text: bytes) -> bytes:
 )
 def test_what_is_no_message_ends_its_sender_s_connection(said: bytes, why: str) -> None:
     """The hub still serves, and tells rank 0 what was wrong with rank 1."""
-    hub = Hub(2, None, FAR, KEY)
+    hub = Hub(2, None, Deadline(FAR), KEY)
     links = complete(hub.address, 2)
     links[1].write(said)
-    notice = links[0].expect(FAR)
+    notice = links[0].expect(Deadline(FAR))
     assert (notice["kind"], notice["rank"]) == ("lost", 1)
     assert why in notice["why"]
     for link in links:
@@ -388,7 +389,7 @@ FIELDS = st.dictionaries(
 def test_no_message_of_a_peer_ends_the_hub() -> None:
     """Whatever its fields are: rank 0 hears of the end of each rank but its own."""
     size = 60
-    hub = Hub(size, None, FAR, KEY)
+    hub = Hub(size, None, Deadline(FAR), KEY)
     links = complete(hub.address, size)
     ranks = iter(range(1, size))
 
@@ -405,7 +406,7 @@ def test_no_message_of_a_peer_ends_the_hub() -> None:
     peer()
     ask = {"kind": "stall", "channel": "last", "members": [0], "asks": [0]}
     links[0].send(ask)
-    while links[0].expect(FAR).get("channel") != "last":
+    while links[0].expect(Deadline(FAR)).get("channel") != "last":
         pass
     for link in links:
         link.close()
@@ -447,7 +448,7 @@ def test_a_hub_that_says_what_is_wrong_counts_as_lost(tmp_path: Path, message: o
     store.set("monitor", json.dumps({"address": hub.address, "key": KEY.hex()}).encode())
     with ThreadPoolExecutor(1) as pool:
         pool.submit(hub.server.run)
-        monitor = Monitor.start(world(1, 2, store), FAR)
+        monitor = Monitor.start(world(1, 2, store), Deadline(FAR))
         monitor.channel.compare()
         error = wait_for_error(monitor.channel)
         assert "rank 0 (on here) is gone: what it says is wrong: " in str(error)
@@ -470,7 +471,10 @@ def test_what_is_known_of_a_link_that_was_dropped_meanwhile_is_forgotten() -> No
     hub = Waits({})
     with ThreadPoolExecutor(1) as pool:
         served = pool.submit(hub.server.run)
-        waiting, last = connect(hub.address, KEY, FAR), connect(hub.address, KEY, FAR)
+        waiting, last = (
+            connect(hub.address, KEY, Deadline(FAR)),
+            connect(hub.address, KEY, Deadline(FAR)),
+        )
         stranger = knock(hub.address)
         stranger.recv(100)
         waiting.send({"kind": "wait"})
@@ -479,7 +483,7 @@ def test_what_is_known_of_a_link_that_was_dropped_meanwhile_is_forgotten() -> No
         last.send({"kind": "stop"})
         stranger.sendall(bytes(Challenge.length))
         free.set()
-        assert last.expect(FAR) == {"kind": "stopped"}
+        assert last.expect(Deadline(FAR)) == {"kind": "stopped"}
         last.close()
         served.result(FAR)
     stranger.close()
@@ -612,7 +616,7 @@ def test_a_stranger_at_torchrun_s_store_cannot_use_what_it_reads_and_the_job_goe
         assert list(value) == ["address"]
         for key in (nonce, tag, bytes.fromhex(name.rpartition("/")[2]), name.encode(), b""):
             with pytest.raises(ProofError):
-                connect(value["address"], key, FAR)
+                connect(value["address"], key, Deadline(FAR))
         with rank_of_two(1, served.port) as rank_1:
             ended = [rank.communicate(timeout=90)[1] for rank in (rank_0, rank_1)]
     assert [rank_0.returncode, rank_1.returncode] == [0, 0], ended

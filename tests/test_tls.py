@@ -19,6 +19,7 @@ from collective.backends.peers.hub import Hub
 from collective.backends.peers.link import Link, connect
 from collective.contract.secret import Secret
 from collective.contract.world import Tls
+from collective.deadline import Deadline
 from collective.errors import ConfigError
 from collective.start.certificates import resolve
 from collective.start.config import load
@@ -80,11 +81,11 @@ def tls(certificates: Path) -> Tls:
 
 def complete(address: str, size: int, tls: Tls | None) -> list[Link]:
     """Join as all ranks of a hub, which then has them all."""
-    links = [connect(address, KEY, FAR, tls) for _ in range(size)]
+    links = [connect(address, KEY, Deadline(FAR), tls) for _ in range(size)]
     for rank, link in enumerate(links):
         link.send({"kind": "here", "rank": rank, "size": size, "host": "a host by its name"})
     for link in links:
-        assert link.expect(FAR)["kind"] == "complete"
+        assert link.expect(Deadline(FAR))["kind"] == "complete"
     return links
 
 
@@ -95,7 +96,7 @@ def close(links: list[Link]) -> None:
 
 @pytest.fixture
 def hub(tls: Tls) -> Hub:
-    return Hub(2, LOOPBACK, FAR, KEY, tls)
+    return Hub(2, LOOPBACK, Deadline(FAR), KEY, tls)
 
 
 def knock(hub: Hub) -> socket.socket:
@@ -120,7 +121,7 @@ def test_messages_of_any_length_pass_both_ways_at_once(hub: Hub, tls: Tls) -> No
     with ThreadPoolExecutor(2) as pool:
         sending = [pool.submit(send, rank) for rank in range(2)]
         for link in links:
-            assert [link.expect(FAR)["failure"]["text"] for _ in texts] == texts
+            assert [link.expect(Deadline(FAR))["failure"]["text"] for _ in texts] == texts
         for each in sending:
             each.result()
     close(links)
@@ -180,7 +181,7 @@ def tapped(hub: Hub) -> Iterator[tuple[str, bytearray]]:
 @pytest.mark.parametrize("with_tls", [True, False], ids=["TLS", "plain"])
 def test_whoever_sees_the_bytes_reads_them_without_tls_alone(tls: Tls, with_tls: bool) -> None:
     used = tls if with_tls else None
-    hub = Hub(1, LOOPBACK, FAR, KEY, used)
+    hub = Hub(1, LOOPBACK, Deadline(FAR), KEY, used)
     with tapped(hub) as (address, seen):
         close(complete(address, 1, used))
     assert (b"a host by its name" in seen) is not with_tls
@@ -201,7 +202,7 @@ def test_a_rank_without_a_certificate_of_ours_is_not_let_in(
 ) -> None:
     """Though it knows the key."""
     with pytest.raises(OSError, match=r"timed out|(?i:unknown.ca)"):
-        connect(hub.address, KEY, 0.5, stranger(certificates))
+        connect(hub.address, KEY, Deadline(0.5), stranger(certificates))
     close(complete(hub.address, 2, tls))
 
 
@@ -209,26 +210,26 @@ def test_a_hub_with_a_certificate_of_another_authority_is_none(
     tls: Tls, certificates: Path
 ) -> None:
     other = resolve(load(settings(certificates, "other")))
-    hub = Hub(1, LOOPBACK, 0.5, KEY, other)
+    hub = Hub(1, LOOPBACK, Deadline(0.5), KEY, other)
     with pytest.raises(OSError, match="CERTIFICATE_VERIFY_FAILED"):
-        connect(hub.address, KEY, FAR, tls)
+        connect(hub.address, KEY, Deadline(FAR), tls)
 
 
 def test_a_hub_without_tls_is_told_apart(tls: Tls) -> None:
-    hub = Hub(1, LOOPBACK, FAR, KEY)
+    hub = Hub(1, LOOPBACK, Deadline(FAR), KEY)
     with pytest.raises(OSError, match=r"(?i)wrong.version.number|packet length"):
-        connect(hub.address, KEY, FAR, tls)
+        connect(hub.address, KEY, Deadline(FAR), tls)
     close(complete(hub.address, 1, None))
 
 
 def test_a_certificate_is_no_secret(hub: Hub, tls: Tls) -> None:
     with pytest.raises(ConnectionError, match="another key"):
-        connect(hub.address, bytes(32), FAR, tls)
+        connect(hub.address, bytes(32), Deadline(FAR), tls)
     close(complete(hub.address, 2, tls))
 
 
 def test_random_strings_and_half_handshakes_keep_nobody_out(hub: Hub, tls: Tls) -> None:
-    first = connect(hub.address, KEY, FAR, tls)
+    first = connect(hub.address, KEY, Deadline(FAR), tls)
     chance = random.Random(10)
     begun = b"\x16\x03\x01"  # a record of TLS's handshake
     with contextlib.ExitStack() as held:

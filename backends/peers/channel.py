@@ -17,6 +17,7 @@ from collective.contract.recorder import Recorder
 from collective.contract.secret import Secret
 from collective.contract.stalls import look
 from collective.contract.store import Store
+from collective.deadline import Deadline
 from collective.errors import (
     BackendError,
     CollectiveTimeoutError,
@@ -241,13 +242,13 @@ class Channel:
     def wait(
         self,
         where: object,
-        timeout: float,
+        deadline: Deadline,
         awaited: Sequence[int] | None = None,
         any_of: bool = False,
         sequence: int | None = None,
     ) -> Wait:
         """Return what one waiting call needs; see :class:`Wait` and :meth:`check`."""
-        return Wait(self, where, timeout, awaited, any_of, sequence)
+        return Wait(self, where, deadline, awaited, any_of, sequence)
 
     def explain(
         self,
@@ -261,8 +262,8 @@ class Channel:
         The engine notices the end of a connection before the monitor knows why. ``awaited``
         and ``any_of`` are as in :meth:`check`.
         """
-        end = time.monotonic() + _EXPLAIN_S
-        while time.monotonic() < end:
+        deadline = Deadline(_EXPLAIN_S)
+        while not deadline.expired:
             try:
                 self.check(where, awaited, any_of)
             except Exception as known:
@@ -326,8 +327,8 @@ class Channel:
             "kind": "failure", "channel": self.name, "members": sorted(awaited),
             "failure": _packed(failure), "finished": self._failed_after, "acknowledge": True,
         })  # fmt: skip
-        end = time.monotonic() + _HEARD_S
-        while (left := end - time.monotonic()) > 0:
+        deadline = Deadline(_HEARD_S)
+        while not deadline.expired:
             if self._monitor.hub_gone:
                 time.sleep(_ALONE_S)
                 return
@@ -335,7 +336,7 @@ class Channel:
             with self._reported:
                 if awaited <= self._acknowledged | gone:
                     return
-                self._reported.wait(min(left, _SLICE_S))
+                self._reported.wait(deadline.at_most(_SLICE_S))
 
     def post(self, note: Note) -> None:
         """Tell what this rank waits in; the hub looks for circles."""
@@ -450,14 +451,18 @@ class Channel:
         """
         self._say({"kind": "stall", "asks": asks})
 
-    def _late(
+    def give_up(
         self,
         where: object,
-        seconds: float,
+        deadline: Deadline,
         awaited: Sequence[int] | None,
         sequence: int | None = None,
     ) -> NoReturn:
-        """Break the communicator because a deadline has passed."""
+        """Break the communicator because ``deadline`` has passed.
+
+        Raises:
+            CollectiveTimeoutError: always, unless the communicator has been broken before.
+        """
         # Counted, as the answer to an earlier question may still be on its way.
         before = self._answers
         self.compare([self.members[rank] for rank in awaited or ()])
@@ -482,7 +487,7 @@ class Channel:
         else:
             what = "peers, and the monitor of the world's rank 0 does not answer"
             absent = [self.members.index(0)] if 0 in self.members else []
-        failure = Failure.timed_out(self.rank, seconds, what, absent)
+        failure = Failure.timed_out(self.rank, deadline.seconds, what, absent)
         self.abort(failure)
         raise CollectiveTimeoutError(f"{where}: {failure.text} [rank {self.rank}]", failure.ranks)
 
@@ -495,27 +500,34 @@ class Wait:
     :meth:`Channel.check` raises, and ``CollectiveTimeoutError`` when the deadline passes.
     """
 
-    __slots__ = ("_any_of", "_awaited", "_channel", "_compare_at", "_end", "_pause", "_sequence",
-                 "_turns", "_where", "timeout")  # fmt: skip
+    __slots__ = (
+        "_any_of",
+        "_awaited",
+        "_channel",
+        "_deadline",
+        "_pause",
+        "_sequence",
+        "_turns",
+        "_until_compared",
+        "_where",
+    )  # fmt: skip
 
     def __init__(
         self,
         channel: Channel,
         where: object,
-        timeout: float,
+        deadline: Deadline,
         awaited: Sequence[int] | None,
         any_of: bool,
         sequence: int | None,
     ) -> None:
-        self.timeout = timeout
+        self._deadline = deadline
         self._sequence = sequence
         self._any_of = any_of
         self._channel = channel
         self._where = where
         self._awaited = awaited
-        now = time.monotonic()
-        self._end = now + timeout
-        self._compare_at = now + _STALL_S
+        self._until_compared = Deadline(_STALL_S)
         self._turns = 0
         self._pause = _SLEEP_FIRST_S
 
@@ -534,19 +546,18 @@ class Wait:
 
     def slice(self) -> float:
         """Return the seconds to block until the next :meth:`check`."""
-        return max(0.001, min(_SLICE_S, self._end - time.monotonic()))
+        return self._deadline.at_most(_SLICE_S)
 
     def check(self) -> None:
         """Raise if there is a reason to; have the recorders compared once a second."""
         channel = self._channel
         channel.check(self._where, self._awaited, self._any_of, self._sequence)
-        now = time.monotonic()
-        if now >= self._end:
-            channel._late(self._where, self.timeout, self._awaited, self._sequence)
-        if now >= self._compare_at:
-            self._compare_at = now + _STALL_S
+        if self._deadline.expired:
+            channel.give_up(self._where, self._deadline, self._awaited, self._sequence)
+        if self._until_compared.expired:
+            self._until_compared = Deadline(_STALL_S)
             channel.compare()
-            look(self.timeout)
+            look(self._deadline)
 
 
 def _packed(failure: Failure) -> dict[str, Any]:

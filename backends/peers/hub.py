@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from collective.contract.descriptors import RAISE_THE_LIMIT
 from collective.contract.stalls import Circles
+from collective.deadline import Deadline
 from collective.errors import RendezvousError
 
 from .link import Link, Message, encoded, listen
@@ -44,11 +45,12 @@ class _StallCheck:
     """One comparison that is going on.
 
     Attributes:
+        deadline: when it is concluded without the reports that have not come.
         askers: who wants to know who is late, and of whom besides.
     """
 
     members: list[int]
-    ends: float
+    deadline: Deadline
     askers: dict[int, list[int]] = field(default_factory=dict)
     reports: dict[int, Message] = field(default_factory=dict)
 
@@ -72,7 +74,7 @@ class Hub:
     Args:
         size: how many ranks are to come.
         host: an address of this host where ranks of others can connect; None on one host.
-        timeout: seconds until the roll call is given up.
+        deadline: when the roll call is given up.
         key: what a rank has to know.
         tls: for connections between hosts, or None.
 
@@ -83,12 +85,12 @@ class Hub:
     """
 
     def __init__(
-        self, size: int, host: str | None, timeout: float, key: bytes, tls: Tls | None = None
+        self, size: int, host: str | None, deadline: Deadline, key: bytes, tls: Tls | None = None
     ) -> None:
         self.refusal: str | None = None
         self.session = secrets.token_hex(16)
         self._size = size
-        self._ends = time.monotonic() + timeout
+        self._deadline = deadline
         self._links: dict[int, Link] = {}
         self._ranks: dict[Link, int] = {}
         # What each has said of itself.
@@ -114,26 +116,25 @@ class Hub:
 
     def give_up(self) -> None:
         """End a roll call that rank 0 waits for no more."""
-        self._ends = -math.inf
+        self._deadline = Deadline(0.0)
 
     # -- for the server's thread ----------------------------------------------------------
 
     def pause(self) -> float | None:
         """Return how many seconds may pass until :meth:`turn` has something to do; None: any."""
-        ends = [each.ends for each in self._checks.values()]
+        left = [each.deadline.left() for each in self._checks.values()]
         if not self._complete:  # it may be given up at any time
-            ends.append(min(self._ends, time.monotonic() + _ROLL_S))
-        return max(0.0, min(ends) - time.monotonic()) if ends else None
+            left.append(self._deadline.at_most(_ROLL_S))
+        return min(left, default=None)
 
     def turn(self) -> bool:
         """Do what is due by now; return whether there is anybody left to serve."""
         # After all that was there to be read: many ranks offer something at one time.
         for (channel, name), exchange in list(self._exchanges.items()):
             self._pass_on(channel, name, exchange)
-        now = time.monotonic()
-        for channel in [name for name, each in self._checks.items() if each.ends <= now]:
+        for channel in [name for name, each in self._checks.items() if each.deadline.expired]:
             self._conclude(channel)
-        if not self._complete and now >= self._ends and not self._over:
+        if not self._complete and self._deadline.expired and not self._over:
             missing = sorted(set(range(self._size)) - set(self._links))
             why = f"ranks {missing} of {self._size} have not arrived"
             if strangers := self._server.refusals():
@@ -208,7 +209,7 @@ class Hub:
             self._tell((each for each in members if each != rank), {**message, "rank": rank})
         elif kind == "stall":
             if channel not in self._checks:
-                self._checks[channel] = _StallCheck(members, time.monotonic() + _CHECK_S)
+                self._checks[channel] = _StallCheck(members, Deadline(_CHECK_S))
                 self._tell(members, {"kind": "report", "channel": channel})
             if message["asks"] is not None:
                 self._checks[channel].askers[rank] = message["asks"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from collective.deadline import Deadline
 from collective.errors import (
     BackendError,
     CollectiveTimeoutError,
@@ -26,7 +27,7 @@ def explained(
     channel: Channel,
     error: BaseException,
     where: object,
-    timeout: float,
+    deadline: Deadline,
     awaited: Sequence[int] | None = None,
 ) -> Exception | None:
     """Return what the monitor says where a level failed, and break the whole.
@@ -34,7 +35,7 @@ def explained(
     Args:
         channel: the whole's.
         error: what the level raised, with its own numbers of ranks and its own deadline.
-        where, timeout: the call's.
+        where, deadline: the call's.
         awaited: the ranks of the whole that were waited for; None for any.
 
     Returns:
@@ -45,10 +46,9 @@ def explained(
     if isinstance(error, (CollectiveTimeoutError, Disagreement, MismatchError)):
         # The deadline of the whole has passed, too, or might as well have: its end asks
         # all ranks what they are doing, and finds who is late, or who does otherwise.
-        wait = channel.wait(where, 0.0, awaited)
-        wait.timeout = timeout
         try:
-            wait.check()
+            channel.check(where, awaited)
+            channel.give_up(where, deadline, awaited)
         except Exception as known:
             return known
     return channel.explain(where, error, awaited)

@@ -18,7 +18,6 @@ import secrets
 import socket
 import struct
 import threading
-import time
 import weakref
 from collections import deque
 from typing import TYPE_CHECKING, Any
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
     import ssl
 
     from collective.contract.world import Tls
+    from collective.deadline import Deadline
 
 __all__ = [
     "Challenge", "Link", "Message", "ProofError", "close_in_children", "connect", "encoded",
@@ -227,14 +227,13 @@ class Link:
             del self._received[:end]
         return found
 
-    def expect(self, timeout: float) -> Message:
+    def expect(self, deadline: Deadline) -> Message:
         """Return the next message.
 
         Raises:
-            TimeoutError: it was not there within ``timeout`` seconds.
+            TimeoutError: it was not there before the deadline.
             EOFError, OSError, ValueError: as :meth:`receive`.
         """
-        deadline = time.monotonic() + timeout
         found: list[Message] = []
         while not found:
             with self._until(deadline):
@@ -242,7 +241,7 @@ class Link:
         self._unread += found[1:]
         return found[0]
 
-    def _exactly(self, count: int, deadline: float) -> bytes:
+    def _exactly(self, count: int, deadline: Deadline) -> bytes:
         """Return the next ``count`` bytes of a connection that carries no messages yet."""
         while len(self._received) < count:
             with self._until(deadline):
@@ -252,15 +251,18 @@ class Link:
         return found
 
     @contextlib.contextmanager
-    def _until(self, deadline: float) -> Any:
+    def _until(self, deadline: Deadline) -> Any:
         # Anew for each read: whoever sends a byte now and then must not hold us for ever.
-        self._socket.settimeout(max(0.001, deadline - time.monotonic()))
+        self._socket.settimeout(deadline.left())
         try:
             yield
+        except BlockingIOError:
+            # With no time left the socket does not block: what is there is read all the same.
+            raise TimeoutError("timed out") from None
         finally:
             self._socket.settimeout(None)
 
-    def prove(self, key: bytes, deadline: float) -> None:
+    def prove(self, key: bytes, deadline: Deadline) -> None:
         """Take part in the proof on the connecting side.
 
         Raises:
@@ -384,21 +386,20 @@ def listen(host: str | None) -> tuple[socket.socket, str]:
     return sock, address if host is None else f"{host} {sock.getsockname()[1]}"
 
 
-def connect(address: str, key: bytes, timeout: float, tls: Tls | None = None) -> Link:
+def connect(address: str, key: bytes, deadline: Deadline, tls: Tls | None = None) -> Link:
     """Return a link to ``address``, both of whose ends know ``key``.
 
     Args:
         address: from :func:`listen`.
         key: both sides'.
-        timeout: seconds.
+        deadline: moment by which both sides must have proved that.
         tls: for a connection that leaves this host.
 
     Raises:
         ProofError: whoever listens there does not, or does not believe that we do.
-        OSError: nobody listens there, or nobody answers within ``timeout`` seconds.
+        OSError: nobody listens there, or nobody answers before the deadline.
     """
-    deadline = time.monotonic() + timeout
-    sock = _connected(address, timeout)
+    sock = _connected(address, deadline)
     try:
         sock.settimeout(None)
         # Addresses of TCP alone have a space: what stays on this host is not encrypted.
@@ -411,21 +412,24 @@ def connect(address: str, key: bytes, timeout: float, tls: Tls | None = None) ->
     return link
 
 
-def _connected(address: str, timeout: float) -> socket.socket:
+def _connected(address: str, deadline: Deadline) -> socket.socket:
     host, _, port = address.partition(" ")
     try:
         if port:
-            return socket.create_connection((host, int(port)), timeout)
-        return _connected_here(host, timeout)
+            return socket.create_connection((host, int(port)), deadline.left())
+        return _connected_here(host, deadline)
+    except BlockingIOError:
+        # No time was left to connect in, or the listener's queue was full until the deadline.
+        raise TimeoutError("timed out") from None
     except (OverflowError, ValueError) as error:  # a host in no encoding is one, too
         raise OSError(errno.EINVAL, f"{address!r} is no address: {error}") from error
 
 
-def _connected_here(name: str, timeout: float) -> socket.socket:
+def _connected_here(name: str, deadline: Deadline) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX)
     try:
         # The kernel's own deadline: with one of Python's a full queue would not be waited for.
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(timeout))
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(deadline.left()))
         sock.connect(f"\0{name}")
     except BaseException:
         sock.close()

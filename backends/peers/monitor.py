@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 
 from collective.contract.process import RankProcess
 from collective.contract.secret import Secret
+from collective.deadline import Deadline
 from collective.errors import RendezvousError
 
 from .channel import WORLD, Channel
@@ -98,18 +99,17 @@ class Monitor:
         ).start()
 
     @classmethod
-    def start(cls, world: World, timeout: float) -> Self:
+    def start(cls, world: World, deadline: Deadline) -> Self:
         """Link this rank to the others' and return when all of them are there.
 
         Raises:
-            RendezvousError: some did not arrive within ``timeout`` seconds, or disagree about
+            RendezvousError: some did not arrive before the deadline, or disagree about
                 how many there are, or two claim one rank; the text says who.
         """
-        deadline = time.monotonic() + timeout
         if world.rank == 0:
             alone = world.local_size == world.size
             key = _derived(world) or secrets.token_bytes(32)
-            hub = Hub(world.size, None if alone else world.address, timeout, key, world.tls)
+            hub = Hub(world.size, None if alone else world.address, deadline, key, world.tls)
             world.store.set(_KEY, _published(world, hub.address, key))
             try:
                 return cls(world, *_join_own(world, hub, key, deadline))
@@ -118,7 +118,7 @@ class Monitor:
                 raise
             finally:
                 world.store.delete(_KEY)
-        return cls(world, *_find(world, timeout, deadline))
+        return cls(world, *_find(world, deadline))
 
     # -- for the channels -----------------------------------------------------------------
 
@@ -220,28 +220,28 @@ def _published(world: World, address: str, key: bytes) -> bytes:
     return json.dumps(found).encode()
 
 
-def _join_own(world: World, hub: Hub, key: bytes, deadline: float) -> _Joined:
+def _join_own(world: World, hub: Hub, key: bytes, deadline: Deadline) -> _Joined:
     """Take part in the roll call of this process's own hub."""
     while True:
         try:
             return _join(world, hub.address, key, deadline)
         except (EOFError, OSError) as error:
             # It was over before this rank was there; or strangers fill the queue.
-            if hub.refusal is not None or time.monotonic() >= deadline:
+            if hub.refusal is not None or deadline.expired:
                 raise _refused(world, hub.refusal or repr(error)) from error
             time.sleep(_RETRY_S)
 
 
-def _find(world: World, timeout: float, deadline: float) -> _Joined:
+def _find(world: World, deadline: Deadline) -> _Joined:
     """Look for rank 0's hub and take part in its roll call."""
     refused: Exception | None = None
     while True:
         try:
-            published = world.store.get(_KEY, deadline)
+            published = world.store.get(_KEY, time.monotonic() + deadline.left())
         except RendezvousError as error:
             raise RendezvousError(
-                f"rendezvous: rank 0 of {world.size} did not arrive within {timeout:g} s [rank "
-                f"{world.rank}]: {error}"
+                f"rendezvous: rank 0 of {world.size} did not arrive within {deadline.seconds:g} s "
+                f"[rank {world.rank}]: {error}"
             ) from error
         address, key = _read(world, published)
         try:
@@ -250,7 +250,7 @@ def _find(world: World, timeout: float, deadline: float) -> _Joined:
             # It may be the hub of an earlier roll call, which the store has not forgotten yet. What
             # a hub said of this rank's key tells more than that the last attempt came too late.
             refused = refused if isinstance(refused, ProofError) else error
-            if time.monotonic() >= deadline:
+            if deadline.expired:
                 raise RendezvousError(
                     f"rendezvous: rank {world.rank} of {world.size} cannot reach rank 0 at "
                     f"{address.replace(' ', ':')}: {refused!r}. Is it an address of the right "
@@ -274,14 +274,14 @@ def _read(world: World, published: bytes) -> tuple[str, bytes]:
     return address, key
 
 
-def _join(world: World, address: str, key: bytes, deadline: float) -> _Joined:
+def _join(world: World, address: str, key: bytes, deadline: Deadline) -> _Joined:
     """Take part in the roll call.
 
     Raises:
         RendezvousError: the hub refuses this rank, or has given up.
         EOFError, OSError: it is not there, or gone before it was complete.
     """
-    link = connect(address, key, max(0.001, deadline - time.monotonic()), world.tls)
+    link = connect(address, key, deadline, world.tls)
     standby = None
     try:
         standby = Standby.of(world)
@@ -310,14 +310,14 @@ def _give_up(link: Link, standby: Standby | None) -> None:
         standby.close()
 
 
-def _answer(world: World, link: Link, deadline: float) -> Message:
+def _answer(world: World, link: Link, deadline: Deadline) -> Message:
     """Return what the hub says, unless it is known meanwhile that the ranks will not meet."""
+    answer_by = Deadline(deadline.left() + _ANSWER_S)
     while True:
-        left = deadline - time.monotonic() + _ANSWER_S
         try:
-            return link.expect(min(left, _LOOK_S))
+            return link.expect(answer_by.within(_LOOK_S))
         except TimeoutError:
-            if left <= _LOOK_S:
+            if answer_by.expired:
                 raise
         world.store.check()
 

@@ -12,9 +12,10 @@ import errno
 import math
 import selectors
 import socket
-import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
+
+from collective.deadline import Deadline
 
 from .link import Challenge, Link, Message, ProofError
 
@@ -64,7 +65,9 @@ class _Stranger:
     """Somebody who has proved nothing yet."""
 
     address: str
-    since: float
+    # It has the first for sure, and the second if nobody else knocks.
+    short: Deadline = field(default_factory=lambda: Deadline(_SHORT_S))
+    long: Deadline = field(default_factory=lambda: Deadline(_LONG_S))
     challenge: Challenge = field(default_factory=Challenge)
     received: bytes = b""
 
@@ -103,8 +106,8 @@ class Server:
         self.refused: dict[str, int] = {}
         self.scarce = ""
         self._listening = listening
-        # Whether the selector looks at it, and if not, from when on.
-        self._listens, self._listens_at = True, 0.0
+        # Whether the selector looks at it, and if not, until when.
+        self._listens, self._rests = True, Deadline(0.0)
         self._key = key
         self._tls = tls.listening if tls and listening.family != socket.AF_UNIX else None
         self._handler = handler
@@ -156,22 +159,20 @@ class Server:
     # -- the clock ------------------------------------------------------------------------
 
     def _pause(self) -> float | None:
-        now = time.monotonic()
         left = [] if (pause := self._handler.pause()) is None else [pause]
-        if not self._listens and self._listens_at < math.inf:
-            left.append(self._listens_at - now)
+        if not self._listens:
+            left.append(self._rests.left())
         for stranger in self._strangers.values():  # the oldest
-            left.append(stranger.since + _LONG_S - now)
+            left.append(stranger.long.left())
             break
-        return max(0.0, min(left)) if left else None
+        return min(left, default=None)
 
     def _look_at_the_clock(self) -> None:
-        now = time.monotonic()
-        if not self._listens and self._listens_at <= now:
+        if not self._listens and self._rests.expired:
             self._selector.register(self._listening, selectors.EVENT_READ)
             self._listens = True
         for link, stranger in list(self._strangers.items()):
-            if stranger.since + _LONG_S > now:
+            if not stranger.long.expired:
                 break
             self._refuse(link)
 
@@ -180,7 +181,7 @@ class Server:
         if self._listens:
             self._selector.unregister(self._listening)
             self._listens = False
-        self._listens_at = time.monotonic() + pause
+        self._rests = Deadline(pause)
 
     # -- strangers ------------------------------------------------------------------------
 
@@ -197,7 +198,7 @@ class Server:
             return
         try:
             link = Link(sock, self._tls, **self._bounds)
-            stranger = _Stranger(address[0] if address else "this host", time.monotonic())
+            stranger = _Stranger(address[0] if address else "this host")
             link.write(stranger.challenge.greeting)
         except OSError:
             sock.close()
@@ -208,9 +209,8 @@ class Server:
     def _make_room(self) -> bool:
         """Turn the oldest stranger away if it had its time; else take nobody in until then."""
         for link, stranger in self._strangers.items():
-            left = stranger.since + _SHORT_S - time.monotonic()
-            if left > 0:
-                self._rest(left)
+            if not stranger.short.expired:
+                self._rest(stranger.short.left())
                 return False
             self._refuse(link)
             return True
@@ -230,8 +230,8 @@ class Server:
 
     def _forget(self, link: Link) -> None:
         del self._strangers[link]
-        if self._listens_at < math.inf:  # there is room for another
-            self._listens_at = 0.0
+        if self._rests.seconds < math.inf:  # there is room for another
+            self._rests = Deadline(0.0)
 
     # -- what arrives ---------------------------------------------------------------------
 

@@ -32,6 +32,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from collective.contract.store import Store
+from collective.deadline import Deadline
 from collective.errors import RendezvousError
 
 from .link import Link, Message, connect, listen
@@ -153,7 +154,7 @@ class Standby:
             ConnectionRefusedError: its process has ended, or has closed it.
             OSError: it cannot be reached.
         """
-        return connect(self._contacts[rank], self._key, _CONNECT_S, self._tls)
+        return connect(self._contacts[rank], self._key, Deadline(_CONNECT_S), self._tls)
 
     def has_ended(self, rank: int) -> bool:
         """Tell whether a rank's process has ended for certain, or has closed its communicator."""
@@ -213,7 +214,7 @@ class Standby:
             ) from error
         try:
             link.send({"kind": "tell", "server": self._rank})
-            answer = link.expect(_TELL_S)
+            answer = link.expect(Deadline(_TELL_S))
             return answer["known"], answer["written"]
         except TimeoutError as error:
             raise RendezvousError(
@@ -363,19 +364,19 @@ class LastingStore(Store):
             ) from error
 
     def _answer(self, server: int, kind: str, key: str, value: bytes | None) -> bytes | None:
-        end = time.monotonic() + _ANSWER_S
+        deadline = Deadline(_ANSWER_S)
         while True:
             try:
                 if self._link is None or self._linked != server:
                     self._drop()
                     self._link, self._linked = self._standby.link(server), server
-                return ask(self._link, kind, key, value, end)
+                return ask(self._link, kind, key, value, deadline)
             except ConnectionRefusedError:
                 raise _EndedError from None
             except (EOFError, ConnectionError):
                 # It has just ended, which the next attempt tells; or the connection has.
                 self._drop()
-                if time.monotonic() >= end:
+                if deadline.expired:
                     raise
                 time.sleep(_RETRY_S)
             except BaseException:
@@ -398,9 +399,9 @@ def _ends(has_ended: Callable[[], bool]) -> bool:
     A process that is killed closes its connections and the port at which it listens one after the
     other, so that a connection may break while the port still takes new ones.
     """
-    end = time.monotonic() + _ENDING_S
+    deadline = Deadline(_ENDING_S)
     while not has_ended():
-        if time.monotonic() >= end:
+        if deadline.expired:
             return False
         time.sleep(_RETRY_S)
     return True

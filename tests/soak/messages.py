@@ -25,6 +25,7 @@ from collective.backends.shm.ring import MessageRing
 from collective.communicator import Communicator, objects
 from collective.contract.backend import COLLECTIVE_TAG
 from collective.contract.secret import Secret
+from collective.deadline import Deadline
 from collective.start.file_store import FileStore
 from collective.start.sealed_store import SealedStore
 from collective.testing import RankPool
@@ -48,7 +49,7 @@ def _strangers(address: str | None, dice: random.Random, mutations: int) -> Find
     """Whoever knows no key, with what almost proves that he does."""
     found = Findings()
     with watched(found):
-        hub = Hub(2, address, _FAR_S * 1000, KEY)
+        hub = Hub(2, address, Deadline(_FAR_S * 1000), KEY)
         rank = join(hub.address, 0, 2)
         while found.made < mutations:
             with contextlib.suppress(OSError), knock(hub.address) as sock:
@@ -57,7 +58,7 @@ def _strangers(address: str | None, dice: random.Random, mutations: int) -> Find
                 sock.sendall(b"GET / HTTP/1.1\r\n" if other == proof else other)
             found.made += 1
         for link in (rank, join(hub.address, 1, 2)):
-            if link.expect(_FAR_S)["kind"] != "complete":
+            if link.expect(Deadline(_FAR_S))["kind"] != "complete":
                 found.problems.append("the ranks do not meet any more")
             link.close()
     return found
@@ -79,7 +80,7 @@ def _liars(dice: random.Random, mutations: int) -> Findings:
     found, size = Findings(), 60
     with watched(found):
         while found.made < mutations:
-            hub = Hub(size, None, _FAR_S, KEY)
+            hub = Hub(size, None, Deadline(_FAR_S), KEY)
             honest, *others = complete(hub.address, size)
             for link in others:
                 with contextlib.suppress(OSError):
@@ -90,7 +91,7 @@ def _liars(dice: random.Random, mutations: int) -> Findings:
             honest.send({"kind": "stall", "channel": "here", "members": [0], "asks": None})
             message: Message = {}
             while message.get("channel") != "here":
-                message = honest.expect(_FAR_S)
+                message = honest.expect(Deadline(_FAR_S))
                 found.ends[message["kind"]] += 1
             for link in (honest, *others):
                 link.close()
@@ -147,13 +148,16 @@ def _published(dice: random.Random, mutations: int) -> Findings:
                 if number % 2:
                     data = framed(meeting, dice)[4:]
                     store.set("monitor", data)
-                    found.hold(data, lambda: Monitor.start(world(1, 2, store), 0.002))
+                    found.hold(data, lambda: Monitor.start(world(1, 2, store), Deadline(0.002)))
                 else:
                     paths = (path, b"/dev/null", b"/", large.name.encode(), directory.encode())
                     data = dice.choice(paths)
                     data = data if dice.random() < 0.1 else mutated(data, dice)
                     store.set("shm-test", data)
-                    found.hold(data, lambda: ShmBackend.connect(world(1, 2, store), 0.002).close())
+                    found.hold(
+                        data,
+                        lambda: ShmBackend.connect(world(1, 2, store), Deadline(0.002)).close(),
+                    )
     return found
 
 
