@@ -20,6 +20,7 @@ from collective.contract.backend import Backend
 from collective.contract.copying import NotCopied
 from collective.contract.failure import Failure
 from collective.contract.stalls import Membership
+from collective.deadline import Deadline
 from collective.elastic import changes
 from collective.elastic.lineage import Lineage
 from collective.elastic.succession import Succession
@@ -983,8 +984,9 @@ class Communicator(_Handle, NotCopied, ForeignNames):
         """
         absent = [self._path.check_rank("shrink", "exclude", rank) for rank in exclude]
         seconds = self.shrink_timeout if timeout is None else self._path.check_timeout(timeout)
-        backend, lineage = changes.shrink(self, absent, min_ranks, seconds)
-        return lifecycle.succeed(self, backend, lineage, seconds)
+        deadline = Deadline(seconds)
+        backend, lineage = changes.shrink(self, absent, min_ranks, deadline)
+        return lifecycle.succeed(self, backend, lineage, deadline)
 
     def waiting(self) -> int:
         """Return how many processes wait to join: the same on all ranks.
@@ -1030,9 +1032,9 @@ class Communicator(_Handle, NotCopied, ForeignNames):
         See Also:
             ncclCommGrow.
         """
-        seconds = self._path.check_timeout(timeout)
-        backend, lineage = changes.grow(self, seconds)
-        return lifecycle.succeed(self, backend, lineage, seconds)
+        deadline = Deadline(self._path.check_timeout(timeout))
+        backend, lineage = changes.grow(self, deadline)
+        return lifecycle.succeed(self, backend, lineage, deadline)
 
     @explained
     def agree(self, flag: bool = True, timeout: float | None = None) -> bool:
@@ -1056,7 +1058,7 @@ class Communicator(_Handle, NotCopied, ForeignNames):
         See Also:
             MPIX_Comm_agree.
         """
-        return changes.agree(self, bool(flag), self._path.check_timeout(timeout))
+        return changes.agree(self, bool(flag), Deadline(self._path.check_timeout(timeout)))
 
     # -- hooks ------------------------------------------------------------------------------
 
@@ -1178,7 +1180,7 @@ class Communicator(_Handle, NotCopied, ForeignNames):
         Waits for this rank's own calls in the background, and for nobody else. A second
         close does nothing; any other use afterwards raises ``CommunicatorClosedError``.
         """
-        lifecycle.close(self, self.timeout)
+        lifecycle.close(self, Deadline(self.timeout))
 
     def leave(self) -> None:
         """Close the transports of this communicator and its groups, waiting for nothing.

@@ -83,7 +83,7 @@ class _Grouping(Call):
     def _connect(self, deadline: Deadline) -> Backend:
         """Return the group's transport, once all members are there."""
         _meet(self.path.backend, self._members, deadline)
-        return self.path.backend.group(self._members, deadline.left())
+        return self.path.backend.group(self._members, deadline)
 
 
 def _child(comm: C, backend: Backend, members: Sequence[int]) -> C:
@@ -213,10 +213,10 @@ class _MemberMail:
         raw = np.zeros(nbytes, np.uint8)
         text = np.frombuffer(json.dumps(message).encode(), np.uint8)
         raw[: text.size] = text
-        self._backend.send(Buffer(raw, _UINT8), dst, GROUP_TAG, self._deadline.left())
+        self._backend.send(Buffer(raw, _UINT8), dst, GROUP_TAG, self._deadline)
 
     def recv(self, src: int, nbytes: int) -> dict[str, Any]:
         buffer = Buffer.empty(nbytes, _UINT8)
-        self._backend.recv(buffer, src, GROUP_TAG, self._deadline.left())
+        self._backend.recv(buffer, src, GROUP_TAG, self._deadline)
         message: dict[str, Any] = json.loads(buffer.array.tobytes().rstrip(b"\0"))
         return message

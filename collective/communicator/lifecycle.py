@@ -11,6 +11,7 @@ from typing import Any, NoReturn, TypeVar
 
 from collective.contract.backend import Backend
 from collective.contract.failure import Failure
+from collective.deadline import Deadline
 from collective.elastic.lineage import Lineage
 from collective.errors import CommunicatorClosedError, PeerFailedError
 from collective.request import Request
@@ -73,14 +74,14 @@ def made_alike(
     )
 
 
-def succeed(comm: C, backend: Backend, lineage: Lineage, seconds: float) -> C:
+def succeed(comm: C, backend: Backend, lineage: Lineage, deadline: Deadline) -> C:
     """Return the communicator of the next generation, and close ``comm``.
 
     Args:
         comm: the last generation.
         backend: the transport of the next one.
         lineage: the next generation's.
-        seconds: how long to wait for calls of ``comm`` in the background.
+        deadline: until when to wait for calls of ``comm`` in the background.
     """
     successor = made_alike(comm, backend, lineage.local_rank, lineage.local_size, lineage)
     members = [rank for rank in range(comm.size) if rank not in lineage.lost]
@@ -94,26 +95,26 @@ def succeed(comm: C, backend: Backend, lineage: Lineage, seconds: float) -> C:
         # The other ranks have the next generation, and would wait in it for this one.
         abort(successor, Failure.caused_by(successor.rank, error))
         raise
-    close(comm, seconds)
+    close(comm, deadline)
     return successor
 
 
 # -- the end ------------------------------------------------------------------------------
 
 
-def close(comm: Comm, seconds: float) -> None:
+def close(comm: Comm, deadline: Deadline) -> None:
     """Close ``comm`` and the groups made of it; see ``Communicator.close``.
 
     Args:
         comm: the communicator.
-        seconds: how long to wait for what is in the background.
+        deadline: until when to wait for what is in the background.
     """
     path = comm._path
     if path.closed:
         return
     for child in list(comm._children):
-        close(child, seconds)
-    path.close(seconds)
+        close(child, deadline)
+    path.close(deadline)
     try:
         for listener in path.listeners.all:
             listener.close()

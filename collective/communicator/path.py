@@ -200,7 +200,7 @@ class Path(_Gate):
         """Run, for C, a plan that is not C's, on plain arrays."""
         dst = None if out is None else _plain_buffer(out)
         src = dst if x is out else None if x is None else _plain_buffer(x)
-        work = plan(src, dst, timeout)
+        work = plan(src, dst, Deadline(timeout))
         if work is not None:
             work.wait()
 
@@ -298,7 +298,7 @@ class Path(_Gate):
             if planned.fixed and self.agree_first:
                 self.agree(planned.request, deadline)
             recorder.begin(planned.request, planned.compares)
-            work = planned.plan(src, dst, deadline.left())
+            work = planned.plan(src, dst, deadline)
             if work is not None:
                 work.wait()
             recorder.end()
@@ -379,8 +379,8 @@ class Path(_Gate):
         """Return a plan that compares ``request`` on all ranks."""
         backend = self.backend  # the path would keep itself, and not end when it is dropped
 
-        def compare(src: None, dst: None, seconds: float) -> None:
-            backend.agree(request, seconds)
+        def compare(src: None, dst: None, deadline: Deadline) -> None:
+            backend.agree(request, deadline)
 
         return Planned(request, compare, compares=True)
 
@@ -483,14 +483,10 @@ class Path(_Gate):
         self.listeners.remove(listener)
         self.open_doors()
 
-    def close(self, seconds: float) -> None:
-        """Make no calls any more, after waiting for those in the background.
-
-        Args:
-            seconds: for each lane.
-        """
+    def close(self, deadline: Deadline) -> None:
+        """Make no calls any more, after waiting for those in the background."""
         for lane in (self.lane, *self.lanes.values()):
-            lane.close(seconds)
+            lane.close(deadline)
         self.shut()
         self.broken = None
 

@@ -111,7 +111,7 @@ def settle(path: Enqueuing, what: str, array: Any, deadline: Deadline) -> None:
         return
     if request_module.in_thread.site is not None:
         event = array.effective_stream.record()
-        path.backend.synchronize_event(event, what, deadline.left())
+        path.backend.synchronize_event(event, what, deadline)
 
 
 def synchronized(run: Callable[[], T], array: Any) -> Callable[[], T]:
@@ -177,7 +177,7 @@ class StreamWork(Work[T]):
         what: str,
         side: Stream,
         current: Callable[[], Stream],
-        finish: Callable[[Event, str, float | None], None],
+        finish: Callable[[Event, str, Deadline], None],
         keep: Callable[[Event, object], None],
     ) -> None:
         super().__init__(what)
@@ -214,7 +214,8 @@ class StreamWork(Work[T]):
         """
         result = super().wait(timeout)
         if self._event is not None:
-            self._finish(self._event, self._what, timeout)
+            deadline = Deadline.never() if timeout is None else Deadline(timeout)
+            self._finish(self._event, self._what, deadline)
         return result
 
     def done(self) -> bool:

@@ -78,9 +78,9 @@ class Empty(Call):
         request = Request(self.operation, dtype, self._shape, device=device)
         memory: list[Any] = []
 
-        def allocate(src: None, dst: None, seconds: float) -> None:
+        def allocate(src: None, dst: None, deadline: Deadline) -> None:
             method = path.backend.empty_device if self._on_gpu else path.backend.empty
-            memory.append(method(nbytes, request, seconds))
+            memory.append(method(nbytes, request, deadline))
 
         path.carry(Planned(request, allocate, fixed=True), None, None, deadline)
         return self._adapter.wrap(memory[0].view(dtype.storage).reshape(self._shape), dtype)
@@ -101,8 +101,8 @@ class Adopt(Call):
         request = Request(self.operation, None, (self._nbytes,))
         memory: list[Any] = []
 
-        def share(src: None, dst: None, seconds: float) -> None:
-            memory.append(path.backend.adopt(self._nbytes, self._move, request, seconds))
+        def share(src: None, dst: None, deadline: Deadline) -> None:
+            memory.append(path.backend.adopt(self._nbytes, self._move, request, deadline))
 
         path.carry(Planned(request, share, fixed=True), None, None, deadline)
         return memory[0]

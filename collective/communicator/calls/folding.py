@@ -143,7 +143,7 @@ class CuttingFoldCall(FoldCall):
 
 def _fold_with_function(
     fail: Callable[[BaseException], None], fold: Plan, outcome: Plan, src: Buffer,
-    dst: Buffer | None, seconds: float,
+    dst: Buffer | None, deadline: Deadline,
 ) -> None:  # fmt: skip
     """Fold with a user's operator, and return when all ranks have.
 
@@ -155,15 +155,14 @@ def _fold_with_function(
         fold: the transport's part.
         outcome: the barrier after it.
     """
-    deadline = Deadline(seconds)
     try:
-        _finish(fold(src, dst, seconds))
+        _finish(fold(src, dst, deadline))
     except (Disagreement, CommunicatorAbortedError):
         raise  # nothing has been folded, or all ranks know why
     except CollectiveError as error:
         fail(error)  # it may be the operator's
         raise
-    _finish(outcome(None, None, deadline.left()))
+    _finish(outcome(None, None, deadline))
 
 
 def _fail(recorder: Recorder, backend: Backend, error: BaseException) -> None:

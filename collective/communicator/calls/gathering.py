@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from collective.deadline import Deadline
 from collective.errors import InvalidArgumentError, ShapeError
 from collective.memory import nested
 from collective.memory.buffer import Buffer, Spot
@@ -120,7 +121,9 @@ class _Collection(Pieces):
             return self.leaves[0].array.ravel().view(np.uint8)
         return bytes_of([leaf.array.ravel() for leaf in self.leaves])
 
-    def join(self, payloads: list[Array], src: Buffer, dst: Buffer | None, seconds: float) -> None:
+    def join(
+        self, payloads: list[Array], src: Buffer, dst: Buffer | None, deadline: Deadline
+    ) -> None:
         if dst is not None:
             np.concatenate(payloads, out=dst.array.view(np.uint8))
 
@@ -228,7 +231,9 @@ class AllToAll(Pieces):
             ]
         )
 
-    def join(self, payloads: list[Array], src: Buffer, dst: Buffer | None, seconds: float) -> None:
+    def join(
+        self, payloads: list[Array], src: Buffer, dst: Buffer | None, deadline: Deadline
+    ) -> None:
         assert dst is not None
         # The calls are the same, so every rank cuts as this one does.
         rank, width, counts = self.path.rank, src.dtype.itemsize, self.planned.request.elements

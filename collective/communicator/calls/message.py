@@ -165,14 +165,14 @@ class Recv(_Message):
         path, out = self.path, self.out
         deadline = Deadline(seconds)
         head = Head(WORDS)
-        source = path.transfer(path.backend.recv, head.buffer, src, tag, deadline.left())
+        source = path.transfer(path.backend.recv, head.buffer, src, tag, deadline)
         if self._status is not None:
             self._status.source = source
         words = arriving("recv", head)
         like = self.like if out is None else out
         payload, follows, direct = room_for(path, head, words, out, like)
         if follows:
-            path.transfer(path.backend.recv, payload, source, tag, deadline.left())
+            path.transfer(path.backend.recv, payload, source, tag, deadline)
         result = out if direct else arrived(path, words, payload, out, self.like)
         if near is None:
             settle(path, "recv", payload.array, deadline)
@@ -266,17 +266,16 @@ class SendRecv(_Message):
         path, backend, out = self.path, self.path.backend, self.out
         deadline = Deadline(seconds)
         coming = Head(WORDS)
-        path.transfer(backend.sendrecv, head.buffer, dst, coming.buffer, src, tag, deadline.left())
+        path.transfer(backend.sendrecv, head.buffer, dst, coming.buffer, src, tag, deadline)
         words = arriving("sendrecv", coming)
         # What is sent still may be what it would be received over.
         received, follows, _ = room_for(path, coming, words, None, like if out is None else out)
-        rest = deadline.left()
         if payload is not None and follows:
-            path.transfer(backend.sendrecv, payload, dst, received, src, tag, rest)
+            path.transfer(backend.sendrecv, payload, dst, received, src, tag, deadline)
         elif payload is not None:  # nothing is sent for nothing: the peer may be in recv
-            path.transfer(backend.send, payload, dst, tag, rest)
+            path.transfer(backend.send, payload, dst, tag, deadline)
         elif follows:
-            path.transfer(backend.recv, received, src, tag, rest)
+            path.transfer(backend.recv, received, src, tag, deadline)
         return arrived(path, words, received, out, like)
 
 
@@ -285,9 +284,9 @@ def _send(
 ) -> Any:
     """Send a head and the payload that follows it, if any; return ``result``."""
     deadline = Deadline(seconds)
-    path.transfer(path.backend.send, head.buffer, dst, tag, deadline.left())
+    path.transfer(path.backend.send, head.buffer, dst, tag, deadline)
     if payload is not None:
-        path.transfer(path.backend.send, payload, dst, tag, deadline.left())
+        path.transfer(path.backend.send, payload, dst, tag, deadline)
     return result
 
 

@@ -78,7 +78,7 @@ class Pieces(Call):
         """Return this rank's pieces as contiguous bytes."""
 
     @abstractmethod
-    def join(self, payloads: list[Array], src: Buffer, dst: Buffer, seconds: float) -> None:
+    def join(self, payloads: list[Array], src: Buffer, dst: Buffer, deadline: Deadline) -> None:
         """Write the result, in place of the transport, from the bytes that all ranks pack."""
 
     @abstractmethod

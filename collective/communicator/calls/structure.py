@@ -158,10 +158,10 @@ class StructureReduction(Call):
             buffers.append((Buffer(src, dtype), Buffer(output.flat, dtype)))
         backend = self.path.backend
 
-        def start(src: None, dst: None, seconds: float) -> None:
+        def start(src: None, dst: None, deadline: Deadline) -> None:
             with backend.batch():
                 for source, target in buffers:
-                    planned.plan(source, target, seconds)
+                    planned.plan(source, target, deadline)
 
         batch = Planned(planned.request, start, fixed=True)
         return partial(self.path.carry, batch, None, None, deadline)

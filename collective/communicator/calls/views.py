@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from collective.deadline import Deadline
 from collective.errors import DeviceError, InvalidArgumentError
 from collective.memory import dtypes, nested
 from collective.memory.arrays import Adapter, adapter_like, adapter_of
@@ -87,7 +88,7 @@ def staged(path: Path, seen: View) -> View:
     """Return an array on a GPU as a copy in host memory, and what copies results back."""
     array: Any = seen.array
     # It may be the result of a call that is still in the background.
-    path.lane.drain(path.timeout)
+    path.lane.drain(Deadline(path.timeout))
     if path.enqueues:
         array.stream.wait_for(path.backend.side_stream(array.device))
     return View(Staged(seen.adapter, array.device), array.to_host(), seen.dtype)
