@@ -6,6 +6,7 @@ import time
 
 from collective.contract.backend import Backend
 from collective.contract.decision import Decision
+from collective.deadline import Deadline
 from collective.errors import CommunicatorAbortedError
 
 from .lineage import Lineage
@@ -16,7 +17,7 @@ __all__ = ["agreed"]
 _GIVEN_UP_LOOK_S = 0.05
 
 
-def agreed(lineage: Lineage, backend: Backend, number: int, flag: bool, timeout: float) -> bool:
+def agreed(lineage: Lineage, backend: Backend, number: int, flag: bool, deadline: Deadline) -> bool:
     """Return whether all living ranks say yes; the same on all of them.
 
     Args:
@@ -53,7 +54,7 @@ def agreed(lineage: Lineage, backend: Backend, number: int, flag: bool, timeout:
         {"flag": flag},
         lambda notes, lost: all(note["flag"] for note in notes.values()),
         grace=None,
-        timeout=timeout,
+        deadline=deadline,
     )
     # Who has come to this one has read the last, and nobody else will: the lost do not come back.
     store.delete(f"{before}.{me}")

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 from collective.contract.process import RankProcess
 from collective.contract.store import Store
+from collective.deadline import Deadline
 from collective.errors import CollectiveTimeoutError, ConfigError, ExcludedError
 
 __all__ = ["Arrivals", "Joining", "Knock"]
@@ -155,7 +156,7 @@ class Knock:
         self._grace = grace
         self._missing_since: float | None = None
 
-    def backend(self, timeout: float) -> str:
+    def backend(self, deadline: Deadline) -> str:
         """Wait for ranks that can be joined, and return the name of their transport.
 
         Raises:
@@ -163,10 +164,9 @@ class Knock:
             ExcludedError: they have ended.
             ConfigError: they speak another protocol.
         """
-        end = time.monotonic() + timeout
         while (roll := self._roll()) is None:
-            if time.monotonic() >= end:
-                raise self._late(timeout, "nobody there lets anybody in")
+            if deadline.expired:
+                raise self._late(deadline, "nobody there lets anybody in")
             time.sleep(_POLL_S)
         if roll.get("protocol") != _PROTOCOL:
             raise ConfigError(
@@ -175,7 +175,7 @@ class Knock:
             )
         return str(roll["backend"])
 
-    def admitted(self, timeout: float) -> dict[str, Any]:
+    def admitted(self, deadline: Deadline) -> dict[str, Any]:
         """Wait until the ranks have decided on a generation with this process.
 
         Returns:
@@ -185,14 +185,13 @@ class Knock:
             CollectiveTimeoutError: they did not call ``grow()``. It waits no longer then.
             ExcludedError: they have ended.
         """
-        end = time.monotonic() + timeout
         while True:
             key = f"{self._ticket()}.answer"
             while (text := self._store.try_get(key)) is None:
                 try:
                     self._roll()
-                    if time.monotonic() >= end:
-                        raise self._late(timeout, "the ranks there did not call grow()")
+                    if deadline.expired:
+                        raise self._late(deadline, "the ranks there did not call grow()")
                 except BaseException:
                     # There is one answer. If the ranks were faster, they count on this process: it
                     # goes on, whatever it was that ended its patience.
@@ -203,8 +202,8 @@ class Knock:
             offer = _parsed(text)
             while (verdict := self._store.try_get(offer["decision"])) is None:
                 self._roll()
-                if time.monotonic() >= end:
-                    raise self._late(timeout, "the ranks there did not decide")
+                if deadline.expired:
+                    raise self._late(deadline, "the ranks there did not decide")
                 time.sleep(_POLL_S)
             # Otherwise a rank decided that had not seen this process: it asks once more.
             if offer["number"] in _parsed(verdict)["members"]:
@@ -246,10 +245,10 @@ class Knock:
             "Start all ranks again, or do without."
         )
 
-    def _late(self, timeout: float, why: str) -> CollectiveTimeoutError:
+    def _late(self, deadline: Deadline, why: str) -> CollectiveTimeoutError:
         return CollectiveTimeoutError(
-            f"join: timed out: waited {timeout:g} s at {self._store}, and {why}. Processes join "
-            "where the ranks call waiting() and grow(), as elastic.generations does at each "
+            f"join: timed out: waited {deadline.seconds:g} s at {self._store}, and {why}. Processes "
+            "join where the ranks call waiting() and grow(), as elastic.generations does at each "
             "commit; who has another secret (COLLECTIVE_SECRET), or none, is not seen.",
             (),
         )

@@ -15,6 +15,7 @@ import numpy as np
 from collective.contract.backend import Backend
 from collective.contract.capabilities import Capabilities
 from collective.contract.failure import Failure
+from collective.deadline import Deadline
 from collective.errors import (
     CollectiveTimeoutError,
     InvalidArgumentError,
@@ -62,7 +63,7 @@ class Parent(Protocol):
 
 
 def shrink(
-    parent: Parent, exclude: Sequence[int], min_ranks: int | None, timeout: float
+    parent: Parent, exclude: Sequence[int], min_ranks: int | None, deadline: Deadline
 ) -> tuple[Backend, Lineage]:
     """Break ``parent``, and connect the ranks that are left; see ``Communicator.shrink``.
 
@@ -70,7 +71,7 @@ def shrink(
         parent: the communicator.
         exclude: ranks that are out, alive or not.
         min_ranks: go on only with so many; None for the lineage's number.
-        timeout: seconds for all of it.
+        deadline: for all of it.
 
     Returns:
         The transport of the next generation, and its lineage.
@@ -88,28 +89,28 @@ def shrink(
     text = f"rank {parent.rank} shrinks the communicator; call shrink() too, to go on with it"
     parent.fail(Failure("shrink", parent.rank, text))
     return NextGeneration(
-        lineage, parent.transport, timeout, exclude=exclude, min_ranks=floor
+        lineage, parent.transport, deadline, exclude=exclude, min_ranks=floor
     ).run()
 
 
-def grow(parent: Parent, timeout: float) -> tuple[Backend, Lineage]:
+def grow(parent: Parent, deadline: Deadline) -> tuple[Backend, Lineage]:
     """Connect the ranks and all processes that wait to join; see ``Communicator.grow``.
 
     Args:
         parent: the communicator; of a process that waits to join, that of itself alone.
-        timeout: seconds for all of it.
+        deadline: for all of it.
 
     Returns:
         The transport of the next generation, and its lineage.
     """
     joiner = parent.succession.joiner
     if joiner is not None and not parent.closed:
-        return joiner.run(parent.transport, timeout)
+        return joiner.run(parent.transport, deadline)
     lineage, arrivals = _lineage_and_arrivals_of(parent, "grow")
     if parent.rank == min(set(range(parent.size)) - parent.transport.lost(), default=0):
         arrivals.announce()
     try:
-        return NextGeneration(lineage, parent.transport, timeout, arrivals=arrivals).run()
+        return NextGeneration(lineage, parent.transport, deadline, arrivals=arrivals).run()
     except CollectiveTimeoutError as error:
         # The others may still decide on what this rank has said, and it goes another way.
         text = f"rank {parent.rank} gave up: {error}"
@@ -136,17 +137,17 @@ def waiting(parent: Parent) -> int:
     return count
 
 
-def agree(parent: Parent, flag: bool, timeout: float) -> bool:
+def agree(parent: Parent, flag: bool, deadline: Deadline) -> bool:
     """Return whether every rank that lives says yes; see ``Communicator.agree``.
 
     Args:
         parent: the communicator.
         flag: what this rank says.
-        timeout: seconds.
+        deadline: for the agreement.
     """
     lineage, succession = _lineage_of(parent, "agree"), parent.succession
     succession.agreements += 1
-    return agreed(lineage, parent.transport, succession.agreements, flag, timeout)
+    return agreed(lineage, parent.transport, succession.agreements, flag, deadline)
 
 
 def _lineage_of(parent: Parent, what: str) -> Lineage:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from collective.contract.backend import Backend
 from collective.contract.world import World
+from collective.deadline import Deadline
 from collective.errors import ExcludedError
 
 from .arrivals import Knock
@@ -32,23 +32,22 @@ class Joiner:
     grace: float
     min_ranks: int
 
-    def run(self, alone: Backend, timeout: float) -> tuple[Backend, Lineage]:
+    def run(self, alone: Backend, deadline: Deadline) -> tuple[Backend, Lineage]:
         """Wait to be let in; return the transport of the grown generation, and its lineage.
 
         Args:
             alone: what this process has until then.
-            timeout: seconds.
+            deadline: for all of it.
 
         Raises:
             CollectiveTimeoutError: nobody let it in, or they did not connect.
             ExcludedError: there are no ranks any more, or they went on without it.
             ConfigError: they have another transport, or speak another protocol.
         """
-        end = time.monotonic() + timeout
         knock = Knock(self.world.store, self.world.host, self.grace)
-        kind = self.find(knock.backend(timeout))
+        kind = self.find(knock.backend(deadline))
         while True:
-            offer = knock.admitted(max(0.001, end - time.monotonic()))
+            offer = knock.admitted(deadline)
             founders = offer["founders"]
             lineage = Lineage(
                 root=replace(self.world, rank=offer["number"], size=founders),
@@ -59,10 +58,9 @@ class Joiner:
                 min_ranks=self.min_ranks,
                 founders=founders,
             )
-            left = max(0.001, end - time.monotonic())
             try:
-                return NextGeneration(lineage, alone, left, kind=kind).run()
+                return NextGeneration(lineage, alone, deadline, kind=kind).run()
             except ExcludedError:
                 # They could not connect at first, and then did without this process.
-                if time.monotonic() >= end:
+                if deadline.expired:
                     raise

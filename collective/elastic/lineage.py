@@ -13,6 +13,7 @@ from collective.algorithms.barrier import barrier
 from collective.algorithms.broadcast import broadcast
 from collective.contract.backend import Backend
 from collective.contract.world import World
+from collective.deadline import Deadline
 from collective.errors import (
     BackendError,
     CollectiveTimeoutError,
@@ -62,7 +63,7 @@ class Lineage:
 
     @classmethod
     def begin(
-        cls, backend: Backend, world: World, timeout: float, *, grace: float, min_ranks: int
+        cls, backend: Backend, world: World, deadline: Deadline, *, grace: float, min_ranks: int
     ) -> Lineage:
         """Return the lineage of a transport that has just been connected; all ranks call it.
 
@@ -73,7 +74,7 @@ class Lineage:
         if not backend.meeting and world.size > 1 and backend.capabilities.shrinks:
             token = Buffer(np.frombuffer(bytearray(name.encode()), np.uint8), _UINT8)
             try:
-                broadcast(backend, token, 0, timeout)
+                broadcast(backend, token, 0, deadline)
             except OF_PEERS as error:
                 raise RendezvousError(
                     f"{backend.name}: the ranks are connected, and one comes no further [rank "
@@ -83,7 +84,7 @@ class Lineage:
             # Nobody goes on before all have it: the first call of one may break them all. Then it
             # is for the others' first calls to say so.
             with contextlib.suppress(*OF_PEERS):
-                barrier(backend, timeout)
+                barrier(backend, deadline)
         return cls(
             root=replace(world, store=backend.lasting(world.store)),
             name=name,

@@ -21,6 +21,7 @@ from collective.contract.decision import Decision, Note
 from collective.contract.process import RankProcess
 from collective.contract.store import PrefixedStore, Store
 from collective.contract.world import World
+from collective.deadline import Deadline
 from collective.errors import (
     CollectiveTimeoutError,
     ExcludedError,
@@ -70,7 +71,7 @@ class NextGeneration:
         lineage: the communicator's. A process that joins has that of the members, with its own
             number as ``root.rank``.
         backend: its transport, broken or not, which stays open until the next one is.
-        timeout: seconds for all of it.
+        deadline: for all of it.
         exclude: present ranks that are out, dead or not.
         min_ranks: as in :class:`Lineage`, which has it by default.
         arrivals: those who wait to be let in, if the ranks are to grow: then who lives and is
@@ -82,7 +83,7 @@ class NextGeneration:
         self,
         lineage: Lineage,
         backend: Backend,
-        timeout: float,
+        deadline: Deadline,
         *,
         exclude: Sequence[int] = (),
         min_ranks: int | None = None,
@@ -96,8 +97,7 @@ class NextGeneration:
         self._what = "shrink" if arrivals is None and kind is None else "grow"
         self._exclude = [lineage.origin[rank] for rank in exclude]
         self._min_ranks = lineage.min_ranks if min_ranks is None else min_ranks
-        self._timeout = timeout
-        self._end = time.monotonic() + timeout
+        self._deadline = deadline
         self._first = lineage.generation + 1
         # The number of the generation that is being decided on, and who may be in it.
         self._number = self._first
@@ -122,9 +122,9 @@ class NextGeneration:
             try:
                 backend = self._connect(members, *local)
             except OF_PEERS as error:
-                if time.monotonic() >= self._end:
+                if self._deadline.expired:
                     raise CollectiveTimeoutError(
-                        f"{self._what}: timed out: after {self._timeout:g} s ranks "
+                        f"{self._what}: timed out: after {self._deadline.seconds:g} s ranks "
                         f"{self._present(members)} are agreed on and not connected {self._who}: "
                         f"{error}"
                     ) from error
@@ -204,9 +204,8 @@ class NextGeneration:
             self._store, self._key(), self._root.rank, self._candidates, self._lost,
             f"{self._what} to generation {self._number}", self._shown,
         )  # fmt: skip
-        left = max(0.0, self._end - time.monotonic())
         verdict: dict[str, Any] = decision.made(
-            self._note, self._verdict, grace=self._lineage.grace, timeout=left
+            self._note, self._verdict, grace=self._lineage.grace, deadline=self._deadline
         )
         return verdict
 
@@ -280,9 +279,8 @@ class NextGeneration:
             store=meeting,
             secret=secret and secret.within("generation", self._key()),
         )
-        left = self._end - time.monotonic()
         try:
-            return self._reconnect(world, max(0.001, min(_to_connect(self._lineage.grace), left)))
+            return self._reconnect(world, self._deadline.within(_to_connect(self._lineage.grace)))
         finally:
             meeting.release()
 
