@@ -15,6 +15,7 @@ from fakes import compiler, environment
 from collective.backends.nccl import NcclBackend
 from collective.contract.world import World
 from collective.cuda import Stream
+from collective.deadline import Deadline
 from collective.memory.buffer import Buffer
 from collective.memory.device_array import DeviceArray
 from collective.memory.device_copies import PlainSpace
@@ -44,9 +45,9 @@ class FakeNccl(NcclBackend):
     options: ClassVar[dict[str, str]] = {}
 
     @classmethod
-    def connect(cls, world: World, timeout: float) -> FakeNccl:
+    def connect(cls, world: World, deadline: Deadline) -> FakeNccl:
         os.environ.update(environment(cls.version, **cls.knobs))
-        return super().connect(replace(world, options={**world.options, **cls.options}), timeout)
+        return super().connect(replace(world, options={**world.options, **cls.options}), deadline)
 
 
 class Caller:
@@ -84,14 +85,14 @@ class Caller:
         recorder, request = self.backend.channel.recorder, Request(name, **asked)
         if recorder is not None:
             recorder.begin(request)
-        result = self.backend.plan(request)(src, dst, timeout)
+        result = self.backend.plan(request)(src, dst, Deadline(timeout))
         if recorder is not None:
             recorder.end()
         return result
 
     def finish(self, timeout: float = FAR) -> None:
         """Wait for the stream, or raise what is wrong with it."""
-        self.backend.synchronize_event(self.stream.record(), "wait", timeout)
+        self.backend.synchronize_event(self.stream.record(), "wait", Deadline(timeout))
 
 
 def read(buffer: Buffer) -> np.ndarray[Any, Any]:

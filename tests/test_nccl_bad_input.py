@@ -39,6 +39,7 @@ from nccl_callers import Pools, needs_compiler, pools
 import collective
 from collective.backends.nccl import NcclBackend
 from collective.contract.world import World
+from collective.deadline import Deadline
 from collective.errors import (
     BackendError,
     BackendUnavailableError,
@@ -244,8 +245,8 @@ class NoLibrary(Gpus):
     """The last rank has no NCCL."""
 
     @classmethod
-    def connect(cls, world: World, timeout: float) -> NcclBackend:
-        made = super().connect(world, timeout)
+    def connect(cls, world: World, deadline: Deadline) -> NcclBackend:
+        made = super().connect(world, deadline)
         if world.rank == world.size - 1:
             os.environ["COLLECTIVE_NCCL_LIBRARY"] = "/nowhere/libnccl.so.2"
         return made
@@ -261,17 +262,17 @@ class NoGpu(Gpus):
     """There is no such GPU for rank 0."""
 
     @classmethod
-    def connect(cls, world: World, timeout: float) -> NcclBackend:
+    def connect(cls, world: World, deadline: Deadline) -> NcclBackend:
         cls.options = {"device": "9"} if world.rank == 0 else {}
-        return super().connect(world, timeout)
+        return super().connect(world, deadline)
 
 
 class OtherVersion(Gpus):
     """Rank 1 has another version."""
 
     @classmethod
-    def connect(cls, world: World, timeout: float) -> NcclBackend:
-        made = super().connect(world, timeout)
+    def connect(cls, world: World, deadline: Deadline) -> NcclBackend:
+        made = super().connect(world, deadline)
         if world.rank == 1:
             os.environ["COLLECTIVE_NCCL_LIBRARY"] = library_path(21903)
         return made
@@ -305,9 +306,9 @@ class SharedGpu(Both):
     options: ClassVar[dict[str, str]] = {**Both.options, "device": "0"}
 
     @classmethod
-    def connect(cls, world: World, timeout: float) -> NcclBackend:
+    def connect(cls, world: World, deadline: Deadline) -> NcclBackend:
         os.environ["NCCL_HOSTID"] = f"host{world.rank}"
-        return super().connect(world, timeout)
+        return super().connect(world, deadline)
 
 
 def cannot(comm: Any, kind: type[BaseException], where: str) -> list[str]:

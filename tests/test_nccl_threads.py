@@ -43,6 +43,7 @@ from pretended_gpu import gpu
 from collective import cuda
 from collective.backends.nccl import NcclBackend
 from collective.contract.world import World
+from collective.deadline import Deadline
 from collective.errors import (
     DeviceError,
 )
@@ -60,9 +61,9 @@ class AsThreads(NcclBackend):
     capabilities = replace(NcclBackend.capabilities, in_process=True)
 
     @classmethod
-    def connect(cls, world: World, timeout: float) -> AsThreads:
+    def connect(cls, world: World, deadline: Deadline) -> AsThreads:
         options = {"host": "threads", "devices": "cpu,cuda"}
-        return super().connect(replace(world, options={**world.options, **options}), timeout)
+        return super().connect(replace(world, options={**world.options, **options}), deadline)
 
 
 @pytest.fixture

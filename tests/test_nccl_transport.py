@@ -22,6 +22,7 @@ from collective import cuda, ops
 from collective.backends.nccl import NcclBackend
 from collective.contract.backend import ANY_SOURCE
 from collective.contract.world import World
+from collective.deadline import Deadline
 from collective.errors import (
     AllocationError,
     BackendUnavailableError,
@@ -61,7 +62,7 @@ def connect(caller: Caller) -> None:
     """Make the communicator, so that later calls do not wait for the other ranks."""
     adds(caller)
     caller.finish()
-    caller.backend.plan(Request("barrier"))(None, None, FAR)
+    caller.backend.plan(Request("barrier"))(None, None, Deadline(FAR))
 
 
 @pytest.mark.parametrize(
@@ -138,10 +139,10 @@ class NoGpu(FakeNccl):
     options: ClassVar[dict[str, str]] = {"devices": "cpu, cuda"}
 
     @classmethod
-    def connect(cls, world: Any, timeout: float) -> Any:
+    def connect(cls, world: Any, deadline: Deadline) -> Any:
         import os
 
-        made = super().connect(world, timeout)
+        made = super().connect(world, deadline)
         os.environ["COLLECTIVE_CUDA_LIBRARY"] = os.environ["COLLECTIVE_NCCL_LIBRARY"] = "/none"
         return made
 
@@ -151,14 +152,14 @@ def on_host(comm: Any) -> None:
     x = Buffer(numbers(rank, 9), from_numpy(np.dtype("float32")))
     total = Buffer.empty(9, x.dtype)
     like = {"dtype": x.dtype, "shape": (9,), "op": ops.as_op("sum")}
-    backend.plan(Request("all_reduce", ordered=True, **like))(x, total, FAR)
+    backend.plan(Request("all_reduce", ordered=True, **like))(x, total, Deadline(FAR))
     np.testing.assert_array_equal(total.array, sum(numbers(r, 9) for r in range(size)))
-    backend.plan(Request("scan", **like))(x, total, FAR)
-    backend.plan(Request("barrier"))(None, None, FAR)
-    backend.agree(CALL, FAR)
-    backend.sendrecv(x, (rank + 1) % size, total, (rank - 1) % size, 3, FAR)
+    backend.plan(Request("scan", **like))(x, total, Deadline(FAR))
+    backend.plan(Request("barrier"))(None, None, Deadline(FAR))
+    backend.agree(CALL, Deadline(FAR))
+    backend.sendrecv(x, (rank + 1) % size, total, (rank - 1) % size, 3, Deadline(FAR))
     np.testing.assert_array_equal(total.array, numbers((rank - 1) % size, 9))
-    assert backend.empty(64, CALL, FAR).nbytes == 64
+    assert backend.empty(64, CALL, Deadline(FAR)).nbytes == 64
     assert comm.all_reduce(np.ones(3)).tolist() == [size] * 3
     half = comm.split(rank % 2)
     assert half.all_reduce(np.ones(1)).item() == half.size
@@ -180,7 +181,7 @@ def test_tags_out_of_order(comm: Any) -> None:
 
     def send(tag: int) -> None:
         mine = caller.on(caller.device.new_stream())
-        mine.backend.send(mine.buffer(sent[tag]), 1, tag, FAR)
+        mine.backend.send(mine.buffer(sent[tag]), 1, tag, Deadline(FAR))
         mine.finish()
 
     if caller.rank == 0:
@@ -188,7 +189,7 @@ def test_tags_out_of_order(comm: Any) -> None:
     else:
         for tag in reversed(tags):
             got = caller.empty(sent[tag].size, "float32")
-            assert caller.backend.recv(got, 0, tag, FAR) == 0
+            assert caller.backend.recv(got, 0, tag, Deadline(FAR)) == 0
             np.testing.assert_array_equal(read(got), sent[tag])
 
 
@@ -199,16 +200,16 @@ def test_sendrecv_meets_plain_calls(comm: Any) -> None:
     some, nothing = caller.buffer(np.arange(3)), caller.empty(0, "int64")
     if caller.rank == 0:
         got = caller.empty(0, "int64")
-        caller.backend.sendrecv(some, 1, got, 1, 2, FAR)
-        caller.backend.sendrecv(nothing, 1, some, 1, 2, FAR)
+        caller.backend.sendrecv(some, 1, got, 1, 2, Deadline(FAR))
+        caller.backend.sendrecv(nothing, 1, some, 1, 2, Deadline(FAR))
         assert read(some).tolist() == [7, 8, 9]
     else:
         got = caller.empty(3, "int64")
-        caller.backend.recv(got, 0, 2, FAR)
-        caller.backend.send(nothing, 0, 2, FAR)
+        caller.backend.recv(got, 0, 2, Deadline(FAR))
+        caller.backend.send(nothing, 0, 2, Deadline(FAR))
         assert read(got).tolist() == [0, 1, 2]
-        caller.backend.recv(nothing, 0, 2, FAR)
-        caller.backend.send(caller.buffer(np.arange(7, 10)), 0, 2, FAR)
+        caller.backend.recv(nothing, 0, 2, Deadline(FAR))
+        caller.backend.send(caller.buffer(np.arange(7, 10)), 0, 2, Deadline(FAR))
 
 
 @on_ranks("nccl", size=3)
@@ -224,7 +225,7 @@ def test_all_pairs_and_tags_at_once(comm: Any) -> None:
     def send(dst: int, tag: int) -> None:
         mine = caller.on(caller.device.new_stream())
         for turn in range(3):
-            mine.backend.send(mine.buffer(content(rank, dst, tag, turn)), dst, tag, FAR)
+            mine.backend.send(mine.buffer(content(rank, dst, tag, turn)), dst, tag, Deadline(FAR))
         mine.finish()
 
     def recv(src: int, tag: int) -> None:
@@ -232,7 +233,7 @@ def test_all_pairs_and_tags_at_once(comm: Any) -> None:
         for turn in range(3):
             expected = content(src, rank, tag, turn)
             got = mine.empty(expected.size, "int64")
-            mine.backend.recv(got, src, tag, FAR)
+            mine.backend.recv(got, src, tag, Deadline(FAR))
             np.testing.assert_array_equal(read(got), expected)
 
     def exchange(peer: int, tag: int) -> None:
@@ -240,7 +241,7 @@ def test_all_pairs_and_tags_at_once(comm: Any) -> None:
         for turn in range(3):
             src, expected = (content(*pair, tag, turn) for pair in ((rank, peer), (peer, rank)))
             got = mine.empty(expected.size, "int64")
-            mine.backend.sendrecv(mine.buffer(src), peer, got, peer, tag, FAR)
+            mine.backend.sendrecv(mine.buffer(src), peer, got, peer, tag, Deadline(FAR))
             np.testing.assert_array_equal(read(got), expected)
 
     side_by_side(
@@ -254,13 +255,13 @@ def test_all_pairs_and_tags_at_once(comm: Any) -> None:
 def test_any_source(comm: Any) -> None:
     caller = Caller(comm)
     if caller.rank:
-        caller.backend.send(caller.buffer(np.full(2, caller.rank)), 0, 0, FAR)
+        caller.backend.send(caller.buffer(np.full(2, caller.rank)), 0, 0, Deadline(FAR))
         caller.finish()
         return
     seen = []
     for _ in range(caller.size - 1):
         got = caller.empty(2, "int64")
-        source = caller.backend.recv(got, ANY_SOURCE, 0, FAR)
+        source = caller.backend.recv(got, ANY_SOURCE, 0, Deadline(FAR))
         assert read(got).tolist() == [source] * 2
         seen.append(source)
     assert sorted(seen) == [1, 2]
@@ -277,8 +278,8 @@ def test_receives_in_two_threads(comm: Any) -> None:
     if caller.rank == 0:
         first, second = (caller.on(caller.device.new_stream()) for _ in range(2))
         side_by_side(
-            lambda: caller.backend.send(first.buffer(np.full(3, 1)), 1, 1, FAR),
-            lambda: caller.backend.send(second.buffer(np.full(3, 2)), 1, 2, FAR),
+            lambda: caller.backend.send(first.buffer(np.full(3, 1)), 1, 1, Deadline(FAR)),
+            lambda: caller.backend.send(second.buffer(np.full(3, 2)), 1, 2, Deadline(FAR)),
         )
         return
     got = [caller.empty(3, "int64") for _ in range(2)]
@@ -286,13 +287,13 @@ def test_receives_in_two_threads(comm: Any) -> None:
 
     def second() -> None:
         time.sleep(0.05)
-        caller.backend.recv(got[1], 0, 2, FAR)
+        caller.backend.recv(got[1], 0, 2, Deadline(FAR))
         late.wait(caller.stream.record())
 
     def first() -> None:
         mine = caller.on(late)
         one = mine.empty(3, "int64")
-        caller.backend.recv(one, 0, 1, FAR)
+        caller.backend.recv(one, 0, 1, Deadline(FAR))
         assert read(one).tolist() == [1] * 3
 
     side_by_side(second, first)
@@ -351,14 +352,14 @@ def test_what_is_over_is_let_go(comm: Any) -> None:
 def test_memory_for_all_ranks(comm: Any) -> None:
     caller = Caller(comm)
     backend = caller.backend
-    array = backend.empty_device(4096 * 8, CALL, FAR)
+    array = backend.empty_device(4096 * 8, CALL, Deadline(FAR))
     assert (array.nbytes, array.dtype, array.device) == (4096 * 8, np.uint8, caller.device)
     x = Buffer(array.view(np.float64), named("float64"))
     x.array.fill_from_host(np.full(4096, caller.rank + 1.0))
     caller.call("all_reduce", x, x, op=ops.as_op("sum"))
     assert read(x)[-1] == sum(range(1, caller.size + 1))
-    assert backend.empty_device(0, CALL, FAR).nbytes == 0
-    kept = backend.empty_device(64, CALL, FAR)
+    assert backend.empty_device(0, CALL, Deadline(FAR)).nbytes == 0
+    kept = backend.empty_device(64, CALL, Deadline(FAR))
     del array, x
     gc.collect()
     until(lambda: len(backend._blocks._out) == 1 and not backend._blocks._dropped)
@@ -387,7 +388,7 @@ def over_gloo(comm: Any) -> None:
     assert caller.backend.capabilities.across_hosts
     test_tags_out_of_order.program(comm)
     test_all_pairs_and_tags_at_once.program(comm)
-    half = Caller(caller.backend.group([1, 0], FAR))
+    half = Caller(caller.backend.group([1, 0], Deadline(FAR)))
     assert read(adds(half)).tolist() == [2] * 4
     half.backend.close()
 
@@ -414,7 +415,7 @@ def test_a_message_of_another_length(comm: Any) -> None:
     caller = Caller(comm)
     x = caller.buffer(np.ones(3 + caller.rank))
     call = (caller.backend.send, caller.backend.recv)[caller.rank]
-    error = error_of(lambda: call(x, 1 - caller.rank, 0, FAR))
+    error = error_of(lambda: call(x, 1 - caller.rank, 0, Deadline(FAR)))
     assert "rank 0 sends 24 bytes and rank 1 has asked for 32" in str(error)
 
 
@@ -455,7 +456,7 @@ def test_a_failure_of_the_host_plane_breaks_both(comm: Any) -> None:
     caller = Caller(comm)
     connect(caller)
     if caller.rank == 0:
-        error = error_of(lambda: caller.backend.plan(Request("barrier"))(None, None, 0.5))
+        error = error_of(lambda: caller.backend.plan(Request("barrier"))(None, None, Deadline(0.5)))
         assert isinstance(error, CollectiveTimeoutError)
     assert "waited 0.5 s" in str(broken(caller))
 
@@ -466,7 +467,7 @@ def test_no_memory_on_one_rank(comm: Any) -> None:
     connect(caller)
     if caller.rank == 1:
         Fake().knob("alloc_fail_at", 1)
-    error = error_of(lambda: caller.backend.empty_device(1 << 20, Request("empty"), FAR))
+    error = error_of(lambda: caller.backend.empty_device(1 << 20, Request("empty"), Deadline(FAR)))
     assert isinstance(error, AllocationError), error
     assert "there is not enough on that of rank 1" in str(error)
     adds(caller)  # it stays usable
@@ -477,8 +478,8 @@ class NoDriver(FakeNccl):
     """Rank 0 has no GPU."""
 
     @classmethod
-    def connect(cls, world: World, timeout: float) -> NcclBackend:
-        made = super().connect(world, timeout)
+    def connect(cls, world: World, deadline: Deadline) -> NcclBackend:
+        made = super().connect(world, deadline)
         if world.rank == 0:
             os.environ["COLLECTIVE_CUDA_LIBRARY"] = "/nowhere/libcuda.so.1"
         return made
@@ -490,11 +491,11 @@ def cannot(comm: Any) -> str:
     # Whoever has no GPU has no array on one either; all ranks are in the call all the same.
     texts = set()
     for _ in range(2):
-        error = error_of(lambda: backend._open("all_reduce()", FAR))
+        error = error_of(lambda: backend._open("all_reduce()", Deadline(FAR)))
         assert isinstance(error, BackendUnavailableError), error
         texts.add(str(error))
     assert len(texts) == 1
-    backend.plan(Request("barrier"))(None, None, FAR)
+    backend.plan(Request("barrier"))(None, None, Deadline(FAR))
     return texts.pop()
 
 
@@ -511,7 +512,7 @@ def test_a_transport_that_is_dropped(comm: Any) -> None:
     job = f"dropped-{os.getpid()}-{time.monotonic_ns()}"
     options = {"host": "threads"}
     world = World(0, 1, 0, 1, "here", "none", job, store=MemoryStore(), options=options)
-    backend = NcclBackend.connect(world, FAR)
+    backend = NcclBackend.connect(world, Deadline(FAR))
     adds(Caller(backend))
     del backend
     gc.collect()

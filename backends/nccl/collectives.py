@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from collective.contract.backend import Backend
+from collective.deadline import Deadline
 from collective.errors import UnsupportedError
 from collective.memory.buffer import Buffer
 from collective.memory.dtypes import BY_NAME, DType
@@ -83,7 +84,7 @@ class Collectives(Backend):
             return self._scales and dtype.name in _SCALED and ("sum", dtype) in self._codes
         return (op.name, dtype) in self._codes
 
-    def _reduction(self, request: Request, timeout: float) -> tuple[int, int]:
+    def _reduction(self, request: Request, deadline: Deadline) -> tuple[int, int]:
         """Return NCCL's codes for what is not a plain operator, or refuse it."""
         op, dtype = request.op, request.dtype
         assert dtype is not None
@@ -92,7 +93,7 @@ class Collectives(Backend):
                 f"{request}: NCCL does not reduce {dtype} with {op} [rank {self.rank} of "
                 f"{self.size}]. Call it on a communicator, which goes through the host's memory."
             )
-        comm = self._comm or self._open(request, timeout)
+        comm = self._comm or self._open(request, deadline)
         return DTYPES[dtype.name], comm.premul_sum(op.factor or 0.0, dtype)
 
     @abstractmethod
@@ -100,19 +101,19 @@ class Collectives(Backend):
         """Take note of what this rank's NCCL can reduce, before there is a communicator."""
 
     @abstractmethod
-    def _open(self, call: object, timeout: float) -> NcclComm:
+    def _open(self, call: object, deadline: Deadline) -> NcclComm:
         """Make NCCL's communicator, all ranks together."""
 
     @abstractmethod
     def _enqueue(
-        self, array: Any, request: Request, timeout: float, function: Any, *args: Any
+        self, array: Any, request: Request, deadline: Deadline, function: Any, *args: Any
     ) -> None:
         """Call ``function(*args, stream)`` of NCCL's, and look after what it enqueues."""
 
     # -- operations -----------------------------------------------------------------------
 
-    def agree(self, request: Request, timeout: float) -> None:
-        self._host.agree(request, timeout)
+    def agree(self, request: Request, deadline: Deadline) -> None:
+        self._host.agree(request, deadline)
 
     def plan(self, request: Request) -> Plan:
         operation = request.operation
@@ -128,13 +129,18 @@ class Collectives(Backend):
         return partial(_where_it_is, self._host.plan(request), on_gpu)
 
     def _enqueue_all_reduce(
-        self, request: Request, fold: tuple[str, DType], src: Buffer, dst: Buffer, timeout: float
+        self,
+        request: Request,
+        fold: tuple[str, DType],
+        src: Buffer,
+        dst: Buffer,
+        deadline: Deadline,
     ) -> None:
-        comm = self._comm or self._open(request, timeout)
-        dtype, op = self._codes.get(fold) or self._reduction(request, timeout)
+        comm = self._comm or self._open(request, deadline)
+        dtype, op = self._codes.get(fold) or self._reduction(request, deadline)
         if src.count:
             self._enqueue(
-                src.array, request, timeout,
+                src.array, request, deadline,
                 comm.all_reduce, src.address, dst.address, src.count, dtype, op,
             )  # fmt: skip
 
@@ -144,14 +150,14 @@ class Collectives(Backend):
         fold: tuple[str, DType],
         src: Buffer,
         dst: Buffer | None,
-        timeout: float,
+        deadline: Deadline,
     ) -> None:
-        comm = self._comm or self._open(request, timeout)
-        dtype, op = self._codes.get(fold) or self._reduction(request, timeout)
+        comm = self._comm or self._open(request, deadline)
+        dtype, op = self._codes.get(fold) or self._reduction(request, deadline)
         if src.count:
             to = 0 if dst is None else dst.address
             self._enqueue(
-                src.array, request, timeout,
+                src.array, request, deadline,
                 comm.reduce, src.address, to, src.count, dtype, op, request.root,
             )  # fmt: skip
 
@@ -162,78 +168,78 @@ class Collectives(Backend):
         even: bool,
         src: Buffer,
         dst: Buffer,
-        timeout: float,
+        deadline: Deadline,
     ) -> None:
-        comm = self._comm or self._open(request, timeout)
-        dtype, op = self._codes.get(fold) or self._reduction(request, timeout)
+        comm = self._comm or self._open(request, deadline)
+        dtype, op = self._codes.get(fold) or self._reduction(request, deadline)
         if not src.count:
             return
         counts = request.elements
         function: Any = comm.reduce_scatter if even else comm.reduce_scatter_v
         lengths = counts[0] if even else counts
         self._enqueue(
-            src.array, request, timeout, function, src.address, dst.address, lengths, dtype, op
+            src.array, request, deadline, function, src.address, dst.address, lengths, dtype, op
         )  # fmt: skip
 
-    def _enqueue_scan(self, request: Request, src: Buffer, dst: Buffer, timeout: float) -> None:
+    def _enqueue_scan(self, request: Request, src: Buffer, dst: Buffer, deadline: Deadline) -> None:
         raise UnsupportedError(
             f"{request}: NCCL has no scan [rank {self.rank} of {self.size}]. Call it on a "
             "communicator, which goes through the host's memory."
         )
 
     def _enqueue_broadcast(
-        self, request: Request, src: Buffer, dst: Buffer, timeout: float
+        self, request: Request, src: Buffer, dst: Buffer, deadline: Deadline
     ) -> None:
-        comm, nbytes = self._comm or self._open(request, timeout), dst.nbytes
+        comm, nbytes = self._comm or self._open(request, deadline), dst.nbytes
         if nbytes:
             array: Any = dst.array
             at = array.address
             self._enqueue(
-                array, request, timeout, comm.broadcast, at, at, nbytes, _BYTE, request.root
+                array, request, deadline, comm.broadcast, at, at, nbytes, _BYTE, request.root
             )  # fmt: skip
 
     def _enqueue_scatter(
-        self, request: Request, even: bool, src: Buffer | None, dst: Buffer, timeout: float
+        self, request: Request, even: bool, src: Buffer | None, dst: Buffer, deadline: Deadline
     ) -> None:
-        comm = self._comm or self._open(request, timeout)
+        comm = self._comm or self._open(request, deadline)
         lengths = _one_or_all(request.elements, even, dst.dtype)
         if lengths:
             function: Any = comm.scatter if even else comm.scatter_v
             start = 0 if src is None else src.address
             self._enqueue(
-                dst.array, request, timeout,
+                dst.array, request, deadline,
                 function, start, dst.address, lengths, _BYTE, request.root,
             )  # fmt: skip
 
     def _enqueue_gather(
-        self, request: Request, even: bool, src: Buffer, dst: Buffer | None, timeout: float
+        self, request: Request, even: bool, src: Buffer, dst: Buffer | None, deadline: Deadline
     ) -> None:
-        comm = self._comm or self._open(request, timeout)
+        comm = self._comm or self._open(request, deadline)
         lengths = _one_or_all(request.elements, even, src.dtype)
         if lengths:
             function: Any = comm.gather if even else comm.gather_v
             to = 0 if dst is None else dst.address
             self._enqueue(
-                src.array, request, timeout,
+                src.array, request, deadline,
                 function, src.address, to, lengths, _BYTE, request.root,
             )  # fmt: skip
 
     def _enqueue_all_gather(
-        self, request: Request, even: bool, src: Buffer, dst: Buffer, timeout: float
+        self, request: Request, even: bool, src: Buffer, dst: Buffer, deadline: Deadline
     ) -> None:
-        comm = self._comm or self._open(request, timeout)
+        comm = self._comm or self._open(request, deadline)
         lengths = _one_or_all(request.elements, even, src.dtype)
         if lengths:
             function: Any = comm.all_gather if even else comm.all_gather_v
             self._enqueue(
-                src.array, request, timeout,
+                src.array, request, deadline,
                 function, src.address, dst.address, lengths, _BYTE,
             )  # fmt: skip
 
     def _enqueue_all_to_all(
-        self, request: Request, src: Buffer, dst: Buffer, timeout: float
+        self, request: Request, src: Buffer, dst: Buffer, deadline: Deadline
     ) -> None:
-        comm = self._comm or self._open(request, timeout)
+        comm = self._comm or self._open(request, deadline)
         sends = _in_bytes(request.elements, src.dtype)
         receives = _in_bytes(request.incoming, src.dtype)
         # With a shape the request is that of all ranks. Without, each has counts of its own, and
@@ -241,23 +247,23 @@ class Collectives(Backend):
         if request.shape is not None and _even(sends):
             if sends[0]:
                 self._enqueue(
-                    src.array, request, timeout,
+                    src.array, request, deadline,
                     comm.all_to_all, src.address, dst.address, sends[0], _BYTE,
                 )  # fmt: skip
         elif any(sends) or any(receives):
             self._enqueue(
-                src.array, request, timeout,
+                src.array, request, deadline,
                 comm.all_to_all_v, src.address, sends, dst.address, receives, _BYTE,
             )  # fmt: skip
 
 
 def _where_it_is(
-    host: Plan, on_gpu: Plan, src: Buffer | None, dst: Buffer | None, timeout: float
+    host: Plan, on_gpu: Plan, src: Buffer | None, dst: Buffer | None, deadline: Deadline
 ) -> Work[Any] | None:
     """Have the host plane do what is in the host's memory, and NCCL what is in a GPU's."""
     buffer = dst if src is None else src
     assert buffer is not None
-    return (host if isinstance(buffer.array, _ndarray) else on_gpu)(src, dst, timeout)
+    return (host if isinstance(buffer.array, _ndarray) else on_gpu)(src, dst, deadline)
 
 
 def _one_or_all(counts: Sequence[int], even: bool, dtype: DType) -> int | Sequence[int]:

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from collective.deadline import Deadline
 from collective.errors import CommunicatorAbortedError
 
 from .enqueue import NcclCalls, Poll, patient
@@ -236,10 +237,10 @@ class NcclComm(NcclCalls):
         # is given time; one that hangs there will not come out before the abort.
         raw = self._take()
         if raw:
-            end = time.monotonic() + _GRACE_S
-            while self._inside and time.monotonic() < end:
+            deadline = Deadline(_GRACE_S)
+            while self._inside and not deadline.expired:
                 time.sleep(_STEP_S)
-            if self._lock.acquire(timeout=max(0.0, end - time.monotonic())):
+            if self._lock.acquire(timeout=deadline.left()):
                 self._lock.release()  # who had the old handle is through
             # Its code says no more than that the communicator was broken before.
             with self.device.active():

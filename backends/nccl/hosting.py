@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -14,6 +13,7 @@ from collective.contract import registry
 from collective.contract.backend import Backend, Plan
 from collective.contract.failure import Failure
 from collective.contract.store import Store
+from collective.deadline import Deadline
 from collective.errors import (
     BackendError,
     CollectiveTimeoutError,
@@ -58,24 +58,24 @@ def connect_step(
     operation: str,
     src: Buffer,
     dst: Buffer,
-    timeout: float,
+    deadline: Deadline,
     **arguments: Any,
 ) -> None:
     """Make a step of connecting on the host plane: all its ranks together."""
-    work = host.plan(_CONNECT.step(number, operation, **arguments))(src, dst, timeout)
+    work = host.plan(_CONNECT.step(number, operation, **arguments))(src, dst, deadline)
     if work is not None:
         work.wait()
 
 
 @contextlib.contextmanager
 def step_of(
-    where: object, channel: Channel, timeout: float, awaited: Sequence[int] | None = None
+    where: object, channel: Channel, deadline: Deadline, awaited: Sequence[int] | None = None
 ) -> Iterator[None]:
     """Do something on the host plane that is a step of a call; its errors are those of the call."""
     try:
         yield
     except levels.OF_LEVELS as error:
-        explanation = levels.explained(channel, error, where, timeout, awaited)
+        explanation = levels.explained(channel, error, where, deadline, awaited)
         raise explanation or error from error
 
 
@@ -117,18 +117,17 @@ def _reporting(method: Callable[..., Any], channel: Channel) -> Callable[..., An
     return call
 
 
-def broadcast_store(host: Backend, store: Store, end: float) -> Store:
+def broadcast_store(host: Backend, store: Store, deadline: Deadline) -> Store:
     """Return a store in which rank 0 of a transport that stands publishes something.
 
     Args:
         host: the transport.
         store: where its ranks have met.
-        end: until when, on the clock of ``time.monotonic()``.
+        deadline: for all that is published in it.
     """
 
     def hand(note: Buffer, publishes: bool) -> None:
-        left = max(0.001, end - time.monotonic())
-        connect_step(host, 0, "broadcast", note, note, left, root=0)
+        connect_step(host, 0, "broadcast", note, note, deadline, root=0)
 
     return HandedStore(hand, store.check)
 

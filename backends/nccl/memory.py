@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from collective import cuda
+from collective.deadline import Deadline
 from collective.errors import AllocationError, BackendError, CollectiveError
 from collective.memory.device_array import DeviceArray
 
@@ -104,7 +105,7 @@ class Blocks:
         device: Device,
         nbytes: int,
         request: Request,
-        timeout: float,
+        deadline: Deadline,
     ) -> DeviceArray:
         """Return ``nbytes`` uninitialised bytes on every rank's GPU.
 
@@ -122,7 +123,7 @@ class Blocks:
             except (AllocationError, BackendError) as error:
                 problem = error
         try:
-            if lacking := host.lacking(problem is not None, request, timeout):
+            if lacking := host.lacking(problem is not None, request, deadline):
                 ranks = ", ".join(map(str, lacking))
                 reason = f": {problem}" if problem is not None else ""
                 raise AllocationError(

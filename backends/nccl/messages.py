@@ -31,9 +31,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import math
 import threading
-import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -43,6 +41,7 @@ from collective import cuda
 from collective.contract.backend import Backend
 from collective.contract.failure import Failure
 from collective.contract.work import Lane
+from collective.deadline import Deadline
 from collective.errors import (
     BackendError,
     BackendUnavailableError,
@@ -128,22 +127,19 @@ class _Direction:
 class _MessageCall:
     """A call: what it is called in errors, its deadline, the caller's stream and its peers."""
 
-    __slots__ = ("end", "peers", "stream", "timeout", "where")
+    __slots__ = ("deadline", "peers", "stream", "where")
 
-    def __init__(self, where: str, timeout: float, stream: Stream, peers: tuple[int, ...]) -> None:
+    def __init__(
+        self, where: str, deadline: Deadline, stream: Stream, peers: tuple[int, ...]
+    ) -> None:
         self.where = where
-        self.timeout = timeout
-        self.end = time.monotonic() + timeout
+        self.deadline = deadline
         self.stream = stream
         self.peers = peers
 
-    def left(self) -> float:
-        """Return the seconds to the deadline."""
-        return max(0.0, self.end - time.monotonic())
 
-
-#: Makes the communicator of two ranks: ``(sender, receiver, where, timeout)``.
-Open = Callable[[int, int, object, float], "NcclComm"]
+#: Makes the communicator of two ranks: ``(sender, receiver, where, deadline)``.
+Open = Callable[[int, int, object, Deadline], "NcclComm"]
 
 
 class NcclMessages:
@@ -159,21 +155,21 @@ class NcclMessages:
         # Threads of halves of sendrecv that nobody uses just now.
         self._lanes: list[Lane] = []
 
-    def send(self, src: Buffer, dst: int, tag: int, timeout: float) -> None:
+    def send(self, src: Buffer, dst: int, tag: int, deadline: Deadline) -> None:
         """Send ``src``; its stream may change it afterwards."""
-        call = _MessageCall(f"send(tag={tag})", timeout, src.stream, (dst,))
+        call = _MessageCall(f"send(tag={tag})", deadline, src.stream, (dst,))
         self._wait_for_stream(call)
         self._send(src, dst, tag, call)
 
-    def recv(self, dst: Buffer, src: int, tag: int, timeout: float) -> int:
+    def recv(self, dst: Buffer, src: int, tag: int, deadline: Deadline) -> int:
         """Receive ``dst``, which its stream may read afterwards; return the source."""
         peers = (src,) if src >= 0 else tuple(r for r in range(self._host.size) if r != self._rank)
-        call = _MessageCall(f"recv(tag={tag})", timeout, dst.stream, peers)
+        call = _MessageCall(f"recv(tag={tag})", deadline, dst.stream, peers)
         self._wait_for_stream(call)
         return self._recv(dst, src, tag, call)
 
     def sendrecv(
-        self, src: Buffer, to: int, dst: Buffer, source: int, tag: int, timeout: float
+        self, src: Buffer, to: int, dst: Buffer, source: int, tag: int, deadline: Deadline
     ) -> None:
         """Do both at once."""
         if to == self._rank:
@@ -182,7 +178,7 @@ class NcclMessages:
             dst.stream.wait_for(src.stream)
             return
         where, peers = f"sendrecv(tag={tag})", (to, source)
-        going, coming = (_MessageCall(where, timeout, each.stream, peers) for each in (src, dst))
+        going, coming = (_MessageCall(where, deadline, each.stream, peers) for each in (src, dst))
         self._wait_for_stream(going)
         self._wait_for_stream(coming)
         lane = self._lanes.pop() if self._lanes else Lane("collective-nccl-sendrecv")
@@ -200,12 +196,12 @@ class NcclMessages:
             if lane.idle:
                 self._lanes.append(lane)
             else:  # interrupted
-                lane.close(0.0)
+                lane.close(Deadline(0.0))
 
     def close(self) -> None:
         """Let the threads of ``sendrecv`` end."""
         while self._lanes:
-            self._lanes.pop().close(0.0)
+            self._lanes.pop().close(Deadline(0.0))
 
     def streams(self) -> list[Stream]:
         """Return the streams that the messages go on."""
@@ -217,10 +213,10 @@ class NcclMessages:
     def _send(self, src: Buffer, dst: int, tag: int, call: _MessageCall) -> None:
         noted, granted = _tags(tag)
         grant = _words(0)
-        with step_of(call.where, self._channel, call.timeout, call.peers):
-            self._host.send(_words(src.nbytes), dst, noted, call.left())
+        with step_of(call.where, self._channel, call.deadline, call.peers):
+            self._host.send(_words(src.nbytes), dst, noted, call.deadline)
             if src.nbytes:
-                self._host.recv(grant, dst, granted, call.left())
+                self._host.recv(grant, dst, granted, call.deadline)
         if src.nbytes:
             direction = self._direction(self._rank, dst)
             self._issue(direction, int(grant.array[0]), src, call)
@@ -228,14 +224,14 @@ class NcclMessages:
     def _recv(self, dst: Buffer, src: int, tag: int, call: _MessageCall) -> int:
         noted, granted = _tags(tag)
         note = _words(0)
-        with step_of(call.where, self._channel, call.timeout, call.peers):
-            source = self._host.recv(note, src, noted, call.left())
+        with step_of(call.where, self._channel, call.deadline, call.peers):
+            source = self._host.recv(note, src, noted, call.deadline)
         self._check_length(note, dst, source, call)
         if dst.nbytes:
             direction = self._direction(source, self._rank)
             number = direction.number()
-            with step_of(call.where, self._channel, call.timeout, call.peers):
-                self._host.send(_words(number), source, granted, call.left())
+            with step_of(call.where, self._channel, call.deadline, call.peers):
+                self._host.send(_words(number), source, granted, call.deadline)
             self._issue(direction, number, dst, call)
         return source
 
@@ -246,14 +242,14 @@ class NcclMessages:
             return
         event = asked.stream.record()
         # Its own deadline says what it is that takes long: none of the peers.
-        wait = self._channel.wait(asked.where, math.inf, asked.peers, any_of=True)
+        wait = self._channel.wait(asked.where, Deadline.never(), asked.peers, any_of=True)
         while not event.query():
             wait.turn()
-            if time.monotonic() >= asked.end:
+            if asked.deadline.expired:
                 what = (
                     f"what was enqueued before on rank {self._rank}'s stream, which has not ended"
                 )
-                failure = Failure.timed_out(self._rank, asked.timeout, what, (self._rank,))
+                failure = Failure.timed_out(self._rank, asked.deadline.seconds, what, (self._rank,))
                 self._channel.abort(failure)
                 raise CollectiveTimeoutError(
                     f"{asked.where}: {failure.text} [rank {self._rank}]", failure.ranks
@@ -286,8 +282,7 @@ class NcclMessages:
         self, direction: _Direction, number: int, buffer: Buffer, call: _MessageCall
     ) -> None:
         """Put a message that has its number on its stream, in its turn."""
-        wait = self._channel.wait(call.where, call.left(), (direction.peer,))
-        wait.timeout = call.timeout  # what its error tells
+        wait = self._channel.wait(call.where, call.deadline, (direction.peer,))
         direction.await_turn(number, wait)
         if direction.comm is None:
             self._open(direction, call)
@@ -297,7 +292,7 @@ class NcclMessages:
 
     def _open(self, direction: _Direction, asked: _MessageCall) -> None:
         try:
-            comm = self._open_pair(*direction.pair, asked.where, asked.left())
+            comm = self._open_pair(*direction.pair, asked.where, asked.deadline)
         except (BackendUnavailableError, DeviceError):
             # Both ranks are refused, and neither sends: what comes behind may be, or may not.
             direction.end_turn()
@@ -318,7 +313,7 @@ class NcclMessages:
         # Of the two the sender is rank 0.
         sending = direction.pair[0] == self._rank
         function, peer = (comm.send, 1) if sending else (comm.recv, 0)
-        asked = Asked(call.where, call.timeout, call.end, (direction.peer,), None)
+        asked = Asked(call.where, call.deadline, (direction.peer,), None)
         watch.inside[direction] = asked
         if watch.asleep:
             watch.wake()

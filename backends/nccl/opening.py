@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from collective import cuda
+from collective.deadline import Deadline
 from collective.errors import (
     BackendUnavailableError,
     CollectiveError,
@@ -137,7 +138,9 @@ class Meeting:
         sharing = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE", "0") not in ("", "0")
         return Card("", "", library.version, device.bus_id, _host(), sharing), library, device
 
-    def everybody(self, host: Backend, where: object, timeout: float) -> tuple[NcclLibrary, Device]:
+    def everybody(
+        self, host: Backend, where: object, deadline: Deadline
+    ) -> tuple[NcclLibrary, Device]:
         """Return this rank's library and GPU when all ranks can go on.
 
         Collective: all ranks of ``host``.
@@ -148,23 +151,23 @@ class Meeting:
         card, library, device = self._card()
         every = Buffer.empty(CARD_BYTES * host.size, _UINT8)
         mine, lengths = Buffer(card.packed(), _UINT8), [CARD_BYTES] * host.size
-        connect_step(host, 1, "all_gather", mine, every, timeout, elements=lengths)
+        connect_step(host, 1, "all_gather", mine, every, deadline, elements=lengths)
         cards = [Card.unpacked(part) for part in np.split(every.array, host.size)]
         agree_on(where, cards, range(host.size), host.rank)
         assert library is not None
         assert device is not None
         return library, device
 
-    def name(self, host: Backend, library: NcclLibrary, timeout: float) -> bytes:
+    def name(self, host: Backend, library: NcclLibrary, deadline: Deadline) -> bytes:
         """Return the new communicator's unique id, which rank 0 makes."""
         letter = Buffer(np.zeros(_ID_BYTES, np.uint8), _UINT8)
         if host.rank == 0:
             letter.array[:] = np.frombuffer(library.unique_id(), np.uint8)
-        connect_step(host, 0, "broadcast", letter, letter, timeout, root=0)
+        connect_step(host, 0, "broadcast", letter, letter, deadline, root=0)
         return letter.array.tobytes()
 
     def pair(
-        self, host: Backend, sender: int, receiver: int, where: object, timeout: float
+        self, host: Backend, sender: int, receiver: int, where: object, deadline: Deadline
     ) -> tuple[NcclLibrary, Device, bytes]:
         """Meet the other of two ranks; return what a communicator of theirs takes.
 
@@ -179,7 +182,7 @@ class Meeting:
             mine.array[CARD_BYTES:] = np.frombuffer(library.unique_id(), np.uint8)
         peer = receiver if sending else sender
         tag = _UPWARD if sender < receiver else _DOWNWARD
-        host.sendrecv(mine, peer, theirs, peer, tag, timeout)
+        host.sendrecv(mine, peer, theirs, peer, tag, deadline)
         cards = [card, Card.unpacked(theirs.array[:CARD_BYTES])]
         agree_on(where, cards, (host.rank, peer), host.rank)
         assert library is not None

@@ -11,9 +11,7 @@ in that call, as they do in every collective, and make NCCL's communicator in it
 from __future__ import annotations
 
 import contextlib
-import math
 import os
-import time
 import weakref
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
@@ -28,6 +26,7 @@ from collective.backends.peers.monitored import Monitored
 from collective.contract.backend import Backend
 from collective.contract.capabilities import Capabilities
 from collective.contract.failure import Failure
+from collective.deadline import Deadline
 from collective.errors import (
     BackendError,
     CollectiveError,
@@ -63,7 +62,6 @@ __all__ = ["NcclBackend"]
 _LEAVE_S = 2.0
 # Streams beside the callers' that are kept: a program may never use a tag twice.
 _SIDES = 128
-_now = time.monotonic
 _tuple: Any = tuple.__new__
 
 
@@ -121,23 +119,22 @@ class NcclBackend(Collectives, Monitored):
     # -- life -----------------------------------------------------------------------------
 
     @classmethod
-    def connect(cls, world: World, timeout: float) -> Self:
+    def connect(cls, world: World, deadline: Deadline) -> Self:
         """Meet the other ranks as the host plane does; see :meth:`Backend.connect`."""
-        end = _now() + timeout
-        host = host_plane(world).connect(world, timeout)
+        host = host_plane(world).connect(world, deadline)
         try:
             if isinstance(host, Monitored):
                 channel = host.channel
             else:
-                here = replace(world, store=broadcast_store(host, world.store, end))
-                channel = Monitor.start(here, max(0.001, end - _now())).channel
+                here = replace(world, store=broadcast_store(host, world.store, deadline))
+                channel = Monitor.start(here, deadline).channel
             return cls(host, channel, Meeting.of(world), world.options.get("devices", "cuda"))
         except BaseException:
             host.close()
             raise
 
-    def group(self, ranks: Sequence[int], timeout: float) -> NcclBackend:
-        host = self._host.group(ranks, timeout)
+    def group(self, ranks: Sequence[int], deadline: Deadline) -> NcclBackend:
+        host = self._host.group(ranks, deadline)
         try:
             channel = host.channel if isinstance(host, Monitored) else self.channel.group(ranks)
             return type(self)(host, channel, self._meeting, self._devices)
@@ -161,7 +158,7 @@ class NcclBackend(Collectives, Monitored):
             return
         self._closed = True
         if self.channel.failure is None:
-            self._watch.drain(_LEAVE_S)
+            self._watch.drain(Deadline(_LEAVE_S))
         # First the word, then the deed: peers that see connections end ask why.
         self.channel.close()
         self._messages.close()
@@ -172,15 +169,13 @@ class NcclBackend(Collectives, Monitored):
 
     # -- NCCL's communicators -------------------------------------------------------------
 
-    def _open(self, call: object, timeout: float) -> NcclComm:
+    def _open(self, call: object, deadline: Deadline) -> NcclComm:
         """Make the communicator of all ranks: each of them is in this call."""
         self.channel.check(call)
-        end = _now() + timeout
-        with step_of(call, self.channel, timeout):
-            library, device = self._meeting.everybody(self._plane, call, timeout)
-            named = self._meeting.name(self._plane, library, max(0.0, end - _now()))
-        wait = self.channel.wait(call, max(0.0, end - _now()))
-        wait.timeout = timeout  # what its error tells
+        with step_of(call, self.channel, deadline):
+            library, device = self._meeting.everybody(self._plane, call, deadline)
+            named = self._meeting.name(self._plane, library, deadline)
+        wait = self.channel.wait(call, deadline)
         return self._take(self._create(library, named, self.rank, self.size, device, wait), device)
 
     def _look_ahead(self) -> None:
@@ -194,16 +189,14 @@ class NcclBackend(Collectives, Monitored):
         self._comm, self._device = comm, device
         return comm
 
-    def _open_pair(self, sender: int, receiver: int, where: object, timeout: float) -> NcclComm:
+    def _open_pair(self, sender: int, receiver: int, where: object, deadline: Deadline) -> NcclComm:
         """Make the communicator of one direction; see :mod:`.messages`."""
-        end = _now() + timeout
         pair_rank, peer = (0, receiver) if self.rank == sender else (1, sender)
-        with step_of(where, self.channel, timeout, (peer,)):
+        with step_of(where, self.channel, deadline, (peer,)):
             library, device, named = self._meeting.pair(
-                self._plane, sender, receiver, where, timeout
+                self._plane, sender, receiver, where, deadline
             )
-        wait = self.channel.wait(where, max(0.0, end - _now()), (peer,))
-        wait.timeout = timeout  # what its error tells
+        wait = self.channel.wait(where, deadline, (peer,))
         comm = self._create(library, named, pair_rank, 2, device, wait, (peer,))
         self._device = device
         return self._watch.adopt(comm)
@@ -227,7 +220,7 @@ class NcclBackend(Collectives, Monitored):
     # -- one operation --------------------------------------------------------------------
 
     def _enqueue(
-        self, array: Any, request: Request, timeout: float, function: Any, *args: Any
+        self, array: Any, request: Request, deadline: Deadline, function: Any, *args: Any
     ) -> None:
         # Each line here is part of every call's latency.
         if array.device is not self._device:
@@ -236,7 +229,7 @@ class NcclBackend(Collectives, Monitored):
         ring = self._ring
         number = None if ring is None else ring.started
         # As Asked(…) does it, without a call of Python's; and Pending below.
-        asked = _tuple(Asked, (request, timeout, _now() + timeout, None, number))
+        asked = _tuple(Asked, (request, deadline, None, number))
         if self._batch is not None:
             self._batch.add(self._comm, asked, stream)
             function(*args, stream.handle)
@@ -271,7 +264,7 @@ class NcclBackend(Collectives, Monitored):
     def _settle(self, asked: Asked) -> None:
         """Wait until NCCL has enqueued what it was given: it connects the ranks first."""
         assert self._comm is not None
-        wait = self.channel.wait(asked.where, asked.timeout, sequence=asked.sequence)
+        wait = self.channel.wait(asked.where, asked.deadline, sequence=asked.sequence)
         self._comm.settle(wait.check)
 
     @contextlib.contextmanager
@@ -330,28 +323,28 @@ class NcclBackend(Collectives, Monitored):
 
     # -- point to point -------------------------------------------------------------------
 
-    def send(self, src: Buffer, dst: int, tag: int, timeout: float) -> None:
+    def send(self, src: Buffer, dst: int, tag: int, deadline: Deadline) -> None:
         if isinstance(src.array, np.ndarray):
-            self._host.send(src, dst, tag, timeout)
+            self._host.send(src, dst, tag, deadline)
         else:
             self._placed(src, "send")
-            self._messages.send(src, dst, tag, timeout)
+            self._messages.send(src, dst, tag, deadline)
 
-    def recv(self, dst: Buffer, src: int, tag: int, timeout: float) -> int:
+    def recv(self, dst: Buffer, src: int, tag: int, deadline: Deadline) -> int:
         if isinstance(dst.array, np.ndarray):
-            return self._host.recv(dst, src, tag, timeout)
+            return self._host.recv(dst, src, tag, deadline)
         self._placed(dst, "recv")
-        return self._messages.recv(dst, src, tag, timeout)
+        return self._messages.recv(dst, src, tag, deadline)
 
     def sendrecv(
-        self, src: Buffer, to: int, dst: Buffer, source: int, tag: int, timeout: float
+        self, src: Buffer, to: int, dst: Buffer, source: int, tag: int, deadline: Deadline
     ) -> None:
         if isinstance(src.array, np.ndarray):
-            self._host.sendrecv(src, to, dst, source, tag, timeout)
+            self._host.sendrecv(src, to, dst, source, tag, deadline)
         else:
             self._placed(src, "sendrecv")
             self._placed(dst, "sendrecv")
-            self._messages.sendrecv(src, to, dst, source, tag, timeout)
+            self._messages.sendrecv(src, to, dst, source, tag, deadline)
 
     def _placed(self, buffer: Buffer, what: str) -> None:
         """Refuse a message's memory on another GPU than this rank's."""
@@ -361,10 +354,10 @@ class NcclBackend(Collectives, Monitored):
 
     # -- memory, streams ------------------------------------------------------------------
 
-    def empty(self, nbytes: int, request: Request, timeout: float) -> np.ndarray[Any, Any]:
-        return self._host.empty(nbytes, request, timeout)
+    def empty(self, nbytes: int, request: Request, deadline: Deadline) -> np.ndarray[Any, Any]:
+        return self._host.empty(nbytes, request, deadline)
 
-    def empty_device(self, nbytes: int, request: Request, timeout: float) -> DeviceArray:
+    def empty_device(self, nbytes: int, request: Request, deadline: Deadline) -> DeviceArray:
         """Return ``nbytes`` of this rank's GPU (uint8), allocated by all ranks together.
 
         NCCL knows the memory: where it can, it reduces there without copies.
@@ -372,9 +365,9 @@ class NcclBackend(Collectives, Monitored):
         Raises:
             AllocationError: some rank's GPU has not that much; on every rank.
         """
-        comm = self._comm or self._open(request, timeout)
-        with step_of(request, self.channel, timeout):
-            return self._blocks.allocate(self._plane, comm, comm.device, nbytes, request, timeout)
+        comm = self._comm or self._open(request, deadline)
+        with step_of(request, self.channel, deadline):
+            return self._blocks.allocate(self._plane, comm, comm.device, nbytes, request, deadline)
 
     def _streams(self) -> list[Stream]:
         return [*self._sides.values(), *self._messages.streams()]
@@ -394,16 +387,15 @@ class NcclBackend(Collectives, Monitored):
             found = self._sides.setdefault(key, device.new_stream())
         return found
 
-    def synchronize_event(self, event: Event, what: str, timeout: float | None) -> None:
+    def synchronize_event(self, event: Event, what: str, deadline: Deadline) -> None:
         if not event.query():
             # Its ranks are those of the oldest call that is under way, and so is its deadline.
-            wait = self.channel.wait(what, math.inf, sequence=self._watch.unfinished())
-            end = math.inf if timeout is None else _now() + timeout
+            wait = self.channel.wait(what, Deadline.never(), sequence=self._watch.unfinished())
             while not event.query():
-                if _now() >= end:
+                if deadline.expired:
                     raise CollectiveTimeoutError(
-                        f"synchronize: timed out: {what} is still running after {timeout:g} s; "
-                        "wait again, or abort() the communicator."
+                        f"synchronize: timed out: {what} is still running after "
+                        f"{deadline.seconds:g} s; wait again, or abort() the communicator."
                     )
                 wait.turn()
         # An operation that was broken off is over, too.

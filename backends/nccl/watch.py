@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from collective.contract.failure import Failure
+from collective.deadline import Deadline
 from collective.errors import (
     BackendError,
     CollectiveError,
@@ -47,14 +48,13 @@ class Asked(NamedTuple):
 
     Attributes:
         where: the call, for errors.
-        timeout, end: its deadline: in seconds from the call, and on the clock.
+        deadline: the call's.
         awaited: the ranks that it takes; None for all.
         sequence: a collective call's number; None for a message.
     """
 
     where: object
-    timeout: float
-    end: float
+    deadline: Deadline
     awaited: Sequence[int] | None
     sequence: int | None
 
@@ -242,14 +242,13 @@ class Watch:
 
     def _wait_for(self, key: object, queue: Sequence[Asked]) -> None:
         """Raise if operations that come one after the other have to be given up."""
-        now = time.monotonic()
         # Behind the first there may be one with a shorter deadline.
-        asked = next((each for each in queue if each.end <= now), queue[0])
+        asked = next((behind for behind in queue if behind.deadline.expired), queue[0])
         kept = self._waits.get(key)
         if kept is None or kept[0] is not asked:
-            left = max(0.0, asked.end - now)
-            wait = self._channel.wait(asked.where, left, asked.awaited, sequence=asked.sequence)
-            wait.timeout = asked.timeout  # what its error tells
+            wait = self._channel.wait(
+                asked.where, asked.deadline, asked.awaited, sequence=asked.sequence
+            )
             kept = self._waits[key] = asked, wait
         kept[1].check()
 
@@ -284,15 +283,14 @@ class Watch:
         for thread in threads:
             thread.start()
         # One that hangs in the driver is left to itself: what the program waits for is an error.
-        end = time.monotonic() + _END_S
+        deadline = Deadline(_END_S)
         for thread in threads:
-            thread.join(max(0.0, end - time.monotonic()))
+            thread.join(deadline.left())
         self._forget()
 
-    def drain(self, timeout: float) -> None:
-        """Wait until nothing is under way, for ``timeout`` seconds, unless it is broken."""
-        end = time.monotonic() + timeout
-        while self._channel.failure is None and time.monotonic() < end:
+    def drain(self, deadline: Deadline) -> None:
+        """Wait until nothing is under way, or until ``deadline``, unless it is broken."""
+        while self._channel.failure is None and not deadline.expired:
             with contextlib.suppress(CollectiveError), self._lock:
                 self._sweep()
                 if not self._pending:
@@ -310,9 +308,9 @@ class Watch:
             thread.join(2 * _END_S)
         # What is still under way has had its time (drain()): it will not end well.
         broken = busy or self._channel.failure is not None
-        end = time.monotonic() + (0.0 if broken else _END_S)
+        deadline = Deadline(0.0 if broken else _END_S)
         for comm in comms:
-            _end(comm, end)
+            _end(comm, deadline)
         self._forget()
 
 
@@ -361,16 +359,16 @@ def _abort(comm: NcclComm) -> None:
         comm.abort()
 
 
-def _end(comm: NcclComm, end: float) -> None:
+def _end(comm: NcclComm, deadline: Deadline) -> None:
     """Let NCCL send what is still on its way to the network, and end the communicator."""
 
     def poll() -> None:
-        if time.monotonic() >= end:
+        if deadline.expired:
             raise TimeoutError
 
     # A rank that waits for this one is told so by the monitor.
     with contextlib.suppress(BackendError, CommunicatorAbortedError, TimeoutError):
-        if time.monotonic() < end:
+        if not deadline.expired:
             comm.destroy(poll)
     _abort(comm)
 

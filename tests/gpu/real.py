@@ -13,6 +13,7 @@ from typing import ClassVar
 from collective import cuda
 from collective.backends.nccl import NcclBackend
 from collective.contract.world import World
+from collective.deadline import Deadline
 
 __all__ = ["OnGpus", "SharingByHostId", "SharingByOption", "sizes", "why_not"]
 
@@ -56,14 +57,14 @@ class OnGpus(NcclBackend):
     sharing: ClassVar[str] = "hostid"
 
     @classmethod
-    def connect(cls, world: World, timeout: float) -> OnGpus:
+    def connect(cls, world: World, deadline: Deadline) -> OnGpus:
         count = cuda.device_count()
         if world.size > count and cls.sharing == "hostid":
             os.environ.update(_BY_HOSTID, NCCL_HOSTID=f"h{world.rank}")
         elif world.size > count:
             os.environ.update(_BY_OPTION)
         options = {**world.options, "device": str(world.local_rank % count)}
-        return super().connect(replace(world, options=options), timeout)
+        return super().connect(replace(world, options=options), deadline)
 
 
 class SharingByHostId(OnGpus):

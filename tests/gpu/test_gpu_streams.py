@@ -14,6 +14,7 @@ from nccl_callers import Pools, pools
 from real import OnGpus, sizes, why_not
 
 from collective import cuda
+from collective.deadline import Deadline
 from collective.errors import CollectiveError
 from collective.memory.device_array import DeviceArray
 from collective.memory.device_copies import PlainSpace
@@ -246,7 +247,7 @@ def leaves(comm: Any) -> None:
     failed = None
     try:
         comm.all_reduce(x, out=x)
-        comm.transport.synchronize_event(gpu.stream.record(), "all_reduce", 60.0)
+        comm.transport.synchronize_event(gpu.stream.record(), "all_reduce", Deadline(60.0))
     except CollectiveError as error:
         failed = error
     assert failed is not None
