@@ -7,6 +7,7 @@ import signal
 
 import pytest
 
+from collective.deadline import Deadline
 from collective.launch.attempts import pause_after, run_attempts, wait
 from tests.interpreter import run_python
 from tests.launches import DEADLINE_S, Launches, finish, launches
@@ -255,7 +256,7 @@ def test_what_ends_a_pause(sent: list[signal.Signals | None], result: int | None
     if None in sent:
         os.close(handle)
     # Long enough to fail by the suite's own deadline where a pause does not end.
-    assert wait(control, 600.0 if result else 0.0) == result
+    assert wait(control, Deadline(600.0 if result else 0.0)) == result
     os.close(control)
     if None not in sent:
         os.close(handle)

@@ -21,6 +21,7 @@ from collective.backends.mpi import transport as mpi_transport
 from collective.backends.mpi.carrying import POLLED, Arrival
 from collective.communicator import Communicator
 from collective.contract.backend import ANY_SOURCE
+from collective.deadline import Deadline
 from collective.errors import (
     BackendError,
     CollectiveTimeoutError,
@@ -487,12 +488,12 @@ def test_what_the_library_says_of_itself(comm: Communicator) -> None:
 
 @on_ranks("ranks", shared=True)
 def test_a_store_over_mpi(comm: Communicator) -> None:
-    store = MpiStore(_transport(comm)._comm, 10.0)
+    store = MpiStore(_transport(comm)._comm, Deadline(10.0))
     last = comm.rank == comm.size - 1
     if last:
         store.set("a", b"one\0two")  # nobody looks for it, and it returns
     comm.barrier()
-    deadline = time.monotonic() + 10.0
+    deadline = Deadline(10.0)
     assert store.get("a", deadline) == b"one\0two"
     assert store.try_get("b") is None
     comm.barrier()
@@ -503,7 +504,7 @@ def test_a_store_over_mpi(comm: Communicator) -> None:
     assert store.get("c", deadline) == b"3"
     assert store.try_get("a") is None
     with pytest.raises(RendezvousError, match="nobody published 'd'"):
-        store.get("d", time.monotonic() + 0.05)
+        store.get("d", Deadline(0.05))
     comm.barrier()
     store.close()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -88,7 +87,7 @@ class Recording(FileStore):
 
 def test_what_nobody_publishes_may_be_of_a_rank_with_another_secret(tmp_path: Path) -> None:
     with pytest.raises(RendezvousError, match=r"'key'.*a rank with another secret, or none"):
-        SealedStore(FileStore(tmp_path), SECRET).get("key", time.monotonic())
+        SealedStore(FileStore(tmp_path), SECRET).get("key", Deadline(0.0))
 
 
 def test_a_stranger_sees_neither_the_names_of_keys_nor_the_secret(tmp_path: Path) -> None:
@@ -126,9 +125,9 @@ def test_what_a_stranger_has_written_is_refused_by_name(
     store = SealedStore(below, SECRET)
     store.set("key", b"value")
     name = name_of(store, "key")
-    below.set(name, forge(below.get(name, time.monotonic())))
+    below.set(name, forge(below.get(name, Deadline(0.0))))
     wanted = rf"store at {tmp_path} holds a value that is not this job's, for 'key'"
-    for read in (lambda: store.try_get("key"), lambda: store.get("key", time.monotonic())):
+    for read in (lambda: store.try_get("key"), lambda: store.get("key", Deadline(0.0))):
         with pytest.raises(RendezvousError, match=wanted):
             read()
 
@@ -151,7 +150,7 @@ def test_a_value_that_was_sealed_for_something_else_is_refused(
     then.set(key, b"value")
     now = SealedStore(below, SECRET)
     assert now.try_get("key") is None  # under its own name it is nothing at all
-    below.set(name_of(now, "key"), below.get(name_of(then, key), time.monotonic()))
+    below.set(name_of(now, "key"), below.get(name_of(then, key), Deadline(0.0)))
     with pytest.raises(RendezvousError, match="not this job's"):
         now.try_get("key")
 

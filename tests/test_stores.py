@@ -53,7 +53,7 @@ def free_address() -> Endpoint:
 
 
 def store(where: Endpoint, *, serve: bool = False, secret: Secret = SECRET, timeout: float = FAR):
-    return TcpStore(where, secret, serve=serve, spans_hosts=False, timeout=timeout)
+    return TcpStore(where, secret, serve=serve, spans_hosts=False, deadline=Deadline(timeout))
 
 
 # -- how the ranks of each kind of store open theirs ---------------------------------------
@@ -85,7 +85,7 @@ def _agent(directory: Path, opened: contextlib.ExitStack) -> Opener:
     served = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     where = Endpoint("127.0.0.1", served.port, "a test", served=True)
     opened.callback(lambda: served)
-    return lambda: AgentStore(where, FAR_S)
+    return lambda: AgentStore(where, Deadline(FAR_S))
 
 
 def _torch(directory: Path, opened: contextlib.ExitStack) -> Opener:
@@ -131,7 +131,7 @@ def test_what_one_publishes_the_others_read(opener: Opener) -> None:
     assert other.try_get("key") is None
     for value in (b"value", b"", b"\0\xff" * 100_000, b"again"):
         one.set("key", value)
-        assert other.get("key", time.monotonic()) == value
+        assert other.get("key", Deadline(0.0)) == value
         assert other.try_get("key") == value
     one.set("another", b"")
     other.delete("key")
@@ -143,13 +143,11 @@ def test_what_one_publishes_the_others_read(opener: Opener) -> None:
 def test_get_waits_for_what_another_thread_publishes(opener: Opener) -> None:
     one, other = opener(), opener()
     found: list[bytes] = []
-    waiting = threading.Thread(
-        target=lambda: found.append(other.get("key", time.monotonic() + FAR_S))
-    )
+    waiting = threading.Thread(target=lambda: found.append(other.get("key", Deadline(FAR_S))))
     waiting.start()
     # The store that waits serves other threads meanwhile.
     other.set("other", b"1")
-    assert one.get("other", time.monotonic() + FAR_S) == b"1"
+    assert one.get("other", Deadline(FAR_S)) == b"1"
     one.set("key", b"late")
     waiting.join(FAR_S)
     assert found == [b"late"]
@@ -157,7 +155,7 @@ def test_get_waits_for_what_another_thread_publishes(opener: Opener) -> None:
 
 def test_what_nobody_publishes_is_missed_by_its_name(opener: Opener) -> None:
     with pytest.raises(RendezvousError, match="'key'"):
-        opener().get("key", time.monotonic())
+        opener().get("key", Deadline(0.0))
 
 
 def test_one_value_wins_and_everybody_reads_it(opener: Opener) -> None:
@@ -206,12 +204,13 @@ def test_what_was_deleted_may_be_put(opener: Opener) -> None:
 
 def test_of_processes_one_wins(tmp_path: Path) -> None:
     program = textwrap.dedent(f"""
-        import sys, time
+        import sys
+        from collective.deadline import Deadline
         from collective.start.file_store import FileStore
         store = FileStore({str(tmp_path / "store")!r})
         store.set("here-" + sys.argv[1], b"")
         for rank in range(4):
-            store.get(f"here-{{rank}}", time.monotonic() + {FAR_S})
+            store.get(f"here-{{rank}}", Deadline({FAR_S}))
         for key in range(100):
             print(store.put_if_absent(f"key-{{key}}", sys.argv[1].encode()).decode())
     """)
@@ -260,7 +259,7 @@ class Recording(Store):
     def set(self, key: str, value: bytes) -> None:
         self.asked.append(("set", key, value))
 
-    def get(self, key: str, deadline: float) -> bytes:
+    def get(self, key: str, deadline: Deadline) -> bytes:
         self.asked.append(("get", key, deadline))
         return b"value"
 
@@ -292,7 +291,7 @@ class Recording(Store):
 # The methods of a store, each with arguments, and what Recording returns.
 ASKED: dict[str, tuple[tuple[object, ...], object]] = {
     "set": (("key", b"value"), None),
-    "get": (("key", 1.0), b"value"),
+    "get": (("key", Deadline(1.0)), b"value"),
     "try_get": (("key",), None),
     "put_if_absent": (("key", b"value"), b"won"),
     "delete": (("key",), None),
@@ -326,7 +325,7 @@ def test_prefixed_stores_of_one_store_do_not_see_each_other(tmp_path: Path) -> N
 def test_prefixed_store_names_the_key_of_its_caller(tmp_path: Path) -> None:
     prefixed = PrefixedStore(FileStore(tmp_path / "store"), "job.")
     with pytest.raises(RendezvousError, match="nobody published 'key' at"):
-        prefixed.get("key", time.monotonic())
+        prefixed.get("key", Deadline(0.0))
 
 
 def test_late_store_is_opened_by_the_first_question_alone(tmp_path: Path) -> None:
@@ -363,7 +362,7 @@ def test_handed_store_hands_one_value_on_and_keeps_it() -> None:
     one, other = HandedStore(hand, fail), HandedStore(hand, fail)
     assert other.try_get("key") is None
     one.set("key", b"/dev/shm/segment")
-    assert [other.get("key", time.monotonic()) for _ in range(2)] == [b"/dev/shm/segment"] * 2
+    assert [other.get("key", Deadline(0.0)) for _ in range(2)] == [b"/dev/shm/segment"] * 2
     assert other.try_get("key") == b"/dev/shm/segment"
     assert handed == [True, False]
     with pytest.raises(RendezvousError, match="rank 2 is gone"):
@@ -399,7 +398,7 @@ def asks(where: Endpoint) -> Link:
 
 def holds_its_value(where: Endpoint) -> bool:
     with contextlib.closing(store(where)) as another:
-        return another.get("key", time.monotonic() + FAR) == b"value"
+        return another.get("key", Deadline(FAR)) == b"value"
 
 
 def test_the_next_init_of_rank_0_uses_the_server_it_has(where: Endpoint) -> None:
@@ -604,7 +603,7 @@ def test_without_torch_a_server_in_another_process_is_waited_for_and_missed(
         started("-c", textwrap.dedent(SERVER), address.port) as rank_0,
         contextlib.closing(store(address)) as rank,
     ):
-        assert rank.get("ready", time.monotonic() + FAR) == b""
+        assert rank.get("ready", Deadline(FAR)) == b""
         assert rank_0.stdin is not None
         rank_0.stdin.close()
         assert rank_0.wait(FAR) == 0

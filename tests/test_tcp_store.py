@@ -24,6 +24,7 @@ import pytest
 
 from collective.contract.secret import Secret
 from collective.contract.store import PrefixedStore, Store
+from collective.deadline import Deadline
 from collective.errors import BackendUnavailableError, RendezvousError
 from collective.start import tcp_store, torch_store
 from collective.start.rendezvous import Endpoint
@@ -48,7 +49,7 @@ def endpoint(port: int | None = None, host: str = "127.0.0.1", **kind: bool) -> 
 def store(
     where: Endpoint, *, serve: bool, spans_hosts: bool = False, timeout: float = 30.0
 ) -> TcpStore:
-    return TcpStore(where, SECRET, serve=serve, spans_hosts=spans_hosts, timeout=timeout)
+    return TcpStore(where, SECRET, serve=serve, spans_hosts=spans_hosts, deadline=Deadline(timeout))
 
 
 def process(
@@ -58,8 +59,8 @@ def process(
     return started("-c", textwrap.dedent(body), *arguments, python=warm.python())
 
 
-def soon() -> float:
-    return time.monotonic() + DEADLINE_S
+def soon() -> Deadline:
+    return Deadline(DEADLINE_S)
 
 
 class Kind(NamedTuple):
@@ -85,7 +86,7 @@ class Kind(NamedTuple):
 
 def _connect_to_agent(where: Endpoint, timeout: float) -> Store:
     pytest.importorskip("torch")
-    return PrefixedStore(AgentStore(where, timeout), "job/")
+    return PrefixedStore(AgentStore(where, Deadline(timeout)), "job/")
 
 
 RANK_0 = Kind(
@@ -93,10 +94,12 @@ RANK_0 = Kind(
     """
     import os, sys
     from collective.contract.secret import Secret
+    from collective.deadline import Deadline
     from collective.start.rendezvous import Endpoint
     from collective.start.tcp_store import TcpStore
     where, secret = Endpoint("127.0.0.1", int(sys.argv[1]), "test"), Secret(bytes(range(32)))
-    served = TcpStore(where, secret, serve=True, spans_hosts=False, timeout=30.0)
+    deadline = Deadline(30.0)
+    served = TcpStore(where, secret, serve=True, spans_hosts=False, deadline=deadline)
     served.set("ready", b"")
     print(os.getpid(), flush=True)
     sys.stdin.read()
@@ -128,7 +131,7 @@ kinds = pytest.mark.parametrize("kind", [RANK_0, AGENT], ids=["rank 0", "agent"]
 def test_launches_that_share_an_agent_do_not_see_each_other() -> None:
     dist = pytest.importorskip("torch.distributed")
     served = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    connection = AgentStore(endpoint(served.port, served=True), 30.0)
+    connection = AgentStore(endpoint(served.port, served=True), Deadline(30.0))
     one, other = PrefixedStore(connection, "one/"), PrefixedStore(connection, "another/")
     one.set("key", b"mine")
     assert other.try_get("key") is None
@@ -138,7 +141,7 @@ def test_get_gives_up_at_its_deadline(capfd: pytest.CaptureFixture[str]) -> None
     alone = store(endpoint(), serve=True)
     start = time.monotonic()
     with pytest.raises(RendezvousError, match=r"nobody published 'key' at 127\.0\.0\.1:"):
-        alone.get("key", start + 0.3)
+        alone.get("key", Deadline(0.3))
     assert time.monotonic() - start >= 0.3
     assert capfd.readouterr().err == ""
 
@@ -149,7 +152,7 @@ def test_get_from_the_agent_gives_up_at_its_deadline(capfd: pytest.CaptureFixtur
     client = _connect_to_agent(endpoint(served.port, served=True), 30.0)
     start = time.monotonic()
     with pytest.raises(RendezvousError, match=r"nobody published 'key' at 127\.0\.0\.1:"):
-        client.get("key", start + 0.3)
+        client.get("key", Deadline(0.3))
     assert time.monotonic() - start >= 0.3
     assert capfd.readouterr().err == ""  # torch's own wait writes pages of it
 
@@ -188,11 +191,12 @@ def test_a_program_may_use_torch_distributed_at_the_agents_port() -> None:
     body = """
         import sys
         import torch.distributed as dist
+        from collective.deadline import Deadline
         from collective.start.rendezvous import Endpoint
         from collective.start.torch_store import AgentStore
         port = int(sys.argv[1])
         agent = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
-        ours = AgentStore(Endpoint("127.0.0.1", port, "test", served=True), 30.0)
+        ours = AgentStore(Endpoint("127.0.0.1", port, "test", served=True), Deadline(30.0))
         ours.set("key", b"value")
         theirs = dist.TCPStore("127.0.0.1", port, is_master=False)
         dist.init_process_group("gloo", store=theirs, rank=0, world_size=1)
@@ -344,7 +348,7 @@ def test_server_that_stops_answering(kind: Kind, monkeypatch: pytest.MonkeyPatch
         client.get("ready", soon())
         stop(server)
         for seconds, call in (
-            (0.4, lambda: client.get("key", time.monotonic() + 0.2)),
+            (0.4, lambda: client.get("key", Deadline(0.2))),
             (0.5, lambda: client.set("key", b"")),
             (0.5, lambda: client.try_get("key")),
         ):
@@ -404,19 +408,19 @@ def test_agent_without_torch_here_is_told_with_the_install_command(
     monkeypatch.setitem(sys.modules, "torch", None)
     monkeypatch.setitem(sys.modules, "torch.distributed", None)
     with pytest.raises(BackendUnavailableError, match=r"pip install .*\[torch\].*tcp://HOST:PORT"):
-        AgentStore(endpoint(served=True), 30.0)
+        AgentStore(endpoint(served=True), Deadline(30.0))
 
 
 # -- hosts of their own --------------------------------------------------------------------
 
 EXCHANGE = """
-    import time
+    from collective.deadline import Deadline
     from collective.start.choice import choose
     from collective.start.config import load
     from collective.start.resolver import build
     config = load({})
     world = build(config)
-    end = time.monotonic() + 60
+    end = Deadline(60.0)
     ranks = range(world.size)
     world.store.set(f"address-{world.rank}", world.address.encode())
     found = [world.store.get(f"address-{rank}", end).decode() for rank in ranks]

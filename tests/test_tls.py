@@ -138,13 +138,13 @@ def test_monitors_of_several_hosts_meet(tmp_path: Path, tls: Tls) -> None:
 
 def test_a_store_of_several_hosts_speaks_it(tls: Tls) -> None:
     where, secret = free_address(), Secret(TEXT.encode())
-    kept = {"spans_hosts": True, "timeout": FAR, "tls": tls}
+    kept = {"spans_hosts": True, "deadline": Deadline(FAR), "tls": tls}
     with (
         contextlib.closing(TcpStore(where, secret, serve=True, **kept)) as one,
         contextlib.closing(TcpStore(where, secret, serve=False, **kept)) as other,
     ):
-        one.set("key", b"value" * 10_000)
-        assert other.try_get("key") == b"value" * 10_000
+        one.set("key", b"value" * 200_000)
+        assert other.try_get("key") == b"value" * 200_000
 
 
 # -- who reads along, and who comes in -----------------------------------------------------

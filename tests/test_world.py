@@ -10,13 +10,13 @@ import os
 import socket
 import sys
 import tempfile
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 from collective.contract.world import World
+from collective.deadline import Deadline
 from collective.errors import ConfigError, RendezvousError
 from collective.start import choice
 from collective.start.config import load
@@ -319,7 +319,7 @@ def test_world_of_one() -> None:
     assert (alone.host, alone.launcher) == (socket.gethostname(), "none")
     assert list(Path(tempfile.gettempdir()).iterdir()) == []  # nothing was made
     alone.store.set("key", b"value")
-    assert alone.store.get("key", time.monotonic()) == b"value"
+    assert alone.store.get("key", Deadline(0.0)) == b"value"
     alone.store.delete("key")
     assert alone.store.try_get("key") is None
     assert alone.job != world().job
@@ -331,7 +331,7 @@ def test_ranks_of_a_foreign_launcher_meet(launcher: str) -> None:
     assert one.launcher == launcher
     assert one.job == other.job
     one.store.set("key", b"value")
-    assert other.store.get("key", time.monotonic()) == b"value"
+    assert other.store.get("key", Deadline(0.0)) == b"value"
     assert isinstance(one.store, FileStore)
     directory = one.store.directory
     assert directory.parent.name == f"collective-{os.geteuid()}"
@@ -423,7 +423,7 @@ def test_ranks_meet_at_the_masters_address() -> None:
     change = {"MASTER_PORT": str(free_port()), "TORCHELASTIC_USE_AGENT_STORE": "False"}
     one, other = anew(far(0, **change)), anew(far(1, **change))
     met(one).set("key", b"value")
-    assert met(other).get("key", time.monotonic() + 30) == b"value"
+    assert met(other).get("key", Deadline(30.0)) == b"value"
     # After a restart of the ranks it is another launch, which does not read what the last one said.
     again = anew(far(1, **change, TORCHELASTIC_RESTART_COUNT="1"), start_timeout=0.3)
     with pytest.raises(RendezvousError, match="not rank 0 of this job"):
@@ -443,7 +443,7 @@ def test_launches_of_one_agent_do_not_see_each_other() -> None:
     change = {"MASTER_PORT": str(served.port)}
     one, other = anew(far(0, **change)), anew(far(1, **change))
     one.store.set("key", b"value")
-    assert other.store.get("key", time.monotonic() + 30) == b"value"
+    assert other.store.get("key", Deadline(30.0)) == b"value"
     again = anew(far(1, **change, TORCHELASTIC_RESTART_COUNT="1"))
     assert again.store.try_get("key") is None
     assert not one.store.served_by_rank
@@ -459,7 +459,7 @@ def test_store_by_address() -> None:
     one, other = anew({}, rank=0, **settings), anew({}, rank=1, **settings)
     assert one.job == other.job == settings["store"]
     met(one).set("key", b"value")
-    assert met(other).get("key", time.monotonic() + 30) == b"value"
+    assert met(other).get("key", Deadline(30.0)) == b"value"
 
 
 @pytest.mark.parametrize("secret", ["", "of this test, and of nobody else"], ids=["none", "one"])
@@ -575,7 +575,7 @@ def test_under_mpiexec_without_mpi4py_the_masters_address_serves(
     one = anew({**MPICH_FAR, **master, "PMI_RANK": "0", "I_MPI_HYDRA_UUID": "a"})
     other = anew({**MPICH_FAR, **master, "I_MPI_HYDRA_UUID": "b"})
     met(one).set("key", b"value")
-    assert met(other).get("key", time.monotonic() + 30) == b"value"
+    assert met(other).get("key", Deadline(30.0)) == b"value"
 
 
 # -- addresses, and settings of single transports ---------------------------------------------

@@ -17,7 +17,6 @@ import importlib
 import os
 import secrets
 import socket
-import time
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +27,7 @@ from collective.contract.recorder import dump_on_signal
 from collective.contract.secret import Secret
 from collective.contract.store import Store
 from collective.contract.world import World
+from collective.deadline import Deadline
 from collective.start import certificates, choice, session
 from collective.start.config import Config, load, secret_of, settings
 from collective.start.connecting import connect
@@ -72,7 +72,7 @@ def _communicator(
 ) -> Communicator:
     seconds = timeout.total_seconds()
     identity = {"rank": rank, "size": size}
-    job, local_rank, local_size = _meet(meeting, rank, size, time.monotonic() + seconds)
+    job, local_rank, local_size = _meet(meeting, rank, size, Deadline(seconds))
     identity.update(local_rank=local_rank, local_size=local_size)
     config = load(identity)
     config.warn_of_refused()
@@ -113,7 +113,7 @@ def _trace_steps() -> None:
     optimizers.register_optimizer_step_post_hook(lambda *_: trace.step("optimizer"))
 
 
-def _meet(store: Store, rank: int, size: int, deadline: float) -> tuple[str, int, int]:
+def _meet(store: Store, rank: int, size: int, deadline: Deadline) -> tuple[str, int, int]:
     """Return the group's own name, and this rank's place among those of its host."""
     if size == 1:
         return f"torch-{secrets.token_hex(8)}", 0, 1

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from collective.contract.store import Store
+from collective.deadline import Deadline
 from collective.errors import RendezvousError
 
 from .library import enrol, leave_unfinished, start
@@ -30,21 +31,21 @@ class MpiStore(Store):
 
     Args:
         comm: the communicator.
-        timeout: seconds until the other ranks have to have come.
+        deadline: moment by which the other ranks have to have come.
 
     Raises:
         RendezvousError: they have not.
     """
 
-    def __init__(self, comm: Any, timeout: float = 60.0) -> None:
-        self._module = start(timeout)
+    def __init__(self, comm: Any, deadline: Deadline) -> None:
+        self._module = start(deadline.seconds)
         self._comm, request = comm.Idup()
-        deadline = time.monotonic() + timeout
         while not request.Test():
-            if time.monotonic() > deadline:
+            if deadline.expired:
                 raise RendezvousError(
-                    f"mpi: after {timeout:g} s not all of the {comm.Get_size()} ranks of the MPI "
-                    f"communicator have called collective.init() with it [rank {comm.Get_rank()}]."
+                    f"mpi: after {deadline.seconds:g} s not all of the {comm.Get_size()} ranks of "
+                    "the MPI communicator have called collective.init() with it "
+                    f"[rank {comm.Get_rank()}]."
                 )
             time.sleep(_PAUSE_S)
         self._comm.Set_errhandler(self._module.ERRORS_RETURN)
@@ -73,15 +74,14 @@ class MpiStore(Store):
     def delete(self, key: str) -> None:
         self._publish(key, b"")
 
-    def get(self, key: str, deadline: float) -> bytes:
+    def get(self, key: str, deadline: Deadline) -> bytes:
         with self._news:
             self._attend()
             while key not in self._values:
-                left = deadline - time.monotonic()
-                if left <= 0:
+                if deadline.expired:
                     raise RendezvousError(f"rendezvous: nobody published {key!r} over MPI")
                 self._used = time.monotonic()
-                self._news.wait(min(left, _QUIET_S / 2))
+                self._news.wait(min(deadline.left(), _QUIET_S / 2))
             return self._values[key]
 
     def try_get(self, key: str) -> bytes | None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from collective.contract.store import Store
+from collective.deadline import Deadline
 from collective.memory.buffer import Buffer
 from collective.memory.dtypes import BY_NAME
 
@@ -39,7 +40,7 @@ class HandedStore(Store):
         note.array[: len(value)] = np.frombuffer(value, np.uint8)
         self._hand(note, True)
 
-    def get(self, key: str, deadline: float) -> bytes:
+    def get(self, key: str, deadline: Deadline) -> bytes:
         if self._received is None:
             note = Buffer.empty(_NOTE_BYTES, _UINT8)
             self._hand(note, False)

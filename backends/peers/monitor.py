@@ -237,7 +237,7 @@ def _find(world: World, deadline: Deadline) -> _Joined:
     refused: Exception | None = None
     while True:
         try:
-            published = world.store.get(_KEY, time.monotonic() + deadline.left())
+            published = world.store.get(_KEY, deadline)
         except RendezvousError as error:
             raise RendezvousError(
                 f"rendezvous: rank 0 of {world.size} did not arrive within {deadline.seconds:g} s "

@@ -7,7 +7,8 @@ before that to the next question. All questions can be asked twice.
 from __future__ import annotations
 
 import itertools
-import time
+
+from collective.deadline import Deadline
 
 from .link import Link, Message
 
@@ -29,7 +30,7 @@ class RefusedError(Exception):
     """The server does not do what it was asked; the text says why."""
 
 
-def ask(link: Link, kind: str, key: str, value: bytes | None, deadline: float) -> bytes | None:
+def ask(link: Link, kind: str, key: str, value: bytes | None, deadline: Deadline) -> bytes | None:
     """Return the value that the server at the other end of ``link`` answers with.
 
     Args:
@@ -37,7 +38,7 @@ def ask(link: Link, kind: str, key: str, value: bytes | None, deadline: float) -
         kind: ``"set"``, ``"get"``, ``"put"`` (if absent) or ``"delete"``.
         key: of what.
         value: what is to be kept, or None.
-        deadline: on the clock of ``time.monotonic()``, in seconds.
+        deadline: moment by which the answer has to be there.
 
     Raises:
         RefusedError: the server refuses; the connection can be used on.
@@ -52,7 +53,7 @@ def ask(link: Link, kind: str, key: str, value: bytes | None, deadline: float) -
     if value is not None:
         question["value"] = value.hex()
     link.send(question)
-    while (answer := link.expect(deadline - time.monotonic())).get("number") != number:
+    while (answer := link.expect(deadline.left())).get("number") != number:
         pass
     if "why" in answer:
         raise RefusedError(str(answer["why"]))

@@ -16,6 +16,7 @@ from collective.contract.backend import Backend, Plan
 from collective.contract.capabilities import Capabilities
 from collective.contract.descriptors import RAISE_THE_LIMIT
 from collective.contract.failure import Failure
+from collective.deadline import Deadline
 from collective.errors import (
     BackendUnavailableError,
     CommunicatorAbortedError,
@@ -438,7 +439,7 @@ def _open_published(world: World, key: str, deadline: float, timeout: float) -> 
     """Open the segment that rank 0 made; an older one of a dead process is passed over."""
     while True:
         try:
-            path = world.store.get(key, deadline).decode()
+            path = world.store.get(key, Deadline(deadline - time.monotonic())).decode()
             return Segment.open(path, Layout(world.size).nbytes)
         except OSError as error:
             if error.errno in TOO_MANY_FILES:

@@ -11,6 +11,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Set
 
+from collective.deadline import Deadline
 from collective.errors import RendezvousError, UnsupportedError
 
 __all__ = ["PrefixedStore", "Store", "WrappedStore"]
@@ -33,19 +34,19 @@ class Store(ABC):
     def set(self, key: str, value: bytes) -> None:
         """Publish ``value``. Readers see all of it or nothing; a second set replaces it."""
 
-    def get(self, key: str, deadline: float) -> bytes:
+    def get(self, key: str, deadline: Deadline) -> bytes:
         """Return the value of ``key``, waiting for it until ``deadline``.
 
         Args:
             key: what some rank has published or will publish.
-            deadline: on the clock of ``time.monotonic()``, in seconds.
+            deadline: moment by which it has to be there.
 
         Raises:
             RendezvousError: the deadline passed and the key is still absent.
         """
         pause = _POLL_FIRST_S
         while (value := self._poll(key, deadline)) is None:
-            if time.monotonic() >= deadline:
+            if deadline.expired:
                 raise RendezvousError(f"rendezvous: nobody published {key!r} at {self}")
             time.sleep(pause)
             pause = min(pause * 1.5, self._poll_last)
@@ -55,7 +56,7 @@ class Store(ABC):
     def try_get(self, key: str) -> bytes | None:
         """Return the value of ``key``, or None if nobody has published it yet."""
 
-    def _poll(self, key: str, deadline: float) -> bytes | None:
+    def _poll(self, key: str, deadline: Deadline) -> bytes | None:
         """Return what :meth:`try_get` does, by ``deadline`` if somebody has to answer."""
         return self.try_get(key)
 
@@ -118,7 +119,7 @@ class WrappedStore(Store):
         with self._named(key) as name:
             self._store.set(name, value)
 
-    def get(self, key: str, deadline: float) -> bytes:
+    def get(self, key: str, deadline: Deadline) -> bytes:
         # The other store knows how to wait: it may do better than to poll.
         with self._named(key) as name:
             return self._store.get(name, deadline)

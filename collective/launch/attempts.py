@@ -9,6 +9,8 @@ import sys
 import time
 from collections.abc import Callable
 
+from collective.deadline import Deadline
+
 from .supervisor import Supervisor
 
 __all__ = ["pause_after", "run_attempts", "wait"]
@@ -47,7 +49,7 @@ def run_attempts(
             file=sys.stderr,
             flush=True,
         )
-        ending = wait(control, pause)
+        ending = wait(control, Deadline(pause))
         if ending is not None:
             if ending == signal.SIGINT:
                 print(
@@ -64,16 +66,15 @@ def pause_after(quick: int) -> float:
     return min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0 ** (quick - 1)) if quick else 0.0
 
 
-def wait(control: int, seconds: float) -> int | None:
+def wait(control: int, deadline: Deadline) -> int | None:
     """Wait, and return the number of a signal that ends the launch meanwhile, or None.
 
     While the launcher is suspended nothing is started: the wait is over when it goes on.
     """
-    end = time.monotonic() + seconds
     suspended = False
     ready = select.poll()
     ready.register(control, select.POLLIN)
-    while suspended or ready.poll(max(0.0, end - time.monotonic()) * 1000):
+    while suspended or ready.poll(deadline.left() * 1000):
         numbers = os.read(control, 64)
         if not numbers:  # the launcher is gone
             return int(signal.SIGKILL)

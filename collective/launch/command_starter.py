@@ -15,6 +15,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import IO, Any
 
+from collective.deadline import Deadline
 from collective.errors import BackendUnavailableError
 
 from .control import short_path
@@ -73,8 +74,8 @@ class _Called(ProcessHandle):
     def _exit_code(self) -> int | None:
         return None
 
-    def end(self, patience: float) -> None:
-        if not wait([self.death], patience):
+    def end(self, deadline: Deadline) -> None:
+        if not wait([self.death], deadline.left()):
             self._before_kill()
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self.death, signal.SIGKILL)
@@ -118,8 +119,8 @@ class CommandStarter(Starter):
     def encode(self, job: Job) -> bytes:
         return encoded(job)
 
-    def wait(self, handles: Mapping[int, Any], patience: float) -> dict[int, Outcome | None]:
-        answers = wait_for_answers(handles, patience)
+    def wait(self, handles: Mapping[int, Any], deadline: Deadline) -> dict[int, Outcome | None]:
+        answers = wait_for_answers(handles, deadline)
         outcomes = [answer for answer in answers.values() if answer is not None]
         # MPI makes its shared memory in the first job, and removes it at its end, which ranks
         # that are killed do not come to.
@@ -153,7 +154,7 @@ class CommandStarter(Starter):
                 self._gather(listener, handles)
         except BaseException:
             for handle in handles.values():
-                handle.end(0.0)
+                handle.end(Deadline(0.0))
             self.end()
             raise
         finally:
@@ -174,13 +175,13 @@ class CommandStarter(Starter):
 
     def _gather(self, listener: socket.socket, handles: dict[int, _Called]) -> None:
         """Wait until all ranks have called back."""
-        deadline = time.monotonic() + self._patience
+        deadline = Deadline(self._patience)
         while len(handles) < self._size:
             try:
                 called, _ = listener.accept()
             except TimeoutError:
                 ended = any(process.poll() is not None for process in self._processes)
-                if not ended and time.monotonic() < deadline:
+                if not ended and not deadline.expired:
                     continue
                 what = " ".join(map(str, self._processes[0].args))  # type: ignore[arg-type]
                 raise BackendUnavailableError(
@@ -223,7 +224,7 @@ class CommandStarter(Starter):
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    deadline = time.monotonic() + _END_S
+    deadline = Deadline(_END_S)
     for process in processes:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(max(0.0, deadline - time.monotonic()))
+            process.wait(deadline.left())

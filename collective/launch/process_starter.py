@@ -7,12 +7,13 @@ import os
 import pickle
 import sys
 import tempfile
-import time
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, SpawnContext
 from typing import Any
+
+from collective.deadline import Deadline
 
 from . import control
 from .outcome import Outcome, RankDiedError
@@ -119,8 +120,8 @@ class ProcessHandle(Handle):
     def stacks(self) -> str:
         try:
             self.line.send_bytes(control.STACKS)
-            deadline = time.monotonic() + _STACKS_S
-            while self.line.poll(max(0.0, deadline - time.monotonic())):
+            deadline = Deadline(_STACKS_S)
+            while self.line.poll(deadline.left()):
                 message = self.line.recv_bytes()
                 if message.startswith(control.STACKS):  # and no outcome that comes too late
                     return message.removeprefix(control.STACKS).decode()
@@ -133,13 +134,13 @@ class ProcessHandle(Handle):
 
 
 def wait_for_answers(
-    handles: Mapping[int, ProcessHandle], patience: float
+    handles: Mapping[int, ProcessHandle], deadline: Deadline
 ) -> dict[int, Outcome | None]:
     """Wait until some rank answers or ends; as :meth:`Starter.wait`."""
     ranks: dict[Any, int] = {}
     for rank, handle in handles.items():
         ranks[handle.line] = ranks[handle.death] = rank
-    ready = wait(list(ranks), patience)
+    ready = wait(list(ranks), deadline.left())
     return {rank: handles[rank].answer() for rank in {ranks[each] for each in ready}}
 
 
@@ -168,8 +169,8 @@ class _Started(ProcessHandle):
         self._process.join(LEAVE_S)
         return self._process.exitcode
 
-    def end(self, patience: float) -> None:
-        self._process.join(patience)
+    def end(self, deadline: Deadline) -> None:
+        self._process.join(deadline.left())
         self._process.kill()
         self._process.join()
         self._process.close()
@@ -185,5 +186,5 @@ class ProcessStarter(Starter):
     def start(self, ranks: Sequence[int]) -> dict[int, Handle]:
         return {rank: _Started(rank) for rank in ranks}
 
-    def wait(self, handles: Mapping[int, Any], patience: float) -> dict[int, Outcome | None]:
-        return wait_for_answers(handles, patience)
+    def wait(self, handles: Mapping[int, Any], deadline: Deadline) -> dict[int, Outcome | None]:
+        return wait_for_answers(handles, deadline)

@@ -15,11 +15,12 @@ its stacks and ended.
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
+
+from collective.deadline import Deadline
 
 from .outcome import Outcome, RankHungError, RanksFailedError
 
@@ -153,8 +154,8 @@ class Handle(ABC):
         return None
 
     @abstractmethod
-    def end(self, patience: float) -> None:
-        """Return when it has ended, by itself within ``patience`` seconds or else by force."""
+    def end(self, deadline: Deadline) -> None:
+        """Return when it has ended, by itself until ``deadline`` or else by force."""
 
 
 class Starter(ABC):
@@ -184,7 +185,7 @@ class Starter(ABC):
         """
 
     @abstractmethod
-    def wait(self, handles: Mapping[int, Handle], patience: float) -> dict[int, Outcome | None]:
+    def wait(self, handles: Mapping[int, Handle], deadline: Deadline) -> dict[int, Outcome | None]:
         """Wait until some rank answers.
 
         Returns:
@@ -219,7 +220,7 @@ class Ranks:
         """
         missing = [rank for rank in range(self.size) if rank not in self._handles]
         if missing and self._starter.together and self._handles:
-            self._end(0.0)
+            self._end(Deadline(0.0))
             missing = list(range(self.size))
         if missing:
             self._handles.update(self._starter.start(missing))
@@ -240,15 +241,15 @@ class Ranks:
         try:
             self.start()
             # Whoever starts its processes or imports its modules first waits for the last.
-            outcomes = self._ask(lambda handle: handle.load(encoded), LOAD_S)
+            outcomes = self._ask(lambda handle: handle.load(encoded), Deadline(LOAD_S))
             if not outcomes:
-                return self._ask(lambda handle: handle.go(), timeout, grace)
+                return self._ask(lambda handle: handle.go(), Deadline(timeout), grace)
             for rank, handle in self._handles.items():
                 if rank not in outcomes:
                     handle.skip()
         except BaseException:
             # An interrupt, say: the next job must not get the answers to this one.
-            self._end(0.0)
+            self._end(Deadline(0.0))
             raise
         return outcomes
 
@@ -265,7 +266,7 @@ class Ranks:
         return [outcomes[rank].value for rank in range(self.size)]
 
     def _ask(
-        self, tell: Callable[[Handle], None], timeout: float, grace: float | None = None
+        self, tell: Callable[[Handle], None], limit: Deadline, grace: float | None = None
     ) -> dict[int, Outcome]:
         """Tell all ranks something, and wait until each has answered; return the outcomes."""
         outcomes: dict[int, Outcome] = {}
@@ -276,48 +277,47 @@ class Ranks:
                 pending[rank] = handle
             except OSError:
                 outcomes[rank] = handle.died()
-        deadline = time.monotonic() + timeout
+        deadline = limit
         while pending:
-            answers = self._starter.wait(pending, max(0.0, deadline - time.monotonic()))
+            answers = self._starter.wait(pending, deadline)
             if not answers:
-                outcomes.update(self._hung(pending, timeout))
+                outcomes.update(self._hung(pending, limit))
                 break
             for rank, answer in answers.items():
                 del pending[rank]
                 if answer is not None:
                     outcomes[rank] = answer
                     if answer.error is not None and grace is not None:
-                        deadline = min(deadline, time.monotonic() + grace)
+                        deadline = deadline.within(grace)
         for rank in [rank for rank, handle in self._handles.items() if handle.gone]:
-            self._handles.pop(rank).end(0.0)
+            self._handles.pop(rank).end(Deadline(0.0))
         return outcomes
 
-    def _hung(self, pending: Mapping[int, Handle], timeout: float) -> dict[int, Outcome]:
+    def _hung(self, pending: Mapping[int, Handle], limit: Deadline) -> dict[int, Outcome]:
         """End the ranks that still run, after a look at where they are."""
         stacks = {rank: handle.stacks() for rank, handle in pending.items()}
         hung = {}
         for rank, stack in stacks.items():
             error = RankHungError(
-                f"rank {rank}: no result after {timeout:g} s; it was ended", stack
+                f"rank {rank}: no result after {limit.seconds:g} s; it was ended", stack
             )
             hung[rank] = Outcome(error=error)
-            self._handles.pop(rank).end(0.0)
+            self._handles.pop(rank).end(Deadline(0.0))
         return hung
 
-    def _end(self, patience: float) -> None:
+    def _end(self, deadline: Deadline) -> None:
         handles, self._handles = self._handles, {}
         for handle in handles.values():
             handle.dismiss()  # all at once, then one by one: they leave side by side
-        deadline = time.monotonic() + patience
         for handle in handles.values():
-            handle.end(max(0.0, deadline - time.monotonic()))
+            handle.end(deadline)
         self._starter.end()
 
     def close(self) -> None:
         """End all ranks. A second close does nothing."""
         # Those that live together wait for each other at their end.
         whole = len(self._handles) == self.size or not self._starter.together
-        self._end(LEAVE_S if whole else 0.0)
+        self._end(Deadline(LEAVE_S if whole else 0.0))
 
     def __enter__(self) -> Self:
         return self

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Mapping, Sequence
 from queue import Empty, SimpleQueue
+
+from collective.deadline import Deadline
 
 from .outcome import Outcome
 from .ranks import Handle, Job, Participant, Starter, perform
@@ -48,10 +49,10 @@ class _Thread(Handle):
         frame = sys._current_frames().get(self._thread.ident or 0) if self._thread else None
         return "".join(traceback.format_stack(frame)) if frame is not None else ""
 
-    def end(self, patience: float) -> None:
+    def end(self, deadline: Deadline) -> None:
         """Wait for the thread to end; one that takes no notice goes on, and meets no other job."""
         if self._thread is not None and self._thread.is_alive():
-            self._thread.join(patience)
+            self._thread.join(deadline.left())
             if self._thread.is_alive():
                 for kept in list(self._participant.kept.values()):
                     kept.abort("the rank gave no result in time")
@@ -70,11 +71,10 @@ class ThreadStarter(Starter):
     def start(self, ranks: Sequence[int]) -> dict[int, Handle]:
         return {rank: _Thread(rank, self._answers) for rank in ranks}
 
-    def wait(self, handles: Mapping[int, Handle], patience: float) -> dict[int, Outcome | None]:
-        deadline = time.monotonic() + patience
+    def wait(self, handles: Mapping[int, Handle], deadline: Deadline) -> dict[int, Outcome | None]:
         while True:
             try:
-                answering, outcome = self._answers.get(timeout=max(0, deadline - time.monotonic()))
+                answering, outcome = self._answers.get(timeout=deadline.left())
             except Empty:
                 return {}
             for rank, handle in handles.items():

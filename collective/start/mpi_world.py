@@ -6,13 +6,13 @@ import os
 import secrets
 import socket
 import sys
-import time
 from collections.abc import Mapping
 from typing import Any
 
 from collective.backends.mpi.library import mpiexec, start
 from collective.backends.mpi.store import MpiStore
 from collective.contract.world import World
+from collective.deadline import Deadline
 from collective.errors import BackendUnavailableError
 
 from .launchers import Launched, detect
@@ -43,14 +43,15 @@ def world_of(
             connects fewer processes than the launcher started.
         RendezvousError: not all ranks came within ``timeout`` seconds.
     """
+    deadline = Deadline(timeout)
     module = start(timeout)
     given = comm
     comm = module.COMM_WORLD if comm is None else comm
     launched = launched_with(comm)
-    store = MpiStore(comm, timeout)
+    store = MpiStore(comm, deadline)
     if comm.Get_rank() == 0:
         store.set("job", f"mpi {secrets.token_hex(16)}".encode())
-    job = store.get("job", time.monotonic() + timeout).decode()
+    job = store.get("job", deadline).decode()
     host = comm.Split_type(module.COMM_TYPE_SHARED)
     local_rank, local_size = host.Get_rank(), host.Get_size()
     host.Free()

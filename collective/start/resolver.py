@@ -18,6 +18,7 @@ from collective import native
 from collective.contract.secret import REMEDY, Secret
 from collective.contract.store import PrefixedStore, Store, WrappedStore
 from collective.contract.world import Tls, World
+from collective.deadline import Deadline
 from collective.errors import ConfigError, RendezvousError
 from collective.install import hint
 
@@ -242,6 +243,7 @@ def _mpi(config: Config) -> Store:
     from collective.backends.mpi import MpiStore
     from collective.backends.mpi.library import start
 
+    deadline = Deadline(config.start_timeout)
     everybody = start(config.start_timeout).COMM_WORLD
     if everybody.Get_size() != config.size:
         raise RendezvousError(
@@ -250,7 +252,7 @@ def _mpi(config: Config) -> Store:
             "vendors. Use the mpiexec that came with the library, or set COLLECTIVE_STORE to a "
             "private directory that all hosts see."
         )
-    store: Store = MpiStore(everybody, config.start_timeout)
+    store: Store = MpiStore(everybody, deadline)
     return store
 
 
@@ -298,13 +300,13 @@ def _tcp(ours: _Credentials, endpoint: Endpoint) -> Store:
     if endpoint.served:
         # An agent's is torch's, and lets in whoever comes, also the ranks of another launch.
         prefix = f"collective/{hashlib.sha256(_name(config).encode()).hexdigest()[:16]}/"
-        return PrefixedStore(AgentStore(endpoint, config.start_timeout), prefix)
+        return PrefixedStore(AgentStore(endpoint, Deadline(config.start_timeout)), prefix)
     return TcpStore(
         endpoint,
         _PUBLIC.within(_name(config)) if ours.secret is None else ours.secret,
         serve=config.rank == 0 and config.join == "off",
         spans_hosts=config.local_size < config.size,
-        timeout=config.start_timeout,
+        deadline=Deadline(config.start_timeout),
         tls=ours.tls,
     )
 

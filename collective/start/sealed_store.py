@@ -7,6 +7,7 @@ import secrets
 
 from collective.contract.secret import Secret
 from collective.contract.store import Store, WrappedStore
+from collective.deadline import Deadline
 from collective.errors import RendezvousError
 
 __all__ = ["SealedStore", "seal"]
@@ -37,7 +38,7 @@ class SealedStore(WrappedStore):
     def set(self, key: str, value: bytes) -> None:
         super().set(key, self._sealed(key, value))
 
-    def get(self, key: str, deadline: float) -> bytes:
+    def get(self, key: str, deadline: Deadline) -> bytes:
         try:
             sealed = super().get(key, deadline)
         except RendezvousError as error:

@@ -6,6 +6,7 @@ import errno
 import socket
 import time
 
+from collective.deadline import Deadline
 from collective.errors import RendezvousError
 
 from .network import interfaces, is_loopback
@@ -77,7 +78,7 @@ def refuses(endpoint: Endpoint) -> bool:
         return False
     for family, address in addresses:
         try:
-            if _listens(family, address, endpoint.port, CONNECT_S):
+            if _listens(family, address, endpoint.port, Deadline(CONNECT_S)):
                 return False
         except ConnectionRefusedError:
             continue
@@ -86,15 +87,15 @@ def refuses(endpoint: Endpoint) -> bool:
     return True
 
 
-def _listens(family: int, address: str, port: int, seconds: float) -> bool:
+def _listens(family: int, address: str, port: int, deadline: Deadline) -> bool:
     with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.settimeout(seconds)
+        probe.settimeout(max(0.01, deadline.left()))
         probe.connect((address, port))
         # Without a listener a port of this host may connect to itself.
         return bool(probe.getsockname() != probe.getpeername())
 
 
-def reach(endpoint: Endpoint, deadline: float, timeout: float) -> str:
+def reach(endpoint: Endpoint, deadline: Deadline) -> str:
     """Wait until somebody listens at ``endpoint`` and return the address that answers.
 
     torch's client of the agent's store could wait, too, but writes pages to standard error.
@@ -102,13 +103,12 @@ def reach(endpoint: Endpoint, deadline: float, timeout: float) -> str:
     while True:
         reason = "no address"
         for family, address in _resolve(endpoint):
-            left = deadline - time.monotonic()
             try:
-                if _listens(family, address, endpoint.port, max(0.01, min(left, CONNECT_S))):
+                if _listens(family, address, endpoint.port, deadline.within(CONNECT_S)):
                     return address
             except OSError as error:
                 reason = str(error)
-        if time.monotonic() >= deadline:
+        if deadline.expired:
             break
         time.sleep(_RETRY_S)
     server = "torchrun's agent serves there" if endpoint.served else "rank 0 serves there"
@@ -116,6 +116,6 @@ def reach(endpoint: Endpoint, deadline: float, timeout: float) -> str:
     if is_loopback(endpoint.host):
         remedy = "This address leads to the same host only: ranks of several need another."
     raise RendezvousError(
-        f"rendezvous: nobody answered at {endpoint} ({endpoint.origin}) within {timeout:g} s: "
-        f"{reason}; {server}, and has not come. {remedy}"
+        f"rendezvous: nobody answered at {endpoint} ({endpoint.origin}) within "
+        f"{deadline.seconds:g} s: {reason}; {server}, and has not come. {remedy}"
     )

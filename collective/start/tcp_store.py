@@ -21,6 +21,7 @@ from collective.backends.peers.values import LONGEST_MESSAGE, RefusedError, Valu
 from collective.contract.secret import Secret
 from collective.contract.store import Store
 from collective.contract.world import Tls
+from collective.deadline import Deadline
 from collective.errors import RendezvousError
 
 from .rendezvous import Endpoint
@@ -47,7 +48,7 @@ class TcpStore(Store):
         secret: all ranks have the same; one that is public if the job has none.
         serve: whether this process serves.
         spans_hosts: whether ranks of other hosts have to reach the server.
-        timeout: seconds until the server must have let this rank in.
+        deadline: moment by which the server must have let this rank in.
         tls: for the connection, or None.
 
     Raises:
@@ -67,7 +68,7 @@ class TcpStore(Store):
         *,
         serve: bool,
         spans_hosts: bool,
-        timeout: float,
+        deadline: Deadline,
         tls: Tls | None = None,
     ) -> None:
         self._endpoint = endpoint
@@ -76,7 +77,7 @@ class TcpStore(Store):
         self._asking = threading.Lock()
         if serve:
             _serve(endpoint, self._key, spans_hosts, tls)
-        self._address, link = self._connect(timeout)
+        self._address, link = self._connect(deadline)
         self._use(link)
 
     def __str__(self) -> str:
@@ -107,18 +108,17 @@ class TcpStore(Store):
         # A store that is dropped without being closed leaves no connection behind.
         weakref.finalize(self, link.close).atexit = False
 
-    def _poll(self, key: str, deadline: float) -> bytes | None:
+    def _poll(self, key: str, deadline: Deadline) -> bytes | None:
         # Whoever waits less than a server may take to answer is not held up by one that is stopped.
-        patience = min(max(deadline - time.monotonic(), CONNECT_S), _ANSWER_S)
-        return self._ask("get", key, patience=patience)
+        patience = min(max(deadline.left(), CONNECT_S), _ANSWER_S)
+        return self._ask("get", key, deadline=Deadline(patience))
 
     def _ask(
-        self, kind: str, key: str, value: bytes | None = None, patience: float | None = None
+        self, kind: str, key: str, value: bytes | None = None, deadline: Deadline | None = None
     ) -> bytes | None:
         """Return the server's answer."""
-        if patience is None:
-            patience = _ANSWER_S
-        deadline = time.monotonic() + patience
+        if deadline is None:
+            deadline = Deadline(_ANSWER_S)
         with self._asking:
             try:
                 try:
@@ -126,7 +126,7 @@ class TcpStore(Store):
                 except (EOFError, OSError, ValueError) as error:
                     # The system's own timeout has a number: then the connection is over.
                     if isinstance(error, TimeoutError) and error.errno is None:
-                        raise TimeoutError(f"no answer within {patience:.3g} s") from None
+                        raise TimeoutError(f"no answer within {deadline.seconds:.3g} s") from None
                     # The connection may have broken since it was used; all questions can be
                     # asked twice.
                     self._link.close()
@@ -143,21 +143,19 @@ class TcpStore(Store):
                     "as long as other ranks connect or make groups."
                 ) from error
 
-    def _connect(self, timeout: float) -> tuple[str, Link]:
+    def _connect(self, deadline: Deadline) -> tuple[str, Link]:
         """Return the server's address, and a link to the server, which may have to be waited for.
 
         Raises:
             RendezvousError: nobody lets this rank in.
         """
-        deadline = time.monotonic() + timeout
         while True:
-            address = f"{reach(self._endpoint, deadline, timeout)} {self._endpoint.port}"
-            left = max(0.001, deadline - time.monotonic())
+            address = f"{reach(self._endpoint, deadline)} {self._endpoint.port}"
             try:
-                return address, connect(address, self._key, left, self._tls)
+                return address, self._link_to(address, deadline)
             except (EOFError, OSError) as error:
                 # It may be the server of an earlier launch, which is about to end.
-                if time.monotonic() >= deadline:
+                if deadline.expired:
                     raise RendezvousError(
                         f"rendezvous: the program that answers at {self._endpoint} "
                         f"({self._endpoint.origin}) is not rank 0 of this job: {error}. Every rank "
@@ -167,23 +165,25 @@ class TcpStore(Store):
                     ) from error
                 time.sleep(_RETRY_S)
 
-    def _connect_again(self, deadline: float) -> Link:
+    def _connect_again(self, deadline: Deadline) -> Link:
         """Return another link to the server.
 
         Raises:
             EOFError, OSError: nobody lets this rank in by the deadline, or the server has ended.
         """
         while True:
-            left = deadline - time.monotonic()
             try:
-                return connect(self._address, self._key, max(0.001, left), self._tls)
+                return self._link_to(self._address, deadline)
             except ConnectionRefusedError:
                 raise  # its socket was open for as long as its process lived
             except (EOFError, OSError):
                 # Of a process that is killed, connections end before the port at which it listens.
-                if left <= _RETRY_S:
+                if deadline.left() <= _RETRY_S:
                     raise
                 time.sleep(_RETRY_S)
+
+    def _link_to(self, address: str, deadline: Deadline) -> Link:
+        return connect(address, self._key, max(0.001, deadline.left()), self._tls)
 
 
 # -- serving -------------------------------------------------------------------------------

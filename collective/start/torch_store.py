@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import queue
 import threading
-import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -15,6 +14,7 @@ from typing import Any
 
 from collective.contract.forking import keep_in_children
 from collective.contract.store import Store
+from collective.deadline import Deadline
 from collective.errors import BackendUnavailableError, RendezvousError
 from collective.install import hint
 
@@ -78,7 +78,7 @@ class AgentStore(TorchStore):
 
     Args:
         endpoint: where.
-        timeout: seconds until the server must have answered for the first time.
+        deadline: moment by which the server must have answered for the first time.
 
     Raises:
         BackendUnavailableError: there is no torch here; with the install command.
@@ -88,14 +88,13 @@ class AgentStore(TorchStore):
     # A poll is a round trip, and a thousand ranks may poll one server.
     _poll_last = 0.05
 
-    def __init__(self, endpoint: Endpoint, timeout: float) -> None:
+    def __init__(self, endpoint: Endpoint, deadline: Deadline) -> None:
         self._endpoint = endpoint
-        deadline = time.monotonic() + timeout
         kind = _tcp_store()
-        address = reach(endpoint, deadline, timeout)
+        address = reach(endpoint, deadline)
         self._calls = _CallThread()
         weakref.finalize(self, self._calls.end)
-        left = timedelta(seconds=max(1.0, deadline - time.monotonic()))
+        left = timedelta(seconds=max(1.0, deadline.left()))
         try:
             client = self._calls.call(
                 lambda: kind(address, endpoint.port, is_master=False, timeout=left),
@@ -104,8 +103,9 @@ class AgentStore(TorchStore):
         except LateError:
             raise RendezvousError(
                 f"rendezvous: what listens at {endpoint} ({endpoint.origin}) is no store of "
-                f"torch's: it took the connection and did not answer within {timeout:g} s. Is the "
-                "port another program's? Give torchrun another one (--master-port)."
+                "torch's: it took the connection and did not answer within "
+                f"{deadline.seconds:g} s. Is the port another program's? Give torchrun another one "
+                "(--master-port)."
             ) from None
         except RuntimeError as error:
             raise RendezvousError(
@@ -126,13 +126,13 @@ class AgentStore(TorchStore):
         self._ask("set", key, put)
 
     def try_get(self, key: str) -> bytes | None:
-        return self._poll(key, time.monotonic() + _ANSWER_S)
+        return self._poll(key, Deadline(_ANSWER_S))
 
-    def _poll(self, key: str, deadline: float) -> bytes | None:
+    def _poll(self, key: str, deadline: Deadline) -> bytes | None:
         # Not TCPStore's own get, which would wait for the key, keep other threads from the
         # connection, and write to standard error when its time is over. A comparison that fails
         # changes nothing and returns what is there; of an absent key, what was expected.
-        patience = min(max(deadline - time.monotonic(), CONNECT_S), _ANSWER_S)
+        patience = min(max(deadline.left(), CONNECT_S), _ANSWER_S)
         found: bytes = self._ask(
             "get", key, lambda: self._store.compare_set(key, _ABSENT, _ABSENT), patience
         )
