@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import hmac
-import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from collective.deadline import Deadline
 from collective.errors import BackendError, CommunicatorAbortedError
 
 from .engine import CUT_TAG, AddressStore, cut, device, process_group, seconds
@@ -45,7 +45,7 @@ class Connector:
         parent: that through which its ranks are watched until it stands.
         ranks: their numbers there.
         where: the operation, for errors.
-        timeout: seconds.
+        deadline: the operation's.
         look: raises if it is known otherwise that the others will not all connect.
     """
 
@@ -56,7 +56,7 @@ class Connector:
         parent: Channel,
         ranks: Sequence[int],
         where: str,
-        timeout: float,
+        deadline: Deadline,
         look: Callable[[], None],
     ) -> None:
         self._world = world
@@ -65,7 +65,7 @@ class Connector:
         self._ranks = ranks
         self._where = where
         self._look = look
-        self._end = time.monotonic() + timeout
+        self._deadline = deadline
         self._key = channel.secret.key("gloo")
 
     def connect(self, listening: Any) -> tuple[tuple[Any, ...], Any]:
@@ -97,14 +97,13 @@ class Connector:
         meeting = AddressStore(self._channel, f"addresses {name}", self._wait_for)
         group, flaw = None, ""
         try:
-            left = max(0.0, self._end - time.monotonic())
-            watching = self._parent.wait(self._where, left)
+            watching = self._parent.wait(self._where, self._deadline)
 
             def look() -> None:
                 watching.check()
                 self._look()
 
-            group = process_group(meeting, rank, size, listening, threads, left, look)
+            group = process_group(meeting, rank, size, listening, threads, self._deadline, look)
             self._prove(name, group)
         except BackendError as error:
             # Its text alone: of its traceback this frame is part, and would keep Gloo's sockets.
@@ -121,8 +120,7 @@ class Connector:
         return group, flaws
 
     def _wait_for(self, rank: int) -> Wait:
-        left = max(0.0, self._end - time.monotonic())
-        return self._parent.wait(self._where, left, [self._ranks[rank]])
+        return self._parent.wait(self._where, self._deadline, [self._ranks[rank]])
 
     def _prove(self, what: str, group: Any) -> None:
         """Send a proof over each connection of ``group``, and see those of the others.
@@ -134,7 +132,7 @@ class Connector:
         peers = [peer for peer in range(self._channel.size) if peer != rank]
         # Not to be known by strangers either: Gloo cannot refuse a message for its tag.
         tag = int.from_bytes(self._proof(what)[:8], "big") % CUT_TAG
-        end = min(self._end, time.monotonic() + _PROOF_S)
+        deadline = self._deadline.within(_PROOF_S)
         # Gloo does not hold the memory that it sends from.
         coming, going, works = {}, {}, []
         # All are under way before one is waited for, or a single stranger who says nothing would
@@ -148,7 +146,7 @@ class Connector:
                 works.append((peer, group.send([going[peer]], peer, tag)))
         for peer, work in works:
             with self._connection_of(peer):
-                work.wait(seconds(end - time.monotonic()))
+                work.wait(seconds(deadline.left()))
         for peer in peers:
             with self._connection_of(peer):
                 theirs = self._proof(f"{what} {peer} {rank}")
@@ -184,10 +182,10 @@ class Connector:
         self._channel.offer(name, flaw)
         # Who is connected waits for as long as the call may take: the others may still be at it.
         # Who is not knows why, which tells more than that some rank has not come.
-        wait = self._parent.wait(self._where, max(0.0, self._end - time.monotonic()))
-        patience = min(self._end, time.monotonic() + _WORD_S)
+        wait = self._parent.wait(self._where, self._deadline)
+        patience = self._deadline.within(_WORD_S)
         while len(offered := self._channel.offered(name)) < self._channel.size:
-            if flaw and time.monotonic() >= patience:
+            if flaw and patience.expired:
                 raise BackendError(flaw, "gloo")
             self._look()
             try:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed
 
 from collective.contract.forking import keep_in_children
+from collective.deadline import Deadline
 from collective.errors import BackendError, BackendUnavailableError, ConfigError
 from collective.install import hint
 
@@ -186,7 +187,7 @@ def process_group(
     size: int,
     listening: Any,
     threads: int,
-    timeout: float,
+    deadline: Deadline,
     look: Callable[[], None],
 ) -> Any:
     """Return a process group, connected to those of the other ranks.
@@ -197,7 +198,7 @@ def process_group(
         size: how many there are.
         listening: what :func:`device` returned.
         threads: how many collectives can run at once; messages need none.
-        timeout: seconds.
+        deadline: for the connection.
         look: called again and again meanwhile; raises if the others will not all connect.
 
     Raises:
@@ -207,7 +208,7 @@ def process_group(
     options = _dist.ProcessGroupGloo._Options()
     options._devices = [listening]
     options._threads = threads
-    options._timeout = seconds(timeout)
+    options._timeout = seconds(deadline.left())
     made: list[Any] = []
     failed: list[BaseException] = []
 

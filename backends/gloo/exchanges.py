@@ -15,6 +15,7 @@ import numpy as np
 
 from collective.algorithms import arithmetic, pieces
 from collective.algorithms.folds import Folding
+from collective.deadline import Deadline
 from collective.memory.buffer import Buffer
 
 from .tensors import as_bytes
@@ -184,7 +185,7 @@ class PreparedAllReduce:
         rank: int,
         size: int,
         begin: Callable[[], None],
-        move: Callable[[float, Sequence[Message], Sequence[Message], int], None],
+        move: Callable[[Deadline, Sequence[Message], Sequence[Message], int], None],
     ) -> None:
         op, dtype = request.op, request.dtype
         assert dtype is not None
@@ -201,14 +202,14 @@ class PreparedAllReduce:
         self._coming = [(tensors[other], other) for other in others]
         self._going = [(tensors[rank], other) for other in others]
 
-    def __call__(self, src: Buffer, dst: Buffer, timeout: float) -> None:
+    def __call__(self, src: Buffer, dst: Buffer, deadline: Deadline) -> None:
         self._begin()
         if self._pre is None:
             self._mine[:] = src.array
         else:
             with np.errstate(all="ignore"):
                 self._pre(src.array, self._mine)
-        self._move(timeout, self._coming, self._going, self._nbytes)
+        self._move(deadline, self._coming, self._going, self._nbytes)
         # The sends are over, too: the first room, in which the others are folded, is rank 0's own,
         # and what it has sent.
         total, *others, last = self._rooms

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import threading
-import time
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -13,6 +12,7 @@ from collective.algorithms import sendrecv
 from collective.backends.peers.channel import Channel
 from collective.backends.peers.monitored import Monitored
 from collective.contract.backend import ANY_SOURCE, COLLECTIVE_TAG
+from collective.deadline import Deadline
 from collective.errors import CollectiveError
 from collective.memory.buffer import Buffer
 from collective.memory.dtypes import BY_NAME
@@ -42,9 +42,9 @@ _COMPARED, _LAST, _HASHED = 0, 1, 2
 
 
 @lru_cache(maxsize=256)
-def limit(timeout: float) -> Any:
-    """Return Gloo's deadline for a call with ours in ``timeout`` seconds."""
-    return seconds(timeout + _SLACK_S)
+def limit(patience: float) -> Any:
+    """Return Gloo's time limit for a call to which we give ``patience`` seconds in all."""
+    return seconds(patience + _SLACK_S)
 
 
 def _hashed(number: int) -> int:
@@ -86,36 +86,36 @@ class Messenger(Monitored):
 
     # -- point to point -------------------------------------------------------------------
 
-    def send(self, src: Buffer, dst: int, tag: int, timeout: float) -> None:
-        blocked = self._blocked("send", (dst,), tag, timeout)
+    def send(self, src: Buffer, dst: int, tag: int, deadline: Deadline) -> None:
+        blocked = self._blocked("send", (dst,), tag, deadline)
         self._move(blocked, *self._route(tag), (), [([as_bytes(src)], dst)], src.nbytes)
 
-    def recv(self, dst: Buffer, src: int, tag: int, timeout: float) -> int:
+    def recv(self, dst: Buffer, src: int, tag: int, deadline: Deadline) -> int:
         if src == ANY_SOURCE:
-            return self._recv_any(dst, tag, timeout)
-        blocked = self._blocked("recv", (src,), tag, timeout)
+            return self._recv_any(dst, tag, deadline)
+        blocked = self._blocked("recv", (src,), tag, deadline)
         self._move(blocked, *self._route(tag), [([as_bytes(dst)], src)], (), dst.nbytes)
         return src
 
     def sendrecv(
-        self, src: Buffer, to: int, dst: Buffer, source: int, tag: int, timeout: float
+        self, src: Buffer, to: int, dst: Buffer, source: int, tag: int, deadline: Deadline
     ) -> None:
         if self.rank in (to, source):
-            sendrecv.sendrecv(self, src, to, dst, source, tag, timeout)
+            sendrecv.sendrecv(self, src, to, dst, source, tag, deadline)
             return
-        blocked = self._blocked("sendrecv", (to, source), tag, timeout)
+        blocked = self._blocked("sendrecv", (to, source), tag, deadline)
         coming, going = [([as_bytes(dst)], source)], [([as_bytes(src)], to)]
         self._move(blocked, *self._route(tag), coming, going, max(src.nbytes, dst.nbytes))
 
     def _exchange(
         self,
-        timeout: float,
+        deadline: Deadline,
         coming: Sequence[tuple[Buffer, int]],
         going: Sequence[tuple[Buffer, int]],
     ) -> None:
         """Receive and send the messages of a collective, all at once."""
         self._exchange_tensors(
-            timeout,
+            deadline,
             # Lengths are agreed on: where there is nothing to send, nobody waits for it.
             [([as_bytes(buffer)], rank) for buffer, rank in coming if buffer.count],
             [([as_bytes(buffer)], rank) for buffer, rank in going if buffer.count],
@@ -123,13 +123,13 @@ class Messenger(Monitored):
         )
 
     def _exchange_tensors(
-        self, timeout: float, coming: Sequence[Message], going: Sequence[Message], nbytes: int
+        self, deadline: Deadline, coming: Sequence[Message], going: Sequence[Message], nbytes: int
     ) -> None:
         """Do so with tensors, the longest of ``nbytes``."""
-        blocked = Blocked(self.channel, self._running, timeout, None)
+        blocked = Blocked(self.channel, self._running, deadline, None)
         self._move(blocked, self._groups[0], self._slot, coming, going, nbytes)
 
-    def _recv_any(self, dst: Buffer, tag: int, timeout: float) -> int:
+    def _recv_any(self, dst: Buffer, tag: int, deadline: Deadline) -> int:
         """Receive from whoever comes first, which Gloo waits for even when it is cut."""
         where = f"recv(tag={tag})"
         group, slot = self._route(tag)
@@ -137,11 +137,11 @@ class Messenger(Monitored):
 
         def receive() -> None:
             work = group.recv_anysource([as_bytes(dst)], slot)
-            work.wait(limit(timeout))
+            work.wait(limit(deadline.seconds))
             sources.append(int(work._source_rank()))
 
         others = [rank for rank in range(self.size) if rank != self.rank]
-        wait = self.channel.wait(where, timeout, others, any_of=True)
+        wait = self.channel.wait(where, deadline, others, any_of=True)
         self.channel.check(where, ())
         elsewhere = Elsewhere(receive)
         while not elsewhere.over.acquire(timeout=wait.slice()):
@@ -165,12 +165,12 @@ class Messenger(Monitored):
 
     # -- waiting --------------------------------------------------------------------------
 
-    def _blocked(self, what: str, peers: Sequence[int], tag: int, timeout: float) -> Blocked:
+    def _blocked(self, what: str, peers: Sequence[int], tag: int, deadline: Deadline) -> Blocked:
         self.refuse_broken(f"{what}(tag={tag})")
         if tag == COLLECTIVE_TAG:
             # Whether a peer that has left did its part is a question of the whole call.
-            return Blocked(self.channel, self._running, timeout, None)
-        return Blocked(self.channel, f"{what}(tag={tag})", timeout, peers)
+            return Blocked(self.channel, self._running, deadline, None)
+        return Blocked(self.channel, f"{what}(tag={tag})", deadline, peers)
 
     def _move(
         self,
@@ -193,7 +193,7 @@ class Messenger(Monitored):
                 works.append(group.recv(tensors, rank, slot))
             for tensors, rank in going:
                 works.append(group.send(tensors, rank, slot))
-            until = limit(blocked.timeout)
+            until = limit(blocked.deadline.seconds)
             if nbytes > _DIRECT_BYTES:
                 self._wait_elsewhere(blocked, lambda: [work.wait(until) for work in works])
                 return
@@ -210,7 +210,7 @@ class Messenger(Monitored):
 
     def _wait_elsewhere(self, blocked: Blocked, function: Callable[[], object]) -> None:
         elsewhere = Elsewhere(function)
-        pause, wait = min(blocked.timeout, _FIRST_S), None
+        pause, wait = blocked.deadline.at_most(_FIRST_S), None
         try:
             while not elsewhere.over.acquire(timeout=pause):
                 wait = wait or blocked.wait()
@@ -227,24 +227,22 @@ class Messenger(Monitored):
         self._cut()
         return found
 
-    def _meet(self, timeout: float) -> float:
-        """Make sure that all ranks are in one call; return what is left of ``timeout``.
+    def _meet(self, deadline: Deadline) -> None:
+        """Return when all ranks are in one call.
 
         Gloo numbers its collectives, whatever they are, so each rank first hears from the one
         before it. Where two are not in the same call both wait here: around the circle
         nobody gets further who would have to do with the other.
         """
-        end = time.monotonic() + timeout
         after, before = (self.rank + 1) % self.size, (self.rank - 1) % self.size
         coming, going = Buffer.empty(1, _UINT8), Buffer.empty(1, _UINT8)
-        self._exchange(timeout, [(coming, before)], [(going, after)])
-        return max(0.0, end - time.monotonic())
+        self._exchange(deadline, [(coming, before)], [(going, after)])
 
-    def _run(self, start: Callable[..., Any], *args: Any, timeout: float) -> None:
+    def _run(self, start: Callable[..., Any], *args: Any, deadline: Deadline) -> None:
         """Run a collective of Gloo's, which is waited for in slices."""
         try:
             self._work = start(*args)
-            self._complete(self._work, timeout)
+            self._complete(self._work, deadline)
         except CollectiveError:  # before RuntimeError, which it is too
             # Gloo works with an array that its owner has back when this is raised.
             self._cut()
@@ -254,8 +252,8 @@ class Messenger(Monitored):
             raise self.channel.explain(self._running, error) from error
         self._work = None
 
-    def _complete(self, work: Any, timeout: float) -> None:
-        pause, wait = min(timeout, _FIRST_S), None
+    def _complete(self, work: Any, deadline: Deadline) -> None:
+        pause, wait = deadline.at_most(_FIRST_S), None
         while True:
             try:
                 work.wait(seconds(pause))
@@ -266,7 +264,6 @@ class Messenger(Monitored):
                     work.wait()
                     return
             if wait is None:
-                wait = self.channel.wait(self._running, timeout - pause)
-                wait.timeout = timeout  # what its error tells
+                wait = self.channel.wait(self._running, deadline)
             wait.check()
             pause = wait.slice()

@@ -7,7 +7,6 @@ measured with two and four ranks on one machine of two cores (``docs/gloo.md``).
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
@@ -23,6 +22,7 @@ from collective.contract.capabilities import Capabilities
 from collective.contract.descriptors import shortage
 from collective.contract.failure import Failure
 from collective.contract.forking import keep
+from collective.deadline import Deadline
 from collective.errors import CollectiveError, RendezvousError
 from collective.memory.buffer import Buffer
 
@@ -68,17 +68,15 @@ class GlooBackend(Messenger):
     # -- life -----------------------------------------------------------------------------
 
     @classmethod
-    def connect(cls, world: World, timeout: float) -> Self:
+    def connect(cls, world: World, deadline: Deadline) -> Self:
         """Meet the other ranks through ``world.store``; see :meth:`Backend.connect`."""
-        end = time.monotonic() + timeout
         listening = device(world)
-        channel = Monitor.start(world, timeout).channel
+        channel = Monitor.start(world, deadline).channel
         self = cls(world, channel, listening)
         try:
             if short := shortage(self.descriptors(range(world.size))):
                 channel.abort(Failure("aborted", world.rank, f"rank {world.rank}: {short}"))
-            left = end - time.monotonic()
-            self._connect(channel, range(world.size), "connect", left, world.store.check)
+            self._connect(channel, range(world.size), "connect", deadline, world.store.check)
         except CollectiveError as error:
             raise RendezvousError(
                 f"gloo: the ranks have met and cannot connect [rank {world.rank} of "
@@ -86,10 +84,10 @@ class GlooBackend(Messenger):
             ) from error
         return self
 
-    def group(self, ranks: Sequence[int], timeout: float) -> GlooBackend:
+    def group(self, ranks: Sequence[int], deadline: Deadline) -> GlooBackend:
         self.refuse_broken("group")
         child = type(self)(self._world, self.channel.group(ranks), self._listening)
-        child._connect(self.channel, ranks, "group", timeout, lambda: None)
+        child._connect(self.channel, ranks, "group", deadline, lambda: None)
         return child
 
     def descriptors(self, ranks: Sequence[int]) -> int:
@@ -100,14 +98,14 @@ class GlooBackend(Messenger):
         channel: Channel,
         ranks: Sequence[int],
         where: str,
-        timeout: float,
+        deadline: Deadline,
         look: Callable[[], None],
     ) -> None:
         """Connect with the others of ``ranks``, watched through ``channel`` and by ``look``."""
         channel.check(where, ())
         self._running = where
         try:
-            connector = Connector(self._world, self.channel, channel, ranks, where, timeout, look)
+            connector = Connector(self._world, self.channel, channel, ranks, where, deadline, look)
             self._groups, self._listening = connector.connect(self._listening)
             self.channel.when_broken(self._cut)
             if is_broken_after(self.channel):
@@ -140,54 +138,56 @@ class GlooBackend(Messenger):
             return exchanges.PreparedAllReduce(request, self.rank, self.size, begin, move)
         return super().plan(request)
 
-    def barrier(self, request: Request, src: None, dst: None, timeout: float) -> None:
+    def barrier(self, request: Request, src: None, dst: None, deadline: Deadline) -> None:
         self._begin(request)
         if self.size <= 2:
-            super().barrier(request, src, dst, timeout)
+            super().barrier(request, src, dst, deadline)
         else:
-            self._run(self._groups[0].barrier, _options("Barrier", timeout), timeout=timeout)
+            self._run(
+                self._groups[0].barrier, _options("Barrier", deadline.seconds), deadline=deadline
+            )
 
-    def broadcast(self, request: Request, src: Buffer, dst: Buffer, timeout: float) -> None:
+    def broadcast(self, request: Request, src: Buffer, dst: Buffer, deadline: Deadline) -> None:
         self._begin(request)
         if self.size <= 2 or dst.nbytes < _BROADCAST_BYTES:
-            super().broadcast(request, src, dst, timeout)
+            super().broadcast(request, src, dst, deadline)
         else:
-            options = _options("Broadcast", timeout, rootRank=request.root)
-            left = self._meet(timeout)
-            self._run(self._groups[0].broadcast, [as_bytes(dst)], options, timeout=left)
+            options = _options("Broadcast", deadline.seconds, rootRank=request.root)
+            self._meet(deadline)
+            self._run(self._groups[0].broadcast, [as_bytes(dst)], options, deadline=deadline)
 
-    def reduce(self, request: Request, src: Buffer, dst: Buffer | None, timeout: float) -> None:
+    def reduce(self, request: Request, src: Buffer, dst: Buffer | None, deadline: Deadline) -> None:
         self._begin(request)
         op, root = request.op, request.root
-        exchange, gloos = partial(self._exchange, timeout), gloo_fold(op.name, src.dtype)
+        exchange, gloos = partial(self._exchange, deadline), gloo_fold(op.name, src.dtype)
         total = src.nbytes * self.size
         if not self._one_round(src.nbytes):
-            super().reduce(request, src, dst, timeout)
+            super().reduce(request, src, dst, deadline)
         elif self.size <= _FEW and total <= _COLLECTED_AT_ROOT_BYTES:
             exchanges.reduce(exchange, self.rank, self.size, src, dst, op, root)
         elif gloos is not None and not request.ordered:
             # Off the root Gloo folds in what it is given, too.
             room = Buffer.empty(src.count, src.dtype) if dst is None else dst
-            options = _options("Reduce", timeout, rootRank=root, reduceOp=gloos.op)
-            self._fold_by_gloo(self._groups[0].reduce, gloos, options, src, room, op, timeout)
+            options = _options("Reduce", deadline.seconds, rootRank=root, reduceOp=gloos.op)
+            self._fold_by_gloo(self._groups[0].reduce, gloos, options, src, room, op, deadline)
         else:
             counts = pieces.even(src.count, self.size)
             mine = Buffer.empty(counts[self.rank], src.dtype)
             exchanges.reduce_scatter(exchange, self.rank, src, mine, counts, op)
             exchanges.gather(exchange, self.rank, mine, dst, counts, root)
 
-    def all_reduce(self, request: Request, src: Buffer, dst: Buffer, timeout: float) -> None:
+    def all_reduce(self, request: Request, src: Buffer, dst: Buffer, deadline: Deadline) -> None:
         self._begin(request)
         op = request.op
-        exchange, gloos = partial(self._exchange, timeout), gloo_fold(op.name, src.dtype)
+        exchange, gloos = partial(self._exchange, deadline), gloo_fold(op.name, src.dtype)
         total = src.nbytes * self.size
         if not self._one_round(src.nbytes):
-            super().all_reduce(request, src, dst, timeout)
+            super().all_reduce(request, src, dst, deadline)
         elif self.size <= _FEW and total <= _COLLECTED_BYTES:
             exchanges.all_reduce(exchange, self.rank, self.size, src, dst, op)
         elif gloos is not None and not request.ordered:
-            options = _options("Allreduce", timeout, reduceOp=gloos.op)
-            self._fold_by_gloo(self._groups[0].allreduce, gloos, options, src, dst, op, timeout)
+            options = _options("Allreduce", deadline.seconds, reduceOp=gloos.op)
+            self._fold_by_gloo(self._groups[0].allreduce, gloos, options, src, dst, op, deadline)
         else:
             counts = pieces.even(src.count, self.size)
             start = sum(counts[: self.rank])
@@ -203,10 +203,10 @@ class GlooBackend(Messenger):
         src: Buffer,
         dst: Buffer,
         op: ReduceOp,
-        timeout: float,
+        deadline: Deadline,
     ) -> None:
         """Let Gloo fold, in ``dst``, and scale before or after where ``op`` asks for it."""
-        left = self._meet(timeout)
+        self._meet(deadline)
         pre = arithmetic.pre(op, src.dtype, self.size)
         post = arithmetic.post(op, src.dtype, self.size)
         with np.errstate(all="ignore"):
@@ -214,65 +214,69 @@ class GlooBackend(Messenger):
                 pre(src.array, dst.array)
             else:
                 pieces.copy(src, dst)
-            self._run(start, [as_bytes(dst).view(gloos.dtype)], options, timeout=left)
+            self._run(start, [as_bytes(dst).view(gloos.dtype)], options, deadline=deadline)
             if post is not None:
                 post(dst.array, dst.array)
 
-    def reduce_scatter(self, request: Request, src: Buffer, dst: Buffer, timeout: float) -> None:
+    def reduce_scatter(
+        self, request: Request, src: Buffer, dst: Buffer, deadline: Deadline
+    ) -> None:
         self._begin(request)
         if self._one_round(src.nbytes):
-            exchange = partial(self._exchange, timeout)
+            exchange = partial(self._exchange, deadline)
             exchanges.reduce_scatter(exchange, self.rank, src, dst, request.elements, request.op)
         else:
-            super().reduce_scatter(request, src, dst, timeout)
+            super().reduce_scatter(request, src, dst, deadline)
 
-    def scan(self, request: Request, src: Buffer, dst: Buffer, timeout: float) -> None:
+    def scan(self, request: Request, src: Buffer, dst: Buffer, deadline: Deadline) -> None:
         self._begin(request)
-        super().scan(request, src, dst, timeout)
+        super().scan(request, src, dst, deadline)
 
-    def scatter(self, request: Request, src: Buffer | None, dst: Buffer, timeout: float) -> None:
+    def scatter(
+        self, request: Request, src: Buffer | None, dst: Buffer, deadline: Deadline
+    ) -> None:
         self._begin(request)
         counts, root = request.elements, request.root
         if self._one_round(sum(counts) * dst.dtype.itemsize):
-            exchanges.scatter(partial(self._exchange, timeout), self.rank, src, dst, counts, root)
+            exchanges.scatter(partial(self._exchange, deadline), self.rank, src, dst, counts, root)
         else:
-            super().scatter(request, src, dst, timeout)
+            super().scatter(request, src, dst, deadline)
 
-    def gather(self, request: Request, src: Buffer, dst: Buffer | None, timeout: float) -> None:
+    def gather(self, request: Request, src: Buffer, dst: Buffer | None, deadline: Deadline) -> None:
         self._begin(request)
         counts, root = request.elements, request.root
         if self._one_round(sum(counts) * src.dtype.itemsize):
-            exchanges.gather(partial(self._exchange, timeout), self.rank, src, dst, counts, root)
+            exchanges.gather(partial(self._exchange, deadline), self.rank, src, dst, counts, root)
         else:
-            super().gather(request, src, dst, timeout)
+            super().gather(request, src, dst, deadline)
 
-    def all_gather(self, request: Request, src: Buffer, dst: Buffer, timeout: float) -> None:
+    def all_gather(self, request: Request, src: Buffer, dst: Buffer, deadline: Deadline) -> None:
         self._begin(request)
         if self._one_round(dst.nbytes):
-            exchange = partial(self._exchange, timeout)
+            exchange = partial(self._exchange, deadline)
             exchanges.all_gather(exchange, self.rank, src, dst, request.elements)
         else:
-            super().all_gather(request, src, dst, timeout)
+            super().all_gather(request, src, dst, deadline)
 
-    def all_to_all(self, request: Request, src: Buffer, dst: Buffer, timeout: float) -> None:
+    def all_to_all(self, request: Request, src: Buffer, dst: Buffer, deadline: Deadline) -> None:
         self._begin(request)
         if self.size == 1:
-            super().all_to_all(request, src, dst, timeout)
+            super().all_to_all(request, src, dst, deadline)
         else:
-            exchange = partial(self._exchange, timeout)
+            exchange = partial(self._exchange, deadline)
             elements, incoming = request.elements, request.incoming
             exchanges.all_to_all(exchange, self.rank, src, dst, elements, incoming)
 
-    def agree(self, request: Request, timeout: float) -> None:
+    def agree(self, request: Request, deadline: Deadline) -> None:
         self._begin(request, comparing=True)
-        super().agree(request, timeout)
+        super().agree(request, deadline)
 
 
 @lru_cache(maxsize=256)
-def _options(kind: str, timeout: float, **settings: Any) -> Any:
+def _options(kind: str, patience: float, **settings: Any) -> Any:
     """Return what Gloo wants to know beside the tensors; it does not change it."""
     options = getattr(dist, f"{kind}Options")()
-    options.timeout = limit(timeout)
+    options.timeout = limit(patience)
     for name, value in settings.items():
         setattr(options, name, value)
     return options

@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
+from collective.deadline import Deadline
+
 if TYPE_CHECKING:
     from collective.backends.peers.channel import Channel, Wait
 
@@ -24,24 +26,24 @@ class Blocked:
     Args:
         channel: the communicator's.
         where: the operation, for errors.
-        timeout: seconds.
+        deadline: the call's.
         awaited: the ranks that it takes; None where the whole call depends on more of them.
 
     Attributes:
         error: why the wait was ended.
     """
 
-    __slots__ = ("_channel", "_since", "_wait", "awaited", "error", "timeout", "where")
+    __slots__ = ("_channel", "_since", "_wait", "awaited", "deadline", "error", "where")
 
     def __init__(
         self,
         channel: Channel,
         where: object,
-        timeout: float,
+        deadline: Deadline,
         awaited: Sequence[int] | None,
     ) -> None:
         self.where = where
-        self.timeout = timeout
+        self.deadline = deadline
         self.awaited = awaited
         self.error: BaseException | None = None
         self._channel = channel
@@ -50,10 +52,7 @@ class Blocked:
 
     def wait(self) -> Wait:
         """Return the rest of the wait."""
-        left = max(0.0, self._since + self.timeout - time.monotonic())
-        wait = self._channel.wait(self.where, left, self.awaited)
-        wait.timeout = self.timeout  # what its error tells
-        return wait
+        return self._channel.wait(self.where, self.deadline, self.awaited)
 
     def look(self, now: float) -> None:
         """End the wait if there is a reason to, by breaking the communicator."""

@@ -13,7 +13,6 @@ transport between all ranks.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain, pairwise
@@ -25,6 +24,7 @@ from collective.algorithms import pieces
 from collective.algorithms.folds import Folding
 from collective.backends.peers import levels
 from collective.backends.peers.monitored import Monitored
+from collective.deadline import Deadline
 from collective.memory.buffer import Buffer
 from collective.ops import ReduceOp, as_op
 
@@ -52,27 +52,22 @@ class Steps:
         request: what the steps are of.
     """
 
-    __slots__ = ("_end", "_explained", "_plans", "_timeout", "request")
+    __slots__ = ("_deadline", "_explained", "_plans", "request")
 
     def __init__(
         self,
-        explained: Callable[[BaseException, object, float], BaseException | None],
+        explained: Callable[[BaseException, object, Deadline], BaseException | None],
         request: Request,
     ) -> None:
         self._explained = explained
         self.request = request
         self._plans: dict[int, Plan] = {}
-        self._timeout = self._end = 0.0
+        self._deadline = Deadline.never()
 
-    def within(self, timeout: float) -> Steps:
-        """Begin a call that may take ``timeout`` seconds."""
-        self._timeout = timeout
-        self._end = time.monotonic() + timeout
+    def within(self, deadline: Deadline) -> Steps:
+        """Begin a call with this deadline."""
+        self._deadline = deadline
         return self
-
-    def left(self) -> float:
-        """Return the seconds to the deadline."""
-        return max(0.0, self._end - time.monotonic())
 
     def run(
         self,
@@ -94,7 +89,7 @@ class Steps:
         if plan is None:
             plan = level.plan(self.request.step(number, operation, **arguments))
             self._plans[number] = plan
-        work = plan(src, dst, self.left())
+        work = plan(src, dst, self._deadline)
         if work is not None:
             work.wait()
 
@@ -108,7 +103,7 @@ class Steps:
         trace: TracebackType | None,
     ) -> None:
         if error is not None:
-            explained = self._explained(error, self.request, self._timeout)
+            explained = self._explained(error, self.request, self._deadline)
             if explained is not None:
                 raise explained from error
 
@@ -146,19 +141,19 @@ class TwoLevel(Monitored):
         self,
         error: BaseException,
         where: object,
-        timeout: float,
+        deadline: Deadline,
         awaited: Sequence[int] | None = None,
     ) -> Exception | None:
         """Return what to raise for an error of a level, or None for the error itself."""
-        return levels.explained(self.channel, error, where, timeout, awaited)
+        return levels.explained(self.channel, error, where, deadline, awaited)
 
     def _regroups(self, op: ReduceOp, ordered: bool) -> bool:
         """Tell whether a fold may be made host by host."""
         topology = self._topology
         return topology.levels and not ordered and (op.commutative or topology.in_order)
 
-    def agree(self, request: Request, timeout: float) -> None:
-        self._outer.agree(request, timeout)
+    def agree(self, request: Request, deadline: Deadline) -> None:
+        self._outer.agree(request, deadline)
 
     def plan(self, request: Request) -> Plan:
         operation = request.operation
@@ -175,20 +170,20 @@ class TwoLevel(Monitored):
         assert request.dtype is not None
         return partial(way, *_folds(request.op, request.dtype, self.size))
 
-    def _barrier_in(self, steps: Steps, src: None, dst: None, timeout: float) -> None:
-        with steps.within(timeout):
+    def _barrier_in(self, steps: Steps, src: None, dst: None, deadline: Deadline) -> None:
+        with steps.within(deadline):
             # All of this host are there; then all hosts; only then is anybody let go.
             steps.run(0, self._inner, "barrier", None, None)
             if self._topology.local_rank == 0 and self._across is not None:
                 steps.run(1, self._across, "barrier", None, None)
             steps.run(2, self._inner, "barrier", None, None)
 
-    def _broadcast_in(self, steps: Steps, src: Buffer, dst: Buffer, timeout: float) -> None:
+    def _broadcast_in(self, steps: Steps, src: Buffer, dst: Buffer, deadline: Deadline) -> None:
         topology, root = self._topology, steps.request.root
         host, gateway = topology.host_of(root), self._gateway(root)
         parts = self._parts(dst, gateway)
         mine = part(dst, parts, topology.local_rank)
-        with steps.within(timeout):
+        with steps.within(deadline):
             # The root's host first: of a long message each of its ranks takes a part across.
             if topology.host == host:
                 to = topology.local.index(root)
@@ -201,11 +196,17 @@ class TwoLevel(Monitored):
 
     @np.errstate(all="ignore")
     def _all_reduce_in(
-        self, steps: Steps, op: ReduceOp, scaling: Folding, src: Buffer, dst: Buffer, timeout: float
+        self,
+        steps: Steps,
+        op: ReduceOp,
+        scaling: Folding,
+        src: Buffer,
+        dst: Buffer,
+        deadline: Deadline,
     ) -> None:
         parts = self._parts(src, 0)
         mine = part(dst, parts, self._topology.local_rank)
-        with steps.within(timeout):
+        with steps.within(deadline):
             source = scaling.enter(src)
             steps.run(0, self._inner, "reduce_scatter", source, mine, op=op, elements=parts)
             if mine.count:
@@ -219,7 +220,7 @@ class TwoLevel(Monitored):
     @np.errstate(all="ignore")
     def _reduce_in(
         self, steps: Steps, op: ReduceOp, scaling: Folding, src: Buffer, dst: Buffer | None,
-        timeout: float,
+        deadline: Deadline,
     ) -> None:  # fmt: skip
         topology, root = self._topology, steps.request.root
         host, gateway = topology.host_of(root), self._gateway(root)
@@ -229,7 +230,7 @@ class TwoLevel(Monitored):
         else:
             mine = Buffer.empty(parts[topology.local_rank], src.dtype)
         at_root = topology.host == host
-        with steps.within(timeout):
+        with steps.within(deadline):
             source = scaling.enter(src)
             steps.run(0, self._inner, "reduce_scatter", source, mine, op=op, elements=parts)
             if mine.count and self._across is not None:
@@ -242,14 +243,20 @@ class TwoLevel(Monitored):
 
     @np.errstate(all="ignore")
     def _reduce_scatter_in(
-        self, steps: Steps, op: ReduceOp, scaling: Folding, src: Buffer, dst: Buffer, timeout: float
+        self,
+        steps: Steps,
+        op: ReduceOp,
+        scaling: Folding,
+        src: Buffer,
+        dst: Buffer,
+        deadline: Deadline,
     ) -> None:
         # The parts for the ranks of one local rank on all hosts are folded by the rank of that
         # local rank here, so that they are where they belong when they have crossed.
         topology, counts = self._topology, steps.request.elements
         mine = [counts[rank] for rank in topology.at(topology.local_rank)]
         folded = Buffer.empty(sum(mine), src.dtype)
-        with steps.within(timeout):
+        with steps.within(deadline):
             source = scaling.enter(src)
             for host, (start, stop) in enumerate(pairwise(pieces.limits(mine))):
                 members = topology.members[host]
@@ -268,7 +275,9 @@ class TwoLevel(Monitored):
                 )  # fmt: skip
             scaling.leave(dst)
 
-    def _scatter_in(self, steps: Steps, src: Buffer | None, dst: Buffer, timeout: float) -> None:
+    def _scatter_in(
+        self, steps: Steps, src: Buffer | None, dst: Buffer, deadline: Deadline
+    ) -> None:
         topology, counts, root = self._topology, steps.request.elements, steps.request.root
         order = list(chain(*topology.members))
         host, gateway = topology.host_of(root), self._gateway(root)
@@ -276,7 +285,7 @@ class TwoLevel(Monitored):
         mine = [counts[rank] for rank in topology.local]
         whole = None if src is None else take(src, counts, order)
         at_root, here = topology.host == host, topology.local_rank == gateway
-        with steps.within(timeout):
+        with steps.within(deadline):
             if at_root and topology.members[host][gateway] != root:
                 # The root has no counterparts on the other hosts: another takes its part.
                 moved = Buffer.empty(sum(blocks) * here, dst.dtype)
@@ -294,7 +303,7 @@ class TwoLevel(Monitored):
             given = block if here else None
             steps.run(2, self._inner, "scatter", given, dst, root=gateway, elements=mine)
 
-    def _gather_in(self, steps: Steps, src: Buffer, dst: Buffer | None, timeout: float) -> None:
+    def _gather_in(self, steps: Steps, src: Buffer, dst: Buffer | None, deadline: Deadline) -> None:
         topology, counts, root = self._topology, steps.request.elements, steps.request.root
         order = list(chain(*topology.members))
         host, gateway = topology.host_of(root), self._gateway(root)
@@ -308,7 +317,7 @@ class TwoLevel(Monitored):
             block = part(whole, blocks, host)
         elif here:
             block = Buffer.empty(blocks[topology.host], src.dtype)
-        with steps.within(timeout):
+        with steps.within(deadline):
             steps.run(0, self._inner, "gather", src, block, root=gateway, elements=mine)
             if here and self._across is not None:
                 assert block is not None
@@ -322,7 +331,7 @@ class TwoLevel(Monitored):
             assert result is not None
             put(dst, counts, order, result)
 
-    def _all_gather_in(self, steps: Steps, src: Buffer, dst: Buffer, timeout: float) -> None:
+    def _all_gather_in(self, steps: Steps, src: Buffer, dst: Buffer, deadline: Deadline) -> None:
         topology, counts = self._topology, steps.request.elements
         # Host after host: where that is not the ranks' order, it is put right at the end.
         order = list(chain(*topology.members))
@@ -330,7 +339,7 @@ class TwoLevel(Monitored):
         limits = pieces.limits([sum(counts[r] for r in each) for each in topology.members])
         start, stop = limits[topology.host], limits[topology.host + 1]
         block = whole.part(start, stop)
-        with steps.within(timeout):
+        with steps.within(deadline):
             mine = [counts[rank] for rank in topology.local]
             steps.run(0, self._inner, "all_gather", src, block, elements=mine)
             if topology.local_rank == 0 and self._across is not None:
@@ -342,12 +351,12 @@ class TwoLevel(Monitored):
                     steps.run(2 + step, self._inner, "broadcast", news, news, root=0)
         put(dst, counts, order, whole)
 
-    def _all_to_all_in(self, steps: Steps, src: Buffer, dst: Buffer, timeout: float) -> None:
+    def _all_to_all_in(self, steps: Steps, src: Buffer, dst: Buffer, deadline: Deadline) -> None:
         local, request = self._topology.local, steps.request
         sends, receives = request.elements, request.incoming
         others = [rank for rank in range(self.size) if rank not in local]
         into = room(dst, receives, local)
-        with steps.within(timeout):
+        with steps.within(deadline):
             steps.run(
                 0, self._inner, "all_to_all", take(src, sends, local), into,
                 elements=[sends[rank] for rank in local],

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -31,6 +30,7 @@ from collective.contract.capabilities import Capabilities
 from collective.contract.failure import Failure
 from collective.contract.store import Store
 from collective.contract.world import World
+from collective.deadline import Deadline
 from collective.errors import (
     AllocationError,
     BackendError,
@@ -101,42 +101,40 @@ class HierarchicalBackend(TwoLevel):
     # -- life -----------------------------------------------------------------------------
 
     @classmethod
-    def connect(cls, world: World, timeout: float) -> Self:
+    def connect(cls, world: World, deadline: Deadline) -> Self:
         """Meet the other ranks as the outer transport does; see :meth:`Backend.connect`."""
-        end = time.monotonic() + timeout
         kind = registry.find(world.options.get("across", "gloo"))
         if not issubclass(kind, Monitored):
             raise UnsupportedError(
                 f"hierarchical: {kind.name!r} between the hosts; it needs a transport that is "
                 f"watched by a monitor [rank {world.rank} of {world.size}]. Use 'gloo' or 'mpi'."
             )
-        return cls._over(kind.connect(world, timeout), world, end)
+        return cls._over(kind.connect(world, deadline), world, deadline)
 
-    def reconnect(self, world: World, timeout: float) -> Backend:
+    def reconnect(self, world: World, deadline: Deadline) -> Backend:
         """Join the ranks that are left, as the outer transport does it."""
-        end = time.monotonic() + timeout
-        outer = self._outer.reconnect(world, timeout)
+        outer = self._outer.reconnect(world, deadline)
         assert isinstance(outer, Monitored)
-        return type(self)._over(outer, world, end)
+        return type(self)._over(outer, world, deadline)
 
     @classmethod
-    def _over(cls, outer: Monitored, world: World, end: float) -> Self:
+    def _over(cls, outer: Monitored, world: World, deadline: Deadline) -> Self:
         """Return the levels over an outer transport that has been connected."""
         try:
-            topology = Topology(_exchange(outer, cls.host_of(world), end), world.rank)
+            topology = Topology(_exchange(outer, cls.host_of(world), deadline), world.rank)
             inside = replace(
                 world,
                 rank=topology.local_rank,
                 size=len(topology.local),
                 local_rank=topology.local_rank,
                 local_size=len(topology.local),
-                store=_host_store(outer, topology, end),
+                store=_host_store(outer, topology, deadline),
                 address="127.0.0.1",
                 comm=None,
             )
             with _abort_on_failure(outer, "hierarchical"):
-                inner = ShmBackend.connect(inside, _left(end))
-            return cls._assemble(outer, inner, topology, end)
+                inner = ShmBackend.connect(inside, deadline)
+            return cls._assemble(outer, inner, topology, deadline)
         except BaseException as error:
             outer.close()
             if isinstance(error, (BackendError, CollectiveTimeoutError, CommunicatorAbortedError)):
@@ -161,7 +159,9 @@ class HierarchicalBackend(TwoLevel):
         return " ".join(found)
 
     @classmethod
-    def _assemble(cls, outer: Monitored, inner: ShmBackend, topology: Topology, end: float) -> Self:
+    def _assemble(
+        cls, outer: Monitored, inner: ShmBackend, topology: Topology, deadline: Deadline
+    ) -> Self:
         """Connect the ranks of each local rank, and return the whole once it stands everywhere."""
         across: Backend | None = None
         self: Self | None = None
@@ -172,13 +172,13 @@ class HierarchicalBackend(TwoLevel):
                 and topology.local_rank < topology.common
             ):
                 with _abort_on_failure(outer, "hierarchical"):
-                    across = outer.group(topology.at(topology.local_rank), _left(end))
+                    across = outer.group(topology.at(topology.local_rank), deadline)
             self = cls(outer, inner, across, topology)
             # Nobody uses it before it stands everywhere: where a level could not be made, the outer
             # one is broken, which the others hear of here and not in their first call. What a rank
             # that is through has failed in is this one's first call, too, and is told there.
             with contextlib.suppress(PeerFailedError):
-                _exchange(outer, "ready", end)
+                _exchange(outer, "ready", deadline)
             return self
         except BaseException:
             for level in (across, inner):
@@ -186,25 +186,24 @@ class HierarchicalBackend(TwoLevel):
                     level.close()
             raise
 
-    def group(self, ranks: Sequence[int], timeout: float) -> Backend:
-        end = time.monotonic() + timeout
+    def group(self, ranks: Sequence[int], deadline: Deadline) -> Backend:
         where = Request("group")
         topology = self._topology.of(ranks, self.rank)
         here = [self._topology.local.index(ranks[member]) for member in topology.local]
         if len(topology.members) == 1:
             others = [rank for rank in ranks if rank != self.rank]
-            with self._inside(where, timeout, others):
-                return self._inner.group(here, timeout)
-        outer = self._outer.group(ranks, timeout)
+            with self._inside(where, deadline, others):
+                return self._inner.group(here, deadline)
+        outer = self._outer.group(ranks, deadline)
         if not topology.levels:
             return outer
         assert isinstance(outer, Monitored)
         try:
             others = [self._topology.local[each] for each in here]
             others.remove(self.rank)
-            with _abort_on_failure(outer, "group"), self._inside(where, timeout, others):
-                inner = self._inner.group(here, _left(end))
-            return type(self)._assemble(outer, inner, topology, end)
+            with _abort_on_failure(outer, "group"), self._inside(where, deadline, others):
+                inner = self._inner.group(here, deadline)
+            return type(self)._assemble(outer, inner, topology, deadline)
         except BaseException:
             outer.close()
             raise
@@ -230,15 +229,15 @@ class HierarchicalBackend(TwoLevel):
             self._across.close()
         self._inner.close()
 
-    def empty(self, nbytes: int, request: Request, timeout: float) -> np.ndarray[Any, Any]:
+    def empty(self, nbytes: int, request: Request, deadline: Deadline) -> np.ndarray[Any, Any]:
         made: np.ndarray[Any, Any] | None = None
         problem: AllocationError | None = None
-        with Steps(self.explained, request).within(timeout) as steps:
+        with Steps(self.explained, request).within(deadline):
             try:
-                made = self._inner.empty(nbytes, request.step(0, "empty"), steps.left())
+                made = self._inner.empty(nbytes, request.step(0, "empty"), deadline)
             except AllocationError as error:
                 problem = error
-        ranks = self._outer.lacking(problem is not None, request, steps.left())
+        ranks = self._outer.lacking(problem is not None, request, deadline)
         if problem is not None:
             raise problem
         if ranks:
@@ -251,33 +250,33 @@ class HierarchicalBackend(TwoLevel):
 
     # -- point to point -------------------------------------------------------------------
 
-    def send(self, src: Buffer, dst: int, tag: int, timeout: float) -> None:
+    def send(self, src: Buffer, dst: int, tag: int, deadline: Deadline) -> None:
         local_rank = self._topology.local_rank_of(dst)
         if local_rank is None:
-            self._outer.send(src, dst, tag, timeout)
+            self._outer.send(src, dst, tag, deadline)
             return
-        with self._inside(f"send(tag={tag})", timeout, (dst,)):
-            self._inner.send(src, local_rank, tag, timeout)
+        with self._inside(f"send(tag={tag})", deadline, (dst,)):
+            self._inner.send(src, local_rank, tag, deadline)
 
-    def recv(self, dst: Buffer, src: int, tag: int, timeout: float) -> int:
+    def recv(self, dst: Buffer, src: int, tag: int, deadline: Deadline) -> int:
         local_rank = self._topology.local_rank_of(src)
         if local_rank is None:
-            return self._outer.recv(dst, src, tag, timeout)
-        with self._inside(f"recv(tag={tag})", timeout, (src,)):
-            self._inner.recv(dst, local_rank, tag, timeout)
+            return self._outer.recv(dst, src, tag, deadline)
+        with self._inside(f"recv(tag={tag})", deadline, (src,)):
+            self._inner.recv(dst, local_rank, tag, deadline)
         return src
 
     def sendrecv(
-        self, src: Buffer, to: int, dst: Buffer, source: int, tag: int, timeout: float
+        self, src: Buffer, to: int, dst: Buffer, source: int, tag: int, deadline: Deadline
     ) -> None:
         into, whence = self._topology.local_rank_of(to), self._topology.local_rank_of(source)
         if into is not None and whence is not None:
-            with self._inside(f"sendrecv(tag={tag})", timeout, (to, source)):
-                self._inner.sendrecv(src, into, dst, whence, tag, timeout)
+            with self._inside(f"sendrecv(tag={tag})", deadline, (to, source)):
+                self._inner.sendrecv(src, into, dst, whence, tag, deadline)
         elif into is None and whence is None:
-            self._outer.sendrecv(src, to, dst, source, tag, timeout)
+            self._outer.sendrecv(src, to, dst, source, tag, deadline)
         else:
-            super().sendrecv(src, to, dst, source, tag, timeout)
+            super().sendrecv(src, to, dst, source, tag, deadline)
 
     # -- failure --------------------------------------------------------------------------
 
@@ -294,41 +293,37 @@ class HierarchicalBackend(TwoLevel):
             self._across.abort(Failure("aborted", self._across.rank, failure.text))
 
     @contextlib.contextmanager
-    def _inside(self, where: object, timeout: float, awaited: Sequence[int]) -> Iterator[None]:
+    def _inside(self, where: object, deadline: Deadline, awaited: Sequence[int]) -> Iterator[None]:
         """Run something on the inner level that waits for ``awaited``, ranks of the whole."""
         try:
             yield
         except levels.OF_LEVELS as error:
-            explanation = self.explained(error, where, timeout, awaited)
+            explanation = self.explained(error, where, deadline, awaited)
             raise explanation or error from error
 
 
-def _host_store(outer: Monitored, topology: Topology, end: float) -> Store:
+def _host_store(outer: Monitored, topology: Topology, deadline: Deadline) -> Store:
     """Return a store for the ranks of one host, whose first one publishes where its segment is."""
 
     def hand(note: Buffer, publishes: bool) -> None:
         first, *others = topology.local
         if not publishes:
-            outer.recv(note, first, _MEETING_TAG, _left(end))
+            outer.recv(note, first, _MEETING_TAG, deadline)
             return
         for rank in others:
-            outer.send(note, rank, _MEETING_TAG, _left(end))
+            outer.send(note, rank, _MEETING_TAG, deadline)
 
     # A rank that hears of a failure comes no further, and is awaited in vain.
     return HandedStore(hand, lambda: outer.channel.check("connect"))
 
 
-def _left(end: float) -> float:
-    return max(0.001, end - time.monotonic())
-
-
-def _exchange(outer: Backend, text: str, end: float) -> list[str]:
+def _exchange(outer: Backend, text: str, deadline: Deadline) -> list[str]:
     """Return what every rank says."""
     call = Request("connect")
 
     def collect(src: Buffer, dst: Buffer, counts: Sequence[int]) -> None:
         plan = outer.plan(call.step(0, "all_gather", elements=counts))
-        work = plan(src, dst, _left(end))
+        work = plan(src, dst, deadline)
         if work is not None:
             work.wait()
 
