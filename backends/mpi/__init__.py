@@ -17,6 +17,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from collective.deadline import Deadline
+
 from . import library
 from .cuda_aware import CudaAwareMpi
 from .library import Library, describe
@@ -33,12 +35,12 @@ class MpiBackend(MpiTransport):
     """Ranks of one MPI communicator, with arrays of the CPU; see the package's docstring."""
 
     @classmethod
-    def connect(cls, world: World, timeout: float) -> Any:
+    def connect(cls, world: World, deadline: Deadline) -> Any:
         """Join the other ranks; a CUDA-aware library takes arrays of GPUs, too.
 
         See :meth:`MpiTransport.connect`.
         """
-        library.start(timeout)
+        library.start(deadline.left())
         if cls is MpiBackend and describe().cuda_aware:
-            return CudaAwareMpi.connect(world, timeout)
-        return super().connect(world, timeout)
+            return CudaAwareMpi.connect(world, deadline)
+        return super().connect(world, deadline)

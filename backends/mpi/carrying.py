@@ -13,6 +13,7 @@ import numpy as np
 from collective.backends.peers.channel import Channel
 from collective.backends.peers.monitored import Monitored
 from collective.contract.failure import Failure
+from collective.deadline import Deadline
 from collective.errors import BackendError, CollectiveError, CommunicatorAbortedError
 from collective.memory.buffer import Buffer
 from collective.request import Disagreement, Request, in_thread
@@ -23,7 +24,7 @@ from .polling import POLLS, finish, settle
 from .watchdog import Blocking
 
 __all__ = [
-    "BLOCKING", "BY_MESSAGES", "POLLED", "Arrival", "Carrying", "MpiPlan", "explained", "left",
+    "BLOCKING", "BY_MESSAGES", "POLLED", "Arrival", "Carrying", "MpiPlan", "explained",
     "mapped", "now", "pause",
 ]  # fmt: skip
 
@@ -39,7 +40,7 @@ now = time.monotonic
 #: others being in the same: the highest that any of them asks for counts.
 BLOCKING, POLLED, BY_MESSAGES = 0, 1, 2
 
-# Classes of errors for which a peer may be to blame: its end, or what came of it.
+# Classes of errors for which a peer may be to blame: its deadline, or what came of it.
 _OF_PEERS = ("ERR_PROC_FAILED", "ERR_PROC_FAILED_PENDING", "ERR_REVOKED", "ERR_OTHER",
              "ERR_INTERN", "ERR_UNKNOWN", "ERR_IN_STATUS", "ERR_PENDING")  # fmt: skip
 
@@ -115,7 +116,7 @@ class Arrival:
             self._persistent = True
             self._start, self._test = self._request.Start, self._request.Test
 
-    def arrive(self, request: Request, timeout: float, how: int) -> int:
+    def arrive(self, request: Request, deadline: Deadline, how: int) -> int:
         """Return when all ranks have come, with the highest of their ``how``.
 
         Raises:
@@ -139,15 +140,15 @@ class Arrival:
             if test():
                 break
         else:
-            self._wait(test, request, timeout)
+            self._wait(test, request, deadline)
         found = self._found
         if found[0] != digest or found[1] != -digest:
-            self._disagree(request, timeout)
+            self._disagree(request, deadline)
         return found[2]
 
-    def _wait(self, test: Any, request: Request, timeout: float) -> None:
+    def _wait(self, test: Any, request: Request, deadline: Deadline) -> None:
         try:
-            finish(test, self._channel.wait(request, timeout), moving=False)
+            finish(test, self._channel.wait(request, deadline), moving=False)
         except BaseException as error:
             self._over = error
             # With the memory, which a persistent request does not keep: whoever comes late makes
@@ -161,14 +162,14 @@ class Arrival:
         # It was interrupted, and its communicator is only about to be broken.
         raise CommunicatorAbortedError(f"{request}: {self._over} (that was an earlier call)")
 
-    def _disagree(self, request: Request, timeout: float) -> None:
+    def _disagree(self, request: Request, deadline: Deadline) -> None:
         """Tell the ranks' calls to each other; all of them come here."""
         header = np.frombuffer(request.header(), np.uint8)
         lengths = np.zeros(self._comm.Get_size(), np.int64)
         mine = np.array([header.size], np.int64)
 
         def over(moving: Any) -> None:
-            settle([moving], lambda: self._channel.wait(request, timeout))
+            settle([moving], lambda: self._channel.wait(request, deadline))
 
         over(self._comm.Iallgather(mine, lengths))
         every = np.empty(int(lengths.sum()), np.uint8)
@@ -202,17 +203,19 @@ class Carrying(Monitored):
         self._arrive = self._arrival.arrive
         self._blocking = Blocking(module, comm, channel)
 
-    def _wait_for_all(self, request: Request, timeout: float, large: bool = False) -> int:
+    def _wait_for_all(self, request: Request, deadline: Deadline, large: bool = False) -> int:
         """Wait for all ranks; return how they carry the call out, the same on all of them."""
         # In the background MPI is polled, so that it leaves the core, and MPI, to others; and while
         # some thread makes a communicator MPI must not call a function of ours, see folds.py.
         how = BLOCKING if in_thread.site is None and not folds.being_made else POLLED
-        return self._arrive(request, timeout, BY_MESSAGES if large else how)
+        return self._arrive(request, deadline, BY_MESSAGES if large else how)
 
-    def _move(self, how: int, request: Request, end: float, name: str, *arguments: Any) -> None:
+    def _move(
+        self, how: int, request: Request, deadline: Deadline, name: str, *arguments: Any
+    ) -> None:
         """Have MPI do ``name``."""
         if how == BLOCKING:
-            self._blocking.end = end
+            self._blocking.deadline = deadline
             self._blocking.running = request
             try:
                 getattr(self._comm, name)(*arguments)
@@ -221,7 +224,7 @@ class Carrying(Monitored):
         else:
             moving = getattr(self._comm, f"I{name.lower()}")(*arguments)
             try:
-                settle([moving], lambda: self.channel.wait(request, left(end)))
+                settle([moving], lambda: self.channel.wait(request, deadline))
             except CollectiveError:
                 # MPI may read this rank's array for others when the caller has it back.
                 self.channel.await_heard(range(self.size))
@@ -244,7 +247,7 @@ class MpiPlan:
         request: what is asked for.
         name: of MPI's blocking function; empty if all is done when all ranks have come.
         specify: returns its arguments, of this rank's input and output: arrays, or None.
-        buffers: makes the request of two buffers and seconds, in whatever way.
+        buffers: makes the request of two buffers and a deadline, in whatever way.
         otherwise: the same when all ranks have come, of how they carry it out, two buffers and the
             deadline.
     """
@@ -257,8 +260,8 @@ class MpiPlan:
         request: Request,
         name: str,
         specify: Callable[[Any, Any], tuple[Any, ...]] | None,
-        buffers: Callable[[Any, Any, float], None],
-        otherwise: Callable[[int, Any, Any, float], None] | None = None,
+        buffers: Callable[[Any, Any, Deadline], None],
+        otherwise: Callable[[int, Any, Any, Deadline], None] | None = None,
     ) -> None:
         self._carrying = carrying
         self._request = request
@@ -267,30 +270,33 @@ class MpiPlan:
         self._buffers = buffers
         self._otherwise = otherwise
 
-    def __call__(self, src: Buffer | None, dst: Buffer | None, timeout: float) -> None:
-        self._buffers(src, dst, timeout)
+    def __call__(self, src: Buffer | None, dst: Buffer | None, deadline: Deadline) -> None:
+        self._buffers(src, dst, deadline)
 
-    def plain(self, x: Any, out: Any, timeout: float) -> None:
+    def plain(self, x: Any, out: Any, time_limit: float) -> None:
         """Make it of arrays as they are; see :data:`collective.contract.backend.Plan`.
 
         It is what ``buffers`` does, with nothing called that need not be: here microseconds count.
+
+        Args:
+            x, out: the arrays.
+            time_limit: seconds, as C's door passes them.
         """
-        carrying, request = self._carrying, self._request
-        end = now() + timeout
+        carrying, request, deadline = self._carrying, self._request, Deadline(time_limit)
         try:
             alone = in_thread.site is None and not folds.being_made
-            how = carrying._arrive(request, timeout, BLOCKING if alone else POLLED)
+            how = carrying._arrive(request, deadline, BLOCKING if alone else POLLED)
             if self._call is None or self._specify is None or self._otherwise is None:
                 return
             # Of an array without elements MPI gets another address than of the one it is cut from.
             empty = x is not out and not (x is None or out is None or (x.size and out.size))
             if how != BLOCKING or empty:
                 src, dst = self._buffer(x), self._buffer(out)
-                self._otherwise(how, dst if x is out else src, dst, end)
+                self._otherwise(how, dst if x is out else src, dst, deadline)
                 return
             arguments = self._specify(x, out)
             blocking = carrying._blocking
-            blocking.end = end
+            blocking.deadline = deadline
             blocking.running = request
             try:
                 self._call(*arguments)
@@ -306,12 +312,7 @@ class MpiPlan:
         return Buffer(array.reshape(-1), dtype)
 
 
-def pause(channel: Channel, where: object, end: float) -> None:
+def pause(channel: Channel, where: object, deadline: Deadline) -> None:
     """Wait a moment for a thread of this process; raise if there is a reason to."""
-    channel.wait(where, left(end), ()).check()
+    channel.wait(where, deadline, ()).check()
     time.sleep(_PAUSE_S)
-
-
-def left(end: float) -> float:
-    """Return the seconds until ``end``."""
-    return max(0.0, end - now())

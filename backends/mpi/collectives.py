@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from .carrying import BY_MESSAGES, POLLED, Carrying, MpiPlan, left, mapped, now, pause
+from collective.deadline import Deadline
+
+from .carrying import BY_MESSAGES, POLLED, Carrying, MpiPlan, mapped, pause
 from .folds import Deviations, MpiFold, slot, type_of
 
 if TYPE_CHECKING:
@@ -74,8 +76,8 @@ class MpiCollectives(Carrying):
         self.unlike = unlike
 
     @mapped
-    def agree(self, request: Request, timeout: float) -> None:
-        self._wait_for_all(request, timeout)
+    def agree(self, request: Request, deadline: Deadline) -> None:
+        self._wait_for_all(request, deadline)
 
     def plan(self, request: Request) -> Plan:
         if request.operation == "barrier":
@@ -101,35 +103,35 @@ class MpiCollectives(Carrying):
         return MpiPlan(self, request, move.name, move.specify, made, by)
 
     @mapped
-    def _barrier_as(self, request: Request, src: None, dst: None, timeout: float) -> None:
-        self._wait_for_all(request, timeout)
+    def _barrier_as(self, request: Request, src: None, dst: None, deadline: Deadline) -> None:
+        self._wait_for_all(request, deadline)
 
     # -- what moves -----------------------------------------------------------------------
 
     @mapped
     def _move_as(
         self, request: Request, move_of: Callable[[DType], _Move], src: Buffer | None,
-        dst: Buffer | None, timeout: float,
+        dst: Buffer | None, deadline: Deadline,
     ) -> None:  # fmt: skip
-        end, some = now() + timeout, dst if src is None else src
+        some = dst if src is None else src
         assert some is not None
         move = move_of(some.dtype)
         most = move.most
         if most is None:
             most = max(each.count for each in (src, dst) if each is not None)
-        how = self._wait_for_all(request, timeout, most > self._most)
-        self._move_by(request, move, how, src, dst, end)
+        how = self._wait_for_all(request, deadline, most > self._most)
+        self._move_by(request, move, how, src, dst, deadline)
 
     def _move_by(
         self, request: Request, move: _Move, how: int, src: Buffer | None, dst: Buffer | None,
-        end: float,
+        deadline: Deadline,
     ) -> None:  # fmt: skip
         """Move when all ranks have come, and have said how."""
         if how == BY_MESSAGES:
-            getattr(super(), request.operation)(request, src, dst, left(end))
+            getattr(super(), request.operation)(request, src, dst, deadline)
             return
         given, out = (None if each is None else each.array for each in (src, dst))
-        self._move(how, request, end, move.name, *move.specify(given, out))
+        self._move(how, request, deadline, move.name, *move.specify(given, out))
 
     def _specify_broadcast(self, request: Request, kind: Any) -> _Move:
         root, is_root = request.root, request.root == self.rank
@@ -209,14 +211,19 @@ class MpiCollectives(Carrying):
     @mapped
     def _fold_as(
         self, request: Request, by: Callable[..., None], src: Buffer, dst: Buffer | None,
-        timeout: float,
+        deadline: Deadline,
     ) -> None:  # fmt: skip
         """Wait for all ranks, and fold as they then do."""
-        end = now() + timeout
-        by(self._wait_for_all(request, timeout), src, dst, end)
+        by(self._wait_for_all(request, deadline), src, dst, deadline)
 
     def _fold_by(
-        self, request: Request, fold: _Way, how: int, src: Buffer, dst: Buffer | None, end: float
+        self,
+        request: Request,
+        fold: _Way,
+        how: int,
+        src: Buffer,
+        dst: Buffer | None,
+        deadline: Deadline,
     ) -> None:
         """Fold when all ranks have come, and have said how."""
         prepared = fold.prepared
@@ -224,7 +231,7 @@ class MpiCollectives(Carrying):
         # must not be called then: see folds.py.
         unsafe = how == POLLED and prepared.function is not None
         if fold.by_messages or unsafe or how == BY_MESSAGES:
-            getattr(super(), request.operation)(request, src, dst, left(end))
+            getattr(super(), request.operation)(request, src, dst, deadline)
             return
         scatters = request.operation == "reduce_scatter"
         given = prepared.enter(src, None if scatters else dst)
@@ -233,12 +240,12 @@ class MpiCollectives(Carrying):
             out = np.empty_like(out)  # MPI allows that in an arrangement of its own only
         if prepared.type is not None:
             arguments = fold.specify(prepared.type, prepared.op, given, out)
-            self._move(how, request, end, fold.name, *arguments)
+            self._move(how, request, deadline, fold.name, *arguments)
         else:
-            with slot(prepared, lambda: pause(self.channel, request, end)) as mine:
+            with slot(prepared, lambda: pause(self.channel, request, deadline)) as mine:
                 kind = mine.types[prepared.storage.itemsize]
                 arguments = fold.specify(kind, prepared.op, given, out)
-                self._move(how, request, end, fold.name, *arguments)
+                self._move(how, request, deadline, fold.name, *arguments)
         if dst is not None and out is not None:
             prepared.leave(out)
             if out is not dst.array:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from collective.algorithms import arithmetic
+from collective.deadline import Deadline
 from collective.memory.buffer import Buffer
 from collective.memory.device_array import DeviceArray
 from collective.memory.dtypes import BY_NAME
@@ -71,48 +72,50 @@ class CudaAwareMpi(MpiTransport):
             return partial(self._folding, plan)
         return partial(self._scattering if request.operation == "scatter" else self._moving, plan)
 
-    def _moving(self, plan: Plan, src: Buffer | None, dst: Buffer | None, timeout: float) -> None:
+    def _moving(
+        self, plan: Plan, src: Buffer | None, dst: Buffer | None, deadline: Deadline
+    ) -> None:
         with self._turn(src, dst):
-            plan(src, dst, timeout)
+            plan(src, dst, deadline)
 
-    def _scattering(self, plan: Plan, src: Buffer | None, dst: Buffer, timeout: float) -> None:
+    def _scattering(self, plan: Plan, src: Buffer | None, dst: Buffer, deadline: Deadline) -> None:
         if src is None or not _on_gpu(src) or _on_gpu(dst):
-            self._moving(plan, src, dst, timeout)
+            self._moving(plan, src, dst, deadline)
             return
         # The root's own piece is to be on the host: no copy of the algorithms' goes there.
         piece = Buffer.empty(dst.count, dst.dtype, src.array)
-        self._moving(plan, src, piece, timeout)
+        self._moving(plan, src, piece, deadline)
         array: Any = piece.array
         array.to_host(dst.array)
 
-    def _folding(self, plan: Plan, src: Buffer, dst: Buffer | None, timeout: float) -> None:
+    def _folding(self, plan: Plan, src: Buffer, dst: Buffer | None, deadline: Deadline) -> None:
         """Fold; through the host where the elements are too many for a call of MPI.
 
         It is then made of messages and of arithmetic of ours.
         """
         if src.count <= self._most or not _on_gpu(src):
-            self._moving(plan, src, dst, timeout)
+            self._moving(plan, src, dst, deadline)
             return
         given: Any = src.array
         out: Any = None if dst is None else dst.array
         room = None if dst is None else Buffer.empty(dst.count, dst.dtype)
-        plan(Buffer(given.to_host(), src.dtype), room, timeout)
+        plan(Buffer(given.to_host(), src.dtype), room, deadline)
         if room is not None:
             out.fill_from_host(room.array)
 
-    def send(self, src: Buffer, dst: int, tag: int, timeout: float) -> None:
+    def send(self, src: Buffer, dst: int, tag: int, deadline: Deadline) -> None:
         with self._turn(src):
-            super().send(self._bytes(src), dst, tag, timeout)
+            super().send(self._bytes(src), dst, tag, deadline)
 
-    def recv(self, dst: Buffer, src: int, tag: int, timeout: float) -> int:
+    def recv(self, dst: Buffer, src: int, tag: int, deadline: Deadline) -> int:
         with self._turn(dst):
-            return super().recv(self._bytes(dst), src, tag, timeout)
+            return super().recv(self._bytes(dst), src, tag, deadline)
 
     def sendrecv(
-        self, src: Buffer, to: int, dst: Buffer, source: int, tag: int, timeout: float
+        self, src: Buffer, to: int, dst: Buffer, source: int, tag: int, deadline: Deadline
     ) -> None:
         with self._turn(src, dst):
-            super().sendrecv(self._bytes(src), to, self._bytes(dst), source, tag, timeout)
+            super().sendrecv(self._bytes(src), to, self._bytes(dst), source, tag, deadline)
 
     @contextmanager
     def _turn(self, *buffers: Buffer | None) -> Iterator[None]:
@@ -140,8 +143,10 @@ class CudaAwareMpi(MpiTransport):
 
     # -- what MPI gets --------------------------------------------------------------------
 
-    def _move(self, how: int, request: Request, end: float, name: str, *arguments: Any) -> None:
-        super()._move(how, request, end, name, *map(self._addressed, arguments))
+    def _move(
+        self, how: int, request: Request, deadline: Deadline, name: str, *arguments: Any
+    ) -> None:
+        super()._move(how, request, deadline, name, *map(self._addressed, arguments))
 
     def _addressed(self, argument: Any) -> Any:
         """Return an argument for mpi4py with the address in the place of an array on a GPU."""

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import Any, Protocol
 
+from collective.deadline import Deadline
 from collective.errors import BackendUnavailableError
 from collective.install import hint
 
@@ -147,13 +148,13 @@ def wheels() -> list[str]:
     return found
 
 
-def start(timeout: float) -> Any:
+def start(patience_s: float) -> Any:
     """Return ``mpi4py.MPI`` with MPI initialised, by the program or else here.
 
     What the program has initialised the program finalises. What is initialised here is
     finalised when the interpreter exits, unless an operation is left that cannot end.
     ``MPI_Init`` waits for all ranks that ``mpiexec`` started, and nobody can call it back: if
-    some do not come within ``timeout`` seconds, the process ends with an explanation.
+    some do not come within ``patience_s`` seconds, the process ends with an explanation.
 
     Raises:
         BackendUnavailableError: as :func:`load`; MPI has been finalised already; or it does
@@ -176,7 +177,7 @@ def start(timeout: float) -> Any:
         ours = not module.Is_initialized()
         if ours:
             _refuse_the_other_mpiexec(module)
-            patience = threading.Timer(timeout, _nobody_comes, (timeout,))
+            patience = threading.Timer(patience_s, _nobody_comes, (patience_s,))
             patience.daemon = True
             patience.start()
             _initialize(module)
@@ -234,9 +235,9 @@ def _initialize(module: Any) -> None:
         raise module.Exception(code)
 
 
-def _nobody_comes(timeout: float) -> None:
+def _nobody_comes(patience_s: float) -> None:
     sys.stderr.write(
-        f"collective: RendezvousError: mpi: MPI_Init has waited {timeout:g} s for the other ranks; "
+        f"collective: RendezvousError: mpi: MPI_Init has waited {patience_s:g} s for the other ranks; "
         "not all processes that mpiexec started have called collective.init(). MPI cannot be "
         "called back from it: the process ends here, with exit code 1.\n"
     )
@@ -292,10 +293,10 @@ def _finalize() -> None:
     """
     if _say_goodbye():
         _ending.set()
-        deadline = time.monotonic() + _END_S
+        deadline = Deadline(_END_S)
         # A thread that has just begun a call says only within microseconds that it polls.
         time.sleep(_SETTLE_S)
-        while not idle() and time.monotonic() < deadline:
+        while not idle() and not deadline.expired:
             time.sleep(0.001)
         if idle() and not _lost.is_set():
             sys.modules["mpi4py.MPI"].Finalize()
@@ -316,8 +317,8 @@ def _abandon() -> None:
 def _wait_until_read(descriptor: int) -> None:
     """Wait until the launcher has read what is in a pipe to it: an abort would have it dropped."""
     unread = array.array("i", [0])
-    deadline = time.monotonic() + _END_S
-    while stat.S_ISFIFO(os.fstat(descriptor).st_mode) and time.monotonic() < deadline:
+    deadline = Deadline(_END_S)
+    while stat.S_ISFIFO(os.fstat(descriptor).st_mode) and not deadline.expired:
         fcntl.ioctl(descriptor, termios.FIONREAD, unread)
         if not unread[0]:
             time.sleep(_SETTLE_S)  # and until it has passed it on

@@ -13,6 +13,7 @@ import numpy as np
 
 from collective.contract.backend import ANY_SOURCE, COLLECTIVE_TAG
 from collective.contract.failure import Failure
+from collective.deadline import Deadline
 
 from .library import leave_unfinished
 from .polling import finish, settle, spin
@@ -61,34 +62,34 @@ class MpiMessages:
         self._announced: dict[tuple[int, int], deque[int]] = {}
         self.unread: dict[tuple[int, int], Array] = {}
 
-    def send(self, src: Buffer, dst: int, tag: int, timeout: float) -> None:
+    def send(self, src: Buffer, dst: int, tag: int, deadline: Deadline) -> None:
         """Send ``src``; return when it may be changed."""
         self._refuse_broken("send", tag)
         with self.kept_until_heard(src.nbytes, dst):
-            self._settle(self.post(src, dst, tag), "send", tag, timeout, (dst,))
+            self._settle(self.post(src, dst, tag), "send", tag, deadline, (dst,))
 
-    def recv(self, dst: Buffer, src: int, tag: int, timeout: float) -> int:
+    def recv(self, dst: Buffer, src: int, tag: int, deadline: Deadline) -> int:
         """Receive ``dst``; return the sender."""
         self._refuse_broken("recv", tag)
-        source = self.receive(dst, src, tag, "recv", timeout)
+        source = self.receive(dst, src, tag, "recv", deadline)
         self.refuse_stale(dst.nbytes, "recv", tag)
         return source
 
     def sendrecv(
-        self, src: Buffer, to: int, dst: Buffer, source: int, tag: int, timeout: float
+        self, src: Buffer, to: int, dst: Buffer, source: int, tag: int, deadline: Deadline
     ) -> None:
         """Do both at once; whoever polls for the one makes the other progress, too."""
         self._refuse_broken("sendrecv", tag)
         with self.kept_until_heard(src.nbytes, to):
             sending = self.post(src, to, tag)
             try:
-                self.receive(dst, source, tag, "sendrecv", timeout)
+                self.receive(dst, source, tag, "sendrecv", deadline)
             except BaseException:
                 for request in sending:
                     leave_unfinished(request)
                 raise
             self.refuse_stale(dst.nbytes, "sendrecv", tag)
-            self._settle(sending, "sendrecv", tag, timeout, (to,))
+            self._settle(sending, "sendrecv", tag, deadline, (to,))
 
     # -- sending --------------------------------------------------------------------------
 
@@ -126,7 +127,7 @@ class MpiMessages:
 
     # -- receiving ------------------------------------------------------------------------
 
-    def receive(self, dst: Buffer, src: int, tag: int, what: str, timeout: float) -> int:
+    def receive(self, dst: Buffer, src: int, tag: int, what: str, deadline: Deadline) -> int:
         """Receive ``dst`` for the call ``what``; return the sender."""
         for source, other in list(self.unread):
             if other == tag and src in (source, ANY_SOURCE):
@@ -136,7 +137,7 @@ class MpiMessages:
         code = self.direct(tag)
         if code is None:
             src, code = self._find(
-                lambda: self._announcement(src, tag), what, tag, timeout, awaited
+                lambda: self._announcement(src, tag), what, tag, deadline, awaited
             )
         irecv, byte = self._comm.Irecv, self._module.BYTE
         array, nbytes = dst.array, dst.nbytes
@@ -144,16 +145,16 @@ class MpiMessages:
         # long one is matched first, so that its array is MPI's only while it is being filled.
         if nbytes <= LONG_BYTES and src != ANY_SOURCE:
             request = irecv((array, nbytes, byte), src, code)
-            self._settle([request], what, tag, timeout, awaited, moving=False)
+            self._settle([request], what, tag, deadline, awaited, moving=False)
             return src
         match = functools.partial(self._match, src, code)
-        src, message = self._find(match, what, tag, timeout, awaited)
+        src, message = self._find(match, what, tag, deadline, awaited)
         # The handle is the first part's; the rest follow it from the same rank with the same tag,
         # and MPI keeps the order of those.
         first, *others = _parts(array)
         requests = [message.Irecv((first, first.size, byte))]
         requests += [irecv((part, part.size, byte), src, code) for part in others]
-        self._settle(requests, what, tag, timeout, (src,))
+        self._settle(requests, what, tag, deadline, (src,))
         return src
 
     def _match(self, src: int, code: int) -> tuple[int, Any] | None:
@@ -182,7 +183,7 @@ class MpiMessages:
     # -- waiting --------------------------------------------------------------------------
 
     def _find(
-        self, look: Callable[[], T | None], what: str, tag: int, timeout: float,
+        self, look: Callable[[], T | None], what: str, tag: int, deadline: Deadline,
         awaited: Sequence[int],
     ) -> T:  # fmt: skip
         """Return what ``look()`` returns when it is no longer None."""
@@ -195,19 +196,19 @@ class MpiMessages:
             return result is not None
 
         if not spin(test):
-            finish(test, self.wait(what, tag, timeout, awaited), moving=False)
+            finish(test, self.wait(what, tag, deadline, awaited), moving=False)
         return found[0]
 
     def _settle(
-        self, requests: list[Any], what: str, tag: int, timeout: float, awaited: Sequence[int],
+        self, requests: list[Any], what: str, tag: int, deadline: Deadline, awaited: Sequence[int],
         moving: bool = True,
     ) -> None:  # fmt: skip
-        settle(requests, lambda: self.wait(what, tag, timeout, awaited), moving)
+        settle(requests, lambda: self.wait(what, tag, deadline, awaited), moving)
 
-    def wait(self, what: str, tag: int, timeout: float, awaited: Sequence[int]) -> Wait:
+    def wait(self, what: str, tag: int, deadline: Deadline, awaited: Sequence[int]) -> Wait:
         """Return what a call needs that waits for one of ``awaited``."""
         # Where several are awaited, the first to send will do.
-        return self._channel.wait(f"{what}(tag={tag})", timeout, awaited, any_of=True)
+        return self._channel.wait(f"{what}(tag={tag})", deadline, awaited, any_of=True)
 
     def _awaited(self, src: int) -> Sequence[int]:
         if src != ANY_SOURCE:

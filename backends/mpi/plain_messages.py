@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from collective.deadline import Deadline
 from collective.memory.buffer import Buffer
 from collective.memory.dtypes import BY_NAME
 from collective.native import HEAD_BYTES, HEAD_ROOM, NOBODY
 
-from .carrying import explained, left, now
+from .carrying import explained
 from .library import leave_unfinished
 from .messages import LONG_BYTES, MpiMessages
 from .polling import finish, spin
@@ -96,7 +97,7 @@ class PlainMessages:
         self._from: _HeadRequests = OrderedDict()
 
     def exchange(
-        self, x: Any, to: int, out: Any, source: int, tag: int, timeout: float, heads: bool
+        self, x: Any, to: int, out: Any, source: int, tag: int, time_limit: float, heads: bool
     ) -> Any:
         """Send, receive or both; see :func:`collective.native.messages`. There are always heads."""
         if self._channel.failure is not None or self._messages.unread:
@@ -105,12 +106,13 @@ class PlainMessages:
             return NotImplemented
         if not type(to) is type(source) is type(tag) is int:  # True is 1 to a dictionary
             return NotImplemented
+        deadline = Deadline(time_limit)
         try:
             if out is None:
-                return self._send(x, to, tag, timeout)
+                return self._send(x, to, tag, deadline)
             if x is None:
-                return self._receive(out, source, tag, timeout)
-            return self._send_and_receive(x, to, out, source, tag, timeout)
+                return self._receive(out, source, tag, deadline)
+            return self._send_and_receive(x, to, out, source, tag, deadline)
         except self._module.Exception as error:
             what = "send" if out is None else "recv" if x is None else "sendrecv"
             raise explained(self._module, self._channel, what, error) from error
@@ -151,7 +153,7 @@ class PlainMessages:
 
     # -- messages -------------------------------------------------------------------------
 
-    def _send(self, x: Any, to: int, tag: int, timeout: float) -> Any:
+    def _send(self, x: Any, to: int, tag: int, deadline: Deadline) -> Any:
         slot = self._to.pop((to, tag), None) or self._take(self._to, to, tag)
         length = None if slot is None else self._write_head(x, slot.head)
         if slot is None or length is None:
@@ -162,7 +164,7 @@ class PlainMessages:
         nbytes = _WORDS_BYTES + length if length <= HEAD_ROOM else _WORDS_BYTES
         if nbytes != slot.nbytes:
             self._have_sent(slot, to, tag, nbytes)
-        end, following = now() + timeout, []
+        following: list[Any] = []
         try:
             slot.start()
             tests = [slot.test]
@@ -171,7 +173,7 @@ class PlainMessages:
                 tests += [request.Test for request in following]
             for test in tests:
                 if not test() and not spin(test):
-                    finish(test, self._wait("send", tag, to, timeout, end))
+                    finish(test, self._wait("send", tag, to, deadline))
         except BaseException:
             leave_unfinished((slot, following, x))
             with self._messages.kept_until_heard(length, to):
@@ -186,18 +188,17 @@ class PlainMessages:
         given = self._memory(x), length, self._module.BYTE
         return [self._comm.Isend(given, to, self._messages.direct(tag))]
 
-    def _receive(self, out: Any, source: int, tag: int, timeout: float) -> Any:
+    def _receive(self, out: Any, source: int, tag: int, deadline: Deadline) -> Any:
         length = self._room_in(out)
         if length is None:
             return NotImplemented
         slot = self._from.pop((source, tag), None) or self._take(self._from, source, tag)
         if slot is None:
             return NotImplemented
-        end = now() + timeout
         try:
             slot.start()
             if not slot.test() and not spin(slot.test):
-                finish(slot.test, self._wait("recv", tag, source, timeout, end), moving=False)
+                finish(slot.test, self._wait("recv", tag, source, deadline), moving=False)
         except BaseException:
             leave_unfinished(slot)
             raise
@@ -208,22 +209,22 @@ class PlainMessages:
         if not fits:
             return NotImplemented
         if length > HEAD_ROOM:
-            self._receive_rest(out, source, tag, length, timeout, end)
+            self._receive_rest(out, source, tag, length, deadline)
         return source
 
     def _receive_rest(
-        self, out: Any, source: int, tag: int, length: int, timeout: float, end: float
+        self, out: Any, source: int, tag: int, length: int, deadline: Deadline
     ) -> None:
         """Receive what follows a head."""
         messages = self._messages
         if length > LONG_BYTES:
-            messages.receive(self._bytes(out), source, tag, "recv", left(end))
+            messages.receive(self._bytes(out), source, tag, "recv", deadline)
         else:
             given = self._memory(out), length, self._module.BYTE
             request = self._comm.Irecv(given, source, messages.direct(tag))
             try:
                 if not request.Test() and not spin(request.Test):
-                    wait = self._wait("recv", tag, source, timeout, end)
+                    wait = self._wait("recv", tag, source, deadline)
                     finish(request.Test, wait, moving=False)
             except BaseException:
                 leave_unfinished((request, out))
@@ -231,7 +232,7 @@ class PlainMessages:
         messages.refuse_stale(length, "recv", tag)
 
     def _send_and_receive(
-        self, x: Any, to: int, out: Any, source: int, tag: int, timeout: float
+        self, x: Any, to: int, out: Any, source: int, tag: int, deadline: Deadline
     ) -> Any:
         """Exchange what is short; return None if ``out`` does not take what has come."""
         room = self._room_in(out)
@@ -248,13 +249,12 @@ class PlainMessages:
             return NotImplemented
         if _WORDS_BYTES + length != sending.nbytes:
             self._have_sent(sending, to, tag, _WORDS_BYTES + length)
-        end = now() + timeout
         try:
             receiving.start()
             sending.start()
             for test, rank in ((receiving.test, source), (sending.test, to)):
                 if not test() and not spin(test):
-                    wait = self._wait("sendrecv", tag, rank, timeout, end)
+                    wait = self._wait("sendrecv", tag, rank, deadline)
                     finish(test, wait, moving=False)
         except BaseException:
             leave_unfinished((sending, receiving))
@@ -266,11 +266,9 @@ class PlainMessages:
         self._give_back(self._from, source, tag, receiving)
         return source if fits else None
 
-    def _wait(self, what: str, tag: int, rank: int, timeout: float, end: float) -> Wait:
-        """Return what a call needs that waits for ``rank`` until ``end``."""
-        wait = self._messages.wait(what, tag, left(end), (rank,))
-        wait.timeout = timeout  # what its error tells
-        return wait
+    def _wait(self, what: str, tag: int, rank: int, deadline: Deadline) -> Wait:
+        """Return what a call needs that waits for ``rank``."""
+        return self._messages.wait(what, tag, deadline, (rank,))
 
     # -- memory ---------------------------------------------------------------------------
 

@@ -25,11 +25,12 @@ from collective import native
 from collective.backends.peers.channel import Channel
 from collective.backends.peers.monitor import Monitor
 from collective.contract.capabilities import Capabilities
+from collective.deadline import Deadline
 from collective.errors import BackendUnavailableError, RendezvousError
 from collective.memory.buffer import Buffer
 
 from . import library
-from .carrying import explained, left, mapped, now, pause
+from .carrying import explained, mapped, pause
 from .collectives import MpiCollectives
 from .folds import Deviations, deviations, making, of_flags, prepare
 from .messages import MpiMessages
@@ -90,7 +91,7 @@ class MpiTransport(MpiCollectives):
     # -- life -----------------------------------------------------------------------------
 
     @classmethod
-    def connect(cls, world: World, timeout: float) -> Self:
+    def connect(cls, world: World, deadline: Deadline) -> Self:
         """Join the other ranks of ``world.comm``, or else of ``MPI_COMM_WORLD``.
 
         See :meth:`Backend.connect`. The program's communicator is duplicated, not used.
@@ -99,42 +100,40 @@ class MpiTransport(MpiCollectives):
             BackendUnavailableError: no MPI library, or not the one that ``mpiexec`` is of.
             RendezvousError: the world is not the communicator's.
         """
-        end = now() + timeout
-        module = library.start(timeout)
+        module = library.start(deadline.left())
         prepare(module)
         given = world.comm if world.comm is not None else module.COMM_WORLD
         _compare(module, world, given)
-        monitor = Monitor.start(world, timeout)
+        monitor = Monitor.start(world, deadline)
         channel = monitor.channel
         closing = _closed_on_failure(module, channel, "connect")
-        with closing, making(lambda: pause(channel, "connect", end)):
+        with closing, making(lambda: pause(channel, "connect", deadline)):
             # Not Dup(), which would wait inside MPI, where nobody hears that a rank is gone.
             comm, request = given.Idup()
-            settle([request], lambda: channel.wait("connect", left(end)))
+            settle([request], lambda: channel.wait("connect", deadline))
             unlike = _deviations(
-                module, comm, deviations(module), lambda: channel.wait("connect", left(end))
+                module, comm, deviations(module), lambda: channel.wait("connect", deadline)
             )
             return cls(module, comm, channel, unlike)
 
-    def reconnect(self, world: World, timeout: float) -> Backend:
+    def reconnect(self, world: World, deadline: Deadline) -> Backend:
         """Join the ranks that are left; see :meth:`Backend.reconnect`.
 
         The monitor calls the roll first, so that all of them live when MPI begins.
         """
-        end = now() + timeout
         self._blocking.revoke()
-        channel = Monitor.start(world, timeout).channel
+        channel = Monitor.start(world, deadline).channel
 
         def look() -> None:
             world.store.check()
-            channel.wait("shrink", left(end)).check()
+            channel.wait("shrink", deadline).check()
 
         with _closed_on_failure(self._mpi, channel, "shrink"):
             # MPI's group is made of the last communicator's ranks, of which the new world says
             # nothing.
             channel.offer("mpi ranks", str(self.rank))
             while len(offers := channel.offered("mpi ranks")) < world.size:
-                pause(channel, "shrink", end)
+                pause(channel, "shrink", deadline)
             channel.withdraw("mpi ranks")
             ranks = [int(offers[rank]) for rank in range(world.size)]
             name = channel.secret.key("mpi").hex()
@@ -161,16 +160,15 @@ class MpiTransport(MpiCollectives):
             self._comm.Free()
 
     @mapped
-    def group(self, ranks: Sequence[int], timeout: float) -> MpiTransport:
-        end = now() + timeout
+    def group(self, ranks: Sequence[int], deadline: Deadline) -> MpiTransport:
         channel = self.channel.group(ranks)
         # Groups that are made at once by threads of their own must not take each other's part.
         tag = int(hashlib.blake2b(channel.name.encode(), digest_size=4).hexdigest(), 16) % 30_000
         what = f"group({list(ranks)})"
-        with making(lambda: pause(channel, what, end)):
+        with making(lambda: pause(channel, what, deadline)):
             mine = self._comm.Get_group()
             members = mine.Incl(list(ranks))
-            self._blocking.end = end
+            self._blocking.deadline = deadline
             self._blocking.running = what
             try:
                 comm = self._comm.Create_group(members, tag)
@@ -182,25 +180,25 @@ class MpiTransport(MpiCollectives):
             made._blocking.revocable = self._blocking.revocable
             return made
 
-    def empty(self, nbytes: int, request: Request, timeout: float) -> Array:
-        self.agree(request, timeout)
-        return super().empty(nbytes, request, timeout)
+    def empty(self, nbytes: int, request: Request, deadline: Deadline) -> Array:
+        self.agree(request, deadline)
+        return super().empty(nbytes, request, deadline)
 
     # -- point to point -------------------------------------------------------------------
 
     @mapped
-    def send(self, src: Buffer, dst: int, tag: int, timeout: float) -> None:
-        self._messages.send(src, dst, tag, timeout)
+    def send(self, src: Buffer, dst: int, tag: int, deadline: Deadline) -> None:
+        self._messages.send(src, dst, tag, deadline)
 
     @mapped
-    def recv(self, dst: Buffer, src: int, tag: int, timeout: float) -> int:
-        return self._messages.recv(dst, src, tag, timeout)
+    def recv(self, dst: Buffer, src: int, tag: int, deadline: Deadline) -> int:
+        return self._messages.recv(dst, src, tag, deadline)
 
     @mapped
     def sendrecv(
-        self, src: Buffer, to: int, dst: Buffer, source: int, tag: int, timeout: float
+        self, src: Buffer, to: int, dst: Buffer, source: int, tag: int, deadline: Deadline
     ) -> None:
-        self._messages.sendrecv(src, to, dst, source, tag, timeout)
+        self._messages.sendrecv(src, to, dst, source, tag, deadline)
 
 
 @contextlib.contextmanager

@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from collective.contract.failure import Failure
+from collective.deadline import Deadline
 
 from .library import waiting
 
@@ -43,7 +44,7 @@ class Blocking:
 
     Attributes:
         running: the call that is running, else None.
-        end: its deadline, on the clock of ``time.monotonic()``; set before.
+        deadline: its deadline; set before.
         revocable: whether MPI may be asked to give up. Open MPI 5.0.11 sends the others this
             rank's number of the communicator, by which they break another of theirs where ranks
             number it differently, as they do one that is made of a group
@@ -53,7 +54,7 @@ class Blocking:
     """
 
     __slots__ = (
-        "__weakref__", "_broken_at", "_broken_since", "_seen", "channel", "comm", "end",
+        "__weakref__", "_broken_at", "_broken_since", "_seen", "channel", "comm", "deadline",
         "lasting", "module", "revocable", "running",
     )  # fmt: skip
 
@@ -64,31 +65,31 @@ class Blocking:
         self.running: object = None
         self.revocable = True
         self.lasting = False
-        self.end = 0.0
+        self.deadline = Deadline.never()
         self._broken_at = 0.0
-        self._seen = 0.0
+        self._seen: Deadline | None = None
         self._broken_since = 0.0
 
     def look(self) -> None:
         """End the process if the running call will not end."""
-        call, end = self.running, self.end
+        call, deadline = self.running, self.deadline
         if call is None:
             return
         now = time.monotonic()
         failure = self.channel.failure
-        if failure is not None and end != self._seen:
-            self._seen, self._broken_since = end, now
+        if failure is not None and deadline is not self._seen:
+            self._seen, self._broken_since = deadline, now
             self.revoke()
         elif failure is not None:
             patience = _LOST_S if failure.kind == "lost" and not self.lasting else _BROKEN_S
             if now - self._broken_since > patience:
-                self._exit(call, end, failure)
-        elif now > end:
+                self._exit(call, deadline, failure)
+        elif deadline.expired:
             text = "timed out: waited for MPI, in the middle of its operation, until the deadline"
             late = Failure("timeout", self.channel.rank, text)
             self.channel.abort(late)
             self.channel.await_heard(range(self.channel.size))
-            self._exit(call, end, late)
+            self._exit(call, deadline, late)
 
     def attend(self) -> bool:
         """Have MPI answer whoever is still in a call that has broken; return whether to go on.
@@ -119,9 +120,9 @@ class Blocking:
             with contextlib.suppress(self.module.Exception, NotImplementedError):
                 self.comm.Revoke()
 
-    def _exit(self, call: object, end: float, failure: Failure) -> None:
+    def _exit(self, call: object, deadline: Deadline, failure: Failure) -> None:
         # It may have ended at the last moment, and the next call of the same kind have begun.
-        if self.running is not call or self.end != end:
+        if self.running is not call or self.deadline is not deadline:
             return
         error = failure.error(str(call), self.channel.rank)
         instead = "(Open MPI reports errors instead, if started with mpiexec --with-ft ulfm.)"
