@@ -33,7 +33,7 @@ from .control import BROKEN, Control
 from .layout import SLOT_BYTES, Layout
 from .memory import Heap, PeerMemory, RemoteRegion, address_of
 from .permission import Permission
-from .ring_messages import RingMessages
+from .messages import RingMessages
 from .segment import TOO_MANY_FILES, Segment
 
 if TYPE_CHECKING:
