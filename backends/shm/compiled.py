@@ -16,13 +16,12 @@ import numpy as np
 
 from collective import native
 from collective.algorithms import arithmetic
-from collective.contract.backend import ANY_SOURCE
 from collective.memory.buffer import Buffer
-from collective.native import NOBODY
 
 from .control import Control
 from .layout import LINE
 from .memory import Heap, PeerMemory
+from .messages import describe, wait_for_message
 from .ring import refuse
 
 if TYPE_CHECKING:
@@ -239,18 +238,14 @@ def exchange_bytes(
     x, out = (None if each is None else each.array for each in (src, dst))
     done = exchange(x, to, out, source, tag, timeout, False)
     if done is NotImplemented:
-        control.refuse_broken(_name(to, source, tag))
+        control.refuse_broken(describe(to, source, tag))
         # Of a class that C does not know, such as np.memmap.
         x, out = (None if each is None else each.view(np.uint8, np.ndarray) for each in (x, out))
         done = exchange(x, to, out, source, tag, timeout, False)
         if done is NotImplemented:
-            control.refuse_broken(_name(to, source, tag))
+            control.refuse_broken(describe(to, source, tag))
             raise TypeError(f"{type(src)}, {type(dst)}: not in memory that C can see")
     return int(done)
-
-
-def _name(to: int, source: int, tag: int) -> str:
-    return f"{'send' * (to != NOBODY)}{'recv' * (source != NOBODY)}(tag={tag})"
 
 
 class _MessageCallbacks:
@@ -263,25 +258,8 @@ class _MessageCallbacks:
     def wait(
         self, advance: Callable[[], int], to: int, source: int, tag: int, timeout: float
     ) -> None:
-        """Wait for the rest of a message, as the rings in Python do."""
-        control, pending = self._control, 3
-        sources = [
-            rank
-            for rank in range(control.size)
-            if rank != control.rank and source in (ANY_SOURCE, rank)
-        ]
-
-        def ready() -> bool:
-            nonlocal pending
-            pending = advance()
-            return not pending
-
-        def awaited() -> list[int]:
-            # A peer that has done its part may have left.
-            return sorted({*[to] * (pending & 1), *(sources if pending & 2 else [])})
-
-        what = _name(to, source, tag)
-        control.wait(ready, awaited, what, timeout, all_needed=source != ANY_SOURCE)
+        """Wait for the rest of a message."""
+        wait_for_message(self._control, advance, to, source, tag, timeout)
 
     def fetch(self, rank: int, address: int, out: Any, tag: int) -> None:
         """Copy the rest of a message from the sender's memory."""

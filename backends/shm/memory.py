@@ -227,23 +227,13 @@ def _has_room(nbytes: int) -> bool:
 class PeerMemory:
     """Copies what peers have in their memory.
 
-    Not the transport's own methods: the rings refer to them, and the transport to its rings. From
-    that circle only the garbage collector would free a communicator that has been closed, with its
-    segment, while programs that train switch it off.
+    These are no methods of the transport, because messages need them and the transport needs
+    messages. Only the garbage collector would free that circle, with the segment of a communicator
+    that has been closed, and programs that train switch it off.
     """
 
-    def __init__(self, control: Control, heap: Heap) -> None:
+    def __init__(self, control: Control) -> None:
         self._control = control
-        self._heap = heap
-
-    def fetch_from(self, rank: int, location: tuple[int, int, int], out: Array) -> None:
-        """Copy what ``rank`` has at an address, or where that is mapped here: segment, offset."""
-        address, segment, offset = location
-        mapped = self._heap.view(segment, rank, offset, out.dtype, out.size) if segment else None
-        if mapped is None:
-            self.fetch(rank, address, out)
-        else:
-            out[:] = mapped
 
     def read(self, rank: int, address: int, out: Array) -> bool:
         """Copy ``out.nbytes`` bytes from ``address`` of ``rank``'s process.

@@ -32,8 +32,8 @@ from .compiled import Compiled, exchange_bytes, make_exchange
 from .control import BROKEN, Control
 from .layout import SLOT_BYTES, Layout
 from .memory import Heap, PeerMemory, RemoteRegion, address_of
+from .messages import RingMessages, describe
 from .permission import Permission
-from .messages import RingMessages
 from .segment import TOO_MANY_FILES, Segment
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class ShmBackend(OneSided):
         self.size = control.size
         self._control = control
         self._heap = Heap(control)
-        self.peers = PeerMemory(control, self._heap)
+        self.peers = PeerMemory(control)
         self._slots: dict[np.dtype[Any], list[list[Array]]] = {}
         self._in_slots = True
         self._parity = 0
@@ -93,9 +93,9 @@ class ShmBackend(OneSided):
         self._permission: Permission | None = None
         self._board = Board(control)
         self._compiled: Compiled | None = None
-        # Messages in C, where all ranks have it; else there are those in Python.
+        # What sends and receives, in C if all ranks have the core. It is known when they have met.
         self.exchange = None
-        self._messages: RingMessages
+        self._exchange: Callable[[Buffer | None, int, Buffer | None, int, int, float], int]
         self._closed = False
 
     # -- life -----------------------------------------------------------------------------
@@ -158,8 +158,6 @@ class ShmBackend(OneSided):
         finally:
             # All have opened it by now, or nobody will: no file of it is left behind.
             segment.unlink()
-        if self.exchange is None:
-            self._messages = RingMessages(control, self._heap, self.peers, self._single_copy)
         return self
 
     def sleep_after(self, seconds: float) -> None:
@@ -172,9 +170,10 @@ class ShmBackend(OneSided):
 
     def _probe(self, timeout: float) -> None:
         """Find out, alike on all ranks, whether peers' memory can be read, and what is in C."""
-        if self.size == 1:
-            return
         control = self._control
+        if self.size == 1:
+            self._exchange = RingMessages(control, self.peers, False)
+            return
         probe = np.full(1, self.rank, np.int64)
         control.words[control.location(self.rank, 0) + _SOURCE + 2] = address_of(probe)
         works = self._wanted.single_copy
@@ -203,6 +202,9 @@ class ShmBackend(OneSided):
             crowded, cached = any(crowds), min(held) << 20
             self._compiled = Compiled(control, self._heap, crowded, single_copy, cached)
             self.exchange = make_exchange(control, self.peers, crowded, single_copy)
+            self._exchange = functools.partial(exchange_bytes, self.exchange, control)
+        else:
+            self._exchange = RingMessages(control, self.peers, single_copy)
 
     def refuse_broken(self, where: object) -> None:
         self._control.refuse_broken(where)
@@ -300,33 +302,19 @@ class ShmBackend(OneSided):
     # -- point to point -----------------------------------------------------------------
 
     def send(self, src: Buffer, dst: int, tag: int, timeout: float) -> None:
-        if self._control.words[BROKEN]:
-            raise self._control.failure(f"send(tag={tag})")
-        if self.exchange is not None:
-            exchange_bytes(self.exchange, self._control, src, dst, None, NOBODY, tag, timeout)
-        else:
-            self._messages.send(src, dst, tag, timeout)
+        self._exchange(src, dst, None, NOBODY, tag, timeout)
 
     def recv(self, dst: Buffer, src: int, tag: int, timeout: float) -> int:
-        if self._control.words[BROKEN]:
-            raise self._control.failure(f"recv(tag={tag})")
-        if self.exchange is not None:
-            return exchange_bytes(
-                self.exchange, self._control, None, NOBODY, dst, src, tag, timeout
-            )
-        return self._messages.recv(dst, src, tag, timeout)
+        return self._exchange(None, NOBODY, dst, src, tag, timeout)
 
     def sendrecv(
         self, src: Buffer, to: int, dst: Buffer, source: int, tag: int, timeout: float
     ) -> None:
-        if self._control.words[BROKEN]:
-            raise self._control.failure(f"sendrecv(tag={tag})")
         if to == self.rank and source == self.rank:
+            self._control.refuse_broken(describe(to, source, tag))
             dst.array.view(np.uint8)[:] = src.array.view(np.uint8)
-        elif self.exchange is not None:
-            exchange_bytes(self.exchange, self._control, src, to, dst, source, tag, timeout)
         else:
-            self._messages.sendrecv(src, to, dst, source, tag, timeout)
+            self._exchange(src, to, dst, source, tag, timeout)
 
     # -- collectives ----------------------------------------------------------------------
 

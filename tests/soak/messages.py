@@ -21,7 +21,7 @@ from collective.backends.peers.hub import Hub
 from collective.backends.peers.link import Link, Message
 from collective.backends.peers.monitor import Monitor
 from collective.backends.shm import ShmBackend
-from collective.backends.shm.ring import MessageRing
+from collective.backends.shm.ring import Ring
 from collective.communicator import Communicator, objects
 from collective.contract.backend import COLLECTIVE_TAG
 from collective.contract.secret import Secret
@@ -265,13 +265,12 @@ def damaged_rings(comm: Communicator, seed: int, count: int) -> tuple[dict[str, 
         head = dice.choice((dice.getrandbits(63), *EDGES[:-1])) if dice.random() < 0.2 else None
         if comm.rank == 1:
             backend: Any = group.transport
-            ring = MessageRing(backend._control, 1, 0, backend.peers.fetch_from)
-            # With the native core a header is three words: length, tag, address.
-            header = header[: 3 if backend.exchange else None]
+            ring = Ring(backend._control, 1, 0)
             words = np.array(header, np.int64).view(np.uint8)
-            ring.write(np.concatenate([words, np.frombuffer(data, np.uint8)]))
+            # All of it is in the ring at once, and nothing has to wait.
+            assert not [*ring.write(np.concatenate([words, np.frombuffer(data, np.uint8)]))]
             if head is not None:
-                ring.words[0] = head
+                ring._counts[0] = head
         comm.barrier()
         if comm.rank == 0:
             found.hold(
@@ -284,12 +283,14 @@ def damaged_rings(comm: Communicator, seed: int, count: int) -> tuple[dict[str, 
 
 
 def _header(dice: random.Random) -> list[int]:
+    """Return length, tag and address."""
+
     def number(*usual: int) -> int:
         edges = (*EDGES[:-1], dice.getrandbits(63), -1, -(1 << 63))
         return dice.choice(usual) if dice.random() < 0.6 else dice.choice(edges)
 
     tags = (3, COLLECTIVE_TAG)
-    return [number(8, 1024), number(*tags), number(0, 4096), number(0, 1), number(0), number(0, 5)]
+    return [number(8, 1024), number(*tags), number(0, 4096)]
 
 
 #: What is given mutated messages: a name, and what gives as many as asked.
