@@ -311,6 +311,20 @@ def test_a_ring_that_holds_more_than_it_can_breaks_the_communicator(pair, after)
         receive.advance()
 
 
+@pytest.mark.parametrize("end", [0, 64], ids=["sender", "receiver"])
+def test_an_end_that_has_gone_through_half_a_word_breaks_the_communicator(pair, end):
+    pair.move_to(24)
+    pair.sender._counts[end] += 4 if end == 0 else -4
+    with pytest.raises(BackendError, match="4 bytes in a ring of"):
+        pair.receive(16).advance()
+
+
+def test_a_part_of_a_header_is_not_read(pair):
+    pair.sender._counts[0] = 16
+    assert not pair.receive(16).advance()
+    assert pair.sender.filled() == 16
+
+
 def test_a_receiver_that_has_read_more_than_was_sent_breaks_the_communicator(pair):
     pair.sender._counts[64] = 8
     with pytest.raises(BackendError, match="rank 1's messages to rank 0 are damaged: -8 bytes"):

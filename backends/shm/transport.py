@@ -93,9 +93,10 @@ class ShmBackend(OneSided):
         self._permission: Permission | None = None
         self._board = Board(control)
         self._compiled: Compiled | None = None
-        # What sends and receives, in C if all ranks have the core. It is known when they have met.
+        # The core's function for arrays, if all ranks have the core; and what sends and receives
+        # bytes, in C or in Python. _vote() sets both.
         self.exchange = None
-        self._exchange: Callable[[Buffer | None, int, Buffer | None, int, int, float], int]
+        self._transfer: Callable[[Buffer | None, int, Buffer | None, int, int, float], int]
         self._closed = False
 
     # -- life -----------------------------------------------------------------------------
@@ -149,7 +150,7 @@ class ShmBackend(OneSided):
         try:
             control.join(deadline, timeout, last, watch)
             self.meeting = control.meeting
-            self._probe(timeout)
+            self._vote(timeout)
         except BaseException as error:
             # Before the others see this rank leave: they are to hear why, not to miss this rank.
             control.fail(Failure.caused_by(rank, error))
@@ -168,43 +169,55 @@ class ShmBackend(OneSided):
         """
         self._control.yield_s = seconds
 
-    def _probe(self, timeout: float) -> None:
-        """Find out, alike on all ranks, whether peers' memory can be read, and what is in C."""
+    def _vote(self, timeout: float) -> None:
+        """Agree on the ways that calls and messages take; all ranks come to the same."""
         control = self._control
         if self.size == 1:
-            self._exchange = RingMessages(control, self.peers, False)
+            self._transfer = RingMessages(control, self.peers, False)
             return
         probe = np.full(1, self.rank, np.int64)
-        control.words[control.location(self.rank, 0) + _SOURCE + 2] = address_of(probe)
-        works = self._wanted.single_copy
-        if works:
-            self._permission = Permission(control.pid(rank) for rank in range(self.size))
-        # All have given leave now, and nobody reads before.
-        control.sync(timeout)
-        for rank in range(self.size):
-            if works and rank != self.rank:
-                got = np.full(1, -1, np.int64)
-                address = control.words[control.location(rank, 0) + _SOURCE + 2]
-                works = self.peers.read(rank, address, got) and got[0] == rank
-        # The probe is alive until everybody has voted, which is after reading it.
+        reads = self._can_read(probe, timeout)
         protocol = native.PROTOCOL if native.chosen.extension is not None else 0
-        mine = bytes([bool(works), protocol, control.crowded, cached_bytes() >> 20])
-        votes = [tuple(vote) for vote in control.exchange(mine, timeout)]
+        vote = bytes([reads, protocol, control.crowded, cached_bytes() >> 20])
+        votes = [tuple(other) for other in control.exchange(vote, timeout)]
+        # All ranks have read the probe before they vote.
         del probe
-        for rank, vote in enumerate(votes):
-            if len(vote) != len(mine):
-                control.refuse(rank, f"{len(vote)} bytes of what it can do, not {len(mine)}")
-        reads, protocols, crowds, held = zip(*votes, strict=True)
-        self._single_copy = single_copy = all(reads)
+        for rank, other in enumerate(votes):
+            if len(other) != len(vote):
+                control.refuse(rank, f"{len(other)} bytes of what it can do, not {len(vote)}")
+        all_read, protocols, crowds, caches = zip(*votes, strict=True)
+        self._single_copy = single_copy = all(all_read)
         if not single_copy:
             self._withdraw()
         if set(protocols) == {native.PROTOCOL}:
-            crowded, cached = any(crowds), min(held) << 20
+            crowded, cached = any(crowds), min(caches) << 20
             self._compiled = Compiled(control, self._heap, crowded, single_copy, cached)
             self.exchange = make_exchange(control, self.peers, crowded, single_copy)
-            self._exchange = functools.partial(exchange_bytes, self.exchange, control)
+            self._transfer = functools.partial(exchange_bytes, self.exchange, control)
         else:
-            self._exchange = RingMessages(control, self.peers, single_copy)
+            self._transfer = RingMessages(control, self.peers, single_copy)
+
+    def _can_read(self, probe: Array, timeout: float) -> bool:
+        """Return whether this rank may read the others' memory, and can: the probes of all ranks.
+
+        Args:
+            probe: this rank's number, which the others read.
+        """
+        control = self._control
+        control.words[control.location(self.rank, 0) + _SOURCE + 2] = address_of(probe)
+        wanted = self._wanted.single_copy
+        if wanted:
+            self._permission = Permission(control.pid(rank) for rank in range(self.size))
+        # No rank reads before all have given their permission.
+        control.sync(timeout)
+        return wanted and all(
+            self._reads_probe_of(rank) for rank in range(self.size) if rank != self.rank
+        )
+
+    def _reads_probe_of(self, rank: int) -> bool:
+        address = self._control.words[self._control.location(rank, 0) + _SOURCE + 2]
+        number = np.full(1, -1, np.int64)
+        return self.peers.read(rank, address, number) and bool(number[0] == rank)
 
     def refuse_broken(self, where: object) -> None:
         self._control.refuse_broken(where)
@@ -302,10 +315,10 @@ class ShmBackend(OneSided):
     # -- point to point -----------------------------------------------------------------
 
     def send(self, src: Buffer, dst: int, tag: int, timeout: float) -> None:
-        self._exchange(src, dst, None, NOBODY, tag, timeout)
+        self._transfer(src, dst, None, NOBODY, tag, timeout)
 
     def recv(self, dst: Buffer, src: int, tag: int, timeout: float) -> int:
-        return self._exchange(None, NOBODY, dst, src, tag, timeout)
+        return self._transfer(None, NOBODY, dst, src, tag, timeout)
 
     def sendrecv(
         self, src: Buffer, to: int, dst: Buffer, source: int, tag: int, timeout: float
@@ -314,7 +327,7 @@ class ShmBackend(OneSided):
             self._control.refuse_broken(describe(to, source, tag))
             dst.array.view(np.uint8)[:] = src.array.view(np.uint8)
         else:
-            self._exchange(src, to, dst, source, tag, timeout)
+            self._transfer(src, to, dst, source, tag, timeout)
 
     # -- collectives ----------------------------------------------------------------------
 
