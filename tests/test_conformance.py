@@ -39,6 +39,12 @@ def test_shm(check: Check) -> None:
     check()
 
 
+_MESSAGES = (
+    "check_send_recv", "check_send_recv_layouts", "check_send_structures", "check_message_order",
+    "check_messages_among_collectives", "check_any_source",
+)  # fmt: skip
+
+
 class WithoutTheCore(ShmBackend):
     """``shm`` in Python, whatever has been built."""
 
@@ -58,7 +64,9 @@ class WithoutTheCore(ShmBackend):
     sizes=(3,),
     checks=[
         name for name in BY_PLACE if any(each in name for each in ("reduce", "bool", "kill", "mis"))
-    ],
+    ]
+    + [*_MESSAGES, "check_tags", "check_sendrecv", "check_given_up_message"]
+    + ["check_broken_by_a_late_receiver"],
 )
 def test_shm_without_the_core(check: Check) -> None:
     check()
@@ -79,8 +87,7 @@ class WithoutReading(ShmBackend):
     sizes=SIZES,
     checks=[
         *(name for name in BY_PLACE if "kill" not in name),
-        *(f"check_{n}" for n in ("send_recv", "send_recv_layouts", "send_structures")),
-        *(f"check_{n}" for n in ("message_order", "messages_among_collectives", "any_source")),
+        *_MESSAGES,
         "check_empty_mixed",
     ],
 )

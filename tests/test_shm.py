@@ -17,6 +17,8 @@ import numpy as np
 import pytest
 
 import collective
+from collective import native
+from collective.backends.shm import messages
 from collective.backends.shm.segment import Segment
 from collective.contract.world import World
 from collective.errors import (
@@ -30,7 +32,7 @@ from collective.errors import (
 )
 from collective.start.connecting import connect
 from collective.start.file_store import FileStore
-from collective.testing import RanksFailedError
+from collective.testing import RankDiedError, RanksFailedError, run_ranks
 from collective.testing.checks_shrink import await_files, gather
 from tests.on_ranks import on_ranks, ranks_of
 
@@ -107,6 +109,41 @@ def test_a_peer_that_died_before_a_group_was_made_is_noticed(three, tmp_path):
         three.run(killed_before_a_group, str(tmp_path))
     for rank in (0, 2):
         assert "has died" in caught.value.results[rank]
+
+
+def killed_with_a_message_under_way(comm, sends: bool, reading: bool, marks: str) -> tuple:
+    """Rank 1 is killed when a part of its message is in the ring, or before it receives."""
+    comm._backend._wanted = comm._backend._wanted._replace(single_copy=reading)
+    native.switch(False)
+    group, x = comm.dup(), np.ones(1 << 20)
+    gather(comm, marks)
+    if comm.rank == 1:
+
+        def die(*_) -> None:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        if sends:
+            messages.wait_for_message = die
+            group.send(x, 0)
+        die()
+    while group._backend._control.segment.alive(1):
+        time.sleep(0.01)
+    call = group.recv if sends else group.send
+    with pytest.raises(PeerLostError, match=r"rank 1 .*has died") as lost:
+        call(x, 1)
+    return lost.value.ranks
+
+
+@pytest.mark.parametrize("reading", [False, True])
+@pytest.mark.parametrize("sends", [False, True])
+def test_without_the_core_a_peer_that_dies_with_a_message_under_way_is_named(
+    sends, reading, tmp_path
+):
+    program = killed_with_a_message_under_way
+    with pytest.raises(RanksFailedError) as caught:
+        run_ranks(2, program, sends, reading, str(tmp_path), backend="shm")
+    assert isinstance(caught.value.errors[1], RankDiedError)
+    assert caught.value.results[0] == (1,)
 
 
 @on_ranks("two")
