@@ -23,9 +23,10 @@ from .segment import Segment
 
 __all__ = ["BROKEN", "Control", "fence"]
 
-# Where a fast peer may already write the next step's value there are two words, for even and odd
-# steps. collective/native/shared.h has the words that are written in C, too: those up to the
-# state, what was noted, and three counters behind, each alone in a line of the cache.
+# Words of a rank's line. A fast peer may be one step ahead, and write while this rank still reads
+# the words of the step before. So digest and location have two places, for even and odd steps.
+# collective/native/shared.h names the words that C writes, too: those up to the state, what was
+# noted, and three counters behind, each alone in a line of the cache.
 _STEP = 0
 _DIGEST = 1  # + parity
 _ASLEEP = 3
@@ -33,38 +34,40 @@ _LOCATION = 8  # + 8 * parity: of src: segment, offset, address; the same of dst
 _STATE, _PID, _NOTED, _EXCHANGED, _FAILED_AT, _FAILURE_LENGTH, _NOTICE, _NOTES = range(32, 40)
 #: The first word of all: not 0 when some rank has failed.
 BROKEN = 0
-# The next one: drawn by rank 0, for those who meet here.
+# The next one: a number that rank 0 draws for the ranks that meet here.
 _TOKEN = 1
 # In a line of the cache by itself: how many ranks nap; see collective/native/sleeping.h.
 _SLEEPERS = 8
 
 _JOINED, _LEFT, _DROPPED = 1, 2, 3
-# What a rank has done that will not come again, by its state.
+# By its state, what a rank has done that no longer takes part.
 _GONE = {
     _LEFT: "has closed its communicator",
     _DROPPED: "has dropped its communicator without closing it",
 }
 
-# How a wait goes on: poll, then yield the processor, then sleep ever longer. Polling
-# suits a peer on another core; with more ranks than cores it would keep the peer from
-# running, so the processor is yielded almost at once.
+# A wait polls, then yields the processor, then sleeps ever longer. Polling suits a peer on another
+# core. With more ranks than cores it would keep the peer from running, so the wait yields the
+# processor almost at once.
 _POLLS = 200
 _POLLS_CROWDED = 20
 _YIELD_S = 0.002
-# A nap is a twentieth of the wait so far: that is what waking late costs at most. Who announces
-# wakes those that nap; without the native core, or if it sees too late that they do, they sleep on.
+# A nap is a twentieth of the wait so far: that is what waking late costs at most. A rank that
+# announces something wakes the ranks that nap. They sleep on without the native core, or if the
+# rank sees too late that they nap.
 _NAP_SHARE, _NAP_LAST_S = 0.05, 5e-3
-# Between two looks at the peers' locks, of a system call a peer each.
+# Time between two looks at the peers' locks, which take a system call for each peer.
 _CHECK_PEERS_S = 0.05
-# How long a process that ends may hold its lock when its memory is gone, and how often to look.
+# A process that ends loses its memory before its lock: for how long to wait for the lock, and how
+# often to look at it.
 _ENDING_S, _ENDING_LOOK_S = 1.0, 0.005
-# How long a wait lasts until it is looked at whether it is in vain, and looked at again.
+# Time that a wait lasts before its first look for a deadlock, and before each further look.
 _STALL_S = 1.0
 # A note is a path, a vote, a text or a call's header. A longer one is damaged.
 _LONGEST_NOTE = 1 << 30
 
-# x86 keeps the order of stores and of loads. Elsewhere (AArch64, POWER) a flag could
-# overtake the data it announces; a free lock is the cheapest fence that Python has.
+# x86 keeps stores in order, and loads in order. Elsewhere (AArch64, POWER) a flag could overtake
+# the data that it announces. A free lock is the cheapest fence that Python has.
 _ORDERED = platform.machine().lower() in ("x86_64", "amd64", "i686", "i386")
 _fence_lock = threading.Lock()
 
@@ -102,8 +105,8 @@ class Control:
         self.timeout = 0.0
         self._noted: dict[Request, int] = {}
         self._pids = [0] * size
-        # Its end is not its process's. The segment's descriptor, and with it the lock, stays until
-        # it is said.
+        # Dropping the communicator does not mean that the process died. The descriptor of the
+        # segment, and with it the lock, stays until the peers can read that it was dropped.
         drop = weakref.finalize(self, _drop, segment, self._line + _STATE, os.getpid())
         drop.atexit = False
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
