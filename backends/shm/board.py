@@ -1,4 +1,4 @@
-"""What the ranks of one segment let each other know while they wait."""
+"""Notices of the ranks of one segment, about the call in which each rank waits."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ["Board"]
 
 
 class Board:
-    """One notice a rank, in the segment of all ranks, that each may read at any time.
+    """Notices in the segment of all ranks, one of each rank, which every rank may read at any time.
 
-    It keeps the memory and nothing else of the control segment: whose owner may close or drop
-    it while groups that were made of it go on.
+    A board keeps the memory of the control segment and nothing else. The owner of the segment may
+    close or drop it while groups that were made of it go on.
     """
 
     def __init__(self, control: Control) -> None:
@@ -28,12 +28,13 @@ class Board:
         self._version = 0
 
     def post(self, notice: Any) -> None:
-        """Replace this rank's notice; one that is too long is not made, and the last one stays."""
+        """Replace this rank's notice; keep the last one if this one is too long."""
         raw = json.dumps(notice).encode()
         if len(raw) >= NOTICE_BYTES:
             return
         at = self._notices[self._rank]
-        # Odd while it is written.
+        # The version is odd while the notice is written: a peer that reads meanwhile sees an odd
+        # version, or another one after than before.
         self._words[self._versions[self._rank]] = self._version + 1
         fence()
         self._map[at : at + len(raw) + 1] = raw + b"\0"

@@ -30,19 +30,20 @@ if TYPE_CHECKING:
 
 __all__ = ["Compiled", "exchange_bytes", "make_exchange"]
 
-# How often C looks at a word before it yields the processor, at 10 to 40 ns: some microseconds of a
-# core of one's own, and a moment of one that the peer needs.
+# Looks of C at a word, of 10 to 40 ns each, before it yields the processor. They take some
+# microseconds if the rank has a core of its own, and a moment if the peer needs the core.
 _LOOKS, _LOOKS_CROWDED = 200, 4
-# How often C looks at a ring before it yields the processor: a microsecond or two, which a message
-# takes to a peer that runs. Where both share a core each message costs as much, and that can be
-# where there are others, too. 4 B, both on one core: 15 µs with 1000 looks, 3 with 100.
+# Looks of C at a ring before it yields the processor: a microsecond or two, which a message takes
+# to a peer that runs. If both ranks share a core, the looks add to the time of each message, and
+# ranks may share a core also where there are others. 4 B, both on one core: 15 µs with 1000 looks,
+# 3 with 100.
 _RING_LOOKS = 100
-# Longer calls on ordinary memory are not staged where the kernel reads a peer's, if ranks wait for
-# a core, or if each has a part of its own to copy meanwhile: the kernel copies once instead of
-# twice, and its copies are slower (docs/decisions.md).
+# Longer calls on ordinary memory are not staged where the kernel reads a peer's memory, if ranks
+# wait for a core, or if each rank has a part of its own to copy meanwhile. The kernel copies once
+# and not twice, and its copies are slower (docs/decisions.md).
 _MOVED_BYTES, _FOLDED_BYTES = 4 << 20, 8 << 20
-# From so many bytes on, on the rank that has most, a call is a long one: below that a copy through
-# an area costs less than a second wait (benchmarks/native.py).
+# Bytes, on the rank that has most, from which on a call is a long one. Below that a copy through an
+# area costs less than a second wait (benchmarks/native.py).
 _LEAST_LONG = 24 << 10
 # As in collective/native/shared.h.
 _OPERATIONS = {
@@ -112,7 +113,7 @@ class Compiled:
         if scale is not None:
             return partial(_scaled, scale, plan)
         if dtype is not None and operation == "scan" and self._rank == 0:
-            # What a fold does to several values, one has to have done to it, too.
+            # A fold of several values does this to its result. Rank 0 has one value and no fold.
             finish = arithmetic.post(request.op, dtype, 1)
             return plan if finish is None else partial(_finished, finish, plan)
         return plan
@@ -159,7 +160,7 @@ def _apart(plan: Plan, src: Buffer | None, dst: Buffer | None, seconds: float) -
 
 
 class _ControlCallbacks:
-    """What C asks Python to do: it has waited in vain for a moment, or a call has failed."""
+    """Methods that C calls when it has waited in vain for a moment, or when a call has failed."""
 
     def __init__(self, control: Control) -> None:
         self._control = control
@@ -249,7 +250,7 @@ def exchange_bytes(
 
 
 class _MessageCallbacks:
-    """What a message in C asks for when it does not go on by itself."""
+    """Methods that a message in C calls when it cannot go on by itself."""
 
     def __init__(self, control: Control, peers: PeerMemory) -> None:
         self._control = control
@@ -264,7 +265,8 @@ class _MessageCallbacks:
     def fetch(self, rank: int, address: int, out: Any, tag: int) -> None:
         """Copy the rest of a message from the sender's memory."""
         self._peers.fetch(rank, address, np.frombuffer(out, np.uint8))
-        # It waits until it gives up, which is known here before it goes on.
+        # The sender leaves its memory alone until it gives up. Before it changes anything then, it
+        # breaks the communicator.
         self._control.refuse_broken(f"recv(tag={tag})")
 
     def refuse(self, rank: int, what: str) -> None:

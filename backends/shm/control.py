@@ -178,7 +178,7 @@ class Control:
 
     @property
     def meeting(self) -> str:
-        """What those have in common who joined here; see :attr:`Backend.meeting`."""
+        """Number that the ranks which joined here have in common; see :attr:`Backend.meeting`."""
         return f"{self.words[_TOKEN]:016x}"
 
     def leave(self) -> None:
@@ -195,7 +195,7 @@ class Control:
 
     @property
     def step(self) -> int:
-        """How many steps this rank has made; equal on ranks between operations."""
+        """Number of steps that this rank has made; equal on ranks between operations."""
         return int(self.words[self._line])
 
     def arrive(self, request: Request, timeout: float) -> None:
@@ -491,8 +491,8 @@ class Control:
             self.segment.map[at : at + len(raw)] = raw
             words[line + _FAILURE_LENGTH] = len(raw)
             fence()
-            # After text and length, which failure() reads as soon as this is not 0. The clock is
-            # one for all processes of the host, so that the earliest cause can be told.
+            # After text and length, which failure() reads as soon as this is not 0. All processes
+            # of the host have one clock, so that failure() finds the earliest cause.
             words[line + _FAILED_AT] = time.monotonic_ns()
         fence()
         # Last: whoever sees it looks for a cause, and there has to be one.

@@ -9,21 +9,21 @@ __all__ = [
 
 #: A rank's line of words: 512 bytes, to stay out of its neighbours' prefetches.
 LINE = 64
-#: Messages up to here are copied through a slot: below it two copies in cache cost less
-#: than a second wait.
+#: Bytes of a slot. Arrays up to here are copied through slots: two copies in cache cost less than a
+#: second wait.
 SLOT_BYTES = 256 << 10
-#: What a rank tells the others in a step of an exchange.
+#: Bytes that a rank writes for the others in a step of an exchange.
 NOTE_BYTES = 64 << 10
-#: Why a rank has broken the communicator.
+#: Bytes of the report in which a rank says why it has broken the communicator.
 FAILURE_BYTES = 32 << 10
-#: How many calls of a rank are described for the others, which C knows as NOTES_KEPT; in how many
-#: bytes.
+#: Number of a rank's calls that are described for the others (NOTES_KEPT in C), and bytes of a
+#: description.
 CALLS, CALL_BYTES = 64, 256
-#: What a rank lets the others know while it waits; see :mod:`.board`.
+#: Bytes of a rank's notice about the call in which it waits; see :mod:`.board`.
 NOTICE_BYTES = 4 << 10
-# What ranks copy through is as long as one core's own caches several times over, where that isn't
-# too much in all: what is written again should have been driven out of them by then. Only what has
-# been written once takes memory.
+# Areas and rings are several times as long as one core's own caches, where that is not too much in
+# all. Other writes have then driven a line out of these caches before it is written again. Only
+# pages that have been written once take memory.
 _AREA_BYTES, _LEAST_AREA_BYTES, _AREAS_BYTES = 1 << 20, 256 << 10, 32 << 20
 _RING_BYTES, _RINGS_BYTES = 2 << 20, 32 << 20
 

@@ -29,7 +29,7 @@ def address_of(array: Array) -> int:
 
 
 class _Part:
-    """One segment, known by its whole mapping without keeping it alive.
+    """Symmetric segment, known by its whole mapping without keeping it alive.
 
     Attributes:
         own: where this rank's part is, and ``own_bytes`` of what length.
@@ -63,7 +63,7 @@ class _Adopted(_Part):
 
 
 class Heap:
-    """This rank's symmetric segments. One is unmapped when its last array is dropped."""
+    """This rank's symmetric segments. A segment is unmapped when its last array is dropped."""
 
     def __init__(self, control: Control) -> None:
         self._control = control
@@ -99,7 +99,7 @@ class Heap:
         failures = [note[1:]] if note.startswith(b"!") else control.exchange(failed, timeout)
         if segment is not None:
             segment.unlink()
-            # The mapping is all that is needed of it: who lives is asked of the control segment.
+            # Only the mapping is needed. The control segment shows which ranks live.
             segment.close_descriptor()
         for rank, text in enumerate(failures):
             if text:
@@ -183,8 +183,8 @@ class Heap:
         if base is None or not self._by_root:
             return 0, 0, address
         part = self._by_root.get(id(base))
-        # A view's base is the segment's root, or an array over the memory of another
-        # framework, which does not lead to the root: such memory is known by its address.
+        # The base of a view is the segment's root, or an array over the memory of another
+        # framework. The latter does not lead to the root, so its address is compared.
         if part is None and getattr(base, "base", base) is not None:
             for candidate in list(self._by_root.values()):
                 if candidate.start <= address < candidate.stop:

@@ -25,7 +25,7 @@ from .ring import Array, Header, Ring, refuse
 
 __all__ = ["RingMessages", "describe", "wait_for_message"]
 
-#: What is still to be done of an exchange, added up; as in ``messages.h``.
+#: Parts of an exchange that are not over, to be added up; as in ``messages.h``.
 SENDING, RECEIVING = 1, 2
 # No message is as long: the header that says so is damaged.
 _NO_LENGTH = 1 << 47
@@ -34,8 +34,8 @@ _NO_LENGTH = 1 << 47
 class RingMessages:
     """The messages of one rank: a function that sends, receives, or does both.
 
-    A message under way is an iterator, which does what can be done at once and yields where it has
-    to wait for the peer.
+    A message under way is an iterator. Each of its steps does what can be done at once, and yields
+    where the message has to wait for the peer.
 
     Args:
         control, peers: of the rank.
@@ -102,7 +102,8 @@ class RingMessages:
         inboxes = self._incoming.values() if source == ANY_SOURCE else (self._incoming[source],)
         while True:
             for inbox in inboxes:
-                # While another thread receives from this rank, a message of another may be there.
+                # Another thread may be in the middle of a message from this rank, and for long.
+                # Meanwhile another rank may have sent.
                 if not inbox.ring.lock.acquire(blocking=False):
                     continue
                 message = inbox.receive(tag, out)
@@ -131,13 +132,13 @@ class _Inbox:
         """Find the next message with a tag.
 
         Returns:
-            What takes the message to ``out``: until it is over the lock must be held. None if there
-            is no such message yet.
+            Steps that take the message to ``out``; the caller holds the lock until they are over.
+            None if there is no such message yet.
 
         Raises:
             BackendError: what is in the ring is no message, or the message has another length.
         """
-        # What follows a header are the message's bytes: no header can be read before their end.
+        # Behind a header are the message's bytes. The next header can be read at their end.
         while _is_over(self._keeping):
             if kept := self._kept.get(tag):
                 content = kept.popleft()

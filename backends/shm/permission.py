@@ -50,7 +50,7 @@ class Permission:
                 _allow(ancestor)
 
     def withdraw(self) -> None:
-        """Take the permission back; what other permissions need is left."""
+        """Take the permission back, and leave in force what other permissions need."""
         with _lock:
             if self in _granted:
                 _granted.discard(self)

@@ -25,7 +25,7 @@ _HEADER_BYTES = 24
 
 
 class Header(NamedTuple):
-    """What a message begins with, a word each.
+    """Beginning of a message, a word for each attribute.
 
     Attributes:
         nbytes: length of the message, without header and padding.
@@ -39,11 +39,12 @@ class Header(NamedTuple):
 
 
 class Ring:
-    """One direction between two ranks, seen from either end.
+    """Ring from one rank to another, seen from either end.
 
-    An end changes its count after it has written, or read, the bytes that the count then covers:
-    from that moment on the other end reads them, or writes over them. Bytes go through the ring in
-    parts of a quarter of it, so that one end copies a part while the other copies the one before.
+    An end changes its count after it has written, or read, the bytes that the count then covers.
+    From that moment on the other end reads these bytes, or writes over them. Bytes go through the
+    ring in parts of a quarter of it, so that one end copies a part while the other copies the one
+    before.
 
     Headers and messages begin at whole words. So both counts are multiples of 8, and the end of the
     ring cuts no word of a header.

@@ -113,15 +113,15 @@ class Segment:
         self._descriptor = -1
         self._close()
 
-    # A process shows that it lives by a lock on a byte of the segment: the kernel drops
-    # it when the process dies, however it dies, before anybody has reaped it, and forked
-    # children do not inherit it. The byte need not exist.
+    # A process shows that it lives by a lock on a byte of the segment. The kernel drops the lock
+    # when the process dies, however it dies, before its parent has reaped it. Forked children do
+    # not inherit the lock. The byte need not exist.
 
     def lock_alive(self, rank: int) -> None:
         """Hold byte ``rank`` for as long as this process lives and keeps the descriptor."""
-        # It is the process's, and goes with any descriptor of the segment that it closes, not with
-        # this one alone (fcntl_locking(2)): a process that holds a lock opens its segment no second
-        # time.
+        # The lock is the process's, and goes with any descriptor of the segment that the process
+        # closes, not with this one alone (fcntl_locking(2)). So a process that holds a lock does
+        # not open its segment a second time.
         fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
 
     def alive(self, rank: int) -> bool:

@@ -157,15 +157,15 @@ class ShmBackend(OneSided):
             self.close()
             raise
         finally:
-            # All have opened it by now, or nobody will: no file of it is left behind.
+            # All ranks have opened the segment by now, or none will. No file stays behind.
             segment.unlink()
         return self
 
     def sleep_after(self, seconds: float) -> None:
         """Let waits sleep when they have lasted for ``seconds``.
 
-        Earlier than by default where peers will be busy elsewhere, with a network, say: a core
-        that is only yielded is still taken from them, a few microseconds at a time.
+        Where peers will be busy elsewhere, with a network, say, waits should sleep earlier than by
+        default: a wait that yields its core still takes it from them for microseconds at a time.
         """
         self._control.yield_s = seconds
 
@@ -353,8 +353,8 @@ class ShmBackend(OneSided):
         self._in_slots = largest <= SLOT_BYTES
         if self._in_slots:
             if src is not None:
-                # Nobody reads it any more: to this rank's last step all have come, and with that
-                # out of the call before, the last one that can have used the slots of this parity.
+                # No peer reads the slot any more. All ranks have made this rank's last step, so
+                # all have left the call before: the last that can have used slots of this parity.
                 self._slots_of(src.dtype)[parity][self.rank][: src.size] = src
             control.arrive(request, timeout)
             return True
