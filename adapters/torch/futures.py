@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 import collective
 from collective.contract.work import Lane, Work
+from collective.deadline import Deadline
 from collective.request import call_site, in_thread
 
 from .untraced import untraced
@@ -261,7 +262,7 @@ class Queue:
     def close(self) -> None:
         """Wait for what is running, and see the thread off."""
         if not getattr(self._inside, "thread", False):
-            self._lane.close(self._timeout)
+            self._lane.close(Deadline(self._timeout))
 
 
 def called_by_torch() -> bool:

@@ -237,9 +237,9 @@ def _initialize(module: Any) -> None:
 
 def _nobody_comes(patience_s: float) -> None:
     sys.stderr.write(
-        f"collective: RendezvousError: mpi: MPI_Init has waited {patience_s:g} s for the other ranks; "
-        "not all processes that mpiexec started have called collective.init(). MPI cannot be "
-        "called back from it: the process ends here, with exit code 1.\n"
+        f"collective: RendezvousError: mpi: MPI_Init has waited {patience_s:g} s for the other "
+        "ranks; not all processes that mpiexec started have called collective.init(). MPI cannot "
+        "be called back from it: the process ends here, with exit code 1.\n"
     )
     sys.stderr.flush()
     os._exit(1)

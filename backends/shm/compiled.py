@@ -16,6 +16,7 @@ import numpy as np
 
 from collective import native
 from collective.algorithms import arithmetic
+from collective.deadline import Deadline
 from collective.memory.buffer import Buffer
 
 from .control import Control
@@ -132,28 +133,28 @@ class Compiled:
 
 
 def _scaled(
-    scale: Callable[..., Any], plan: Plan, src: Buffer, dst: Buffer | None, seconds: float
+    scale: Callable[..., Any], plan: Plan, src: Buffer, dst: Buffer | None, deadline: Deadline
 ) -> None:
     """Make a reduction whose inputs are multiplied before they are folded."""
     scaled = Buffer(np.empty_like(src.array), src.dtype)
     with np.errstate(all="ignore"):
         scale(src.array, scaled.array)
-    plan(scaled, dst, seconds)
+    plan(scaled, dst, deadline)
 
 
 def _finished(
-    finish: Callable[..., Any], plan: Plan, src: Buffer, dst: Buffer, seconds: float
+    finish: Callable[..., Any], plan: Plan, src: Buffer, dst: Buffer, deadline: Deadline
 ) -> None:
     """Make a reduction of one value."""
-    plan(src, dst, seconds)
+    plan(src, dst, deadline)
     finish(dst.array, dst.array)
 
 
-def _apart(plan: Plan, src: Buffer | None, dst: Buffer | None, seconds: float) -> None:
+def _apart(plan: Plan, src: Buffer | None, dst: Buffer | None, deadline: Deadline) -> None:
     """Make a call on copies of arrays that C does not take, such as arrays that overlap."""
     source = None if src is None else Buffer(np.array(src.array, order="C"), src.dtype)
     result = None if dst is None else Buffer(np.empty(dst.array.size, dst.array.dtype), dst.dtype)
-    plan(source, result, seconds)
+    plan(source, result, deadline)
     # The root of a broadcast passes its input as its output, and that array may be read-only.
     if dst is not None and result is not None and dst.array.flags.writeable:
         dst.array[...] = result.array
@@ -166,11 +167,18 @@ class _ControlCallbacks:
         self._control = control
 
     def wait(
-        self, request: Request, seconds: float, rank: int, offset: int, value: int, most: int
+        self,
+        request: Request,
+        time_limit: float | Deadline,
+        rank: int,
+        offset: int,
+        value: int,
+        most: int,
     ) -> None:
         """Return when a counter that a rank writes has come to ``value``.
 
         Args:
+            time_limit: the call's deadline, or the seconds that it may take from now on.
             offset: the counter's, in bytes of the control segment.
             most: the highest value that the protocol allows by now.
         """
@@ -178,18 +186,18 @@ class _ControlCallbacks:
         words, at, line = control.words, offset // 8, (1 + rank) * LINE
         # All have to arrive. Of a block, others may have no need any more.
         ranks = range(control.size) if at == line else (rank,)
-        control.request, control.timeout = request, seconds
+        control.request = request
         control.wait(
             lambda: control.reached(at, value, most),
             lambda: [r for r in ranks if words[(1 + r) * LINE + at - line] < value],
             request,
-            seconds,
+            Deadline.of(time_limit),
         )
 
-    def differ(self, request: Request, seconds: float) -> None:
+    def differ(self, request: Request, time_limit: float | Deadline) -> None:
         """Raise that the ranks' calls differ."""
         self._control.request = request
-        raise self._control.disagreement(request, seconds)
+        raise self._control.disagreement(request, Deadline.of(time_limit))
 
     def fail(self, request: Request) -> None:
         """Raise why the communicator is broken."""
@@ -229,7 +237,7 @@ def make_exchange(
 
 def exchange_bytes(
     exchange: native.Exchange, control: Control, src: Buffer | None, to: int, dst: Buffer | None,
-    source: int, tag: int, timeout: float,
+    source: int, tag: int, deadline: Deadline,
 ) -> int:  # fmt: skip
     """Send, receive, or both, of lengths that the receivers know; return who sent.
 
@@ -237,12 +245,12 @@ def exchange_bytes(
         CollectiveError: some rank has failed.
     """
     x, out = (None if each is None else each.array for each in (src, dst))
-    done = exchange(x, to, out, source, tag, timeout, False)
+    done = exchange(x, to, out, source, tag, deadline, False)
     if done is NotImplemented:
         control.refuse_broken(describe(to, source, tag))
         # Of a class that C does not know, such as np.memmap.
         x, out = (None if each is None else each.view(np.uint8, np.ndarray) for each in (x, out))
-        done = exchange(x, to, out, source, tag, timeout, False)
+        done = exchange(x, to, out, source, tag, deadline, False)
         if done is NotImplemented:
             control.refuse_broken(describe(to, source, tag))
             raise TypeError(f"{type(src)}, {type(dst)}: not in memory that C can see")
@@ -257,10 +265,15 @@ class _MessageCallbacks:
         self._peers = peers
 
     def wait(
-        self, advance: Callable[[], int], to: int, source: int, tag: int, timeout: float
+        self,
+        advance: Callable[[], int],
+        to: int,
+        source: int,
+        tag: int,
+        time_limit: float | Deadline,
     ) -> None:
         """Wait for the rest of a message."""
-        wait_for_message(self._control, advance, to, source, tag, timeout)
+        wait_for_message(self._control, advance, to, source, tag, Deadline.of(time_limit))
 
     def fetch(self, rank: int, address: int, out: Any, tag: int) -> None:
         """Copy the rest of a message from the sender's memory."""

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 from collective import native
 from collective.contract.failure import Failure
 from collective.contract.stalls import look
+from collective.deadline import Deadline
 from collective.errors import BackendError, RendezvousError, UnsupportedError
 from collective.request import Disagreement, Request
 
@@ -84,7 +85,6 @@ class Control:
 
     Attributes:
         request: the call that began last.
-        timeout: seconds for which it may wait.
         crowded: whether there are more ranks than cores.
         words: the segment as 64-bit words.
         polls: how often a wait looks before it yields the processor.
@@ -102,7 +102,6 @@ class Control:
         self._peers = [(1 + r) * LINE for r in range(size) if r != rank]
         self._asleep = [8 * (line + _ASLEEP) for line in self._peers]
         self.request: Request | str = "connect"
-        self.timeout = 0.0
         self._noted: dict[Request, int] = {}
         self._pids = [0] * size
         # Dropping the communicator does not mean that the process died. The descriptor of the
@@ -118,16 +117,14 @@ class Control:
 
     def join(
         self,
-        deadline: float,
-        timeout: float,
+        deadline: Deadline,
         last: Callable[[], None] | None = None,
         watch: Callable[[Sequence[int]], None] | None = None,
     ) -> None:
         """Announce this process and wait for the others.
 
         Args:
-            deadline: on ``time.monotonic()``.
-            timeout: how long all of it may take, for the error.
+            deadline: for all of it.
             last: if given, this rank announces itself after all others, and calls this
                 in between: nobody has gone on by then, and everybody is here.
             watch: called now and then with the ranks that are missing; it may raise.
@@ -143,10 +140,10 @@ class Control:
         self.words[self._line + _PID] = os.getpid()
         if last is not None:
             others = [r for r in range(self.size) if r != self.rank]
-            self._wait_joined(others, deadline, timeout, watch)
+            self._wait_joined(others, deadline, watch)
             last()
         self.words[self._line + _STATE] = _JOINED
-        self._wait_joined(range(self.size), deadline, timeout, watch)
+        self._wait_joined(range(self.size), deadline, watch)
         # Read once: what a peer writes there later must not have another process's memory read.
         self._pids = pids = [int(self.words[(1 + r) * LINE + _PID]) for r in range(self.size)]
         if len(set(pids)) < self.size:
@@ -160,18 +157,17 @@ class Control:
     def _wait_joined(
         self,
         ranks: Sequence[int],
-        deadline: float,
-        timeout: float,
+        deadline: Deadline,
         watch: Callable[[Sequence[int]], None] | None,
     ) -> None:
         pause = 0.0005
         while missing := [r for r in ranks if not self.words[(1 + r) * LINE + _STATE]]:
             if watch is not None:
                 watch(missing)
-            if time.monotonic() >= deadline:
+            if deadline.expired:
                 raise RendezvousError(
-                    f"shm: after {timeout:g} s ranks {missing} of {self.size} have not arrived "
-                    f"[rank {self.rank}]. Were all of them started, on this host?"
+                    f"shm: after {deadline.seconds:g} s ranks {missing} of {self.size} have not "
+                    f"arrived [rank {self.rank}]. Were all of them started, on this host?"
                 )
             time.sleep(pause)
             pause = min(pause * 1.5, 0.02)
@@ -198,7 +194,7 @@ class Control:
         """Number of steps that this rank has made; equal on ranks between operations."""
         return int(self.words[self._line])
 
-    def arrive(self, request: Request, timeout: float) -> None:
+    def arrive(self, request: Request, deadline: Deadline) -> None:
         """Make the first step of ``request``: wait for all ranks and compare what they do.
 
         The caller has looked at :data:`BROKEN` before it wrote anything that a peer may read:
@@ -208,7 +204,7 @@ class Control:
             Disagreement: on every rank, if two digests differ.
         """
         words, line = self.words, self._line
-        self.request, self.timeout = request, timeout
+        self.request = request
         words[line + _NOTED] = self.note(request)
         step = words[line] + 1
         slot = _DIGEST + (step & 1)
@@ -216,14 +212,14 @@ class Control:
         # The digest first: whoever sees the step reads it. In the word of the step's parity, since
         # a peer may still be comparing that of the step before; nobody is two steps behind.
         words[line + slot] = digest
-        self._step(step, timeout)
+        self._step(step, deadline)
         for peer in self._peers:
             if words[peer + slot] != digest:
-                raise self.disagreement(request, timeout)
+                raise self.disagreement(request, deadline)
 
-    def disagreement(self, request: Request, timeout: float) -> Disagreement:
+    def disagreement(self, request: Request, deadline: Deadline) -> Disagreement:
         """Return what to raise when digests differ; every rank calls it."""
-        headers = self.exchange(request.header(), timeout)
+        headers = self.exchange(request.header(), deadline)
         for rank, header in enumerate(headers):
             try:
                 json.loads(header)
@@ -231,7 +227,7 @@ class Control:
                 self.refuse(rank, "the description of its call is no JSON")
         return Disagreement(headers)
 
-    def sync(self, timeout: float) -> None:
+    def sync(self, deadline: Deadline) -> None:
         """Make a further step of the same operation.
 
         Without this rank's step no other can have come to the end of the operation: one that
@@ -241,9 +237,9 @@ class Control:
         words = self.words
         if words[BROKEN]:
             raise self.failure(self.request)
-        self._step(words[self._line] + 1, timeout)
+        self._step(words[self._line] + 1, deadline)
 
-    def _step(self, step: int, timeout: float) -> None:
+    def _step(self, step: int, deadline: Deadline) -> None:
         """Let the others see that this rank has come to ``step``, and wait for them."""
         words = self.words
         if not _ORDERED:
@@ -255,11 +251,11 @@ class Control:
             self._wake()
         for peer in self._peers:
             if not step <= words[peer] <= step + 1:
-                self._wait_for(peer, step, timeout)
+                self._wait_for(peer, step, deadline)
         if not _ORDERED:
             fence()
 
-    def exchange(self, note: bytes, timeout: float) -> list[bytes]:
+    def exchange(self, note: bytes, deadline: Deadline) -> list[bytes]:
         """Return every rank's ``note``; any length, in steps of some pages."""
         words, where = self.words, self.layout.notes
         words[self._line + _EXCHANGED] = len(note)
@@ -269,7 +265,7 @@ class Control:
         while start < longest:
             piece = note[start : start + NOTE_BYTES]
             self.segment.map[where[self.rank] : where[self.rank] + len(piece)] = piece
-            self.sync(timeout)
+            self.sync(deadline)
             # All ranks have written their lengths by the end of the first round. Every rank reads
             # them there, once, so that all make the same number of rounds.
             lengths = lengths or [self._length_of_note(r) for r in range(self.size)]
@@ -278,7 +274,7 @@ class Control:
                 count = min(max(length - start, 0), NOTE_BYTES)
                 parts[rank].append(bytes(self.segment.map[where[rank] : where[rank] + count]))
             # Nobody writes the next piece, or the next call's note, before all have read this one.
-            self.sync(timeout)
+            self.sync(deadline)
             start += NOTE_BYTES
         return [b"".join(pieces) for pieces in parts]
 
@@ -302,7 +298,7 @@ class Control:
 
     # -- waiting --------------------------------------------------------------------------
 
-    def _wait_for(self, peer: int, step: int, timeout: float) -> None:
+    def _wait_for(self, peer: int, step: int, deadline: Deadline) -> None:
         words = self.words
         for _ in range(self.polls):
             if step <= words[peer] <= step + 1:
@@ -311,7 +307,7 @@ class Control:
             lambda: self.reached(peer, step, step + 1),
             lambda: [r for r in range(self.size) if words[(1 + r) * LINE] < step],
             self.request,
-            timeout,
+            deadline,
         )
 
     def reached(self, at: int, value: int, most: int) -> bool:
@@ -334,7 +330,7 @@ class Control:
         ready: Callable[[], bool],
         awaited: Callable[[], Sequence[int]],
         what: object,
-        timeout: float,
+        deadline: Deadline,
         all_needed: bool = True,
     ) -> None:
         """Wait until ``ready()``, without keeping a core busy for longer than a moment.
@@ -361,14 +357,14 @@ class Control:
                 raise self.failure(what)
             if now >= check_at:
                 check_at = now + _CHECK_PEERS_S
-                self._check_peers(ready, awaited, what, all_needed, timeout)
+                self._check_peers(ready, awaited, what, all_needed, deadline)
             if now >= look_at:
                 look_at = now + _STALL_S
-                look(timeout)
-            if now - start >= timeout:
-                self._late(awaited(), what, timeout)
+                look(deadline)
+            if deadline.expired:
+                self._late(awaited(), what, deadline)
             nap = min((now - start) * _NAP_SHARE, _NAP_LAST_S)
-            self._nap(min(nap, max(0.0, start + timeout - now)), ready)
+            self._nap(deadline.at_most(nap), ready)
 
     def _nap(self, seconds: float, ready: Callable[[], bool]) -> None:
         if self._core is None:
@@ -384,15 +380,15 @@ class Control:
     def watch(self, ranks: Sequence[int], what: str) -> None:
         """Raise if the communicator is broken, or one of ``ranks`` is gone."""
         self.refuse_broken(what)
-        self._check_peers(lambda: False, lambda: ranks, what, True, 0.0)
+        self._check_peers(lambda: False, lambda: ranks, what, True, Deadline(0.0))
 
     def explain(self, ranks: Sequence[int], what: str) -> None:
         """Raise why one of ``ranks`` is gone, if that turns out in a moment.
 
         A process that ends loses its memory and its files before its lock.
         """
-        end = time.monotonic() + _ENDING_S
-        while time.monotonic() < end:
+        deadline = Deadline(_ENDING_S)
+        while not deadline.expired:
             self.watch(ranks, what)
             time.sleep(_ENDING_LOOK_S)
 
@@ -411,7 +407,7 @@ class Control:
         awaited: Callable[[], Sequence[int]],
         what: object,
         all_needed: bool,
-        timeout: float,
+        deadline: Deadline,
     ) -> None:
         gone = {}
         ranks: Sequence[int] = awaited()
@@ -432,7 +428,7 @@ class Control:
         if not gone:
             return
         # It may have left after an error that it had in common with this rank.
-        look(timeout)
+        look(deadline)
         self.refuse_broken(what)
         text = "; ".join(
             f"rank {rank} {fate} (its last call: {self.last_call(rank)})"
@@ -441,10 +437,10 @@ class Control:
         lost = tuple(gone)
         raise self.broken_by(Failure("lost", self.rank, text, lost), what)
 
-    def _late(self, awaited: Sequence[int], what: object, timeout: float) -> None:
+    def _late(self, awaited: Sequence[int], what: object, deadline: Deadline) -> None:
         known = "; ".join(f"rank {r} last did {self.last_call(r)}" for r in awaited)
         missing = f"rank {', '.join(map(str, awaited))}: {known}"
-        raise self.broken_by(Failure.timed_out(self.rank, timeout, missing, awaited), what)
+        raise self.broken_by(Failure.timed_out(self.rank, deadline.seconds, missing, awaited), what)
 
     # -- what happened ----------------------------------------------------------------------
 
@@ -525,9 +521,9 @@ class Control:
         if self.words[BROKEN]:
             raise self.failure(what)
 
-    def unanimous(self, mine: bool, timeout: float) -> bool:
+    def unanimous(self, mine: bool, deadline: Deadline) -> bool:
         """Return whether all ranks say yes; every rank hears the same."""
-        return all(vote == b"\1" for vote in self.exchange(b"\1" if mine else b"\0", timeout))
+        return all(vote == b"\1" for vote in self.exchange(b"\1" if mine else b"\0", deadline))
 
     def broken_by(self, failure: Failure, what: object) -> Exception:
         """Break the communicator, and return what to raise: a peer may have come before.

@@ -12,6 +12,7 @@ import numpy as np
 
 from collective.backends.onesided import Region
 from collective.contract.failure import Failure
+from collective.deadline import Deadline
 from collective.errors import AllocationError, BackendError
 
 from .control import Control
@@ -72,7 +73,7 @@ class Heap:
         self._by_root: dict[int, _Part] = {}
         self._by_number: dict[int, _Part] = {}
 
-    def empty(self, nbytes: int, timeout: float) -> Array:
+    def empty(self, nbytes: int, deadline: Deadline) -> Array:
         """Return this rank's part of a new segment; all ranks call it together.
 
         Raises:
@@ -89,14 +90,14 @@ class Heap:
                 note = segment.path.encode()
             except Exception as error:  # the others wait for the path: tell them instead
                 note = b"!" + str(error).encode()
-        note = control.exchange(note, timeout)[0]
+        note = control.exchange(note, deadline)[0]
         failed = b""
         if not note.startswith(b"!") and segment is None:
             try:
                 segment = Segment.open(note.decode(), stride * control.size)
             except Exception as error:
                 failed = str(error).encode()
-        failures = [note[1:]] if note.startswith(b"!") else control.exchange(failed, timeout)
+        failures = [note[1:]] if note.startswith(b"!") else control.exchange(failed, deadline)
         if segment is not None:
             segment.unlink()
             # Only the mapping is needed. The control segment shows which ranks live.
@@ -114,7 +115,7 @@ class Heap:
         return root[control.rank * stride : control.rank * stride + nbytes]
 
     def adopt(
-        self, nbytes: int, move: Callable[[], int], allowed: bool, timeout: float
+        self, nbytes: int, move: Callable[[], int], allowed: bool, deadline: Deadline
     ) -> Array | None:
         """Make memory that each rank has symmetric; all ranks call it together.
 
@@ -127,7 +128,7 @@ class Heap:
         """
         control = self._control
         self._count += 1
-        if not control.unanimous(allowed and _has_room(nbytes * control.size), timeout):
+        if not control.unanimous(allowed and _has_room(nbytes * control.size), deadline):
             return None
         note = b""
         try:
@@ -138,7 +139,7 @@ class Heap:
         except Exception:  # whatever the framework raises: the others wait, and all do without
             pass
         mapped = []
-        notes = control.exchange(note, timeout)
+        notes = control.exchange(note, deadline)
         if all(notes):
             try:
                 for path, device, inode in map(json.loads, notes):
@@ -146,7 +147,7 @@ class Heap:
                     mapped.append(np.frombuffer(shared, np.uint8))
             except (OSError, TypeError, ValueError):
                 mapped.clear()
-        if not control.unanimous(bool(mapped), timeout):
+        if not control.unanimous(bool(mapped), deadline):
             return None
         root = mapped[control.rank]
         self._know(_Adopted(self._count, mapped, control.rank), root)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Generator, Iterator
 import numpy as np
 
 from collective.contract.backend import ANY_SOURCE
+from collective.deadline import Deadline
 from collective.memory.buffer import Buffer
 from collective.native import NOBODY
 
@@ -53,14 +54,20 @@ class RingMessages:
         }
 
     def __call__(
-        self, src: Buffer | None, to: int, dst: Buffer | None, source: int, tag: int, timeout: float
+        self,
+        src: Buffer | None,
+        to: int,
+        dst: Buffer | None,
+        source: int,
+        tag: int,
+        deadline: Deadline,
     ) -> int:
         """Send, receive, or both, neither waiting for the other; return who sent.
 
         Args:
             src, to: what is sent to whom; None and ``NOBODY`` if nothing is.
             dst, source: what is received from whom, likewise.
-            tag, timeout: as of :meth:`Backend.send`.
+            tag, deadline: as of :meth:`Backend.send`.
         """
         self._control.refuse_broken(describe(to, source, tag))
         sender = NOBODY
@@ -79,7 +86,7 @@ class RingMessages:
             return sum(part for part, iterator in steps.items() if not _is_over(iterator))
 
         if advance():
-            wait_for_message(self._control, advance, to, source, tag, timeout)
+            wait_for_message(self._control, advance, to, source, tag, deadline)
         return sender
 
     def _send(self, content: Array, to: int, tag: int) -> Iterator[None]:
@@ -192,7 +199,7 @@ def describe(to: int, source: int, tag: int) -> str:
 
 
 def wait_for_message(
-    control: Control, advance: Callable[[], int], to: int, source: int, tag: int, timeout: float
+    control: Control, advance: Callable[[], int], to: int, source: int, tag: int, deadline: Deadline
 ) -> None:
     """Wait until ``advance``, which returns what is still to be done, returns 0."""
     pending = SENDING | RECEIVING
@@ -212,4 +219,4 @@ def wait_for_message(
         return sorted({*[to] * (pending & SENDING), *(sources if pending & RECEIVING else [])})
 
     what = describe(to, source, tag)
-    control.wait(ready, awaited, what, timeout, all_needed=source != ANY_SOURCE)
+    control.wait(ready, awaited, what, deadline, all_needed=source != ANY_SOURCE)

@@ -96,13 +96,13 @@ class ShmBackend(OneSided):
         # The core's function for arrays, if all ranks have the core; and what sends and receives
         # bytes, in C or in Python. _vote() sets both.
         self.exchange = None
-        self._transfer: Callable[[Buffer | None, int, Buffer | None, int, int, float], int]
+        self._transfer: Callable[[Buffer | None, int, Buffer | None, int, int, Deadline], int]
         self._closed = False
 
     # -- life -----------------------------------------------------------------------------
 
     @classmethod
-    def connect(cls, world: World, timeout: float) -> Self:
+    def connect(cls, world: World, deadline: Deadline) -> Self:
         """Meet the other processes through ``world.store``; see :meth:`Backend.connect`."""
         if world.local_size != world.size:
             raise UnsupportedError(
@@ -110,7 +110,6 @@ class ShmBackend(OneSided):
                 f"works within one host [rank {world.rank}]. Start all ranks on one host, or "
                 "name a transport that crosses hosts."
             )
-        deadline = time.monotonic() + timeout
         store, key = world.store, "shm"
         wanted = _Wants(_on(world, "shm_single_copy"), _on(world, "shm_adopt"))
 
@@ -118,18 +117,16 @@ class ShmBackend(OneSided):
             store.check()
 
         if world.rank != 0:
-            segment = _open_published(world, key, deadline, timeout)
-            return cls._attach(
-                segment, world.rank, world.size, deadline, timeout, wanted, watch=watch
-            )
+            segment = _open_published(world, key, deadline)
+            return cls._attach(segment, world.rank, world.size, deadline, wanted, watch=watch)
         segment = Segment.create(Layout(world.size).nbytes)
         if world.size == 1:
-            return cls._attach(segment, 0, 1, deadline, timeout, wanted)
+            return cls._attach(segment, 0, 1, deadline, wanted)
         store.set(key, segment.path.encode())
         try:
             # Gone before anybody goes on: a second connect must not find it.
             last = functools.partial(store.delete, key)
-            return cls._attach(segment, 0, world.size, deadline, timeout, wanted, last, watch)
+            return cls._attach(segment, 0, world.size, deadline, wanted, last, watch)
         finally:
             store.delete(key)
 
@@ -139,8 +136,7 @@ class ShmBackend(OneSided):
         segment: Segment,
         rank: int,
         size: int,
-        deadline: float,
-        timeout: float,
+        deadline: Deadline,
         wanted: _Wants,
         last: Callable[[], None] | None = None,
         watch: Callable[[Sequence[int]], None] | None = None,
@@ -148,9 +144,9 @@ class ShmBackend(OneSided):
         control = Control(segment, rank, size)
         self = cls(control, wanted)
         try:
-            control.join(deadline, timeout, last, watch)
+            control.join(deadline, last, watch)
             self.meeting = control.meeting
-            self._vote(timeout)
+            self._vote(deadline)
         except BaseException as error:
             # Before the others see this rank leave: they are to hear why, not to miss this rank.
             control.fail(Failure.caused_by(rank, error))
@@ -169,17 +165,17 @@ class ShmBackend(OneSided):
         """
         self._control.yield_s = seconds
 
-    def _vote(self, timeout: float) -> None:
+    def _vote(self, deadline: Deadline) -> None:
         """Agree on the ways that calls and messages take; all ranks come to the same."""
         control = self._control
         if self.size == 1:
             self._transfer = RingMessages(control, self.peers, False)
             return
         probe = np.full(1, self.rank, np.int64)
-        reads = self._can_read(probe, timeout)
+        reads = self._can_read(probe, deadline)
         protocol = native.PROTOCOL if native.chosen.extension is not None else 0
         vote = bytes([reads, protocol, control.crowded, cached_bytes() >> 20])
-        votes = [tuple(other) for other in control.exchange(vote, timeout)]
+        votes = [tuple(other) for other in control.exchange(vote, deadline)]
         # All ranks have read the probe before they vote.
         del probe
         for rank, other in enumerate(votes):
@@ -197,7 +193,7 @@ class ShmBackend(OneSided):
         else:
             self._transfer = RingMessages(control, self.peers, single_copy)
 
-    def _can_read(self, probe: Array, timeout: float) -> bool:
+    def _can_read(self, probe: Array, deadline: Deadline) -> bool:
         """Return whether this rank may read the others' memory, and can: the probes of all ranks.
 
         Args:
@@ -209,7 +205,7 @@ class ShmBackend(OneSided):
         if wanted:
             self._permission = Permission(control.pid(rank) for rank in range(self.size))
         # No rank reads before all have given their permission.
-        control.sync(timeout)
+        control.sync(deadline)
         return wanted and all(
             self._reads_probe_of(rank) for rank in range(self.size) if rank != self.rank
         )
@@ -240,7 +236,7 @@ class ShmBackend(OneSided):
             self._permission.withdraw()
             self._permission = None
 
-    def group(self, ranks: Sequence[int], timeout: float) -> ShmBackend:
+    def group(self, ranks: Sequence[int], deadline: Deadline) -> ShmBackend:
         self._control.refuse_broken("group")
         me = list(ranks).index(self.rank)
         note = np.zeros(_PATH_BYTES, np.uint8)
@@ -252,20 +248,17 @@ class ShmBackend(OneSided):
                 raise
             note[: len(segment.path)] = list(segment.path.encode())
             for rank in ranks[1:]:
-                self.send(Buffer(note, _UINT8), rank, _GROUP_TAG, timeout)
+                self.send(Buffer(note, _UINT8), rank, _GROUP_TAG, deadline)
         else:
-            self.recv(Buffer(note, _UINT8), ranks[0], _GROUP_TAG, timeout)
+            self.recv(Buffer(note, _UINT8), ranks[0], _GROUP_TAG, deadline)
             path = note.tobytes().rstrip(b"\0").decode(errors="replace")
             segment = self._open_of(ranks[0], path, Layout(len(ranks)).nbytes)
 
         def watch(missing: Sequence[int]) -> None:
             self._control.watch([ranks[r] for r in missing if r != me], "group")
 
-        deadline = time.monotonic() + timeout
         try:
-            child = self._attach(
-                segment, me, len(ranks), deadline, timeout, self._wanted, watch=watch
-            )
+            child = self._attach(segment, me, len(ranks), deadline, self._wanted, watch=watch)
         except CommunicatorAbortedError:
             # In the numbers of this communicator, which are those of the caller.
             self._control.explain([rank for rank in ranks if rank != self.rank], "group")
@@ -300,34 +293,34 @@ class ShmBackend(OneSided):
     def descriptors(self, ranks: Sequence[int]) -> int:
         return 2  # the segment's, and that of its mapping
 
-    def empty(self, nbytes: int, request: Request, timeout: float) -> Array:
+    def empty(self, nbytes: int, request: Request, deadline: Deadline) -> Array:
         self._control.refuse_broken(request)
-        self._control.arrive(request, timeout)
-        return self._heap.empty(nbytes, timeout)
+        self._control.arrive(request, deadline)
+        return self._heap.empty(nbytes, deadline)
 
     def adopt(
-        self, nbytes: int, move: Callable[[], int], request: Request, timeout: float
+        self, nbytes: int, move: Callable[[], int], request: Request, deadline: Deadline
     ) -> Array | None:
         self._control.refuse_broken(request)
-        self._control.arrive(request, timeout)
-        return self._heap.adopt(nbytes, move, self._wanted.adopting, timeout)
+        self._control.arrive(request, deadline)
+        return self._heap.adopt(nbytes, move, self._wanted.adopting, deadline)
 
     # -- point to point -----------------------------------------------------------------
 
-    def send(self, src: Buffer, dst: int, tag: int, timeout: float) -> None:
-        self._transfer(src, dst, None, NOBODY, tag, timeout)
+    def send(self, src: Buffer, dst: int, tag: int, deadline: Deadline) -> None:
+        self._transfer(src, dst, None, NOBODY, tag, deadline)
 
-    def recv(self, dst: Buffer, src: int, tag: int, timeout: float) -> int:
-        return self._transfer(None, NOBODY, dst, src, tag, timeout)
+    def recv(self, dst: Buffer, src: int, tag: int, deadline: Deadline) -> int:
+        return self._transfer(None, NOBODY, dst, src, tag, deadline)
 
     def sendrecv(
-        self, src: Buffer, to: int, dst: Buffer, source: int, tag: int, timeout: float
+        self, src: Buffer, to: int, dst: Buffer, source: int, tag: int, deadline: Deadline
     ) -> None:
         if to == self.rank and source == self.rank:
             self._control.refuse_broken(describe(to, source, tag))
             dst.array.view(np.uint8)[:] = src.array.view(np.uint8)
         else:
-            self._transfer(src, to, dst, source, tag, timeout)
+            self._transfer(src, to, dst, source, tag, deadline)
 
     # -- collectives ----------------------------------------------------------------------
 
@@ -344,7 +337,12 @@ class ShmBackend(OneSided):
     # -- primitives of the collectives ----------------------------------------------------
 
     def _open(
-        self, request: Request, src: Array | None, dst: Array | None, largest: int, timeout: float
+        self,
+        request: Request,
+        src: Array | None,
+        dst: Array | None,
+        largest: int,
+        deadline: Deadline,
     ) -> bool:
         control = self._control
         if control.words[BROKEN]:
@@ -356,14 +354,14 @@ class ShmBackend(OneSided):
                 # No peer reads the slot any more. All ranks have made this rank's last step, so
                 # all have left the call before: the last that can have used slots of this parity.
                 self._slots_of(src.dtype)[parity][self.rank][: src.size] = src
-            control.arrive(request, timeout)
+            control.arrive(request, deadline)
             return True
         words, at = control.words, control.location(self.rank, parity)
         for which, array in ((_SOURCE, src), (_OUTPUT, dst)):
             place = self._heap.locate(array)
             words[at + which], words[at + which + 1], words[at + which + 2] = place
             self._segments[which] = place[0]
-        control.arrive(request, timeout)
+        control.arrive(request, deadline)
         mapped = self._segment(_SOURCE) and (dst is None or self._segment(_OUTPUT))
         if not (self._single_copy or mapped):
             raise NotMapped
@@ -407,8 +405,8 @@ class ShmBackend(OneSided):
             outputs.append(mapped)
         return outputs
 
-    def _sync(self, timeout: float) -> None:
-        self._control.sync(timeout)
+    def _sync(self, deadline: Deadline) -> None:
+        self._control.sync(deadline)
 
     def _slots_of(self, dtype: np.dtype[Any]) -> list[list[Array]]:
         found = self._slots.get(dtype)
@@ -436,11 +434,11 @@ def _on(world: World, setting: str) -> bool:
     return world.options.get(setting, default) == "on"
 
 
-def _open_published(world: World, key: str, deadline: float, timeout: float) -> Segment:
+def _open_published(world: World, key: str, deadline: Deadline) -> Segment:
     """Open the segment that rank 0 made; an older one of a dead process is passed over."""
     while True:
         try:
-            path = world.store.get(key, Deadline(deadline - time.monotonic())).decode()
+            path = world.store.get(key, deadline).decode()
             return Segment.open(path, Layout(world.size).nbytes)
         except OSError as error:
             if error.errno in TOO_MANY_FILES:
@@ -448,7 +446,7 @@ def _open_published(world: World, key: str, deadline: float, timeout: float) -> 
                     f"shm: rank 0's segment cannot be opened: {error} [rank {world.rank}]. "
                     f"{RAISE_THE_LIMIT}."
                 ) from error
-            if time.monotonic() >= deadline:
+            if deadline.expired:
                 raise RendezvousError(
                     f"shm: rank 0's segment cannot be opened: {error} [rank {world.rank}]. All "
                     "ranks must belong to one user and see each other's processes."
@@ -456,16 +454,16 @@ def _open_published(world: World, key: str, deadline: float, timeout: float) -> 
             time.sleep(0.005)
         except RendezvousError as error:
             raise RendezvousError(
-                f"shm: after {timeout:g} s rank 0 of {world.size} has not arrived "
+                f"shm: after {deadline.seconds:g} s rank 0 of {world.size} has not arrived "
                 f"[rank {world.rank}]. Was it started, on this host?"
             ) from error
 
 
 def _mapped_or(
-    reading: Plan, sending: Plan, src: Buffer | None, dst: Buffer | None, timeout: float
+    reading: Plan, sending: Plan, src: Buffer | None, dst: Buffer | None, deadline: Deadline
 ) -> Work[Any] | None:
     """Read the peers' memory, or have them send it."""
     try:
-        return reading(src, dst, timeout)
+        return reading(src, dst, deadline)
     except NotMapped:
-        return sending(src, dst, timeout)
+        return sending(src, dst, deadline)

@@ -36,8 +36,8 @@ PROTOCOL = 13
 HEAD_BYTES, HEAD_ROOM = 1024, 896
 #: In place of a rank to which nothing is sent, or from which nothing is received.
 NOBODY = -2
-#: ``exchange(x, to, out, source, tag, timeout, heads)``; see :func:`messages`.
-Exchange = Callable[[Any, int, Any, int, int, float, bool], Any]
+#: ``exchange(x, to, out, source, tag, time_limit, heads)``; see :func:`messages`.
+Exchange = Callable[[Any, int, Any, int, int, Any, bool], Any]
 _Function = TypeVar("_Function")
 _REBUILD = "build it again: pip install -e ."
 # Where Linux tells the length of the last cache of a processor, in KiB: of the first, as of all.
@@ -48,17 +48,21 @@ _MOST = 96 << 20
 
 
 class Callbacks(Protocol):
-    """What Python does for calls over shared memory; ``seconds`` are those that peers have."""
+    """What Python does for calls over shared memory.
+
+    ``time_limit`` is what C was called with: seconds from a communicator's method in C, which makes
+    no deadline for a call that need not wait, else the call's ``Deadline``.
+    """
 
     def wait(
-        self, request: Any, seconds: Any, rank: int, offset: int, value: int, most: int
+        self, request: Any, time_limit: Any, rank: int, offset: int, value: int, most: int
     ) -> None:
         """Return when the counter at an offset in bytes, which ``rank`` writes, is ``value``.
 
         It may be more, up to ``most``. Raise if it is beyond that, or does not come.
         """
 
-    def differ(self, request: Any, seconds: Any) -> None:
+    def differ(self, request: Any, time_limit: Any) -> None:
         """Raise that the ranks' calls differ."""
 
     def fail(self, request: Any) -> None:
@@ -352,7 +356,7 @@ def messages(
 ) -> Exchange | None:
     """Return ``exchange``, which sends and receives messages over memory that ranks share.
 
-    ``exchange(x, to, out, source, tag, timeout, heads)`` sends the array x to a rank, receives into
+    ``exchange(x, to, out, source, tag, time_limit, heads)`` sends the array x to a rank, receives into
     out from another, or does both, neither waiting for the other. What is None is not done, with
     :data:`NOBODY` for its rank; -1 as the source is any rank. With ``heads`` an array travels
     behind its head, as :meth:`collective.Communicator.send` does it; without, its bytes do, of
@@ -377,7 +381,7 @@ def messages(
         streamed: bytes of a message from which on the receiver fetches it at once, if it can.
         looks: how often a ring is looked at before the processor is yielded.
         single_copy: whether ranks can read each other's memory.
-        python: ``wait(advance, to, source, tag, timeout)`` returns when ``advance()`` does 0, which
+        python: ``wait(advance, to, source, tag, time_limit)`` returns when ``advance()`` does 0, which
             is 1 while something is to be sent, added to 2 while something is to be received.
             ``fetch(rank, address, out, tag)`` fills a buffer from a rank's memory.
             ``refuse(rank, what)`` raises because what a rank sends is damaged.

@@ -29,7 +29,7 @@ def make_messages(
     python: Any,
     lines: int = ...,
     /,
-) -> Callable[[Any, int, Any, int, int, float, bool], Any]: ...
+) -> Callable[[Any, int, Any, int, int, Any, bool], Any]: ...
 def write_head(x: Any, head: Any, /) -> int | None: ...
 def read_head(head: Any, out: Any, /) -> bool: ...
 def room_in(out: Any, /) -> int | None: ...
@@ -95,14 +95,14 @@ class Shared:
         dtype: int,
         mean: bool,
         request: Any,
-        otherwise: Callable[[Plan, Any, Any, float], None],
+        otherwise: Callable[[Plan, Any, Any, Any], None],
         /,
     ) -> Plan: ...
 
 class Plan:
-    """One call, prepared, of two Buffers or None and seconds; see :meth:`Shared.plan`.
+    """One call, prepared, of two Buffers or None and a time limit; see :meth:`Shared.plan`.
 
     ``otherwise`` makes it of arrays that overlap, are not aligned, or not exactly NumPy's.
     """
 
-    def __call__(self, src: Any, dst: Any, seconds: float, /) -> None: ...
+    def __call__(self, src: Any, dst: Any, time_limit: Any, /) -> None: ...

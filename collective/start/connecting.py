@@ -12,6 +12,7 @@ from collective.communicator import Communicator
 from collective.contract import registry
 from collective.contract.backend import Backend
 from collective.contract.world import World
+from collective.deadline import Deadline
 from collective.elastic.joining import Joiner
 from collective.elastic.lineage import Lineage
 from collective.errors import ConfigError
@@ -63,11 +64,10 @@ def connect(
         )  # fmt: skip
         with contextlib.closing(alone):
             return alone.grow(timeout=start_timeout)
-    transport = kind.connect(world, start_timeout)
+    deadline = Deadline(start_timeout)
+    transport = kind.connect(world, deadline)
     try:
-        lineage = Lineage.begin(
-            transport, world, start_timeout, grace=shrink_grace, min_ranks=min_ranks
-        )
+        lineage = Lineage.begin(transport, world, deadline, grace=shrink_grace, min_ranks=min_ranks)
     except BaseException:
         transport.close()
         raise

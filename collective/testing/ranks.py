@@ -108,9 +108,9 @@ class Opening:
     def connect(self, rank: int) -> Communicator:
         """Connect ``rank`` and return its communicator."""
         world = self.world(rank)
-        start = max(self.timeout, _START_S)
-        backend: Backend = backend_class(self.backend).connect(world, Deadline(start))
-        lineage = Lineage.begin(backend, world, start, grace=self.shrink_grace, min_ranks=1)
+        deadline = Deadline(max(self.timeout, _START_S))
+        backend: Backend = backend_class(self.backend).connect(world, deadline)
+        lineage = Lineage.begin(backend, world, deadline, grace=self.shrink_grace, min_ranks=1)
         if self.faults:
             backend = FaultyBackend(backend, self.faults)
         return Communicator(

@@ -24,6 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from collective.contract import registry
+from collective.deadline import Deadline
 from collective.errors import CollectiveError
 from collective.launch.processes import mpi_segments, remove_segments
 from collective.start.choice import installed
@@ -249,7 +250,7 @@ def _connect(name: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as meeting:
         opening = Opening(name, 1, f"doctor-{secrets.token_hex(8)}", meeting, 30.0)
         world = dataclasses.replace(opening.world(0), options=_options())
-        kind.connect(world, opening.timeout).close()
+        kind.connect(world, Deadline(opening.timeout)).close()
     return {
         "devices": sorted(kind.capabilities.devices),
         "across_hosts": kind.capabilities.across_hosts,
