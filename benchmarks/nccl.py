@@ -27,6 +27,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from collective.deadline import Deadline
 from collective.tools.bench.alternate import alternate, repeated
 from collective.tools.bench.machine import headline, measured
 from collective.tools.show import add_outputs, microseconds, print_table
@@ -158,7 +159,7 @@ class _Bench:
             "engine (NcclComm.all_reduce)": lambda: engine.all_reduce(
                 x_address, x_address, _COUNT, _FLOAT32, _SUM, stream
             ),
-            "transport (event, watch)": lambda: plan(buffer, buffer, 300.0),
+            "transport (event, watch)": lambda: plan(buffer, buffer, Deadline(300.0)),
             "call (recorder, arrays)": lambda: self.comm.all_reduce(x, out=x),
         }
 

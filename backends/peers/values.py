@@ -53,7 +53,7 @@ def ask(link: Link, kind: str, key: str, value: bytes | None, deadline: Deadline
     if value is not None:
         question["value"] = value.hex()
     link.send(question)
-    while (answer := link.expect(deadline.left())).get("number") != number:
+    while (answer := link.expect(deadline)).get("number") != number:
         pass
     if "why" in answer:
         raise RefusedError(str(answer["why"]))

@@ -356,8 +356,8 @@ def messages(
 ) -> Exchange | None:
     """Return ``exchange``, which sends and receives messages over memory that ranks share.
 
-    ``exchange(x, to, out, source, tag, time_limit, heads)`` sends the array x to a rank, receives into
-    out from another, or does both, neither waiting for the other. What is None is not done, with
+    ``exchange(x, to, out, source, tag, time_limit, heads)`` sends the array x to a rank, receives
+    into out from another, or does both, neither waiting for the other. What is None is not done, with
     :data:`NOBODY` for its rank; -1 as the source is any rank. With ``heads`` an array travels
     behind its head, as :meth:`collective.Communicator.send` does it; without, its bytes do, of
     which the receiver knows the number. Any number of threads may be in it, those of one direction,
@@ -381,8 +381,8 @@ def messages(
         streamed: bytes of a message from which on the receiver fetches it at once, if it can.
         looks: how often a ring is looked at before the processor is yielded.
         single_copy: whether ranks can read each other's memory.
-        python: ``wait(advance, to, source, tag, time_limit)`` returns when ``advance()`` does 0, which
-            is 1 while something is to be sent, added to 2 while something is to be received.
+        python: ``wait(advance, to, source, tag, time_limit)`` returns when ``advance()`` does 0,
+            which is 1 while something is to be sent, added to 2 while something is to be received.
             ``fetch(rank, address, out, tag)`` fills a buffer from a rank's memory.
             ``refuse(rank, what)`` raises because what a rank sends is damaged.
         lines: bytes to the ranks' lines, as :func:`shared` has them, by which a rank that naps is

@@ -183,7 +183,7 @@ class TcpStore(Store):
                 time.sleep(_RETRY_S)
 
     def _link_to(self, address: str, deadline: Deadline) -> Link:
-        return connect(address, self._key, max(0.001, deadline.left()), self._tls)
+        return connect(address, self._key, deadline, self._tls)
 
 
 # -- serving -------------------------------------------------------------------------------
