@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from collective.contract.backend import COLLECTIVE_TAG
+from collective.deadline import Deadline
 from collective.errors import CollectiveTimeoutError, CommunicatorAbortedError, MismatchError
 from collective.memory.buffer import Buffer
 from collective.memory.dtypes import BY_NAME
@@ -72,7 +73,7 @@ def test_messages_of_any_tag_do_not_meet(comm: Any) -> None:
         return
     for number, tag in reversed(list(enumerate(TAGS))):
         room = Buffer.empty(1, BY_NAME["int64"])
-        assert backend.recv(room, 0, tag, 20.0) == 0
+        assert backend.recv(room, 0, tag, Deadline(20.0)) == 0
         assert room.array[0] == number
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from collective.communicator.heads import Head
+from collective.deadline import Deadline
 from collective.errors import CollectiveError
 from collective.testing import run_ranks
 
@@ -32,7 +33,7 @@ def receives(comm: Any, words: list[int]) -> str:
     if comm.rank == 1:
         head = Head(16)
         head.words[:] = [*words, *[0] * (16 - len(words))]
-        comm.transport.send(head.buffer, 0, 5, 10.0)
+        comm.transport.send(head.buffer, 0, 5, Deadline(10.0))
         return ""
     out = np.zeros(1)
     try:

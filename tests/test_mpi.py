@@ -442,7 +442,7 @@ def test_tags_of_64_bits(comm: Communicator) -> None:
             for turn, tag in enumerate(reversed(_TAGS)):
                 out = _buffer(np.zeros(count, np.int64))
                 src = 0 if turn % 2 else ANY_SOURCE
-                assert transport.recv(out, src, tag, 20.0) == 0
+                assert transport.recv(out, src, tag, Deadline(20.0)) == 0
                 assert out.array.tolist() == [tag % 1000] * count
     assert not transport._messages._announced
 

@@ -23,10 +23,10 @@ from collective.backends.peers import values
 from collective.backends.peers.handed import HandedStore
 from collective.backends.peers.link import Link, connect, encoded
 from collective.backends.peers.standby import LastingStore, Standby
-from collective.communicator.shrinking import _GenerationStore
 from collective.contract.secret import Secret
 from collective.contract.store import PrefixedStore, Store, WrappedStore
 from collective.deadline import Deadline
+from collective.elastic.next_generation import _GenerationStore
 from collective.errors import RendezvousError, UnsupportedError
 from collective.memory.buffer import Buffer
 from collective.start import tcp_store

@@ -248,8 +248,8 @@ class Knock:
     def _late(self, deadline: Deadline, why: str) -> CollectiveTimeoutError:
         return CollectiveTimeoutError(
             f"join: timed out: waited {deadline.seconds:g} s at {self._store}, and {why}. "
-            "Processes join where the ranks call waiting() and grow(), as elastic.generations does at "
-            "each commit; who has another secret (COLLECTIVE_SECRET), or none, is not seen.",
+            "Processes join where the ranks call waiting() and grow(), as elastic.generations does "
+            "at each commit; who has another secret (COLLECTIVE_SECRET), or none, is not seen.",
             (),
         )
 

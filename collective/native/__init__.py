@@ -357,8 +357,8 @@ def messages(
     """Return ``exchange``, which sends and receives messages over memory that ranks share.
 
     ``exchange(x, to, out, source, tag, time_limit, heads)`` sends the array x to a rank, receives
-    into out from another, or does both, neither waiting for the other. What is None is not done, with
-    :data:`NOBODY` for its rank; -1 as the source is any rank. With ``heads`` an array travels
+    into out from another, or does both, neither waiting for the other. What is None is not done,
+    with :data:`NOBODY` for its rank; -1 as the source is any rank. With ``heads`` an array travels
     behind its head, as :meth:`collective.Communicator.send` does it; without, its bytes do, of
     which the receiver knows the number. Any number of threads may be in it, those of one direction,
     peer and tag one after the other. It returns
