@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
-import numpy as np
 from native import seconds_of
 
 from collective import native
@@ -58,8 +57,7 @@ def measure(
         sides = {str(nbytes): make(comm, nbytes) for nbytes in lengths[what]}
         for operation in _CALLS[what]:
             for nbytes in sizes:
-                x = np.ones(nbytes // 4, np.float32)
-                seconds = seconds_of(comm, sides, operation, x, turns)
+                seconds = seconds_of(comm, sides, operation, nbytes, turns)
                 found.append({"what": what, "operation": operation, "nbytes": nbytes,
                               "seconds": seconds})  # fmt: skip
         for side in sides.values():

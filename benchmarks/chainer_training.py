@@ -20,16 +20,19 @@ import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import hosts
 import numpy as np
 import peers
 
 from collective.launch.ranks import Participant
-from collective.tools.bench.alternate import alternate, repeated
+from collective.tools.bench.alternate import alternate, median_excess, median_ratio, repeated
 from collective.tools.bench.machine import headline, measured
 from collective.tools.show import add_outputs, microseconds, print_table
+
+if TYPE_CHECKING:
+    from collective.tools.models.chainer import Step
 
 # What was promised: of ChainerMN's added time; and of the drop-in's.
 _ADDED, _DROP_IN = 1 / 5, 1.0
@@ -40,39 +43,11 @@ _SIDES = ("ours", "drop-in", "naive", "flat (host)")
 # -- in the ranks -----------------------------------------------------------------------
 
 
-class MlpStep:
-    """A step of an MLP of six layers with an optimizer."""
+def mlp_step(optimizer: Any, width: int, rows: int = 64) -> Step:
+    """Return a step of an MLP of six layers with an optimizer."""
+    from collective.tools.models.chainer import Step, model_of
 
-    def __init__(self, optimizer: Any, width: int, rows: int = 64) -> None:
-        import chainer
-        import chainer.functions as F
-        import chainer.links as L
-
-        rng = np.random.RandomState(0)
-        x = rng.standard_normal((rows, width)).astype(np.float32)
-        first = (rng.standard_normal((6, width, width)) / width**0.5).astype(np.float32)
-        layers = [L.Linear(width, width, initialW=each) for each in first]
-        model = chainer.Sequential(*(part for layer in layers for part in (layer, F.relu)))
-        optimizer.setup(model)
-        self.optimizer, self.model = optimizer, model
-        self.loss: Callable[[], Any] = lambda: F.mean_squared_error(model(x), x)
-
-    def __call__(self) -> None:
-        self.optimizer.update(self.loss)
-
-    def backward(self) -> None:
-        """Do the forward and the backward pass, and none of the optimizer's."""
-        loss = self.loss()
-        self.model.cleargrads()
-        loss.backward()
-
-
-class _ReducingAfter(MlpStep):
-    """A step whose gradients are reduced when the backward pass is over."""
-
-    def __call__(self) -> None:
-        self.backward()
-        self.optimizer.update()  # which reduces what is not reduced yet
+    return Step(optimizer, *model_of("mlp", width, rows))
 
 
 def _flat() -> Any:
@@ -114,8 +89,8 @@ def rank(_: Participant, width: int, quick: bool) -> dict[str, list[float]]:
     for name, each in made.items():
         sgd = chainer.optimizers.SGD(0.0)
         optimizers[name] = chainermn.create_multi_node_optimizer(sgd, each)
-    steps = {name: MlpStep(optimizer, width) for name, optimizer in optimizers.items()}
-    _agree(steps)
+    steps = {name: mlp_step(optimizer, width) for name, optimizer in optimizers.items()}
+    _agree(steps, steps)
     bare = steps[_BARE]
     memory = comm.empty(bare.model.count_params(), np.float32)
     memory[...] = 0
@@ -129,12 +104,12 @@ def rank(_: Participant, width: int, quick: bool) -> dict[str, list[float]]:
     return found
 
 
-def _agree(steps: dict[str, MlpStep]) -> None:
-    """Hold that gradients after a step are the same, whoever has averaged them."""
+def _agree(steps: Mapping[str, Step], calls: Mapping[str, Callable[[], None]]) -> None:
+    """Check that gradients after a call are the same, whoever has averaged them."""
     found = {}
     for name, step in steps.items():
-        step()  # ChainerMN's first one is none
-        step()
+        calls[name]()  # ChainerMN's first one is none
+        calls[name]()
         grads = [p.grad for _, p in sorted(step.model.namedparams())]
         found[name] = np.concatenate([grad.ravel() for grad in grads])
     for name, averaged in found.items():
@@ -166,12 +141,18 @@ def distant_rank(options: argparse.Namespace) -> None:
 
     asked = options.width, options.rows
     steps = {
-        _BARE: MlpStep(chainer.optimizers.SGD(0.0), *asked),
-        "beside": MlpStep(made(), *asked),
-        "after": _ReducingAfter(made(), *asked),
+        _BARE: mlp_step(chainer.optimizers.SGD(0.0), *asked),
+        "beside": mlp_step(made(), *asked),
+        "after": mlp_step(made(), *asked),
     }
-    _agree(steps)
-    found = _turns(comm, steps, *((3, 0.2) if options.quick else (9, 1.0)))
+
+    def after() -> None:
+        steps["after"].backward()
+        steps["after"].optimizer.update()  # which reduces what is not reduced yet
+
+    calls: dict[str, Callable[[], None]] = {**steps, "after": after}
+    _agree(steps, calls)
+    found = _turns(comm, calls, *((3, 0.2) if options.quick else (9, 1.0)))
     if comm.rank == 0:
         hosts.report(options.distant, found)
     comm.close()
@@ -199,7 +180,7 @@ def measure_distant(options: argparse.Namespace) -> dict[str, list[float]]:
 
 def added(times: dict[str, list[float]], side: str) -> float:
     """Return what a side adds to a step, in seconds: the median over turns."""
-    return statistics.median(a - b for a, b in zip(times[side], times[_BARE]))
+    return median_excess(times[side], times[_BARE])
 
 
 def show(run: dict[str, Any], markdown: bool) -> None:
@@ -230,7 +211,7 @@ def show(run: dict[str, Any], markdown: bool) -> None:
         ]
         title = f"gloo, {run['delay']:g} ms away: beside the backward pass, and after it"
         print_table(title, ["reduction", "step µs", "it adds µs"], rows, markdown)
-        ratio = statistics.median(a / b for a, b in zip(times["beside"], times["after"]))
+        ratio = median_ratio(times["beside"], times["after"])
         kept.append(("a step with the reduction beside, of one with it after", ratio, 1.0))
     for what, value, bound in kept:
         verdict = "kept" if value <= bound else "not kept"

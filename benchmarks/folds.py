@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,6 +20,7 @@ from collective.algorithms import arithmetic
 from collective.errors import DtypeError
 from collective.memory.dtypes import BY_NAME, DType
 from collective.ops import as_op
+from collective.tools.bench.alternate import alternate
 from collective.tools.bench.machine import headline, measured
 from collective.tools.show import add_outputs, add_sizes, names, print_table, size_name
 
@@ -39,12 +39,10 @@ def measure(op: str, dtype: DType, nbytes: int, turns: int) -> dict[str, Any]:
         a = values.astype(dtype.storage)
     arrays = [_placed(array, number) for number, array in enumerate((a, a[::-1], a))]
     sides = {"c": arithmetic.fold(as_op(op), dtype), "python": arithmetic.reference(op, dtype)}
-    fastest = dict.fromkeys(sides, float("inf"))
+    calls = {side: _folding(fold, *arrays) for side, fold in sides.items()}
     with np.errstate(all="ignore"):
-        for _ in range(turns):
-            for side, fold in sides.items():
-                fastest[side] = min(fastest[side], _turn(fold, *arrays))
-    rates = {side: a.nbytes / seconds for side, seconds in fastest.items()}
+        seconds = alternate(None, calls, turns, _TURN_S)
+    rates = {side: a.nbytes / min(each) for side, each in seconds.items()}
     return {"op": op, "dtype": dtype.name, "nbytes": nbytes, **rates}
 
 
@@ -61,14 +59,14 @@ def _placed(array: Any, number: int) -> Any:
     return copy
 
 
-def _turn(fold: Callable[..., Any], a: Any, b: Any, out: Any) -> float:
-    """Return the seconds that a fold takes."""
-    calls, start = 0, time.perf_counter()
-    while (taken := time.perf_counter() - start) < _TURN_S or not calls:
-        for _ in range(8):  # reading the clock takes as long as a short fold
+def _folding(fold: Callable[..., Any], a: Any, b: Any, out: Any) -> Callable[[int], None]:
+    """Return what folds so many times, with nothing between: a short fold takes 0.1 µs."""
+
+    def several(count: int) -> None:
+        for _ in range(count):
             fold(a, b, out=out)
-        calls += 8
-    return taken / calls
+
+    return several
 
 
 def _has_meaning(op: str, dtype: DType) -> bool:

@@ -13,19 +13,24 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from overhead import OursRaw
 
+from collective.tools.bench.alternate import in_turns
+from collective.tools.bench.libraries import BenchLibrary, Call
 from collective.tools.bench.machine import headline, measured
 from collective.tools.bench.measure import BACK_TO_BACK, Pace
+from collective.tools.bench.prepared import Prepared
+from collective.tools.bench.rivals import Gloo
 from collective.tools.bench.startline import StartLine
 from collective.tools.show import (
     add_outputs,
@@ -41,8 +46,6 @@ SIZES = "4 1K 64K 256K 1M 4M 16M 64M"
 _RANKS_S = 3600.0
 #: What was promised: so many times faster than the slowest permitted, from this size on.
 FASTER, FROM = 1.5, 1 << 20
-
-Call = Callable[[], Any]
 
 
 @dataclass(frozen=True)
@@ -65,34 +68,21 @@ class Rank:
 
     def __init__(self, folder: Path) -> None:
         import torch
-        import torch.distributed as dist
 
         import collective
 
         torch.set_num_threads(1)
         self.comms = {name: collective.init(name) for name in ("hierarchical", "gloo")}
         self.comm = self.comms["gloo"]
-        port = int(os.environ["MASTER_PORT"]) + 1
-        self.torch = dist
-        dist.init_process_group(
-            "gloo",
-            init_method=f"tcp://{os.environ['MASTER_ADDR']}:{port}",
-            rank=self.comm.rank,
-            world_size=self.comm.size,
-        )
+        self.torch = Gloo(folder, self.comm.rank, self.comm.size)
         self._line = StartLine(folder / "startline", self.comm.rank, self.comm.size)
 
     def calls(self, operation: str, nbytes: int) -> dict[str, Call]:
         """Return the operation of each contestant, on arrays of its own."""
-        found: dict[str, Call] = {}
-        for name, comm in self.comms.items():
-            found[name] = _call(comm, operation, nbytes)
+        sides: dict[str, BenchLibrary] = {name: OursRaw(comm) for name, comm in self.comms.items()}
         if operation == "all_reduce":
-            import torch
-
-            tensor = torch.zeros(nbytes // 4)
-            found["torch.distributed"] = lambda: self.torch.all_reduce(tensor)
-        return found
+            sides["torch.distributed"] = self.torch
+        return {name: Prepared(side, operation, nbytes).call for name, side in sides.items()}
 
     def measure(self, call: Call, iterations: int, each: bool) -> float:
         """Return the seconds that a call takes: of the slowest rank."""
@@ -102,17 +92,8 @@ class Rank:
 
     def compare(self, operation: str, nbytes: int, pace: Pace) -> list[Figure]:
         """Measure all contestants at one size."""
-        each = nbytes < BACK_TO_BACK
-        calls = self.calls(operation, nbytes)
-        counts = {}
-        for name, call in calls.items():
-            self.measure(call, 3, each)
-            seconds = self.measure(call, 5, each)
-            counts[name] = min(1000, max(2, int(pace.turn / seconds)))
-        turns: dict[str, list[float]] = {name: [] for name in calls}
-        for _ in range(pace.rounds):
-            for name, call in calls.items():
-                turns[name].append(self.measure(call, counts[name], each))
+        block = partial(self.measure, each=nbytes < BACK_TO_BACK)
+        turns = in_turns(block, self.calls(operation, nbytes), pace.rounds, pace.turn)
         return [
             Figure(operation, nbytes, name, statistics.median(all_), min(all_), max(all_))
             for name, all_ in turns.items()
@@ -124,23 +105,6 @@ class Rank:
         first, second = (comm.all_reduce(x) for comm in self.comms.values())
         if not np.array_equal(first, second):
             raise SystemExit("hosts: the contestants' results differ")
-
-
-def _call(comm: Any, operation: str, nbytes: int) -> Call:
-    size = comm.size
-    part = max(1, nbytes // 4 // size)
-    whole = np.zeros(part * size if nbytes >= 4 * size else 1, np.float32)
-    piece = np.zeros(part, np.float32)
-    counts = [part] * size
-    calls: dict[str, Call] = {
-        "all_reduce": lambda: comm.all_reduce(whole, out=whole),
-        "broadcast": lambda: comm.broadcast(whole, out=whole),
-        "reduce": lambda: comm.reduce(whole, out=whole if comm.rank == 0 else None),
-        "all_gather": lambda: comm.all_gather(piece, counts=counts),
-        "reduce_scatter": lambda: comm.reduce_scatter(whole, counts=counts, out=piece),
-        "all_to_all": lambda: comm.all_to_all(whole),
-    }
-    return calls[operation]
 
 
 def report(folder: Path, figures: Any) -> None:

@@ -13,17 +13,18 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Any
-
-import numpy as np
 
 from collective import native
 from collective.communicator import Communicator
+from collective.memory.dtypes import BY_NAME
 from collective.testing import run_ranks
 from collective.tools.bench.alternate import alternate, repeated
+from collective.tools.bench.libraries import Call, Ours
 from collective.tools.bench.machine import headline, measured
+from collective.tools.bench.operations import ALL
+from collective.tools.bench.prepared import Prepared
 from collective.tools.show import (
     add_outputs,
     add_sizes,
@@ -58,78 +59,63 @@ def measure(
     native.switch(True)
     found = []
     for dtype in dtypes:
-        for nbytes in sizes:
-            x = _array(dtype, nbytes, comm.size)
-            taken = seconds_of(comm, sides, operation, x, turns, op=op, cpu=cpu)
-            found.append({"dtype": dtype, "nbytes": x.nbytes, **taken})
+        share = BY_NAME[dtype].itemsize * comm.size
+        for size in sizes:
+            nbytes = max(share, size // share * share)  # as many elements for each rank
+            taken = seconds_of(comm, sides, operation, nbytes, turns, dtype=dtype, op=op, cpu=cpu)
+            found.append({"dtype": dtype, "nbytes": nbytes, **taken})
     return found
+
+
+class _Folding(Ours):
+    """Ours, whose reductions have an operator."""
+
+    def __init__(self, comm: Communicator, op: str) -> None:
+        super().__init__(comm)
+        self._op: Any = op
+
+    def calls(self, x: Any, y: Any) -> dict[str, Call]:
+        comm, op = self.comm, self._op
+        return super().calls(x, y) | {
+            "all_reduce": lambda: comm.all_reduce(x, op=op, out=x),
+            "reduce": lambda: comm.reduce(x, op=op, out=y),
+            "reduce_scatter": lambda: comm.reduce_scatter(x, op=op, out=y),
+        }
 
 
 def seconds_of(
     comm: Communicator,
     sides: Mapping[str, Communicator],
     operation: str,
-    x: Any,
+    nbytes: int,
     turns: int,
     *,
+    dtype: str = "float32",
     op: str = "max",
     cpu: bool = False,
 ) -> dict[str, list[float]]:
     """Return the seconds a call, of each turn, by side: communicators of the same ranks.
 
     Args:
-        x: the longest array of a call; of ``send_recv`` it is half a round trip.
+        nbytes: of the longest array of a call; of ``send_recv`` it is half a round trip.
         op: of a reduction.
         cpu: whether processor time is meant.
     """
-    calls = {name: repeated(_call(side, operation, op, x)) for name, side in sides.items()}
+    calls = {
+        name: repeated(Prepared(_Folding(side, op), operation, nbytes, dtype=dtype).call)
+        for name, side in sides.items()
+    }
     clock = time.process_time if cpu else time.perf_counter
     found = alternate(comm, calls, turns, _TURN_S, warm=2, clock=clock)
-    if operation == "send_recv":
-        found = {name: [each / 2 for each in seconds] for name, seconds in found.items()}
-    return found
-
-
-def _call(comm: Communicator, operation: str, op: str, x: Any) -> Callable[[], Any]:
-    """Return a call of which ``x`` is the longest array."""
-    y, part, is_root = x.copy(), x[: x.size // comm.size].copy(), comm.rank == 0
-    return {
-        "all_reduce": partial(comm.all_reduce, x, op=op, out=x),
-        "reduce": partial(comm.reduce, x, op=op, out=y if is_root else None),
-        "reduce_scatter": partial(comm.reduce_scatter, x, op=op, out=part),
-        "broadcast": partial(comm.broadcast, x, out=x),
-        "gather": partial(comm.gather, part, out=x if is_root else None),
-        "scatter": partial(comm.scatter, x if is_root else None, out=part),
-        "all_gather": partial(comm.all_gather, part, out=x),
-        "all_to_all": partial(comm.all_to_all, x, out=y),
-        "send_recv": partial(_round_trip, comm, x, y),
-    }[operation]
-
-
-def _round_trip(comm: Communicator, x: Any, out: Any) -> None:
-    if comm.rank == 0:
-        comm.send(x, 1)
-        comm.recv(out, 1)
-    elif comm.rank == 1:
-        comm.recv(out, 0)
-        comm.send(x, 0)
-
-
-def _array(dtype: str, nbytes: int, size: int) -> Any:
-    """Return about so many bytes of ones, as many for each rank."""
-    kind: Any = dtype
-    if dtype == "bfloat16":
-        import ml_dtypes
-
-        kind = ml_dtypes.bfloat16
-    return np.ones(max(1, nbytes // np.dtype(kind).itemsize // size) * size, kind)
+    share = ALL[operation].share
+    return {name: [share * seconds for seconds in each] for name, each in found.items()}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     parser = argparse.ArgumentParser(description="What the native core gives shm.")
     parser.add_argument("-n", type=int, default=2, help="ranks")
-    parser.add_argument("--op", default="max", help="of an operator that changes no ones")
+    parser.add_argument("--op", default="max", help="name of an operator")
     parser.add_argument("--operation", choices=_CALLS, default="all_reduce")
     parser.add_argument("--cpu", action="store_true", help="processor time instead")
     parser.add_argument("--dtypes", type=names, default=["float32"])

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from collective.deadline import Deadline
-from collective.tools.bench.alternate import alternate, repeated
+from collective.tools.bench.alternate import alternate, median_excess, median_ratio, repeated
 from collective.tools.bench.machine import headline, measured
 from collective.tools.show import add_outputs, microseconds, print_table
 
@@ -287,7 +287,6 @@ def measure(real: bool, quick: bool) -> dict[str, Any]:
                     sides["cupy"] = repeated(rival(_address(x), _address(to), stream.handle))
                 times = alternate(alone, sides, rounds, turn, clock=clock)
                 medians = {side: statistics.median(each) for side, each in times.items()}
-                pairs = list(zip(times["raw"], times["ours"]))
                 records.append(
                     {
                         "operation": operation,
@@ -295,9 +294,9 @@ def measure(real: bool, quick: bool) -> dict[str, Any]:
                         "way": way,
                         "raw": medians["raw"],
                         "ours": medians["ours"],
-                        "added": statistics.median(b - a for a, b in pairs),
+                        "added": median_excess(times["ours"], times["raw"]),
                         "least": min(times["ours"]) - min(times["raw"]),
-                        "ratio": statistics.median(b / a for a, b in pairs),
+                        "ratio": median_ratio(times["ours"], times["raw"]),
                         "cupy": medians.get("cupy"),
                     }
                 )

@@ -17,26 +17,27 @@ recorder and, for MPI, the comparison of the ranks' calls.
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import peers
+import sittings
 
 import collective
 from collective.errors import BackendUnavailableError
 from collective.launch.outcome import RanksFailedError
 from collective.launch.ranks import Participant
 from collective.testing import run_ranks
-from collective.tools.bench.alternate import alternate, repeated
+from collective.tools.bench.alternate import alternate, median_ratio, repeated
 from collective.tools.bench.libraries import BenchLibrary, Ours
 from collective.tools.bench.machine import headline, measured
-from collective.tools.bench.operations import count_wrong, lengths, value_of
+from collective.tools.bench.measure import Pace
+from collective.tools.bench.operations import ALL
+from collective.tools.bench.prepared import Prepared
 from collective.tools.bench.rivals import Gloo, Mpi
 from collective.tools.show import add_outputs, add_sizes, microseconds, print_table, size_name
 
@@ -47,7 +48,7 @@ _ADDED_US, _SMALL = 3.0, 64 << 10
 _MPI_RATIO, _LARGE = 1.03, 1 << 20
 
 
-class _OursRaw(Ours):
+class OursRaw(Ours):
     """Ours, asked for what the raw call does: pieces of lengths that all ranks know."""
 
     def calls(self, x: Any, y: Any) -> dict[str, Any]:
@@ -59,10 +60,8 @@ class _OursRaw(Ours):
 
 
 def _over_gloo(comm: Any, folder: Path, *asked: Any) -> dict[str, Any]:
-    os.environ |= {"RANK": str(comm.rank), "WORLD_SIZE": str(comm.size)}
-    raw, ours = Gloo(folder), _OursRaw(comm)
-    # Both on the library's own arrays.
-    ours.new, ours.numpy = raw.new, raw.numpy  # type: ignore[method-assign]
+    raw, ours = Gloo(folder, comm.rank, comm.size), OursRaw(comm)
+    ours.use("torch")  # both on tensors
     found = compared(raw, ours, *asked)
     raw.close()
     return found
@@ -70,47 +69,34 @@ def _over_gloo(comm: Any, folder: Path, *asked: Any) -> dict[str, Any]:
 
 def _over_mpi(_: Participant, *asked: Any) -> dict[str, Any]:
     with collective.init("mpi") as comm:  # MPI ends with the process
-        return compared(Mpi(), _OursRaw(comm), *asked)
+        return compared(Mpi(), OursRaw(comm), *asked)
 
 
 def compared(
     raw: BenchLibrary, ours: Ours, operations: Sequence[str], sizes: Sequence[int], quick: bool
 ) -> dict[str, Any]:
     """Measure as one of the ranks; return the figures."""
-    rounds, turn = (3, 0.03) if quick else (9, 0.1)
-    records = []
+    pace, records = Pace.of(quick), []
     for operation in operations:
         for nbytes in sizes:
-            sides = [_prepared(library, operation, nbytes) for library in (raw, ours)]
-            for _, check in sides:
-                check()
-            calls = {name: repeated(call) for name, (call, _) in zip(("raw", "ours"), sides)}
-            seconds = alternate(ours.comm, calls, rounds, turn).values()
-            for _, check in sides:
-                check()
-            half = 0.5 if operation == "send_recv" else 1.0
-            theirs, mine = (half * statistics.median(times) for times in seconds)
-            ratio = statistics.median(b / a for a, b in zip(*seconds))
-            records.append({"operation": operation, "nbytes": nbytes, "raw": theirs, "ours": mine,
-                            "ratio": ratio})  # fmt: skip
+            sides = [Prepared(library, operation, nbytes) for library in (raw, ours)]
+            calls = {name: repeated(side.call) for name, side in zip(("raw", "ours"), sides)}
+            _check(sides, ours.comm.barrier)
+            seconds = alternate(ours.comm, calls, pace.rounds, pace.turn)
+            _check(sides, ours.comm.barrier)
+            share = ALL[operation].share
+            medians = {name: share * statistics.median(turns) for name, turns in seconds.items()}
+            ratio = median_ratio(seconds["ours"], seconds["raw"])
+            records.append({"operation": operation, "nbytes": nbytes, **medians, "ratio": ratio})
     return {"version": raw.version, "records": records}
 
 
-def _prepared(library: BenchLibrary, operation: str, nbytes: int) -> tuple[Any, Any]:
-    """Return the call, and a check of it on fresh data."""
-    *counts, part = lengths(operation, nbytes, 4, library.size)
-    x, y = (None if count is None else library.new(count, "ordinary") for count in counts)
-    call = library.call(operation, x, y)
-
-    def check() -> None:
-        a = library.numpy(x)
-        a[:] = value_of("float32", library.size)(library.rank, np.arange(a.size))
-        found = library.numpy(library.result(x, y, call()))
-        wrong = count_wrong(operation, "float32", library.rank, library.size, part, found)
-        assert not wrong, f"{library.version}: {operation} is wrong"
-        a[:] = 0  # sums that are repeated thousands of times stay finite
-
-    return call, check
+def _check(sides: Sequence[Prepared], together: Callable[[], object]) -> None:
+    """Check what calls compute, on fresh data."""
+    for side in sides:
+        wrong = side.count_wrong(together)
+        assert not wrong, f"{side.what}: {wrong} elements are wrong"
+        side.x[:] = 0  # sums that are repeated thousands of times stay finite
 
 
 def launch(venv: Path | None, ranks: int, *asked: Any) -> dict[str, Any]:
@@ -192,9 +178,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return {"ranks": options.n, "engines": engines}
 
     show(measured(options, measure), options.markdown)
-    for failure in failures:
-        print(f"overhead: {failure}", file=sys.stderr)
-    return 1 if failures else 0
+    return sittings.exit_code("overhead", {"failures": failures})
 
 
 if __name__ == "__main__":

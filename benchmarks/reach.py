@@ -15,7 +15,6 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import overhead
@@ -25,6 +24,7 @@ from sittings import Sittings
 
 from collective.errors import CollectiveError
 from collective.launch.outcome import RanksFailedError
+from collective.tools.bench.alternate import median_ratio
 from collective.tools.bench.machine import headline
 from collective.tools.bench.measure import Pace, Record, Task
 from collective.tools.bench.run import Results
@@ -179,7 +179,7 @@ class Ratio:
         """How many times as fast ours is: the median over turns that follow each other."""
         if not self.ours.turns or not self.rival.turns:
             return self.rival.seconds / self.ours.seconds
-        return median(b / a for a, b in zip(self.ours.turns, self.rival.turns))
+        return median_ratio(self.rival.turns, self.ours.turns)
 
 
 @dataclass(frozen=True)

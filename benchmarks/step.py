@@ -42,7 +42,7 @@ import peers
 import collective
 from collective.launch.ranks import Participant
 from collective.testing import run_ranks
-from collective.tools.bench.alternate import alternate, repeated
+from collective.tools.bench.alternate import alternate, median_excess, repeated
 from collective.tools.bench.machine import headline, measured
 from collective.tools.show import add_outputs, print_table
 
@@ -90,24 +90,21 @@ def torch_sides(comm: Any, options: argparse.Namespace) -> dict[str, Step]:
 def chainer_sides(comm: Any, options: argparse.Namespace) -> dict[str, Step]:
     """Return the kinds of step in Chainer."""
     import numpy as np
-    from chainer_training import MlpStep
+    from chainer_training import mlp_step
 
     # First: without it `import chainer` fails beside a current NumPy.
     from collective.adapters.chainer.optimizer import create_multi_node_optimizer
 
     import chainer  # isort: skip
 
-    def made(optimizer: Any) -> MlpStep:
-        return MlpStep(optimizer, options.width)
-
     def sgd() -> Any:
         return chainer.optimizers.SGD(1e-4)
 
-    plain = made(sgd())
+    plain = mlp_step(sgd(), options.width)
     flat = comm.empty(plain.model.count_params(), np.float32)
     flat[...] = 0
     ours = create_multi_node_optimizer(sgd(), comm, bucket_mib=options.bucket_mib)
-    step = made(ours)
+    step = mlp_step(ours, options.width)
 
     def with_after(after: Step) -> Step:
         def call() -> None:
@@ -130,7 +127,8 @@ def chainer_sides(comm: Any, options: argparse.Namespace) -> dict[str, Step]:
         import chainermn
 
         naive = chainermn.create_communicator("naive")
-        sides["naive"] = made(chainermn.create_multi_node_optimizer(sgd(), naive))
+        optimizer = chainermn.create_multi_node_optimizer(sgd(), naive)
+        sides["naive"] = mlp_step(optimizer, options.width)
     except ImportError:  # no mpi4py
         pass
     return sides
@@ -206,7 +204,7 @@ def shares(times: dict[str, list[float]]) -> dict[str, float]:
     """Return what each thing adds to a step, in seconds, and what the wrapper adds in all."""
 
     def more(side: str, than: str) -> float:
-        return statistics.median(a - b for a, b in zip(times[side], times[than]))
+        return median_excess(times[side], times[than])
 
     warm = statistics.median(times[_WARM])
     found = {
@@ -236,7 +234,7 @@ def show(run: dict[str, Any], markdown: bool) -> None:
         rows = []
         for side, each in times.items():
             if side != _WARM:
-                added = statistics.median(a - b for a, b in zip(each, times[_BARE]))
+                added = median_excess(each, times[_BARE])
                 rows.append([side, f"{1e3 * statistics.median(each):.1f}", f"{1e3 * added:.2f}"])
         print_table(f"{framework}: steps", ["step", "ms", "more than bare"], rows, markdown)
 

@@ -34,8 +34,9 @@ from torch import nn
 
 from collective.adapters.torch import DistributedDataParallel
 from collective.testing import run_ranks
-from collective.tools.bench.alternate import alternate, repeated
+from collective.tools.bench.alternate import alternate, median_excess, median_ratio, repeated
 from collective.tools.bench.machine import headline, measured
+from collective.tools.bench.rivals import Gloo
 from collective.tools.models.torch import model_of, step_of
 from collective.tools.show import add_outputs, microseconds, print_table
 
@@ -60,11 +61,10 @@ def gloo(comm: Any, folder: Path) -> Iterator[None]:
     In the end nobody may hold a wrapper of PyTorch's any more.
     """
     torch.set_num_threads(1)
-    store = dist.FileStore(str(folder / "store"), comm.size)  # type: ignore[attr-defined]
-    dist.init_process_group("gloo", store=store, rank=comm.rank, world_size=comm.size)
+    library = Gloo(folder, comm.rank, comm.size)
     yield
     gc.collect()  # a wrapper that goes after its process group may hang
-    dist.destroy_process_group()
+    library.close()
 
 
 def wrapped_by_torch(model: nn.Module, group: Any = None) -> Any:
@@ -178,16 +178,13 @@ def _peak_bytes() -> int:
 def summary(times: dict[str, list[float]]) -> dict[str, float]:
     """Return medians, and medians of what neighbouring turns differ by, in seconds."""
     ours, other = (side for side in times if not side.endswith("no_sync"))
-    added = {
-        side: statistics.median(a - b for a, b in zip(times[side], times[f"{side}, no_sync"]))
-        for side in (ours, other)
-    }
+    added = {side: median_excess(times[side], times[f"{side}, no_sync"]) for side in (ours, other)}
     return {
         "ours": statistics.median(times[ours]),
         "other": statistics.median(times[other]),
         "ours_added": added[ours],
         "other_added": added[other],
-        "faster": statistics.median(b / a for a, b in zip(times[ours], times[other])),
+        "faster": median_ratio(times[other], times[ours]),
     }
 
 

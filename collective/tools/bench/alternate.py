@@ -1,19 +1,23 @@
 """Sides that take turns, A B A B …: what else a machine does meets neighbours alike.
 
-For sides that live in the same ranks; those of :mod:`.measure` have ranks of their own.
+For sides that live in the same ranks; those of :mod:`.measure` have ranks of their own. What one
+side takes more than another is told by turns that follow each other.
 """
 
 from __future__ import annotations
 
+import statistics
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
-__all__ = ["alternate", "repeated"]
+__all__ = ["alternate", "in_turns", "median_excess", "median_ratio", "repeated"]
 
 _MOST_CALLS = 20_000
+
+Side = TypeVar("Side")
 
 
 def repeated(call: Callable[[], object]) -> Callable[[int], None]:
@@ -43,9 +47,7 @@ def alternate(
         comm: has the ranks begin a turn together, and knows the slowest one's time; None for one
             process.
         sides: by name what makes so many calls, as :func:`repeated` returns it.
-        rounds: how many turns each side gets.
-        turn: seconds that one is to last.
-        warm: calls that are made before it is measured how long one takes, and then for that.
+        rounds, turn, warm: as of :func:`in_turns`.
         clock: what tells the time, in seconds.
     """
 
@@ -60,6 +62,26 @@ def alternate(
         slowest: float = comm.all_reduce(np.array([mine]), op="max").item()
         return slowest
 
+    return in_turns(block, sides, rounds, turn, warm=warm)
+
+
+def in_turns(
+    block: Callable[[Side, int], float],
+    sides: Mapping[str, Side],
+    rounds: int,
+    turn: float,
+    *,
+    warm: int = 5,
+) -> dict[str, list[float]]:
+    """Return what ``block`` returned for each side, a figure a turn.
+
+    Args:
+        block: has a side make so many calls; returns the seconds of one, the same on all ranks.
+        sides: by name.
+        rounds: how many turns each side gets.
+        turn: seconds that one is to last.
+        warm: calls that are made before it is measured how long one takes, and then for that.
+    """
     counts = {}
     for name, side in sides.items():
         block(side, warm)
@@ -69,3 +91,13 @@ def alternate(
         for name, side in sides.items():
             seconds[name].append(block(side, counts[name]))
     return seconds
+
+
+def median_excess(turns: Sequence[float], than: Sequence[float]) -> float:
+    """Return how much longer turns are than those beside them: the median."""
+    return statistics.median(a - b for a, b in zip(turns, than))
+
+
+def median_ratio(turns: Sequence[float], to: Sequence[float]) -> float:
+    """Return how many times as long turns are as those beside them: the median."""
+    return statistics.median(a / b for a, b in zip(turns, to))

@@ -20,6 +20,7 @@ from .operations import ALL, lengths
 
 __all__ = [
     "BACK_TO_BACK", "METHODS", "Gap", "Pace", "Record", "Task", "Turns", "compare", "method_of",
+    "take_turns",
 ]  # fmt: skip
 
 #: How calls are timed. ``"latency"``: each call by itself from a common start, the slowest
@@ -177,11 +178,7 @@ def compare(
     for method in methods:
         if method == "bandwidth" and not arrays:
             continue
-        for one in playing:
-            one.run(partial(one.calibrate, method, pace.turn))
-        for _ in range(pace.rounds):
-            for one in playing:
-                one.run(one.take)
+        take_turns(playing, method, pace.rounds, pace.turn)
     for one in playing:
         one.run(one.finish)
         if one.broken:
@@ -255,6 +252,10 @@ class Turns:
         """Have a turn."""
         self.turns[self._method].append(self._time())
 
+    def middles(self, method: str) -> list[float]:
+        """Return the median of each turn, in their order."""
+        return [statistics.median(times) for times in self.turns[method]]
+
     def _time(self) -> list[float]:
         """Return seconds of each call, or one mean: the slowest rank's."""
         answers = self.ask(
@@ -268,13 +269,21 @@ class Turns:
         return [self._share * seconds for seconds in slowest]
 
 
+def take_turns(sides: Sequence[Turns], method: str, rounds: int, turn: float) -> None:
+    """Have so many turns of all sides, A B C A B C …, of about ``turn`` seconds each."""
+    for side in sides:
+        side.run(partial(side.calibrate, method, turn))
+    for _ in range(rounds):
+        for side in sides:
+            side.run(side.take)
+
+
 class _TaskTurns(Turns):
     """One side's turns at one task."""
 
     def __init__(self, arena: Arena, side: Side, task: Task, ranks: int) -> None:
         self._operation = "copy" if side.contestant == "memcpy" else task.operation
-        share = 0.5 if ALL[self._operation].halves else 1.0
-        super().__init__(arena, side.contestant, str(side), share)
+        super().__init__(arena, side.contestant, str(side), ALL[self._operation].share)
         self._side = side
         self._task = task
         self._ranks = ranks
@@ -314,7 +323,7 @@ class _TaskTurns(Turns):
     def records(self) -> Iterator[Record]:
         """Return the sum of it, a record a method."""
         for method, turns in self.turns.items():
-            middles = [statistics.median(times) for times in turns]
+            middles = self.middles(method)
             every = np.concatenate(turns)
             seconds = float(np.median(every))
             timed_each = method == "latency"

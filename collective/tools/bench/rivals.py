@@ -55,14 +55,20 @@ class Mpi(BenchLibrary):
 
 
 class Gloo(BenchLibrary):
-    """torch.distributed over Gloo, or NCCL for GPUs; ranks meet in a file below ``folder``."""
+    """torch.distributed over Gloo, or NCCL for GPUs.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        folder: the ranks meet in a file below it.
+        rank, size: which of how many this is; by default as RANK and WORLD_SIZE say.
+    """
+
+    def __init__(self, folder: Path, rank: int | None = None, size: int | None = None) -> None:
         import torch
         import torch.distributed as dist
 
         self._dist = dist
-        self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self.rank = int(os.environ["RANK"]) if rank is None else rank
+        self.size = int(os.environ["WORLD_SIZE"]) if size is None else size
         backend = "gloo"
         if torch.cuda.is_available():
             torch.cuda.set_device(self.rank % torch.cuda.device_count())

@@ -13,15 +13,15 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from collective.tools.show import print_table
 
+from .alternate import median_excess
 from .arena import Arena, ArenaError
 from .contestants import ALONE, Contestant, named
-from .measure import Gap, Pace, Turns
+from .measure import Gap, Pace, Turns, take_turns
 
 __all__ = ["FRAMEWORKS", "MODELS", "Training", "measure", "show"]
 
@@ -124,12 +124,8 @@ def _measure(
             gaps[name] = answers, False
             continue
         parts[name] = {part: Turns(arena, name, part) for part in answers[0]["parts"]}
-    each = [turns for of in parts.values() for turns in of.values()]
-    for turns in each:
-        turns.run(partial(turns.calibrate, "bandwidth", _LONGER * pace.turn))
-    for _ in range(pace.rounds):
-        for turns in each:
-            turns.run(turns.take)
+    every = [turns for of in parts.values() for turns in of.values()]
+    take_turns(every, "bandwidth", pace.rounds, _LONGER * pace.turn)
     differing = {name: _finish(arena, name, of) for name, of in parts.items()}
     for name, of in parts.items():
         broken = next((turns.broken for turns in of.values() if turns.broken), None)
@@ -143,8 +139,8 @@ def _measure(
     for name, of in parts.items():
         if name not in gaps and name != ALONE:
             medians = {part: _median(turns) for part, turns in of.items()}
-            step, compute = (_middles(of[part]) for part in ("step", "compute"))
-            added = statistics.median(a - b for a, b in zip(step, compute))
+            step, compute = (of[part].middles("bandwidth") for part in ("step", "compute"))
+            added = median_excess(step, compute)
             yield Training(
                 framework, model, ranks, name, **medians, alone=alone, added=added,
                 differing=differing[name],
@@ -167,11 +163,7 @@ def _finish(arena: Arena, name: str, of: Mapping[str, Turns]) -> int:
 
 
 def _median(turns: Turns) -> float:
-    return statistics.median(_middles(turns))
-
-
-def _middles(turns: Turns) -> list[float]:
-    return [statistics.median(times) for times in turns.turns["bandwidth"]]
+    return statistics.median(turns.middles("bandwidth"))
 
 
 def show(found: Sequence[Training], gaps: Sequence[Gap], markdown: bool = False) -> None:

@@ -18,33 +18,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from collective.launch import control
 from collective.launch.ranks import Job, Participant
-from collective.memory.dtypes import BY_NAME
-from collective.testing.frameworks import encoded
 
 from .libraries import Array, BenchLibrary, Call, Unsupported
-from .operations import ALL, count_wrong, lengths, value_of
+from .prepared import Prepared
 from .rivals import open_library
 from .startline import StartLine
 
 __all__ = ["Worker", "WorkerCall", "main"]
-
-_BLOCK = 1 << 20
-
-
-@dataclass
-class _Prepared:
-    """An operation on arrays that are allocated."""
-
-    operation: str
-    dtype: str
-    part: int  # elements of the n-th of the larger array
-    x: Any
-    y: Any  # None where the operation works in place
-    call: Call
 
 
 class Worker:
@@ -61,12 +43,14 @@ class Worker:
         self._library = library
         self._line = StartLine(folder / "startline", library.rank, library.size)
         self._whose = whose
-        self._prepared: dict[str, _Prepared] = {}  # by the side that it is measured as
+        self._prepared: dict[str, Prepared] = {}  # by the side that it is measured as
+        self._steps: dict[str, Call] = {}  # the parts of a training step
         self._parameters: list[Array] = []  # of the model that is trained
 
     def close(self) -> None:
         """Drop the arrays, and end the library."""
         self._prepared.clear()
+        self._steps.clear()
         self._library.close()
 
     def abort(self, reason: str) -> None:
@@ -87,32 +71,21 @@ class Worker:
         dtype: str = "float32",
         framework: str | None = None,
     ) -> dict[str, Any]:
-        """Allocate arrays for ``operation``, the larger of ``nbytes``.
-
-        They hold zeros, which stay zeros however often they are summed in place. Further calls
-        name the prepared operation by its ``side``.
+        """Allocate arrays for an operation: see :class:`~collective.tools.bench.prepared.Prepared`.
 
         Args:
-            side: a name.
-            operation: one of :data:`~collective.tools.bench.operations.ALL`.
-            nbytes: of the larger array, before it is rounded up.
-            memory: ``"ordinary"`` or ``"symmetric"``.
-            dtype: of the elements.
+            side: a name, by which further calls name what is prepared.
+            operation, nbytes, memory, dtype: as there.
             framework: whose arrays; None for the library's own.
+
+        Returns:
+            ``nbytes``: of the larger array.
         """
-        library = self._library
         if framework is not None:
-            library.use(framework)
-        about, itemsize = ALL[operation], BY_NAME[dtype].itemsize
-        *counts, part = lengths(operation, nbytes, itemsize, library.size)
-        x, y = (None if n is None else library.new(n, memory, dtype) for n in counts)
-        call = library.call(
-            operation,
-            None if about.x_at_root and library.rank else x,
-            None if about.y_at_root and library.rank else y,
-        )
-        self._prepared[side] = _Prepared(operation, dtype, part, x, y, call)
-        return {"nbytes": itemsize * max((n or 0 for n in counts), default=0)}
+            self._library.use(framework)
+        made = Prepared(self._library, operation, nbytes, memory, dtype)
+        self._prepared[side] = made
+        return {"nbytes": made.nbytes}
 
     def attempt(self, side: str) -> dict[str, Any]:
         """Make a prepared call for the first time, which tells whether the library can."""
@@ -125,6 +98,7 @@ class Worker:
     def release(self, side: str) -> dict[str, Any]:
         """Drop the arrays, if there are any."""
         self._prepared.pop(side, None)
+        self._steps.pop(side, None)
         return {}
 
     def measure(self, side: str, iterations: int, warmup: int, each: bool) -> dict[str, Any]:
@@ -140,7 +114,7 @@ class Worker:
         Returns:
             ``seconds``: of each call, or one mean.
         """
-        call = self._prepared[side].call
+        call = self._steps.get(side) or self._prepared[side].call
         done = self._library.synchronize if self._library.framework.on_gpu else None
         for _ in range(warmup):
             call()
@@ -153,35 +127,12 @@ class Worker:
             ``wrong``: how many elements of this rank's result are not what they must be. After a
             barrier: how many ranks had not come to it.
         """
-        library, made = self._library, self._prepared[side]
-        about, rank = ALL[made.operation], library.rank
+        made = self._prepared[side]
         if made.x is None:
             self._line.step()
             made.call()
             return {"wrong": self._line.absent()}
-        self._fill(made)
-        self._line.wait()
-        result = library.result(made.x, made.y, made.call())
-        if library.framework.on_gpu:
-            library.synchronize()
-        self._line.wait()
-        if rank and about.y_at_root:
-            return {"wrong": 0}
-        return {
-            "wrong": count_wrong(
-                made.operation, made.dtype, rank, library.size, made.part,
-                None if result is None else library.framework.read(result),
-            )
-        }  # fmt: skip
-
-    def _fill(self, made: _Prepared) -> None:
-        library = self._library
-        value, arrays = value_of(made.dtype, library.size), library.framework
-        for low in range(0, made.x.shape[0], _BLOCK):
-            block = made.x[low : low + _BLOCK]
-            values = value(library.rank, np.arange(low, low + block.shape[0]))
-            data = encoded(values, made.dtype)
-            arrays.fill(block, arrays.make(data, made.dtype, (slice(None),)))
+        return {"wrong": made.count_wrong(self._line.wait)}
 
     def prepare_steps(self, framework: str, model: str) -> dict[str, Any]:
         """Make the parts of a training step; further calls name one as their ``side``.
@@ -195,7 +146,7 @@ class Worker:
         # Ready for the first step: buckets are laid out, weights are rank 0's.
         for part in sorted(calls):
             calls[part]()
-            self._prepared[part] = _Prepared(part, "float32", 0, None, None, calls[part])
+            self._steps[part] = calls[part]
         return {"parts": sorted(calls)}
 
     def digest(self) -> dict[str, Any]:

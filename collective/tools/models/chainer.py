@@ -16,7 +16,7 @@ from collective.tools.bench.libraries import BenchLibrary, Call, Ours
 from collective.tools.bench.rivals import ChainerMN
 from collective.tools.parity import weights
 
-__all__ = ["LeNet", "Perceptron", "model_of", "steps", "train"]
+__all__ = ["LeNet", "Perceptron", "Step", "model_of", "steps", "train"]
 
 Array = np.ndarray[Any, Any]
 
@@ -81,8 +81,13 @@ class _Residual(chainer.Chain):  # type: ignore[misc]
         return F.relu(self.second_norm(self.second(inside)) + (x if self._same else self.around(x)))
 
 
-def model_of(name: str) -> tuple[Any, Array]:
-    """Return ``"mlp"``, ``"lenet"`` or ``"resnet"``, as in PyTorch, and a batch for it."""
+def model_of(name: str, width: int = 1024, rows: int = 64) -> tuple[Any, Array]:
+    """Return ``"mlp"``, ``"lenet"`` or ``"resnet"``, as in PyTorch, and a batch for it.
+
+    Args:
+        width: of the MLP's six layers.
+        rows: samples in the MLP's batch.
+    """
     rng = np.random.RandomState(0)
     np.random.seed(0)  # Chainer's initialisers take it
 
@@ -91,8 +96,8 @@ def model_of(name: str) -> tuple[Any, Array]:
         return made
 
     if name == "mlp":
-        layers = [part for _ in range(6) for part in (L.Linear(1024, 1024), F.relu)]
-        return chainer.Sequential(*layers), batch(64, 1024)
+        layers = [part for _ in range(6) for part in (L.Linear(width, width), F.relu)]
+        return chainer.Sequential(*layers), batch(rows, width)
     if name == "lenet":
         return LeNet(), batch(32, 1, 28, 28)
     widths = [64, 64, 64, 128, 128, 256, 256, 512, 512]
@@ -110,7 +115,7 @@ def steps(library: BenchLibrary, name: str) -> tuple[dict[str, Call], list[Any]]
     model, x = model_of(name)
     x = x + np.float32(library.rank / 8)
     count = sum(parameter.size for parameter in model.params())
-    calls = {"compute": _step(chainer.optimizers.SGD(1e-4), model, x)}
+    calls: dict[str, Call] = {"compute": Step(chainer.optimizers.SGD(1e-4), model, x)}
     sgd: Any = chainer.optimizers.SGD(1e-4)
     if isinstance(library, Ours):
         comm = library.comm
@@ -126,17 +131,34 @@ def steps(library: BenchLibrary, name: str) -> tuple[dict[str, Call], list[Any]]
         calls["sync"] = lambda: library.comm.allreduce(zeros)
     if "sync" in calls:
         model = model_of(name)[0]
-        calls["step"] = _step(sgd, model, x)
+        calls["step"] = Step(sgd, model, x)
     return calls, [parameter.array for parameter in model.params()]
 
 
-def _step(optimizer: Any, model: Any, x: Array) -> Call:
-    optimizer.setup(model)
+class Step:
+    """A step of training on a batch: call it.
 
-    def loss() -> Any:
-        return F.mean(model(x) ** 2)
+    Args:
+        optimizer: updates the model; is set up for it.
+        model, x: as :func:`model_of` returns them.
+    """
 
-    return lambda: optimizer.update(loss)
+    def __init__(self, optimizer: Any, model: Any, x: Array) -> None:
+        optimizer.setup(model)
+        self.optimizer, self.model, self._x = optimizer, model, x
+
+    def loss(self) -> Any:
+        """Compute the loss."""
+        return F.mean(self.model(self._x) ** 2)
+
+    def __call__(self) -> None:
+        self.optimizer.update(self.loss)
+
+    def backward(self) -> None:
+        """Do the forward and the backward pass, and none of the optimizer's."""
+        loss = self.loss()
+        self.model.cleargrads()
+        loss.backward()
 
 
 def train(
