@@ -9,7 +9,8 @@ from collective.contract.capabilities import Capabilities
 from collective.ops import as_op, user_op
 
 from .checks import Case, on_each_rank
-from .samples import LARGE, OPS, Array, assert_bits, expected, laid_out, regions
+from .checks_reduce import hold_fold
+from .samples import LARGE, OPS, Array, assert_bits, expected, laid_out, moved
 
 _BY_OP: list[Case] = [{"op": op} for op in (*(op for op in OPS if "b" in OPS[op]), "user")]
 # A bitwise fold of two true bytes may be 0 (1 and 2), and their maximum is not 1.
@@ -38,25 +39,12 @@ def _fold_all(comm: Communicator, op: str, inputs: list[Array]) -> None:
     # NumPy's function returns 0 and 1; this one an operand, as it is.
     reducer = user_op(_either) if op == "user" else as_op(op)
     what = f"({op}) of bool[{count}]"
-    assert_bits(comm.all_reduce(mine, op=reducer), total, f"all_reduce{what}")
-    found = comm.all_reduce(mine, op=reducer, order="rank")
-    assert_bits(found, total, f"all_reduce{what} in rank order")
     for layout in ("offset", "strided"):
         found = comm.all_reduce(_like(layout, mine), op=reducer)
         assert_bits(found, total, f"all_reduce{what} of a {layout} array")
     for found in comm.all_reduce([mine, mine.copy()], op=reducer):
         assert_bits(found, total, f"all_reduce{what} in a structure")
-    for root in {0, comm.size - 1}:
-        reduced = comm.reduce(mine, op=reducer, root=root)
-        if rank == root:
-            assert_bits(reduced, total, f"reduce{what} to {root}")
-    part = list(regions(count, comm.size))[rank]
-    found = comm.reduce_scatter(mine, op=reducer)
-    assert_bits(found, total[part], f"reduce_scatter{what}")
-    assert_bits(comm.scan(mine, op=reducer), _folded(op, inputs[: rank + 1]), f"scan{what}")
-    result = mine.copy()
-    comm.all_reduce(result, op=reducer, out=result)
-    assert_bits(result, total, f"all_reduce{what} in place")
+    hold_fold(comm, reducer, mine, total, _folded(op, inputs[: rank + 1]), what)
 
 
 @on_each_rank(needs=_takes_bools)
@@ -65,24 +53,21 @@ def check_bools_moved(comm: Communicator) -> None:
     size, rank = comm.size, comm.rank
     for count in _COUNTS[1:]:
         inputs = [_drawn(each, count) for each in range(size)]
-        mine, every = inputs[rank], np.concatenate(inputs).view(np.uint8)
-        what = f"of bool[{count}]"
-        own, last = mine.view(np.uint8), inputs[-1].view(np.uint8)
-        found = comm.broadcast(mine.copy(), root=size - 1)
-        assert_bits(found, last, f"broadcast {what}")
-        assert_bits(comm.all_gather(mine), every, f"all_gather {what}")
-        gathered = comm.gather(mine, root=0)
-        if rank == 0:
-            assert_bits(gathered, every, f"gather {what}")
-        found = comm.scatter(inputs[0] if rank == 0 else None, root=0, like=mine)
-        part = list(regions(count, size))[rank]
-        assert_bits(found, inputs[0][part].view(np.uint8), f"scatter {what}")
-        found = comm.sendrecv(mine, dst=(rank + 1) % size, src=(rank - 1) % size)
-        assert_bits(found, inputs[rank - 1].view(np.uint8), f"sendrecv {what}")
-        found = comm.all_to_all(mine)
-        wanted = np.concatenate([x[list(regions(count, size))[rank]] for x in inputs])
-        assert_bits(found, wanted.view(np.uint8), f"all_to_all {what}")
-        assert_bits(mine, own, f"the input {what}")
+        mine, own = inputs[rank], inputs[rank].view(np.uint8).copy()
+        found = {
+            "broadcast": comm.broadcast(mine.copy(), root=size - 1),
+            "all_gather": comm.all_gather(mine),
+            "gather": comm.gather(mine, root=0),
+            "scatter": comm.scatter(inputs[0] if rank == 0 else None, root=0, like=mine),
+            "sendrecv": comm.sendrecv(mine, dst=(rank + 1) % size, src=(rank - 1) % size),
+            "all_to_all": comm.all_to_all(mine),
+        }
+        for call, result in found.items():
+            if call != "gather" or rank == 0:
+                root = size - 1 if call == "broadcast" else 0
+                wanted = moved(call, inputs.__getitem__, rank, size, root=root)
+                assert_bits(result, wanted.view(np.uint8), f"{call} of bool[{count}]")
+        assert_bits(mine, own, f"the input of bool[{count}]")
 
 
 def _drawn(rank: int, count: int) -> Array:

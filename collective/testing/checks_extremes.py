@@ -9,16 +9,8 @@ from collective.contract.capabilities import Capabilities
 from collective.ops import Op
 
 from .checks import Case, on_each_rank
-from .samples import (
-    LARGE,
-    Array,
-    assert_bits,
-    dtypes_of,
-    extreme,
-    of_bits,
-    regions,
-    special_bits,
-)
+from .checks_reduce import hold_fold
+from .samples import LARGE, Array, dtypes_of, extreme, of_bits, special_bits
 
 _BY_OP: list[Case] = [{"op": "min"}, {"op": "max"}]
 # A prime: no piece that a transport cuts is a multiple of it.
@@ -49,20 +41,7 @@ def _fold_all(comm: Communicator, op: Op, dtype: str, every: Array, count: int) 
     Args:
         count: how many elements, beyond the length of the rows from their beginning again.
     """
-    rank = comm.rank
-    mine = of_bits(dtype, np.resize(every[rank], count))
+    mine = of_bits(dtype, np.resize(every[comm.rank], count))
     total = np.resize(extreme(op, dtype, every), count)
-    what = f"({op}) of {dtype}[{count}]"
-    assert_bits(comm.all_reduce(mine, op=op), total, f"all_reduce{what}")
-    found = comm.all_reduce(mine, op=op, order="rank")
-    assert_bits(found, total, f"all_reduce{what} in rank order")
-    for root in {0, comm.size - 1}:
-        found = comm.reduce(mine, op=op, root=root)
-        if rank == root:
-            assert_bits(found, total, f"reduce{what} to {root}")
-    part = list(regions(count, comm.size))[rank]
-    assert_bits(comm.reduce_scatter(mine, op=op), total[part], f"reduce_scatter{what}")
-    first = np.resize(extreme(op, dtype, every[: rank + 1]), count)
-    assert_bits(comm.scan(mine, op=op), first, f"scan{what}")
-    comm.all_reduce(mine, op=op, out=mine)
-    assert_bits(mine, total, f"all_reduce{what} in place")
+    first = np.resize(extreme(op, dtype, every[: comm.rank + 1]), count)
+    hold_fold(comm, op, mine, total, first, f"({op}) of {dtype}[{count}]")

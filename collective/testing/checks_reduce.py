@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from collective.communicator import Communicator
-from collective.ops import Op, premul_sum
+from collective.ops import Op, ReduceOp, premul_sum
 
 from .checks import Case, on_each_rank, roots
 from .samples import (
@@ -15,6 +15,8 @@ from .samples import (
     LAYOUTS,
     OPS,
     SHAPES,
+    Array,
+    assert_bits,
     assert_close,
     assert_same,
     dtypes_at,
@@ -50,6 +52,31 @@ def _hold(found: Any, op: Op, inputs: list[Any], dtype: str, what: str, part: An
         assert_close(found, wanted, what, _ROUNDING.get(dtype, 1e-6))
     else:
         assert_same(found, wanted, what)
+
+
+def hold_fold(
+    comm: Communicator, op: Op | ReduceOp, mine: Any, total: Array, first: Array, what: str
+) -> None:
+    """Check the bits of a fold by all calls that fold.
+
+    Args:
+        mine: this rank's array, which is overwritten.
+        total: the bits of the fold of all ranks.
+        first: the bits of the fold of the ranks up to this one.
+        what: the operator and the array, for errors.
+    """
+    assert_bits(comm.all_reduce(mine, op=op), total, f"all_reduce{what}")
+    found = comm.all_reduce(mine, op=op, order="rank")
+    assert_bits(found, total, f"all_reduce{what} in rank order")
+    for root in {0, comm.size - 1}:
+        reduced = comm.reduce(mine, op=op, root=root)
+        if comm.rank == root:
+            assert_bits(reduced, total, f"reduce{what} to {root}")
+    part = regions(total.size, comm.size)[comm.rank]
+    assert_bits(comm.reduce_scatter(mine, op=op), total[part], f"reduce_scatter{what}")
+    assert_bits(comm.scan(mine, op=op), first, f"scan{what}")
+    comm.all_reduce(mine, op=op, out=mine)
+    assert_bits(mine, total, f"all_reduce{what} in place")
 
 
 def _can(comm: Communicator, op: Op) -> list[str]:

@@ -104,6 +104,10 @@ class TorchFramework(ArrayFramework):
     def unavailable(self) -> str:
         return _missing("torch")
 
+    def settle(self, local_rank: int) -> None:
+        # As many threads as there are ranks would only get in each other's way.
+        importlib.import_module("torch").set_num_threads(1)
+
     def dtypes(self) -> frozenset[str]:
         torch = importlib.import_module("torch")
         return frozenset(name for name in BY_NAME if hasattr(torch, name))

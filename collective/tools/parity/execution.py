@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -60,10 +59,6 @@ def prepare(comm: Communicator, names: Sequence[str]) -> None:
     """Import the frameworks, which takes seconds."""
     for name in names:
         framework(name).settle(comm.local_rank)
-        if name == "torch":
-            # As many threads as there are ranks would only get in each other's way.
-            torch: Any = importlib.import_module("torch")
-            torch.set_num_threads(1)
 
 
 def run_case(comm: Communicator, case: Case) -> Verdict:

@@ -226,10 +226,7 @@ def train(comm: Communicator | None, setup: Setup, ordered: bool) -> dict[str, A
         mine = np.array_split(np.arange(len(y)), size)[rank]
         # The average over the ranks is the mean over the whole batch, if some have more of it.
         batches.append((x[mine], y[mine], len(mine) * size / len(y)))
-    # As many threads as there are ranks would only get in each other's way.
     framework(setup.framework).settle(rank)
-    if setup.framework == "torch":
-        importlib.import_module("torch").set_num_threads(1)
     reduce = None if comm is None or not ordered else _InRankOrder(comm)
     module = importlib.import_module(f"collective.tools.models.{setup.framework}")
     model = _make(setup.model, setup.framework)
