@@ -21,9 +21,10 @@ from collective.tools.bench.contestants import Contestant
 from collective.tools.bench.machine import measured
 from collective.tools.show import Progress, add_outputs, add_sizes, print_table, size_name
 
-_OPERATIONS = "all_reduce broadcast all_gather reduce_scatter all_to_all send_recv".split()
+__all__ = ["OPERATIONS", "Footprint", "run", "show"]
 
-__all__ = ["Footprint", "run", "show"]
+#: The operations of which something was promised.
+OPERATIONS = "all_reduce broadcast all_gather reduce_scatter all_to_all send_recv".split()
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ def run(ranks: int, sizes: Sequence[int]) -> list[Footprint]:
     found = []
     with Arena([Contestant("shm", ranks)]) as arena:
         for nbytes in sizes:
-            for operation in _OPERATIONS:
+            for operation in OPERATIONS:
                 progress.show(f"memory: {operation}, {size_name(nbytes)}, {ranks} ranks")
                 call = {"operation": operation, "nbytes": nbytes, "memory": "ordinary"}
                 arena.ask("shm", "prepare", side="shm", **call)

@@ -19,19 +19,18 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import peers
 import sittings
+from memory import OPERATIONS
 
 import collective
 from collective.errors import BackendUnavailableError
 from collective.launch.outcome import RanksFailedError
 from collective.launch.ranks import Participant
-from collective.testing import run_ranks
 from collective.tools.bench.alternate import alternate, median_ratio, repeated
 from collective.tools.bench.libraries import BenchLibrary, Ours
 from collective.tools.bench.machine import headline, measured
@@ -42,7 +41,6 @@ from collective.tools.bench.rivals import Gloo, Mpi
 from collective.tools.show import add_outputs, add_sizes, microseconds, print_table, size_name
 
 _SIZES = "8 1K 8K 32K 1M 16M"
-OPERATIONS = "all_reduce broadcast all_gather reduce_scatter all_to_all send_recv"
 # What was promised: microseconds added to MPI below 64 KiB, and ratios.
 _ADDED_US, _SMALL = 3.0, 64 << 10
 _MPI_RATIO, _LARGE = 1.03, 1 << 20
@@ -108,12 +106,8 @@ def launch(venv: Path | None, ranks: int, *asked: Any) -> dict[str, Any]:
     found: dict[str, Any]
     if venv is not None:
         found = peers.run_under_mpi(venv, ranks, _over_mpi, *asked)
-        return found
-    peers.prepare_environment()
-    with tempfile.TemporaryDirectory() as folder:
-        found, *_ = run_ranks(
-            ranks, _over_gloo, Path(folder), *asked, backend="gloo", timeout=peers.RANKS_S
-        )
+    else:
+        found = peers.run_here(ranks, "gloo", _over_gloo, *asked)
     return found
 
 
@@ -154,7 +148,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("-n", type=int, default=2, metavar="N", help="ranks (default: 2)")
     add_sizes(parser, _SIZES)
-    parser.add_argument("--operations", nargs="+", default=OPERATIONS.split(), metavar="NAME")
+    parser.add_argument("--operations", nargs="+", default=OPERATIONS, metavar="NAME")
     parser.add_argument("--quick", action="store_true", help="three short turns each")
     add_outputs(parser)
     peers.add_options(parser)

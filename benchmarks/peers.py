@@ -15,6 +15,7 @@ import argparse
 import os
 import subprocess
 import sys
+import tempfile
 import venv
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,12 +24,13 @@ from typing import Any
 from collective.launch.command_starter import under_mpiexec
 from collective.launch.mpiexec import Mpiexec
 from collective.launch.ranks import FunctionJob, Ranks
+from collective.testing import run_ranks
 from collective.tools.bench import mpi_environments
 from collective.tools.bench.mpi_environments import VENDORS, environments
 
 __all__ = [
     "RANKS_S", "VENDORS", "add_options", "add_rivals", "environments", "find",
-    "prepare_environment", "rivals", "run_under_mpi",
+    "prepare_environment", "rivals", "run_here", "run_under_mpi",
 ]  # fmt: skip
 
 #: Seconds that a benchmark's ranks may take.
@@ -71,6 +73,23 @@ def prepare_environment() -> None:
     path = os.pathsep.join([str(_HERE), os.environ.get("PYTHONPATH", "")])
     threads = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")}
     os.environ |= {**threads, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": path}
+
+
+def run_here(ranks: int, backend: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Run a function on ranks of this Python; return what rank 0 returns.
+
+    Args:
+        backend: the transport of their communicator.
+        function: given the communicator, a folder that the ranks share, and ``arguments``.
+
+    Raises:
+        RanksFailedError, BackendUnavailableError: they failed, or did not start.
+    """
+    prepare_environment()
+    with tempfile.TemporaryDirectory() as folder:
+        return run_ranks(
+            ranks, function, Path(folder), *arguments, backend=backend, timeout=RANKS_S
+        )[0]
 
 
 def run_under_mpi(

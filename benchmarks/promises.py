@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from memory import Footprint
+from memory import OPERATIONS, Footprint
 from waiting import Wait
 
 from collective.tools.bench.measure import Record
 from collective.tools.show import size_name
 
-__all__ = ["KIB", "MIB", "OPERATIONS", "Bound", "Judged", "fastest", "hold", "judge"]
-
-#: Those of which something was promised.
-OPERATIONS = "all_reduce broadcast all_gather reduce_scatter all_to_all send_recv".split()
+__all__ = ["KIB", "MIB", "Bound", "Judged", "fastest", "hold", "judge"]
 
 KIB, MIB = 1 << 10, 1 << 20
 

@@ -17,6 +17,7 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
+import memory
 import overhead
 import peers
 from promises import KIB, MIB, Bound, Judged, fastest, hold
@@ -120,7 +121,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 def _of_mpi(options: argparse.Namespace) -> dict[str, float]:
     """Return the microseconds that ``mpi`` adds to a raw call."""
     found: dict[str, float] = {}
-    asked = overhead.OPERATIONS.split(), [8] if options.quick else [8, 1024], options.quick
+    asked = memory.OPERATIONS, [8] if options.quick else [8, 1024], options.quick
     for vendor, path in peers.find(options).items():
         run = overhead.launch(path, 2, *asked)
         for each in run["records"]:

@@ -31,7 +31,6 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -41,7 +40,6 @@ import peers
 
 import collective
 from collective.launch.ranks import Participant
-from collective.testing import run_ranks
 from collective.tools.bench.alternate import alternate, median_excess, repeated
 from collective.tools.bench.machine import headline, measured
 from collective.tools.show import add_outputs, print_table
@@ -160,7 +158,7 @@ def torch_steps(comm: Any, folder: Path, asked: argparse.Namespace) -> dict[str,
         return _turns(comm, torch_sides(comm, asked), asked)
 
 
-def chainer_steps(comm: Any, asked: argparse.Namespace) -> dict[str, list[float]]:
+def chainer_steps(comm: Any, _: Any, asked: argparse.Namespace) -> dict[str, list[float]]:
     """Measure as one of the ranks, in Chainer."""
     return _turns(comm, chainer_sides(comm, asked), asked)
 
@@ -168,7 +166,7 @@ def chainer_steps(comm: Any, asked: argparse.Namespace) -> dict[str, list[float]
 def chainer_steps_under_mpi(_: Participant, asked: argparse.Namespace) -> dict[str, list[float]]:
     """Measure as one of the ranks that mpiexec has started, in Chainer."""
     with collective.init("shm") as comm:
-        return chainer_steps(comm, asked)
+        return chainer_steps(comm, None, asked)
 
 
 def _turns(comm: Any, sides: dict[str, Step], asked: argparse.Namespace) -> dict[str, list[float]]:
@@ -186,15 +184,11 @@ def measure(framework: str, options: argparse.Namespace) -> dict[str, list[float
         width=options.width, bucket_mib=options.bucket_mib, clock=options.clock, quick=options.quick
     )
     found: dict[str, list[float]]
-    if framework == "torch":
-        with tempfile.TemporaryDirectory() as folder:
-            found, *_ = run_ranks(
-                2, torch_steps, Path(folder), asked, backend="shm", timeout=peers.RANKS_S
-            )
-        return found
     venv = next(iter(peers.find(options).values()), None)
-    if venv is None:
-        found, *_ = run_ranks(2, chainer_steps, asked, backend="shm", timeout=peers.RANKS_S)
+    if framework == "torch":
+        found = peers.run_here(2, "shm", torch_steps, asked)
+    elif venv is None:
+        found = peers.run_here(2, "shm", chainer_steps, asked)
     else:
         found = peers.run_under_mpi(venv, 2, chainer_steps_under_mpi, asked)
     return found
@@ -250,7 +244,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_outputs(parser, earlier=True)
     peers.add_options(parser)
     options = parser.parse_args(arguments)
-    peers.prepare_environment()
 
     def steps() -> dict[str, Any]:
         found = {framework: measure(framework, options) for framework in options.frameworks}

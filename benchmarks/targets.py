@@ -22,7 +22,8 @@ import memory
 import reach
 import sittings
 import waiting
-from promises import OPERATIONS, judge
+from memory import OPERATIONS
+from promises import judge
 from sittings import Sittings
 
 from collective.tools.bench.arena import Arena

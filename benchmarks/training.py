@@ -21,7 +21,6 @@ import contextlib
 import gc
 import statistics
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -33,7 +32,6 @@ import torch.distributed as dist
 from torch import nn
 
 from collective.adapters.torch import DistributedDataParallel
-from collective.testing import run_ranks
 from collective.tools.bench.alternate import alternate, median_excess, median_ratio, repeated
 from collective.tools.bench.machine import headline, measured
 from collective.tools.bench.rivals import Gloo
@@ -74,7 +72,7 @@ def wrapped_by_torch(model: nn.Module, group: Any = None) -> Any:
     )
 
 
-def rank(comm: Any, part: str, folder: Path, names: Sequence[str], quick: bool) -> dict[str, Any]:
+def rank(comm: Any, folder: Path, part: str, names: Sequence[str], quick: bool) -> dict[str, Any]:
     """Measure as one of the ranks; return the figures of each model."""
     with gloo(comm, folder):
         return {name: _turns(comm, part, name, quick) for name in names}
@@ -142,7 +140,7 @@ def _by_parameter(model: nn.Module) -> None:
         parameter.grad /= dist.get_world_size()
 
 
-def memory(comm: Any, side: str, folder: Path, names: Sequence[str], quick: bool) -> int:
+def memory(comm: Any, folder: Path, side: str, names: Sequence[str], quick: bool) -> int:
     """Train as one of the ranks of one side; return the peak of all ranks' memory in bytes."""
     torch.set_num_threads(1)
     with gloo(comm, folder) if side == "torch" else contextlib.nullcontext():
@@ -190,12 +188,8 @@ def summary(times: dict[str, list[float]]) -> dict[str, float]:
 
 def two_ranks(work: Callable[..., Any], part: str, names: Sequence[str], quick: bool) -> Any:
     """Run two ranks of a part and return their figures."""
-    peers.prepare_environment()
     backend = "gloo" if part == "buckets" else "shm"
-    with tempfile.TemporaryDirectory() as folder:
-        return run_ranks(
-            2, work, part, Path(folder), names, quick, backend=backend, timeout=peers.RANKS_S
-        )[0]
+    return peers.run_here(2, backend, work, part, names, quick)
 
 
 def measure(parts: Sequence[str], names: Sequence[str], quick: bool) -> dict[str, Any]:
