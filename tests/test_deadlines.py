@@ -12,6 +12,7 @@ import pytest
 
 from collective import Communicator
 from collective.backends.threads import ThreadsBackend
+from collective.deadline import Deadline
 from collective.request import Request
 from collective.testing import run_ranks
 from tests.loopback import Loopback
@@ -23,15 +24,15 @@ class Slow:
     """Takes a while in each step, and notes how long the steps may take."""
 
     def _slowly(self, made: Callable[..., Any], *args: Any) -> Any:
-        self.__dict__.setdefault("given", []).append(args[len(args) - 1])
+        self.__dict__.setdefault("given", []).append(args[-1].left())
         time.sleep(STEP_S)
         return made(*args)
 
     def plan(self, request: Request) -> Any:
         return functools.partial(self._slowly, super().plan(request))  # type: ignore[misc]
 
-    def agree(self, request: Request, timeout: float) -> None:
-        self._slowly(super().agree, request, timeout)  # type: ignore[misc]
+    def agree(self, request: Request, deadline: Deadline) -> None:
+        self._slowly(super().agree, request, deadline)  # type: ignore[misc]
 
 
 class Comparing(Slow, ThreadsBackend):

@@ -21,6 +21,7 @@ import pytest
 
 from collective.backends.peers.channel import Channel
 from collective.contract.world import World
+from collective.deadline import Deadline
 from collective.errors import (
     CommunicatorAbortedError,
     ConfigError,
@@ -92,7 +93,7 @@ def test_what_a_long_wait_raises_is_not_explained_once_more() -> None:
     messenger._groups = (group, group)
     try:
         with pytest.raises(MismatchError):
-            messenger.recv(Buffer.empty(1 << 17, BY_NAME["uint8"]), 1, 0, 10.0)
+            messenger.recv(Buffer.empty(1 << 17, BY_NAME["uint8"]), 1, 0, Deadline(10.0))
     finally:
         group.over.set()
 

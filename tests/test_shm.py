@@ -113,7 +113,7 @@ def test_a_peer_that_died_before_a_group_was_made_is_noticed(three, tmp_path):
 
 def killed_with_a_message_under_way(comm, sends: bool, reading: bool, marks: str) -> tuple:
     """Rank 1 is killed when a part of its message is in the ring, or before it receives."""
-    comm._backend._wanted = comm._backend._wanted._replace(single_copy=reading)
+    comm.transport._wanted = comm.transport._wanted._replace(single_copy=reading)
     native.switch(False)
     group, x = comm.dup(), np.ones(1 << 20)
     gather(comm, marks)
@@ -126,7 +126,7 @@ def killed_with_a_message_under_way(comm, sends: bool, reading: bool, marks: str
             messages.wait_for_message = die
             group.send(x, 0)
         die()
-    while group._backend._control.segment.alive(1):
+    while group.transport._control.segment.alive(1):
         time.sleep(0.01)
     call = group.recv if sends else group.send
     with pytest.raises(PeerLostError, match=r"rank 1 .*has died") as lost:
