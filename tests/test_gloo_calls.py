@@ -63,7 +63,7 @@ def test_messages_of_any_tag_do_not_meet(comm: Any) -> None:
     numbers = [Buffer(np.array([n]), BY_NAME["int64"]) for n in range(len(TAGS))]
     if comm.rank == 0:
         threads = [
-            threading.Thread(target=backend.send, args=(number, 1, tag, 20.0))
+            threading.Thread(target=backend.send, args=(number, 1, tag, Deadline(20.0)))
             for number, tag in zip(numbers, TAGS, strict=True)
         ]
         for thread in threads:

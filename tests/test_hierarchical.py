@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from collective.deadline import Deadline
+
 pytest.importorskip("torch", reason="between hosts there is Gloo, which stands on PyTorch")
 
 from collective.backends.hierarchical import HierarchicalBackend, transport
@@ -296,7 +298,7 @@ class Broken(Pairs):
 
 class NoShm(ShmBackend):
     @classmethod
-    def connect(cls, world: World, timeout: float) -> NoShm:
+    def connect(cls, world: World, deadline: Deadline) -> NoShm:
         raise BackendUnavailableError("shm: a shared segment cannot be made, as planned")
 
 
@@ -304,9 +306,8 @@ class LateShm(ShmBackend):
     """Does not join before it has heard of a failure, so never: rank 0 waits for it."""
 
     @classmethod
-    def connect(cls, world: World, timeout: float) -> LateShm:
-        end = time.monotonic() + timeout
-        while time.monotonic() < end:
+    def connect(cls, world: World, deadline: Deadline) -> LateShm:
+        while not deadline.expired:
             world.store.check()
             time.sleep(0.01)
         raise AssertionError("no failure was heard of")
@@ -339,9 +340,9 @@ class Late(Pairs):
         return super().host_of(world)
 
 
-def _late_exchange(outer: Any, text: str, end: float) -> list[str]:
-    found = _exchange(outer, text, end)
-    while text == "ready" and outer.channel.failure is None and time.monotonic() < end:
+def _late_exchange(outer: Any, text: str, deadline: Deadline) -> list[str]:
+    found = _exchange(outer, text, deadline)
+    while text == "ready" and outer.channel.failure is None and not deadline.expired:
         time.sleep(0.01)
     outer.channel.check("connect")
     return found

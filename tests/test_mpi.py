@@ -87,7 +87,7 @@ def _disagree(late: Any, request: Request) -> None:
     arrival = object.__new__(Arrival)
     arrival._comm = types.SimpleNamespace(Get_size=lambda: 2, Iallgather=lambda *_: late)
     arrival._channel = _Silent()  # type: ignore[assignment]
-    arrival._disagree(request, 1.0)
+    arrival._disagree(request, Deadline(1.0))
 
 
 @pytest.mark.parametrize("step", [_move, _disagree])
@@ -116,7 +116,7 @@ def test_16_bit_floats_are_summed_as_floats(comm: Communicator) -> None:
         bits = Buffer(float32_to_bfloat16(halves.astype(np.float32)), BY_NAME["bfloat16"])
         out = Buffer.empty(count, BY_NAME["bfloat16"])
         request = Request("all_reduce", bits.dtype, (count,), op=as_op("sum"))
-        _transport(comm).plan(request)(bits, out, 20.0)
+        _transport(comm).plan(request)(bits, out, Deadline(20.0))
         np.testing.assert_array_equal(bfloat16_to_float32(out.array), total.astype(np.float32))
 
 
@@ -160,7 +160,7 @@ def test_an_operator_that_deviates_on_one_rank_is_left_alone_by_all(comm: Commun
         flags = np.maximum(flags, [pair == ("prod", "int32") for pair in folds._TRIED])
     every = mpi_transport._deviations(
         backend._mpi, backend._comm, flags.astype(np.uint8),
-        lambda: backend.channel.wait("connect", 20.0),
+        lambda: backend.channel.wait("connect", Deadline(20.0)),
     )  # fmt: skip
     assert every - mine == {("prod", "int32")}
 
@@ -434,7 +434,9 @@ def test_tags_of_64_bits(comm: Communicator) -> None:
                 sends = []
                 for tag in _TAGS:
                     x = _buffer(np.full(count, tag % 1000))
-                    sends.append(threading.Thread(target=transport.send, args=(x, dst, tag, 20.0)))
+                    sends.append(
+                        threading.Thread(target=transport.send, args=(x, dst, tag, Deadline(20.0)))
+                    )
                     sends[-1].start()
                 for thread in sends:
                     thread.join()
@@ -465,12 +467,12 @@ def test_any_source_waits_for_those_who_are_there(comm: Communicator) -> None:
 def test_an_error_of_mpi_keeps_its_class_and_text(comm: Communicator) -> None:
     transport = _transport(comm)
     if comm.rank == 0:
-        transport.send(_buffer(np.zeros(8)), 1, 3, 20.0)
+        transport.send(_buffer(np.zeros(8)), 1, 3, Deadline(20.0))
     if comm.rank == 1:
         with pytest.raises(
             BackendError, match=r"(?s)recv: MPI_ERR_TRUNCATE: .*\[rank 1\]"
         ) as caught:
-            transport.recv(_buffer(np.zeros(4)), 0, 3, 20.0)
+            transport.recv(_buffer(np.zeros(4)), 0, 3, Deadline(20.0))
         assert (caught.value.backend, type(caught.value.__cause__).__name__) == ("mpi", "Exception")
         assert caught.value.code
 
@@ -514,7 +516,7 @@ def test_the_world_of_a_communicator_of_the_program(comm: Communicator) -> None:
     program = _transport(comm)._comm.Split(comm.rank == 0, -comm.rank)
     before = program.Get_size(), program.Get_errhandler()
     world = world_of(program, timeout=10.0)
-    half = MpiBackend.connect(world, 10.0)
+    half = MpiBackend.connect(world, Deadline(10.0))
     assert (world.rank, world.size) == (half.rank, half.size) == (program.rank, program.size)
     assert (world.local_rank, world.local_size) == (world.rank, world.size)
     assert set(program.allgather(world.job)) == {world.job}

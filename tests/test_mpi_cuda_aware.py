@@ -23,6 +23,7 @@ from collective.algorithms import arithmetic
 from collective.backends.mpi import library
 from collective.communicator import Communicator
 from collective.cuda import Event, Stream
+from collective.deadline import Deadline
 from collective.errors import (
     CollectiveError,
     CollectiveTimeoutError,
@@ -333,7 +334,9 @@ def test_memory_that_mpi_may_still_write_to_is_kept(comm: Communicator) -> None:
         x = FakeArray((3,), np.int32, device=0)
         with pytest.raises(CollectiveTimeoutError):
             # Of this length MPI is given the address before there is a message.
-            comm.transport.recv(Buffer(adapter_of(x).view(x)[0], BY_NAME["int32"]), 1, 5, 0.2)
+            comm.transport.recv(
+                Buffer(adapter_of(x).view(x)[0], BY_NAME["int32"]), 1, 5, Deadline(0.2)
+            )
         kept = weakref.ref(x)
         del x
         gc.collect()

@@ -12,6 +12,7 @@ import pytest
 
 from collective.backends.mpi import MpiBackend
 from collective.backends.mpi import library as mpi_library
+from collective.deadline import Deadline
 from collective.errors import BackendUnavailableError
 from collective.testing.ranks import Opening
 from tests.mpi_launches import VENDORS, by_vendor, launch_of, mpirun, needs, run_alone
@@ -249,7 +250,8 @@ def test_who_sends_to_one_that_has_left_is_let_go(closes: bool, tmp_path: Path) 
             if {closes}:
                 wait_for(closed)
             try:
-                comm.transport._move(0, "a send", end, "Send", np.ones(1 << 20), 0)
+                late = collective.deadline.Deadline(60)
+                comm.transport._move(0, "a send", late, "Send", np.ones(1 << 20), 0)
             except MpiError:
                 pass
             open(over, "x").close()
@@ -422,7 +424,7 @@ def test_without_mpi4py(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
     monkeypatch.setitem(sys.modules, "mpi4py", None)
     world = Opening("mpi", 1, "none", str(tmp_path / "meet"), 5.0).world(0)
     with pytest.raises(BackendUnavailableError, match=r"pip install .*\[mpi\]"):
-        MpiBackend.connect(world, 5.0)
+        MpiBackend.connect(world, Deadline(5.0))
 
 
 _LEVEL = "import mpi4py\nmpi4py.rc.thread_level = 'funneled'\nfrom mpi4py import MPI\n"

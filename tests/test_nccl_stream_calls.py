@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from collective.deadline import Deadline
+
 pytest.importorskip("fakes")
 
 from fakes import Fake, FakeArray
@@ -499,6 +501,6 @@ def test_messages_in_the_background(comm: Any) -> None:
         gc.collect()
         comm.barrier()
     for lane in list(comm._path.lanes.values()):
-        assert lane.drain(FAR)
+        assert lane.drain(Deadline(FAR))
     comm.barrier()
     settled(comm)

@@ -491,10 +491,10 @@ def test_store_refuses_a_value_that_is_too_long_from_any_peer(where: Endpoint) -
     with contextlib.closing(asks(where)) as link:
         long = "00" * ((1 << 20) + 1)
         link.send({"kind": "set", "key": "key", "value": long, "number": 1})
-        assert "at most" in link.expect(FAR)["why"]
+        assert "at most" in link.expect(Deadline(FAR))["why"]
         longer = {"kind": "set", "key": "key", "value": 2 * long, "number": 2}
         with pytest.raises((EOFError, OSError)):
-            assert link.send(longer) or link.expect(FAR)
+            assert link.send(longer) or link.expect(Deadline(FAR))
     assert holds_its_value(where)
 
 
@@ -547,9 +547,9 @@ def test_peer_that_reads_no_answers_holds_up_nobody(narrow: Endpoint) -> None:
             link.send({"kind": "get", "key": "large", "number": number})
         assert asks_quickly(narrow)
         # It has lost nothing by that, and asks on.
-        assert [link.expect(FAR)["number"] for _ in range(2)] == [0, 1]
+        assert [link.expect(Deadline(FAR))["number"] for _ in range(2)] == [0, 1]
         link.send({"kind": "get", "key": "key", "number": 2})
-        assert link.expect(FAR)["number"] == 2
+        assert link.expect(Deadline(FAR))["number"] == 2
 
 
 def test_peer_that_asks_on_and_on_and_reads_nothing_is_dropped(narrow: Endpoint) -> None:
@@ -557,7 +557,7 @@ def test_peer_that_asks_on_and_on_and_reads_nothing_is_dropped(narrow: Endpoint)
         link.write(500 * encoded({"kind": "get", "key": "large", "number": 1}))
         assert asks_quickly(narrow)
         with pytest.raises((EOFError, OSError)):
-            assert len([link.expect(FAR) for _ in range(500)]) < 500
+            assert len([link.expect(Deadline(FAR)) for _ in range(500)]) < 500
 
 
 def test_half_a_question_holds_up_nobody(where: Endpoint) -> None:
@@ -580,7 +580,7 @@ def test_server_without_room_ends_the_connection_that_was_silent_longest(
         ranks[0].set("key", b"value")  # now rank 1 is the one
         opened.enter_context(contextlib.closing(asks(address)))
         with pytest.raises(EOFError):
-            ranks[1]._link.expect(FAR)
+            ranks[1]._link.expect(Deadline(FAR))
         # It connects again when it has a question.
         assert [rank.try_get("key") for rank in ranks] == [b"value"] * 3
 

@@ -11,7 +11,6 @@ import socket
 import subprocess
 import textwrap
 import threading
-import time
 import tracemalloc
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -105,7 +104,7 @@ def answer_to(greeting: bytes) -> bytes:
     """Return what somebody who knows the key answers to a listener's greeting."""
     ours, theirs = socket.socketpair()
     with ours, theirs, ThreadPoolExecutor(1) as pool:
-        peer = pool.submit(Link(ours).prove, KEY, time.monotonic() + FAR)
+        peer = pool.submit(Link(ours).prove, KEY, Deadline(FAR))
         theirs.sendall(greeting)
         answer = theirs.recv(1000)
         theirs.close()
@@ -129,7 +128,7 @@ def test_a_listener_cannot_have_its_challenge_answered_by_another_rank() -> None
     """One that poses as the hub gets proofs of connecting, and needs one of listening."""
     ours, theirs = socket.socketpair()
     with ours, theirs, ThreadPoolExecutor(1) as pool:
-        rank = pool.submit(Link(ours).prove, KEY, time.monotonic() + FAR)
+        rank = pool.submit(Link(ours).prove, KEY, Deadline(FAR))
         greeting = Challenge().greeting
         theirs.sendall(greeting)
         nonce = theirs.recv(1000)[:32]

@@ -88,7 +88,7 @@ def message_walks(comm: Communicator) -> dict[str, list[tuple[int, int]]]:
             "gloo",
             {
                 "first": (65, 20),
-                "again": (14, 6),
+                "again": (15, 6),
                 "out": (16, 6),
                 "counts": (41, 11),
                 "broadcast": (77, 22),
