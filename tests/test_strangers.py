@@ -159,7 +159,7 @@ def test_a_hub_that_says_a_byte_now_and_then_holds_nobody_past_the_deadline() ->
 def test_a_program_that_listens_in_the_hub_s_stead_is_no_hub(greeting: bytes) -> None:
     listening, address = listen(LOOPBACK)
     with listening, ThreadPoolExecutor(1) as pool:
-        link = pool.submit(connect, address, KEY, FAR)
+        link = pool.submit(connect, address, KEY, Deadline(FAR))
         with listening.accept()[0] as sock:
             sock.sendall(greeting)
         with pytest.raises(ProofError, match=r"another program|without a greeting"):

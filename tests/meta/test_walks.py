@@ -88,8 +88,8 @@ def message_walks(comm: Communicator) -> dict[str, list[tuple[int, int]]]:
             "gloo",
             {
                 "first": (65, 20),
-                "again": (15, 6),
-                "out": (16, 6),
+                "again": (15, 7),
+                "out": (16, 7),
                 "counts": (41, 11),
                 "broadcast": (77, 22),
             },
