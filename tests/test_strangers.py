@@ -213,6 +213,7 @@ HOLDS = """
 POOR = """
     import os, resource, sys, threading
     from collective.backends.peers.hub import Hub
+    from collective.deadline import Deadline
     hub = Hub(2, "127.0.0.1", Deadline(60.0), bytes(range(32)))
     limit = len(os.listdir("/proc/self/fd")) + 8
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
