@@ -145,7 +145,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 def _hosts() -> Any:
     """Return the tests' module that makes hosts."""
     sys.path.insert(0, str(ROOT))
-    return importlib.import_module("tests.hosts")
+    return importlib.import_module("tests.support.network_hosts")
 
 
 def refusal() -> str | None:

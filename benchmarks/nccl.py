@@ -32,7 +32,7 @@ from collective.tools.bench.alternate import alternate, median_excess, median_ra
 from collective.tools.bench.machine import headline, measured
 from collective.tools.show import add_outputs, microseconds, print_table
 
-_TESTS = Path(__file__).resolve().parent.parent / "tests"
+_ROOT = Path(__file__).resolve().parent.parent
 # What was promised: microseconds added to the raw binding.
 _ADDED_US = 6.0
 _COUNT = 1024
@@ -351,7 +351,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_outputs(parser, earlier=True)
     options = parser.parse_args(arguments)
     if options.earlier is None and not options.real:
-        sys.path.insert(0, str(_TESTS))
+        sys.path.insert(0, str(_ROOT))
         fakes = importlib.import_module("fakes")  # of the tests
         if fakes.compiler() is None:
             raise SystemExit("nccl: the ABI fake needs a C compiler; or use --real on a GPU")

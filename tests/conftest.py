@@ -14,6 +14,7 @@ import pytest
 
 from collective.testing import preload
 
+_TESTS = Path(__file__).resolve().parent
 _PREFIXES = ("COLLECTIVE_", "HYDRA_", "I_MPI_", "MPI_", "OMPI_", "PMI", "SLURM_", "TORCHELASTIC_")
 _NAMES = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 _NAMES |= {"LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"}
@@ -32,7 +33,7 @@ with contextlib.suppress(ImportError):
 
 # An sdist has no links; in the repository they are there.
 for _room in ("adapters", "backends"):
-    _link = Path(__file__).parent.parent / "collective" / _room
+    _link = _TESTS.parent / "collective" / _room
     if not _link.exists():
         _link.symlink_to(f"../{_room}")
 
@@ -47,19 +48,22 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # Ranks that are processes come from one that has imported what most need: PyTorch costs each
 # nearly two seconds of a processor.
-preload(["tests.preloaded"])
+preload(["tests.support.preloaded"])
 
 # What ``make quick`` runs: of each room the tests that need no other transport than threads, shared
 # memory and the loopback, no launcher and no GPU's fake.
-QUICK = {
-    f"test_{name}.py"
-    for name in """
-    algorithms arrays choice compression config conformance costs dlpack dtypes errors gradients
-    heads objects ops pipelines recorder reduction registry rooms rows shm shm_ring split_windows
-    testing tree work
-    chainer_functional chainer_optimizer cupy torch_ddp torch_functional
+QUICK = """
+    adapters/chainer/functional adapters/chainer/optimizer
+    adapters/cupy/arrays adapters/torch/ddp adapters/torch/functional
+    algorithms/arithmetic algorithms/costs algorithms/moves
+    backends/shm/ring backends/shm/transport backends/conformance
+    communicator/heads communicator/objects communicator/rows
+    contract/recorder contract/registry contract/work memory/arrays
+    memory/dlpack memory/dtypes memory/nested meta/rooms
+    package/errors package/ops start/choice start/config
+    testing/kit training/splits/windows training/compression
+    training/gradients training/pipelines
 """.split()
-}
 # Other transports, other numbers of ranks, in the names of tests.
 _NOT_QUICK = re.compile(r"gloo|mpich|openmpi|hierarchical|_of_8|\b(threads|shm|loopback)-[148]\b")
 
@@ -67,11 +71,24 @@ _NOT_QUICK = re.compile(r"gloo|mpich|openmpi|hierarchical|_of_8|\b(threads|shm|l
 # The files that take longest, longest first: ``make test`` hands files out in this order, so that
 # none of them is left over when the others are done. The summary tells of one that is missing.
 SLOW = """
-    mpi_conformance hierarchical benchmarks docs conformance doctor mpi_failures faults
-    gloo_conformance nccl_conformance chainermn_launch bench_command hosts parity_faults
-    mpi_cuda_aware chainer_transports examples fork broken_transports torch_transports
-    torch_examples training_examples packaging splits
+    backends/mpi/conformance backends/hierarchical/transport
+    system/benchmarks docs/pages backends/conformance tools/doctor
+    backends/mpi/failures backends/faults backends/gloo/conformance
+    backends/nccl/conformance adapters/chainer/chainermn/launch
+    tools/bench_command system/hosts tools/parity_faults
+    backends/mpi/cuda_aware adapters/chainer/transports system/examples
+    contract/forking meta/broken_transports adapters/torch/transports
+    adapters/torch/plugin_programs system/training_examples system/packaging
+    training/splits/cuts
 """.split()
+
+
+def _key(path: Path) -> str:
+    """Return how QUICK and SLOW name a file of tests: ``room/module``."""
+    if not path.is_relative_to(_TESTS):
+        return path.stem
+    room = path.relative_to(_TESTS).parent
+    return str(room / path.stem.removeprefix("test_"))
 
 
 @pytest.fixture
@@ -93,13 +110,13 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     """Leave out the files that are not quick, without importing them."""
     if not config.getoption("quick") or collection_path.is_dir():
         return None
-    return collection_path.name not in QUICK or None
+    return _key(collection_path) not in QUICK or None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Begin with the files that take long, and leave out the cases that are not quick."""
-    order = {f"test_{name}.py": nth for nth, name in enumerate(SLOW)}
-    items.sort(key=lambda item: order.get(item.path.name, len(order)))
+    order = {key: nth for nth, key in enumerate(SLOW)}
+    items.sort(key=lambda item: order.get(_key(item.path), len(order)))
     if config.getoption("quick"):
         slow = [item for item in items if _NOT_QUICK.search(item.name)]
         config.hook.pytest_deselected(items=slow)
@@ -122,7 +139,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if sum(seconds.values()) > 60:
         terminalreporter.section("slowest files")
         for file, taken in seconds.most_common(10):
-            known = Path(file).stem.removeprefix("test_") in SLOW
+            known = _key(_TESTS.parent / file) in SLOW
             # One file alone, as of ``make clients``, is begun when it is.
             late = taken > 60 and not known and len(seconds) > 1
             remark = "  (is not in SLOW of tests/conftest.py)" if late else ""

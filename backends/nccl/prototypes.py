@@ -1,7 +1,7 @@
 """NCCL's C interface as far as it is used: functions, codes and the configuration struct.
 
-A function is listed with the first version that has it. ``tests/test_nccl_library.py`` holds
-all of this against the real ``nccl.h``.
+A function is listed with the first version that has it.
+``tests/backends/nccl/test_library.py`` holds all of this against the real ``nccl.h``.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from collective.algorithms import arithmetic
 from collective.algorithms.arithmetic import bfloat16_to_float32, float32_to_bfloat16
 from collective.memory.dtypes import BY_NAME
 from collective.ops import as_op, premul_sum
-from tests.test_reduction import bf16, fold, scaled
+from tests.algorithms.test_arithmetic import bf16, fold, scaled
 
 Array = np.ndarray[Any, Any]
 

@@ -21,7 +21,7 @@ from collective.memory.buffer import Buffer
 from collective.memory.dtypes import BY_NAME, DType
 from collective.ops import ReduceOp, as_op, premul_sum
 from collective.request import Request
-from tests.algorithm_cases import (
+from tests.support.algorithm_cases import (
     COMPOSE,
     FLOAT32,
     INT64,
@@ -42,7 +42,7 @@ from tests.algorithm_cases import (
     sample,
     sizes,
 )
-from tests.loopback import Loopback, Rendezvous, run
+from tests.support.loopback import Loopback, Rendezvous, run
 
 
 def fold_in_order(op: ReduceOp, dtype: DType, values: list[Array]) -> Array:

@@ -26,8 +26,8 @@ from collective.memory.buffer import Buffer
 from collective.memory.dtypes import BY_NAME
 from collective.ops import as_op
 from collective.request import Disagreement, Request
-from tests.algorithm_cases import CALL, INT64, TIMEOUT, kinds, same
-from tests.loopback import Loopback, Rendezvous, connect_all, run
+from tests.support.algorithm_cases import CALL, INT64, TIMEOUT, kinds, same
+from tests.support.loopback import Loopback, Rendezvous, connect_all, run
 
 SUM = as_op("sum")
 ADDING = Request("all_reduce", op=SUM)

@@ -19,7 +19,7 @@ from collective.contract.backend import Backend
 from collective.deadline import Deadline
 from collective.memory.buffer import Buffer
 from collective.request import Request
-from tests.algorithm_cases import (
+from tests.support.algorithm_cases import (
     INT64,
     REGIMES,
     ROOTS,
@@ -35,7 +35,7 @@ from tests.algorithm_cases import (
     sizes,
     uneven,
 )
-from tests.loopback import Loopback, Rendezvous, run
+from tests.support.loopback import Loopback, Rendezvous, run
 
 
 @kinds

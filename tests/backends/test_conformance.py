@@ -9,11 +9,11 @@ from collective import native
 from collective.backends.shm import ShmBackend
 from collective.contract.world import World
 from collective.testing import parametrize_with_checks
-from tests.conformance_parts import BY_PLACE, BY_SIZE, SHRINKING
-from tests.loopback import Loopback, Rendezvous
+from tests.support.conformance_parts import BY_PLACE, BY_SIZE, SHRINKING
+from tests.support.loopback import Loopback, Rendezvous
 
 # One rank sends nothing, which one transport shows for all. Eight are more than cores; what default
-# algorithms do with so many is shown by test_algorithms.py.
+# algorithms do with so many is shown by algorithms/test_moves.py.
 ALONE, SIZES, MANY = (1,), (2, 3), (8,)
 
 Check = Callable[[], None]

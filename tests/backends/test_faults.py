@@ -25,18 +25,16 @@ pytest.importorskip("torch", reason="gloo and hierarchical stand on PyTorch")
 from collective import errors
 from collective.launch import process_starter
 from collective.testing import RankDiedError, RankPool, RanksFailedError, faults
-from tests import (
-    fault_programs,
-    test_conformance,
-    test_gloo_conformance,
-    test_hierarchical,
-    test_mpi_conformance,
-)
-from tests.fault_heard import Heard, Program, Survived, held
-from tests.fault_programs import VICTIM
-from tests.launches import Marked
-from tests.mpi_launches import VENDORS, launch_of, needs
-from tests.pretended import Pairs
+from tests.backends import test_conformance
+from tests.backends.gloo import test_conformance as test_gloo_conformance
+from tests.backends.hierarchical import test_transport as test_hierarchical
+from tests.backends.mpi import test_conformance as test_mpi_conformance
+from tests.support import fault_programs
+from tests.support.fault_heard import Heard, Program, Survived, held
+from tests.support.fault_programs import VICTIM
+from tests.support.launches import Marked
+from tests.support.mpi_launches import VENDORS, launch_of, needs
+from tests.support.simulated_hosts import Pairs
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc"),
@@ -193,7 +191,10 @@ SUITE = {
     "hierarchical": [test_hierarchical.test_pairs],
 }
 NOT_OF_THE_SUITE = {
-    ("mpich", "kill in the middle"): "MPICH ends the process: test_mpi_failures.py holds that"
+    (
+        "mpich",
+        "kill in the middle",
+    ): "MPICH ends the process: mpi/test_failures.py holds that"
 }
 
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-from fakes import environment
-
 from collective.backends.shm import ShmBackend
 from collective.contract.world import World
 from collective.testing import parametrize_with_checks
+from tests.fakes import environment
 
 
 class StagedShm(ShmBackend):

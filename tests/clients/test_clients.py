@@ -17,8 +17,8 @@ pytest.importorskip("torch.distributed")
 
 import torch
 
-from tests.hosts import free_port
-from tests.interpreter import ROOT, printed
+from tests.support.interpreter import ROOT, printed
+from tests.support.network_hosts import free_port
 
 HERE = Path(__file__).parent
 # Of a busy machine, whose imports alone can take a minute.

@@ -15,7 +15,7 @@ from collective.communicator.calls.gathering import AllGather
 from collective.communicator.calls.scattering import Scatter
 from collective.errors import CollectiveError, MismatchError, PeerFailedError
 from collective.testing import RankPool
-from tests.on_ranks import on_ranks, ranks_of
+from tests.support.on_ranks import on_ranks, ranks_of
 
 pair = ranks_of(("shm", 2), ("threads", 2))
 

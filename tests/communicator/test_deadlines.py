@@ -15,7 +15,7 @@ from collective.backends.threads import ThreadsBackend
 from collective.deadline import Deadline
 from collective.request import Request
 from collective.testing import run_ranks
-from tests.loopback import Loopback
+from tests.support.loopback import Loopback
 
 STEP_S = 0.02
 

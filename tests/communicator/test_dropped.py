@@ -11,10 +11,10 @@ import pytest
 from collective.communicator import Communicator
 from collective.errors import PeerLostError
 from collective.testing import run_ranks
-from tests.mpi_launches import VENDORS, launch_of, needs
+from tests.support.mpi_launches import VENDORS, launch_of, needs
 
 # By its name: ranks of MPI import this module, and need no PyTorch.
-PAIRS = "tests.pretended:Pairs"
+PAIRS = "tests.support.simulated_hosts:Pairs"
 
 
 def _lost(comm: Communicator) -> str:

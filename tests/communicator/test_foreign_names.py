@@ -15,7 +15,7 @@ import collective
 from collective.communicator import Communicator, foreign_names
 from collective.errors import InvalidArgumentError
 from collective.ops import as_op
-from tests.interpreter import run_python
+from tests.support.interpreter import run_python
 
 NAMES = sorted({*foreign_names._CALL_OF, *foreign_names._OF_BOTH, *foreign_names._OF_PACKAGE})
 
@@ -95,7 +95,7 @@ def test_a_foreign_keyword_says_what_is_meant_where_the_core_is_not_built() -> N
         import sys
         sys.modules["collective.native._core"] = None  # there is none
         import collective
-        from tests.test_foreign_names import KEYWORDS
+        from tests.communicator.test_foreign_names import KEYWORDS
         assert collective.native.status().startswith("not in use: not built")
         with collective.init() as comm:
             for call, text in KEYWORDS:

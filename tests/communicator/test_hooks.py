@@ -19,7 +19,7 @@ from collective.errors import (
 )
 from collective.ops import user_op
 from collective.testing import run_ranks
-from tests.on_ranks import on_ranks, ranks_of
+from tests.support.on_ranks import on_ranks, ranks_of
 
 pair = ranks_of(("threads", 2))
 
@@ -121,7 +121,7 @@ def test_what_is_compared_first_is_heard_of_within() -> None:
         comm.all_reduce(np.ones(2))
         return [(event.operation, event.compares) for event in begun]
 
-    found = run_ranks(2, program, backend="tests.loopback:Loopback", check="always")
+    found = run_ranks(2, program, backend="tests.support.loopback:Loopback", check="always")
     assert found == [[("all_reduce", False), ("all_reduce", True)]] * 2
 
 

@@ -19,7 +19,7 @@ from hypothesis.extra import numpy as hnp
 from collective.communicator.objects import decode, encode
 from collective.errors import CollectiveError, DtypeError, InvalidArgumentError
 from collective.memory.dtypes import BY_NAME, FOREIGN
-from tests.interpreter import ROOT
+from tests.support.interpreter import ROOT
 
 settings.register_profile("objects", deadline=None, derandomize=True, max_examples=150)
 settings.load_profile("objects")

@@ -18,7 +18,7 @@ from collective.errors import (
     MismatchError,
     ShapeError,
 )
-from tests.on_ranks import on_ranks, ranks_of
+from tests.support.on_ranks import on_ranks, ranks_of
 
 pair, each = ranks_of(("threads", 2)), ranks_of(("threads", 2), ("shm", 2))
 

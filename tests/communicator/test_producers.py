@@ -12,7 +12,7 @@ import pytest
 
 from collective.communicator import Communicator
 from collective.memory import nested
-from tests.on_ranks import on_ranks, ranks_of
+from tests.support.on_ranks import on_ranks, ranks_of
 
 ranks = ranks_of(("threads", 3), ("shm", 2))
 

@@ -9,7 +9,7 @@ import pytest
 
 from collective.communicator import Communicator
 from collective.errors import CollectiveError, ShapeError
-from tests.on_ranks import on_ranks, ranks_of
+from tests.support.on_ranks import on_ranks, ranks_of
 
 pool = ranks_of(("shm", 2), ("shm", 3), ("threads", 3), ("gloo", 2))
 

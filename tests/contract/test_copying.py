@@ -13,7 +13,7 @@ import pytest
 from collective import gradients
 from collective.communicator import Communicator
 from collective.errors import InvalidArgumentError
-from tests.on_ranks import on_ranks, ranks_of
+from tests.support.on_ranks import on_ranks, ranks_of
 
 two = ranks_of(("threads", 2), ("shm", 2))
 

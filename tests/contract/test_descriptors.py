@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from pretended import Pairs
 
 from collective.backends.peers.hub import Hub
 from collective.communicator import Communicator
@@ -19,6 +18,7 @@ from collective.deadline import Deadline
 from collective.errors import AllocationError, RendezvousError
 from collective.start.file_store import FileStore
 from collective.testing import run_ranks
+from tests.support.simulated_hosts import Pairs
 
 ROOM = 40  # descriptors: for some groups, beside those that are left to others
 
@@ -70,8 +70,8 @@ def _few_at_the_start(rank: int, room: int) -> None:
 
 
 def _call_the_roll(comm: Communicator) -> str:
-    from tests.test_monitor import FAR, KEY, until
-    from tests.test_strangers import knock
+    from tests.backends.peers.test_monitor import FAR, KEY, until
+    from tests.backends.peers.test_strangers import knock
 
     if comm.rank == 1:
         address = comm.broadcast_object(None)

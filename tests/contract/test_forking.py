@@ -13,8 +13,8 @@ import pytest
 from collective.communicator import Communicator
 from collective.testing import run_ranks
 from tests import warm
-from tests.interpreter import run_python
-from tests.mpi_launches import INSTALLED, VENDORS, mpirun
+from tests.support.interpreter import run_python
+from tests.support.mpi_launches import INSTALLED, VENDORS, mpirun
 
 # Long enough for some imports of PyTorch on a busy machine; a hang is some minutes.
 ENDS_S = 120

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from collective.contract.process import RankProcess
-from tests.interpreter import started
+from tests.support.interpreter import started
 
 PRINTING = "from collective.contract.process import RankProcess as P; print(P.own(), flush=True); "
 

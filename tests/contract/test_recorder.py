@@ -12,7 +12,7 @@ import collective
 from collective.contract.recorder import Recorder, flight_recorder
 from collective.request import Request
 from collective.testing import run_ranks
-from tests.interpreter import started
+from tests.support.interpreter import started
 
 
 def test_it_keeps_the_last_calls_with_their_places():

@@ -17,11 +17,11 @@ from collective.communicator import Communicator
 from collective.contract.stalls import Circles, alone
 from collective.errors import CollectiveTimeoutError, MismatchError
 from collective.testing import RankPool, run_ranks
-from tests.mpi_launches import VENDORS, launch_of, needs
+from tests.support.mpi_launches import VENDORS, launch_of, needs
 
 Run = Callable[..., list[Any]]
 # By its name: ranks of MPI import this module, and need no PyTorch.
-PAIRS = "tests.pretended:Pairs"
+PAIRS = "tests.support.simulated_hosts:Pairs"
 
 # -- ranks ----------------------------------------------------------------------------------------
 

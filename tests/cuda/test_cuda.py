@@ -9,10 +9,8 @@ import re
 import sys
 import threading
 
-import fakes
 import numpy as np
 import pytest
-from gate import Gate
 
 from collective import cuda
 from collective.cuda import library as cuda_driver
@@ -23,7 +21,9 @@ from collective.errors import (
     BackendUnavailableError,
     DeviceError,
 )
-from tests.interpreter import printed
+from tests import fakes
+from tests.support.fake_stream_gate import Gate
+from tests.support.interpreter import printed
 
 POISON = fakes.POISON
 

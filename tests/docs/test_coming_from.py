@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from collective.testing import RankPool, run_ranks
-from tests.interpreter import ROOT
-from tests.mpi_launches import mpirun, needs
+from tests.support.interpreter import ROOT
+from tests.support.mpi_launches import mpirun, needs
 
 FOLDER = ROOT / "docs" / "coming-from"
 
@@ -169,7 +169,7 @@ def ours(page: str) -> list[list[Any]]:
 
 @functools.cache
 def under_mpi(page: str) -> list[list[Any]]:
-    script = f"from tests.test_coming_from import under_mpiexec; under_mpiexec({page!r})"
+    script = f"from tests.docs.test_coming_from import under_mpiexec; under_mpiexec({page!r})"
     (line,) = [x for x in mpirun("mpich", 2, script).stdout.splitlines() if x.startswith("[[")]
     return json.loads(line)
 

@@ -19,7 +19,7 @@ import pytest
 import collective
 from collective.backends.shm.layout import Layout
 from tests import warm
-from tests.interpreter import ROOT, run
+from tests.support.interpreter import ROOT, run
 
 OUTSIDE = "README.md CONTRIBUTING.md SECURITY.md CODE_OF_CONDUCT.md changes/README.md".split()
 DOCUMENTS = [*map(ROOT.joinpath, OUTSIDE), *sorted((ROOT / "docs").rglob("*.md"))]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import collective
-from tests.interpreter import printed
+from tests.support.interpreter import printed
 
 pytest.importorskip("mkdocs", reason="the site is built with what the extra 'docs' brings")
 

@@ -34,10 +34,10 @@ from collective.errors import (
 )
 from collective.start.memory_store import MemoryStore
 from collective.start.sealed_store import seal
-from tests.hosts import free_port
-from tests.interpreter import run_together
-from tests.test_process_identity import other  # noqa: F401  a fixture
-from tests.test_shrinking import FAR_S, alone, on_threads
+from tests.contract.test_process import other  # noqa: F401  a fixture
+from tests.elastic.test_shrinking import FAR_S, alone, on_threads
+from tests.support.interpreter import run_together
+from tests.support.network_hosts import free_port
 
 Other = tuple[subprocess.Popen[str], RankProcess]
 WORLD = World(0, 1, 0, 1, "a", "none", "job", MemoryStore())

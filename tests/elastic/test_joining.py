@@ -24,8 +24,8 @@ from collective.contract.world import World
 from collective.elastic.arrivals import Arrivals
 from collective.start.connecting import connect_alone
 from collective.start.memory_store import MemoryStore
-from tests.interpreter import run_python
-from tests.test_shrinking import FAR_S, on_threads
+from tests.elastic.test_shrinking import FAR_S, on_threads
+from tests.support.interpreter import run_python
 
 Program = Callable[..., Any]
 STEPS, JOINS_AT = 6, 3

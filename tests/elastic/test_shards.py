@@ -13,7 +13,7 @@ import collective
 from collective import elastic
 from collective.adapters.torch import DistributedDataParallel, ShardedOptimizer
 from collective.errors import InvalidArgumentError, StateLostError
-from tests.on_ranks import ranks_of
+from tests.support.on_ranks import ranks_of
 
 STEPS = 6
 

@@ -32,7 +32,7 @@ from collective.start.file_store import FileStore
 from collective.start.memory_store import MemoryStore
 from collective.testing import RanksFailedError, run_ranks
 from collective.testing.survivors import await_files
-from tests.interpreter import run_python
+from tests.support.interpreter import run_python
 
 FAR_S = 30.0
 

@@ -19,7 +19,7 @@ from collective import elastic
 from collective.backends.threads import ThreadsBackend
 from collective.errors import InvalidArgumentError, MismatchError
 from collective.testing import RankPool
-from tests.on_ranks import on_ranks, ranks_of
+from tests.support.on_ranks import on_ranks, ranks_of
 
 LARGE = 1 << 17  # float64, so that its MiB stands out from what ranks say to each other
 

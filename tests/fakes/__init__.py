@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from fakes.arrays import FakeArray, current_stream, set_current_stream
-from fakes.build import build, compiler
-from fakes.handle import POISON, Fake, environment, library_path
+from tests.fakes.arrays import FakeArray, current_stream, set_current_stream
+from tests.fakes.build import build, compiler
+from tests.fakes.handle import POISON, Fake, environment, library_path
 
 __all__ = [
     "POISON",

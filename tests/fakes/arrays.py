@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from fakes.handle import Fake
+from tests.fakes.handle import Fake
 
 _streams: dict[int, int] = {}  # a device's stream where a thread has set no other
 _threads = threading.local()

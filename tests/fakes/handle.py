@@ -7,7 +7,7 @@ import ctypes
 import os
 from collections.abc import Iterator
 
-from fakes.build import build
+from tests.fakes.build import build
 
 POISON = 0xCB  # each byte of an output that is not written yet, and of memory that was freed
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from fakes.arrays import FakeArray
-from fakes.handle import Fake
+from tests.fakes.arrays import FakeArray
+from tests.fakes.handle import Fake
 
 SUCCESS, SYSTEM_ERROR, INVALID_ARGUMENT, INVALID_USAGE, REMOTE_ERROR, IN_PROGRESS = 0, 2, 4, 5, 6, 7
 SUM, PROD, MAX, MIN, AVG = range(5)

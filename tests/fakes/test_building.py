@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from fakes import build, compiler, environment, library_path
 
-from tests.interpreter import printed, run_python
+from tests.fakes import build, compiler, environment, library_path
+from tests.support.interpreter import ROOT, printed, run_python
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C compiler")
 
@@ -52,16 +52,16 @@ def real_headers():
 
 def test_the_definitions_fit_the_real_headers():
     headers = real_headers()
-    folder = os.path.dirname(sys.modules["fakes"].__file__)
+    folder = os.path.dirname(sys.modules["tests.fakes"].__file__)
     sources = [os.path.join(folder, n) for n in os.listdir(folder) if n.endswith(".c")]
     command = [*compiler(), "-std=c11", "-fsyntax-only", "-Werror", "-DREAL_HEADERS"]
     subprocess.run([*command, *(f"-I{d}" for d in headers), *sources], check=True)
 
 
 _AT_EXIT = """
-import sys; sys.path.insert(0, {tests!r})
+import sys; sys.path.insert(0, {root!r})
 import numpy as np
-from fakes import Fake, FakeArray
+from tests.fakes import Fake, FakeArray
 fake = Fake()
 arrays = [FakeArray.of(np.arange(1000.0), stream=fake.stream(0)) for _ in range(5)]
 {then}
@@ -74,14 +74,14 @@ arrays = [FakeArray.of(np.arange(1000.0), stream=fake.stream(0)) for _ in range(
     ids=["held", "slow", "plain"],
 )
 def test_the_interpreter_ends_whatever_streams_do(then):
-    script = _AT_EXIT.format(tests=os.path.dirname(__file__), then=then)
+    script = _AT_EXIT.format(root=str(ROOT), then=then)
     done = run_python("-c", script)
     assert (done.returncode, done.stderr) == (0, "")
 
 
 def in_python(script, **variables):
-    head = f"import sys; sys.path.insert(0, {os.path.dirname(__file__)!r}); import ctypes, os\n"
-    head += "from fakes import Fake; fake = Fake(); fake.cuda('cuInit', 0)\n"
+    head = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import ctypes, os\n"
+    head += "from tests.fakes import Fake; fake = Fake(); fake.cuda('cuInit', 0)\n"
     return printed("-W", "ignore", "-c", head + script, **variables).split()
 
 

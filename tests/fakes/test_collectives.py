@@ -1,14 +1,15 @@
 """The ABI fake's rounding, groups and streams, with threads as ranks.
 
-What each collective gives is held by the suite that runs over it, test_nccl_conformance.py.
+The suite that runs over the fake, backends/nccl/test_conformance.py, checks each result.
 """
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-from fakes import POISON, compiler
-from fakes.raw import (
+
+from tests.fakes import POISON, compiler
+from tests.fakes.raw import (
     DTYPES,
     SUM,
     NcclError,

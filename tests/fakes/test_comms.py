@@ -7,12 +7,12 @@ import os
 import pathlib
 import subprocess
 
-import fakes
 import numpy as np
 import pytest
-from fake_comms import FLOAT64, INT32, leftovers, nccl, number, sums
-from fakes import compiler, library_path
-from fakes.raw import (
+
+from tests import fakes
+from tests.fakes import compiler, library_path
+from tests.fakes.raw import (
     IN_PROGRESS,
     INVALID_ARGUMENT,
     INVALID_USAGE,
@@ -28,6 +28,7 @@ from fakes.raw import (
     in_processes,
     in_threads,
 )
+from tests.support.nccl_raw import FLOAT64, INT32, leftovers, nccl, number, sums
 
 __all__ = ["nccl"]  # a fixture
 

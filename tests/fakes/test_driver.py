@@ -7,7 +7,8 @@ import threading
 
 import numpy as np
 import pytest
-from fakes import (
+
+from tests.fakes import (
     POISON,
     Fake,
     FakeArray,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import re
 import signal
 import subprocess
@@ -12,9 +11,9 @@ import threading
 
 import numpy as np
 import pytest
-from fake_comms import DIED, FLOAT64, leftovers, nccl, sums
-from fakes import POISON, FakeArray, compiler
-from fakes.raw import (
+
+from tests.fakes import POISON, FakeArray, compiler
+from tests.fakes.raw import (
     DTYPES,
     IN_PROGRESS,
     INVALID_ARGUMENT,
@@ -28,6 +27,8 @@ from fakes.raw import (
     in_processes,
     in_threads,
 )
+from tests.support.interpreter import ROOT
+from tests.support.nccl_raw import DIED, FLOAT64, leftovers, nccl, sums
 
 __all__ = ["nccl"]  # a fixture
 
@@ -118,13 +119,13 @@ def test_a_process_that_dies_leaves_the_others_blocked(nccl):
 
 
 def test_a_killed_rank_leaves_nothing_that_the_next_user_does_not_remove(nccl):
-    script = "import sys; sys.path.insert(0, sys.argv[1]); from fakes.raw import *\n"
+    script = "import sys; sys.path.insert(0, sys.argv[1]); from tests.fakes.raw import *\n"
     script += "n = Nccl(); n.context(0); r = Rank(n, n.unique_id(), 0, 2, 0).init(blocking=False)\n"
     script += "import os, time\n"
     script += "while not os.path.exists('/dev/shm/' + r.identity.split(b'\\0')[0].decode()):\n"
     script += "    time.sleep(0.001)\n"
     script += "print('waits', flush=True); time.sleep(60)"
-    command = [sys.executable, "-c", script, os.path.dirname(__file__)]
+    command = [sys.executable, "-c", script, str(ROOT)]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         assert process.stdout.readline() == b"waits\n"
         assert leftovers(process.pid)

@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 # What is run, and after how many seconds it counts as hung.
 SUITES = {
-    "adapters, with the frameworks": (["tests/test_adapters_on_a_gpu.py"], 600),
+    "adapters, with the frameworks": (["tests/adapters/test_on_a_gpu.py"], 600),
     "streams, memory, a rank that leaves": (["tests/gpu/test_gpu_streams.py"], 1200),
     "conformance suite": (["tests/gpu/test_gpu_conformance.py"], 7200),
 }

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from real import SharingByHostId, SharingByOption, sizes, why_not
 
 from collective import cuda
 from collective.backends.nccl.library import load
 from collective.errors import BackendUnavailableError
 from collective.testing import parametrize_with_checks
+from tests.support.real_gpu import SharingByHostId, SharingByOption, sizes, why_not
 
 if why_not():
     pytest.skip(why_not(), allow_module_level=True)

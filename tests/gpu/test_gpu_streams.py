@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from nccl_callers import Pools, pools
-from real import OnGpus, sizes, why_not
 
 from collective import cuda
 from collective.deadline import Deadline
 from collective.errors import CollectiveError
 from collective.memory.device_array import DeviceArray
 from collective.memory.device_copies import PlainSpace
+from tests.support.nccl_processes import Pools, pools
+from tests.support.real_gpu import OnGpus, sizes, why_not
 
 if why_not():
     pytest.skip(why_not(), allow_module_level=True)

@@ -9,9 +9,9 @@ import pytest
 
 from collective.deadline import Deadline
 from collective.launch.attempts import pause_after, run_attempts, wait
-from tests.interpreter import run_python
-from tests.launches import DEADLINE_S, Launches, finish, launches
-from tests.mpi_launches import launch_of, needs
+from tests.support.interpreter import run_python
+from tests.support.launches import DEADLINE_S, Launches, finish, launches
+from tests.support.mpi_launches import launch_of, needs
 
 __all__ = ["launches"]  # the fixture
 

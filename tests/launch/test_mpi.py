@@ -18,8 +18,8 @@ import pytest
 from collective.errors import BackendUnavailableError, UnsupportedError
 from collective.launch import mpi_rank
 from collective.launch.mpiexec import Mpiexec
-from tests.interpreter import run_python
-from tests.launches import DEADLINE_S, Launches, finish, launches  # noqa: F401
+from tests.support.interpreter import run_python
+from tests.support.launches import DEADLINE_S, Launches, finish, launches  # noqa: F401
 
 # Starts N processes, kills all of them at once as soon as one fails, and gives up if their
 # end of the manager's connection is closed by nobody: what MPICH's, Open MPI's and Intel's do.

@@ -22,7 +22,7 @@ from collective.launch.outcome import Outcome, RankDiedError, RankHungError, Rem
 from collective.launch.process_starter import ProcessStarter
 from collective.launch.ranks import FunctionJob, Participant, Ranks, Starter
 from collective.launch.thread_starter import ThreadStarter
-from tests.interpreter import ROOT
+from tests.support.interpreter import ROOT
 
 PROGRAM = "import sys; from collective.launch import control; control.main(sys.argv[1:])"
 

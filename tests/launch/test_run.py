@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from tests.interpreter import run_python
-from tests.launches import DEADLINE_S, NOISE_S, PROMISED_S, Launches, launches
+from tests.support.interpreter import run_python
+from tests.support.launches import DEADLINE_S, NOISE_S, PROMISED_S, Launches, launches
 
 __all__ = ["launches"]  # the fixture
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from collective.launch.screen import RankOutput, Screen
-from tests.launches import DEADLINE_S, Launches, Terminal, finish, launches
+from tests.support.launches import DEADLINE_S, Launches, Terminal, finish, launches
 
 __all__ = ["launches"]  # the fixture
 

@@ -16,7 +16,15 @@ import pytest
 
 import collective
 from collective.launch.interrupt import Site, sift, site_of, summary
-from tests.launches import DEADLINE_S, NOISE_S, PROMISED_S, Launches, Terminal, finish, launches
+from tests.support.launches import (
+    DEADLINE_S,
+    NOISE_S,
+    PROMISED_S,
+    Launches,
+    Terminal,
+    finish,
+    launches,
+)
 
 __all__ = ["launches"]  # the fixture
 

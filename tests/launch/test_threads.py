@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from tests.launches import DEADLINE_S, finish, launches  # noqa: F401
+from tests.support.launches import DEADLINE_S, finish, launches  # noqa: F401
 
 BODY = "import collective\nimport numpy as np\ncomm = collective.init()\n"
 

@@ -12,7 +12,7 @@ import pytest
 from collective.errors import DeviceError, DtypeError, InvalidArgumentError, UnsupportedError
 from collective.memory.arrays import adapter_like, adapter_of, is_array
 from collective.memory.dtypes import BY_NAME, FOREIGN
-from tests.on_ranks import on_ranks, ranks_of
+from tests.support.on_ranks import on_ranks, ranks_of
 
 torch = pytest.importorskip("torch")
 

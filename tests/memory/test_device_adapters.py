@@ -9,8 +9,6 @@ import weakref
 
 import numpy as np
 import pytest
-from fakes import Fake, FakeArray
-from pretended_gpu import gpu
 
 from collective import cuda
 from collective.errors import DeviceError, DtypeError, InvalidArgumentError
@@ -19,7 +17,9 @@ from collective.memory.arrays import adapter_like, adapter_of, is_array
 from collective.memory.device_adapter import CudaArrayAdapter
 from collective.memory.device_array import DeviceArray
 from collective.memory.dtypes import BY_NAME, FOREIGN
-from tests.interpreter import run_python
+from tests.fakes import Fake, FakeArray
+from tests.support.fake_gpu import gpu
+from tests.support.interpreter import run_python
 
 __all__ = ["gpu"]  # a fixture
 

@@ -7,10 +7,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import fakes
 import numpy as np
 import pytest
-from gate import Gate
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,6 +18,8 @@ from collective.errors import DeviceError, DtypeError, InvalidArgumentError, Sha
 from collective.memory import device_copies as device_copies
 from collective.memory.device_array import DeviceArray
 from collective.memory.device_copies import PlainSpace
+from tests import fakes
+from tests.support.fake_stream_gate import Gate
 
 POISON = fakes.POISON
 DTYPES = ["bool", "uint8", "uint16", "float32", "int64", "complex128"]

@@ -10,8 +10,6 @@ import weakref
 import ml_dtypes
 import numpy as np
 import pytest
-from fakes import Fake, FakeArray
-from pretended_gpu import gpu
 
 from collective import cuda
 from collective.errors import DeviceError, DtypeError, InvalidArgumentError
@@ -20,7 +18,9 @@ from collective.memory.arrays import adapter_of
 from collective.memory.device_adapter import read_dlpack
 from collective.memory.device_array import DeviceArray
 from collective.memory.dtypes import BY_NAME, FOREIGN
-from tests.interpreter import run_python
+from tests.fakes import Fake, FakeArray
+from tests.support.fake_gpu import gpu
+from tests.support.interpreter import run_python
 
 __all__ = ["gpu"]  # a fixture
 

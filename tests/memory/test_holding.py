@@ -15,8 +15,8 @@ import pytest
 
 from collective import Communicator, native
 from collective.testing import RankPool
-from tests.interpreter import printed
-from tests.mpi_launches import VENDORS, launch_of, needs
+from tests.support.interpreter import printed
+from tests.support.mpi_launches import VENDORS, launch_of, needs
 
 Array = np.ndarray[Any, Any]
 WAIT_S = 60.0
@@ -145,7 +145,7 @@ def storages(comm: Communicator, later: bool) -> None:
 
 
 # Two hosts of two ranks each, as hierarchical sees them.
-PAIRS = "tests.pretended:Pairs"
+PAIRS = "tests.support.simulated_hosts:Pairs"
 TRANSPORTS = [
     "threads", "shm", "gloo", PAIRS,
     *(pytest.param(vendor, marks=needs(vendor)) for vendor in VENDORS),
@@ -181,8 +181,8 @@ import sys
 sys.modules["collective.native._core"] = None
 from collective import native
 from collective.testing import run_ranks
-from tests.test_moving_arrays import hold_all
-from tests.test_prepared import move_and_call
+from tests.memory.test_holding import hold_all
+from tests.communicator.test_prepared import move_and_call
 assert native.gate() is native.handle() and native.viewer() is None
 for later in (False, True):
     run_ranks(2, hold_all, later, backend="threads")

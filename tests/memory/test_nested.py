@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from collective.errors import InvalidArgumentError
 from collective.memory import nested
-from tests.on_ranks import on_ranks, ranks_of
+from tests.support.on_ranks import on_ranks, ranks_of
 
 pair = ranks_of(("threads", 2))
 

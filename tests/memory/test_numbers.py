@@ -10,7 +10,7 @@ import pytest
 from collective.communicator import Communicator
 from collective.errors import DtypeError, MismatchError
 from collective.testing import run_ranks
-from tests.on_ranks import on_ranks, ranks_of
+from tests.support.on_ranks import on_ranks, ranks_of
 
 pair = ranks_of(("threads", 2), ("shm", 2))
 

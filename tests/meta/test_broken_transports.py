@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import broken
 import pytest
 
 from collective.backends.shm import ShmBackend
@@ -13,7 +12,8 @@ from collective.backends.threads import ThreadsBackend
 from collective.contract.backend import Backend
 from collective.contract.decision import Decision
 from collective.testing import RankFactory, all_checks, run_checks
-from tests.loopback import Loopback
+from tests.support import broken_transport as broken
+from tests.support.loopback import Loopback
 
 
 class Fault(NamedTuple):
@@ -185,6 +185,39 @@ def test_one_rank_does_not_count() -> None:
     """What is broken between ranks is invisible with one: the suite must not call it sound."""
     from collective.testing.__main__ import main
 
-    assert main(["broken:DroppedRank", "--sizes", "1", "--checks", "check_all_reduce"]) == 1
-    assert main(["broken:DroppedRank", "--sizes", "2", "--checks", "check_all_reduce"]) == 1
-    assert main(["broken:DroppedRank", "--sizes", "1,2", "--checks", "check_gather"]) == 0
+    assert (
+        main(
+            [
+                "tests.support.broken_transport:DroppedRank",
+                "--sizes",
+                "1",
+                "--checks",
+                "check_all_reduce",
+            ]
+        )
+        == 1
+    )
+    assert (
+        main(
+            [
+                "tests.support.broken_transport:DroppedRank",
+                "--sizes",
+                "2",
+                "--checks",
+                "check_all_reduce",
+            ]
+        )
+        == 1
+    )
+    assert (
+        main(
+            [
+                "tests.support.broken_transport:DroppedRank",
+                "--sizes",
+                "1,2",
+                "--checks",
+                "check_gather",
+            ]
+        )
+        == 0
+    )

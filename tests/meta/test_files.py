@@ -1,13 +1,11 @@
-"""What pytest wants of the files of tests."""
+"""What pytest and the ranks' unpickling want of the folders of tests."""
 
 from __future__ import annotations
 
-from collections import Counter
-
-from tests.interpreter import ROOT
+from tests.support.interpreter import ROOT
 
 
-def test_no_two_files_of_tests_have_one_name() -> None:
-    """Or pytest, whose modules they are by that name alone, collects one of them only."""
-    names = Counter(path.name for path in (ROOT / "tests").rglob("test_*.py"))
-    assert [name for name, files in names.items() if files > 1] == []
+def test_each_folder_of_tests_is_a_package() -> None:
+    """Or two files of one name are one module to pytest, and ranks cannot import the other."""
+    folders = {path.parent for path in (ROOT / "tests").rglob("test_*.py")}
+    assert [folder for folder in folders if not (folder / "__init__.py").exists()] == []

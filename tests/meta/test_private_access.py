@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.interpreter import ROOT
+from tests.support.interpreter import ROOT
 
 #: Private names of other packages, by the part of the house that uses them and the reason.
 THIRD_PARTY = {

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.interpreter import ROOT
+from tests.support.interpreter import ROOT
 
 #: Rooms from the ground up. Whoever is on a floor imports what is below it, and nothing beside it.
 FLOORS = (

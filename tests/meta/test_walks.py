@@ -19,7 +19,7 @@ import collective
 from collective import native
 from collective.communicator import Communicator
 from collective.testing import RankPool
-from tests.mpi_launches import launch_of, needs
+from tests.support.mpi_launches import launch_of, needs
 
 HOUSE = collective.__file__.removesuffix("__init__.py")
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests import warm
-from tests.interpreter import printed, run_python, started
+from tests.support.interpreter import printed, run_python, started
 
 pytest.importorskip("torch")
 

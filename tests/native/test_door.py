@@ -27,7 +27,7 @@ from collective.errors import (
 )
 from collective.request import Request
 from collective.testing import RankPool, run_ranks
-from tests.on_ranks import on_ranks, ranks_of
+from tests.support.on_ranks import on_ranks, ranks_of
 
 pytestmark = pytest.mark.skipif(
     native.chosen.extension is None, reason="the native core is not in use"

@@ -12,7 +12,7 @@ from collective import native
 from collective.algorithms import arithmetic
 from collective.memory.dtypes import BY_NAME
 from collective.ops import as_op
-from tests.interpreter import printed
+from tests.support.interpreter import printed
 
 
 def python(*arguments: str, **variables: str) -> str:

@@ -25,8 +25,8 @@ from collective.errors import (
 )
 from collective.testing import RankDiedError, RankPool, RanksFailedError, run_ranks
 from collective.testing.checks_shrink import gather
-from tests.on_ranks import on_ranks
-from tests.plain_messages import LENGTHS, PROGRAMS, data, tensors, without_python
+from tests.support.on_ranks import on_ranks
+from tests.support.plain_messages import LENGTHS, PROGRAMS, data, tensors, without_python
 
 pytest.importorskip("collective.native._core", reason="the native core is not built")
 

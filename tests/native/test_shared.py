@@ -13,7 +13,7 @@ import pytest
 
 from collective.memory.buffer import Buffer
 from collective.memory.dtypes import BY_NAME
-from tests.interpreter import run_python
+from tests.support.interpreter import run_python
 
 core = pytest.importorskip("collective.native._core", reason="the native core is not built")
 

@@ -15,7 +15,7 @@ from collective.errors import CollectiveError
 from collective.memory.dtypes import BY_NAME
 from collective.request import Request
 from collective.testing import run_ranks
-from tests.on_ranks import on_ranks, ranks_of
+from tests.support.on_ranks import on_ranks, ranks_of
 
 pytest.importorskip("collective.native._core", reason="the native core is not built")
 

@@ -15,7 +15,7 @@ import pytest
 import collective
 from collective.backends.shm import control
 from collective.communicator import Communicator
-from tests.on_ranks import on_ranks, ranks_of
+from tests.support.on_ranks import on_ranks, ranks_of
 
 core = pytest.importorskip("collective.native._core", reason="the native core is not built")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from collective import native
-from tests.interpreter import printed
+from tests.support.interpreter import printed
 
 pytestmark = pytest.mark.skipif(
     native.chosen.extension is None, reason="the native core is not in use"

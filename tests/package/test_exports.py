@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import collective
-from tests.interpreter import printed, run_python
+from tests.support.interpreter import printed, run_python
 
 HEAVY = "torch cupy mpi4py chainer chainermn ml_dtypes pytest hypothesis rich matplotlib".split()
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from collective import install
-from tests.interpreter import ROOT, run_python
+from tests.support.interpreter import ROOT, run_python
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -19,7 +19,7 @@ import pytest
 
 import collective
 from collective.communicator import Communicator, communicator
-from tests.interpreter import ROOT, run, run_python
+from tests.support.interpreter import ROOT, run, run_python
 
 PROGRAMS = sorted((ROOT / "tests" / "typing").glob("*.py"))
 Lines = dict[str, list[tuple[int, str]]]

@@ -24,8 +24,8 @@ from collections import Counter
 from collections.abc import Sequence
 
 from collective.testing import RankPool, RanksFailedError, preload
-from tests.mpi_launches import VENDORS, launch_of
-from tests.pretended import Pairs
+from tests.support.mpi_launches import VENDORS, launch_of
+from tests.support.simulated_hosts import Pairs
 
 from .aliasing import soak as aliasing
 from .calls import soak

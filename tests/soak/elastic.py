@@ -36,7 +36,7 @@ from collective.errors import CollectiveError
 from collective.start.connecting import connect_alone, joined_by
 from collective.testing import RankPool, RanksFailedError
 from collective.testing.ranks import GRACE_S, backend_class
-from tests.pretended import Pairs
+from tests.support.simulated_hosts import Pairs
 
 __all__ = ["Lives", "lives"]
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from collective.errors import CollectiveError
-from tests.test_strangers import ENTRY
+from tests.backends.peers.test_strangers import ENTRY
 
 __all__ = ["EDGES", "Findings", "framed", "mutated", "watched"]
 

@@ -19,8 +19,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.launches import Marked, kill
-from tests.mpi_launches import ROOT, VENDORS, launch_of
+from tests.support.launches import Marked, kill
+from tests.support.mpi_launches import ROOT, VENDORS, launch_of
 
 __all__ = ["Kills", "kills"]
 

@@ -29,10 +29,10 @@ from collective.deadline import Deadline
 from collective.start.file_store import FileStore
 from collective.start.sealed_store import SealedStore
 from collective.testing import RankPool
-from tests.test_monitor import KEY, world
-from tests.test_stores import asks, free_address, holds_its_value
-from tests.test_stores import store as tcp_store
-from tests.test_strangers import ENTRY, LOOPBACK, answer_to, complete, join, knock
+from tests.backends.peers.test_monitor import KEY, world
+from tests.backends.peers.test_strangers import ENTRY, LOOPBACK, answer_to, complete, join, knock
+from tests.start.test_stores import asks, free_address, holds_its_value
+from tests.start.test_stores import store as tcp_store
 
 from .findings import EDGES, Findings, framed, mutated, watched
 

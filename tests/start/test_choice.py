@@ -14,7 +14,7 @@ from collective.install import hint
 from collective.start import choice
 from collective.start.choice import Choice, across, choose
 from collective.start.config import load
-from tests.interpreter import run_python
+from tests.support.interpreter import run_python
 
 Installed = Callable[..., None]
 

@@ -13,7 +13,7 @@ import pytest
 from collective.errors import ConfigError, RendezvousError
 from collective.start import network
 from collective.start.network import Interface, address_of, address_toward, interfaces, own_address
-from tests.hosts import Hosts, needs_hosts
+from tests.support.network_hosts import Hosts, needs_hosts
 
 ETH = Interface("eth0", ("10.1.0.4", "fd00::4", "fe80::4"), up=True, loopback=False)
 LO = Interface("lo", ("127.0.0.1", "::1"), up=True, loopback=True)

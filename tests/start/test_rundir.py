@@ -12,7 +12,7 @@ import pytest
 
 from collective.errors import RendezvousError
 from collective.start.rundir import RunStore, join, leave
-from tests.interpreter import run_python, run_together
+from tests.support.interpreter import run_python, run_together
 
 
 @pytest.fixture(autouse=True)

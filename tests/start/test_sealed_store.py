@@ -24,9 +24,9 @@ from collective.start.file_store import FileStore
 from collective.start.resolver import build
 from collective.start.sealed_store import SealedStore, seal
 from collective.tools.cli.main import main
-from tests.interpreter import ROOT, printed
-from tests.launches import DEADLINE_S, Launches, launches  # noqa: F401  a fixture
-from tests.test_monitor import FAR, world
+from tests.backends.peers.test_monitor import FAR, world
+from tests.support.interpreter import ROOT, printed
+from tests.support.launches import DEADLINE_S, Launches, launches  # noqa: F401  a fixture
 
 pytestmark = pytest.mark.usefixtures("nowhere")
 SECRET = Secret(bytes(range(32)))

@@ -26,8 +26,8 @@ from collective.start import session
 from collective.start.config import load
 from collective.start.resolver import build
 from collective.testing import run_ranks
-from tests.interpreter import run_python
-from tests.launches import ROOT, launches  # noqa: F401
+from tests.support.interpreter import run_python
+from tests.support.launches import ROOT, launches  # noqa: F401
 
 
 @pytest.fixture(autouse=True)

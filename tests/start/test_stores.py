@@ -1,6 +1,6 @@
 """What every store has in common; and that which rank 0 serves to those who know the job's secret.
 
-See also test_sealed_store.py, and test_tcp_store.py.
+See also start/test_sealed_store.py, and start/test_tcp_store.py.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from collective.start.rendezvous import Endpoint
 from collective.start.resolver import _LateStore
 from collective.start.sealed_store import SealedStore
 from collective.start.tcp_store import TcpStore
-from tests.hosts import free_port
-from tests.interpreter import run_together, started
-from tests.test_monitor import FAR
+from tests.backends.peers.test_monitor import FAR
+from tests.support.interpreter import run_together, started
+from tests.support.network_hosts import free_port
 
 RANKS, KEYS = 6, 25
 FAR_S = 60.0
@@ -587,7 +587,7 @@ def test_server_without_room_ends_the_connection_that_was_silent_longest(
 
 SERVER = """
     import sys
-    from tests.test_stores import Endpoint, store
+    from tests.start.test_stores import Endpoint, store
     served = store(Endpoint("127.0.0.1", int(sys.argv[1]), "a test"), serve=True)
     served.set("ready", b"")
     assert "torch" not in sys.modules

@@ -1,6 +1,6 @@
 """The stores of ranks on several hosts: that of rank 0, and that of torchrun's agent.
 
-See also test_stores.py.
+See also start/test_stores.py.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from collective.start.rendezvous import Endpoint
 from collective.start.tcp_store import TcpStore
 from collective.start.torch_store import AgentStore
 from tests import warm
-from tests.hosts import Hosts, free_port, needs_hosts
-from tests.interpreter import ROOT, started
-from tests.test_choice import slurm
+from tests.start.test_choice import slurm
+from tests.support.interpreter import ROOT, started
+from tests.support.network_hosts import Hosts, free_port, needs_hosts
 
 # How long anything here may take on a busy machine, importing torch included.
 DEADLINE_S = 60.0
@@ -377,7 +377,7 @@ def test_program_ends_though_a_call_hangs(kind: Kind) -> None:
     where = kind.endpoint()
     body = """
         import sys
-        from tests import test_tcp_store as here
+        from tests.start import test_tcp_store as here
         from collective.errors import RendezvousError
         kind = here.AGENT if sys.argv[2] == "True" else here.RANK_0
         store = kind.connect(kind.endpoint(int(sys.argv[1])), 60.0)
@@ -532,7 +532,7 @@ FORKING = """
     import gc
     import os
     import sys
-    from tests.test_tcp_store import endpoint, store
+    from tests.start.test_tcp_store import endpoint, store
 
     store = store(endpoint(int(sys.argv[1])), serve=True)
     child = os.fork()

@@ -26,8 +26,8 @@ from collective.start.config import load
 from collective.start.resolver import build
 from collective.start.tcp_store import TcpStore
 from collective.tools.doctor import across_hosts
-from tests.test_monitor import FAR, KEY, start
-from tests.test_stores import free_address
+from tests.backends.peers.test_monitor import FAR, KEY, start
+from tests.start.test_stores import free_address
 
 pytestmark = pytest.mark.usefixtures("nowhere")
 TEXT = "5ca1ab1e" * 8

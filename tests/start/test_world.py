@@ -25,8 +25,8 @@ from collective.start.launchers import Launched, detect
 from collective.start.rendezvous import expand, from_environment
 from collective.start.resolver import _LateStore, build
 from collective.start.tcp_store import TcpStore
-from tests.hosts import free_port
-from tests.interpreter import run
+from tests.support.interpreter import run
+from tests.support.network_hosts import free_port
 
 OURS = {
     "COLLECTIVE_RANK": "1",
@@ -147,7 +147,7 @@ ALL = {
 @pytest.fixture(autouse=True)
 def clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = {k: v for k, v in os.environ.items() if k in ("PATH", "HOME")}
-    # Ranks of several hosts without a secret are another test's matter: test_sealed_store.py.
+    # Ranks of several hosts without a secret are another test's matter: start/test_sealed_store.py.
     monkeypatch.setattr(os, "environ", {**kept, "COLLECTIVE_INSECURE": "1"})
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.chdir(tmp_path)

@@ -15,7 +15,7 @@ from collective.memory.buffer import Buffer
 from collective.memory.dtypes import BY_NAME, DType
 from collective.ops import user_op
 from collective.request import Request
-from tests.loopback import Loopback, Rendezvous
+from tests.support.loopback import Loopback, Rendezvous
 
 Array = np.ndarray[Any, Any]
 

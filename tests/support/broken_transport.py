@@ -23,7 +23,7 @@ from collective.errors import CollectiveTimeoutError
 from collective.memory.buffer import Buffer
 from collective.ops import ReduceOp, as_op
 from collective.request import Request
-from tests.loopback import Loopback, _Message
+from tests.support.loopback import Loopback, _Message
 
 if TYPE_CHECKING:
     from typing_extensions import Self

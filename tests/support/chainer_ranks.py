@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from collective.testing import RankPool
-from tests.mpi_launches import launch_of, needs
-from tests.on_ranks import on_ranks
+from tests.support.mpi_launches import launch_of, needs
+from tests.support.on_ranks import on_ranks
 
 __all__ = ["EVERYWHERE", "FEW", "QUIETLY", "as_chainermn", "on", "run"]
 
@@ -42,7 +42,7 @@ def run(world: str, program: Callable[..., Any], *args: Any, **options: Any) -> 
 
 
 class _Ranks(NamedTuple):
-    """The ranks of a world, as a test of :func:`tests.on_ranks.on_ranks` has them run it."""
+    """The ranks of a world, as a test of :func:`~tests.support.on_ranks.on_ranks` runs them."""
 
     world: str
     chainermn: bool

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-from fakes import environment
 
 from collective import cuda
 from collective.backends.mpi import MpiBackend, library
@@ -20,6 +19,7 @@ from collective.communicator import Communicator
 from collective.contract.world import World
 from collective.testing import Kind
 from collective.testing.kinds import kind_of
+from tests.fakes import environment
 
 __all__ = ["CudaAware", "Entry", "OnOddRanks", "OnSomeRanks", "SaysSo", "Staged", "Watched"]
 

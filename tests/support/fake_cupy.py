@@ -17,7 +17,6 @@ from typing import Any
 
 import cupy
 import numpy as np
-from fakes import Fake, FakeArray, current_stream, environment
 
 from collective.adapters.cupy import arrays
 from collective.backends.mpi import MpiBackend
@@ -26,6 +25,7 @@ from collective.backends.nccl import NcclBackend
 from collective.backends.shm import ShmBackend
 from collective.contract.world import World
 from collective.memory.arrays import adapter_of
+from tests.fakes import Fake, FakeArray, current_stream, environment
 
 __all__ = ["AwareMpi", "Mpi", "Nccl", "Runtime", "Shm", "of", "over", "pretend", "values_of"]
 

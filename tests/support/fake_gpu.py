@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from fakes import Fake, compiler, environment
 
 from collective import cuda
+from tests.fakes import Fake, compiler, environment
 
 __all__ = ["gpu"]
 

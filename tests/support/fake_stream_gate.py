@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import ctypes
 
-import fakes
-
 from collective.cuda import Stream
+from tests import fakes
 
 
 class Gate:

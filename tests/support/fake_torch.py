@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from fakes import Fake, FakeArray, current_stream
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from collective.memory import dlpack
+from tests.fakes import Fake, FakeArray, current_stream
 
 __all__ = ["CudaTensor", "PretendedCuda", "on_gpu"]
 

@@ -1,4 +1,4 @@
-"""What the ranks of test_faults.py do: a function a fault, which returns what its rank heard.
+"""What the ranks of backends/test_faults.py do: a function a fault; it returns what its rank heard.
 
 Rank :data:`VICTIM` is the one to which it happens, unless a function says otherwise. What leaves
 the processes alive happens to a communicator of its own, one after the other in :func:`survived`.
@@ -22,7 +22,7 @@ import numpy as np
 
 from collective.communicator import Communicator
 from collective.errors import PeerLostError
-from tests.fault_heard import Heard, Program, Survived, heard_in, heard_of, raised, survive
+from tests.support.fault_heard import Heard, Program, Survived, heard_in, heard_of, raised, survive
 
 VICTIM = 1
 # Until a signal is sent to a rank that waits, and until those arrive for whom it waits.

@@ -14,7 +14,7 @@ from typing import Any
 
 __all__ = ["ROOT", "printed", "run", "run_python", "run_together", "started"]
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def run(

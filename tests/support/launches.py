@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.interpreter import ROOT, run_python
+from tests.support.interpreter import ROOT, run_python
 
 __all__ = [
     "DEADLINE_S",

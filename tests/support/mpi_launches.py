@@ -18,7 +18,7 @@ import pytest
 
 from collective.testing import Mpiexec, RankPool
 from tests import warm
-from tests.interpreter import ROOT
+from tests.support.interpreter import ROOT
 
 __all__ = [
     "DEADLINE_S",

@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-from fakes import compiler, environment
 
 from collective.backends.nccl import NcclBackend
 from collective.contract.world import World
@@ -22,6 +21,7 @@ from collective.memory.device_copies import PlainSpace
 from collective.memory.dtypes import DType, from_numpy, named
 from collective.request import Request
 from collective.testing import RankPool
+from tests.fakes import compiler, environment
 
 __all__ = ["FAR", "Caller", "FakeNccl", "Pools", "needs_compiler", "pools", "read", "side_by_side"]
 

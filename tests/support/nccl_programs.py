@@ -13,14 +13,14 @@ from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import numpy as np
-from fakes import POISON, Fake, FakeArray
-from nccl_callers import FAR, FakeNccl
 
 from collective import cuda
 from collective.memory import device_layout
 from collective.memory.arrays import adapter_like
 from collective.memory.device_array import DeviceArray
 from collective.memory.dtypes import FOREIGN, named
+from tests.fakes import POISON, Fake, FakeArray
+from tests.support.nccl_processes import FAR, FakeNccl
 
 __all__ = [
     "FAR",
@@ -212,7 +212,8 @@ class Framework:
         """Return an array on the GPU, contiguous or not as ``values`` is."""
         if self.name == "torch":
             import torch
-            from pretended_torch import on_gpu
+
+            from tests.support.fake_torch import on_gpu
 
             array = np.asarray(values)
             if array.dtype.name in FOREIGN:
@@ -225,7 +226,7 @@ class Framework:
         """Return what a program reads that waits for the streams as it has to."""
         if self.name == "torch" and not isinstance(x, (np.ndarray, DeviceArray, FakeArray)):
             stream = x.device.index
-            from pretended_torch import current_handle
+            from tests.support.fake_torch import current_handle
 
             Fake().synchronize(current_handle(stream), stream)
             held = x.held.contiguous()
@@ -244,7 +245,7 @@ class Framework:
     def result(self) -> type:
         """The type of its results: an unknown framework that takes none gets a DeviceArray."""
         if self.name == "torch":
-            from pretended_torch import CudaTensor
+            from tests.support.fake_torch import CudaTensor
 
             return CudaTensor
         return DeviceArray
@@ -266,7 +267,8 @@ def framework(comm: Any, name: str) -> Iterator[Framework]:
     with contextlib.ExitStack() as stack:
         if name == "torch":
             import pytest
-            from pretended_torch import cuda_of_torch
+
+            from tests.support.fake_torch import cuda_of_torch
 
             patch = stack.enter_context(pytest.MonkeyPatch.context())
             mode = stack.enter_context(cuda_of_torch(patch))

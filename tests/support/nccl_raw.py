@@ -7,7 +7,8 @@ import os
 
 import numpy as np
 import pytest
-from fakes.raw import DTYPES, SUM, Nccl
+
+from tests.fakes.raw import DTYPES, SUM, Nccl
 
 __all__ = ["DIED", "FLOAT64", "INT32", "leftovers", "nccl", "number", "sums"]
 

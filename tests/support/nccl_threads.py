@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-import fakes
 import numpy as np
 import pytest
 
@@ -15,6 +14,7 @@ from collective import cuda
 from collective.backends.nccl.engine import NcclComm
 from collective.backends.nccl.library import NcclLibrary, load
 from collective.errors import CollectiveTimeoutError
+from tests import fakes
 
 __all__ = [
     "DEADLINE_S",

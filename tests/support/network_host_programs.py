@@ -1,4 +1,4 @@
-"""What the ranks of test_hosts.py do: ``python on_hosts.py NAME [ARGUMENTS]``."""
+"""What the ranks of system/test_hosts.py do: ``python on_hosts.py NAME [ARGUMENTS]``."""
 
 from __future__ import annotations
 

@@ -3,8 +3,8 @@
 Nothing is simulated in the program under test: its ranks see one network interface, reach
 the other hosts over TCP only, and share no run directory with them. What stands between
 the hosts is a bridge in a namespace of its own or, where messages are to take their time,
-a relay (:mod:`tests.relay`). Everything is removed in the end; what a killed run left
-behind is swept away by the next.
+a relay (:mod:`tests.support.network_relay`). Everything is removed in the end; the next run
+sweeps away what a killed run left behind.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tests import warm
-from tests.interpreter import ROOT
-from tests.mpi_launches import warm_python_of
+from tests.support.interpreter import ROOT
+from tests.support.mpi_launches import warm_python_of
 
 __all__ = ["DEADLINE_S", "Host", "Hosts", "Job", "free_port", "needs_hosts", "refusal"]
 
@@ -170,7 +170,12 @@ class Hosts:
 
     def _start_relay(self, delay: float) -> None:
         namespaces = [host.namespace for host in self.hosts]
-        command = [sys.executable, str(ROOT / "tests" / "relay.py"), str(delay), *namespaces]
+        command = [
+            sys.executable,
+            str(ROOT / "tests" / "support" / "network_relay.py"),
+            str(delay),
+            *namespaces,
+        ]
         self._relay = subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.PIPE)
         assert self._relay.stdout is not None
         assert self._relay.stdout.readline() == b"ready\n", "the relay did not start"

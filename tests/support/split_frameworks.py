@@ -33,7 +33,7 @@ def of(request: pytest.FixtureRequest) -> ModuleType:
         request.getfixturevalue("one_thread")
     else:
         pytest.importorskip("collective.adapters.chainer.functional")
-    return importlib.import_module(f"tests.split_models_{request.param}")
+    return importlib.import_module(f"tests.support.split_models_{request.param}")
 
 
 def far(found: Any, expected: Any) -> float:

@@ -1,4 +1,4 @@
-"""Chainer links to be computed in pieces, for test_splits.py and test_split_filters.py."""
+"""Chainer links to be computed in pieces, for the tests of training/splits."""
 
 from __future__ import annotations
 

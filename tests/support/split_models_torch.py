@@ -1,4 +1,4 @@
-"""PyTorch modules to be computed in pieces, for test_splits.py and test_split_filters.py."""
+"""PyTorch modules to be computed in pieces, for the tests of training/splits."""
 
 from __future__ import annotations
 

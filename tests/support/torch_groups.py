@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 from collective.testing import RankPool
+from tests.support.interpreter import ROOT
 
 __all__ = ["in_groups", "installed", "run_in_group"]
 
@@ -100,7 +101,7 @@ def installed(folder: Path) -> str:
     (metadata / "entry_points.txt").write_text(
         "[torch.backends]\ncollective = collective_autoload:autoload\n"
     )
-    autoload = Path(__file__).resolve().parent.parent / "adapters" / "torch" / "autoload"
+    autoload = ROOT / "adapters" / "torch" / "autoload"
     (site / "collective_autoload").symlink_to(autoload)
     return str(site)
 

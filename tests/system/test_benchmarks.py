@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests import warm
-from tests.interpreter import ROOT, printed
+from tests.support.interpreter import ROOT, printed
 
 BENCHMARKS = ROOT / "benchmarks"
 PEERS = Path(os.environ.get("BENCH_PEERS", ROOT / ".mpi"))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests import warm
-from tests.interpreter import ROOT, run_python
+from tests.support.interpreter import ROOT, run_python
 
 LAUNCHES = {
     "shm": ["-m", "collective", "run", "-n", "3", "--backend", "shm"],

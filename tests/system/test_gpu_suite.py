@@ -11,10 +11,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from nccl_callers import needs_compiler
 
 from collective import cuda
-from tests.interpreter import ROOT, run_python
+from tests.support.interpreter import ROOT, run_python
+from tests.support.nccl_processes import needs_compiler
 
 RUN = ROOT / "tests" / "gpu" / "run.py"
 # Some of each kind: in place and not, staged, asynchronous, messages, memory, a mismatch, a death.
@@ -56,7 +56,7 @@ def test_without_a_gpu_it_says_that_nothing_was_tested(tmp_path: Path) -> None:
 
 @needs_compiler
 def test_a_machine_without_gpus_that_has_the_driver(tmp_path: Path) -> None:
-    import fakes
+    from tests import fakes
 
     done = make_test_gpu(fakes.environment(devices=0), "--folder", str(tmp_path))
     assert (done.returncode, done.stderr) == (0, "")
@@ -66,7 +66,7 @@ def test_a_machine_without_gpus_that_has_the_driver(tmp_path: Path) -> None:
 @no_gpu
 @needs_compiler
 def test_a_gpu_without_a_framework_is_no_pass(tmp_path: Path) -> None:
-    import fakes
+    from tests import fakes
 
     done = make_test_gpu(fakes.environment(), "--folder", str(tmp_path))
     assert done.returncode == 1
@@ -76,7 +76,7 @@ def test_a_gpu_without_a_framework_is_no_pass(tmp_path: Path) -> None:
 
 @needs_compiler
 def test_they_pass_on_the_fake_and_are_summed_up(tmp_path: Path) -> None:
-    import fakes
+    from tests import fakes
 
     chosen = f"test_gpu_streams or (hostid and ({' or '.join(CHECKS)})) or ({SHARING})"
     environ = {**fakes.environment(23003, devices=1, log=0), "GPU_TESTS_SLOW_S": "0.05"}

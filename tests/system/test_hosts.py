@@ -17,11 +17,11 @@ import pytest
 pytest.importorskip("torch", reason="between hosts there is Gloo, which stands on PyTorch")
 
 from tests import warm
-from tests.hosts import Hosts, Job, needs_hosts
-from tests.interpreter import ROOT, printed
-from tests.mpi_launches import by_vendor
+from tests.support.interpreter import ROOT, printed
+from tests.support.mpi_launches import by_vendor
+from tests.support.network_hosts import Hosts, Job, needs_hosts
 
-SCRIPT = str(ROOT / "tests" / "on_hosts.py")
+SCRIPT = str(ROOT / "tests" / "support" / "network_host_programs.py")
 
 Make = Callable[..., Hosts]
 
@@ -86,7 +86,7 @@ def test_nothing_is_left_of_hosts(tmp_path: Path) -> None:
 def test_hosts_of_the_dead_are_swept_away(tmp_path: Path) -> None:
     needs_hosts()
     body = (
-        "import os, pathlib, tests.hosts as t\n"
+        "import os, pathlib, tests.support.network_hosts as t\n"
         f"hosts = t.Hosts(2, pathlib.Path({str(tmp_path)!r})).__enter__()\n"
         "hosts.start([(0, ['sleep', '1000'], {})])\n"
         "while not hosts.living(): pass\n"

@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from tests import interpreter, warm
-from tests.hosts import free_port
-from tests.interpreter import ROOT
-from tests.mpi_launches import VENDORS, launch_of, needs
-from tests.test_choice import slurm
+from tests import warm
+from tests.start.test_choice import slurm
+from tests.support import interpreter
+from tests.support.interpreter import ROOT
+from tests.support.mpi_launches import VENDORS, launch_of, needs
+from tests.support.network_hosts import free_port
 
 SCRIPT = str(ROOT / "examples" / "hello.py")
 DEADLINE_S = 90.0

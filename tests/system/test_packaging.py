@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.interpreter import ROOT, printed
+from tests.support.interpreter import ROOT, printed
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -175,7 +175,9 @@ def test_the_tests_of_the_sdist_run(wheel: Path, tmp_path: Path) -> None:
     with tarfile.open(archive) as packed:
         packed.extractall(tmp_path, **FILTER)
     root = tmp_path / archive.name.removesuffix(".tar.gz")
-    output = python("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_ops.py", cwd=root)
+    output = python(
+        "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/package/test_ops.py", cwd=root
+    )
     assert " passed" in output
     assert (root / "collective" / "backends").readlink() == Path("../backends")
 

@@ -16,7 +16,7 @@ import pytest
 
 import collective
 from collective.tools.cli.main import main
-from tests.interpreter import ROOT
+from tests.support.interpreter import ROOT
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests import warm
-from tests.interpreter import ROOT, run_python
+from tests.support.interpreter import ROOT, run_python
 
 pytest.importorskip("torch.distributed")
 pytest.importorskip("expecttest")

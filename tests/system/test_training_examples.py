@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from tests import warm
-from tests.interpreter import run_python
-from tests.mpi_launches import mpirun, needs
-from tests.test_examples import ROOT, SHORT, run
+from tests.support.interpreter import run_python
+from tests.support.mpi_launches import mpirun, needs
+from tests.system.test_examples import ROOT, SHORT, run
 
 for _needed in ("mlxtend", "matplotlib"):
     pytest.importorskip(_needed)

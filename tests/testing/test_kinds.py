@@ -12,7 +12,7 @@ from collective.errors import BackendUnavailableError, InvalidArgumentError
 from collective.testing import KINDS, Kind, all_checks, parametrize_with_checks, run_checks
 from collective.testing import kinds as module
 from collective.testing.__main__ import main
-from tests.meta import broken
+from tests.support import broken_transport as broken
 
 Check = Any
 

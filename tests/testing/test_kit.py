@@ -29,7 +29,7 @@ from collective.testing import (
     run_ranks,
 )
 from collective.testing.__main__ import main
-from tests.interpreter import printed, run_python
+from tests.support.interpreter import printed, run_python
 
 BOTH = pytest.mark.parametrize("backend", ["threads", "shm"])
 
@@ -336,7 +336,7 @@ def test_as_a_command(capsys: pytest.CaptureFixture[str]) -> None:
     ]
 
 
-LOOPBACK = "tests.loopback:Loopback"
+LOOPBACK = "tests.support.loopback:Loopback"
 
 
 @pytest.mark.parametrize(

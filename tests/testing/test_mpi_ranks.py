@@ -13,7 +13,7 @@ import pytest
 from collective.communicator import Communicator
 from collective.errors import BackendUnavailableError
 from collective.testing import Mpiexec, RankDiedError, RankHungError, RankPool, RanksFailedError
-from tests.mpi_launches import by_vendor, launch_of
+from tests.support.mpi_launches import by_vendor, launch_of
 
 
 def _total(comm: Communicator) -> tuple[int, int]:

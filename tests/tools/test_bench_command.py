@@ -12,7 +12,7 @@ import pytest
 from collective.install import hint
 from collective.testing.frameworks import framework as framework_of
 from tests import warm
-from tests.interpreter import run_python
+from tests.support.interpreter import run_python
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the bench reads /proc")
 

@@ -17,8 +17,8 @@ from collective.start.choice import DeviceFiles
 from collective.start.keys import KEYS
 from collective.tools.cli.main import main
 from collective.tools.cli.run import default_size
-from tests.interpreter import run_python
-from tests.launches import Launches, launches
+from tests.support.interpreter import run_python
+from tests.support.launches import Launches, launches
 
 __all__ = ["launches"]  # the fixture
 

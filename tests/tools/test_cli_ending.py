@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.launches import DEADLINE_S, Launches, launches
+from tests.support.launches import DEADLINE_S, Launches, launches
 
 __all__ = ["launches"]  # a fixture
 

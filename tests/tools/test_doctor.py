@@ -16,7 +16,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import fakes
 import numpy as np
 import pytest
 
@@ -31,9 +30,10 @@ from collective.tools.doctor import mpi as doctor_mpi
 from collective.tools.doctor import probe as doctor_probe
 from collective.tools.doctor.probe import Answer
 from collective.tools.doctor.problems import problems
-from tests.interpreter import ROOT, run_python
-from tests.launches import Launches, launched, launches
-from tests.mpi_launches import launch_of, needs, run_alone
+from tests import fakes
+from tests.support.interpreter import ROOT, run_python
+from tests.support.launches import Launches, launched, launches
+from tests.support.mpi_launches import launch_of, needs, run_alone
 
 __all__ = ["launches"]  # a fixture
 

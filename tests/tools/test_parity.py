@@ -32,7 +32,7 @@ from collective.tools.parity.cases import (
 )
 from collective.tools.parity.runner import CaseResult, Comparison, run
 from collective.tools.parity.transports import survey
-from tests.test_reduction import NAN, extreme
+from tests.algorithms.test_arithmetic import NAN, extreme
 
 
 def fractions(x: Any, dtype: str) -> list[Fraction]:
@@ -207,7 +207,7 @@ def test_random_cases_pass() -> None:
 def test_a_failing_random_case_is_shrunk_and_printed_as_a_program(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    found = explored("tests.meta.broken:DroppedRank", 100, operations=REDUCTIONS)
+    found = explored("tests.support.broken_transport:DroppedRank", 100, operations=REDUCTIONS)
     assert not found["passed"]
     assert "2 ranks" in found["case"]
     assert "all_reduce" in found["case"]
@@ -246,7 +246,7 @@ def test_the_command_writes_its_results(tmp_path: Path, capsys: pytest.CaptureFi
 
 def test_the_command_fails_with_a_wrong_transport(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--framework", "numpy", "--op", "all_reduce", "--dtype", "float32", "--ranks", "2"]
-    arguments += ["--shape", "odd", "--backend", "tests.meta.broken:Undivided"]
+    arguments += ["--shape", "odd", "--backend", "tests.support.broken_transport:Undivided"]
     assert main(["parity", *arguments]) == 1
     assert "FAILED" in capsys.readouterr().out
 

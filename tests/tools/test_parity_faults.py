@@ -11,9 +11,9 @@ from collective.backends.threads import ThreadsBackend
 from collective.contract.backend import Backend
 from collective.tools.parity.cases import OPERATIONS
 from collective.tools.parity.runner import CaseResult
-from tests.loopback import Loopback
-from tests.meta import broken
-from tests.test_parity import outcomes
+from tests.support import broken_transport as broken
+from tests.support.loopback import Loopback
+from tests.tools.test_parity import outcomes
 
 # Long enough for a busy machine, short enough to wait for a hang.
 TIMEOUT_S = 4.0

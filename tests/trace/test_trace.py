@@ -29,7 +29,7 @@ from collective.tools.profile.events import merge, read
 from collective.trace import tracer as tracers
 from collective.trace.clocks import offsets
 from collective.training.gradients import Gradients, Parameter
-from tests.interpreter import run_python
+from tests.support.interpreter import run_python
 
 # Keys of an event by its phase: "Trace Event Format", sections on each kind of events.
 REQUIRED = {

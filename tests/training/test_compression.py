@@ -14,7 +14,7 @@ import collective
 from collective.adapters.torch import DistributedDataParallel
 from collective.training.compression import Cast, PowerSGD, TopK
 from collective.training.gradients import Gradients, Parameter
-from tests.on_ranks import on_ranks, ranks_of
+from tests.support.on_ranks import on_ranks, ranks_of
 
 pytest.importorskip("array_api_compat")
 pool = ranks_of(("threads", 2), ("shm", 2))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import collective
 from collective.testing import run_ranks
 from collective.training.gradients import Gradients, Parameter
-from tests.on_ranks import on_ranks, ranks_of
+from tests.support.on_ranks import on_ranks, ranks_of
 
 _DTYPES = ["float32", "float64", "float16"]
 two = ranks_of(("threads", 2))

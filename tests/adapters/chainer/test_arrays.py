@@ -17,8 +17,8 @@ from chainer import Parameter, Variable
 from collective.errors import DeviceError, InvalidArgumentError, MismatchError
 from collective.memory.arrays import adapter_like, adapter_of
 from collective.testing import run_ranks
-from tests.interpreter import run_python
-from tests.on_ranks import ranks_of
+from tests.support.interpreter import run_python
+from tests.support.on_ranks import ranks_of
 
 ranks = ranks_of(("threads", 2), ("shm", 2))
 
@@ -146,7 +146,7 @@ def one_is_not_initialized(comm: Any) -> None:
     assert found.array[0] == 2
 
 
-# That every call takes variables and returns some is shown by test_kinds.py.
+# That every call takes variables and returns some is shown by testing/test_kinds.py.
 PROGRAMS = [
     in_place, structures, mixed, objects, symmetric, disagreeing, one_is_not_initialized
 ]  # fmt: skip

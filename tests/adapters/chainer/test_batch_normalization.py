@@ -19,7 +19,7 @@ import chainer.links as L
 import collective
 from collective.adapters.chainer import SyncBatchNormalization, convert_batch_normalization
 from collective.errors import InvalidArgumentError, MismatchError, ShapeError
-from tests.chainer_ranks import on, run
+from tests.support.chainer_ranks import on, run
 
 SHAPES: dict[str, tuple[tuple[int, ...], Any, Any]] = {
     "rows": ((3,), 3, None),

@@ -30,7 +30,7 @@ from collective.adapters.chainer import compatibility
 from collective.adapters.chainer.compatibility import edits as compatibility_edits
 from collective.adapters.chainer.compatibility import requirements
 from collective.adapters.chainer.compatibility.edits import EDITS, Edit
-from tests.interpreter import ROOT, run, run_python
+from tests.support.interpreter import ROOT, run, run_python
 
 INSTALLED = Path(chainer.__file__).parent.parent
 ON_NUMPY_2 = int(np.__version__.split(".")[0]) >= 2

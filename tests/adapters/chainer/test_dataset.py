@@ -19,7 +19,7 @@ import chainer
 
 from collective.adapters.chainer import ShardedIterator, scatter_dataset
 from collective.errors import InvalidArgumentError, MismatchError, RankError
-from tests.chainer_ranks import on, run
+from tests.support.chainer_ranks import on, run
 
 WORLDS = ["threads-2", "threads-4"]
 

@@ -26,7 +26,7 @@ from collective.adapters.chainer import (
     create_multi_node_optimizer,
 )
 from collective.errors import InvalidArgumentError, RankError
-from tests.chainer_ranks import on, run
+from tests.support.chainer_ranks import on, run
 
 SAMPLES, BATCH, STEPS = 96, 4, 20
 #: Rank 2 is lost in step 2, and rank 0 in step 9, in the second epoch.

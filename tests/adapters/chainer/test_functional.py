@@ -18,8 +18,8 @@ from collective import ANY_SOURCE  # noqa: E402
 from collective.errors import DtypeError, InvalidArgumentError, RankError, ShapeError  # noqa: E402
 from collective.testing import run_ranks  # noqa: E402
 from collective.training import differentiable  # noqa: E402
-from tests.chainer_ranks import on  # noqa: E402
-from tests.derivatives import CASES, FIRST_ONLY, OPS, Spy, Tape, drawn  # noqa: E402
+from tests.support.chainer_ranks import on  # noqa: E402
+from tests.support.derivatives import CASES, FIRST_ONLY, OPS, Spy, Tape, drawn  # noqa: E402
 
 Variable = chainer.Variable
 

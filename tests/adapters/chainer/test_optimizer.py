@@ -16,7 +16,7 @@ from chainer.functions.connection.linear import LinearGradWeight
 
 from collective.adapters.chainer import create_multi_node_optimizer
 from collective.errors import GradientError, InvalidArgumentError
-from tests.chainer_models import (
+from tests.support.chainer_models import (
     HOOKS,
     Model,
     assert_close,
@@ -28,7 +28,7 @@ from tests.chainer_models import (
     trained_alone,
     weights,
 )
-from tests.chainer_ranks import on, run
+from tests.support.chainer_ranks import on, run
 
 WORLDS = ["shm-2", "shm-4", "gloo-2", "threads-2", "threads-4"]
 

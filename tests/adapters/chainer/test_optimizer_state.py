@@ -30,7 +30,13 @@ from collective.errors import (
 from collective.testing import RanksFailedError, run_ranks
 from collective.testing.checks_shrink import gather
 from collective.training.compression import Cast
-from tests.chainer_models import (
+from tests.adapters.chainer.test_optimizer import (
+    WORLDS,
+    first_batch,
+    set_up,
+    training_on_equal_batches,
+)
+from tests.support.chainer_models import (
     Model,
     assert_close,
     assert_same,
@@ -40,8 +46,7 @@ from tests.chainer_models import (
     trained_alone,
     weights,
 )
-from tests.chainer_ranks import on
-from tests.test_chainer_optimizer import WORLDS, first_batch, set_up, training_on_equal_batches
+from tests.support.chainer_ranks import on
 
 # -- lazy parameters and the state ----------------------------------------------------------------
 

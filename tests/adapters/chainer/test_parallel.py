@@ -17,7 +17,7 @@ import chainer.links as L
 
 from collective.adapters.chainer import ParallelUpdater, Replicas
 from collective.errors import InvalidArgumentError
-from tests.chainer_models import Model, assert_close, samples, weights
+from tests.support.chainer_models import Model, assert_close, samples, weights
 
 
 class Net(Model):

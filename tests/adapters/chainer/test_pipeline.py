@@ -20,7 +20,7 @@ import chainer.links as L
 import collective
 from collective.adapters.chainer import Pipeline
 from collective.testing import run_ranks
-from tests.chainer_ranks import on, run
+from tests.support.chainer_ranks import on, run
 
 _CLOSE = 1e-12
 

@@ -19,7 +19,7 @@ pytest.importorskip("collective.adapters.chainer.arrays")
 from chainer.training.extensions import snapshot_writers
 
 from collective.adapters.chainer.compatibility import processes
-from tests.interpreter import printed
+from tests.support.interpreter import printed
 
 ANEW = pytest.mark.parametrize("method", ["spawn", "forkserver"])
 

@@ -29,8 +29,8 @@ from collective.adapters.chainer import (
     scatter_dataset,
 )
 from collective.errors import CollectiveError, InvalidArgumentError
-from tests.chainer_models import Model, samples
-from tests.chainer_ranks import on, run
+from tests.support.chainer_models import Model, samples
+from tests.support.chainer_ranks import on, run
 
 
 class Net(Model):

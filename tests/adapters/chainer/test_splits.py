@@ -1,4 +1,4 @@
-"""Chainer links computed in pieces, in turn and over ranks: beside test_splits.py."""
+"""Chainer links computed in pieces, in turn and over ranks: beside training/splits/test_cuts.py."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ import chainer.links as L
 import collective
 from collective.adapters.chainer.splits import Split
 from collective.testing import run_ranks
-from tests.split_frameworks import CLOSE, far
-from tests.split_models_chainer import outcome
+from tests.support.split_frameworks import CLOSE, far
+from tests.support.split_models_chainer import outcome
 
 # -- in turn ---------------------------------------------------------------------------------
 

@@ -30,9 +30,9 @@ from collective.adapters.chainer import (
     scatter_dataset,
 )
 from collective.errors import InvalidArgumentError, MismatchError
-from tests.chainer_models import Model, assert_close, samples, weights
-from tests.chainer_ranks import on, run
-from tests.mpi_launches import needs
+from tests.support.chainer_models import Model, assert_close, samples, weights
+from tests.support.chainer_ranks import on, run
+from tests.support.mpi_launches import needs
 
 
 def model() -> Any:

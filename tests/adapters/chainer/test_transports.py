@@ -17,20 +17,18 @@ pytest.importorskip("collective.adapters.chainer.arrays")
 import chainer
 
 from collective.testing import RankPool
-from tests import (
-    test_chainer_batch_normalization,
-    test_chainer_functional,
-    test_chainer_optimizer,
-    test_chainer_pipeline,
-    test_chainer_snapshot,
-    test_chainer_trainer,
-    test_chainermn_calls,
-    test_chainermn_gradients,
-    test_chainermn_training,
-)
-from tests.chainer_models import assert_close, assert_same, trained_alone
-from tests.chainer_ranks import as_chainermn
-from tests.mpi_launches import pool_of, world_of
+from tests.adapters.chainer import test_batch_normalization as test_chainer_batch_normalization
+from tests.adapters.chainer import test_functional as test_chainer_functional
+from tests.adapters.chainer import test_optimizer as test_chainer_optimizer
+from tests.adapters.chainer import test_pipeline as test_chainer_pipeline
+from tests.adapters.chainer import test_snapshot as test_chainer_snapshot
+from tests.adapters.chainer import test_trainer as test_chainer_trainer
+from tests.adapters.chainer.chainermn import test_calls as test_chainermn_calls
+from tests.adapters.chainer.chainermn import test_gradients as test_chainermn_gradients
+from tests.adapters.chainer.chainermn import test_training as test_chainermn_training
+from tests.support.chainer_models import assert_close, assert_same, trained_alone
+from tests.support.chainer_ranks import as_chainermn
+from tests.support.mpi_launches import pool_of, world_of
 
 _WORLDS = [("gloo", 4), ("openmpi", 2), ("mpich", 4)]
 

@@ -11,20 +11,20 @@ import weakref
 
 import numpy as np
 import pytest
-from fakes import Fake, FakeArray
-from pretended_gpu import gpu
 
 from collective import cuda
 from collective.errors import AllocationError, DtypeError
 from collective.memory.arrays import adapter_like, adapter_of
 from collective.memory.device_array import DeviceArray
 from collective.memory.dtypes import BY_NAME, FOREIGN
+from tests.fakes import Fake, FakeArray
+from tests.support.fake_gpu import gpu
 
 cupy = pytest.importorskip("cupy")
 
 __all__ = ["gpu"]  # a fixture
 
-from pretended_cupy import of, over, pretend, values_of  # noqa: E402
+from tests.support.fake_cupy import of, over, pretend, values_of  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("gpu", "runtime")
 

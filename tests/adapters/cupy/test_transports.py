@@ -10,16 +10,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fakes import Fake, FakeArray, compiler
-from pretended_gpu import gpu
 
 from collective.communicator import Communicator
 from collective.testing import RankPool, parametrize_with_checks
-from tests.mpi_launches import launch_of, needs
+from tests.fakes import Fake, FakeArray, compiler
+from tests.support.fake_gpu import gpu
+from tests.support.mpi_launches import launch_of, needs
 
 cupy = pytest.importorskip("cupy")
 
-from pretended_cupy import AwareMpi, Mpi, Nccl, Shm, over, pretend, values_of  # noqa: E402
+from tests.support.fake_cupy import AwareMpi, Mpi, Nccl, Shm, over, pretend, values_of  # noqa: E402
 
 __all__ = ["gpu"]  # a fixture
 

@@ -19,8 +19,8 @@ from collective.adapters.torch.batch_norm import (  # noqa: E402
 )
 from collective.errors import InvalidArgumentError, MismatchError, ShapeError  # noqa: E402
 from collective.testing import RanksFailedError, run_ranks  # noqa: E402
-from tests.derivatives import Spy  # noqa: E402
-from tests.on_ranks import on_ranks, ranks_of  # noqa: E402
+from tests.support.derivatives import Spy  # noqa: E402
+from tests.support.on_ranks import on_ranks, ranks_of  # noqa: E402
 
 one = ranks_of(("threads", 1))
 two = ranks_of(("threads", 2))

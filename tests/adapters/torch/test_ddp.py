@@ -12,7 +12,7 @@ from torch import nn
 import collective
 from collective.adapters.torch import DistributedDataParallel
 from collective.testing import RankPool, RanksFailedError
-from tests.on_ranks import on_ranks, ranks_of
+from tests.support.on_ranks import on_ranks, ranks_of
 
 pool = ranks_of(*((transport, size) for transport in ("threads", "shm", "gloo") for size in (2, 4)))
 two = ranks_of(("threads", 2))

@@ -16,7 +16,7 @@ from collective.adapters.torch import DistributedDataParallel
 from collective.communicator import Communicator
 from collective.start.session import set_current
 from collective.testing import RankPool
-from tests.on_ranks import on_ranks, ranks_of
+from tests.support.on_ranks import on_ranks, ranks_of
 
 two = ranks_of(("threads", 2), ("shm", 2))
 

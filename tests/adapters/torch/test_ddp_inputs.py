@@ -11,7 +11,7 @@ from torch import nn
 import collective
 from collective.adapters.torch import DistributedDataParallel, all_reduce_sparse
 from collective.testing import RankPool, RanksFailedError
-from tests.on_ranks import on_ranks, ranks_of
+from tests.support.on_ranks import on_ranks, ranks_of
 
 pool = ranks_of(("threads", 2), ("shm", 3), ("gloo", 2))
 two = ranks_of(("threads", 2))

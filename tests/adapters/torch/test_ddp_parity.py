@@ -17,8 +17,8 @@ from torch.nn.parallel import DistributedDataParallel as Torchs
 
 from collective.adapters.torch import DistributedDataParallel
 from collective.testing import RankPool
-from tests import test_torch_ddp_passes as passes
-from tests.on_ranks import ranks_of
+from tests.adapters.torch import test_ddp_passes as passes
+from tests.support.on_ranks import ranks_of
 
 pool = ranks_of(("shm", 2))
 
@@ -97,7 +97,7 @@ def train(wrapped: Any, kind: Any, rank: int, accumulate: bool) -> None:
 
 
 # Orders of passes for which PyTorch's wrapper is made: in others it reduces by what was called
-# last, or by no means twice. Ours are in tests/test_torch_ddp_passes.py.
+# last, or by no means twice. Ours are in tests/adapters/torch/test_ddp_passes.py.
 ORDERS = [
     "unreduced while one to reduce is pending", "an unreduced one later", "accumulated",
     "a sum, unreduced last", "a sum, unreduced first", "backward within no_sync",

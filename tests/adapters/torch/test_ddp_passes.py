@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import collective
 from collective.adapters.torch import DistributedDataParallel
 from collective.testing import RankPool
-from tests.on_ranks import on_ranks, ranks_of
+from tests.support.on_ranks import on_ranks, ranks_of
 
 SIZE = 2
 two = ranks_of(("threads", SIZE))

@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 import collective
 from collective.adapters.torch import DistributedDataParallel
 from collective.testing import RankDiedError, RankPool, RanksFailedError
-from tests.on_ranks import on_ranks, ranks_of
-from tests.test_torch_ddp import batches, compare, loss_of, mlp, shard, train
+from tests.adapters.torch.test_ddp import batches, compare, loss_of, mlp, shard, train
+from tests.support.on_ranks import on_ranks, ranks_of
 
 # Buckets so small that there are several.
 SMALL = 0.0005

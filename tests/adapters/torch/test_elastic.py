@@ -18,7 +18,7 @@ from collective.adapters.torch import (
     SyncBatchNorm,
 )
 from collective.compression import Cast
-from tests.on_ranks import on_ranks, ranks_of
+from tests.support.on_ranks import on_ranks, ranks_of
 
 SAMPLES, BATCH, STEPS = 96, 4, 20
 #: Rank 3 is lost in step 2, and rank 0 in step 12, in the second epoch.

@@ -20,8 +20,8 @@ from collective.errors import (  # noqa: E402
 )
 from collective.testing import run_ranks  # noqa: E402
 from collective.training import differentiable  # noqa: E402
-from tests.derivatives import CASES, FIRST_ONLY, OPS, Spy, Tape  # noqa: E402
-from tests.on_ranks import on_ranks, ranks_of  # noqa: E402
+from tests.support.derivatives import CASES, FIRST_ONLY, OPS, Spy, Tape  # noqa: E402
+from tests.support.on_ranks import on_ranks, ranks_of  # noqa: E402
 
 two = ranks_of(("threads", 2))
 three = ranks_of(("threads", 3))

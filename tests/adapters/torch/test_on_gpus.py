@@ -7,14 +7,14 @@ import weakref
 
 import numpy as np
 import pytest
-from fakes import Fake, FakeArray
-from pretended_gpu import gpu
 
 from collective import cuda
 from collective.errors import AllocationError, DeviceError, InvalidArgumentError
 from collective.memory.arrays import adapter_like, adapter_of
 from collective.memory.device_array import DeviceArray
 from collective.memory.dtypes import BY_NAME
+from tests.fakes import Fake, FakeArray
+from tests.support.fake_gpu import gpu
 
 torch = pytest.importorskip("torch")
 
@@ -22,7 +22,7 @@ __all__ = ["gpu"]  # a fixture
 
 pytestmark = pytest.mark.usefixtures("gpu")
 
-from pretended_torch import CudaTensor, cuda_of_torch, on_gpu  # noqa: E402
+from tests.support.fake_torch import CudaTensor, cuda_of_torch, on_gpu  # noqa: E402
 
 IN_TORCH = sorted(name for name in BY_NAME if hasattr(torch, name))
 

@@ -12,8 +12,8 @@ dist = pytest.importorskip("torch.distributed")
 
 from torch.distributed import pipelining  # noqa: E402
 
-from tests.mpi_launches import ROOT, mpirun, needs, warm_python_of  # noqa: E402
-from tests.torch_groups import run_in_group  # noqa: E402
+from tests.support.mpi_launches import ROOT, mpirun, needs, warm_python_of  # noqa: E402
+from tests.support.torch_groups import run_in_group  # noqa: E402
 
 WIDTH, SAMPLES, MICROBATCHES, CLOSE = 24, 16, 4, 1e-12
 # How many stages a rank has; torch's schedules for several take a list of them.
@@ -82,7 +82,7 @@ PROGRAM = """
 import torch.distributed as dist
 from mpi4py import MPI
 import collective.adapters.torch
-from tests.test_torch_pipelining import check, step
+from tests.adapters.torch.test_pipelining import check, step
 
 rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 dist.init_process_group("collective", store=dist.FileStore(STORE, size), rank=rank, world_size=size)

@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 dist = pytest.importorskip("torch.distributed")
 
 from collective.errors import DtypeError, InvalidArgumentError, UnsupportedError  # noqa: E402
-from tests.torch_groups import in_groups  # noqa: E402
+from tests.support.torch_groups import in_groups  # noqa: E402
 
 WORLDS = [("shm", 2), ("shm", 3), ("gloo", 3)]
 REAL = (torch.float32, torch.float64, torch.float16, torch.bfloat16)

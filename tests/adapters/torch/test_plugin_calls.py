@@ -22,7 +22,7 @@ from collective.errors import (  # noqa: E402
     InvalidArgumentError,
     MismatchError,
 )
-from tests.torch_groups import in_groups  # noqa: E402
+from tests.support.torch_groups import in_groups  # noqa: E402
 
 WORLDS = [("shm", 3), ("gloo", 2)]
 

@@ -14,9 +14,9 @@ pytest.importorskip("torch")
 pytest.importorskip("torch.distributed")
 
 from tests import warm
-from tests.interpreter import run_python
-from tests.launches import ROOT, Launches, launched
-from tests.torch_groups import installed
+from tests.support.interpreter import run_python
+from tests.support.launches import ROOT, Launches, launched
+from tests.support.torch_groups import installed
 
 PROGRAM = """
 import torch, torch.distributed as dist

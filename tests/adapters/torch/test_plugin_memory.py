@@ -20,7 +20,7 @@ dist = pytest.importorskip("torch.distributed")
 from collective.backends.shm import memory  # noqa: E402
 from collective.errors import MismatchError  # noqa: E402
 from collective.testing import run_ranks  # noqa: E402
-from tests.torch_groups import in_groups  # noqa: E402
+from tests.support.torch_groups import in_groups  # noqa: E402
 
 WIDTH = 512  # a layer has a gradient of 1 MiB
 STEPS = 6

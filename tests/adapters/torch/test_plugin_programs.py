@@ -11,9 +11,9 @@ pytest.importorskip("torch")
 pytest.importorskip("torch.distributed")
 
 from tests import warm
-from tests.interpreter import run_python
-from tests.launches import ROOT
-from tests.torch_groups import installed
+from tests.support.interpreter import run_python
+from tests.support.launches import ROOT
+from tests.support.torch_groups import installed
 
 EXAMPLES = {
     "ddp.py": ["--epochs", "2"],

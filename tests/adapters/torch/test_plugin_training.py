@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 dist = pytest.importorskip("torch.distributed")
 
 from collective.errors import UnsupportedError  # noqa: E402
-from tests.torch_groups import in_groups  # noqa: E402
+from tests.support.torch_groups import in_groups  # noqa: E402
 
 STEPS, ROWS = 4, 3
 from_2_6 = pytest.mark.skipif(

@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 dist = pytest.importorskip("torch.distributed")
 
 from collective.testing import RankPool  # noqa: E402
-from tests.mpi_launches import (  # noqa: E402
+from tests.support.mpi_launches import (  # noqa: E402
     ROOT,
     VENDORS,
     mpirun,
@@ -20,7 +20,7 @@ from tests.mpi_launches import (  # noqa: E402
     warm_launch_of,
     warm_python_of,
 )
-from tests.on_ranks import on_ranks  # noqa: E402
+from tests.support.on_ranks import on_ranks  # noqa: E402
 
 
 @pytest.fixture(

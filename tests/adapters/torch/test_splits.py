@@ -1,4 +1,4 @@
-"""PyTorch modules computed in pieces, in turn and over ranks: beside test_splits.py."""
+"""PyTorch modules computed in pieces, in turn and over ranks; see training/splits/test_cuts.py."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from torch import nn  # noqa: E402
 import collective  # noqa: E402
 from collective.adapters.torch import DistributedDataParallel, Split  # noqa: E402
 from collective.testing import run_ranks  # noqa: E402
-from tests.split_frameworks import CLOSE, far, one_thread  # noqa: E402
-from tests.split_models_torch import STEPS, disturb, made, outcome, split_of, state_of  # noqa: E402
+from tests.support.split_frameworks import CLOSE, far, one_thread  # noqa: E402
+from tests.support.split_models_torch import STEPS, disturb, made, outcome, split_of, state_of  # noqa: E402
 
 __all__ = ["one_thread"]
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -12,14 +12,12 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from collective.testing import RankPool  # noqa: E402
-from tests import (  # noqa: E402
-    test_torch_batch_norm,
-    test_torch_ddp,
-    test_torch_ddp_inputs,
-    test_torch_functional,
-    test_torch_loops,
-)
-from tests.mpi_launches import pool_of, world_of  # noqa: E402
+from tests.adapters.torch import test_batch_norm as test_torch_batch_norm  # noqa: E402
+from tests.adapters.torch import test_ddp as test_torch_ddp  # noqa: E402
+from tests.adapters.torch import test_ddp_inputs as test_torch_ddp_inputs  # noqa: E402
+from tests.adapters.torch import test_functional as test_torch_functional  # noqa: E402
+from tests.adapters.torch import test_loops as test_torch_loops  # noqa: E402
+from tests.support.mpi_launches import pool_of, world_of  # noqa: E402
 
 _WORLDS = [("threads", 4), ("shm", 4), ("gloo", 4), ("openmpi", 2), ("mpich", 4)]
 

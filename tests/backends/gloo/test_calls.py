@@ -19,7 +19,7 @@ from collective.memory.dtypes import BY_NAME
 from collective.ops import premul_sum
 from collective.testing.checks_shrink import await_files
 from collective.testing.samples import expected, plain, values
-from tests.on_ranks import on_ranks, ranks_of
+from tests.support.on_ranks import on_ranks, ranks_of
 
 pytest.importorskip("torch", reason="the gloo transport stands on PyTorch")
 

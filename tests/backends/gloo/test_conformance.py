@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from collective.testing import parametrize_with_checks
-from tests.conformance_parts import BY_SIZE, OF_TWO, all_but
+from tests.support.conformance_parts import BY_SIZE, OF_TWO, all_but
 
 pytest.importorskip("torch", reason="the gloo transport stands on PyTorch")
 

@@ -34,9 +34,9 @@ from collective.start.connecting import connect
 from collective.start.file_store import FileStore
 from collective.testing import RankPool
 from tests import warm
-from tests.interpreter import run_together
-from tests.on_ranks import on_ranks, ranks_of
-from tests.test_monitor import listening
+from tests.backends.peers.test_monitor import listening
+from tests.support.interpreter import run_together
+from tests.support.on_ranks import on_ranks, ranks_of
 
 torch = pytest.importorskip("torch", reason="the gloo transport stands on PyTorch")
 

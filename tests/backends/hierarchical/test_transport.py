@@ -1,4 +1,4 @@
-"""The ``hierarchical`` transport, on hosts that are pretended: see test_hosts.py for real ones."""
+"""The ``hierarchical`` transport, on simulated hosts: see system/test_hosts.py for real ones."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ from collective.testing import (
     parametrize_with_checks,
     run_ranks,
 )
-from tests.conformance_parts import BY_PLACE, all_but
-from tests.on_ranks import on_ranks, ranks_of
-from tests.pretended import Interleaved, Lopsided, Pairs, Single
+from tests.support.conformance_parts import BY_PLACE, all_but
+from tests.support.on_ranks import on_ranks, ranks_of
+from tests.support.simulated_hosts import Interleaved, Lopsided, Pairs, Single
 
 Check = Callable[[], None]
 
@@ -113,7 +113,7 @@ def test_parts_are_the_same_on_all_hosts() -> None:
 
 
 # Starting processes with PyTorch takes seconds.
-pairs = ranks_of(("tests.pretended:Pairs", 4))
+pairs = ranks_of(("tests.support.simulated_hosts:Pairs", 4))
 
 # -- groups ---------------------------------------------------------------------------------
 

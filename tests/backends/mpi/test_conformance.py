@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from collective.testing import all_checks, parametrize_with_checks
-from tests.conformance_parts import BY_PLACE, OF_TWO, SHRINKING, all_but
-from tests.mpi_launches import launch_of, needs
+from tests.support.conformance_parts import BY_PLACE, OF_TWO, SHRINKING, all_but
+from tests.support.mpi_launches import launch_of, needs
 
 Check = Callable[[], None]
 
 # MPICH cannot call a thread back out of a blocking operation whose peer has died; a watchdog
-# ends the process, which test_mpi_failures.py holds. Whether a rank that is killed after some
+# ends the process, which test_failures.py holds. Whether a rank that is killed after some
 # milliseconds dies in the middle of one is chance, so it cannot be an expected failure either.
 # Open MPI runs with --with-ft ulfm here, which returns an error from it.
 _ENDS_PROCESSES = "check_killed_in_the_middle"
@@ -43,7 +43,7 @@ def test_openmpi(check: Check) -> None:
     check()
 
 
-# Each death costs a new start of all: test_mpi_failures.py has two at once, and rank 0 first.
+# Each death costs a new start of all: test_failures.py has two at once, and rank 0 first.
 _DEATHS = ("check_shrink", "check_shrink_when")
 
 

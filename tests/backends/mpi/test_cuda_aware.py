@@ -16,8 +16,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cuda_aware import CudaAware, OnOddRanks, OnSomeRanks, SaysSo, Staged, Watched
-from fakes import Fake, FakeArray, compiler
 
 from collective.algorithms import arithmetic
 from collective.backends.mpi import library
@@ -37,9 +35,18 @@ from collective.memory.device_array import DeviceArray
 from collective.memory.dtypes import BY_NAME
 from collective.ops import NAMES, as_op, premul_sum
 from collective.testing import RankPool, parametrize_with_checks
-from tests.conformance_parts import BY_PLACE
-from tests.mpi_launches import VENDORS, launch_of, mpirun, needs
-from tests.on_ranks import on_ranks
+from tests.fakes import Fake, FakeArray, compiler
+from tests.support.conformance_parts import BY_PLACE
+from tests.support.fake_cuda_aware_mpi import (
+    CudaAware,
+    OnOddRanks,
+    OnSomeRanks,
+    SaysSo,
+    Staged,
+    Watched,
+)
+from tests.support.mpi_launches import VENDORS, launch_of, mpirun, needs
+from tests.support.on_ranks import on_ranks
 
 Check = Callable[[], None]
 

@@ -15,7 +15,7 @@ from collective.backends.mpi import library as mpi_library
 from collective.deadline import Deadline
 from collective.errors import BackendUnavailableError
 from collective.testing.ranks import Opening
-from tests.mpi_launches import VENDORS, by_vendor, launch_of, mpirun, needs, run_alone
+from tests.support.mpi_launches import VENDORS, by_vendor, launch_of, mpirun, needs, run_alone
 
 # One write a line, as ranks share an output.
 _PRELUDE = """

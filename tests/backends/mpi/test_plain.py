@@ -15,9 +15,9 @@ from collective.backends.mpi import MpiBackend, library
 from collective.communicator import Communicator
 from collective.errors import CollectiveTimeoutError, CommunicatorAbortedError
 from collective.testing import RankPool
-from tests import plain_messages
-from tests.mpi_launches import INSTALLED, launch_of, needs, warm_launch_of
-from tests.on_ranks import on_ranks
+from tests.support import plain_messages
+from tests.support.mpi_launches import INSTALLED, launch_of, needs, warm_launch_of
+from tests.support.on_ranks import on_ranks
 
 pytestmark = pytest.mark.skipif(
     native.chosen.extension is None, reason="the native core is not in use"

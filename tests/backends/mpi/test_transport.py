@@ -34,8 +34,8 @@ from collective.ops import as_op, premul_sum, user_op
 from collective.request import Request
 from collective.start.mpi_world import world_of
 from collective.testing import RankPool
-from tests.mpi_launches import INSTALLED, by_vendor, launch_of
-from tests.on_ranks import on_ranks
+from tests.support.mpi_launches import INSTALLED, by_vendor, launch_of
+from tests.support.on_ranks import on_ranks
 
 Array = np.ndarray[Any, Any]
 _SIZE = 3

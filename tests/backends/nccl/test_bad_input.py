@@ -17,24 +17,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-pytest.importorskip("fakes")
-
-from fakes import Fake, FakeArray, library_path
-from gpu_programs import (
-    Both,
-    Gpus,
-    calls_of_nccl,
-    error_of,
-    new_stream,
-    of_device,
-    of_fake,
-    ordinal_of,
-    read,
-    settled,
-    until,
-    warm,
-)
-from nccl_callers import Pools, needs_compiler, pools
+pytest.importorskip("tests.fakes")
 
 import collective
 from collective.backends.nccl import NcclBackend
@@ -55,7 +38,23 @@ from collective.errors import (
 )
 from collective.testing import RankDiedError, RanksFailedError
 from collective.testing.checks_shrink import gather
-from tests.on_ranks import on_ranks
+from tests.fakes import Fake, FakeArray, library_path
+from tests.support.nccl_processes import Pools, needs_compiler, pools
+from tests.support.nccl_programs import (
+    Both,
+    Gpus,
+    calls_of_nccl,
+    error_of,
+    new_stream,
+    of_device,
+    of_fake,
+    ordinal_of,
+    read,
+    settled,
+    until,
+    warm,
+)
+from tests.support.on_ranks import on_ranks
 
 pytestmark = needs_compiler
 

@@ -1,6 +1,6 @@
 """Calls over ``nccl`` on the ABI fake, with arrays of several libraries: what reaches NCCL.
 
-What they return is held by the public suite, test_nccl_conformance.py.
+What they return is held by the public suite, backends/nccl/test_conformance.py.
 """
 
 from __future__ import annotations
@@ -12,10 +12,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("fakes")
+pytest.importorskip("tests.fakes")
 
-from fakes import Fake
-from gpu_programs import (
+from collective import native
+from collective.errors import DtypeError, InvalidArgumentError, ShapeError
+from collective.memory.arrays import adapter_of
+from collective.memory.device_array import DeviceArray
+from tests.fakes import Fake
+from tests.meta.test_walks import walk
+from tests.support.nccl_processes import Pools, needs_compiler, pools
+from tests.support.nccl_programs import (
     Both,
     Framework,
     Gpus,
@@ -30,14 +36,7 @@ from gpu_programs import (
     settled,
     warm,
 )
-from nccl_callers import Pools, needs_compiler, pools
-
-from collective import native
-from collective.errors import DtypeError, InvalidArgumentError, ShapeError
-from collective.memory.arrays import adapter_of
-from collective.memory.device_array import DeviceArray
-from tests.meta.test_walks import walk
-from tests.on_ranks import on_ranks
+from tests.support.on_ranks import on_ranks
 
 pytestmark = needs_compiler
 

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from nccl_callers import FakeNccl
-
 from collective.testing import parametrize_with_checks
-from tests.conformance_parts import OF_TWO, all_but
+from tests.support.conformance_parts import OF_TWO, all_but
+from tests.support.nccl_processes import FakeNccl
 
 
 class NewNccl(FakeNccl):

@@ -1,6 +1,6 @@
 """NCCL's communicators over the ABI fake: how they come up, fail and go, and what they have.
 
-What they enqueue, new versions and old ones alike: test_nccl_conformance.py.
+What they enqueue, new versions and old ones alike: backends/nccl/test_conformance.py.
 """
 
 from __future__ import annotations
@@ -10,7 +10,16 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from nccl_ranks import (
+
+from collective import cuda
+from collective.backends.nccl.engine import NcclComm
+from collective.errors import (
+    BackendError,
+    CollectiveTimeoutError,
+    CommunicatorAbortedError,
+)
+from collective.memory.dtypes import BY_NAME
+from tests.support.nccl_threads import (
     DEADLINE_S,
     FLOAT32,
     NEW,
@@ -25,15 +34,6 @@ from nccl_ranks import (
     until,
     within,
 )
-
-from collective import cuda
-from collective.backends.nccl.engine import NcclComm
-from collective.errors import (
-    BackendError,
-    CollectiveTimeoutError,
-    CommunicatorAbortedError,
-)
-from collective.memory.dtypes import BY_NAME
 
 __all__ = ["fresh", "ranks"]  # fixtures
 

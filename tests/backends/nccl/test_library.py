@@ -9,7 +9,6 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-import fakes
 import pytest
 
 from collective.backends.nccl import library as libraries
@@ -18,7 +17,8 @@ from collective.backends.nccl.library import NcclLibrary, find, install_command,
 from collective.backends.nccl.prototypes import FUNCTIONS, UniqueId, version_text
 from collective.errors import BackendError, BackendUnavailableError, UnsupportedError
 from collective.memory.dtypes import BY_NAME
-from tests.interpreter import ROOT, printed
+from tests import fakes
+from tests.support.interpreter import ROOT, printed
 
 # -- the header -----------------------------------------------------------------------------------
 

@@ -13,10 +13,12 @@ import pytest
 
 from collective.deadline import Deadline
 
-pytest.importorskip("fakes")
+pytest.importorskip("tests.fakes")
 
-from fakes import Fake, FakeArray
-from gpu_programs import (
+from collective.errors import CollectiveTimeoutError
+from tests.fakes import Fake, FakeArray
+from tests.support.nccl_processes import needs_compiler, pools
+from tests.support.nccl_programs import (
     FAR,
     MAKERS,
     Gpus,
@@ -36,10 +38,7 @@ from gpu_programs import (
     until,
     warm,
 )
-from nccl_callers import needs_compiler, pools
-
-from collective.errors import CollectiveTimeoutError
-from tests.on_ranks import on_ranks
+from tests.support.on_ranks import on_ranks
 
 pytestmark = needs_compiler
 

@@ -10,16 +10,28 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-pytest.importorskip("fakes")
+from tests.support.interpreter import ROOT
 
-from fakes import Fake, FakeArray, set_current_stream
-from gpu_programs import (
+pytest.importorskip("tests.fakes")
+
+from collective import cuda
+from collective.backends.nccl import NcclBackend
+from collective.contract.world import World
+from collective.deadline import Deadline
+from collective.errors import (
+    DeviceError,
+)
+from collective.testing import RankPool, parametrize_with_checks
+from tests.fakes import Fake, FakeArray, set_current_stream
+from tests.support.fake_gpu import gpu
+from tests.support.launches import launches  # noqa: F401
+from tests.support.nccl_processes import Pools, needs_compiler, pools
+from tests.support.nccl_programs import (
     FAR,
     Gpus,
     calls_of_nccl,
@@ -37,18 +49,6 @@ from gpu_programs import (
     until,
     warm,
 )
-from nccl_callers import Pools, needs_compiler, pools
-from pretended_gpu import gpu
-
-from collective import cuda
-from collective.backends.nccl import NcclBackend
-from collective.contract.world import World
-from collective.deadline import Deadline
-from collective.errors import (
-    DeviceError,
-)
-from collective.testing import RankPool, parametrize_with_checks
-from tests.launches import launches  # noqa: F401
 
 __all__ = ["gpu"]  # a fixture
 
@@ -166,9 +166,9 @@ def test_launched_as_threads(launches: Any) -> None:  # noqa: F811
     """``collective run --backend cpu:threads,cuda:nccl``, as a user has it."""
     path = launches.directory / "program.py"
     path.write_text(
-        f"import os, sys, tempfile\nsys.path[:0] = [{str(Path(__file__).parent)!r}]\n"
+        f"import os, sys, tempfile\nsys.path[:0] = [{str(ROOT)!r}]\n"
         f"tempfile.tempdir = {tempfile.gettempdir()!r}\n"  # where the fake has been built
-        "import numpy as np\nfrom fakes import FakeArray, environment\nimport collective\n"
+        "import numpy as np\nfrom tests.fakes import FakeArray, environment\nimport collective\n"
         "os.environ.update(environment())\n"
         "with collective.init('cpu:threads,cuda:nccl') as comm:\n"
         "    x = FakeArray.of(np.ones(3, np.float32), comm.local_rank)\n"

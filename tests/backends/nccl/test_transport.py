@@ -1,4 +1,4 @@
-"""The ``nccl`` transport over the ABI fake: what no call of test_nccl_conformance.py shows."""
+"""The ``nccl`` transport over the ABI fake: what no call of test_conformance.py shows."""
 
 from __future__ import annotations
 
@@ -12,11 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-pytest.importorskip("fakes")
-
-from fakes import Fake
-from gpu_programs import error_of, until
-from nccl_callers import FAR, Caller, FakeNccl, Pools, needs_compiler, pools, read, side_by_side
+pytest.importorskip("tests.fakes")
 
 from collective import cuda, ops
 from collective.backends.nccl import NcclBackend
@@ -33,7 +29,19 @@ from collective.memory.buffer import Buffer
 from collective.memory.dtypes import from_numpy, named
 from collective.request import Request
 from collective.start.memory_store import MemoryStore
-from tests.on_ranks import on_ranks
+from tests.fakes import Fake
+from tests.support.nccl_processes import (
+    FAR,
+    Caller,
+    FakeNccl,
+    Pools,
+    needs_compiler,
+    pools,
+    read,
+    side_by_side,
+)
+from tests.support.nccl_programs import error_of, until
+from tests.support.on_ranks import on_ranks
 
 pytestmark = needs_compiler
 
@@ -400,8 +408,8 @@ def test_over_gloo() -> None:
 
 
 # -- when things go wrong ---------------------------------------------------------------
-# Peers that die, abort or do not come, as a program hears of them: test_nccl_conformance.py and
-# test_nccl_bad_input.py.
+# Peers that die, abort or do not come, as a program hears of them: test_conformance.py and
+# test_bad_input.py.
 
 
 def broken(caller: Caller) -> BaseException:
@@ -499,7 +507,7 @@ def cannot(comm: Any) -> str:
     return texts.pop()
 
 
-# What else does not go together: test_nccl_bad_input.py::test_what_the_ranks_cannot_do_together.
+# What else does not go together: test_bad_input.py::test_what_the_ranks_cannot_do_together.
 def test_a_rank_without_a_driver_is_named_everywhere() -> None:
     with Pools(NoDriver) as run:
         for refusal in run(2, cannot):

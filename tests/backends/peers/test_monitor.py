@@ -34,7 +34,7 @@ from collective.errors import (
 from collective.memory.dtypes import named
 from collective.request import Request
 from collective.start.file_store import FileStore
-from tests.interpreter import started
+from tests.support.interpreter import started
 
 FAR = 30.0
 KEY = bytes(range(32))
@@ -253,7 +253,7 @@ def test_a_hook_is_called_on_failure(monitors):
 
 _DIES = """
 import os, sys
-from tests.test_monitor import world
+from tests.backends.peers.test_monitor import world
 from collective.backends.peers.monitor import Monitor
 from collective.deadline import Deadline
 from collective.start.file_store import FileStore

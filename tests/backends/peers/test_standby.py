@@ -15,8 +15,8 @@ from collective.contract.store import Store
 from collective.deadline import Deadline
 from collective.errors import RendezvousError
 from tests import warm
-from tests.hosts import free_port
-from tests.interpreter import run_together
+from tests.support.interpreter import run_together
+from tests.support.network_hosts import free_port
 
 KEY = b"of this test, and of nobody else"
 DEADLINE_S = 60.0

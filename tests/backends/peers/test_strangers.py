@@ -31,8 +31,8 @@ from collective.deadline import Deadline
 from collective.errors import RendezvousError
 from collective.start.file_store import FileStore
 from tests import warm
-from tests.interpreter import started
-from tests.test_monitor import FAR, KEY, until, wait_for_error, world
+from tests.backends.peers.test_monitor import FAR, KEY, until, wait_for_error, world
+from tests.support.interpreter import started
 
 LOOPBACK = "127.0.0.1"
 

@@ -34,7 +34,7 @@ from collective.errors import (
 )
 from collective.start.file_store import FileStore
 from collective.testing import RankPool, RanksFailedError
-from tests.on_ranks import on_ranks, ranks_of
+from tests.support.on_ranks import on_ranks, ranks_of
 
 two = ranks_of(("shm", 2), timeout=20.0)
 LONG = 300_000  # elements: more than fit into a slot

@@ -1,7 +1,7 @@
 """Shared memory of ``shm`` in which a rank has written what no rank writes.
 
 A test has the ends of two ranks in one process, of which rank 1 writes what the test says.
-tests/native has the same for what is read in C, and test_shm_ring.py for the rings.
+tests/native has the same for what is read in C, and backends/shm/test_ring.py for the rings.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from collective.backends.threads import ThreadsBackend
 from collective.communicator import Communicator
 from collective.contract.failure import Failure
 from collective.errors import BackendError, CommunicatorAbortedError
-from tests.on_ranks import on_ranks, ranks_of
+from tests.support.on_ranks import on_ranks, ranks_of
 
 two = ranks_of(("shm", 2))
 GARBAGE = (1 << 40, -1, (1 << 63) - 1, -(1 << 63))

@@ -20,7 +20,7 @@ import pytest
 from collective.backends.shm import permission
 from collective.backends.shm.permission import Permission
 from collective.communicator import Communicator
-from tests.on_ranks import on_ranks, ranks_of
+from tests.support.on_ranks import on_ranks, ranks_of
 
 two = ranks_of(("shm", 2))
 #: Starts two children and writes their numbers, and its own.

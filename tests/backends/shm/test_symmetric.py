@@ -10,7 +10,7 @@ from collective.contract.world import World
 from collective.errors import MismatchError
 from collective.memory.arrays import adapter_of
 from collective.start.file_store import FileStore
-from tests.on_ranks import on_ranks, ranks_of
+from tests.support.on_ranks import on_ranks, ranks_of
 
 some = ranks_of(("shm", 2), ("shm", 3), timeout=20.0)
 

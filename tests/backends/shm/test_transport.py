@@ -34,7 +34,7 @@ from collective.start.connecting import connect
 from collective.start.file_store import FileStore
 from collective.testing import RankDiedError, RanksFailedError, run_ranks
 from collective.testing.checks_shrink import await_files, gather
-from tests.on_ranks import on_ranks, ranks_of
+from tests.support.on_ranks import on_ranks, ranks_of
 
 two = ranks_of(("shm", 2), timeout=20.0)
 three = ranks_of(("shm", 3), timeout=20.0)

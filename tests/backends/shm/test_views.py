@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.launches import launches  # noqa: F401
-from tests.on_ranks import on_ranks, ranks_of
+from tests.support.launches import launches  # noqa: F401
+from tests.support.on_ranks import on_ranks, ranks_of
 
 torch = pytest.importorskip("torch")
 

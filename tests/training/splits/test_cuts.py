@@ -1,6 +1,6 @@
 """Modules and links computed in pieces, in turn and over ranks, against the same ones whole.
 
-What one framework alone has: test_torch_splits.py, test_chainer_splits.py.
+What one framework alone has: adapters/torch/test_splits.py, adapters/chainer/test_splits.py.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pytest
 
 import collective
 from collective.testing import run_ranks
-from tests.split_frameworks import CLOSE, far, of, one_thread
+from tests.support.split_frameworks import CLOSE, far, of, one_thread
 
 __all__ = ["of", "one_thread"]  # fixtures
 

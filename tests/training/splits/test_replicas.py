@@ -10,7 +10,7 @@ import pytest
 
 import collective
 from collective.testing import run_ranks
-from tests.split_frameworks import CLOSE, far, of, one_thread
+from tests.support.split_frameworks import CLOSE, far, of, one_thread
 
 __all__ = ["of", "one_thread"]  # fixtures
 

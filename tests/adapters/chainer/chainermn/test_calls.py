@@ -20,7 +20,7 @@ from collective.adapters.chainer.chainermn import CollectiveCommunicator
 from collective.adapters.chainer.chainermn.arrays import MessageMismatchError, MessageTypeError
 from collective.errors import InvalidArgumentError, MismatchError, PeerFailedError
 from collective.testing import RanksFailedError
-from tests.chainer_ranks import EVERYWHERE, QUIETLY, as_chainermn, on, run
+from tests.support.chainer_ranks import EVERYWHERE, QUIETLY, as_chainermn, on, run
 
 pytestmark = QUIETLY
 

@@ -14,7 +14,7 @@ import chainermn
 import numpy as np
 from chainermn import functions
 
-from tests.chainer_ranks import EVERYWHERE, FEW, QUIETLY, on
+from tests.support.chainer_ranks import EVERYWHERE, FEW, QUIETLY, on
 
 pytestmark = QUIETLY
 

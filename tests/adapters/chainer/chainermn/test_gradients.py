@@ -17,7 +17,7 @@ import numpy as np
 
 from collective.errors import DtypeError, MismatchError, PeerLostError
 from collective.testing import RanksFailedError
-from tests.chainer_ranks import EVERYWHERE, FEW, QUIETLY, as_chainermn, on, run
+from tests.support.chainer_ranks import EVERYWHERE, FEW, QUIETLY, as_chainermn, on, run
 
 pytestmark = QUIETLY
 

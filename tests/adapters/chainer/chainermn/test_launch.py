@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.interpreter import ROOT, run
-from tests.mpi_launches import launch_of, needs
+from tests.support.interpreter import ROOT, run
+from tests.support.mpi_launches import launch_of, needs
 
 pytest.importorskip("collective.adapters.chainer")
 pytest.importorskip("chainermn")

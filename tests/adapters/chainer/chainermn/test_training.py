@@ -19,7 +19,7 @@ from chainer.training import extensions
 
 from collective.errors import PeerFailedError
 from collective.testing import RanksFailedError
-from tests.chainer_ranks import EVERYWHERE, FEW, QUIETLY, as_chainermn, on, run
+from tests.support.chainer_ranks import EVERYWHERE, FEW, QUIETLY, as_chainermn, on, run
 
 pytestmark = QUIETLY
 
