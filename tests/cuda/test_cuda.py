@@ -115,7 +115,7 @@ def test_errors_carry_the_drivers_words_and_code(device):
 
 def test_a_broken_context_is_told_plainly():
     code = (
-        "from gate import Gate\n"
+        "from tests.support.fake_stream_gate import Gate\n"
         "from collective import cuda\n"
         "device = cuda.device(0)\n"
         "stream, gate = device.new_stream(), Gate()\n"
@@ -172,7 +172,7 @@ def test_active_restores_after_an_error(fake):
 
 def test_looking_at_a_device_makes_no_context(monkeypatch):
     code = (
-        "import fakes\n"
+        "from tests import fakes\n"
         "from collective import cuda\n"
         "print(repr(cuda.device(0)), len(fakes.Fake().log('PrimaryCtxRetain')))\n"
         "with cuda.device(0).active(): pass\n"
@@ -536,7 +536,8 @@ def test_without_any_memory_pinned_is_an_allocation_error(fake, pool, monkeypatc
 
 def test_pinned_memory_of_a_thread_makes_no_context_on_another_gpu():
     code = (
-        "import fakes, threading\n"
+        "import threading\n"
+        "from tests import fakes\n"
         "from collective import cuda\n"
         "with cuda.device(2).active(): pass\n"
         "thread = threading.Thread(target=lambda: cuda.pinned(10))\n"

@@ -1,4 +1,4 @@
-"""``collective parity`` finds what is wrong with each of the broken transports of tests/meta."""
+"""``collective parity`` finds what is wrong with each of the transports of broken_transport.py."""
 
 from __future__ import annotations
 
