@@ -185,7 +185,10 @@ def _walk(nodes: list[ast.expr]) -> Iterator[ast.AST]:
         yield from ast.walk(node)
 
 
-HOUSE = Rooms(ROOT)
+@pytest.fixture(scope="module")
+def house() -> Rooms:
+    """Return the rooms of this repository, read when a test wants them: it takes seconds."""
+    return Rooms(ROOT)
 
 
 def _exempt(use: Use) -> bool:
@@ -195,14 +198,14 @@ def _exempt(use: Use) -> bool:
     )
 
 
-def test_private_names_are_used_only_in_their_room() -> None:
-    reaches = [use for use in HOUSE.reaches() if not _exempt(use)]
+def test_private_names_are_used_only_in_their_room(house: Rooms) -> None:
+    reaches = [use for use in house.reaches() if not _exempt(use)]
     assert not reaches, "\n".join(f"{use.place}: {use.text}" for use in reaches)
 
 
 @pytest.mark.parametrize("part", THIRD_PARTY, ids=lambda part: part[1])
-def test_every_exception_is_needed(part: tuple[str, str]) -> None:
-    needed = {use.name for use in HOUSE.reaches() if use.room.startswith(part[0])}
+def test_every_exception_is_needed(part: tuple[str, str], house: Rooms) -> None:
+    needed = {use.name for use in house.reaches() if use.room.startswith(part[0])}
     assert set(THIRD_PARTY[part].split()) <= needed
 
 
