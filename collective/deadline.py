@@ -25,6 +25,7 @@ class Deadline:
         seconds: the same, for errors.
     """
 
+    # The native core sets these slots by itself: a call to __init__ takes as long as a small call.
     __slots__ = ("_end", "seconds")
 
     def __init__(self, seconds: float) -> None:
@@ -42,15 +43,6 @@ class Deadline:
     def never(cls) -> Deadline:
         """Return a deadline that does not expire."""
         return cls(math.inf)
-
-    @classmethod
-    def of(cls, timeout: float | Deadline) -> Deadline:
-        """Return ``timeout`` if it is a deadline, else one that many seconds from now.
-
-        The native core passes the seconds that a call may take, and has no deadline until it must
-        wait.
-        """
-        return timeout if isinstance(timeout, Deadline) else cls(timeout)
 
     def __repr__(self) -> str:
         return f"<Deadline of {self.seconds:g} s, {self._end - time.monotonic():.3g} s left>"

@@ -273,16 +273,15 @@ class MpiPlan:
     def __call__(self, src: Buffer | None, dst: Buffer | None, deadline: Deadline) -> None:
         self._buffers(src, dst, deadline)
 
-    def plain(self, x: Any, out: Any, time_limit: float) -> None:
+    def plain(self, x: Any, out: Any, deadline: Deadline) -> None:
         """Make it of arrays as they are; see :data:`collective.contract.backend.Plan`.
 
         It is what ``buffers`` does, with nothing called that need not be: here microseconds count.
 
         Args:
             x, out: the arrays.
-            time_limit: seconds, as C's door passes them.
         """
-        carrying, request, deadline = self._carrying, self._request, Deadline(time_limit)
+        carrying, request = self._carrying, self._request
         try:
             alone = in_thread.site is None and not folds.being_made
             how = carrying._arrive(request, deadline, BLOCKING if alone else POLLED)

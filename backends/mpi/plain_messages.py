@@ -97,7 +97,7 @@ class PlainMessages:
         self._from: _HeadRequests = OrderedDict()
 
     def exchange(
-        self, x: Any, to: int, out: Any, source: int, tag: int, time_limit: float, heads: bool
+        self, x: Any, to: int, out: Any, source: int, tag: int, deadline: Deadline, heads: bool
     ) -> Any:
         """Send, receive or both; see :func:`collective.native.messages`. There are always heads."""
         if self._channel.failure is not None or self._messages.unread:
@@ -106,7 +106,6 @@ class PlainMessages:
             return NotImplemented
         if not type(to) is type(source) is type(tag) is int:  # True is 1 to a dictionary
             return NotImplemented
-        deadline = Deadline(time_limit)
         try:
             if out is None:
                 return self._send(x, to, tag, deadline)

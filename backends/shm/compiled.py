@@ -169,7 +169,7 @@ class _ControlCallbacks:
     def wait(
         self,
         request: Request,
-        time_limit: float | Deadline,
+        deadline: Deadline,
         rank: int,
         offset: int,
         value: int,
@@ -178,7 +178,6 @@ class _ControlCallbacks:
         """Return when a counter that a rank writes has come to ``value``.
 
         Args:
-            time_limit: the call's deadline, or the seconds that it may take from now on.
             offset: the counter's, in bytes of the control segment.
             most: the highest value that the protocol allows by now.
         """
@@ -191,13 +190,13 @@ class _ControlCallbacks:
             lambda: control.reached(at, value, most),
             lambda: [r for r in ranks if words[(1 + r) * LINE + at - line] < value],
             request,
-            Deadline.of(time_limit),
+            deadline,
         )
 
-    def differ(self, request: Request, time_limit: float | Deadline) -> None:
+    def differ(self, request: Request, deadline: Deadline) -> None:
         """Raise that the ranks' calls differ."""
         self._control.request = request
-        raise self._control.disagreement(request, Deadline.of(time_limit))
+        raise self._control.disagreement(request, deadline)
 
     def fail(self, request: Request) -> None:
         """Raise why the communicator is broken."""
@@ -270,10 +269,10 @@ class _MessageCallbacks:
         to: int,
         source: int,
         tag: int,
-        time_limit: float | Deadline,
+        deadline: Deadline,
     ) -> None:
         """Wait for the rest of a message."""
-        wait_for_message(self._control, advance, to, source, tag, Deadline.of(time_limit))
+        wait_for_message(self._control, advance, to, source, tag, deadline)
 
     def fetch(self, rank: int, address: int, out: Any, tag: int) -> None:
         """Copy the rest of a message from the sender's memory."""

@@ -196,11 +196,11 @@ class Path(_Gate):
         return kind.of_plain(self, x, None, op=op, order=order, root=root, counts=counts).plan()
 
     @staticmethod
-    def run_plan(plan: Plan, x: Any, out: Any, timeout: float) -> None:
+    def run_plan(plan: Plan, x: Any, out: Any, deadline: Deadline) -> None:
         """Run, for C, a plan that is not C's, on plain arrays."""
         dst = None if out is None else _plain_buffer(out)
         src = dst if x is out else None if x is None else _plain_buffer(x)
-        work = plan(src, dst, Deadline(timeout))
+        work = plan(src, dst, deadline)
         if work is not None:
             work.wait()
 
@@ -218,14 +218,15 @@ class Path(_Gate):
         began = self.recorder.entries(1)[0].began
         return call.go_on(error.headers, Deadline.since(began, self.timeout))
 
-    def receive_rest(self, kind: Any, x: Any, out: Any, src: int, tag: int, left: float) -> Any:
+    def receive_rest(
+        self, kind: Any, x: Any, out: Any, src: int, tag: int, deadline: Deadline
+    ) -> Any:
         """Receive the message of a ``sendrecv`` of which C has sent ``x`` already.
 
         Args:
             kind: the class of the call.
-            left: seconds that it may still take.
         """
-        return self.post(kind.rest(self, x, out, src, tag), max(1e-3, left), False)
+        return self.post(kind.rest(self, x, out, src, tag), max(1e-3, deadline.left()), False)
 
     @staticmethod
     def explain(function: Callable[..., Any], error: TypeError) -> TypeError:

@@ -95,8 +95,7 @@ Note = Mapping[str, Any]
 #: :meth:`Backend.plan`. One that returns when all is done may have a method ``plain`` as well, of
 #: NumPy's arrays in the place of buffers, contiguous and aligned, of the request's dtype and shape:
 #: with it the native core makes plain calls, for which no buffers are made then. The arrays are
-#: apart, or the same memory, as the operation allows it. ``plain`` takes the seconds that the call
-#: may take in the place of a deadline, which it makes of them (:meth:`Deadline.of`) if it waits.
+#: apart, or the same memory, as the operation allows it.
 Plan = Callable[[Any, Any, Deadline], "Work[Any] | None"]
 
 #: As ``src`` of a receive: whoever sends first.

@@ -21,6 +21,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
+from collective.deadline import Deadline
+
 if TYPE_CHECKING:
     from ._core import Door, InThread, Ring, Shared
 
@@ -30,14 +32,14 @@ __all__ = ["HEAD_BYTES", "HEAD_ROOM", "NOBODY", "PROTOCOL", "Chosen", "Exchange"
            "viewer"]  # fmt: skip
 
 #: What this package and the extension, and the cores of two ranks, have to agree on.
-PROTOCOL = 13
+PROTOCOL = 14
 
 #: The bytes of a head, and how many of them can be those of a short array behind what it says.
 HEAD_BYTES, HEAD_ROOM = 1024, 896
 #: In place of a rank to which nothing is sent, or from which nothing is received.
 NOBODY = -2
-#: ``exchange(x, to, out, source, tag, time_limit, heads)``; see :func:`messages`.
-Exchange = Callable[[Any, int, Any, int, int, Any, bool], Any]
+#: ``exchange(x, to, out, source, tag, deadline, heads)``; see :func:`messages`.
+Exchange = Callable[[Any, int, Any, int, int, Deadline, bool], Any]
 _Function = TypeVar("_Function")
 _REBUILD = "build it again: pip install -e ."
 # Where Linux tells the length of the last cache of a processor, in KiB: of the first, as of all.
@@ -48,21 +50,17 @@ _MOST = 96 << 20
 
 
 class Callbacks(Protocol):
-    """What Python does for calls over shared memory.
-
-    ``time_limit`` is what C was called with: seconds from a communicator's method in C, which makes
-    no deadline for a call that need not wait, else the call's ``Deadline``.
-    """
+    """What Python does for calls over shared memory."""
 
     def wait(
-        self, request: Any, time_limit: Any, rank: int, offset: int, value: int, most: int
+        self, request: Any, deadline: Deadline, rank: int, offset: int, value: int, most: int
     ) -> None:
         """Return when the counter at an offset in bytes, which ``rank`` writes, is ``value``.
 
         It may be more, up to ``most``. Raise if it is beyond that, or does not come.
         """
 
-    def differ(self, request: Any, time_limit: Any) -> None:
+    def differ(self, request: Any, deadline: Deadline) -> None:
         """Raise that the ranks' calls differ."""
 
     def fail(self, request: Any) -> None:
@@ -356,7 +354,7 @@ def messages(
 ) -> Exchange | None:
     """Return ``exchange``, which sends and receives messages over memory that ranks share.
 
-    ``exchange(x, to, out, source, tag, time_limit, heads)`` sends the array x to a rank, receives
+    ``exchange(x, to, out, source, tag, deadline, heads)`` sends the array x to a rank, receives
     into out from another, or does both, neither waiting for the other. What is None is not done,
     with :data:`NOBODY` for its rank; -1 as the source is any rank. With ``heads`` an array travels
     behind its head, as :meth:`collective.Communicator.send` does it; without, its bytes do, of
@@ -381,7 +379,7 @@ def messages(
         streamed: bytes of a message from which on the receiver fetches it at once, if it can.
         looks: how often a ring is looked at before the processor is yielded.
         single_copy: whether ranks can read each other's memory.
-        python: ``wait(advance, to, source, tag, time_limit)`` returns when ``advance()`` does 0,
+        python: ``wait(advance, to, source, tag, deadline)`` returns when ``advance()`` does 0,
             which is 1 while something is to be sent, added to 2 while something is to be received.
             ``fetch(rank, address, out, tag)`` fills a buffer from a rank's memory.
             ``refuse(rank, what)`` raises because what a rank sends is damaged.

@@ -3,6 +3,8 @@
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+from collective.deadline import Deadline
+
 from . import Callbacks
 
 _Function = TypeVar("_Function")
@@ -29,7 +31,7 @@ def make_messages(
     python: Any,
     lines: int = ...,
     /,
-) -> Callable[[Any, int, Any, int, int, Any, bool], Any]: ...
+) -> Callable[[Any, int, Any, int, int, Deadline, bool], Any]: ...
 def write_head(x: Any, head: Any, /) -> int | None: ...
 def read_head(head: Any, out: Any, /) -> bool: ...
 def room_in(out: Any, /) -> int | None: ...
@@ -95,14 +97,14 @@ class Shared:
         dtype: int,
         mean: bool,
         request: Any,
-        otherwise: Callable[[Plan, Any, Any, Any], None],
+        otherwise: Callable[[Plan, Any, Any, Deadline], None],
         /,
     ) -> Plan: ...
 
 class Plan:
-    """One call, prepared, of two Buffers or None and a time limit; see :meth:`Shared.plan`.
+    """One call, prepared, of two Buffers or None and a deadline; see :meth:`Shared.plan`.
 
     ``otherwise`` makes it of arrays that overlap, are not aligned, or not exactly NumPy's.
     """
 
-    def __call__(self, src: Any, dst: Any, time_limit: Any, /) -> None: ...
+    def __call__(self, src: Any, dst: Any, deadline: Deadline, /) -> None: ...

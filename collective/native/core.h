@@ -7,7 +7,7 @@
 
 /* Grows whenever the two sides of __init__.py, or two ranks that have built the core at different
    times, would no longer understand each other. */
-#define PROTOCOL 13
+#define PROTOCOL 14
 
 /* The codes of element types are those of collective/memory/dtypes.py, where a position is a
    promise: it travels. The 8-bit floats behind these are folded by nobody on the host. */

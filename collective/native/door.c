@@ -350,29 +350,31 @@ static PyObject *recover(const struct call *call)
 static PyObject *make(Door *door, struct call *call)
 {
     struct prepared *p = prepare(door, call);
-    PyObject *seconds = p ? Py_XNewRef(call->path->timeout) : NULL;
-    if (seconds == NULL)
+    PyObject *limit = p ? Py_XNewRef(call->path->timeout) : NULL;
+    if (limit == NULL)
         return PyErr_Occurred() ? NULL : Py_NewRef(Py_NotImplemented);
     /* A signal's handler may make calls, too. */
     PyObject *plan = Py_NewRef(p->plan), *done = NULL;
     int state;
     if (is_plan(plan)) {
-        state = run_plan(plan, call->src, call->dst, seconds, door->ring);
+        state = run_plan(plan, call->src, call->dst, limit, door->ring);
     } else {
         PyObject *x = call->src == NULL ? Py_None : call->src == call->dst ? call->result : call->x;
         PyObject *out = call->dst ? call->result : Py_None;
         int numpy = (x == Py_None || is_numpy(x)) && (out == Py_None || is_numpy(out));
-        PyObject *plain = numpy ? Py_XNewRef(p->plain) : NULL, *ran, *held = NULL;
+        PyObject *plain = numpy ? Py_XNewRef(p->plain) : NULL, *ran = NULL, *held = NULL;
         hold_all(x, &held);
         if (out != x)
             hold_all(out, &held);
         record_begin(door->ring, p->request, 0);
-        if (plain != NULL)
-            ran = PyObject_CallFunctionObjArgs(plain, x, out, seconds, NULL);
-        else
+        PyObject *deadline = deadline_of(limit, now_ns());
+        if (deadline != NULL && plain != NULL)
+            ran = PyObject_CallFunctionObjArgs(plain, x, out, deadline, NULL);
+        else if (deadline != NULL)
             ran = PyObject_CallMethodObjArgs((PyObject *)call->path, name_run_plan, plan, x, out,
-                                             seconds, NULL);
+                                             deadline, NULL);
         state = ran == NULL ? -1 : 0;
+        Py_XDECREF(deadline);
         Py_XDECREF(ran);
         Py_XDECREF(held);
         Py_XDECREF(plain);
@@ -383,7 +385,7 @@ static PyObject *make(Door *door, struct call *call)
     } else {
         done = state < 0 ? recover(call) : Py_NewRef(Py_NotImplemented);
     }
-    Py_DECREF(seconds);
+    Py_DECREF(limit);
     Py_DECREF(plan);
     return done;
 }
@@ -544,31 +546,37 @@ static PyObject *call_exchange(const Method *method, Gate *path, PyObject *const
     int plain = read_message(&m, method->message, args, count, names);
     PyErr_Clear(); /* of a comparison */
     PyObject *lanes = path->lanes, *done = NULL;
-    PyObject *exchange = Py_XNewRef(path->exchange), *seconds = Py_XNewRef(path->timeout);
-    int64_t start = method->message == SENDRECV ? now_ns() : 0;
+    PyObject *exchange = Py_XNewRef(path->exchange), *timeout = Py_XNewRef(path->timeout);
     if (!plain || exchange == NULL || exchange == Py_None || lanes == NULL
-        || !PyDict_Check(lanes) || PyDict_Size(lanes) != 0 || seconds == NULL) {
+        || !PyDict_Check(lanes) || PyDict_Size(lanes) != 0 || timeout == NULL) {
         done = Py_NewRef(Py_NotImplemented);
     } else {
-        PyObject *held = NULL;
-        if (!PyCFunction_CheckExact(exchange)) { /* C's holds them by itself, if it has to wait */
+        /* C's exchange holds the arrays, and makes a deadline, if it has to wait. */
+        int in_c = PyCFunction_CheckExact(exchange);
+        int64_t began = in_c && method->message != SENDRECV ? 0 : now_ns();
+        PyObject *limit = in_c ? Py_NewRef(timeout) : deadline_of(timeout, began), *held = NULL;
+        if (!in_c) {
             hold_all(m.x, &held);
             hold_all(m.out, &held);
         }
-        done = PyObject_CallFunctionObjArgs(exchange, m.x, m.to, m.out, m.from, m.tag, seconds,
-                                            Py_True, NULL);
+        if (limit != NULL)
+            done = PyObject_CallFunctionObjArgs(exchange, m.x, m.to, m.out, m.from, m.tag, limit,
+                                                Py_True, NULL);
         Py_XDECREF(held);
         if (done == NULL) {
             note_failure((PyObject *)path);
         } else if (done == Py_None) { /* x is sent */
-            double left = PyFloat_AsDouble(seconds) - 1e-9 * (double)(now_ns() - start);
+            PyObject *deadline = deadline_of(limit, began);
             Py_DECREF(done);
-            done = PyObject_CallMethod((PyObject *)path, "receive_rest", "OOOOOd", method->kind, m.x,
-                                       m.out, m.from, m.tag, left);
+            done = deadline == NULL ? NULL
+                   : PyObject_CallMethod((PyObject *)path, "receive_rest", "OOOOOO", method->kind,
+                                         m.x, m.out, m.from, m.tag, deadline);
+            Py_XDECREF(deadline);
         }
+        Py_XDECREF(limit);
     }
     Py_XDECREF(exchange);
-    Py_XDECREF(seconds);
+    Py_XDECREF(timeout);
     if (done == NULL || done == Py_NotImplemented)
         return done;
     Py_DECREF(done);

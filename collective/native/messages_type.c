@@ -119,11 +119,13 @@ static int ask_python(Call *call)
 {
     PyObject *const *args = call->args, *capsule = PyCapsule_New(call, NULL, NULL);
     PyObject *function = capsule ? PyCFunction_New(&advance_method, capsule) : NULL;
-    int failed = function == NULL ? -1
+    PyObject *deadline = function ? deadline_of(args[5], now_ns()) : NULL;
+    int failed = deadline == NULL ? -1
                  : done(PyObject_CallMethod(call->state->python, "wait", "OOOOO", function, args[1],
-                                            args[3], args[4], args[5]));
+                                            args[3], args[4], deadline));
     if (capsule != NULL)
         PyCapsule_SetPointer(capsule, &over); /* whoever keeps the function */
+    Py_XDECREF(deadline);
     Py_XDECREF(function);
     Py_XDECREF(capsule);
     return failed;
@@ -199,7 +201,7 @@ static int begin(Call *call, size_t *nbytes)
     return 1;
 }
 
-/* exchange(x, to, out, source, tag, timeout, heads) */
+/* exchange(x, to, out, source, tag, limit, heads); limit as of deadline_of */
 static PyObject *exchange(PyObject *capsule, PyObject *const *args, Py_ssize_t count)
 {
     Call call;
@@ -221,7 +223,7 @@ static PyObject *exchange(PyObject *capsule, PyObject *const *args, Py_ssize_t c
 
 static PyMethodDef exchange_method = {
     "exchange", (PyCFunction)(void (*)(void))exchange, METH_FASTCALL,
-    "exchange(x, to, out, source, tag, timeout, heads, /)\n--\n\n"
+    "exchange(x, to, out, source, tag, limit, heads, /)\n--\n\n"
     "Send x, receive into out, or both; see collective.native.messages."};
 
 /* -- heads for transports that send them themselves --------------------------------------- */

@@ -105,6 +105,38 @@ int refuse_keywords(const char *type, PyObject *keywords)
     return -1;
 }
 
+static PyTypeObject *deadline_type; /* collective.deadline.Deadline */
+static PyObject *name_seconds, *name_end;
+
+/* Without a call into Python, which takes as long as the rest of a small call. */
+PyObject *deadline_of(PyObject *limit, int64_t began)
+{
+    if (PyObject_TypeCheck(limit, deadline_type))
+        return Py_NewRef(limit);
+    double seconds = PyFloat_AsDouble(limit);
+    if (seconds == -1.0 && PyErr_Occurred())
+        return NULL;
+    PyObject *deadline = PyType_GenericNew(deadline_type, NULL, NULL);
+    PyObject *end = PyFloat_FromDouble(1e-9 * (double)began + seconds);
+    if (deadline != NULL
+        && (end == NULL || PyObject_SetAttr(deadline, name_seconds, limit) < 0
+            || PyObject_SetAttr(deadline, name_end, end) < 0))
+        Py_CLEAR(deadline);
+    Py_XDECREF(end);
+    return deadline;
+}
+
+/* Finds the class of deadlines; returns 0, or -1 with an exception. */
+static int find_deadline(void)
+{
+    PyObject *module = PyImport_ImportModule("collective.deadline");
+    deadline_type = module ? (PyTypeObject *)PyObject_GetAttrString(module, "Deadline") : NULL;
+    Py_XDECREF(module);
+    name_seconds = PyUnicode_InternFromString("seconds");
+    name_end = PyUnicode_InternFromString("_end");
+    return deadline_type != NULL && name_seconds != NULL && name_end != NULL ? 0 : -1;
+}
+
 /* fold(a, b, out=c) */
 static PyObject *fold_call(PyObject *self, PyObject *const *args, Py_ssize_t count,
                            PyObject *keywords)
@@ -250,8 +282,8 @@ PyMODINIT_FUNC PyInit__core(void)
     PyObject *all = Py_BuildValue("(sss)", "baseline", "avx2", "avx512");
     PyObject *here = all == NULL ? NULL : PyTuple_GetSlice(all, 0, fold_levels());
     if (module == NULL || here == NULL || PyModule_AddObjectRef(module, "LEVELS", here) < 0
-        || PyModule_AddIntConstant(module, "PROTOCOL", PROTOCOL) < 0 || add_plans(module) < 0
-        || add_views(module) < 0 || add_messages(module) < 0 || add_ring(module) < 0
+        || PyModule_AddIntConstant(module, "PROTOCOL", PROTOCOL) < 0 || find_deadline() < 0
+        || add_plans(module) < 0 || add_views(module) < 0 || add_messages(module) < 0 || add_ring(module) < 0
         || add_door(module) < 0)
         Py_CLEAR(module);
     Py_XDECREF(all);

@@ -13,7 +13,8 @@ typedef struct {
     Py_buffer memory; /* keeps the control segment */
     PyObject *callbacks; /* what Python does: wait(), differ(), fail(), refuse(), note() */
     /* Of the call that runs: */
-    PyObject *request, *seconds;
+    PyObject *request;
+    PyObject *limit; /* as of deadline_of */
     PyObject *ring; /* where it is still to be recorded, or NULL */
     PyThreadState *unlocked; /* if it is a long one, without the interpreter lock */
     const struct view *views[2]; /* its arrays, or NULL */
@@ -26,7 +27,7 @@ typedef struct {
     struct plan plan;
     Shared *over;
     PyObject *request;
-    PyObject *otherwise; /* otherwise(plan, src, dst, seconds) for arrays that do not do */
+    PyObject *otherwise; /* otherwise(plan, src, dst, deadline) for arrays that do not do */
     uint64_t noted;      /* what peers that wonder find in this rank's notes */
 } Plan;
 
@@ -40,9 +41,13 @@ static PyTypeObject *plan_type;
 static int ask_python(Shared *self, int rank, const uint64_t *word, uint64_t value, uint64_t most)
 {
     Py_ssize_t offset = (const char *)word - (const char *)self->memory.buf;
+    PyObject *deadline = deadline_of(self->limit, now_ns());
+    if (deadline == NULL)
+        return -1;
     PyObject *done = PyObject_CallMethod(self->callbacks, "wait", "OOinKK", self->request,
-                                         self->seconds, rank, offset, (unsigned long long)value,
+                                         deadline, rank, offset, (unsigned long long)value,
                                          (unsigned long long)most);
+    Py_DECREF(deadline);
     Py_XDECREF(done);
     return done == NULL ? -1 : 0;
 }
@@ -339,9 +344,9 @@ static int fits(const struct shared *s, const struct plan *p, const struct view 
 /* Raises what there is to raise when a call has ended so. */
 static int give_up(Shared *self, int failed)
 {
-    PyObject *done = NULL;
-    if (failed == DIFFERENT)
-        done = PyObject_CallMethod(self->callbacks, "differ", "OO", self->request, self->seconds);
+    PyObject *done = NULL, *deadline = NULL;
+    if (failed == DIFFERENT && (deadline = deadline_of(self->limit, now_ns())) != NULL)
+        done = PyObject_CallMethod(self->callbacks, "differ", "OO", self->request, deadline);
     else if (failed == BROKEN)
         done = PyObject_CallMethod(self->callbacks, "fail", "O", self->request);
     else if (failed == DAMAGED)
@@ -349,6 +354,7 @@ static int give_up(Shared *self, int failed)
                                    self->shared.damaging, self->shared.damage);
     if (done != NULL)
         PyErr_SetString(PyExc_SystemError, "a call in C that has failed was taken for right");
+    Py_XDECREF(deadline);
     Py_XDECREF(done);
     return -1;
 }
@@ -362,7 +368,7 @@ static int note(Plan *self)
     return number == NULL ? -1 : 0;
 }
 
-int run_plan(PyObject *object, const struct view *src, const struct view *dst, PyObject *seconds,
+int run_plan(PyObject *object, const struct view *src, const struct view *dst, PyObject *limit,
              PyObject *ring)
 {
     Plan *self = (Plan *)object;
@@ -394,7 +400,7 @@ int run_plan(PyObject *object, const struct view *src, const struct view *dst, P
     line[NOTED] = self->noted;
     over->busy = 1;
     over->request = self->request;
-    over->seconds = seconds;
+    over->limit = limit;
     over->ring = ring;
     const void *from = src != NULL ? src->address : NULL, *to = dst != NULL ? dst->address : NULL;
     shared_locate(s, p, from, to);
@@ -430,22 +436,22 @@ static int view_buffer(PyObject *buffer, struct view *view, const struct view **
     return plain;
 }
 
-/* plan(src, dst, seconds) */
+/* plan(src, dst, deadline) */
 static PyObject *plan_call(PyObject *self, PyObject *args, PyObject *keywords)
 {
-    PyObject *buffers[2], *seconds;
+    PyObject *buffers[2], *deadline;
     struct view views[2];
     const struct view *found[2];
     if (refuse_keywords("plan", keywords) < 0
-        || !PyArg_ParseTuple(args, "OOO:plan", buffers, buffers + 1, &seconds))
+        || !PyArg_ParseTuple(args, "OOO:plan", buffers, buffers + 1, &deadline))
         return NULL;
     int plain = view_buffer(buffers[0], views, found);
     if (plain > 0)
         plain = view_buffer(buffers[1], views + 1, found + 1);
-    int state = plain > 0 ? run_plan(self, found[0], found[1], seconds, NULL) : plain < 0 ? -1 : 1;
+    int state = plain > 0 ? run_plan(self, found[0], found[1], deadline, NULL) : plain < 0 ? -1 : 1;
     if (state == 1)
         return PyObject_CallFunctionObjArgs(((Plan *)self)->otherwise, self, buffers[0],
-                                            buffers[1], seconds, NULL);
+                                            buffers[1], deadline, NULL);
     if (state < 0)
         return NULL;
     Py_RETURN_NONE;
@@ -453,7 +459,7 @@ static PyObject *plan_call(PyObject *self, PyObject *args, PyObject *keywords)
 
 static PyType_Slot plan_slots[] = {
     {Py_tp_dealloc, plan_dealloc}, {Py_tp_call, plan_call},
-    {Py_tp_doc, "One call, of Shared.plan: plan(src, dst, seconds)."}, {0, NULL}};
+    {Py_tp_doc, "One call, of Shared.plan: plan(src, dst, deadline)."}, {0, NULL}};
 
 static PyType_Spec plan_spec = {
     "collective.native._core.Plan", sizeof(Plan), 0,

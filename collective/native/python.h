@@ -74,6 +74,11 @@ PyObject *call_with(PyObject *function, PyObject *const *args, Py_ssize_t count,
 /* Returns the fold of an operator by its name for a dtype by its code; NULL if there is none. */
 fold_function *fold_of(const char *op, int dtype, int level);
 
+/* Returns the Deadline of a call by its limit: the seconds that it may take from began on, or a
+   Deadline already. A call that waits for nobody needs none, and pays for none. Returns NULL with an
+   exception. */
+PyObject *deadline_of(PyObject *limit, int64_t began);
+
 /* Raises TypeError and returns -1 if a type that takes arguments by position alone gets others.
 
    The types of the core make an object whole in tp_new and have no tp_init: no object is ever half
@@ -100,10 +105,10 @@ int add_views(PyObject *module);
 /* Whether an object is a Plan, what Shared.plan() returns. */
 int is_plan(PyObject *object);
 
-/* Makes a planned call; src or dst is NULL where this rank has none, seconds the time that peers
-   have. Records in ring, if that is not NULL, that it begins. Returns 0; or 1 if arrays overlap, or dst is read-only: nothing has been done; or -1 with
-   an exception. */
-int run_plan(PyObject *plan, const struct view *src, const struct view *dst, PyObject *seconds,
+/* Makes a planned call; src or dst is NULL where this rank has none, limit as of deadline_of.
+   Records in ring, if that is not NULL, that it begins. Returns 0; or 1 if arrays overlap, or dst is
+   read-only: nothing has been done; or -1 with an exception. */
+int run_plan(PyObject *plan, const struct view *src, const struct view *dst, PyObject *limit,
              PyObject *ring);
 
 /* Adds the types Shared and Plan to the module; returns 0, or -1 with an exception. */

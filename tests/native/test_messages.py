@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from collective.deadline import Deadline
+
 core = pytest.importorskip("collective.native._core", reason="the native core is not built")
 
 Array = np.ndarray[Any, Any]
@@ -46,9 +48,9 @@ class Ends:
         ]
 
     def wait(
-        self, advance: Callable[[], int], to: int, source: int, tag: int, timeout: float
+        self, advance: Callable[[], int], to: int, source: int, tag: int, deadline: Deadline
     ) -> None:
-        self.waits.append((to, source, tag, timeout))
+        self.waits.append((to, source, tag, deadline.seconds))
         self.advance = advance
         while advance():
             if not self.patient:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from collective.deadline import Deadline
 from collective.memory.buffer import Buffer
 from collective.memory.dtypes import BY_NAME
 from tests.support.interpreter import run_python
@@ -69,12 +70,12 @@ class Host:
     def otherwise(self, plan: Any, src: Any, dst: Any, seconds: float) -> None:
         raise NotImplementedError
 
-    def wait(self, *asked: Any) -> None:
-        self.asked.append(asked)
+    def wait(self, request: Any, deadline: Deadline, *word: int) -> None:
+        self.asked.append((request, deadline.seconds, *word))
         if self.meanwhile is not None:
             self.meanwhile()
 
-    def differ(self, request: Any, seconds: float) -> None:
+    def differ(self, request: Any, deadline: Deadline) -> None:
         raise LookupError(f"{request} differs")
 
     def fail(self, request: Any) -> None:

@@ -62,13 +62,6 @@ def test_at_most_is_bounded_by_what_is_left(
     assert deadline.at_most(nap) == expected
 
 
-def test_of_keeps_a_deadline_and_makes_one_of_seconds(clock: list[float]) -> None:
-    deadline = Deadline(5.0)
-    clock[0] += 2.0
-    assert Deadline.of(deadline) is deadline
-    assert Deadline.of(4.0).left() == 4.0
-
-
 def test_within_is_the_earlier_of_two(clock: list[float]) -> None:
     deadline = Deadline(5.0)
     clock[0] += 2.0

@@ -58,14 +58,14 @@ class _Message:
         """Make the call in Python; return its result, or a ``Work``."""
         raise NotImplementedError
 
-    def in_c(self, x: Any, dst: Any, out: Any, src: Any, seconds: float) -> Any:
+    def in_c(self, x: Any, dst: Any, out: Any, src: Any, deadline: Deadline) -> Any:
         """Exchange plain arrays in C, unless somebody listens or messages before are under way."""
         path = self.path
         exchange = path.exchange
         if exchange is None or (path.lanes and not _is_free(path, dst, src, self.tag)):
             return NotImplemented
         try:
-            return exchange(x, dst, out, src, self.tag, seconds, True)
+            return exchange(x, dst, out, src, self.tag, deadline, True)
         except BaseException as error:
             path.note_failure(error)
             raise
@@ -103,7 +103,7 @@ class Send(_Message):
         self._hosted = hosted
 
     def exchanged(self, seconds: float) -> Any:
-        done = self.in_c(self.x, self.dst, None, NOBODY, seconds)
+        done = self.in_c(self.x, self.dst, None, NOBODY, Deadline(seconds))
         return NotImplemented if done is NotImplemented else self._result
 
     def posted(self, seconds: float, async_op: bool) -> Any:
@@ -133,7 +133,7 @@ class Recv(_Message):
     def exchanged(self, seconds: float) -> Any:
         if self.out is None or self.like is not None:
             return NotImplemented
-        source = self.in_c(None, NOBODY, self.out, self.src, seconds)
+        source = self.in_c(None, NOBODY, self.out, self.src, Deadline(seconds))
         if source is NotImplemented:
             return source
         if self._status is not None:
@@ -202,10 +202,11 @@ class SendRecv(_Message):
         if self.like is not None or self.src == ANY_SOURCE:
             return NotImplemented
         deadline = Deadline(seconds)
-        source = self.in_c(self.x, self.dst, self.out, self.src, seconds)
+        source = self.in_c(self.x, self.dst, self.out, self.src, deadline)
         if source is None:  # x is sent
-            rest = self.rest(self.path, self.x, self.out, self.src, self.tag)
-            return self.path.post(rest, max(1e-3, deadline.left()), False)
+            return self.path.receive_rest(
+                type(self), self.x, self.out, self.src, self.tag, deadline
+            )
         return source if source is NotImplemented else self.out
 
     def posted(self, seconds: float, async_op: bool) -> Any:
