@@ -148,13 +148,13 @@ def wheels() -> list[str]:
     return found
 
 
-def start(patience_s: float) -> Any:
+def start(deadline: Deadline) -> Any:
     """Return ``mpi4py.MPI`` with MPI initialised, by the program or else here.
 
     What the program has initialised the program finalises. What is initialised here is
     finalised when the interpreter exits, unless an operation is left that cannot end.
     ``MPI_Init`` waits for all ranks that ``mpiexec`` started, and nobody can call it back: if
-    some do not come within ``patience_s`` seconds, the process ends with an explanation.
+    some do not come before ``deadline``, the process ends with an explanation.
 
     Raises:
         BackendUnavailableError: as :func:`load`; MPI has been finalised already; or it does
@@ -177,7 +177,7 @@ def start(patience_s: float) -> Any:
         ours = not module.Is_initialized()
         if ours:
             _refuse_the_other_mpiexec(module)
-            patience = threading.Timer(patience_s, _nobody_comes, (patience_s,))
+            patience = threading.Timer(deadline.left(), _nobody_comes, (deadline.seconds,))
             patience.daemon = True
             patience.start()
             _initialize(module)
@@ -235,9 +235,9 @@ def _initialize(module: Any) -> None:
         raise module.Exception(code)
 
 
-def _nobody_comes(patience_s: float) -> None:
+def _nobody_comes(seconds: float) -> None:
     sys.stderr.write(
-        f"collective: RendezvousError: mpi: MPI_Init has waited {patience_s:g} s for the other "
+        f"collective: RendezvousError: mpi: MPI_Init has waited {seconds:g} s for the other "
         "ranks; not all processes that mpiexec started have called collective.init(). MPI cannot "
         "be called back from it: the process ends here, with exit code 1.\n"
     )

@@ -38,7 +38,7 @@ class MpiStore(Store):
     """
 
     def __init__(self, comm: Any, deadline: Deadline) -> None:
-        self._module = start(deadline.seconds)
+        self._module = start(deadline)
         self._comm, request = comm.Idup()
         while not request.Test():
             if deadline.expired:

@@ -100,7 +100,7 @@ class MpiTransport(MpiCollectives):
             BackendUnavailableError: no MPI library, or not the one that ``mpiexec`` is of.
             RendezvousError: the world is not the communicator's.
         """
-        module = library.start(deadline.left())
+        module = library.start(deadline)
         prepare(module)
         given = world.comm if world.comm is not None else module.COMM_WORLD
         _compare(module, world, given)

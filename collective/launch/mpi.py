@@ -13,10 +13,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+
+from collective.deadline import Deadline
 
 from .processes import die_with_parent, mpi_segments, remove_segments
 from .supervisor import Rank, Supervisor
@@ -82,7 +83,7 @@ class MpiSupervisor(Supervisor):
         self._start_with = start
         self._directory = directory / "mpi"
         self._remotes: list[_Remote] = []
-        self._vanished: list[tuple[float, _Remote]] = []
+        self._vanished: list[tuple[Deadline, _Remote]] = []
         self._own_failure = 0
         self._segments: set[str] = set()
 
@@ -158,7 +159,7 @@ class MpiSupervisor(Supervisor):
             self._selector.unregister(rank.end)
             if rank.runs:
                 # Whoever killed the process beside it was perhaps mpiexec, which then ends too.
-                self._vanished.append((time.monotonic() + _MOMENT_S, rank))
+                self._vanished.append((Deadline(_MOMENT_S), rank))
 
     def _stop(self, number: int, schedule: Sequence[tuple[float, int]]) -> None:
         self._segments |= mpi_segments(os.getpid())  # as long as the ranks are there
@@ -177,13 +178,13 @@ class MpiSupervisor(Supervisor):
 
     def _time_left(self) -> float | None:
         left = super()._time_left()
-        due = [max(0.0, at - time.monotonic()) for at, rank in self._vanished if rank.runs]
+        due = [moment.left() for moment, rank in self._vanished if rank.runs]
         return min([left, *due] if left is not None else due, default=None)
 
     def _keep_schedule(self) -> None:
         super()._keep_schedule()
-        for at, rank in self._vanished:
-            if rank.runs and at <= time.monotonic():
+        for moment, rank in self._vanished:
+            if rank.runs and moment.expired:
                 self._gone(rank, -signal.SIGKILL)
 
     def _let_go(self) -> None:
@@ -191,7 +192,7 @@ class MpiSupervisor(Supervisor):
         for rank in self._remotes:
             rank.order(_GO)
         if not self._schedule:
-            self._schedule = [(time.monotonic() + _PATIENCE_S, signal.SIGKILL)]
+            self._schedule = [(Deadline(_PATIENCE_S), signal.SIGKILL)]
 
     def _reaped(self, pid: int, code: int) -> None:
         process = self._ranks[-1].process

@@ -16,6 +16,8 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from collective.deadline import Deadline
+
 __all__ = [
     "adopt_orphans",
     "die_with_parent",
@@ -68,11 +70,10 @@ def end_children(patience: float) -> None:
             SIGKILL. What ignores even that (waiting for a disk) is given up after five
             seconds more.
     """
-    start = time.monotonic()
-    signals = [(start + patience, signal.SIGTERM), (start + 2 * patience, signal.SIGKILL)]
-    while _reap() and time.monotonic() < signals[1][0] + 5:
-        now = time.monotonic()
-        due = [number for at, number in signals if at <= now]
+    end = Deadline(2 * patience + 5)
+    signals = (Deadline(patience), signal.SIGTERM), (Deadline(2 * patience), signal.SIGKILL)
+    while _reap() and not end.expired:
+        due = [number for moment, number in signals if moment.expired]
         if due:
             for pid, parent in _parents().items():
                 if parent == os.getpid():

@@ -19,6 +19,8 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
 from typing import NamedTuple
 
+from collective.deadline import Deadline
+
 from .interrupt import sift, summary
 from .processes import adopt_orphans, die_with_parent, end_children
 from .screen import RankOutput, Screen
@@ -121,7 +123,7 @@ class Supervisor:
         # What is to be sent when, once the run is ending; the signal that ended it, if
         # one did; and whether ranks were signalled, so that how they end tells nothing.
         self._stopping = False
-        self._schedule: list[tuple[float, int]] = []
+        self._schedule: list[tuple[Deadline, int]] = []
         self._signal: int | None = None
         self._signalled = False
         self._hurried = False
@@ -209,17 +211,16 @@ class Supervisor:
         self._keep_schedule()
 
     def _time_left(self) -> float | None:
-        due = [at for at, _ in self._schedule]
-        due += [since + _PAUSE_S for since, _ in self._unfinished()]
-        return max(0.0, min(due) - time.monotonic()) if due else None
+        due = [moment for moment, _ in self._schedule]
+        due += [Deadline.since(since, _PAUSE_S) for since, _ in self._unfinished()]
+        return min((moment.left() for moment in due), default=None)
 
     def _unfinished(self) -> list[tuple[float, RankOutput]]:
         streams = [stream for rank in self._ranks for stream in rank.streams]
         return [(s.silent_since, s) for s in streams if s.screen.terminal and s.silent_since]
 
     def _keep_schedule(self) -> None:
-        now = time.monotonic()
-        while self._schedule and self._schedule[0][0] <= now:
+        while self._schedule and self._schedule[0][0].expired:
             _, number = self._schedule.pop(0)
             self._signalled = True
             self._stopped |= {rank.number for rank in self._ranks if rank.runs and rank.streams}
@@ -227,7 +228,7 @@ class Supervisor:
                 rank.send(number, group=True)
                 rank.send(signal.SIGCONT, group=True)  # a stopped one cannot heed it
         for since, stream in self._unfinished():
-            if since + _PAUSE_S <= now:
+            if Deadline.since(since, _PAUSE_S).expired:
                 stream.show_unfinished()
 
     # -- ranks ---------------------------------------------------------------------
@@ -333,8 +334,7 @@ class Supervisor:
                 self._start(rank.number, self._replacing.environment(rank.number), joins=True)
             return
         self._stopping = True
-        now = time.monotonic()
-        self._schedule = [(now + after, number) for after, number in _AFTER_FAILURE]
+        self._schedule = [(Deadline(after), number) for after, number in _AFTER_FAILURE]
 
     # -- the end -------------------------------------------------------------------
 
@@ -358,13 +358,12 @@ class Supervisor:
 
     def _stop(self, number: int, schedule: Sequence[tuple[float, int]]) -> None:
         """End the run because of signal ``number``; at once if it is ending already."""
-        now = time.monotonic()
         if self._stopping or not schedule:
             self._hurried = True
-            self._schedule = [(now, signal.SIGKILL)]
+            self._schedule = [(Deadline(0.0), signal.SIGKILL)]
         else:
             self._signalled = True
-            self._schedule = [(now + after, later) for after, later in schedule]
+            self._schedule = [(Deadline(after), later) for after, later in schedule]
             for rank in self._ranks:
                 for stream in rank.streams[1:] if number == signal.SIGINT else ():
                     stream.hold()  # a traceback a rank, of which one line is worth reading

@@ -44,7 +44,7 @@ def world_of(
         RendezvousError: not all ranks came within ``timeout`` seconds.
     """
     deadline = Deadline(timeout)
-    module = start(timeout)
+    module = start(deadline)
     given = comm
     comm = module.COMM_WORLD if comm is None else comm
     launched = launched_with(comm)

@@ -244,7 +244,7 @@ def _mpi(config: Config) -> Store:
     from collective.backends.mpi.library import start
 
     deadline = Deadline(config.start_timeout)
-    everybody = start(config.start_timeout).COMM_WORLD
+    everybody = start(deadline).COMM_WORLD
     if everybody.Get_size() != config.size:
         raise RendezvousError(
             f"rendezvous: mpiexec started {config.size} ranks, and mpi4py's library sees "

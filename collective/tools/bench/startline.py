@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from collective.deadline import Deadline
+
 __all__ = ["StartLine"]
 
 _LINE = 64  # words between two ranks' counters, to keep them off one cache line
@@ -98,11 +100,11 @@ class StartLine:
 
     def _wait_for(self, other: int, step: int) -> None:
         words = self._words
-        deadline = time.monotonic() + _PATIENCE_S
+        deadline = Deadline(_PATIENCE_S)
         while True:
             for _ in range(_POLLS):
                 if words[other] >= step:
                     return
             os.sched_yield()
-            if time.monotonic() > deadline:
+            if deadline.expired:
                 raise TimeoutError(f"rank {other // _LINE} did not come to the start line")

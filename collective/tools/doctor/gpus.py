@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import os
-import time
 from typing import Any
 
+from collective.deadline import Deadline
 from collective.errors import BackendUnavailableError, CollectiveTimeoutError
 
 __all__ = ["facts", "nccl_facts", "try_nccl"]
@@ -118,10 +118,10 @@ def try_nccl() -> None:
     found = library.load()
     cuda.driver()
     device = cuda.device(0)
-    end = time.monotonic() + _START_S
+    deadline = Deadline(_START_S)
 
     def poll() -> None:
-        if time.monotonic() > end:
+        if deadline.expired:
             raise CollectiveTimeoutError(
                 f"nccl: timed out: NCCL {found.text} does not start within {_START_S:g} s. "
                 "NCCL_DEBUG=INFO has it say on standard error what it waits for."

@@ -19,7 +19,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -95,12 +94,11 @@ def ask(
     Returns:
         An answer a question.
     """
-    deadline = time.monotonic() + seconds
+    deadline = Deadline(seconds)
     leaving = leaving or threading.Event()
     answers: dict[str, Answer] = {}
     while open_ := [question for question in questions if question not in answers]:
-        left = 0.0 if leaving.is_set() else deadline - time.monotonic()
-        if left <= 0:
+        if leaving.is_set() or deadline.expired:
             answers |= dict.fromkeys(open_, Answer({}, f"not looked at within {seconds:g} s", True))
             break
         try:
@@ -109,16 +107,16 @@ def ask(
             answers |= dict.fromkeys(open_, Answer({}, f"no temporary directory: {error}"))
             break
         with scratch as directory:
-            answers |= _ask(open_, left, seconds, directory, leaving)
+            answers |= _ask(open_, deadline, directory, leaving)
     return answers
 
 
 def _ask(
-    questions: Sequence[str], left: float, seconds: float, scratch: str, leaving: threading.Event
+    questions: Sequence[str], deadline: Deadline, scratch: str, leaving: threading.Event
 ) -> dict[str, Answer]:
     """Answer as many of ``questions`` as one process does, the first one in any case."""
     process = subprocess.Popen(
-        _command(*questions, str(left)),
+        _command(*questions, str(deadline.left())),
         env=environment(TMPDIR=scratch, **dict.fromkeys(_LEFT_BEHIND, scratch)),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -126,7 +124,7 @@ def _ask(
         start_new_session=True,
     )
     try:
-        heard = _hear(process, left, leaving)
+        heard = _hear(process, deadline, leaving)
         late = heard is None
         if heard is None:
             _end(process)
@@ -142,7 +140,7 @@ def _ask(
     for question in questions:
         if question not in answers:
             if late:
-                answers[question] = Answer({}, f"no answer within {seconds:g} s", True)
+                answers[question] = Answer({}, f"no answer within {deadline.seconds:g} s", True)
             else:
                 answers[question] = Answer({}, _how_it_ended(process.returncode, noise))
             break
@@ -160,13 +158,12 @@ def _command(*arguments: str) -> list[str]:
 
 
 def _hear(
-    process: subprocess.Popen[bytes], left: float, leaving: threading.Event
+    process: subprocess.Popen[bytes], deadline: Deadline, leaving: threading.Event
 ) -> tuple[bytes, bytes] | None:
     """Return what a process says, or None if it does not end in time or before we leave."""
-    deadline = time.monotonic() + left
-    while not leaving.is_set() and (left := deadline - time.monotonic()) > 0:
+    while not (leaving.is_set() or deadline.expired):
         with contextlib.suppress(subprocess.TimeoutExpired):  # what was read is kept
-            return process.communicate(timeout=min(_LOOK_S, left))
+            return process.communicate(timeout=deadline.at_most(_LOOK_S))
     return None
 
 
@@ -285,7 +282,7 @@ def _mpi(_: str) -> dict[str, Any]:
     """Describe the MPI library once it is started: before, some do not answer but abort."""
     from collective.backends.mpi import library
 
-    library.start(_START_S)
+    library.start(Deadline(_START_S))
     return dataclasses.asdict(library.describe())
 
 
