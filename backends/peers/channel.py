@@ -128,7 +128,7 @@ class Channel:
         self._late_ranks: dict[int, Message | None] = {}
         self._offers: dict[str, dict[int, str]] = {}
         self._answers = 0
-        # Who has acknowledged that the communicator is broken, by the numbers of the world.
+        # Who has acknowledged that the communicator is broken.
         self._acknowledged: set[int] = set()
         monitor._enter(self)
         monitor._unclosed[name] = list(members), self._calls
@@ -313,18 +313,17 @@ class Channel:
         """Return when ``ranks`` know that the communicator is broken, or have not said so in time.
 
         For a rank that gives its caller memory back which the engine of a peer may still read. A
-        peer that has got what is there looks at ``failure`` afterwards, and discards it.
+        peer that has got what is there looks at ``failure`` afterwards, and discards it. A peer
+        that has closed the communicator receives nothing any more, and does not answer either.
         """
         failure = self.failure
-        if failure is None:
-            return
-        with self._reported:
-            awaited = {self.members[rank] for rank in ranks if rank != self.rank}
-            awaited -= self._acknowledged
-        if not awaited:
+        awaited = set(ranks) - {self.rank}
+        awaited -= self._acknowledged | self.lost()
+        if failure is None or not awaited:
             return
         self._monitor._say({
-            "kind": "failure", "channel": self.name, "members": sorted(awaited),
+            "kind": "failure", "channel": self.name,
+            "members": sorted(self.members[rank] for rank in awaited),
             "failure": _packed(failure), "finished": self._failed_after, "acknowledge": True,
         })  # fmt: skip
         deadline = Deadline(_HEARD_S)
@@ -332,9 +331,9 @@ class Channel:
             if self._monitor.hub_gone:
                 time.sleep(_ALONE_S)
                 return
-            gone = self._monitor.gone()  # with its own lock, which is never taken within this one
+            lost = self.lost()  # takes the monitor's lock, which is never taken within this one
             with self._reported:
-                if awaited <= self._acknowledged | gone:
+                if awaited <= self._acknowledged | lost:
                     return
                 self._reported.wait(deadline.at_most(_SLICE_S))
 
@@ -411,7 +410,7 @@ class Channel:
                 self._monitor._say({"kind": "heard", **about})
         elif kind == "heard":
             with self._reported:
-                self._acknowledged.add(message["rank"])
+                self._acknowledged.add(self.members.index(message["rank"]))
                 self._reported.notify_all()
         elif kind == "left":
             rank = self.members.index(message["rank"])
@@ -420,6 +419,8 @@ class Channel:
             if message["dropped"]:
                 how = "has dropped its communicator without closing it"
             self._left_at[rank] = time.monotonic(), message["finished"], how
+            with self._reported:
+                self._reported.notify_all()
         elif kind == "report":
             about = make_report(self.recorder, self._finished(), self.compares_on_arrival)
             self._monitor._say({"kind": "report", "channel": self.name, **about})

@@ -244,6 +244,17 @@ def test_a_rank_that_gives_up_does_not_wait_for_the_dead(tmp_path, monkeypatch):
             each.close()
 
 
+def test_a_rank_that_gives_up_does_not_wait_for_one_that_has_closed(monitors, monkeypatch):
+    monkeypatch.setattr(channel_module, "_HEARD_S", 2 * FAR)
+    giving_up, other, _ = (monitor.channel for monitor in monitors)
+    other.abort(Failure("aborted", 1, "enough"))
+    other.close()
+    wait_for_error(giving_up)
+    since = time.monotonic()
+    giving_up.await_heard([1])
+    assert time.monotonic() - since < FAR
+
+
 def test_a_hook_is_called_on_failure(monitors):
     called = threading.Event()
     monitors[1].channel.on_failure.append(called.set)
