@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+import collective
 from collective import native
 from collective.algorithms import arithmetic
 from collective.memory.dtypes import BY_NAME
@@ -54,6 +56,17 @@ def test_a_core_that_is_not_built_is_said_not_to_be() -> None:
     assert python("-c", program, COLLECTIVE_NATIVE="") == (
         "not in use: not built: a wheel without it, or no C compiler at installation\n"
     )
+
+
+def test_a_method_shows_its_source_without_the_core() -> None:
+    program = (
+        "import sys; sys.modules['collective.native._core'] = None\n"
+        "import collective, inspect\n"
+        "with collective.init(size=1, rank=0) as comm:\n"
+        "    print(inspect.getsource(comm.all_reduce), end='')"
+    )
+    source = inspect.getsource(inspect.unwrap(collective.Communicator.all_reduce))
+    assert python("-c", program, COLLECTIVE_NATIVE="") == source
 
 
 def test_the_variable_switches_it_off() -> None:

@@ -11,8 +11,10 @@ it waits for good.
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import multiprocessing.pool
+import os
 from collections.abc import Callable
 from multiprocessing import (
     JoinableQueue,
@@ -128,6 +130,7 @@ class Pool(multiprocessing.pool.Pool):
         initargs: Any = (),
         maxtasksperchild: int | None = None,
     ) -> None:
+        self._size = processes or os.cpu_count() or 1
         self._workers = _Workers(replaced=maxtasksperchild is not None)
         super().__init__(processes, initializer, initargs, maxtasksperchild, self._workers)
 
@@ -143,6 +146,22 @@ class Pool(multiprocessing.pool.Pool):
                 '`if __name__ == "__main__":`, and what they are given, as a data set, is '
                 "imported there."
             ) from None
+
+    # CPython divides by the number of workers that it has at the moment. That is 0 until it starts
+    # new ones, if all have ended at once after their ``maxtasksperchild``.
+    def map(self, func: Any, iterable: Any, chunksize: int | None = None) -> Any:
+        """Apply ``func`` to each item; return the results."""
+        return self.map_async(func, iterable, chunksize).get()
+
+    def map_async(
+        self, func: Any, iterable: Any, chunksize: int | None = None, callback: Any = None,
+        error_callback: Any = None,
+    ) -> Any:  # fmt: skip
+        """Apply ``func`` to each item; return a ``MapResult`` at once."""
+        items = list(iterable)
+        if chunksize is None:
+            chunksize = math.ceil(len(items) / (4 * self._size))
+        return super().map_async(func, items, chunksize, callback, error_callback)
 
     def close(self) -> None:
         """Take no more tasks; with a worker lost, end the others, who wait for its part."""

@@ -275,6 +275,12 @@ def test_a_queue_writer_of_a_programs_own_kind_joins_its_queue_and_consumer_once
     assert writer._consumer.join.call_count == 1
 
 
+def test_a_pool_divides_work_while_all_its_workers_are_being_replaced() -> None:
+    with processes.Pool(2, maxtasksperchild=1) as pool, mock.patch.object(pool, "_pool", []):
+        assert pool.map(abs, range(-20, 0)) == list(range(20, 0, -1))
+        assert pool.map(abs, []) == []
+
+
 def test_workers_that_cannot_start_are_not_started_again_and_again(tmp_path: Path) -> None:
     body = FAILING + textwrap.dedent("""
         import multiprocessing
