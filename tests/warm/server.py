@@ -157,9 +157,19 @@ def _kill(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
+def keep_for_good(what: object) -> None:
+    """Have nobody free an object: not even the interpreter, when it ends.
+
+    To free what was imported here a program would have to write to all of its memory, which it
+    shares with the server until then.
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(what))
+
+
 def become(job: Job) -> None:
     """Make this process what Python would be if the client had started it."""
     os.setsid()
+    _end_without_destructors()
     _enter(job["pid"])
     aside = [os.dup2(fd, _ASIDE + nth) for nth, fd in enumerate(job["received"])]
     os.closerange(3, _ASIDE)
@@ -176,6 +186,17 @@ def become(job: Job) -> None:
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
     sys.stdout = _stream(1, job["unbuffered"], "strict")
     sys.stderr = _stream(2, True, "backslashreplace")
+
+
+def _end_without_destructors() -> None:
+    """Have this process end after Python's own end, and not run the destructors of C++ libraries.
+
+    Those of PyTorch take back each operator that it has registered: 0.1 s, and a copy of most of
+    the memory that was shared with the server until then. What stands in C's buffers is written.
+    """
+    libc = ctypes.CDLL(None)
+    libc.on_exit(libc._exit, None)
+    libc.__cxa_atexit(libc.fflush, None, None)  # before that: the last one comes first
 
 
 def _enter(pid: int) -> None:
@@ -233,6 +254,7 @@ if __name__ == "__main__":
             importlib.import_module(each)
     # The settings that PyTorch was imported with here are not the program's.
     os.environ.pop("TORCH_DEVICE_BACKEND_AUTOLOAD")
+    keep_for_good([dict(vars(module)) for module in sys.modules.values()])
     gc.collect()
     gc.freeze()
     found = sys.path[1:]  # without the folder of this script
