@@ -41,6 +41,8 @@ for _room in ("adapters", "backends"):
 os.unsetenv("COLUMNS")
 # A thread of OpenMP that waits for others spins by default, on cores that other tests need.
 os.environ["OMP_WAIT_POLICY"] = "passive"
+# A thread of OpenBLAS spins, too, from NumPy's import on: a seventh of what all processes take.
+os.environ["OPENBLAS_NUM_THREADS"] = "1"
 
 # What a shell starts in the background, or nohup, ignores these, and hands that on.
 signal.signal(signal.SIGINT, signal.default_int_handler)
