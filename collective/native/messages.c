@@ -1,21 +1,26 @@
 /* Messages: a ring of bytes for each ordered pair of ranks.
 
-   A message is three words, its length, tag and address, and its bytes, up to a multiple of 8. Both
-   ends count the bytes that they have gone through. The sender announces what it has written, and
-   writes where the receiver has announced that it has read; each writes its own count alone. So a
-   message of any length goes through: one end writes a part while the other reads the part before.
+   A message is three words (its length, tag and address) and its bytes, padded to a multiple of 8.
+   Each end of the ring counts the bytes that it has passed, and writes no count but its own. The
+   sender announces the bytes that it has written, and overwrites only bytes that the receiver has
+   announced as read. So a message may be longer than the ring: one end writes a part while the
+   other end reads the part before.
 
-   Of a rank's threads one at a time sends to a peer, until it has sent all of its message. One at a
-   time receives: of a message that nobody has asked for yet as much as there is, of its own all.
-   So no message is in the way of another for longer than its sender takes.
+   Several threads of a rank may exchange messages. Only one of them at a time sends to a peer, and
+   it keeps the ring until it has sent its whole message. Only one at a time receives from a peer.
+   It reads its own message to the end. A message that no thread has asked for yet it reads as far
+   as the bytes have arrived, and keeps it for a later receiver. So no message blocks another for
+   longer than its sender takes.
 
-   A ring holds little of a long message. Where the sender has no processor, the receiver claims the
-   message, has the kernel copy the rest of it, whose address it knows, and announces that it has
-   read all of it; the sender goes on from there. A sender may return only if the message has not
-   been claimed: it announces all of it, then looks for a claim, while the receiver claims, then
-   looks for what has been announced. One of them sees the other.
+   A ring holds only a small part of a long message. If the sender has no processor, the receiver
+   claims the message: the receiver knows the address of the message and has the kernel copy the
+   rest of it. Then the receiver announces that it has read the whole message, and the sender goes
+   on from there. While a message is claimed, the sender must not return, since its caller could
+   change the array. So the sender announces the whole message and then looks for a claim, while the
+   receiver writes its claim and then looks at the sender's count. These four accesses are
+   sequentially consistent, so at least one of the two ends sees the other.
 
-   tests/native/test_ring_model.py tries all interleavings of an end and the other. */
+   tests/native/test_ring_model.py tries all interleavings of the two ends. */
 
 #include "messages.h"
 #include "sleeping.h"
@@ -25,23 +30,27 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* After so much the other end is let know: it copies at the same time, from cache to cache. Least of
-   what is short, so that it begins soon and has soon done; most where that makes no difference. */
+/* Bytes that an end copies before it announces them. The other end copies them at the same time,
+   from cache to cache. A short message has small chunks, so that the other end begins early and
+   ends soon after this one. A long message has chunks up to CHUNK_BYTES_MOST: there the delay makes
+   no difference. */
 #ifndef CHUNK_BYTES
 #define CHUNK_BYTES ((size_t)8 << 10)
 #endif
 #define CHUNK_BYTES_MOST (8 * CHUNK_BYTES)
-/* No message is as long: what says so is damaged. */
+/* No message is as long as this. A greater length is a sign of damage. */
 #define NO_LENGTH ((uint64_t)1 << 47)
-/* No message has it, as begin() takes none as low: who asks for it takes all that there is off a
-   ring. */
+/* Sentinel below every valid tag; begin() in messages_type.c accepts no tag as low. A receiver that
+   asks for this tag finds no message, and so takes all messages off the ring and keeps them. */
 #define NO_TAG INT64_MIN
-/* Below this a receiver does not fetch. The tests take other sizes. */
+/* Bytes of the shortest message that a receiver may fetch. The tests set other sizes. */
 #ifndef CLAIMED_BYTES
 #define CLAIMED_BYTES ((size_t)64 << 10)
 #endif
+/* Words in front of the bytes of a message: its length, tag and address. */
 #define PREFIX 3
 
+/* A message that has been taken off the ring before a receiver asked for it. */
 struct kept {
     struct kept *next;
     int64_t tag;
@@ -56,7 +65,8 @@ static size_t smaller(size_t a, size_t b)
     return a < b ? a : b;
 }
 
-/* Returns how much of what is left is copied before the other end hears of it: whole lines. */
+/* Returns how many of the bytes that are left are copied before the next announcement: whole cache
+   lines. */
 static size_t chunk_of(size_t left)
 {
     size_t share = left / 256 / 64 * 64;
@@ -80,28 +90,34 @@ static void let_go(struct ring *r)
     __atomic_store_n(&r->taken, 0, __ATOMIC_RELEASE);
 }
 
-/* Returns how many bytes an end may go on by, of which the sender's may be by a whole ring more
-   than the receiver has read; looks at what the other one has announced if they are too few. */
+/* Returns how many bytes this end may advance. A receiver passes ahead = 0 and may advance to the
+   sender's count. A sender may be ahead of the receiver's count by up to a whole ring. The count of
+   the other end is loaded again only if the last known one allows fewer bytes than enough. */
 static size_t ready(struct exchange *x, struct ring *r, size_t ahead, int64_t enough)
 {
     int64_t count = (int64_t)(r->seen + ahead - r->position);
     if (count < enough) {
         r->seen = __atomic_load_n(r->theirs, __ATOMIC_ACQUIRE);
         count = (int64_t)(r->seen + ahead - r->position);
-        if (r->seen % 8) { /* messages end, and chunks are announced, at whole words */
-            x->damage = "bytes that are no whole words";
+        /* Messages end at whole words, and only whole words are announced. */
+        if (r->seen % 8) {
+            x->damage = "a count of bytes that is no multiple of 8";
             return 0;
         }
     }
+    /* The count may be negative, as at a receiver that has fetched a message and so has passed the
+       sender. */
     if (count <= (int64_t)x->messages->capacity)
-        return count > 0 ? (size_t)count : 0; /* a claim takes the receiver past the sender */
+        return count > 0 ? (size_t)count : 0;
+    /* At a sender it exceeds the capacity if the receiver has fetched this message. */
     if (ahead && x->claimable && r->seen == x->stop)
         return 0;
-    x->damage = "more bytes in a ring than it has";
+    x->damage = "more bytes in a ring than its capacity";
     return 0;
 }
 
-/* Whether the receiver has claimed what is sent; then it is over when it has all of it. */
+/* Returns whether the receiver has claimed the message that is being sent. Ends the sending if the
+   receiver has the whole message. */
 static int claimed(struct exchange *x, struct ring *r)
 {
     if (!x->claimable || __atomic_load_n(r->claim, __ATOMIC_SEQ_CST) != x->stop)
@@ -115,7 +131,7 @@ static int claimed(struct exchange *x, struct ring *r)
     return 1;
 }
 
-/* Sends as much as there is room for. */
+/* Sends as many bytes as the ring has room for. */
 static void send_step(struct exchange *x)
 {
     struct ring *r = &x->messages->out[x->to];
@@ -125,7 +141,7 @@ static void send_step(struct exchange *x)
             return;
         x->stop += r->position;
     }
-    /* Whole words are announced: the receiver rounds up to these what it has read. */
+    /* Only whole words are announced, since the receiver rounds its count up to whole words. */
     uint64_t announced = r->position;
     while (x->at < x->count && !claimed(x, r) && (room = ready(x, r, x->ahead, 1)) > 0) {
         struct piece *p = &x->pieces[x->at];
@@ -143,8 +159,9 @@ static void send_step(struct exchange *x)
         if (r->position - announced >= chunk)
             announce(r->mine, announced = r->position & ~UINT64_C(7));
     }
-    /* Not while it waits, or the line of this word would keep going to the receiver and back. Before
-       it looks for a claim, in one order with that. */
+    /* A sender that waits for room stores nothing here. Otherwise the cache line of this word would
+       keep moving to the receiver and back. At the end of the message the store comes before the
+       look for a claim, and both are sequentially consistent: see the top of this file. */
     if (x->at == x->count)
         __atomic_store_n(r->mine, r->position, x->claimable ? __ATOMIC_SEQ_CST : __ATOMIC_RELEASE);
     else if (r->position != announced)
@@ -156,11 +173,12 @@ static void send_step(struct exchange *x)
     }
 }
 
-/* Reads as much as there is of nbytes, of which done are read; returns whether that is all. */
+/* Reads the available bytes of a message of nbytes, of which *done have been read; returns whether
+   the message is complete. */
 static int read_bytes(struct exchange *x, struct ring *r, char *to, size_t nbytes, size_t *done)
 {
     size_t capacity = x->messages->capacity, there;
-    int around = beyond_caches(2 * nbytes, 0); /* the sender's array, and this one */
+    int around = beyond_caches(2 * nbytes, 0); /* the sender's array and the receiver's */
     while (*done < nbytes && (there = ready(x, r, 0, 1)) > 0) {
         size_t left = nbytes - *done, count = smaller(smaller(left, there), chunk_of(left));
         size_t at = r->position % capacity, first = smaller(count, capacity - at);
@@ -174,7 +192,8 @@ static int read_bytes(struct exchange *x, struct ring *r, char *to, size_t nbyte
     return *done == nbytes;
 }
 
-/* Whether a head is the one that a receiver can do with; if not, it is left to another. */
+/* Whether a head describes an array that this receiver can take. If not, sets misfit, and the head
+   is left for another receiver. */
 static int fits(struct exchange *x, const char *head)
 {
     x->misfit = x->fitting != NULL && memcmp(head, x->fitting, 8 * (4 + x->fitting[3])) != 0;
@@ -198,8 +217,13 @@ static struct kept *new_kept(struct exchange *x, int64_t tag, size_t nbytes)
     return message;
 }
 
-/* Finds a rank's next message with a tag, and takes those before it off the ring. Sets misfit, or
-   matched: then it is in found, or the ring is the caller's until it has read it. */
+/* Looks for the next message from a rank with a tag, and keeps the messages that come before it.
+   Sets misfit if such a message was kept and its head does not fit. Otherwise sets matched if there
+   is such a message. Then either the message is in found, or its bytes are next in the ring, and the
+   exchange owns the ring until it has read them.
+
+   The ring is not taken if it holds nothing new and no message is kept. This check runs without
+   ownership, so it may be out of date: a caller that misses a message finds it at its next step. */
 static void match(struct exchange *x, int rank, int64_t tag)
 {
     struct ring *r = &x->messages->in[rank];
@@ -236,7 +260,7 @@ static void match(struct exchange *x, int rank, int64_t tag)
             x->address = (const char *)(intptr_t)words[2];
             x->end = r->position + (length + 7) / 8 * 8;
             if (length >= NO_LENGTH)
-                x->damage = "a length that no message has";
+                x->damage = "a message of an impossible length";
             else if (words[1] == tag)
                 x->matched = 1;
             else if ((r->unfinished = new_kept(x, words[1], length)) != NULL)
@@ -244,12 +268,13 @@ static void match(struct exchange *x, int rank, int64_t tag)
         }
     }
     if (x->matched && length != wanted)
-        x->damage = "a message of another length than what is asked for";
+        x->damage = "a message of another length than the receiver expects";
     if (!x->matched || x->found != NULL)
         let_go(r);
 }
 
-/* Goes on with the message that is matched; returns whether all of it is there. */
+/* Reads more of the matched message; returns whether the message is complete. A head that does not
+   fit is put back in front of the kept messages. */
 static int receive_matched(struct exchange *x)
 {
     struct ring *r = &x->messages->in[x->from];
@@ -285,7 +310,7 @@ static void receive_step(struct exchange *x)
             return;
         x->moved++;
         if (x->fitting != NULL && !x->misfit && x->nbytes > HEAD_ROOM) {
-            /* The array comes behind its head. */
+            /* The elements follow as a second message from the same rank. */
             x->fitting = NULL;
             x->done = 0;
             x->first = x->last = x->from;
@@ -314,7 +339,7 @@ void exchange_fetched(struct exchange *x)
     x->messages->in[x->from].position = x->end;
 }
 
-/* Wakes the peers of an exchange in which something has moved, if they nap. */
+/* Wakes the peers of an exchange in which bytes have moved, if the peers nap. */
 static void wake_peers(const struct exchange *x, int pending)
 {
     const struct messages *m = x->messages;
@@ -377,7 +402,8 @@ void exchange_send(struct exchange *x, int to, int64_t tag, const void *bytes, s
     if (!inlined) {
         x->claimable = claimable && nbytes >= CLAIMED_BYTES;
         if (x->claimable && nbytes > x->messages->streamed)
-            x->ahead = smaller(x->ahead, CLAIMED_BYTES); /* the receiver fetches it, see go_on() */
+            /* The receiver fetches such a message at once; see go_on() in messages_type.c. */
+            x->ahead = smaller(x->ahead, CLAIMED_BYTES);
         w[0] = (int64_t)nbytes;
         w[1] = tag;
         w[2] = x->claimable ? (int64_t)(intptr_t)bytes : 0;

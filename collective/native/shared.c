@@ -1,18 +1,24 @@
-/* How ranks arrive at a call, and the ways of a call that need no more than that.
+/* The arrival of ranks at a call, and the two kinds of call that need little more: short calls, and
+   long calls in symmetric memory.
 
-   A rank has a line: how many steps it has made, and a digest of what it does in the even and in
-   the odd ones. Before its step it writes the digest, and into an area what others need of it. No
-   rank makes a step before all have made the one before. So whoever writes for step s knows that
-   all have made s - 1, and so are through with what they read at s - 2; and what they may still be
-   reading, of s - 1, is elsewhere: in the place of the other parity, or before this one, or, if one
-   of both is small and the other is not, in another part of the area.
+   Each rank has a line of words in shared memory. The line holds the number of steps that the rank
+   has made, and two digests: of its call in even steps and of its call in odd steps. Before a rank
+   announces a step it writes the digest, and it writes the data that its peers need into an area.
 
-   A store with release order makes what was written before visible to whoever loads the new value
-   with acquire order: also on processors, such as ARM's, that reorder more than x86 does.
+   No rank makes step s before all ranks have made step s - 1. So a rank that writes for step s
+   knows two things. First, all ranks have made step s - 1, so they have finished all their reads of
+   step s - 2. Second, a slow peer may still be reading the data of step s - 1. The writer does not
+   touch that data: it is in the place of the other parity, or before the place that is written now,
+   or, if one of the two inputs is small and the other is not, in another part of the area.
 
-   A short call writes its input into its area, arrives, and reads those of the others. A long one
-   says before it arrives where its arrays are. If all of them are in one symmetric segment, they
-   are read there, with a second step when all have read; if not, the call is staged (staging.c). */
+   A step is announced by a store with release order. A peer that loads the new value with acquire
+   order sees everything that the rank wrote before the store. This also holds on processors that
+   reorder more than x86 does, such as ARM's.
+
+   In a short call a rank writes its input into its area, arrives, and reads the inputs of the other
+   ranks. In a long call a rank announces the places of its arrays when it arrives. If the arrays of
+   all ranks are in one symmetric segment, the ranks read them there, and a second step tells that
+   all ranks have read. If not, the call is staged (staging.c). */
 
 #include "shared.h"
 #include "sleeping.h"
@@ -30,7 +36,9 @@ void announce(struct shared *s, enum word word, uint64_t value)
 int await(struct shared *s, int rank, enum word which, uint64_t value)
 {
     const uint64_t *word = s->stages[rank].line + which;
-    /* A peer may be a step ahead, and has staged no block that this rank has not counted. */
+    /* The highest value that an undamaged counter can have. A peer may be one step ahead. No peer
+       has staged more blocks than this rank has counted, since all ranks count the blocks of the
+       current call before they stage it. */
     uint64_t most = which == STEP ? value + 1 : s->blocks;
     for (int i = 0; i < s->looks; i++) {
         if (reached(word, value, most))
@@ -40,7 +48,7 @@ int await(struct shared *s, int rank, enum word which, uint64_t value)
     return s->wait(s->context, rank, word, value, most);
 }
 
-/* Waits for all other ranks. */
+/* Waits until the same word of every other rank has reached a value. */
 int await_all(struct shared *s, enum word word, uint64_t value)
 {
     for (int i = 1; i < s->size; i++) {
@@ -65,8 +73,12 @@ static int arrive(struct shared *s, uint64_t step, uint64_t digest)
     return 0;
 }
 
-/* A further step of the same call. Without this rank's no other can have come to the end of it: one
-   that has failed since it arrived has left, and its memory may be in use again. */
+/* Makes a further step of the same call: tells the peers that this rank has finished with their
+   memory, and waits until all ranks have done so.
+
+   No rank can finish the call before this rank makes the step. A rank that has failed since it
+   arrived has left the call all the same, and may use its memory again. Then the data that this
+   rank read there may be wrong, so the broken flag is checked before the step. */
 static int depart(struct shared *s)
 {
     uint64_t step = s->stages[s->rank].line[STEP] + 1;
@@ -117,13 +129,13 @@ size_t length_of(const struct shared *s, const struct plan *p, int rank)
     return start_of(s, p, rank + 1) - start_of(s, p, rank);
 }
 
-/* Of the input of a rank that has one. */
+/* Elements of the input of a rank that has one. */
 static size_t input_length(const struct shared *s, const struct plan *p, int rank)
 {
     return joins(p) && !splits(p) ? length_of(s, p, rank) : p->count;
 }
 
-/* Of the rank that has most. */
+/* Bytes of the longest input of all ranks. */
 static size_t longest_input(const struct plan *p)
 {
     return p->item * (joins(p) && !splits(p) ? p->longest : p->count);
@@ -145,7 +157,8 @@ size_t output_bytes(const struct shared *s, const struct plan *p)
 
 /* -- reading -------------------------------------------------------------------------------- */
 
-/* Folds elements of s->sources, in rank order, into out, which may be this rank's among these. */
+/* Folds elements of s->sources into out, in rank order. Out may be this rank's own source: the
+   intermediate results go to scratch, and out is written after the last source has been read. */
 static void fold_sources(struct shared *s, const struct plan *p, size_t from, size_t count,
                          char *out, char *scratch)
 {
@@ -167,7 +180,7 @@ static void fold_sources(struct shared *s, const struct plan *p, size_t from, si
     }
 }
 
-/* Sets dst to what this rank gets of s->sources. */
+/* Sets dst to this rank's result, which is read or folded from s->sources. */
 static void read_sources(struct shared *s, const struct plan *p, char *dst, char *scratch)
 {
     size_t from = splits(p) ? start_of(s, p, s->rank) : 0;
@@ -189,15 +202,21 @@ static void read_sources(struct shared *s, const struct plan *p, char *dst, char
     }
 }
 
-/* -- ways of a call ------------------------------------------------------------------------- */
+/* -- kinds of call -------------------------------------------------------------------------- */
 
-/* Makes a call through the areas, taken for one. A small one goes where the last but one has been,
-   so that its few lines stay in the nearest cache. What is longer goes behind the last one, and
-   begins anew at the end, behind the two places of small ones: by the time it is written there
-   again other calls have driven it out of the caches of single cores, into the one that they share.
-   To write a line that is still in another core's own cache, and to fetch it from there, takes about
-   three times as long; docs/decisions.md has the figures. What is of some bytes goes into the line
-   that says that the rank has arrived: another one takes as long again to come from there. */
+/* Makes a short call. The two areas of a rank count as one area here.
+
+   A small input goes to the place of the step's parity, which the last call but one has used. So
+   its few cache lines stay in the nearest cache.
+
+   A longer input goes behind the previous one. When the area is full, the place wraps to the first
+   byte behind the two places of small inputs. Before a place is written again, other calls have
+   driven its cache lines out of the caches of single cores, into the cache that the cores share. If
+   a line were still in another core's own cache, it would take about three times as long to write
+   it and to fetch it from there; docs/decisions.md has the figures.
+
+   An input of at most INLINE_BYTES goes into the same cache line as the step, which the peers fetch
+   in any case. A second cache line would take as long again to arrive. */
 static int short_call(struct shared *s, const struct plan *p, uint64_t step, const char *src,
                       char *dst)
 {
@@ -216,17 +235,18 @@ static int short_call(struct shared *s, const struct plan *p, uint64_t step, con
         memcpy((char *)s->sources[s->rank], src, input_bytes(s, p));
     if ((failed = arrive(s, step, p->digest)))
         return failed;
-    if (goes_on) /* now that all ranks make this call, it is the same on all of them */
+    /* Only now is it certain that all ranks make this call, so that ahead stays equal on them. */
+    if (goes_on)
         s->ahead = at + (longest + 63) / 64 * 64;
-    /* The root of a broadcast in place has its result, in memory that may be read-only. */
+    /* In a broadcast in place the root has its result already. Its array may be read-only. */
     if (p->operation == BROADCAST && s->rank == p->root && src == dst)
         return 0;
-    /* No input is in dst, so that it takes intermediate results too. */
+    /* The inputs are read from the areas, never from dst, so dst may hold intermediate results. */
     read_sources(s, p, dst, dst);
     return 0;
 }
 
-/* Finds the segment that an array is in, if any. */
+/* Finds the symmetric segment that contains an array, if any. */
 static void locate(struct shared *s, int which, const char *array, size_t nbytes)
 {
     s->inside[which] = NULL;
@@ -247,7 +267,7 @@ void shared_locate(struct shared *s, const struct plan *p, const void *src, cons
     s->inside[0] = s->inside[1] = NULL;
     if (longest_input(p) < s->least_long)
         return;
-    /* Of what the root alone has the others say where they want it. */
+    /* Where only the root has an input, the other ranks announce the place of their output. */
     if (sends(s, p))
         locate(s, 0, src, input_bytes(s, p));
     else
@@ -256,7 +276,8 @@ void shared_locate(struct shared *s, const struct plan *p, const void *src, cons
         locate(s, 1, dst, output_bytes(s, p));
 }
 
-/* Bytes of the array whose place a rank announces first: its input, or else its output. */
+/* Bytes of the array whose place a rank announces first: its input, or its output if it has no
+   input. */
 static size_t announced_bytes(const struct shared *s, const struct plan *p, int rank)
 {
     if (from_root(p) && rank != p->root)
@@ -264,12 +285,12 @@ static size_t announced_bytes(const struct shared *s, const struct plan *p, int 
     return p->item * input_length(s, p, rank);
 }
 
-/* Sets addresses to those of all ranks' arrays, if every rank says that its array is in one segment.
-   Returns whether it does, alike on all ranks, or DAMAGED.
+/* Finds the addresses of all ranks' arrays, if all ranks announce the same segment. Returns whether
+   they do, with the same answer on all ranks, or DAMAGED.
 
-   A peer's words are not trusted. Each is loaded once, since the peer might change it between a
-   check and a use. A place counts if the whole array is in the peer's part of the segment, and
-   aligned as views.c wants it of this rank's arrays. */
+   The words of a peer are not trusted. Each word is loaded once, since the peer might change it
+   between the check and the use. A place is valid if the whole array is in the peer's part of the
+   segment, and if it is aligned as views.c requires of this rank's own arrays. */
 static int find_arrays(struct shared *s, const struct plan *p, int which, int location,
                        char **addresses)
 {
@@ -288,7 +309,7 @@ static int find_arrays(struct shared *s, const struct plan *p, int which, int lo
         if (nbytes > mine->nbytes || offset > mine->nbytes - nbytes
             || offset % (p->item > 8 ? 8 : p->item)) {
             s->damaging = rank;
-            s->damage = "an array's place that is not in its symmetric memory";
+            s->damage = "an array's place is misaligned or outside of its symmetric memory";
             return DAMAGED;
         }
         addresses[rank] = mine->parts[rank] + offset;
@@ -296,8 +317,9 @@ static int find_arrays(struct shared *s, const struct plan *p, int which, int lo
     return 1;
 }
 
-/* Reads all inputs where they are. Each rank folds a piece of an all_reduce for all ranks: of that
-   piece it alone reads inputs and writes outputs, so that these may be the same. */
+/* Makes a call in symmetric memory: all ranks read the inputs where they are. In an all_reduce each
+   rank folds one piece for all ranks. Only this rank reads that piece of the inputs and writes that
+   piece of the outputs, so the output of a rank may be its input. */
 static int in_place(struct shared *s, const struct plan *p, char *dst)
 {
     char *scratch = (char *)s->stages[s->rank].areas[0];
@@ -309,7 +331,8 @@ static int in_place(struct shared *s, const struct plan *p, char *dst)
     for (size_t at = start_of(s, p, s->rank); at < stop; at += chunk) {
         size_t count = stop - at < chunk ? stop - at : chunk, offset = at * p->item;
         fold_sources(s, p, at, count, dst + offset, scratch);
-        if (is_broken(s)) /* a peer that has given up may have its memory back */
+        /* A peer that has given up may use its memory again, so nothing may be written there. */
+        if (is_broken(s))
             return BROKEN;
         for (int i = 1; i < s->size; i++) {
             int rank = (s->rank + i) % s->size;
@@ -335,7 +358,7 @@ static int long_call(struct shared *s, const struct plan *p, uint64_t step, cons
         mapped = find_arrays(s, p, 1, location, s->results);
     if (mapped < 0)
         return mapped;
-    /* What a scan writes may be what others still read. */
+    /* A scan is staged: in place, this rank's output could be an input that peers still read. */
     return mapped && p->operation != SCAN ? in_place(s, p, dst) : stage(s, p, src, dst);
 }
 

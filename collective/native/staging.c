@@ -1,20 +1,23 @@
 /* Calls on ordinary memory of any length, staged through areas that all ranks share.
 
-   The arrays are cut into blocks. Of each block a rank posts in its first area what others need,
-   and in its second one what it has folded; where nothing is folded both are one. Areas hold many
-   blocks, as a ring, so that ranks work on different blocks at a time, each copying while others
-   fold; and so that what is written again has been driven out of the caches of single cores: see
-   short_call() in shared.c.
+   The arrays are cut into blocks. For each block, a rank posts the data that its peers need in its
+   first area, and its folded piece in its second area. If the call folds nothing, the two areas
+   count as one. An area is a ring of many blocks. So ranks can work on different blocks at a time,
+   and one rank copies while another folds. Also, when a place in the ring is written again, other
+   writes have driven its cache lines out of the caches of single cores: see short_call() in
+   shared.c.
 
-   Either the input is split, a block has a piece for each rank, which folds it or just takes it; an
-   all_reduce and a reduce are such, whose ranks share the work and then collect the results. Or all
-   want the same, and a block has one piece.
+   There are two kinds of block. If the input is split, a block has a piece for each rank, and that
+   rank folds the piece or copies it. An all_reduce and a reduce are of this kind: the ranks share
+   the folding and then collect the results. If all ranks want the same data, a block has one piece.
 
-   The protocol is three counters a rank, which it alone writes, after what they announce: blocks
-   that it has posted, folded, and read. A peer's block is read when it is announced, and a block of
-   one's own overwritten when all have announced that they have read what was there. At the end of a
-   call all have read all, and areas may be used for something else at once.
-   tests/native/test_staging_model.py tries all interleavings, and finds what goes wrong if any one
+   The protocol has three counters per rank: the blocks that the rank has posted, folded and read.
+   Only the rank itself writes its counters, and it writes a counter after the data that the counter
+   announces. A rank reads a peer's block after the peer has announced it. A rank overwrites a block
+   in its own area after all ranks have announced that they have read the old one. At the end of a
+   call all ranks have read all blocks, so the areas are free for another use at once.
+
+   tests/native/test_staging_model.py tries all interleavings, and shows what goes wrong if any one
    of these waits is left out. */
 
 #include "shared.h"
@@ -23,20 +26,20 @@
 
 #include <string.h>
 
-/* After this much a peer is let know. */
+/* Bytes of the longest piece: a rank announces its data after at most this many. */
 #define PIECE_BYTES ((size_t)64 << 10)
 
-/* What is staged in one call. */
+/* One staged call, cut into blocks. */
 struct staging {
     struct shared *shared;
     const struct plan *plan;
     const char *src;
     char *dst;
-    int pieces;             /* that a rank posts of a block: one for each other rank, or one */
-    uint64_t first, number; /* counters before the call, and how many blocks it has */
-    uint64_t depth;         /* how many an area holds */
+    int pieces;             /* pieces of a block that a rank posts: one for each peer, or one */
+    uint64_t first, number; /* the counters before the call, and the number of its blocks */
+    uint64_t depth;         /* blocks that an area holds */
     size_t piece;           /* elements of a piece, at most */
-    int around;             /* whether results go around the caches */
+    int around;             /* whether results are written around the caches */
 };
 
 static size_t smaller(size_t a, size_t b)
@@ -55,7 +58,7 @@ static int is_cut(const struct plan *p)
     return splits(p) || is_shared_work(p);
 }
 
-/* How many bytes the arrays have that all ranks read and write in a call. */
+/* Returns the bytes of all arrays that the ranks together read and write in a call. */
 static size_t touched_bytes(const struct shared *s, const struct plan *p, int in_place)
 {
     int one_output = p->operation == REDUCE || p->operation == GATHER
@@ -67,7 +70,7 @@ static size_t touched_bytes(const struct shared *s, const struct plan *p, int in
                                           : inputs + outputs);
 }
 
-/* Cuts a call into blocks, of which at least two are in an area, if there are as many. */
+/* Cuts a call into blocks. An area has room for at least two blocks. */
 static struct staging cut(struct shared *s, const struct plan *p, const char *src, char *dst)
 {
     struct staging c = {.shared = s, .plan = p, .src = src, .dst = dst, .first = s->blocks,
@@ -78,7 +81,7 @@ static struct staging cut(struct shared *s, const struct plan *p, const char *sr
     c.pieces = each ? s->size - 1 : 1;
     size_t area = p->fold != NULL ? s->area_bytes : 2 * s->area_bytes;
     size_t room = area / 2 / (c.pieces * p->item);
-    /* What is short in two blocks, so that one is copied while the other is folded. */
+    /* A short array is cut into two blocks, so that one is copied while the other is folded. */
     size_t half = ((longest + 1) / 2 + 63) / 64 * 64;
     c.piece = smaller(smaller(room, PIECE_BYTES / p->item), half > 0 ? half : 1);
     c.number = (longest + c.piece - 1) / c.piece;
@@ -87,7 +90,7 @@ static struct staging cut(struct shared *s, const struct plan *p, const char *sr
     return c;
 }
 
-/* The elements of a block that are one rank's: the first, and how many. */
+/* Finds the elements of a block that belong to one rank: returns the first, and sets the count. */
 static size_t span(const struct staging *c, int rank, uint64_t block, size_t *count)
 {
     const struct plan *p = c->plan;
@@ -95,31 +98,34 @@ static size_t span(const struct staging *c, int rank, uint64_t block, size_t *co
     size_t length = part ? length_of(c->shared, p, rank) : p->count;
     size_t from = smaller(block * c->piece, length);
     *count = smaller(c->piece, length - from);
-    /* Of what is joined a rank's input is its own piece, and begins with it. */
+    /* If pieces are joined, the input of a rank is its piece alone, so the piece begins at 0. */
     return from + (part && !(joins(p) && !splits(p)) ? start_of(c->shared, p, rank) : 0);
 }
 
-/* Where a piece of a block is in a rank's area. */
+/* Returns the address of a piece of a block in a rank's area. */
 static char *piece_at(const struct staging *c, int rank, int area, uint64_t block, int index)
 {
     size_t slot = (c->first + block) % c->depth * (area == 0 ? c->pieces : 1) + index;
     return (char *)c->shared->stages[rank].areas[area] + slot * c->piece * c->plan->item;
 }
 
-/* Where a rank has posted what this one needs: pieces are in rank order, without its own. */
+/* Returns the address where a rank posts the piece for a reader. The pieces are in rank order, and
+   the rank posts none for itself. */
 static char *posted_at(const struct staging *c, int rank, uint64_t block, int reader)
 {
     int each = is_cut(c->plan);
     return piece_at(c, rank, 0, block, each ? reader - (reader > rank) : 0);
 }
 
-/* Whether others need what this rank has: what the root of a gather has it takes where it is. */
+/* Whether peers need the input of this rank. The root of a gather copies its own input directly,
+   and no peer reads it. */
 static int posts(const struct shared *s, const struct plan *p)
 {
     return sends(s, p) && !(p->operation == GATHER && s->rank == p->root);
 }
 
-/* Posts this rank's pieces of a block, when all have read what was there. */
+/* Posts this rank's pieces of a block, after all ranks have read the block that was there before.
+   Does nothing behind the last block, or if no peer needs the input. */
 static int post(const struct staging *c, uint64_t block)
 {
     struct shared *s = c->shared;
@@ -138,8 +144,8 @@ static int post(const struct staging *c, uint64_t block)
     return 0;
 }
 
-/* Folds this rank's piece of a block, in rank order. What it folds into is no rank's input, as dst
-   may be. */
+/* Folds this rank's piece of a block, in rank order, and copies the result to dst. The fold writes
+   to the second area and not to dst: dst may be this rank's input, which is still needed. */
 static int fold_block(const struct staging *c, uint64_t block)
 {
     struct shared *s = c->shared;
@@ -173,7 +179,8 @@ static int fold_block(const struct staging *c, uint64_t block)
     return 0;
 }
 
-/* Copies what this rank gets of a block, of inputs, or of what others have folded. */
+/* Copies to dst what this rank gets of a block: pieces of the inputs, if announced is POSTED, or
+   the pieces that the peers have folded, if it is FOLDED. */
 static int copy_block(const struct staging *c, uint64_t block, enum word announced)
 {
     struct shared *s = c->shared;
@@ -206,8 +213,8 @@ int stage(struct shared *s, const struct plan *p, const char *src, char *dst)
     struct staging c = cut(s, p, src, dst);
     int failed = post(&c, 0);
     for (uint64_t block = 0; block < c.number && !failed; block++) {
-        /* A block ahead, for peers that are. In place that is no danger: what is posted is behind
-           all that has been written of each rank's piece. */
+        /* Post one block ahead, for peers that are ahead of this rank. This is safe in place, too:
+           in each rank's piece, the posted elements lie behind all that have been written. */
         if ((failed = post(&c, block + 1)))
             return failed;
         failed = p->fold != NULL ? fold_block(&c, block) : copy_block(&c, block, POSTED);
@@ -218,11 +225,12 @@ int stage(struct shared *s, const struct plan *p, const char *src, char *dst)
     }
     if (failed)
         return failed;
-    /* Counters that this call has not used go along with those it has, for the next one. No peer
-       waits for them before it. */
+    /* The next call begins to count at s->blocks, so all counters advance to that, also those that
+       this call has not used. No peer waits for these before the next call. */
     announce(s, POSTED, s->blocks);
     announce(s, FOLDED, s->blocks);
     if ((failed = await_all(s, READ, s->blocks)))
         return failed;
-    return is_broken(s) ? BROKEN : 0; /* a peer that has given up has told nobody else */
+    /* Only the flag shows that a peer has given up; the counters do not. */
+    return is_broken(s) ? BROKEN : 0;
 }

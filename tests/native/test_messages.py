@@ -261,7 +261,7 @@ def test_an_end_that_has_gone_through_half_a_word_is_refused(end: int) -> None:
     ends = Ends(patient=False)
     ends.words[RINGS // 8 + end] = 12
     message = data(RING_BYTES)
-    with pytest.raises(Damaged, match="no whole words"):
+    with pytest.raises(Damaged, match="no multiple of 8"):
         _ = ends.send(message) if end else ends.receive(message)
 
 
