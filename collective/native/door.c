@@ -1,13 +1,15 @@
-/* The way in C from a communicator's method to a transport's plan, without Python in between.
+/* The fast path in C from a communicator's method to a transport's plan, with no Python code in
+   between.
 
    A Method stands in front of a method in Python. It makes calls on plain arrays with plain
-   arguments, and passes all others to the function in Python; then it has done nothing. Each rank
-   decides for itself whether C makes a call, as C and Python run the same plan of the same request.
+   arguments itself. It passes all other calls to the function in Python, before it has done
+   anything for them. Each rank decides for itself whether C or Python makes a call, since both run
+   the same plan of the same request.
 
-   Communicators derive from Handle, which has their path. Paths derive from Gate, which has a Door
-   for each kind of operation: Python opens and shuts them. What C does not know it asks the path:
-   for the plan of a call that is new (plan_for_c), and to go on after a failure (recover_for_c). Of
-   both calls the first argument is the class of the call, which the Method was made with. */
+   Communicators derive from Handle, which holds their path. Paths derive from Gate, which holds a
+   Door for each kind of operation. Python opens and shuts the doors. C calls two methods of the
+   path: plan_for_c returns the plan of a new call, and recover_for_c goes on after a failure. The
+   first argument of both is the class of the call, with which the Method was created. */
 
 #include "python.h"
 
@@ -17,7 +19,7 @@
 /* How the shape of a result follows from that of x. */
 enum shape { SAME, CUT, JOINED, EXCHANGED, NONE };
 
-/* What a call may be given, by name. */
+/* The arguments of calls, by name. */
 enum argument { X, OUT, OP, ORDER, ROOT, TIMEOUT, ASYNC, COUNTS, AXIS, ARGUMENTS };
 static const char *const argument_names[ARGUMENTS] = {
     "x", "out", "op", "order", "root", "timeout", "async_op", "counts", "axis"};
@@ -26,16 +28,19 @@ static const char *const argument_names[ARGUMENTS] = {
 struct operation {
     const char *name;
     enum shape shape;
-    enum { EVERYBODY, AT_ROOT, FROM_ROOT } who; /* gets a result */
+    /* AT_ROOT: only the root gets a result. FROM_ROOT: only the root has an input. */
+    enum { EVERYBODY, AT_ROOT, FROM_ROOT } who;
     int folds;
-    unsigned takes; /* bits of arguments */
+    unsigned takes; /* the arguments that the method has, as bits */
     enum { OF_ALL, OF_PIECES, OF_SCATTER, DOORS } door;
 };
 
-/* A call is found by what is known here. A Request has its digest from Python, and that takes many
-   times as long as a small call: so the plans are remembered, in one table, that of Python's way
-   being asked for what is not in it. No array is kept. plain is the method of a plan of Python's that
-   takes NumPy's arrays as they are, so that nobody has to make buffers of them, or NULL. */
+/* An entry of a Door's table of plans. C finds the plan of a call by its arguments, dtype and
+   shape. To make a Request with its digest in Python takes many times as long as a small call, so C
+   calls plan_for_c only for calls that are not in the table. An entry keeps no array.
+
+   The field plain is a method of a plan that is written in Python. The method takes NumPy's arrays
+   as they are, so that no Buffers are needed. The field is NULL if the plan has no such method. */
 struct prepared {
     const struct operation *operation;
     PyObject *planned, *request, *plan, *plain, *op, *counts;
@@ -52,20 +57,20 @@ typedef struct {
     struct prepared table[PREPARED];
 } Door;
 
-/* What each call looks at of a path. Python sets these attributes; C reads them where they are, as
-   finding one by its name takes a tenth of a small call. */
+/* The attributes of a path that every call reads. Python sets them. C reads them from the struct,
+   since a look-up by name takes a tenth of the time of a small call. */
 typedef struct {
     PyObject_HEAD
     PyObject *timeout, *doors[DOORS], *exchange, *lanes; /* NULL before they are set */
 } Gate;
 
-/* What a communicator has for C: its path. */
+/* The attribute of a communicator that C reads: its path. */
 typedef struct {
     PyObject_HEAD
     PyObject *path; /* NULL before it is set */
 } Handle;
 
-/* In the limited API from 3.12 on, and the same in all versions from 3.9 on. */
+/* The limited API has these from 3.12 on. They are the same in all versions from 3.9 on. */
 typedef PyObject *(*vectorcall_function)(PyObject *, PyObject *const *, size_t, PyObject *);
 #ifndef Py_TPFLAGS_HAVE_VECTORCALL
 #define Py_TPFLAGS_HAVE_VECTORCALL (1UL << 11)
@@ -75,13 +80,13 @@ typedef PyObject *(*vectorcall_function)(PyObject *, PyObject *const *, size_t, 
 enum message_kind { SEND, RECV, SENDRECV, MESSAGES };
 static const char *const message_names[MESSAGES] = {"send", "recv", "sendrecv"};
 
-/* A method of communicators: a descriptor, as functions are. */
+/* A method of communicators: a descriptor, like a function of Python. */
 typedef struct {
     PyObject_HEAD
     vectorcall_function vectorcall;
-    PyObject *function; /* makes the calls that C does not */
+    PyObject *function; /* makes the calls that C does not make */
     PyObject *kind;     /* the class of the calls */
-    PyObject *dict;     /* what functools.update_wrapper sets */
+    PyObject *dict;     /* the attributes that functools.update_wrapper sets */
     const struct operation *operation; /* NULL for a message */
     enum message_kind message;
 } Method;
@@ -92,16 +97,16 @@ static PyObject *argument_objects[ARGUMENTS];
 static PyTypeObject *door_type, *gate_type, *handle_type, *method_type;
 static PyObject *bound_method_type; /* types.MethodType */
 
-/* One call, as its arguments say. */
+/* One call, as read from its arguments. */
 struct call {
     const struct operation *operation;
     Gate *path;
     PyObject *kind, *x, *out, *op, *order, *root_object;
-    PyObject *result; /* new, or a new reference to the user's */
-    PyObject *counts; /* a tuple, if all ranks know how many rows each has */
-    int64_t before, total; /* rows of the ranks before this one, and of all, in what is joined */
+    PyObject *result; /* a new array, or a new reference to the user's */
+    PyObject *counts; /* a tuple of the ranks' numbers of rows, if the call passes them */
+    int64_t before, total; /* rows of the ranks before this one, and of all, in a joined result */
     struct view views[2];
-    struct view *src, *dst; /* into views, or NULL */
+    struct view *src, *dst; /* pointers into views, or NULL */
     int ordered, root;
 };
 
@@ -111,7 +116,7 @@ static int is_apart_or(const struct view *a, const struct view *b, const char *s
            || b->address + b->nbytes <= a->address;
 }
 
-/* Sets the shape of the result in call->views[1]; returns 0 if that is for Python to say. */
+/* Sets the shape of the result in call->views[1]; returns 0 if Python must make the call. */
 static int shape_result(const Door *door, struct call *call)
 {
     struct view *view = &call->views[1];
@@ -128,7 +133,8 @@ static int shape_result(const Door *door, struct call *call)
     return 1;
 }
 
-/* Finds where the result goes. Returns 1, 0 if that is for Python to say, or -1. */
+/* Finds the array for the result, or makes one. Returns 1, 0 if Python must make the call, or -1
+   with an exception. */
 static int find_output(const Door *door, struct call *call)
 {
     enum shape shape = call->operation->shape;
@@ -144,7 +150,8 @@ static int find_output(const Door *door, struct call *call)
         || got->ndim != want.ndim
         || memcmp(got->shape, want.shape, sizeof *want.shape * (size_t)want.ndim) != 0)
         return 0;
-    /* Where x may be that is not apart: in place, or this rank's piece of what is joined. */
+    /* The one address where x may overlap the result: its beginning, for a call in place, or this
+       rank's piece of a joined result. */
     size_t row = shape == JOINED && x->shape[0] ? x->nbytes / (size_t)x->shape[0] : 0;
     const char *same = shape == SAME || shape == JOINED
                            ? got->address + (size_t)call->before * row : NULL;
@@ -152,13 +159,13 @@ static int find_output(const Door *door, struct call *call)
     return (call->operation->who == FROM_ROOT && shape == SAME) || is_apart_or(x, got, same);
 }
 
-/* Reads how many rows each rank has; returns whether that is all for C. */
+/* Reads the number of rows of each rank; returns whether C can make a call with these counts. */
 static int read_counts(const Door *door, struct call *call, PyObject *counts)
 {
     const struct view *x = &call->views[0];
     if (!PyList_CheckExact(counts) && !PyTuple_CheckExact(counts))
         return 0;
-    /* Of one moment: a list may change while others run. */
+    /* A copy: another thread may change a list at any time. */
     call->counts = PySequence_Tuple(counts);
     if (call->counts == NULL)
         PyErr_Clear();
@@ -176,7 +183,7 @@ static int read_counts(const Door *door, struct call *call, PyObject *counts)
     return 1;
 }
 
-/* Reads the arguments. Returns 1, 0 if the call is not for C, or -1 with an exception. */
+/* Reads the arguments. Returns 1, 0 if Python must make the call, or -1 with an exception. */
 static int read_call(const Door *door, struct call *call, PyObject *const *given)
 {
     int counted = given[COUNTS] != Py_None;
@@ -219,7 +226,7 @@ static int read_call(const Door *door, struct call *call, PyObject *const *given
         || (counted && !read_counts(door, call, given[COUNTS])))
         return 0;
     call->src = &call->views[0];
-    if (scatters && !is_root) { /* x is the output, by which Python knows the whole */
+    if (scatters && !is_root) { /* x is the output, from which Python derives the whole shape */
         call->src = NULL;
         call->dst = &call->views[0];
         call->result = Py_NewRef(call->out);
@@ -242,8 +249,10 @@ static int read_call(const Door *door, struct call *call, PyObject *const *given
     return found;
 }
 
-/* By the operator's object: names in a program are interned, and the table has a reference, so that
-   no other text can come to be at its address. One that is made anew each time is found by Python. */
+/* Whether an entry is the plan of a call. The operator is compared by identity. Names in a program
+   are interned, so a call in a program always passes the same object. The table holds a reference,
+   so no other string can be at that address. A string that the program creates anew for each call
+   matches no entry; then Python finds the plan. */
 static int is_prepared(const struct prepared *p, const struct call *call)
 {
     const struct view *x = &call->views[0];
@@ -259,7 +268,8 @@ static PyObject *counts_of(const struct call *call)
     return call->counts ? call->counts : Py_None;
 }
 
-/* Emptied before anything is let go of, as that may run code which makes a call by this table. */
+/* Empties an entry. The entry is cleared before the references are dropped: a finalizer that runs
+   then may make a call that uses this table. */
 static void forget(struct prepared *p)
 {
     struct prepared old = *p;
@@ -272,8 +282,8 @@ static void forget(struct prepared *p)
     Py_XDECREF(old.counts);
 }
 
-/* Finds the plan of a call, or has Python make it. Returns NULL with an exception, or without one
-   if there is no plan for C. */
+/* Finds the plan of a call in the table, or has Python make the plan. Returns NULL with an
+   exception, or NULL without one if Python must make the call. */
 static struct prepared *prepare(Door *door, const struct call *call)
 {
     const struct view *x = &call->views[0];
@@ -302,16 +312,18 @@ static struct prepared *prepare(Door *door, const struct call *call)
         forget(p);
     } else if ((call->src != NULL && !is_there(call->src))
                || (call->dst != NULL && !is_there(call->dst))) {
-        forget(p); /* other threads have run meanwhile: Python's way looks at the arrays anew */
+        /* Another thread has run meanwhile and has changed an array. Python must make the call,
+           since it looks at the arrays again. */
+        forget(p);
     } else if (!is_plan(p->plan)) {
         p->plain = PyObject_GetAttrString(p->plan, "plain");
-        if (p->plain == NULL) /* it has none */
+        if (p->plain == NULL) /* the plan has no such method */
             PyErr_Clear();
     }
     return p->planned ? p : NULL;
 }
 
-/* Takes the exception that was raised, with its traceback. */
+/* Takes the current exception, with its traceback, from the interpreter. */
 static PyObject *take_error(void)
 {
     PyObject *type, *error, *trace;
@@ -324,16 +336,19 @@ static PyObject *take_error(void)
     return error;
 }
 
-/* Has the Work that an asynchronous call returned hold the arrays' memory until it is over. */
+/* Makes the Work of an asynchronous call hold the memory of the arrays until it is over. */
 static void hold_until_over(PyObject *work, PyObject *held)
 {
     PyObject *done = held ? PyObject_CallMethod(work, "keep", "O", held) : NULL;
-    if (done == NULL) /* it is no Work, but a call to be made later, which holds them then */
+    /* The result may be no Work but a call that is made later. Such a call holds the memory
+       itself, once it is made. */
+    if (done == NULL)
         PyErr_Clear();
     Py_XDECREF(done);
 }
 
-/* Has Python say what a failure means, and go on where ranks may differ: what that returns. */
+/* Has Python handle the current exception of a call. Python raises an error, or goes on with the
+   call if the ranks' arguments may differ in it. Returns the result of that. */
 static PyObject *recover(const struct call *call)
 {
     PyObject *error = take_error(), *held = NULL;
@@ -353,7 +368,7 @@ static PyObject *make(Door *door, struct call *call)
     PyObject *limit = p ? Py_XNewRef(call->path->timeout) : NULL;
     if (limit == NULL)
         return PyErr_Occurred() ? NULL : Py_NewRef(Py_NotImplemented);
-    /* A signal's handler may make calls, too. */
+    /* Keep the plan: a signal handler may make calls, too, and replace the entry in the table. */
     PyObject *plan = Py_NewRef(p->plan), *done = NULL;
     int state;
     if (is_plan(plan)) {
@@ -392,7 +407,7 @@ static PyObject *make(Door *door, struct call *call)
 
 /* -- the methods ---------------------------------------------------------------------------- */
 
-/* Puts arguments by name where they belong; returns whether C knows all of them. */
+/* Puts the arguments in their places by name; returns whether C knows all of them. */
 static int sort_arguments(const struct operation *operation, PyObject *const *args,
                           Py_ssize_t count, PyObject *names, PyObject **given)
 {
@@ -404,7 +419,7 @@ static int sort_arguments(const struct operation *operation, PyObject *const *ar
     for (Py_ssize_t i = 0; i < named; i++) {
         PyObject *name = PyTuple_GetItem(names, i);
         int which = 0;
-        /* Names that are written in a program are interned, and so the same objects. */
+        /* Keywords in a program's source are interned, so equal keywords are the same object. */
         while (which < ARGUMENTS && name != argument_objects[which])
             which++;
         if (which == ARGUMENTS || !(operation->takes & BIT(which)) || (which == X && count))
@@ -414,7 +429,7 @@ static int sort_arguments(const struct operation *operation, PyObject *const *ar
     return 1;
 }
 
-/* Has Python say what was meant by a keyword that the function does not have. */
+/* Replaces the current TypeError by a clearer one, if the call had an unknown keyword. */
 static void explain(PyObject *path, PyObject *function)
 {
     PyObject *error = take_error();
@@ -426,7 +441,7 @@ static void explain(PyObject *path, PyObject *function)
     Py_XDECREF(error);
 }
 
-/* Whether arguments by name ask for a Work. */
+/* Whether the keyword arguments ask for a Work. */
 static int is_asynchronous(PyObject *const *args, PyObject *names)
 {
     for (Py_ssize_t i = 0; names != NULL && i < PyTuple_Size(names); i++)
@@ -435,7 +450,7 @@ static int is_asynchronous(PyObject *const *args, PyObject *names)
     return 0;
 }
 
-/* Makes a call by the function in Python. The first of the arguments is the communicator. */
+/* Makes a call by the function in Python. The first argument is the communicator. */
 static PyObject *call_python(const Method *method, Gate *path, PyObject *const *args,
                              Py_ssize_t count, PyObject *names)
 {
@@ -452,8 +467,8 @@ static PyObject *call_python(const Method *method, Gate *path, PyObject *const *
     return done;
 }
 
-/* Makes a collective call through the door if that is open and takes it. Returns NotImplemented
-   where the call is for Python, and nothing has been done. */
+/* Makes a collective call, if the door is open and C can make this call. Otherwise does nothing and
+   returns NotImplemented: then Python must make the call. */
 static PyObject *call_door(const Method *method, Gate *path, PyObject *const *args,
                            Py_ssize_t count, PyObject *names)
 {
@@ -462,9 +477,9 @@ static PyObject *call_door(const Method *method, Gate *path, PyObject *const *ar
         Py_None, Py_None, operation->folds ? name_sum : Py_None, Py_None,
         operation->who == EVERYBODY ? Py_None : zero, Py_None, Py_False, Py_None, zero};
     int sorted = sort_arguments(operation, args, count, names, given);
-    /* With counts there is nothing that ranks have to find out from each other. */
+    /* With counts the ranks need not ask each other for lengths, so the general door serves. */
     int which = given[COUNTS] == Py_None ? (int)operation->door : OF_ALL;
-    /* Kept: what the call waits for may close the communicator. */
+    /* Keep the door: while the call waits, other code may close the communicator. */
     PyObject *door = Py_XNewRef(path->doors[which]), *done = NULL;
     struct call call = {.operation = operation, .path = path, .kind = method->kind};
     int plain = 0;
@@ -495,23 +510,23 @@ static const struct operation operations[] = {
     {"all_to_all", EXCHANGED, EVERYBODY, 0, PIECES, OF_PIECES},
     {"barrier", NONE, EVERYBODY, 0, ALWAYS, OF_ALL}};
 
-/* Has Python note that a message has failed, and raises the exception again. */
+/* Tells Python that a message has failed, and raises the exception again. */
 static void note_failure(PyObject *path)
 {
     PyObject *error = take_error(), *noted = PyObject_CallMethod(path, "note_failure", "O", error);
-    if (noted != NULL) /* or what noting it has raised stands */
+    if (noted != NULL) /* otherwise the exception of note_failure stands */
         PyErr_Restore(Py_NewRef((PyObject *)Py_TYPE(error)), Py_NewRef(error),
                       PyException_GetTraceback(error));
     Py_XDECREF(noted);
     Py_XDECREF(error);
 }
 
-/* What a message says: x goes to a rank, out comes from another. */
+/* The arguments of a message: x goes to a rank, out comes from another rank. */
 struct message {
     PyObject *x, *to, *out, *from, *tag;
 };
 
-/* Reads the arguments of a message; returns whether that is all for C. */
+/* Reads the arguments of a message; returns whether C can exchange it. */
 static int read_message(struct message *m, enum message_kind which, PyObject *const *args,
                         Py_ssize_t count, PyObject *names)
 {
@@ -537,21 +552,21 @@ static int read_message(struct message *m, enum message_kind which, PyObject *co
            && (which != SENDRECV || PyObject_RichCompareBool(m->from, any, Py_EQ) == 0);
 }
 
-/* Sends, receives or does both, by the transport's own function, if nothing is in the background;
-   see Path.open_doors. Returns NotImplemented where the message is for Python. */
+/* Sends, receives or does both by the transport's own function, if no message is in flight in the
+   background; see Path.open_doors. Returns NotImplemented if Python must exchange the message. */
 static PyObject *call_exchange(const Method *method, Gate *path, PyObject *const *args,
                                Py_ssize_t count, PyObject *names)
 {
     struct message m;
     int plain = read_message(&m, method->message, args, count, names);
-    PyErr_Clear(); /* of a comparison */
+    PyErr_Clear(); /* a comparison in read_message may have raised */
     PyObject *lanes = path->lanes, *done = NULL;
     PyObject *exchange = Py_XNewRef(path->exchange), *timeout = Py_XNewRef(path->timeout);
     if (!plain || exchange == NULL || exchange == Py_None || lanes == NULL
         || !PyDict_Check(lanes) || PyDict_Size(lanes) != 0 || timeout == NULL) {
         done = Py_NewRef(Py_NotImplemented);
     } else {
-        /* C's exchange holds the arrays, and makes a deadline, if it has to wait. */
+        /* If exchange is C's own, it holds the arrays and makes a deadline when it has to wait. */
         int in_c = PyCFunction_CheckExact(exchange);
         int64_t began = in_c && method->message != SENDRECV ? 0 : now_ns();
         PyObject *limit = in_c ? Py_NewRef(timeout) : deadline_of(timeout, began), *held = NULL;
@@ -565,7 +580,7 @@ static PyObject *call_exchange(const Method *method, Gate *path, PyObject *const
         Py_XDECREF(held);
         if (done == NULL) {
             note_failure((PyObject *)path);
-        } else if (done == Py_None) { /* x is sent */
+        } else if (done == Py_None) { /* x has been sent, but nothing has been received */
             PyObject *deadline = deadline_of(limit, began);
             Py_DECREF(done);
             done = deadline == NULL ? NULL
@@ -583,7 +598,7 @@ static PyObject *call_exchange(const Method *method, Gate *path, PyObject *const
     return Py_NewRef(m.out);
 }
 
-/* Makes a call: in C if it is plain, else in Python. */
+/* Makes a call: in C if the call is plain, otherwise in Python. */
 static PyObject *method_vectorcall(PyObject *self, PyObject *const *args, size_t flagged,
                                    PyObject *names)
 {
@@ -592,9 +607,9 @@ static PyObject *method_vectorcall(PyObject *self, PyObject *const *args, size_t
     PyObject *path = NULL, *done;
     if (count > 0 && PyObject_TypeCheck(args[0], handle_type))
         path = ((Handle *)args[0])->path;
-    if (path == NULL || !PyObject_TypeCheck(path, gate_type)) /* Python says what is wrong */
+    if (path == NULL || !PyObject_TypeCheck(path, gate_type)) /* Python raises the error */
         return call_with(method->function, args, count, names);
-    Py_INCREF(path); /* what the call waits for may drop the communicator */
+    Py_INCREF(path); /* while the call waits, other code may drop the communicator */
     done = (method->operation ? call_door : call_exchange)(method, (Gate *)path, args + 1,
                                                            count - 1, names);
     if (done == Py_NotImplemented) {
@@ -605,7 +620,7 @@ static PyObject *method_vectorcall(PyObject *self, PyObject *const *args, size_t
     return done;
 }
 
-/* As a function does: found on an object, a method is bound to it. */
+/* Binds the method to the object on which it is looked up, as a function does. */
 static PyObject *method_get(PyObject *self, PyObject *object, PyObject *type)
 {
     (void)type;
@@ -614,7 +629,7 @@ static PyObject *method_get(PyObject *self, PyObject *object, PyObject *type)
     return PyObject_CallFunctionObjArgs(bound_method_type, self, object, NULL);
 }
 
-/* Frees an object of a type of ours that the garbage collector knows. */
+/* Frees an object of a type in this file that the garbage collector tracks. */
 static void dealloc(PyObject *object, inquiry clear)
 {
     PyTypeObject *type = Py_TYPE(object);
@@ -631,12 +646,12 @@ static PyObject *method_new(PyTypeObject *type, PyObject *args, PyObject *keywor
         || !PyArg_ParseTuple(args, "OO:Method", &function, &kind))
         return NULL;
     if (!PyCallable_Check(function))
-        return PyErr_Format(PyExc_TypeError, "Method: the first argument is a function");
+        return PyErr_Format(PyExc_TypeError, "Method: the first argument must be callable");
     name = PyObject_GetAttrString(function, "__name__");
     if (name == NULL || !PyUnicode_Check(name)) {
         Py_XDECREF(name);
         return PyErr_Occurred() ? NULL
-                                : PyErr_Format(PyExc_TypeError, "Method: the name is no text");
+                                : PyErr_Format(PyExc_TypeError, "Method: __name__ must be a str");
     }
     const struct operation *operation = NULL;
     int message = 0;
@@ -648,7 +663,7 @@ static PyObject *method_new(PyTypeObject *type, PyObject *args, PyObject *keywor
         message++;
     Method *method = NULL;
     if (operation == NULL && message == MESSAGES)
-        PyErr_Format(PyExc_ValueError, "Method: C makes no calls of the name %U", name);
+        PyErr_Format(PyExc_ValueError, "Method: C has no operation with the name %U", name);
     else
         method = (Method *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
     Py_DECREF(name);
@@ -672,7 +687,8 @@ static int method_traverse(PyObject *object, visitproc visit, void *arg)
     return 0;
 }
 
-/* The function stays until the end: a finalizer may still make calls. The dict has it, too. */
+/* Breaks reference cycles, but keeps the function until the end: a finalizer may still make calls
+   through this method. The dict, which refers to the function as well, is cleared. */
 static int method_clear(PyObject *object)
 {
     Method *method = (Method *)object;
@@ -712,7 +728,7 @@ static PyType_Spec method_spec = {
     Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL
         | Py_TPFLAGS_METHOD_DESCRIPTOR, method_slots};
 
-/* -- what Python derives from ---------------------------------------------------------------- */
+/* -- base classes for Python ----------------------------------------------------------------- */
 
 static int gate_traverse(PyObject *object, visitproc visit, void *arg)
 {
@@ -794,9 +810,9 @@ static PyObject *door_new(PyTypeObject *type, PyObject *args, PyObject *keywords
         || !PyArg_ParseTuple(args, "OO!ii:Door", &ring, &PyList_Type, &queue, &rank, &size))
         return NULL;
     if (!is_ring(ring))
-        return PyErr_Format(PyExc_TypeError, "Door: the first argument is a Ring");
+        return PyErr_Format(PyExc_TypeError, "Door: the first argument must be a Ring");
     if (rank < 0 || rank >= size)
-        return PyErr_Format(PyExc_ValueError, "Door: rank %d of %d", rank, size);
+        return PyErr_Format(PyExc_ValueError, "Door: rank %d is not one of %d ranks", rank, size);
     Door *door = (Door *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
     if (door == NULL)
         return NULL;
@@ -848,7 +864,7 @@ static PyType_Slot door_slots[] = {
 static PyType_Spec door_spec = {"collective.native._core.Door", sizeof(Door), 0,
                                 Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, door_slots};
 
-/* Makes a type and adds it to the module; returns NULL with an exception. */
+/* Creates a type and adds it to the module; returns NULL with an exception. */
 static PyTypeObject *add_type(PyObject *module, PyType_Spec *spec)
 {
     PyTypeObject *type = (PyTypeObject *)PyType_FromSpec(spec);

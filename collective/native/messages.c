@@ -219,7 +219,7 @@ static struct kept *new_kept(struct exchange *x, int64_t tag, size_t nbytes)
 
 /* Looks for the next message from a rank with a tag, and keeps the messages that come before it.
    Sets misfit if such a message was kept and its head does not fit. Otherwise sets matched if there
-   is such a message. Then either the message is in found, or its bytes are next in the ring, and the
+   is such a message. Then either the message is in found, or its bytes are next in the ring and the
    exchange owns the ring until it has read them.
 
    The ring is not taken if it holds nothing new and no message is kept. This check runs without

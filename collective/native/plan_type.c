@@ -1,4 +1,5 @@
-/* The types Shared, what the ranks of one host share, and Plan, a call prepared; see shared.c. */
+/* The types Shared (the shared memory of the ranks of one host) and Plan (a prepared call); see
+   shared.c. */
 
 #include "python.h"
 #include "shared.h"
@@ -10,15 +11,15 @@
 typedef struct {
     PyObject_HEAD
     struct shared shared;
-    Py_buffer memory; /* keeps the control segment */
-    PyObject *callbacks; /* what Python does: wait(), differ(), fail(), refuse(), note() */
-    /* Of the call that runs: */
+    Py_buffer memory; /* the control segment, which this buffer keeps mapped */
+    PyObject *callbacks; /* an object of Python: wait(), differ(), fail(), refuse(), note() */
+    /* The running call: */
     PyObject *request;
-    PyObject *limit; /* as of deadline_of */
-    PyObject *ring; /* where it is still to be recorded, or NULL */
-    PyThreadState *unlocked; /* if it is a long one, without the interpreter lock */
-    const struct view *views[2]; /* its arrays, or NULL */
-    PyObject *held[2];           /* what holds their memory once the lock was let go of */
+    PyObject *limit; /* for deadline_of */
+    PyObject *ring; /* the Ring in which the call must still be recorded, or NULL */
+    PyThreadState *unlocked; /* not NULL while a long call runs without the interpreter lock */
+    const struct view *views[2]; /* the arrays, or NULL */
+    PyObject *held[2];           /* the holders of the arrays' memory, from hold_memory */
     int busy;
 } Shared;
 
@@ -27,15 +28,15 @@ typedef struct {
     struct plan plan;
     Shared *over;
     PyObject *request;
-    PyObject *otherwise; /* otherwise(plan, src, dst, deadline) for arrays that do not do */
-    uint64_t noted;      /* what peers that wonder find in this rank's notes */
+    PyObject *otherwise; /* otherwise(plan, src, dst, deadline) for arrays that C cannot take */
+    uint64_t noted;      /* the number of this call's description in this rank's notes, or 0 */
 } Plan;
 
 static PyTypeObject *plan_type;
 
-/* For how long the processor is yielded before Python is asked to wait. */
+/* Time for which a wait yields the processor before it calls Python. */
 #define YIELD_NS 50000
-/* From here on a call takes longer than letting go of the interpreter lock. */
+/* A call on at least this many bytes takes longer than releasing the interpreter lock. */
 #define LONG_CALL_BYTES (64 << 10)
 
 static int ask_python(Shared *self, int rank, const uint64_t *word, uint64_t value, uint64_t most)
@@ -52,7 +53,7 @@ static int ask_python(Shared *self, int rank, const uint64_t *word, uint64_t val
     return done == NULL ? -1 : 0;
 }
 
-/* Keeps the arrays' memory where it is, before other threads of Python's may run. */
+/* Keeps the arrays' memory at its address. Called before other threads of Python can run. */
 static void hold(Shared *self)
 {
     for (int i = 0; i < 2; i++)
@@ -68,8 +69,8 @@ static void let_go(Shared *self)
     }
 }
 
-/* Waits for a word, without the interpreter lock. If that takes long, Python does: it knows of
-   deadlines, signals and peers that have died. */
+/* Waits for a word, without the interpreter lock. After YIELD_NS Python waits instead: its wait
+   handles deadlines, signals and dead peers. */
 static int wait_for(void *context, int rank, const uint64_t *word, uint64_t value, uint64_t most)
 {
     Shared *self = context;
@@ -92,7 +93,9 @@ static int wait_for(void *context, int rank, const uint64_t *word, uint64_t valu
     return failed;
 }
 
-/* Records the call; while the others arrive if it is a short one, and has the interpreter lock. */
+/* Records the call, if there is a ring and the call has not been recorded yet. A short call keeps
+   the interpreter lock, so it is recorded while the other ranks arrive and this rank has nothing
+   else to do. */
 static void record(void *context)
 {
     Shared *self = context;
@@ -114,13 +117,15 @@ static int read_shared(Shared *self, PyObject *args)
         || PyObject_GetBuffer(memory, &self->memory, PyBUF_WRITABLE) < 0)
         return -1;
     self->callbacks = Py_NewRef(callbacks);
-    /* Areas hold two blocks of a piece for each other rank, of any type. */
+    /* An area must hold two blocks, each with a piece for every peer, of the longest element type:
+       hence 32 bytes per rank. */
     Py_ssize_t most = self->memory.len, size = s->size;
     if (size < 2 || size > most || s->rank < 0 || s->rank >= size || area_bytes < 32 * size
         || area_bytes % 64 || area_bytes > most || least_long < 1 || least_long > area_bytes / 4
         || lines < 8 || lines % 8 || areas < 8 || areas % 8
         || (most - lines) / (8 * LINE_WORDS) < size || (most - areas) / area_bytes < 2 * size) {
-        PyErr_SetString(PyExc_ValueError, "Shared: no such ranks, or they are not in the segment");
+        PyErr_SetString(PyExc_ValueError, "Shared: a number is out of its range, or the lines or "
+                                          "areas of all ranks are not in the segment");
         return -1;
     }
     s->area_bytes = (size_t)area_bytes;
@@ -177,7 +182,7 @@ static void shared_dealloc(PyObject *object)
     release(object);
 }
 
-/* Reads as many integers as there are ranks. */
+/* Reads one integer for each rank. */
 static int read_words(PyObject *sequence, int size, uint64_t *words)
 {
     for (int rank = 0; rank < size; rank++) {
@@ -190,9 +195,12 @@ static int read_words(PyObject *sequence, int size, uint64_t *words)
     return 0;
 }
 
-/* Takes a symmetric segment for mapped: know(number, nbytes, addresses); or for unmapped:
-   know(number). Returns whether it is known: of too many, the last are staged as ordinary memory is.
-   A running call may be without the interpreter lock, and has its segments until it ends. */
+/* Registers a mapped symmetric segment, by know(number, nbytes, addresses), or removes it, by
+   know(number). Returns whether there was a free entry, or an entry to remove. Calls on a segment
+   without an entry are staged, as calls on ordinary memory are.
+
+   A running call may have released the interpreter lock, so the segments that it uses cannot be
+   removed before it ends. */
 static PyObject *shared_know(PyObject *object, PyObject *args)
 {
     Shared *self = (Shared *)object;
@@ -241,8 +249,8 @@ static int read_starts(struct plan *p, int size, PyObject *elements)
     for (int rank = 0; rank < size; rank++) {
         p->longest = starts[rank + 1] > p->longest ? starts[rank + 1] : p->longest;
         if (__builtin_add_overflow(starts[rank + 1], starts[rank], &starts[rank + 1])
-            || starts[rank + 1] > (uint64_t)PTRDIFF_MAX / 16) { /* of the longest elements */
-            PyErr_SetString(PyExc_ValueError, "plan: more elements than memory can have");
+            || starts[rank + 1] > (uint64_t)PTRDIFF_MAX / 16) { /* 16: bytes of the longest type */
+            PyErr_SetString(PyExc_ValueError, "plan: more elements than fit into memory");
             return -1;
         }
     }
@@ -255,7 +263,8 @@ static int read_fold(struct plan *p, const char *op, int dtype, int mean)
     int folds = p->operation == ALL_REDUCE || p->operation == REDUCE
                 || p->operation == REDUCE_SCATTER || p->operation == SCAN;
     if (folds != (op != NULL)) {
-        PyErr_SetString(PyExc_ValueError, "plan: an operator for what folds, and for nothing else");
+        PyErr_SetString(PyExc_ValueError, "plan: a call that folds needs an operator, and no other "
+                                          "call takes one");
         return -1;
     }
     if (op == NULL)
@@ -266,7 +275,7 @@ static int read_fold(struct plan *p, const char *op, int dtype, int mean)
         p->divide = mean ? find_divide(fold_levels() - 1, dtype) : NULL;
     }
     if (p->fold == NULL || (mean && p->divide == NULL)) {
-        PyErr_SetString(PyExc_ValueError, "plan: there is no such fold in C");
+        PyErr_SetString(PyExc_ValueError, "plan: C has no fold for this operator and dtype");
         return -1;
     }
     return 0;
@@ -296,7 +305,7 @@ static PyObject *shared_plan(PyObject *over, PyObject *args)
     p->digest = digest;
     if ((unsigned)p->operation >= OPERATIONS || p->root < 0 || p->root >= size
         || (splits(p) || joins(p)) != (elements != Py_None)) {
-        PyErr_SetString(PyExc_ValueError, "plan: no such operation, root or elements");
+        PyErr_SetString(PyExc_ValueError, "plan: the operation, root or elements are not valid");
         goto failed;
     }
     if (read_starts(p, size, elements) == 0 && read_fold(p, op, dtype, mean) == 0)
@@ -316,19 +325,21 @@ static void plan_dealloc(PyObject *object)
     release(object);
 }
 
-/* Whether the arrays do: they are apart, or a rank's own piece is where the other array has it.
-   Returns -1 with an exception if they are not as long as the call's. */
+/* Whether C can make the call on these arrays: they do not overlap, or this rank's own piece is at
+   the same address in both. Returns -1 with an exception if the arrays have other lengths or types
+   than the call. */
 static int fits(const struct shared *s, const struct plan *p, const struct view *src,
                 const struct view *dst)
 {
     size_t nbytes = input_bytes(s, p), room = output_bytes(s, p);
     if ((p->fold != NULL && p->item != p->folded) || nbytes != (src ? src->nbytes : 0)
         || room != (dst ? dst->nbytes : 0)) {
-        PyErr_SetString(PyExc_ValueError, "plan: arrays of other lengths or types than the call's");
+        PyErr_SetString(PyExc_ValueError, "plan: the arrays have other lengths or types than the "
+                                          "plan's");
         return -1;
     }
-    /* The root of a broadcast in place writes nothing, and an array without elements takes nothing:
-       both may be read-only. */
+    /* An output may be read-only if nothing is written to it: at the root of a broadcast in place,
+       and if the output has no elements. */
     int in_place = nbytes && room && p->operation == BROADCAST && src->address == dst->address;
     if (room && !dst->writable && !in_place)
         return 0;
@@ -341,7 +352,7 @@ static int fits(const struct shared *s, const struct plan *p, const struct view 
            || dst->address + room <= src->address;
 }
 
-/* Raises what there is to raise when a call has ended so. */
+/* Raises the exception for a failed call; the wait callback has already raised its own. */
 static int give_up(Shared *self, int failed)
 {
     PyObject *done = NULL, *deadline = NULL;
@@ -353,13 +364,14 @@ static int give_up(Shared *self, int failed)
         done = PyObject_CallMethod(self->callbacks, "refuse", "Ois", self->request,
                                    self->shared.damaging, self->shared.damage);
     if (done != NULL)
-        PyErr_SetString(PyExc_SystemError, "a call in C that has failed was taken for right");
+        PyErr_SetString(PyExc_SystemError, "a call in C has failed, but its callback in Python did "
+                                           "not raise");
     Py_XDECREF(deadline);
     Py_XDECREF(done);
     return -1;
 }
 
-/* Has a peer that wonders find what this rank does, if that is no longer in its notes. */
+/* Writes a description of the call into this rank's notes, where peers can read it. */
 static int note(Plan *self)
 {
     PyObject *number = PyObject_CallMethod(self->over->callbacks, "note", "O", self->request);
@@ -377,7 +389,7 @@ int run_plan(PyObject *object, const struct view *src, const struct view *dst, P
     struct plan *p = &self->plan;
     const struct view *one = src != NULL ? src : dst;
     if (over->busy) {
-        PyErr_SetString(PyExc_RuntimeError, "plan: one call at a time");
+        PyErr_SetString(PyExc_RuntimeError, "plan: a call is running; make one call at a time");
         return -1;
     }
     p->item = one != NULL ? item_bytes[one->dtype] : 1;
@@ -387,13 +399,13 @@ int run_plan(PyObject *object, const struct view *src, const struct view *dst, P
     if (fit <= 0)
         return fit < 0 ? -1 : 1;
     uint64_t *line = s->stages[s->rank].line;
-    /* Notes are a ring, too. */
     int is_long = p->count * p->item >= LONG_CALL_BYTES;
+    /* The notes are a ring of NOTES_KEPT descriptions: newer ones may have replaced this call's. */
     int unnoted = self->noted == 0 || line[NOTES] - self->noted >= NOTES_KEPT;
     if (unnoted && note(self) < 0)
         return -1;
-    /* Other threads may have run since the arrays were viewed: in Python's code that notes the call,
-       or where PyTorch has made the result. */
+    /* Another thread may have run since the arrays were viewed: during note(), which is Python
+       code, or while PyTorch made the result. It may have changed an array or begun a call. */
     if ((unnoted || is_long)
         && (over->busy || (src != NULL && !is_there(src)) || (dst != NULL && !is_there(dst))))
         return 1;
@@ -415,13 +427,14 @@ int run_plan(PyObject *object, const struct view *src, const struct view *dst, P
     if (over->unlocked != NULL)
         PyEval_RestoreThread(over->unlocked);
     over->unlocked = NULL;
-    record(over); /* one that has failed before it arrived */
+    record(over); /* a call that has failed before it arrived is not recorded yet */
     over->busy = 0;
     let_go(over);
     return failed ? give_up(over, failed) : 0;
 }
 
-/* Views the array of a Buffer, or of none. Returns -1 with an exception. */
+/* Views the array of a Buffer, or sets *found to NULL for None. Returns 1, 0 if C cannot view the
+   array, or -1 with an exception. */
 static int view_buffer(PyObject *buffer, struct view *view, const struct view **found)
 {
     *found = NULL;
@@ -432,7 +445,7 @@ static int view_buffer(PyObject *buffer, struct view *view, const struct view **
         return -1;
     *found = view;
     int plain = view_array(array, view);
-    Py_DECREF(array); /* the buffer has it */
+    Py_DECREF(array); /* the Buffer keeps a reference */
     return plain;
 }
 
@@ -459,7 +472,7 @@ static PyObject *plan_call(PyObject *self, PyObject *args, PyObject *keywords)
 
 static PyType_Slot plan_slots[] = {
     {Py_tp_dealloc, plan_dealloc}, {Py_tp_call, plan_call},
-    {Py_tp_doc, "One call, of Shared.plan: plan(src, dst, deadline)."}, {0, NULL}};
+    {Py_tp_doc, "A prepared call, from Shared.plan(): plan(src, dst, deadline)."}, {0, NULL}};
 
 static PyType_Spec plan_spec = {
     "collective.native._core.Plan", sizeof(Plan), 0,
@@ -468,7 +481,8 @@ static PyType_Spec plan_spec = {
 static PyMethodDef shared_methods[] = {
     {"know", shared_know, METH_VARARGS,
      "know(number, nbytes=0, addresses=None, /)\n--\n\n"
-     "Take a symmetric segment for mapped, or for gone; whether that is known."},
+     "Register a mapped symmetric segment, or remove it if there are no addresses; return whether\n"
+     "that was possible."},
     {"plan", shared_plan, METH_VARARGS,
      "plan(operation, digest, root, elements, op, dtype, mean, request, otherwise, /)\n--\n\n"
      "Prepare a call."},
@@ -477,7 +491,7 @@ static PyMethodDef shared_methods[] = {
 static PyType_Slot shared_slots[] = {
     {Py_tp_new, shared_new},         {Py_tp_dealloc, shared_dealloc},
     {Py_tp_methods, shared_methods},
-    {Py_tp_doc, "What the ranks of one host share, for plans."}, {0, NULL}};
+    {Py_tp_doc, "The shared memory of the ranks of one host, for plans."}, {0, NULL}};
 
 static PyType_Spec shared_spec = {
     "collective.native._core.Shared", sizeof(Shared), 0, Py_TPFLAGS_DEFAULT, shared_slots};

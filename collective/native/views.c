@@ -1,12 +1,12 @@
-/* Where an array's elements are, without asking Python: NumPy's by what its C API shows of an array,
-   or else by the buffer protocol, PyTorch's by the functions that DLPack has for it (dlpack.h 1.2,
-   DLPackExchangeAPI). */
+/* Addresses and shapes of arrays, found without Python code. For NumPy's arrays C reads the struct
+   that NumPy's C API publishes, or else uses the buffer protocol. For PyTorch's tensors C uses the
+   functions that DLPack defines for this (dlpack.h 1.2, DLPackExchangeAPI). */
 
 #include "python.h"
 
 #include <string.h>
 
-/* The beginnings of DLPack's structures, as they travel. */
+/* The first fields of DLPack's structures, in DLPack's own order. */
 struct dl_tensor {
     void *data;
     int32_t device, device_id, ndim;
@@ -25,9 +25,10 @@ struct dl_exchange {
 
 enum { DL_CPU = 1 };
 
-/* The beginning of NumPy's arrays, as its C API promises it (PyArrayObject_fields of
-   numpy/ndarraytypes.h, the same in all versions since 1.7). The buffer protocol says the same; but
-   NumPy makes a text of the type each time, which for a small call takes longer than the call. */
+/* The first fields of a NumPy array, as NumPy's C API promises them (PyArrayObject_fields of
+   numpy/ndarraytypes.h, the same in all versions since 1.7). The buffer protocol gives the same
+   information. But there NumPy formats the dtype as a string each time, which takes longer than a
+   small call. */
 struct numpy_array {
     PyObject_HEAD
     char *data;
@@ -37,15 +38,17 @@ struct numpy_array {
     int flags;
 };
 
-enum { PLAIN = 0x0001 | 0x0100, WRITEABLE = 0x0400, WARNS = 1u << 31 }; /* of NPY_ARRAY_ */
+/* NumPy's flags NPY_ARRAY_C_CONTIGUOUS | NPY_ARRAY_ALIGNED, NPY_ARRAY_WRITEABLE and
+   NPY_ARRAY_WARN_ON_WRITE. */
+enum { PLAIN = 0x0001 | 0x0100, WRITEABLE = 0x0400, WARNS = 1u << 31 };
 
 static PyTypeObject *ndarray;
-static PyTypeObject *tensor_types[2]; /* exactly these: what else is a Tensor has its own ways */
+static PyTypeObject *tensor_types[2]; /* exactly these: a subclass may behave differently */
 static const struct dl_exchange *torch;
 static PyObject *is_neg, *is_conj, *new_empty, *empty, *name_dtype, *name_base, *untyped_storage;
-static PyObject *descrs[DTYPES]; /* NumPy's dtypes, of which there is one each; or all NULL */
+static PyObject *descrs[DTYPES]; /* NumPy's dtypes, each of them a single object; or all NULL */
 
-/* Returns the code of an element type by its kind, as NumPy calls it, and its size; or -1. */
+/* Returns the code of an element type by NumPy's letter for its kind, and its size; or -1. */
 static int dtype_of(int kind, size_t nbytes)
 {
     static const char kinds[DTYPES + 1] = "?iiiiuuuufffccB";
@@ -55,7 +58,7 @@ static int dtype_of(int kind, size_t nbytes)
     return -1;
 }
 
-/* Returns the kind of elements by what the buffer protocol calls them; or 0. */
+/* Returns the kind of elements by the format string of the buffer protocol; or 0. */
 static int kind_of(const char *format)
 {
     static const char letters[] = "?bhilqBHILQefd", kinds[] = "?iiiiiuuuuufff";
@@ -104,14 +107,15 @@ static int view_buffer(PyObject *array, struct view *view)
     view->address = buffer.buf;
     view->writable = !buffer.readonly;
     view->dtype = dtype_of(kind_of(buffer.format), (size_t)buffer.itemsize);
-    /* What holds the memory is the array, not the buffer. */
+    /* The array keeps the memory alive, so the buffer can be released. */
     int plain = view->dtype >= 0
                 && set_shape(view, buffer.ndim, buffer.shape, (size_t)buffer.len);
     PyBuffer_Release(&buffer);
     return plain;
 }
 
-/* Whether a tensor's values are what is in its memory: it can be negated or conjugated lazily. */
+/* Whether a tensor is lazily negated or conjugated (method names the check). The memory of such a
+   tensor does not hold its values. */
 static int is_lazy(PyObject *tensor, PyObject *method)
 {
     PyObject *answer = PyObject_CallMethodObjArgs(tensor, method, NULL);
@@ -124,7 +128,7 @@ static int view_tensor(PyObject *array, struct view *view)
     struct dl_tensor tensor;
     if (torch->tensor_from_object(array, &tensor) < 0 || tensor.device != DL_CPU)
         return 0;
-    /* By DLPack's numbers of kinds. */
+    /* The string has NumPy's letter for each of DLPack's type codes. */
     int kind = tensor.code < 7 && tensor.lanes == 1 ? "iuf\0Bc?"[tensor.code] : 0;
     view->dtype = tensor.bits % 8 ? -1 : dtype_of(kind, tensor.bits / 8);
     int64_t stride = 1;
@@ -171,7 +175,7 @@ int is_there(const struct view *view)
            && now.nbytes == view->nbytes;
 }
 
-/* Returns a weak reference to the array whose memory it is, of which this one may be a view. */
+/* Returns a weak reference to the array that owns the memory; the argument may be a view of it. */
 static PyObject *hold_numpy(PyObject *array)
 {
     PyObject *owner = Py_NewRef(array), *base = PyObject_GetAttr(owner, name_base);
@@ -202,7 +206,8 @@ void hold_all(PyObject *arrays, PyObject **held)
 {
     PyObject *key, *value, *found;
     Py_ssize_t at = 0;
-    if (Py_EnterRecursiveCall("")) { /* a structure that is in itself, which Python refuses */
+    /* This fails for a structure that contains itself. Python refuses such a structure later. */
+    if (Py_EnterRecursiveCall("")) {
         PyErr_Clear();
         return;
     }
@@ -282,13 +287,16 @@ static PyObject *see_array(PyObject *module, PyObject *array)
 
 static PyMethodDef functions[] = {
     {"see_tensors", see_tensors, METH_VARARGS,
-     "see_tensors(exchange_api, Tensor, Parameter, /)\n--\n\nSee tensors of these classes, too."},
+     "see_tensors(exchange_api, Tensor, Parameter, /)\n--\n\n"
+     "Let C view tensors of exactly these classes, too."},
     {"view", see_array, METH_O,
-     "view(array, /)\n--\n\nReturn address, bytes, dtype, shape and whether it is writable."},
+     "view(array, /)\n--\n\n"
+     "Return address, bytes, dtype and shape of an array, and whether it is writable; or None."},
     {NULL, NULL, 0, NULL}};
 
-/* Finds NumPy's dtypes, after it has tried on an array whether the fields are where they should be:
-   else arrays are seen by the buffer protocol. */
+/* Finds NumPy's dtypes, and checks with a test array that the fields of struct numpy_array agree
+   with the buffer protocol. If they disagree, forgets the dtypes, so that all arrays are viewed by
+   the buffer protocol. */
 static void find_descrs(PyObject *numpy)
 {
     static const char *const names[BFLOAT16] = {
