@@ -1,4 +1,4 @@
-/* Copies that leave the caches to others. */
+/* Copies that do not fill the caches with their results. */
 #ifndef COLLECTIVE_COPYING_H
 #define COLLECTIVE_COPYING_H
 
@@ -9,22 +9,23 @@
 #include <emmintrin.h>
 #endif
 
-/* What the last cache holds of all arrays of a call, on all ranks of the host; see module.c. */
+/* Bytes of a call's arrays, of all ranks of the host together, that the last cache holds; see
+   module.c. */
 extern size_t cached_bytes;
 
-/* Whether a call that reads and writes so many bytes leaves nothing of its results in the caches.
-   Lines that it has just read, as it has where it works in place, are written where they are until
-   there are far more of them (docs/decisions.md has the figures). */
+/* Whether a call that reads and writes nbytes writes its results around the caches. A call in place
+   has just read the cache lines that it writes, so it writes to the caches up to a larger nbytes
+   (docs/decisions.md has the figures). */
 static inline int beyond_caches(size_t nbytes, int in_place)
 {
     size_t few = (size_t)32 << 20;
     return nbytes >= (in_place ? 3 * (cached_bytes < few ? cached_bytes : few) : cached_bytes);
 }
 
-/* Copies a part of a result. A store fetches the line that it writes to from memory first; to a
-   result that the caches do not hold it is made around them, where a processor can, which saves a
-   third of what goes over the bus. C's own memcpy does so by the length of the one copy, and here
-   that is a chunk. */
+/* Copies a part of a result. An ordinary store first fetches the cache line that it writes from
+   memory. If the caches do not hold the result (around is true), the copy uses stores around the
+   caches, on processors that have them. This saves a third of the bus traffic. C's own memcpy
+   decides this by the length of a single copy, which here is only that of a chunk. */
 static inline void copy_to_result(char *to, const char *from, size_t nbytes, int around)
 {
 #if defined(__x86_64__)
@@ -38,7 +39,9 @@ static inline void copy_to_result(char *to, const char *from, size_t nbytes, int
                 _mm_stream_si128((__m128i *)(void *)(to + at) + i, parts[i]);
         }
         memcpy(to + at, from + at, nbytes - at);
-        _mm_sfence(); /* before anything that says that it is there */
+        /* Stores around the caches are not ordered. The fence puts them before the later store that
+           announces the data. */
+        _mm_sfence();
         return;
     }
 #endif

@@ -1,16 +1,16 @@
-/* What the files of the native core share. Python's side of it is in module.c. */
+/* Declarations for all files of the native core. module.c has the Python side of it. */
 #ifndef COLLECTIVE_CORE_H
 #define COLLECTIVE_CORE_H
 
 #include <stddef.h>
 #include <stdint.h>
 
-/* Grows whenever the two sides of __init__.py, or two ranks that have built the core at different
-   times, would no longer understand each other. */
+/* Version of the interface between C and __init__.py, and of the protocol between ranks whose cores
+   were built at different times. It grows with each change that makes two versions incompatible. */
 #define PROTOCOL 14
 
-/* The codes of element types are those of collective/memory/dtypes.py, where a position is a
-   promise: it travels. The 8-bit floats behind these are folded by nobody on the host. */
+/* The codes of element types, as in collective/memory/dtypes.py. Codes travel between ranks, so
+   they never change. The 8-bit floats come behind these; no rank folds them on the host. */
 enum dtype {
     BOOL, INT8, INT16, INT32, INT64, UINT8, UINT16, UINT32, UINT64,
     FLOAT16, FLOAT32, FLOAT64, COMPLEX64, COMPLEX128, BFLOAT16,
@@ -19,30 +19,30 @@ enum dtype {
 
 enum op { SUM, PROD, MIN, MAX, BAND, BOR, BXOR, LAND, LOR, OPS };
 
-/* Sets out[i] = left[i] op right[i] for count elements. All three are aligned as the element is;
-   out may be left or right, and overlaps them in no other way. */
+/* Sets out[i] = left[i] op right[i] for count elements. All three arrays are aligned to the
+   element. Out may be the same array as left or right, but must not overlap them in another way. */
 typedef void fold_function(const void *left, const void *right, void *out, size_t count);
 
 typedef fold_function *fold_table[OPS][DTYPES];
 
-/* Divides count elements in place, as the mean of so many ranks wants it. */
+/* Divides count elements in place by the number of ranks, for a mean. */
 typedef void divide_function(void *values, size_t count, int divisor);
 
-/* The loops are compiled for several levels of a processor's instructions: 0 the compiler's own, 1
-   AVX2, 2 AVX-512. This many can run here. */
+/* Returns the number of instruction levels that this processor supports. The loops are compiled for
+   level 0 (the compiler's default instructions), 1 (AVX2) and 2 (AVX-512). */
 int fold_levels(void);
 
-/* Returns NULL if the operator has no meaning for the type, or NumPy's arithmetic is not ours to
-   repeat: the product of complex numbers. */
+/* Returns NULL if the operator has no meaning for the type, or if C does not repeat NumPy's
+   arithmetic: for the product of complex numbers. */
 fold_function *find_fold(int level, enum op op, enum dtype dtype);
 
-/* NULL where a mean is no quotient of the sum in the type's own arithmetic. */
+/* Returns NULL if the mean is not the quotient of the sum in the type's own arithmetic. */
 divide_function *find_divide(int level, enum dtype dtype);
 
 extern const size_t item_bytes[DTYPES];
 
-/* Between two looks at a word of another rank's: leaves the core to whom it shares it with, and the
-   line to whom it belongs. */
+/* Pauses for an instant between two polls of another rank's word. The hardware thread on the same
+   core can run meanwhile, and the cache line can stay with the rank that writes it. */
 static inline void relax(void)
 {
 #if defined(__x86_64__) || defined(__i386__)

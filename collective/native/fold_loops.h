@@ -1,10 +1,12 @@
-/* The loops of all folds, for one level of instructions; included by folds.c, which says which:
-   LEVEL(name) is a function's name at this level, TARGET its instructions. There is no guard, as it
-   is included repeatedly; a macro may be defined again as what it is.
+/* The loops of all folds, for one level of instructions. folds.c includes this file once for each
+   level, and defines two macros before: LEVEL(name) is the name of a function at this level, and
+   TARGET the attribute for its instructions. The file has no include guard, since it is included
+   repeatedly. C allows a macro to be defined again with the same text.
 
-   Floats as integers: IEEE 754 orders numbers of one sign as their bits are ordered. What has a
-   sign is a number's magnitude with the highest bit, so that flipping the other bits of negative
-   numbers gives integers in the same order, with -0 just below +0. */
+   min and max compare floats as integers. IEEE 754 orders positive numbers as their bits are
+   ordered. A negative number has the bits of its magnitude and the sign as the highest bit.
+   Flipping all bits but the sign of negative numbers gives integers in the order of the numbers,
+   with -0 just below +0. */
 
 #define FOLD(NAME)                                                                          \
     TARGET static void LEVEL(NAME)(const void *left, const void *right, void *out, size_t count)
@@ -21,8 +23,9 @@
         }                                                                                   \
     }
 
-/* Integers wrap, as unsigned ones do in C; those of 8 and 16 bits would be computed in int, whose
-   overflow is undefined. A signed sum has the same bits. */
+/* Integers wrap, so C computes them as unsigned. Integers of 8 and 16 bits are widened to uint32_t:
+   otherwise C would compute them in int, whose overflow is undefined. A signed sum has the same
+   bits as the unsigned one. */
 #define INTEGERS(BITS, WIDE)                                                                \
     LOOP(sum##BITS, uint##BITS##_t, (WIDE)x + (WIDE)y)                                      \
     LOOP(prod##BITS, uint##BITS##_t, (WIDE)x *(WIDE)y)                                      \
@@ -41,13 +44,14 @@ INTEGERS(16, uint32_t)
 INTEGERS(32, uint32_t)
 INTEGERS(64, uint64_t)
 
-/* A boolean is a byte of any value that is not 0, as NumPy has it. */
+/* A boolean is a byte. Any value but 0 is true, as in NumPy. */
 LOOP(and_bool, uint8_t, (x != 0) & (y != 0))
 LOOP(or_bool, uint8_t, (x | y) != 0)
 LOOP(xor_bool, uint8_t, (x != 0) ^ (y != 0))
 
-/* Of two NaNs the left one stays, quiet. Which one an addition returns is otherwise decided by the
-   compiler, for whom addition commutes. A NaN added to itself, or multiplied, is itself. */
+/* If both operands are NaN, the result is the left one, made quiet. Without this macro the compiler
+   would decide which NaN an addition returns, since it may swap the operands. A NaN added to
+   itself, or multiplied by itself, is itself. */
 #define LEFT_NAN(x, y) ((x) != (x) ? (x) : (y))
 
 LOOP(sum_float32, float, x + LEFT_NAN(x, y))
@@ -55,8 +59,8 @@ LOOP(prod_float32, float, x *LEFT_NAN(x, y))
 LOOP(sum_float64, double, x + LEFT_NAN(x, y))
 LOOP(prod_float64, double, x *LEFT_NAN(x, y))
 
-/* bfloat16 two at a time, as the halves of a word, which are floats where they stand: apart they
-   would have to be unpacked and packed, at half the speed. */
+/* bfloat16 is folded two at a time, as the two halves of a word. A mask or a shift turns each half
+   into a float. Elements by themselves would have to be unpacked and packed, at half the speed. */
 #define LOOP_BFLOAT16(NAME, OPERATOR)                                                       \
     TARGET static inline uint32_t LEVEL(NAME##_one)(uint32_t left, uint32_t right)          \
     {                                                                                       \
@@ -80,7 +84,8 @@ LOOP(prod_float64, double, x *LEFT_NAN(x, y))
 LOOP_BFLOAT16(sum_bfloat16, +)
 LOOP_BFLOAT16(prod_bfloat16, *)
 
-/* The processor converts float16 eight at a time, where it can, as the functions below do. */
+/* With F16C the processor converts eight float16 at a time, with the same results as widen_float16
+   and narrow_float16. */
 #undef EIGHT_FLOAT16
 #ifdef HAS_F16C
 #define EIGHT_FLOAT16(OPERATOR)                                                             \
@@ -115,8 +120,8 @@ LOOP_BFLOAT16(prod_bfloat16, *)
 LOOP_FLOAT16(sum_float16, +)
 LOOP_FLOAT16(prod_float16, *)
 
-/* IEEE 754-2019's minimum and maximum: -0 is less than +0, and if an operand is NaN the result is
-   the quiet NaN without sign and payload, whichever came first. */
+/* minimum and maximum of IEEE 754-2019: -0 is less than +0. If either operand is NaN, the result is
+   the quiet NaN without sign and payload. */
 #define FLOATS(NAME, BITS, INFINITE, QUIET_NAN, ONE)                                        \
     TARGET static inline int##BITS##_t LEVEL(ordered_##NAME)(int##BITS##_t x)               \
     {                                                                                       \
@@ -134,7 +139,7 @@ LOOP_FLOAT16(prod_float16, *)
     LOOP(max_##NAME, int##BITS##_t,                                                         \
          LEVEL(pick_##NAME)(x, y,                                                           \
              LEVEL(ordered_##NAME)(x) > LEVEL(ordered_##NAME)(y) ? x : y))                  \
-    /* What is not a zero of either sign is true, NaN too; the result is a 1 of the type. */ \
+    /* Every value but +0 and -0 is true, also NaN; a true result is the number 1. */       \
     LOOP(land_##NAME, int##BITS##_t,                                                        \
          (x & INT##BITS##_MAX) != 0 && (y & INT##BITS##_MAX) != 0 ? ONE : 0)                \
     LOOP(lor_##NAME, int##BITS##_t, ((x | y) & INT##BITS##_MAX) != 0 ? ONE : 0)
@@ -144,7 +149,7 @@ FLOATS(bfloat16, 16, 0x7F80, 0x7FC0, 0x3F80)
 FLOATS(float32, 32, 0x7F800000, 0x7FC00000, 0x3F800000)
 FLOATS(float64, 64, 0x7FF0000000000000, 0x7FF8000000000000, 0x3FF0000000000000)
 
-/* The divisor is rounded to the type first, as NumPy does; to float32 for bfloat16. */
+/* The divisor is first rounded to the type, as in NumPy; for bfloat16 it is rounded to float32. */
 #define LOOP_DIVIDE(NAME, TYPE, REAL, QUOTIENT)                                             \
     TARGET static void LEVEL(NAME)(void *values, size_t count, int divisor)                 \
     {                                                                                       \
@@ -161,7 +166,7 @@ LOOP_DIVIDE(divide_float64, double, double, x / by)
 LOOP_DIVIDE(divide_bfloat16, uint16_t, float,
             rounded_to_bfloat16(float_of((uint32_t)x << 16) / by) >> 16)
 
-/* Complex numbers are added, and divided by a real one, as twice as many reals. */
+/* Complex numbers are added, and divided by a real number, as twice as many real numbers. */
 #define COMPLEX(NAME, REAL)                                                                 \
     FOLD(sum_##NAME)                                                                        \
     {                                                                                       \

@@ -1,8 +1,8 @@
-/* The folds: out = left op right, with the bits that collective/algorithms/arithmetic.py gives.
+/* The folds: out = left op right, with the same bits as collective/algorithms/arithmetic.py.
 
-   The loops are in fold_loops.h in plain C and are compiled once for each level of instructions
-   below; the compiler makes vectors of them. Which level runs is found out once, from the
-   processor. That needs no ifunc, which not every C library has. */
+   The loops are in fold_loops.h, in plain C. They are compiled once for each level of instructions
+   below, and the compiler vectorises them. The highest level that the processor supports is
+   determined once, at run time. This needs no ifunc, which not every C library has. */
 
 #include "core.h"
 
@@ -16,7 +16,8 @@
 
 const size_t item_bytes[DTYPES] = {1, 1, 2, 4, 8, 1, 2, 4, 8, 2, 4, 8, 8, 16, 2};
 
-/* Says that no element depends on another one. So it is: out is an input or apart from both. */
+/* Tells the compiler that no iteration depends on another. That is true, since out is the same
+   array as an input, or does not overlap the inputs. */
 #if defined(__clang__)
 #define INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
 #elif defined(__GNUC__)
@@ -39,20 +40,23 @@ static inline uint32_t bits_of(float value)
     return bits;
 }
 
-/* bfloat16 is the upper half of a float32. Returns bits of which the upper half is the nearest one,
-   of two the even one: adding 0x7FFF and the lowest bit that is kept carries exactly when the value
-   must round up. Of a NaN the carry could make an infinity. */
+/* bfloat16 is the upper half of a float32. Returns a word whose upper half is the nearest bfloat16;
+   a tie goes to the even one. Adding 0x7FFF and the lowest bit of the upper half carries into that
+   half exactly when the value must round up. A NaN is only made quiet, since a carry could turn it
+   into an infinity. */
 static inline uint32_t rounded_to_bfloat16(float value)
 {
     uint32_t bits = bits_of(value);
     return value != value ? bits | 0x400000 : bits + 0x7FFF + ((bits >> 16) & 1);
 }
 
-/* Aligned as one of them is, and read by other names too. */
+/* Two bfloat16 in one word. The type is aligned like a single bfloat16, and may alias other
+   types. */
 typedef uint32_t two_bfloat16 __attribute__((aligned(2), may_alias));
 
-/* float16 has 5 bits of exponent and 10 of fraction. Only integers are used where a number may be
-   too small for a normal float, or a process that flushes those to zero would get other results. */
+/* float16 has 5 bits of exponent and 10 bits of fraction. A number that may be too small for a
+   normal float is handled as an integer. Otherwise a process that flushes such floats to zero would
+   get other results. */
 static inline float widen_float16(uint16_t bits)
 {
     uint32_t magnitude = bits & 0x7FFF, sign = (uint32_t)(bits & 0x8000) << 16;
@@ -67,7 +71,8 @@ static inline uint16_t narrow_float16(float value)
 {
     uint32_t bits = bits_of(value), magnitude = bits & 0x7FFFFFFF;
     uint32_t normal = (magnitude - ((127 - 15) << 23) + 0xFFF + ((magnitude >> 13) & 1)) >> 13;
-    /* One half has as its last bit the smallest float16: the addition rounds to that. */
+    /* The last bit of 0.5f is worth the smallest float16, so the addition rounds to a multiple of
+       that. */
     uint32_t small = bits_of(float_of(magnitude) + 0.5f) - bits_of(0.5f);
     uint32_t nan = 0x7E00 | ((magnitude >> 13) & 0x3FF);
     uint32_t rounded = normal > 0x7C00 ? 0x7C00 : normal;
@@ -107,11 +112,11 @@ static const struct level {
 #endif
 };
 
-/* Each level needs all before it. */
+/* Returns the number of supported levels. Each level needs all levels before it. */
 static int supported_levels(void)
 {
 #ifdef HAS_LEVELS
-    /* Not every compiler's __builtin_cpu_supports knows f16c. */
+    /* f16c is looked up by cpuid, since not every compiler's __builtin_cpu_supports knows it. */
     unsigned int a, b, c, d;
     __builtin_cpu_init();
     if (!__builtin_cpu_supports("avx2") || !__get_cpuid(1, &a, &b, &c, &d) || !(c & bit_F16C))
@@ -127,7 +132,7 @@ static int supported_levels(void)
 
 int fold_levels(void)
 {
-    /* Asked for once: in a virtual machine the processor's answer takes microseconds. */
+    /* Computed once: in a virtual machine cpuid takes microseconds. */
     static int levels_here;
     int found = __atomic_load_n(&levels_here, __ATOMIC_RELAXED);
     if (found == 0) {

@@ -1,5 +1,5 @@
-/* Python's side of messages.c: one function, which sends, receives, or does both; and the heads of
-   arrays for transports that have messages of their own. */
+/* The Python functions for messages: one that exchanges messages by messages.c, and others that
+   write and read the heads of arrays, for transports that send messages themselves. */
 
 #include "python.h"
 #include "messages.h"
@@ -10,22 +10,23 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* For how long nothing moves before Python is asked to wait, and it goes on before Python is asked
-   whether it may: there are deadlines and signals. */
+/* Time without progress after which Python waits instead of C. */
 #define IDLE_NS INT64_C(50000)
+/* Time after which Python is called even if there is progress, since it handles deadlines and
+   signals. */
 #define LONGEST_NS INT64_C(50000000)
-/* If to yield the processor takes longer, another has run on it. */
+/* If sched_yield takes longer than this, another thread has run on this processor. */
 #define TURN_NS INT64_C(2000)
-/* A message that takes longer than letting go of the interpreter lock. */
+/* A message of at least this many bytes takes longer than releasing the interpreter lock. */
 #define LONG_BYTES (32 << 10)
 
 #define NAME "collective.native.messages"
 
 typedef struct {
     struct messages messages;
-    Py_buffer segment; /* keeps the shared memory; its first word says that a rank has failed */
+    Py_buffer segment; /* the shared memory; its first word is not 0 when a rank has failed */
     int looks, single_copy;
-    PyObject *python; /* has what is Python's: wait, fetch, refuse */
+    PyObject *python; /* an object of Python with the methods wait, fetch and refuse */
 } State;
 
 typedef struct {
@@ -35,16 +36,17 @@ typedef struct {
     int64_t fitting[HEAD_WORDS];
 } Call;
 
-/* What a method of Python's returned, which is nothing but for its exceptions. */
+/* Drops the result of a Python callback; returns -1 if the callback raised, otherwise 0. */
 static int done(PyObject *result)
 {
     Py_XDECREF(result);
     return result == NULL ? -1 : 0;
 }
 
-/* Goes on without the interpreter lock for as long as something moves. Where others have run on
-   this processor meanwhile, the sender may be one of them: each part of its message would cost a
-   turn. Then, or if it is slow for another reason, what it sends is claimed. */
+/* Exchanges bytes without the interpreter lock, for as long as there is progress. If another thread
+   has run on this processor meanwhile, that may be the sender: then each part of its message would
+   cost a turn of the scheduler. In this case, or if the sender is slow for another reason, the
+   receiver claims the message. */
 static void go_on(Call *call)
 {
     struct exchange *x = &call->exchange;
@@ -61,7 +63,8 @@ static void go_on(Call *call)
         now = now_ns();
         if (steps)
             moved = now;
-        /* The kernel's one copy takes less than two that drive each other out of the caches. */
+        /* A long message is claimed at once: one copy by the kernel takes less time than two copies
+           that drive each other's lines out of the caches. */
         if (x->matched && x->nbytes > x->messages->streamed && exchange_claim(x))
             break;
         if (now - moved > IDLE_NS || now - start > LONGEST_NS
@@ -75,7 +78,8 @@ static void go_on(Call *call)
     PyEval_RestoreThread(unlocked);
 }
 
-/* Goes on, and fetches what the sender is slow to send. Returns -1 with an exception. */
+/* Exchanges bytes by go_on(), and fetches the rest of a message that has been claimed. Returns -1
+   with an exception. */
 static int drive(Call *call)
 {
     struct exchange *x = &call->exchange;
@@ -100,7 +104,8 @@ static int drive(Call *call)
     return x->damage ? -1 : 0;
 }
 
-/* What Python calls while it waits: returns what is pending. A call that is over has nothing. */
+/* The function advance(), which Python calls while it waits. Returns what is pending, which is 0
+   for a call that is over. */
 static PyObject *advance(PyObject *capsule, PyObject *nothing)
 {
     Call *call = PyCapsule_GetPointer(capsule, NULL);
@@ -124,7 +129,7 @@ static int ask_python(Call *call)
                  : done(PyObject_CallMethod(call->state->python, "wait", "OOOOO", function, args[1],
                                             args[3], args[4], deadline));
     if (capsule != NULL)
-        PyCapsule_SetPointer(capsule, &over); /* whoever keeps the function */
+        PyCapsule_SetPointer(capsule, &over); /* Python may keep advance() longer than the call */
     Py_XDECREF(deadline);
     Py_XDECREF(function);
     Py_XDECREF(capsule);
@@ -138,7 +143,7 @@ static int run(Call *call, size_t nbytes)
         exchange_step(x);
     if (!x->pending && !x->damage)
         return 0;
-    /* From here on other threads run, which may give the arrays other memory. */
+    /* From here on other threads may run, and they may give the arrays other memory. */
     PyObject *held[] = {hold_memory(call->args[0]), hold_memory(call->args[2])};
     int failed = drive(call);
     if (failed == 0 && x->pending)
@@ -148,7 +153,7 @@ static int run(Call *call, size_t nbytes)
     return failed;
 }
 
-/* Whether an object is an integer of this range, and nothing like one. */
+/* Whether an object is exactly an int, with a value in this range. */
 static int read_int(PyObject *object, int64_t least, int64_t most, int64_t *value)
 {
     int overflow = 0;
@@ -158,7 +163,8 @@ static int read_int(PyObject *object, int64_t least, int64_t most, int64_t *valu
     return !overflow && *value >= least && *value <= most;
 }
 
-/* The numbers with which the head of an array begins: its kind, dtype, bytes, shape. */
+/* Sets the numbers with which the head of an array begins: kind (0), dtype, bytes, number of
+   dimensions and shape. */
 static const int64_t *head_of(const struct view *view, int64_t *words)
 {
     memset(words, 0, 8 * HEAD_WORDS);
@@ -169,7 +175,7 @@ static const int64_t *head_of(const struct view *view, int64_t *words)
     return words;
 }
 
-/* Reads the arguments of exchange; returns 0 if it is for Python to say what is wrong with them. */
+/* Reads the arguments of exchange and begins it; returns 0 if Python must handle the call. */
 static int begin(Call *call, size_t *nbytes)
 {
     State *state = call->state;
@@ -190,7 +196,8 @@ static int begin(Call *call, size_t *nbytes)
     if (sends)
         exchange_send(x, (int)to, tag, src.address, src.nbytes,
                       heads ? head_of(&src, words) : NULL, state->single_copy);
-    /* What is sent still may be what it would be received over. */
+    /* If x and out overlap, nothing is received before x has been sent: a received message would
+       overwrite elements that are still to be sent. */
     int over = src.address < dst.address + dst.nbytes && dst.address < src.address + src.nbytes;
     if (receives && !over)
         exchange_recv(x, source < 0 ? 0 : (int)source, source < 0 ? m->size - 1 : (int)source, tag,
@@ -201,7 +208,7 @@ static int begin(Call *call, size_t *nbytes)
     return 1;
 }
 
-/* exchange(x, to, out, source, tag, limit, heads); limit as of deadline_of */
+/* exchange(x, to, out, source, tag, limit, heads); limit as for deadline_of */
 static PyObject *exchange(PyObject *capsule, PyObject *const *args, Py_ssize_t count)
 {
     Call call;
@@ -209,7 +216,7 @@ static PyObject *exchange(PyObject *capsule, PyObject *const *args, Py_ssize_t c
     call.state = PyCapsule_GetPointer(capsule, NAME);
     call.args = args;
     if (call.state == NULL || count != 7)
-        return PyErr_Format(PyExc_TypeError, "exchange: seven arguments");
+        return PyErr_Format(PyExc_TypeError, "exchange: takes seven arguments");
     if (begin(&call, &nbytes)) {
         if (run(&call, nbytes) < 0)
             return NULL;
@@ -226,19 +233,19 @@ static PyMethodDef exchange_method = {
     "exchange(x, to, out, source, tag, limit, heads, /)\n--\n\n"
     "Send x, receive into out, or both; see collective.native.messages."};
 
-/* -- heads for transports that send them themselves --------------------------------------- */
+/* -- heads for transports that send messages themselves ----------------------------------- */
 
-/* Looks at the arguments of a function of an array and a head's bytes; returns 0 with an exception
-   if the latter are none. */
+/* Views the bytes of a head; returns 0 with an exception if they are no writable array of at least
+   128 bytes. */
 static int find_head(PyObject *bytes, struct view *head)
 {
     if (view_array(bytes, head) && head->writable && head->nbytes >= 8 * HEAD_WORDS)
         return 1;
-    PyErr_SetString(PyExc_TypeError, "a head is a writable array of 128 bytes or more");
+    PyErr_SetString(PyExc_TypeError, "head: must be a writable array of at least 128 bytes");
     return 0;
 }
 
-/* Whether what is so long travels in its head. */
+/* Whether an array of nbytes travels inside its head. */
 static int is_inline(size_t nbytes, const struct view *head)
 {
     return nbytes <= head->nbytes - 8 * HEAD_WORDS;
@@ -251,7 +258,7 @@ static PyObject *write_head(PyObject *module, PyObject *const *args, Py_ssize_t 
     int64_t words[HEAD_WORDS];
     (void)module;
     if (count != 2)
-        return PyErr_Format(PyExc_TypeError, "write_head: two arguments");
+        return PyErr_Format(PyExc_TypeError, "write_head: takes two arguments");
     if (!find_head(args[1], &head))
         return NULL;
     if (!view_array(args[0], &x))
@@ -269,7 +276,7 @@ static PyObject *read_head(PyObject *module, PyObject *const *args, Py_ssize_t c
     int64_t words[HEAD_WORDS];
     (void)module;
     if (count != 2)
-        return PyErr_Format(PyExc_TypeError, "read_head: two arguments");
+        return PyErr_Format(PyExc_TypeError, "read_head: takes two arguments");
     if (!find_head(args[0], &head))
         return NULL;
     if (!view_array(args[1], &out) || !out.writable
@@ -304,7 +311,7 @@ static void free_state(PyObject *capsule)
     free(state);
 }
 
-/* Finds this rank's ends of the rings to a peer and from it. */
+/* Finds this rank's ends of the two rings: to a peer, and from that peer. */
 static void find_rings(State *state, Py_ssize_t rings, int peer)
 {
     struct messages *m = &state->messages;
@@ -345,7 +352,8 @@ static PyObject *make_messages(PyObject *module, PyObject *args)
         || ring_bytes % 4096 || rings < 8 || rings % 8 || lines < 0 || lines % 8
         || (lines && (rings - lines) / (8 * LINE_WORDS) < m->size) || ring_bytes > state->segment.len
         || (state->segment.len - rings) / (4096 + ring_bytes) < m->size * (m->size - 1)) {
-        PyErr_SetString(PyExc_ValueError, "make_messages: the rings are not in the segment");
+        PyErr_SetString(PyExc_ValueError, "make_messages: a number is out of its range, or the "
+                                          "rings are not in the segment");
     } else if ((m->in = calloc(2 * (size_t)m->size, sizeof *m->in)) == NULL) {
         PyErr_NoMemory();
     } else {
@@ -370,15 +378,18 @@ static PyMethodDef messages_functions[] = {
      "make_messages(segment, rank, size, rings, ring_bytes, streamed, looks, single_copy, python,"
      " lines=0, /)"
      "\n--\n\n"
-     "Return the function that exchanges messages; see collective.native.messages."},
+     "Return a function that exchanges messages; see collective.native.messages."},
     {"write_head", (PyCFunction)(void (*)(void))write_head, METH_FASTCALL,
      "write_head(x, head, /)\n--\n\n"
-     "Write the head of an array, and the array if there is room; return its bytes, or None."},
+     "Write the head of an array, and the array if the head has room; return the array's bytes,\n"
+     "or None if the array is not plain."},
     {"read_head", (PyCFunction)(void (*)(void))read_head, METH_FASTCALL,
      "read_head(head, out, /)\n--\n\n"
-     "Read an array from behind its head; return whether out takes what the head says."},
+     "Return whether out fits the array that the head describes; copy the array if it is in the\n"
+     "head."},
     {"room_in", room_in, METH_O,
-     "room_in(out, /)\n--\n\nReturn the bytes of an array that can be written to, or None."},
+     "room_in(out, /)\n--\n\n"
+     "Return the bytes of an array; None if it is read-only or not plain."},
     {NULL, NULL, 0, NULL}};
 
 int add_messages(PyObject *module)

@@ -1,4 +1,4 @@
-/* The module collective.native._core: folds as Python's functions, and what else is in it. */
+/* The module collective.native._core: its functions for folds and naps, and its initialisation. */
 
 #include "python.h"
 #include "copying.h"
@@ -6,24 +6,25 @@
 
 #include <string.h>
 
-/* Below this many bytes letting go of the interpreter lock takes longer than the fold. */
+/* Below this many bytes, releasing the interpreter lock takes longer than the fold. */
 #define LONG_FOLD_BYTES (64 << 10)
 
 static const char *const op_names[OPS] = {
     "sum", "prod", "min", "max", "band", "bor", "bxor", "land", "lor"};
 
-/* What the buffer protocol calls the elements in which a type is stored; bfloat16's in uint16. */
+/* For each type, the buffer protocol's letters for its elements. bfloat16 is stored as uint16. */
 static const char *const formats[DTYPES] = {
     "?", "b", "h", "i", "lq", "B", "H", "I", "LQ", "e", "f", "d", "F", "D", "H"};
 
-/* A fold in C. Python's function of it is bound to a pair: the same in Python, for arguments that
-   are not plain, and the bytes of this. */
+/* A fold in C. The Python function for it has as self a pair: the reference function in Python, for
+   arguments that are not plain, and the bytes of this struct. */
 struct fold {
     fold_function *function;
     enum dtype dtype;
 };
 
-/* Whether a buffer holds elements of the type, aligned. NumPy writes complex as Zf. */
+/* Whether a buffer holds aligned elements of the type. NumPy writes the complex types as Zf and
+   Zd. */
 static int is_plain(const Py_buffer *view, enum dtype dtype)
 {
     const char *format = view->format ? view->format : "B";
@@ -33,7 +34,7 @@ static int is_plain(const Py_buffer *view, enum dtype dtype)
            && (uintptr_t)view->buf % (item_bytes[dtype] > 8 ? 8 : item_bytes[dtype]) == 0;
 }
 
-/* Whether a buffer is all of another one, or has nothing in common with it. */
+/* Whether two buffers are the same memory, or do not overlap at all. */
 static int is_apart(const Py_buffer *one, const Py_buffer *other)
 {
     const char *a = one->buf, *b = other->buf;
@@ -48,7 +49,7 @@ fold_function *fold_of(const char *op, int dtype, int level)
     return NULL;
 }
 
-/* Folds what is plain. Returns 0 for anything else, of which it has touched nothing. */
+/* Folds plain arrays. Returns 0 for any other arguments, before it has touched them. */
 static int fold_plain(const struct fold *fold, PyObject *const *arrays)
 {
     Py_buffer views[3];
@@ -101,14 +102,14 @@ int refuse_keywords(const char *type, PyObject *keywords)
 {
     if (keywords == NULL || PyDict_Size(keywords) == 0)
         return 0;
-    PyErr_Format(PyExc_TypeError, "%s: it takes arguments by position, and no keywords", type);
+    PyErr_Format(PyExc_TypeError, "%s: takes positional arguments only, no keywords", type);
     return -1;
 }
 
 static PyTypeObject *deadline_type; /* collective.deadline.Deadline */
 static PyObject *name_seconds, *name_end;
 
-/* Without a call into Python, which takes as long as the rest of a small call. */
+/* This makes no call into Python, which would take as long as the rest of a small call. */
 PyObject *deadline_of(PyObject *limit, int64_t began)
 {
     if (PyObject_TypeCheck(limit, deadline_type))
@@ -126,7 +127,7 @@ PyObject *deadline_of(PyObject *limit, int64_t began)
     return deadline;
 }
 
-/* Finds the class of deadlines; returns 0, or -1 with an exception. */
+/* Imports the class Deadline; returns 0, or -1 with an exception. */
 static int find_deadline(void)
 {
     PyObject *module = PyImport_ImportModule("collective.deadline");
@@ -144,7 +145,7 @@ static PyObject *fold_call(PyObject *self, PyObject *const *args, Py_ssize_t cou
     struct fold fold;
     memcpy(&fold, PyBytes_AsString(PyTuple_GetItem(self, 1)), sizeof fold);
     Py_ssize_t named = keywords == NULL ? 0 : PyTuple_Size(keywords);
-    /* Whatever the one keyword is: the reference refuses all but out. */
+    /* If the keyword is not out, the reference refuses the call. */
     if (count == 2 && named == 1
         && PyUnicode_CompareWithASCIIString(PyTuple_GetItem(keywords, 0), "out") == 0
         && fold_plain(&fold, args))
@@ -156,12 +157,12 @@ static PyMethodDef fold_method = {
     "fold", (PyCFunction)(void (*)(void))fold_call, METH_FASTCALL | METH_KEYWORDS,
     "fold(a, b, /, *, out)\n--\n\nSet out to a op b, elementwise; out may be a or b."};
 
-/* Returns the word in which a rank says that it naps, or NULL with an exception. */
+/* Returns the word that says whether a rank naps, or NULL with an exception. */
 static uint32_t *sleeper_at(const Py_buffer *segment, Py_ssize_t at)
 {
     if (at > SLEEPERS_AT && at % 8 == 0 && at <= segment->len - 8)
         return (uint32_t *)((char *)segment->buf + at);
-    PyErr_SetString(PyExc_ValueError, "nap: no such word in the segment");
+    PyErr_SetString(PyExc_ValueError, "nap, wake: no rank's word is at this offset of the segment");
     return NULL;
 }
 
@@ -174,7 +175,7 @@ static PyObject *make_fold(PyObject *module, PyObject *args)
     if (!PyArg_ParseTuple(args, "siO|i:make_fold", &name, &dtype, &reference, &level))
         return NULL;
     if (level < 0 || level >= fold_levels()) {
-        PyErr_SetString(PyExc_ValueError, "make_fold: no such level of instructions here");
+        PyErr_SetString(PyExc_ValueError, "make_fold: the level must be an index into LEVELS");
         return NULL;
     }
     struct fold fold = {fold_of(name, dtype, level), dtype};
@@ -200,7 +201,8 @@ static PyObject *nap(PyObject *module, PyObject *args)
     uint32_t *sleepers = (uint32_t *)((char *)segment.buf + SLEEPERS_AT);
     PyObject *there = NULL;
     if (asleep != NULL) {
-        /* Before it is looked once more whether there is anything to wait for. */
+        /* Announce the nap first, then call ready() once more. A peer that acts between an earlier
+           look and this announcement would wake nobody, but this last look sees what it did. */
         __atomic_store_n(asleep, 1, __ATOMIC_SEQ_CST);
         __atomic_add_fetch(sleepers, 1, __ATOMIC_SEQ_CST);
         there = PyObject_CallFunctionObjArgs(ready, NULL);
@@ -255,15 +257,15 @@ static PyObject *set_cached(PyObject *module, PyObject *number)
 static PyMethodDef functions[] = {
     {"set_cached", set_cached, METH_O,
      "set_cached(nbytes, /)\n--\n\n"
-     "Say how much the last cache holds of the arrays of a call, on all ranks."},
+     "Set the bytes of a call's arrays, of all ranks together, that the last cache holds."},
     {"nap", nap, METH_VARARGS,
      "nap(segment, asleep, seconds, ready, /)\n--\n\n"
      "Sleep until woken, unless ready(); return whether this rank was woken."},
     {"wake", wake_all, METH_VARARGS,
-     "wake(segment, asleep, /)\n--\n\nWake those that nap."},
+     "wake(segment, asleep, /)\n--\n\nWake the ranks that nap, by the offsets of their words."},
     {"make_fold", make_fold, METH_VARARGS,
      "make_fold(op, dtype, reference, level=..., /)\n--\n\n"
-     "Return the fold in C, or the reference where there is none. The tests name the level."},
+     "Return the fold in C, or the reference if C has none. Only tests pass the level."},
     {NULL, NULL, 0, NULL}};
 
 static struct PyModuleDef definition = {

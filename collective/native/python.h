@@ -1,8 +1,8 @@
-/* Python, for the files of the core that are its side of it.
+/* Python's API, and the functions that the files with Python types have for each other.
 
-   The source keeps to Python's limited API of 3.11, in which buffers are, so that one wheel could
-   serve all later versions. Python 3.10, which has no buffers there, and free-threaded builds,
-   which have no limited API, take the whole one. */
+   The source keeps to Python's limited API of 3.11, so that one wheel could serve all later
+   versions. That is the first limited API with buffers. Python 3.10 has no buffers in its limited
+   API, and free-threaded builds have no limited API, so both use the full API. */
 #ifndef COLLECTIVE_PYTHON_H
 #define COLLECTIVE_PYTHON_H
 
@@ -14,7 +14,8 @@
 #include <Python.h>
 
 #ifdef Py_LIMITED_API
-/* In the limited API from 3.12 on, exported from 3.11 on: NULL in 3.10. */
+/* The limited API has these from 3.12 on. CPython exports the first one from 3.11 on; in 3.10 its
+   weak symbol is NULL. */
 extern PyObject *PyObject_Vectorcall(PyObject *function, PyObject *const *args, size_t count,
                                      PyObject *names) __attribute__((weak));
 extern PyObject *PyVectorcall_Call(PyObject *function, PyObject *args, PyObject *names);
@@ -24,7 +25,7 @@ extern PyObject *PyVectorcall_Call(PyObject *function, PyObject *args, PyObject 
 
 #include "core.h"
 
-/* The clock of time.monotonic(). */
+/* The clock of time.monotonic(), in nanoseconds. */
 static inline int64_t now_ns(void)
 {
     struct timespec now;
@@ -34,8 +35,8 @@ static inline int64_t now_ns(void)
 
 #define VIEW_DIMENSIONS 8
 
-/* The elements of an array: contiguous, aligned, in the host's memory, of this byte order. It is
-   valid as long as somebody holds the array. */
+/* The elements of an array: contiguous, aligned, in the host's memory, in native byte order. A view
+   is valid as long as there is a reference to the array. */
 struct view {
     PyObject *array; /* borrowed */
     char *address;
@@ -44,77 +45,81 @@ struct view {
     int64_t shape[VIEW_DIMENSIONS];
 };
 
-/* Looks at an array of exactly NumPy's or PyTorch's class. Returns 1; or 0 if it is another, or is
-   not as above: ask Python. Never raises. */
+/* Views an array whose class is exactly one of NumPy's or PyTorch's. Returns 1. Returns 0 if the
+   class is another, or if the array is not as described at struct view: then Python must handle the
+   array. Never raises. */
 int view_array(PyObject *array, struct view *view);
 
-/* Whether an array is still where it was when it was viewed. */
+/* Whether an array still has the address and the length that it had when it was viewed. */
 int is_there(const struct view *view);
 
-/* Returns what keeps an array's memory where it is for as long as somebody has it: while another
-   thread may run, or Python code does. NumPy's resize refuses an array that a weak reference refers
-   to, also with refcheck=False, where it minds no view and no buffer; a tensor that is given other
-   memory leaves its old memory to whoever has the storage. Returns NULL for anything else, and never
-   raises. */
+/* Returns an object that keeps the memory of an array at its address for as long as the object
+   lives. It is needed while another thread or Python code may run. For a NumPy array the object is
+   a weak reference: NumPy's resize refuses an array with a weak reference, even with
+   refcheck=False, which ignores views and buffers. For a tensor the object is its storage: a tensor
+   that gets other memory leaves the old memory to the holders of the storage. Returns NULL for any
+   other object, and never raises. */
 PyObject *hold_memory(PyObject *array);
 
-/* Appends what holds the memory of an array, or of all in a structure, to *held: a list, or NULL
-   as long as there is nothing to hold. Never raises. */
+/* Appends to *held the objects that hold the memory of an array, or of all arrays in a structure.
+   *held is a list, or NULL as long as there is nothing to hold. Never raises. */
 void hold_all(PyObject *arrays, PyObject **held);
 
-/* Whether an array is exactly of NumPy's class. */
+/* Whether the class of an array is exactly NumPy's. */
 int is_numpy(PyObject *array);
 
-/* Makes an array such as one that was viewed is, of the shape that a view has. */
+/* Makes an array with the class and dtype of another array, and with the shape of a view. */
 PyObject *new_array(PyObject *like, const struct view *view);
 
-/* Calls a function with as many arguments by position as count says, and those behind by name. */
+/* Calls a function. The first count arguments are positional; those behind have the given names. */
 PyObject *call_with(PyObject *function, PyObject *const *args, Py_ssize_t count, PyObject *names);
 
-/* Returns the fold of an operator by its name for a dtype by its code; NULL if there is none. */
+/* Returns the fold of an operator, by its name, for a dtype, by its code; NULL if there is none. */
 fold_function *fold_of(const char *op, int dtype, int level);
 
-/* Returns the Deadline of a call by its limit: the seconds that it may take from began on, or a
-   Deadline already. A call that waits for nobody needs none, and pays for none. Returns NULL with an
-   exception. */
+/* Returns the Deadline of a call. The limit is either a Deadline, or the number of seconds that the
+   call may take from the time began. A call that never waits needs no Deadline, so that it does not
+   pay for one. Returns NULL with an exception. */
 PyObject *deadline_of(PyObject *limit, int64_t began);
 
-/* Raises TypeError and returns -1 if a type that takes arguments by position alone gets others.
+/* Raises TypeError and returns -1 if a type with positional arguments only gets keywords.
 
-   The types of the core make an object whole in tp_new and have no tp_init: no object is ever half
-   made, and a second __init__ changes nothing. */
+   The types of the core complete an object in tp_new and have no tp_init. So no object is ever
+   incomplete, and a second call of __init__ changes nothing. */
 int refuse_keywords(const char *type, PyObject *keywords);
 
 /* Whether an object is a Ring. */
 int is_ring(PyObject *object);
 
-/* Records in a Ring that a call begins, of the frame that called last; that it is over. Neither
-   raises. */
+/* Record in a Ring that a call begins, with the place in the program that makes it; and that the
+   call is over. Neither function raises. */
 void record_begin(PyObject *ring, PyObject *request, int compares);
 void record_end(PyObject *ring);
 
 /* Adds the type Ring to the module; returns 0, or -1 with an exception. */
 int add_ring(PyObject *module);
 
-/* Adds the types Door, Gate, Handle and Method to the module; returns 0, or -1 with an exception. */
+/* Adds the types Door, Gate, Handle and Method to the module; returns 0, or -1 with an
+   exception. */
 int add_door(PyObject *module);
 
-/* Adds what views.c has for Python to the module; returns 0, or -1 with an exception. */
+/* Adds the Python functions of views.c to the module; returns 0, or -1 with an exception. */
 int add_views(PyObject *module);
 
-/* Whether an object is a Plan, what Shared.plan() returns. */
+/* Whether an object is a Plan, which Shared.plan() returns. */
 int is_plan(PyObject *object);
 
-/* Makes a planned call; src or dst is NULL where this rank has none, limit as of deadline_of.
-   Records in ring, if that is not NULL, that it begins. Returns 0; or 1 if arrays overlap, or dst is
-   read-only: nothing has been done; or -1 with an exception. */
+/* Makes a planned call. If this rank has no input, src is NULL; if it has no output, dst is NULL.
+   The limit is as for deadline_of. If ring is not NULL, the beginning of the call is recorded
+   there. Returns 0; or -1 with an exception; or 1, before anything has been done, if Python must
+   make the call: the arrays overlap, dst is read-only, or another thread has changed an array. */
 int run_plan(PyObject *plan, const struct view *src, const struct view *dst, PyObject *limit,
              PyObject *ring);
 
 /* Adds the types Shared and Plan to the module; returns 0, or -1 with an exception. */
 int add_plans(PyObject *module);
 
-/* Adds the function make_messages; the same. */
+/* Adds the functions of messages_type.c to the module; returns 0, or -1 with an exception. */
 int add_messages(PyObject *module);
 
 #endif

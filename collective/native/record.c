@@ -1,5 +1,5 @@
-/* The type Ring: the last calls of a communicator, and where in the program each was made; see
-   collective/contract/recorder.py, which reads it. And InThread, of request.py. */
+/* The type Ring: the last calls of a communicator, with the place in the program that made each;
+   collective/contract/recorder.py reads it. And the type InThread, for request.py. */
 
 #include "python.h"
 
@@ -7,27 +7,30 @@
 
 #define RECORDS 512 /* a power of two */
 
-/* Of each call the list has the request, and the code object or a text that says all of the place.
-   Beside it are the instruction in that code, and whether the calls were only compared. */
+/* The objects in the list for each call: the request, and the place of the call. The place is a
+   code object, or a string that describes the place completely. The arrays beside the list hold the
+   instruction in that code, and whether the entry is only the comparison of the ranks' calls. */
 enum { REQUEST, SITE, OBJECTS };
 
 typedef struct {
     PyObject_HEAD
     Py_ssize_t started, finished;
-    PyObject *package; /* what the names of our own files begin with */
+    PyObject *package; /* the prefix of the names of this package's own files */
     PyObject *list;
     double began[RECORDS], ended[RECORDS];
     int instruction[RECORDS];
     char compares[RECORDS];
 } Ring;
 
-/* Not in the limited API; CPython exports it from 3.11 on: NULL in 3.10. */
+/* The limited API does not have this function. CPython exports it from 3.11 on; in 3.10 the weak
+   symbol is NULL. */
 extern int PyFrame_GetLasti(PyFrameObject *frame) __attribute__((weak));
 
 static PyTypeObject *ring_type;
 static PyObject *name_filename, *name_back, *name_instruction;
-/* Of each thread, where the calls that it makes come from, if that is not where it makes them: of
-   request.py's in_thread. In C, as to ask Python's for it takes as long as the rest of a record. */
+/* For each thread: the place of its calls in the program, if the thread makes them on behalf of
+   other code; request.py sets it by in_thread. It is in C, since to ask a thread-local object of
+   Python takes as long as the rest of a record. */
 static __thread PyObject *site_in_thread;
 
 static int is_ours(const Ring *ring, PyObject *code)
@@ -48,8 +51,9 @@ static int instruction_of(PyObject *frame)
     return (int)at;
 }
 
-/* Finds the innermost frame that is the program's: its code, and what is executed there. The line
-   is found out when somebody asks. Returns a new reference, to "" where there is none. */
+/* Finds the innermost frame that belongs to the program: returns its code, and sets the
+   instruction. The line number is computed only when the record is read. Returns a new reference,
+   to "" if there is no such frame. */
 static PyObject *find_site(const Ring *ring, PyObject *last, int *instruction)
 {
     PyObject *frame = (PyObject *)PyEval_GetFrame(), *code = NULL;
@@ -57,7 +61,8 @@ static PyObject *find_site(const Ring *ring, PyObject *last, int *instruction)
     while (frame != NULL && frame != Py_None) {
         Py_XDECREF(code);
         code = (PyObject *)PyFrame_GetCode((PyFrameObject *)frame);
-        /* A loop of the program's calls again and again. */
+        /* A loop in the program makes its calls from the same code each time. So the last code is
+           compared first, which is cheaper than a look at the file name. */
         if (code == last || !is_ours(ring, code))
             break;
         PyObject *above = PyObject_GetAttr(frame, name_back);
@@ -139,7 +144,7 @@ static PyObject *ring_new(PyTypeObject *type, PyObject *args, PyObject *keywords
     return (PyObject *)ring;
 }
 
-/* The list is what could be part of a circle, and Python breaks it there. */
+/* Only the list can be part of a reference cycle, and Python breaks the cycle at the list. */
 static int ring_traverse(PyObject *object, visitproc visit, void *arg)
 {
     Py_VISIT(Py_TYPE(object));
@@ -165,9 +170,10 @@ static PyMemberDef ring_members[] = {
 
 static PyMethodDef ring_methods[] = {
     {"begin", ring_begin, METH_VARARGS,
-     "begin(request, compares=False, /)\n--\n\nRecord that a call begins, and where."},
-    {"end", ring_end, METH_NOARGS, "end()\n--\n\nRecord that it is over."},
-    {"kept", ring_kept, METH_O, "kept(number, /)\n--\n\nReturn what is known of a call, or None."},
+     "begin(request, compares=False, /)\n--\n\n"
+     "Record that a call begins, and the place in the program that makes it."},
+    {"end", ring_end, METH_NOARGS, "end()\n--\n\nRecord that the last call is over."},
+    {"kept", ring_kept, METH_O, "kept(number, /)\n--\n\nReturn the record of a call, or None."},
     {NULL, NULL, 0, NULL}};
 
 static PyType_Slot ring_slots[] = {
@@ -194,7 +200,7 @@ static int set_site(PyObject *object, PyObject *site, void *none)
 }
 
 static PyGetSetDef in_thread_attributes[] = {
-    {"site", get_site, set_site, "Where the calls of this thread come from; None: from where it is.",
+    {"site", get_site, set_site, "Place of this thread's calls, or None: the code that makes them.",
      NULL},
     {NULL, NULL, NULL, NULL, NULL}};
 

@@ -1,10 +1,14 @@
-/* How a rank that has waited for long sleeps, and is woken by what it waits for.
+/* Sleeping and waking: a rank that has waited for long naps, and its peers wake it.
 
-   A rank that naps says so in its line, and counts itself in one word of the segment. Whoever
-   announces something looks at that word afterwards, which is in its cache as long as nobody naps,
-   and wakes those that may wait for it. There is no fence between the two, which would cost every
-   call more than the look: so a rank may nap when it was to be woken. It sleeps for as long as its
-   nap is, a twentieth of the wait so far, and then looks for itself. */
+   A rank that naps sets a word in its line, and counts itself in one word of the segment, the
+   number of sleepers. A rank that announces something loads that number afterwards, and wakes the
+   ranks that may wait for the announcement. While no rank naps, the number stays in the caches of
+   all ranks, so the load is cheap.
+
+   There is no fence between the announcement and the load. A fence would cost every call more than
+   the load does. Without it the processor may load the number before peers can see the
+   announcement. So a rank may miss its wake-up. Then it sleeps until its nap ends and polls again.
+   A nap lasts a twentieth of the wait so far. */
 #ifndef COLLECTIVE_SLEEPING_H
 #define COLLECTIVE_SLEEPING_H
 
@@ -16,7 +20,8 @@
 #include <unistd.h>
 #endif
 
-/* Of the segment: how many ranks nap. One that dies in its nap stays counted, to no harm. */
+/* Offset in the segment of the number of ranks that nap. A rank that dies in its nap stays counted.
+   This does no harm. */
 #define SLEEPERS_AT 64
 
 /* Wakes a rank if it naps. */
@@ -30,7 +35,7 @@ static inline void wake(uint32_t *asleep)
 #endif
 }
 
-/* Sleeps until this rank is woken, or a signal comes, for some seconds at most. */
+/* Sleeps until a peer wakes this rank or a signal arrives, for the given seconds at most. */
 static inline void sleep_until_woken(uint32_t *asleep, double seconds)
 {
     struct timespec most = {(time_t)seconds, (long)((seconds - (double)(time_t)seconds) * 1e9)};

@@ -67,9 +67,9 @@ def test_what_is_asked_before_a_nap_may_raise() -> None:
 @pytest.mark.parametrize("at", [0, 64, 132, 4096])
 def test_words_that_are_not_in_the_segment_are_refused(at: int) -> None:
     memory = mmap.mmap(-1, 4096)
-    with pytest.raises(ValueError, match="no such word"):
+    with pytest.raises(ValueError, match="no rank's word"):
         core.nap(memory, at, 1.0, lambda: False)
-    with pytest.raises(ValueError, match="no such word"):
+    with pytest.raises(ValueError, match="no rank's word"):
         core.wake(memory, [at])
 
 
