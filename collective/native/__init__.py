@@ -1,14 +1,20 @@
-"""The native core: C under what costs most, and only there.
+"""The native core: C for the few operations that would cost most time in Python.
 
-It is an extension module that is built where there is a C compiler; the whole house works without.
-:func:`status` says whether it is in use, and why if it isn't. ``COLLECTIVE_NATIVE=off``, or the
-setting ``native = "off"``, does without it. What it computes has the bits that Python's side gives.
+The core is an extension module. It is built if there is a C compiler, and the package works without
+it. :func:`status` says whether the core is in use and, if not, why. ``COLLECTIVE_NATIVE=off`` or
+the setting ``native = "off"`` switches it off. Its results have the same bits as those of the
+Python code.
 
-The C is in the files beside this one. ``folds.c`` and ``fold_loops.h`` have the arithmetic of
-reductions, ``shared.c`` and ``staging.c`` the collectives over shared memory, ``messages.c`` the
-messages between two ranks; ``module.c``, ``plan_type.c`` and ``messages_type.c`` are Python's
-sides of these. ``views.c`` finds out where an array's elements are, ``record.c`` keeps what the
-flight recorder tells, and ``door.c`` makes plain calls of communicators without Python in between.
+The C files lie beside this one:
+
+- ``folds.c`` and ``fold_loops.h`` have the arithmetic of reductions; ``module.c`` is its interface
+  to Python.
+- ``shared.c`` and ``staging.c`` have the collectives over shared memory; ``plan_type.c`` is their
+  interface.
+- ``messages.c`` has the messages between two ranks; ``messages_type.c`` is its interface.
+- ``views.c`` finds the addresses of arrays' elements.
+- ``record.c`` keeps the records of the flight recorder.
+- ``door.c`` makes plain calls of communicators with no Python code in between.
 """
 
 from __future__ import annotations
@@ -31,76 +37,91 @@ __all__ = ["HEAD_BYTES", "HEAD_ROOM", "NOBODY", "PROTOCOL", "Chosen", "Exchange"
            "messages", "method", "ring", "see_tensors", "shared", "status", "switch",
            "viewer"]  # fmt: skip
 
-#: What this package and the extension, and the cores of two ranks, have to agree on.
+#: Version on which this package and the extension must agree, and the cores of any two ranks.
 PROTOCOL = 14
 
-#: The bytes of a head, and how many of them can be those of a short array behind what it says.
+#: Bytes of a head, and bytes of it that can hold the elements of a short array.
 HEAD_BYTES, HEAD_ROOM = 1024, 896
-#: In place of a rank to which nothing is sent, or from which nothing is received.
+#: Passed in place of a rank: nothing is sent, or nothing is received.
 NOBODY = -2
 #: ``exchange(x, to, out, source, tag, deadline, heads)``; see :func:`messages`.
 Exchange = Callable[[Any, int, Any, int, int, Deadline, bool], Any]
 _Function = TypeVar("_Function")
 _REBUILD = "build it again: pip install -e ."
-# Where Linux tells the length of the last cache of a processor, in KiB: of the first, as of all.
+# Linux tells the length of a processor's last cache here, in KiB. The first processor stands for
+# all.
 _CACHE = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
 _USUAL, _LEAST = 32 << 20, 16 << 20
-# A longer one serves more than the ranks of a job: other machines, if this is a virtual one.
+# A longer cache serves more than the ranks of one job: in a virtual machine it also serves the
+# other machines on the host.
 _MOST = 96 << 20
 
 
 class Callbacks(Protocol):
-    """What Python does for calls over shared memory."""
+    """Callbacks from C into Python for calls over shared memory."""
 
     def wait(
         self, request: Any, deadline: Deadline, rank: int, offset: int, value: int, most: int
     ) -> None:
-        """Return when the counter at an offset in bytes, which ``rank`` writes, is ``value``.
+        """Wait until a counter that ``rank`` writes has reached ``value``.
 
-        It may be more, up to ``most``. Raise if it is beyond that, or does not come.
+        Args:
+            request: the call that waits.
+            deadline: for the wait.
+            rank: the rank that writes the counter.
+            offset: bytes from the segment's beginning to the counter.
+            value: the value to wait for; a higher one will do.
+            most: the highest value that the counter may have.
+
+        Raises:
+            Exception: the counter is above ``most``, or does not reach ``value``.
         """
 
     def differ(self, request: Any, deadline: Deadline) -> None:
-        """Raise that the ranks' calls differ."""
+        """Raise an error that says that the ranks' calls differ."""
 
     def fail(self, request: Any) -> None:
-        """Raise why the ranks cannot go on."""
+        """Raise the error that explains why the ranks cannot go on."""
 
     def refuse(self, request: Any, rank: int, what: str) -> None:
-        """Raise that ``rank`` has written to shared memory what no rank writes."""
+        """Raise an error, since ``rank`` has written an impossible value to shared memory."""
 
     def note(self, request: Any) -> int:
-        """Describe a call for peers that wonder; return its number, from 1, which then grows."""
+        """Describe a call where peers can read it; return its number, which grows from 1."""
 
 
 class Heads(Protocol):
-    """What plain arrays travel behind: as :meth:`collective.Communicator.send` has them.
+    """Functions for the heads of plain arrays, as :meth:`collective.Communicator.send` has them.
 
-    A head is an array of uint8: 128 bytes that say what follows, and room for what is short.
+    A head is an array of uint8. It begins with 128 bytes that describe an array. The room behind
+    them holds the elements of a short array.
     """
 
     def write_head(self, x: Any, head: Any) -> int | None:
-        """Write the head of ``x``, and ``x`` into it if there is room; return the bytes of ``x``.
+        """Write the head of ``x``, with the elements if there is room; return the bytes of ``x``.
 
-        None, and nothing is written, if ``x`` is not plain.
+        Return None, and write nothing, if ``x`` is not plain.
         """
 
     def read_head(self, head: Any, out: Any) -> bool:
-        """Return whether ``out`` takes what ``head`` says, which is in it then if it was inside."""
+        """Return whether ``out`` fits the array that ``head`` describes.
+
+        If it fits and the elements are in the head, copy them to ``out``.
+        """
 
     def room_in(self, out: Any) -> int | None:
-        """Return how many bytes ``out`` takes; None if it is not plain, or read-only."""
+        """Return the bytes of ``out``; None if ``out`` is not plain, or read-only."""
 
     def view(self, array: Any) -> tuple[int, int, int, tuple[int, ...], bool] | None:
-        """Return address, bytes, dtype, shape and whether it is writable; None if not plain."""
+        """Return address, bytes, dtype, shape and writability; None if ``array`` is not plain."""
 
 
 class Chosen:
-    """What is in use.
+    """The extension that is in use.
 
     Attributes:
         extension: the extension, or None.
-        reason: why it is None.
+        reason: if ``extension`` is None, the reason.
     """
 
     def __init__(self) -> None:
@@ -108,14 +129,14 @@ class Chosen:
         self.reason = ""
 
 
-#: What is in use now; :func:`switch` sets it.
+#: The extension that is in use now; :func:`switch` sets it.
 chosen = Chosen()
 
 
 def switch(on: bool) -> None:
-    """Use the extension from now on, if there is one, or don't.
+    """Use the extension from now on, if there is one; with ``on=False`` stop using it.
 
-    Folds that were given out before are not taken back: they have the same bits.
+    Folds that callers already have stay as they are, since both kinds give the same bits.
     """
     chosen.extension, chosen.reason = _load() if on else (None, "switched off")
 
@@ -131,17 +152,19 @@ def _load() -> tuple[ModuleType | None, str]:
 
 
 def _checked(extension: ModuleType) -> tuple[ModuleType | None, str]:
-    theirs = getattr(extension, "PROTOCOL", None)
-    if theirs != PROTOCOL:
-        return None, f"built for protocol {theirs}, while this is {PROTOCOL}; {_REBUILD}"
+    version = getattr(extension, "PROTOCOL", None)
+    if version != PROTOCOL:
+        return None, (
+            f"built for protocol {version}, but this package has protocol {PROTOCOL}; {_REBUILD}"
+        )
     extension.set_cached(cached_bytes())
     return extension, ""
 
 
 def cached_bytes() -> int:
-    """Return how many bytes the last cache holds of a call's arrays, of all ranks of a host.
+    """Return how many bytes of a call's arrays the last cache holds, of all ranks of a host.
 
-    From there on, copies go around the caches.
+    Copies for longer arrays go around the caches.
     """
     nbytes = _USUAL
     with contextlib.suppress(OSError, ValueError):
@@ -150,42 +173,42 @@ def cached_bytes() -> int:
 
 
 def status() -> str:
-    """Return ``"in use (avx2)"``, with the instructions its loops take, or why it is not in use."""
+    """Return ``"in use (avx2)"``, with the loops' instructions, or why the core is not in use."""
     if chosen.extension is None:
         return f"not in use: {chosen.reason}"
     return f"in use ({chosen.extension.LEVELS[-1]})"
 
 
 def door(ring: Any, queue: list[Any], rank: int, size: int) -> Door | None:
-    """Return the way in C from a communicator's methods to a transport's plans.
+    """Return a fast path in C from a communicator's methods to a transport's plans.
 
-    It makes calls on plain arrays; all others are made as without C. See :func:`method`.
+    C makes the calls on plain arrays. Python makes all other calls. See :func:`method`.
 
     Args:
-        ring: where calls are recorded, of :func:`ring`.
-        queue: of the communicator's lane: it is empty when nothing is under way.
-        rank, size: the communicator's.
+        ring: the record of calls, from :func:`ring`.
+        queue: the queue of the communicator's lane, which is empty if no call is in flight.
+        rank, size: those of the communicator.
 
     Returns:
-        None where C is not in use, or the ring isn't C's.
+        None if C is not in use, or if ``ring`` is not a ring of C.
     """
     extension = chosen.extension
     if extension is None or not isinstance(ring, extension.Ring):
         return None
-    made: Door = extension.Door(ring, queue, rank, size)
-    return made
+    native_door: Door = extension.Door(ring, queue, rank, size)
+    return native_door
 
 
 class _NoExtension:
-    """Base class where there is no extension."""
+    """Base class for use without the extension."""
 
 
 def gate() -> type:
     """Return the class that paths of calls derive from.
 
-    With the extension its attributes ``timeout``, ``door``, ``door_of_pieces``,
-    ``door_of_scatter``, ``exchange`` and ``lanes`` are members in C, so that no call has to find
-    them by name; without it the class is empty.
+    With the extension, the attributes ``timeout``, ``door``, ``door_of_pieces``,
+    ``door_of_scatter``, ``exchange`` and ``lanes`` are members in C. So no call has to look them
+    up by name. Without the extension the class is empty.
     """
     extension, _ = _load()
     return _NoExtension if extension is None else cast("type", extension.Gate)
@@ -194,7 +217,8 @@ def gate() -> type:
 def handle() -> type:
     """Return the class that communicators derive from.
 
-    With the extension its attribute ``_path`` is a member in C; without it the class is empty.
+    With the extension, the attribute ``_path`` is a member in C. Without the extension the class
+    is empty.
     """
     extension, _ = _load()
     return _NoExtension if extension is None else cast("type", extension.Handle)
@@ -203,18 +227,18 @@ def handle() -> type:
 def method(function: _Function, kind: type) -> _Function | None:
     """Return a method in C that stands in front of a communicator's method in Python.
 
-    It makes a plain call through the door of the communicator's path, or by its ``exchange``, and
-    passes every other call to ``function``. Where C makes the call, Python needs no frame, sorts no
-    arguments and does not search who called it. The method has the name, docstring, signature and
-    source of ``function``.
+    The method makes a plain call through the door of the communicator's path, or by the path's
+    ``exchange``. It passes every other call to ``function``. For a call in C, Python creates no
+    frame, sorts no arguments and does not look for the calling code. The method has the name,
+    docstring, signature and source of ``function``.
 
     Args:
         function: all_reduce, reduce, scan, reduce_scatter, broadcast, scatter, all_gather, gather,
             all_to_all, barrier, send, recv or sendrecv.
-        kind: the class of the calls, which the path is passed when C needs a plan, or cannot go on.
+        kind: the class of the calls. C passes it to the path when it needs a plan or cannot go on.
 
     Returns:
-        None where there is no C.
+        None if there is no extension.
     """
     extension, _ = _load()
     if extension is None:
@@ -226,60 +250,62 @@ def method(function: _Function, kind: type) -> _Function | None:
 def fold(op: str, dtype: int, reference: _Function) -> _Function:
     """Return ``reference`` in C: ``fold(a, b, out=c)`` sets c to ``a op b``, elementwise.
 
-    It takes arrays that are contiguous and aligned, of one length and of the dtype's storage, of
-    which c may be a or b; ``reference`` is called with all others. Python's lock is let go of
-    while it computes. Of two NaNs that a sum or product meets the left one stays.
+    C folds arrays that are contiguous and aligned, and that have the same length and the dtype's
+    storage. The array c may be a or b. For all other arguments C calls ``reference``. A long fold
+    releases the interpreter lock. If both operands of a sum or product are NaN, the result is the
+    left one.
 
     Args:
         op: ``"sum"``, ``"prod"``, ``"min"``, ``"max"``, ``"band"``, ``"bor"``, ``"bxor"``,
             ``"land"`` or ``"lor"``.
         dtype: the code of the element type, as in :mod:`collective.memory.dtypes`.
-        reference: the same in Python.
+        reference: the same fold in Python.
 
     Returns:
-        ``reference`` itself where C is not in use or has no such fold.
+        ``reference`` itself if C is not in use or has no such fold.
     """
     if chosen.extension is None:
         return reference
-    made: _Function = chosen.extension.make_fold(op, dtype, reference)
-    return made
+    native_fold: _Function = chosen.extension.make_fold(op, dtype, reference)
+    return native_fold
 
 
 def in_thread() -> InThread | None:
-    """Return an object whose ``site`` is another in each thread, None at first; None without C.
+    """Return an object with an attribute ``site`` for each thread; None without the extension.
 
-    It says where the calls of a thread come from: in every :func:`ring`, too.
+    The attribute is None at first. If it is set, it is the place in the program that the thread's
+    calls come from, and every :func:`ring` records it.
     """
     extension, _ = _load()
     if extension is None:
         return None
-    made: InThread = extension.InThread()
-    return made
+    sites: InThread = extension.InThread()
+    return sites
 
 
 def ring(package: str) -> Ring | None:
-    """Return what keeps the last calls of a communicator, for its flight recorder.
+    """Return a record of the last calls of a communicator, for its flight recorder.
 
     Args:
-        package: what the names of the files begin with that are not the program's.
+        package: prefix of the names of the files that do not belong to the program.
 
     Returns:
-        None where C is not in use.
+        None if C is not in use.
     """
     if chosen.extension is None:
         return None
-    made: Ring = chosen.extension.Ring(package)
-    return made
+    native_ring: Ring = chosen.extension.Ring(package)
+    return native_ring
 
 
 def see_tensors(tensor: Any, parameter: type) -> None:
-    """Have C see PyTorch's tensors as it sees NumPy's arrays, which spares calls into Python.
+    """Let C view PyTorch's tensors as it views NumPy's arrays, which saves calls into Python.
 
-    It goes by the functions that DLPack 1.2 has for this, where the version of PyTorch has them.
+    C uses the functions that DLPack 1.2 defines for this, if the version of PyTorch has them.
 
     Args:
-        tensor, parameter: the classes ``torch.Tensor`` and ``torch.nn.Parameter``, of exactly which
-            the tensors are.
+        tensor, parameter: the classes ``torch.Tensor`` and ``torch.nn.Parameter``. C views tensors
+            of exactly these classes.
     """
     extension, _ = _load()
     functions = getattr(tensor, "__dlpack_c_exchange_api__", None)
@@ -288,12 +314,12 @@ def see_tensors(tensor: Any, parameter: type) -> None:
 
 
 def viewer() -> Callable[[Any], tuple[Any, ...] | None] | None:
-    """Return what says where an array's elements are, as :meth:`Heads.view` does.
+    """Return a function that finds the address of an array's elements; see :meth:`Heads.view`.
 
-    Whether C is in use makes no difference, as nothing is computed.
+    The function is available even if C is switched off, since it computes nothing.
 
     Returns:
-        None where there is no C.
+        None if there is no extension.
     """
     extension, _ = _load()
     return None if extension is None else cast("Heads", extension).view
@@ -310,34 +336,34 @@ def shared(
     looks: int,
     callbacks: Callbacks,
 ) -> Shared | None:
-    """Return what collectives in C need of memory that the ranks of one host share.
+    """Return the shared memory of the ranks of one host, for collectives in C.
 
-    All ranks make the same calls, one at a time. They let go of Python's lock where that pays, and
-    ask ``callbacks`` when they have waited for a moment in vain. Where the ranks' digests differ
-    nothing has been written. After anything else that these raise a call is in the middle, and the
-    ranks must not go on with this object.
+    All ranks make the same calls, one at a time. A call releases the interpreter lock where that
+    pays. It uses ``callbacks`` when it has polled for a moment in vain. If the ranks' digests
+    differ, nothing has been written. If a callback raises for any other reason, the call stays
+    incomplete, and the ranks must not use this object again.
 
     Args:
-        segment: a writable buffer, shared and zero at first; its first word is not 0 when the
+        segment: a writable buffer, shared and zero at first. Its first word is not 0 when the
             ranks cannot go on.
-        rank, size: this one, of how many.
-        lines: the bytes from the segment's beginning to the ranks' lines, of 64 words each, which
+        rank, size: this rank, and the number of ranks.
+        lines: bytes from the segment's beginning to the ranks' lines. Each line has 64 words, which
             collective/native/shared.h names.
-        areas: the same to their areas, two of each rank.
-        area_bytes: of one area, a multiple of 64.
-        least_long: bytes from which on a call is a long one, a quarter of an area at most.
-        looks: how often a word is looked at before it is waited for.
-        callbacks: what Python does for it.
+        areas: bytes from the segment's beginning to the ranks' areas, two for each rank.
+        area_bytes: length of one area, a multiple of 64.
+        least_long: bytes from which on a call is long, at most a quarter of an area.
+        looks: number of polls of a word before a wait begins.
+        callbacks: the callbacks into Python.
 
     Returns:
-        None where C is not in use.
+        None if C is not in use.
     """
     if chosen.extension is None:
         return None
-    made: Shared = chosen.extension.Shared(
+    memory: Shared = chosen.extension.Shared(
         segment, rank, size, lines, areas, area_bytes, least_long, looks, callbacks
     )
-    return made
+    return memory
 
 
 def messages(
@@ -352,53 +378,58 @@ def messages(
     python: Any,
     lines: int = 0,
 ) -> Exchange | None:
-    """Return ``exchange``, which sends and receives messages over memory that ranks share.
+    """Return ``exchange``, a function that sends and receives messages over shared memory.
 
     ``exchange(x, to, out, source, tag, deadline, heads)`` sends the array x to a rank, receives
-    into out from another, or does both, neither waiting for the other. What is None is not done,
-    with :data:`NOBODY` for its rank; -1 as the source is any rank. With ``heads`` an array travels
-    behind its head, as :meth:`collective.Communicator.send` does it; without, its bytes do, of
-    which the receiver knows the number. Any number of threads may be in it, those of one direction,
-    peer and tag one after the other. It returns
+    into out from another rank, or does both. Neither half waits for the other. To omit a half,
+    pass None for its array and :data:`NOBODY` for its rank. As the source, -1 is any rank.
 
-    - the rank from which something was received, when x may be changed;
-    - ``NotImplemented`` where nothing was done: an array is not plain, a rank or a tag is wrong,
-      some rank has failed, or what has come and stays is not what out takes;
-    - None where x was sent and the rest is to be received: out is None, overlaps x, or is not what
-      has come.
+    With ``heads`` an array travels behind its head, as in :meth:`collective.Communicator.send`.
+    Without ``heads`` only the bytes travel, and the receiver must know their number. Several
+    threads may call the function at a time, but for one direction, peer and tag only one after
+    another.
 
-    What a method of ``python`` raises leaves it in the middle: the ranks must not go on with their
-    rings.
+    The function returns
+
+    - the rank from which a message was received; by then x may be changed;
+    - ``NotImplemented`` if nothing was done: an array is not plain, a rank or a tag is wrong, some
+      rank has failed, or the message that has arrived does not fit out and is left where it is;
+    - None if x was sent and the other half is still to be done: out is None, out overlaps x, or
+      the message that has arrived does not fit out.
+
+    If a method of ``python`` raises, the exchange stays incomplete, and the ranks must not use
+    their rings again.
 
     Args:
-        segment: a writable buffer, shared and zero at first; its first word is not when a rank has
-            failed.
-        rank: this one, of ``size``.
-        rings: bytes from the segment's beginning to the rings, of each ordered pair one: a page of
-            counts and ``ring_bytes``, whole pages.
-        streamed: bytes of a message from which on the receiver fetches it at once, if it can.
-        looks: how often a ring is looked at before the processor is yielded.
+        segment: a writable buffer, shared and zero at first. Its first word is not 0 when a rank
+            has failed.
+        rank: this rank, one of ``size``.
+        rings: bytes from the segment's beginning to the rings, one for each ordered pair of ranks.
+            A ring has a page of counts and ``ring_bytes``, a number of whole pages.
+        streamed: the receiver fetches a message that is longer than this at once, if it can.
+        looks: number of polls of a ring before the processor is yielded.
         single_copy: whether ranks can read each other's memory.
-        python: ``wait(advance, to, source, tag, deadline)`` returns when ``advance()`` does 0,
-            which is 1 while something is to be sent, added to 2 while something is to be received.
+        python: an object with three methods. ``wait(advance, to, source, tag, deadline)`` returns
+            when ``advance()`` returns 0. The result of ``advance()`` is the sum of 1, while a
+            message is to be sent, and 2, while a message is to be received.
             ``fetch(rank, address, out, tag)`` fills a buffer from a rank's memory.
-            ``refuse(rank, what)`` raises because what a rank sends is damaged.
-        lines: bytes to the ranks' lines, as :func:`shared` has them, by which a rank that naps is
-            woken; 0 wakes nobody.
+            ``refuse(rank, what)`` raises an error, since a rank has sent damaged data.
+        lines: bytes to the ranks' lines, as in :func:`shared`, which wake the ranks that nap. If
+            0, no rank is woken.
 
     Returns:
-        None where C is not in use.
+        None if C is not in use.
     """
     if chosen.extension is None:
         return None
-    made: Exchange = chosen.extension.make_messages(
+    exchange: Exchange = chosen.extension.make_messages(
         segment, rank, size, rings, ring_bytes, streamed, looks, single_copy, python, lines
     )
-    return made
+    return exchange
 
 
 def heads() -> Heads | None:
-    """Return what writes and reads the heads of arrays; None where C is not in use."""
+    """Return the functions for the heads of arrays; None if C is not in use."""
     return cast("Heads | None", chosen.extension)
 
 

@@ -10,7 +10,7 @@ from . import Callbacks
 _Function = TypeVar("_Function")
 
 PROTOCOL: int
-#: The levels of instructions that the folds can take here, the last one by default.
+#: The instruction levels that the folds can use on this processor; the last one is the default.
 LEVELS: tuple[str, ...]
 
 def make_fold(op: str, dtype: int, reference: _Function, level: int = ..., /) -> _Function: ...
@@ -42,7 +42,7 @@ class InThread:
     site: str | None
 
 class Ring:
-    """What a flight recorder keeps; see :func:`collective.native.ring`."""
+    """Record of the last calls, for a flight recorder; see :func:`collective.native.ring`."""
 
     started: int
     finished: int
@@ -53,7 +53,7 @@ class Ring:
     def kept(self, number: int, /) -> tuple[Any, bool, Any, int, float, float] | None: ...
 
 class Door:
-    """The way of calls to plans; see :func:`collective.native.door`."""
+    """Fast path from calls to plans; see :func:`collective.native.door`."""
 
     def __init__(self, ring: Ring, queue: list[Any], rank: int, size: int, /) -> None: ...
 
@@ -64,12 +64,12 @@ class Handle:
     """Base class of communicators; see :func:`collective.native.handle`."""
 
 class Method:
-    """A method of communicators; see :func:`collective.native.method`."""
+    """Method of communicators; see :func:`collective.native.method`."""
 
     def __init__(self, function: Callable[..., Any], kind: type, /) -> None: ...
 
 class Shared:
-    """What the ranks of one host share; see :func:`collective.native.shared`."""
+    """Shared memory of the ranks of one host; see :func:`collective.native.shared`."""
 
     def __init__(
         self,
@@ -102,9 +102,10 @@ class Shared:
     ) -> Plan: ...
 
 class Plan:
-    """One call, prepared, of two Buffers or None and a deadline; see :meth:`Shared.plan`.
+    """Prepared call, on two Buffers (each may be None) and a deadline; see :meth:`Shared.plan`.
 
-    ``otherwise`` makes it of arrays that overlap, are not aligned, or not exactly NumPy's.
+    If the arrays overlap, are not aligned, or are of another class than NumPy's or PyTorch's, the
+    call runs ``otherwise``.
     """
 
     def __call__(self, src: Any, dst: Any, deadline: Deadline, /) -> None: ...

@@ -42,8 +42,8 @@ def test_an_extension_of_another_protocol_is_not_used() -> None:
     found, reason = native._checked(SimpleNamespace(PROTOCOL=native.PROTOCOL + 1))
     assert found is None
     assert reason == (
-        f"built for protocol {native.PROTOCOL + 1}, while this is {native.PROTOCOL}; build it "
-        "again: pip install -e ."
+        f"built for protocol {native.PROTOCOL + 1}, but this package has protocol "
+        f"{native.PROTOCOL}; build it again: pip install -e ."
     )
 
 
