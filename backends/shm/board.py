@@ -1,4 +1,4 @@
-"""Notices of the ranks of one segment, about the call in which each rank waits."""
+"""Notices of the ranks of one segment: each rank describes the call in which it waits."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ["Board"]
 
 
 class Board:
-    """Notices in the segment of all ranks, one of each rank, which every rank may read at any time.
+    """Board with one notice from each rank, which every rank may read at any time.
 
-    A board keeps the memory of the control segment and nothing else. The owner of the segment may
-    close or drop it while groups that were made of it go on.
+    A board keeps only the memory of the control segment alive. The owner of the segment may close
+    or drop it while groups of that communicator go on.
     """
 
     def __init__(self, control: Control) -> None:
@@ -28,13 +28,13 @@ class Board:
         self._version = 0
 
     def post(self, notice: Any) -> None:
-        """Replace this rank's notice; keep the last one if this one is too long."""
+        """Replace this rank's notice; keep the old one if the new one is too long."""
         raw = json.dumps(notice).encode()
         if len(raw) >= NOTICE_BYTES:
             return
         at = self._notices[self._rank]
-        # The version is odd while the notice is written: a peer that reads meanwhile sees an odd
-        # version, or another one after than before.
+        # The version is odd while the notice is written. A peer that reads the notice meanwhile
+        # sees an odd version, or different versions before and after its read.
         self._words[self._versions[self._rank]] = self._version + 1
         fence()
         self._map[at : at + len(raw) + 1] = raw + b"\0"
@@ -43,8 +43,8 @@ class Board:
         self._words[self._versions[self._rank]] = self._version
 
     def read(self) -> dict[int, Any]:
-        """Return the notices by rank, without damaged ones and those that are being written."""
-        found = {}
+        """Return the notices by rank, except those that are damaged or being written."""
+        notices = {}
         for rank, version in enumerate(self._versions):
             before = self._words[version]
             fence()
@@ -52,5 +52,5 @@ class Board:
             fence()
             if before and before % 2 == 0 and self._words[version] == before:
                 with contextlib.suppress(ValueError):
-                    found[rank] = json.loads(raw.partition(b"\0")[0])
-        return found
+                    notices[rank] = json.loads(raw.partition(b"\0")[0])
+        return notices

@@ -1,8 +1,8 @@
 """Calls in C over the control segment: plans of collectives, and messages through its rings.
 
-All ranks make a call in C or all in Python: they find out when they connect whether they can, and
-the rest depends on the request alone. The C is in ``collective/native``: ``shared.c``,
-``staging.c`` and ``messages.c``.
+Either all ranks make a call in C, or all make it in Python. When they connect, the ranks find out
+whether all of them have the core. Beyond that the choice depends only on the request. The C is in
+``collective/native``: ``shared.c``, ``staging.c`` and ``messages.c``.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ if TYPE_CHECKING:
 
 __all__ = ["Compiled", "exchange_bytes", "make_exchange"]
 
-# Looks of C at a word, of 10 to 40 ns each, before it yields the processor. They take some
-# microseconds if the rank has a core of its own, and a moment if the peer needs the core.
+# Number of C's polls of a word, 10 to 40 ns each, before it yields the processor. If each rank has
+# its own core, C polls for some microseconds. If a peer needs the core, it polls for a moment only.
 _LOOKS, _LOOKS_CROWDED = 200, 4
-# Looks of C at a ring before it yields the processor: a microsecond or two, which a message takes
-# to a peer that runs. If both ranks share a core, the looks add to the time of each message, and
-# ranks may share a core also where there are others. 4 B, both on one core: 15 µs with 1000 looks,
-# 3 with 100.
+# Number of C's polls of a ring before it yields the processor. They take a microsecond or two,
+# which is the time of a message to a running peer. If both ranks share a core, the polls add to the
+# time of each message. Ranks may share a core even if other cores are free. 4 B with both ranks on
+# one core take 15 µs with 1000 polls, and 3 µs with 100.
 _RING_LOOKS = 100
-# Longer calls on ordinary memory are not staged where the kernel reads a peer's memory, if ranks
-# wait for a core, or if each rank has a part of its own to copy meanwhile. The kernel copies once
-# and not twice, and its copies are slower (docs/decisions.md).
+# Longer calls on ordinary memory are not staged, if the kernel can read a peer's memory and one of
+# two things holds: ranks wait for a core, or each rank has its own part to copy meanwhile. The
+# kernel copies once instead of twice, but its copies are slower (docs/decisions.md).
 _MOVED_BYTES, _FOLDED_BYTES = 4 << 20, 8 << 20
-# Bytes, on the rank that has most, from which on a call is a long one. Below that a copy through an
-# area costs less than a second wait (benchmarks/native.py).
+# A call is long if the longest input of any rank has at least this many bytes. For shorter calls a
+# copy through an area costs less than a second wait (benchmarks/native.py).
 _LEAST_LONG = 24 << 10
-# As in collective/native/shared.h.
+# The same numbers as in collective/native/shared.h.
 _OPERATIONS = {
     name: number
     for number, name in enumerate(
@@ -54,40 +54,40 @@ _OPERATIONS = {
          "all_to_all", "gather", "scatter", "scan")
     )
 }  # fmt: skip
-# Bytes of an element where the request does not say of what it has some.
+# Bytes of an element if the request names no dtype: those of the widest dtype.
 _WIDEST = 16
 _REDUCTIONS = frozenset({"all_reduce", "reduce", "reduce_scatter", "scan"})
 _PIECES = frozenset({"all_gather", "gather", "reduce_scatter", "scatter", "all_to_all"})
 
 
 class Compiled:
-    """A control segment and symmetric memory as C sees them, and plans over them.
+    """Control segment and symmetric memory as C sees them, and plans over them.
 
     Args:
-        control, heap: of the ranks.
-        crowded: whether any rank says that there are more ranks than cores.
-        single_copy: whether all ranks can have the kernel read each other's memory.
-        cached: bytes that the last cache holds of the arrays of a call.
+        control, heap: those of this rank.
+        crowded: whether any rank reports more ranks than cores.
+        single_copy: whether all ranks can read each other's memory through the kernel.
+        cached: bytes of a call's arrays that the last cache holds.
     """
 
     def __init__(
         self, control: Control, heap: Heap, crowded: bool, single_copy: bool, cached: int
     ) -> None:
         looks = _LOOKS_CROWDED if control.crowded else _LOOKS
-        made = native.shared(
+        shared = native.shared(
             control.segment.map, control.rank, control.size, 8 * LINE, control.layout.areas,
             control.layout.area_bytes, _LEAST_LONG, looks, _ControlCallbacks(control),
         )  # fmt: skip
-        assert made is not None  # or nobody would make this
-        # Kept, as one rank may switch it off later.
+        assert shared is not None  # the transport creates this object only if all have the core
+        # Keep the core: this rank may switch it off later, but all ranks must go on alike.
         self._core: Any = native.chosen.extension
         self._rank, self._size = control.rank, control.size
-        self._shared = made
+        self._shared = shared
         self._crowded, self._single_copy, self._cached = crowded, single_copy, cached
-        heap.tell(made.know)
+        heap.tell(shared.know)
 
     def plan(self, request: Request) -> Plan | None:
-        """Return what makes the call in C, or None if that is Python's; alike on all ranks."""
+        """Return a plan of the call in C, or None if Python makes the call; alike on all ranks."""
         operation, dtype = request.operation, request.dtype
         number = _OPERATIONS.get(operation)
         if number is None or (operation == "all_to_all" and not request.alike):
@@ -104,7 +104,7 @@ class Compiled:
             op, code = request.op, dtype.code
             scale = arithmetic.pre(op, dtype, self._size)
             mean = op.name == "avg" and scale is None
-            # Sums to a fold, with something done before or after.
+            # To a fold these two operators are sums. The scaling comes before or after the fold.
             fold = "sum" if op.name in ("avg", "premul_sum") else str(op.name)
             if op.function is not None or not self._core.make_fold(fold, code, None):
                 return None
@@ -114,7 +114,7 @@ class Compiled:
         if scale is not None:
             return partial(_scaled, scale, plan)
         if dtype is not None and operation == "scan" and self._rank == 0:
-            # A fold of several values does this to its result. Rank 0 has one value and no fold.
+            # C does this to the result of a fold. Rank 0 has a single value and no fold.
             finish = arithmetic.post(request.op, dtype, 1)
             return plan if finish is None else partial(_finished, finish, plan)
         return plan
@@ -124,18 +124,18 @@ class Compiled:
             return True
         if self._crowded:
             return nbytes <= (_FOLDED_BYTES if operation in _REDUCTIONS else _MOVED_BYTES)
-        # Of the longest array, how many all ranks have together.
+        # The arrays of all ranks together are as long as this many of the longest array.
         arrays = {"scatter": 2, "all_gather": 1 + self._size, "all_to_all": 2 * self._size}
         if operation not in arrays or nbytes <= _MOVED_BYTES:
             return True
-        # One copy leaves more room in the caches, as long as they hold anything of it.
+        # A single copy leaves more room in the caches, as long as they hold parts of the arrays.
         return nbytes * arrays[operation] >= self._cached
 
 
 def _scaled(
     scale: Callable[..., Any], plan: Plan, src: Buffer, dst: Buffer | None, deadline: Deadline
 ) -> None:
-    """Make a reduction whose inputs are multiplied before they are folded."""
+    """Make a reduction, and multiply the inputs before the fold."""
     scaled = Buffer(np.empty_like(src.array), src.dtype)
     with np.errstate(all="ignore"):
         scale(src.array, scaled.array)
@@ -145,13 +145,13 @@ def _scaled(
 def _finished(
     finish: Callable[..., Any], plan: Plan, src: Buffer, dst: Buffer, deadline: Deadline
 ) -> None:
-    """Make a reduction of one value."""
+    """Make a reduction of a single value, and finish the result in Python."""
     plan(src, dst, deadline)
     finish(dst.array, dst.array)
 
 
 def _apart(plan: Plan, src: Buffer | None, dst: Buffer | None, deadline: Deadline) -> None:
-    """Make a call on copies of arrays that C does not take, such as arrays that overlap."""
+    """Make a call on copies of arrays that C cannot take, such as arrays that overlap."""
     source = None if src is None else Buffer(np.array(src.array, order="C"), src.dtype)
     result = None if dst is None else Buffer(np.empty(dst.array.size, dst.array.dtype), dst.dtype)
     plan(source, result, deadline)
@@ -161,7 +161,7 @@ def _apart(plan: Plan, src: Buffer | None, dst: Buffer | None, deadline: Deadlin
 
 
 class _ControlCallbacks:
-    """Methods that C calls when it has waited in vain for a moment, or when a call has failed."""
+    """Methods that C calls after it has polled in vain for a moment, or after a call has failed."""
 
     def __init__(self, control: Control) -> None:
         self._control = control
@@ -175,15 +175,20 @@ class _ControlCallbacks:
         value: int,
         most: int,
     ) -> None:
-        """Return when a counter that a rank writes has come to ``value``.
+        """Wait until a counter that ``rank`` writes has reached ``value``.
 
         Args:
-            offset: the counter's, in bytes of the control segment.
-            most: the highest value that the protocol allows by now.
+            request: the call that waits.
+            deadline: for the wait.
+            rank: the rank that writes the counter.
+            offset: bytes from the segment's beginning to the counter.
+            value: the value to wait for.
+            most: the highest value that the protocol allows at this moment.
         """
         control = self._control
         words, at, line = control.words, offset // 8, (1 + rank) * LINE
-        # All have to arrive. Of a block, others may have no need any more.
+        # A step needs the arrival of all ranks. For a block only ``rank`` counts: no other rank may
+        # be needed any more.
         ranks = range(control.size) if at == line else (rank,)
         control.request = request
         control.wait(
@@ -194,21 +199,21 @@ class _ControlCallbacks:
         )
 
     def differ(self, request: Request, deadline: Deadline) -> None:
-        """Raise that the ranks' calls differ."""
+        """Raise an error that says how the ranks' calls differ."""
         self._control.request = request
         raise self._control.disagreement(request, deadline)
 
     def fail(self, request: Request) -> None:
-        """Raise why the communicator is broken."""
+        """Raise the error that explains why the communicator is broken."""
         raise self._control.failure(request)
 
     def refuse(self, request: Request, rank: int, what: str) -> None:
-        """Raise that a rank has written what no rank writes."""
+        """Raise an error, since ``rank`` has written an impossible value to shared memory."""
         self._control.request = request
         self._control.refuse(rank, what)
 
     def note(self, request: Request) -> int:
-        """Describe a call for peers that wonder; return its number."""
+        """Describe a call where peers can read it; return the number of the description."""
         return self._control.note(request)
 
 
@@ -218,27 +223,28 @@ class _ControlCallbacks:
 def make_exchange(
     control: Control, peers: PeerMemory, crowded: bool, single_copy: bool
 ) -> native.Exchange:
-    """Return what sends and receives over the rings of ``control``'s segment.
+    """Return a function that sends and receives over the rings of ``control``'s segment.
 
-    A message goes through a ring, whose two copies run at the same time where both ends have a
-    core: 4 MiB take 0.16 ms and not 0.26. Where ranks are more than cores, what a ring does not
-    hold is fetched: 4 MiB take 0.8 ms and not 1.4.
+    A message goes through a ring. If both ends have a core, the copy into the ring and the copy out
+    of it run at the same time: 4 MiB take 0.16 ms, and a fetch takes 0.26 ms. If there are more
+    ranks than cores, the receiver fetches a message that is longer than a ring: 4 MiB take 0.8 ms
+    instead of 1.4 ms.
     """
     layout = control.layout
     streamed = layout.ring_bytes if crowded else sys.maxsize
-    made = native.messages(
+    exchange = native.messages(
         control.segment.map, control.rank, control.size, layout.rings, layout.ring_bytes, streamed,
         _RING_LOOKS, single_copy, _MessageCallbacks(control, peers), 8 * LINE,
     )  # fmt: skip
-    assert made is not None  # or nobody would make this
-    return made
+    assert exchange is not None  # the transport calls this only if all ranks have the core
+    return exchange
 
 
 def exchange_bytes(
     exchange: native.Exchange, control: Control, src: Buffer | None, to: int, dst: Buffer | None,
     source: int, tag: int, deadline: Deadline,
 ) -> int:  # fmt: skip
-    """Send, receive, or both, of lengths that the receivers know; return who sent.
+    """Send, receive, or both; the receivers must know the lengths. Return the sender's rank.
 
     Raises:
         CollectiveError: some rank has failed.
@@ -247,12 +253,12 @@ def exchange_bytes(
     done = exchange(x, to, out, source, tag, deadline, False)
     if done is NotImplemented:
         control.refuse_broken(describe(to, source, tag))
-        # Of a class that C does not know, such as np.memmap.
+        # The class of an array may be unknown to C, such as np.memmap. A plain view may do.
         x, out = (None if each is None else each.view(np.uint8, np.ndarray) for each in (x, out))
         done = exchange(x, to, out, source, tag, deadline, False)
         if done is NotImplemented:
             control.refuse_broken(describe(to, source, tag))
-            raise TypeError(f"{type(src)}, {type(dst)}: not in memory that C can see")
+            raise TypeError(f"{type(src)}, {type(dst)}: C cannot access the memory of an array")
     return int(done)
 
 
@@ -277,8 +283,9 @@ class _MessageCallbacks:
     def fetch(self, rank: int, address: int, out: Any, tag: int) -> None:
         """Copy the rest of a message from the sender's memory."""
         self._peers.fetch(rank, address, np.frombuffer(out, np.uint8))
-        # The sender leaves its memory alone until it gives up. Before it changes anything then, it
-        # breaks the communicator.
+        # The sender does not change the memory until the receiver has read it, or until the sender
+        # gives up. In the second case the sender breaks the communicator before it changes
+        # anything. So if the communicator is not broken now, the copy is valid.
         self._control.refuse_broken(f"recv(tag={tag})")
 
     def refuse(self, rank: int, what: str) -> None:

@@ -1,4 +1,4 @@
-"""The control segment: how ranks arrive, wait, compare calls and hear of failures."""
+"""The control segment: arrival, waiting, comparison of calls, and reports of failures."""
 
 from __future__ import annotations
 
@@ -26,22 +26,23 @@ __all__ = ["BROKEN", "Control", "fence"]
 
 # Words of a rank's line. A fast peer may be one step ahead, and write while this rank still reads
 # the words of the step before. So digest and location have two places, for even and odd steps.
-# collective/native/shared.h names the words that C writes, too: those up to the state, what was
-# noted, and three counters behind, each alone in a line of the cache.
+# C writes some of these words, too: those before the state, and the number of the noted call.
+# collective/native/shared.h names them, and three counters of C behind the words here. Each of
+# these counters has a cache line by itself.
 _STEP = 0
 _DIGEST = 1  # + parity
 _ASLEEP = 3
 _LOCATION = 8  # + 8 * parity: of src: segment, offset, address; the same of dst
 _STATE, _PID, _NOTED, _EXCHANGED, _FAILED_AT, _FAILURE_LENGTH, _NOTICE, _NOTES = range(32, 40)
-#: The first word of all: not 0 when some rank has failed.
+#: The first word of the segment: not 0 when some rank has failed.
 BROKEN = 0
-# The next one: a number that rank 0 draws for the ranks that meet here.
+# The second word: a random number that rank 0 draws for the ranks of this segment.
 _TOKEN = 1
-# In a line of the cache by itself: how many ranks nap; see collective/native/sleeping.h.
+# The number of ranks that nap, in a cache line by itself; see collective/native/sleeping.h.
 _SLEEPERS = 8
 
 _JOINED, _LEFT, _DROPPED = 1, 2, 3
-# By its state, what a rank has done that no longer takes part.
+# For error texts: the states of ranks that no longer take part.
 _GONE = {
     _LEFT: "has closed its communicator",
     _DROPPED: "has dropped its communicator without closing it",
@@ -53,42 +54,43 @@ _GONE = {
 _POLLS = 200
 _POLLS_CROWDED = 20
 _YIELD_S = 0.002
-# A nap is a twentieth of the wait so far: that is what waking late costs at most. A rank that
-# announces something wakes the ranks that nap. They sleep on without the native core, or if the
-# rank sees too late that they nap.
+# A nap lasts a twentieth of the wait so far, so a late wake-up costs no more than that. A rank that
+# announces something wakes the ranks that nap. A rank sleeps until the end of its nap if there is
+# no native core, or if the other rank sees too late that it naps.
 _NAP_SHARE, _NAP_LAST_S = 0.05, 5e-3
 # Time between two looks at the peers' locks, which take a system call for each peer.
 _CHECK_PEERS_S = 0.05
-# A process that ends loses its memory before its lock: for how long to wait for the lock, and how
-# often to look at it.
+# A process that ends loses its memory before its lock. These are the time to wait for the loss of
+# the lock, and the time between two looks at it.
 _ENDING_S, _ENDING_LOOK_S = 1.0, 0.005
 # Time that a wait lasts before its first look for a deadlock, and before each further look.
 _STALL_S = 1.0
-# A note is a path, a vote, a text or a call's header. A longer one is damaged.
+# A note is a path, a vote, a text or a call's header. A length above this is a sign of damage.
 _LONGEST_NOTE = 1 << 30
 
-# x86 keeps stores in order, and loads in order. Elsewhere (AArch64, POWER) a flag could overtake
-# the data that it announces. A free lock is the cheapest fence that Python has.
+# x86 keeps stores in order, and loads in order. On other processors (AArch64, POWER) a peer could
+# see a flag before the data that the flag announces. Taking a free lock is the cheapest fence in
+# Python.
 _ORDERED = platform.machine().lower() in ("x86_64", "amd64", "i686", "i386")
 _fence_lock = threading.Lock()
 
 
 def fence() -> None:
-    """Order the memory accesses before and after, where the processor does not."""
+    """Order the memory accesses before and after this call, if the processor does not."""
     if not _ORDERED:
         with _fence_lock:
             pass
 
 
 class Control:
-    """One rank's view of the control segment.
+    """Control segment as one rank sees it.
 
     Attributes:
         request: the call that began last.
         crowded: whether there are more ranks than cores.
         words: the segment as 64-bit words.
-        polls: how often a wait looks before it yields the processor.
-        yield_s: seconds that a wait then yields it, before it sleeps.
+        polls: number of polls of a wait before it yields the processor.
+        yield_s: seconds for which a wait then yields the processor, before it sleeps.
     """
 
     def __init__(self, segment: Segment, rank: int, size: int) -> None:
@@ -124,18 +126,18 @@ class Control:
         """Announce this process and wait for the others.
 
         Args:
-            deadline: for all of it.
-            last: if given, this rank announces itself after all others, and calls this
-                in between: nobody has gone on by then, and everybody is here.
-            watch: called now and then with the ranks that are missing; it may raise.
+            deadline: for the whole call.
+            last: if given, this rank announces itself after all other ranks, and calls ``last``
+                before that. At that moment all ranks have arrived, and no rank has gone on.
+            watch: called from time to time with the missing ranks; it may raise.
 
         Raises:
-            RendezvousError: somebody did not come; names them.
+            RendezvousError: some ranks did not arrive; the error names them.
         """
         if self.rank == 0:
             self.words[_TOKEN] = secrets.randbits(63)
-        # Lock and number before the state: whoever sees that this rank has joined may ask for both
-        # at once, and takes a free lock for its death.
+        # Take the lock and write the process number before the state. A peer that sees the state
+        # may use both at once, and takes a free lock for the death of this process.
         self.segment.lock_alive(self.rank)
         self.words[self._line + _PID] = os.getpid()
         if last is not None:
@@ -144,13 +146,15 @@ class Control:
             last()
         self.words[self._line + _STATE] = _JOINED
         self._wait_joined(range(self.size), deadline, watch)
-        # Read once: what a peer writes there later must not have another process's memory read.
+        # Read the numbers once. A peer that writes another number later must not make this rank
+        # read the memory of another process.
         self._pids = pids = [int(self.words[(1 + r) * LINE + _PID]) for r in range(self.size)]
         if len(set(pids)) < self.size:
-            # A process's own locks never hold it up: such ranks would take each other for dead.
+            # A process's own locks never block it, so ranks in one process would take each other
+            # for dead.
             raise UnsupportedError(
-                f"shm: {self.size} ranks in {len(set(pids))} processes; each must be a process "
-                f"of its own [rank {self.rank}]. For ranks that are threads use "
+                f"shm: {self.size} ranks in {len(set(pids))} processes, but each rank must be a "
+                f"separate process [rank {self.rank}]. For ranks that are threads use "
                 "backend='threads'."
             )
 
@@ -174,13 +178,13 @@ class Control:
 
     @property
     def meeting(self) -> str:
-        """Number that the ranks which joined here have in common; see :attr:`Backend.meeting`."""
+        """Number common to the ranks that joined this segment; see :attr:`Backend.meeting`."""
         return f"{self.words[_TOKEN]:016x}"
 
     def leave(self) -> None:
-        """Tell the peers that this rank will not come again."""
+        """Tell the peers that this rank has left for good."""
         self.words[self._line + _STATE] = _LEFT
-        # The lock goes with the descriptor; peers look at the state first.
+        # Closing the descriptor releases the lock. Peers look at the state before the lock.
         self.segment.close_descriptor()
 
     def pid(self, rank: int) -> int:
@@ -195,10 +199,11 @@ class Control:
         return int(self.words[self._line])
 
     def arrive(self, request: Request, deadline: Deadline) -> None:
-        """Make the first step of ``request``: wait for all ranks and compare what they do.
+        """Make the first step of ``request``: wait for all ranks and compare their calls.
 
-        The caller has looked at :data:`BROKEN` before it wrote anything that a peer may read:
-        one that is late in the last call but one may still be there.
+        The caller must check :data:`BROKEN` before it writes data that peers may read. If the
+        communicator is broken, a late peer may still be in the last call but one, and read the old
+        data there.
 
         Raises:
             Disagreement: on every rank, if two digests differ.
@@ -209,8 +214,9 @@ class Control:
         step = words[line] + 1
         slot = _DIGEST + (step & 1)
         digest = request.digest
-        # The digest first: whoever sees the step reads it. In the word of the step's parity, since
-        # a peer may still be comparing that of the step before; nobody is two steps behind.
+        # Write the digest before the step: a peer that sees the step reads the digest. It goes to
+        # the word of the step's parity, since a peer may still compare the digest of the step
+        # before. No peer is two steps behind.
         words[line + slot] = digest
         self._step(step, deadline)
         for peer in self._peers:
@@ -218,21 +224,21 @@ class Control:
                 raise self.disagreement(request, deadline)
 
     def disagreement(self, request: Request, deadline: Deadline) -> Disagreement:
-        """Return what to raise when digests differ; every rank calls it."""
+        """Return the error for digests that differ; all ranks call this together."""
         headers = self.exchange(request.header(), deadline)
         for rank, header in enumerate(headers):
             try:
                 json.loads(header)
             except ValueError:
-                self.refuse(rank, "the description of its call is no JSON")
+                self.refuse(rank, "the description of its call is not JSON")
         return Disagreement(headers)
 
     def sync(self, deadline: Deadline) -> None:
         """Make a further step of the same operation.
 
-        Without this rank's step no other can have come to the end of the operation: one that
-        has failed since the last step has left it, and its memory may be in use again. So
-        what has been read of it is not to be had.
+        No other rank can finish the operation before this rank makes this step. A rank that has
+        failed since the last step has left the operation all the same, and its memory may be in
+        use again. Data that was read from there is not valid, so this raises the failure.
         """
         words = self.words
         if words[BROKEN]:
@@ -240,13 +246,14 @@ class Control:
         self._step(words[self._line] + 1, deadline)
 
     def _step(self, step: int, deadline: Deadline) -> None:
-        """Let the others see that this rank has come to ``step``, and wait for them."""
+        """Announce that this rank has reached ``step``, and wait until all ranks have done so."""
         words = self.words
         if not _ORDERED:
             fence()
         words[self._line] = step
-        # Without a fence between the step and this look: who begins to nap at this very moment
-        # sleeps its nap out, 5 ms at most. A fence would cost every call.
+        # There is no fence between the step and this look, since a fence would cost every call. A
+        # rank that begins to nap at this very moment is not woken, and sleeps until its nap ends,
+        # 5 ms at most.
         if words[_SLEEPERS]:
             self._wake()
         for peer in self._peers:
@@ -256,7 +263,7 @@ class Control:
             fence()
 
     def exchange(self, note: bytes, deadline: Deadline) -> list[bytes]:
-        """Return every rank's ``note``; any length, in steps of some pages."""
+        """Return the notes of all ranks. They may have any length: each round moves some pages."""
         words, where = self.words, self.layout.notes
         words[self._line + _EXCHANGED] = len(note)
         parts: list[list[bytes]] = [[] for _ in range(self.size)]
@@ -273,7 +280,7 @@ class Control:
             for rank, length in enumerate(lengths):
                 count = min(max(length - start, 0), NOTE_BYTES)
                 parts[rank].append(bytes(self.segment.map[where[rank] : where[rank] + count]))
-            # Nobody writes the next piece, or the next call's note, before all have read this one.
+            # No rank writes its next piece, or its next note, before all ranks have read this one.
             self.sync(deadline)
             start += NOTE_BYTES
         return [b"".join(pieces) for pieces in parts]
@@ -285,15 +292,15 @@ class Control:
         return length
 
     def location(self, rank: int, parity: int) -> int:
-        """Return the index of the six words that say where ``rank``'s buffers are.
+        """Return the index of the six words with the places of ``rank``'s buffers.
 
-        ``parity`` is that of the step which opened the operation. A rank writes them
-        before it arrives; they stay until it opens another operation at that parity.
+        ``parity`` is that of the step which opened the operation. A rank writes the words before it
+        arrives. The words stay until the rank opens another operation at that parity.
         """
         return (1 + rank) * LINE + _LOCATION + 8 * parity
 
     def version_of_notice(self, rank: int) -> int:
-        """Return the index of the word that grows with each notice of ``rank``."""
+        """Return the index of the word with the version of ``rank``'s notice."""
         return (1 + rank) * LINE + _NOTICE
 
     # -- waiting --------------------------------------------------------------------------
@@ -311,19 +318,20 @@ class Control:
         )
 
     def reached(self, at: int, value: int, most: int) -> bool:
-        """Tell whether a counter in a rank's line has come to ``value``.
+        """Tell whether a counter in a rank's line has reached ``value``.
 
         Args:
-            at: the index of the counter's word.
-            most: the highest value that the protocol allows by now.
+            at: index of the counter's word.
+            value: the value to reach.
+            most: the highest value that the protocol allows at this moment.
 
         Raises:
-            BackendError: the counter is none of the protocol's.
+            BackendError: the counter has a value that the protocol does not allow.
         """
-        found = self.words[at]
-        if not 0 <= found <= most:
-            self.refuse(at // LINE - 1, f"a counter of {found}, which is {most} at most")
-        return found >= value
+        counter = self.words[at]
+        if not 0 <= counter <= most:
+            self.refuse(at // LINE - 1, f"a counter is {counter}, but can be at most {most}")
+        return counter >= value
 
     def wait(
         self,
@@ -333,12 +341,14 @@ class Control:
         deadline: Deadline,
         all_needed: bool = True,
     ) -> None:
-        """Wait until ``ready()``, without keeping a core busy for longer than a moment.
+        """Wait until ``ready()`` returns true, and keep a core busy for a moment at most.
 
         Args:
-            awaited: the ranks that it takes and that have not done their part.
+            ready: checks whether the wait is over.
+            awaited: returns the ranks that have not done their part yet.
             what: the operation, for error texts.
-            all_needed: whether it takes all of them, or any.
+            deadline: for the wait.
+            all_needed: whether all awaited ranks must do their part, or any one of them.
         """
         start = time.monotonic()
         while True:
@@ -351,7 +361,7 @@ class Control:
         while not ready():
             now = time.monotonic()
             if self.words[BROKEN]:
-                # A peer that broke it afterwards may have done its part before.
+                # A peer may have done its part first, and broken the communicator afterwards.
                 if ready():
                     return
                 raise self.failure(what)
@@ -383,7 +393,7 @@ class Control:
         self._check_peers(lambda: False, lambda: ranks, what, True, Deadline(0.0))
 
     def explain(self, ranks: Sequence[int], what: str) -> None:
-        """Raise why one of ``ranks`` is gone, if that turns out in a moment.
+        """Raise the reason why one of ``ranks`` is gone, if it becomes visible within a second.
 
         A process that ends loses its memory and its files before its lock.
         """
@@ -417,17 +427,18 @@ class Control:
             if (state := self.words[(1 + rank) * LINE + _STATE]) in _GONE:
                 gone[rank] = _GONE[state]
             elif not self.segment.alive(rank):
-                # It may have left between the two looks.
+                # The rank may have left between the look at its state and the look at its lock.
                 state = self.words[(1 + rank) * LINE + _STATE]
                 gone[rank] = _GONE.get(state, f"(pid {self.pid(rank)}) has died")
         if not gone or not (all_needed or len(gone) == len(ranks)) or ready():
             return
-        # ready() may have taken what they left behind: then they have done their part.
+        # ready() may have processed data that these ranks left behind. Then they have done their
+        # part.
         still = awaited()
         gone = {rank: fate for rank, fate in gone.items() if rank in still}
         if not gone:
             return
-        # It may have left after an error that it had in common with this rank.
+        # The rank may have left after an error that it shares with this rank.
         look(deadline)
         self.refuse_broken(what)
         text = "; ".join(
@@ -438,14 +449,14 @@ class Control:
         raise self.broken_by(Failure("lost", self.rank, text, lost), what)
 
     def _late(self, awaited: Sequence[int], what: object, deadline: Deadline) -> None:
-        known = "; ".join(f"rank {r} last did {self.last_call(r)}" for r in awaited)
-        missing = f"rank {', '.join(map(str, awaited))}: {known}"
+        calls = "; ".join(f"rank {r} last did {self.last_call(r)}" for r in awaited)
+        missing = f"rank {', '.join(map(str, awaited))}: {calls}"
         raise self.broken_by(Failure.timed_out(self.rank, deadline.seconds, missing, awaited), what)
 
-    # -- what happened ----------------------------------------------------------------------
+    # -- notes and failures -----------------------------------------------------------------
 
     def note(self, request: Request) -> int:
-        """Describe a call for peers that wonder what this rank did last, and return its number.
+        """Describe a call where peers can read it, and return the number of the description.
 
         The last :data:`CALLS` descriptions are kept.
         """
@@ -474,29 +485,30 @@ class Control:
         return self.segment.map[at : at + CALL_BYTES].rstrip(b"\0").decode(errors="replace")
 
     def fail(self, failure: Failure) -> None:
-        """Break the communicator for all ranks; the first failure of a rank counts."""
+        """Break the communicator for all ranks; of several failures of a rank the first counts."""
         words, line = self.words, self._line
         if not words[line + _FAILED_AT]:
             head = json.dumps([failure.kind, failure.rank, failure.ranks]).encode() + b"\n"
             text = failure.text.encode(errors="backslashreplace")
             room = FAILURE_BYTES - len(head)
-            if len(text) > room:  # the end of a traceback tells most
+            if len(text) > room:  # keep the end of a traceback, which says most
                 text = b"..." + text[3 - room :]
             raw = head + text
             at = self.layout.failures[self.rank]
             self.segment.map[at : at + len(raw)] = raw
             words[line + _FAILURE_LENGTH] = len(raw)
             fence()
-            # After text and length, which failure() reads as soon as this is not 0. All processes
-            # of the host have one clock, so that failure() finds the earliest cause.
+            # Write the time after the text and its length, which failure() reads as soon as the
+            # time is not 0. All processes of the host share this clock, so failure() finds the
+            # earliest cause.
             words[line + _FAILED_AT] = time.monotonic_ns()
         fence()
-        # Last: whoever sees it looks for a cause, and there has to be one.
+        # Write the flag last: a rank that sees the flag looks for a cause, and must find one.
         words[BROKEN] = 1
         self._wake()
 
     def refuse(self, rank: int, what: str) -> NoReturn:
-        """Break the communicator, as ``rank`` has written to shared memory what no rank writes.
+        """Break the communicator, since ``rank`` has written an impossible value to shared memory.
 
         Raises:
             BackendError: always.
@@ -504,15 +516,15 @@ class Control:
         self.refuse_damaged(f"rank {rank}'s words in shared memory are damaged: {what}")
 
     def refuse_damaged(self, text: str) -> NoReturn:
-        """Break the communicator, as shared memory is damaged.
+        """Break the communicator, since shared memory is damaged.
 
         Raises:
             BackendError: always.
         """
         self.fail(Failure("aborted", self.rank, text))
         raise BackendError(
-            f"shm: {text} [rank {self.rank}]. That rank has another version of this package, or "
-            "something writes to memory that is not its own.",
+            f"shm: {text} [rank {self.rank}]. Either the ranks have different versions of this "
+            "package, or some code has written to memory that it does not own.",
             "shm",
         )
 
@@ -522,48 +534,53 @@ class Control:
             raise self.failure(what)
 
     def unanimous(self, mine: bool, deadline: Deadline) -> bool:
-        """Return whether all ranks say yes; every rank hears the same."""
+        """Return whether all ranks vote yes; the result is the same on all ranks."""
         return all(vote == b"\1" for vote in self.exchange(b"\1" if mine else b"\0", deadline))
 
     def broken_by(self, failure: Failure, what: object) -> Exception:
-        """Break the communicator, and return what to raise: a peer may have come before.
+        """Break the communicator, and return the error to raise: the earliest cause of any rank.
 
-        One that heard of a rank's death first may be gone by the time that this rank looks,
-        and is not what the program's user has to know of.
+        A peer may have reported a failure before this rank. For example, a peer that noticed the
+        death of a rank first may have left by the time that this rank looks. Then the user must
+        hear of the death, and not of the peer that left.
         """
         self.fail(failure)
         return self.failure(what)
 
     def failure(self, what: object) -> Exception:
-        """Return what to raise now that the communicator is broken: the first cause."""
+        """Return the error for a call on the broken communicator: the earliest cause."""
         words = self.words
-        found: list[tuple[bool, int, Failure]] = []
+        causes: list[tuple[bool, int, Failure]] = []
         for rank in range(self.size):
             line = (1 + rank) * LINE
             if at := words[line + _FAILED_AT]:
                 failure = self._failure_of(rank)
-                # A rank whose own code raised is a cause; the others may be its echo.
-                found.append((failure.kind != "failed", at, failure))
-        if not found:
-            text = "shared memory is damaged: it says that a rank has failed, and not which one"
-            found.append((True, 0, Failure("aborted", self.rank, text)))
-        return min(found, key=lambda cause: cause[:2])[2].error(str(what), self.rank)
+                # If the code of a rank itself raised, that is a cause. The failures of other kinds
+                # may be consequences of it.
+                causes.append((failure.kind != "failed", at, failure))
+        if not causes:
+            text = "shared memory is damaged: its flag shows a failure, but no rank reported one"
+            causes.append((True, 0, Failure("aborted", self.rank, text)))
+        return min(causes, key=lambda cause: cause[:2])[2].error(str(what), self.rank)
 
     def _failure_of(self, rank: int) -> Failure:
-        """Return why ``rank`` has broken the communicator."""
+        """Return the failure by which ``rank`` has broken the communicator."""
         where, length = self.layout.failures[rank], self.words[(1 + rank) * LINE + _FAILURE_LENGTH]
         raw = self.segment.map[where : where + min(max(length, 0), FAILURE_BYTES)]
         head, _, text = raw.partition(b"\n")
         try:
             kind, reporter, ranks = json.loads(head)
-            known = str(kind), int(reporter), text.decode(errors="ignore"), tuple(map(int, ranks))
-            return Failure(*known)
+            fields = str(kind), int(reporter), text.decode(errors="ignore"), tuple(map(int, ranks))
+            return Failure(*fields)
         except (TypeError, ValueError):
             return Failure("aborted", rank, f"rank {rank} has failed, and its report is damaged")
 
 
 def _drop(segment: Segment, state: int, owner: int) -> None:
-    """Tell the peers that a rank has lost its communicator and lives on; a child tells nothing."""
+    """Tell the peers that this process dropped its communicator and lives on.
+
+    In a forked child, do nothing.
+    """
     words = memoryview(segment.map).cast("q")
     if os.getpid() == owner and words[state] == _JOINED:
         words[state] = _DROPPED

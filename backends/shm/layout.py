@@ -1,4 +1,4 @@
-"""The control segment's layout: where the ranks' lines, notes, slots, areas and rings are in it."""
+"""Layout of the control segment: offsets of the ranks' lines, notes, slots, areas and rings."""
 
 from __future__ import annotations
 
@@ -7,38 +7,38 @@ __all__ = [
     "Layout",
 ]  # fmt: skip
 
-#: A rank's line of words: 512 bytes, to stay out of its neighbours' prefetches.
+#: Words of a rank's line: 512 bytes, so that prefetches of the neighbours' lines do not reach it.
 LINE = 64
-#: Bytes of a slot. Arrays up to here are copied through slots: two copies in cache cost less than a
-#: second wait.
+#: Bytes of a slot. Arrays up to this length are copied through slots: two copies in cache cost less
+#: than a second wait.
 SLOT_BYTES = 256 << 10
-#: Bytes that a rank writes for the others in a step of an exchange.
+#: Bytes that a rank writes for its peers in one step of an exchange.
 NOTE_BYTES = 64 << 10
-#: Bytes of the report in which a rank says why it has broken the communicator.
+#: Bytes of the report in which a rank explains why it has broken the communicator.
 FAILURE_BYTES = 32 << 10
-#: Number of a rank's calls that are described for the others (NOTES_KEPT in C), and bytes of a
+#: Number of a rank's last calls that are described for its peers (NOTES_KEPT in C), and bytes of a
 #: description.
 CALLS, CALL_BYTES = 64, 256
 #: Bytes of a rank's notice about the call in which it waits; see :mod:`.board`.
 NOTICE_BYTES = 4 << 10
-# Areas and rings are several times as long as one core's own caches, where that is not too much in
-# all. Other writes have then driven a line out of these caches before it is written again. Only
-# pages that have been written once take memory.
+# Areas and rings are several times as long as one core's own caches, if their sum is not too much.
+# Then other writes have driven a cache line out of these caches before the line is written again.
+# Only pages that have been written once take memory.
 _AREA_BYTES, _LEAST_AREA_BYTES, _AREAS_BYTES = 1 << 20, 256 << 10, 32 << 20
 _RING_BYTES, _RINGS_BYTES = 2 << 20, 32 << 20
 
 
 class Layout:
-    """Where things are in the control segment of ``size`` ranks, in bytes.
+    """Offsets in the control segment of ``size`` ranks, in bytes.
 
     Attributes:
-        notes, failures, calls, notices: where each rank's are.
-        slots: where each rank's are for even steps, and for odd ones.
-        areas, area_bytes: where the areas are, for what is done in C, and how long each of them:
-            two of each rank.
-        rings, ring_bytes: where the rings are, of each ordered pair one, and how much each holds,
-            behind a page of counters.
-        nbytes: the length of all.
+        notes, failures, calls, notices: offset of each rank's part, by rank.
+        slots: offsets of the ranks' slots for even steps, and for odd steps.
+        areas, area_bytes: offset of the areas, which calls in C use, and length of one area. Each
+            rank has two.
+        rings, ring_bytes: offset of the rings, and the capacity of one ring. Each ordered pair of
+            ranks has a ring, which begins with a page of counters.
+        nbytes: length of the segment.
     """
 
     def __init__(self, size: int) -> None:
@@ -67,6 +67,6 @@ class Layout:
         self.nbytes = at + size * (size - 1) * (4096 + self.ring_bytes)
 
     def ring(self, src: int, dst: int) -> int:
-        """Return where the ring from ``src`` to ``dst`` begins."""
+        """Return the offset of the ring from ``src`` to ``dst``."""
         index = src * (self.size - 1) + dst - (dst > src)
         return self.rings + index * (4096 + self.ring_bytes)

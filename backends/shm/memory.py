@@ -1,4 +1,4 @@
-"""The memory of peers: symmetric, in which each has a part and sees all, or read by the kernel."""
+"""The memory of peers: symmetric memory, which all ranks map, and memory that the kernel reads."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ _PAGE = 4096
 
 
 def address_of(array: Array) -> int:
-    """Return where the first element of ``array`` is."""
+    """Return the address of the first element of ``array``."""
     return int(array.__array_interface__["data"][0])
 
 
 class _Part:
-    """Symmetric segment, known by its whole mapping without keeping it alive.
+    """Symmetric segment. It refers to the array of the whole mapping, but does not keep it alive.
 
     Attributes:
-        own: where this rank's part is, and ``own_bytes`` of what length.
+        own, own_bytes: address and length of this rank's part.
     """
 
     def __init__(self, number: int, root: Array, rank: int, stride: int) -> None:
@@ -45,18 +45,21 @@ class _Part:
         self.own_bytes = stride
 
     def of(self, rank: int) -> Array | None:
-        """Return the part of ``rank``, or None if it is not mapped here any more."""
+        """Return the part of ``rank``, or None if it is no longer mapped in this process."""
         root, stride = self.root(), self.own_bytes
         return None if root is None else root[rank * stride : (rank + 1) * stride]
 
 
 class _Adopted(_Part):
-    """Memory that each rank had: a mapping for each of them, of which one is the root."""
+    """Symmetric segment of memory that the ranks already had: one mapping for each rank.
+
+    The mapping of this rank's own memory is the root.
+    """
 
     def __init__(self, number: int, mapped: Sequence[Array], rank: int) -> None:
         super().__init__(number, mapped[rank], 0, mapped[rank].size)
         self._rank = rank
-        # The root's own entry would keep it alive, and with it the others.
+        # An entry for the root would keep the root alive, and with it the other mappings.
         self._others = [None if r == rank else array for r, array in enumerate(mapped)]
 
     def of(self, rank: int) -> Array | None:
@@ -64,7 +67,7 @@ class _Adopted(_Part):
 
 
 class Heap:
-    """This rank's symmetric segments. A segment is unmapped when its last array is dropped."""
+    """Symmetric segments of this rank. A segment is unmapped when its last array is dropped."""
 
     def __init__(self, control: Control) -> None:
         self._control = control
@@ -88,7 +91,7 @@ class Heap:
             try:
                 segment = Segment.create(stride * control.size)
                 note = segment.path.encode()
-            except Exception as error:  # the others wait for the path: tell them instead
+            except Exception as error:  # send the error to the other ranks, which wait for a path
                 note = b"!" + str(error).encode()
         note = control.exchange(note, deadline)[0]
         failed = b""
@@ -100,7 +103,7 @@ class Heap:
         failures = [note[1:]] if note.startswith(b"!") else control.exchange(failed, deadline)
         if segment is not None:
             segment.unlink()
-            # Only the mapping is needed. The control segment shows which ranks live.
+            # Only the mapping is needed. The locks of the control segment show which ranks live.
             segment.close_descriptor()
         for rank, text in enumerate(failures):
             if text:
@@ -117,14 +120,15 @@ class Heap:
     def adopt(
         self, nbytes: int, move: Callable[[], int], allowed: bool, deadline: Deadline
     ) -> Array | None:
-        """Make memory that each rank has symmetric; all ranks call it together.
+        """Make memory symmetric that each rank already has; all ranks call this together.
 
         Args:
             nbytes, move: as in :meth:`Communicator.adopt`.
-            allowed: whether this rank's settings do.
+            allowed: whether this rank's settings allow this.
+            deadline: for the whole call.
 
         Returns:
-            This rank's, mapped a second time; None on every rank if one could not.
+            This rank's memory, mapped a second time; None on every rank if some rank failed.
         """
         control = self._control
         self._count += 1
@@ -133,10 +137,12 @@ class Heap:
         note = b""
         try:
             descriptor = move()
-            found = os.fstat(descriptor)
-            file = f"/proc/{os.getpid()}/fd/{descriptor}", found.st_dev, found.st_ino
+            status = os.fstat(descriptor)
+            file = f"/proc/{os.getpid()}/fd/{descriptor}", status.st_dev, status.st_ino
             note = json.dumps(file).encode()
-        except Exception:  # whatever the framework raises: the others wait, and all do without
+        except Exception:
+            # The framework may raise any error. The other ranks wait for the note, and an empty
+            # note makes all ranks return None.
             pass
         mapped = []
         notes = control.exchange(note, deadline)
@@ -154,9 +160,10 @@ class Heap:
         return root
 
     def tell(self, listener: Callable[..., object]) -> None:
-        """Call ``listener`` with every segment's number, bytes of a part and the parts' addresses.
+        """Call ``listener`` for every new segment, and for every segment that is unmapped.
 
-        With the number alone, when it is unmapped here.
+        For a new segment the arguments are its number, the bytes of a part and the addresses of the
+        parts. For an unmapped segment the only argument is its number.
         """
         self._listener = listener
 
@@ -185,7 +192,7 @@ class Heap:
             return 0, 0, address
         part = self._by_root.get(id(base))
         # The base of a view is the segment's root, or an array over the memory of another
-        # framework. The latter does not lead to the root, so its address is compared.
+        # framework. The second kind does not refer to the root, so compare the address.
         if part is None and getattr(base, "base", base) is not None:
             for candidate in list(self._by_root.values()):
                 if candidate.start <= address < candidate.stop:
@@ -194,16 +201,16 @@ class Heap:
             return 0, 0, address
         offset = address - part.own
         if offset < 0 or offset + array.nbytes > part.own_bytes:
-            return 0, 0, address  # a peer's part
+            return 0, 0, address  # the array is in a peer's part
         return part.number, offset, address
 
     def view(
         self, number: int, rank: int, offset: int, dtype: np.dtype[Any], count: int
     ) -> Array | None:
-        """Return ``count`` elements of ``rank``'s part, or None if they are not mapped here.
+        """Return ``count`` elements of ``rank``'s part, or None if this process has not mapped it.
 
         Raises:
-            BackendError: the rank has announced an offset that its part does not have.
+            BackendError: the rank has announced an offset that is not in its part.
         """
         part = self._by_number.get(number)
         whole = None if part is None else part.of(rank)
@@ -211,13 +218,13 @@ class Heap:
             return None
         nbytes = count * dtype.itemsize
         if not 0 <= offset <= whole.size - nbytes or offset % dtype.alignment:
-            text = f"{nbytes} bytes at {offset} of symmetric memory of {whole.size} bytes"
+            text = f"{nbytes} bytes at offset {offset} of symmetric memory of {whole.size} bytes"
             self._control.refuse(rank, text)
         return whole[offset : offset + nbytes].view(dtype)
 
 
 def _has_room(nbytes: int) -> bool:
-    """Tell whether POSIX shared memory may grow by ``nbytes``: by half of what is free."""
+    """Tell whether POSIX shared memory may grow by ``nbytes``, at most half of the free space."""
     try:
         free = os.statvfs(SHARED_MEMORY)
     except OSError:
@@ -226,11 +233,11 @@ def _has_room(nbytes: int) -> bool:
 
 
 class PeerMemory:
-    """Copies what peers have in their memory.
+    """Copies from the memory of peers.
 
-    These are no methods of the transport, because messages need them and the transport needs
-    messages. Only the garbage collector would free that circle, with the segment of a communicator
-    that has been closed, and programs that train switch it off.
+    These functions are not methods of the transport, because messages need them and the transport
+    needs messages. Methods would make a reference cycle, which keeps the segment of a closed
+    communicator until the garbage collector runs. Programs that train switch the collector off.
     """
 
     def __init__(self, control: Control) -> None:
@@ -240,10 +247,11 @@ class PeerMemory:
         """Copy ``out.nbytes`` bytes from ``address`` of ``rank``'s process.
 
         Returns:
-            False if the kernel refuses, or the memory is not mapped there.
+            False if the kernel refuses, or if that process has not mapped the memory.
 
         Raises:
-            PeerLostError: the process has ended, or the communicator was broken before.
+            PeerLostError: the process has ended. If the communicator was broken before, the error
+                is that of the earliest cause.
         """
         control = self._control
         pid = control.pid(rank)
@@ -252,34 +260,34 @@ class PeerMemory:
                 return True
             ended = not control.segment.alive(rank)
         except ProcessLookupError:
-            ended = True  # a process loses its memory some time before its lock
+            ended = True  # a process that ends loses its memory some time before its lock
         if ended:
             text = f"rank {rank} (pid {pid}) has died (its last call: {control.last_call(rank)})"
             raise control.broken_by(Failure("lost", control.rank, text, (rank,)), "shm")
         return False
 
     def fetch(self, rank: int, address: int, out: Array) -> None:
-        """Copy ``out.nbytes`` bytes from ``address`` of ``rank``'s process, which allows it.
+        """Copy ``out.nbytes`` bytes from ``address`` of ``rank``'s process, which permits the copy.
 
         Raises:
             PeerLostError: the process has ended.
-            CommunicatorAbortedError: the communicator is broken, and the memory no longer there.
-            BackendError: the kernel refuses although it allowed it before.
+            CommunicatorAbortedError: the communicator is broken, and the memory is gone.
+            BackendError: the kernel refuses the copy, although it allowed one before.
         """
         if self.read(rank, address, out):
             return
         control = self._control
-        control.refuse_broken("shm")  # a rank that has given up may have unmapped it since
+        control.refuse_broken("shm")  # a rank that has given up may have unmapped its memory
         text = f"reading {out.nbytes} bytes of rank {rank} (pid {control.pid(rank)}) failed"
         control.fail(Failure("aborted", control.rank, text))
         raise BackendError(
-            f"shm: {text} [rank {control.rank}]. Set COLLECTIVE_SHM_SINGLE_COPY=off to do without.",
+            f"shm: {text} [rank {control.rank}]. Set COLLECTIVE_SHM_SINGLE_COPY=off to avoid this.",
             "shm",
         )
 
 
 class RemoteRegion(Region):
-    """Ordinary memory of a peer, fetched in one copy by the kernel."""
+    """Ordinary memory of a peer, which the kernel reads in one copy."""
 
     __slots__ = ("_address", "_fetch", "_itemsize", "_rank")
 

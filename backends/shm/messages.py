@@ -1,11 +1,11 @@
-"""Messages in Python over the rings, for ranks of which not all have the native core.
+"""Messages in Python over the rings, for communicators in which some rank lacks the native core.
 
-A message is a header and its bytes. Where it may, a receiver reads a long message in the sender's
-memory. Then the ring holds nothing but the header, which leaves the ring when the receiver has
-all bytes. The sender waits for that before it gives the memory back.
+A message is a header and its bytes. If it may, the receiver reads a long message directly in the
+sender's memory. Then the ring holds only the header. The receiver takes the header off the ring
+when it has all bytes. The sender waits for that before it returns the memory to its caller.
 
-A message whose tag nobody asks for yet must not block those behind it. So each receiver takes
-all messages off the ring up to its own, and keeps the others for whoever asks for them.
+A message whose tag no receiver has asked for yet must not block the messages behind it. So each
+receiver takes all messages off the ring up to its own, and keeps them for later receivers.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from .ring import Array, Header, Ring, refuse
 
 __all__ = ["RingMessages", "describe", "wait_for_message"]
 
-#: Parts of an exchange that are not over, to be added up; as in ``messages.h``.
+#: Parts of an exchange; the sum of the unfinished parts is its state, as in ``messages.h``.
 SENDING, RECEIVING = 1, 2
-# No message is as long: the header that says so is damaged.
+# No message is as long as this. A greater length is a sign of damage.
 _NO_LENGTH = 1 << 47
 
 
 class RingMessages:
-    """The messages of one rank: a function that sends, receives, or does both.
+    """Messages of one rank: a function that sends, receives, or does both.
 
-    A message under way is an iterator. Each of its steps does what can be done at once, and yields
-    where the message has to wait for the peer.
+    A message in flight is an iterator. Each step does all that is possible without waiting, and
+    yields if the message must wait for the peer.
 
     Args:
-        control, peers: of the rank.
+        control, peers: those of this rank.
         single_copy: whether all ranks can read each other's memory.
     """
 
@@ -62,12 +62,13 @@ class RingMessages:
         tag: int,
         deadline: Deadline,
     ) -> int:
-        """Send, receive, or both, neither waiting for the other; return who sent.
+        """Send, receive, or both; neither half waits for the other. Return the sender's rank.
 
         Args:
-            src, to: what is sent to whom; None and ``NOBODY`` if nothing is.
-            dst, source: what is received from whom, likewise.
-            tag, deadline: as of :meth:`Backend.send`.
+            src, to: array to send, and its receiver; None and ``NOBODY`` to send nothing.
+            dst, source: array to receive into, and the rank that sends; None and ``NOBODY`` to
+                receive nothing.
+            tag, deadline: as in :meth:`Backend.send`.
         """
         self._control.refuse_broken(describe(to, source, tag))
         sender = NOBODY
@@ -93,7 +94,7 @@ class RingMessages:
         ring = self._outgoing[to]
         is_long = content.size > ring.capacity // 2
         address = address_of(content) if is_long and self._single_copy else 0
-        # From its header to its end a message has the ring to itself.
+        # A message owns the ring from its header to its end.
         while not ring.lock.acquire(blocking=False):
             yield
         yield from ring.put(Header(content.size, tag, address))
@@ -105,12 +106,12 @@ class RingMessages:
         ring.lock.release()
 
     def _receive(self, out: Array, source: int, tag: int) -> Generator[None, None, int]:
-        """Receive a message; return who sent it."""
+        """Receive a message; return the sender's rank."""
         inboxes = self._incoming.values() if source == ANY_SOURCE else (self._incoming[source],)
         while True:
             for inbox in inboxes:
-                # Another thread may be in the middle of a message from this rank, and for long.
-                # Meanwhile another rank may have sent.
+                # Another thread may be receiving a message from this rank, for a long time.
+                # Meanwhile another rank may have sent one, so do not wait for the lock.
                 if not inbox.ring.lock.acquire(blocking=False):
                     continue
                 message = inbox.receive(tag, out)
@@ -123,9 +124,9 @@ class RingMessages:
 
 
 class _Inbox:
-    """Messages from one rank: those in the ring, and those taken off it that nobody has asked for.
+    """Messages from one rank: those in the ring, and those kept until a receiver asks for them.
 
-    Its methods need the ring's lock.
+    A caller of its methods must hold the ring's lock.
     """
 
     def __init__(self, control: Control, peers: PeerMemory, ring: Ring) -> None:
@@ -133,19 +134,19 @@ class _Inbox:
         self._control = control
         self._peers = peers
         self._kept: dict[int, deque[Array]] = {}  # by tag
-        self._keeping: Iterator[None] = iter(())  # takes a message of which a part has come
+        self._keeping: Iterator[None] = iter(())  # keeps a message that has arrived only in part
 
     def receive(self, tag: int, out: Array) -> Iterator[None] | None:
         """Find the next message with a tag.
 
         Returns:
-            Steps that take the message to ``out``; the caller holds the lock until they are over.
+            Iterator that moves the message to ``out``; the caller holds the lock until its end.
             None if there is no such message yet.
 
         Raises:
-            BackendError: what is in the ring is no message, or the message has another length.
+            BackendError: the data in the ring is no message, or the message has another length.
         """
-        # Behind a header are the message's bytes. The next header can be read at their end.
+        # The message's bytes follow its header. The next header comes after these bytes.
         while _is_over(self._keeping):
             if kept := self._kept.get(tag):
                 content = kept.popleft()
@@ -156,7 +157,7 @@ class _Inbox:
             if header is None:
                 return None
             if not 0 <= header.nbytes < _NO_LENGTH:
-                refuse(self._control, self.ring.peer, f"the header {tuple(header)}")
+                refuse(self._control, self.ring.peer, f"the header {tuple(header)} is not valid")
             if header.tag == tag:
                 self._check_length(header.nbytes, out)
                 return self._take(header, out)
@@ -173,8 +174,9 @@ class _Inbox:
             yield from self.ring.read(out)
             return
         self._peers.fetch(self.ring.peer, header.address, out)
-        # The sender leaves its memory alone until the header is gone, or until it gives up. In the
-        # second case it has broken the communicator before it changed anything.
+        # The sender does not change the memory until the header is gone, or until it gives up. In
+        # the second case it breaks the communicator before it changes anything. So if the
+        # communicator is not broken now, the copy is valid.
         fence()
         self._control.refuse_broken(f"recv(tag={header.tag})")
         self.ring.drop_header()
@@ -186,22 +188,22 @@ class _Inbox:
 
 
 def _is_over(steps: Iterator[None]) -> bool:
-    """Do what can be done at once; return whether that was the last of it."""
+    """Do all that is possible without waiting; return whether the iterator has ended."""
     return next(steps, steps) is steps
 
 
-# -- in Python and in C -------------------------------------------------------------------------
+# -- for messages in Python and in C ------------------------------------------------------------
 
 
 def describe(to: int, source: int, tag: int) -> str:
-    """Return an exchange as errors name it."""
+    """Return the name of an exchange for error texts, such as ``recv(tag=0)``."""
     return f"{'send' * (to != NOBODY)}{'recv' * (source != NOBODY)}(tag={tag})"
 
 
 def wait_for_message(
     control: Control, advance: Callable[[], int], to: int, source: int, tag: int, deadline: Deadline
 ) -> None:
-    """Wait until ``advance``, which returns what is still to be done, returns 0."""
+    """Wait until ``advance()``, which returns the sum of the unfinished parts, returns 0."""
     pending = SENDING | RECEIVING
     sources = [
         rank
@@ -215,7 +217,7 @@ def wait_for_message(
         return not pending
 
     def awaited() -> list[int]:
-        # A peer that has done its part may have left.
+        # A peer that has done its part may have left, so await only the peers that have not.
         return sorted({*[to] * (pending & SENDING), *(sources if pending & RECEIVING else [])})
 
     what = describe(to, source, tag)

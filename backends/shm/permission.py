@@ -1,10 +1,10 @@
-"""Leave for peers to read this process's memory, where the Yama security module asks for it.
+"""Permission for peers to read this process's memory, for systems with the Yama security module.
 
-Under ``kernel.yama.ptrace_scope`` 1 a process is read by its ancestors alone, and ranks are
-siblings. A process may name one other that may read it, and the kernel then lets in the
-descendants of that one, too (PR_SET_PTRACER(2const)). So a rank names the nearest common ancestor
-of the ranks, such as the launcher, for as long as a communicator reads memory. Processes outside
-of that tree stay locked out, as they would not be if any process were allowed.
+If ``kernel.yama.ptrace_scope`` is 1, only the ancestors of a process may read it, and ranks are
+siblings. But a process may name one other process that may read it, and the kernel then also admits
+the descendants of that process (PR_SET_PTRACER(2const)). So a rank names the nearest common
+ancestor of the ranks, such as the launcher, for as long as a communicator reads memory. Processes
+outside of that tree stay locked out. If the rank allowed any process instead, they would not.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _lock = threading.Lock()
 
 
 class Permission:
-    """Leave for some processes to read this one, until :meth:`withdraw` or the end of the process.
+    """Permission for other processes to read this one, until :meth:`withdraw` or the process's end.
 
-    A process has one such leave. With several permissions it is for the nearest common ancestor
-    of all processes that they are for. A permission that would leave no such ancestor gives none
-    beyond the others.
+    The kernel lets a process name only one other process. So with several permissions, this
+    process names the nearest common ancestor of all their processes. If a new permission would
+    leave no common ancestor, it has no effect, and the other permissions stay as they are.
 
     Args:
-        pids: the processes of all ranks, this one among them.
+        pids: the processes of all ranks, including this one.
     """
 
     def __init__(self, pids: Iterable[int]) -> None:
@@ -50,7 +50,7 @@ class Permission:
                 _allow(ancestor)
 
     def withdraw(self) -> None:
-        """Take the permission back, and leave in force what other permissions need."""
+        """Take the permission back; the other permissions stay in force."""
         with _lock:
             if self in _granted:
                 _granted.discard(self)
@@ -64,7 +64,7 @@ def _is_restricted() -> bool:
 
 
 def _common_ancestor() -> int | None:
-    """Return the nearest ancestor of all processes that a permission is for; or None."""
+    """Return the nearest common ancestor of all processes that have a permission; or None."""
     every = {pid for permission in _granted for pid in permission._pids}
     chains = [chain for pid in sorted(every) if (chain := _ancestors(pid))]
     if not chains:
@@ -74,26 +74,28 @@ def _common_ancestor() -> int | None:
 
 
 def _ancestors(pid: int) -> Sequence[int]:
-    """Return a process and its ancestors, the nearest first; nothing of one that has ended."""
+    """Return a process and its ancestors, the nearest first; nothing if the process has ended."""
     chain: list[int] = []
     while pid > 0:
         try:
             state = Path(f"/proc/{pid}/stat").read_text()
-        except OSError:  # its own, or it is hidden: then its number is all that is known
+        except OSError:
+            # The first process has ended, or an ancestor is hidden. A hidden ancestor still has a
+            # number.
             return [*chain, pid] if chain else []
         chain.append(pid)
-        # The name, in parentheses, may have any characters; behind it are state and parent.
+        # The name, in parentheses, may contain any characters. The state and the parent follow it.
         pid = int(state.rpartition(")")[2].split()[1])
     return chain
 
 
 def _allow(pid: int) -> None:
-    """Let a process and its descendants read this one; with 0, ancestors alone."""
+    """Let a process and its descendants read this one; with 0, only this process's ancestors."""
     ctypes.CDLL(None).prctl(_PR_SET_PTRACER, ctypes.c_ulong(pid), 0, 0, 0)
 
 
 def _begin_anew() -> None:
-    """Forget what was granted: the kernel gives no leave of a process to its child."""
+    """Forget all permissions in a forked child: the kernel does not pass them on to a child."""
     global _lock
     _lock = threading.Lock()
     _granted.clear()

@@ -1,7 +1,7 @@
 """Ring of bytes from one rank to another, for messages in Python (:mod:`.messages`).
 
-The native core has a protocol of its own over the same pages (``messages.c``). All ranks of a
-communicator use the one, or all use the other.
+The native core uses the same pages with another protocol (``messages.c``). All ranks of a
+communicator use the same one of the two protocols.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ __all__ = ["Header", "Ring", "refuse"]
 Array = np.ndarray[Any, Any]
 
 # Words at the beginning of a ring, each in a cache line of its own: bytes that the sender has
-# written, and bytes that the receiver has read. Each end writes its own count alone.
+# written, and bytes that the receiver has read. Each end writes only its own count.
 _WRITTEN, _READ = 0, 64
 _HEADER_BYTES = 24
 
 
 class Header(NamedTuple):
-    """Beginning of a message, a word for each attribute.
+    """Beginning of a message, with one word for each attribute.
 
     Attributes:
         nbytes: length of the message, without header and padding.
         tag: tag of the message.
-        address: where the bytes are in the sender's memory, or 0 if they follow in the ring.
+        address: address of the bytes in the sender's memory, or 0 if they follow in the ring.
     """
 
     nbytes: int
@@ -41,19 +41,18 @@ class Header(NamedTuple):
 class Ring:
     """Ring from one rank to another, seen from either end.
 
-    An end changes its count after it has written, or read, the bytes that the count then covers.
-    From that moment on the other end reads these bytes, or writes over them. Bytes go through the
-    ring in parts of a quarter of it, so that one end copies a part while the other copies the one
-    before.
+    An end first writes or reads bytes, and then adds them to its count. From that moment on the
+    other end may read these bytes, or overwrite them. A long message goes through the ring in parts
+    of a quarter of the ring. So one end copies a part while the other end copies the part before.
 
-    Headers and messages begin at whole words. So both counts are multiples of 8, and the end of the
-    ring cuts no word of a header.
+    Headers and messages begin at whole words. So both counts are multiples of 8, and no word of a
+    header is split at the end of the ring.
 
     Attributes:
         capacity: bytes that the ring holds.
         peer: rank at the other end.
         lock: held by the thread that is in the middle of a message at this end. A call that fails
-            there keeps the lock: what follows in the ring is no header.
+            in the middle keeps the lock, since the next bytes in the ring are no header.
     """
 
     def __init__(self, control: Control, src: int, dst: int) -> None:
@@ -72,7 +71,7 @@ class Ring:
         """Return how many bytes the ring holds.
 
         Raises:
-            BackendError: the peer has written a count that no rank writes.
+            BackendError: the peer has written an impossible count.
         """
         filled = self._counts[_WRITTEN] - self._counts[_READ]
         if not 0 <= filled <= self.capacity or filled % 8:
@@ -88,7 +87,7 @@ class Ring:
         written = self._counts[_WRITTEN]
         for index, word in enumerate(header, written // 8):
             self._cells[index % len(self._cells)] = word
-        # The receiver reads the words as soon as the count covers them.
+        # The receiver reads the words as soon as the count covers them, so write the count last.
         fence()
         self._counts[_WRITTEN] = written + _HEADER_BYTES
 
@@ -104,7 +103,8 @@ class Ring:
             first = min(count, self.capacity - at)
             self._data[at : at + first] = source[:first]
             self._data[: count - first] = source[first:count]
-            # The receiver reads the bytes as soon as the count covers them.
+            # The receiver reads the bytes as soon as the count covers them, so write the count
+            # last.
             fence()
             self._counts[_WRITTEN] = written + count + -count % 8
             source = source[count:]
@@ -112,10 +112,10 @@ class Ring:
     # -- for the receiver -----------------------------------------------------------------
 
     def header(self) -> Header | None:
-        """Return the header that is next, which stays in the ring; None if there is none yet."""
+        """Return the next header and leave it in the ring; None if there is no header yet."""
         if self.filled() < _HEADER_BYTES:
             return None
-        # The count has been read, and the words must not have been read before it.
+        # The processor must not read the words before it reads the count.
         fence()
         start = self._counts[_READ] // 8
         cells = self._cells
@@ -123,32 +123,33 @@ class Ring:
 
     def drop_header(self) -> None:
         """Take the header off the ring."""
-        # The sender writes over it as soon as the count covers it.
+        # The sender overwrites the header as soon as the count covers it, so write the count last.
         fence()
         self._counts[_READ] += _HEADER_BYTES
 
     def read(self, out: Array) -> Iterator[None]:
-        """Take as many bytes off the ring as ``out`` has; yield while they have not come."""
+        """Take as many bytes off the ring as ``out`` has; yield while they have not arrived."""
         while out.size:
             count = min(out.size, self.filled(), self._part)  # without the padding of the last part
             if not count:
                 yield
                 continue
-            # The count has been read, and the bytes must not have been read before it.
+            # The processor must not read the bytes before it reads the count.
             fence()
             read = self._counts[_READ]
             at = read % self.capacity
             first = min(count, self.capacity - at)
             out[:first] = self._data[at : at + first]
             out[first:count] = self._data[: count - first]
-            # The sender writes over the bytes as soon as the count covers them.
+            # The sender overwrites the bytes as soon as the count covers them, so write the count
+            # last.
             fence()
             self._counts[_READ] = read + count + -count % 8
             out = out[count:]
 
 
 def refuse(control: Control, peer: int, what: str) -> NoReturn:
-    """Break the communicator, as nothing more can be read of the messages with rank ``peer``.
+    """Break the communicator, since the messages with rank ``peer`` are damaged.
 
     Raises:
         BackendError: always.

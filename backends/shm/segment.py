@@ -1,9 +1,9 @@
-"""Shared mappings without names: nothing is left behind, whatever is killed.
+"""Shared mappings without names, which leave no files behind when processes are killed.
 
-Where the kernel has memfd_create(2), a segment is anonymous memory that other processes
-of the same user open through ``/proc/PID/fd/N``. It is never in a file system, so it is
-gone with its last process and is not limited by the size of ``/dev/shm``. Elsewhere it
-is a file of mode 0600 in a private directory, deleted once everybody has opened it.
+If the kernel has memfd_create(2), a segment is anonymous memory. Other processes of the same user
+open it through ``/proc/PID/fd/N``. The segment is never in a file system, so it ends with its last
+process, and the size of ``/dev/shm`` does not limit it. On other systems a segment is a file of
+mode 0600 among the temporary files, which is deleted once all ranks have opened it.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from collective.errors import BackendUnavailableError
 
 __all__ = ["SHARED_MEMORY", "TOO_MANY_FILES", "Segment", "map_shared", "process_vm_readv"]
 
-#: Where POSIX shared memory, shm_open(3), is on Linux.
+#: Directory of POSIX shared memory, shm_open(3), on Linux.
 SHARED_MEMORY = "/dev/shm"
 
-#: What open(2) says when the process or the system has no descriptor left.
+#: Error codes of open(2) for a process or a system without a free descriptor.
 TOO_MANY_FILES = frozenset({errno.EMFILE, errno.ENFILE})
 
 _NAME = "collective"
-_MEMFD = f"/memfd:{_NAME}"  # how /proc/PID/fd shows one
+_MEMFD = f"/memfd:{_NAME}"  # beginning of a segment's link in /proc/PID/fd
 
 
 class Segment:
-    """A shared mapping.
+    """Shared mapping.
 
     Attributes:
-        path: where other processes of this user open it, until :meth:`unlink`.
-        map: the mapping. It is never closed by hand: arrays may still refer to it, and
-            it goes with the last of them.
+        path: path by which other processes of this user open the segment, until :meth:`unlink`.
+        map: the mapping. It is never closed explicitly, since arrays may still refer to it. It
+            ends with the last of these arrays.
     """
 
     def __init__(self, descriptor: int, path: str, owner: bool) -> None:
@@ -48,7 +48,7 @@ class Segment:
         self._unlinkable = owner and not path.startswith("/proc/")
         self.map = mmap.mmap(descriptor, os.fstat(descriptor).st_size)
         self._descriptor = descriptor
-        # A communicator may be dropped without having been closed.
+        # A program may drop a communicator without closing it.
         self._close = weakref.finalize(self, os.close, descriptor)
         self._close.atexit = False
         _want_huge_pages(self.map)
@@ -79,19 +79,21 @@ class Segment:
             few = isinstance(error, OSError) and error.errno in TOO_MANY_FILES
             remedy = RAISE_THE_LIMIT if few else "Free memory, or start fewer ranks"
             raise BackendUnavailableError(
-                f"shm: a shared segment of {nbytes} bytes cannot be made: {error}. {remedy}."
+                f"shm: a shared segment of {nbytes} bytes cannot be created: {error}. {remedy}."
             ) from error
 
     @classmethod
     def open(cls, path: str, nbytes: int) -> Segment:
-        """Map a segment that a peer created, of at least ``nbytes`` bytes.
+        """Map a segment of at least ``nbytes`` bytes that a peer has created.
 
         Raises:
-            OSError: its process is gone, or belongs to another user, or it is too short.
+            OSError: the peer's process is gone or belongs to another user, or the segment is too
+                short.
         """
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
-            # The number of a dead process may be another's by now, with a file of its own.
+            # The process may have died. Another process may have its number by now, and the path
+            # may lead to a file of that process.
             if path.startswith("/proc/") and not os.readlink(path).startswith(_MEMFD):
                 raise FileNotFoundError(errno.ENOENT, "no longer a segment", path)
             if os.fstat(descriptor).st_size < nbytes:
@@ -102,14 +104,14 @@ class Segment:
             raise
 
     def unlink(self) -> None:
-        """Take its name away; those who have opened it keep it."""
+        """Remove the segment's path; processes that have opened the segment keep it."""
         if self._unlinkable:
             self._unlinkable = False
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self.path)
 
     def close_descriptor(self) -> None:
-        """Let go of the descriptor; the mapping stays."""
+        """Close the descriptor; the mapping stays."""
         self._descriptor = -1
         self._close()
 
@@ -119,9 +121,9 @@ class Segment:
 
     def lock_alive(self, rank: int) -> None:
         """Hold byte ``rank`` for as long as this process lives and keeps the descriptor."""
-        # The lock is the process's, and goes with any descriptor of the segment that the process
-        # closes, not with this one alone (fcntl_locking(2)). So a process that holds a lock does
-        # not open its segment a second time.
+        # The lock belongs to the process. It is released when the process closes any descriptor of
+        # the segment, not only this one (fcntl_locking(2)). So a process that holds a lock does not
+        # open its segment a second time.
         fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
 
     def alive(self, rank: int) -> bool:
@@ -129,7 +131,8 @@ class Segment:
         if self._descriptor < 0:
             return True
         try:
-            # Shared, so that two ranks which ask at once do not take each other for it.
+            # Use a shared lock: two ranks that test at the same time do not block each other, and
+            # neither takes the other's test for the lock of the owner.
             fcntl.lockf(self._descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB, 1, rank)
         except OSError:
             return True
@@ -138,10 +141,11 @@ class Segment:
 
 
 def _seal(descriptor: int) -> None:
-    """Fix the length of anonymous memory for good, where the system can.
+    """Fix the length of anonymous memory permanently, if the system supports seals.
 
-    Any process of this user could shorten it through ``/proc/PID/fd/N``, and each rank would die
-    of SIGBUS at its next access behind the end. A file in a directory has no seals.
+    Without the seals any process of this user could shorten the memory through ``/proc/PID/fd/N``.
+    Then each rank would die of SIGBUS at its next access behind the new end. A file in a directory
+    has no seals.
     """
     if hasattr(fcntl, "F_ADD_SEALS"):
         with contextlib.suppress(OSError):
@@ -153,18 +157,20 @@ def map_shared(path: str, identity: tuple[int, int], nbytes: int) -> mmap.mmap:
     """Map the first bytes of shared memory that another library made.
 
     Args:
-        path: ``/proc/PID/fd/N`` of a process that has it open.
-        identity: its device and inode: that of a dead process may be another file by now.
+        path: ``/proc/PID/fd/N`` of a process that has the memory open.
+        identity: device and inode of the memory. They are compared, since the process may have
+            died and the path may lead to another file by now.
+        nbytes: number of bytes to map.
 
     Raises:
-        OSError: it is gone, belongs to another user, or is not what was announced.
-        ValueError: it is shorter than that.
+        OSError: the memory is gone, belongs to another user, or is not the announced file.
+        ValueError: the memory is shorter than ``nbytes``.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
-        found = os.fstat(descriptor)
-        if (found.st_dev, found.st_ino) != identity:
-            raise FileNotFoundError(errno.ENOENT, "no longer what was announced", path)
+        status = os.fstat(descriptor)
+        if (status.st_dev, status.st_ino) != identity:
+            raise FileNotFoundError(errno.ENOENT, "no longer the announced file", path)
         mapped = mmap.mmap(descriptor, nbytes)
     finally:
         os.close(descriptor)
@@ -173,7 +179,7 @@ def map_shared(path: str, identity: tuple[int, int], nbytes: int) -> mmap.mmap:
 
 
 def _want_huge_pages(mapped: mmap.mmap) -> None:
-    """Ask for transparent huge pages: a tenth of the page faults, where the system has them."""
+    """Ask for transparent huge pages; if the system has them, a tenth of the page faults remains."""
     if hasattr(mmap, "MADV_HUGEPAGE") and len(mapped) >= 2 << 20:
         with contextlib.suppress(OSError):
             mapped.madvise(mmap.MADV_HUGEPAGE)
@@ -208,10 +214,10 @@ _loaded = False
 
 
 def process_vm_readv(pid: int, address: int, into: int, nbytes: int) -> bool:
-    """Copy ``nbytes`` from ``address`` of process ``pid`` to address ``into`` of this one.
+    """Copy ``nbytes`` from ``address`` of process ``pid`` to address ``into`` of this process.
 
-    One copy by the kernel, process_vm_readv(2). Returns False where the system has no
-    such call or forbids it; see :mod:`.permission`.
+    The kernel makes a single copy, by process_vm_readv(2). Return False if the system has no such
+    call or forbids it; see :mod:`.permission`.
 
     Raises:
         ProcessLookupError: the process is gone.

@@ -51,22 +51,22 @@ Array = np.ndarray[Any, Any]
 _UINT8 = BY_NAME["uint8"]
 _GROUP_TAG = -2
 _PATH_BYTES = 256
-_SOURCE, _OUTPUT = 0, 3  # words of a place: segment, offset, address of each
+_SOURCE, _OUTPUT = 0, 3  # first word of each array's place: segment, offset and address
 
 
 class NotMapped(Exception):
-    """Raised on all ranks when they have arrived and peers' memory is not to be read."""
+    """Raised on all ranks after they have arrived, if they cannot read the peers' memory."""
 
 
 class _Wants(NamedTuple):
-    """What the settings allow."""
+    """Features that this rank's settings allow."""
 
     single_copy: bool
     adopting: bool
 
 
 class ShmBackend(OneSided):
-    """Ranks that are processes of one host; see the package's docstring."""
+    """Transport for ranks that are processes of one host; see the package's docstring."""
 
     name = "shm"
     capabilities = Capabilities(
@@ -87,14 +87,14 @@ class ShmBackend(OneSided):
         self._slots: dict[np.dtype[Any], list[list[Array]]] = {}
         self._in_slots = True
         self._parity = 0
-        self._segments = {_SOURCE: 0, _OUTPUT: 0}  # this rank's, of the running call
+        self._segments = {_SOURCE: 0, _OUTPUT: 0}  # of this rank's arrays in the running call
         self._wanted = wanted
         self._single_copy = False
         self._permission: Permission | None = None
         self._board = Board(control)
         self._compiled: Compiled | None = None
-        # The core's function for arrays, if all ranks have the core; and what sends and receives
-        # bytes, in C or in Python. _vote() sets both.
+        # exchange is the core's function for messages of arrays, if all ranks have the core.
+        # _transfer sends and receives bytes, in C or in Python. _vote() sets both.
         self.exchange = None
         self._transfer: Callable[[Buffer | None, int, Buffer | None, int, int, Deadline], int]
         self._closed = False
@@ -106,9 +106,9 @@ class ShmBackend(OneSided):
         """Meet the other processes through ``world.store``; see :meth:`Backend.connect`."""
         if world.local_size != world.size:
             raise UnsupportedError(
-                f"shm: {world.size} ranks, of which {world.local_size} are on {world.host}; it "
+                f"shm: only {world.local_size} of {world.size} ranks are on {world.host}, but shm "
                 f"works within one host [rank {world.rank}]. Start all ranks on one host, or "
-                "name a transport that crosses hosts."
+                "name a transport that works across hosts."
             )
         store, key = world.store, "shm"
         wanted = _Wants(_on(world, "shm_single_copy"), _on(world, "shm_adopt"))
@@ -124,7 +124,7 @@ class ShmBackend(OneSided):
             return cls._attach(segment, 0, 1, deadline, wanted)
         store.set(key, segment.path.encode())
         try:
-            # Gone before anybody goes on: a second connect must not find it.
+            # Delete the key before any rank goes on: a second connect must not find it.
             last = functools.partial(store.delete, key)
             return cls._attach(segment, 0, world.size, deadline, wanted, last, watch)
         finally:
@@ -148,25 +148,27 @@ class ShmBackend(OneSided):
             self.meeting = control.meeting
             self._vote(deadline)
         except BaseException as error:
-            # Before the others see this rank leave: they are to hear why, not to miss this rank.
+            # Report the failure before the peers see this rank leave. Then they raise its cause,
+            # and not the loss of this rank.
             control.fail(Failure.caused_by(rank, error))
             self.close()
             raise
         finally:
-            # All ranks have opened the segment by now, or none will. No file stays behind.
+            # By now all ranks have opened the segment, or no more ranks will. Leave no file behind.
             segment.unlink()
         return self
 
     def sleep_after(self, seconds: float) -> None:
-        """Let waits sleep when they have lasted for ``seconds``.
+        """Let waits sleep after they have lasted for ``seconds``.
 
-        Where peers will be busy elsewhere, with a network, say, waits should sleep earlier than by
-        default: a wait that yields its core still takes it from them for microseconds at a time.
+        If peers will be busy with other work, such as a network, waits should sleep earlier than by
+        default. A wait that yields its core still takes the core from them for microseconds at a
+        time.
         """
         self._control.yield_s = seconds
 
     def _vote(self, deadline: Deadline) -> None:
-        """Agree on the ways that calls and messages take; all ranks come to the same."""
+        """Agree with all ranks on how calls and messages are made."""
         control = self._control
         if self.size == 1:
             self._transfer = RingMessages(control, self.peers, False)
@@ -180,7 +182,7 @@ class ShmBackend(OneSided):
         del probe
         for rank, other in enumerate(votes):
             if len(other) != len(vote):
-                control.refuse(rank, f"{len(other)} bytes of what it can do, not {len(vote)}")
+                control.refuse(rank, f"a vote of {len(other)} bytes, expected {len(vote)}")
         all_read, protocols, crowds, caches = zip(*votes, strict=True)
         self._single_copy = single_copy = all(all_read)
         if not single_copy:
@@ -194,17 +196,18 @@ class ShmBackend(OneSided):
             self._transfer = RingMessages(control, self.peers, single_copy)
 
     def _can_read(self, probe: Array, deadline: Deadline) -> bool:
-        """Return whether this rank may read the others' memory, and can: the probes of all ranks.
+        """Return whether this rank may read its peers' memory, and can: it reads their probes.
 
         Args:
-            probe: this rank's number, which the others read.
+            probe: array with this rank's number, which the peers read.
+            deadline: for the step that all ranks make together.
         """
         control = self._control
         control.words[control.location(self.rank, 0) + _SOURCE + 2] = address_of(probe)
         wanted = self._wanted.single_copy
         if wanted:
             self._permission = Permission(control.pid(rank) for rank in range(self.size))
-        # No rank reads before all have given their permission.
+        # No rank reads before all ranks have given their permission.
         control.sync(deadline)
         return wanted and all(
             self._reads_probe_of(rank) for rank in range(self.size) if rank != self.rank
@@ -231,7 +234,7 @@ class ShmBackend(OneSided):
             self._withdraw()
 
     def _withdraw(self) -> None:
-        """Take back the leave for peers to read this process."""
+        """Take back the permission for peers to read this process."""
         if self._permission is not None:
             self._permission.withdraw()
             self._permission = None
@@ -244,7 +247,8 @@ class ShmBackend(OneSided):
             try:
                 segment = Segment.create(Layout(len(ranks)).nbytes)
             except BackendUnavailableError as error:
-                self.abort(Failure("aborted", self.rank, str(error)))  # they wait for its path
+                # The other ranks wait for the path, so tell them.
+                self.abort(Failure("aborted", self.rank, str(error)))
                 raise
             note[: len(segment.path)] = list(segment.path.encode())
             for rank in ranks[1:]:
@@ -260,16 +264,16 @@ class ShmBackend(OneSided):
         try:
             child = self._attach(segment, me, len(ranks), deadline, self._wanted, watch=watch)
         except CommunicatorAbortedError:
-            # In the numbers of this communicator, which are those of the caller.
+            # Explain the loss with the rank numbers of this communicator, which the caller knows.
             self._control.explain([rank for rank in ranks if rank != self.rank], "group")
             raise
-        # The segment of all ranks has the notices of all calls: a circle of waits leads through
-        # several communicators.
+        # The first communicator's segment has the notices of all calls, also of its groups: a cycle
+        # of waits can lead through several communicators.
         child._board = self._board
         return child
 
     def _open_of(self, rank: int, path: str, nbytes: int) -> Segment:
-        """Open the segment of at least ``nbytes`` bytes that ``rank`` has made.
+        """Open the segment of at least ``nbytes`` bytes that ``rank`` has created.
 
         Raises:
             PeerLostError: ``rank`` has ended meanwhile.
@@ -291,7 +295,7 @@ class ShmBackend(OneSided):
         return {notice[0]: notice[1] for notice in notices if _is_noted(notice)}
 
     def descriptors(self, ranks: Sequence[int]) -> int:
-        return 2  # the segment's, and that of its mapping
+        return 2  # one for the segment, and one for its mapping
 
     def empty(self, nbytes: int, request: Request, deadline: Deadline) -> Array:
         self._control.refuse_broken(request)
@@ -352,7 +356,8 @@ class ShmBackend(OneSided):
         if self._in_slots:
             if src is not None:
                 # No peer reads the slot any more. All ranks have made this rank's last step, so
-                # all have left the call before: the last that can have used slots of this parity.
+                # they have all left the call before it. No later call can have used slots of this
+                # parity.
                 self._slots_of(src.dtype)[parity][self.rank][: src.size] = src
             control.arrive(request, deadline)
             return True
@@ -368,7 +373,10 @@ class ShmBackend(OneSided):
         return False
 
     def _segment(self, which: int) -> int:
-        """Return the segment that every rank's buffer is in, or 0; alike on all ranks."""
+        """Return the number of the segment that contains all ranks' buffers; 0 if there is none.
+
+        The result is the same on all ranks.
+        """
         words, location, parity = self._control.words, self._control.location, self._parity
         number = self._segments[which]
         for rank in range(self.size):
@@ -401,7 +409,7 @@ class ShmBackend(OneSided):
         for rank in range(self.size):
             offset = words[self._control.location(rank, self._parity) + _OUTPUT + 1]
             mapped = self._heap.view(number, rank, offset, dtype, count)
-            assert mapped is not None  # this rank's own buffer keeps it
+            assert mapped is not None  # this rank's own buffer keeps the segment mapped
             outputs.append(mapped)
         return outputs
 
@@ -409,19 +417,19 @@ class ShmBackend(OneSided):
         self._control.sync(deadline)
 
     def _slots_of(self, dtype: np.dtype[Any]) -> list[list[Array]]:
-        found = self._slots.get(dtype)
-        if found is None:
+        slots = self._slots.get(dtype)
+        if slots is None:
             count = SLOT_BYTES // dtype.itemsize
             raw = self._control.segment.map
-            found = self._slots[dtype] = [
+            slots = self._slots[dtype] = [
                 [np.frombuffer(raw, dtype, count, at) for at in starts]
                 for starts in self._control.layout.slots
             ]
-        return found
+        return slots
 
 
 def _is_noted(notice: object) -> bool:
-    """Tell whether a notice is what :meth:`ShmBackend.post` writes, and not damaged."""
+    """Tell whether a notice has the form that :meth:`ShmBackend.post` writes."""
     match notice:
         case [int(), dict()]:
             return True
@@ -429,13 +437,13 @@ def _is_noted(notice: object) -> bool:
 
 
 def _on(world: World, setting: str) -> bool:
-    # The variable also where no init() has read the configuration, as in tests.
+    # Read the variable here, too: in tests, for example, no init() has read the configuration.
     default = os.environ.get(f"COLLECTIVE_{setting.upper()}", "on")
     return world.options.get(setting, default) == "on"
 
 
 def _open_published(world: World, key: str, deadline: Deadline) -> Segment:
-    """Open the segment that rank 0 made; an older one of a dead process is passed over."""
+    """Open the segment that rank 0 created, and ignore an older one of a dead process."""
     while True:
         try:
             path = world.store.get(key, deadline).decode()
@@ -462,7 +470,7 @@ def _open_published(world: World, key: str, deadline: Deadline) -> Segment:
 def _mapped_or(
     reading: Plan, sending: Plan, src: Buffer | None, dst: Buffer | None, deadline: Deadline
 ) -> Work[Any] | None:
-    """Read the peers' memory, or have them send it."""
+    """Read the peers' memory; if this is not possible, have the peers send it."""
     try:
         return reading(src, dst, deadline)
     except NotMapped:

@@ -63,7 +63,7 @@ def test_a_call_that_is_described_by_no_json_is_refused(control: Control) -> Non
     at = control.layout.notes[1]
     control.segment.map[at : at + 4] = b"\xff{[}"
     request: Any = type("Call", (), {"header": lambda self: b"{}"})()
-    with pytest.raises(BackendError, match="the description of its call is no JSON"):
+    with pytest.raises(BackendError, match="the description of its call is not JSON"):
         control.disagreement(request, 5.0)
 
 
