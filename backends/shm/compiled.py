@@ -39,9 +39,9 @@ _LOOKS, _LOOKS_CROWDED = 200, 4
 # time of each message. Ranks may share a core even if other cores are free. 4 B with both ranks on
 # one core take 15 µs with 1000 polls, and 3 µs with 100.
 _RING_LOOKS = 100
-# Longer calls on ordinary memory are not staged, if the kernel can read a peer's memory and one of
-# two things holds: ranks wait for a core, or each rank has its own part to copy meanwhile. The
-# kernel copies once instead of twice, but its copies are slower (docs/decisions.md).
+# These limits apply to calls on ordinary memory, if the kernel can read a peer's memory. Longer
+# calls are not staged if ranks wait for a core, or if each rank has its own part to copy meanwhile.
+# The kernel copies once instead of twice, but its copies are slower (docs/decisions.md).
 _MOVED_BYTES, _FOLDED_BYTES = 4 << 20, 8 << 20
 # A call is long if the longest input of any rank has at least this many bytes. For shorter calls a
 # copy through an area costs less than a second wait (benchmarks/native.py).
@@ -225,8 +225,8 @@ def make_exchange(
 ) -> native.Exchange:
     """Return a function that sends and receives over the rings of ``control``'s segment.
 
-    A message goes through a ring. If both ends have a core, the copy into the ring and the copy out
-    of it run at the same time: 4 MiB take 0.16 ms, and a fetch takes 0.26 ms. If there are more
+    A message goes through a ring. If both ends have a core, the copies into the ring and out of it
+    run at the same time. So 4 MiB take 0.16 ms, and a fetch would take 0.26 ms. If there are more
     ranks than cores, the receiver fetches a message that is longer than a ring: 4 MiB take 0.8 ms
     instead of 1.4 ms.
     """

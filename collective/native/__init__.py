@@ -391,11 +391,12 @@ def messages(
 
     The function returns
 
-    - the rank from which a message was received; by then x may be changed;
-    - ``NotImplemented`` if nothing was done: an array is not plain, a rank or a tag is wrong, some
-      rank has failed, or the message that has arrived does not fit out and is left where it is;
-    - None if x was sent and the other half is still to be done: out is None, out overlaps x, or
-      the message that has arrived does not fit out.
+    - the rank that sent the message for out. From then on the caller may change x.
+    - ``NotImplemented`` if nothing was done: an array is not plain, a rank or a tag is wrong, or
+      some rank has failed. The same if the message that has arrived does not fit out; the message
+      stays where it is.
+    - None if x was sent, but nothing was received: out is None, out overlaps x, or the message that
+      has arrived does not fit out.
 
     If a method of ``python`` raises, the exchange stays incomplete, and the ranks must not use
     their rings again.
@@ -406,7 +407,7 @@ def messages(
         rank: this rank, one of ``size``.
         rings: bytes from the segment's beginning to the rings, one for each ordered pair of ranks.
             A ring has a page of counts and ``ring_bytes``, a number of whole pages.
-        streamed: the receiver fetches a message that is longer than this at once, if it can.
+        streamed: bytes above which the receiver fetches a message at once, if it can.
         looks: number of polls of a ring before the processor is yielded.
         single_copy: whether ranks can read each other's memory.
         python: an object with three methods. ``wait(advance, to, source, tag, deadline)`` returns

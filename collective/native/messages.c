@@ -8,9 +8,9 @@
 
    Several threads of a rank may exchange messages. Only one of them at a time sends to a peer, and
    it keeps the ring until it has sent its whole message. Only one at a time receives from a peer.
-   It reads its own message to the end. A message that no thread has asked for yet it reads as far
-   as the bytes have arrived, and keeps it for a later receiver. So no message blocks another for
-   longer than its sender takes.
+   It reads its own message to the end. It reads a message that no thread has asked for yet only as
+   far as the bytes have arrived, and keeps it for a later receiver. So no message blocks another
+   for longer than its sender takes.
 
    A ring holds only a small part of a long message. If the sender has no processor, the receiver
    claims the message: the receiver knows the address of the message and has the kernel copy the
@@ -18,7 +18,9 @@
    on from there. While a message is claimed, the sender must not return, since its caller could
    change the array. So the sender announces the whole message and then looks for a claim, while the
    receiver writes its claim and then looks at the sender's count. These four accesses are
-   sequentially consistent, so at least one of the two ends sees the other.
+   sequentially consistent, so at least one of the two ends sees the other. A sender that sees the
+   claim waits until the receiver has read the message. A receiver that sees the whole message
+   announced does not fetch it, but reads it from the ring.
 
    tests/native/test_ring_model.py tries all interleavings of the two ends. */
 
@@ -78,11 +80,13 @@ static void announce(uint64_t *word, uint64_t value)
     __atomic_store_n(word, value, __ATOMIC_RELEASE);
 }
 
+/* Takes a ring for an exchange; returns whether the ring was free. */
 static int take(struct ring *r)
 {
     return !__atomic_exchange_n(&r->taken, 1, __ATOMIC_ACQUIRE);
 }
 
+/* Releases a ring, and announces the bytes that this end has passed. */
 static void let_go(struct ring *r)
 {
     announce(r->mine, r->position);

@@ -25,7 +25,7 @@ struct ring {
 struct messages {
     int rank, size;
     size_t capacity; /* of a ring, a multiple of 8 */
-    size_t streamed; /* a receiver fetches a message that is longer than this at once */
+    size_t streamed; /* bytes above which the receiver fetches a message at once */
     struct ring *in, *out; /* by peer */
     uint32_t *sleepers;    /* number of ranks that nap, or NULL if ranks never nap */
     uint64_t *asleep;      /* the word of rank 0 that says whether the rank naps */

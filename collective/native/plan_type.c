@@ -39,6 +39,7 @@ static PyTypeObject *plan_type;
 /* A call on at least this many bytes takes longer than releasing the interpreter lock. */
 #define LONG_CALL_BYTES (64 << 10)
 
+/* Has Python wait for a word of a rank. Returns 0, or -1 with an exception. */
 static int ask_python(Shared *self, int rank, const uint64_t *word, uint64_t value, uint64_t most)
 {
     Py_ssize_t offset = (const char *)word - (const char *)self->memory.buf;

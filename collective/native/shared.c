@@ -25,6 +25,8 @@
 
 #include <string.h>
 
+/* Announces a value of one of this rank's counters, and wakes the ranks that nap. There is no fence
+   between the store and the load of sleepers, for the reason in sleeping.h. */
 void announce(struct shared *s, enum word word, uint64_t value)
 {
     __atomic_store_n(s->stages[s->rank].line + word, value, __ATOMIC_RELEASE);
@@ -33,6 +35,7 @@ void announce(struct shared *s, enum word word, uint64_t value)
             wake((uint32_t *)(s->stages[rank].line + ASLEEP));
 }
 
+/* Waits until a word of one rank has reached a value. */
 int await(struct shared *s, int rank, enum word which, uint64_t value)
 {
     const uint64_t *word = s->stages[rank].line + which;
@@ -59,6 +62,9 @@ int await_all(struct shared *s, enum word word, uint64_t value)
     return 0;
 }
 
+/* Makes the first step of a call: waits for all ranks, and returns DIFFERENT if a digest differs. A
+   peer's digest can be loaded without atomics here. The peer wrote it before it announced the step,
+   and a peer that is one step ahead has written its next digest to the word of the other parity. */
 static int arrive(struct shared *s, uint64_t step, uint64_t digest)
 {
     int which = DIGEST + (int)(step & 1), failed;

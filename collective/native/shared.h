@@ -117,9 +117,9 @@ static inline int is_broken(const struct shared *s)
     return __atomic_load_n(s->broken, __ATOMIC_RELAXED) != 0;
 }
 
-/* shared_call makes a call. All ranks make it, with plans that are equal in all but the digest.
-   The caller calls shared_locate before it, while no thread changes the segments: that function
-   finds the segments that contain the arrays. */
+/* shared_call makes a call, together with all other ranks. If their plans differ, so do the
+   digests, and the call returns DIFFERENT on every rank. Before it the caller calls shared_locate,
+   which finds the segments that contain the arrays, while no thread changes the segments. */
 void shared_locate(struct shared *shared, const struct plan *plan, const void *src,
                    const void *dst);
 int shared_call(struct shared *shared, const struct plan *plan, const void *src, void *dst);
