@@ -429,7 +429,7 @@ class ShmBackend(OneSided):
 
 
 def _is_noted(notice: object) -> bool:
-    """Tell whether a notice has the form that :meth:`ShmBackend.post` writes."""
+    """Tell whether a notice is undamaged: of the form that :meth:`ShmBackend.post` writes."""
     match notice:
         case [int(), dict()]:
             return True
