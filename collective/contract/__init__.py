@@ -1,4 +1,4 @@
-"""What a transport fulfils, and what it is given: ``docs/writing-a-backend.md``."""
+"""Contract between the communicator and a transport; see ``docs/writing-a-backend.md``."""
 
 from .backend import ANY_SOURCE, Backend
 from .capabilities import Capabilities

@@ -1,38 +1,41 @@
 """The contract that a transport fulfils.
 
-A transport connects ``size`` ranks and moves contiguous memory between them. Two
-methods, :meth:`Backend.send` and :meth:`Backend.recv`, make a complete one: every
-other operation has a default over those two, in :mod:`collective.algorithms`, and a
-transport overrides what it does faster: the operation's method, or :meth:`Backend.plan`, which
-finds out about a request once. ``docs/writing-a-backend.md`` is the guide,
-``python -m collective.testing NAME`` the judge.
+A transport connects ``size`` ranks and moves contiguous memory between them. Two point-to-point
+methods, :meth:`Backend.send` and :meth:`Backend.recv`, are enough for all operations: every
+other operation has a default in :mod:`collective.algorithms` that calls only those two. A
+transport overrides an operation that it can do faster. It overrides either the operation's method,
+or :meth:`Backend.plan`, which prepares a request once for many calls. ``docs/writing-a-backend.md``
+is the guide, and ``python -m collective.testing NAME`` runs the conformance tests.
 
 Rules for every method:
 
-* Buffers are contiguous, aligned and alive until the method returns. ``src`` and
+* Buffers are contiguous and aligned, and stay alive until the method returns. ``src`` and
   ``dst`` of one call are the same memory or do not overlap. A transport never writes
   to a ``src`` that is not also the ``dst``.
-* The communicator has validated ranks, counts, dtypes and operators; a transport
+* The communicator has validated ranks, counts, dtypes and operators. A transport
   does not check them again.
 * A method returns when the operation is over for this rank: ``dst`` is complete and
-  ``src`` may be changed. (One that has requests of its own may return a ``Work``.)
-* Collective methods are called in one order on all ranks, by one thread at a time.
-  ``send`` and ``recv`` may run in other threads meanwhile, and never get mixed up with
-  the messages of a collective.
-* ``deadline`` is the call's :class:`~collective.deadline.Deadline`, which all its steps share. A
-  method that waits first looks once whether what it waits for is there, also after the
-  deadline. Then it raises ``CollectiveTimeoutError``, which says "timed out" and names the
-  ranks that did not come (:meth:`Failure.timed_out`). The transport is broken from then on for
-  every rank, since nobody can know what those ranks will still send: later calls raise
+  ``src`` may be changed. A collective method of a transport that has asynchronous requests of its
+  own may instead return a ``Work`` earlier.
+* All ranks call the collective methods in the same order, and each rank calls them from one thread
+  at a time. Meanwhile ``send`` and ``recv`` may run in other threads. Their messages never
+  mix with the messages of a collective.
+* ``deadline`` is the :class:`~collective.deadline.Deadline` of the call; all steps of the call
+  share it. A method that waits looks at least once whether its peers are there, even if the
+  deadline has passed already. If they are not there by the deadline, the method raises
+  ``CollectiveTimeoutError``. The text of the error says "timed out" and names the missing ranks
+  (:meth:`Failure.timed_out`). After a timeout the transport is broken on every rank, because no
+  rank can know what the missing ranks will still send. Later calls raise
   ``CommunicatorAbortedError``.
-* A peer that is gone raises ``PeerLostError``; a peer that aborted, the error that
-  its :class:`Failure` asks for. Nothing waits for ever.
-* The library underneath may raise what it likes: it is turned into one of ours here
-  and nowhere else, ``from`` the original.
+* A call that needs a lost peer raises ``PeerLostError``. After a peer has aborted, calls raise
+  the error that the peer's :class:`Failure` describes. No call hangs.
+* The library underneath may raise any exception. The transport converts it to an error of
+  :mod:`collective.errors`, with ``raise ... from`` the original. No other layer does that.
 
-Ranks that go on after a loss (``shrink()``, where ``Capabilities.shrinks``) decide who they are by
-one key of ``World.store``; a transport has no say in that. It answers :meth:`Backend.lost`, and
-:meth:`Backend.reconnect` makes one anew. The rules are in ``docs/failures.md``.
+After a loss the remaining ranks may go on: ``shrink()``, for transports with
+``Capabilities.shrinks``. These ranks decide on the new members through one key of ``World.store``,
+without the transport. The transport has only two duties: :meth:`Backend.lost` names the lost ranks,
+and :meth:`Backend.reconnect` connects the new members. The rules are in ``docs/failures.md``.
 """
 
 from __future__ import annotations
@@ -85,39 +88,46 @@ if TYPE_CHECKING:
 
 __all__ = ["ANY_SOURCE", "COLLECTIVE_TAG", "Backend", "Group", "Note", "Plan"]
 
-#: What a rank notes: ``name`` of the communicator and ``number`` of the call there, ``begun`` calls
-#: of each communicator by name, ``header`` as of ``Request.header``, ``made``: where the
-#: communicator was, ``beat``, which grows from note to note, and what this rank has ``found``: the
-#: calls of a circle, each a name and a number, and the text that tells of it; or None.
+#: Note of a rank about the call in which it waits. The keys are:
+#:
+#: - ``name``: the name of the communicator;
+#: - ``number``: the number of the call on that communicator;
+#: - ``begun``: for each communicator of this rank, by name, how many calls have begun;
+#: - ``header``: the contents of ``Request.header``;
+#: - ``made``: the place in the program where the communicator was made;
+#: - ``beat``: a counter that grows from note to note;
+#: - ``found``: None, or the circle of waiting calls that this rank has found: the calls, each a
+#:   name and a number, and the text that describes the circle.
 Note = Mapping[str, Any]
 
-#: What makes a request: takes its input, where the result goes, and a deadline; see
-#: :meth:`Backend.plan`. One that returns when all is done may have a method ``plain`` as well, of
-#: NumPy's arrays in the place of buffers, contiguous and aligned, of the request's dtype and shape:
-#: with it the native core makes plain calls, for which no buffers are made then. The arrays are
-#: apart, or the same memory, as the operation allows it.
+#: Function that carries out one request; :meth:`Backend.plan` returns it. Its arguments are the
+#: input, the output and a deadline. A plan that returns only when the operation is over may also
+#: have a method ``plain``, which takes NumPy arrays in place of the buffers. These arrays are
+#: contiguous and aligned, and have the request's dtype and shape. They do not overlap, or they are
+#: the same memory where the operation allows that. The native core calls ``plain`` for plain calls,
+#: and then makes no buffers.
 Plan = Callable[[Any, Any, Deadline], "Work[Any] | None"]
 
-#: As ``src`` of a receive: whoever sends first.
+#: Value of ``src`` with which a receive takes the message of any rank.
 ANY_SOURCE = -1
 
 
 class Backend(ABC):
-    """One transport, connected, as one rank sees it.
+    """One rank's end of a connected transport.
 
     Attributes:
         name: the registered name.
-        launcher: the program that has to start its ranks (``"mpiexec"``), or empty.
-        why_not_shrink: why its ranks cannot go on after a loss, for error texts; empty if there is
-            nothing to say.
-        capabilities: what it can do.
+        launcher: the program that has to start the ranks (``"mpiexec"``), or empty.
+        why_not_shrink: for error texts, the reason why the ranks cannot go on after a loss; empty
+            if there is nothing to say.
+        capabilities: the abilities of this transport.
         rank: this rank.
-        size: how many ranks there are.
-        meeting: a text that the ranks of this connection have in common, drawn anew whenever ranks
-            connect. Empty if there is none: then rank 0 sends one, where they may go on after a
-            loss.
-        exchange: sends and receives plain arrays in C, behind their heads; None if that is not
-            possible. See :func:`collective.native.messages`.
+        size: number of ranks.
+        meeting: a text that all ranks of this connection share, and that is new for each
+            connection. Where the text is empty and ``capabilities.shrinks`` is set, rank 0 makes
+            one and sends it to the other ranks.
+        exchange: C function that sends and receives plain arrays, each behind a header; None if the
+            transport has no such function. See :func:`collective.native.messages`.
     """
 
     name: ClassVar[str]
@@ -136,79 +146,82 @@ class Backend(ABC):
     def connect(cls, world: World, deadline: Deadline) -> Self:
         """Join the other ranks of ``world`` and return the connected transport.
 
-        Constructors open nothing; this does. On failure it leaves nothing behind: no
-        file, no socket, no thread.
+        Only this method opens resources; constructors open none. A failed ``connect`` leaves
+        nothing behind: no file, no socket, no thread.
 
         Raises:
-            BackendUnavailableError: a library is missing; with the install command.
-            RendezvousError: ranks did not arrive before the deadline; names them.
+            BackendUnavailableError: a library is missing; the text has the install command.
+            RendezvousError: ranks did not arrive before the deadline; the text names them.
         """
 
     @abstractmethod
     def send(self, src: Buffer, dst: int, tag: int, deadline: Deadline) -> None:
         """Send ``src`` to rank ``dst``; return when ``src`` may be changed.
 
-        Messages between two ranks with one tag arrive in the order they were sent. It
-        may wait until the receiver has asked for the message, or not. ``dst`` is
-        another rank. ``tag`` is any integer of 64 bits.
+        Messages from one rank to another with the same tag arrive in the order in which they were
+        sent. The method may wait for the matching :meth:`recv`, or return before. ``dst`` is
+        never this rank. ``tag`` is any integer of 64 bits.
         """
 
     @abstractmethod
     def recv(self, dst: Buffer, src: int, tag: int, deadline: Deadline) -> int:
-        """Receive exactly ``dst.nbytes`` bytes from rank ``src``; return the source's rank.
+        """Receive exactly ``dst.nbytes`` bytes from rank ``src``; return the rank of the sender.
 
-        The sender's message has the same length: higher layers see to that. ``src`` may
-        be :data:`ANY_SOURCE` if the capabilities say so.
+        The sender's message has the same length; higher layers ensure that. ``src`` may
+        be :data:`ANY_SOURCE` if ``capabilities.any_source`` is set.
         """
 
     @abstractmethod
     def abort(self, failure: Failure) -> None:
-        """Break the communicator for every rank: all calls, running and later, raise.
+        """Break the communicator for every rank: all running and later calls raise.
 
-        May be called from any thread and more than once (the first failure counts), and
-        does not wait for anybody.
+        May be called from any thread, and more than once: the first failure counts. Returns
+        without waiting for any other rank.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Leave. Peers that still wait for this rank get ``PeerLostError``.
+        """Leave the communicator. Peers that still wait for this rank get ``PeerLostError``.
 
-        Waits for nobody; a second close does nothing. Arrays from :meth:`empty` stay
-        valid until they are dropped.
+        Returns without waiting for any other rank. A second close does nothing. Arrays from
+        :meth:`empty` stay valid until the program drops them.
         """
 
     def refuse_broken(self, where: object) -> None:  # noqa: B027  an offer, not a duty
-        """Raise why the communicator is broken, if it is known to be; sends nothing.
+        """Raise the error that broke the communicator, if this transport knows of one.
 
-        For what has no message that would find out. By default nothing is known, beyond
-        what the communicator remembers of its own calls.
+        Sends nothing. It is called for operations without a message of their own, which would not
+        notice the failure. By default the method raises nothing. Then a rank knows only about the
+        failures of its own earlier calls, which the communicator remembers.
         """
 
     def lost(self) -> Set[int]:
-        """Return the ranks that are known not to come any more; asked of a broken transport, too.
+        """Return the ranks that are known to be lost: their process has ended, or they have left.
 
-        Those whose process has ended, or that have left. It waits for nobody, sends nothing, and
-        may be asked from any thread until :meth:`close`. Not to know of one costs the others the
-        time of grace of ``shrink()``; to name one that lives costs that one its part.
+        May be called from any thread until :meth:`close`, also while the transport is broken. It
+        does not wait and sends nothing. If the set lacks a lost rank, the other ranks wait for that
+        rank during the grace time of ``shrink()``. If the set names a live rank, that rank is
+        excluded from the next generation.
         """
         return frozenset()
 
     def lasting(self, store: Store) -> Store:
-        """Return ``store``, of the world it was connected with, such that it outlives ranks.
+        """Return ``store`` in a form that outlives the loss of ranks.
 
-        Asked once, for what is decided after a loss; whoever asks closes what is returned in place
-        of ``store``. By default it is ``store``.
+        This is called once, with the store of the world that the transport was connected with. The
+        ranks make their decisions after a loss in the returned store. The caller closes the
+        returned store instead of ``store``. By default the method returns ``store``.
         """
         return store
 
     def reconnect(self, world: World, deadline: Deadline) -> Backend:
-        """Return a transport of this kind among the ranks that are left, with nothing of this one.
+        """Return a new transport of this kind among the ranks of ``world``, sharing nothing.
 
-        Called by all of ``world``, where they are numbered anew, while this one is still open: it
-        is broken, and maybe one of its ranks is stopped, and goes on later. What the new one makes
-        must not be what that rank knows: segments, addresses and keys are its own. While
-        it waits for the others it asks ``world.store.check()`` now and then, which raises when
-        one of them has died meanwhile.
+        All ranks of ``world`` call this; they have new numbers there. The old transport is still
+        open at that time. After a loss it is broken, and one of its ranks may only be stopped and
+        resume later. So the new transport must use segments, addresses and keys that such a rank
+        does not know. While the method waits for the other ranks, it calls ``world.store.check()``
+        now and then, which raises when one of them has died meanwhile.
 
         Raises:
             RendezvousError: as :meth:`connect`.
@@ -216,49 +229,51 @@ class Backend(ABC):
         return type(self).connect(world, deadline)
 
     def observe(self, recorder: Recorder) -> None:  # noqa: B027  an offer, not a duty
-        """Be told where the communicator over this transport records its calls.
+        """Take the recorder in which the communicator over this transport records its calls.
 
-        A transport that does not compare the ranks' calls can have the records compared
-        when one stalls. By default nothing is done with it.
+        A transport that does not compare the ranks' calls by itself can have the records compared
+        when a call stalls. By default the method ignores the recorder.
         """
 
     def post(self, note: Note, rank: int) -> Mapping[int, Note]:
-        """Let other ranks know what this one waits in, and return what they have said last.
+        """Publish this rank's note; return the last notes of other ranks, by rank.
 
-        For :mod:`collective.contract.stalls`, from which a transport's waits call ``look`` once a
-        second. By default nobody hears of it. A transport that looks for circles itself
-        breaks the communicators in them, and returns nothing.
+        A note describes the call in which a rank waits. :mod:`collective.contract.stalls` calls
+        this method, and a transport calls ``stalls.look`` about once a second while it waits. By
+        default the note is dropped. A transport that looks for circles itself breaks the
+        communicators in a circle, and returns an empty mapping.
 
         Args:
-            note: sent by all ranks of a family of communicators, each for itself.
-            rank: this one's number in the family.
+            note: the note of this rank; each rank of a family of communicators posts its own.
+            rank: number of this rank in the family.
         """
         return {}
 
-    # -- over send and recv, unless overridden ---------------------------------------
+    # -- operations with a default over send and recv ----------------------------------
 
     def sendrecv(
         self, src: Buffer, to: int, dst: Buffer, source: int, tag: int, deadline: Deadline
     ) -> None:
         """Send ``src`` to rank ``to`` and receive ``dst`` from rank ``source``, at once.
 
-        Neither waits for the other; a rank may exchange with itself. What it sends may
-        also meet a plain ``recv``, and the other way round.
+        Neither half waits for the other. A rank may exchange with itself. A peer may match the
+        two halves with a plain ``recv`` and a plain ``send`` as well.
         """
         sendrecv.sendrecv(self, src, to, dst, source, tag, deadline)
 
     def agree(self, request: Request, deadline: Deadline) -> None:
-        """Compare ``request`` with the other ranks'.
+        """Check that all ranks make the same ``request``.
 
         Raises:
-            Disagreement: the digests differ; on every rank, with all headers.
+            Disagreement: the digests differ; raised on every rank, with all headers.
         """
         agreement.agree(self, request, deadline)
 
     def lacking(self, lacks: bool, request: Request, deadline: Deadline) -> list[int]:
-        """Tell all ranks whether this one lacks memory for ``request``; return those that do.
+        """Tell all ranks whether this one lacks memory for ``request``; return the ranks that do.
 
-        The same on every rank. An ``all_gather`` carries it, and compares the calls where it does.
+        The result is the same on every rank. The method uses the transport's ``all_gather``, which
+        also compares the calls if the transport's collectives do.
         """
         mine = Buffer(np.array([lacks], np.uint8), BY_NAME["uint8"])
         every = Buffer.empty(self.size, BY_NAME["uint8"])
@@ -269,18 +284,19 @@ class Backend(ABC):
         return [rank for rank, lacks in enumerate(every.array) if lacks]
 
     def plan(self, request: Request) -> Plan:
-        """Return what makes ``request``: a function of two buffers and a deadline.
+        """Return the function that carries out ``request``, given two buffers and a deadline.
 
-        It is kept and called again whenever the same is asked for, so what can be found out
-        about a call is found out here. By default it is the method of that name, which follow.
-        Who calls a transport calls this.
+        The caller keeps the function, and calls it again for each equal request. So the transport
+        should do here all work that depends only on the request. By default the function is the
+        method that has the operation's name; these methods follow below. Callers of a transport
+        call ``plan``, and not these methods.
         """
         return functools.partial(getattr(self, request.operation), request)
 
     def barrier(
         self, request: Request, src: None, dst: None, deadline: Deadline
     ) -> Work[Any] | None:
-        """Return when every rank has called it."""
+        """Wait until every rank has called this method."""
         barrier.barrier(self, deadline)
         return None
 
@@ -289,7 +305,7 @@ class Backend(ABC):
     ) -> Work[Any] | None:
         """Copy ``src`` of ``request.root`` into ``dst`` of every other rank.
 
-        On each rank the two are one buffer.
+        On each rank ``src`` and ``dst`` are the same buffer.
         """
         broadcast.broadcast(self, dst, request.root, deadline)
         return None
@@ -311,9 +327,10 @@ class Backend(ABC):
     def reduce_scatter(
         self, request: Request, src: Buffer, dst: Buffer, deadline: Deadline
     ) -> Work[Any] | None:
-        """Fold the ranks' ``src`` and leave ``request.elements[rank]`` elements of it in ``dst``.
+        """Fold the ranks' ``src``; leave this rank's piece of the result in ``dst``.
 
-        ``src`` holds all of them, rank 0's piece first.
+        Rank r's piece has ``request.elements[r]`` elements. ``src`` has the pieces for all ranks,
+        rank 0's piece first.
         """
         counts, ordered = request.elements, request.ordered
         reduce_scatter.reduce_scatter(self, src, dst, counts, request.op, ordered, deadline)
@@ -322,30 +339,37 @@ class Backend(ABC):
     def scan(
         self, request: Request, src: Buffer, dst: Buffer, deadline: Deadline
     ) -> Work[Any] | None:
-        """Fold ``src`` of ranks 0 to this one, in rank order, into ``dst`` (inclusive)."""
+        """Fold ``src`` of ranks 0 to this one (inclusive), in rank order, into ``dst``."""
         scan.scan(self, src, dst, request.op, deadline)
         return None
 
     def scatter(
         self, request: Request, src: Buffer | None, dst: Buffer, deadline: Deadline
     ) -> Work[Any] | None:
-        """Cut ``src`` of ``request.root`` into ``request.elements``; piece ``rank`` is ``dst``."""
+        """Cut ``src`` of ``request.root`` into pieces; receive this rank's piece in ``dst``.
+
+        Rank r's piece has ``request.elements[r]`` elements. ``src`` is None except at the root.
+        """
         scatter.scatter(self, src, dst, request.elements, request.root, deadline)
         return None
 
     def gather(
         self, request: Request, src: Buffer, dst: Buffer | None, deadline: Deadline
     ) -> Work[Any] | None:
-        """Concatenate the ranks' ``src``, of ``request.elements``, in ``dst`` of the root."""
+        """Concatenate the ranks' ``src``, in rank order, in ``dst`` of ``request.root``.
+
+        Rank r's ``src`` has ``request.elements[r]`` elements. ``dst`` is None except at the root.
+        """
         gather.gather(self, src, dst, request.elements, request.root, deadline)
         return None
 
     def all_gather(
         self, request: Request, src: Buffer, dst: Buffer, deadline: Deadline
     ) -> Work[Any] | None:
-        """Concatenate the ranks' ``src``, of ``request.elements``, in every ``dst``.
+        """Concatenate the ranks' ``src``, in rank order, in every rank's ``dst``.
 
-        In place: ``src`` may be its own piece of ``dst``.
+        Rank r's ``src`` has ``request.elements[r]`` elements. The call may be in place: ``src`` may
+        be this rank's piece of ``dst``.
         """
         all_gather.all_gather(self, src, dst, request.elements, deadline)
         return None
@@ -353,11 +377,11 @@ class Backend(ABC):
     def all_to_all(
         self, request: Request, src: Buffer, dst: Buffer, deadline: Deadline
     ) -> Work[Any] | None:
-        """Send piece ``j`` of ``src`` to rank ``j``; concatenate what arrives in ``dst``.
+        """Send piece ``j`` of ``src`` to rank ``j``; concatenate the received pieces in ``dst``.
 
-        The pieces are of ``request.elements`` and ``request.incoming``; ``src`` and ``dst`` do not
-        overlap. ``request`` has a shape only if all ranks have arrays of that shape and cut them
-        alike.
+        Piece j of ``src`` has ``request.elements[j]`` elements, and the piece from rank j has
+        ``request.incoming[j]``. ``src`` and ``dst`` do not overlap. ``request`` has a shape only if
+        all ranks have arrays of that shape and cut them alike.
         """
         all_to_all.all_to_all(self, src, dst, request.elements, request.incoming, deadline)
         return None
@@ -365,33 +389,35 @@ class Backend(ABC):
     def group(self, ranks: Sequence[int], deadline: Deadline) -> Backend:
         """Return a transport among ``ranks``, which become 0, 1, … in that order.
 
-        Called by those ranks only, all of them, which have agreed on it; ``self.rank`` is one
-        of them.
+        All of these ranks call this, and no other rank does; they have agreed on it before.
+        ``self.rank`` is one of them.
         """
         self.refuse_broken("group")
         return Group(self, ranks)
 
     def descriptors(self, ranks: Sequence[int]) -> int:
-        """Return how many file descriptors of this process a group among ``ranks`` takes."""
+        """Return how many file descriptors a group among ``ranks`` takes in this process."""
         return 0
 
     def empty(self, nbytes: int, request: Request, deadline: Deadline) -> np.ndarray[Any, Any]:
         """Return ``nbytes`` uninitialised bytes (uint8), allocated by all ranks together.
 
-        Aligned to 64 bytes at least, and symmetric where the capabilities say so.
+        The memory is aligned to at least 64 bytes. It is symmetric if
+        ``capabilities.symmetric_memory`` is set.
 
         Raises:
-            AllocationError: some rank has not that much; on every rank, and nothing is broken.
+            AllocationError: some rank has too little memory; raised on every rank. The communicator
+                stays usable.
         """
         self.refuse_broken(request)
         raw, problem = np.empty(0, np.uint8), None
         try:
             raw = np.empty(nbytes + 63, np.uint8)
-        except (MemoryError, ValueError) as error:  # ValueError: more than can be addressed
+        except (MemoryError, ValueError) as error:  # ValueError: beyond the address space
             problem = error
         if ranks := self.lacking(problem is not None, request, deadline):
             raise AllocationError(
-                f"empty: {nbytes} bytes on each of {self.size} ranks: there is not enough on rank "
+                f"empty: {nbytes} bytes on each of {self.size} ranks: not enough memory on rank "
                 f"{', '.join(map(str, ranks))} [rank {self.rank}]"
             ) from problem
         start = -raw.__array_interface__["data"][0] % 64
@@ -400,79 +426,83 @@ class Backend(ABC):
     def adopt(
         self, nbytes: int, move: Callable[[], int], request: Request, deadline: Deadline
     ) -> np.ndarray[Any, Any] | None:
-        """Make memory of the caller's symmetric, by all ranks together; None if that cannot be.
+        """Make existing memory of the caller symmetric; None if the transport cannot do that.
 
-        ``move`` puts it into POSIX shared memory and returns a descriptor of that. What is
-        returned is the same memory (uint8), mapped once more.
+        All ranks call this together. ``move`` moves the memory into POSIX shared memory and returns
+        its file descriptor. The returned array (uint8) is a second mapping of the same memory.
         """
         self.refuse_broken(request)
         return None
 
     # -- GPUs ---------------------------------------------------------------------------
-    # For transports whose capabilities name "cuda". Buffers in the memory of a GPU are given to
-    # the methods above as others are. One that enqueues returns when the operation is enqueued
-    # on the buffers' stream, and has the methods that follow; another waits for that stream.
+    # For transports whose capabilities name "cuda". The methods above then get buffers in GPU
+    # memory, too. A transport that enqueues returns when the operation is enqueued on the buffers'
+    # stream, and also has the methods below. A transport that does not enqueue waits for that
+    # stream on the host.
 
-    #: Whether operations on the memory of a GPU are enqueued on a stream.
+    #: Whether operations on GPU memory are enqueued on a stream.
     enqueues: ClassVar[bool] = False
-    #: Whether it enqueues without waiting for the peers: not before they are connected.
+    #: Whether an operation can be enqueued without waiting for the peers. False until the peers
+    #: are connected.
     ready: bool = True
-    #: The GPU that this rank's buffers have to be on, None for any.
+    #: The GPU that must hold this rank's buffers; None for any GPU.
     device: Device | None = None
 
     def supports(self, what: str, op: ReduceOp, dtype: DType, ordered: bool) -> bool:
-        """Tell whether reduction ``what`` can be made in the memory of a GPU.
+        """Tell whether the transport can do reduction ``what`` in GPU memory.
 
-        The communicator takes the others through host memory.
+        The communicator does the other reductions through host memory. So all ranks must return
+        the same answer.
         """
         return False
 
     def side_stream(self, device: Device, lane: Hashable = None) -> Stream:
-        """Return a stream beside the callers' for what is asynchronous, one for each lane."""
+        """Return the stream for asynchronous operations of a lane, apart from the callers'."""
         raise NotImplementedError
 
     def synchronize_event(self, event: Event, what: str, deadline: Deadline) -> None:
-        """Wait on the host for an event after an operation; raise what went wrong with that.
+        """Wait on the host for an event recorded after an operation; raise the operation's error.
 
         Raises:
-            CollectiveTimeoutError: ``deadline`` has passed, which breaks nothing.
+            CollectiveTimeoutError: ``deadline`` has passed. The communicator stays usable.
         """
         raise NotImplementedError
 
     def keep_until(self, event: Event, things: object) -> None:
-        """Keep a reference to ``things``, memory that is in use, until ``event`` has come."""
+        """Keep a reference to ``things``, which hold memory in use, until ``event`` occurs."""
         raise NotImplementedError
 
     def batch(self) -> AbstractContextManager[object]:
-        """Return a context in which operations on the memory of a GPU are started together."""
+        """Return a context manager whose operations on GPU memory are started together."""
         return nullcontext()
 
     def empty_device(self, nbytes: int, request: Request, deadline: Deadline) -> DeviceArray:
-        """Return ``nbytes`` bytes on the GPU, allocated by all ranks together; as :meth:`empty`."""
+        """Return ``nbytes`` bytes on the GPU, allocated by all ranks together, as :meth:`empty`."""
         raise NotImplementedError
 
 
 class Group(Backend):
-    """Some ranks of another transport, by translation of ranks and tags."""
+    """Transport among some ranks of another transport, by translation of ranks and tags."""
 
     def __init__(self, parent: Backend, ranks: Sequence[int]) -> None:
         self._parent: Backend = parent
         self._ranks: Sequence[int] = range(parent.size)
-        # A class attribute elsewhere; here it follows the transport underneath.
+        # Other transports have the name as a class attribute. A group has its parent's name.
         self.name = parent.name  # type: ignore[misc]
         self.capabilities = parent.capabilities
         self.rank = list(ranks).index(parent.rank)
         self.size = len(ranks)
         self.meeting = parent.meeting
         self._context = _context(parent, tuple(ranks))
-        # A group of a group sends over the transport itself: contexts must not add up.
+        # A group of a group sends over the outermost transport, not over its parent group: the tag
+        # offsets of the two groups must not be added.
         if isinstance(parent, Group):
             self._parent, self._ranks = parent._parent, parent._ranks
         self._ranks = tuple(self._ranks[rank] for rank in ranks)
 
     @classmethod
     def connect(cls, world: World, deadline: Deadline) -> Self:
-        """Refuse: a group is made by :meth:`Backend.group`."""
+        """Raise TypeError: only :meth:`Backend.group` makes groups."""
         raise TypeError("a Group is made by Backend.group(ranks)")
 
     def send(self, src: Buffer, dst: int, tag: int, deadline: Deadline) -> None:
@@ -500,21 +530,22 @@ class Group(Backend):
         return self._parent.reconnect(world, deadline)
 
     def abort(self, failure: Failure) -> None:
-        # Its messages share the parent's connections, so there is no breaking one alone.
+        # The group's messages use the parent's connections, so the group cannot be broken alone.
         self._parent.abort(failure)
 
     def close(self) -> None:
-        """Do nothing: the connections are the parent's."""
+        """Do nothing: the connections belong to the parent."""
 
 
 def _context(parent: Backend, ranks: tuple[int, ...]) -> int:
-    """Return the tag offset of a new group: equal on its members, and its own.
+    """Return the tag offset of a new group, equal on its members and different for each group.
 
-    The n-th group of the same members is the n-th on each of them, so they agree on it
-    without a message; a group's tags start at a hash of that, 32 bits up.
+    All members count the groups of the same ranks alike, so they agree on the offset without a
+    message. The offset is a hash of that count, the ranks and the parent's offset, shifted up by 32
+    bits.
     """
-    made: dict[tuple[int, ...], int] = parent.__dict__.setdefault("_groups_made", {})
-    made[ranks] = nth = made.get(ranks, 0) + 1
+    counts: dict[tuple[int, ...], int] = parent.__dict__.setdefault("_groups_made", {})
+    counts[ranks] = nth = counts.get(ranks, 0) + 1
     outer = getattr(parent, "_context", 0)
     digest = hashlib.blake2b(repr((outer, ranks, nth)).encode(), digest_size=4).digest()
     return (int.from_bytes(digest, "little") >> 1 or 1) << 32
