@@ -196,7 +196,7 @@ class Backend(ABC):
         """
 
     def lost(self) -> Set[int]:
-        """Return the ranks that are known to be lost: their process has ended, or they have left.
+        """Return the ranks that are certainly lost: their process has ended, or they have left.
 
         May be called from any thread until :meth:`close`, also while the transport is broken. It
         does not wait and sends nothing. If the set lacks a lost rank, the other ranks wait for that

@@ -1,7 +1,7 @@
-"""What a transport can do, as one frozen value.
+"""Abilities of a transport, as one frozen value.
 
-It drives the choice of a transport, the texts of refusals and which conformance checks
-run, so that nothing about a transport is written down twice.
+Three things follow from this value: the choice of a transport, the texts of refusals, and the
+selection of conformance checks. So each fact about a transport is written down once.
 """
 
 from __future__ import annotations
@@ -15,33 +15,34 @@ __all__ = ["ALL_OPS", "FOLDED", "Capabilities"]
 
 #: Every reduction, for transports that fold in Python.
 ALL_OPS = frozenset((*NAMES, "premul_sum", "user"))
-#: The element types that are folded in Python.
+#: The element types that Python code can fold.
 FOLDED = frozenset(name for name in BY_NAME if not name.startswith("float8"))
 
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a transport can do.
+    """Abilities of a transport.
 
     Attributes:
         devices: device kinds its buffers may be on (``"cpu"``, ``"cuda"``). Where ``"cuda"``
-            is missing the communicator takes arrays of GPUs through host memory.
-        dtypes: names of the element types that it can reduce; any type can be moved.
+            is missing, the communicator copies GPU arrays through host memory.
+        dtypes: names of the element types that the transport can reduce; it can move any type.
         ops: names of the reductions (:data:`collective.ops.NAMES`, ``"premul_sum"``,
             ``"user"``).
         across_hosts: whether ranks may be on different hosts.
         in_process: whether the ranks are threads of one process.
-        checks_calls: whether every collective call compares what the ranks asked for, at
-            no message of its own. Where it is False the communicator compares by messages: calls
-            whose sizes may differ always, the others when asked to (``COLLECTIVE_CHECK=always``).
+        checks_calls: whether every collective call compares the ranks' requests without an extra
+            message. If False, the communicator compares requests by messages: always for calls
+            whose sizes may differ, and for all other calls with ``COLLECTIVE_CHECK=always``.
         symmetric_memory: whether :meth:`Backend.empty` returns memory that reduces
             without copies.
         any_source: whether ``recv`` takes ``ANY_SOURCE``.
-        detects_lost_peers: whether a peer's death ends the calls that wait for it.
-        shrinks: whether the ranks that are left after one can connect anew, by
-            :meth:`Backend.reconnect`, and :meth:`Backend.lost` says who is not.
-        grows: whether processes can join them: these call :meth:`Backend.connect` when the others
-            call ``reconnect``, with one world. Only where it shrinks.
+        detects_lost_peers: whether a peer's death ends the calls that wait for that peer.
+        shrinks: whether the remaining ranks can connect anew after a loss, by
+            :meth:`Backend.reconnect`; :meth:`Backend.lost` then names the lost ranks.
+        grows: whether new processes can join the ranks. The new processes call
+            :meth:`Backend.connect` while the old ranks call ``reconnect``, with the same world.
+            Requires ``shrinks``.
     """
 
     devices: frozenset[str] = frozenset({"cpu"})

@@ -1,4 +1,4 @@
-"""Objects that are bound to a process, and say so when they are copied or pickled."""
+"""Base class of objects that are bound to a process and cannot be copied or pickled."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ class NotCopied:
     """Base of classes whose objects refuse to be copied and pickled.
 
     Attributes:
-        instead: what the caller can do, a sentence; for the error.
+        instead: sentence for the error text, about what the caller can do instead.
     """
 
     __slots__ = ()
     instead: ClassVar[str]
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        # The module copy calls this, too.
+        # The functions of the module copy call this method, too.
         raise InvalidArgumentError(
-            f"{type(self).__name__}: it is bound to this process, and is neither copied nor "
-            f"pickled. {self.instead}"
+            f"{type(self).__name__}: the object is bound to this process and can be neither copied "
+            f"nor pickled. {self.instead}"
         )

@@ -1,15 +1,16 @@
-"""How ranks that may be dying agree: one decides, and what it decided is one key of a store.
+"""Agreement among ranks of which some may die: a leader writes the verdict to one key of a store.
 
-Each rank that takes part publishes a *note* and then waits for the decision. The lowest that is not
-known to be lost leads: it concludes once every rank has come or is known to be lost, or once it has
-waited long enough, and puts its verdict where nobody can replace it
-(:meth:`~collective.contract.store.Store.put_if_absent`). Everybody, the leader too, goes by what is
-read there. So it does not matter for what is decided if two ranks take themselves for the leader,
-if one is stopped and goes on later, or what a rank thinks of another: there is one key, and
-it is written once.
+Each rank that takes part publishes a *note* and then waits for the verdict. The leader is the
+lowest rank that does not count as lost. The leader concludes once every rank has published a note
+or counts as lost, or once the leader has waited long enough. It writes the verdict with
+:meth:`~collective.contract.store.Store.put_if_absent`, so no rank can replace it. All ranks,
+including the leader, then read the verdict from the store and follow it.
 
-A rank that comes after the decision reads it like all others, and may find that it is about the
-others alone.
+There is one key, and it is written once. So the ranks still agree if two of them act as the
+leader, if a rank is stopped and resumes later, or if ranks differ about which ranks are lost.
+
+A rank that comes after the decision reads the same verdict. It may find that the verdict covers
+only the other ranks.
 """
 
 from __future__ import annotations
@@ -27,29 +28,31 @@ from .store import Store
 
 __all__ = ["Decision", "Note"]
 
-#: What a rank publishes: anything that JSON has. ``exclude`` names ranks that need not come, and
-#: ``patient`` is that of one that does not want the others hurried: see :meth:`Decision.made`.
+#: Note that a rank publishes, a JSON object. The optional key ``exclude`` lists ranks that the
+#: decision does not wait for. The optional key ``patient`` is true if this rank needs no early
+#: end of the wait for silent ranks; see :meth:`Decision.made`.
 Note = dict[str, Any]
 
-# Shares of the deadline: how long a leader waits for silent ranks at most, and a rank whose leaders
-# are silent. The rest is for what follows the decision.
+# Shares of the time until the deadline. The first bounds how long a leader waits for silent ranks,
+# the second how long a rank waits for silent leaders. The rest is for the steps after the decision.
 _SILENT_SHARE, _LEADERLESS_SHARE = 0.25, 0.75
-# A round of looking is some calls of open(2), or round trips to a server.
+# Pauses between two looks into the store. One look costs some calls of open(2), or some round
+# trips to a server.
 _PAUSE_FIRST_S, _PAUSE_LAST_S = 0.0005, 0.02
 
 
 @dataclass(frozen=True)
 class Decision:
-    """One decision, as one rank takes part in it.
+    """One rank's part in one decision.
 
     Attributes:
-        store: where it is made; as far as it is known to all ranks.
-        key: of the verdict, used for no other decision ever. Notes are at ``key.rank``.
+        store: store of the notes and the verdict; all ranks see the same one.
+        key: key of the verdict, which no other decision ever uses. Notes are at ``key.rank``.
         me: this rank.
-        ranks: all that may come, ascending.
-        lost: returns those that are known not to come any more. It may be wrong or late.
-        what: the operation, for errors.
-        shown: returns a rank's number as errors tell it.
+        ranks: all ranks that may take part, ascending.
+        lost: function that returns the ranks that count as lost. It may be wrong or late.
+        what: name of the operation, for errors.
+        shown: function that returns the number by which errors name a rank.
     """
 
     store: Store
@@ -68,22 +71,23 @@ class Decision:
         grace: float | None,
         deadline: Deadline,
     ) -> Any:
-        """Take part, and return the verdict: the same on all ranks.
+        """Take part in the decision, and return the verdict: the same on all ranks.
 
         Args:
-            note: this rank's.
-            conclude: makes the verdict, which JSON has, of the notes of those who came and of the
-                lost. The notes of ranks that are lost by now may be among them.
-            grace: seconds for which a leader waits for ranks that neither come nor are known to
-                be lost, but no more than a quarter of the time until ``deadline``, so that the
-                ranks that have come go on by then. With None all ranks wait until ``deadline``,
-                and so they do while all notes are patient.
-            deadline: moment by which there has to be a verdict.
+            note: note of this rank.
+            conclude: function that makes the verdict from the published notes and the set of lost
+                ranks. The verdict must be valid JSON. The notes may include those of ranks that
+                are lost by now.
+            grace: seconds for which a leader waits for ranks that neither publish a note nor count
+                as lost. The wait is at most a quarter of the time until ``deadline``, so
+                that the present ranks have time to go on. With None, or while all notes are
+                patient, all ranks wait until ``deadline``.
+            deadline: moment by which there must be a verdict.
 
         Raises:
             CollectiveTimeoutError: there was no verdict in time; names the ranks that did not come.
             RendezvousError: the store is gone.
-            UnsupportedError: it cannot keep the first of several values.
+            UnsupportedError: the store cannot keep the first of several values.
         """
         began, time_limit = time.monotonic(), deadline.left()
         if (verdict := self._verdict()) is not None:
@@ -94,8 +98,9 @@ class Decision:
         while True:
             lost = self.lost()
             awaited = self._awaited(notes, lost)
-            # After the notes: who has read a verdict may have put something else in its note's
-            # place by now, of which nothing is to be concluded.
+            # Look for the verdict after reading the notes, not before. A rank that has read the
+            # verdict may have replaced its note by another text, and this rank must not draw a
+            # conclusion from that text.
             if (verdict := self._verdict()) is not None:
                 return verdict[0]
             waited = time.monotonic() - began
@@ -111,32 +116,33 @@ class Decision:
                 pause = min(1.3 * pause, _PAUSE_LAST_S)
 
     def _verdict(self) -> list[Any] | None:
-        """Return what was decided, in a list of one; None as long as nothing was."""
-        found = self.store.try_get(self.key)
-        return None if found is None else [_read(self.key, found)]
+        """Return a list with the verdict; None as long as there is no verdict."""
+        text = self.store.try_get(self.key)
+        return None if text is None else [_read(self.key, text)]
 
     def _conclude(self, verdict: Any) -> None:
-        # What this returns is what the next look finds, too: it is the only word that counts.
+        # Ignore the return value: the next look reads the same value, which may be the verdict of
+        # another leader.
         self.store.put_if_absent(self.key, json.dumps(verdict).encode())
 
     def _awaited(self, notes: dict[int, Note], lost: Set[int]) -> list[int]:
-        """Look who has come since, and return those who may still."""
+        """Read the new notes into ``notes``; return the ranks that may still publish theirs."""
         awaited = []
         for rank in self.ranks:
             if rank in notes or rank in lost:
                 continue
-            found = self.store.try_get(f"{self.key}.{rank}")
-            if found is None:
+            text = self.store.try_get(f"{self.key}.{rank}")
+            if text is None:
                 awaited.append(rank)
             else:
-                notes[rank] = _read(f"{self.key}.{rank}", found)
+                notes[rank] = _read(f"{self.key}.{rank}", text)
         excluded = {rank for note in notes.values() for rank in note.get("exclude", ())}
         return [rank for rank in awaited if rank not in excluded]
 
     def _late(
         self, awaited: Sequence[int], deadline: Deadline, lost: Set[int]
     ) -> CollectiveTimeoutError:
-        # If all have come it is the leader that has not decided.
+        # If no rank is awaited, the leader is at fault: it has not written a verdict.
         leader = min((rank for rank in self.ranks if rank not in lost), default=self.me)
         ranks = tuple(map(self.shown, awaited or (leader,)))
         return CollectiveTimeoutError(
@@ -148,11 +154,13 @@ class Decision:
 
 
 def _patience(grace: float, ahead: int, time_limit: float) -> float:
-    """Return for how many seconds a rank waits for silent ones, with ``ahead`` leaders before it.
+    """Return for how many seconds a rank waits for silent ranks.
 
-    A leader that is stopped, and so not known to be lost, is not waited for forever. It may have
-    come when this rank had waited for a whole grace, waits for another itself, and has a third to
-    conclude. ``time_limit`` is what all of that may take.
+    ``ahead`` is the number of present ranks that would lead before this one. A leader may be
+    stopped and not count as lost; then the next rank must take over. With one leader ahead,
+    this rank waits three times ``grace``. The leader may come when this rank has waited one grace
+    already. Then the leader waits one grace for silent ranks itself, and has a third one to
+    conclude. ``time_limit`` is the time for the whole call.
     """
     alone = min(grace, _SILENT_SHARE * time_limit)
     return min(alone * (1 + 2 * ahead), _LEADERLESS_SHARE * time_limit)
@@ -163,6 +171,6 @@ def _read(key: str, text: bytes) -> Any:
         return json.loads(text)
     except ValueError as error:
         raise RendezvousError(
-            f"rendezvous: what the store holds for {key!r} is not what a rank of this job puts "
-            "there. Somebody else writes to it: use a store of this launch's own."
+            f"rendezvous: the value of {key!r} in the store was not written by a rank of this job. "
+            "Another program writes to the same store: give each launch a store of its own."
         ) from error

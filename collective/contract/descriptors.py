@@ -1,4 +1,4 @@
-"""File descriptors: whether this process has room for some more."""
+"""Check whether this process can open some more file descriptors."""
 
 from __future__ import annotations
 
@@ -8,32 +8,33 @@ import resource
 
 __all__ = ["RAISE_THE_LIMIT", "shortage"]
 
-# Other libraries open files, too: this many descriptors are left to them.
+# Number of descriptors to leave free for the files that other libraries open.
 _SPARE = 16
 
-#: What helps whoever has run out of them.
+#: Remedy for a lack of file descriptors, for error texts.
 RAISE_THE_LIMIT = (
     "Close communicators that are not needed any more, or raise the limit of open files (ulimit -n)"
 )
 
 
 def shortage(needed: int) -> str:
-    """Return what is wrong if this process cannot open ``needed`` more files, else "".
+    """Return an error text if this process cannot open ``needed`` more files, else "".
 
-    For those who cannot fail well when they run out: Gloo ends the process.
+    Transports call this before they use a library that cannot report the failure: without file
+    descriptors, Gloo ends the process.
     """
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if not needed or limit == resource.RLIM_INFINITY:
         return ""
     try:
-        used = len(os.listdir("/dev/fd")) - 1  # this listing has one itself
+        used = len(os.listdir("/dev/fd")) - 1  # the listing itself takes one
     except OSError as error:
         if error.errno != errno.EMFILE:
             raise
-        used = limit  # not even one for that
+        used = limit  # not even the listing could be opened
     if used + needed + _SPARE <= limit:
         return ""
     return (
-        f"{used} of {limit} file descriptors are in use, and it takes {needed} (and {_SPARE} to "
-        f"spare). {RAISE_THE_LIMIT}"
+        f"{used} of {limit} file descriptors are in use, and {needed} more are needed (plus "
+        f"{_SPARE} to spare). {RAISE_THE_LIMIT}"
     )

@@ -21,21 +21,21 @@ if TYPE_CHECKING:
 
 __all__ = ["Failure"]
 
-# What a rank raises because of others.
+# Errors that a rank raises because of other ranks.
 _OF_PEERS = (CommunicatorAbortedError, CollectiveTimeoutError, RendezvousError)
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a communicator is broken, as it is passed from the rank that broke it.
+    """Why a communicator is broken, in a form that the rank that broke it sends to its peers.
 
     Attributes:
-        kind: ``"failed"`` (its code raised), ``"timeout"``, ``"lost"``, ``"mismatch"`` (found
-            when it was too late to go on), ``"shrink"`` (the others are to go on with it) or
-            ``"aborted"``.
-        rank: who reports it.
-        text: for people; the traceback for ``"failed"``.
-        ranks: for ``"timeout"`` and ``"lost"``, the ranks in question.
+        kind: ``"failed"`` (the code of ``rank`` raised), ``"timeout"``, ``"lost"``,
+            ``"mismatch"`` (found too late to go on), ``"shrink"`` (the other ranks should join
+            ``rank`` in ``shrink()``) or ``"aborted"``.
+        rank: the rank that reports the failure.
+        text: description for people; the traceback for ``"failed"``.
+        ranks: for ``"timeout"`` and ``"lost"``, the ranks that are late or lost.
     """
 
     kind: str
@@ -48,21 +48,22 @@ class Failure:
         """Return the failure of a call that has waited for ``what`` past its deadline.
 
         Args:
-            rank: who reports it.
-            seconds: what the call was given.
-            what: what has not come, and what is known of it.
-            ranks: the ranks in question.
+            rank: the rank that reports the failure.
+            seconds: the timeout of the call.
+            what: text that names the missing ranks and adds facts about them.
+            ranks: the ranks that did not come.
         """
-        # Programs and torch's own tests look for "timed out", or the word "timeout".
+        # Programs, and torch's own tests, search the text for "timed out" or "timeout".
         text = f"waited {seconds:g} s for {what}; a longer timeout helps if that is only slow"
         return cls("timeout", rank, f"timed out: {text}", tuple(ranks))
 
     @classmethod
     def caused_by(cls, rank: int, error: BaseException) -> Self:
-        """Return the failure that the peers hear of when ``error`` ends what ``rank`` does.
+        """Return the failure that the peers get when ``error`` ends a call of ``rank``.
 
-        An error that says what other ranks did, or did not do, is passed on as such, so that the
-        peers hear of the first cause. Any other one is this rank's own, with its traceback.
+        If ``error`` reports a fault of other ranks, the failure repeats that fault, so that the
+        peers see the first cause. Any other error is a fault of this rank, and the failure carries
+        its traceback.
         """
         if not isinstance(error, _OF_PEERS):
             return cls("failed", rank, "".join(traceback.format_exception(error)))

@@ -1,4 +1,4 @@
-"""Objects of other libraries that outlive a forked child, since their end would be the parent's."""
+"""Objects of other libraries whose destructors must not run in a forked child."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ _known: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def keep(*things: Any) -> None:
-    """Keep ``things`` for ever: nothing calls their destructors, the end of the process neither."""
+    """Leak ``things``: their destructors never run, not even at the end of the process."""
     for thing in things:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 
 
 def keep_in_children(thing: Any) -> None:
-    """Keep ``thing`` for ever in children that are forked from now on, even if it is garbage here.
+    """Leak ``thing`` in all children forked from now on, even if it is garbage in this process.
 
-    For what has threads, which a child has not, or shares a pipe with them, which a child does
-    share: a destructor there would wait for ever, or end what the parent still uses.
+    This is for objects that have threads, or that share a pipe with threads. A forked child
+    inherits the pipe but not the threads. In the child, the destructor of such an object would
+    wait forever for the threads, or end something that the parent still uses.
     """
     _known.add(thing)
 

@@ -1,9 +1,10 @@
-"""Which process a rank is, as others of its host can tell later: whether it has ended.
+"""Identity of a rank's process, by which other ranks of the host can see that it has ended.
 
-The hub knows who has died, until it dies itself with rank 0. Processes of one host can be looked at
-by whoever is left. A number of a process may be another's by then, so when it began goes with it
-(``/proc/PID/stat``, proc(5)); and both mean something only to who sees the same processes. Where
-there is no such file nothing is known, which is no harm.
+The hub knows which ranks have died, until rank 0 dies and the hub with it. After that, a remaining
+rank can look at the processes of its own host. The system may have given a process's number to
+another process by then. So the identity includes the time when the process began
+(``/proc/PID/stat``, proc(5)). Both numbers are valid only for processes that see the same process
+table. A system without ``/proc/PID/stat`` gives no information about a process, which is harmless.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from typing import NamedTuple
 
 __all__ = ["RankProcess"]
 
-# Fields of /proc/PID/stat behind the name, which may hold anything, in parentheses.
+# Positions in /proc/PID/stat, counted after the name. The name is in parentheses and may contain
+# any character.
 _STATE, _STARTED = 0, 19
 
 
@@ -22,9 +24,9 @@ class RankProcess(NamedTuple):
     """A process of some host.
 
     Attributes:
-        host: what those have in common that see each other's processes.
-        pid: its number there.
-        started: when it began, in ticks since that host's start.
+        host: text that is equal for processes that see each other in the process table.
+        pid: number of the process on that host.
+        started: when the process began, in clock ticks since the host's boot.
     """
 
     host: str
@@ -33,16 +35,16 @@ class RankProcess(NamedTuple):
 
     @classmethod
     def own(cls) -> RankProcess | None:
-        """Return this process; None where nobody could look at it."""
+        """Return this process; None where the system has no such information."""
         try:
-            found = _state_of(os.getpid())
+            state = _state_of(os.getpid())
         except OSError:
             return None
-        return None if found is None else cls(_host(), os.getpid(), found[1])
+        return None if state is None else cls(_host(), os.getpid(), state[1])
 
     @classmethod
     def parse(cls, text: object) -> RankProcess | None:
-        """Return the process that ``str`` has written; None if that is no such text."""
+        """Return the process whose ``str()`` is ``text``; None if no process has such a text."""
         host, _, numbers = str(text).rpartition(" ")
         pid, _, started = numbers.partition("-")
         if not host or not pid.isdecimal() or not started.isdecimal():
@@ -53,21 +55,21 @@ class RankProcess(NamedTuple):
         return f"{self.host} {self.pid}-{self.started}"
 
     def has_ended(self) -> bool:
-        """Tell whether it has ended; False if that cannot be known here.
+        """Tell whether the process has ended; False if this process cannot find out.
 
-        One whose parent has not looked yet has ended, too.
+        A zombie, whose parent has not waited for it yet, counts as ended.
         """
         if self.host != _host():
             return False
         try:
-            found = _state_of(self.pid)
-        except OSError:  # no file descriptor is left, say, which tells nothing of that process
+            state = _state_of(self.pid)
+        except OSError:  # such as a lack of file descriptors: says nothing about that process
             return False
-        return found is None or found[1] != self.started or found[0] in "ZX"
+        return state is None or state[1] != self.started or state[0] in "ZX"
 
 
 def _host() -> str:
-    """Return what processes have in common that see each other."""
+    """Return a text that is equal for processes that see the same process table."""
     try:
         return (
             Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -79,14 +81,14 @@ def _host() -> str:
 
 
 def _state_of(pid: int) -> tuple[str, int] | None:
-    """Return how a process is and when it began; None if there is none.
+    """Return the state letter of a process and when it began; None if there is no such process.
 
     Raises:
-        OSError: the system does not tell.
+        OSError: the system does not provide the information.
     """
     try:
         text = Path(f"/proc/{pid}/stat").read_bytes()
-    except (FileNotFoundError, ProcessLookupError):  # the latter once the file is open
+    except (FileNotFoundError, ProcessLookupError):  # the latter if it ends after open()
         return None
     fields = text[text.rindex(b")") + 2 :].split()
     return fields[_STATE].decode(), int(fields[_STARTED])

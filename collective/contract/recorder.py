@@ -1,7 +1,7 @@
-"""The flight recorder: the last collective calls of a communicator, always on.
+"""Flight recorder: a record of the last collective calls of a communicator, always on.
 
-It costs a fraction of a microsecond a call (``benchmarks/recorder.py``), so it is there
-when something went wrong that nobody was looking for. A transport that does not compare
+Recording costs a fraction of a microsecond a call (``benchmarks/recorder.py``). So it is always on,
+and a record exists even for a failure that nobody expected. A transport that does not compare
 the ranks' calls by itself has the recorders compared when a call stalls.
 """
 
@@ -25,10 +25,10 @@ __all__ = ["Entry", "Recorder", "dump_on_signal", "flight_recorder"]
 
 # Calls kept for each communicator: some training steps of a large model. A power of two.
 _CAPACITY = 512
-# Calls told to people.
+# Number of calls that the text of a recorder lists.
 _LISTED = 32
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-# Whether a file is part of this package, by its name; a lookup in the path of every call.
+# By file name, whether the file is part of this package. A cache, since every call looks it up.
 _INSIDE: dict[str, bool] = {}
 _now = time.monotonic
 _numbers = itertools.count()
@@ -40,12 +40,12 @@ class Entry:
     """One recorded call.
 
     Attributes:
-        sequence: its number among the communicator's collective calls, from 1.
-        request: what this rank asked for.
-        compares: whether it was the comparison of the ranks' calls, not yet the operation.
+        sequence: number of the call among the communicator's collective calls, from 1.
+        request: the request of this rank.
+        compares: whether this was only the comparison of the ranks' calls before the operation.
         site: ``file:line in function`` of the caller.
-        began: when, on the clock of ``time.monotonic()``, in seconds.
-        seconds: how long it took, None while it is running (or if it failed).
+        began: when the call began, in seconds on the clock of ``time.monotonic()``.
+        seconds: duration of the call; None while it is running, or if it failed.
     """
 
     sequence: int
@@ -62,7 +62,7 @@ class Entry:
 
 
 class _Ring:
-    """The last calls of a communicator, as the native core keeps them where it is in use.
+    """Ring buffer of the last calls of a communicator; the native core has the same in C.
 
     Attributes:
         started: the number of calls that have begun.
@@ -78,11 +78,11 @@ class _Ring:
         self._ended = [0.0] * _CAPACITY
 
     def begin(self, request: Request, compares: bool = False) -> None:
-        """Record that a call begins, and where in the program it was made.
+        """Record that a call begins, and which line of the program made it.
 
         Args:
-            request: what this rank asks for.
-            compares: whether the calls are only compared yet.
+            request: the request of this rank.
+            compares: whether this is only the comparison of the ranks' calls.
         """
         number = self.started + 1
         code: CodeType | str | None = in_thread.site
@@ -99,10 +99,12 @@ class _Ring:
                     break
                 frame = above
                 code = frame.f_code
-            # The line is found out when somebody asks: that costs more than all the rest.
+            # Keep the instruction, and compute the line number only when a reader wants it: that
+            # costs more than all the rest.
             at = frame.f_lasti
         self._calls[number % _CAPACITY] = number, request, compares, code, at, _now()
-        # After its entry: the monitor's thread reads up to here, meanwhile.
+        # Publish the number after the entry: the monitor's thread may read entries up to this
+        # number at any time.
         self.started = number
 
     def end(self) -> None:
@@ -111,21 +113,25 @@ class _Ring:
         self.finished = self.started
 
     def kept(self, number: int) -> tuple[Request, bool, CodeType | str, int, float, float] | None:
-        """Return what is known of a call: as in :class:`Entry`, with its end, if that is known."""
-        kept = self._calls[number % _CAPACITY]
-        if kept is None or kept[0] != number:
+        """Return the record of a call, or None if the ring does not have it.
+
+        The fields are request, compares, code, instruction, begin and end. The end is stale while
+        the call is running.
+        """
+        call = self._calls[number % _CAPACITY]
+        if call is None or call[0] != number:
             return None  # overwritten meanwhile, or not written yet
-        return (*kept[1:], self._ended[number % _CAPACITY])
+        return (*call[1:], self._ended[number % _CAPACITY])
 
 
 class Recorder:
-    """A ring of the last calls of one communicator, written by one thread at a time.
+    """Recorder of the last calls of one communicator, written by one thread at a time.
 
     Attributes:
-        title: which communicator it is, for people.
-        ring: what keeps the calls; in C where that is in use.
-        begin, end: the ring's: ``begin(request, compares=False)`` records that a call begins,
-            ``end()`` that it is over.
+        title: description of the communicator, for people.
+        ring: the ring buffer of the calls, in C where the native core is in use.
+        begin, end: methods of the ring: ``begin(request, compares=False)`` records that a call
+            begins, ``end()`` that it is over.
         failed: the number of the last call that has ended in an error.
     """
 
@@ -157,24 +163,25 @@ class Recorder:
     def entries(self, last: int = _CAPACITY) -> list[Entry]:
         """Return the last recorded calls, the oldest first. May be called from any thread."""
         started, finished = self.ring.started, self.ring.finished
-        found = []
+        entries = []
         for number in range(max(1, started - min(last, _CAPACITY) + 1), started + 1):
-            kept = self.ring.kept(number)
-            if kept is not None:
-                found.append(_entry(number, *kept, over=number <= finished))
-        return found
+            call = self.ring.kept(number)
+            if call is not None:
+                entries.append(_entry(number, *call, over=number <= finished))
+        return entries
 
     def running(self) -> Entry | None:
-        """Return the call that keeps the program's thread, None if there is none.
+        """Return the call in which a thread of the program waits, None if there is none.
 
-        May be called from any thread. A call in a lane's thread keeps nobody.
+        May be called from any thread. A call in a lane's thread does not count, since no thread of
+        the program waits in it.
         """
         ring = self.ring
         number = ring.started
-        kept = ring.kept(number)
-        if max(ring.finished, self.failed) >= number or kept is None or isinstance(kept[2], str):
+        call = ring.kept(number)
+        if max(ring.finished, self.failed) >= number or call is None or isinstance(call[2], str):
             return None
-        return _entry(number, *kept, over=False)
+        return _entry(number, *call, over=False)
 
     def __str__(self) -> str:
         entries = self.entries(_LISTED)
@@ -199,7 +206,10 @@ def _entry(
 
 
 def _site(code: CodeType | str, at: int) -> str:
-    """Return the place of instruction ``at`` of ``code``; a lane's thread has it as text."""
+    """Return ``file:line in function`` of instruction ``at`` of ``code``.
+
+    For a call in a lane's thread ``code`` is that text already.
+    """
     if isinstance(code, str):
         return code
     line = code.co_firstlineno
@@ -212,7 +222,7 @@ def _site(code: CodeType | str, at: int) -> str:
 def flight_recorder() -> list[Recorder]:
     """Return the recorders of this process's communicators, the oldest first.
 
-    ``str()`` of one tells its last calls; :meth:`Recorder.entries` gives them.
+    ``str()`` of a recorder lists its last calls; :meth:`Recorder.entries` returns them.
     """
     return sorted(_all, key=lambda recorder: recorder._number)
 
@@ -220,9 +230,9 @@ def flight_recorder() -> list[Recorder]:
 def dump_on_signal(name: str) -> None:
     """Write the flight recorders to stderr whenever the process gets signal ``name``.
 
-    Does nothing for ``"none"``, outside the main thread, and if the program has a handler of
-    its own for that signal. Python runs handlers between two steps of its own: a program that
-    is stuck in another library's code writes when it comes out of it.
+    Does nothing for ``"none"``, outside the main thread, and if the program has its own handler
+    for that signal. Python runs signal handlers only between two of its own steps. So a program
+    that is stuck in the code of another library writes only after it has returned from there.
     """
     if name == "none" or threading.current_thread() is not threading.main_thread():
         return
@@ -233,5 +243,6 @@ def dump_on_signal(name: str) -> None:
 
 def _write(number: int, frame: object) -> None:
     text = "\n".join(map(str, flight_recorder())) or "no communicator"
-    # One write: ranks that share a terminal get the signal together.
+    # Use one write: ranks that share a terminal get the signal together, and their texts must not
+    # mix.
     os.write(2, f"[flight recorder, process {os.getpid()}]\n{text}\n".encode())

@@ -1,4 +1,4 @@
-"""The transports by name. Nothing is imported before it is used."""
+"""Registry of the transports by name. It imports a transport only when it is used."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from .backend import Backend
 
 __all__ = ["BUILT_IN", "ENTRY_POINTS", "Registered", "find", "names", "require"]
 
-#: Third parties register under this entry-point group: name -> "module:Class".
+#: Entry-point group under which third parties register transports: name -> "module:Class".
 ENTRY_POINTS = "collective.backends"
 
 
 class Registered(NamedTuple):
-    """A transport that is known by its name.
+    """Entry of the registry: a transport that has a name.
 
     Attributes:
-        path: where it is, ``module:Class``.
-        install: the command that installs what it needs.
-        stands_on: packages, of which it needs one.
+        path: location of the transport's class, ``module:Class``.
+        install: command that installs the libraries that the transport needs.
+        stands_on: alternative packages, of which the transport needs one.
     """
 
     path: str
@@ -55,29 +55,29 @@ def find(name: str) -> type[Backend]:
     A third party's entry point cannot take the name of a built-in one.
 
     Raises:
-        BackendNotFoundError: no such transport; lists the known ones.
-        BackendUnavailableError: it cannot be imported; carries the install command.
+        BackendNotFoundError: there is no such transport; the text lists the known ones.
+        BackendUnavailableError: it cannot be imported; the text has the install command.
     """
     entry = _entry(name)
     module, _, attribute = entry.path.partition(":")
     try:
-        found = getattr(importlib.import_module(module), attribute)
+        backend = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
         remedy = f" Try `{entry.install}`." if entry.install else ""
         raise BackendUnavailableError(
             f"backend {name!r}: {entry.path} cannot be imported: {error}.{remedy}"
         ) from error
-    if not (isinstance(found, type) and issubclass(found, Backend)):
+    if not (isinstance(backend, type) and issubclass(backend, Backend)):
         raise BackendUnavailableError(f"backend {name!r}: {entry.path} is no Backend.")
-    return found
+    return backend
 
 
 def require(name: str) -> None:
-    """Refuse a transport that :func:`find` would not find, without importing any.
+    """Check, without importing it, that a transport exists and that its packages are installed.
 
     Raises:
-        BackendNotFoundError: no such transport; lists the known ones.
-        BackendUnavailableError: none of the packages is there that it stands on.
+        BackendNotFoundError: there is no such transport; the text lists the known ones.
+        BackendUnavailableError: none of the packages that the transport needs is installed.
     """
     entry = _entry(name)
     if entry.stands_on and not any(map(importlib.util.find_spec, entry.stands_on)):
@@ -98,8 +98,8 @@ def _entry(name: str) -> Registered:
             return Registered(point.value, f"pip install {distribution}".strip())
     known = names()
     near = difflib.get_close_matches(name, known, 1)
-    meant = f" Did you mean {near[0]!r}?" if near else ""
-    raise BackendNotFoundError(f"backend: {name!r}; one of {', '.join(known)}.{meant}")
+    hint_text = f" Did you mean {near[0]!r}?" if near else ""
+    raise BackendNotFoundError(f"backend: {name!r}; one of {', '.join(known)}.{hint_text}")
 
 
 def _entry_points() -> list[metadata.EntryPoint]:

@@ -1,26 +1,32 @@
-"""Ranks that wait for each other in different communicators, of which none can go on.
+"""Deadlocks of ranks that wait for each other in calls of different communicators.
 
-A wait that lasts has its rank *note* what it is in, once a second: which call of which
-communicator, and how many calls of each other communicator it has begun. Calls that appear in
-such notes wait for each other where some rank in the second has not come to the first, some
-rank in the third not to the second, and so on in a circle. That is a deadlock, and not only a
-late rank, for four reasons:
+While a call waits for long, its rank makes a *note* once a second. The note says which call of
+which communicator the rank is in, and how many calls of each other communicator it has begun.
+Call A waits for call B if some rank that is in B has not come to A. If these relations between the
+noted calls form a circle, the calls in the circle wait for each other. This is a deadlock, and not
+only a late rank, for four reasons:
 
-* What is noted are calls that no rank leaves with a result before every other has come to them
+* Ranks note only calls that no rank leaves with a result before every other rank has come to them
   (:func:`_takes_everybody`).
-* A rank makes a note only if nothing but the thread that waits could call anything in its
-  process (:func:`alone`). So it comes to no other call before it leaves this one.
-* A circle counts when each of its ranks has noted the same call again, after it was seen: then all
-  of them were in these calls at one time, when it was seen, and it was no sum of what was true
-  one after the other.
-* At that time each needs another to come, which is kept by the next: the AND model of Chandy,
-  Misra & Haas, "Distributed Deadlock Detection" (1983), whose circles are deadlocks.
+* A rank makes a note only if no thread but the waiting one could make a call in its process
+  (:func:`alone`). So the rank comes to no other call before it leaves this one.
+* A circle counts only when each of its ranks has noted the same call again after the circle was
+  seen. Then all of the ranks were in these calls at one moment, when the circle was seen. So the
+  circle is not put together from notes that were true at different times.
+* At that moment each call needs a rank that the next call in the circle holds. This is the AND
+  model of Chandy, Misra & Haas, "Distributed Deadlock Detection" (1983), whose circles are
+  deadlocks.
 
-What could still end such a wait is a deadline. Calls that were given a shorter one than their
-communicator has are left alone: a program may well mean to go on after it. Not seen, and ended
-by the deadline as ever, are ranks with further threads, calls in the background, handlers of
-signals in Python, messages, calls that some rank leaves before all have come, and ranks that
-are threads. C code that calls Python from threads of its own must not call collectives in them.
+Only a deadline could still end such a wait. So this module ignores calls with a shorter deadline
+than their communicator's: the program may intend to go on after that deadline. Some deadlocks are
+not detected here, and end by the deadline. These are deadlocks
+
+* of ranks with further threads, with calls in the background, or with signal handlers in Python;
+* of messages;
+* of calls that some rank leaves before all have come;
+* of ranks that are threads.
+
+C code that calls Python from threads of its own must not call collectives in these threads.
 """
 
 from __future__ import annotations
@@ -50,18 +56,19 @@ if TYPE_CHECKING:
 
 __all__ = ["Circles", "Member", "Membership", "alone", "circle", "look"]
 
-# Threads of such names are this package's, and run nothing of the program's; those of lanes do,
-# as long as the lane is not idle.
+# Prefix of the names of this package's threads. They run no code of the program, except the threads
+# of lanes that are not idle.
 _OWN = "collective-"
-# What a step may have of its call's time: those before it have taken theirs.
+# A deadline of at least this share of the communicator's timeout counts as the full timeout. A step
+# of a call has less time than the call, since earlier steps have taken some of it.
 _WHOLE = 0.9
-# What a transport may take of a text that goes with a note.
+# Maximum length, in characters, of the text that goes with a note.
 _TEXT = 2000
 _memberships: weakref.WeakSet[Membership] = weakref.WeakSet()
 
 
 class Member(Protocol):
-    """What is looked at of a communicator."""
+    """Part of a communicator that this module uses."""
 
     rank: int
     size: int
@@ -74,16 +81,16 @@ class Member(Protocol):
 
     @property
     def transport(self) -> Backend:
-        """What connects its ranks."""
+        """The transport that connects the communicator's ranks."""
 
 
 class Membership:
-    """One communicator among those that were made from one, its *family*.
+    """Membership of a communicator in its *family*: all communicators made from the same one.
 
     Args:
-        comm: the communicator. It is not kept alive.
-        parent: that of the communicator from which this one was made.
-        ranks: this one's ranks, as numbers of the parent.
+        comm: the communicator. This object does not keep it alive.
+        parent: membership of the communicator from which ``comm`` was made.
+        ranks: ranks of ``comm``, as numbered in the parent.
     """
 
     def __init__(
@@ -99,7 +106,8 @@ class Membership:
         self._circles = Circles()
         if parent is not None:
             self.ranks = members = tuple(parent.ranks[rank] for rank in ranks)
-            # The n-th group of the same ranks is the n-th on each of them.
+            # All members count the groups of the same ranks alike, so they agree on the name
+            # without a message.
             parent._groups[members] = nth = parent._groups.get(members, 0) + 1
             text = f"{parent.name} {members} {nth}"
             self.name = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
@@ -119,22 +127,26 @@ class Membership:
         mine, call = self.ranks[comm.rank], [note["name"], note["number"]]
         notes = {**comm.transport.post(note, mine), mine: note}
         calls, text = self._circles.found(notes)
-        found = [(calls, text)] + [each["found"] for each in notes.values() if each["found"]]
-        for calls, text in found:
+        circles = [(calls, text)] + [note["found"] for note in notes.values() if note["found"]]
+        for calls, text in circles:
             if call in calls:
-                # The others of the circle hear of it in communicators that this rank is not in.
+                # Publish the circle, too: other ranks of the circle wait in communicators that this
+                # rank may not be in, and have to break those.
                 comm.transport.post({**note, "found": [calls, text[:_TEXT]]}, mine)
                 comm.transport.abort(Failure("mismatch", comm.rank, text))
 
     def _note(self) -> Note | None:
-        """Return what to note; None if there is no such call, or others could make calls."""
+        """Return this rank's note.
+
+        None if the rank is in no call to note, or if another thread could make calls.
+        """
         running = self.recorder.running()
         if running is None or not _takes_everybody(running) or not alone():
             return None
-        begun = {each.name: each.recorder.started for each in list(self._family)}
+        begun = {member.name: member.recorder.started for member in list(self._family)}
         again = self.recorder.running()
-        # This may not be the thread that waits: if that is in the call still, the numbers are of
-        # one time.
+        # Another thread than this one may be the waiting thread. Only if it is still in the same
+        # call were all these numbers valid at one moment.
         if again is None or again.sequence != running.sequence:
             return None
         self._beat += 1
@@ -150,23 +162,24 @@ class Membership:
 
 
 def look(deadline: Deadline) -> None:
-    """Find out whether the running call waits in vain; transports call this while they wait.
+    """Break the communicator if its running call is part of a deadlock.
 
-    To be called about once a second by waits that have lasted for a second, in any thread.
+    A transport calls this about once a second, from any thread, during a wait that has lasted for a
+    second.
 
     Args:
-        deadline: that of the call that waits.
+        deadline: deadline of the call that waits.
     """
     try:
         memberships = list(_memberships)
-    except RuntimeError:  # another thread makes a communicator meanwhile, and waits for nobody
+    except RuntimeError:  # another thread makes a communicator right now, so there is no deadlock
         return
-    for each in memberships:
-        each.look(deadline)
+    for membership in memberships:
+        membership.look(deadline)
 
 
 def alone() -> bool:
-    """Tell whether one thread of the program is all that could make calls in this process."""
+    """Tell whether only one thread of this process could make calls."""
     threads = threading.enumerate()
     programs = sum(not thread.name.startswith(_OWN) for thread in threads)
     known = {thread.ident for thread in threads}
@@ -179,7 +192,10 @@ def alone() -> bool:
 
 
 def _calls_the_program(number: int) -> bool:
-    """Tell whether a signal runs Python code of the program's, in the thread that waits."""
+    """Tell whether the signal's handler is Python code of the program.
+
+    Python would run that handler in the thread that waits.
+    """
     handler = signal.getsignal(number)
     if not callable(handler) or handler is signal.default_int_handler:
         return False
@@ -187,26 +203,29 @@ def _calls_the_program(number: int) -> bool:
 
 
 def _takes_everybody(entry: Entry) -> bool:
-    """Tell whether no rank can have the result of a call before every rank has come to it."""
+    """Tell whether a call gives no rank a result before every rank has come to the call."""
     call = entry.request
     if entry.compares or call.operation == "barrier":
         return True
-    # An operator of the program's is code that could make calls.
+    # A user's operator is code of the program, and could make calls.
     builtin = not str(call.options.get("op")).startswith("user_op")
     return call.operation == "all_reduce" and builtin and math.prod(call.shape or (0,)) > 0
 
 
 class Circles:
-    """Finds calls that wait for each other in what ranks note, looked at again and again."""
+    """Detector of circles of waiting calls, from the notes that ranks publish again and again."""
 
     def __init__(self) -> None:
         self._seen: dict[int, tuple[str, int, int]] = {}
 
     def found(self, notes: Mapping[int, Note]) -> tuple[list[list[Any]], str]:
-        """Return the calls of a circle, each a name and a number, and what to say; or nothing yet.
+        """Return the calls of a confirmed circle and a text about it.
+
+        Each call is a name and a number. Without a confirmed circle the list and the text are
+        empty.
 
         Args:
-            notes: the last of each rank, maybe of a wait that is over.
+            notes: the last note of each rank; its wait may be over.
         """
         seen = {
             rank: (notes[rank]["name"], notes[rank]["number"], notes[rank]["beat"])
@@ -224,39 +243,41 @@ class Circles:
 
 
 def circle(notes: Mapping[int, Note]) -> list[int]:
-    """Return ranks that keep each other in calls which wait for each other; none if there are none.
+    """Return the ranks of a circle of waiting calls; an empty list if there is none.
 
-    The first keeps the call of the last from going on, each other that of the one before it.
+    The call of each rank waits for the next rank of the list, and the call of the last rank waits
+    for the first rank.
     """
     calls: dict[tuple[str, int], list[int]] = {}
     for rank in sorted(notes):
         calls.setdefault((notes[rank]["name"], notes[rank]["number"]), []).append(rank)
     if len(calls) < 2:
         return []
-    kept: dict[tuple[str, int], dict[tuple[str, int], int]] = {}
+    blockers: dict[tuple[str, int], dict[tuple[str, int], int]] = {}
     for name, number in calls:
-        kept[name, number] = {
+        # Each call in which some rank waits that has not come to this one, and one such rank.
+        blockers[name, number] = {
             other: next(rank for rank in ranks if notes[rank]["begun"].get(name, number) < number)
             for other, ranks in calls.items()
             if any(notes[rank]["begun"].get(name, number) < number for rank in ranks)
         }
-    return next(filter(None, (_back_to(start, kept) for start in calls)), [])
+    return next(filter(None, (_back_to(start, blockers) for start in calls)), [])
 
 
 def _back_to(
-    start: tuple[str, int], kept: Mapping[tuple[str, int], Mapping[tuple[str, int], int]]
+    start: tuple[str, int], blockers: Mapping[tuple[str, int], Mapping[tuple[str, int], int]]
 ) -> list[int]:
-    """Return the ranks on a way from a call over those that keep it back to it."""
-    ways: list[tuple[tuple[str, int], list[int]]] = [(start, [])]
+    """Return the ranks on a path from a call, over the calls that block it, back to the call."""
+    paths: list[tuple[tuple[str, int], list[int]]] = [(start, [])]
     visited = set()
-    while ways:
-        call, ranks = ways.pop()
-        for other, rank in kept[call].items():
+    while paths:
+        call, ranks = paths.pop()
+        for other, rank in blockers[call].items():
             if other == start:
                 return [rank, *ranks]
             if other not in visited:
                 visited.add(other)
-                ways.append((other, [*ranks, rank]))
+                paths.append((other, [*ranks, rank]))
     return []
 
 
@@ -266,11 +287,11 @@ def _describe(notes: Mapping[int, Note], calls: Sequence[Sequence[Any]]) -> str:
         note = notes[rank]
         call = [note["name"], note["number"]]
         if call in calls:
-            made = f"made at {note['made']}" if note["made"] else "that of all ranks"
+            made = f"made at {note['made']}" if note["made"] else "the one of all ranks"
             site = f"{note['header']['site'] or '?'}, communicator {calls.index(call) + 1} ({made})"
             waiting[rank] = {**note["header"], "site": site}
     return (
         "the ranks wait for each other in calls of different communicators (ranks as numbered in "
-        f"that of all):\n{differing(waiting)}\nEvery rank must use its communicators in the same "
-        "order"
+        f"the communicator of all ranks):\n{differing(waiting)}\nEvery rank must use its "
+        "communicators in the same order"
     )

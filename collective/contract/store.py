@@ -1,7 +1,7 @@
 """Rendezvous: a small key-value store in which the ranks of a job find each other.
 
-It is needed only until a transport is connected: everything later travels over the transport.
-Which there are is :mod:`collective.start`'s.
+A transport needs the store only until it is connected. After that, the ranks communicate over the
+transport. The stores themselves are in :mod:`collective.start`.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ from collective.errors import RendezvousError, UnsupportedError
 
 __all__ = ["PrefixedStore", "Store", "WrappedStore"]
 
-# A poll costs one failed open(2), some microseconds; ranks of one job start
-# milliseconds apart at best, so there is nothing to win below a millisecond.
+# A poll costs one failed open(2), some microseconds. Ranks of one job start milliseconds apart at
+# best, so a pause below a millisecond gains nothing.
 _POLL_FIRST_S = 0.001
 
 
 class Store(ABC):
-    """What every rendezvous store promises. Keys are short ASCII words, values bytes."""
+    """Base class of the rendezvous stores. Keys are short ASCII words, values are bytes."""
 
-    #: Whether rank 0's process serves it, and it is gone with that; asked once ranks have met.
+    #: Whether the process of rank 0 serves the store, so that the store ends with that process.
+    #: Valid once the ranks have met.
     served_by_rank: bool = False
 
     #: The longest pause between two polls of :meth:`get`, in seconds.
@@ -32,14 +33,14 @@ class Store(ABC):
 
     @abstractmethod
     def set(self, key: str, value: bytes) -> None:
-        """Publish ``value``. Readers see all of it or nothing; a second set replaces it."""
+        """Publish ``value``, replacing an earlier value. Readers see all of it or nothing."""
 
     def get(self, key: str, deadline: Deadline) -> bytes:
         """Return the value of ``key``, waiting for it until ``deadline``.
 
         Args:
-            key: what some rank has published or will publish.
-            deadline: moment by which it has to be there.
+            key: a key that some rank has published or will publish.
+            deadline: moment by which the value must be there.
 
         Raises:
             RendezvousError: the deadline passed and the key is still absent.
@@ -57,24 +58,24 @@ class Store(ABC):
         """Return the value of ``key``, or None if nobody has published it yet."""
 
     def _poll(self, key: str, deadline: Deadline) -> bytes | None:
-        """Return what :meth:`try_get` does, by ``deadline`` if somebody has to answer."""
+        """Return what :meth:`try_get` returns; wait until ``deadline`` for a server's answer."""
         return self.try_get(key)
 
     def put_if_absent(self, key: str, value: bytes) -> bytes:
-        """Publish ``value`` unless ``key`` has one; return the value that it then has.
+        """Publish ``value`` unless ``key`` already has one; return the value of ``key``.
 
-        Of all who do so at once one wins, and everybody is returned what that one has given: the
-        ranks that are left decide so who they are (:meth:`Communicator.shrink`). Whoever repeats
-        it is returned the same.
+        If several ranks call this at once, one of them wins, and all of them get the winner's
+        value. In this way the remaining ranks decide on the new members
+        (:meth:`Communicator.shrink`). A repeated call returns the same value.
 
         Raises:
-            UnsupportedError: this store cannot.
-            RendezvousError: it could, and is gone.
+            UnsupportedError: this store does not have the operation.
+            RendezvousError: the store has the operation, but is gone.
         """
         raise UnsupportedError(
-            f"put_if_absent({key!r}): the ranks met at {self}, a {type(self).__name__}, which "
-            "cannot keep the first of several values, as shrink() and agree() need it. Have them "
-            "meet in a directory that all ranks see, or at an address: COLLECTIVE_STORE=DIR or "
+            f"put_if_absent({key!r}): the ranks met at {self}, a {type(self).__name__} without "
+            "an atomic put-if-absent, which shrink() and agree() need. Have the ranks meet in "
+            "a directory that all ranks see, or at an address: COLLECTIVE_STORE=DIR or "
             "tcp://HOST:PORT."
         )
 
@@ -83,26 +84,29 @@ class Store(ABC):
         """Forget ``key``. An absent key is no error."""
 
     def close(self) -> None:  # noqa: B027  an offer, not a duty
-        """Let go of what works for the store: this rank neither asks nor tells any more."""
+        """Release the resources behind the store; this rank makes no more calls to it."""
 
     def has_ended(self) -> bool:
-        """Tell whether who serves it has ended for certain; False if that cannot be known."""
+        """Tell whether the store's server has certainly ended; False if a rank cannot find out."""
         return False
 
     def without(self, ranks: Set[int]) -> None:  # noqa: B027  an offer, not a duty
-        """Note that ranks are out, by a decision that this one was part of: they know no more."""
+        """Note that ``ranks`` are out, by a decision in which this rank took part.
+
+        So these ranks know nothing about the store that this rank does not know.
+        """
 
     def check(self) -> None:  # noqa: B027  an offer, not a duty
-        """Raise if it is known that the ranks will not meet; asked while they are awaited."""
+        """Raise if the ranks certainly cannot meet; called while a rank waits for the others."""
 
 
 class WrappedStore(Store):
-    """A store that hands every question on to another one, under a name of its own.
+    """Store that forwards each call to another store, under a changed key.
 
     Subclasses override :meth:`_name`, and the methods whose values differ.
 
     Args:
-        store: the other one.
+        store: the other store.
     """
 
     def __init__(self, store: Store) -> None:
@@ -112,7 +116,7 @@ class WrappedStore(Store):
         return str(self._store)
 
     @property
-    def served_by_rank(self) -> bool:  # type: ignore[override]  # an attribute elsewhere
+    def served_by_rank(self) -> bool:  # type: ignore[override]  # an attribute in Store
         return self._store.served_by_rank
 
     def set(self, key: str, value: bytes) -> None:
@@ -120,7 +124,7 @@ class WrappedStore(Store):
             self._store.set(name, value)
 
     def get(self, key: str, deadline: Deadline) -> bytes:
-        # The other store knows how to wait: it may do better than to poll.
+        # Let the other store wait: it may have a better way than polling.
         with self._named(key) as name:
             return self._store.get(name, deadline)
 
@@ -149,12 +153,12 @@ class WrappedStore(Store):
         self._store.check()
 
     def _name(self, key: str) -> str:
-        """Return the key of the other store that stands for ``key``."""
+        """Return the key in the other store that stands for ``key``."""
         return key
 
     @contextlib.contextmanager
     def _named(self, key: str) -> Iterator[str]:
-        """Yield the other store's key; errors name the key that the caller knows."""
+        """Yield the key in the other store; make errors name the caller's key instead."""
         name = self._name(key)
         try:
             yield name
@@ -165,11 +169,11 @@ class WrappedStore(Store):
 
 
 class PrefixedStore(WrappedStore):
-    """The keys of another store that begin with a prefix: nobody with another prefix sees them.
+    """Part of another store: the keys that begin with a prefix, invisible under other prefixes.
 
     Args:
-        store: the other one.
-        prefix: what its keys begin with, of which no other is the beginning.
+        store: the other store.
+        prefix: beginning of the keys; no prefix may be the beginning of another prefix.
     """
 
     def __init__(self, store: Store, prefix: str) -> None:

@@ -20,18 +20,20 @@ T = TypeVar("T")
 
 
 class Work(NotCopied, Generic[T]):
-    """An operation on its way, as returned with ``async_op=True``.
+    """Handle of an operation that may still run, as returned with ``async_op=True``.
 
-    Buffers of the operation must not be touched until :meth:`wait` has returned. Until the
-    operation is over NumPy refuses to resize them, and the old storage of a tensor stays alive.
+    The program must not touch the buffers of the operation until :meth:`wait` has returned. Until
+    the operation is over, NumPy refuses to resize the buffers, and the old storage of a tensor
+    stays alive.
     """
 
-    instead = "Copy what wait() returns."
+    instead = "Copy the result of wait()."
 
     def __init__(self, what: str) -> None:
         self._what = what
         self._over = False
-        # Set with it; only if a thread is to run the operation, as it takes long to make.
+        # Event that is set together with _over. It exists only if a thread runs the operation,
+        # because an event takes long to make.
         self._finished: threading.Event | None = None
         self._result: T | None = None
         self._error: BaseException | None = None
@@ -39,7 +41,7 @@ class Work(NotCopied, Generic[T]):
 
     @classmethod
     def finished(cls, what: str, result: T) -> Work[T]:
-        """Return an operation that is over, well."""
+        """Return the handle of an operation that has succeeded already."""
         work = cls(what)
         work._run(lambda: result)
         return work
@@ -49,11 +51,11 @@ class Work(NotCopied, Generic[T]):
 
         Args:
             timeout: seconds; None waits for as long as the operation's own deadline
-                allows. A wait that times out cancels nothing: wait again.
+                allows. A wait that times out does not cancel the operation: call ``wait`` again.
 
         Raises:
-            CollectiveTimeoutError: ``timeout`` passed and the operation still runs.
-            CollectiveError: whatever the operation itself raised.
+            CollectiveTimeoutError: ``timeout`` passed and the operation is still running.
+            CollectiveError: the error that the operation itself raised.
         """
         finished = self._finished
         if not self._over and finished is not None:
@@ -69,38 +71,40 @@ class Work(NotCopied, Generic[T]):
         return self._result  # type: ignore[return-value]  # set before _over
 
     def synchronize(self, timeout: float | None = None) -> T:
-        """Wait until the result may be read by the host; as :meth:`wait`, but for arrays of GPUs.
+        """Wait until the host may read the result, and return it.
 
-        There :meth:`wait` makes the caller's current stream wait, and not the host.
+        This differs from :meth:`wait` only for GPU arrays: there :meth:`wait` makes the caller's
+        current stream wait, and not the host.
         """
         return self.wait(timeout)
 
     def done(self) -> bool:
-        """Tell whether the operation is over, well or badly, without waiting."""
+        """Tell, without waiting, whether the operation has succeeded or failed."""
         return self._over
 
     def exception(self) -> BaseException | None:
-        """Return what the operation raised, or None if it is running or went well."""
+        """Return the error of the operation; None if it is running or has succeeded."""
         return self._error
 
     def _run(self, function: Callable[[], T]) -> None:
         try:
             self._result = function()
-        except BaseException as error:  # handed to whoever waits
+        except BaseException as error:  # raised by wait()
             self._error = error
         self._end()
 
     def _end(self) -> None:
-        """Tell that it is over, once what came of it is there."""
+        """Mark the operation as over; the result or the error must be set before."""
         self._over = True
         self._held = None
         if self._finished is not None:
             self._finished.set()
 
     def keep(self, held: object) -> None:
-        """Keep a reference until the operation is over: to what holds the memory of its arrays."""
+        """Keep a reference to the owner of the arrays' memory until the operation is over."""
         self._held = held
-        if self._over:  # maybe since before, and then nobody else lets go of it
+        # The operation may have ended before _held was set. Then _end() has dropped nothing.
+        if self._over:
             self._held = None
 
     def __repr__(self) -> str:
@@ -108,23 +112,22 @@ class Work(NotCopied, Generic[T]):
         return f"<Work {self._what}: {state}>"
 
 
-# How long an idle lane keeps its thread: longer than a training step, so that a
-# loop does not start one a step.
+# Seconds that an idle lane keeps its thread: longer than a training step, so that a loop does not
+# start a thread in every step.
 _LINGER_S = 5.0
 
 _lanes: weakref.WeakSet[Lane] = weakref.WeakSet()
 
 
 class Lane:
-    """Runs functions one after the other, in the order of submission, in a thread.
+    """Queue of functions that one thread runs in the order of submission.
 
-    The thread starts with the first submission and leaves after some idle seconds. It
-    is a daemon: an interpreter that wants to exit is not held up by a peer that never
-    comes.
+    The thread starts with the first submission and ends after some idle seconds. It
+    is a daemon thread, so a peer that never comes cannot keep the interpreter from exiting.
 
     Attributes:
-        queue: what is to be run, each with its function; the first one may be running. For reading:
-            the lane is idle when it is empty.
+        queue: the submitted operations, each with its function; the first one may be running. Other
+            modules only read the queue: the lane is idle when it is empty.
     """
 
     def __init__(self, name: str) -> None:
@@ -144,7 +147,13 @@ class Lane:
         return not self.queue
 
     def submit(self, what: str, function: Callable[[], T], work: Work[T] | None = None) -> Work[T]:
-        """Queue ``function``; ``what`` names it in error texts. ``work`` is what it becomes."""
+        """Queue ``function`` and return its handle.
+
+        Args:
+            what: name of the operation in error texts.
+            function: the function to run.
+            work: the handle; None makes a new one.
+        """
         work = work or Work(what)
         work._finished = threading.Event()
         with self._condition:
@@ -156,7 +165,7 @@ class Lane:
         return work
 
     def drain(self, deadline: Deadline) -> bool:
-        """Wait until the lane is idle; return whether it is before ``deadline``."""
+        """Wait until the lane is idle; return False if it is still busy at ``deadline``."""
         while not self.idle:
             with self._condition:
                 last = self.queue[-1][0] if self.queue else None
@@ -168,7 +177,7 @@ class Lane:
         return True
 
     def close(self, deadline: Deadline) -> None:
-        """Wait until the lane is idle, or until ``deadline``, and see its thread off."""
+        """Wait until the lane is idle, or until ``deadline``, and end its thread."""
         idle = self.drain(deadline)
         with self._condition:
             self._linger = 0.0
@@ -184,10 +193,10 @@ class Lane:
                     self._condition.wait_for(lambda: self.queue or not self._linger, self._linger)
                 if not self.queue:
                     self._thread = None
-                    in_thread.site = None  # C's does not end with the thread
+                    in_thread.site = None  # the slot in C outlives the thread
                     return
                 work, function = self.queue[0]
-            # No reference to the call may outlive it: it holds the user's arrays.
+            # Drop every reference to the call when it is over: the call holds the user's arrays.
             try:
                 work._run(function)
             finally:
@@ -196,21 +205,25 @@ class Lane:
                 del work, function
 
     def _disown(self) -> None:
-        """Begin anew in a forked child: what runs is the parent's, as are thread and lock."""
+        """Reset the lane in a forked child.
+
+        The queued operations, the thread and the lock belong to the parent process.
+        """
         works = [work for work, _ in self.queue]
         self._begin()
         for work in works:
             work._error = CommunicatorClosedError(
-                f"{work._what}: it runs in the process that this one (pid {os.getpid()}) was "
-                "forked from, which alone can wait for it. Start processes with the method "
-                "'spawn', or wait before they are forked."
+                f"{work._what}: the operation runs in the parent process of this one (pid "
+                f"{os.getpid()}), and only the parent can wait for it. Start processes with the "
+                "method 'spawn', or call wait() before the fork."
             )
-            # Not _end(): a thread of the parent's may have held its lock.
+            # Do not call _end(), which sets the event: a thread of the parent process may have held
+            # the lock of that event during the fork.
             work._over = True
 
 
 def all_idle() -> bool:
-    """Tell whether no lane of this process has anything to do."""
+    """Tell whether all lanes of this process are idle."""
     return all(lane.idle for lane in list(_lanes))
 
 

@@ -1,4 +1,4 @@
-"""Who this process is among the ranks of its launch, and where they meet: a value."""
+"""Place of this process among the ranks of its launch, and the store where they meet."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Tls", "World"]
 
 
 class Tls(NamedTuple):
-    """With what ranks of several hosts speak beside the transport: a connection's two sides."""
+    """TLS contexts of both sides of the control connections between ranks of several hosts."""
 
     connecting: ssl.SSLContext
     listening: ssl.SSLContext
@@ -24,30 +24,31 @@ class Tls(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """What a transport needs to know before it is connected.
+    """Information that a transport needs to connect.
 
     Attributes:
-        rank: this process among all, from 0.
-        size: how many processes there are.
-        local_rank: this process among those of its host, from 0.
-        local_size: how many processes its host has.
-        host: the name of this host.
+        rank: number of this process among all, from 0.
+        size: number of processes.
+        local_rank: number of this process among those of its host, from 0.
+        local_size: number of processes on this host.
+        host: name of this host.
         launcher: ``collective``, ``torchrun``, ``openmpi``, ``mpich``, ``intelmpi``,
             ``slurm``, or ``none``.
-        job: a text that all ranks of one launch on this host share, and no other launch
-            that runs there does.
-        store: where the ranks meet.
+        job: a text that all ranks of one launch on this host share, and that no other launch
+            running on this host has.
+        store: the store where the ranks meet.
         options: settings of single transports: ``shm_single_copy``, ``shm_adopt``,
             ``interface`` (empty if not set), ``across`` (the transport between hosts under
-            ``hierarchical``); ``device`` (a GPU's number) and ``nccl_library``, if they are
-            set; under ``nccl`` ``host`` and ``devices``: see
+            ``hierarchical``); ``device`` (the number of a GPU) and ``nccl_library``, if they are
+            set; under ``nccl`` also ``host`` and ``devices``: see
             :class:`collective.start.choice.Choice`.
-        address: where ranks of other hosts reach this one; loopback if all are on one.
-        comm: an ``MPI.Comm`` that the program made and wants used, else None.
-        secret: of this job, with which ``store`` is sealed, or None.
-        open: whether somebody else may have joined: ranks of several hosts meet where others
-            can write, and have no secret.
-        tls: with what they speak beside the transport, or None.
+        address: address at which ranks of other hosts reach this process; loopback if all ranks
+            are on one host.
+        comm: an ``MPI.Comm`` that the program has made for this purpose, else None.
+        secret: secret of this job, which seals ``store``, or None.
+        open: whether a stranger may have joined: the ranks are on several hosts, others can write
+            to the store, and there is no secret.
+        tls: TLS contexts for the control connections beside the transport, or None.
     """
 
     rank: int
