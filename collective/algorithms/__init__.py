@@ -1,11 +1,11 @@
-"""Every collective operation over nothing but send and recv, one operation a module.
+"""Every collective operation over send and recv alone, one operation a module.
 
-A transport gets them by leaving the methods of :class:`collective.contract.backend.Backend` as
-they are. The choice between algorithms is in :mod:`~collective.algorithms.costs`; how
-they send in :mod:`~collective.algorithms.messages`, how they fold in
-:mod:`~collective.algorithms.folds`, how they cut in
-:mod:`~collective.algorithms.pieces`.
+A transport uses these algorithms unless it overrides the methods of
+:class:`collective.contract.backend.Backend`. The choice between algorithms is in
+:mod:`~collective.algorithms.costs`. Sending and receiving is in
+:mod:`~collective.algorithms.messages`, folding in :mod:`~collective.algorithms.folds`, and cutting
+buffers into pieces in :mod:`~collective.algorithms.pieces`.
 
-None of them writes to an input that is not the output, all keep one deadline, and
-scratch memory does not grow with the message except where a function says so.
+No algorithm writes to an input that is not also the output. All steps of a call share one deadline.
+Scratch memory does not grow with the message, except where a function says so.
 """

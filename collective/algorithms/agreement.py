@@ -1,4 +1,4 @@
-"""Agreement: did all ranks make the same call?"""
+"""Check that all ranks have made the same call."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ _INT64, _UINT8 = BY_NAME["int64"], BY_NAME["uint8"]
 
 
 def agree(backend: PointToPoint, request: Request, deadline: Deadline) -> None:
-    """Compare ``request`` with the other ranks'.
+    """Check that all ranks make the same ``request``.
 
-    One all-gather of 8 bytes a rank. Only if they differ the descriptions travel; since
-    every rank compares the same digests, all of them go on to that or none.
+    One all-gather collects a digest of 8 bytes from each rank. Only if the digests differ, the
+    ranks also exchange their descriptions. Every rank compares the same digests, so either all
+    ranks exchange descriptions or none does.
 
     Raises:
-        Disagreement: on every rank, with all headers.
+        Disagreement: the digests differ; raised on every rank, with all headers.
     """
     messages = Messages(backend, deadline)
     if bool((_collect(messages, request.digest) == request.digest).all()):
@@ -43,7 +44,7 @@ def agree(backend: PointToPoint, request: Request, deadline: Deadline) -> None:
 
 
 def _collect(messages: Messages, number: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """Return the ranks' numbers, in rank order."""
+    """Return the ``number`` of each rank, in rank order."""
     every = Buffer.empty(messages.size, _INT64)
     mine = Buffer(np.array([number], np.int64), _INT64)
     all_gather.collect(messages, mine, every, [1] * messages.size)

@@ -18,7 +18,7 @@ def all_gather(
 ) -> None:
     """Concatenate the ranks' ``src``, of ``counts[rank]`` elements, in every ``dst``.
 
-    ``src`` may be its own part of ``dst``. See :func:`collect`.
+    ``src`` may be this rank's part of ``dst``. See :func:`collect`.
     """
     collect(Messages(backend, deadline), src, dst, counts)
 
@@ -26,8 +26,8 @@ def all_gather(
 def collect(messages: Messages, src: Buffer, dst: Buffer, counts: Sequence[int]) -> None:
     """Do what :func:`all_gather` does, as part of another operation.
 
-    Short results by Bruck's algorithm, through scratch of ``dst``'s size; long ones
-    around a ring. Both take any counts.
+    For a short result it uses Bruck's algorithm, with scratch memory of the size of ``dst``. A long
+    result goes around a ring. Both algorithms take any counts.
     """
     if costs.forwarding_pays(messages.size, dst.nbytes):
         _bruck(messages, src, dst, counts)
@@ -40,17 +40,17 @@ def collect(messages: Messages, src: Buffer, dst: Buffer, counts: Sequence[int])
 def ring(
     messages: Messages, every: Sequence[Buffer], first: int = 0, complete: int | None = None
 ) -> None:
-    """Pass pieces around until everybody has all of them.
+    """Pass pieces around the ring of ranks until every rank has all of them.
 
-    Each rank sends to its right neighbour what it last received from its left one: the
-    least that can be carried, (size - 1) / size of the whole. Patarasuk & Yuan,
-    "Bandwidth optimal all-reduce algorithms for clusters of workstations" (2009).
+    In each step a rank sends to its right neighbour the piece that it last received from its left
+    neighbour. Each rank sends (size - 1) / size of the whole, the minimum for this operation.
+    Patarasuk & Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations" (2009).
 
     Args:
-        messages: the call's.
-        every: all pieces, of which this rank's own is there already.
-        first: the rank that owns piece 0; the others follow in rank order.
-        complete: a rank that has all pieces already, if there is one. The ring sends it
+        messages: messages of the call.
+        every: buffers of all pieces; this rank's own piece is complete already.
+        first: the rank that owns piece 0; the other owners follow in rank order.
+        complete: a rank that has all pieces already, if there is one. The ring sends that rank
             nothing, since its memory may be read-only.
     """
     rank, size = messages.rank, messages.size
@@ -58,7 +58,7 @@ def ring(
     out = (rank - first) % size
     nothing = every[0].part(0, 0)
     for _ in range(size - 1):
-        # All are at the same step: what comes now is the piece before the one that goes.
+        # All ranks are at the same step, so the left neighbour sends the piece before this one.
         into = (out - 1) % size
         sent = nothing if right == complete else every[out]
         received = nothing if rank == complete else every[into]
@@ -67,19 +67,19 @@ def ring(
 
 
 def _bruck(messages: Messages, src: Buffer, dst: Buffer, counts: Sequence[int]) -> None:
-    """Double what each rank has in every round: its own pieces and the next ranks'.
+    """Double the pieces that each rank has in every round: its own and those of the next ranks.
 
     Bruck et al., "Efficient Algorithms for All-to-All Communications in Multiport
     Message-Passing Systems" (1997).
     """
     rank, size = messages.rank, messages.size
-    # The pieces of ranks rank, rank + 1, …, going round: dst rotated.
+    # The rotated buffer has the pieces of ranks rank, rank + 1, …, wrapping around to rank - 1.
     limits = pieces.limits([*counts[rank:], *counts[:rank]])
     rotated = Buffer.empty(dst.count, dst.dtype)
     pieces.copy(src, rotated.part(0, src.count))
     have = 1
     while have < size:
-        # The last round takes only what is missing, so that any number of ranks will do.
+        # The last round receives only the missing pieces, so any number of ranks works.
         more = min(have, size - have)
         messages.exchange(
             rotated.part(0, limits[more]),
@@ -88,7 +88,7 @@ def _bruck(messages: Messages, src: Buffer, dst: Buffer, counts: Sequence[int]) 
             (rank + have) % size,
         )
         have += more
-    # Rank 0's piece is at turn: from there on it belongs at the beginning of dst.
+    # Rank 0's piece begins at ``turn``. The elements from there on belong at the beginning of dst.
     start, turn = sum(counts[:rank]), limits[size - rank]
     pieces.copy(rotated.part(0, turn), dst.part(start, dst.count))
     pieces.copy(rotated.part(turn, dst.count), dst.part(0, start))

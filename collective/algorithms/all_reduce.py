@@ -23,18 +23,18 @@ __all__ = ["all_reduce"]
 def all_reduce(
     backend: PointToPoint, src: Buffer, dst: Buffer, op: ReduceOp, ordered: bool, deadline: Deadline
 ) -> None:
-    """Fold the ranks' ``src`` into every rank's ``dst``, the same bits on all of them.
+    """Fold the ranks' ``src`` into every rank's ``dst``, with the same bits on all ranks.
 
-    Short arrays are folded whole, by recursive doubling, or in rank order from a
-    collection of all inputs if ``ordered``. Of long ones each rank folds a part, and a
-    ring collects the parts: Rabenseifner, "Optimization of Collective Reduction
-    Operations" (2004), with the exchanges of Thakur, Rabenseifner & Gropp (2005) for any
-    number of ranks.
+    Short arrays are folded whole, by recursive doubling. If ``ordered``, each rank instead collects
+    all inputs and folds them in rank order. For a long array, each rank folds one part, and a ring
+    collects the parts: Rabenseifner, "Optimization of Collective Reduction Operations" (2004), with
+    the exchanges of Thakur, Rabenseifner & Gropp (2005) for any number of ranks.
     """
     messages = Messages(backend, deadline)
     size = messages.size
     folding = Folding(op, src.dtype, size)
-    # Of two ranks there is one fold only; with more, doubling would fold pairs of pairs.
+    # Two ranks make only one fold, which is in order anyway. With more ranks, recursive doubling
+    # would fold pairs of pairs, which is not rank order.
     if ordered and size > 2 and costs.whole_pays(src.nbytes):
         values = folds.collected(messages, folding, src)
         folding.in_order(values, Buffer.empty(dst.count, dst.dtype), dst)
@@ -44,7 +44,8 @@ def all_reduce(
     else:
         counts = pieces.even(src.count, size)
         inputs, results = pieces.cut(src, counts), pieces.cut(dst, counts)
-        # They arrive by distance and not by rank: what does not commute is folded in order, too.
+        # Parts arrive in the order of distance, not of rank. So an operator that does not commute
+        # needs the fold in rank order, too.
         in_order = ordered or not op.commutative
         folds.parts(messages, folding, inputs, results[messages.rank], in_order)
         all_gather.ring(messages, results)

@@ -23,12 +23,12 @@ def all_to_all(
     recv_counts: Sequence[int],
     deadline: Deadline,
 ) -> None:
-    """Send piece ``j`` of ``src`` to rank ``j``; concatenate what arrives in ``dst``.
+    """Send piece ``j`` of ``src`` to rank ``j``; concatenate the received pieces in ``dst``.
 
-    Pairwise exchange: in step d with the ranks d after and d before this one, so that
-    nobody is sent to by two at once. Thakur, Rabenseifner & Gropp, "Optimization of
-    Collective Communication Operations in MPICH" (2005), section 4.3. A rank knows only
-    its own counts, so there is no choosing by size.
+    The algorithm is pairwise exchange: in step d, each rank sends to the rank d after it and
+    receives from the rank d before it. So no rank receives from two ranks at once. Thakur,
+    Rabenseifner & Gropp, "Optimization of Collective Communication Operations in MPICH" (2005),
+    section 4.3. A rank knows only its own counts, so the ranks cannot choose an algorithm by size.
     """
     messages = Messages(backend, deadline)
     rank, size = messages.rank, messages.size

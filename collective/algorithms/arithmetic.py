@@ -1,23 +1,23 @@
-"""The arithmetic of a reduction: ``fold(op, dtype)`` gives ``out = a op b`` on arrays.
+"""Arithmetic of reductions: ``fold(op, dtype)`` returns a function for ``out = a op b`` on arrays.
 
-One place for it, so that every transport that folds in Python rounds alike: each
-step's result is rounded to the arrays' dtype. ``avg`` is the sum divided by the
-number of ranks; only float16, whose sums overflow at 65504, is divided before it is
-summed. Integers wrap. Overflow and NaN travel as IEEE 754 has them; NumPy's warnings about
-them are the caller's to silence (``np.errstate``), once an operation rather than once a fold.
+All transports that fold in Python share this module, so they all round alike: the result of each
+step is rounded to the dtype of the arrays. ``avg`` is the sum divided by the number of ranks. Only
+float16 is divided before the sum, because sums of float16 overflow at 65504. Integers wrap.
+Overflow and NaN behave as in IEEE 754. The caller silences NumPy's warnings about them
+(``np.errstate``), once an operation rather than once a fold.
 
-``min`` and ``max`` of floats are IEEE 754-2019's minimum and maximum (section 9.6): -0 is
-less than +0, and NaN if an operand is NaN. Which NaN the standard leaves open, and so it is
-always the quiet one without sign and payload: the result has the same bits in any order.
+``min`` and ``max`` of floats are the minimum and maximum of IEEE 754-2019 (section 9.6): -0 is
+less than +0, and the result is NaN if an operand is NaN. The standard does not say which NaN. Here
+it is always the quiet NaN without sign and payload, so the result has the same bits in any order.
 
-A boolean is true if its byte is not 0, and the byte of a result is 0 or 1. That holds for a user's
-function, and for a single rank, which folds nothing: :func:`post` changes the bytes there.
+A boolean is true if its byte is not 0, and the byte of a result is 0 or 1. This also holds for a
+user's function, and for a single rank, which folds nothing: there :func:`post` changes the bytes.
 
-The folds here are the reference: where the native core is in use, :func:`fold` gives its C instead
-(:func:`collective.native.fold`), with the same bits. What stays with NumPy is the product of
-complex numbers, which it rounds as the processor has fused multiply-add; scaling; and users'
-functions. Which of two NaNs a sum or product is, NumPy's loops decide by the place in the array;
-C takes the left one.
+The folds in this module are the reference. Where the native core is in use, :func:`fold` returns a
+fold in C instead (:func:`collective.native.fold`), with the same bits. NumPy still computes three
+things: products of complex numbers, which it rounds differently on processors with fused
+multiply-add; scaling; and users' functions. If both operands of a sum or product are NaN, NumPy's
+loops choose one of them by the place in the array, and C takes the left one.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Fold(Protocol):
     def __call__(self, a: Array, b: Array, /, *, out: Array) -> Any: ...
 
 
-#: ``scale(x, out)``: the same, of one input.
+#: ``scale(x, out)``: function of one input array that sets ``out``, which may be ``x``.
 Scale = Callable[[Array, Array], Any]
 
 _UFUNCS: dict[str, Any] = {
@@ -69,7 +69,8 @@ _UFUNCS: dict[str, Any] = {
     "land": np.logical_and,
     "lor": np.logical_or,
 }
-# MPI 4.1, section 6.9.2, with NumPy's booleans as its C++ bool and complex ordered by nobody.
+# Dtype kinds for which each operator is defined, as in MPI 4.1, section 6.9.2, with NumPy's bool as
+# MPI's C++ bool. Complex numbers have no order, so min and max do not take them.
 _KINDS: dict[str, str] = {
     "sum": "iufc",
     "prod": "iufc",
@@ -88,17 +89,17 @@ _REMEDY = {
     "avg": "use op='sum' and divide, or cast to a floating dtype",
     "premul_sum": "cast to a floating dtype",
 }
-# bfloat16 is widened this many elements at a time: two float32 blocks of it stay in a
-# second-level cache of 1 MiB. Measured in GB/s of one operand, with blocks of 4,096,
+# Number of bfloat16 elements that are widened at a time: two float32 blocks of this length stay in
+# a second-level cache of 1 MiB. Measured in GB/s of one operand, with blocks of 4,096,
 # 16,384 and 65,536 elements: 0.7, 1.5, 2.0.
 _BLOCK = 1 << 16
 
 
 def check(op: ReduceOp, dtype: DType) -> None:
-    """Refuse an operator that has no meaning for a dtype.
+    """Check that an operator is defined for a dtype.
 
     Raises:
-        DtypeError: such as the bitwise or of floats, the sum of booleans, or a
+        DtypeError: it is not, such as the bitwise or of floats, the sum of booleans, or a
             ``premul_sum`` whose factor the dtype cannot hold.
     """
     if dtype.kind not in _KINDS[op.name]:
@@ -115,7 +116,7 @@ def check(op: ReduceOp, dtype: DType) -> None:
 
 def fold(op: ReduceOp, dtype: DType) -> Fold:
     """Return the function that sets ``out`` to ``a op b``, elementwise."""
-    if op.function is not None:  # not cached: a cache would keep the user's closures alive
+    if op.function is not None:  # no cache, which would keep the user's closures alive
         function = _user(op, op.function)
         return _in_float32(function) if dtype.name == "bfloat16" else function
     return _named_fold(op.name, dtype, native.chosen.extension)
@@ -123,14 +124,14 @@ def fold(op: ReduceOp, dtype: DType) -> Fold:
 
 @cache
 def _named_fold(name: str, dtype: DType, extension: object) -> Fold:
-    """Return the fold that is in use with this native core, or None."""
+    """Return the fold of the native core, or the one in Python if ``extension`` is None."""
     summed = name in ("avg", "premul_sum")
     return native.fold("sum" if summed else name, dtype.code, reference(name, dtype))
 
 
 @cache
 def reference(name: str, dtype: DType) -> Fold:
-    """Return the fold of a built-in operator in Python, which the one in C repeats."""
+    """Return the Python fold of a built-in operator; the fold in C gives the same bits."""
     if name in ("min", "max") and dtype.kind == "f":
         narrow = dtype.name == "bfloat16"
         return _in_float32(_Extreme(name, np.float32)) if narrow else _Extreme(name, dtype.storage)
@@ -140,16 +141,16 @@ def reference(name: str, dtype: DType) -> Fold:
 
 
 class _Extreme:
-    """The minimum or maximum of floats, the same bits whatever the order of operands.
+    """Minimum or maximum of floats, with the same bits for any order of the operands.
 
-    NumPy returns NaN if an operand is, with the sign and payload of that one, and of two zeros
-    the left or the right one, as the processor has it. So NaN is replaced. And where there is a
-    -0, which is seldom, the sign of the result is taken from those of the operands: a maximum
-    has a minus if both have one, a minimum if either has.
+    If an operand is NaN, NumPy returns a NaN with the sign and payload of that operand. For two
+    zeros NumPy returns the left or the right one, depending on the processor. So this class
+    replaces each NaN. Where a -0 occurs, which is seldom, it computes the sign of the result from
+    the signs of the operands. A maximum is negative if both operands are, a minimum if either is.
 
     Args:
         name: ``"min"`` or ``"max"``.
-        storage: a floating type of NumPy's.
+        storage: a floating-point type of NumPy.
     """
 
     def __init__(self, name: str, storage: Any) -> None:
@@ -157,7 +158,7 @@ class _Extreme:
         self._pick = _UFUNCS[name]
         self._signed = np.dtype(f"i{floating.itemsize}")
         limits = np.iinfo(self._signed)
-        self._minus_zero = limits.min  # as an integer the least of all
+        self._minus_zero = limits.min  # the bits of -0 are the least integer
         self._nan = _quiet_nan(floating, self._signed)
         both: tuple[Any, Any, int] = np.bitwise_and, np.bitwise_or, limits.max
         either: tuple[Any, Any, int] = np.bitwise_or, np.bitwise_and, limits.min
@@ -171,8 +172,8 @@ class _Extreme:
             return
         signed = self._signed
         left, right = a.view(signed), b.view(signed)
-        # Of all that finds one element NumPy's argmin and argmax take the least time. Both
-        # inputs are looked at before out, which may be one of them, is written to.
+        # argmin and argmax are NumPy's fastest ways to find one element. Examine both inputs before
+        # writing to out, which may be one of them.
         if self._minus_zero in (left.item(left.argmin()), right.item(right.argmin())):
             signs = self._signs(left, right)
             self._only(signs, self._rest, out=signs)
@@ -185,24 +186,24 @@ class _Extreme:
 
 
 def _has_nan(x: Array) -> bool:
-    if x.itemsize == 2:  # NumPy compares these one by one, and knows NaN by its bits
+    if x.itemsize == 2:  # argmax compares float16 one by one; isnan tests the bits
         return bool(np.isnan(x).any())
-    largest: float = x.item(x.argmax())  # which NaN is, if there is one
+    largest: float = x.item(x.argmax())  # this is a NaN if x contains one
     return largest != largest
 
 
 def _quiet_nan(floating: np.dtype[Any], bits: np.dtype[Any]) -> Any:
-    """Return the NaN of a type that :class:`_Extreme` makes, as an integer."""
-    # Infinity and the highest bit of the fraction: exponents are all ones.
+    """Return, as an integer, the NaN that :class:`_Extreme` writes for a floating-point type."""
+    # The bits are those of infinity, whose exponent is all ones, and the highest fraction bit.
     fraction = np.finfo(floating).nmant
     return np.array(np.inf, floating).view(bits)[()] | bits.type(1 << (fraction - 1))
 
 
 def _complex_product(a: Array, b: Array, /, *, out: Array) -> None:
-    """Multiply; a single number in place, too, as NumPy multiplies several.
+    """Multiply complex numbers, with the same rounding for one number in place as for several.
 
-    It takes that for a reduction of one number, in a loop without fused multiply-add, whose
-    result differs in the last bit.
+    NumPy would treat one number in place as a reduction of one number. The loop for that has no
+    fused multiply-add, and its result differs in the last bit.
     """
     if out.size != 1:
         np.multiply(a, b, out=out)
@@ -210,12 +211,12 @@ def _complex_product(a: Array, b: Array, /, *, out: Array) -> None:
     product = np.empty_like(out)
     try:
         np.multiply(a, b, out=product)
-    finally:  # it may raise what it warns of
+    finally:  # np.errstate can turn NumPy's warnings into errors
         out[:] = product
 
 
 def pre(op: ReduceOp, dtype: DType, size: int) -> Scale | None:
-    """Return what each rank does to its input before the fold, or None for nothing."""
+    """Return the function that a rank applies to its input before the fold, or None."""
     if op.factor is not None:
         return _scale(np.multiply, _rounded(op.factor, dtype), dtype)
     if op.name == "avg" and dtype.name == "float16":
@@ -224,8 +225,8 @@ def pre(op: ReduceOp, dtype: DType, size: int) -> Scale | None:
 
 
 def post(op: ReduceOp, dtype: DType, size: int) -> Scale | None:
-    """Return what is done to the result of folding ``size`` ranks, or None for nothing."""
-    # Of a single rank nothing is folded: the result is what the rank gave.
+    """Return the function to apply to the folded result of ``size`` ranks, or None."""
+    # A single rank folds nothing: the result would have the bytes of its input.
     if size == 1 and dtype.kind == "b":
         return _truth_of_bytes
     if op.name in ("land", "lor") and dtype.kind != "b":
@@ -239,7 +240,7 @@ def post(op: ReduceOp, dtype: DType, size: int) -> Scale | None:
 
 
 def _rounded(factor: float, dtype: DType) -> Any:
-    """Round a real factor to a dtype; as a scalar that multiplies without further rounding."""
+    """Round a real factor to a dtype; return a scalar that needs no further rounding."""
     with np.errstate(over="ignore", under="ignore"):
         if dtype.name == "bfloat16":
             bits = float32_to_bfloat16(np.array([factor], np.float32))
@@ -253,13 +254,13 @@ def _scale(function: Any, scalar: Any, dtype: DType) -> Scale:
         narrow = np.float32(scalar)
         lifted = _in_float32(lambda x, /, *, out: function(x, narrow, out=out))
         return lambda x, out: lifted(x, out=out)
-    if dtype.name != "float16":  # which is scaled in float32, and rounded once
+    if dtype.name != "float16":  # float16 is scaled in float32, and rounded once
         scalar = _real(np.empty(0, dtype.storage)).dtype.type(scalar)
     return lambda x, out: function(_real(x), scalar, out=_real(out))
 
 
 def _real(array: Array) -> Array:
-    """View complex numbers as pairs of reals, where inf times a factor is not NaN."""
+    """View complex numbers as pairs of reals, so that inf times a real factor is not NaN."""
     return array.view(array.real.dtype) if array.dtype.kind == "c" else array
 
 
@@ -268,7 +269,7 @@ def _truth(x: Array, out: Array) -> Any:
 
 
 def _truth_of_bytes(x: Array, out: Array) -> Any:
-    """Set ``out`` to the booleans ``x``, whose bytes may be any, with bytes of 0 and 1."""
+    """Set ``out`` to the booleans ``x`` with bytes of 0 and 1; ``x`` may have any bytes."""
     return np.not_equal(x.view(np.uint8), 0, out=out)
 
 
@@ -293,7 +294,7 @@ def _user(op: ReduceOp, function: Callable[[Array, Array], Array]) -> Fold:
 
 
 def _read_only(array: Array) -> Array:
-    """Guard a rank's input against a function that folds in place."""
+    """Return a read-only view, to protect a rank's input from a function that folds in place."""
     view = array.view()
     view.flags.writeable = False
     return view
@@ -315,7 +316,7 @@ def _in_float32(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def bfloat16_to_float32(bits: Array) -> Array:
-    """Widen bfloat16 bits (uint16) to float32; exact."""
+    """Widen bfloat16 bits (uint16) to float32, without rounding."""
     return _widen(bits, np.empty(bits.shape, np.uint32))
 
 
@@ -327,14 +328,14 @@ def float32_to_bfloat16(values: Array) -> Array:
 
 
 def _widen(bits: Array, room: Array) -> Array:
-    """Set ``room`` (uint32) to the float32 of the same values; return it as float32."""
+    """Write bfloat16 ``bits`` as float32 into ``room`` (uint32); return ``room`` as float32."""
     room[...] = bits
     np.left_shift(room, 16, out=room)
     return room.view(np.float32)
 
 
 def _narrow(values: Array, room: Array, out: Array) -> None:
-    """Set ``out`` (uint16) to the bfloat16 bits of float32 ``values``, through ``room``."""
+    """Round float32 ``values`` to bfloat16 bits in ``out`` (uint16), with scratch ``room``."""
     bits = values.view(np.uint32)
     # Adding 0x7FFF and the lowest kept bit carries exactly when the value must round up.
     np.right_shift(bits, 16, out=room)
@@ -344,5 +345,5 @@ def _narrow(values: Array, room: Array, out: Array) -> None:
     np.right_shift(room, 16, out=room)
     nan = np.isnan(values)
     if nan.any():
-        room[nan] = (bits[nan] >> 16) | 0x40  # the carry could have made it an infinity
+        room[nan] = (bits[nan] >> 16) | 0x40  # the carry could have made NaN an infinity
     np.copyto(out, room, casting="same_kind")

@@ -12,14 +12,14 @@ __all__ = ["barrier"]
 
 
 def barrier(backend: PointToPoint, deadline: Deadline) -> None:
-    """Return when every rank has called it.
+    """Wait until every rank has called this function.
 
-    Dissemination: in round k each rank tells the one 2**k ahead, so that after
-    ceil(log2(size)) rounds everybody has heard of everybody. Hensgen, Finkel & Manber,
-    "Two Algorithms for Barrier Synchronization" (1988).
+    This is the dissemination barrier: in round k, each rank sends a message to the rank 2**k ahead.
+    After ceil(log2(size)) rounds each rank has got word, directly or through others, of all ranks.
+    Hensgen, Finkel & Manber, "Two Algorithms for Barrier Synchronization" (1988).
     """
     messages = Messages(backend, deadline)
-    # A byte, as not every transport carries messages of nothing.
+    # Send one byte, since not every transport carries empty messages.
     token = Buffer.empty(2, BY_NAME["uint8"])
     token.array[:] = 0
     out, into = token.part(0, 1), token.part(1, 2)

@@ -1,8 +1,8 @@
-"""The binomial tree over positions 0 to size - 1, with its root at 0.
+"""Binomial tree over positions 0 to size - 1, with its root at 0.
 
-Position p has a subtree of the positions p to p + 2**k - 1, 2**k being the lowest bit
-set in p, so that every subtree is a range: pieces that travel through it stay together,
-and folding children from the nearest to the farthest keeps their order.
+The subtree of position p has the positions p to p + 2**k - 1, where 2**k is the lowest set bit
+of p. So every subtree is a range of positions. Pieces that go through a subtree stay together, and
+folding the children from the nearest to the farthest keeps their order.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ __all__ = ["TreeNode", "node"]
 
 
 class TreeNode(NamedTuple):
-    """A position in the tree.
+    """Node of the tree at one position.
 
     Attributes:
-        parent: its position, None at the root.
-        stop: where this subtree ends; it starts at this position.
-        children: the start and end of each child's subtree, the nearest (and smallest)
+        parent: position of the parent, None at the root.
+        stop: end of this node's subtree, which starts at the node's own position.
+        children: start and end of each child's subtree, the nearest (and smallest)
             first.
     """
 
@@ -30,8 +30,8 @@ class TreeNode(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def node(position: int, size: int) -> TreeNode:
-    """Return ``position`` in the tree of ``size``."""
-    reach = position & -position or size  # the lowest bit that is set; the root reaches all
+    """Return the node at ``position`` in a tree of ``size`` positions."""
+    reach = position & -position or size  # the lowest set bit; the root reaches all positions
     children = []
     step = 1
     while step < reach and position + step < size:

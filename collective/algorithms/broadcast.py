@@ -17,10 +17,10 @@ __all__ = ["broadcast"]
 def broadcast(backend: PointToPoint, buffer: Buffer, root: int, deadline: Deadline) -> None:
     """Copy ``buffer`` of ``root`` into ``buffer`` of every other rank.
 
-    Short messages go down a binomial tree. Long ones are scattered down the tree and
-    gathered by all around a ring, which carries them twice rather than log2(size) times:
-    van de Geijn's algorithm, in Thakur, Rabenseifner & Gropp, "Optimization of Collective
-    Communication Operations in MPICH" (2005), section 4.2.
+    Short messages go down a binomial tree. Long messages are scattered down the tree, and then all
+    ranks gather the pieces around a ring. So the message is carried twice rather than log2(size)
+    times. This is van de Geijn's algorithm, in Thakur, Rabenseifner & Gropp, "Optimization of
+    Collective Communication Operations in MPICH" (2005), section 4.2.
     """
     messages = Messages(backend, deadline)
     if costs.tree_beats_ring(messages.size, buffer.nbytes):
@@ -34,7 +34,7 @@ def _tree(messages: Messages, buffer: Buffer, root: int) -> None:
     node = binomial.node((messages.rank - root) % size, size)
     if node.parent is not None:
         messages.recv(buffer, (node.parent + root) % size)
-    for child, _ in reversed(node.children):  # the one with most to pass on first
+    for child, _ in reversed(node.children):  # first the child with the largest subtree
         messages.send(buffer, (child + root) % size)
 
 

@@ -1,9 +1,9 @@
-"""Which algorithm for which size: few rounds while messages are short, few bytes later.
+"""Choice of algorithms by size: few rounds for short messages, few bytes for long ones.
 
-Hockney's model, as in Thakur, Rabenseifner & Gropp, "Optimization of Collective
-Communication Operations in MPICH" (2005), section 3: a message of m bytes costs
-START_BYTES + m, in units of the time that one byte takes; folding a byte costs one unit
-more. Every rank computes the same from the same sizes, so they choose alike.
+The choice uses Hockney's model, as in Thakur, Rabenseifner & Gropp, "Optimization of Collective
+Communication Operations in MPICH" (2005), section 3. A message of m bytes costs
+START_BYTES + m, in units of the time that one byte takes. Folding a byte costs one unit
+more. All ranks compute the same costs from the same sizes, so they choose the same algorithm.
 """
 
 from __future__ import annotations
@@ -20,45 +20,46 @@ __all__ = [
     "whole_pays",
 ]
 
-#: What could be carried in the time that starting a message takes: some 15 µs in Python,
-#: at some 8 GB/s between processes of one host. (A network carries less in that time, but
-#: takes longer to start, too.)
+#: Number of bytes that could be carried in the time that it takes to start a message. Starting
+#: takes some 15 µs in Python, and processes of one host carry some 8 GB/s. (A network carries fewer
+#: bytes in that time, but also takes longer to start a message.)
 START_BYTES = 128 << 10
 
 
 def rounds(size: int) -> int:
-    """Return how many rounds reach everybody when each round doubles the reached."""
+    """Return how many rounds reach all ranks if each round doubles the ranks reached."""
     return (size - 1).bit_length()
 
 
 def forwarding_pays(size: int, nbytes: int) -> bool:
-    """Tell whether to save rounds, log(size) for size - 1, by moving ``nbytes`` once more."""
+    """Tell whether log(size) rounds that move ``nbytes`` once more beat size - 1 rounds."""
     return nbytes <= (size - 1 - rounds(size)) * START_BYTES
 
 
 @functools.lru_cache(maxsize=256)
 def tree_beats_ring(size: int, nbytes: int) -> bool:
-    """Compare sending ``nbytes`` down a tree with scattering and gathering its parts."""
+    """Tell whether sending ``nbytes`` down a tree beats scattering and gathering the parts."""
     tree = rounds(size) * (START_BYTES + nbytes)
     ring = (rounds(size) + size - 1) * START_BYTES + 2 * nbytes * (size - 1) // size
     return tree <= ring
 
 
 def doubling_beats_parts(size: int, nbytes: int) -> bool:
-    """Compare folding all in log(size) rounds with folding parts and collecting them."""
+    """Tell whether folding all in log(size) rounds beats folding parts and collecting them."""
     return _doubling(size, nbytes) <= _pairwise(size, nbytes) + _ring(size, nbytes)
 
 
 def doubling_beats_pairwise(size: int, nbytes: int) -> bool:
-    """Compare folding all in log(size) rounds with folding one part a rank."""
+    """Tell whether folding all in log(size) rounds beats folding one part a rank."""
     return _doubling(size, nbytes) <= _pairwise(size, nbytes)
 
 
 def whole_pays(nbytes: int) -> bool:
     """Tell whether every rank should collect all inputs, of ``nbytes`` each, and fold them.
 
-    With n ranks and m bytes, log(n) rounds with (n - 1) m to carry and as much to fold,
-    against 2 (n - 1) rounds with 3 m in all: they meet near START_BYTES for any n.
+    With n ranks and m bytes, this takes log(n) rounds, carries (n - 1) m bytes and folds as many.
+    The alternative takes 2 (n - 1) rounds, with a cost of 3 m in all for the bytes. The two are
+    equal near START_BYTES for any n.
     """
     return nbytes <= START_BYTES
 

@@ -1,4 +1,4 @@
-"""What a reduction does to buffers, and three ways to fold over the ranks."""
+"""Folding of buffers in a reduction, and three ways to fold over the ranks."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ __all__ = ["Folding", "collected", "doubled", "parts"]
 
 
 class Folding:
-    """What happens to the elements: each input enters once, each result leaves once.
+    """Arithmetic of one reduction: each input enters once, and each result leaves once.
 
     Args:
         op: the operator.
         dtype: the element type.
-        size: the number of ranks that are folded.
+        size: number of ranks whose inputs are folded.
     """
 
     __slots__ = ("_fold", "_post", "_pre")
@@ -35,12 +35,12 @@ class Folding:
         self._post = arithmetic.post(op, dtype, size)
 
     def enter(self, src: Buffer, room: Buffer | None = None) -> Buffer:
-        """Return what this rank contributes: ``src`` itself, or scaled in ``room``.
+        """Return this rank's contribution: ``src`` itself, or the scaled ``src`` in ``room``.
 
         Args:
             src: a part of this rank's input.
-            room: as many elements, to be overwritten if need be; it may be ``src``.
-                None takes new memory.
+            room: buffer of the same length for the scaled elements; it may be ``src``.
+                None allocates new memory.
         """
         if self._pre is None:
             return src
@@ -50,16 +50,16 @@ class Folding:
         return room
 
     def join(self, left: Buffer, right: Buffer, out: Buffer) -> None:
-        """Set ``out``, which may be one of the two, to ``left op right``."""
+        """Set ``out`` to ``left op right``; ``out`` may be one of the operands."""
         self._fold(left.array, right.array, out=out.array)
 
     def in_order(self, values: Sequence[Buffer], room: Buffer, out: Buffer) -> None:
         """Set ``out`` to ``((v0 op v1) op v2) op …``.
 
         Args:
-            values: at least one, all of one length.
-            room: scratch of that length, none of the others.
-            out: may be one of ``values``.
+            values: at least one buffer, all of one length.
+            room: scratch buffer of that length, different from all other arguments.
+            out: the result; it may be one of ``values``.
         """
         total = values[0]
         for value in values[1:-1]:
@@ -71,13 +71,13 @@ class Folding:
             pieces.copy(total, out)
 
     def leave(self, dst: Buffer) -> None:
-        """Make a folded value, in place, the result."""
+        """Turn a folded value into the result, in place."""
         if self._post is not None:
             self._post(dst.array, dst.array)
 
 
 def collected(messages: Messages, folding: Folding, src: Buffer) -> list[Buffer]:
-    """Return what each rank contributes, in rank order: scratch of ``src``'s size for each."""
+    """Return the contribution of each rank, in rank order, in scratch of ``src``'s size each."""
     counts = [src.count] * messages.size
     every = Buffer.empty(sum(counts), src.dtype)
     all_gather.collect(messages, folding.enter(src), every, counts)
@@ -85,13 +85,14 @@ def collected(messages: Messages, folding: Folding, src: Buffer) -> list[Buffer]
 
 
 def doubled(messages: Messages, folding: Folding, src: Buffer, dst: Buffer) -> None:
-    """Fold the ranks' ``src`` into every rank's ``dst``, in scratch of that size.
+    """Fold the ranks' ``src`` into every rank's ``dst``, with scratch of the same size.
 
-    Recursive doubling: in each round pairs exchange what they have folded so far. Beyond
-    a power of two, the first ranks fold in pairs before and hand the result back after.
+    This is recursive doubling: in each round, pairs of ranks exchange their values folded so far.
+    If the number of ranks is not a power of two, some of the first ranks form pairs. In each pair
+    the even rank sends its value to the odd rank before the rounds, and gets the result after them.
     Thakur, Rabenseifner & Gropp, "Optimization of Collective Communication Operations in
-    MPICH" (2005), section 4.5. What is folded are neighbouring ranges of ranks, the lower
-    one on the left: operators need not commute, and all ranks get the same bits.
+    MPICH" (2005), section 4.5. Each fold joins neighbouring ranges of ranks, the lower range on the
+    left. So operators need not commute, and all ranks get the same bits.
     """
     rank, size = messages.rank, messages.size
     value = folding.enter(src, dst)
@@ -100,8 +101,8 @@ def doubled(messages: Messages, folding: Folding, src: Buffer, dst: Buffer) -> N
         folding.leave(dst)
         return
     power = 1 << (size.bit_length() - 1)
-    extra = size - power  # so many pairs come first
-    if rank < 2 * extra and rank % 2 == 0:  # the odd neighbour takes part for both
+    extra = size - power  # number of pairs of the first ranks
+    if rank < 2 * extra and rank % 2 == 0:  # the odd neighbour takes part for both ranks
         messages.send(value, rank + 1)
         messages.recv(dst, rank + 1)
         return
@@ -110,14 +111,15 @@ def doubled(messages: Messages, folding: Folding, src: Buffer, dst: Buffer) -> N
         messages.recv(theirs, rank - 1)
         folding.join(theirs, value, dst)
         value = dst
-    # Those that are left, numbered without gaps: neighbours still stand for neighbouring ranges.
+    # Number the remaining ranks without gaps. Neighbouring positions still stand for neighbouring
+    # ranges of ranks.
     position = rank // 2 if rank < 2 * extra else rank - extra
     bit = 1
     while bit < power:
         other = position ^ bit
         peer = 2 * other + 1 if other < extra else other + extra
         messages.exchange(value, peer, theirs, peer)
-        # Both of a pair compute the same expression, so that they go on with the same bits.
+        # Both ranks of a pair compute the same expression, so they go on with the same bits.
         left, right = (theirs, value) if position & bit else (value, theirs)
         folding.join(left, right, dst)
         value = dst
@@ -132,18 +134,18 @@ def parts(
 ) -> None:
     """Fold part r of the ranks' inputs into rank r's ``dst``.
 
-    Pairwise exchange: in step d each rank sends the rank d after it that one's part, so
-    every input is sent as it is and stays untouched. Thakur, Rabenseifner & Gropp (2005),
-    section 4.4.
+    This is pairwise exchange: in step d, each rank sends its part of the input for the rank d
+    after it. So ranks send only unchanged inputs, and the inputs stay untouched. Thakur,
+    Rabenseifner & Gropp (2005), section 4.4.
 
     Args:
-        messages: the call's.
-        folding: the call's.
+        messages: messages of the call.
+        folding: folding of the call.
         inputs: the parts of this rank's whole input.
         dst: this rank's part of the result; may be this rank's part of its input.
-        in_order: fold ``((x0 op x1) op x2) op …``, which takes scratch of one chunk a
-            rank and one more; otherwise as they arrive, with scratch of one chunk, for
-            operators that commute.
+        in_order: if true, fold ``((x0 op x1) op x2) op …``, which takes scratch of one chunk a
+            rank and one more. If false, fold parts as they arrive, with scratch of one chunk; the
+            operator must commute.
     """
     if in_order and messages.size > 2:
         _parts_in_order(messages, folding, inputs, dst)
@@ -163,17 +165,17 @@ def _parts_as_they_arrive(
     room = Buffer.empty(min(step, dst.count), dst.dtype)
     for distance in range(1, size):
         to, source = (rank + distance) % size, (rank - distance) % size
-        # The parts differ in length, and so in chunks: the side that has no more sends, or takes,
-        # an empty one, which is no message.
+        # The parts differ in length, and so in their number of chunks. The side without further
+        # chunks sends or receives an empty buffer, for which there is no message.
         for low in range(0, max(inputs[to].count, dst.count), step):
             out, result = inputs[to].part(low, low + step), dst.part(low, low + step)
             theirs = room.part(0, result.count)
             messages.exchange(folding.enter(out), to, theirs, source)
             mine = value.part(low, low + step)
-            # Of two ranks the lower is on the left, so that two are always in order.
+            # Put the lower rank on the left, so that folds of two ranks are always in order.
             left, right = (theirs, mine) if source < rank else (mine, theirs)
             folding.join(left, right, result)
-        value = dst  # from the second peer on, the fold so far
+        value = dst  # from the second peer on, join to the fold so far
 
 
 def _parts_in_order(
@@ -183,9 +185,9 @@ def _parts_in_order(
     step = pieces.chunk(dst.dtype.itemsize)
     width = min(step, dst.count)
     scratch = Buffer.empty((size + 1) * width, dst.dtype)
-    # A chunk at a time from everybody: rank 0's may come last, and nothing is folded before it;
-    # with whole parts scratch would be as long as the input.
-    for low in range(0, max(each.count for each in inputs), step):
+    # Receive one chunk at a time from every rank. Rank 0's chunk may come last, and the fold cannot
+    # begin without it. So with whole parts the scratch would be as long as the input.
+    for low in range(0, max(part.count for part in inputs), step):
         result = dst.part(low, low + step)
         *values, room = (
             scratch.part(slot * width, slot * width + result.count) for slot in range(size + 1)

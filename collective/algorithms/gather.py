@@ -23,7 +23,7 @@ def gather(
 ) -> None:
     """Concatenate the ranks' ``src``, of ``counts[rank]`` elements, in ``dst`` of ``root``.
 
-    At the root ``src`` may be its own part of ``dst``. See :func:`collect`.
+    At the root, ``src`` may be the root's part of ``dst``. See :func:`collect`.
     """
     collect(Messages(backend, deadline), src, dst, counts, root)
 
@@ -33,8 +33,8 @@ def collect(
 ) -> None:
     """Do what :func:`gather` does, as part of another operation.
 
-    Short results climb a binomial tree, in scratch of a subtree's size (Thakur,
-    Rabenseifner & Gropp 2005, section 4); long ones go straight to the root.
+    Short results go up a binomial tree, with scratch of the size of a subtree (Thakur,
+    Rabenseifner & Gropp 2005, section 4). Long results go straight to the root.
     """
     if costs.forwarding_pays(messages.size, sum(counts) * src.dtype.itemsize):
         _tree(messages, src, dst, counts, root)
@@ -45,7 +45,7 @@ def collect(
 def linear(
     messages: Messages, src: Buffer, dst: Buffer | None, counts: Sequence[int], root: int
 ) -> None:
-    """Let every rank send its piece to the root, which takes them in rank order."""
+    """Send every rank's piece straight to the root, which receives them in rank order."""
     if dst is None:
         messages.send(src, root)
         return
@@ -62,7 +62,7 @@ def _tree(
     size = messages.size
     position = (messages.rank - root) % size
     node = binomial.node(position, size)
-    # The pieces in the tree's order: those of ranks root, root + 1, …, going round.
+    # The tree's order of the pieces is that of ranks root, root + 1, …, wrapping around.
     limits = pieces.limits([*counts[root:], *counts[:root]])
     start, stop = limits[position], limits[node.stop]
     if not node.children:
@@ -73,7 +73,7 @@ def _tree(
         subtree = Buffer.empty(stop - start, src.dtype)
     if node.children:
         pieces.copy(src, subtree.part(0, src.count))
-    for child, end in node.children:  # the nearest first: its subtree is the smallest, ready first
+    for child, end in node.children:  # nearest first: the smallest subtree is ready first
         piece = subtree.part(limits[child] - start, limits[end] - start)
         messages.recv(piece, (child + root) % size)
     if node.parent is not None:

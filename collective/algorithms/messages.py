@@ -1,4 +1,4 @@
-"""How the algorithms send and receive: one tag, one deadline, nothing for nothing."""
+"""Sending and receiving for the algorithms: one tag, one deadline, and no empty messages."""
 
 from __future__ import annotations
 
@@ -10,21 +10,22 @@ if TYPE_CHECKING:
 
 __all__ = ["COLLECTIVE_TAG", "GROUP_TAG", "Messages", "PointToPoint"]
 
-# Tags below 0 are the package's own, and one is used for one purpose only, as transports are made
-# of others: -2 is of groups over shm, -3 of hierarchical, -4, -5 and all from -16 down of nccl.
+# Negative tags belong to the package. Each one has a single purpose, because a transport may use
+# other transports. Tag -2 is for groups over shm, and -3 for hierarchical. Tags -4, -5 and all from
+# -16 down are for nccl.
 
 #: The tag of the default algorithms' messages; a user's tags are 0 to 2**31 - 1.
 COLLECTIVE_TAG = -1
-#: The tag by which the members of a new group meet.
+#: The tag of the messages by which the members of a new group meet.
 GROUP_TAG = -6
 
 
 class PointToPoint(Protocol):
-    """What the algorithms stand on: the part of a transport that every one has.
+    """Part of a transport that the algorithms need, and that every transport has.
 
     Attributes:
         rank: this rank.
-        size: how many ranks there are.
+        size: number of ranks.
     """
 
     rank: int
@@ -39,17 +40,17 @@ class PointToPoint(Protocol):
     def sendrecv(
         self, src: Buffer, to: int, dst: Buffer, source: int, tag: int, deadline: Deadline
     ) -> object:
-        """Send one and receive one, at once."""
+        """Send one buffer and receive another, at once."""
 
 
 class Messages:
     """The messages of one collective call.
 
-    What has no elements is not sent: both sides know the counts.
+    A buffer without elements is not sent: both sides know its count.
 
     Attributes:
         rank: this rank.
-        size: how many ranks there are.
+        size: number of ranks.
     """
 
     __slots__ = ("_backend", "_deadline", "rank", "size")
@@ -75,6 +76,7 @@ class Messages:
         if src.count and dst.count:
             self._backend.sendrecv(src, to, dst, source, COLLECTIVE_TAG, self._deadline)
         else:
-            # One of them is nothing, which neither side sends: nobody waits for two.
+            # One buffer is empty and needs no message. So this rank waits for at most one peer, and
+            # the order of the two calls does not matter.
             self.send(src, to)
             self.recv(dst, source)

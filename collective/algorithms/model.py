@@ -1,8 +1,8 @@
-"""What collective operations cost in a model of messages, fitted to what was measured.
+"""Cost model of collective operations, fitted to measurements.
 
 A message of n bytes takes ``alpha + n beta`` seconds (R. Hockney, "The communication challenge
-for MPP", Parallel Computing 20, 1994), and folding n bytes ``n gamma``. How often an operation
-does which follows from its algorithm:
+for MPP", Parallel Computing 20, 1994), and folding n bytes takes ``n gamma`` seconds. The number
+of messages, bytes and folds of an operation follows from its algorithm:
 
 - R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of collective communication operations in
   MPICH", International Journal of High Performance Computing Applications 19, 2005: binomial
@@ -10,7 +10,7 @@ does which follows from its algorithm:
 - P. Patarasuk, X. Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations",
   Journal of Parallel and Distributed Computing 69, 2009: ring.
 - N. Karonis et al., "Exploiting hierarchy in parallel computer networks to optimize collective
-  operation performance", IPDPS 2000: hosts apart from what is inside them.
+  operation performance", IPDPS 2000: steps between hosts apart from steps inside a host.
 """
 
 from __future__ import annotations
@@ -33,17 +33,19 @@ __all__ = [
 ]
 
 Vector = np.ndarray[Any, np.dtype[np.float64]]
-# What is counted: messages and their bytes inside hosts, the same between hosts, bytes folded.
+# Positions of the counts: messages and bytes inside hosts, messages and bytes between hosts, and
+# bytes folded.
 _ALPHA, _BETA, _FAR_ALPHA, _FAR_BETA, _GAMMA = range(5)
+# Number of samples of the bootstrap.
 _DRAWS = 200
 
 
 class LinkSpeed(NamedTuple):
-    """What connects two ranks.
+    """Speed of the connection between two ranks.
 
     Attributes:
-        alpha: seconds that a message takes whatever its length.
-        beta: seconds a byte.
+        alpha: seconds that a message of any length takes.
+        beta: additional seconds a byte.
     """
 
     alpha: float
@@ -55,9 +57,9 @@ class Measured(NamedTuple):
 
     Attributes:
         op: ``"all_reduce"``, …
-        bytes: the array's; where pieces are gathered or scattered, of all of them together.
-        ranks: among how many.
-        seconds: how long the slowest rank took.
+        bytes: size of the array; if pieces are gathered or scattered, of all pieces together.
+        ranks: number of ranks.
+        seconds: time that the slowest rank took.
     """
 
     op: str
@@ -67,26 +69,26 @@ class Measured(NamedTuple):
 
 
 class Arrangement(NamedTuple):
-    """How ranks lie on hosts: ``per_host`` on each, numbered host by host."""
+    """Placement of ranks on hosts: ``per_host`` on each, numbered host by host."""
 
     ranks: int
     per_host: int
 
     @property
     def hosts(self) -> int:
-        """How many hosts there are."""
+        """Number of hosts."""
         return -(-self.ranks // self.per_host)
 
     @property
     def stages(self) -> tuple[int, int]:
-        """Halvings of the largest power of two ranks: those inside hosts, those between."""
+        """Halvings of the largest power of two ranks: first inside hosts, then between hosts."""
         all_of_them = self.ranks.bit_length() - 1
         near = min(all_of_them, self.per_host.bit_length() - 1)
         return near, all_of_them - near
 
     @property
     def levels(self) -> tuple[int, int]:
-        """Levels of a binomial tree inside a host, and over the hosts."""
+        """Levels of a binomial tree: first inside a host, then over the hosts."""
         return (min(self.ranks, self.per_host) - 1).bit_length(), (self.hosts - 1).bit_length()
 
 
@@ -97,7 +99,7 @@ def _counts(
 
 
 def _rounds(arrangement: Arrangement, rounds: float, nbytes: float, folded: float = 0.0) -> Vector:
-    """Rounds in which every rank sends to the next: those between hosts set the pace."""
+    """Count rounds in which every rank sends to the next; messages between hosts set the pace."""
     if arrangement.hosts > 1:
         return _counts(far=rounds, far_bytes=rounds * nbytes, folded=folded)
     return _counts(near=rounds, near_bytes=rounds * nbytes, folded=folded)
@@ -109,7 +111,7 @@ def _ring(arrangement: Arrangement, n: float) -> Vector:
 
 
 def _climb(arrangement: Arrangement, n: float, folds: bool) -> Vector:
-    """Once up or down a binomial tree."""
+    """Count a way up or down a binomial tree."""
     near, far = arrangement.levels
     return _counts(near, near * n, far, far * n, (near + far) * n * folds)
 
@@ -119,7 +121,10 @@ def _tree(arrangement: Arrangement, n: float) -> Vector:
 
 
 def _beyond_a_power_of_two(arrangement: Arrangement, n: float) -> Vector:
-    """Ranks beyond a power of two hand in what they have first, and get the result last."""
+    """Count the steps for ranks beyond a power of two.
+
+    These ranks send their input before the other steps, and get the result after them.
+    """
     if arrangement.ranks & (arrangement.ranks - 1) == 0:
         return _counts()
     return _rounds(arrangement, 2, n, n)
@@ -127,7 +132,7 @@ def _beyond_a_power_of_two(arrangement: Arrangement, n: float) -> Vector:
 
 def _doubling(arrangement: Arrangement, n: float) -> Vector:
     near, far = arrangement.stages
-    # All ranks of a host send to other hosts at once, and share what connects it.
+    # All ranks of a host send to other hosts at once, and share the host's connection.
     shared = min(arrangement.ranks, arrangement.per_host)
     counts = _counts(near, near * n, far, far * n * shared, (near + far) * n)
     return counts + _beyond_a_power_of_two(arrangement, n)
@@ -144,7 +149,7 @@ def _rabenseifner(arrangement: Arrangement, n: float) -> Vector:
 
 
 def _hierarchical(arrangement: Arrangement, n: float) -> Vector:
-    """Fold on each host by a ring, across the hosts by Rabenseifner's, and hand it round."""
+    """Count a ring on each host, and Rabenseifner's algorithm between the hosts."""
     inside = min(arrangement.ranks, arrangement.per_host)
     counts = _ring(Arrangement(inside, inside), n)
     return (
@@ -154,7 +159,7 @@ def _hierarchical(arrangement: Arrangement, n: float) -> Vector:
     )
 
 
-#: The ways to all-reduce: counts for ``n`` bytes at a place.
+#: The algorithms of all-reduce: functions of a placement and ``n`` bytes that return the counts.
 ALGORITHMS: Mapping[str, Callable[[Arrangement, float], Vector]] = {
     "ring": _ring,
     "tree": _tree,
@@ -170,14 +175,14 @@ def _piecewise(arrangement: Arrangement, n: float, folds: bool = False) -> Vecto
 
 
 def _halved(arrangement: Arrangement, n: float) -> Vector:
-    """Once up or down a binomial tree, of which each level carries half as much."""
+    """Count a way up or down a binomial tree in which each level carries half as much."""
     near, far = arrangement.levels
     p, inside = arrangement.ranks, min(arrangement.ranks, arrangement.per_host)
     above = n * (p - inside) / p
     return _counts(near, n * (p - 1) / p - above, far, above)
 
 
-# The other operations, as the same literature and collective.algorithms do them.
+# The other operations, by the algorithms of the same literature and of collective.algorithms.
 _OTHERS: Mapping[str, Callable[[Arrangement, float], Vector]] = {
     "send": lambda arrangement, n: _rounds(arrangement, 1, n),
     "broadcast": lambda arrangement, n: _climb(arrangement, n, False),
@@ -193,19 +198,19 @@ _OTHERS: Mapping[str, Callable[[Arrangement, float], Vector]] = {
 
 
 def operations() -> list[str]:
-    """Return the operations that the model knows."""
+    """Return the names of the operations that the model covers."""
     return ["all_reduce", *_OTHERS]
 
 
 def coefficients(op: str, nbytes: float, ranks: int, per_host: int, algorithm: str) -> Vector:
-    """Return how much an operation does of what costs.
+    """Return the counts of an operation, by which the model multiplies its prices.
 
     Args:
         op: one of :func:`operations`.
-        nbytes: as in :class:`Measured`.
-        ranks: among how many.
-        per_host: how many of them are on each host, one after the other.
-        algorithm: of ``all_reduce``, one of :data:`ALGORITHMS`.
+        nbytes: size of the array, as in :class:`Measured`.
+        ranks: number of ranks.
+        per_host: number of ranks on each host, with consecutive numbers.
+        algorithm: for ``all_reduce``, one of :data:`ALGORITHMS`.
 
     Returns:
         ``[5]``: messages and bytes inside hosts, messages and bytes between hosts, and bytes
@@ -223,16 +228,17 @@ def coefficients(op: str, nbytes: float, ranks: int, per_host: int, algorithm: s
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """A model fitted to measurements on one host.
+    """Model fitted to measurements on one host.
 
     Attributes:
-        algorithm: by which ``all_reduce`` is taken to work.
-        link: what connects ranks of a host.
+        algorithm: the algorithm that the model assumes for ``all_reduce``.
+        link: speed of the connection between ranks of a host.
         gamma: seconds that folding a byte takes.
-        separate: whether the measurements tell ``gamma`` from ``beta``; else it is in that.
-        errors: of each measurement, ``model / measured - 1``.
+        separate: whether the measurements can tell ``gamma`` from ``beta``. If not, ``beta``
+            includes the time of folding, and ``gamma`` is 0.
+        errors: for each measurement, ``model / measured - 1``.
         r2: share of the variance of log(seconds) that the model explains.
-        drawn: ``[draws, 3]``: alpha, beta, gamma of the bootstrap.
+        drawn: ``[draws, 3]``: alpha, beta, gamma of each bootstrap sample.
     """
 
     algorithm: str
@@ -254,14 +260,18 @@ class Fit:
         return float(self.errors[np.argmax(np.abs(self.errors))])
 
     def seconds(self, counts: Vector, far: LinkSpeed | None = None) -> float:
-        """Return what ``counts`` of :func:`coefficients` cost; ``far`` connects hosts."""
+        """Return the cost of ``counts`` from :func:`coefficients`, in seconds.
+
+        ``far`` is the speed between hosts; None takes the speed inside a host.
+        """
         return float(counts @ _prices(np.array([*self.link, self.gamma]), far))
 
     def interval(self, counts: Vector, far: LinkSpeed | None = None) -> tuple[float, float]:
-        """Return between what the cost lies with 90 %, if the model holds.
+        """Return the limits between which the cost lies with 90 % probability, if the model holds.
 
-        By the residual bootstrap (B. Efron, R. Tibshirani, "An Introduction to the Bootstrap",
-        1993, chapter 9): the fit's uncertainty and the scatter of single measurements.
+        The limits come from the residual bootstrap (B. Efron, R. Tibshirani, "An Introduction to
+        the Bootstrap", 1993, chapter 9). They cover the uncertainty of the fit and the scatter of
+        single measurements.
         """
         scatter = np.random.default_rng(1).choice(self.errors, len(self.drawn))
         drawn = np.array([counts @ _prices(one, far) for one in self.drawn]) * (1 - scatter)
@@ -278,8 +288,9 @@ def fit(measured: Sequence[Measured], algorithm: str) -> Fit:
     """Fit alpha, beta and gamma, none of them negative, by least squares of relative errors.
 
     Args:
-        measured: on one host. What :func:`operations` does not know, or took no time, is left out.
-        algorithm: by which ``all_reduce`` is taken to work.
+        measured: measurements on one host. The fit ignores operations that are not in
+            :func:`operations`, single ranks, and measurements of 0 seconds.
+        algorithm: the algorithm that the model assumes for ``all_reduce``.
 
     Raises:
         ValueError: fewer than three usable measurements, or all of one length.
@@ -289,19 +300,20 @@ def fit(measured: Sequence[Measured], algorithm: str) -> Fit:
     if len(usable) < 3 or len({m.bytes for m in usable}) < 2:
         raise ValueError(
             f"{len(usable)} usable measurements of {len({m.bytes for m in usable})} lengths; a "
-            "fit takes three, of two lengths or more"
+            "fit needs at least three, of two or more lengths"
         )
     seconds = np.array([m.seconds for m in usable])
     counts = np.array([coefficients(m.op, m.bytes, m.ranks, m.ranks, algorithm) for m in usable])
-    # Divided by what was measured: 1 is right, and small messages count as much as large ones.
+    # Divide by the measured seconds, so that the target is 1 and small messages count as much as
+    # large ones.
     rows = counts[:, [_ALPHA, _BETA, _GAMMA]] / seconds[:, None]
     separate = _independent(rows)
     columns = [0, 1, 2] if separate else [0, 1]
 
     def solved(wanted: Vector) -> Vector:
-        found = np.zeros((len(wanted), 3))
-        found[:, columns] = _non_negative(rows[:, columns], wanted)
-        return found
+        solutions = np.zeros((len(wanted), 3))
+        solutions[:, columns] = _non_negative(rows[:, columns], wanted)
+        return solutions
 
     target = np.ones(len(usable))
     prices = solved(target[None])[0]
@@ -318,7 +330,7 @@ def fit(measured: Sequence[Measured], algorithm: str) -> Fit:
 
 
 def _independent(rows: Vector) -> bool:
-    """Whether no column is made of the others, to within what measuring can tell."""
+    """Tell whether the columns are linearly independent, within the accuracy of measurements."""
     lengths = np.linalg.norm(rows, axis=0)
     if not lengths.all():
         return False
@@ -326,11 +338,11 @@ def _independent(rows: Vector) -> bool:
 
 
 def _non_negative(rows: Vector, targets: Vector) -> Vector:
-    """Return, for each of ``targets``, what solves ``rows @ x = target`` best, no x negative.
+    """Return, for each of ``targets``, the best x >= 0 for ``rows @ x = target``.
 
-    With so few unknowns, by trying which of them are zero: the best solution solves the
-    unconstrained problem of those that are not (C. Lawson, R. Hanson, "Solving Least Squares
-    Problems", 1974, chapter 23).
+    There are few unknowns, so the function tries all choices of which unknowns are zero. The best
+    solution solves the unconstrained problem of the other unknowns (C. Lawson, R. Hanson, "Solving
+    Least Squares Problems", 1974, chapter 23).
 
     Args:
         rows: ``[m, n]``.
@@ -347,10 +359,10 @@ def _non_negative(rows: Vector, targets: Vector) -> Vector:
         lengths = np.linalg.norm(part, axis=0)
         if not lengths.all():
             continue
-        found = targets @ np.linalg.pinv(part / lengths).T / lengths
-        rest = np.sum((targets - found @ part.T) ** 2, axis=1)
-        better = (found >= 0).all(axis=1) & (rest < least)
+        solution = targets @ np.linalg.pinv(part / lengths).T / lengths
+        rest = np.sum((targets - solution @ part.T) ** 2, axis=1)
+        better = (solution >= 0).all(axis=1) & (rest < least)
         best[better] = 0
-        best[np.ix_(better, columns)] = found[better]
+        best[np.ix_(better, columns)] = solution[better]
         least = np.where(better, rest, least)
     return best

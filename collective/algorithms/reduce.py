@@ -31,8 +31,8 @@ def reduce(
 ) -> None:
     """Fold the ranks' ``src`` into ``dst`` of ``root``; ``dst`` is None elsewhere.
 
-    Short arrays are folded up a binomial tree, or gathered and folded by the root if
-    ``ordered``. Of long ones each rank folds a part and sends it to the root:
+    Short arrays are folded up a binomial tree. If ``ordered``, the root instead gathers all inputs
+    and folds them. For a long array, each rank folds one part and sends it to the root:
     Rabenseifner, "Optimization of Collective Reduction Operations" (2004), with the
     exchanges of Thakur, Rabenseifner & Gropp (2005) for any number of ranks.
     """
@@ -48,7 +48,8 @@ def reduce(
     elif op.commutative and not ordered:
         _tree(messages, folding, src, dst, root)
     else:
-        # With its root at rank 0 the tree keeps rank order; one message more moves it.
+        # The tree keeps rank order only if its root is rank 0. So rank 0 gets the result, and one
+        # more message takes it to the root of the call.
         total = dst
         if messages.rank == 0 and dst is None:
             total = Buffer.empty(src.count, src.dtype)
@@ -60,7 +61,7 @@ def reduce(
 
 
 def _tree(messages: Messages, folding: Folding, src: Buffer, dst: Buffer | None, root: int) -> None:
-    """Fold up a binomial tree; positions are ranks counted from the root."""
+    """Fold up a binomial tree whose positions are the ranks, counted from the root."""
     size = messages.size
     node = binomial.node((messages.rank - root) % size, size)
     value = folding.enter(src, dst)
@@ -81,7 +82,7 @@ def _tree(messages: Messages, folding: Folding, src: Buffer, dst: Buffer | None,
 def _at_root(
     messages: Messages, folding: Folding, src: Buffer, dst: Buffer | None, root: int
 ) -> None:
-    """Gather the inputs, in scratch for all of them at the root, and fold them there."""
+    """Gather all inputs in scratch memory of the root, and fold them there."""
     counts = [src.count] * messages.size
     every = None if dst is None else Buffer.empty(sum(counts), src.dtype)
     gather.collect(messages, folding.enter(src), every, counts, root)

@@ -30,11 +30,12 @@ def reduce_scatter(
     ordered: bool,
     deadline: Deadline,
 ) -> None:
-    """Fold the ranks' ``src`` and leave elements ``counts[rank]`` of it in ``dst``.
+    """Fold the ranks' ``src``; leave this rank's part, ``counts[rank]`` elements, in ``dst``.
 
-    ``dst`` may be its own part of ``src``. Long arrays are exchanged pairwise, a part a
-    rank (:func:`folds.parts`). Short ones are folded whole by recursive doubling, or
-    collected and folded in rank order if ``ordered``, in scratch of their size.
+    ``dst`` may be this rank's part of ``src``. Long arrays are exchanged pairwise, one part a
+    rank (:func:`folds.parts`). Short arrays are folded whole by recursive doubling, with scratch of
+    their size. If ``ordered``, each rank instead collects all inputs in scratch, and folds them in
+    rank order.
     """
     messages = Messages(backend, deadline)
     folding = Folding(op, src.dtype, messages.size)

@@ -23,10 +23,10 @@ __all__ = ["scan"]
 def scan(backend: PointToPoint, src: Buffer, dst: Buffer, op: ReduceOp, deadline: Deadline) -> None:
     """Fold ``src`` of ranks 0 to this one, ``((x0 op x1) op x2) op …``, into ``dst``.
 
-    Short arrays are collected everywhere and folded in place. Long ones pass from rank to
-    rank in chunks, so that all ranks work at once after the first few: a prefix by
-    doubling (Hillis & Steele, "Data Parallel Algorithms", 1986) would carry them
-    log2(size) times, and fold in another order.
+    For short arrays, every rank collects all inputs and folds them itself. Long arrays pass from
+    rank to rank in chunks, so that all ranks work at once after the first few chunks. The
+    alternative, a prefix by doubling (Hillis & Steele, "Data Parallel Algorithms", 1986), would
+    carry long arrays log2(size) times, and would fold in another order.
     """
     messages = Messages(backend, deadline)
     folding = Folding(op, src.dtype, messages.rank + 1)
@@ -53,5 +53,6 @@ def _pipeline(messages: Messages, folding: Folding, src: Buffer, dst: Buffer) ->
             pieces.copy(mine, result)
         if rank + 1 < messages.size:
             messages.send(result, rank + 1)
-        # Not earlier: what goes on is the plain fold; each rank scales its own result.
+        # Scale only after sending: the next rank needs the plain fold, and each rank scales its own
+        # result.
         folding.leave(result)

@@ -23,9 +23,9 @@ def scatter(
 ) -> None:
     """Cut ``src`` of ``root`` into ``counts`` and leave piece ``rank`` in ``dst``.
 
-    At the root ``dst`` may be its own part of ``src``. Short arrays go down a binomial
-    tree, in scratch of a subtree's size (Thakur, Rabenseifner & Gropp 2005, section 4);
-    of long ones the root sends each rank its piece.
+    At the root, ``dst`` may be the root's part of ``src``. Short arrays go down a binomial
+    tree, with scratch of the size of a subtree (Thakur, Rabenseifner & Gropp 2005, section 4).
+    For a long array, the root sends each rank its piece directly.
     """
     messages = Messages(backend, deadline)
     if costs.forwarding_pays(messages.size, sum(counts) * dst.dtype.itemsize):
@@ -53,7 +53,7 @@ def _tree(
     size = messages.size
     position = (messages.rank - root) % size
     node = binomial.node(position, size)
-    # The pieces in the tree's order: those of ranks root, root + 1, …, going round.
+    # The tree's order of the pieces is that of ranks root, root + 1, …, wrapping around.
     limits = pieces.limits([*counts[root:], *counts[:root]])
     start, stop = limits[position], limits[node.stop]
     if src is not None and root == 0:  # the tree's order is rank order
@@ -68,7 +68,7 @@ def _tree(
         first, turn = sum(counts[:root]), limits[size - root]
         pieces.copy(src.part(first, src.count), subtree.part(0, turn))
         pieces.copy(src.part(0, first), subtree.part(turn, src.count))
-    for child, end in reversed(node.children):  # the one with most to pass on first
+    for child, end in reversed(node.children):  # first the child with the largest subtree
         piece = subtree.part(limits[child] - start, limits[end] - start)
         messages.send(piece, (child + root) % size)
     pieces.copy(subtree.part(0, dst.count), dst)

@@ -1,4 +1,4 @@
-"""Send and receive at once, over a send that may wait for its receiver."""
+"""Sending and receiving at once, over a send that may wait for its receiver."""
 
 from __future__ import annotations
 
@@ -28,20 +28,21 @@ def sendrecv(
 ) -> None:
     """Send ``src`` to rank ``to`` and receive ``dst`` from rank ``source``.
 
-    Whatever the peers match it with, their own sendrecv or a send and a recv in either
-    order, it does not deadlock. With a user's tag the send runs in a thread of its own,
-    which costs some 50 µs. The algorithms, where every peer is in a sendrecv too, take
-    turns instead: one message's time where the transport's send does not wait for the
-    receiver; where it does, two in pairs and even rings, three in odd ones.
+    The call does not deadlock. The peers may match it with their own sendrecv, or with a send and a
+    recv in either order. With a user's tag, the send runs in a thread of its own, which costs some
+    50 µs. The algorithms need no thread, since there every peer is in a sendrecv, too: they send
+    and receive one after the other, in an order that cannot stall. If the transport's send does not
+    wait for the receiver, this takes the time of one message. If the send does wait, this takes the
+    time of two messages in pairs and even rings, and of three in odd rings.
 
     Raises:
-        RankError: one of ``to`` and ``source`` is this rank and the other is not.
+        RankError: only one of ``to`` and ``source`` is this rank.
     """
     if backend.rank in (to, source):
         if to != source:
             raise RankError(
-                f"sendrecv: to rank {to}, from rank {source}; a rank exchanges with itself on "
-                f"both sides or on neither [rank {backend.rank} of {backend.size}]."
+                f"sendrecv: to rank {to}, from rank {source}; if one of the two is this rank, "
+                f"both must be [rank {backend.rank} of {backend.size}]."
             )
         pieces.copy(src, dst)
     elif tag == COLLECTIVE_TAG:
@@ -53,12 +54,13 @@ def sendrecv(
 def _in_turn(
     backend: PointToPoint, src: Buffer, to: int, dst: Buffer, source: int, deadline: Deadline
 ) -> None:
-    """Send first or receive first, so that no circle of ranks does the same.
+    """Send first or receive first, such that the ranks of a circle do not all do the same.
 
-    In the order of their bits read backwards, a rank sends first to a rank after it. A
-    circle has a first and a last rank, which differ, so it never stalls; and along the
-    shifts that algorithms use (to rank + d, from rank - d) neighbours differ in the
-    lowest bit of d, so they alternate and a message waits for two others at most.
+    Order the ranks by their bits read backwards. A rank sends first if the receiver comes after it
+    in this order, and receives first if not. Every circle of ranks has a first and a last rank in
+    this order, and these two act differently, so the circle never stalls. The algorithms use shifts
+    (to rank + d, from rank - d). There neighbours differ in the lowest bit of d, so they alternate,
+    and a message waits for at most two others.
     """
     differ = backend.rank ^ to
     if backend.rank & differ & -differ:
@@ -83,12 +85,12 @@ def _at_once(
     def send() -> None:
         try:
             backend.send(src, to, tag, deadline)
-        except BaseException as error:  # raised below, in the caller's thread
+        except BaseException as error:  # re-raised below, in the caller's thread
             failures.append(error)
 
     sender = threading.Thread(target=send, name="collective-sendrecv", daemon=True)
     sender.start()
-    # Where this raises the transport is broken, and the send ends by itself.
+    # If this raises, the transport is broken, and the send in the other thread ends by itself.
     backend.recv(dst, source, tag, deadline)
     sender.join()
     if failures:
