@@ -1,1 +1,1 @@
-"""Arrays of any framework, and the buffers that transports move."""
+"""Arrays of any framework, and the buffers that transports send and receive."""

@@ -1,4 +1,4 @@
-"""What calls take, as types: arrays of any framework, numbers, and structures of them."""
+"""Types of the arguments of calls: arrays of any framework, numbers, and structures of them."""
 
 from __future__ import annotations
 
@@ -10,29 +10,30 @@ __all__ = ["Array", "Arrays", "Framework", "Like", "Nested", "NumpyArray"]
 
 
 class Array(Protocol):
-    """An array of any framework: what has a shape and a dtype.
+    """Array of any framework: an object that has a shape and a dtype.
 
-    NumPy's arrays and scalars, PyTorch's tensors, Chainer's variables, CuPy's arrays and those that
-    speak DLPack. Whether one can be seen is found out when it is: a type cannot say it.
+    These are NumPy's arrays and scalars, PyTorch's tensors, Chainer's variables, CuPy's arrays, and
+    arrays that support DLPack. A type cannot express whether the package can read an array; a call
+    checks that.
     """
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its lengths."""
+        """Length of each axis."""
 
     @property
     def dtype(self) -> object:
-        """The type of its elements."""
+        """Type of the elements."""
 
 
-#: An array, or a nested list, tuple or dict of arrays. Lists and dicts may be changed, so to a type
-#: checker a list of arrays is no list of anything wider, but ``list[Any]``.
+#: An array, or a nested list, tuple or dict of arrays. Lists and dicts are mutable, so a type
+#: checker does not accept a list of arrays as a list of a wider type, except as ``list[Any]``.
 Nested: TypeAlias = "Array | list[Any] | tuple[Any, ...] | dict[Any, Any]"
-#: The same, or one of Python's numbers.
+#: An array, a structure of arrays, or one of Python's numbers.
 Arrays: TypeAlias = "Nested | complex"
-#: What is NumPy's because nothing else was asked for, of any dtype.
+#: NumPy array of any dtype, the default type of results.
 NumpyArray: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
-#: By whose name a result can be asked for.
+#: Name of a framework, by which a caller chooses the type of a result.
 Framework = Literal["numpy", "torch", "chainer", "cupy", "cuda"]
-#: Of which kind a result is to be: of a framework, or as an array.
+#: Kind of the result: the name of a framework, or an array of the same kind.
 Like: TypeAlias = "Framework | Array"

@@ -1,8 +1,8 @@
-"""From a framework's array to NumPy over the same memory, and back.
+"""Conversion of a framework's array to NumPy over the same memory, and back.
 
-An adapter is chosen by the type of the object and imported when the first such object
-comes by, so nothing is imported that the user has not. Everything behind it is NumPy, or, in
-the memory of a GPU, a :class:`~collective.memory.device_array.DeviceArray`, which stands in for it.
+The type of an object decides its adapter. An adapter is imported with the first such object, so
+the package imports only frameworks that the user has. Behind an adapter, all arrays are NumPy
+arrays, or, in GPU memory, a :class:`~collective.memory.device_array.DeviceArray` in their place.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Array = np.ndarray[Any, Any]
 
 
 class Adapter:
-    """What a framework's adapter does. ``view`` and ``wrap`` copy nothing."""
+    """Base class of the adapters of frameworks. ``view`` and ``wrap`` copy no elements."""
 
     name: ClassVar[str]
 
@@ -42,18 +42,18 @@ class Adapter:
         return True
 
     def view(self, x: Any) -> tuple[Any, DType]:
-        """Return NumPy over ``x``'s memory, of ``dtype.storage``, with ``x``'s strides.
+        """Return a NumPy array over ``x``'s memory, of ``dtype.storage``, with ``x``'s strides.
 
-        Of an array on a GPU, a DeviceArray; its stream is the one on which the framework
-        enqueues what the calling thread does next.
+        For an array on a GPU, return a DeviceArray. Its stream is the one on which the framework
+        enqueues the next work of the calling thread.
 
         Raises:
-            DtypeError, DeviceError, InvalidArgumentError: ``x`` cannot be seen so.
+            DtypeError, DeviceError, InvalidArgumentError: ``x`` has no such view.
         """
         raise NotImplementedError
 
     def output(self, x: Any) -> tuple[Any, DType]:
-        """Return the same, for writing to.
+        """Return what :meth:`view` returns, for writing.
 
         Raises:
             InvalidArgumentError: ``x`` is read-only.
@@ -61,23 +61,26 @@ class Adapter:
         return self.view(x)
 
     def spot(self, x: Any) -> Spot | None:
-        """Return where a plain array on a GPU is, None for all others: what is asked first.
+        """Return the place of a plain array on a GPU; None for all other arrays.
 
-        It costs less than :meth:`view`, and says no more than what that would.
+        This costs less than :meth:`view`, so it is tried first. Its result has no information
+        that :meth:`view` would not return.
         """
         return None
 
     def wrap(self, array: Any, dtype: DType) -> Any:
         """Return the framework's array over ``array``'s memory.
 
-        Where that is the memory of one such array, from :meth:`empty` say, it is that array.
+        If a framework's array owns that memory already, for example after :meth:`empty`, return
+        that array.
         """
         raise NotImplementedError
 
     def unchanged(self, x: Any) -> Any:
-        """Return the result of a call that leaves ``x`` as it is, as a broadcast does at its root.
+        """Return the result of a call that does not change ``x``, such as a broadcast at its root.
 
-        That is ``x``, unless the other ranks get arrays of another type for one like ``x``.
+        The result is ``x``, unless the other ranks get arrays of another type for an array like
+        ``x``.
         """
         return x
 
@@ -88,33 +91,33 @@ class Adapter:
         device: Device | None,
         stream: Stream | None = None,
     ) -> Any:
-        """Return memory for a result, of the framework's own allocator, as :meth:`view` does.
+        """Return memory for a result from the framework's own allocator, as :meth:`view` does.
 
         Args:
-            device: the GPU; None is where the framework makes arrays by itself: the CPU, but
-                for those that know GPUs only.
-            stream: on which it will be used when the stream in force is no longer: the memory
-                is not another's before what is there then is done. For frameworks that have no
-                current stream, the array's.
+            device: the GPU. None is the framework's default place: the CPU, or a GPU for frameworks
+                that have arrays only on GPUs.
+            stream: the stream that uses the memory after the stream now in force. The allocator
+                does not reuse the memory before the work on ``stream`` is done. For frameworks
+                without a current stream, this is the stream of the array.
         """
         if device is None:
             return np.empty(shape, dtype.storage)
         return _plain().empty(shape, dtype, device, stream)
 
     def current_stream(self, device: Device, stream: Stream | None = None) -> Stream:
-        """Return the stream on which the framework enqueues what this thread does next.
+        """Return the stream on which the framework enqueues the next work of this thread.
 
         Args:
-            stream: of the arrays in question. Where the framework has no current stream that
-                is known here, it is that, or the legacy default stream.
+            stream: stream of the arrays in the call. If the framework has no current stream, the
+                result is ``stream``, or the legacy default stream.
         """
         return stream or device.stream(0)
 
     def used_on(self, x: Any, stream: Stream) -> None:
-        """Keep ``x``'s memory from other uses until what is enqueued on ``stream`` is done.
+        """Keep ``x``'s memory from other uses until the work enqueued on ``stream`` is done.
 
-        To be told before ``x`` is dropped. Without effect where the framework's allocator
-        knows no such thing: there, whoever enqueues keeps ``x`` until the work is done.
+        Call this before ``x`` is dropped. It has no effect if the framework's allocator has no such
+        function. Then the caller that enqueues the work must keep ``x`` until the work is done.
 
         Args:
             x: the framework's array, or a DeviceArray over its memory.
@@ -122,7 +125,7 @@ class Adapter:
 
 
 class NumpyAdapter(Adapter):
-    """NumPy's arrays; those of ml_dtypes' types too."""
+    """Adapter of NumPy's arrays, including arrays of the types of ml_dtypes."""
 
     name = "numpy"
 
@@ -154,57 +157,57 @@ class NumpyAdapter(Adapter):
     ) -> Any:
         if device is not None:
             raise DeviceError(
-                f"numpy: it has no arrays on cuda:{device.ordinal}; pass out= or like= of a "
-                "framework that has, or like='cuda'."
+                f"numpy: NumPy has no arrays on cuda:{device.ordinal}; pass out= or like= of a "
+                "framework that has GPU arrays, or like='cuda'."
             )
         return np.empty(shape, dtype.storage)
 
     def named(self, dtype: DType) -> np.dtype[Any]:
-        """Return NumPy's dtype of that name, of ml_dtypes where NumPy has none.
+        """Return the NumPy dtype of that name, from ml_dtypes where NumPy has none.
 
         Raises:
             DtypeError: ml_dtypes is not installed.
         """
         if dtype.name not in FOREIGN:
             return dtype.storage
-        found = self._foreign.get(dtype.name)
-        if found is None:
+        foreign = self._foreign.get(dtype.name)
+        if foreign is None:
             try:
                 module = importlib.import_module("ml_dtypes")
-                found = self._foreign[dtype.name] = np.dtype(getattr(module, dtype.name))
+                foreign = self._foreign[dtype.name] = np.dtype(getattr(module, dtype.name))
             except (ImportError, AttributeError):
                 raise DtypeError(
-                    f"numpy: it has no {dtype}; pass out= or like= of a framework that has, "
+                    f"numpy: NumPy has no {dtype}; pass out= or like= of a framework that has it, "
                     "or `pip install -U ml_dtypes`."
                 ) from None
-        return found
+        return foreign
 
 
 class NumpyScalarAdapter(NumpyAdapter):
-    """NumPy's scalars: a result of no dimensions is one again."""
+    """Adapter of NumPy's scalars: a result without dimensions becomes a scalar again."""
 
     def wrap(self, array: Any, dtype: DType) -> Any:
         return super().wrap(array, dtype)[()]
 
 
 class ProducerAdapter(Adapter):
-    """Arrays of frameworks that have no adapter of their own, seen through a protocol."""
+    """Adapter of arrays that are read through a protocol, from frameworks without an adapter."""
 
     def unchanged(self, x: Any) -> Any:
         array, dtype = self.view(x)
         result = self.wrap(array, dtype)
         if isinstance(result, type(x)):
             return x
-        # The other ranks may write to their results.
+        # The other ranks may write to their results, so this rank must be able to, as well.
         return result if array.flags.writeable else self.wrap(array.copy(), dtype)
 
 
 class DLPackAdapter(ProducerAdapter):
-    """Any other array that speaks DLPack, on the CPU or on a GPU.
+    """Adapter of any other array that supports DLPack, on the CPU or on a GPU.
 
-    Results are of the same type if its module has ``from_dlpack``; if not, NumPy's arrays or
-    DeviceArrays: on every rank, the root of a broadcast included. What is in page-locked host
-    memory is taken as on the CPU.
+    Results have the same type if the array's module has ``from_dlpack``. If not, results are NumPy
+    arrays or DeviceArrays on every rank, also at the root of a broadcast. Arrays in page-locked
+    host memory count as arrays on the CPU.
     """
 
     name = "dlpack"
@@ -228,8 +231,8 @@ class DLPackAdapter(ProducerAdapter):
     def _elsewhere(self, x: Any, device: Any) -> tuple[Any, DType]:
         if device[0] not in _NVIDIA:
             raise DeviceError(
-                f"{type(x).__name__}: it is on DLPack device {tuple(map(int, device))}; pass an "
-                "array on the CPU or on a GPU of NVIDIA's."
+                f"{type(x).__name__}: the array is on DLPack device {tuple(map(int, device))}; "
+                "pass an array on the CPU or on an NVIDIA GPU."
             )
         adapter = importlib.import_module("collective.memory.device_adapter")
         return adapter.read_dlpack(x)  # type: ignore[no-any-return]
@@ -247,26 +250,27 @@ class DLPackAdapter(ProducerAdapter):
         if not isinstance(array, np.ndarray):
             return _plain().hand_back(array, dtype, self._root)
         if dtype.name in FOREIGN:
-            return _NUMPY.wrap(array, dtype)  # NumPy cannot hand it on
+            return _NUMPY.wrap(array, dtype)  # NumPy cannot export this type through DLPack
         return array if self._from_dlpack is None else self._from_dlpack(array)
 
     def used_on(self, x: Any, stream: Stream) -> None:
         _plain().used_on(x, stream)
 
 
-# DLPack's kDLCPU and kDLCUDAHost; kDLCUDA and kDLCUDAManaged.
+# Device types of DLPack: kDLCPU and kDLCUDAHost, then kDLCUDA and kDLCUDAManaged.
 _HOST, _NVIDIA = (1, 3), (2, 13)
 _NUMPY = NumpyAdapter()
 _SCALARS = NumpyScalarAdapter()
-# Module root -> where its adapter is. Adapters of further frameworks are added here.
+# Root module of a framework -> module and class of its adapter. Add adapters of further frameworks
+# here.
 _FRAMEWORKS = {
     "chainer": ("collective.adapters.chainer.arrays", "ChainerAdapter"),
     "cupy": ("collective.adapters.cupy.arrays", "CupyAdapter"),
     "torch": ("collective.adapters.torch.arrays", "TorchAdapter"),
 }
-# Where memory of GPUs is seen without a framework; no module's name.
+# Adapter of GPU memory that belongs to no framework; "cuda" is not the name of a module.
 _DEVICE = {"cuda": ("collective.memory.device_adapter", "CudaArrayAdapter")}
-#: The adapters of the types that have come by; :func:`adapter_of` finds those of others.
+#: Cache of the adapters by type; :func:`adapter_of` finds the adapters of new types.
 known: dict[type, Adapter] = {np.ndarray: _NUMPY}
 _by_name: dict[str, Adapter] = {"numpy": _NUMPY}
 
@@ -277,10 +281,10 @@ def adapter_of(x: Any) -> Adapter:
     Raises:
         InvalidArgumentError: ``x`` is no array.
     """
-    found = known.get(type(x))
-    if found is None:
-        found = known[type(x)] = _find(x)
-    return found
+    adapter = known.get(type(x))
+    if adapter is None:
+        adapter = known[type(x)] = _find(x)
+    return adapter
 
 
 def is_array(x: Any) -> bool:
@@ -297,7 +301,7 @@ def adapter_like(like: Any) -> Adapter:
 
     Args:
         like: ``"numpy"``; ``"torch"``, ``"cupy"``, ``"chainer"``; ``"cuda"`` for arrays of no
-            framework in the memory of a GPU; or an array.
+            framework in GPU memory; or an array.
     """
     if not isinstance(like, str):
         return adapter_of(like)
@@ -310,13 +314,15 @@ def adapter_like(like: Any) -> Adapter:
 
 
 def _plain() -> Any:
-    """Return the adapter of GPUs' memory that belongs to no framework."""
+    """Return the adapter of GPU memory that belongs to no framework."""
     return adapter_like("cuda")
 
 
 def _find(x: Any) -> Adapter:
     if isinstance(x, np.ma.MaskedArray):
-        raise InvalidArgumentError("numpy.ma: masks do not travel; send x.filled(…) or objects.")
+        raise InvalidArgumentError(
+            "numpy.ma: masks do not travel; pass x.filled(…), or use the *_object calls."
+        )
     if isinstance(x, (np.ndarray, np.generic)):
         return _NUMPY if isinstance(x, np.ndarray) else _SCALARS
     for cls in type(x).__mro__:
@@ -325,17 +331,17 @@ def _find(x: Any) -> Adapter:
             return adapter
         if cls.__module__ == "collective.memory.device_array":
             return adapter_like("cuda")
-    # DLPack first: it tells where the array is, and orders streams.
+    # Try DLPack first: it tells on which device the array is, and it orders streams.
     if hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__"):
         return DLPackAdapter(type(x))
     if hasattr(x, "__cuda_array_interface__"):
-        found: Adapter = _plain().of(type(x))
-        return found
+        adapter_of_type: Adapter = _plain().of(type(x))
+        return adapter_of_type
     raise InvalidArgumentError(
-        f"array: {type(x).__name__} is none; pass a NumPy array, a PyTorch tensor, a CuPy array, "
-        "a Chainer variable, anything that speaks DLPack or has __cuda_array_interface__, or a "
-        "list or dict of them. A number is taken by reductions, broadcast and gathers; elsewhere "
-        "use numpy.asarray(x). For other objects use the *_object calls."
+        f"array: {type(x).__name__} is no array; pass a NumPy array, a PyTorch tensor, a CuPy "
+        "array, a Chainer variable, any array that supports DLPack or __cuda_array_interface__, or "
+        "a list or dict of them. Reductions, broadcast and gathers also take a number; for other "
+        "calls use numpy.asarray(x). For other objects use the *_object calls."
     )
 
 

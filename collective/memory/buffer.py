@@ -1,4 +1,4 @@
-"""What a transport sees: contiguous memory with a count, a dtype and a device."""
+"""Buffers that transports get: contiguous memory with a count, a dtype and a device."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _UINT8 = BY_NAME["uint8"]
 class Buffer:
     """Contiguous, aligned elements of one dtype on one device.
 
-    Not a dataclass: two are made in every call of a few microseconds.
+    This is not a dataclass, for speed: each call of a few microseconds makes two buffers.
 
     Attributes:
         array: the elements, one-dimensional, of ``dtype.storage``: a NumPy array, or a
-            ``DeviceArray`` where they are in the memory of a GPU. Without elements it has an
-            address of its own.
+            ``DeviceArray`` for elements in GPU memory. A NumPy array without elements has an
+            address that no other array has.
         dtype: the element type.
-        count: the number of elements.
+        count: number of elements.
     """
 
     __slots__ = ("array", "count", "dtype")
@@ -38,8 +38,8 @@ class Buffer:
         self.dtype = dtype
         self.count = count = array.size
         if not count and type(array) is np.ndarray:
-            # An empty view has the address of the array that it was cut from. MPI takes an input
-            # and an output of one address for aliases: MPICH refuses them, Open MPI hangs.
+            # An empty view has the address of the array from which it was cut. To MPI, an input and
+            # an output with the same address are aliases: MPICH refuses them, Open MPI hangs.
             self.array = np.empty(0, array.dtype)
 
     @property
@@ -49,20 +49,20 @@ class Buffer:
 
     @property
     def device(self) -> str:
-        """Where the memory is: ``"cpu"``, or ``"cuda:0"``."""
+        """Device that holds the memory: ``"cpu"``, or for example ``"cuda:0"``."""
         array: Any = self.array
         return "cpu" if isinstance(array, np.ndarray) else f"cuda:{array.device.ordinal}"
 
     @property
     def stream(self) -> Stream:
-        """In a GPU's memory: what is done with the elements is enqueued here."""
+        """Stream on which to enqueue work on the elements; only for GPU memory."""
         array: Any = self.array
         stream: Stream = array.effective_stream
         return stream
 
     @property
     def address(self) -> int:
-        """Where the first element is, in this process's memory or the GPU's."""
+        """Address of the first element, in this process's memory or in the GPU's."""
         array: Any = self.array
         if isinstance(array, np.ndarray):
             return int(array.__array_interface__["data"][0])
@@ -88,18 +88,18 @@ class Buffer:
 
 
 class Spot(NamedTuple):
-    """Memory of a GPU that is contiguous, aligned and writeable.
+    """Place of contiguous, aligned and writeable GPU memory.
 
-    It has as much of a :class:`Buffer`, and of its array, as a transport uses that only
-    enqueues, and is made in a fraction of their time. It keeps nothing alive: whoever has it keeps
-    the array.
+    A spot has those attributes of a :class:`Buffer` and its array that a transport needs to enqueue
+    an operation. Making a spot takes a fraction of the time. A spot does not keep the memory alive:
+    the owner of the spot must keep the array.
 
     Attributes:
-        address: of the first element, not 0.
-        count: how many there are.
-        dtype: their type.
-        shape: of the array.
-        stream: on which the array is ready, and will be used.
+        address: address of the first element, not 0.
+        count: number of elements.
+        dtype: the element type.
+        shape: shape of the array.
+        stream: stream on which the array is ready, and on which it will be used.
         device: the GPU.
     """
 
@@ -112,7 +112,7 @@ class Spot(NamedTuple):
 
     @property
     def array(self) -> Spot:
-        """This, in place of a buffer's array."""
+        """The spot itself, in place of a buffer's array."""
         return self
 
     @property
@@ -121,6 +121,6 @@ class Spot(NamedTuple):
         return self.count * self.dtype.itemsize
 
 
-#: Makes a spot of a tuple of its attributes, without a call of Python's.
+#: Function that makes a spot from a tuple of its attributes, without calling Python code.
 new_spot: Callable[[tuple[int, int, DType, tuple[int, ...], Stream, Device]], Spot]
 new_spot = partial(tuple.__new__, Spot)

@@ -1,6 +1,6 @@
-"""Arrays on GPUs of frameworks that nobody here knows, and of none.
+"""Arrays on GPUs that belong to a framework without an adapter, or to no framework.
 
-What has ``__cuda_array_interface__`` (Numba, PyCUDA, RMM, …) is seen where it is:
+Arrays with ``__cuda_array_interface__`` (Numba, PyCUDA, RMM, …) are used without a copy:
 https://numba.readthedocs.io/en/stable/cuda/cuda_array_interface.html, version 2 or 3.
 """
 
@@ -27,8 +27,8 @@ from .dtypes import FOREIGN, DType
 
 __all__ = ["CudaArrayAdapter", "read_dlpack", "root_owner"]
 
-# Module root -> the module and its function that takes memory of ours, where that is not
-# from_dlpack of the root.
+# Root module of a framework -> module and function that imports a DeviceArray, for frameworks whose
+# function is not from_dlpack of the root module.
 _TAKERS = {
     "jax": ("jax.dlpack", "from_dlpack"),
     "jaxlib": ("jax.dlpack", "from_dlpack"),
@@ -37,11 +37,11 @@ _TAKERS = {
 
 
 class CudaArrayAdapter(ProducerAdapter):
-    """What has ``__cuda_array_interface__``, and our own DeviceArray.
+    """Adapter of arrays with ``__cuda_array_interface__``, and of DeviceArray.
 
-    An array that names its stream is used on that. One that does not is used on the legacy
-    default stream, for which most streams wait and which waits for them. Results come back
-    as the same type if its framework takes memory of others, as a DeviceArray if not.
+    An array that names its stream is used on that stream. Other arrays are used on the legacy
+    default stream, which waits for most streams, and for which most streams wait. Results have the
+    same type if the framework can import foreign memory. If not, they are DeviceArrays.
     """
 
     name = "cuda"
@@ -50,7 +50,7 @@ class CudaArrayAdapter(ProducerAdapter):
         self._root = root
 
     def of(self, cls: type) -> CudaArrayAdapter:
-        """Return the adapter for a type: one a framework."""
+        """Return the adapter for the framework of a type."""
         return CudaArrayAdapter(cls.__module__.partition(".")[0])
 
     def view(self, x: Any) -> tuple[DeviceArray, DType]:
@@ -82,7 +82,7 @@ class CudaArrayAdapter(ProducerAdapter):
         """Return an array of the framework whose module is ``root``, over ``array``'s memory."""
         take = _taker(root)
         if take is not None:
-            # What it does not take, an element type for example, it may refuse by any of these.
+            # A framework may refuse an array, for example its element type, by any of these errors.
             with contextlib.suppress(TypeError, ValueError, BufferError, RuntimeError):
                 return take(Typed(array, dtype))
         return array.view(_named(dtype)) if dtype.name in FOREIGN else array
@@ -109,7 +109,7 @@ class CudaArrayAdapter(ProducerAdapter):
 
 
 class Typed:
-    """An array on loan to a framework, with the element type that NumPy cannot name."""
+    """Array on loan to a framework, with an element type that NumPy may not have."""
 
     def __init__(self, array: DeviceArray, dtype: DType) -> None:
         self._array = array
@@ -130,7 +130,7 @@ class Typed:
 
 
 def root_owner(array: Any) -> Any:
-    """Return what keeps an array's memory alive, however many arrays are in between."""
+    """Return the object that keeps an array's memory alive, behind any number of arrays."""
     while isinstance(array, DeviceArray):
         array = array.owner
     return array
@@ -155,17 +155,18 @@ def _named(dtype: DType) -> np.dtype[Any]:
 
 
 def read_dlpack(x: Any) -> tuple[DeviceArray, DType]:
-    """Return an array on a GPU, as :func:`.dlpack.borrow` says.
+    """Return ``x``, an array on a GPU, as a DeviceArray; see :func:`.dlpack.borrow`.
 
     Raises:
-        DeviceError: it is not on a GPU.
-        DtypeError, InvalidArgumentError: it cannot be lent, or its elements cannot travel.
+        DeviceError: ``x`` is not on a GPU.
+        DtypeError, InvalidArgumentError: the framework does not lend ``x``, or transports do not
+            support its element type.
     """
     lent = dlpack.borrow(x)
     if lent.device[0] not in (dlpack.CUDA, dlpack.CUDA_MANAGED):
         raise DeviceError(
-            f"{type(x).__name__}: it is on DLPack device {lent.device}; pass an array on a GPU "
-            "of NVIDIA's or on the CPU."
+            f"{type(x).__name__}: the array is on DLPack device {lent.device}; pass an array on "
+            "an NVIDIA GPU or on the CPU."
         )
     device = cuda.device(lent.device[1])
     array = DeviceArray(
@@ -182,13 +183,13 @@ def read_dlpack(x: Any) -> tuple[DeviceArray, DType]:
 
 
 def _read(x: Any) -> tuple[DeviceArray, DType]:
-    """Return what ``__cuda_array_interface__`` tells of."""
+    """Return a DeviceArray for an object with ``__cuda_array_interface__``."""
     name = type(x).__name__
     interface = x.__cuda_array_interface__
     if interface.get("version", 0) < 2:
         raise InvalidArgumentError(
-            f"{name}: version {interface.get('version')} of __cuda_array_interface__; at least "
-            "2. Use a newer release of its framework."
+            f"{name}: version {interface.get('version')} of __cuda_array_interface__ is not "
+            "supported; version 2 is the minimum. Use a newer release of the array's framework."
         )
     if interface.get("mask") is not None:
         raise InvalidArgumentError(f"{name}: masks do not travel; fill the masked elements.")
@@ -210,7 +211,7 @@ def _read(x: Any) -> tuple[DeviceArray, DType]:
 
 
 def _numpy_dtype(x: Any, typestr: str) -> np.dtype[Any]:
-    """Return the dtype; the interface itself has no names for those of ml_dtypes."""
+    """Return the dtype of ``x``; for a type of ml_dtypes, ``typestr`` has no name."""
     with contextlib.suppress(TypeError):
         dtype = np.dtype(typestr)
         if dtype.kind != "V" or not hasattr(x, "dtype"):
@@ -221,7 +222,7 @@ def _numpy_dtype(x: Any, typestr: str) -> np.dtype[Any]:
 
 def _ordinal(name: str, address: int, handle: int) -> int:
     if not address:
-        # An empty array is nowhere, but on a stream.
+        # An empty array has no address, but it has a stream.
         return cuda.owner_of_stream(handle) or 0
     ordinal = cuda.owner_of(address)
     if ordinal is None:
@@ -237,7 +238,7 @@ def _handle(name: str, stream: Any) -> int:
         return 0
     if isinstance(stream, bool) or not isinstance(stream, int) or stream < 1:
         raise InvalidArgumentError(
-            f"{name}: stream {stream!r} in its __cuda_array_interface__; None, 1 for the legacy "
-            "default stream, 2 for the one per thread, or a handle."
+            f"{name}: stream {stream!r} in its __cuda_array_interface__ is not valid; allowed are "
+            "None, 1 for the legacy default stream, 2 for the per-thread one, or a handle."
         )
     return 0 if stream == dlpack.LEGACY else stream

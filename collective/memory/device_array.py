@@ -1,7 +1,8 @@
-"""An array in the memory of a GPU, as the calls see it.
+"""Array in GPU memory, in the form that the calls use.
 
-It answers to those methods and functions of NumPy that the calls use, with NumPy's meaning, so
-that one code serves both. Elements are bytes with a dtype: nothing computes with them here.
+A DeviceArray has the methods and functions of NumPy that the calls use, with NumPy's meaning. So
+the same code works on both kinds of arrays. The elements are bytes with a dtype; this module does
+no arithmetic.
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ Ints = tuple[int, ...]
 
 
 class Flags:
-    """What an array's memory is like, as in ``numpy.ndarray.flags``.
+    """Properties of an array's memory, as in ``numpy.ndarray.flags``.
 
-    Made by :attr:`DeviceArray.flags`, without an ``__init__``: every call asks for some.
+    :attr:`DeviceArray.flags` makes this object without an ``__init__``, for speed: every call needs
+    some flags.
     """
 
     __slots__ = ("_array",)
@@ -48,14 +50,14 @@ class Flags:
 
     @property
     def aligned(self) -> bool:
-        """Whether each element is at a multiple of its own alignment."""
+        """Whether the address of each element is a multiple of the dtype's alignment."""
         array = self._array
         unit = array.dtype.alignment
         return not array.address % unit and all(not stride % unit for stride in array.strides)
 
     @property
     def carray(self) -> bool:
-        """Whether it is contiguous, writeable and aligned."""
+        """Whether the array is contiguous, writeable and aligned."""
         array = self._array
         return (
             array._strides is None and array.writeable and not array.address % array.dtype.alignment
@@ -63,21 +65,22 @@ class Flags:
 
 
 class DeviceArray:
-    """Elements in the memory of a GPU.
+    """Array of elements in GPU memory.
 
-    What is done with them is enqueued on :attr:`effective_stream`. An operation on two arrays of
-    different streams is ordered after the work on both, and before what comes on both.
+    Work on the elements is enqueued on :attr:`effective_stream`. An operation on two arrays with
+    different streams runs after all earlier work on both streams, and before all later work on
+    both.
 
     Args:
-        address: of the element whose indices are all 0.
-        shape: as in NumPy.
-        dtype: NumPy's dtype of the elements' storage.
+        address: address of the element whose indices are all 0.
+        shape: shape, as in NumPy.
+        dtype: NumPy dtype of the elements' storage.
         device: the GPU.
-        stream: on which the elements are ready, and will be used.
-        strides: in bytes, one an axis; None for C order without gaps.
-        owner: what keeps the memory alive, the framework's array where there is one.
+        stream: stream on which the elements are ready, and on which they will be used.
+        strides: strides in bytes, one for each axis; None for C order without gaps.
+        owner: object that keeps the memory alive, such as the framework's array.
         writeable: whether elements may be written.
-        space: of the framework whose memory derived arrays shall have; None for CUDA's own.
+        space: allocator for arrays derived from this one; None for CUDA's own.
     """
 
     __array_ufunc__ = None
@@ -131,86 +134,86 @@ class DeviceArray:
         owner: Any,
         space: Space,
     ) -> DeviceArray:
-        """Return a writeable array in C order without gaps, in half the time.
+        """Return a writeable array in C order without gaps, in half the time of the constructor.
 
-        Every call on a framework's arrays makes some.
+        Every call on a framework's arrays makes some of these arrays.
 
         Args:
             address, shape, dtype, device, stream, owner, space: as in the class.
         """
-        made: DeviceArray = _new(cls)
-        made.address = address
-        made.shape = shape
-        made.dtype = dtype
-        made.device = device
-        made.stream = stream
-        made._strides = None
-        made.owner = owner
-        made.writeable = True
-        made.space = space
-        return made
+        array: DeviceArray = _new(cls)
+        array.address = address
+        array.shape = shape
+        array.dtype = dtype
+        array.device = device
+        array.stream = stream
+        array._strides = None
+        array.owner = owner
+        array.writeable = True
+        array.space = space
+        return array
 
     def _derived(
         self, address: int, shape: Ints, strides: Ints | None, dtype: np.dtype[Any]
     ) -> DeviceArray:
-        """Return a view; ``strides`` None if contiguous."""
-        made: DeviceArray = _new(DeviceArray)
-        made.address = address
-        made.shape = shape
-        made.dtype = dtype
-        made.device = self.device
-        made.stream = self.stream
+        """Return a view; ``strides`` is None for a contiguous one."""
+        view: DeviceArray = _new(DeviceArray)
+        view.address = address
+        view.shape = shape
+        view.dtype = dtype
+        view.device = self.device
+        view.stream = self.stream
         if strides is not None and device_layout.is_contiguous(shape, strides, dtype.itemsize):
             strides = None
-        made._strides = strides
-        made.owner = self.owner
-        made.writeable = self.writeable
-        made.space = self.space
-        return made
+        view._strides = strides
+        view.owner = self.owner
+        view.writeable = self.writeable
+        view.space = self.space
+        return view
 
-    # -- what it is -----------------------------------------------------------------------
+    # -- properties -----------------------------------------------------------------------
 
     @property
     def effective_stream(self) -> Stream:
-        """The stream on which this thread works with it: its own, but for ``cuda.on``."""
+        """Stream on which this thread uses the array: its own, or that of ``cuda.on``."""
         return cuda.effective_stream(self.stream)
 
     @property
     def strides(self) -> Ints:
-        """Bytes from one element to the next, along each axis."""
+        """Bytes from one element to the next along each axis."""
         found = self._strides
         return device_layout.c_strides(self.shape, self.dtype.itemsize) if found is None else found
 
     @property
     def ndim(self) -> int:
-        """The number of axes."""
+        """Number of axes."""
         return len(self.shape)
 
     @property
     def size(self) -> int:
-        """The number of elements."""
+        """Number of elements."""
         return math.prod(self.shape)
 
     @property
     def itemsize(self) -> int:
-        """Bytes of one element."""
+        """Size of one element in bytes."""
         return int(self.dtype.itemsize)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all elements."""
+        """Size of all elements in bytes."""
         return math.prod(self.shape) * int(self.dtype.itemsize)
 
     @property
     def flags(self) -> Flags:
-        """What the memory is like."""
-        made: Flags = _new(Flags)
-        made._array = self
-        return made
+        """Properties of the memory."""
+        flags: Flags = _new(Flags)
+        flags._array = self
+        return flags
 
     @property
     def bounds(self) -> tuple[int, int]:
-        """Where the first byte is and where the last one ends."""
+        """Address of the first byte, and the end of the last one."""
         if self._strides is None:
             return self.address, self.address + math.prod(self.shape) * self.dtype.itemsize
         return device_layout.bounds(self.address, self.shape, self._strides, self.dtype.itemsize)
@@ -233,11 +236,11 @@ class DeviceArray:
 
     @property
     def T(self) -> DeviceArray:
-        """The view with the axes in reverse order."""
+        """View with the axes in reverse order."""
         return self.transpose(tuple(range(len(self.shape)))[::-1])
 
     def transpose(self, order: Ints) -> DeviceArray:
-        """Return the view with the axes in ``order``."""
+        """Return a view with the axes in ``order``."""
         strides = self.strides
         return self._derived(
             self.address,
@@ -247,14 +250,14 @@ class DeviceArray:
         )
 
     def ravel(self) -> DeviceArray:
-        """Return the elements as one axis in C order: a view if contiguous, or a copy."""
+        """Return the elements in C order along one axis: a view if contiguous, else a copy."""
         if self._strides is None and len(self.shape) == 1:
             return self
         packed = self if self._strides is None else self.copy()
         return packed._derived(packed.address, (math.prod(self.shape),), None, self.dtype)
 
     def reshape(self, *shape: Any) -> DeviceArray:
-        """Return the elements in another shape: a view where possible, or a copy."""
+        """Return the elements in another shape: a view where possible, else a copy."""
         if shape == (-1,) and self._strides is None:
             return self.ravel()
         wanted = shape[0] if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
@@ -270,7 +273,7 @@ class DeviceArray:
         """Return the same bytes as elements of another dtype.
 
         Raises:
-            ShapeError: the last axis has gaps, or does not hold whole elements.
+            ShapeError: the last axis has gaps, or does not hold a whole number of elements.
         """
         new = np.dtype(dtype)
         old, width = self.dtype.itemsize, new.itemsize
@@ -283,17 +286,17 @@ class DeviceArray:
         if not self.shape or row % width or gaps:
             raise ShapeError(
                 f"view: {self.dtype} {self.shape} as {new}; the last axis must be contiguous "
-                "and hold whole elements."
+                "and hold a whole number of elements."
             )
         strides = None if strides is None else (*strides[:-1], width)
         return self._derived(self.address, (*self.shape[:-1], row // width), strides, new)
 
     def broadcast_to(self, shape: Ints) -> DeviceArray:
-        """Return a view, not for writing, in which elements repeat to ``shape``."""
+        """Return a read-only view in which elements repeat to fill ``shape``."""
         strides = device_layout.broadcast(self.shape, self.strides, shape)
-        made = self._derived(self.address, shape, strides, self.dtype)
-        made.writeable = False
-        return made
+        view = self._derived(self.address, shape, strides, self.dtype)
+        view.writeable = False
+        return view
 
     def __getitem__(self, key: Any) -> DeviceArray:
         if type(key) is slice and self._strides is None and len(self.shape) == 1:
@@ -308,7 +311,7 @@ class DeviceArray:
     # -- new memory and copies --------------------------------------------------------------
 
     def allocate(self, shape: int | Ints, dtype: Any = None) -> DeviceArray:
-        """Return uninitialised memory of its own on the same GPU, of the same framework."""
+        """Return a new uninitialised array on the same GPU, from the same framework."""
         wanted = (shape,) if isinstance(shape, int) else shape
         kind = self.dtype if dtype is None else np.dtype(dtype)
         stream = self.effective_stream
@@ -320,9 +323,9 @@ class DeviceArray:
 
     def copy(self) -> DeviceArray:
         """Return a contiguous copy."""
-        made = self.allocate(self.shape)
-        made[...] = self
-        return made
+        copied = self.allocate(self.shape)
+        copied[...] = self
+        return copied
 
     def __setitem__(self, key: Any, value: Any) -> None:
         device_copies.assign(self[key], value)
@@ -331,8 +334,9 @@ class DeviceArray:
         """Copy the elements to host memory, and wait until they are there.
 
         Args:
-            out: of the same shape and dtype; by default new, and for arrays that are not
-                large page-locked memory, which other copies use again once it is dropped.
+            out: array of the same shape and dtype. By default a new array is made, in page-locked
+                memory unless the array is large. Other copies use the page-locked memory again
+                when the new array has been dropped.
 
         Returns:
             ``out``, or a new array.
@@ -343,7 +347,7 @@ class DeviceArray:
         """Copy elements from host memory, and wait until they are there.
 
         Args:
-            source: of the same shape and dtype.
+            source: array of the same shape and dtype.
         """
         device_copies.fill_from_host(self, source)
 
@@ -356,10 +360,10 @@ class DeviceArray:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        found = FUNCTIONS.get(func)
-        if found is None:
+        function = FUNCTIONS.get(func)
+        if function is None:
             return NotImplemented
-        return found(*args, **kwargs)
+        return function(*args, **kwargs)
 
     def __array__(self, *_: Any, **__: Any) -> Array:
         raise _unreadable(self)
@@ -372,7 +376,7 @@ class DeviceArray:
             "data": (self.address if self.size else 0, not self.writeable),
             "version": 3,
             "strides": self._strides,
-            # 0 is the default stream to the driver and forbidden here.
+            # The driver's handle of the default stream is 0, which the interface forbids.
             "stream": self.effective_stream.handle or 1,
         }
 
@@ -388,6 +392,6 @@ _new = object.__new__
 
 def _unreadable(array: DeviceArray) -> DeviceError:
     return DeviceError(
-        f"array: {array!r} cannot be read from the host; it is never copied there silently. "
-        "Use to_host()."
+        f"array: {array!r} cannot be read from the host, and no copy is made silently. Use "
+        "to_host()."
     )

@@ -1,4 +1,4 @@
-"""Copies of elements in the memory of a GPU, and between it and the host."""
+"""Copies of elements in GPU memory, and between GPU memory and the host."""
 
 from __future__ import annotations
 
@@ -20,20 +20,21 @@ __all__ = ["PLAIN", "PlainSpace", "assign", "fill_from_host", "to_host"]
 
 Array = np.ndarray[Any, Any]
 
-# Bytes of a step between the GPU and ordinary host memory: while one is on the bus, the CPU
-# moves the other.
+# Bytes of one step of a copy between the GPU and ordinary host memory. There are two blocks of this
+# size: while one is on the bus, the CPU moves the other.
 _STEP = 1 << 22
 
 
 class PlainSpace(Space):
-    """Memory of CUDA's own allocator, and copies by its copy engines.
+    """Memory of CUDA's own allocator, with copies by the GPU's copy engines.
 
-    They know no negative strides: an axis that is reversed costs a copy an element. And an
-    element at a time they are slow. Frameworks have kernels; this is for arrays of none.
+    The copy engines do not support negative strides, so a reversed axis costs one copy for each
+    element. Copies of single elements are slow. Frameworks have kernels for such copies; this space
+    is for arrays that belong to no framework.
     """
 
     def empty(self, nbytes: int, device: Device, stream: Stream) -> tuple[int, Any]:
-        """Return the address of new memory for use on ``stream``, and what keeps it alive."""
+        """Return the address of new memory for use on ``stream``, and the memory's owner."""
         memory = cuda.allocate(device, nbytes, stream)
         return memory.address, memory
 
@@ -51,7 +52,7 @@ Axis = tuple[int, int, int]
 
 
 class _RowCopies:
-    """A copy of elements as few copies of rows."""
+    """Copy of elements with strides, done as few copies of rows."""
 
     def __init__(self, itemsize: int, max_pitch: int, stream: Stream) -> None:
         self._itemsize = itemsize
@@ -59,13 +60,14 @@ class _RowCopies:
         self._stream = stream
 
     def elements(self, dst: int, src: int, axes: list[Axis]) -> None:
-        """Copy all elements, in whatever order."""
+        """Copy all elements, in any order."""
         kept = []
         for length, to, of in axes:
             if length == 1:
                 continue
             if to < 0 or (to == 0 and of < 0):
-                # From its other end, which makes both positive where both were negative.
+                # Go along the axis from its other end. If both strides were negative, both are
+                # positive then.
                 dst += (length - 1) * to
                 src += (length - 1) * of
                 to, of = -to, -of
@@ -78,10 +80,10 @@ class _RowCopies:
         self._rows(dst, src, kept)
 
     def _repeated(self, dst: int, src: int, length: int, to: int, others: list[Axis]) -> None:
-        """Copy what repeats along an axis once, then what has been copied: 1, 2, 4, … times."""
+        """Copy repeated elements along an axis once, then copy the copies: 1, 2, 4, … at once."""
         self.elements(dst, src, others)
         done = 1
-        written = [(each, stride, stride) for each, stride, _ in others]
+        written = [(count, stride, stride) for count, stride, _ in others]
         while done < length:
             more = min(done, length - done)
             self.elements(dst + done * to, dst, [(more, to, to), *written])
@@ -91,7 +93,7 @@ class _RowCopies:
         width = self._itemsize
         if axes and axes[-1][1] == axes[-1][2] == width:
             width *= axes.pop()[0]
-        # The longest axis along which there is a fixed step forward makes the rows of a copy.
+        # A 2D copy takes rows at a fixed forward pitch. Use the longest axis that has one.
         fits = [
             axis
             for axis in axes
@@ -109,33 +111,33 @@ class _RowCopies:
 
 
 def _merged(axes: list[Axis]) -> list[Axis]:
-    """Join axes that both arrays go along evenly, the outer one first."""
-    found: list[Axis] = []
+    """Join neighbouring axes that are one evenly spaced axis in both arrays; outer axes first."""
+    merged: list[Axis] = []
     for length, to, of in axes:
-        if found and found[-1][1] == to * length and found[-1][2] == of * length:
-            found[-1] = (found[-1][0] * length, to, of)
+        if merged and merged[-1][1] == to * length and merged[-1][2] == of * length:
+            merged[-1] = (merged[-1][0] * length, to, of)
         else:
-            found.append((length, to, of))
-    return found
+            merged.append((length, to, of))
+    return merged
 
 
 def assign(dst: DeviceElements, src: Any) -> None:
-    """Enqueue ``dst[...] = src``, after what is on the streams of both and before what comes."""
+    """Enqueue ``dst[...] = src``, between the earlier and the later work on both streams."""
     if type(src) is not type(dst):
         raise DeviceError(
-            f"array: elements on {dst.device} from {type(src).__name__}; data of the host is "
-            "never copied silently. Use fill_from_host()."
+            f"array: elements on {dst.device} from {type(src).__name__}; host data is never copied "
+            "to a GPU silently. Use fill_from_host()."
         )
     _check_writeable(dst)
     if src.device is not dst.device:
         raise DeviceError(
-            f"array: elements on {dst.device} from {src.device}; nothing moves between GPUs "
-            "silently. Copy the array there first."
+            f"array: elements on {dst.device} from {src.device}; elements are never copied between "
+            "GPUs silently. Copy the array there first."
         )
     if src.dtype != dst.dtype:
         raise DtypeError(
-            f"array: elements of {dst.dtype} from {src.dtype}; nothing is converted on a GPU. "
-            "Convert it first."
+            f"array: elements of {dst.dtype} from {src.dtype}; dtypes are not converted on a GPU. "
+            "Convert the array first."
         )
     if src.shape != dst.shape:
         src = src.broadcast_to(dst.shape)
@@ -162,7 +164,7 @@ def _copy(dst: DeviceElements, src: DeviceElements, stream: Stream) -> None:
 
 def _check_writeable(array: DeviceElements) -> None:
     if not array.writeable:
-        raise InvalidArgumentError("array: it is read-only; pass a writeable one.")
+        raise InvalidArgumentError("array: the array is read-only; pass a writeable one.")
 
 
 # -- the host ---------------------------------------------------------------------------------
@@ -204,7 +206,7 @@ def _check_host(array: DeviceElements, host: Array) -> None:
 
 
 def _host_memory(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-    """Return uninitialised memory of the host: page-locked, if it is not too much."""
+    """Return uninitialised host memory, page-locked if it is not longer than ``LARGEST``."""
     nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
     if nbytes > LARGEST or not nbytes:
         return np.empty(shape, dtype)
@@ -212,10 +214,10 @@ def _host_memory(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
 
 
 def _read(address: int, out: Array, stream: Stream) -> None:
-    """Copy a GPU's bytes to ``out``, and wait until they are there.
+    """Copy bytes of a GPU to ``out``, and wait until they are there.
 
     Args:
-        out: contiguous bytes of the host.
+        out: contiguous bytes in host memory.
     """
     with _in_flight(stream) as flight:
         for start, part, block in _steps(out):
@@ -228,14 +230,14 @@ def _read(address: int, out: Array, stream: Stream) -> None:
 
 
 def _write(address: int, source: Array, stream: Stream) -> None:
-    """Copy bytes of the host to a GPU, and wait until they may be used again.
+    """Copy bytes of ``source`` to a GPU, and wait until ``source`` may be changed.
 
     Args:
-        source: contiguous bytes of the host.
+        source: contiguous bytes in host memory.
     """
     with _in_flight(stream) as flight:
         for start, part, block in _steps(source):
-            # This block is that of the copy before the last.
+            # The copy before the last used the same block: wait for that copy.
             if len(flight) > 1:
                 _finish(flight.popleft()[0])
             if block is not part:
@@ -251,7 +253,10 @@ Flight = deque[tuple[Event, Array, Array]]
 
 @contextlib.contextmanager
 def _in_flight(stream: Stream) -> Any:
-    """Have no copy under way when its block goes back to the pool, whatever happens."""
+    """Yield a queue of copies in flight; after an error, wait for them.
+
+    So no copy is running any more when its block goes back to the pool.
+    """
     flight: Flight = deque()
     try:
         yield flight
@@ -262,7 +267,7 @@ def _in_flight(stream: Stream) -> Any:
 
 
 def _steps(array: Array) -> Any:
-    """Yield, for each step, where it starts, its bytes, and page-locked memory for them."""
+    """Yield, for each step, its offset, its bytes, and page-locked memory for them."""
     if is_pinned(array):
         yield 0, array, array
         return

@@ -1,4 +1,4 @@
-"""NumPy's functions for arrays of GPUs: those that the calls use (NEP 18)."""
+"""Implementations, for arrays on GPUs, of the NumPy functions that the calls use (NEP 18)."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from .device_space import DeviceElements
 
 __all__ = ["FUNCTIONS"]
 
-#: NumPy's function -> ours.
+#: Function of NumPy -> implementation in this module.
 FUNCTIONS: dict[Any, Callable[..., Any]] = {}
 
 
 def _for(function: Any) -> Callable[[Any], Any]:
-    def register(ours: Any) -> Any:
-        FUNCTIONS[function] = ours
-        return ours
+    def register(implementation: Any) -> Any:
+        FUNCTIONS[function] = implementation
+        return implementation
 
     return register
 
@@ -67,23 +67,23 @@ def _without(shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
 
 
 def _is_on_device(array: Any) -> bool:
-    # What has it is a DeviceArray, whose module imports this one. Asked of the type: of the array
-    # it would be computed.
+    # An object with this attribute is a DeviceArray. This module cannot import that class, whose
+    # module imports this one. Look at the type: on the array, the property would be computed.
     return hasattr(type(array), "effective_stream")
 
 
 def _check_device(what: str, array: Any) -> None:
     if not _is_on_device(array):
         raise DeviceError(
-            f"{what}: {type(array).__name__} together with arrays of a GPU; nothing is copied "
-            "between it and the host silently. Use to_host() or fill_from_host()."
+            f"{what}: {type(array).__name__} together with arrays of a GPU; elements are never "
+            "copied between a GPU and the host silently. Use to_host() or fill_from_host()."
         )
 
 
 @_for(np.may_share_memory)
 @_for(np.shares_memory)
 def _may_share_memory(a: Any, b: Any, max_work: Any = None) -> bool:
-    """Compare the ranges of addresses; GPUs and the host have one space of them."""
+    """Tell whether address ranges overlap; GPUs and the host share one address space."""
     (low, high), (start, stop) = _bounds(a), _bounds(b)
     return low < stop and start < high
 

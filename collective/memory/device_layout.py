@@ -1,6 +1,6 @@
-"""Shapes and strides: what NumPy does with them, for arrays that it cannot hold.
+"""NumPy's rules for shapes and strides, for arrays that NumPy cannot hold.
 
-Strides are in bytes; ``shape`` and ``strides`` are of equal length.
+Strides are in bytes. ``shape`` and ``strides`` have equal length.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def c_strides(shape: Ints, itemsize: int) -> Ints:
 
 
 def is_contiguous(shape: Ints, strides: Ints, itemsize: int) -> bool:
-    """Tell whether the elements lie in C order without gaps; those of axes of length 1 do."""
+    """Tell whether elements lie in C order without gaps; an axis of length 1 has no gaps."""
     if 0 in shape:
         return True
     for length, stride in zip(reversed(shape), reversed(strides)):
@@ -50,7 +50,7 @@ def is_contiguous(shape: Ints, strides: Ints, itemsize: int) -> bool:
 
 
 def bounds(address: int, shape: Ints, strides: Ints, itemsize: int) -> tuple[int, int]:
-    """Return where the first byte is and where the last one ends, whatever lies between."""
+    """Return the address of the first byte, and the end of the last one; gaps are included."""
     if 0 in shape:
         return address, address
     low = high = address
@@ -63,30 +63,30 @@ def bounds(address: int, shape: Ints, strides: Ints, itemsize: int) -> tuple[int
 
 
 def resolved(shape: Sequence[int], size: int) -> Ints:
-    """Return a shape of ``size`` elements, with the one length that may be -1 worked out.
+    """Return a shape of ``size`` elements; compute the length that is -1, if there is one.
 
     Raises:
         ShapeError: there is no such shape.
     """
-    found = [operator.index(length) for length in shape]
-    if found.count(-1) == 1:
-        known = -math.prod(found)
+    lengths = [operator.index(length) for length in shape]
+    if lengths.count(-1) == 1:
+        known = -math.prod(lengths)
         if known and size % known == 0:
-            found[found.index(-1)] = size // known
-    if min(found, default=0) < 0 or math.prod(found) != size:
+            lengths[lengths.index(-1)] = size // known
+    if min(lengths, default=0) < 0 or math.prod(lengths) != size:
         raise ShapeError(f"reshape: {size} elements do not make the shape {tuple(shape)}.")
-    return tuple(found)
+    return tuple(lengths)
 
 
 def reshaped(shape: Ints, strides: Ints, new: Ints) -> Ints | None:
-    """Return the strides under which the same elements have the shape ``new``.
+    """Return the strides with which the same elements have the shape ``new``.
 
     Returns:
-        None where only a copy can have that shape.
+        The strides, or None if only a copy can have that shape.
     """
     if 0 in shape:
         return c_strides(new, 1)
-    # Runs of axes along which the elements are evenly spaced: [length, stride of the last].
+    # Runs of axes over which the elements are evenly spaced: [length, stride of the last axis].
     runs: list[list[int]] = []
     for length, stride in zip(shape, strides):
         if length == 1:
@@ -95,26 +95,26 @@ def reshaped(shape: Ints, strides: Ints, new: Ints) -> Ints | None:
             runs[-1] = [runs[-1][0] * length, stride]
         else:
             runs.append([length, stride])
-    found: list[int] = []
-    step = 1  # elements of the run, or of the axis of length 1, that are spoken for
+    new_strides: list[int] = []
+    step = 1  # elements of the current run that earlier axes of the new shape have taken
     for length in reversed(new):
         if runs and step == runs[-1][0] and length != 1:
             runs.pop()
             step = 1
         if length != 1 and (not runs or runs[-1][0] % (step * length)):
             return None
-        found.append(step * runs[-1][1] if runs else 0)
+        new_strides.append(step * runs[-1][1] if runs else 0)
         step *= length
-    return tuple(reversed(found))
+    return tuple(reversed(new_strides))
 
 
 def broadcast(shape: Ints, strides: Ints, new: Ints) -> Ints:
-    """Return the strides under which the elements are repeated to the shape ``new``.
+    """Return the strides with which the elements repeat to fill the shape ``new``.
 
     Raises:
-        ShapeError: they cannot be.
+        ShapeError: the elements cannot be broadcast to that shape.
     """
-    # Leading axes of length 1 that are too many count for nothing, as in an assignment.
+    # Ignore surplus leading axes of length 1, as NumPy does in an assignment.
     extra = max(len(shape) - len(new), 0)
     lead = max(len(new) - len(shape), 0)
     pairs = list(zip(shape[extra:], new[lead:]))
@@ -132,10 +132,10 @@ def indexed(key: Any, shape: Ints, strides: Ints) -> tuple[int, Ints, Ints]:
         key: an integer, a slice, an Ellipsis, or a tuple of them.
 
     Raises:
-        IndexError: it is out of range, or of another kind.
+        IndexError: an index is out of range, or of another kind.
     """
     keys = list(key) if isinstance(key, tuple) else [key]
-    dots = [n for n, each in enumerate(keys) if each is Ellipsis]
+    dots = [n for n, index in enumerate(keys) if index is Ellipsis]
     missing = len(shape) - len(keys) + len(dots[:1])
     if missing < 0 or len(dots) > 1:
         raise IndexError(f"array: too many indices for {len(shape)} dimensions: {key!r}.")
@@ -143,15 +143,15 @@ def indexed(key: Any, shape: Ints, strides: Ints) -> tuple[int, Ints, Ints]:
     keys[at : at + len(dots)] = [slice(None)] * missing
     offset = 0
     new_shape, new_strides = [], []
-    for axis, (each, length, stride) in enumerate(zip(keys, shape, strides)):
-        if isinstance(each, slice):
-            start, stop, step = each.indices(length)
+    for axis, (index, length, stride) in enumerate(zip(keys, shape, strides)):
+        if isinstance(index, slice):
+            start, stop, step = index.indices(length)
             count = len(range(start, stop, step))
             offset += start * stride if count else 0
             new_shape.append(count)
             new_strides.append(stride * step)
         else:
-            offset += stride * _position(each, axis, length)
+            offset += stride * _position(index, axis, length)
     return offset, tuple(new_shape), tuple(new_strides)
 
 
@@ -162,10 +162,10 @@ def _position(index: Any, axis: int, length: int) -> int:
         position = operator.index(index)
     except TypeError:
         raise IndexError(
-            f"array: index {index!r}; an array of a GPU takes integers, slices and an Ellipsis."
+            f"array: index {index!r}; a GPU array takes only integers, slices and an Ellipsis."
         ) from None
     if not -length <= position < length:
-        raise IndexError(f"array: index {position} of axis {axis}, whose length is {length}.")
+        raise IndexError(f"array: index {position} is outside axis {axis} of length {length}.")
     return position % length
 
 
@@ -185,10 +185,10 @@ def axes_moved(ndim: int, source: int | Iterable[int], destination: int | Iterab
 
 
 def _axes(ndim: int, axes: int | Iterable[int]) -> list[int]:
-    given = [axes] if isinstance(axes, int) else [operator.index(axis) for axis in axes]
-    if any(not -ndim <= axis < ndim for axis in given):
-        raise ShapeError(f"moveaxis: axes {given} of an array of {ndim} dimensions.")
-    found = [axis % ndim for axis in given]
-    if len(set(found)) != len(found):
-        raise ShapeError(f"moveaxis: axes {given} name one twice.")
-    return found
+    indices = [axes] if isinstance(axes, int) else [operator.index(axis) for axis in axes]
+    if any(not -ndim <= axis < ndim for axis in indices):
+        raise ShapeError(f"moveaxis: axes {indices} of an array of {ndim} dimensions.")
+    positive = [axis % ndim for axis in indices]
+    if len(set(positive)) != len(positive):
+        raise ShapeError(f"moveaxis: axes {indices} name an axis twice.")
+    return positive

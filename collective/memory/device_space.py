@@ -1,4 +1,4 @@
-"""What copies and loans need to know of an array of a GPU, and of whoever allocates its memory."""
+"""Protocols of GPU arrays and of their allocators, for copies and loans."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Ints = tuple[int, ...]
 
 
 class DeviceElements(Protocol):
-    """Elements in the memory of a GPU: a :class:`~.device_array.DeviceArray`, from below it."""
+    """Protocol of a :class:`~.device_array.DeviceArray`, for modules that cannot import it."""
 
     address: int
     shape: Ints
@@ -48,7 +48,7 @@ class DeviceElements(Protocol):
         ...
 
     def broadcast_to(self, shape: Ints) -> DeviceElements:
-        """Return a view of that shape, with strides of 0."""
+        """Return a view of that shape, in which repeated elements have strides of 0."""
         ...
 
     def copy(self) -> DeviceElements:
@@ -56,7 +56,7 @@ class DeviceElements(Protocol):
         ...
 
     def reshape(self, *shape: Any) -> DeviceElements:
-        """Return the elements in another shape, a view where that can be."""
+        """Return the elements in another shape, as a view where possible."""
         ...
 
     def transpose(self, order: Ints) -> DeviceElements:
@@ -65,16 +65,16 @@ class DeviceElements(Protocol):
 
 
 class Space(Protocol):
-    """Who allocates a framework's memory of GPUs, and copies what has gaps in it."""
+    """Allocator of a framework's GPU memory, which also copies arrays with gaps."""
 
     def empty(self, nbytes: int, device: Device, stream: Stream) -> tuple[int, Any]:
-        """Return the address of new memory for use on ``stream``, and what keeps it alive."""
+        """Return the address of new memory for use on ``stream``, and the memory's owner."""
         ...
 
     def assign(self, dst: DeviceElements, src: DeviceElements) -> None:
         """Enqueue a copy of elements on ``dst.effective_stream``.
 
-        The arrays are of one shape, dtype and device; they do not overlap; ``src`` may have
-        strides of 0, ``dst`` has not.
+        Both arrays have the same shape, dtype and device, and do not overlap. ``src`` may have
+        strides of 0, but ``dst`` has none.
         """
         ...

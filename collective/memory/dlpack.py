@@ -1,10 +1,10 @@
-"""DLPack, the protocol by which frameworks lend each other arrays, for arrays of GPUs.
+"""DLPack, the protocol by which frameworks lend each other arrays, for arrays on GPUs.
 
-NumPy speaks it for the CPU; for GPUs the capsules are read here, and made of NumPy's. What is
-lent is a C structure in a capsule: the taker renames the capsule, and calls the structure's
-deleter when it needs the memory no more.
+NumPy supports DLPack for the CPU. For GPUs, this module reads capsules itself, and makes capsules
+by changing those of NumPy. A capsule holds a C structure that describes the lent array. The taker
+renames the capsule, and calls the structure's deleter when it no longer needs the memory.
 
-Source: dmlc/dlpack, include/dlpack/dlpack.h, versions 0.8 and 1.1; the Python side is in the
+Source: dmlc/dlpack, include/dlpack/dlpack.h, versions 0.8 and 1.1. The Python side is in the
 array API standard, under ``__dlpack__``.
 """
 
@@ -28,23 +28,24 @@ if TYPE_CHECKING:
 
 __all__ = ["CPU", "CUDA", "CUDA_HOST", "CUDA_MANAGED", "Lent", "borrow", "export", "lend", "take"]
 
-# DLDeviceType. What is managed moves between host and GPU by itself; it is taken as the GPU's.
+# Values of DLDeviceType. Managed memory moves between host and GPU by itself; this package treats
+# it as GPU memory.
 CPU, CUDA, CUDA_HOST, CUDA_MANAGED = 1, 2, 3, 13
-#: The number of the legacy default stream; 2 is the one per thread.
+#: Number of the legacy default stream in the protocol; 2 is the default stream of a thread.
 LEGACY = 1
 _READ_ONLY, _IS_COPIED = 1, 2
 _VERSION = (1, 1)
 
-# Whether capsules of version 1 can be made: NumPy 2.1 brought them.
+# Whether NumPy can make capsules of version 1: NumPy 2.1 is the first that can.
 _SPEAKS_1 = np.lib.NumpyVersion(np.__version__) >= "2.1.0.dev0"
 
-# DLDataTypeCode, by our kind or, where that does not tell, by our name.
+# Values of DLDataTypeCode, by DType.kind, or by DType.name for the types whose kind is ambiguous.
 _CODES = {"i": 0, "u": 1, "f": 2, "c": 5, "b": 6}
 _CODES |= {"bfloat16": 4, "float8_e4m3fn": 10, "float8_e5m2": 12}
 
 
 class _Tensor(Structure):
-    """DLTensor, with DLDevice and DLDataType spelled out."""
+    """DLTensor, with the fields of DLDevice and DLDataType inline."""
 
     _fields_ = [
         ("data", c_void_p),
@@ -61,7 +62,7 @@ class _Tensor(Structure):
 
 
 class _Managed(Structure):
-    """DLManagedTensor, before version 1."""
+    """DLManagedTensor, the structure before version 1."""
 
     _fields_ = [("tensor", _Tensor), ("context", c_void_p), ("deleter", c_void_p)]
     name = b"dltensor"
@@ -69,7 +70,7 @@ class _Managed(Structure):
 
 
 class _Versioned(Structure):
-    """DLManagedTensorVersioned."""
+    """DLManagedTensorVersioned, the structure from version 1 on."""
 
     _fields_ = [
         ("major", ctypes.c_uint32),
@@ -84,8 +85,9 @@ class _Versioned(Structure):
 
 
 def _c(name: str, result: Any, *arguments: Any) -> Any:
-    """Return a function of Python's own C API; it keeps the GIL."""
-    # A function object of our own: attributes of pythonapi are shared with everybody.
+    """Return a function of Python's C API, which runs with the GIL held."""
+    # Make a new function object: the attributes of ctypes.pythonapi are shared with other modules,
+    # which may set other argument types.
     return ctypes.PYFUNCTYPE(result, *arguments)((name, ctypes.pythonapi))
 
 
@@ -99,13 +101,14 @@ _Deleter = ctypes.PYFUNCTYPE(None, c_void_p)
 
 
 class Borrowed:
-    """Memory of somebody else's, given back when this is dropped."""
+    """Memory borrowed from a framework, given back when this object is dropped."""
 
     __slots__ = ("_address", "_deleter")
 
     def __init__(self, address: int, deleter: int | None) -> None:
         self._address = address
-        # With the GIL, as when a capsule is freed: not every deleter takes it by itself.
+        # Call the deleter with the GIL held, as Python does when it frees a capsule: not every
+        # deleter takes the GIL by itself.
         self._deleter = _Deleter(deleter) if deleter else None
 
     def __del__(self) -> None:
@@ -114,13 +117,13 @@ class Borrowed:
 
 
 class Lent(NamedTuple):
-    """What a capsule held.
+    """Contents of a capsule: a lent array.
 
     Attributes:
-        address: of the first element.
-        strides: in bytes.
-        device: type and number, as DLPack counts them.
-        owner: keeps the memory alive.
+        address: address of the first element.
+        strides: strides in bytes.
+        device: device type and number, as in DLPack.
+        owner: object that keeps the memory alive.
     """
 
     address: int
@@ -133,11 +136,12 @@ class Lent(NamedTuple):
 
 
 def take(capsule: Any) -> Lent:
-    """Take what a capsule holds, on whatever device; the capsule is used up.
+    """Take the array out of a capsule, on any device; the capsule is used up then.
 
     Raises:
-        InvalidArgumentError: it is no DLPack capsule, of a later major version, or used.
-        DtypeError: its elements cannot travel.
+        InvalidArgumentError: the object is no DLPack capsule, or a used one, or one of a later
+            major version.
+        DtypeError: transports do not support the element type.
     """
     for kind in (_Versioned, _Managed):
         if _is_capsule(id(capsule), kind.name):
@@ -161,7 +165,7 @@ def take(capsule: Any) -> Lent:
         strides = tuple(s * dtype.itemsize for s in tensor.strides[: tensor.ndim])
     else:
         strides = device_layout.c_strides(shape, dtype.itemsize)
-    # From here on the memory is ours to give back.
+    # From here on this package must give the memory back.
     _rename(capsule, kind.used)
     return Lent(
         (tensor.data or 0) + tensor.byte_offset,
@@ -175,14 +179,16 @@ def take(capsule: Any) -> Lent:
 
 
 def borrow(x: Any) -> Lent:
-    """Return what an array of a framework that speaks DLPack lends, where it is.
+    """Borrow an array from a framework that supports DLPack, without copying it.
 
-    On a GPU it is used on the legacy default stream, which is told to the framework; it makes
-    that stream wait for what it has enqueued on others. The other way round there is no such
-    thing: what uses the array afterwards must be on a stream that waits for that one.
+    An array on a GPU is used on the legacy default stream. This function names that stream to the
+    framework, which makes the stream wait for its work on other streams. The protocol has nothing
+    for the other direction. So later work on the array must be on a stream that waits for the
+    legacy default stream.
 
     Raises:
-        DtypeError, InvalidArgumentError: it cannot be lent, or its elements cannot travel.
+        DtypeError, InvalidArgumentError: the framework does not lend the array, or transports do
+            not support its element type.
     """
     try:
         try:
@@ -197,7 +203,7 @@ def borrow(x: Any) -> Lent:
 
 
 def _type_of(dtype: DType) -> tuple[int, int]:
-    """Return DLPack's code and number of bits."""
+    """Return the DLPack type code and number of bits of a dtype."""
     return _CODES[dtype.name if dtype.name in _CODES else dtype.kind], 8 * dtype.itemsize
 
 
@@ -205,13 +211,13 @@ _TYPES = {_type_of(dtype): dtype for dtype in BY_NAME.values()}
 
 
 def _dtype(tensor: _Tensor) -> DType:
-    found = _TYPES.get((tensor.code, tensor.bits))
-    if found is None or tensor.lanes != 1:
+    dtype = _TYPES.get((tensor.code, tensor.bits))
+    if dtype is None or tensor.lanes != 1:
         raise DtypeError(
             f"dlpack: elements of code {tensor.code}, {tensor.bits} bits and {tensor.lanes} "
             f"lanes cannot travel; one of {', '.join(BY_NAME)}. Convert them."
         )
-    return found
+    return dtype
 
 
 # -- lending -------------------------------------------------------------------------------
@@ -226,22 +232,22 @@ def export(
     copy: bool | None = None,
     dtype: DType | None = None,
 ) -> Any:
-    """Return a capsule that lends ``array``: what its ``__dlpack__`` returns.
+    """Return a capsule that lends ``array``, the result of its ``__dlpack__``.
 
     Args:
-        array: what is lent; it lives until the taker has called the deleter.
-        stream: where the taker uses it, as the standard numbers them: that stream is made to
-            wait for what is enqueued on the array's. −1 for no waiting.
-        max_version: the newest version that the taker reads.
-        dl_device: where the taker wants it.
-        copy: True for a copy, False for none.
-        dtype: the element type, where NumPy has no name for it.
+        array: the array to lend; it stays alive until the taker has called the deleter.
+        stream: number, as in the standard, of the stream on which the taker uses the array. The
+            taker's stream waits for the work on the array's stream; −1 for no waiting.
+        max_version: the newest version that the taker can read.
+        dl_device: the device on which the taker wants the array.
+        copy: True to lend a copy, False to forbid a copy.
+        dtype: the element type, if NumPy has no name for it.
 
     Raises:
-        BufferError: as the standard wants it, for what cannot be done: memory that is
-            read-only for a taker that does not know the flag, strides that are no whole
-            elements, another device.
-        InvalidArgumentError: ``stream`` is no stream.
+        BufferError: the request is not possible; the standard demands this class. The memory may be
+            read-only and the taker not support the flag. Strides may not be whole elements. Or the
+            taker may want another device.
+        InvalidArgumentError: ``stream`` is no valid stream number.
     """
     if dl_device is not None and tuple(map(int, dl_device)) != device_of(array):
         raise BufferError(
@@ -257,7 +263,7 @@ def export(
         array = array.copy()
     if not array.writeable and not versioned:
         raise BufferError(
-            "dlpack: the array is read-only, which versions before 1 cannot say. Pass "
+            "dlpack: the array is read-only, which versions before 1 cannot express. Pass "
             "max_version=(1, 0), or copy=True."
         )
     if taker is not None:
@@ -278,21 +284,21 @@ def export(
 
 
 def device_of(array: DeviceElements) -> tuple[int, int]:
-    """Return what the array's ``__dlpack_device__`` returns."""
+    """Return the device of ``array``, as its ``__dlpack_device__`` does."""
     return CUDA, array.device.ordinal
 
 
 def _stream(array: DeviceElements, number: Any) -> Stream:
     if isinstance(number, bool) or not isinstance(number, int) or number < 1:
         raise InvalidArgumentError(
-            f"dlpack: stream {number!r}; −1 for no waiting, 1 or None for the legacy default "
-            "stream, 2 for the one per thread, or a handle. 0 says nothing."
+            f"dlpack: stream {number!r} is not valid; allowed are −1 for no waiting, 1 or None for "
+            "the legacy default stream, 2 for the per-thread one, or a handle. 0 is ambiguous."
         )
     return array.device.stream(0 if number == LEGACY else number)
 
 
 class _Shell:
-    """Gives an array of NumPy's its address and layout, and keeps what owns the memory."""
+    """Source of the address and layout of a NumPy array, which also keeps the memory's owner."""
 
     __slots__ = ("__array_interface__", "owner")
 
@@ -311,14 +317,15 @@ class _Shell:
 def lend(lent: Lent, flags: int | None) -> Any:
     """Return a new capsule.
 
-    It is NumPy's: its deleter is C, which may run with an exception under way, in threads that
-    are not Python's, and when the interpreter has ended. NumPy reads nothing of the memory;
-    where that is and what it holds is put right in the structure.
+    NumPy makes the capsule, because its deleter is C code. Such a deleter may run while an
+    exception is being handled, in threads that Python did not make, and after the interpreter has
+    ended. NumPy does not read the memory. This function then writes the true address, device and
+    element type into the structure.
 
     Args:
-        lent: what is lent; its owner is kept until the taker has called the deleter.
-        flags: of version 1; None makes a capsule of the versions before, as does a NumPy
-            older than 2.1.
+        lent: the array to lend; its owner stays alive until the taker has called the deleter.
+        flags: flags of version 1. With None, or with a NumPy older than 2.1, the capsule is of the
+            version before.
     """
     array: Any = np.asarray(_Shell(lent))
     versioned = flags is not None and _SPEAKS_1

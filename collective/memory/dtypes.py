@@ -1,8 +1,8 @@
-"""Element types as they travel: a name, a size, and the NumPy type of the same bits.
+"""Element types of messages: a name, a size, and the NumPy type of the same bits.
 
-NumPy has no bfloat16 and no types of eight bits: their bits are held as unsigned integers.
-bfloat16 is folded by :mod:`collective.algorithms.arithmetic`, the 8-bit types by GPUs alone. Names
-are NumPy's, and ml_dtypes' for those.
+NumPy has no bfloat16 and no floating-point types of eight bits. Their bits are stored as unsigned
+integers. :mod:`collective.algorithms.arithmetic` folds bfloat16; only GPUs fold the 8-bit types.
+The names are NumPy's, or those of ml_dtypes for the types that NumPy lacks.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ __all__ = ["BY_CODE", "BY_NAME", "FOREIGN", "DType", "from_numpy", "named"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DType:
-    """An element type. There is one object a type, so ``is`` compares them.
+    """Element type. Each type has a single object, so ``is`` compares types.
 
     Attributes:
         name: ``"float32"``, ``"bfloat16"``, …
-        storage: the NumPy dtype whose bits an array of this type is held in.
+        storage: the NumPy dtype of the arrays that store elements of this type.
         kind: ``"b"`` boolean, ``"i"`` signed, ``"u"`` unsigned, ``"f"`` floating,
             ``"c"`` complex.
         code: a small number, the same on every rank.
@@ -36,14 +36,14 @@ class DType:
 
     @property
     def itemsize(self) -> int:
-        """Bytes an element."""
+        """Size of an element in bytes."""
         return self.storage.itemsize
 
     def __str__(self) -> str:
         return self.name
 
 
-# New types go to the end: the position is the code on the wire.
+# Append new types at the end: the position of a type is its code on the wire.
 _NATIVE = (
     "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 "
     "float16 float32 float64 complex64 complex128"
@@ -52,7 +52,7 @@ BY_NAME: dict[str, DType] = {
     name: DType(name, np.dtype(name), np.dtype(name).kind, code)
     for code, name in enumerate(_NATIVE)
 }
-#: The types that NumPy lacks, and what their bits are held in.
+#: The types that NumPy lacks, each with the NumPy dtype that stores its bits.
 FOREIGN = {"bfloat16": "uint16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8"}
 for _name, _storage in FOREIGN.items():
     BY_NAME[_name] = DType(_name, np.dtype(_storage), "f", len(BY_NAME))
@@ -66,7 +66,7 @@ def named(name: str) -> DType:
     """Return the type called ``name``.
 
     Raises:
-        DtypeError: there is none; the text lists them.
+        DtypeError: there is no such type; the text lists the types.
     """
     try:
         return BY_NAME[name]
@@ -80,12 +80,12 @@ def from_numpy(dtype: np.dtype[Any]) -> DType:
     Raises:
         DtypeError: strings, objects, records, dates and foreign byte orders cannot travel.
     """
-    found = BY_NUMPY.get(dtype)
-    if found is None:
+    element_type = BY_NUMPY.get(dtype)
+    if element_type is None:
         if dtype.name not in FOREIGN:
             raise DtypeError(
                 f"dtype: {dtype} cannot travel; one of {', '.join(BY_NAME)}. "
                 "Convert with x.astype(...), or send it as an object."
             )
-        found = BY_NUMPY[dtype] = BY_NAME[dtype.name]
-    return found
+        element_type = BY_NUMPY[dtype] = BY_NAME[dtype.name]
+    return element_type

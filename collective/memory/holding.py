@@ -12,26 +12,25 @@ __all__ = ["hold"]
 
 
 def hold(arrays: Iterable[Any]) -> list[Any]:
-    """Return what keeps the memory of arrays where it is for as long as the list lives.
+    """Return a list of references that keep the memory of ``arrays`` in place while it exists.
 
-    NumPy's ``resize`` refuses an array that a weak reference refers to, also with
-    ``refcheck=False``, where it minds no view and no buffer. A PyTorch tensor that is given other
-    memory leaves its old memory to whoever has the storage.
+    NumPy's ``resize`` refuses an array that has a weak reference. This holds even with
+    ``refcheck=False``, where ``resize`` ignores views and buffers. A PyTorch tensor can get other
+    memory at any time, but the old memory lives on while an object refers to the old storage.
 
     Args:
-        arrays: arrays, nested lists, tuples and dicts of arrays, and anything else, which is not
-            held.
+        arrays: arrays, and nested lists, tuples and dicts of arrays; all other objects are ignored.
     """
     held: list[Any] = []
-    for each in arrays:
-        if isinstance(each, np.ndarray):
-            while isinstance(each.base, np.ndarray):
-                each = each.base
-            held.append(weakref.ref(each))
-        elif isinstance(each, (list, tuple)):
-            held.extend(hold(each))
-        elif isinstance(each, dict):
-            held.extend(hold(each.values()))
-        elif hasattr(each, "untyped_storage"):
-            held.append(each.untyped_storage())
+    for item in arrays:
+        if isinstance(item, np.ndarray):
+            while isinstance(item.base, np.ndarray):
+                item = item.base
+            held.append(weakref.ref(item))
+        elif isinstance(item, (list, tuple)):
+            held.extend(hold(item))
+        elif isinstance(item, dict):
+            held.extend(hold(item.values()))
+        elif hasattr(item, "untyped_storage"):
+            held.append(item.untyped_storage())
     return held

@@ -16,7 +16,7 @@ def is_tree(x: Any) -> bool:
 
 
 def flatten(tree: Any) -> list[Any]:
-    """Return the leaves, dicts in the order of their keys' text.
+    """Return the leaves; those of a dict are in the order of the text of their keys.
 
     Raises:
         InvalidArgumentError: a dict's keys cannot be sorted.
@@ -38,7 +38,7 @@ def _walk(tree: Any, visit: Callable[[Any], Any]) -> None:
 
 
 def rebuild(tree: Any, leaves: Iterator[Any]) -> Any:
-    """Return a container like ``tree`` with ``leaves`` in the places of its own."""
+    """Return a container like ``tree``, with ``leaves`` in the places of the leaves of ``tree``."""
     if isinstance(tree, dict):
         built = {key: rebuild(tree[key], leaves) for key in _keys(tree)}
         return {key: built[key] for key in tree}
@@ -51,7 +51,7 @@ def rebuild(tree: Any, leaves: Iterator[Any]) -> Any:
 
 
 def skeleton(tree: Any) -> Any:
-    """Return the nesting alone, as JSON can hold it: what ranks must agree on."""
+    """Return only the nesting, in a form for JSON; all ranks must have the same."""
     if isinstance(tree, dict):
         return {str(key): skeleton(tree[key]) for key in _keys(tree)}
     if isinstance(tree, (list, tuple)):
@@ -67,5 +67,5 @@ def _keys(tree: dict[Any, Any]) -> list[Any]:
             f"structure: the keys {list(tree)[:4]} cannot be sorted, so ranks could not agree "
             "on their order; use strings."
         ) from None
-    # By their text (10 before 2): a skeleton from another rank has nothing else.
+    # Sort keys by their text (10 before 2): a skeleton from another rank has only the texts.
     return sorted(keys, key=str)

@@ -22,7 +22,7 @@ _DTYPES = {
 
 
 class _Numbers(Adapter):
-    """``bool``, ``int`` of 64 bits, ``float`` and ``complex``; what is joined is a list of them."""
+    """Adapter of ``bool``, ``int`` of 64 bits, ``float`` and ``complex``; gathers return lists."""
 
     name = "number"
 
@@ -40,11 +40,11 @@ class _Numbers(Adapter):
         return array.tolist()
 
 
-#: The adapter of Python's numbers. :func:`~collective.memory.arrays.adapter_of` does not know it:
-#: where a number has no obvious meaning it is no array.
+#: The adapter of Python's numbers. :func:`~collective.memory.arrays.adapter_of` does not return it:
+#: in calls where a number has no obvious meaning, a number does not count as an array.
 NUMBERS = _Numbers()
 
 
 def is_number(x: Any) -> bool:
-    """Tell whether ``x`` is one of Python's numbers, and of no subclass (an enumeration's, say)."""
+    """Tell whether ``x`` is one of Python's numbers, and not of a subclass such as an IntEnum."""
     return type(x) in _DTYPES

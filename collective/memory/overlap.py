@@ -1,4 +1,4 @@
-"""Whether elements of arrays share memory: of one array with strides, or of several."""
+"""Detection of shared memory between elements of one strided array, or of several arrays."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from .arrays import adapter_of
 
 __all__ = ["call_in_place", "find_overlap", "shares_memory", "writable_arrays"]
 
-# Steps that NumPy may take to decide whether two arrays of many odd strides share an element. Plain
-# slices take a handful.
+# Maximum number of steps by which NumPy may decide whether two arrays with many unusual strides
+# share an element. Plain slices take a handful of steps.
 _MOST_WORK: Any = 1_000_000
 _TooHardError = getattr(np, "exceptions", np).TooHardError  # NumPy 1.24 has it at the top
 
 
 def writable_arrays(out: Any) -> list[Any]:
-    """Return views of the leaves of ``out``, an array or a structure, for writing to.
+    """Return writable views of the leaves of ``out``, an array or a structure.
 
     Raises:
         InvalidArgumentError: a leaf is no array, or is read-only.
@@ -29,7 +29,7 @@ def writable_arrays(out: Any) -> list[Any]:
 
 
 def shares_memory(array: Any, out: Any) -> bool:
-    """Return whether writing to ``out``, an array or a structure, may change ``array``."""
+    """Tell whether writing to ``out``, an array or a structure, may change ``array``."""
     return any(np.may_share_memory(array, leaf) for leaf in writable_arrays(out))
 
 
@@ -39,10 +39,10 @@ def find_overlap(arrays: Sequence[Any]) -> tuple[int, int] | None:
     The answer is exact for slices: the even and the odd elements of one array do not overlap.
 
     Args:
-        arrays: arrays of NumPy, or of one GPU.
+        arrays: NumPy arrays, or arrays on one GPU.
 
     Returns:
-        Twice the same index where elements of one array share memory.
+        The two indices. They are equal if elements of a single array share memory.
     """
     spans = []
     for index, array in enumerate(arrays):
@@ -59,7 +59,7 @@ def find_overlap(arrays: Sequence[Any]) -> tuple[int, int] | None:
     spans.sort(key=lambda span: span[:3])
     reaching: list[tuple[int, int, Any]] = []
     for low, high, index, array in spans:
-        reaching = [each for each in reaching if each[0] > low]
+        reaching = [entry for entry in reaching if entry[0] > low]
         for _, other, before in reaching:
             if _share(before, array):
                 return min(other, index), max(other, index)
@@ -70,16 +70,17 @@ def find_overlap(arrays: Sequence[Any]) -> tuple[int, int] | None:
 def call_in_place(call: Callable[..., list[Any]], arrays: list[Any]) -> None:
     """Make a call whose results go to ``arrays``, some of which may share memory.
 
-    A communicator refuses such an ``out``. A model may well have a parameter under two names, or a
-    buffer that is a part of another one; the later one in the list wins.
+    A communicator refuses an ``out`` whose arrays share memory. But a model may have a parameter
+    under two names, or a buffer that is a part of another one. Then the array that is later in the
+    list determines the values.
 
     Args:
-        call: takes ``out=``, or returns new arrays.
-        arrays: where the results go.
+        call: function that takes ``out=``, or returns new arrays without it.
+        arrays: arrays for the results.
     """
     views = writable_arrays(arrays)
     pair = find_overlap(views)
-    if pair is None or pair[0] == pair[1]:  # of an expanded array the call says what is wrong
+    if pair is None or pair[0] == pair[1]:  # an expanded array: let the call raise its error
         call(out=arrays)
         return
     for view, result in zip(views, call()):
@@ -90,11 +91,11 @@ def _share(a: Any, b: Any) -> bool:
     try:
         return bool(np.shares_memory(a, b, max_work=_MOST_WORK))
     except _TooHardError:
-        return True  # nobody knows, and a wrong "no" would cost a result
+        return True  # undecided, and a wrong "no" would destroy a result
 
 
 def _described(array: Any) -> Any:
-    """Return NumPy's view of an array of a GPU: to compare addresses, never to be read."""
+    """Return a NumPy array with the layout of a GPU array, to compare addresses; never read it."""
     interface = {
         "version": 3,
         "data": (array.address, False),
@@ -113,10 +114,10 @@ def _overlaps_itself(array: Any) -> bool:
             break
         extent += stride * (length - 1)
     else:
-        return False  # every axis steps over all that the axes before it span
+        return False  # each axis steps over the whole extent of the axes before it
     if axes[0][0] == 0:
         return True
-    # Strides that interlock, of as_strided() alone: compare where the elements begin.
+    # The strides interlock, which only as_strided() can make: compare the starts of all elements.
     starts = np.zeros(1, np.int64)
     for stride, length in axes:
         starts = np.add.outer(starts, stride * np.arange(length)).ravel()

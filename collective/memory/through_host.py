@@ -1,8 +1,8 @@
-"""Arrays of GPUs on their way through host memory.
+"""Calls on GPU arrays through host memory.
 
-For transports that reach the CPU only, and for operations that a transport lacks on the GPU:
-the array is copied to page-locked memory, the call is made on that, and the result is copied
-to the GPU, in memory of the caller's framework. The host waits for both copies.
+This is for transports that only reach the CPU, and for operations that a transport lacks on the
+GPU. The array is copied to page-locked memory, and the call works on the copy. Then the result is
+copied to the GPU, into memory of the caller's framework. The host waits for both copies.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ Array = np.ndarray[Any, Any]
 
 
 class Staged(Adapter):
-    """Makes arrays on a GPU of results in host memory.
+    """Adapter that turns results in host memory into arrays on a GPU.
 
     Args:
-        adapter: the framework's.
-        device: where the results go; an attribute, too.
+        adapter: adapter of the caller's framework.
+        device: the GPU for the results; also an attribute.
     """
 
     name = "staged"
@@ -40,6 +40,6 @@ class Staged(Adapter):
         return self._adapter.unchanged(x)
 
     def wrap(self, array: Array, dtype: DType) -> Any:
-        made: Any = self._adapter.empty(array.shape, dtype, self.device)
-        made.fill_from_host(array)
-        return self._adapter.wrap(made, dtype)
+        result: Any = self._adapter.empty(array.shape, dtype, self.device)
+        result.fill_from_host(array)
+        return self._adapter.wrap(result, dtype)

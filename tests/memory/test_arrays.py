@@ -292,7 +292,7 @@ def test_dlpack_of_a_module_that_is_gone():
 @pytest.mark.parametrize("thing", [1, 1.5, "text", None, [1.0], object(), {"a": 1}])
 def test_what_is_no_array_is_refused(thing):
     assert not is_array(thing)
-    with pytest.raises(InvalidArgumentError, match="is none; pass a NumPy array"):
+    with pytest.raises(InvalidArgumentError, match="is no array; pass a NumPy array"):
         adapter_of(thing)
 
 

@@ -64,7 +64,7 @@ def test_arrays_of_other_kinds_are_refused() -> None:
 
 
 def test_a_link_is_no_array() -> None:
-    with pytest.raises(InvalidArgumentError, match="Linear is none"):
+    with pytest.raises(InvalidArgumentError, match="Linear is no array"):
         adapter_of(L.Linear(2, 2))
 
 
