@@ -1,8 +1,8 @@
-"""GPUs through CUDA's driver: devices, streams, events, copies and memory.
+"""GPUs through the CUDA driver: devices, streams, events, copies and memory.
 
-An address is an int, of a GPU's memory or the host's alike: CUDA tells them apart. Work is
-enqueued on a stream and done later, in the stream's order; what another stream or the host
-does with it has to wait for an event. Nothing here is loaded before it is used.
+An address is an int, for GPU memory and for host memory: CUDA tells them apart. Work is
+enqueued on a stream and done later, in the stream's order. Another stream or the host has to wait
+for an event before it uses the result. The driver is loaded with the first use.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = [
     "pinned",
 ]
 
-# CUpointer_attribute, and CUmemorytype
+# Values of CUpointer_attribute, then of CUmemorytype.
 _MEMORY_TYPE, _DEVICE_ORDINAL = 2, 9
 _ON_DEVICE = 2
 
@@ -45,7 +45,7 @@ driver = library.load
 
 
 def device_count() -> int:
-    """Return how many GPUs this process may use, 0 where there is no driver."""
+    """Return the number of GPUs that this process may use; 0 without a driver."""
     try:
         loaded = driver()
     except BackendUnavailableError:
@@ -58,15 +58,15 @@ def device(ordinal: int) -> Device:
 
     Raises:
         DeviceError: this process has no such GPU.
-        BackendUnavailableError: it has no driver.
+        BackendUnavailableError: there is no driver.
     """
-    found = _devices.get(ordinal)
-    if found is None:
+    known = _devices.get(ordinal)
+    if known is None:
         with _devices_lock:
-            found = _devices.get(ordinal)
-            if found is None:
-                found = _devices[ordinal] = _device(driver(), ordinal)
-    return found
+            known = _devices.get(ordinal)
+            if known is None:
+                known = _devices[ordinal] = _device(driver(), ordinal)
+    return known
 
 
 _devices: dict[int, Device] = {}
@@ -84,8 +84,8 @@ def _device(loaded: Driver, ordinal: int) -> Device:
     if not 0 <= ordinal < count:
         seen = f"cuda:0 to cuda:{count - 1}" if count > 1 else "cuda:0" if count else "none"
         raise DeviceError(
-            f"cuda:{ordinal}: this process sees {seen}. Choose one of them, or show it more by "
-            "CUDA_VISIBLE_DEVICES."
+            f"cuda:{ordinal}: this process sees {seen}. Choose one of them, or set "
+            "CUDA_VISIBLE_DEVICES so that the process sees more GPUs."
         )
     return Device(loaded, ordinal)
 
@@ -94,17 +94,17 @@ class _Forced(threading.local):
     stream: Stream | None = None
 
 
-#: ``forced.stream`` is what this thread works on instead of arrays' own streams, or None.
+#: ``forced.stream`` is the stream that this thread uses instead of arrays' own streams, or None.
 forced = _Forced()
 
 
 def effective_stream(stream: Stream) -> Stream:
-    """Return the stream that this thread works on instead of ``stream``, or ``stream``."""
+    """Return the stream of :class:`on` in this thread; ``stream`` outside of it."""
     return forced.stream or stream
 
 
 class on:  # a with statement reads it as a verb
-    """Put all work of this thread's device arrays on ``stream``, for a ``with`` body."""
+    """Context manager that puts all work of this thread's device arrays on ``stream``."""
 
     __slots__ = ("_before", "_stream")
 
@@ -121,7 +121,7 @@ class on:  # a with statement reads it as a verb
 
 
 def copy(dst: int, src: int, nbytes: int, stream: Stream) -> None:
-    """Enqueue a copy between two addresses, of any GPU or of pinned host memory."""
+    """Enqueue a copy between two addresses, in memory of any GPU or in pinned host memory."""
     if nbytes:
         stream.copy(dst, src, nbytes)
 
@@ -132,8 +132,8 @@ def copy_2d(
     """Enqueue a copy of ``rows`` rows of ``width`` bytes.
 
     Args:
-        dst_pitch, src_pitch: bytes from one row's start to the next one's, from ``width`` to
-            the device's ``max_pitch``.
+        dst_pitch, src_pitch: bytes from the start of a row to the start of the next row, at least
+            ``width`` and at most the device's ``max_pitch``.
     """
     if not width or not rows:
         return
@@ -148,20 +148,21 @@ def copy_2d(
 
 
 def owner_of(address: int) -> int | None:
-    """Return the ordinal of the GPU whose memory it is, None for memory of the host."""
+    """Return the ordinal of the GPU that has the address; None for host memory."""
     loaded = driver()
     kind, ordinal = c_int(), c_int()
     code = _ask(loaded, kind, _MEMORY_TYPE, address)
     if code == INVALID_VALUE or (not code and kind.value != _ON_DEVICE):
-        return None  # the driver knows nothing of it, or has only pinned it
+        return None  # ordinary host memory, or pinned host memory
     loaded.check(code or _ask(loaded, ordinal, _DEVICE_ORDINAL, address), "owner of an address")
     return ordinal.value
 
 
 def owner_of_stream(handle: int) -> int | None:
-    """Return the ordinal of the GPU whose stream it is.
+    """Return the ordinal of the GPU that has the stream.
 
-    None for a default stream, which the current context's GPU has, where no context is current.
+    A default stream belongs to the GPU of the current context. If no context is current, return
+    None for it.
     """
     loaded = driver()
     context, number = c_void_p(), c_int()
@@ -189,11 +190,12 @@ def _ask(loaded: Driver, answer: c_int, attribute: int, address: int) -> int:
 
 
 class Memory:
-    """A GPU's memory, made by :func:`allocate` and freed in its stream's order when dropped.
+    """Memory of a GPU, made by :func:`allocate`. When dropped, it is freed in its stream's order.
 
     Attributes:
-        address, nbytes: where and how much.
-        stream: on which it was allocated.
+        address: address of the memory.
+        nbytes: size in bytes.
+        stream: stream on which the memory was allocated.
     """
 
     __slots__ = ("__weakref__", "_others", "address", "nbytes", "stream")
@@ -205,12 +207,12 @@ class Memory:
         self._others: set[Stream] = set()
 
     def used_on(self, stream: Stream) -> None:
-        """Have it freed only after what will be on ``stream`` by then, too."""
+        """Delay freeing until the work that is on ``stream`` at that time is done, too."""
         if stream != self.stream:
             self._others.add(stream)
 
     def __del__(self) -> None:
-        # At exit the driver may be gone already, and a fork's child must not touch it.
+        # At exit the driver may be gone already. A forked child must not use the driver.
         with contextlib.suppress(Exception):
             if self.address:
                 self._free()
@@ -234,20 +236,20 @@ class Memory:
 def allocate(device: Device, nbytes: int, stream: Stream) -> Memory:
     """Return uninitialised memory of ``device``, for use in ``stream``'s order.
 
-    Other streams may use it after an event of ``stream``; say so by ``used_on``. Zero bytes
-    have the address 0.
+    Other streams may use the memory after an event of ``stream``; the caller must name them with
+    ``used_on``. Memory of zero bytes has the address 0.
 
     Raises:
-        AllocationError: the GPU has not that much.
+        AllocationError: the GPU has too little memory.
     """
     if not nbytes:
         return Memory(0, 0, stream)
-    found, loaded = c_void_p(), device.driver
+    address, loaded = c_void_p(), device.driver
     with device.active():
         if device.has_pools:
-            code = loaded.cuMemAllocAsync(found, nbytes, stream.handle)
+            code = loaded.cuMemAllocAsync(address, nbytes, stream.handle)
         else:
-            code = loaded.cuMemAlloc_v2(found, nbytes)
+            code = loaded.cuMemAlloc_v2(address, nbytes)
     if code:
         loaded.fail(code, f"{device}: {nbytes} bytes")
-    return Memory(found.value or 0, nbytes, stream)
+    return Memory(address.value or 0, nbytes, stream)

@@ -1,7 +1,7 @@
-"""The CUDA driver's library: its functions, its errors, and what a fork does to it.
+"""Library of the CUDA driver: its functions, its errors, and its state after a fork.
 
-The driver comes with the GPU and has one ABI for all CUDA versions from 11.2 on, so nothing
-of the CUDA toolkit has to be installed. :mod:`collective.cuda` says what is done with it.
+The driver comes with the GPU and has one ABI for all CUDA versions from 11.2 on, so no part
+of the CUDA toolkit has to be installed. :mod:`collective.cuda` uses this module.
 """
 
 from __future__ import annotations
@@ -18,21 +18,22 @@ from collective.errors import AllocationError, BackendError, BackendUnavailableE
 
 __all__ = ["Copy2D", "Driver", "Entered", "load"]
 
-#: The variable that names another library than the system's.
+#: Environment variable that names another library than the system's.
 LIBRARY = "COLLECTIVE_CUDA_LIBRARY"
 
-# CUresult
+# Values of CUresult.
 INVALID_VALUE = 1
 OUT_OF_MEMORY = 2
 NO_DEVICE = 100
 INVALID_CONTEXT = 201
 NOT_READY = 600
 _NOT_INITIALIZED, _DEINITIALIZED = 3, 4
-# After these the context is lost, and every later call repeats the code.
+# After one of these errors the context is lost, and every later call returns the same code.
 _STICKY = {214, 220, 226, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 999}
 _UNIFIED = 4  # CU_MEMORYTYPE_UNIFIED
 
-# A pointer or handle is an int here: converted as c_void_p it is cheaper than as c_uint64.
+# Callers pass pointers and handles as ints. ctypes converts an int to c_void_p faster than to
+# c_uint64.
 _PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "cuInit": (c_uint,),
     "cuDriverGetVersion": (POINTER(c_int),),
@@ -72,7 +73,7 @@ Function = Callable[..., int]
 
 
 class Copy2D(Structure):
-    """CUDA_MEMCPY2D, between memories that tell by their address where they are."""
+    """CUDA_MEMCPY2D, for unified addresses: the driver finds the kind of memory by the address."""
 
     _fields_ = [
         ("src_x", c_size_t),
@@ -98,7 +99,7 @@ class Copy2D(Structure):
 
 
 class _ContextPointer(threading.local):
-    """Where the driver writes the thread's context."""
+    """Variable of a thread, into which the driver writes the thread's context."""
 
     def __init__(self) -> None:
         self.context = c_void_p()
@@ -106,7 +107,7 @@ class _ContextPointer(threading.local):
 
 
 class Entered:
-    """A context, current in this thread for as long as the ``with`` body lasts."""
+    """Context manager that makes a CUDA context current in this thread."""
 
     __slots__ = ("_context", "_driver", "_pushed")
 
@@ -129,22 +130,22 @@ class Entered:
 
 
 class Driver:
-    """The functions of the driver, by their names in C. They return a CUresult.
+    """Functions of the driver, by their names in C. They return a CUresult.
 
-    They release the GIL: even a call that only enqueues blocks while the GPU's queue is
-    full, and what empties it may be another thread of this process. The one exception reads
-    a thread's own variable.
+    The functions release the GIL. Even a call that only enqueues work blocks while the GPU's queue
+    is full, and another thread of this process may have to empty the queue. The one exception,
+    cuCtxGetCurrent, only reads a variable of the thread.
 
     Attributes:
-        path: the library's.
-        version: of the newest CUDA that it serves, as ``13000`` for 13.0.
-        forked: whether this process is a fork's child, in which nothing works.
+        path: path of the library.
+        version: newest CUDA version that the driver supports, such as ``13000`` for 13.0.
+        forked: whether this process is a forked child, in which no function works.
     """
 
     if TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Function:
-            """Return a function of the table."""
+            """Return a driver function of the table ``_PROTOTYPES``."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -164,17 +165,17 @@ class Driver:
                 + (
                     "CUDA_VISIBLE_DEVICES may hide the GPUs."
                     if code == NO_DEVICE
-                    else "See what nvidia-smi says."
+                    else "Run nvidia-smi for details."
                 )
             )
-        found = c_int()
-        self.check(self.cuDriverGetVersion(found), "version")
-        self.version = found.value
+        version = c_int()
+        self.check(self.cuDriverGetVersion(version), "version")
+        self.version = version.value
         os.register_at_fork(after_in_child=self._refuse)
 
     @property
     def scratch(self) -> int:
-        """Where the driver may write a pointer that nobody reads."""
+        """Address to which the driver may write a pointer that is not needed."""
         return self._answer.address
 
     def current(self) -> int:
@@ -186,25 +187,28 @@ class Driver:
         return answer.context.value or 0
 
     def primary(self, ordinal: int) -> int:
-        """Return the context that CUDA's runtime uses on a GPU too. It is kept for good."""
-        found = self._primary.get(ordinal)
-        if found is None:
+        """Return the primary context of a GPU, which the CUDA runtime uses, too.
+
+        The context is never released.
+        """
+        primary = self._primary.get(ordinal)
+        if primary is None:
             with self._lock:
-                found = self._primary.get(ordinal)
-                if found is None:
+                primary = self._primary.get(ordinal)
+                if primary is None:
                     device, context = c_int(), c_void_p()
                     self.check(self.cuDeviceGet(device, ordinal), f"cuda:{ordinal}")
                     code = self.cuDevicePrimaryCtxRetain(context, device.value)
                     self.check(code, f"cuda:{ordinal}: context")
-                    found = self._primary[ordinal] = context.value or 0
-        return found
+                    primary = self._primary[ordinal] = context.value or 0
+        return primary
 
     def some(self) -> int:
-        """Return a context for what does not depend on it, without making a further one."""
+        """Return any context, for calls that need one; make no further one if there is one."""
         return self.current() or next(iter(self._primary.values()), 0) or self.primary(0)
 
     def words(self, code: int) -> str:
-        """Return what the driver calls ``code``."""
+        """Return the driver's description and name of ``code``."""
         name, text = c_char_p(), c_char_p()
         self.cuGetErrorName(code, name)
         self.cuGetErrorString(code, text)
@@ -212,20 +216,20 @@ class Driver:
         return f"{description} ({(name.value or b'CUresult').decode(errors='replace')}, {code})"
 
     def check(self, code: int, what: str) -> None:
-        """Raise what ``code`` asks for; 0 asks for nothing.
+        """Raise the error for ``code``, unless it is 0.
 
         Args:
-            what: the operation.
+            what: name of the operation, for the error text.
 
         Raises:
             AllocationError: there is no memory left.
-            BackendError: anything else; with the code.
+            BackendError: any other error; it carries the code.
         """
         if code:
             self.fail(code, what)
 
     def fail(self, code: int, what: str) -> NoReturn:
-        """Raise what ``code``, which is not 0, asks for. See :meth:`check`."""
+        """Raise the error for ``code``, which is not 0; see :meth:`check`."""
         words = self.words(code)
         if code == OUT_OF_MEMORY:
             raise AllocationError(f"cuda: {what}: {words}. Free memory, or use less at once.")
@@ -233,15 +237,15 @@ class Driver:
         if code in _STICKY:
             hint = (
                 " Work enqueued earlier, maybe by other code of this program, has broken the "
-                "GPU's context; nothing on this GPU works in this process any more. Start it "
-                "again; with CUDA_LAUNCH_BLOCKING=1 the call at fault raises itself."
+                "GPU's context; nothing on this GPU works in this process any more. Start the "
+                "process again; with CUDA_LAUNCH_BLOCKING=1 the call at fault raises itself."
             )
         elif code in (_NOT_INITIALIZED, _DEINITIALIZED):
-            hint = " The driver is not up: this process is about to end, or was forked."
+            hint = " The driver does not run: this process is about to end, or was forked."
         raise BackendError(f"cuda: {what}: {words}.{hint}", backend="cuda", code=code)
 
     def _refuse(self) -> None:
-        """Make every function raise: CUDA cannot be used in a fork's child."""
+        """Make every function raise: a forked child cannot use CUDA."""
         self.forked = True
 
         def refuse(*_: object) -> NoReturn:
@@ -253,8 +257,8 @@ class Driver:
 
 def _forked() -> BackendError:
     return BackendError(
-        "cuda: this process is a fork of one that had used the driver, which CUDA does not "
-        "allow. Start it by multiprocessing's 'spawn' or 'forkserver', or fork first.",
+        "cuda: this process was forked after its parent had used the driver, which CUDA does not "
+        "support. Start it by multiprocessing's 'spawn' or 'forkserver', or fork first.",
         backend="cuda",
         code=_NOT_INITIALIZED,
     )
@@ -267,22 +271,23 @@ _drivers: dict[str, Driver] = {}
 def load() -> Driver:
     """Return the driver, loaded and initialised by the first call.
 
-    The library is ``$COLLECTIVE_CUDA_LIBRARY`` or ``libcuda.so.1``. A failure is not kept.
+    The library is ``$COLLECTIVE_CUDA_LIBRARY`` or ``libcuda.so.1``. After a failure, the next call
+    tries again.
 
     Raises:
-        BackendUnavailableError: there is none, or no GPU that it may use.
-        BackendError: this process was forked from one that had loaded it.
+        BackendUnavailableError: there is no driver, or no GPU that this process may use.
+        BackendError: this process was forked from a process that had loaded the driver.
     """
     path = os.environ.get(LIBRARY) or "libcuda.so.1"
-    found = _drivers.get(path)
-    if found is None:
+    loaded = _drivers.get(path)
+    if loaded is None:
         with _lock:
-            found = _drivers.get(path)
-            if found is None:
-                found = _drivers[path] = Driver(path)
-    if found.forked:
+            loaded = _drivers.get(path)
+            if loaded is None:
+                loaded = _drivers[path] = Driver(path)
+    if loaded.forked:
         raise _forked()
-    return found
+    return loaded
 
 
 def _open(path: str, kind: type[ctypes.CDLL]) -> ctypes.CDLL:
@@ -291,8 +296,8 @@ def _open(path: str, kind: type[ctypes.CDLL]) -> ctypes.CDLL:
     except OSError as error:
         raise BackendUnavailableError(
             f"cuda: {path} cannot be loaded: {error}. It comes with NVIDIA's driver for Linux: "
-            "see what nvidia-smi says; start a container with --gpus all. "
-            f"{LIBRARY} names another file."
+            "check the driver with nvidia-smi; start a container with --gpus all. Set "
+            f"{LIBRARY} to load another file."
         ) from error
 
 
@@ -300,7 +305,7 @@ def _function(library: ctypes.CDLL, name: str, arguments: tuple[Any, ...], path:
     try:
         function = getattr(library, name)
     except AttributeError:
-        # Told when it is needed: a driver may be too old for one function only.
+        # Raise only when the function is called: a driver may be too old for a single function.
         return functools.partial(_lacking, path, name)
     function.argtypes = arguments
     function.restype = c_int

@@ -1,7 +1,7 @@
 """Page-locked host memory, from a pool.
 
-Copies between it and a GPU run at the bus's full speed and beside the CPU's work. Locking
-pages takes the system up to milliseconds, so blocks are kept and used again.
+Copies between page-locked memory and a GPU run at the full speed of the bus, while the CPU does
+other work. Locking pages takes up to milliseconds, so blocks are kept and used again.
 """
 
 from __future__ import annotations
@@ -20,24 +20,25 @@ from .library import OUT_OF_MEMORY, Driver, Entered, load
 __all__ = ["LARGEST", "is_pinned", "pinned"]
 
 _SMALLEST = 1 << 12
-#: Larger blocks are not kept: they would be too many bytes for too few uses.
+#: Largest block that the pool keeps. Larger blocks would hold too many bytes for too few uses.
 LARGEST = 1 << 26
-# Bytes that lie unused at most.
+# Maximum number of unused bytes in the pool.
 _KEPT = 1 << 28
 _PORTABLE = 1  # CU_MEMHOSTALLOC_PORTABLE: pinned for every context
 
 
 class _FreeBlocks:
-    """Unused blocks by their size."""
+    """Unused blocks, by size."""
 
     def __init__(self) -> None:
         self.blocks: dict[int, list[int]] = {}
         self.nbytes = 0
-        # Reentrant: the collector may give a block back inside of a call here.
+        # The lock is reentrant, because the garbage collector may run inside a method and give a
+        # block back.
         self.lock = threading.RLock()
 
     def take(self, nbytes: int) -> int:
-        """Return the address of an unused block of just this size, 0 if there is none."""
+        """Return the address of an unused block of exactly this size; 0 if there is none."""
         with self.lock:
             blocks = self.blocks.get(nbytes)
             if not blocks:
@@ -46,7 +47,7 @@ class _FreeBlocks:
             return blocks.pop()
 
     def give(self, address: int, nbytes: int) -> bool:
-        """Keep a block for later, unless there are enough."""
+        """Keep a block for later; return False if it is too large or the pool is full."""
         with self.lock:
             if nbytes > LARGEST or self.nbytes + nbytes > _KEPT:
                 return False
@@ -55,19 +56,19 @@ class _FreeBlocks:
             return True
 
     def empty(self) -> list[int]:
-        """Return all blocks, which are the pool's no more."""
+        """Remove all blocks from the pool, and return them."""
         with self.lock:
-            found = [address for blocks in self.blocks.values() for address in blocks]
+            addresses = [address for blocks in self.blocks.values() for address in blocks]
             self.blocks.clear()
             self.nbytes = 0
-            return found
+            return addresses
 
 
 _pool = _FreeBlocks()
 
 
 class _PinnedBlock:
-    """A block in use: NumPy's base of the array over it."""
+    """Block in use; the NumPy array over the block has this object as its base."""
 
     __slots__ = ("__array_interface__", "_address", "_driver", "_nbytes")
 
@@ -91,14 +92,14 @@ class _PinnedBlock:
 def pinned(nbytes: int) -> np.ndarray[Any, Any]:
     """Return ``nbytes`` uninitialised bytes of page-locked memory.
 
-    The block goes back to the pool when the array and all views of it are dropped. Whoever
-    enqueues a copy must therefore keep the array until the copy is done. Where the system
-    locks no more pages, the memory is ordinary: copies work all the same, slower, and the
-    call that enqueues one may wait for it.
+    The block goes back to the pool when the array and all views of it have been dropped. So a
+    caller that enqueues a copy must keep the array until the copy is done. If the system cannot
+    lock more pages, the memory is ordinary. Copies still work then, but they are slower, and the
+    call that enqueues a copy may wait for it.
 
     Raises:
         AllocationError: there is no memory at all.
-        BackendError, BackendUnavailableError: the driver fails, or there is none.
+        BackendError, BackendUnavailableError: the driver fails, or there is no driver.
     """
     driver = load()
     size = max(_SMALLEST, 1 << (nbytes - 1).bit_length()) if nbytes <= LARGEST else nbytes
@@ -109,7 +110,7 @@ def pinned(nbytes: int) -> np.ndarray[Any, Any]:
         return np.empty(nbytes, np.uint8)
     except MemoryError as error:
         raise AllocationError(
-            f"cuda: pinned: the host has no {nbytes} bytes. Free memory, or use less at once."
+            f"cuda: pinned: the host lacks {nbytes} bytes. Free memory, or use less at once."
         ) from error
 
 
@@ -122,22 +123,22 @@ def is_pinned(array: np.ndarray[Any, Any]) -> bool:
 
 
 def _allocate(driver: Driver, nbytes: int) -> int:
-    """Return the address of newly locked memory; 0 if the system locks no more."""
-    found = c_void_p()
+    """Return the address of newly locked memory; 0 if the system cannot lock more pages."""
+    address = c_void_p()
     with Entered(driver, driver.some()):
-        code = driver.cuMemHostAlloc(found, nbytes, _PORTABLE)
+        code = driver.cuMemHostAlloc(address, nbytes, _PORTABLE)
         if code == OUT_OF_MEMORY:
-            # What lies unused in other sizes may make room.
+            # Free the unused blocks of other sizes, which may make room.
             _free(driver, _pool.empty())
-            code = driver.cuMemHostAlloc(found, nbytes, _PORTABLE)
+            code = driver.cuMemHostAlloc(address, nbytes, _PORTABLE)
     if code == OUT_OF_MEMORY:
         return 0
     driver.check(code, f"pinned memory of {nbytes} bytes")
-    return found.value or 0
+    return address.value or 0
 
 
 def _free(driver: Driver, addresses: list[int]) -> None:
-    """Unlock blocks. Errors are none of the caller's: the process may be about to end."""
+    """Free blocks, and ignore errors: the process may be about to end."""
     with contextlib.suppress(Exception), Entered(driver, driver.some()):
         for address in addresses:
             driver.cuMemFreeHost(address)

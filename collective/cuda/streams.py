@@ -1,4 +1,4 @@
-"""One GPU, its streams and its events, as :mod:`collective.cuda` hands them out."""
+"""Classes of a GPU, its streams and its events; :mod:`collective.cuda` returns their objects."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from .library import INVALID_CONTEXT, NOT_READY, Driver, Entered, Function
 
 __all__ = ["LAST_NAME", "Device", "Event", "Stream"]
 
-# CUdevice_attribute
+# Values of CUdevice_attribute.
 _MAX_PITCH, _MEMORY_POOLS = 11, 115
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
 _NO_TIMING = 2  # CU_EVENT_DISABLE_TIMING
-#: Handles up to here are no streams but names: of the default stream of the context that is
-#: current (0 and 1), and of that of the thread too (2).
+#: Handles up to this value are names, not streams: 0 and 1 name the default stream of the current
+#: context, and 2 names the default stream of the current context and thread.
 LAST_NAME = 2
-# Streams of the caller's that are remembered, by device.
+# Maximum number of the callers' streams that a device remembers.
 _REMEMBERED = 1024
 
 
 class Device:
-    """A GPU. Made by :func:`device`.
+    """A GPU. :func:`device` makes the objects.
 
     Attributes:
-        ordinal: its number in this process.
-        name: the model.
-        bus_id: where it is on the PCI bus, the same in all processes of the host.
-        max_pitch: bytes between rows that :func:`copy_2d` can skip, at most.
+        ordinal: number of the GPU in this process.
+        name: name of the model.
+        bus_id: address on the PCI bus, the same in all processes of the host.
+        max_pitch: largest number of bytes from row to row in :func:`copy_2d`.
     """
 
     def __init__(self, loaded: Driver, ordinal: int) -> None:
@@ -44,46 +44,46 @@ class Device:
         self.max_pitch = self._attribute(number.value, _MAX_PITCH) or 0x7FFFFFFF
         self.has_pools = bool(self._attribute(number.value, _MEMORY_POOLS))
         self._streams: dict[int, Stream] = {}
-        # Unused CUevents. Appending to a list and taking from it need no lock.
+        # Unused CUevents. list.append and list.pop need no lock.
         self.events: list[int] = []
 
     def _attribute(self, number: int, which: int) -> int:
-        found = c_int()
+        value = c_int()
         self.driver.check(
-            self.driver.cuDeviceGetAttribute(found, which, number), f"cuda:{self.ordinal}"
+            self.driver.cuDeviceGetAttribute(value, which, number), f"cuda:{self.ordinal}"
         )
-        return found.value
+        return value.value
 
     @property
     def context(self) -> int:
-        """The primary context, which is made by the first use."""
+        """The primary context; the first use makes it."""
         return self.driver.primary(self.ordinal)
 
     def active(self) -> Entered:
-        """Make its primary context current in this thread, for a ``with`` body.
+        """Make the GPU's primary context current in this thread, for a ``with`` body.
 
-        The context that was current before is current again afterwards.
+        After the body, the earlier context is current again.
         """
         return Entered(self.driver, self.driver.primary(self.ordinal))
 
     def stream(self, handle: int) -> Stream:
-        """Return a stream of the caller's, who keeps it alive.
+        """Return the object for a stream that the caller has made and keeps alive.
 
         Args:
             handle: a CUstream; 0 or 1 for the legacy default stream, 2 for the thread's.
         """
-        found = self._streams.get(handle)
-        if found is None:
+        stream = self._streams.get(handle)
+        if stream is None:
             if len(self._streams) >= _REMEMBERED:
                 self._streams.clear()
             kind = _DefaultStream if handle <= LAST_NAME else Stream
-            found = self._streams[handle] = kind(self, handle)
-        return found
+            stream = self._streams[handle] = kind(self, handle)
+        return stream
 
     def new_stream(self) -> Stream:
         """Return a new stream, which does not wait for the default stream.
 
-        It is destroyed when the object is dropped; work that is on it is still done.
+        The stream is destroyed when the object is dropped. Work that is on it is still done.
         """
         handle = c_void_p()
         with self.active():
@@ -92,7 +92,7 @@ class Device:
         return _OwnStream(self, handle.value or 0)
 
     def new_event(self) -> int:
-        """Return a further CUevent for the pool."""
+        """Return a new CUevent, which will belong to the pool."""
         handle = c_void_p()
         with self.active():
             code = self.driver.cuEventCreate(handle, _NO_TIMING)
@@ -107,13 +107,13 @@ class Device:
 
 
 class Event:
-    """A point in a stream's work. Made by :meth:`Stream.record`.
+    """A point in a stream's work. :meth:`Stream.record` makes the objects.
 
-    Its CUevent comes from a pool of the device, and goes back there by :meth:`release` or
+    The CUevent comes from a pool of the device. It goes back there by :meth:`release`, or
     when the object is dropped.
 
     Attributes:
-        device: whose it is.
+        device: GPU of the event.
         handle: the CUevent.
     """
 
@@ -125,13 +125,16 @@ class Event:
         self._driver = device.driver
 
     def query(self) -> bool:
-        """Tell whether the work is done. Does not wait."""
+        """Tell, without waiting, whether the work before the event is done."""
         query = self._driver.cuEventQuery
         code = query(self.handle)
         return not code or _ready(code, query, self.handle, self.device)
 
     def synchronize(self) -> None:
-        """Wait until the work is done. Other threads go on; signals are seen afterwards."""
+        """Wait until the work before the event is done.
+
+        Other threads can run meanwhile. Signal handlers run only after the wait.
+        """
         code = self._driver.cuEventSynchronize(self.handle)
         if code == INVALID_CONTEXT:
             with self.device.active():
@@ -140,9 +143,9 @@ class Event:
             self._driver.fail(code, f"{self.device}: event")
 
     def release(self) -> None:
-        """Give the event back; it is no more the caller's.
+        """Give the event back to the pool; the caller must not use it afterwards.
 
-        Streams that wait for it already go on waiting for the same point.
+        Streams that already wait for the event still wait for the same point.
         """
         handle = self.handle
         if handle:
@@ -156,7 +159,7 @@ class Event:
 
 
 class Stream:
-    """A queue of a GPU's work. Equal where it is the same queue.
+    """Queue of work of a GPU. Objects are equal if they stand for the same queue.
 
     Attributes:
         device: the GPU.
@@ -172,7 +175,7 @@ class Stream:
         self._events = device.events
 
     def record(self) -> Event:
-        """Return an event for all work that is on the stream now."""
+        """Return an event behind all work that is on the stream now."""
         try:
             event = self._events.pop()
         except IndexError:
@@ -183,32 +186,35 @@ class Stream:
         return Event(self.device, event)
 
     def wait(self, event: Event) -> None:
-        """Make work that is enqueued from now on wait for the event. Does not wait itself."""
+        """Make work that is enqueued from now on wait for the event; return at once."""
         code = self._driver.cuStreamWaitEvent(self.handle, event.handle, 0)
         if code:
             self._again(code, self._driver.cuStreamWaitEvent, self.handle, event.handle, 0)
 
     def wait_for(self, other: Stream) -> None:
-        """Make work that is enqueued from now on wait for all that is on ``other`` now."""
+        """Make work that is enqueued from now on wait for all work that is on ``other`` now."""
         if other is not self and other != self:
             event = other.record()
             self.wait(event)
             event.release()
 
     def synchronize(self) -> None:
-        """Wait until all work is done. Other threads go on; signals are seen afterwards."""
+        """Wait until all work is done.
+
+        Other threads can run meanwhile. Signal handlers run only after the wait.
+        """
         code = self._driver.cuStreamSynchronize(self.handle)
         if code:
             self._again(code, self._driver.cuStreamSynchronize, self.handle)
 
     def query(self) -> bool:
-        """Tell whether all work is done. Does not wait."""
+        """Tell, without waiting, whether all work is done."""
         query = self._driver.cuStreamQuery
         code = query(self.handle)
         return not code or _ready(code, query, self.handle, self.device)
 
     def copy(self, dst: int, src: int, nbytes: int) -> None:
-        """Enqueue a copy; see :func:`collective.cuda.copy`, which takes 0 bytes too."""
+        """Enqueue a copy of at least 1 byte; :func:`collective.cuda.copy` also takes 0 bytes."""
         code = self._driver.cuMemcpyAsync(dst, src, nbytes, self.handle)
         if code:
             self._again(code, self._driver.cuMemcpyAsync, dst, src, nbytes, self.handle)
@@ -220,7 +226,7 @@ class Stream:
             self._again(code, self._driver.cuMemcpy2DAsync_v2, what, self.handle)
 
     def _again(self, code: int, function: Function, *args: Any) -> None:
-        """Repeat a call that failed, if it did so because this thread has no context."""
+        """Repeat a call that failed because this thread has no context; raise other errors."""
         if code == INVALID_CONTEXT:
             with self.device.active():
                 code = function(*args)
@@ -231,7 +237,7 @@ class Stream:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Stream):
             return NotImplemented
-        # 0 and 1 are the same queue.
+        # Handles 0 and 1 name the same queue.
         return self.device is other.device and (self.handle or 1) == (other.handle or 1)
 
     def __hash__(self) -> int:
@@ -242,7 +248,10 @@ class Stream:
 
 
 class _DefaultStream(Stream):
-    """A stream by name, which means the one of whatever context is current."""
+    """Default stream, whose handle is only a name: it means the stream of the current context.
+
+    So each method makes the context of its GPU current.
+    """
 
     __slots__ = ("_context",)
 
@@ -281,7 +290,7 @@ class _DefaultStream(Stream):
 
 
 class _OwnStream(Stream):
-    """A stream that ends with its object."""
+    """Stream that is destroyed with its object."""
 
     __slots__ = ()
 
@@ -291,7 +300,7 @@ class _OwnStream(Stream):
 
 
 def _ready(code: int, query: Function, handle: int, device: Device) -> bool:
-    """Return what a query says, which is made again if it failed as this thread has no context."""
+    """Return the result of a query; repeat it if it failed because this thread has no context."""
     if code == INVALID_CONTEXT:
         with device.active():
             code = query(handle)

@@ -1,4 +1,4 @@
-"""Traces of what ranks do when, and what programs mark in them."""
+"""Traces of the actions of each rank over time, and functions to mark parts of a program."""
 
 from .tracer import (
     FIRST_LANE,

@@ -1,4 +1,4 @@
-"""How far apart the clocks of the ranks' hosts are."""
+"""Measurement of the offsets between the clocks of the ranks' hosts."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 __all__ = ["clock_of_host", "offsets"]
 
-# Exchanges with each host; the fastest counts.
+# Number of exchanges with each host; the fastest one counts.
 _ROUNDS = 16
 _TAG = 2**31 - 1
 
 
 def clock_of_host() -> str:
-    """Return what is equal for two processes if ``time.monotonic()`` is one clock for both."""
+    """Return a text that is equal for processes with the same clock of ``time.monotonic()``."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -35,25 +35,25 @@ def offsets(
 ) -> list[tuple[float, float]]:
     """Measure each rank's clock against that of rank 0.
 
-    By Cristian's algorithm (F. Cristian, "Probabilistic clock synchronization", Distributed
-    Computing 3, 1989): the first rank of each host asks rank 0 for its time, some times over,
-    and takes the answer that came back fastest to have been given half-way.
+    This is Cristian's algorithm (F. Cristian, "Probabilistic clock synchronization", Distributed
+    Computing 3, 1989). The first rank of each host asks rank 0 several times for its time. It uses
+    the answer with the shortest round trip, and assumes that rank 0 read its clock half-way.
 
     Collective: every rank calls it.
 
     Args:
-        clocks: what :func:`clock_of_host` says on each rank.
+        clocks: the result of :func:`clock_of_host` on each rank.
         now: the clock, in seconds.
 
     Returns:
-        For each rank the seconds to be added to its clock to have rank 0's, and by how much
-        that may be wrong. Hosts' clocks drift apart later, by some µs a second.
+        For each rank, the seconds to add to its clock to get rank 0's clock, and the possible
+        error of that number. Later the clocks of the hosts drift apart by some µs a second.
     """
     first = [clocks.index(clock) for clock in clocks]
     leaders = sorted(set(first) - {0})
     if not leaders:
         return [(0.0, 0.0)] * comm.size
-    hosted = comm.on_host  # the times are in the CPU's memory, whatever the transport takes
+    hosted = comm.on_host  # the times are in host memory, for any transport
     mine = (0.0, 0.0)
     for leader in leaders:
         if comm.rank == 0:
@@ -61,13 +61,13 @@ def offsets(
                 hosted.recv(leader, tag=_TAG)
                 hosted.send(np.array([now()]), leader, tag=_TAG)
         elif comm.rank == leader:
-            mine = min((_ask(hosted, now) for _ in range(_ROUNDS)), key=lambda found: found[1])
+            mine = min((_ask(hosted, now) for _ in range(_ROUNDS)), key=lambda pair: pair[1])
     every = comm.all_gather_object(list(mine))
     return [(float(every[leader][0]), float(every[leader][1])) for leader in first]
 
 
 def _ask(hosted: HostCalls, now: Callable[[], float]) -> tuple[float, float]:
-    """Return the offset of rank 0's clock from one exchange, and half of how long that took."""
+    """Return the offset of rank 0's clock by one exchange, and half the time of the exchange."""
     asked = now()
     hosted.send(np.array([0.0]), 0, tag=_TAG)
     (answer,) = hosted.recv(0, tag=_TAG)

@@ -1,4 +1,4 @@
-"""The file of a trace: opened so that nothing else is ever overwritten."""
+"""The file of a trace, opened such that no other file is ever overwritten."""
 
 from __future__ import annotations
 
@@ -9,18 +9,20 @@ import stat
 
 __all__ = ["HEAD", "open_file"]
 
-#: How each of our traces begins.
+#: Beginning of every trace that this package writes.
 HEAD = '{"displayTimeUnit": "ns", "otherData": {'
 
 
 def open_file(path: str) -> int:
-    """Return a descriptor of a new trace, or of one of this user's from an earlier run.
+    """Return a file descriptor of a new trace, or of a trace of the same user from an earlier run.
 
-    The directory may be one in which others can put files, such as /tmp: what is there already
-    is not followed, not waited for, and not overwritten unless it is such a trace.
+    Other users may be able to put files into the directory, such as /tmp. So an existing link is
+    not followed, an existing pipe is not waited for, and an existing file is overwritten only if it
+    is a trace of this user.
 
     Raises:
-        OSError: it cannot be written, is being written, or is something else; with the path.
+        OSError: the file cannot be written, another process is writing it, or it is no such trace;
+            with the path.
     """
     flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
@@ -28,7 +30,7 @@ def open_file(path: str) -> int:
     except FileExistsError:
         if os.path.islink(path):
             raise FileExistsError(
-                errno.EEXIST, "a link is there; it is not followed", path
+                errno.EEXIST, "a link is there, and it is not followed", path
             ) from None
         file = os.open(path, flags)
     try:
@@ -37,14 +39,14 @@ def open_file(path: str) -> int:
         except BlockingIOError:
             raise BlockingIOError(0, "another process is writing it", path) from None
         except OSError:
-            pass  # a file system without locks
+            pass  # the file system has no locks
         status = os.fstat(file)
         head = HEAD.encode()
-        # Of a run that was killed or had no room left there may be a part.
+        # After a run that was killed or had no space left, the file may hold a part of the head.
         if not stat.S_ISREG(status.st_mode) or not head.startswith(os.pread(file, len(head), 0)):
-            raise FileExistsError(errno.EEXIST, "it is there and is no trace; it stays", path)
+            raise FileExistsError(errno.EEXIST, "it is no trace; it is not overwritten", path)
         if status.st_uid != os.geteuid():
-            raise PermissionError(errno.EPERM, f"it belongs to uid {status.st_uid}", path)
+            raise PermissionError(errno.EPERM, f"the file belongs to uid {status.st_uid}", path)
     except BaseException:
         os.close(file)
         raise

@@ -1,4 +1,4 @@
-"""What a communicator does, written to a trace; one that is not traced never comes here."""
+"""Tracing of a communicator's calls; a communicator without a trace does not use this module."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from .tracer import Tracer, now, opened, set_current
 __all__ = ["TracedCalls", "start_tracing"]
 
 T = TypeVar("T")
-# Distinct calls and places whose text is kept.
+# Maximum number of distinct calls, and of places in the program, whose text is kept.
 _KEPT = 1024
-# Members of a group, or ranks in an error, that are told one by one.
+# Maximum number of members of a group, or of ranks in an error, that are listed one by one.
 _LISTED = 8
 
 
 class TracedCalls(Listener):
-    """Writes a communicator's calls to a trace.
+    """Listener that writes a communicator's calls to a trace.
 
     Args:
-        comm: the communicator, which is listened to from now on.
-        tracer: where they go.
-        name: the communicator's, the same on all its ranks and no other's.
-        ranks: how its ranks are numbered in the trace.
+        comm: the communicator; the new object registers itself as its listener.
+        tracer: the trace.
+        name: name of the communicator, the same on all its ranks, and different from all others.
+        ranks: numbers of the communicator's ranks in the trace.
     """
 
     def __init__(self, comm: Listened, tracer: Tracer, name: str, ranks: Sequence[int]) -> None:
@@ -58,7 +58,7 @@ class TracedCalls(Listener):
 
     def after(self, event: CallEvent, error: BaseException | None) -> None:
         if isinstance(error, Disagreement):
-            self._tracer.end('"differ":true')  # found out as intended, before anything was moved
+            self._tracer.end('"differ":true')  # intended: no data moved before that
         elif error is not None:
             self._tracer.end(f'"error":{json.dumps(type(error).__name__)}')
         else:
@@ -71,7 +71,7 @@ class TracedCalls(Listener):
         members = tuple(map(int, ranks))
         number = self._groups[members] = self._groups.get(members, 0) + 1
         name = f"{self._name}/{_members(members)}#{number}"
-        # Those who have joined had no number when the trace began.
+        # Processes that have joined since the trace began have no number in it.
         joined = [-1] * (child.size - len(members))
         ranks = [*(self._ranks[rank] for rank in members), *joined]
         TracedCalls(child, self._tracer, name, ranks)
@@ -92,7 +92,7 @@ class TracedCalls(Listener):
         self._tracer.begin(event.operation, "message", f'{text},"site":{self._site()}')
 
     def _arguments(self, event: CallEvent) -> str:
-        """Return what is said of a call."""
+        """Return the facts about a call, as the inside of a JSON object."""
         request = event.request
         assert request is not None
         facts = self._facts.get(request)
@@ -103,18 +103,18 @@ class TracedCalls(Listener):
         return f'{facts},"bytes":{event.nbytes},"seq":{event.number},"site":{self._site()}'
 
     def _facts_of(self, request: Request) -> str:
-        """Return what is the same whenever this call is made."""
-        found: dict[str, Any] = {"comm": self._name}
+        """Return the facts that are the same for every call with this request."""
+        facts: dict[str, Any] = {"comm": self._name}
         if request.dtype is not None:
-            found["dtype"] = request.dtype.name
+            facts["dtype"] = request.dtype.name
         if request.shape is not None:
-            found["shape"] = list(request.shape)
+            facts["shape"] = list(request.shape)
         options = request.options
-        found |= {key: options[key] for key in ("op", "root", "order") if key in options}
-        found["ranks"] = len(self._ranks)
-        if "root" in found:  # as the trace numbers it
-            found["root_rank"] = self._ranks[found["root"]]
-        return json.dumps(found)[1:-1]
+        facts |= {key: options[key] for key in ("op", "root", "order") if key in options}
+        facts["ranks"] = len(self._ranks)
+        if "root" in facts:  # also give the root's number in the trace
+            facts["root_rank"] = self._ranks[facts["root"]]
+        return json.dumps(facts)[1:-1]
 
     def _site(self) -> str:
         site = call_site()
@@ -127,12 +127,13 @@ class TracedCalls(Listener):
 
 
 def start_tracing(comm: Communicator, directory: str) -> None:
-    """Begin this rank's trace, or go on with that of this process.
+    """Begin this rank's trace, or continue the open trace of this process.
 
-    Collective: every rank calls it, before anything else.
+    Collective: every rank calls it, before any other call.
 
     Raises:
-        ConfigError: some rank cannot write to ``directory``, or does not trace; on every rank.
+        ConfigError: some rank cannot write to ``directory``, or does not trace; raised on every
+            rank.
     """
     of_thread = comm.capabilities.in_process and comm.size > 1
     tracer = opened(directory, comm.rank, of_thread=of_thread)
@@ -152,10 +153,11 @@ def start_tracing(comm: Communicator, directory: str) -> None:
         raise
     _refuse(every, comm.rank)
     assert tracer is not None
-    if not all(one[2] for one in every):
-        # Ranks go on with a trace together, or the clocks are not compared by all.
-        found = offsets(comm, [one[3] for one in every])
-        offset, off_by = found[comm.rank]
+    if not all(entry[2] for entry in every):
+        # Measuring the clocks is collective. So all ranks decide alike, by whether every rank
+        # continues a trace, and not by whether this rank does.
+        measured = offsets(comm, [entry[3] for entry in every])
+        offset, off_by = measured[comm.rank]
         if not goes_on:
             tracer.begin_file(
                 every[0][4] - offset,
@@ -166,26 +168,26 @@ def start_tracing(comm: Communicator, directory: str) -> None:
                 },
             )  # fmt: skip
     set_current(tracer, of_thread=of_thread)
-    TracedCalls(comm, tracer, every[0][0], [one[5] for one in every])
+    TracedCalls(comm, tracer, every[0][0], [entry[5] for entry in every])
 
 
 def _gathered(comm: Communicator, directory: str, about: list[Any]) -> list[list[Any]]:
-    """Return what every rank says about its trace."""
+    """Return the ``about`` lists of all ranks."""
     try:
         return comm.all_gather_object(about)
     except (MismatchError, CollectiveTimeoutError) as error:
         raise ConfigError(
-            f"trace: this rank writes to {directory}, and not all others trace, or they did "
-            f"not come [rank {comm.rank} of {comm.size}]. Set COLLECTIVE_TRACE for all ranks or "
-            "for none."
+            f"trace: this rank writes a trace to {directory}, but some other rank writes none, or "
+            f"did not come [rank {comm.rank} of {comm.size}]. Set COLLECTIVE_TRACE for all ranks "
+            "or for none."
         ) from error
 
 
 class _TracedLane(Lane):
-    """A lane that shows when its calls were made, when they ran, and who waited for them.
+    """Lane that traces when its calls were made, when they ran, and which thread waited for them.
 
     Args:
-        track: where what it runs is shown; None for a track on which nothing goes on.
+        track: track on which the running calls appear; None chooses an idle track for each call.
     """
 
     def __init__(self, name: str, tracer: Tracer, track: int | None = None) -> None:
@@ -214,7 +216,7 @@ class _TracedLane(Lane):
 
 
 class _TracedWork(Work[T]):
-    """A handle whose waits are shown."""
+    """Handle whose waits appear in the trace."""
 
     def __init__(self, what: str, tracer: Tracer, number: int) -> None:
         super().__init__(what)
@@ -226,32 +228,32 @@ class _TracedWork(Work[T]):
         try:
             return super().wait(timeout)
         finally:
-            if self._number and self._over:  # the arrow ends where the result is first had
+            if self._number and self._over:  # the arrow ends at the first wait that returns
                 self._tracer.flow("f", self._number)
                 self._number = 0
             self._tracer.end()
 
 
 def _refuse(every: Sequence[Sequence[Any]], rank: int) -> None:
-    """Raise if a rank cannot write its trace."""
-    refused = {r: one[1] for r, one in enumerate(every) if one[1]}
+    """Raise ConfigError if some rank cannot write its trace."""
+    refused = {r: entry[1] for r, entry in enumerate(every) if entry[1]}
     if refused:
         listed = "; ".join(f"rank {r}: {why}" for r, why in list(refused.items())[:_LISTED])
         listed += f"; {len(refused) - _LISTED} more" * (len(refused) > _LISTED)
         raise ConfigError(
-            f"trace: it cannot be written: {listed} [rank {rank} of {len(every)}]. Set "
+            f"trace: the file cannot be written: {listed} [rank {rank} of {len(every)}]. Set "
             "COLLECTIVE_TRACE to a directory that every rank can write to, or leave it out."
         )
 
 
 def _cores() -> int:
-    """Return how many cores this rank may use."""
+    """Return the number of cores that this rank may use."""
     able = hasattr(os, "sched_getaffinity")
     return len(os.sched_getaffinity(0)) if able else os.cpu_count() or 0
 
 
 def _members(ranks: tuple[int, ...]) -> str:
-    """Return a short text that no other members have."""
+    """Return a short text for the members of a group, different for other members."""
     if len(ranks) <= _LISTED:
         return ",".join(map(str, ranks))
     digest = hashlib.blake2b(repr(ranks).encode(), digest_size=4).hexdigest()

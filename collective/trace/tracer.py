@@ -1,8 +1,9 @@
-"""Traces: what each rank did when, as a file for Perfetto or chrome://tracing.
+"""Traces of the actions of each rank over time, as files for Perfetto or chrome://tracing.
 
 With ``COLLECTIVE_TRACE=dir`` every rank writes ``dir/rank-00000.json``, … in the Trace Event
-Format (Google, "Trace Event Format", 2016; the JSON object form): its calls, what goes on in the
-background, and what the program marks with :func:`span`. Without it nothing of this runs.
+Format (Google, "Trace Event Format", 2016; the JSON object form). The file has the rank's calls,
+its background operations, and the parts that the program marks with :func:`span`. Without that
+setting, none of this code runs.
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ from .file import HEAD, open_file
 
 __all__ = ["FIRST_LANE", "Interval", "Tracer", "current", "interval", "now", "span", "step"]
 
-# Tracks are numbered apart from ranks, which are the processes here: Perfetto takes a track with
-# its process's number for the main thread, and shows what is on track 0 there, too.
+# In a trace, each rank is a process. Tracks must have other numbers than ranks, because Perfetto
+# shows a track with the number of its process as the main thread, and also shows track 0 there.
 _FIRST_THREAD = 1_000_000
-#: Tracks of what runs in the background are numbered from here, threads of the program below.
+#: First number of the tracks of background operations; threads of the program have lower numbers.
 FIRST_LANE = 2_000_000
-# How old what is not in the file may get, and how much of it there may be, in lines.
+# Maximum age, and maximum number, of lines that are not in the file yet.
 _AGE_S = 0.2
 _LINES = 1 << 14
 _TAIL = b"\n]}\n"
 
-#: The clock of all times here, in seconds; one for all processes of a host.
+#: Clock of all times in a trace, in seconds; all processes of a host share it.
 now = time.monotonic
 
 _of_process: Tracer | None = None
@@ -44,7 +45,7 @@ class _OfThread(threading.local):
     tracer: Tracer | None = None
 
 
-# Where ranks are threads, each has its own.
+# Tracer of each thread, for ranks that are threads.
 _of_thread = _OfThread()
 
 
@@ -53,22 +54,23 @@ class _Tid(threading.local):
 
 
 class Tracer:
-    """Writes one rank's trace.
+    """Writer of one rank's trace.
 
-    The file is complete JSON after each write, so that of a rank that is killed can be read,
-    but for its last fifth of a second. Methods may be called from any thread.
+    The file is complete JSON after each write. So even the trace of a killed rank is readable,
+    except for its last fifth of a second. Methods may be called from any thread.
 
     Args:
-        directory: where the file goes; it is made if it is not there.
-        rank, size: whose trace this is.
+        directory: directory of the file; it is made if it does not exist.
+        rank: the rank whose trace this is.
+        size: number of ranks.
 
     Attributes:
-        path: the file.
-        ended: whether it takes no more: it is closed, or could not be written.
+        path: path of the file.
+        ended: whether the trace has ended: it is closed, or a write has failed.
 
     Raises:
-        OSError: the file cannot be written; it may be another process's that still writes it,
-            or something that is no trace, which is left as it is.
+        OSError: the file cannot be written. Another process may still be writing it, or it may be
+            another kind of file, which is not changed.
     """
 
     def __init__(self, directory: str, rank: int, size: int) -> None:
@@ -85,7 +87,7 @@ class Tracer:
         self._tids: dict[str, int] = {}
         self._idle_tracks: list[int] = []
         self._tracks = itertools.count(FIRST_LANE)
-        # Perfetto takes nothing but integers.
+        # Perfetto accepts only integers as numbers of arrows.
         self._numbers = itertools.count((rank << 32) + 1)
         self._stop = threading.Event()
         self._zero = 0.0
@@ -96,8 +98,8 @@ class Tracer:
         """Write the head of the file.
 
         Args:
-            zero: the time that becomes 0, on this rank's clock.
-            about: what a reader should know of the run.
+            zero: time on this rank's clock that is 0 in the trace.
+            about: facts about the run, for readers of the trace.
         """
         self._zero = zero
         head = HEAD + json.dumps({**about, "rank": self.rank})[1:]
@@ -116,8 +118,8 @@ class Tracer:
         """Begin a slice on the calling thread's track.
 
         Args:
-            name: what it is.
-            category: by which a viewer can filter.
+            name: name of the slice.
+            category: category, by which a viewer can filter.
             args: further facts, as the inside of a JSON object.
         """
         self._put(
@@ -140,7 +142,7 @@ class Tracer:
         )
 
     def flow(self, phase: str, number: int) -> None:
-        """Draw an arrow from (``"s"``), over (``"t"``) or to (``"f"``) the slice that is open."""
+        """Draw an arrow from (``"s"``), through (``"t"``) or to (``"f"``) the open slice."""
         bound = ',"bp":"e"' if phase != "s" else ""
         self._put(
             f'{{"ph":"{phase}","pid":{self.rank},"tid":{self.tid()},"ts":{self._at(now())},'
@@ -152,7 +154,7 @@ class Tracer:
         return next(self._numbers)
 
     def between(self, phase: str, name: str, number: int, args: str = "") -> None:
-        """Begin (``"b"``) or end (``"e"``) what belongs to no thread."""
+        """Begin (``"b"``) or end (``"e"``) an interval that belongs to no thread."""
         self._put(
             f'{{"ph":"{phase}","pid":{self.rank},"tid":{self.tid()},"ts":{self._at(now())},'
             f'"name":{_quote(name)},"cat":"interval","id2":{{"local":"{number:#x}"}},'
@@ -163,30 +165,30 @@ class Tracer:
 
     def tid(self) -> int:
         """Return the number of the calling thread's track."""
-        found = self._tid.number
-        if found is None:
+        number = self._tid.number
+        if number is None:
             thread = threading.current_thread()
-            # A thread that follows another of its name continues that one's track.
+            # A thread with the name of an earlier thread continues that thread's track.
             name = "program" if thread is threading.main_thread() else thread.name
             known = self._tids.get(name)
             if known is None:
                 known = self._tids[name] = _FIRST_THREAD + len(self._tids)
                 self._put(self._named("thread_name", known, name))
-            found = self._tid.number = known
-        return found
+            number = self._tid.number = known
+        return number
 
     def track(self, name: str) -> int:
-        """Return the number of a new track for what runs in the background."""
+        """Return the number of a new track for background operations."""
         number = next(self._tracks)
         self._put(self._named("thread_name", number, name))
         return number
 
     @contextlib.contextmanager
     def on(self, track: int | None) -> Any:
-        """Put what the calling thread does meanwhile on another track.
+        """Put the events of the calling thread on another track, for a ``with`` body.
 
         Args:
-            track: its number; None takes one on which nothing goes on now.
+            track: number of the track; None takes an idle track.
         """
         taken = track
         if taken is None:
@@ -220,11 +222,12 @@ class Tracer:
             self.flush()
 
     def flush(self) -> None:
-        """Write what is not in the file yet."""
+        """Write the events that are not in the file yet."""
         with self._writing:
             count = len(self._lines)
             chunk = self._lines[:count]
-            # Not a new list: a thread may be about to append to this one.
+            # Delete from the list, and do not replace it: another thread may be about to append to
+            # this list.
             del self._lines[:count]
             if chunk and self._begun and not self.ended:
                 self._write(("".join(f",\n{line}" for line in chunk)).encode())
@@ -237,7 +240,7 @@ class Tracer:
                 rest, at = rest[written:], at + written
         except OSError as error:
             self.ended = True
-            with contextlib.suppress(OSError):  # back to what was whole
+            with contextlib.suppress(OSError):  # back to the last complete state
                 os.ftruncate(self._file, self._position)
                 if self._position:
                     os.pwrite(self._file, _TAIL, self._position)
@@ -254,7 +257,7 @@ class Tracer:
             self.flush()
 
     def close(self) -> None:
-        """Write what is left and close the file; what comes later is dropped."""
+        """Write the remaining events and close the file; later events are dropped."""
         self._stop.set()
         self.flush()
         with self._writing:
@@ -265,11 +268,11 @@ class Tracer:
             self.ended, self._file = True, -1
 
 
-# -- what a program says ------------------------------------------------------------------------
+# -- marks of the program -----------------------------------------------------------------------
 
 
 class _ProgramSlice(AbstractContextManager[None]):
-    """A slice of the program's."""
+    """Slice that the program marks with :func:`span`."""
 
     def __init__(self, tracer: Tracer, name: str, args: dict[str, Any]) -> None:
         self._tracer = tracer
@@ -284,7 +287,7 @@ class _ProgramSlice(AbstractContextManager[None]):
 
 
 class Interval:
-    """Something that begins in one thread and may end in another."""
+    """Interval of time that begins in one thread and may end in another."""
 
     def __init__(self, tracer: Tracer, name: str) -> None:
         self._tracer = tracer
@@ -293,18 +296,18 @@ class Interval:
         tracer.between("b", name, self._number)
 
     def end(self) -> None:
-        """Say that it is over; more than once does nothing."""
+        """End the interval; further calls do nothing."""
         if self._number:
             self._tracer.between("e", self._name, self._number)
         self._number = 0
 
 
-# Stands for a span where nothing is traced.
+# Result of span() without a trace.
 _NOTHING = contextlib.nullcontext()
 
 
 def current() -> Tracer | None:
-    """Return the tracer of this rank, None if it is not traced."""
+    """Return the tracer of this rank; None if the rank writes no trace."""
     return _of_thread.tracer or _of_process
 
 
@@ -317,9 +320,10 @@ def span(name: str, **args: Any) -> AbstractContextManager[None]:
             ...
 
     Args:
-        args: numbers and texts that a viewer shows with it.
+        name: name of the slice in the trace.
+        args: numbers and texts that a viewer shows with the slice.
     """
-    # Nothing to look up as long as nobody traces.
+    # Without any open trace, skip looking up the tracer.
     if not _open:
         return _NOTHING
     tracer = current()
@@ -327,20 +331,20 @@ def span(name: str, **args: Any) -> AbstractContextManager[None]:
 
 
 def interval(name: str) -> Interval | None:
-    """Begin something that is over when its ``end`` is called, in whatever thread."""
+    """Begin an interval in the trace, which a call of its ``end`` in any thread ends."""
     tracer = current() if _open else None
     return None if tracer is None else Interval(tracer, name)
 
 
 def step(by: str = "program") -> None:
-    """Mark the boundary of two training steps; ``by`` says who does."""
+    """Mark the boundary of two training steps; ``by`` names the code that marks it."""
     tracer = current() if _open else None
     if tracer is not None:
         tracer.instant("step", "step", f'"by":{_quote(by)}')
 
 
 def set_current(tracer: Tracer, *, of_thread: bool) -> None:
-    """Make ``tracer`` what :func:`current` returns, in this thread or everywhere."""
+    """Make :func:`current` return ``tracer``, in this thread or in the whole process."""
     global _of_process
     if of_thread:
         _of_thread.tracer = tracer
@@ -352,7 +356,8 @@ def opened(directory: str, rank: int, *, of_thread: bool) -> Tracer | None:
     """Return the open tracer of this process for ``directory``, if there is one.
 
     Args:
-        rank: whose, where ranks are threads. A process is one rank, whatever groups it is in.
+        rank: the rank of the tracer; used only where ranks are threads. A process has one trace,
+            whatever its rank is in a group.
     """
     for tracer in _open:
         fits = not of_thread or tracer.rank == rank
@@ -368,7 +373,7 @@ def _close_all() -> None:
 
 
 def _forget() -> None:
-    """A forked child is no rank: it writes to no file of its parent's."""
+    """Drop all tracers in a forked child, which must not write to the files of its parent."""
     global _of_process
     for tracer in _open:
         tracer.ended = True
