@@ -15,20 +15,20 @@ Rules for every method:
 * The communicator has validated ranks, counts, dtypes and operators. A transport
   does not check them again.
 * A method returns when the operation is over for this rank: ``dst`` is complete and
-  ``src`` may be changed. A collective method of a transport that has asynchronous requests of its
-  own may instead return a ``Work`` earlier.
+  ``src`` may be changed. There is one exception: if the transport has asynchronous requests of its
+  own, a collective method may return a ``Work`` before the operation is over.
 * All ranks call the collective methods in the same order, and each rank calls them from one thread
   at a time. Meanwhile ``send`` and ``recv`` may run in other threads. Their messages never
   mix with the messages of a collective.
 * ``deadline`` is the :class:`~collective.deadline.Deadline` of the call; all steps of the call
-  share it. A method that waits looks at least once whether its peers are there, even if the
-  deadline has passed already. If they are not there by the deadline, the method raises
+  share it. A method that waits looks at least once whether its peers have come, even if the
+  deadline has passed already. If they have not come by the deadline, the method raises
   ``CollectiveTimeoutError``. The text of the error says "timed out" and names the missing ranks
   (:meth:`Failure.timed_out`). After a timeout the transport is broken on every rank, because no
   rank can know what the missing ranks will still send. Later calls raise
   ``CommunicatorAbortedError``.
 * A call that needs a lost peer raises ``PeerLostError``. After a peer has aborted, calls raise
-  the error that the peer's :class:`Failure` describes. No call hangs.
+  the error that the peer's :class:`Failure` describes. No call may wait forever.
 * The library underneath may raise any exception. The transport converts it to an error of
   :mod:`collective.errors`, with ``raise ... from`` the original. No other layer does that.
 
@@ -215,13 +215,14 @@ class Backend(ABC):
         return store
 
     def reconnect(self, world: World, deadline: Deadline) -> Backend:
-        """Return a new transport of this kind among the ranks of ``world``, sharing nothing.
+        """Return a new transport of this kind among the ranks of ``world``.
 
-        All ranks of ``world`` call this; they have new numbers there. The old transport is still
-        open at that time. After a loss it is broken, and one of its ranks may only be stopped and
-        resume later. So the new transport must use segments, addresses and keys that such a rank
-        does not know. While the method waits for the other ranks, it calls ``world.store.check()``
-        now and then, which raises when one of them has died meanwhile.
+        All ranks of ``world`` call this; they have new numbers there. The new transport shares
+        nothing with this one, the old transport. The old transport is still open at that time.
+        After a loss it is broken, and one of its ranks may only be stopped and resume later. So the
+        new transport must use segments, addresses and keys that such a rank does not know. While
+        the method waits for the other ranks, it calls ``world.store.check()`` now and then, which
+        raises when one of them has died meanwhile.
 
         Raises:
             RendezvousError: as :meth:`connect`.

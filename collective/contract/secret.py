@@ -26,7 +26,7 @@ _SALT = b"collective 1"
 
 
 class Secret:
-    """Secret of a job, which neither its texts nor a pickle reveal.
+    """Secret of a job, which is never shown as text and never pickled.
 
     Args:
         value: random bytes.

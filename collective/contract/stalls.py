@@ -8,7 +8,7 @@ only a late rank, for four reasons:
 
 * Ranks note only calls that no rank leaves with a result before every other rank has come to them
   (:func:`_takes_everybody`).
-* A rank makes a note only if no thread but the waiting one could make a call in its process
+* A rank makes a note only if nothing but the waiting thread could make a call in its process
   (:func:`alone`). So the rank comes to no other call before it leaves this one.
 * A circle counts only when each of its ranks has noted the same call again after the circle was
   seen. Then all of the ranks were in these calls at one moment, when the circle was seen. So the
@@ -138,7 +138,7 @@ class Membership:
     def _note(self) -> Note | None:
         """Return this rank's note.
 
-        None if the rank is in no call to note, or if another thread could make calls.
+        None if the rank is in no call to note, or if not only the waiting thread could make calls.
         """
         running = self.recorder.running()
         if running is None or not _takes_everybody(running) or not alone():
@@ -179,7 +179,7 @@ def look(deadline: Deadline) -> None:
 
 
 def alone() -> bool:
-    """Tell whether only one thread of this process could make calls."""
+    """Tell whether nothing but one thread of the program could make calls in this process."""
     threads = threading.enumerate()
     programs = sum(not thread.name.startswith(_OWN) for thread in threads)
     known = {thread.ident for thread in threads}

@@ -213,9 +213,9 @@ class Lane:
         self._begin()
         for work in works:
             work._error = CommunicatorClosedError(
-                f"{work._what}: the operation runs in the parent process of this one (pid "
-                f"{os.getpid()}), and only the parent can wait for it. Start processes with the "
-                "method 'spawn', or call wait() before the fork."
+                f"{work._what}: this process (pid {os.getpid()}) was forked from the one that runs "
+                "the operation, and only that one can wait for it. Start processes with the method "
+                "'spawn', or call wait() before the fork."
             )
             # Do not call _end(), which sets the event: a thread of the parent process may have held
             # the lock of that event during the fork.

@@ -60,13 +60,13 @@ def device(ordinal: int) -> Device:
         DeviceError: this process has no such GPU.
         BackendUnavailableError: there is no driver.
     """
-    known = _devices.get(ordinal)
-    if known is None:
+    gpu = _devices.get(ordinal)
+    if gpu is None:
         with _devices_lock:
-            known = _devices.get(ordinal)
-            if known is None:
-                known = _devices[ordinal] = _device(driver(), ordinal)
-    return known
+            gpu = _devices.get(ordinal)
+            if gpu is None:
+                gpu = _devices[ordinal] = _device(driver(), ordinal)
+    return gpu
 
 
 _devices: dict[int, Device] = {}
