@@ -127,7 +127,7 @@ class Membership:
         mine, call = self.ranks[comm.rank], [note["name"], note["number"]]
         notes = {**comm.transport.post(note, mine), mine: note}
         calls, text = self._circles.found(notes)
-        circles = [(calls, text)] + [note["found"] for note in notes.values() if note["found"]]
+        circles = [(calls, text)] + [other["found"] for other in notes.values() if other["found"]]
         for calls, text in circles:
             if call in calls:
                 # Publish the circle, too: other ranks of the circle wait in communicators that this

@@ -27,7 +27,7 @@ class Work(NotCopied, Generic[T]):
     stays alive.
     """
 
-    instead = "Copy the result of wait()."
+    instead = "Copy what wait() returns."
 
     def __init__(self, what: str) -> None:
         self._what = what

@@ -141,7 +141,7 @@ def test_a_store_that_cannot_is_told() -> None:
 def test_what_a_stranger_puts_there_is_told() -> None:
     store = MemoryStore()
     store.set("key", b"not JSON")
-    with pytest.raises(RendezvousError, match="'key' is not what a rank of this job puts"):
+    with pytest.raises(RendezvousError, match="'key' in the store was not written by a rank"):
         decide(decision(store, 0, 2))
 
 
