@@ -184,7 +184,7 @@ class MpiCollectives(Carrying):
         # Each rank knows its own counts only: the arrival tells if they are too many for one.
         return _Move("Alltoallv", specify, max(sum(elements), sum(incoming)))
 
-    # -- what folds -----------------------------------------------------------------------
+    # -- reductions -----------------------------------------------------------------------
 
     def _plan_fold(self, request: Request) -> Plan:
         op, dtype = request.op, request.dtype

@@ -141,7 +141,7 @@ class CudaAwareMpi(MpiTransport):
                 leave_unfinished(arrays)
                 raise
 
-    # -- what MPI gets --------------------------------------------------------------------
+    # -- arguments for MPI ----------------------------------------------------------------
 
     def _move(
         self, how: int, request: Request, deadline: Deadline, name: str, *arguments: Any

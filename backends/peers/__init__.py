@@ -1,1 +1,1 @@
-"""Watching the other ranks: who is lost, who has failed, who calls what."""
+"""Monitoring of the other ranks: which are lost, which have failed, and which calls they make."""

@@ -1,4 +1,4 @@
-"""One communicator as the monitor sees it, and what a call that waits asks it."""
+"""One communicator as the monitor sees it, and the checks of a call that waits."""
 
 from __future__ import annotations
 
@@ -34,33 +34,34 @@ __all__ = ["WORLD", "Channel", "Wait"]
 
 #: The name of the communicator of all ranks.
 WORLD = "world"
-# How long a call waits until the ranks' recorders are compared, and compared again.
+# How long a call waits until the hub compares the ranks' recorders, and until it compares again.
 _STALL_S = 1.0
-# A rank that has left may have sent what is awaited before it went.
+# Grace period after a rank has left: it may have sent the awaited message before it left.
 _GRACE_S = 0.5
 # How long the hub may take to conclude a comparison: longer than it waits for the ranks' reports.
 _REPORT_S = 1.0
-# How long a rank that gives up waits until its peers have heard of that. A peer that is stopped
-# does not acknowledge it.
+# How long a rank that gives up waits for its peers to acknowledge that. A peer that is stopped does
+# not acknowledge it.
 _HEARD_S = 2.0
 # How long the peers may take to notice by themselves that the hub has gone.
 _ALONE_S = 0.1
-# What the monitor may know when the engine fails: a death is told within milliseconds.
+# How long a call waits for the monitor's explanation when the engine fails: the hub reports a death
+# within milliseconds.
 _EXPLAIN_S = 1.0
-# Turns of a wait between two looks at what the monitor has heard (a power of two), and before it
-# sleeps; until then it gives its core away after each poll.
+# Turns of a wait between two checks for news from the monitor (a power of two), and turns before
+# the wait sleeps. Until then it yields its core after each poll.
 _SPINS, _YIELDS = 16, 2000
 _SLEEP_FIRST_S, _SLEEP_LAST_S = 20e-6, 1e-3
 _SLICE_S = 0.1
 
 
 class Monitoring(Protocol):
-    """What a channel asks of the monitor whose link it shares.
+    """The part of the monitor that a channel uses.
 
     Attributes:
-        rank: this one's in the world.
+        rank: this rank's number in the world.
         hosts: the name of every rank's host.
-        secret: of this meeting of the ranks.
+        secret: secret of this meeting of the ranks.
         hub_gone: whether the hub's process has ended.
     """
 
@@ -89,20 +90,23 @@ class Monitoring(Protocol):
 
 
 class Channel:
-    """One communicator, as the monitor sees it. Ranks are the communicator's.
+    """One communicator, as the monitor sees it. Ranks are numbered as in the communicator.
 
     Attributes:
-        name: the same on all members, and no other communicator's of the job.
+        name: name of the communicator: the same on all members, and unique in the job.
         members: the ranks' numbers in the world.
-        rank, size: this rank among how many.
-        failure: why the communicator is broken, None as long as it is not.
-        left: the ranks that have closed it.
-        unfinished: returns the number of the oldest call that still runs on a device, after it
-            has returned to the program; None if there is none, or no such transport.
-        on_failure: called, in whatever thread, when ``failure`` has been set; with the monitor's
-            lock, so that they wait for no thread that might ask the monitor.
-        compares_on_arrival: whether the transport finds calls that differ by itself, once all ranks
-            have come: then a stall tells no differences that the ranks may turn out to have.
+        rank, size: this rank's number, and the number of ranks.
+        failure: reason why the communicator is broken; None as long as it is not broken.
+        left: ranks that have closed the communicator.
+        unfinished: function that returns the number of the oldest call that has returned to the
+            program but still runs on a device; None if there is none. The attribute is None if the
+            transport has no such calls.
+        on_failure: functions that are called, in any thread, when ``failure`` has been set. The
+            calling thread holds the monitor's lock, so these functions must not wait for a thread
+            that might ask the monitor.
+        compares_on_arrival: whether the transport itself finds calls that differ, once all ranks
+            have come. If true, a stall reports no properties in which the calls may legitimately
+            differ.
     """
 
     def __init__(self, monitor: Monitoring, name: str, members: tuple[int, ...]) -> None:
@@ -112,7 +116,7 @@ class Channel:
         self.size = len(members)
         self.failure: Failure | None = None
         self.left: set[int] = set()
-        # Apart, for the finalizer.
+        # A list apart from this object: the finalizer, which must not hold this object, holds it.
         self._calls: list[Recorder] = []
         self.unfinished: Callable[[], int | None] | None = None
         self.on_failure: list[Callable[[], None]] = []
@@ -120,7 +124,8 @@ class Channel:
         self._monitor = monitor
         self._groups: dict[tuple[int, ...], int] = {}
         self._left_at: dict[int, tuple[float, int, str]] = {}
-        # How many calls the rank that broke it had finished; None where it is no matter.
+        # Number of calls that the rank that broke the communicator had finished; None if that does
+        # not matter.
         self._failed_after: int | None = None
         self._raised = False
         self._closed = False
@@ -128,7 +133,7 @@ class Channel:
         self._late_ranks: dict[int, Message | None] = {}
         self._offers: dict[str, dict[int, str]] = {}
         self._answers = 0
-        # Who has acknowledged that the communicator is broken.
+        # Ranks that have acknowledged that the communicator is broken.
         self._acknowledged: set[int] = set()
         monitor._enter(self)
         monitor._unclosed[name] = list(members), self._calls
@@ -138,7 +143,7 @@ class Channel:
 
     @property
     def recorder(self) -> Recorder | None:
-        """The communicator's calls; the communicator sets it."""
+        """Flight recorder of the communicator's calls; the communicator sets it."""
         return self._calls[0] if self._calls else None
 
     @recorder.setter
@@ -146,15 +151,15 @@ class Channel:
         self._calls[:] = [recorder]
 
     def group(self, ranks: Sequence[int]) -> Channel:
-        """Return the channel of a communicator among ``ranks``; they alone call this."""
+        """Return the channel of a communicator among ``ranks``; only these ranks call this."""
         members = tuple(self.members[rank] for rank in ranks)
-        # The n-th group of the same members is the n-th on each of them.
+        # All members make groups of these members in one order, so they agree on this number.
         self._groups[members] = nth = self._groups.get(members, 0) + 1
         text = f"{self.name} {members} {nth}"
         name = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
         return Channel(self._monitor, f"group-{name}", members)
 
-    # -- what a call asks -----------------------------------------------------------------
+    # -- checks of a call -----------------------------------------------------------------
 
     def check(
         self,
@@ -166,14 +171,15 @@ class Channel:
         """Raise if the communicator is broken, or if an awaited rank has left for good.
 
         Args:
-            where: the operation, for the error.
-            awaited: ranks; None for all others.
-            any_of: one of ``awaited`` is enough: none is missed before all have left.
-            sequence: the collective call's number, if it need not be the last one.
+            where: operation, for the error.
+            awaited: ranks that the call waits for; None for all other ranks.
+            any_of: whether one of ``awaited`` is enough. If true, the call fails only once all of
+                them have left.
+            sequence: number of the collective call, if it need not be the last call.
 
         Raises:
             PeerLostError, PeerFailedError, MismatchError, CommunicatorAbortedError,
-            CollectiveTimeoutError: what the failure asks for.
+            CollectiveTimeoutError: the error that belongs to the failure.
         """
         if self._monitor.hub_gone and self.failure is None:
             self._monitor.look_around()
@@ -183,7 +189,7 @@ class Channel:
             self._check_left(where, awaited, any_of, sequence)
 
     def refuse_unfinished(self, where: object) -> None:
-        """Raise if whoever broke the communicator did so before the end of its running call."""
+        """Raise if a rank broke the communicator before it had finished the running call."""
         if self.failure is not None:
             after = self._failed_after
             if after is not None and after < self._running(None):
@@ -193,7 +199,8 @@ class Channel:
         assert self.failure is not None
         error = self.failure.error(str(where), self.rank)
         if self.failure.kind == "mismatch" and self._raised:
-            # The mismatch was one call's; this is another, on what it left behind.
+            # An earlier call has raised the mismatch; this is a later call on the communicator
+            # that the mismatch has broken.
             text = f"{where}: broken by an earlier mismatch: {self.failure.text}"
             return CommunicatorAbortedError(f"{text} [rank {self.rank}]")
         self._raised = True
@@ -213,8 +220,8 @@ class Channel:
         for rank, (since, finished, _) in sorted(self._left_at.items()):
             if (awaited is not None and rank not in awaited) or now - since < _GRACE_S:
                 continue
-            # Whoever finished this very call before it left owes nothing more to it. Of messages
-            # between two that cannot be known, beyond the time of grace.
+            # A rank that finished this very call before it left owes nothing more to the call. For
+            # messages between two ranks nobody can tell that; they have only the grace period.
             if collective and finished >= running > 0:
                 continue
             gone.append(rank)
@@ -226,13 +233,13 @@ class Channel:
             raise self._error(where)
 
     def _running(self, sequence: int | None) -> int:
-        """Return the number of the call in question: the last one, if it is not given."""
+        """Return ``sequence``, or the number of the last call if ``sequence`` is None."""
         if sequence is not None:
             return sequence
         return self.recorder.started if self.recorder is not None else 0
 
     def _finished(self) -> int:
-        """Return the number of the last call that is over, on the devices as well."""
+        """Return the number of the last call that is over, also on the devices."""
         if self.recorder is None:
             return 0
         finished = self.recorder.finished
@@ -247,7 +254,7 @@ class Channel:
         any_of: bool = False,
         sequence: int | None = None,
     ) -> Wait:
-        """Return what one waiting call needs; see :class:`Wait` and :meth:`check`."""
+        """Return the wait of one call; see :class:`Wait` and :meth:`check`."""
         return Wait(self, where, deadline, awaited, any_of, sequence)
 
     def explain(
@@ -257,10 +264,10 @@ class Channel:
         awaited: Sequence[int] | None = None,
         any_of: bool = False,
     ) -> Exception:
-        """Return the error to raise for ``error`` of the engine, and break the communicator.
+        """Return the error to raise for the engine's ``error``, and break the communicator.
 
-        The engine notices the end of a connection before the monitor knows why. ``awaited``
-        and ``any_of`` are as in :meth:`check`.
+        The engine notices the end of a connection before the monitor knows the reason. So this
+        waits a moment for the monitor. ``awaited`` and ``any_of`` are as in :meth:`check`.
         """
         deadline = Deadline(_EXPLAIN_S)
         while not deadline.expired:
@@ -274,47 +281,48 @@ class Channel:
         return BackendError(f"{where}: {error} [rank {self.rank}]", code=None)
 
     def lost(self) -> set[int]:
-        """Return the ranks that have left, have ended or are cut off, as far as it is known."""
+        """Return the ranks that have left, ended or are cut off, as far as this rank knows."""
         gone = self._monitor.gone()
         lost = {rank for rank, member in enumerate(self.members) if member in gone}
         return (lost | self.left) - {self.rank}
 
     def lasting(self, store: Store) -> Store:
-        """Return the world's store such that it outlives rank 0, if that is who serves it."""
+        """Return the world's store, made to outlive rank 0 if rank 0 serves it."""
         standby = self._monitor.standby
         return store if standby is None else standby.lasting(store)
 
     def when_broken(self, method: Callable[[], None]) -> None:
-        """Have a method called as those of ``on_failure``; its object is not kept alive by that."""
+        """Add a method to ``on_failure`` without keeping the method's object alive."""
         reference = weakref.WeakMethod(method)
 
         def call() -> None:
-            found = reference()
-            if found is not None:
-                found()
+            bound = reference()
+            if bound is not None:
+                bound()
 
         self.on_failure.append(call)
 
-    # -- what a rank tells ----------------------------------------------------------------
+    # -- messages to the peers ------------------------------------------------------------
 
     def abort(self, failure: Failure) -> None:
         """Break the communicator for every rank; the first failure counts."""
         with self._monitor._lock:
             if self.failure is not None:
                 return
-            # First said, then known here: the call that raises it may be this rank's last,
-            # and close the link.
+            # Send the failure before other threads see it here: the call that raises it may be
+            # this rank's last, and close the link.
             finished = self._finished()
             self._say({"kind": "failure", "failure": _packed(failure), "finished": finished})
             self._failed_after = finished
             self._break(failure)
 
     def await_heard(self, ranks: Sequence[int]) -> None:
-        """Return when ``ranks`` know that the communicator is broken, or have not said so in time.
+        """Return when ``ranks`` have acknowledged that the communicator is broken, or time is up.
 
-        For a rank that gives its caller memory back which the engine of a peer may still read. A
-        peer that has got what is there looks at ``failure`` afterwards, and discards it. A peer
-        that has closed the communicator receives nothing any more, and does not answer either.
+        A rank calls this before it gives memory back to its caller that a peer's engine may still
+        read. A peer that has received the data checks ``failure`` afterwards, and discards the
+        data. A peer that has closed the communicator receives nothing any more, and does not
+        acknowledge, either.
         """
         failure = self.failure
         awaited = set(ranks) - {self.rank}
@@ -331,18 +339,23 @@ class Channel:
             if self._monitor.hub_gone:
                 time.sleep(_ALONE_S)
                 return
-            lost = self.lost()  # takes the monitor's lock, which is never taken within this one
+            # Outside of _reported's lock: lost() takes the monitor's lock, and no thread may take
+            # that one while it holds the other.
+            lost = self.lost()
             with self._reported:
                 if awaited <= self._acknowledged | lost:
                     return
                 self._reported.wait(deadline.at_most(_SLICE_S))
 
     def post(self, note: Note) -> None:
-        """Tell what this rank waits in; the hub looks for circles."""
+        """Tell the hub which call this rank waits in; the hub searches for circles."""
         self._say({"kind": "waits", "note": note})
 
     def close(self) -> None:
-        """Leave this communicator, with that of all ranks the monitor; twice does nothing."""
+        """Leave this communicator; with the world's communicator also leave the monitor.
+
+        Closing twice is harmless.
+        """
         if not self._closed:
             self._closed = True
             self._monitor._unclosed.pop(self.name, None)
@@ -350,37 +363,39 @@ class Channel:
             if self.name == WORLD:
                 self._monitor._leave()
 
-    # -- before it is used ----------------------------------------------------------------
+    # -- set-up ---------------------------------------------------------------------------
 
     @property
     def secret(self) -> Secret:
-        """What the members know and nobody else: of this communicator alone."""
+        """Secret that only the members know, derived for this communicator alone."""
         return self._monitor.secret.within(self.name)
 
     def offer(self, name: str, text: str) -> None:
-        """Give ``text`` to all members, who give theirs under the same name.
+        """Offer ``text`` to all members, which offer their texts under the same name.
 
         Args:
-            name: used once in this communicator.
-            text: anything.
+            name: a name that this communicator uses only once.
+            text: any text.
         """
         self._say({"kind": "offer", "name": name, "text": text})
 
     def offered(self, name: str) -> dict[int, str]:
-        """Return what members have offered so far, by rank; nothing before this one has.
+        """Return the texts that members have offered so far, by rank.
+
+        There are none before this rank has offered its own text.
 
         Raises:
-            RendezvousError: the world's rank 0 has ended, whose process passes it on.
+            RendezvousError: the world's rank 0 has ended, whose process passes on the texts.
         """
         if self._monitor.hub_gone:
             raise RendezvousError(
-                "rendezvous: the world's rank 0 has ended, through whose process ranks connect; "
-                f"keep it running while others make groups [rank {self.rank}]"
+                "rendezvous: the world's rank 0 has ended, and ranks connect through its process; "
+                f"keep rank 0 running while other ranks make groups [rank {self.rank}]"
             )
         return self._offers.get(name, {})
 
     def withdraw(self, name: str) -> None:
-        """Forget what was offered."""
+        """Forget the texts that were offered under ``name``."""
         self._offers.pop(name, None)
 
     def _say(self, message: Message) -> None:
@@ -394,7 +409,7 @@ class Channel:
         for function in list(self.on_failure):
             function()
 
-    # -- what the monitor hears -----------------------------------------------------------
+    # -- messages from the hub ------------------------------------------------------------
 
     def _hear(self, message: Message) -> None:
         kind = message["kind"]
@@ -426,7 +441,7 @@ class Channel:
             self._monitor._say({"kind": "report", "channel": self.name, **about})
         elif kind == "offers":
             texts = {self.members.index(int(r)): text for r, text in message["texts"].items()}
-            # A new one: others may be looking at the old.
+            # Make a new dictionary: another thread may be reading the old one.
             self._offers[message["name"]] = {**self._offers.get(message["name"], {}), **texts}
         else:
             with self._reported:
@@ -438,17 +453,22 @@ class Channel:
     def _lose(self, world_rank: int, why: str = "") -> None:
         rank = self.members.index(world_rank)
         host = self._monitor.hosts[world_rank]
-        why = f"what it says is wrong: {why}" if why else "its process ended or its host is cut off"
+        why = (
+            f"it sent a malformed message: {why}"
+            if why
+            else "its process ended or its host is cut off"
+        )
         text = f"rank {rank} (on {host}) is gone: {why}"
         self._break(Failure("lost", self.rank, text, (rank,)))
 
     # -- stalls ---------------------------------------------------------------------------
 
     def compare(self, asks: list[int] | None = None) -> None:
-        """Have the recorders compared: ranks that made different calls get ``MismatchError``.
+        """Have the hub compare the recorders: ranks with different calls get ``MismatchError``.
 
         Args:
-            asks: be told who is late, and about these ranks, numbered as in the world.
+            asks: if not None, the hub answers with the reports of the late ranks and of these
+                ranks, which are numbered as in the world.
         """
         self._say({"kind": "stall", "asks": asks})
 
@@ -464,7 +484,7 @@ class Channel:
         Raises:
             CollectiveTimeoutError: always, unless the communicator has been broken before.
         """
-        # Counted, as the answer to an earlier question may still be on its way.
+        # Count the answers, because the answer to an earlier question may still be in flight.
         before = self._answers
         self.compare([self.members[rank] for rank in awaited or ()])
         with self._reported:
@@ -482,11 +502,11 @@ class Channel:
         if absent:
             what = f"rank {', '.join(map(str, absent))}: {last_calls(absent, late)}"
         elif answered and sequence is not None:
-            what = "the devices: every rank has made this call, and one's has not got to its end"
+            what = "the devices: all ranks have made this call, but it has not ended on some device"
         elif answered:
-            what = "the transport: every rank is in this call, which has not ended"
+            what = "the transport: every rank is in this call, but it has not ended"
         else:
-            what = "peers, and the monitor of the world's rank 0 does not answer"
+            what = "its peers, and the monitor in the process of the world's rank 0 does not answer"
             absent = [self.members.index(0)] if 0 in self.members else []
         failure = Failure.timed_out(self.rank, deadline.seconds, what, absent)
         self.abort(failure)
@@ -494,11 +514,11 @@ class Channel:
 
 
 class Wait:
-    """One call that waits. Made when its first polls were in vain.
+    """The wait of one call, made after the call's first polls were in vain.
 
-    Engines that are polled call :meth:`turn` between polls; engines that block with a
-    timeout block for :meth:`slice` seconds and then call :meth:`check`. Both raise what
-    :meth:`Channel.check` raises, and ``CollectiveTimeoutError`` when the deadline passes.
+    Engines that are polled call :meth:`turn` between polls. Engines that block with a timeout
+    block for :meth:`slice` seconds and then call :meth:`check`. Both methods raise the errors of
+    :meth:`Channel.check`, and ``CollectiveTimeoutError`` when the deadline passes.
     """
 
     __slots__ = (
@@ -533,10 +553,10 @@ class Wait:
         self._pause = _SLEEP_FIRST_S
 
     def turn(self) -> None:
-        """Give others a chance to run: the core first, then, in a longer wait, some time."""
+        """Let other threads and processes run: yield the core at first, sleep in a longer wait."""
         self._turns = turns = self._turns + 1
         if turns < _YIELDS:
-            # Asking costs more than a poll, and what there is to hear is seldom.
+            # A check costs more than a poll, and the monitor seldom has news.
             if turns & _SPINS - 1 == 0:
                 self.check()
             os.sched_yield()
@@ -550,7 +570,7 @@ class Wait:
         return self._deadline.at_most(_SLICE_S)
 
     def check(self) -> None:
-        """Raise if there is a reason to; have the recorders compared once a second."""
+        """Raise if there is a reason to; once a second have the hub compare the recorders."""
         channel = self._channel
         channel.check(self._where, self._awaited, self._any_of, self._sequence)
         if self._deadline.expired:

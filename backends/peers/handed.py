@@ -1,4 +1,4 @@
-"""A store for ranks that a transport connects already, and that have one thing left to publish."""
+"""A store for ranks that a transport already connects, and of which one has a value to publish."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from collective.memory.dtypes import BY_NAME
 __all__ = ["HandedStore"]
 
 _UINT8 = BY_NAME["uint8"]
-# Where a segment is, or a hub: a path, or an address and a key.
+# Size of a note. It says where a segment or a hub is: a path, or an address and a key.
 _NOTE_BYTES = 4096
 
 
 class HandedStore(Store):
-    """A store of one value, which one rank publishes and a transport hands to the others.
+    """A store of one value, which one rank publishes and a transport hands to the other ranks.
 
     Args:
-        hand: moves the note from the rank that publishes to the others. Its arguments are the note,
-            and whether this rank is the one that publishes.
-        check: raises if it is known that the ranks will not meet.
+        hand: function that moves the note from the publishing rank to the other ranks. Its
+            arguments are the note, and whether this rank publishes it.
+        check: function that raises if the ranks can no longer meet.
     """
 
     def __init__(self, hand: Callable[[Buffer, bool], None], check: Callable[[], None]) -> None:
@@ -51,7 +51,7 @@ class HandedStore(Store):
         return self._received
 
     def delete(self, key: str) -> None:
-        """Do nothing: the others have it."""
+        """Do nothing: the other ranks have the value already."""
 
     def check(self) -> None:
         self._check()

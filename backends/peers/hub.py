@@ -1,8 +1,9 @@
-"""The middle of the monitor: a thread in rank 0's process that every rank is linked to.
+"""The hub of the monitor: a thread in rank 0's process, to which every rank has a link.
 
-It calls the roll, passes on who aborted or left, notices who died, and compares the
-ranks' flight recorders when one of them says that a call stalls. It keeps no state of
-the communicators: whoever speaks of one names its members.
+The hub calls the roll: it waits until all ranks have enrolled. Later it tells the other ranks
+which ranks aborted or left, and notices which ranks died. When a rank reports that a call stalls,
+the hub compares the ranks' flight recorders. The hub keeps no state of the communicators: every
+message about a communicator lists its members.
 """
 
 from __future__ import annotations
@@ -31,22 +32,23 @@ if TYPE_CHECKING:
 
 __all__ = ["Hub"]
 
-# How long a round of comparing waits for the recorders: a rank whose interpreter is busy in
-# code that holds the GIL may not answer at all.
+# How long a comparison waits for the ranks' reports. A rank whose interpreter is busy in code
+# that holds the GIL may not answer at all.
 _CHECK_S = 0.5
-# How often it looks whether the roll call was given up.
+# How often the hub checks whether rank 0 has given up the roll call.
 _ROLL_S = 1.0
-# How long the hub leaves what ranks wait in alone once it has looked.
+# Shortest time between two searches for ranks that wait for each other.
 _LOOK_S = 0.2
 
 
 @dataclass
 class _StallCheck:
-    """One comparison that is going on.
+    """One comparison of flight recorders that is in progress.
 
     Attributes:
-        deadline: when it is concluded without the reports that have not come.
-        askers: who wants to know who is late, and of whom besides.
+        deadline: moment at which the hub concludes without the reports that have not come.
+        askers: ranks that want to know which ranks are late. Each has a list of further ranks
+            whose reports it wants, too.
     """
 
     members: list[int]
@@ -57,10 +59,10 @@ class _StallCheck:
 
 @dataclass
 class _Exchange:
-    """What the members of a communicator offer each other under one name.
+    """Texts that the members of a communicator offer each other under one name.
 
     Attributes:
-        fresh: who has offered something that nobody was told yet.
+        fresh: ranks whose texts the hub has not passed on yet.
     """
 
     members: list[int]
@@ -69,19 +71,20 @@ class _Exchange:
 
 
 class Hub:
-    """Serves the links of one world; see the module's docstring.
+    """Server of the links of one world; see the module's docstring.
 
     Args:
-        size: how many ranks are to come.
-        host: an address of this host where ranks of others can connect; None on one host.
-        deadline: when the roll call is given up.
-        key: what a rank has to know.
-        tls: for connections between hosts, or None.
+        size: number of ranks in the world.
+        host: an address of this host to which ranks of other hosts can connect; None if all ranks
+            are on this host.
+        deadline: moment at which the hub gives up the roll call.
+        key: secret key that a rank must prove to know.
+        tls: TLS contexts for connections between hosts, or None.
 
     Attributes:
-        address: what :func:`.link.connect` takes to reach it.
-        refusal: why the roll call has failed, None as long as it has not.
-        session: tells this meeting of the ranks from all others.
+        address: address of the hub, for :func:`.link.connect`.
+        refusal: reason why the roll call has failed; None as long as it has not failed.
+        session: random text that identifies this meeting of the ranks.
     """
 
     def __init__(
@@ -93,12 +96,13 @@ class Hub:
         self._deadline = deadline
         self._links: dict[int, Link] = {}
         self._ranks: dict[Link, int] = {}
-        # What each has said of itself.
+        # The enrolment message of each rank.
         self._about: dict[int, Message] = {}
         self._complete = False
         self._over = False
         self._checks: dict[str, _StallCheck] = {}
-        # What the ranks have said last that they wait in, and when that was looked at.
+        # The latest note of each rank about the call that it waits in, and the time of the last
+        # search for circles in these notes.
         self._waits: dict[int, Message] = {}
         self._circles = Circles()
         self._looked_at = -math.inf
@@ -107,29 +111,30 @@ class Hub:
             listening, self.address = listen(host)
         except OSError as error:
             raise RendezvousError(
-                f"rendezvous: rank 0 cannot listen on {host}: {error}. It has to be an address "
+                f"rendezvous: rank 0 cannot listen on {host}: {error}. The address must be one "
                 "of this host: set COLLECTIVE_INTERFACE to the interface that the other hosts "
-                "reach (`collective doctor` lists them)."
+                "reach (`collective doctor` lists the interfaces)."
             ) from error
         self._server = Server(listening, key, self, tls)
         threading.Thread(target=self._server.run, name="collective-hub", daemon=True).start()
 
     def give_up(self) -> None:
-        """End a roll call that rank 0 waits for no more."""
+        """End the roll call, because rank 0 no longer waits for it."""
         self._deadline = Deadline(0.0)
 
     # -- for the server's thread ----------------------------------------------------------
 
     def pause(self) -> float | None:
-        """Return how many seconds may pass until :meth:`turn` has something to do; None: any."""
-        left = [each.deadline.left() for each in self._checks.values()]
-        if not self._complete:  # it may be given up at any time
-            left.append(self._deadline.at_most(_ROLL_S))
-        return min(left, default=None)
+        """Return the seconds until :meth:`turn` has something to do; None if nothing is due."""
+        pauses = [stall_check.deadline.left() for stall_check in self._checks.values()]
+        if not self._complete:  # rank 0 may give up the roll call at any time
+            pauses.append(self._deadline.at_most(_ROLL_S))
+        return min(pauses, default=None)
 
     def turn(self) -> bool:
-        """Do what is due by now; return whether there is anybody left to serve."""
-        # After all that was there to be read: many ranks offer something at one time.
+        """Do what is due by now; return whether there are still ranks to serve."""
+        # The server calls this after it has read everything that had arrived. Many ranks offer
+        # texts at the same time, so the hub passes on all of these texts together.
         for (channel, name), exchange in list(self._exchanges.items()):
             self._pass_on(channel, name, exchange)
         for channel in [name for name, each in self._checks.items() if each.deadline.expired]:
@@ -138,14 +143,14 @@ class Hub:
             missing = sorted(set(range(self._size)) - set(self._links))
             why = f"ranks {missing} of {self._size} have not arrived"
             if strangers := self._server.refusals():
-                why += f"; {strangers} did not prove to know this job's key"
+                why += f"; {strangers} did not prove knowledge of this job's key"
             if self._server.scarce:
-                why += f"; rank 0 could not take them in: {self._server.scarce}. {RAISE_THE_LIMIT}"
+                why += f"; rank 0 could not accept them: {self._server.scarce}. {RAISE_THE_LIMIT}"
             self._refuse(why)
         return not self._over
 
     def heard(self, link: Link, message: Message) -> None:
-        """Act on a message of somebody who knows the key."""
+        """Act on a message of a peer that has proved that it knows the key."""
         if link in self._ranks:
             self._hear(link, message)
         else:
@@ -153,11 +158,12 @@ class Hub:
             self._enrol(link, message)
 
     def gone(self, link: Link, why: str) -> None:
-        """Tell the others that a rank has gone, and why."""
+        """Tell the other ranks that a rank has gone, and why."""
         if link in self._ranks:
             rank = self._ranks[link]
             self._forget(rank)
-            # Before that nobody has met it: it may come again, and is missing if it does not.
+            # Before the roll call is complete no rank has met this one. It may connect again; if
+            # it does not, the roll call reports it as missing.
             if self._complete:
                 self._tell(list(self._links), {"kind": "lost", "rank": rank, "why": why})
 
@@ -167,8 +173,8 @@ class Hub:
         rank, size, host = about["rank"], about["size"], about["host"]
         if size != self._size or not 0 <= rank < self._size:
             self._refuse(
-                f"rank 0 on this job's hub was told that there are {self._size} ranks; rank {rank} "
-                f"on {host} that there are {size}. Every rank needs the same size (WORLD_SIZE)"
+                f"rank 0 was started with size {self._size}, but rank {rank} on {host} with size "
+                f"{size}. Every rank needs the same size (WORLD_SIZE)"
             )
         elif rank in self._links:
             self._refuse(
@@ -179,25 +185,27 @@ class Hub:
             self._links[rank], self._about[rank], self._ranks[link] = link, about, rank
             if len(self._links) == self._size:
                 self._complete = True
-                # Nobody else is to come, and whoever reads of this hub by mistake, in a store
-                # that serves again, is to notice.
+                # No other rank will come. If a later launch uses the same store again, a rank may
+                # read this hub's address there by mistake; its connection must then fail.
                 self._server.stop_listening()
-                every = [self._about[each] for each in range(self._size)]
+                enrolments = [self._about[number] for number in range(self._size)]
                 answer: Message = {"kind": "complete", "session": self.session}
-                answer["hosts"] = [each["host"] for each in every]
-                answer["processes"] = [str(each.get("process", "")) for each in every]
-                answer["contacts"] = [str(each.get("contact", "")) for each in every]
+                answer["hosts"] = [enrolment["host"] for enrolment in enrolments]
+                answer["processes"] = [
+                    str(enrolment.get("process", "")) for enrolment in enrolments
+                ]
+                answer["contacts"] = [str(enrolment.get("contact", "")) for enrolment in enrolments]
                 self._tell(range(self._size), answer)
 
     def _refuse(self, why: str) -> None:
-        """End the roll call without success, for everybody who has proved to be of this job."""
+        """End the roll call without success, and tell every peer that has proved the key."""
         self.refusal = why
         for link in self._server.peers:
             with contextlib.suppress(OSError):
                 link.send({"kind": "refused", "why": why})
         self._over = True
 
-    # -- what ranks say -------------------------------------------------------------------
+    # -- messages from the ranks ----------------------------------------------------------
 
     def _hear(self, link: Link, message: Message) -> None:
         rank = self._ranks[link]
@@ -221,51 +229,55 @@ class Hub:
             exchange.texts[rank] = message["text"]
             exchange.fresh.add(rank)
         elif channel in self._checks and rank in self._checks[channel].members:  # a report
-            known = self._checks[channel]
-            known.reports[rank] = message
-            if all(each in known.reports for each in known.members if each in self._links):
+            stall_check = self._checks[channel]
+            stall_check.reports[rank] = message
+            if all(
+                member in stall_check.reports
+                for member in stall_check.members
+                if member in self._links
+            ):
                 self._conclude(channel)
 
     def _conclude(self, channel: str) -> None:
-        """Tell the members if they have made different calls, else the askers who is late."""
-        known = self._checks.pop(channel)
-        text = disagreement(known.members, known.reports)
+        """Tell the members that their calls differ, or else tell the askers the late ranks."""
+        stall_check = self._checks.pop(channel)
+        text = disagreement(stall_check.members, stall_check.reports)
         if text is not None:
-            self._tell_mismatch(channel, known.members, text)
+            self._tell_mismatch(channel, stall_check.members, text)
             return
-        # Not everything to everybody: a thousand ranks may stall at once.
-        reports = known.reports
+        # Send each asker only the reports that it needs: a thousand ranks may stall at once.
+        reports = stall_check.reports
         first = max((report["started"] for report in reports.values()), default=0)
         late = {
-            each
-            for each in known.members
-            if each not in reports or reports[each]["started"] < first
+            member
+            for member in stall_check.members
+            if member not in reports or reports[member]["started"] < first
         }
-        for rank, besides in known.askers.items():
+        for rank, besides in stall_check.askers.items():
             asked = {
-                each: {**reports[each], "entries": reports[each]["entries"][-1:]}
-                if each in reports
+                member: {**reports[member], "entries": reports[member]["entries"][-1:]}
+                if member in reports
                 else None
-                for each in late.union(besides)
+                for member in late.union(besides)
             }
             self._tell([rank], {"kind": "late", "channel": channel, "late": asked})
 
     def _pass_on(self, channel: str, name: str, exchange: _Exchange) -> None:
-        """Give what is new to those who have offered something before, and all to the others."""
+        """Send the fresh texts to ranks that offered earlier, and all texts to the fresh ranks."""
         fresh, exchange.fresh = exchange.fresh, set()
         before = exchange.texts.keys() - fresh
         about = {"kind": "offers", "channel": channel, "name": name}
         if fresh:
             self._tell(fresh, {**about, "texts": exchange.texts})
-            self._tell(before, {**about, "texts": {each: exchange.texts[each] for each in fresh}})
+            self._tell(before, {**about, "texts": {rank: exchange.texts[rank] for rank in fresh}})
         if exchange.texts.keys() >= set(exchange.members):
             del self._exchanges[channel, name]
 
     def _look_for_circles(self) -> None:
-        """Break communicators whose ranks wait for each other in calls of several of them."""
+        """Break the communicators in whose calls ranks wait for each other in a circle."""
         now = time.monotonic()
         if now < self._looked_at + _LOOK_S:
-            return  # a thousand ranks may wait, and each says so again
+            return  # a thousand ranks may wait, and each of them repeats its note
         self._looked_at = now
         calls, text = self._circles.found({rank: w["note"] for rank, w in self._waits.items()})
         broken = {
@@ -276,7 +288,7 @@ class Hub:
         for channel, members in broken.items():
             self._tell_mismatch(channel, members, text)
         if broken:
-            self._waits.clear()  # the others say again what they wait in
+            self._waits.clear()  # ranks that still wait send their notes again
 
     def _tell_mismatch(self, channel: str, members: Iterable[int], text: str) -> None:
         failure = {"kind": "mismatch", "rank": 0, "text": text, "ranks": []}
@@ -285,7 +297,7 @@ class Hub:
 
     def _forget(self, rank: int) -> None:
         self._waits.pop(rank, None)
-        # What it takes part in is never complete.
+        # An exchange with this rank as a member can no longer complete.
         for key in [key for key, each in self._exchanges.items() if rank in each.members]:
             del self._exchanges[key]
         link = self._links.pop(rank)
@@ -298,6 +310,6 @@ class Hub:
         data = encoded(message)
         for rank in ranks:
             if rank in self._links:
-                # A rank that cannot be told is gone, which its link will say.
+                # A rank that cannot be reached has gone; the server notices that on its link.
                 with contextlib.suppress(OSError):
                     self._links[rank].write(data)

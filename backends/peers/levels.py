@@ -1,4 +1,4 @@
-"""What transports that are made of others have in common: one failure breaks all of them."""
+"""Errors of transports that are made of other transports (levels): one failure breaks them all."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .channel import Channel
 
 __all__ = ["OF_LEVELS", "explained"]
 
-#: What a level raises in its own terms.
+#: Errors that a level raises in its own terms, such as its own numbers of ranks.
 OF_LEVELS = (
     BackendError, CollectiveTimeoutError, CommunicatorAbortedError, Disagreement, MismatchError,
 )  # fmt: skip
@@ -30,22 +30,22 @@ def explained(
     deadline: Deadline,
     awaited: Sequence[int] | None = None,
 ) -> Exception | None:
-    """Return what the monitor says where a level failed, and break the whole.
+    """Return the monitor's explanation of a level's failure, and break the whole communicator.
 
     Args:
-        channel: the whole's.
-        error: what the level raised, with its own numbers of ranks and its own deadline.
-        where, deadline: the call's.
-        awaited: the ranks of the whole that were waited for; None for any.
+        channel: channel of the whole communicator.
+        error: error that the level raised, with the level's own numbers of ranks and deadline.
+        where, deadline: operation and deadline of the call.
+        awaited: ranks of the whole communicator that the call waited for; None for any.
 
     Returns:
-        What to raise instead; None if ``error`` is none of a level's.
+        The exception to raise instead of ``error``; None if ``error`` is not of a level's types.
     """
     if not isinstance(error, OF_LEVELS):
         return None
     if isinstance(error, (CollectiveTimeoutError, Disagreement, MismatchError)):
-        # The deadline of the whole has passed, too, or might as well have: its end asks
-        # all ranks what they are doing, and finds who is late, or who does otherwise.
+        # The deadline of the whole call has passed, too, or might as well have passed. Giving up
+        # asks all ranks for their calls, and finds the ranks that are late or make another call.
         try:
             channel.check(where, awaited)
             channel.give_up(where, deadline, awaited)

@@ -1,10 +1,10 @@
 """Messages between the ranks outside the transport: JSON over one authenticated connection.
 
-A connection begins with a proof on both sides that the other knows the job's key (HMAC-SHA256,
-RFC 2104): on a shared machine or network anybody can connect, and must not be able to join or to
-speak. Until then nothing is parsed: each side sends a fixed number of bytes, and whoever sends
-others is not heard any further. Afterwards every message is a JSON object, preceded by its
-length.
+A connection begins with a handshake, in which each side proves that it knows the job's key
+(HMAC-SHA256, RFC 2104). On a shared machine or network any program can connect, but it must not be
+able to join or to speak. During the handshake nothing is parsed: each side sends a fixed number of
+bytes, and a side that sends other bytes gets no further. Afterwards every message is a JSON object,
+preceded by its length.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ __all__ = [
 Message = dict[str, Any]
 
 _LENGTH = struct.Struct("<I")
-# A length is believed before its bytes are there, and what has come of them is kept meanwhile:
-# without a bound one word of a peer's would have 4 GiB kept for it.
+# Longest message in bytes. The receiver reads the length first, and keeps the bytes that have come
+# until all are there. Without a bound one word of a peer could make it keep 4 GiB.
 _LIMIT = 1 << 26
-# A peer that is stopped or cut off must not stop whoever writes to it.
+# Timeout of a write: a peer that is stopped or cut off must not stop the threads that write to it.
 _SEND_S = 2.0
-# A host that vanished without a word is noticed after about this many seconds.
+# After about this many seconds the kernel notices that a host has vanished without a word.
 _SILENCE_S = 5
-# What the listening side says first: whoever meets another program there can say so.
+# First bytes of the listening side. A rank that meets another program there can say so.
 _GREETING = b"collective 1\n"
 _NONCE_BYTES = _PROOF_BYTES = 32
 
@@ -56,21 +56,22 @@ class ProofError(ConnectionError):
     """The other side has not proved that it knows the key."""
 
 
-# Those that a forked child has to let go of.
+# Sockets that a forked child has to close.
 _sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
 class Link:
-    """One end of a connection. Any thread may send; one receives.
+    """One end of a connection. Any thread may send; only one thread receives.
 
     Args:
-        sock: connected.
-        tls: what it is encrypted with, from :attr:`collective.start.certificates.Tls.connecting` or
-            ``listening``; None for plain text.
-        longest: how many bytes a message of the peer may have.
+        sock: a connected socket.
+        tls: TLS context that encrypts the connection, from
+            :attr:`collective.start.certificates.Tls.connecting` or ``listening``; None for plain
+            text.
+        longest: number of bytes that a message of the peer may have.
 
     Attributes:
-        received: how many bytes have come from the peer, of whatever kind.
+        received: number of bytes that have come from the peer, of any kind.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class Link:
         close_in_children(sock)
         self._records = None
         if tls is not None:
-            # Here and not above: most programs need no OpenSSL.
+            # Imported here and not above, because most programs need no OpenSSL.
             from .records import Records
 
             self._records = Records(tls)
@@ -90,14 +91,14 @@ class Link:
         self._unread: list[Message] = []
         self._sending = threading.Lock()
         self._deferred: deque[Message] = deque()
-        # What post() has to send, and the peer has not taken yet.
+        # Bytes from post() that the peer has not taken yet.
         self._backlog = bytearray()
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(_SEND_S))
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            # Probes find a host that vanished while nothing is said. While something that was sent
-            # is not acknowledged the kernel sends none, but that once more, for a quarter of an
-            # hour: hence the last of these, too (tcp(7)).
+            # Keep-alive probes find a host that has vanished while the connection is idle. While
+            # sent data is not acknowledged the kernel sends no probes. Instead it retransmits the
+            # data for a quarter of an hour; TCP_USER_TIMEOUT ends that earlier (tcp(7)).
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
@@ -109,7 +110,7 @@ class Link:
         return self._socket.fileno()
 
     def read(self) -> bytes:
-        """Return what is there, waiting for something; with TLS that may be nothing yet.
+        """Wait for bytes and return those that are there; with TLS the result may be empty.
 
         Raises:
             EOFError: the peer has closed its end, or is gone.
@@ -118,9 +119,10 @@ class Link:
         try:
             chunk = self._socket.recv(1 << 16)
         except ConnectionResetError:
-            # A socket of this host that is closed with something unread resets the connection,
-            # and we hear of that before what was sent last. It is there still: a goodbye, maybe,
-            # without which its rank would be taken for lost.
+            # If a peer on this host closes its socket with unread data, the kernel resets the
+            # connection. This side sees the reset before the bytes that the peer sent last, but
+            # these bytes are still there. They may be a goodbye: without it the rank would count as
+            # lost.
             chunk = self._socket.recv(1 << 16)
         if not chunk:
             raise EOFError("the peer has closed the connection")
@@ -131,7 +133,7 @@ class Link:
             plain = self._records.take(chunk)
         except OSError:
             with contextlib.suppress(OSError):
-                self._socket.send(self._records.alert())  # the peer is to know why
+                self._socket.send(self._records.alert())  # tell the peer the reason
             raise
         if self._records.waiting:
             self.write(b"")
@@ -146,35 +148,35 @@ class Link:
         with self._sending:
             travelling = self._records.put(data) if self._records else data
             if self._backlog:
-                self._backlog += travelling  # what was sent first has to arrive first
+                self._backlog += travelling  # keep the order: the backlog has to arrive first
                 return
             try:
                 self._socket.sendall(travelling)
             except OSError:
-                # A part may be on its way, so that nothing after it can be read.
+                # A part of the data may be in flight, so the peer could not parse what follows it.
                 self.cut()
                 raise
         self._send_deferred()
 
     def send(self, message: Message) -> None:
-        """Send ``message``; raises as :meth:`write`."""
+        """Send ``message``; raise the errors of :meth:`write`."""
         self.write(encoded(message))
 
     def post(self, message: Message) -> None:
         """Send as much of ``message`` as the peer takes at once, and leave the rest to ``flush``.
 
         Raises:
-            OSError: the peer is gone, or reads nothing and asks for more and more.
+            OSError: the peer is gone, or keeps asking and reads no answers.
         """
         data = encoded(message)
         with self._sending:
             if len(self._backlog) > self._longest:
-                raise OSError(errno.ENOBUFS, "the peer does not read what it is sent")
+                raise OSError(errno.ENOBUFS, "the peer does not read its answers")
             self._backlog += self._records.put(data) if self._records else data
         self.flush()
 
     def flush(self) -> bool:
-        """Send what the peer takes now of what was posted; return whether that is all of it.
+        """Send as much of the posted bytes as the peer takes now; return whether that was all.
 
         Raises:
             OSError: the peer is gone.
@@ -189,13 +191,14 @@ class Link:
         return True
 
     def send_when_free(self, message: Message) -> None:
-        """Send ``message`` now, or as soon as whoever is sending has done so; never waits for that.
+        """Send ``message`` now, or leave it to the thread that is sending; do not wait for it.
 
         Raises:
             OSError: as :meth:`send`.
         """
-        # In this order: whoever is sending looks at the queue once it has let go of the lock, so
-        # that what is queued before the lock was seen taken is sent by it.
+        # First queue the message, then look at the lock. The thread that is sending looks at the
+        # queue after it has released the lock. So if this thread finds the lock taken, that thread
+        # sends the message.
         self._deferred.append(message)
         self._send_deferred()
 
@@ -205,69 +208,71 @@ class Link:
                 self.send(self._deferred.popleft())
 
     def receive(self) -> list[Message]:
-        """Return the messages that are complete after one read, which may wait.
+        """Return the messages that are complete after one read, which may block.
 
         Raises:
             EOFError, OSError: as :meth:`read`.
-            ValueError: what was received is no message.
+            ValueError: the received bytes are not a message.
         """
         if self._unread:
-            found, self._unread = self._unread, []
-            return found
+            messages, self._unread = self._unread, []
+            return messages
         self._received += self.read()
-        found = []
+        messages = []
         while len(self._received) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._received)
             if length > self._longest:
-                raise ValueError(f"a message of {length} bytes")
+                raise ValueError(f"a message of {length} bytes; the limit is {self._longest}")
             end = _LENGTH.size + length
             if len(self._received) < end:
                 break
-            found.append(parse(bytes(self._received[_LENGTH.size : end])))
+            messages.append(parse(bytes(self._received[_LENGTH.size : end])))
             del self._received[:end]
-        return found
+        return messages
 
     def expect(self, deadline: Deadline) -> Message:
         """Return the next message.
 
         Raises:
-            TimeoutError: it was not there before the deadline.
+            TimeoutError: no message was complete before the deadline.
             EOFError, OSError, ValueError: as :meth:`receive`.
         """
-        found: list[Message] = []
-        while not found:
+        messages: list[Message] = []
+        while not messages:
             with self._until(deadline):
-                found = self.receive()
-        self._unread += found[1:]
-        return found[0]
+                messages = self.receive()
+        self._unread += messages[1:]
+        return messages[0]
 
     def _exactly(self, count: int, deadline: Deadline) -> bytes:
         """Return the next ``count`` bytes of a connection that carries no messages yet."""
         while len(self._received) < count:
             with self._until(deadline):
                 self._received += self.read()
-        found = bytes(self._received[:count])
+        data = bytes(self._received[:count])
         del self._received[:count]
-        return found
+        return data
 
     @contextlib.contextmanager
     def _until(self, deadline: Deadline) -> Any:
-        # Anew for each read: whoever sends a byte now and then must not hold us for ever.
+        # Set the timeout anew for each read: a peer that sends a byte now and then must not hold
+        # this thread past the deadline.
         self._socket.settimeout(deadline.left())
         try:
             yield
         except BlockingIOError:
-            # With no time left the socket does not block: what is there is read all the same.
+            # With no time left the socket does not block: it returns the bytes that are there, or
+            # raises this.
             raise TimeoutError("timed out") from None
         finally:
             self._socket.settimeout(None)
 
     def prove(self, key: bytes, deadline: Deadline) -> None:
-        """Take part in the proof on the connecting side.
+        """Take part in the handshake on the connecting side.
 
         Raises:
-            ProofError: the other side is no listener of ours, does not know ``key``, or does
-                not believe that we do.
+            ProofError: the other side is not a listener of this library, does not know ``key``, or
+                does not accept this side's proof.
             OSError: the connection failed, or the deadline passed.
         """
         try:
@@ -275,34 +280,34 @@ class Link:
         except EOFError:
             raise ProofError("it closed the connection without a greeting") from None
         if not greeting.startswith(_GREETING):
-            raise ProofError("what listens there is another program")
-        mine = secrets.token_bytes(_NONCE_BYTES)
-        nonces = greeting[len(_GREETING) :] + mine
-        self.write(mine + _proof(key, b"connecting", nonces))
+            raise ProofError("another program listens there")
+        nonce = secrets.token_bytes(_NONCE_BYTES)
+        nonces = greeting[len(_GREETING) :] + nonce
+        self.write(nonce + _proof(key, b"connecting", nonces))
         try:
             answer = self._exactly(_PROOF_BYTES, deadline)
         except EOFError:
-            raise ProofError("it closed the connection: it has another key, or is over") from None
+            raise ProofError("it closed the connection: its key differs, or it has ended") from None
         if not hmac.compare_digest(answer, _proof(key, b"listening", nonces)):
             raise ProofError("it does not know this job's key")
 
     def cut(self) -> None:
-        """End the connection: both sides read its end, a thread that waits in receive() too."""
+        """End the connection: both sides then read its end, even a thread that is in receive()."""
         with contextlib.suppress(OSError):  # the peer may have been faster
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close the connection. A second close does nothing."""
+        """Close the connection. Closing twice is harmless."""
         self.cut()
         self._socket.close()
 
 
 class Challenge:
-    """The listening side of one proof.
+    """The listening side of one handshake.
 
     Attributes:
-        greeting: what to send first.
-        length: how many bytes :meth:`answer` takes.
+        greeting: bytes to send first.
+        length: number of bytes that :meth:`answer` takes.
     """
 
     length = _NONCE_BYTES + _PROOF_BYTES
@@ -312,25 +317,26 @@ class Challenge:
         self.greeting = _GREETING + self._nonce
 
     def answer(self, key: bytes, received: bytes) -> bytes:
-        """Return our own proof to somebody whose first bytes were ``received``.
+        """Return this side's proof for a peer whose first bytes were ``received``.
 
         Raises:
-            ProofError: they are not what somebody sends who knows ``key``.
+            ProofError: these bytes do not prove that the peer knows ``key``.
         """
         nonces = self._nonce + received[:_NONCE_BYTES]
-        wanted = _proof(key, b"connecting", nonces)
-        if not hmac.compare_digest(received[_NONCE_BYTES:], wanted):
+        expected = _proof(key, b"connecting", nonces)
+        if not hmac.compare_digest(received[_NONCE_BYTES:], expected):
             raise ProofError("it does not know this job's key")
         return _proof(key, b"listening", nonces)
 
 
 def _proof(key: bytes, side: bytes, nonces: bytes) -> bytes:
-    # Of both nonces and of the side: nobody can be made to answer for somebody else.
+    # The proof covers both nonces and the side, so that no program can have a rank answer the
+    # challenge that the program itself was given.
     return hmac.digest(key, side + nonces, "sha256")
 
 
 def encoded(message: Message) -> bytes:
-    """Return ``message`` as it travels, for :meth:`Link.write`."""
+    """Return the bytes of ``message`` on the wire, for :meth:`Link.write`."""
     text = json.dumps(message).encode()
     return _LENGTH.pack(len(text)) + text
 
@@ -339,7 +345,7 @@ def parse(text: bytes) -> Message:
     """Return the message of ``text``.
 
     Raises:
-        ValueError: it is no JSON object, or none that every reader reads alike.
+        ValueError: the text is not a JSON object, or readers may differ in how they read it.
     """
     try:
         message = json.loads(text, object_pairs_hook=_distinct, parse_constant=_refuse)
@@ -351,10 +357,10 @@ def parse(text: bytes) -> Message:
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> Message:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    message = dict(pairs)
+    if len(message) != len(pairs):
         raise ValueError("a message with a key twice")
-    return found
+    return message
 
 
 def _refuse(constant: str) -> Any:
@@ -362,12 +368,12 @@ def _refuse(constant: str) -> Any:
 
 
 def listen(host: str | None) -> tuple[socket.socket, str]:
-    """Return a listening socket, and what :func:`connect` takes to reach it.
+    """Return a listening socket, and its address for :func:`connect`.
 
     Args:
-        host: an address of this host, for ranks on several; None for this host alone: then
-            the socket has a random name in the kernel's abstract space, which no other host
-            can reach and which vanishes with it (unix(7)).
+        host: an address of this host, if ranks are on several hosts; None for this host alone.
+            Then the socket has a random name in the kernel's abstract namespace, which no other
+            host can reach and which vanishes with the socket (unix(7)).
     """
     bound: Any
     if host is None:
@@ -387,24 +393,24 @@ def listen(host: str | None) -> tuple[socket.socket, str]:
 
 
 def connect(address: str, key: bytes, deadline: Deadline, tls: Tls | None = None) -> Link:
-    """Return a link to ``address``, both of whose ends know ``key``.
+    """Return a link to ``address``, after both sides have proved that they know ``key``.
 
     Args:
-        address: from :func:`listen`.
-        key: both sides'.
-        deadline: moment by which both sides must have proved that.
-        tls: for a connection that leaves this host.
+        address: address from :func:`listen`.
+        key: secret key of both sides.
+        deadline: moment by which both sides must have proved that they know it.
+        tls: TLS contexts for a connection that leaves this host, or None.
 
     Raises:
-        ProofError: whoever listens there does not, or does not believe that we do.
-        OSError: nobody listens there, or nobody answers before the deadline.
+        ProofError: the listening side does not know the key, or does not accept this side's proof.
+        OSError: no program listens there, or none answers before the deadline.
     """
     sock = _connected(address, deadline)
     try:
         sock.settimeout(None)
-        # Addresses of TCP alone have a space: what stays on this host is not encrypted.
+        # Only TCP addresses contain a space; a connection that stays on this host is not encrypted.
         link = Link(sock, tls.connecting if tls and " " in address else None)
-        link.write(b"")  # TLS begins at this side
+        link.write(b"")  # with TLS, this side begins
         link.prove(key, deadline)
     except BaseException:
         sock.close()
@@ -419,16 +425,17 @@ def _connected(address: str, deadline: Deadline) -> socket.socket:
             return socket.create_connection((host, int(port)), deadline.left())
         return _connected_here(host, deadline)
     except BlockingIOError:
-        # No time was left to connect in, or the listener's queue was full until the deadline.
+        # No time was left to connect, or the listener's queue was full until the deadline.
         raise TimeoutError("timed out") from None
-    except (OverflowError, ValueError) as error:  # a host in no encoding is one, too
-        raise OSError(errno.EINVAL, f"{address!r} is no address: {error}") from error
+    # A host name that cannot be encoded raises UnicodeError, which is a ValueError.
+    except (OverflowError, ValueError) as error:
+        raise OSError(errno.EINVAL, f"{address!r} is not an address: {error}") from error
 
 
 def _connected_here(name: str, deadline: Deadline) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX)
     try:
-        # The kernel's own deadline: with one of Python's a full queue would not be waited for.
+        # Use the kernel's timeout: with one of Python's, connect() would not wait for a full queue.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(deadline.left()))
         sock.connect(f"\0{name}")
     except BaseException:
@@ -438,17 +445,16 @@ def _connected_here(name: str, deadline: Deadline) -> socket.socket:
 
 
 def close_in_children(sock: socket.socket) -> None:
-    """Let go, in forked children, of a socket of the parent's, without ending the connection.
+    """Have forked children close ``sock``, which is their parent's, but not end its connection.
 
-    As long as somebody has it open, whoever is at the other end does not see that the parent
-    has died.
+    As long as any process has the socket open, the peer does not see that the parent has died.
     """
     _sockets.add(sock)
 
 
 def _disown() -> None:
     for sock in list(_sockets):
-        # Not cut(): a shutdown would be of the connection, which is the parent's, too.
+        # Not cut(): a shutdown would end the connection, which the parent still uses.
         sock.close()
 
 

@@ -1,7 +1,7 @@
-"""What the ranks and the hub say to each other: each kind of message, and its fields.
+"""The messages between the ranks and the hub: each kind of message, and its fields.
 
-Whoever says it knows the job's key, and may be of another version, or broken: what is not as
-it is here ends its connection, and is not acted upon in part.
+The sender of a message knows the job's key, but it may run another version, or be broken. A message
+that differs from the tables here ends the sender's connection, and no part of it takes effect.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _with(**tests: _Test) -> _Test:
 
 _ranks = _list_of(_count)
 _failure = _with(kind=_text, rank=_integer, text=_text, ranks=_ranks)
-# A call, as collective.request.Request.header() has it.
+# The description of a call, from collective.request.Request.header().
 _header = _with(
     operation=_text, dtype=_or_none(_text), shape=_or_none(_list_of(_integer)),
     options=lambda value: isinstance(value, dict), site=_text,
@@ -57,7 +57,7 @@ _header = _with(
 
 
 def _entry(value: Any) -> bool:
-    # Sequence, digest, whether it compares, the call.
+    # The sequence number, the digest, whether the call is still a comparison, and its header.
     tests = (_count, _integer, _flag, _header)
     return (
         isinstance(value, list)
@@ -66,7 +66,8 @@ def _entry(value: Any) -> bool:
     )
 
 
-# How many calls the rank had finished; None where whoever breaks it is not in a call.
+# The failure, and the number of calls that the sender had finished; None if the sender is not in
+# a call.
 _broken = {"failure": _failure, "finished": _or_none(_integer)}
 _left = {"finished": _integer, "dropped": _flag}
 _report = {"entries": _list_of(_entry), "finished": _integer, "started": _count}
@@ -84,11 +85,11 @@ def _by_rank(test: _Test) -> _Test:
     )
 
 
-#: What a rank says first.
+#: The first message of a rank.
 ENROLMENT: Mapping[str, Mapping[str, _Test]] = {
     "here": {"rank": _count, "size": _count, "host": _text},
 }
-#: What it says later.
+#: Later messages of a rank.
 FROM_RANKS: Mapping[str, Mapping[str, _Test]] = {
     "bye": {},
     "failure": {"channel": _text, "members": _ranks, **_broken},
@@ -99,7 +100,7 @@ FROM_RANKS: Mapping[str, Mapping[str, _Test]] = {
     "waits": {"channel": _text, "members": _ranks, "note": _note},
     "offer": {"channel": _text, "members": _ranks, "name": _text, "text": _text},
 }
-#: What the hub says.
+#: Messages of the hub.
 FROM_HUB: Mapping[str, Mapping[str, _Test]] = {
     "complete": {"hosts": _list_of(_text), "session": _text},
     "refused": {"why": _text},
@@ -114,10 +115,10 @@ FROM_HUB: Mapping[str, Mapping[str, _Test]] = {
 
 
 def check(message: Message, kinds: Mapping[str, Mapping[str, _Test]]) -> str:
-    """Return the kind of ``message``, which is one of ``kinds`` and has its fields.
+    """Check that ``message`` is of one of ``kinds`` and has its fields; return its kind.
 
     Raises:
-        ValueError: it is none of them, or a field is missing or of another type.
+        ValueError: the kind is another one, or a field is missing or of another type.
     """
     kind = message.get("kind")
     if not isinstance(kind, str) or kind not in kinds:

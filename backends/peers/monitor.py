@@ -1,13 +1,14 @@
-"""What transports know of their peers apart from the transport.
+"""The monitor: a rank's knowledge of its peers, independent of the transport's engine.
 
-Engines like MPI and Gloo cannot tell a rank that died from one that is late, a rank that
-left from one that failed, or who called something else. Beside the engine every rank keeps a
-link to a hub in rank 0's process (:mod:`collective.backends.peers.hub`): a thread that sleeps until
-something goes wrong. One communicator's view of it is :mod:`collective.backends.peers.channel`.
+Engines like MPI and Gloo cannot tell a dead rank from a late rank, or a rank that left from a rank
+that failed. They cannot tell which rank made another call, either. So beside the engine every
+rank keeps a link to a hub in rank 0's process (:mod:`collective.backends.peers.hub`). The hub is a
+thread that sleeps until something goes wrong. One communicator's view of the monitor is in
+:mod:`collective.backends.peers.channel`.
 
-When a call has waited for a second, the ranks' flight recorders are compared: ranks that made
-different calls get ``MismatchError``, and a deadline that passes can say who did not come and
-what that rank did last.
+When a call has waited for a second, the hub compares the ranks' flight recorders. Ranks that made
+different calls get ``MismatchError``. When a deadline passes, the error can name the rank that did
+not come and the last call of that rank.
 """
 
 from __future__ import annotations
@@ -41,28 +42,29 @@ if TYPE_CHECKING:
 
 __all__ = ["Monitor"]
 
-# Where rank 0 tells the others how to reach the hub.
+# The store's key under which rank 0 publishes how to reach the hub.
 _KEY = "monitor"
 # How long the hub may take to conclude the roll call after its deadline.
 _ANSWER_S = 2.0
 _RETRY_S = 0.01
-# How often who waits for it looks whether the others will come at all.
+# How often a rank that waits for the hub's answer checks whether the ranks can still meet.
 _LOOK_S = 0.1
-# How often a rank looks who has ended, once the hub has: a file a rank of this host.
+# How often a rank checks which ranks have ended, once the hub has ended. Each check reads one
+# file per rank of this host.
 _AROUND_S = 0.2
 
 
 class Monitor:
-    """This rank's link to the hub; made by :meth:`start`.
+    """This rank's link to the hub; :meth:`start` makes it.
 
     Attributes:
-        rank, size: of the world.
+        rank, size: this rank's number in the world, and the number of ranks.
         hosts: the name of every rank's host.
-        secret: of this meeting of the ranks, and no other.
-        processes: that of every rank, as far as it is known.
+        secret: secret of this meeting of the ranks, and of no other meeting.
+        processes: the process of every rank; None for a rank whose process is unknown.
         standby: this rank's part of a store that outlives rank 0; None if none is needed.
-        hub_gone: whether the hub's process has ended, or says what is wrong.
-        channel: of the communicator of all ranks.
+        hub_gone: whether the hub's process has ended, or the hub has sent a malformed message.
+        channel: channel of the communicator of all ranks.
     """
 
     def __init__(
@@ -84,12 +86,13 @@ class Monitor:
         self._looked_at = 0.0
         self._link: Link | None = link
         self._channels: weakref.WeakValueDictionary[str, Channel] = weakref.WeakValueDictionary()
-        # What was said of communicators that this rank has not made yet.
+        # Messages about communicators that this rank has not made yet.
         self._early: dict[str, list[Message]] = {}
         self._lost: set[int] = set()
-        # Again by the thread that has it: Channel.abort() breaks the channel while it holds it.
+        # Reentrant: Channel.abort() breaks the channel while it holds this lock.
         self._lock = threading.RLock()
-        # When the last of its communicators has been dropped without being closed.
+        # The finalizer runs once the program has dropped the last of the monitor's communicators
+        # without closing it.
         self._unclosed: Unclosed = {}
         drop = weakref.finalize(self, _drop, link, self._unclosed, os.getpid())
         drop.atexit = False
@@ -100,11 +103,12 @@ class Monitor:
 
     @classmethod
     def start(cls, world: World, deadline: Deadline) -> Self:
-        """Link this rank to the others' and return when all of them are there.
+        """Link this rank to the hub and return when all ranks are there.
 
         Raises:
-            RendezvousError: some did not arrive before the deadline, or disagree about
-                how many there are, or two claim one rank; the text says who.
+            RendezvousError: some ranks did not arrive before the deadline, the ranks disagree
+                about the size of the world, or two processes claim one rank. The text names the
+                ranks.
         """
         if world.rank == 0:
             alone = world.local_size == world.size
@@ -123,19 +127,22 @@ class Monitor:
     # -- for the channels -----------------------------------------------------------------
 
     def gone(self) -> set[int]:
-        """Return the ranks that have ended, or are cut off, as far as it is known."""
+        """Return the ranks that have ended, or are cut off, as far as this rank knows."""
         with self._lock:
-            found = {*self._lost, *([0] if self.hub_gone else [])}
+            gone = {*self._lost, *([0] if self.hub_gone else [])}
         for rank, process in enumerate(self.processes):
-            if process is not None and rank not in found and process.has_ended():
-                found.add(rank)
+            if process is not None and rank not in gone and process.has_ended():
+                gone.add(rank)
         if self.hub_gone and self.standby is not None:
-            others = set(range(self.size)) - found - {self.rank}
-            found.update(rank for rank in others if self.standby.has_ended(rank))
-        return found - {self.rank}
+            others = set(range(self.size)) - gone - {self.rank}
+            gone.update(rank for rank in others if self.standby.has_ended(rank))
+        return gone - {self.rank}
 
     def look_around(self) -> None:
-        """Find out, in the hub's stead, who has ended; seldom enough for whoever polls."""
+        """Find out which ranks have ended, in place of the hub, which is gone.
+
+        The look is rate-limited, so a polling call can make it at every turn.
+        """
         now = time.monotonic()
         with self._lock:
             if self._link is None or now < self._looked_at + _AROUND_S:
@@ -144,14 +151,15 @@ class Monitor:
         gone = self.gone()
         with self._lock:
             for rank in gone - self._lost:
-                # Who has closed it first is missed by those alone who need it: Channel.check().
+                # A rank that closed its communicator before it ended is not lost to everybody.
+                # Only a call that awaits this rank fails: see Channel.check().
                 if rank not in self.channel.left:
                     self._lose(rank)
 
     def _say(self, message: Message) -> None:
         link = self._link
         if link is not None:
-            # If the hub is gone the watcher thread knows it as well.
+            # If the hub is gone, the watcher thread notices that, too.
             with contextlib.suppress(OSError):
                 link.send(message)
 
@@ -176,14 +184,16 @@ class Monitor:
         with self._lock:
             if kind == "lost":
                 if message["rank"] >= self.size:
-                    raise ValueError(f"rank {message['rank']} of {self.size} is lost")
+                    raise ValueError(
+                        f"a message that rank {message['rank']} of {self.size} is lost"
+                    )
                 self._lose(message["rank"], message["why"])
                 return
             channel = self._channels.get(message["channel"])
             if channel is not None:
                 channel._hear(message)
             elif kind == "report":
-                # Not made here yet: nothing was called.
+                # This rank has not made the communicator yet, so it has made no calls on it.
                 self._say({**message, "entries": [], "finished": 0, "started": 0})
             elif kind in ("failure", "left"):
                 self._early.setdefault(message["channel"], []).append(message)
@@ -195,29 +205,32 @@ class Monitor:
                 channel._lose(rank, why)
 
     def _hub_gone(self, why: str) -> None:
-        """The hub's process has ended, also after it has left; or what it says is wrong."""
+        """Record that the hub's process has ended, or has sent a malformed message.
+
+        The process may have ended after rank 0 has left the communicator: then rank 0 is not lost.
+        """
         self.hub_gone = True
         with self._lock:
             if self._link is not None and 0 not in self.channel.left:
                 self._lose(0, why)
 
 
-# What taking part in a roll call brings: the link, the ranks' hosts, the meeting's secret, the
-# ranks' processes, and this one's standby.
+# The result of a roll call: the link, the ranks' hosts, the meeting's secret, the ranks' processes,
+# and this rank's standby.
 _Joined = tuple[Link, list[str], Secret, "list[RankProcess | None]", Standby | None]
 
 
 def _derived(world: World) -> bytes | None:
-    """Return the hub's key where the ranks have a secret, from which it follows."""
+    """Return the hub's key, derived from the ranks' secret; None if they have no secret."""
     return None if world.secret is None else world.secret.key("hub")
 
 
 def _published(world: World, address: str, key: bytes) -> bytes:
-    """Return what rank 0 publishes: with a secret no key ever travels."""
-    found = {"address": address}
+    """Return the record that rank 0 publishes; if the ranks have a secret, no key ever travels."""
+    record = {"address": address}
     if world.secret is None:
-        found["key"] = key.hex()
-    return json.dumps(found).encode()
+        record["key"] = key.hex()
+    return json.dumps(record).encode()
 
 
 def _join_own(world: World, hub: Hub, key: bytes, deadline: Deadline) -> _Joined:
@@ -226,7 +239,7 @@ def _join_own(world: World, hub: Hub, key: bytes, deadline: Deadline) -> _Joined
         try:
             return _join(world, hub.address, key, deadline)
         except (EOFError, OSError) as error:
-            # It was over before this rank was there; or strangers fill the queue.
+            # The roll call was over before this rank was there, or strangers fill the hub's queue.
             if hub.refusal is not None or deadline.expired:
                 raise _refused(world, hub.refusal or repr(error)) from error
             time.sleep(_RETRY_S)
@@ -247,14 +260,15 @@ def _find(world: World, deadline: Deadline) -> _Joined:
         try:
             return _join(world, address, key, deadline)
         except (EOFError, OSError) as error:
-            # It may be the hub of an earlier roll call, which the store has not forgotten yet. What
-            # a hub said of this rank's key tells more than that the last attempt came too late.
+            # The store may still hold the address of an earlier roll call's hub, so try again. An
+            # earlier error about this rank's key says more to the user than a late timeout.
             refused = refused if isinstance(refused, ProofError) else error
             if deadline.expired:
                 raise RendezvousError(
                     f"rendezvous: rank {world.rank} of {world.size} cannot reach rank 0 at "
-                    f"{address.replace(' ', ':')}: {refused!r}. Is it an address of the right "
-                    "interface of that host (COLLECTIVE_INTERFACE), and open to this one?"
+                    f"{address.replace(' ', ':')}: {refused!r}. Check that this is the address of "
+                    "the right interface of rank 0's host (COLLECTIVE_INTERFACE), and that no "
+                    "firewall blocks it."
                 ) from error
             time.sleep(_RETRY_S)
 
@@ -262,14 +276,14 @@ def _find(world: World, deadline: Deadline) -> _Joined:
 def _read(world: World, published: bytes) -> tuple[str, bytes]:
     """Return the hub's address and key, as rank 0 has published them."""
     try:
-        found = parse(published)
-        address = str(found["address"])
-        key = _derived(world) or bytes.fromhex(found["key"])
+        record = parse(published)
+        address = str(record["address"])
+        key = _derived(world) or bytes.fromhex(record["key"])
     except (KeyError, TypeError, ValueError) as error:
         raise RendezvousError(
-            f"rendezvous: what the store holds for {_KEY!r} is not what rank 0 publishes there: "
-            f"{error!r} [rank {world.rank}]. Somebody else writes to it: use a store of this "
-            "launch's own."
+            f"rendezvous: the store's value for {_KEY!r} is not what rank 0 publishes there: "
+            f"{error!r} [rank {world.rank}]. Another program writes to the store: give this launch "
+            "a store of its own."
         ) from error
     return address, key
 
@@ -278,8 +292,8 @@ def _join(world: World, address: str, key: bytes, deadline: Deadline) -> _Joined
     """Take part in the roll call.
 
     Raises:
-        RendezvousError: the hub refuses this rank, or has given up.
-        EOFError, OSError: it is not there, or gone before it was complete.
+        RendezvousError: the hub refuses this rank, or has given up the roll call.
+        EOFError, OSError: the hub is not there, or has gone before the roll call was complete.
     """
     link = connect(address, key, deadline, world.tls)
     standby = None
@@ -295,10 +309,12 @@ def _join(world: World, address: str, key: bytes, deadline: Deadline) -> _Joined
             if standby is not None:
                 standby.begin(list(map(str, answer.get("contacts", ()))), secret.key("standby"))
             return link, answer["hosts"], secret, processes, standby
-        raise _refused(world, answer.get("why", f"the hub calls the roll by {answer!r:.80}"))
+        raise _refused(
+            world, answer.get("why", f"rank 0's hub sent an unexpected reply: {answer!r:.80}")
+        )
     except ValueError as error:
         _give_up(link, standby)
-        raise _refused(world, f"the hub of rank 0 says what no hub says: {error}") from error
+        raise _refused(world, f"rank 0's hub sent a malformed reply: {error}") from error
     except BaseException:
         _give_up(link, standby)
         raise
@@ -311,7 +327,7 @@ def _give_up(link: Link, standby: Standby | None) -> None:
 
 
 def _answer(world: World, link: Link, deadline: Deadline) -> Message:
-    """Return what the hub says, unless it is known meanwhile that the ranks will not meet."""
+    """Return the hub's answer; raise if the store learns meanwhile that the ranks cannot meet."""
     answer_by = Deadline(deadline.left() + _ANSWER_S)
     while True:
         try:
@@ -329,9 +345,9 @@ def _say_goodbye(link: Link) -> None:
 
 
 def _drop(link: Link, unclosed: Unclosed, owner: int) -> None:
-    # Their own finalizers may not have run, which are in no order.
+    # Finalizers run in no particular order, so those of the channels may not have run yet.
     tell_dropped(link, unclosed, list(unclosed), owner)
-    # A forked child has the same connection: ending it would end the parent's.
+    # A forked child shares the connection with its parent, which would lose it.
     if os.getpid() == owner:
         _say_goodbye(link)
 
@@ -341,7 +357,7 @@ def _refused(world: World, why: str) -> RendezvousError:
 
 
 def _watch(reference: weakref.ref[Monitor], link: Link) -> None:
-    """Listen to the hub until it or this rank goes; holds no monitor alive."""
+    """Listen to the hub until the hub or this rank goes; do not keep the monitor alive."""
     why = ""
     while not why:
         try:
@@ -352,12 +368,12 @@ def _watch(reference: weakref.ref[Monitor], link: Link) -> None:
             messages, why = [], str(error)
         monitor = reference()
         if monitor is None:
-            return  # its finalizer closes the link, once it has said goodbye
+            return  # the monitor's finalizer says goodbye and then closes the link
         try:
             for message in messages:
                 monitor._hear(message)
         except Exception as error:
-            # Nobody would hear of a failure any more if this thread just ended.
+            # Without this, the thread would end silently, and this rank would learn of no failure.
             why = f"{type(error).__name__}: {error}"
         del monitor
     monitor = reference()

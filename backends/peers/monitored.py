@@ -1,4 +1,4 @@
-"""What transports have in common whose peers are watched by a monitor."""
+"""Base class of transports whose peers a monitor watches."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ __all__ = ["Monitored"]
 
 
 class Monitored(Backend):
-    """A transport whose peers are watched by a monitor.
+    """Transport whose peers a monitor watches.
 
     Attributes:
-        channel: this communicator's.
+        channel: this communicator's channel of the monitor.
     """
 
     channel: Channel
 
     @property
     def meeting(self) -> str:  # type: ignore[override]  # an attribute elsewhere
-        """A text that follows from the secret of this meeting, and tells nothing of it."""
+        """Text that is derived from the secret of this meeting, and does not reveal the secret."""
         return self.channel.secret.key("meeting")[:8].hex()
 
     def lost(self) -> Set[int]:
@@ -43,7 +43,7 @@ class Monitored(Backend):
 
     def post(self, note: Note, rank: int) -> Mapping[int, Note]:
         self.channel.post(note)
-        return {}  # the hub looks
+        return {}  # the hub searches for circles
 
     def abort(self, failure: Failure) -> None:
         self.channel.abort(failure)

@@ -12,34 +12,35 @@ __all__ = ["Records"]
 class Records:
     """One side of a TLS connection: bytes in, bytes out, and no socket.
 
-    So the thread that waits in recv(2) holds no lock that somebody who sends would need.
+    So a thread that waits in recv(2) holds no lock that a sending thread needs.
 
     Args:
-        context: of :class:`collective.start.certificates.Tls`, which tells the side.
+        context: TLS context from :class:`collective.start.certificates.Tls`; its protocol tells
+            whether this is the listening or the connecting side.
     """
 
     def __init__(self, context: ssl.SSLContext) -> None:
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         listening = context.protocol == ssl.PROTOCOL_TLS_SERVER
         self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=listening)
-        # Again by the thread that has it: a finalizer may send between two steps of take().
+        # Reentrant: a finalizer may send in the same thread, between two steps of take().
         self._lock = threading.RLock()
         self._shaken = False
-        self._early = b""  # what is to be sent after the handshake
+        self._early = b""  # plain text to send after the handshake
 
     def take(self, chunk: bytes) -> bytes:
         """Return the plain text that ``chunk`` completes."""
         with self._lock:
             self._incoming.write(chunk)
-            found = []
+            parts = []
             with contextlib.suppress(ssl.SSLWantReadError):
                 self._shake()
                 while part := self._tls.read(1 << 16):
-                    found.append(part)
-            return b"".join(found)
+                    parts.append(part)
+            return b"".join(parts)
 
     def put(self, data: bytes) -> bytes:
-        """Return what is to be sent for ``data``, and for the handshake."""
+        """Return the bytes to send for ``data``, and for the handshake."""
         with self._lock:
             self._early += data
             with contextlib.suppress(ssl.SSLWantReadError):
@@ -51,11 +52,11 @@ class Records:
 
     @property
     def waiting(self) -> bool:
-        """Whether :meth:`put` would return something, for TLS's own sake."""
+        """Whether TLS itself has bytes to send, which :meth:`put` would return."""
         return bool(self._outgoing.pending or (self._shaken and self._early))
 
     def alert(self) -> bytes:
-        """Return what is to be sent after :meth:`take` has raised."""
+        """Return the bytes to send after :meth:`take` has raised."""
         with self._lock:
             return self._outgoing.read()
 

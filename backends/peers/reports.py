@@ -1,7 +1,7 @@
-"""What a rank reports of its calls when one stalls, and what is found in the ranks' reports.
+"""Reports of a rank's calls when one of them stalls, and the comparison of the ranks' reports.
 
 A report has ``entries``, the last calls as ``[sequence, digest, compares, header]``; ``finished``,
-the number of the last one that is over; and ``started``, that of the last one.
+the number of the last call that is over; and ``started``, the number of the last call.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from .link import Message
 
 __all__ = ["disagreement", "last_calls", "make_report"]
 
-# Calls in a report: ranks that are further apart have made different calls.
+# Number of calls in a report: ranks that are further apart have made different calls.
 _REPORTED = 8
-# Of these ranks may pass arrays of different lengths, or None.
+# Operations to which ranks may pass arrays of different lengths, or None.
 _MAY_DIFFER = frozenset({"broadcast", "scatter", "gather", "all_gather", "all_to_all"})
 
 
 def make_report(recorder: Recorder | None, finished: int, on_arrival: bool) -> Message:
-    """Return what a rank reports.
+    """Return this rank's report.
 
     Args:
-        recorder: its calls; None before there are any.
-        finished: the number of the last call that is over, on the devices as well.
-        on_arrival: whether the transport finds calls that differ by itself, once all ranks have
-            come: then the report tells no differences that the ranks may turn out to have.
+        recorder: flight recorder with the rank's calls; None before there are any.
+        finished: number of the last call that is over, also on the devices.
+        on_arrival: whether the transport itself finds calls that differ, once all ranks have come.
+            If true, the report leaves out properties in which the calls may legitimately differ.
     """
     entries, started = [], 0
     if recorder is not None:
         started = recorder.started
-        # From the oldest that is not over: a program may be far ahead of its device.
+        # Start at the oldest call that is not over: a program may be far ahead of its device.
         ahead = recorder.entries(max(_REPORTED, started - finished))
         for entry in [*ahead[: _REPORTED - 1], ahead[-1]] if ahead else ():
             header = json.loads(entry.request.header(entry.site))
@@ -44,7 +44,7 @@ def make_report(recorder: Recorder | None, finished: int, on_arrival: bool) -> M
 
 
 def _compared(entry: Entry, on_arrival: bool) -> tuple[int, bool]:
-    """Return by what other ranks' calls of this number are like this one."""
+    """Return the digest that matching calls share, and whether the call is still a comparison."""
     request = entry.request
     if on_arrival and request.operation in _MAY_DIFFER:
         return Request(request.operation, root=request.root).digest, False
@@ -52,11 +52,11 @@ def _compared(entry: Entry, on_arrival: bool) -> tuple[int, bool]:
 
 
 def disagreement(members: list[int], reports: dict[int, Message]) -> str | None:
-    """Return what to tell the ranks if they have made different calls, else None.
+    """Return the text for the ranks if they have made different calls, else None.
 
     Args:
-        members: the communicator's ranks, in its order, as numbers of the world.
-        reports: of those that answered.
+        members: the communicator's ranks, in its order, numbered as in the world.
+        reports: reports of the ranks that answered.
     """
     tables: dict[int, dict[int, Any]] = {
         rank: {sequence: rest for sequence, *rest in report["entries"]}
@@ -65,8 +65,9 @@ def disagreement(members: list[int], reports: dict[int, Message]) -> str | None:
     unfinished = min((report["finished"] for report in reports.values()), default=0) + 1
     for sequence in sorted({number for table in tables.values() for number in table}):
         made = {rank: table[sequence] for rank, table in tables.items() if sequence in table}
-        # What all of them have finished was the same call, or did no harm that shows now. A
-        # comparison of calls finds differences by itself, unless a rank is not comparing.
+        # A call that all ranks have finished was the same call, or its differences do no harm that
+        # shows now. While all ranks are still comparing their calls, that comparison itself finds a
+        # difference; it cannot if one of the ranks is not comparing.
         calls = {(compares, 0 if compares else digest) for digest, compares, _ in made.values()}
         if sequence < unfinished or len(calls) < 2:
             continue
@@ -74,21 +75,22 @@ def disagreement(members: list[int], reports: dict[int, Message]) -> str | None:
         absent = [nth for nth, rank in enumerate(members) if rank not in made]
         return (
             f"the ranks made different calls (their call {sequence}):\n{differing(headers, absent)}"
-            "\nEvery rank must make the same collective calls in the same order. It was noticed "
-            "when a call stalled, too late to go on; COLLECTIVE_CHECK=always compares each call "
-            "before it is sent"
+            "\nEvery rank must make the same collective calls in the same order. The difference "
+            "was noticed only when a call stalled, so the communicator is broken. Set "
+            "COLLECTIVE_CHECK=always to compare each call before it is sent"
         )
     return None
 
 
 def last_calls(ranks: Sequence[int], reports: dict[int, Message | None]) -> str:
-    """Tell what ranks did last, as far as it is known.
+    """Describe the last calls of ``ranks``, as far as the reports tell.
 
     Args:
-        reports: None of those that do not answer.
+        ranks: ranks to describe.
+        reports: the ranks' reports; None for a rank that does not answer.
     """
-    known = [_last_call(rank, reports[rank]) for rank in ranks if rank in reports]
-    return "; ".join(known) or "the monitor does not answer"
+    texts = [_last_call(rank, reports[rank]) for rank in ranks if rank in reports]
+    return "; ".join(texts) or "the monitor does not answer"
 
 
 def _last_call(rank: int, report: Message | None) -> str:

@@ -1,9 +1,10 @@
-"""The listening side of links: one thread that lets in who proves that it knows the key.
+"""The listening side of links: one thread, which admits peers that prove that they know the key.
 
-Anybody who reaches the socket can connect. So what a stranger costs is bounded before it has
-proved anything: its time, its bytes, and how many of them there are at once. Those who are
-there longest have to go when others wait, so that whoever holds connections open keeps nobody
-out for long. And whatever anybody sends ends at worst its own connection, not this thread.
+Any program that reaches the socket can connect; until it has proved that it knows the key, it is a
+*stranger*. The cost of strangers is bounded: the time and the bytes of each, and their number at
+once. When others wait, the oldest strangers have to go, so a program that holds connections open
+keeps nobody out for long. Bad input ends at worst the sender's own connection, and never this
+thread.
 """
 
 from __future__ import annotations
@@ -24,23 +25,23 @@ if TYPE_CHECKING:
 
 __all__ = ["Handler", "Server"]
 
-# How many strangers there are at once, and how long they may take to prove who they are: at
-# least the first while others wait, at most the second. With 1,000 connections held open
-# before it, a peer's turn is after 8 times the first.
+# Largest number of strangers at once, and the time that a stranger has to prove that it knows the
+# key. It has the short time while others wait, and at most the long time. Behind 1,000 connections
+# that are held open, a peer's turn comes after 8 times the short time.
 _STRANGERS = 128
 _SHORT_S, _LONG_S = 0.25, 10.0
-# What a stranger may send at most: with TLS, certificates are part of it.
+# Bytes that a stranger may send at most; with TLS they include certificates.
 _LONGEST = 1 << 17
-# What accept(2) says when the process or the system has no room for another socket, and the
-# pause before it is tried again.
+# Errors of accept(2) when the process or the system has no room for another socket, and the
+# pause before the server tries again.
 _SCARCE = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 _SCARCE_S = 0.1
-# Addresses of strangers that are kept, to be listed in errors.
+# Number of addresses of strangers that the server keeps, to list them in errors.
 _LISTED = 8
 
 
 class Handler(Protocol):
-    """What a server serves. All its methods are called in the server's thread."""
+    """Object that acts on the peers' messages. The server's thread calls all its methods."""
 
     def turn(self) -> bool:
         """Do what is due; return whether to go on."""
@@ -49,23 +50,23 @@ class Handler(Protocol):
         """Return the seconds until something is due; None if nothing is."""
 
     def heard(self, link: Link, message: Message) -> None:
-        """Heed what a peer says. An exception ends the peer's connection."""
+        """Act on a peer's message. An exception ends the peer's connection."""
 
     def gone(self, link: Link, why: str) -> None:
         """Take note of the end of a peer's connection.
 
         Args:
-            link: closed.
-            why: what was wrong with what it said; empty if the connection just ended.
+            link: the peer's link, which is closed.
+            why: what was wrong with the peer's message; empty if the connection just ended.
         """
 
 
 @dataclass
 class _Stranger:
-    """Somebody who has proved nothing yet."""
+    """A connection whose other side has not proved yet that it knows the key."""
 
     address: str
-    # It has the first for sure, and the second if nobody else knocks.
+    # A stranger always has the short time. It has the long time if no other connection waits.
     short: Deadline = field(default_factory=lambda: Deadline(_SHORT_S))
     long: Deadline = field(default_factory=lambda: Deadline(_LONG_S))
     challenge: Challenge = field(default_factory=Challenge)
@@ -73,23 +74,23 @@ class _Stranger:
 
 
 class Server:
-    """Serves ``handler`` to all who know the key.
+    """Server that passes the messages of all peers that know the key to ``handler``.
 
     Args:
-        listening: a socket from :func:`.link.listen`; closed in the end.
-        key: what peers have to know.
-        handler: what is done with what they say.
-        tls: for connections that leave this host, or None.
-        longest: how many bytes a message may have; None for what a link allows.
-        room: how many peers there may be at once. When another comes the server ends the
-            connection of the peer that was silent longest, which has to connect again for its next
-            message. None for any number.
+        listening: a socket from :func:`.link.listen`; the server closes it in the end.
+        key: secret key that a peer must prove to know.
+        handler: object that acts on the peers' messages.
+        tls: TLS contexts for connections that leave this host, or None.
+        longest: number of bytes that a message may have; None for the limit of a link.
+        room: number of peers that may be connected at once; None for any number. When another
+            peer comes the server ends the connection of the peer that was silent longest. The
+            silent peer has to connect again for its next message.
 
     Attributes:
-        peers: the links of those who have proved that they know the key, the one that spoke last
-            at the end.
-        refused: how often somebody has failed to, by address.
-        scarce: what the system said when it had no room for a connection, else empty.
+        peers: the links of the peers, which have proved that they know the key. The link of the
+            peer that spoke last is at the end.
+        refused: how many connections failed to prove it, by address.
+        scarce: the system's error text when it had no room for a connection, else empty.
     """
 
     def __init__(
@@ -106,20 +107,20 @@ class Server:
         self.refused: dict[str, int] = {}
         self.scarce = ""
         self._listening = listening
-        # Whether the selector looks at it, and if not, until when.
+        # Whether the selector watches the listening socket, and if not, until when it does not.
         self._listens, self._rests = True, Deadline(0.0)
         self._key = key
         self._tls = tls.listening if tls and listening.family != socket.AF_UNIX else None
         self._handler = handler
         self._bounds = {} if longest is None else {"longest": longest}
         self._room = room
-        self._strangers: dict[Link, _Stranger] = {}  # those who came first first
+        self._strangers: dict[Link, _Stranger] = {}  # the oldest comes first
         self._selector = selectors.DefaultSelector()
-        listening.setblocking(False)  # whoever knocked may have gone again
+        listening.setblocking(False)  # a waiting connection may be gone again before accept()
         self._selector.register(listening, selectors.EVENT_READ)
 
     def run(self) -> None:
-        """Serve until the handler is through."""
+        """Serve until the handler's ``turn()`` returns false."""
         try:
             while self._handler.turn():
                 for key, events in self._selector.select(self._pause()):
@@ -137,20 +138,20 @@ class Server:
             self._selector.close()
 
     def stop_listening(self) -> None:
-        """Take nobody in any more: all who were to come are there."""
+        """Accept no more connections, because all expected peers are there."""
         self._rest(math.inf)
         self._listening.close()
         for stranger in list(self._strangers):
             self._turn_away(stranger)
 
     def drop(self, link: Link) -> None:
-        """End the connection of a peer, of which the handler is not told."""
+        """End the connection of a peer without a call of the handler's ``gone()``."""
         self.peers.pop(link, None)
         self._selector.unregister(link)
         link.close()
 
     def refusals(self) -> str:
-        """Tell who has not proved that it knows the key; empty if nobody failed to."""
+        """List the connections that did not prove to know the key; empty if all have proved it."""
         return ", ".join(
             f"{count} connection{'s' * (count > 1)} from {address}"
             for address, count in self.refused.items()
@@ -159,13 +160,13 @@ class Server:
     # -- the clock ------------------------------------------------------------------------
 
     def _pause(self) -> float | None:
-        left = [] if (pause := self._handler.pause()) is None else [pause]
+        pauses = [] if (pause := self._handler.pause()) is None else [pause]
         if not self._listens:
-            left.append(self._rests.left())
-        for stranger in self._strangers.values():  # the oldest
-            left.append(stranger.long.left())
+            pauses.append(self._rests.left())
+        for stranger in self._strangers.values():  # only the oldest, which expires first
+            pauses.append(stranger.long.left())
             break
-        return min(left, default=None)
+        return min(pauses, default=None)
 
     def _look_at_the_clock(self) -> None:
         if not self._listens and self._rests.expired:
@@ -177,7 +178,7 @@ class Server:
             self._refuse(link)
 
     def _rest(self, pause: float) -> None:
-        """Heed the listening socket no more for ``pause`` seconds."""
+        """Do not accept connections for ``pause`` seconds."""
         if self._listens:
             self._selector.unregister(self._listening)
             self._listens = False
@@ -193,7 +194,7 @@ class Server:
         except OSError as error:
             if error.errno in _SCARCE:
                 self.scarce = str(error)
-                # The one who waits stays in the queue, and would wake us at once.
+                # The waiting connection stays in the queue, and would wake the selector at once.
                 self._rest(0.0 if self._make_room() else _SCARCE_S)
             return
         try:
@@ -207,7 +208,7 @@ class Server:
         self._selector.register(link, selectors.EVENT_READ)
 
     def _make_room(self) -> bool:
-        """Turn the oldest stranger away if it had its time; else take nobody in until then."""
+        """Turn away the oldest stranger if its short time is over; else accept none until then."""
         for link, stranger in self._strangers.items():
             if not stranger.short.expired:
                 self._rest(stranger.short.left())
@@ -217,7 +218,7 @@ class Server:
         return False
 
     def _refuse(self, link: Link) -> None:
-        """Turn a stranger away who has proved nothing, and remember where it came from."""
+        """Turn away a stranger that has proved nothing, and count it by its address."""
         address = self._strangers[link].address
         if address in self.refused or len(self.refused) < _LISTED:
             self.refused[address] = self.refused.get(address, 0) + 1
@@ -230,10 +231,10 @@ class Server:
 
     def _forget(self, link: Link) -> None:
         del self._strangers[link]
-        if self._rests.seconds < math.inf:  # there is room for another
+        if self._rests.seconds < math.inf:  # there is room for another stranger
             self._rests = Deadline(0.0)
 
-    # -- what arrives ---------------------------------------------------------------------
+    # -- incoming messages ----------------------------------------------------------------
 
     def _read(self, link: Link) -> None:
         if link in self._strangers:
@@ -241,7 +242,7 @@ class Server:
                 self._prove(link, self._strangers[link])
             except (EOFError, OSError):
                 self._refuse(link)
-        elif link in self.peers:  # or it has been dropped since the selector saw it
+        elif link in self.peers:  # otherwise the peer was dropped after the selector saw its link
             why = ""
             try:
                 for message in link.receive():
@@ -249,18 +250,20 @@ class Server:
                         self.peers[link] = self.peers.pop(link)
                         self._handler.heard(link, message)
                 if link in self.peers and not link.flush():
-                    # It says no more before it has read the answers to what it has said.
+                    # Back-pressure: accept no more messages of this peer until it has read the
+                    # answers to its earlier messages.
                     self._selector.modify(link, selectors.EVENT_WRITE)
                 return
             except (EOFError, OSError):
                 pass
             except Exception as error:
-                # Whatever a peer says that knows the key, at worst its own connection ends.
+                # A peer that knows the key may still send anything: at worst that ends its own
+                # connection.
                 why = f"{type(error).__name__}: {error}"
             self._lose(link, why)
 
     def _flush(self, link: Link) -> None:
-        """Send a peer more of what it has not read yet, and listen to it when that is all."""
+        """Send a peer more of its pending answers; once all are sent, listen to it again."""
         if link in self.peers:
             try:
                 if link.flush():
@@ -276,12 +279,12 @@ class Server:
     def _prove(self, link: Link, stranger: _Stranger) -> None:
         stranger.received += link.read()
         if link.received > _LONGEST:
-            raise ProofError("it says more than TLS takes")
+            raise ProofError("the stranger sent more bytes than a TLS handshake needs")
         if len(stranger.received) < Challenge.length:
             return
-        # One who sends more than that without waiting for our answer is none of ours.
+        # A rank sends only its proof, and waits for the answer before it sends more.
         if len(stranger.received) > Challenge.length:
-            raise ProofError("it says more than a proof")
+            raise ProofError("the stranger sent more bytes than a proof")
         link.write(stranger.challenge.answer(self._key, stranger.received))
         self._forget(link)
         if self._room is not None and len(self.peers) >= self._room:

@@ -1,23 +1,27 @@
-"""A store that outlives the rank who serves it.
+"""A store that outlives the rank that serves it.
 
-Where ranks of several hosts meet at an address, rank 0's process serves the store, and dies with
-rank 0. Then the lowest rank that lives serves it: each has a socket for that, whose address all
-know since the roll call. Two things must not happen: that two of them serve at once, to ranks that
-think differently of who is alive; and that what was decided is decided once more, otherwise.
+Where ranks of several hosts meet at an address, rank 0's process serves the store, and the store
+dies with rank 0. Then the lowest rank that lives serves it. Every rank has a socket for that
+purpose, and all ranks know its address since the roll call. Two things must not happen. Two ranks
+must not serve at once, to ranks that disagree about who is alive. And a decision that was made must
+not be made again with another outcome.
 
-*Who serves.* A rank goes on to the next server only if the last one's process has ended for
-certain: the kernel of that host refuses a connection to its socket, which was open from the roll
-call on until the process ended, or closed its communicator. A timeout proves nothing, so nobody
-goes on after one: a host that is cut off, or has lost its power, leaves the others without a
-store. So all who ask, ask the same server, or one that has ended.
+*Which rank serves.* A rank goes on to the next server only if the last server's process has
+certainly ended. The proof is that the kernel of that host refuses a connection to the process's
+socket. The process had this socket open from the roll call until it ended or closed its
+communicator.
+A timeout proves nothing, so no rank goes on after a timeout. Therefore a host that is cut off, or
+has lost its power, leaves the other ranks without a store. So all ranks that ask either ask the
+same server or a server that has ended.
 
-*What it knows.* Each rank remembers what it has read from the store or put there. Before it answers
-its first question the new server asks every rank that lives for that. So a value that some living
-rank may go by is there again before anybody can put another; what nobody who lives has seen,
-nobody goes by. A rank that has told what it knows takes no answer of an earlier server any more,
-though it may have it in its hands. One that lives and says nothing (stopped, say) is waited for,
-and then nobody gets an answer. Not asked is who is out already by a decision that the server was
-part of: it has taken part in nothing since.
+*Which values the server knows.* Each rank remembers the values that it has read from the store or
+put there. Before the new server answers its first question, it asks every living rank for these
+values. So a value that some living rank may rely on is there again before any rank can put another
+value. No rank relies on a value that no living rank has seen. Once a rank has told the new server
+its values, the rank drops every answer of an earlier server, even one that it has already received.
+The new server waits for a rank that lives but does not answer (because it is stopped, say), and
+gives no answers before. The new server does not ask a rank that is already out by a decision that
+the server was part of: such a rank has taken part in nothing since.
 """
 
 from __future__ import annotations
@@ -44,27 +48,29 @@ if TYPE_CHECKING:
 
 __all__ = ["LastingStore", "Standby"]
 
-# How long one that lives may take to say what it knows, and the new server to answer.
+# How long a living rank may take to report what it knows, and the new server to answer.
 _TELL_S, _ANSWER_S = 20.0, 30.0
-# How long a connection may take; how often it is looked whether a process has ended; and the pause
-# before another connection to one that has just closed the last.
+# Timeout of a connection; time between two checks whether a process has ended; and pause before a
+# rank connects again to a process that has just closed the last connection.
 _CONNECT_S, _LOOK_S, _RETRY_S = 5.0, 0.2, 0.01
 # How long a process that is killed may take to close all of its sockets, on a busy machine.
 _ENDING_S = 1.0
-# What a rank remembers at most. A generation has some keys, an agreement one a rank.
+# Number of values that a rank remembers at most. A generation has some keys, an agreement one key
+# per rank.
 _REMEMBERED = 1 << 14
 
 
 class Standby:
-    """This rank's part: the socket, and what it knows.
+    """This rank's part of the lasting store: a socket, and the values that the rank knows.
 
     Args:
-        rank: this one.
-        host: an address of this host where ranks of others can connect; None on one host.
-        tls: for connections between hosts, or None.
+        rank: this rank.
+        host: an address of this host to which ranks of other hosts can connect; None if all ranks
+            are on this host.
+        tls: TLS contexts for connections between hosts, or None.
 
     Attributes:
-        address: what others take to reach it.
+        address: address of the socket, for :func:`.link.connect`.
     """
 
     def __init__(self, rank: int, host: str | None, tls: Tls | None) -> None:
@@ -78,8 +84,9 @@ class Standby:
         self._looked: dict[int, float] = {}
         self._ended: set[int] = set()
         self._out: Set[int] = frozenset()
-        # With the lock: what this rank has read or put, what it has set, which is newer than what
-        # others have read of it; and from which server on it takes an answer.
+        # The lock guards three things. _known has the values that this rank has read or put.
+        # _written has the values that it has set, which are newer than those that other ranks have
+        # read. floor is the lowest server whose answers this rank still accepts.
         self.lock = threading.Lock()
         self._known: dict[str, str] = {}
         self._written: dict[str, str] = {}
@@ -87,18 +94,18 @@ class Standby:
 
     @classmethod
     def of(cls, world: World) -> Standby | None:
-        """Return this rank's; None where the store outlives every rank anyway."""
+        """Return this rank's standby; None where the store outlives every rank anyway."""
         if world.size == 1 or not world.store.served_by_rank:
             return None
         alone = world.local_size == world.size
         return cls(world.rank, None if alone else world.address, world.tls)
 
     def begin(self, contacts: Sequence[str], key: bytes) -> None:
-        """Attend to the socket, now that it is known who the others are.
+        """Serve the socket, now that this rank has the addresses of the other ranks.
 
         Args:
-            contacts: every rank's address.
-            key: what they have to know.
+            contacts: address of every rank's standby.
+            key: secret key that a peer must prove to know.
         """
         self._contacts, self._key = contacts, key
         self._service = _Service(self)
@@ -107,57 +114,58 @@ class Standby:
         self._thread.start()
 
     def close(self) -> None:
-        """Close the socket: to the others this rank has ended. A second close does nothing."""
+        """Close the socket: to other ranks this one has then ended. Closing twice is harmless."""
         if self._thread is None:
             self._listening.close()
             return
         assert self._service is not None
         self._service.over = True
         _wake(self._listening)
-        if self._thread is not threading.current_thread():  # which may collect garbage, too
+        # The garbage collector may call this in any thread, also in the one that serves the socket.
+        if self._thread is not threading.current_thread():
             self._thread.join(1.0)
 
     def lasting(self, store: Store) -> LastingStore:
-        """Return ``store``, which the others serve when its server has ended."""
+        """Return a store like ``store`` that other ranks serve when its server has ended."""
         return LastingStore(store, self)
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
+        """Number of ranks in the world."""
         return len(self._contacts)
 
     def remember(self, kind: str, key: str, value: bytes | None) -> None:
-        """Remember, with the lock, what came of a question."""
+        """Remember the result of a question; the caller holds the lock."""
         if kind == "delete":
             self._known.pop(key, None)
             self._written.pop(key, None)
         elif value is not None:
             (self._written if kind == "set" else self._known)[key] = value.hex()
-        for kept in (self._known, self._written):
-            if len(kept) > _REMEMBERED:
-                del kept[next(iter(kept))]
+        for values in (self._known, self._written):
+            if len(values) > _REMEMBERED:
+                del values[next(iter(values))]
 
     def report(self, server: int) -> tuple[dict[str, str], dict[str, str]]:
-        """Return what this rank knows to ``server``, and take no earlier one's answer any more."""
+        """Return this rank's values for ``server``; accept no answer of an earlier server again."""
         with self.lock:
             self.floor = max(self.floor, server)
             return dict(self._known), dict(self._written)
 
     def leave_out(self, ranks: Set[int]) -> None:
-        """Ask those no more: they are out, by a decision that this rank was part of."""
+        """Do not ask ``ranks`` again: they are out by a decision that this rank was part of."""
         self._out = self._out | ranks
 
     def link(self, rank: int) -> Link:
         """Return a connection to a rank's standby.
 
         Raises:
-            ConnectionRefusedError: its process has ended, or has closed it.
-            OSError: it cannot be reached.
+            ConnectionRefusedError: the rank's process has ended, or has closed its standby.
+            OSError: the standby cannot be reached.
         """
         return connect(self._contacts[rank], self._key, Deadline(_CONNECT_S), self._tls)
 
     def has_ended(self, rank: int) -> bool:
-        """Tell whether a rank's process has ended for certain, or has closed its communicator."""
+        """Return whether a rank's process has certainly ended, or has closed its communicator."""
         now = time.monotonic()
         if rank not in self._ended and now >= self._looked.get(rank, 0.0) + _LOOK_S:
             self._looked[rank] = now
@@ -166,20 +174,22 @@ class Standby:
             except ConnectionRefusedError:
                 self._ended.add(rank)
             except (EOFError, OSError):
-                # No proof: a host that is cut off answers nothing, either.
+                # This proves nothing: a host that is cut off does not answer, either.
                 pass
         return rank in self._ended
 
     def _has_ended_now(self, rank: int) -> bool:
-        """Look whether a rank's process has ended, however short ago that was looked at."""
+        """Check whether a rank's process has ended, even if the last check was a moment ago."""
         self._looked.pop(rank, None)
         return self.has_ended(rank)
 
     def gathered(self) -> dict[str, str]:
-        """Return what the living know, for this rank to serve; nobody has an answer before.
+        """Return the values that the living ranks know, for this rank to serve.
+
+        This rank answers no question before it has these values.
 
         Raises:
-            RendezvousError: one lives and does not tell.
+            RendezvousError: a lower rank may still live, or a living rank does not report.
         """
         for rank in range(self._rank):
             try:
@@ -190,9 +200,9 @@ class Standby:
                 if _ends(partial(self._has_ended_now, rank)):
                     continue
                 raise RendezvousError(
-                    f"whether rank {rank} has ended is not known: {error}"
+                    f"rank {rank} cannot be reached, and may still live: {error}"
                 ) from error
-            raise RendezvousError(f"rank {rank} lives, and serves before this one")
+            raise RendezvousError(f"rank {rank} lives, and serves before rank {self._rank}")
         known, written = self.report(self._rank)
         for rank in range(self._rank + 1, self.size):
             if rank not in self._out:
@@ -210,7 +220,7 @@ class Standby:
             if _ends(partial(self._has_ended_now, rank)):
                 return {}, {}
             raise RendezvousError(
-                f"rank {rank} cannot be reached, and may live: {error}"
+                f"rank {rank} cannot be reached, and may still live: {error}"
             ) from error
         try:
             link.send({"kind": "tell", "server": self._rank})
@@ -218,18 +228,23 @@ class Standby:
             return answer["known"], answer["written"]
         except TimeoutError as error:
             raise RendezvousError(
-                f"rank {rank} lives, and did not say in {_TELL_S:g} s what was decided"
+                f"rank {rank} lives, but did not report within {_TELL_S:g} s what was decided"
             ) from error
         except (EOFError, OSError, ValueError):
             if _ends(partial(self._has_ended_now, rank)):
                 return {}, {}
-            raise RendezvousError(f"rank {rank} lives, and did not say what was decided") from None
+            raise RendezvousError(
+                f"rank {rank} lives, but did not report what was decided"
+            ) from None
         finally:
             link.close()
 
 
 class _Service:
-    """What a standby answers: what it knows, and, once the ranks before it have ended, anything."""
+    """Handler of a standby's socket: reports this rank's values to a new server on demand.
+
+    Once the ranks before this one have ended, the handler answers any question to the store.
+    """
 
     def __init__(self, standby: Standby) -> None:
         self.over = False
@@ -245,36 +260,36 @@ class _Service:
     def heard(self, link: Link, message: Message) -> None:
         if message["kind"] == "tell":
             if type(message["server"]) is not int:
-                raise ValueError("a server that is no rank")
+                raise ValueError("a message whose server is not a rank")
             known, written = self._standby.report(message["server"])
             link.send({"known": known, "written": written})
             return
         if self._values is None:
             try:
-                found = self._standby.gathered()
+                values = self._standby.gathered()
             except RendezvousError as error:
                 link.send({"number": message["number"], "why": str(error)})
                 return
-            self._values = Values(found)
+            self._values = Values(values)
         self._values.heard(link, message)
 
     def gone(self, link: Link, why: str) -> None:
-        """Do nothing: it comes again, or has ended."""
+        """Do nothing: the peer connects again, or has ended."""
 
 
 class LastingStore(Store):
-    """One rank's way to a store whose server may die; see the module's docstring.
+    """One rank's access to a store whose server may die; see the module's docstring.
 
     Args:
-        store: which rank 0 serves.
-        standby: this rank's, closed with this.
+        store: the store that rank 0 serves.
+        standby: this rank's standby; it is closed with this store.
     """
 
     def __init__(self, store: Store, standby: Standby) -> None:
         self._first = store
         self._standby = standby
         self._asking = threading.Lock()
-        # Who serves, as far as this rank knows: 0 is the store that was given.
+        # Rank that serves, as far as this rank knows; 0 means ``store``.
         self._server = 0
         self._link: Link | None = None
         self._linked = 0
@@ -288,8 +303,8 @@ class LastingStore(Store):
         self._do(lambda: self._first.set(key, value), "set", key, value)
 
     def try_get(self, key: str) -> bytes | None:
-        found: bytes | None = self._do(lambda: self._first.try_get(key), "get", key)
-        return found
+        value: bytes | None = self._do(lambda: self._first.try_get(key), "get", key)
+        return value
 
     def put_if_absent(self, key: str, value: bytes) -> bytes:
         found: bytes = self._do(lambda: self._first.put_if_absent(key, value), "put", key, value)
@@ -316,14 +331,15 @@ class LastingStore(Store):
     def _do(
         self, ask_first: Callable[[], Any], kind: str, key: str, value: bytes | None = None
     ) -> Any:
-        """Ask whoever serves, and remember the answer; one of a server before that is dropped."""
+        """Ask the current server and remember its answer; drop an answer of an earlier server."""
         standby = self._standby
         while True:
-            # Not below the floor: a standby that this rank has told what it knows serves by that.
-            # What an earlier server still answers may be decided otherwise by then.
+            # Ask no server below the floor. A standby to which this rank has reported its values
+            # serves from such reports. By then its decisions may differ from the answers that an
+            # earlier server still gives.
             server = max(self._server, standby.floor)
             try:
-                found = self._ask(server, kind, key, value) if server else ask_first()
+                answer = self._ask(server, kind, key, value) if server else ask_first()
             except _EndedError:
                 self._server = server + 1
                 continue
@@ -333,34 +349,38 @@ class LastingStore(Store):
                 self._server = 1
                 continue
             with standby.lock:
-                # Looked at again, with the lock that report() takes: what is remembered now is in
-                # what this rank tells, or the answer is dropped and the question asked where it has
-                # told.
+                # Check the floor again, with the lock that report() takes. Either a later report
+                # includes the value that is remembered here. Or this rank has already reported:
+                # then the loop drops the answer and asks the server that has the report.
                 if server >= standby.floor:
-                    standby.remember(kind, key, found if value is None or kind == "put" else value)
-                    return found
+                    standby.remember(kind, key, answer if value is None or kind == "put" else value)
+                    return answer
 
     def _ask(self, server: int, kind: str, key: str, value: bytes | None) -> bytes | None:
         """Return a standby's answer.
 
         Raises:
-            _EndedError: its process has ended.
-            RendezvousError: it cannot be reached, or may not serve.
+            _EndedError: the standby's process has ended.
+            RendezvousError: the standby cannot be reached, or may not serve.
         """
         if self._closed or server >= self._standby.size:
-            why = "this rank has closed it" if self._closed else "every rank after it has, too"
-            raise RendezvousError(f"rendezvous: who served {self} has ended, and {why}")
+            why = "this rank has closed the store" if self._closed else "so has every later rank"
+            raise RendezvousError(
+                f"rendezvous: the process that served {self} has ended, and {why}"
+            )
         try:
             with self._asking:
                 return self._answer(server, kind, key, value)
         except RefusedError as error:
             raise RendezvousError(
-                f"rendezvous: who served {self} has ended, and rank {server} cannot serve: {error}"
+                f"rendezvous: the process that served {self} has ended, and rank {server} cannot "
+                f"serve in its place: {error}"
             ) from error
         except (EOFError, OSError, ValueError) as error:
             raise RendezvousError(
-                f"rendezvous: {kind} of {key!r} at rank {server}, which serves since who served "
-                f"{self} has ended, failed: {error!r}. It may live, so nobody serves in its stead."
+                f"rendezvous: {kind} of {key!r} at rank {server} failed: {error!r}. Rank {server} "
+                f"serves {self} because the process that served it before has ended. Rank {server} "
+                "may still live, so no other rank may serve in its place."
             ) from error
 
     def _answer(self, server: int, kind: str, key: str, value: bytes | None) -> bytes | None:
@@ -374,7 +394,8 @@ class LastingStore(Store):
             except ConnectionRefusedError:
                 raise _EndedError from None
             except (EOFError, ConnectionError):
-                # It has just ended, which the next attempt tells; or the connection has.
+                # Either the server has just ended, which the next attempt tells, or only the
+                # connection has.
                 self._drop()
                 if deadline.expired:
                     raise
@@ -390,14 +411,14 @@ class LastingStore(Store):
 
 
 class _EndedError(Exception):
-    """Who served has ended."""
+    """The process of the rank that served has ended."""
 
 
 def _ends(has_ended: Callable[[], bool]) -> bool:
     """Return whether a process has ended, or ends in a moment.
 
-    A process that is killed closes its connections and the port at which it listens one after the
-    other, so that a connection may break while the port still takes new ones.
+    A killed process closes its connections and its listening port one after the other. So a
+    connection may break while the port still accepts new connections.
     """
     deadline = Deadline(_ENDING_S)
     while not has_ended():
@@ -408,6 +429,6 @@ def _ends(has_ended: Callable[[], bool]) -> bool:
 
 
 def _wake(listening: socket.socket) -> None:
-    """Have whoever waits for connections look again; from now on they are refused."""
+    """Wake the thread that waits for connections; from now on the kernel refuses connections."""
     with contextlib.suppress(OSError):
         listening.shutdown(socket.SHUT_RDWR)

@@ -1,4 +1,4 @@
-"""The communicators that a process has not closed, and what peers hear of those that it dropped."""
+"""The communicators that a process has not closed, and the message to peers when it drops them."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ Unclosed = dict[str, tuple[Sequence[int], Sequence[Recorder]]]
 
 
 def tell_dropped(link: Link | None, unclosed: Unclosed, names: Sequence[str], owner: int) -> None:
-    """Tell the peers of communicators that were collected, and that their rank had not closed.
+    """Tell the peers that this rank has dropped communicators without closing them.
 
     Args:
-        unclosed: those of this process.
-        names: of the communicators.
-        owner: the process; a forked child of it tells nothing.
+        link: link to the hub; if None, no message is sent.
+        unclosed: communicators that this process has not closed.
+        names: names of the dropped communicators.
+        owner: id of the process that made the communicators. A forked child of that process sends
+            no message.
     """
     if link is None or os.getpid() != owner:
         return
@@ -31,7 +33,7 @@ def tell_dropped(link: Link | None, unclosed: Unclosed, names: Sequence[str], ow
         if members:
             finished = calls[0].finished if calls else 0
             left = {"kind": "left", "finished": finished, "dropped": True}
-            # Called by the garbage collector, maybe in a thread that is sending: send() would wait
-            # for the lock that this very thread holds.
+            # The garbage collector may run this in a thread that is sending. There send() would
+            # wait for a lock that the same thread holds.
             with contextlib.suppress(OSError):
                 link.send_when_free({**left, "channel": name, "members": members})

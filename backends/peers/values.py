@@ -1,7 +1,7 @@
-"""The store that a process serves: what it keeps, and how ranks ask it over a link.
+"""The store that a process serves: the values that it keeps, and how ranks ask it over a link.
 
-A question has a number, which its answer repeats: whoever gave up waiting for an answer may find it
-before that to the next question. All questions can be asked twice.
+A question has a number, which its answer repeats. If a rank gave up waiting for an answer, that
+answer may come before the answer to the rank's next question. All questions are idempotent.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from .link import Link, Message
 
 __all__ = ["LONGEST_MESSAGE", "RefusedError", "Values", "ask"]
 
-# What a store keeps at most: bytes of a value, letters of a key, and bytes of all of them, each
-# with what Python takes for it. A generation of a thousand ranks has a thousand notes of a hundred
-# bytes, and a verdict of some 30 KiB.
+# Limits of a store: bytes of a value, letters of a key, and bytes of all entries together, with
+# Python's overhead for each entry. A generation of a thousand ranks has a thousand notes of a
+# hundred bytes, and a verdict of some 30 KiB.
 _VALUE_BYTES = 1 << 20
 _KEY_LETTERS = 1 << 10
 _BYTES, _ENTRY_BYTES = 1 << 26, 256
-#: How many bytes a question, or an answer, may have: a value takes two letters a byte.
+#: Number of bytes that a question or an answer may have: each byte of a value takes two letters.
 LONGEST_MESSAGE = 2 * _VALUE_BYTES + (1 << 14)
 
 _numbers = itertools.count()
 
 
 class RefusedError(Exception):
-    """The server does not do what it was asked; the text says why."""
+    """The server refuses a question; the text says why."""
 
 
 def ask(link: Link, kind: str, key: str, value: bytes | None, deadline: Deadline) -> bytes | None:
@@ -36,18 +36,18 @@ def ask(link: Link, kind: str, key: str, value: bytes | None, deadline: Deadline
     Args:
         link: from :func:`.link.connect`; one thread asks at a time.
         kind: ``"set"``, ``"get"``, ``"put"`` (if absent) or ``"delete"``.
-        key: of what.
-        value: what is to be kept, or None.
-        deadline: moment by which the answer has to be there.
+        key: key of the value.
+        value: value to keep, or None.
+        deadline: moment by which the answer must be there.
 
     Raises:
-        RefusedError: the server refuses; the connection can be used on.
-        TimeoutError: it has not answered by the deadline; the connection can be used on.
+        RefusedError: the server refuses; the connection stays usable.
+        TimeoutError: the server has not answered by the deadline; the connection stays usable.
         EOFError, OSError, ValueError: the connection failed.
     """
     if value is not None and len(value) > _VALUE_BYTES:
         raise RefusedError(
-            f"a value of {len(value)} bytes; the store keeps at most {_VALUE_BYTES} bytes a key"
+            f"the value has {len(value)} bytes; the store keeps at most {_VALUE_BYTES} bytes a key"
         )
     question: Message = {"kind": kind, "key": key, "number": (number := next(_numbers))}
     if value is not None:
@@ -62,10 +62,10 @@ def ask(link: Link, kind: str, key: str, value: bytes | None, deadline: Deadline
 
 
 class Values:
-    """What a store keeps that a process serves; the handler of a :class:`.server.Server`.
+    """The values of a store that a process serves; the handler of a :class:`.server.Server`.
 
     Args:
-        values: to begin with, as hexadecimal text.
+        values: initial values, as hexadecimal text.
     """
 
     def __init__(self, values: dict[str, str] | None = None) -> None:
@@ -73,27 +73,27 @@ class Values:
         self._bytes = sum(map(_size, self._values.keys(), self._values.values()))
 
     def turn(self) -> bool:
-        """Go on: whoever has it closes the socket."""
+        """Return True: the values never end the server."""
         return True
 
     def pause(self) -> float | None:
-        """Return None: it does nothing by itself."""
+        """Return None: nothing is ever due."""
         return None
 
     def heard(self, link: Link, message: Message) -> None:
         """Answer a question.
 
         Raises:
-            ValueError: it is none.
+            ValueError: the message is not a question.
             OSError: the asker is gone, or does not read its answers.
         """
         kind, key, number = message["kind"], message["key"], message["number"]
         if not isinstance(key, str) or type(number) is not int:
-            raise ValueError("a key that is no text, or a number that is none")
+            raise ValueError("a question whose key is not a text or whose number is not an integer")
         value, why = None, ""
         if kind == "set":
             why = self._keep(key, message["value"])
-        elif kind == "put":  # in one thread, so that one is first
+        elif kind == "put":  # one thread answers all questions, so exactly one put comes first
             if key not in self._values:
                 why = self._keep(key, message["value"])
             value = self._values.get(key)
@@ -103,24 +103,25 @@ class Values:
             self._forget(key)
         else:
             raise ValueError(f"a question of kind {kind!r:.40}")
-        # The answer waits for a peer that does not read, and this thread does not.
+        # If the peer does not read, the answer waits in the link, and this thread goes on.
         link.post({"number": number, "why": why} if why else {"number": number, "value": value})
 
     def gone(self, link: Link, why: str) -> None:
-        """Do nothing: it comes again, or its job fails."""
+        """Do nothing: the peer connects again, or its job fails."""
 
     def _keep(self, key: str, text: str) -> str:
-        """Keep the value of a key, in place of its last one; return why not, or an empty text."""
+        """Keep a key's value in place of its last one; return an empty text, or why not."""
         bytes.fromhex(text)
         if len(key) > _KEY_LETTERS:
-            return f"a key of {len(key)} letters; the store keeps keys of at most {_KEY_LETTERS}"
+            return f"the key has {len(key)} letters; the store keeps keys of at most {_KEY_LETTERS}"
         if len(text) > 2 * _VALUE_BYTES:
-            return f"a value that is too long; the store keeps at most {_VALUE_BYTES} bytes a key"
+            return f"the value is too long; the store keeps at most {_VALUE_BYTES} bytes a key"
         last = _size(key, self._values[key]) if key in self._values else 0
         if self._bytes - last + _size(key, text) > _BYTES:
             return (
                 f"the store is full: it has {len(self._values)} keys, and keeps at most {_BYTES} "
-                "bytes of all. Somebody else writes to it, or nobody deletes"
+                "bytes for all keys. Another program writes to the store, or old keys are never "
+                "deleted"
             )
         self._forget(key)
         self._values[key] = text

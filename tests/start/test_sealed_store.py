@@ -232,8 +232,8 @@ def test_a_rank_that_knows_where_the_hub_is_and_has_another_secret_is_told_of(
         # The second goes on trying when the first is over, and says what it was told before.
         first = pool.submit(rank, 0, SECRET, Leaks(below, SECRET), 2.0)
         second = pool.submit(rank, 1, other, SealedStore(below, other), 4.0)
-        assert "from 127.0.0.1 did not prove to know this job's key" in first.result()
-        assert "it has another key, or is over" in second.result()
+        assert "from 127.0.0.1 did not prove knowledge of this job's key" in first.result()
+        assert "its key differs, or it has ended" in second.result()
 
 
 # -- where the secret comes from --------------------------------------------------------------

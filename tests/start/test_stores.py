@@ -470,8 +470,8 @@ def test_an_answer_that_was_given_up_is_not_taken_for_the_next(where: Endpoint) 
 @pytest.mark.parametrize(
     ("key", "value", "why"),
     [
-        ("key", bytes((1 << 20) + 1), r"'key' .*a value of 1048577 bytes; .* at most 1048576"),
-        ("k" * 1025, b"", "a key of 1025 letters; .* at most 1024"),
+        ("key", bytes((1 << 20) + 1), r"'key' .*the value has 1048577 bytes; .* at most 1048576"),
+        ("k" * 1025, b"", "the key has 1025 letters; .* at most 1024"),
     ],
     ids=["value", "key"],
 )

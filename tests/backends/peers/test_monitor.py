@@ -122,7 +122,7 @@ def test_ranks_that_disagree_on_the_size_are_told(tmp_path):
     store = FileStore(tmp_path)
 
     def one(rank, size):
-        with pytest.raises(RendezvousError, match=r"there are 3 ranks; rank 2 .* there are 4"):
+        with pytest.raises(RendezvousError, match=r"with size 3, but rank 2 .* with size 4"):
             Monitor.start(world(rank, size, store, local_size=size), Deadline(FAR))
 
     with ThreadPoolExecutor(3) as pool:
@@ -430,7 +430,7 @@ def test_where_rank_0_has_ended_nothing_is_waited_for(monitors):
     monitors[1].channel.offer("name", "nobody passes it on")
     monitors[1]._link.cut()
     until(lambda: monitors[1].hub_gone)
-    with pytest.raises(RendezvousError, match="keep it running while others make groups"):
+    with pytest.raises(RendezvousError, match="keep rank 0 running while other ranks make groups"):
         monitors[1].channel.offered("name")
 
 

@@ -129,7 +129,7 @@ def test_nobody_serves_before_one_who_lives(ranks: Ranks) -> None:
     link.send({"kind": "get", "key": "decision", "number": 0})
     why = link.expect(Deadline(DEADLINE_S))["why"]
     link.close()
-    assert why == "rank 0 lives, and serves before this one"
+    assert why == "rank 0 lives, and serves before rank 2"
 
 
 def test_server_whose_port_closes_after_its_connections_has_ended(ranks: Ranks) -> None:
@@ -158,7 +158,7 @@ def test_nobody_decides_without_one_who_lives_and_says_nothing(
         standby._contacts = contacts
     monkeypatch.setattr("collective.backends.peers.standby._CONNECT_S", 0.05)
     ranks.end(0)
-    with pytest.raises(RendezvousError, match="rank 2 cannot be reached, and may live"):
+    with pytest.raises(RendezvousError, match="rank 2 cannot be reached, and may still live"):
         ranks.stores[1].put_if_absent("decision", b"of 1")
     # By a decision that rank 1 was part of it is out, and has nothing to say any more.
     ranks.stores[1].without({2})

@@ -451,7 +451,7 @@ def test_a_hub_that_says_what_is_wrong_counts_as_lost(tmp_path: Path, message: o
         monitor = Monitor.start(world(1, 2, store), Deadline(FAR))
         monitor.channel.compare()
         error = wait_for_error(monitor.channel)
-        assert "rank 0 (on here) is gone: what it says is wrong: " in str(error)
+        assert "rank 0 (on here) is gone: it sent a malformed message: " in str(error)
         monitor.channel.close()
 
 
