@@ -1,16 +1,16 @@
 """Ranks under ``mpiexec`` or Slurm: MPI's own operations through mpi4py.
 
-MPI is fast and says nothing about peers: a rank that called something else, that is late
-or that died lets the others wait for ever, or write over their memory. So every
-collective call is two steps. First all ranks *arrive*: a non-blocking reduction of the
-calls' digests, polled, so that a deadline, a dead or an aborting peer and a disagreement
-are noticed while nothing has been moved yet (:class:`.carrying.Arrival`). Then comes MPI's own
-operation, blocking, since everybody is there; in the background the non-blocking one,
-polled too, which leaves the core to the program.
+MPI is fast and says nothing about peers. If a rank makes another call, is late or has died, the
+other ranks wait without end, or their memory is overwritten. So every collective call has two
+steps. First all ranks *arrive*: they reduce the digests of their calls with a non-blocking
+operation, which is polled. So a deadline, a dead or aborting peer, or a disagreement is noticed
+before anything has been moved (:class:`.carrying.Arrival`). Then comes MPI's own operation. It is
+blocking, since all ranks are there. In the background it is the non-blocking one, which is polled
+as well and leaves the core to the program.
 
-Nobody can call a thread back out of a blocking MPI call. If a peer dies meanwhile, a
-watchdog ends the process with an explanation (:mod:`.watchdog`), as ``mpiexec`` does by
-itself; Open MPI started with ``--with-ft ulfm`` returns an error instead.
+A thread cannot be called back out of a blocking MPI call. If a peer dies during the call, a
+watchdog ends the process with an explanation (:mod:`.watchdog`), as ``mpiexec`` does by itself.
+Open MPI that was started with ``--with-ft ulfm`` returns an error instead.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class MpiBackend(MpiTransport):
 
     @classmethod
     def connect(cls, world: World, deadline: Deadline) -> Any:
-        """Join the other ranks; a CUDA-aware library takes arrays of GPUs, too.
+        """Join the other ranks; with a CUDA-aware library, support arrays of GPUs, too.
 
         See :meth:`MpiTransport.connect`.
         """

@@ -1,4 +1,4 @@
-"""How a collective call is carried out: the arrival of all ranks, then MPI's operation."""
+"""The two steps of a collective call: the arrival of all ranks, then MPI's operation."""
 
 from __future__ import annotations
 
@@ -31,36 +31,37 @@ __all__ = [
 Array = np.ndarray[Any, Any]
 F = TypeVar("F", bound=Callable[..., Any])
 
-# Elements that a call takes where counts are C integers: in MPI before version 4.
+# Largest number of elements in a call where counts are C integers: in MPI before version 4.
 _MOST = 2**31 - 1
 _PAUSE_S = 0.5e-3
 now = time.monotonic
 
-#: How the ranks carry a call out, each better able than the one before to do without the
-#: others being in the same: the highest that any of them asks for counts.
+#: How the ranks carry a call out. A higher way depends less on the other ranks being in the same
+#: operation, so all ranks use the highest way that any rank asks for.
 BLOCKING, POLLED, BY_MESSAGES = 0, 1, 2
 
-# Classes of errors for which a peer may be to blame: its deadline, or what came of it.
+# Error classes that a peer may have caused: by its death or its expired deadline, or by the effects
+# of these.
 _OF_PEERS = ("ERR_PROC_FAILED", "ERR_PROC_FAILED_PENDING", "ERR_REVOKED", "ERR_OTHER",
              "ERR_INTERN", "ERR_UNKNOWN", "ERR_IN_STATUS", "ERR_PENDING")  # fmt: skip
 
 
 def explained(module: Any, channel: Channel, where: object, error: Any) -> Exception:
-    """Return what to raise, ``from error``: who is to blame, else what MPI says.
+    """Return the exception to raise ``from error``: the peer's failure, or else MPI's error.
 
     Args:
         module: ``mpi4py.MPI``.
-        channel: of the communicator, which is broken by this.
-        where: the operation.
+        channel: channel of the communicator; the function breaks the communicator.
+        where: operation, for the error text.
         error: an ``MPI.Exception``.
     """
     number = error.Get_error_class()
     name = _class_name(module, number)
     description = f"{name}: {error.Get_error_string()} [rank {channel.rank}]"
     if name.removeprefix("MPI_") in _OF_PEERS:
-        found = channel.explain(where, error)
-        if not isinstance(found, BackendError):
-            return found
+        explanation = channel.explain(where, error)
+        if not isinstance(explanation, BackendError):
+            return explanation
     else:
         channel.abort(Failure("aborted", channel.rank, f"{where}: {description}"))
     return BackendError(f"{where}: {description}", "mpi", number)
@@ -75,7 +76,7 @@ def _class_name(module: Any, number: int) -> str:
 
 
 def mapped(method: F) -> F:
-    """Turn MPI's errors into ours, which tell the request, or else the method's name."""
+    """Turn MPI's errors into this library's, which name the request, or else the method."""
 
     @functools.wraps(method)
     def call(self: Carrying, first: Any, *arguments: Any) -> Any:
@@ -89,20 +90,20 @@ def mapped(method: F) -> F:
 
 
 class Arrival:
-    """The first step of every collective call: all ranks come, and say what they want.
+    """The first step of every collective call: all ranks arrive, and their calls are compared.
 
-    Compares the ranks' calls: one reduction of 24 bytes, non-blocking and polled.
-
-    All ranks made the same call if the largest digest is the smallest one, too. The
-    reduction is a persistent one where MPI has them (MPI 4.1, section 6.13): starting it again
-    takes less than half the time.
+    The comparison is one reduction of 24 bytes, non-blocking and polled. All ranks made the same
+    call if the largest digest equals the smallest digest. Where MPI has persistent reductions
+    (MPI 4.1, section 6.13) the comparison uses one: starting it again takes less than half the
+    time.
     """
 
     def __init__(self, module: Any, comm: Any, channel: Channel) -> None:
         self._module = module
         self._comm = comm
         self._channel = channel
-        # The digest, its negative and how; not NumPy's: an element takes it thrice as long.
+        # The digest, its negative, and how the rank carries the call out. Not a NumPy array, whose
+        # elements take three times as long.
         self._words = array("q", [0, 0, 0])
         self._found = array("q", [0, 0, 0])
         self._request: Any = None
@@ -117,10 +118,10 @@ class Arrival:
             self._start, self._test = self._request.Start, self._request.Test
 
     def arrive(self, request: Request, deadline: Deadline, how: int) -> int:
-        """Return when all ranks have come, with the highest of their ``how``.
+        """Wait for all ranks; return the highest of their ``how``.
 
         Raises:
-            Disagreement: on every rank, with all headers.
+            Disagreement: the calls differ; raised on every rank, with all headers.
             CollectiveError: a rank did not come, and never will.
         """
         if self._channel.failure is not None or self._over is not None:
@@ -141,29 +142,29 @@ class Arrival:
                 break
         else:
             self._wait(test, request, deadline)
-        found = self._found
-        if found[0] != digest or found[1] != -digest:
+        highest = self._found
+        if highest[0] != digest or highest[1] != -digest:
             self._disagree(request, deadline)
-        return found[2]
+        return highest[2]
 
     def _wait(self, test: Any, request: Request, deadline: Deadline) -> None:
         try:
             finish(test, self._channel.wait(request, deadline), moving=False)
         except BaseException as error:
             self._over = error
-            # With the memory, which a persistent request does not keep: whoever comes late makes
-            # MPI write to it, be it Python's again by then.
+            # Keep the memory, too: a persistent request does not hold it. When a late rank comes,
+            # MPI writes to this memory, even if Python has freed it by then.
             leave_unfinished((self._request, self._words, self._found))
             raise
 
     def _refuse(self, request: Request) -> NoReturn:
-        """Raise what a call raises when its communicator is broken."""
+        """Raise the error of a call on a broken communicator."""
         self._channel.check(request)
-        # It was interrupted, and its communicator is only about to be broken.
+        # An earlier call was interrupted, and the communicator is only about to be broken.
         raise CommunicatorAbortedError(f"{request}: {self._over} (that was an earlier call)")
 
     def _disagree(self, request: Request, deadline: Deadline) -> None:
-        """Tell the ranks' calls to each other; all of them come here."""
+        """Exchange the headers of the ranks' calls; all ranks come here."""
         header = np.frombuffer(request.header(), np.uint8)
         lengths = np.zeros(self._comm.Get_size(), np.int64)
         mine = np.array([header.size], np.int64)
@@ -179,7 +180,7 @@ class Arrival:
         raise Disagreement([part.tobytes() for part in parts])
 
     def close(self) -> bool:
-        """Free what MPI holds; return whether nothing is running any more."""
+        """Free MPI's persistent request; return whether nothing is running any more."""
         if self._over is not None:
             return False
         if self._persistent:
@@ -188,7 +189,7 @@ class Arrival:
 
 
 class Carrying(Monitored):
-    """What the collectives of the transport have in common."""
+    """Base of the transport's collectives: arrival, and MPI's operation."""
 
     def __init__(self, module: Any, comm: Any, channel: Channel) -> None:
         self.rank = comm.Get_rank()
@@ -204,16 +205,17 @@ class Carrying(Monitored):
         self._blocking = Blocking(module, comm, channel)
 
     def _wait_for_all(self, request: Request, deadline: Deadline, large: bool = False) -> int:
-        """Wait for all ranks; return how they carry the call out, the same on all of them."""
-        # In the background MPI is polled, so that it leaves the core, and MPI, to others; and while
-        # some thread makes a communicator MPI must not call a function of ours, see folds.py.
+        """Wait for all ranks; return how they carry the call out, the same on all ranks."""
+        # In the background MPI is polled, which leaves the core, and MPI, to other threads. It is
+        # also polled while some thread makes a communicator: then MPI must not call a reduction
+        # function of this library, see folds.py.
         how = BLOCKING if in_thread.site is None and not folds.being_made else POLLED
         return self._arrive(request, deadline, BY_MESSAGES if large else how)
 
     def _move(
         self, how: int, request: Request, deadline: Deadline, name: str, *arguments: Any
     ) -> None:
-        """Have MPI do ``name``."""
+        """Call MPI's function ``name``, or its non-blocking form unless ``how`` is BLOCKING."""
         if how == BLOCKING:
             self._blocking.deadline = deadline
             self._blocking.running = request
@@ -226,30 +228,33 @@ class Carrying(Monitored):
             try:
                 settle([moving], lambda: self.channel.wait(request, deadline))
             except CollectiveError:
-                # MPI may read this rank's array for others when the caller has it back.
+                # MPI may read this rank's array for other ranks even after the caller has it back.
                 self.channel.await_heard(range(self.size))
                 raise
-            # A rank that gave up has its array back, and MPI may have read it later.
+            # A rank that gave up has returned its array to its caller, and MPI may have read the
+            # array after that.
             self.channel.refuse_unfinished(request)
 
-    def _send_or_in_place(self, given: Array, out: Array | None, kind: Any) -> Any:
-        """Return MPI's first argument: the input, or that it is where the result goes."""
-        if out is not None and (given is out or np.may_share_memory(given, out)):
+    def _send_or_in_place(self, source: Array, out: Array | None, kind: Any) -> Any:
+        """Return MPI's first argument: the input, or ``MPI_IN_PLACE`` if it aliases ``out``."""
+        if out is not None and (source is out or np.may_share_memory(source, out)):
             return self._in_place
-        return given, given.size, kind
+        return source, source.size, kind
 
 
 class MpiPlan:
-    """A request that is one call of MPI's, if all ranks come to it in the foreground.
+    """A request that is one call of MPI, if all ranks come to it in the foreground.
 
     Args:
         carrying: the transport.
-        request: what is asked for.
-        name: of MPI's blocking function; empty if all is done when all ranks have come.
-        specify: returns its arguments, of this rank's input and output: arrays, or None.
-        buffers: makes the request of two buffers and a deadline, in whatever way.
-        otherwise: the same when all ranks have come, of how they carry it out, two buffers and the
-            deadline.
+        request: description of the collective call.
+        name: name of MPI's blocking function; empty if the arrival of all ranks is everything.
+        specify: function that returns the arguments of MPI's function. It takes this rank's input
+            and output, each an array or None.
+        buffers: function that carries the request out in any way, arrival included. It takes two
+            buffers and a deadline.
+        otherwise: function that carries the request out after the arrival. It takes how the ranks
+            do that, two buffers and the deadline.
     """
 
     __slots__ = ("_buffers", "_call", "_carrying", "_otherwise", "_request", "_specify")
@@ -274,9 +279,9 @@ class MpiPlan:
         self._buffers(src, dst, deadline)
 
     def plain(self, x: Any, out: Any, deadline: Deadline) -> None:
-        """Make it of arrays as they are; see :data:`collective.contract.backend.Plan`.
+        """Carry the request out on arrays; see :data:`collective.contract.backend.Plan`.
 
-        It is what ``buffers`` does, with nothing called that need not be: here microseconds count.
+        This does the same as ``buffers`` with as few calls as possible: microseconds count here.
 
         Args:
             x, out: the arrays.
@@ -287,7 +292,8 @@ class MpiPlan:
             how = carrying._arrive(request, deadline, BLOCKING if alone else POLLED)
             if self._call is None or self._specify is None or self._otherwise is None:
                 return
-            # Of an array without elements MPI gets another address than of the one it is cut from.
+            # mpi4py gives MPI another address for an empty slice than for the array that it is a
+            # part of.
             empty = x is not out and not (x is None or out is None or (x.size and out.size))
             if how != BLOCKING or empty:
                 src, dst = self._buffer(x), self._buffer(out)
@@ -312,6 +318,6 @@ class MpiPlan:
 
 
 def pause(channel: Channel, where: object, deadline: Deadline) -> None:
-    """Wait a moment for a thread of this process; raise if there is a reason to."""
+    """Wait a moment for another thread of this process; raise if there is a reason to."""
     channel.wait(where, deadline, ()).check()
     time.sleep(_PAUSE_S)

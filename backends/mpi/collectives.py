@@ -1,4 +1,4 @@
-"""The collectives, of which each is one call of MPI's."""
+"""The collectives, each of them one call of MPI."""
 
 from __future__ import annotations
 
@@ -23,23 +23,26 @@ if TYPE_CHECKING:
 
 __all__ = ["MpiCollectives"]
 
-#: Makes a move of a request, and of MPI's type of its elements.
+#: Function that makes a move from a request and MPI's type of its elements.
 _Prepare = Callable[["MpiCollectives", "Request", Any], "_Move"]
 
-# NumPy takes 4 ns for a 16-bit float, so that folding is what takes the time. With an operator
-# that is not their own MPICH and Intel MPI fold whole arrays on every rank; the algorithms fold
-# a part a rank. Measured with 2 ranks, 16 MiB of float16, in ms: MPICH 38, by messages 20; Intel
-# MPI 38, 19; Open MPI, which divides, too, 26, 24. Below 1 MiB the algorithms divide nothing.
+# NumPy takes 4 ns for a 16-bit float, so the reduction takes most of the time. With a user-defined
+# operator MPICH and Intel MPI reduce whole arrays on every rank, but the algorithms reduce one part
+# on each rank. Measured with 2 ranks and 16 MiB of float16, in ms: MPICH 38, by messages 20; Intel
+# MPI 38, 19; Open MPI, which divides the array, too, 26, 24. Below 1 MiB the algorithms do not
+# divide the array.
 _SLOW_FOLD_BYTES = 1 << 20
 
 
 class _Move(NamedTuple):
-    """How MPI moves what a request asks for.
+    """MPI's call for a request that only moves data.
 
     Attributes:
-        name: of MPI's blocking function.
-        specify: returns its arguments, of this rank's input and output: arrays, or None.
-        most: the elements in the longest of the ranks' arrays; None if that is its buffers'.
+        name: name of MPI's blocking function.
+        specify: function that returns the arguments of MPI's function. It takes this rank's input
+            and output, each an array or None.
+        most: number of elements in the longest array of any rank; None if this rank's buffers have
+            that length.
     """
 
     name: str
@@ -48,14 +51,15 @@ class _Move(NamedTuple):
 
 
 class _Way(NamedTuple):
-    """The way in which MPI folds what a request asks for.
+    """MPI's call for a request that is a reduction.
 
     Attributes:
-        prepared: for MPI.
-        name: of MPI's blocking function.
-        specify: returns its arguments, of MPI's type and operator, and of this rank's input and
-            output: arrays, which are apart or the same, or None.
-        by_messages: whether the algorithms do it better, or only they do it right.
+        prepared: the reduction, prepared for MPI.
+        name: name of MPI's blocking function.
+        specify: function that returns the arguments of MPI's function. It takes MPI's type and
+            operator, and this rank's input and output. Input and output are arrays, which are
+            disjoint or the same, or None.
+        by_messages: whether the algorithms over messages are faster, or the only correct way.
     """
 
     prepared: MpiFold
@@ -65,10 +69,11 @@ class _Way(NamedTuple):
 
 
 class MpiCollectives(Carrying):
-    """The part of the transport that moves and folds.
+    """The part of the transport that moves and reduces data.
 
     Attributes:
-        unlike: integers and operators that MPI is not left to fold, the same on all ranks.
+        unlike: pairs of operator and dtype, of integers and booleans, for which MPI's own operator
+            is not used; the same on all ranks.
     """
 
     def __init__(self, module: Any, comm: Any, channel: Channel, unlike: Deviations) -> None:
@@ -92,7 +97,7 @@ class MpiCollectives(Carrying):
         def move_of(dtype: DType) -> _Move:
             return prepare(self, request, type_of(self._mpi, dtype))
 
-        # A step of a call may be of other elements than the request says.
+        # A step of a call may have elements of another dtype than the request says.
         made = partial(self._move_as, request, move_of)
         if request.dtype is None or request.shape is None:
             return made
@@ -126,18 +131,18 @@ class MpiCollectives(Carrying):
         self, request: Request, move: _Move, how: int, src: Buffer | None, dst: Buffer | None,
         deadline: Deadline,
     ) -> None:  # fmt: skip
-        """Move when all ranks have come, and have said how."""
+        """Move the data after all ranks have arrived; ``how`` is the result of the arrival."""
         if how == BY_MESSAGES:
             getattr(super(), request.operation)(request, src, dst, deadline)
             return
-        given, out = (None if each is None else each.array for each in (src, dst))
-        self._move(how, request, deadline, move.name, *move.specify(given, out))
+        source, out = (None if buffer is None else buffer.array for buffer in (src, dst))
+        self._move(how, request, deadline, move.name, *move.specify(source, out))
 
     def _specify_broadcast(self, request: Request, kind: Any) -> _Move:
         root, is_root = request.root, request.root == self.rank
 
         def specify(_: Any, out: Any) -> tuple[Any, ...]:
-            # MPI may write the root's buffer: MPICH does where the root is not its rank 0.
+            # MPI may write to the root's buffer: MPICH does if the root is not its rank 0.
             if is_root and isinstance(out, np.ndarray) and not out.flags.writeable:
                 out = out.copy()
             return (out, out.size, kind), root
@@ -181,7 +186,7 @@ class MpiCollectives(Carrying):
         def specify(given: Any, out: Any) -> tuple[Any, ...]:
             return (given, elements, None, kind), (out, incoming, None, kind)
 
-        # Each rank knows its own counts only: the arrival tells if they are too many for one.
+        # Each rank knows only its own counts. The arrival tells all ranks if one has too many.
         return _Move("Alltoallv", specify, max(sum(elements), sum(incoming)))
 
     # -- reductions -----------------------------------------------------------------------
@@ -189,14 +194,14 @@ class MpiCollectives(Carrying):
     def _plan_fold(self, request: Request) -> Plan:
         op, dtype = request.op, request.dtype
         assert dtype is not None
-        # MPI leaves open in which order it folds, and a scan's may be another than rank after
-        # rank. Of integers every order gives the same.
+        # MPI does not specify the order of a reduction; even a scan need not go rank by rank. For
+        # integers every order gives the same result.
         ordered = request.ordered or request.operation == "scan"
         exact = dtype.kind in "biu" and op.function is None
         slow = dtype.kind == "f" and dtype.itemsize == 2 and request.nbytes >= _SLOW_FOLD_BYTES
         too_many = request.nbytes > self._most * dtype.itemsize
-        # A scan's first result is of one rank, which folds nothing. What else depends on their
-        # number is a mean, which is none of a scan's.
+        # A scan's result on rank 0 has one contribution, so nothing is reduced there. Otherwise the
+        # number of contributions matters only for a mean, and a scan has no mean.
         folded = self.rank + 1 if request.operation == "scan" else self.size
         prepared = MpiFold(self._mpi, op, dtype, folded, self.unlike)
         by_messages = (ordered and not exact) or slow or too_many
@@ -213,7 +218,7 @@ class MpiCollectives(Carrying):
         self, request: Request, by: Callable[..., None], src: Buffer, dst: Buffer | None,
         deadline: Deadline,
     ) -> None:  # fmt: skip
-        """Wait for all ranks, and fold as they then do."""
+        """Wait for all ranks, then reduce in the way that the arrival returns."""
         by(self._wait_for_all(request, deadline), src, dst, deadline)
 
     def _fold_by(
@@ -225,26 +230,26 @@ class MpiCollectives(Carrying):
         dst: Buffer | None,
         deadline: Deadline,
     ) -> None:
-        """Fold when all ranks have come, and have said how."""
+        """Reduce after all ranks have arrived; ``how`` is the result of the arrival."""
         prepared = fold.prepared
-        # In the background other threads work with MPI, and in MPICH a function of ours
-        # must not be called then: see folds.py.
+        # In the background other threads use MPI, and then MPICH must not call a function of this
+        # library: see folds.py.
         unsafe = how == POLLED and prepared.function is not None
         if fold.by_messages or unsafe or how == BY_MESSAGES:
             getattr(super(), request.operation)(request, src, dst, deadline)
             return
         scatters = request.operation == "reduce_scatter"
-        given = prepared.enter(src, None if scatters else dst)
+        source = prepared.enter(src, None if scatters else dst)
         out = None if dst is None else dst.array
-        if scatters and np.may_share_memory(given, out):
-            out = np.empty_like(out)  # MPI allows that in an arrangement of its own only
+        if scatters and np.may_share_memory(source, out):
+            out = np.empty_like(out)  # MPI allows aliasing only with a layout of its own
         if prepared.type is not None:
-            arguments = fold.specify(prepared.type, prepared.op, given, out)
+            arguments = fold.specify(prepared.type, prepared.op, source, out)
             self._move(how, request, deadline, fold.name, *arguments)
         else:
-            with slot(prepared, lambda: pause(self.channel, request, deadline)) as mine:
-                kind = mine.types[prepared.storage.itemsize]
-                arguments = fold.specify(kind, prepared.op, given, out)
+            with slot(prepared, lambda: pause(self.channel, request, deadline)) as own_slot:
+                kind = own_slot.types[prepared.storage.itemsize]
+                arguments = fold.specify(kind, prepared.op, source, out)
                 self._move(how, request, deadline, fold.name, *arguments)
         if dst is not None and out is not None:
             prepared.leave(out)
@@ -254,7 +259,7 @@ class MpiCollectives(Carrying):
     def _specify_fold(
         self, request: Request
     ) -> tuple[str, Callable[[Any, Any, Any, Any], tuple[Any, ...]]]:
-        """Return MPI's function for a reduction, and what returns its arguments."""
+        """Return the name of MPI's function for a reduction, and a function for its arguments."""
         source, operation, root = self._send_or_in_place, request.operation, request.root
         if operation == "reduce":
             return "Reduce", lambda kind, op, x, out: (

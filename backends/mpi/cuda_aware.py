@@ -1,11 +1,11 @@
 """``mpi`` on a library that takes addresses in the memory of GPUs.
 
-MPI knows no streams: it may read a buffer when the stream is done that last wrote to it, and
-what it has written is there when its call returns. What needs arithmetic of ours goes through
-host memory, as everything does where the library is not CUDA-aware.
+MPI knows no streams. It may read a buffer once the stream that last wrote to the buffer is done,
+and the data that MPI writes is there when its call returns. Operations that need this library's
+arithmetic go through host memory, as all operations do where the MPI library is not CUDA-aware.
 
-MPI gets an address and a length, and is not asked to find them out: through DLPack that takes
-mpi4py 9 µs for each array, through ``__cuda_array_interface__`` 2, with an address 0.3.
+MPI gets an address and a length, so that mpi4py need not find them out. For each array mpi4py takes
+9 µs through DLPack, 2 µs through ``__cuda_array_interface__``, and 0.3 µs with an address.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ _UINT8 = BY_NAME["uint8"]
 
 
 def _on_gpu(buffer: Any) -> bool:
-    """Whether an argument is a buffer in the memory of a GPU."""
+    """Return whether an argument is a buffer in the memory of a GPU."""
     return type(buffer) is Buffer and type(buffer.array) is not np.ndarray
 
 
 class CudaAwareMpi(MpiTransport):
     """Ranks of an MPI communicator, for arrays of the CPU and of GPUs.
 
-    Some ranks may have this class and others the plain one: where an array is, is each rank's
-    own affair.
+    Some ranks may use this class and others the plain one: each rank decides for itself where its
+    arrays are.
     """
 
     capabilities = replace(MpiTransport.capabilities, devices=frozenset({"cpu", "cuda"}))
@@ -57,10 +57,10 @@ class CudaAwareMpi(MpiTransport):
     def supports(self, what: str, op: ReduceOp, dtype: DType, ordered: bool) -> bool:
         if mpi_op(self._mpi, op, dtype, self.unlike) is None:
             return False
-        # Of floats MPI may fold in any order.
+        # MPI may reduce floats in any order.
         if (ordered or what == "scan") and dtype.kind not in "biu":
             return False
-        # Rank 0's result of a scan is of one rank, and ranks have to say the same.
+        # Rank 0's result of a scan has one contribution, and all ranks must return the same answer.
         size = 1 if what == "scan" else self.size
         return arithmetic.pre(op, dtype, size) is None and arithmetic.post(op, dtype, size) is None
 
@@ -82,24 +82,25 @@ class CudaAwareMpi(MpiTransport):
         if src is None or not _on_gpu(src) or _on_gpu(dst):
             self._moving(plan, src, dst, deadline)
             return
-        # The root's own piece is to be on the host: no copy of the algorithms' goes there.
+        # The root's own piece has to end up on the host, and the algorithms cannot copy from a GPU
+        # to the host. So the piece goes to other memory on the GPU first.
         piece = Buffer.empty(dst.count, dst.dtype, src.array)
         self._moving(plan, src, piece, deadline)
         array: Any = piece.array
         array.to_host(dst.array)
 
     def _folding(self, plan: Plan, src: Buffer, dst: Buffer | None, deadline: Deadline) -> None:
-        """Fold; through the host where the elements are too many for a call of MPI.
+        """Reduce; go through host memory if one call of MPI cannot take that many elements.
 
-        It is then made of messages and of arithmetic of ours.
+        Such a reduction consists of messages and of this library's arithmetic.
         """
         if src.count <= self._most or not _on_gpu(src):
             self._moving(plan, src, dst, deadline)
             return
-        given: Any = src.array
+        source: Any = src.array
         out: Any = None if dst is None else dst.array
         room = None if dst is None else Buffer.empty(dst.count, dst.dtype)
-        plan(Buffer(given.to_host(), src.dtype), room, deadline)
+        plan(Buffer(source.to_host(), src.dtype), room, deadline)
         if room is not None:
             out.fill_from_host(room.array)
 
@@ -121,23 +122,26 @@ class CudaAwareMpi(MpiTransport):
     def _turn(self, *buffers: Buffer | None) -> Iterator[None]:
         """Wait for the streams of the buffers on GPUs, and make their GPU's context current.
 
-        It is waited for them before it is waited for the peers: who is late because of its GPU is
-        late there, where it is named, and not in the middle of an operation of MPI's.
+        The wait for the streams comes before the wait for the peers. So if a rank is late because
+        of its GPU, its peers wait at the arrival, where an error can name the late rank. They do
+        not wait in the middle of an operation of MPI.
         """
-        arrays: list[Any] = [each.array for each in buffers if each is not None and _on_gpu(each)]
+        arrays: list[Any] = [
+            buffer.array for buffer in buffers if buffer is not None and _on_gpu(buffer)
+        ]
         if not arrays:
             yield
             return
         for stream in {array.effective_stream for array in arrays}:
             stream.synchronize()
-        # In a thread of ours no context is current yet, and MPI copies in the one that is.
+        # MPI copies in the current context, and a thread of this library has no context at first.
         with arrays[0].device.active():
             try:
                 yield
             except Disagreement:
                 raise  # nothing has been moved
             except BaseException:
-                # MPI may still use the memory, and holds nothing but its address.
+                # MPI may still use the memory, but it holds only the address.
                 leave_unfinished(arrays)
                 raise
 
@@ -149,16 +153,16 @@ class CudaAwareMpi(MpiTransport):
         super()._move(how, request, deadline, name, *map(self._addressed, arguments))
 
     def _addressed(self, argument: Any) -> Any:
-        """Return an argument for mpi4py with the address in the place of an array on a GPU."""
+        """Return an argument for mpi4py with an address in place of an array on a GPU."""
         if type(argument) is not tuple or type(argument[0]) is not DeviceArray:
             return argument
         array = argument[0]
-        # Memory that was made since the call began is there in its stream's order.
+        # Memory that was allocated since the call began exists only in its stream's order.
         array.effective_stream.synchronize()
         return self._mpi.buffer.fromaddress(array.address, array.nbytes), *argument[1:]
 
     def _bytes(self, argument: Any) -> Any:
-        """Return a message's buffer as bytes at an address, which only MPI may touch."""
+        """Return a message's buffer as bytes at an address; only MPI may access these bytes."""
         if not _on_gpu(argument):
             return argument
         if not argument.nbytes:

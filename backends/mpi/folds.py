@@ -1,8 +1,8 @@
-"""Element types and reductions in MPI's terms: its own operators, and ours as operators of MPI's.
+"""Element types and reductions in MPI's terms: MPI's own operators, and user-defined ones.
 
-An operator that MPI lacks is one of two MPI operators for the whole process, whose function
-is called with pieces of the arrays and their datatype. The datatype says which reduction is
-running: each running one has a slot with datatypes of its own.
+For operators that MPI lacks, the whole process has two user-defined MPI operators. MPI calls their
+function with pieces of the arrays and with their datatype. The datatype identifies the reduction:
+each running reduction has a slot with datatypes of its own.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ __all__ = [
 ]  # fmt: skip
 
 Array = np.ndarray[Any, Any]
-#: Names of operators and dtypes for which MPI's operator does otherwise than NumPy's.
+#: Names of operators and dtypes for which MPI's operator gives other results than NumPy's.
 Deviations = frozenset[tuple[str, str]]
 
-# Types of the same size and arithmetic. A boolean's byte may be any, as NumPy's, and MPI's C_BOOL
-# may not: with a logical operator a byte of any value is true or false. The 16-bit floats only
-# travel as this; MPI never sums them, see mpi_op().
+# MPI types of the same size and arithmetic. A boolean travels as an integer, because the byte of
+# one of NumPy's booleans may have any value, and that of MPI's C_BOOL may not. For MPI's logical
+# operators a byte of any value is true or false. The 16-bit floats only travel as these types; MPI
+# never sums them, see mpi_op().
 _TYPES = {
     "bool": "UINT8_T",
     "int8": "INT8_T",
@@ -66,7 +67,8 @@ _OPS = {
     "land": "LAND",
     "lor": "LOR",
 }
-# Of booleans, whose bytes may be others than 0 and 1: MPI's logical operators give those two.
+# Operators for booleans, whose bytes may differ from 0 and 1: MPI's logical operators return only
+# these two values.
 _BOOLEAN_OPS = {
     "min": "LAND",
     "max": "LOR",
@@ -76,8 +78,9 @@ _BOOLEAN_OPS = {
     "land": "LAND",
     "lor": "LOR",
 }
-# The operators that are tried on integers, of all widths, and on booleans. Open MPI's for AVX
-# saturate: of uint8 they add 200 and 200 to 255, and of 16 bits and of signed ones they do alike.
+# The operators that are tried on integers of all widths and on booleans. Open MPI's operators for
+# AVX saturate: for uint8 they add 200 and 200 to 255. Those for 16 bits and for signed integers do
+# the same.
 _TRIED = [
     *(
         (op, name)
@@ -87,17 +90,17 @@ _TRIED = [
     ),
     *((op, "bool") for op in _BOOLEAN_OPS),
 ]
-# Elements that are tried of each: they fill vectors of 64 bytes, then shorter ones, and leave
-# some over, so that each of an operator's loops has its turn.
+# Number of elements in each trial. They fill vectors of 64 bytes, then shorter vectors, and leave
+# some elements over, so that each loop of an operator runs.
 _ELEMENTS = 191
 
-# MPICH and Intel MPI hold a lock of theirs while they call a function of ours, which waits for
-# Python's lock. mpi4py lets go of that one in everything that communicates, but not where it
-# makes datatypes, groups, error handlers: a thread that does that meanwhile waits for MPI's
-# lock, and for ever (tried). So all datatypes are made beforehand, and communicators while no
-# such reduction runs: see making().
+# MPICH and Intel MPI hold a lock of their own while they call a function in Python, which waits for
+# Python's lock. mpi4py releases Python's lock in every call that communicates, but not where it
+# makes datatypes, groups or error handlers. A thread that makes one meanwhile holds Python's lock
+# and waits for MPI's lock: a deadlock (tried). So all datatypes are made beforehand, and
+# communicators only while no such reduction runs: see making().
 
-# Reductions with a function of ours that can run at once, a thread each.
+# Number of reductions with a function in Python that can run at once, each in its own thread.
 _SLOTS = 16
 _SIZES = (1, 2, 4, 8, 16)
 
@@ -106,22 +109,22 @@ _slots: list[Slot] = []
 _by_handle: dict[int, Slot] = {}
 _operators: list[Any] = []
 _running = 0
-#: How many threads make communicators; meanwhile no reduction may begin that MPI folds with
-#: a function of ours.
+#: Number of threads that are making communicators. Meanwhile no reduction with a function in Python
+#: may begin.
 being_made = 0
 
 
 def type_of(module: Any, dtype: DType) -> Any:
-    """Return the MPI datatype whose elements are ``dtype``'s, bit by bit."""
+    """Return the MPI datatype that moves elements of ``dtype`` bit by bit."""
     return getattr(module, _TYPES[dtype.name])
 
 
 @functools.cache
 def deviations(module: Any) -> Array:
-    """Try MPI's operators for integers and booleans; return a flag each, 1 where NumPy's differs.
+    """Try MPI's operators for integers and booleans; return flags, 1 where NumPy's result differs.
 
-    That takes 1.5 ms, once a process. The flags may differ between ranks, whose processors may
-    have other vector units: see :func:`of_flags`.
+    The trial takes 1.5 ms, once per process. The flags may differ between ranks, whose processors
+    may have different vector units: see :func:`of_flags`.
     """
     return np.array([_deviates(module, *pair) for pair in _TRIED], np.uint8)
 
@@ -131,7 +134,7 @@ def _deviates(module: Any, name: str, dtype_name: str) -> bool:
     random, kind = np.random.default_rng(0), type_of(module, dtype)
     drawn = random.integers(0, 256, (2, _ELEMENTS * dtype.itemsize), np.uint8)
     if dtype.kind == "b":
-        drawn[drawn < 128] = 0  # or hardly any would be false
+        drawn[drawn < 128] = 0  # otherwise hardly any element would be false
     left, right = drawn.view(dtype.storage)
     expected = np.empty_like(right)
     arithmetic.fold(op, dtype)(left, right, out=expected)
@@ -141,22 +144,22 @@ def _deviates(module: Any, name: str, dtype_name: str) -> bool:
 
 
 def _operator(module: Any, name: str, dtype: DType) -> Any:
-    """Return MPI's operator that does to elements of ``dtype`` what ours of this name does."""
+    """Return MPI's operator that matches this library's operator ``name`` on ``dtype``."""
     return getattr(module, (_BOOLEAN_OPS if dtype.kind == "b" else _OPS)[name])
 
 
 def of_flags(flags: Array) -> Deviations:
-    """Return what the flags of :func:`deviations` mean, of one rank or of several together."""
+    """Return the names that belong to flags of :func:`deviations`, of one rank or of several."""
     return frozenset(pair for pair, flag in zip(_TRIED, flags, strict=True) if flag)
 
 
 def mpi_op(module: Any, op: ReduceOp, dtype: DType, unlike: Deviations) -> Any:
-    """Return MPI's own operator for ``op`` on ``dtype``, or None if it has none.
+    """Return MPI's own operator for ``op`` on ``dtype``, or None if there is none to use.
 
-    None for user functions and 16-bit floats; for logical operators on floats, which MPI
-    does not define (MPI 4.1, section 6.9.2); for the minimum and maximum of floats, where
-    MPI leaves open what becomes of NaN and of zeros with signs, and implementations lose
-    them; and for what is in ``unlike``.
+    The result is None for user functions and 16-bit floats, and for pairs in ``unlike``. It is None
+    for logical operators on floats, which MPI does not define (MPI 4.1, section 6.9.2). It is also
+    None for the minimum and maximum of floats: MPI does not specify the results for NaN and for
+    signed zeros, and implementations lose them.
     """
     if op.function is not None or (dtype.itemsize == 2 and dtype.kind == "f"):
         return None
@@ -168,11 +171,13 @@ def mpi_op(module: Any, op: ReduceOp, dtype: DType, unlike: Deviations) -> Any:
 
 
 class Slot:
-    """One running reduction with a function of ours.
+    """One running reduction with a function in Python.
 
     Attributes:
-        types: an MPI datatype for each element size, which no other slot has.
-        error: what the function raised.
+        types: an MPI datatype for each element size; no other slot has the same datatypes.
+        fold: the function; None while no reduction has the slot.
+        storage: NumPy type of the elements.
+        error: exception that the function raised.
     """
 
     __slots__ = ("error", "fold", "storage", "types")
@@ -184,7 +189,7 @@ class Slot:
         self.error: BaseException | None = None
 
     def __call__(self, left: Any, right: Any) -> None:
-        """Set ``right`` to ``left op right``; whatever is raised must not reach MPI."""
+        """Set ``right`` to ``left op right``; keep any exception, which must not reach MPI."""
         if self.error is None:
             try:
                 b = np.frombuffer(right, self.storage)
@@ -195,7 +200,7 @@ class Slot:
 
 
 def _call(left: Any, right: Any, datatype: Any) -> None:
-    """Be the function of the two operators: MPI's ``inoutvec[i] = invec[i] op inoutvec[i]``."""
+    """Run as the function of the two operators: MPI's ``inoutvec[i] = invec[i] op inoutvec[i]``."""
     _by_handle[_handle(datatype)](left, right)
 
 
@@ -203,7 +208,7 @@ _handle: Callable[[Any], int]
 
 
 def prepare(module: Any) -> None:
-    """Make the operators and the slots, once a process; nothing may be running."""
+    """Make the operators and the slots, once per process, while no reduction is running."""
     global _handle
     with _lock:
         if _operators:
@@ -211,30 +216,30 @@ def prepare(module: Any) -> None:
         _handle = module._handleof
         for _ in range(_SLOTS):
             types = {size: module.BYTE.Create_contiguous(size).Commit() for size in _SIZES}
-            made = Slot(types)
-            _slots.append(made)
-            _by_handle.update((_handle(datatype), made) for datatype in types.values())
+            new_slot = Slot(types)
+            _slots.append(new_slot)
+            _by_handle.update((_handle(datatype), new_slot) for datatype in types.values())
         _operators.extend(module.Op.Create(_call, commute) for commute in (False, True))
 
 
 @contextlib.contextmanager
 def slot(fold: MpiFold, turn: Callable[[], None]) -> Iterator[Slot]:
-    """Take a slot for a reduction by ``fold``; call ``turn()`` while there is none.
+    """Take a slot for a reduction by ``fold``; call ``turn()`` while no slot is free.
 
     Raises:
-        BaseException: at the end, what the function raised.
+        BaseException: at the end, the exception that the reduction's function raised.
     """
     global _running
-    while (mine := _take()) is None:
+    while (taken := _take()) is None:
         turn()
-    mine.fold, mine.storage = fold.function, fold.storage
+    taken.fold, taken.storage = fold.function, fold.storage
     try:
-        yield mine
-        error = mine.error
+        yield taken
+        error = taken.error
     finally:
-        mine.fold = mine.error = None
+        taken.fold = taken.error = None
         with _lock:
-            _slots.append(mine)
+            _slots.append(taken)
             _running -= 1
     if error is not None:
         raise error
@@ -251,10 +256,10 @@ def _take() -> Slot | None:
 
 @contextlib.contextmanager
 def making(turn: Callable[[], None]) -> Iterator[None]:
-    """Make a communicator while no reduction runs that calls a function of ours.
+    """Hold off reductions with a function in Python while the body makes a communicator.
 
-    Those that run end soon, since all ranks have come to them; ``turn()`` is called while
-    they do. Those that come later see :data:`being_made`.
+    Running reductions end soon, since all ranks have arrived in them; ``turn()`` is called until
+    they have ended. Later reductions see :data:`being_made`.
     """
     global being_made
     with _lock:
@@ -273,10 +278,10 @@ class MpiFold:
 
     Attributes:
         op: the MPI operator.
-        type: the MPI datatype; None for an operator of ours, whose slot has one.
-        function: ours, where MPI has no operator.
-        storage: the NumPy type of the elements.
-        pre, post: what is done to each input and to each result, or None.
+        type: the MPI datatype; None for a user-defined operator, whose slot has the datatype.
+        function: this library's function if MPI has no operator, or None.
+        storage: NumPy type of the elements.
+        pre, post: functions that change each input and each result, or None.
     """
 
     __slots__ = ("function", "op", "post", "pre", "storage", "type")
@@ -293,7 +298,7 @@ class MpiFold:
         self.function = arithmetic.fold(op, dtype) if offered is None else None
 
     def enter(self, src: Buffer, room: Buffer | None) -> Array:
-        """Return what this rank contributes: ``src``, or scaled in ``room`` or new memory."""
+        """Return this rank's contribution: ``src``, or ``src`` scaled in ``room`` or new memory."""
         if self.pre is None:
             return src.array
         scaled = np.empty_like(src.array) if room is None else room.array
@@ -302,7 +307,7 @@ class MpiFold:
         return scaled
 
     def leave(self, dst: Array) -> None:
-        """Make a folded value, in place, the result."""
+        """Turn a reduced value, in place, into the result."""
         if self.post is not None:
             with np.errstate(all="ignore"):
                 self.post(dst, dst)

@@ -1,4 +1,4 @@
-"""The MPI library: finding it, starting it once a process, telling what it is, ending it."""
+"""The MPI library: how to find it, start it once per process, describe it and end it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _LEVELS = ("single", "funneled", "serialized", "multiple")
 
 _lock = threading.Lock()
 _started = False
-# Operations that will never end. Their memory may still be written to, so they stay for good.
+# Operations that may never end. MPI may still write to their memory, so they are never freed.
 _unfinished: list[Any] = []
 _users: weakref.WeakSet[User] = weakref.WeakSet()
 _waiting: set[object] = set()
@@ -53,16 +53,16 @@ _ending = threading.Event()
 _lost = threading.Event()
 # The process that has started MPI, if this is a forked child of it.
 _parent = 0
-# How long threads in the background may take to notice that MPI ends.
+# How long background threads may take to notice that MPI ends.
 _END_S = 0.5
 _SETTLE_S = 0.05
 
 
 class User(Protocol):
-    """What has to be closed before MPI is finalised."""
+    """Object that has to be closed before MPI is finalised."""
 
     def close(self) -> None:
-        """Say goodbye to the peers, and do not call MPI any more."""
+        """Say goodbye to the peers, and never call MPI again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +71,12 @@ class Library:
 
     Attributes:
         vendor: ``"MPICH"``, ``"Open MPI"``, ``"Intel MPI"``, …
-        version: such as ``"4.3.0"``.
-        standard: of MPI, such as ``"4.1"``.
-        path: of the shared library; empty if it cannot be found out.
+        version: version of the library, such as ``"4.3.0"``.
+        standard: version of the MPI standard, such as ``"4.1"``.
+        path: path of the shared library; empty if it cannot be determined.
         thread_level: ``"multiple"``, …; empty as long as MPI has not been initialised.
-        cuda_aware: whether it says that it takes pointers to CUDA memory; None as long as
-            MPI has not been initialised, when some libraries end a process that asks.
+        cuda_aware: whether the library says that it takes pointers to CUDA memory; None as long as
+            MPI has not been initialised. Before that, some libraries end a process that asks.
     """
 
     vendor: str
@@ -91,8 +91,8 @@ def load() -> Any:
     """Import and return ``mpi4py.MPI`` without initialising MPI.
 
     Raises:
-        BackendUnavailableError: there is no mpi4py or no MPI library, or it is broken, or
-            there are two.
+        BackendUnavailableError: mpi4py or an MPI library is missing or broken, or there are two
+            MPI libraries.
     """
     module = sys.modules.get("mpi4py.MPI")
     if module is not None:
@@ -105,8 +105,8 @@ def load() -> Any:
             f"{hint('mpi')}"
         ) from error
     _refuse_two_libraries()
-    # As it is imported mpi4py would initialise MPI, and finalise it at exit: that is done here, or
-    # by the program.
+    # By default mpi4py initialises MPI when it is imported, and finalises MPI at exit. This module
+    # or the program does that instead.
     rc = mpi4py.rc
     before = rc.initialize, rc.finalize
     rc.initialize = rc.finalize = False
@@ -127,10 +127,10 @@ def load() -> Any:
 def _refuse_two_libraries() -> None:
     if os.environ.get("MPI4PY_LIBMPI"):
         return  # the user has chosen
-    found = wheels()
-    if len(found) > 1:
+    libraries = wheels()
+    if len(libraries) > 1:
         raise BackendUnavailableError(
-            f"mpi: this environment has several MPI libraries, {' and '.join(found)}, which "
+            f"mpi: this environment has several MPI libraries, {' and '.join(libraries)}, which "
             "overwrite each other's libmpi.so and mpiexec. Uninstall all of them and install one "
             "again, give each an environment of its own, or name the library: "
             "MPI4PY_LIBMPI=/…/libmpi.so"
@@ -139,26 +139,26 @@ def _refuse_two_libraries() -> None:
 
 def wheels() -> list[str]:
     """Return the MPI libraries that were installed as wheels, with their versions."""
-    found = []
+    libraries = []
     for name in _WHEELS:
         try:
-            found.append(f"{name} {metadata.version(name)}")
+            libraries.append(f"{name} {metadata.version(name)}")
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return libraries
 
 
 def start(deadline: Deadline) -> Any:
     """Return ``mpi4py.MPI`` with MPI initialised, by the program or else here.
 
-    What the program has initialised the program finalises. What is initialised here is
-    finalised when the interpreter exits, unless an operation is left that cannot end.
-    ``MPI_Init`` waits for all ranks that ``mpiexec`` started, and nobody can call it back: if
-    some do not come before ``deadline``, the process ends with an explanation.
+    If the program has initialised MPI, the program finalises MPI. Otherwise MPI is finalised when
+    the interpreter exits, unless an operation is left that cannot end. ``MPI_Init`` waits for all
+    ranks that ``mpiexec`` started, and cannot be interrupted. If some ranks do not come before
+    ``deadline``, the process ends with an explanation.
 
     Raises:
-        BackendUnavailableError: as :func:`load`; MPI has been finalised already; or it does
-            not let several threads call it.
+        BackendUnavailableError: as :func:`load`; or MPI has been finalised already; or MPI does not
+            let several threads call it.
     """
     global _started
     module = load()
@@ -186,10 +186,10 @@ def start(deadline: Deadline) -> Any:
                 comm.Set_errhandler(module.ERRORS_RETURN)
         level = module.Query_thread()
         if level < module.THREAD_MULTIPLE:
-            who = "this library offers" if ours else "the program initialised it with"
+            who = "the MPI library offers no more" if ours else "the program has initialised MPI so"
             raise BackendUnavailableError(
-                f"mpi: MPI's thread level is {_LEVELS[level]!r}, which is what {who}; calls in "
-                "the background need 'multiple'. Initialise with "
+                f"mpi: MPI's thread level is {_LEVELS[level]!r}, because {who}; calls in the "
+                "background need 'multiple'. Initialise MPI with "
                 "MPI.Init_thread(MPI.THREAD_MULTIPLE), or leave that to collective.init()."
             )
         if not _started:
@@ -199,7 +199,7 @@ def start(deadline: Deadline) -> Any:
 
 
 def _refuse_the_other_mpiexec(module: Any) -> None:
-    """Refuse what would end the process: MPICH and Intel MPI under Open MPI's mpiexec."""
+    """Refuse to start MPICH or Intel MPI under Open MPI's mpiexec: they would end the process."""
     size = os.environ.get("OMPI_COMM_WORLD_SIZE", "1")
     if size != "1" and module.get_vendor()[0] != "Open MPI":
         rank = os.environ.get("OMPI_COMM_WORLD_RANK", "0")
@@ -209,19 +209,20 @@ def _refuse_the_other_mpiexec(module: Any) -> None:
 
 
 def other_mpiexec(rank: int, size: int, launcher: str, but: str) -> str:
-    """Return the text about a library that was started by another one's ``mpiexec``."""
-    found = describe()
+    """Return the error text for a process that another MPI library's ``mpiexec`` has started."""
+    library = describe()
     return (
         f"mpi: rank {rank} of {size} (launcher {launcher!r}), but MPI {but}: this process was not "
-        f"started by the mpiexec of its MPI library, {found.vendor} {found.version} "
-        f"({found.path}). Start it with {mpiexec()} -n {size}"
+        f"started by the mpiexec of its MPI library, {library.vendor} {library.version} "
+        f"({library.path}). Start it with {mpiexec()} -n {size}"
     )
 
 
 def _initialize(module: Any) -> None:
-    """Call MPI_Init_thread, without Python's lock if it can be done.
+    """Call MPI_Init_thread, if possible without Python's lock.
 
-    mpi4py holds the lock meanwhile, so that no other thread could tell why nothing goes on.
+    mpi4py would hold the lock during the call, so no other thread could explain why the process
+    hangs.
     """
     path = library_path()
     if not path:
@@ -238,28 +239,29 @@ def _initialize(module: Any) -> None:
 def _nobody_comes(seconds: float) -> None:
     sys.stderr.write(
         f"collective: RendezvousError: mpi: MPI_Init has waited {seconds:g} s for the other "
-        "ranks; not all processes that mpiexec started have called collective.init(). MPI cannot "
-        "be called back from it: the process ends here, with exit code 1.\n"
+        "ranks; not all processes that mpiexec started have called collective.init(). MPI_Init "
+        "cannot be interrupted: the process ends here, with exit code 1.\n"
     )
     sys.stderr.flush()
     os._exit(1)
 
 
 def enrol(user: User) -> None:
-    """Have ``user`` closed before MPI is finalised."""
+    """Register ``user``, to be closed before MPI is finalised."""
     _users.add(user)
 
 
 def leave_unfinished(request: Any) -> None:
-    """Keep an operation that may never end, and the memory that it may write to."""
+    """Keep alive an operation that may never end, and the memory that it may write to."""
     _unfinished.append(request)
 
 
 @contextlib.contextmanager
 def waiting() -> Iterator[Callable[[], None]]:
-    """Let it be known that this thread polls MPI; call what this gives between the polls.
+    """Register this thread as one that polls MPI; yield a function to call between the polls.
 
-    A thread in the background must not call MPI once it is being finalised.
+    A background thread must not call MPI once MPI is being finalised. From then on the function
+    never returns.
     """
     token = object()
     _waiting.add(token)
@@ -276,25 +278,26 @@ def waiting() -> Iterator[Callable[[], None]]:
 
 
 def idle() -> bool:
-    """Whether no thread polls MPI."""
+    """Return whether no thread polls MPI."""
     return not _waiting
 
 
 def lose_a_peer() -> None:
-    """Note that a process of the job is gone: MPI_Finalize would wait for it."""
+    """Record that a process of the job is gone: MPI_Finalize would wait for this process."""
     _lost.set()
 
 
 def _finalize() -> None:
-    """End MPI at exit.
+    """Finalise MPI at exit.
 
-    Operations that never ended do no harm (tried with the three implementations). A program
-    that failed ends without, since its peers may not come either: mpiexec ends the job.
+    Operations that never ended do no harm (tried with the three implementations). A program that
+    failed ends without MPI_Finalize, since its peers may not come to it, either: mpiexec ends the
+    job.
     """
     if _say_goodbye():
         _ending.set()
         deadline = Deadline(_END_S)
-        # A thread that has just begun a call says only within microseconds that it polls.
+        # A thread that has just begun a call registers only some microseconds later.
         time.sleep(_SETTLE_S)
         while not idle() and not deadline.expired:
             time.sleep(0.001)
@@ -303,7 +306,7 @@ def _finalize() -> None:
 
 
 def _abandon() -> None:
-    """Prevent that the program's own MPI_Finalize waits for ever for a process that is gone."""
+    """Abort the job if the program's own MPI_Finalize would wait for a process that is gone."""
     if _say_goodbye() and _lost.is_set():
         sys.stderr.write(
             "collective: a process of this job is gone, and MPI_Finalize would wait for it; the "
@@ -315,21 +318,22 @@ def _abandon() -> None:
 
 
 def _wait_until_read(descriptor: int) -> None:
-    """Wait until the launcher has read what is in a pipe to it: an abort would have it dropped."""
+    """Wait until the launcher has read the bytes in a pipe, which an abort would discard."""
     unread = array.array("i", [0])
     deadline = Deadline(_END_S)
     while stat.S_ISFIFO(os.fstat(descriptor).st_mode) and not deadline.expired:
         fcntl.ioctl(descriptor, termios.FIONREAD, unread)
         if not unread[0]:
-            time.sleep(_SETTLE_S)  # and until it has passed it on
+            time.sleep(_SETTLE_S)  # time for the launcher to pass the bytes on
             return
         time.sleep(0.001)
 
 
 def _say_goodbye() -> bool:
-    """Close what is open; return whether MPI may be ended: not yet, and the program ends well.
+    """Close all users; return whether MPI may be finalised now.
 
-    If it ends by an exception that is what the peers are to hear of, later.
+    Return false, and close nothing, if MPI has been finalised already or if the program ends by an
+    exception: the peers are to learn of that exception, later.
     """
     failed = isinstance(getattr(sys, "last_value", None), BaseException)
     if failed or sys.modules["mpi4py.MPI"].Is_finalized():
@@ -340,10 +344,10 @@ def _say_goodbye() -> bool:
 
 
 def describe() -> Library:
-    """Return what the MPI library says of itself; does not initialise MPI.
+    """Return the MPI library's description of itself, without initialising MPI.
 
-    A program that imports ``mpi4py.MPI`` afterwards finds it imported, hence not
-    initialised: this is for ``collective doctor``.
+    This function is for ``collective doctor``: a program that imports ``mpi4py.MPI`` afterwards
+    finds the module imported already, and therefore MPI not initialised.
 
     Raises:
         BackendUnavailableError: as :func:`load`.
@@ -363,7 +367,7 @@ def describe() -> Library:
 
 
 def library_path() -> str:
-    """Return the file of the MPI library in this process, or an empty text."""
+    """Return the path of the MPI library in this process, or an empty text."""
     try:
         with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
             names = re.findall(r"(/\S*/libmpi\.so[.0-9]*)$", maps.read(), re.MULTILINE)
@@ -379,26 +383,27 @@ def mpiexec() -> str:
 
 
 def _cuda_aware(path: str) -> bool:
-    """Ask the library, which has to be started; of Intel MPI before it had an answer, its settings.
+    """Ask the library, which must be started, whether it takes pointers to CUDA memory.
 
-    MPICH and Open MPI from version 5 on say what is so in this process. Open MPI 4 says what
-    it was built with.
+    The answer of MPICH, and of Open MPI from version 5 on, holds for this process. Open MPI 4
+    answers only for its build. Older versions of Intel MPI have no such question: for them the
+    answer comes from their settings.
     """
     if not path:
         return False
-    # Already loaded: this only finds it again.
+    # The library is already loaded: CDLL only finds it again.
     query = getattr(ctypes.CDLL(path), "MPIX_Query_cuda_support", None)
     if query is not None:
         return bool(query())
     offload, mode = (os.environ.get(f"I_MPI_OFFLOAD{name}", "") for name in ("", "_MODE"))
-    # Without a mode the GPUs are Intel's.
+    # If no mode is set, the GPUs are Intel's.
     return offload not in ("", "0") and mode.lower() == "cuda"
 
 
 def _disown() -> None:
     """Leave MPI, in a forked child, to the parent."""
     global _parent, _lock
-    _lock = threading.Lock()  # another thread may have held it
+    _lock = threading.Lock()  # another thread of the parent may have held the lock
     _users.clear()
     _waiting.clear()
     atexit.unregister(_finalize)

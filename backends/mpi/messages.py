@@ -1,4 +1,4 @@
-"""Messages between two ranks: any tag of 64 bits over MPI's smaller ones, any length."""
+"""Messages between two ranks: 64-bit tags over MPI's smaller tags, and any length."""
 
 from __future__ import annotations
 
@@ -27,35 +27,37 @@ __all__ = ["EAGER_BYTES", "LONG_BYTES", "MOST_BYTES", "MpiMessages"]
 T = TypeVar("T")
 Array = np.ndarray[Any, Any]
 
-#: The most that one MPI call carries: counts are C integers before MPI 4.
+#: Largest number of bytes in one MPI call: counts are C integers before MPI 4.
 MOST_BYTES = 2**31 - 1
-# MPI's tags: the algorithms' messages, announcements, then a user's tags, then announced ones.
+# MPI's tags: one for the algorithms' messages, one for announcements, then the tags of users, then
+# those of announced messages.
 _ALGORITHMS, _ANNOUNCEMENT, _USER = 0, 1, 2
-#: A message that is longer is not received before it is known to be there.
+#: A longer message is matched first, and received only once it is there.
 LONG_BYTES = 64 << 10
-#: What is shorter has left the sender's array when it is sent, with every implementation: Open
-#: MPI's limit is the lowest, 4 KiB with its own header.
+#: A message of at most this length has left the sender's array when the send completes, with every
+#: implementation. Open MPI's limit is the lowest, 4 KiB with its own header.
 EAGER_BYTES = 2 << 10
 
 
 class MpiMessages:
     """Sends and receives on one MPI communicator.
 
-    MPI promises tags up to 32767 only, and implementations stop at 2**29 or so. A message
-    whose tag is beyond that is announced: a short message with its tag comes first, and
-    says with which of MPI's tags the contents follow.
+    MPI guarantees only tags up to 32767, and implementations stop at 2**29 or so. A message with a
+    larger tag is announced: a short message comes first, with the tag, and with the MPI tag under
+    which the contents follow.
 
     Attributes:
-        unread: messages that were received and are to be received again, by source and tag.
+        unread: messages that were received already but have to be received again, by source and
+            tag.
     """
 
     def __init__(self, module: Any, comm: Any, channel: Channel) -> None:
         self._module = module
         self._comm = comm
         self._channel = channel
-        # An attribute of this communicator alone (MPI 4.1, section 9.1.2).
+        # MPI attaches this attribute only to COMM_WORLD (MPI 4.1, section 9.1.2).
         self._most_tag = int(module.COMM_WORLD.Get_attr(module.TAG_UB))
-        # Half for users, half for announced messages.
+        # Half of the tags are for users, the other half for announced messages.
         self._most_user = self._most_tag // 2
         self._lock = threading.Lock()
         self._sent: defaultdict[int, int] = defaultdict(int)
@@ -63,13 +65,13 @@ class MpiMessages:
         self.unread: dict[tuple[int, int], Array] = {}
 
     def send(self, src: Buffer, dst: int, tag: int, deadline: Deadline) -> None:
-        """Send ``src``; return when it may be changed."""
+        """Send ``src``; return when the caller may change ``src``."""
         self._refuse_broken("send", tag)
         with self.kept_until_heard(src.nbytes, dst):
             self._settle(self.post(src, dst, tag), "send", tag, deadline, (dst,))
 
     def recv(self, dst: Buffer, src: int, tag: int, deadline: Deadline) -> int:
-        """Receive ``dst``; return the sender."""
+        """Receive into ``dst``; return the sender."""
         self._refuse_broken("recv", tag)
         source = self.receive(dst, src, tag, "recv", deadline)
         self.refuse_stale(dst.nbytes, "recv", tag)
@@ -78,7 +80,7 @@ class MpiMessages:
     def sendrecv(
         self, src: Buffer, to: int, dst: Buffer, source: int, tag: int, deadline: Deadline
     ) -> None:
-        """Do both at once; whoever polls for the one makes the other progress, too."""
+        """Send and receive at once; polling for one of the two makes both progress."""
         self._refuse_broken("sendrecv", tag)
         with self.kept_until_heard(src.nbytes, to):
             sending = self.post(src, to, tag)
@@ -109,7 +111,7 @@ class MpiMessages:
         return requests
 
     def direct(self, tag: int) -> int | None:
-        """Return MPI's tag for ``tag``, or None if it has to be announced."""
+        """Return MPI's tag for ``tag``, or None if the message has to be announced."""
         if 0 <= tag <= self._most_user - _USER:
             return tag + _USER
         return _ALGORITHMS if tag == COLLECTIVE_TAG else None
@@ -117,8 +119,8 @@ class MpiMessages:
     def _code_of_next(self, dst: int) -> int:
         """Return MPI's tag for the next announced message to ``dst``.
 
-        They are taken in turn, and come back when thousands are under way to one rank, at
-        the least; then they are received in the order in which they were sent.
+        The tags are used in turn. A tag is used again only after thousands of messages to one rank;
+        should both messages be in flight, they are received in the order in which they were sent.
         """
         with self._lock:
             number = self._sent[dst]
@@ -128,7 +130,7 @@ class MpiMessages:
     # -- receiving ------------------------------------------------------------------------
 
     def receive(self, dst: Buffer, src: int, tag: int, what: str, deadline: Deadline) -> int:
-        """Receive ``dst`` for the call ``what``; return the sender."""
+        """Receive into ``dst`` for the call ``what``; return the sender."""
         for source, other in list(self.unread):
             if other == tag and src in (source, ANY_SOURCE):
                 dst.array[:] = self.unread.pop((source, tag))
@@ -141,16 +143,16 @@ class MpiMessages:
             )
         irecv, byte = self._comm.Irecv, self._module.BYTE
         array, nbytes = dst.array, dst.nbytes
-        # A short one is received at once: if it never comes, what MPI keeps for good is short. A
-        # long one is matched first, so that its array is MPI's only while it is being filled.
+        # A short message is received at once: if it never comes, MPI keeps only a short array for
+        # good. A long message is matched first, so that MPI owns its array only while it fills it.
         if nbytes <= LONG_BYTES and src != ANY_SOURCE:
             request = irecv((array, nbytes, byte), src, code)
             self._settle([request], what, tag, deadline, awaited, moving=False)
             return src
         match = functools.partial(self._match, src, code)
         src, message = self._find(match, what, tag, deadline, awaited)
-        # The handle is the first part's; the rest follow it from the same rank with the same tag,
-        # and MPI keeps the order of those.
+        # The handle belongs to the first part. The other parts follow from the same rank with the
+        # same tag, and MPI keeps their order.
         first, *others = _parts(array)
         requests = [message.Irecv((first, first.size, byte))]
         requests += [irecv((part, part.size, byte), src, code) for part in others]
@@ -167,10 +169,10 @@ class MpiMessages:
         """Return the sender and MPI's tag of an announced message, or None."""
         sources = range(self._channel.size) if src == ANY_SOURCE else (src,)
         with self._lock:
-            while (found := self._match(src, _ANNOUNCEMENT)) is not None:
+            while (match := self._match(src, _ANNOUNCEMENT)) is not None:
                 words = np.empty(2, np.int64)
-                found[1].Recv(words)
-                self._announced.setdefault((found[0], int(words[0])), deque()).append(int(words[1]))
+                match[1].Recv(words)
+                self._announced.setdefault((match[0], int(words[0])), deque()).append(int(words[1]))
             for rank in sources:
                 codes = self._announced.get((rank, tag))
                 if codes:
@@ -186,18 +188,18 @@ class MpiMessages:
         self, look: Callable[[], T | None], what: str, tag: int, deadline: Deadline,
         awaited: Sequence[int],
     ) -> T:  # fmt: skip
-        """Return what ``look()`` returns when it is no longer None."""
-        found: list[T] = []
+        """Call ``look()`` until its result is not None, and return the result."""
+        results: list[T] = []
 
         def test() -> bool:
             result = look()
             if result is not None:
-                found.append(result)
+                results.append(result)
             return result is not None
 
         if not spin(test):
             finish(test, self.wait(what, tag, deadline, awaited), moving=False)
-        return found[0]
+        return results[0]
 
     def _settle(
         self, requests: list[Any], what: str, tag: int, deadline: Deadline, awaited: Sequence[int],
@@ -206,8 +208,8 @@ class MpiMessages:
         settle(requests, lambda: self.wait(what, tag, deadline, awaited), moving)
 
     def wait(self, what: str, tag: int, deadline: Deadline, awaited: Sequence[int]) -> Wait:
-        """Return what a call needs that waits for one of ``awaited``."""
-        # Where several are awaited, the first to send will do.
+        """Return the :class:`Wait` of a call that waits for one of ``awaited``."""
+        # Where several ranks are awaited, the first sender is enough.
         return self._channel.wait(f"{what}(tag={tag})", deadline, awaited, any_of=True)
 
     def _awaited(self, src: int) -> Sequence[int]:
@@ -221,21 +223,22 @@ class MpiMessages:
 
     @contextlib.contextmanager
     def kept_until_heard(self, nbytes: int, dst: int) -> Iterator[None]:
-        """Keep a message from its owner, if the body fails, until its receiver has heard of that.
+        """Delay a failure of the body until the message's receiver has acknowledged the failure.
 
-        MPI cannot take back what it has begun to send, and reads it when the receiver comes.
+        The owner must not get the array back earlier: MPI cannot cancel a send that has begun, and
+        reads the array when the receiver comes.
         """
         try:
             yield
         except BaseException as error:
             if nbytes > EAGER_BYTES:
-                if not isinstance(error, Exception):  # KeyboardInterrupt, of which nobody knows yet
+                if not isinstance(error, Exception):  # a KeyboardInterrupt, unknown to the peers
                     self._channel.abort(Failure.caused_by(self._channel.rank, error))
                 self._channel.await_heard((dst,))
             raise
 
     def refuse_stale(self, nbytes: int, what: str, tag: int) -> None:
-        """Raise if what came may not be what was sent: its sender has given up, maybe."""
+        """Raise if the received data may be wrong, because the sender may have given up."""
         if nbytes > EAGER_BYTES:
             self._refuse_broken(what, tag)
 
@@ -245,6 +248,6 @@ def _any(module: Any, src: int) -> int:
 
 
 def _parts(array: Array) -> list[Array]:
-    """Cut an array into what one MPI call can carry each, at least one part."""
+    """Cut an array into parts that fit into one MPI call each; there is at least one part."""
     raw = array.view(np.uint8)
     return [raw[start : start + MOST_BYTES] for start in range(0, raw.size, MOST_BYTES)] or [raw]

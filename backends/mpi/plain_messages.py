@@ -1,10 +1,10 @@
-"""Messages of plain arrays, again and again: the way of ``send``, ``recv`` and ``sendrecv`` in C.
+"""Repeated messages of plain arrays: the path of ``send``, ``recv`` and ``sendrecv`` from C.
 
-What travels is what the methods in Python send and receive: a head, with a short array inside, and
-behind it an array that is longer. Here nothing is made anew for it. A head has its memory, and
-MPI's persistent request (MPI 4.1, section 3.9) that sends or receives it, by peer and tag: a
-message is one more start of that. Whatever is not plain is left to Python, in whose messages these
-may be received, and the other way round.
+The bytes on the wire are those of the methods in Python: a head, which contains a short array, and
+behind the head a longer array. This path makes nothing anew for a head. For each peer and tag it
+keeps memory for a head, and a persistent MPI request (MPI 4.1, section 3.9) that sends or receives
+the head. Each message starts this request once more. Python handles everything that is not plain.
+Its messages and those of this path are interchangeable: either path may receive the other's.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ Array = np.ndarray[Any, Any]
 
 _UINT8 = BY_NAME["uint8"]
 _WORDS_BYTES = HEAD_BYTES - HEAD_ROOM
-# Peers and tags that are remembered, of what is sent and of what is received. A program may never
-# use a tag twice.
+# Number of peers and tags that are remembered, for sends and for receives each. The number is
+# bounded because a program may never use a tag twice.
 _SLOTS = 64
 
 
 class _HeadRequest:
-    """A head to one rank, or from it, with one tag.
+    """A head to or from one rank, with one tag.
 
     Attributes:
-        head: its memory.
-        nbytes: as many of them as the request moves; 0 if there is none yet.
-        request: MPI's.
-        start, test: the request's methods.
+        head: memory of the head.
+        nbytes: number of bytes of the head that the request moves; 0 if there is no request yet.
+        request: persistent MPI request.
+        start, test: methods of the request.
     """
 
     __slots__ = ("head", "nbytes", "request", "start", "test")
@@ -56,20 +56,20 @@ class _HeadRequest:
         self.nbytes = 0
 
     def keep(self, request: Any, nbytes: int) -> None:
-        """Have the head moved by ``request`` from now on."""
+        """Use ``request`` to move the head from now on."""
         self.free()
         self.nbytes = nbytes
         self.request, self.start, self.test = request, request.Start, request.Test
 
     def free(self) -> None:
-        """Have MPI forget the request, which is not under way."""
+        """Free the request, which must not be in flight."""
         if self.nbytes:
             self.request.Free()
             self.nbytes = 0
 
 
-#: By peer and tag, those that were used last at the end. A slot in use is not in it, so that two
-#: threads never have the same.
+#: Slots by peer and tag; the slots that were used last are at the end. A slot in use is not in the
+#: dictionary, so two threads never have the same slot.
 _HeadRequests = OrderedDict[tuple[int, int], _HeadRequest]
 
 
@@ -78,10 +78,10 @@ class PlainMessages:
 
     Args:
         module: ``mpi4py.MPI``.
-        comm: on which ``messages`` go, too.
-        channel: of the communicator.
-        messages: what sends and receives for Python, and what is long.
-        heads: the native core's.
+        comm: MPI communicator, which ``messages`` uses, too.
+        channel: channel of the communicator.
+        messages: object that sends and receives for Python, and for long arrays.
+        heads: functions of the native core for heads.
     """
 
     def __init__(
@@ -99,10 +99,10 @@ class PlainMessages:
     def exchange(
         self, x: Any, to: int, out: Any, source: int, tag: int, deadline: Deadline, heads: bool
     ) -> Any:
-        """Send, receive or both; see :func:`collective.native.messages`. There are always heads."""
+        """Send, receive or both; see :func:`collective.native.messages`. Heads are always used."""
         if self._channel.failure is not None or self._messages.unread:
             return NotImplemented
-        if out is None and source != NOBODY:  # what comes is to be new
+        if out is None and source != NOBODY:  # the received array would have to be new
             return NotImplemented
         if not type(to) is type(source) is type(tag) is int:  # True is 1 to a dictionary
             return NotImplemented
@@ -117,7 +117,7 @@ class PlainMessages:
             raise explained(self._module, self._channel, what, error) from error
 
     def close(self) -> None:
-        """Free what MPI holds; nothing is under way."""
+        """Free all persistent requests; none of them may be in flight."""
         for slots in (self._to, self._from):
             while slots:
                 slots.popitem()[1].free()
@@ -125,7 +125,7 @@ class PlainMessages:
     # -- slots ----------------------------------------------------------------------------
 
     def _take(self, slots: _HeadRequests, rank: int, tag: int) -> _HeadRequest | None:
-        """Return the slot of a direction; None if it is for Python to say what is wrong with it."""
+        """Return the slot of a rank and tag; None if Python has to handle or refuse the call."""
         slot = slots.pop((rank, tag), None)
         if slot is not None:
             return slot
@@ -135,20 +135,20 @@ class PlainMessages:
             return None
         slot = _HeadRequest()
         if slots is self._from:
-            given = slot.head, HEAD_BYTES, self._module.BYTE
-            slot.keep(self._comm.Recv_init(given, rank, code), HEAD_BYTES)
+            buffer = slot.head, HEAD_BYTES, self._module.BYTE
+            slot.keep(self._comm.Recv_init(buffer, rank, code), HEAD_BYTES)
         return slot
 
     def _give_back(self, slots: _HeadRequests, rank: int, tag: int, slot: _HeadRequest) -> None:
         if slots.setdefault((rank, tag), slot) is not slot:
-            slot.free()  # two threads sent to one rank with one tag
+            slot.free()  # two threads used the same rank and tag at once
         elif len(slots) > _SLOTS:
             slots.popitem(last=False)[1].free()
 
     def _have_sent(self, slot: _HeadRequest, to: int, tag: int, nbytes: int) -> None:
-        """Have a request that sends so many bytes of a head."""
-        given = slot.head, nbytes, self._module.BYTE
-        slot.keep(self._comm.Send_init(given, to, self._messages.direct(tag)), nbytes)
+        """Give the slot a request that sends ``nbytes`` bytes of a head."""
+        buffer = slot.head, nbytes, self._module.BYTE
+        slot.keep(self._comm.Send_init(buffer, to, self._messages.direct(tag)), nbytes)
 
     # -- messages -------------------------------------------------------------------------
 
@@ -159,7 +159,7 @@ class PlainMessages:
             if slot is not None:
                 self._give_back(self._to, to, tag, slot)
             return NotImplemented
-        # MPI takes less than the receiver has room for, and short ones are sent faster.
+        # A message may be shorter than the receiver's room, and MPI sends short messages faster.
         nbytes = _WORDS_BYTES + length if length <= HEAD_ROOM else _WORDS_BYTES
         if nbytes != slot.nbytes:
             self._have_sent(slot, to, tag, nbytes)
@@ -181,11 +181,11 @@ class PlainMessages:
         return NOBODY
 
     def _post(self, x: Any, to: int, tag: int, length: int) -> list[Any]:
-        """Begin to send what follows a head."""
+        """Begin to send the array that follows a head."""
         if length > LONG_BYTES:
             return self._messages.post(self._bytes(x), to, tag)
-        given = self._memory(x), length, self._module.BYTE
-        return [self._comm.Isend(given, to, self._messages.direct(tag))]
+        buffer = self._memory(x), length, self._module.BYTE
+        return [self._comm.Isend(buffer, to, self._messages.direct(tag))]
 
     def _receive(self, out: Any, source: int, tag: int, deadline: Deadline) -> Any:
         length = self._room_in(out)
@@ -214,13 +214,13 @@ class PlainMessages:
     def _receive_rest(
         self, out: Any, source: int, tag: int, length: int, deadline: Deadline
     ) -> None:
-        """Receive what follows a head."""
+        """Receive the array that follows a head."""
         messages = self._messages
         if length > LONG_BYTES:
             messages.receive(self._bytes(out), source, tag, "recv", deadline)
         else:
-            given = self._memory(out), length, self._module.BYTE
-            request = self._comm.Irecv(given, source, messages.direct(tag))
+            buffer = self._memory(out), length, self._module.BYTE
+            request = self._comm.Irecv(buffer, source, messages.direct(tag))
             try:
                 if not request.Test() and not spin(request.Test):
                     wait = self._wait("recv", tag, source, deadline)
@@ -233,7 +233,7 @@ class PlainMessages:
     def _send_and_receive(
         self, x: Any, to: int, out: Any, source: int, tag: int, deadline: Deadline
     ) -> Any:
-        """Exchange what is short; return None if ``out`` does not take what has come."""
+        """Exchange short arrays; return None if the received array does not fit ``out``."""
         room = self._room_in(out)
         sending = receiving = length = None
         if room is not None and room <= HEAD_ROOM:
@@ -266,20 +266,20 @@ class PlainMessages:
         return source if fits else None
 
     def _wait(self, what: str, tag: int, rank: int, deadline: Deadline) -> Wait:
-        """Return what a call needs that waits for ``rank``."""
+        """Return the :class:`Wait` of a call that waits for ``rank``."""
         return self._messages.wait(what, tag, deadline, (rank,))
 
     # -- memory ---------------------------------------------------------------------------
 
     def _memory(self, array: Any) -> Any:
-        """Return what mpi4py takes quickly for a plain array."""
+        """Return an object for a plain array that mpi4py accepts quickly."""
         if type(array) is np.ndarray:
             return array
-        seen = self._view(array)
-        assert seen is not None
-        address, nbytes, *_ = seen
+        view = self._view(array)
+        assert view is not None
+        address, nbytes, *_ = view
         return self._module.buffer.fromaddress(address, nbytes)
 
     def _bytes(self, array: Any) -> Buffer:
-        """Return a plain array as a buffer, which does not hold it."""
+        """Return a plain array as a buffer; the buffer does not keep the array alive."""
         return Buffer(np.frombuffer(self._memory(array), np.uint8), _UINT8)

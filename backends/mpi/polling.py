@@ -1,4 +1,4 @@
-"""Waiting for an MPI request without handing the process over to MPI."""
+"""Waits for MPI requests by polling, without a blocking call of MPI."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 __all__ = ["POLLS", "finish", "settle", "spin"]
 
-#: Polls before the core is given away: a peer that is on its way comes within microseconds.
+#: Polls before the core is yielded: a peer that is about to come does so within microseconds.
 POLLS = range(50)
-# MPI moves data only inside its calls, and a poll moves a part of a long message: pauses
-# have to stay short while one is under way. (A sleep of 50 µs takes about 100.)
+# MPI moves data only inside its calls, and a poll moves a part of a long message. So pauses must
+# stay short while a message is in flight. (A sleep of 50 µs takes about 100 µs.)
 _TURNS = 2000
 _NAP_S = 50e-6
 
@@ -27,20 +27,20 @@ def finish(test: Callable[[], bool], wait: Wait, moving: bool = True) -> None:
     """Poll until ``test()`` is true.
 
     Args:
-        test: asks MPI.
-        wait: raises what is to be raised meanwhile: a lost peer, a deadline.
-        moving: whether data may be under way. Otherwise only somebody's arrival is awaited,
-            which may take long, and pauses grow.
+        test: function that asks MPI.
+        wait: wait that raises errors meanwhile, such as a lost peer or an expired deadline.
+        moving: whether data may be in flight. Otherwise the call only awaits the arrival of a peer.
+            An arrival may take long, so pauses grow.
     """
     turns = 0
     with waiting() as pause_for_good:
-        # MPI is not finalised while a thread says that it polls. Here it hears that MPI is to be,
-        # and stays for good instead of calling it again.
+        # MPI is not finalised while a thread is registered as polling. If MPI is about to be
+        # finalised, pause_for_good() blocks this thread for good, so it does not call MPI again.
         pause_for_good()
         while not test():
             pause_for_good()
             turns += 1
-            # Who awaits an arrival may nap ever longer: nothing moves before.
+            # While the call awaits an arrival, pauses may grow: no data moves before the arrival.
             if not moving or turns < _TURNS:
                 wait.turn()
             else:
@@ -51,7 +51,8 @@ def finish(test: Callable[[], bool], wait: Wait, moving: bool = True) -> None:
 def spin(test: Callable[[], bool]) -> bool:
     """Poll for some microseconds; return whether ``test()`` came true.
 
-    Not in the background: MPI may be finalised before a thread there has said that it polls.
+    In the background this polls nothing: MPI may be finalised before such a thread has registered
+    as polling.
     """
     if in_thread.site is None:
         for _ in POLLS:
@@ -63,8 +64,8 @@ def spin(test: Callable[[], bool]) -> bool:
 def settle(requests: list[Any], make_wait: Callable[[], Wait], moving: bool = True) -> None:
     """Wait for all of ``requests``.
 
-    Whatever is raised, MPI may still write to the memory of those that are not over: they
-    are kept with it.
+    After an exception MPI may still write to the memory of requests that are not over. So these
+    requests and their memory are kept alive.
     """
     try:
         for request in requests:

