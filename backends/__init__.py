@@ -1,4 +1,4 @@
-"""The transports, a module or package each; :mod:`collective.contract.registry` has their names."""
+"""The transports, each a module or package; :mod:`collective.contract.registry` has their names."""
 
 from __future__ import annotations
 

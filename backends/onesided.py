@@ -1,10 +1,10 @@
 """Collectives for transports whose ranks can read each other's memory.
 
-Every rank exposes its buffers, all arrive, each pulls what it needs, and all depart.
-``threads`` and ``shm`` supply the four primitives at the end of :class:`OneSided`; the
-operations here are written once over them. Every fold runs in rank order, so results
-have the same bits whatever ``order`` is asked for, and every call compares the ranks'
-digests on arrival.
+Every rank exposes its buffers, all ranks arrive, each rank reads the data that it needs, and all
+ranks depart. ``threads`` and ``shm`` supply the primitives of :class:`OneSided`, which are its
+abstract methods; the operations here are written once over these. Every reduction runs in rank
+order, so a result has the same bits for every ``order``. Every call compares the ranks' digests on
+arrival.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ __all__ = ["OneSided", "Region"]
 
 Array = np.ndarray[Any, Any]
 
-# Pieces of a fold: small enough for two inputs and an output in a second-level cache
-# of 1 MiB, large enough that NumPy's half microsecond a call is lost in it.
+# Size of the pieces of a reduction. Two inputs and an output fit into a second-level cache of
+# 1 MiB, and NumPy's half microsecond per call is negligible.
 CHUNK_BYTES = 256 << 10
 
 
 class Region:
-    """Memory that a peer exposed: elements of one dtype, readable from here.
+    """Memory that a peer has exposed: elements of one dtype, readable from this rank.
 
-    This class is memory that is mapped here, so that ``array`` is the peer's own.
+    In this class the memory is mapped into this process, so ``array`` is the peer's own array.
     """
 
     __slots__ = ("array",)
@@ -46,7 +46,7 @@ class Region:
         self.array = array
 
     def read(self, start: int, stop: int, scratch: Array) -> Array:
-        """Return the elements, as a view or in ``scratch`` (at least that long)."""
+        """Return the elements, as a view or in ``scratch``, which has at least that length."""
         return self.array[start:stop]
 
     def copy(self, start: int, stop: int, out: Array) -> None:
@@ -68,14 +68,14 @@ class OneSided(Backend):
         largest: int,
         deadline: Deadline,
     ) -> bool:
-        """Expose ``src`` and ``dst``, wait for all ranks, compare their digests.
+        """Expose ``src`` and ``dst``, wait for all ranks, and compare their digests.
 
         Args:
-            largest: bytes of the largest ``src`` on any rank, the same on all of them.
+            largest: size in bytes of the largest ``src`` on any rank; the same on all ranks.
 
         Returns:
-            Whether what was exposed stays readable after this rank has returned, so
-            that no departure is needed; the same on all ranks.
+            Whether the exposed memory stays readable after this rank has returned, so that no
+            departure is needed; the same on all ranks.
 
         Raises:
             Disagreement: the digests differ.
@@ -83,7 +83,7 @@ class OneSided(Backend):
 
     @abstractmethod
     def _region(self, rank: int, dtype: np.dtype[Any], count: int) -> Region:
-        """Return the first ``count`` elements of the exposed ``src`` of ``rank``, another one."""
+        """Return the first ``count`` elements of the exposed ``src`` of ``rank``, a peer."""
 
     @abstractmethod
     def _outputs(self, dtype: np.dtype[Any], count: int) -> list[Array] | None:
@@ -98,7 +98,7 @@ class OneSided(Backend):
 
     @abstractmethod
     def _sync(self, deadline: Deadline) -> None:
-        """Wait until every rank has come to this point of the operation."""
+        """Wait until every rank has reached this point of the operation."""
 
     # -- operations -------------------------------------------------------------------
 
@@ -132,13 +132,13 @@ class OneSided(Backend):
             others = [array for rank, array in enumerate(outputs) if rank != self.rank]
             check = partial(self.refuse_broken, request)
             fold.run(regions, start, stop, out[start:stop], others, check)
-            # Until all have come here, others write their pieces to this rank's output, and read
-            # its input.
+            # Until all ranks have reached this point, peers write their pieces to this rank's
+            # output, and read its input.
             self._sync(deadline)
             return
         fold.run(regions, start, stop, out[start:stop])
-        # Twice: pieces are read when all are folded, and nobody changes its own before all have
-        # them.
+        # Two barriers. After the first all pieces are reduced, so peers may read them. After the
+        # second all peers have read them, so a rank may change its own piece.
         self._sync(deadline)
         for rank in self._others():
             low, high = bounds[rank], bounds[rank + 1]
@@ -152,7 +152,7 @@ class OneSided(Backend):
         count = source.size
         bounds = pieces.limits(pieces.even(count, self.size))
         start, stop = bounds[self.rank], bounds[self.rank + 1]
-        # Where the root cannot be written to, the pieces wait here for it to fetch them.
+        # If this rank is not the root, its piece stays here until the root fetches it.
         piece = np.empty(stop - start, source.dtype) if dst is None else dst.array[start:stop]
         if self._open(request, source, piece, source.nbytes, deadline):
             if dst is not None:
@@ -172,7 +172,7 @@ class OneSided(Backend):
         stays = self._open(request, source, None, source.nbytes, deadline)
         start = sum(request.elements[: self.rank])
         stop = start + request.elements[self.rank]
-        # In place: dst may be part of src, but only of the part that nobody else reads.
+        # In place, dst may alias src, but only the part of src that no peer reads.
         fold.run(self._regions(source), start, stop, dst.array)
         if not stays:
             self._sync(deadline)
@@ -181,7 +181,7 @@ class OneSided(Backend):
         fold = _ChunkedFold(request.op, src, self.rank + 1)
         source = fold.prepare(src.array)
         in_place = src.array is dst.array or np.may_share_memory(source, dst.array)
-        # Apart: ranks above this one read its input while it writes its result.
+        # A separate output, because higher ranks read this rank's input while it writes its result.
         out = np.empty_like(dst.array) if in_place else dst.array
         stays = self._open(request, source, None, source.nbytes, deadline)
         fold.run(self._regions(source)[: self.rank + 1], 0, source.size, out)
@@ -214,10 +214,10 @@ class OneSided(Backend):
         if not stays:
             self._sync(deadline)
 
-    all_gather = gather  # in which everybody has a result
+    all_gather = gather  # in an all_gather every rank has a dst
 
     def all_to_all(self, request: Request, src: Buffer, dst: Buffer, deadline: Deadline) -> None:
-        # A reader must know where its piece starts: the offsets travel before the pieces.
+        # A reader must know where its piece starts, so the ranks share offsets before the pieces.
         source = src.array
         offsets = np.array(pieces.limits(request.elements), np.int64)
         table = self._all_offsets(offsets, request, deadline)
@@ -240,11 +240,11 @@ class OneSided(Backend):
     # -- shared pieces ---------------------------------------------------------------
 
     def _others(self) -> list[int]:
-        """Return the other ranks, beginning after this one so that readers spread out."""
+        """Return the other ranks, beginning with the next rank so that readers spread out."""
         return [(self.rank + step) % self.size for step in range(1, self.size)]
 
     def _regions(self, mine: Array) -> list[Region]:
-        """Return what every rank has exposed, this one ``mine``."""
+        """Return the regions of all ranks; this rank's region is ``mine``."""
         dtype, count = mine.dtype, mine.size
         return [
             Region(mine) if rank == self.rank else self._region(rank, dtype, count)
@@ -259,19 +259,19 @@ class OneSided(Backend):
         self._fetch(self._region, out, starts)
 
     def _fetch(self, exposed: Callable[..., Region], out: Array, limits: Sequence[int]) -> None:
-        """Copy the other ranks' pieces of ``out``, each of which is what ``exposed`` gives."""
+        """Copy the other ranks' pieces into ``out``; ``exposed`` returns the region of a piece."""
         for rank in self._others():
             low, high = limits[rank], limits[rank + 1]
             if low < high:
                 exposed(rank, out.dtype, high - low).copy(0, high - low, out[low:high])
 
     def _start_of_piece(self, offsets: Array, rank: int, count: int) -> int:
-        """Return where this rank's piece begins in what ``rank`` has, by that rank's ``offsets``.
+        """Return where this rank's piece begins in the data of ``rank``, which has ``offsets``.
 
         Raises:
-            BackendError: the piece is not of ``count`` elements, or is outside of the whole.
+            BackendError: the piece does not have ``count`` elements, or is outside of the data.
         """
-        start, stop, whole = (int(offsets[which]) for which in (self.rank, self.rank + 1, -1))
+        start, stop, whole = (int(offsets[index]) for index in (self.rank, self.rank + 1, -1))
         if start < 0 or stop - start != count or stop > whole:
             text = (
                 f"all_to_all: rank {rank} announces elements {start} to {stop} of {whole} for rank "
@@ -279,7 +279,8 @@ class OneSided(Backend):
             )
             self.abort(Failure("aborted", self.rank, text))
             raise BackendError(
-                f"{text} [rank {self.rank}]. Something writes to memory that is not its own.",
+                f"{text} [rank {self.rank}]. A program has overwritten memory that the ranks "
+                "share.",
                 self.name,
             )
         return start
@@ -296,7 +297,7 @@ class OneSided(Backend):
 
 
 class _ChunkedFold:
-    """One reduction: prepares the input, folds pieces in rank order, finishes them."""
+    """One reduction: prepares the input, reduces pieces in rank order, and finishes them."""
 
     __slots__ = ("_fold", "_post", "_pre")
 
@@ -307,7 +308,7 @@ class _ChunkedFold:
 
     @np.errstate(all="ignore")
     def prepare(self, source: Array) -> Array:
-        """Return what this rank contributes; a new array if that is not ``source``."""
+        """Return this rank's contribution: ``source``, or a new array with scaled values."""
         if self._pre is None:
             return source
         scaled = np.empty_like(source)
@@ -324,13 +325,14 @@ class _ChunkedFold:
         copies: Sequence[Array] = (),
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        """Fold elements ``start`` to ``stop`` of ``regions`` into ``out``.
+        """Reduce elements ``start`` to ``stop`` of ``regions`` into ``out``.
 
         Args:
-            regions: one a rank, in rank order.
-            out: ``stop - start`` elements; may be the same memory as a region's.
-            copies: arrays that get the result at ``start`` too, of peers.
-            check: raises when a peer may have its array back, as it has given up.
+            regions: one region for each rank, in rank order.
+            out: array of ``stop - start`` elements; it may alias the memory of a region.
+            copies: arrays of peers that get the result, too, at ``start``.
+            check: function that raises if a peer has given up. Such a peer may have returned its
+                array to its caller, so nothing may be written to the array.
         """
         fold: Callable[..., Any] = self._fold
         post = self._post

@@ -1,6 +1,6 @@
-"""Ranks that are threads of one process: tests, notebooks, one replica a device.
+"""Ranks that are threads of one process, for tests, notebooks, or one replica per device.
 
-Nothing is copied that need not be: peers read each other's arrays where they are.
+The transport makes no needless copies: peers read each other's arrays in place.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ __all__ = ["ThreadsBackend"]
 
 Array = np.ndarray[Any, Any]
 
-# Where the threads of one world meet: job -> hub. A hub leaves it when it is full.
+# Maps a job to its hub, where the threads of one world meet. A hub is removed when all have joined.
 _hubs: dict[str, _Shared] = {}
 _hubs_lock = threading.Lock()
-# How often a wait looks for what nobody wakes it for, and one for those who are to come.
+# Longest sleep of a wait, for events that do not wake it, and of the wait for ranks to join.
 _LOOK_S, _MEET_S = 0.5, 0.02
 
 
 class _Shared:
-    """What the ranks of one communicator share; ``condition`` guards all of it."""
+    """State that the ranks of one communicator share; ``condition`` guards all of it."""
 
     def __init__(self, size: int) -> None:
         self.size = size
         self.token = secrets.token_hex(8)
         self.condition = threading.Condition()
-        self.arrived = [0] * size  # how many steps each rank has made
-        self.gone = [""] * size  # what a rank has done that will not come again
+        self.arrived = [0] * size  # number of steps that each rank has made
+        self.gone = [""] * size  # why a rank will not come again, else empty
         self.last: list[Request | None] = [None] * size
-        # Exposed by each rank, for even and odd steps: a fast rank may open its next
-        # operation while a slow one still reads this one's digests.
+        # The ranks' digests, one list for even steps and one for odd steps: a fast rank may open
+        # its next operation while a slow rank still reads the digests of this operation.
         self.digests = [[0] * size, [0] * size]
         self.headers: list[bytes] = [b""] * size
         self.sources: list[Array | None] = [None] * size
@@ -63,7 +63,7 @@ class _Shared:
 
 
 class _Message:
-    """A send that waits for its receiver, who copies straight from the sender's array."""
+    """A send that waits for its receiver. The receiver copies directly from the sender's array."""
 
     __slots__ = ("array", "taken")
 
@@ -109,10 +109,11 @@ class ThreadsBackend(OneSided):
                     hub.condition.wait(deadline.at_most(_MEET_S))
                     world.store.check()
             except BaseException:
-                hub.joined.discard(world.rank)  # nobody is to think that all are here
+                hub.joined.discard(world.rank)  # other ranks must not count this rank as present
                 raise
             finally:
-                # Whether all are there or not: who comes later meets others.
+                # Remove the hub whether all ranks are there or not: threads that come later meet
+                # at another hub.
                 with _hubs_lock:
                     if _hubs.get(world.job) is hub:
                         del _hubs[world.job]
@@ -146,26 +147,27 @@ class ThreadsBackend(OneSided):
         sources = [
             r for r in range(self.size) if src == r or (src == ANY_SOURCE and r != self.rank)
         ]
-        found: list[tuple[int, deque[_Message]]] = []
+        boxes: list[tuple[int, deque[_Message]]] = []
         what = f"recv(tag={tag})"
 
         def arrived() -> bool:
             for rank in sources:
                 box = hub.mail.get((self.rank, rank, tag))
                 if box:
-                    found.append((rank, box))
+                    boxes.append((rank, box))
                     return True
             return False
 
         with hub.condition:
             self.refuse_broken(what)
             self._wait(arrived, lambda: sources, what, deadline, all_needed=False)
-            rank, box = found[0]
+            rank, box = boxes[0]
             message = box.popleft()
-        # Without the lock, so that others go on meanwhile; the sender waits until it is taken.
+        # Copy without the lock, so that other ranks go on meanwhile. The sender waits until the
+        # message is marked as taken.
         dst.array.view(np.uint8)[:] = message.array.view(np.uint8)
         with hub.condition:
-            # A sender that has given up meanwhile may have written to its array.
+            # If the sender has given up meanwhile, it may have written to its array.
             self.refuse_broken(what)
             message.taken = True
             hub.condition.notify_all()
@@ -217,8 +219,9 @@ class ThreadsBackend(OneSided):
 
     def _step(self, deadline: Deadline, request: Request | None) -> None:
         hub = self._hub
-        # Before this rank's arrival, without which no other has ended the operation: one that
-        # has failed since the last step has left it, and its arrays may be in use again.
+        # Check for a failure before this rank arrives: no other rank can end the operation without
+        # this arrival. A rank that has failed since the last step has left the operation, and its
+        # arrays may be in use again.
         self.refuse_broken(request)
         self._steps = step = self._steps + 1
         hub.arrived[self.rank] = step
@@ -242,10 +245,10 @@ class ThreadsBackend(OneSided):
         return [self._exposed(self._hub.outputs, rank) for rank in range(self.size)]
 
     def _exposed(self, arrays: Sequence[Array | None], rank: int) -> Array:
-        """Return what ``rank`` exposes in the running call.
+        """Return the array that ``rank`` exposes in the running call.
 
         Raises:
-            CommunicatorAbortedError: it has failed in that call, and left.
+            CommunicatorAbortedError: the rank has failed in that call, and has left it.
         """
         array = arrays[rank]
         if array is not None:
@@ -269,11 +272,14 @@ class ThreadsBackend(OneSided):
         deadline: Deadline,
         all_needed: bool = True,
     ) -> None:
-        """Wait for ``ready()``, holding the condition.
+        """Wait for ``ready()``; the caller holds the condition.
 
         Args:
-            awaited: the ranks that it takes and that have not done their part.
-            all_needed: whether it takes all of them, or any.
+            ready: function that returns whether the wait is over.
+            awaited: function that returns the ranks that have not done their part yet.
+            what: operation, for errors.
+            deadline: deadline of the wait.
+            all_needed: whether the wait needs all of these ranks, or only one of them.
         """
         hub = self._hub
         while not ready():
@@ -304,7 +310,7 @@ class ThreadsBackend(OneSided):
             raise failure.error(str(where), self.rank)
 
     def lost(self) -> Set[int]:
-        # A thread that has ended has closed what it had, or dropped it.
+        # A thread that has ended has closed its transport, or has dropped it.
         return {rank for rank, why in enumerate(self._hub.gone) if why and rank != self.rank}
 
     def abort(self, failure: Failure) -> None:
@@ -334,14 +340,15 @@ class ThreadsBackend(OneSided):
 
 
 def _drop(hub: _Shared, rank: int, owner: int) -> None:
-    """Tell the peers of a rank whose transport was collected that it will not come again."""
-    # Without waiting for the lock: this may run in the middle of anything, and waits look again.
+    """Tell the peers that a rank will not come again, because its transport was collected."""
+    # The garbage collector may call this at any point, so do not wait for the lock. Peers that wait
+    # look again by themselves.
     if os.getpid() == owner and not hub.gone[rank]:
         hub.gone[rank] = "has dropped its communicator without closing it"
 
 
 def _forget() -> None:
-    """In a forked child, begin anew: the threads that would come are its parent's."""
+    """Begin anew in a forked child: the threads that would join are those of its parent."""
     global _hubs_lock
     _hubs_lock = threading.Lock()
     _hubs.clear()
