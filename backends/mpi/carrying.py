@@ -167,12 +167,12 @@ class Arrival:
         """Exchange the headers of the ranks' calls; all ranks come here."""
         header = np.frombuffer(request.header(), np.uint8)
         lengths = np.zeros(self._comm.Get_size(), np.int64)
-        mine = np.array([header.size], np.int64)
+        length = np.array([header.size], np.int64)
 
         def over(moving: Any) -> None:
             settle([moving], lambda: self._channel.wait(request, deadline))
 
-        over(self._comm.Iallgather(mine, lengths))
+        over(self._comm.Iallgather(length, lengths))
         every = np.empty(int(lengths.sum()), np.uint8)
         counts = lengths.tolist()
         over(self._comm.Iallgatherv(header, [every, counts, None, self._module.BYTE]))

@@ -174,27 +174,31 @@ def start(deadline: Deadline) -> Any:
                 "mpi: MPI has been finalised in this process, and cannot be started twice. Call "
                 "collective.init() before MPI.Finalize()."
             )
-        ours = not module.Is_initialized()
-        if ours:
+        initialises = not module.Is_initialized()
+        if initialises:
             _refuse_the_other_mpiexec(module)
-            patience = threading.Timer(deadline.left(), _nobody_comes, (deadline.seconds,))
-            patience.daemon = True
-            patience.start()
+            timer = threading.Timer(deadline.left(), _nobody_comes, (deadline.seconds,))
+            timer.daemon = True
+            timer.start()
             _initialize(module)
-            patience.cancel()
+            timer.cancel()
             for comm in (module.COMM_WORLD, module.COMM_SELF):
                 comm.Set_errhandler(module.ERRORS_RETURN)
         level = module.Query_thread()
         if level < module.THREAD_MULTIPLE:
-            who = "the MPI library offers no more" if ours else "the program has initialised MPI so"
+            reason = (
+                "the MPI library offers no more"
+                if initialises
+                else "the program has initialised MPI so"
+            )
             raise BackendUnavailableError(
-                f"mpi: MPI's thread level is {_LEVELS[level]!r}, because {who}; calls in the "
+                f"mpi: MPI's thread level is {_LEVELS[level]!r}, because {reason}; calls in the "
                 "background need 'multiple'. Initialise MPI with "
                 "MPI.Init_thread(MPI.THREAD_MULTIPLE), or leave that to collective.init()."
             )
         if not _started:
             _started = True
-            atexit.register(_finalize if ours else _abandon)
+            atexit.register(_finalize if initialises else _abandon)
     return module
 
 

@@ -153,9 +153,9 @@ class MpiMessages:
         src, message = self._find(match, what, tag, deadline, awaited)
         # The handle belongs to the first part. The other parts follow from the same rank with the
         # same tag, and MPI keeps their order.
-        first, *others = _parts(array)
+        first, *rest = _parts(array)
         requests = [message.Irecv((first, first.size, byte))]
-        requests += [irecv((part, part.size, byte), src, code) for part in others]
+        requests += [irecv((part, part.size, byte), src, code) for part in rest]
         self._settle(requests, what, tag, deadline, (src,))
         return src
 

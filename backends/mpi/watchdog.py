@@ -49,8 +49,8 @@ class Blocking:
         deadline: deadline of the running call; it is set before ``running``.
         revocable: whether MPI may be asked to give up. Open MPI 5.0.11 sends this rank's number of
             the communicator to the other ranks. Ranks number a communicator that is made of a group
-            differently (:func:`.transport.assembled`), so they would break another communicator. It
-            ended processes, too.
+            differently (:func:`.transport.assembled`), so they would break another communicator.
+            Open MPI also ended processes then.
         lasting: whether MPI returns from a call once it has noticed that a peer has died. On a busy
             host MPI can notice that a second later than the monitor.
     """

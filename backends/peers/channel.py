@@ -493,22 +493,28 @@ class Channel:
             )
         if self.failure is not None:
             raise self._error(where)
-        mine = self._running(sequence)
+        running = self._running(sequence)
         late = self._late_ranks if answered else {}
         absent = list(awaited or ())
         if awaited is None:
-            behind = (r for r, report in late.items() if report is None or report["started"] < mine)
+            behind = (
+                r for r, report in late.items() if report is None or report["started"] < running
+            )
             absent = sorted(behind)
         if absent:
-            what = f"rank {', '.join(map(str, absent))}: {last_calls(absent, late)}"
+            missing = f"rank {', '.join(map(str, absent))}: {last_calls(absent, late)}"
         elif answered and sequence is not None:
-            what = "the devices: all ranks have made this call, but it has not ended on some device"
+            missing = (
+                "the devices: all ranks have made this call, but it has not ended on some device"
+            )
         elif answered:
-            what = "the transport: every rank is in this call, but it has not ended"
+            missing = "the transport: every rank is in this call, but it has not ended"
         else:
-            what = "its peers, and the monitor in the process of the world's rank 0 does not answer"
+            missing = (
+                "its peers, and the monitor in the process of the world's rank 0 does not answer"
+            )
             absent = [self.members.index(0)] if 0 in self.members else []
-        failure = Failure.timed_out(self.rank, deadline.seconds, what, absent)
+        failure = Failure.timed_out(self.rank, deadline.seconds, missing, absent)
         self.abort(failure)
         raise CollectiveTimeoutError(f"{where}: {failure.text} [rank {self.rank}]", failure.ranks)
 
