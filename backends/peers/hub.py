@@ -198,7 +198,7 @@ class Hub:
                 self._tell(range(self._size), answer)
 
     def _refuse(self, why: str) -> None:
-        """End the roll call without success, and tell every peer that has proved the key."""
+        """End the roll call without success, and tell every peer that knows the key."""
         self.refusal = why
         for link in self._server.peers:
             with contextlib.suppress(OSError):

@@ -151,7 +151,7 @@ class Server:
         link.close()
 
     def refusals(self) -> str:
-        """List the connections that did not prove to know the key; empty if all have proved it."""
+        """List the connections that did not prove that they know the key; may be empty."""
         return ", ".join(
             f"{count} connection{'s' * (count > 1)} from {address}"
             for address, count in self.refused.items()

@@ -212,7 +212,7 @@ def test_nothing_is_left_of_it(ranks: Ranks) -> None:
         store.close()
         store.close()
     assert set(os.listdir("/proc/self/fd")) <= before
-    with pytest.raises(RendezvousError, match="this rank has closed it"):
+    with pytest.raises(RendezvousError, match="this rank has closed the store"):
         more.stores[1].try_get("key")
 
 
