@@ -50,7 +50,7 @@ class _Shared:
         self.arrived = [0] * size  # number of steps that each rank has made
         self.gone = [""] * size  # why a rank will not come again, else empty
         self.last: list[Request | None] = [None] * size
-        # The ranks' digests, one list for even steps and one for odd steps: a fast rank may open
+        # The ranks' digests, one list for even steps and one for odd steps. A fast rank may open
         # its next operation while a slow rank still reads the digests of this operation.
         self.digests = [[0] * size, [0] * size]
         self.headers: list[bytes] = [b""] * size

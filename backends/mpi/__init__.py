@@ -1,6 +1,6 @@
 """Ranks under ``mpiexec`` or Slurm: MPI's own operations through mpi4py.
 
-MPI is fast and says nothing about peers. If a rank makes another call, is late or has died, the
+MPI is fast, but reports nothing about peers. If a rank makes another call, is late or has died, the
 other ranks wait without end, or their memory is overwritten. So every collective call has two
 steps. First all ranks *arrive*: they reduce the digests of their calls with a non-blocking
 operation, which is polled. So a deadline, a dead or aborting peer, or a disagreement is noticed

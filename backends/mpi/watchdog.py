@@ -5,8 +5,8 @@ began, so normally the call ends. If a peer dies in the middle, is stopped, or f
 call never ends. ``mpiexec`` ends such jobs by itself, when it notices.
 
 Open MPI with ULFM returns from the call, if the ranks that have left the call cooperate. Suppose a
-rank sends a long message to a peer that has left the call with an error. Only the peer's MPI can
-report that to the sender, and MPI does nothing outside of its calls. So this thread calls MPI now
+rank sends a long message to a peer that has left the call with an error. Only MPI in the peer's
+process can report that to the sender. MPI works only inside its calls, so this thread calls MPI now
 and then, once a rank is lost.
 """
 
@@ -47,10 +47,10 @@ class Blocking:
     Attributes:
         running: the call that is running, or None.
         deadline: deadline of the running call; it is set before ``running``.
-        revocable: whether MPI may be asked to give up. Open MPI 5.0.11 sends this rank's number of
-            the communicator to the other ranks. Ranks number a communicator that is made of a group
-            differently (:func:`.transport.assembled`), so they would break another communicator.
-            Open MPI also ended processes then.
+        revocable: whether this rank may revoke the communicator. Open MPI 5.0.11 sends this rank's
+            number of the communicator to the other ranks. Ranks number a communicator that is made
+            of a group differently (:func:`.transport.assembled`), so they would break another
+            communicator. Open MPI also ended processes then.
         lasting: whether MPI returns from a call once it has noticed that a peer has died. On a busy
             host MPI can notice that a second later than the monitor.
     """

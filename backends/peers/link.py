@@ -203,7 +203,7 @@ class Link:
         self._send_deferred()
 
     def _send_deferred(self) -> None:
-        with contextlib.suppress(IndexError):  # nothing is left, or another thread took it
+        with contextlib.suppress(IndexError):  # the queue is empty, or another thread emptied it
             while not self._sending.locked():
                 self.send(self._deferred.popleft())
 
@@ -425,7 +425,7 @@ def _connected(address: str, deadline: Deadline) -> socket.socket:
             return socket.create_connection((host, int(port)), deadline.left())
         return _connected_here(host, deadline)
     except BlockingIOError:
-        # No time was left to connect, or the listener's queue was full until the deadline.
+        # The deadline had passed before the connection, or the listener's queue stayed full.
         raise TimeoutError("timed out") from None
     # A host name that cannot be encoded raises UnicodeError, which is a ValueError.
     except (OverflowError, ValueError) as error:

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 __all__ = ["Handler", "Server"]
 
 # Largest number of strangers at once, and the time that a stranger has to prove that it knows the
-# key. It has the short time while others wait, and at most the long time. Behind 1,000 connections
-# that are held open, a peer's turn comes after 8 times the short time.
+# key. It has the short time while others wait, and at most the long time. If a program holds 1,000
+# connections open, the turn of a later peer comes after 8 times the short time.
 _STRANGERS = 128
 _SHORT_S, _LONG_S = 0.25, 10.0
 # Bytes that a stranger may send at most; with TLS they include certificates.
