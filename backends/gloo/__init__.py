@@ -1,7 +1,8 @@
-"""Ranks on any hosts, over PyTorch's Gloo: torch's C++ ``ProcessGroupGloo``, used directly.
+"""Transport between ranks on any hosts, over PyTorch's Gloo (torch's C++ ``ProcessGroupGloo``).
 
-Nothing goes through ``torch.distributed.init_process_group``: a program's own process groups
-are left alone. ``docs/gloo.md`` tells what is asked of Gloo and what of our algorithms.
+The transport never calls ``torch.distributed.init_process_group``, so it does not touch a
+program's own process groups. ``docs/gloo.md`` lists which operations Gloo runs and which ones our
+own algorithms run.
 """
 
 from __future__ import annotations

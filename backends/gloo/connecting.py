@@ -1,9 +1,9 @@
-"""How the ranks come to be connected by Gloo, with each other and with nobody else.
+"""Connecting the ranks with Gloo, with each other and with no other process.
 
-Gloo lets in whoever connects to a rank's port and says the number that it expects of a peer, a
-small one: a stranger can be there first, in a peer's stead. So the ranks prove to each other who
-they are over every connection that Gloo has made. Each tells the monitor's hub what it
-found, and if anybody found a stranger all connect anew, at other ports.
+Gloo accepts any connection to a rank's port that sends the number expected of a peer, and that
+number is small. So a stranger can connect first, in place of a peer. Therefore the ranks prove
+their identity to each other over every connection that Gloo has made. Each rank reports its
+result to the monitor's hub. If any rank found a stranger, all ranks reconnect at other ports.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ __all__ = ["Connector", "is_broken_after"]
 
 # Every communicator has a process group for collectives, with a thread, and one for messages.
 _GROUPS = (("collectives", 1), ("messages", 0))
-# How long a proof may take once Gloo is connected, and, for a rank that is not, the others' word.
+# Seconds that the proofs may take once Gloo is connected, and seconds for which a rank that is not
+# connected waits for the reports of the other ranks.
 _PROOF_S, _WORD_S = 5.0, 10.0
 _PROOF_BYTES = 32
-# A stranger who is there each time, or a network that does not work, is no matter of patience.
+# More attempts do not help if a stranger appears every time or the network does not work.
 _ATTEMPTS = 8
 
 
@@ -40,13 +41,13 @@ class Connector:
     """Connects the ranks of one communicator.
 
     Args:
-        world: where they meet.
-        channel: the communicator's.
-        parent: that through which its ranks are watched until it stands.
-        ranks: their numbers there.
+        world: this rank's place in the job.
+        channel: channel of the communicator.
+        parent: channel through which the ranks are watched until the communicator is connected.
+        ranks: numbers of the communicator's ranks in ``parent``.
         where: the operation, for errors.
-        deadline: the operation's.
-        look: raises if it is known otherwise that the others will not all connect.
+        deadline: deadline of the operation.
+        look: function that raises if another source knows that some rank will not connect.
     """
 
     def __init__(
@@ -69,30 +70,30 @@ class Connector:
         self._key = channel.secret.key("gloo")
 
     def connect(self, listening: Any) -> tuple[tuple[Any, ...], Any]:
-        """Return the process groups, and the device at which they listen.
+        """Connect the process groups; return them and the device at which they listen.
 
         Args:
-            listening: the device to begin with.
+            listening: the device for the first attempt.
 
         Raises:
-            BackendError: Gloo does not connect this rank.
+            BackendError: Gloo could not connect this rank.
             CommunicatorAbortedError, CollectiveTimeoutError: another rank is gone, or late.
         """
         groups: list[Any] = []
         for purpose, threads in _GROUPS if self._channel.size > 1 else ():
             for attempt in range(_ATTEMPTS):
-                made, flaws = self._attempt(f"{purpose}-{attempt}", threads, listening)
+                group, flaws = self._attempt(f"{purpose}-{attempt}", threads, listening)
                 if not flaws:
                     break
-                # At another port, since whoever was in a peer's stead knows this one.
+                # Listen at another port: the stranger who took a peer's place knows this one.
                 listening = device(self._world)
             else:
                 raise BackendError("; ".join(flaws), "gloo")
-            groups.append(made)
+            groups.append(group)
         return tuple(groups), listening
 
     def _attempt(self, name: str, threads: int, listening: Any) -> tuple[Any, list[str]]:
-        """Return a process group, and why some ranks have to connect anew."""
+        """Return a process group, and the reasons why ranks must reconnect; empty if none must."""
         rank, size = self._channel.rank, self._channel.size
         meeting = AddressStore(self._channel, f"addresses {name}", self._wait_for)
         group, flaw = None, ""
@@ -106,41 +107,42 @@ class Connector:
             group = process_group(meeting, rank, size, listening, threads, self._deadline, look)
             self._prove(name, group)
         except BackendError as error:
-            # Its text alone: of its traceback this frame is part, and would keep Gloo's sockets.
+            # Keep only the text. The error's traceback refers to this frame, which would keep
+            # Gloo's sockets open.
             flaw = str(error)
-        # Even a rank that is connected as it should be goes on only with all others: Gloo's groups
-        # cannot take one rank anew.
+        # Even a rank that is properly connected goes on only if all other ranks are: a Gloo group
+        # cannot replace a single rank.
         flaws = self._flaws(f"flaws {name}", flaw)
-        # Not before: ranks that are still connecting ask for it.
+        # Withdraw the addresses only now: until here, ranks that are still connecting read them.
         self._channel.withdraw(f"addresses {name}")
         if flaws and group is not None:
             cut(group, rank, size)
         if flaws and flaw:
-            warnings.warn(f"{flaw}; connecting anew", RuntimeWarning, stacklevel=2)
+            warnings.warn(f"{flaw}; reconnecting", RuntimeWarning, stacklevel=2)
         return group, flaws
 
     def _wait_for(self, rank: int) -> Wait:
         return self._parent.wait(self._where, self._deadline, [self._ranks[rank]])
 
-    def _prove(self, what: str, group: Any) -> None:
-        """Send a proof over each connection of ``group``, and see those of the others.
+    def _prove(self, purpose: str, group: Any) -> None:
+        """Send a proof of identity over each connection of ``group``; check the peers' proofs.
 
         Raises:
-            BackendError: whoever is at the other end of one has sent none.
+            BackendError: a peer has sent no proof, or a wrong one.
         """
         rank = self._channel.rank
         peers = [peer for peer in range(self._channel.size) if peer != rank]
-        # Not to be known by strangers either: Gloo cannot refuse a message for its tag.
-        tag = int.from_bytes(self._proof(what)[:8], "big") % CUT_TAG
+        # Strangers must not know the tag either, because Gloo cannot refuse a message by its tag.
+        tag = int.from_bytes(self._proof(purpose)[:8], "big") % CUT_TAG
         deadline = self._deadline.within(_PROOF_S)
-        # Gloo does not hold the memory that it sends from.
+        # Gloo keeps no reference to the memory that it sends from, so ``going`` keeps it alive.
         coming, going, works = {}, {}, []
-        # All are under way before one is waited for, or a single stranger who says nothing would
-        # take the time that the others have.
+        # Start every message before waiting for any of them. Otherwise one silent stranger would
+        # use up the time of all other peers.
         for peer in peers:
             coming[peer] = torch.zeros(_PROOF_BYTES, dtype=torch.uint8)
-            mine = bytearray(self._proof(f"{what} {rank} {peer}"))
-            going[peer] = torch.frombuffer(mine, dtype=torch.uint8)
+            proof = bytearray(self._proof(f"{purpose} {rank} {peer}"))
+            going[peer] = torch.frombuffer(proof, dtype=torch.uint8)
             with self._connection_of(peer):
                 works.append((peer, group.recv([coming[peer]], peer, tag)))
                 works.append((peer, group.send([going[peer]], peer, tag)))
@@ -149,19 +151,19 @@ class Connector:
                 work.wait(seconds(deadline.left()))
         for peer in peers:
             with self._connection_of(peer):
-                theirs = self._proof(f"{what} {peer} {rank}")
-                if not hmac.compare_digest(coming[peer].numpy().tobytes(), theirs):
+                expected = self._proof(f"{purpose} {peer} {rank}")
+                if not hmac.compare_digest(coming[peer].numpy().tobytes(), expected):
                     raise RuntimeError("its proof is wrong")
 
     @contextlib.contextmanager
     def _connection_of(self, peer: int) -> Iterator[None]:
-        """Say whose connection it is of which Gloo says what is wrong."""
+        """Convert an error of Gloo in the body to one that names the peer of the connection."""
         try:
             yield
         except RuntimeError as error:
             raise BackendError(
-                f"gloo: whoever is connected to {self._world.address} as rank {peer} has not "
-                f"proved to know this job's secret: {str(error).partition(chr(10))[0]} [rank "
+                f"gloo: the process connected to {self._world.address} as rank {peer} has not "
+                f"proved that it knows this job's secret: {str(error).partition(chr(10))[0]} [rank "
                 f"{self._channel.rank} of {self._channel.size}]",
                 "gloo",
             ) from error
@@ -170,18 +172,22 @@ class Connector:
         return hmac.digest(self._key, what.encode(), "sha256")
 
     def _flaws(self, name: str, flaw: str) -> list[str]:
-        """Tell the others whether this rank is connected; return why some ranks are not.
+        """Report to the other ranks whether this rank is connected; return all ranks' flaws.
 
         Args:
-            name: to be used once.
-            flaw: why this rank is not; empty if it is.
+            name: name of this exchange, to be used once.
+            flaw: the reason why this rank is not connected; empty if it is.
+
+        Returns:
+            The reasons why ranks are not connected; empty if all ranks are.
 
         Raises:
-            BackendError: it is not, and the others do not say whether they are.
+            BackendError: this rank is not connected, and other ranks have not reported in time.
         """
         self._channel.offer(name, flaw)
-        # Who is connected waits for as long as the call may take: the others may still be at it.
-        # Who is not knows why, which tells more than that some rank has not come.
+        # A rank that is connected waits until the call's deadline, because other ranks may still
+        # be connecting. A rank that is not connected waits only for a while: its own reason says
+        # more than an error that some rank is missing.
         wait = self._parent.wait(self._where, self._deadline)
         patience = self._deadline.within(_WORD_S)
         while len(offered := self._channel.offered(name)) < self._channel.size:
@@ -191,7 +197,8 @@ class Connector:
             try:
                 wait.turn()
             except CommunicatorAbortedError:
-                # A rank that was through has connected with all, with this rank too.
+                # If a rank broke the communicator after it had finished connecting, that rank is
+                # connected to all ranks, this rank included.
                 if flaw or not is_broken_after(self._channel):
                     raise
                 break
@@ -200,8 +207,8 @@ class Connector:
 
 
 def is_broken_after(channel: Channel) -> bool:
-    """Tell whether a rank broke the communicator that was through with connecting.
+    """Return whether the communicator was broken by a rank that had finished connecting.
 
-    It has gone on to the next generation, or its program has failed.
+    Such a rank has gone on to the next generation, or its program has failed.
     """
     return channel.failure is not None and channel.failure.kind in ("shrink", "failed")

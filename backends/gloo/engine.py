@@ -1,4 +1,4 @@
-"""Gloo's process groups: where they listen, how they meet, and how they are cut."""
+"""Gloo's process groups: listening, connecting, and cutting their connections."""
 
 from __future__ import annotations
 
@@ -26,39 +26,41 @@ if TYPE_CHECKING:
     from collective.backends.peers.channel import Channel, Wait
     from collective.contract.world import World
 
-# What is used of it is not in its type stubs.
+# The members that are used here are missing from torch's type stubs.
 _dist: Any = torch.distributed
 
 __all__ = ["CUT_TAG", "AddressStore", "cut", "device", "ended", "process_group", "seconds"]
 
-#: The tag of the receive that :func:`cut` posts; nobody sends to it.
+#: The tag of the receive that :func:`cut` posts. No rank sends with this tag.
 CUT_TAG = 2**31 - 1
 # The threads of this process (Linux).
 _TASKS = "/proc/self/task"
 _IO_THREAD, _NAMING_TRIES = "gloo_tcp_loop", 50
-# Shorter than Gloo's smallest unit it would mean "for ever".
+# Gloo's smallest unit of time: Gloo would take a shorter timeout as no timeout at all.
 _CUT_S = 0.001
-# How often it is looked whether those who are awaited will connect at all, and how long Gloo may
-# take to notice that nobody waits any more.
+# Seconds between two checks that the awaited ranks can still connect, and seconds that Gloo may
+# take to notice that connecting was given up.
 _LOOK_S, _GIVE_UP_S = 0.02, 2.0
-# What Gloo lets the peers know: the lengths of a name and of an address (a sockaddr_storage and a
-# number), each before what it is of, and the number that each peer is to say when it connects.
+# Gloo publishes a record for each rank. It has a name and an address (a sockaddr_storage and a
+# number), each preceded by its length. Then follow the numbers that the peers must send when they
+# connect, one per peer. A length or number has this many bytes.
 _NUMBER_BYTES = 8
 
 
 def seconds(number: float) -> timedelta:
-    """Return ``number`` of seconds as Gloo wants them: whole milliseconds, not 0."""
+    """Return ``number`` seconds in the form that Gloo needs: whole milliseconds, at least one."""
     return timedelta(milliseconds=max(1, round(1000 * number)))
 
 
 def device(world: World) -> Any:
-    """Return the address and the I/O thread of this rank, for its process groups.
+    """Return the device of this rank's process groups: its listening address and I/O thread.
 
-    Ranks of one host listen on loopback, others on the configured interface or, without
-    one, at the address that the other hosts know this one by. The port is free.
+    If all ranks are on one host, they listen on loopback. Otherwise a rank listens on the
+    configured interface or, without one, at the address by which the other hosts know this
+    host. The port is any free one.
 
     Raises:
-        ConfigError: there is no such interface, or the address is not this host's.
+        ConfigError: the interface does not exist, or this host does not have the address.
         BackendUnavailableError: this PyTorch has no Gloo.
     """
     make = getattr(getattr(_dist, "ProcessGroupGloo", None), "create_device", None)
@@ -75,9 +77,9 @@ def device(world: World) -> Any:
     known = [name for _, name in socket.if_nameindex()]
     if interface not in known:
         raise ConfigError(
-            f"gloo: interface {interface!r}; this host, {world.host}, has {', '.join(known)} "
-            f"[rank {world.rank} of {world.size}]. Set COLLECTIVE_INTERFACE to the one that "
-            "reaches the other hosts (`collective doctor` tells their addresses)."
+            f"gloo: interface {interface!r} does not exist on this host, {world.host}, which has "
+            f"{', '.join(known)} [rank {world.rank} of {world.size}]. Set COLLECTIVE_INTERFACE to "
+            "the interface that reaches the other hosts (`collective doctor` shows the addresses)."
         )
     return _made(make, world, f"interface {interface!r}", interface=interface)
 
@@ -85,17 +87,17 @@ def device(world: World) -> Any:
 def _made(make: Callable[..., Any], world: World, what: str, **where: str) -> Any:
     known = _threads() if os.path.isdir(_TASKS) else None
     try:
-        made = make(**where)
+        listening = make(**where)
     except RuntimeError as error:
         raise ConfigError(
-            f"gloo: {what} cannot be listened on by host {world.host}: {_first_line(error)} "
+            f"gloo: host {world.host} cannot listen on {what}: {_first_line(error)} "
             f"[rank {world.rank} of {world.size}]. Set COLLECTIVE_INTERFACE to the interface "
             "that reaches the other hosts (`collective doctor` lists them)."
         ) from error
-    keep_in_children(made)
+    keep_in_children(listening)
     if known is not None:
         _let_it_queue(known)
-    return made
+    return listening
 
 
 def _threads() -> set[str]:
@@ -104,31 +106,38 @@ def _threads() -> set[str]:
 
 
 def _let_it_queue(known: set[str]) -> None:
-    """Let Gloo's new I/O thread not push aside whoever runs when something arrives.
+    """Keep Gloo's new I/O thread from preempting the running thread when a message arrives.
 
-    Gloo holds a lock of the connection while it sends. Whom the I/O thread pushes aside is
-    often just that sender, and then it polls for the lock until its time slice is over: 4 ms
-    instead of 0.1 for a short message, in half of the calls on busy cores. A thread of class
-    SCHED_BATCH waits until the core is given away, which in a call is at once (sched(7)).
+    Gloo holds a lock of the connection while it sends. The thread that the I/O thread preempts is
+    often that very sender. The I/O thread then polls for the lock until its time slice is over. On
+    busy cores that happened in half of the calls: a short message took 4 ms instead of 0.1. A
+    thread of class SCHED_BATCH waits until the running thread gives the core away, which a call
+    does at once (sched(7)).
+
+    Args:
+        known: ids of the threads that existed before Gloo started its I/O thread.
     """
     for _ in range(_NAMING_TRIES):
         for thread in _threads() - known:
-            # One that has ended meanwhile, or a system that forbids it: it goes as it is.
+            # If the thread has ended meanwhile, or the system forbids the change, go on without.
             with contextlib.suppress(OSError):
                 if Path(_TASKS, thread, "comm").read_text().strip() == _IO_THREAD:
                     if os.sched_getscheduler(int(thread)) == os.SCHED_OTHER:
                         os.sched_setscheduler(int(thread), os.SCHED_BATCH, os.sched_param(0))
                     return
-        time.sleep(0.001)  # it has not given itself its name yet
+        time.sleep(0.001)  # the I/O thread has not set its name yet
 
 
 class AddressStore(_dist.Store):  # type: ignore[misc]
-    """What Gloo takes for a store: each rank offers its address, and reads the others'.
+    """Store for Gloo: each rank offers its address and reads the addresses of the other ranks.
 
     Args:
-        channel: the communicator's, over which they travel.
-        name: of the process group, used once.
-        wait_for: called with a rank whose address is not there yet.
+        channel: channel of the communicator, which carries the addresses.
+        name: name of the process group, used once.
+        wait_for: function that returns the wait for a rank whose address is still missing.
+
+    Attributes:
+        raised: the exception that a wait for an address raised, or None.
     """
 
     def __init__(self, channel: Channel, name: str, wait_for: Callable[[int], Wait]) -> None:
@@ -136,7 +145,7 @@ class AddressStore(_dist.Store):  # type: ignore[misc]
         self._channel = channel
         self._name = name
         self._wait_for = wait_for
-        # What waiting raised: Gloo hands on no more than its text.
+        # Gloo passes on no more than the text of an exception, so keep the exception here.
         self.raised: BaseException | None = None
         self._given_up = False
         self._own = b""
@@ -147,12 +156,12 @@ class AddressStore(_dist.Store):  # type: ignore[misc]
         self._channel.offer(self._name, self._own.hex())
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Return when all ``keys`` are there. The deadline is ours, not Gloo's."""
+        """Wait until all ``keys`` are there, up to our own deadline instead of ``timeout``."""
         for key in keys:
             self.get(key)
 
     def get(self, key: str) -> bytes:
-        """Return a rank's address, waiting for it."""
+        """Return a rank's address; wait until the rank has offered it."""
         rank, wait = int(key.rpartition("/")[2]), None
         try:
             while (text := self._channel.offered(self._name).get(rank)) is None:
@@ -166,11 +175,12 @@ class AddressStore(_dist.Store):  # type: ignore[misc]
             raise
 
     def give_up(self) -> None:
-        """End the waits of whoever connects by this.
+        """End the waits of the thread that connects through this store.
 
-        Of two ranks one connects and the other waits for that, in Gloo, which nobody interrupts: if
-        the one has died it waits five times the deadline that it was given. But it takes whoever
-        says the right number for the peer, and that is this rank itself then.
+        Of two ranks one connects, and the other one waits for that inside Gloo, where nothing can
+        interrupt it. If the connecting rank has died, Gloo waits five times the deadline that it
+        was given. But Gloo accepts any connection that sends the number expected of the peer. So
+        this rank connects to itself and sends the peers' numbers.
         """
         self._given_up = True
         for address, number in _expected(self._own):
@@ -193,46 +203,46 @@ def process_group(
     """Return a process group, connected to those of the other ranks.
 
     Args:
-        meeting: where the ranks find each other.
+        meeting: store in which the ranks find each other's addresses.
         rank: this rank.
-        size: how many there are.
-        listening: what :func:`device` returned.
+        size: number of ranks.
+        listening: the device that :func:`device` returned.
         threads: how many collectives can run at once; messages need none.
-        deadline: for the connection.
-        look: called again and again meanwhile; raises if the others will not all connect.
+        deadline: deadline of connecting.
+        look: called repeatedly meanwhile; raises if not all of the other ranks will connect.
 
     Raises:
         BackendError: the connection failed.
-        Exception: what ``look`` raised, or ``meeting`` while it waited.
+        Exception: ``look`` raised it, or ``meeting`` raised it while it waited.
     """
     options = _dist.ProcessGroupGloo._Options()
     options._devices = [listening]
     options._threads = threads
     options._timeout = seconds(deadline.left())
-    made: list[Any] = []
-    failed: list[BaseException] = []
+    groups: list[Any] = []
+    errors: list[BaseException] = []
 
     def make() -> None:
         try:
-            made.append(_dist.ProcessGroupGloo(meeting, rank, size, options))
-        except BaseException as error:  # whatever it is, it is that of the thread which waits
-            failed.append(error)
+            groups.append(_dist.ProcessGroupGloo(meeting, rank, size, options))
+        except BaseException as error:  # the waiting thread raises it
+            errors.append(error)
 
-    # Not in this thread: a peer may die meanwhile, and Gloo would wait for it.
+    # Connect in another thread: a peer may die meanwhile, and Gloo would keep waiting for it.
     making = Elsewhere(make)
     try:
         while not making.over.acquire(timeout=_LOOK_S):
             look()
     except BaseException:
         meeting.give_up()
-        # Longer it takes only where a host does not answer: then Gloo's own deadline ends it.
-        if making.over.acquire(timeout=_GIVE_UP_S) and made:
-            cut(made[0], rank, size)
+        # It takes longer only if a host does not answer; then Gloo's own deadline ends it.
+        if making.over.acquire(timeout=_GIVE_UP_S) and groups:
+            cut(groups[0], rank, size)
         raise
-    if made:
-        keep_in_children(made[0])
-        return made[0]
-    error = failed.pop()
+    if groups:
+        keep_in_children(groups[0])
+        return groups[0]
+    error = errors.pop()
     if meeting.raised is not None:
         raise meeting.raised from None
     if not isinstance(error, RuntimeError):
@@ -243,10 +253,12 @@ def process_group(
 
 
 def _expected(own: bytes) -> list[tuple[tuple[str, int], bytes]]:
-    """Return where a rank listens, and what its peers say there; nothing if that is not clear.
+    """Return a pair for each peer: the address where a rank listens, and the peer's number.
+
+    The list is empty if ``own`` has an unknown format.
 
     Args:
-        own: what Gloo lets the peers know of it.
+        own: the record that Gloo publishes of the rank; see ``_NUMBER_BYTES``.
     """
     start = _NUMBER_BYTES + int.from_bytes(own[:_NUMBER_BYTES], sys.byteorder)
     end = start + _NUMBER_BYTES
@@ -257,29 +269,32 @@ def _expected(own: bytes) -> list[tuple[tuple[str, int], bytes]]:
     try:
         host = socket.inet_ntop(family, hosts[family])
     except (KeyError, ValueError):
-        return []  # another version of Gloo: its own deadline ends the wait
+        return []  # another version of Gloo: Gloo's own deadline ends the wait
     listening = host, int.from_bytes(address[2:4], "big")
     starts = range(0, len(numbers), _NUMBER_BYTES)
     return [(listening, numbers[at : at + _NUMBER_BYTES]) for at in starts]
 
 
 def cut(group: Any, rank: int, size: int) -> None:
-    """Close the connections of ``group``: whatever runs on it fails, here and at the peers.
+    """Close the connections of ``group``: every call on it fails, here and at the peers.
 
-    Gloo has no call for that, and no way to interrupt a message. But a receive that times
-    out closes all connections of its process group, lest a message that comes late be
-    taken for another: so one is posted that nobody will answer.
+    Gloo has no call that closes them, and no way to interrupt a message. But a receive that
+    times out closes all connections of its process group, so that a late message cannot match
+    another receive. So this function posts a receive that no rank will answer.
     """
     nothing = torch.empty(1, dtype=torch.uint8)
     for peer in range(size):
         if peer != rank:
-            # Those that are closed already raise at once, and the next one is tried.
+            # A connection that is closed already raises at once; then the next peer is tried.
             with contextlib.suppress(RuntimeError):
                 group.recv([nothing], peer, CUT_TAG).wait(seconds(_CUT_S))
 
 
 def ended(work: Any) -> bool:
-    """Tell whether a collective of Gloo's that was cut has ended, as it should at once."""
+    """Return whether a collective of Gloo has ended after it was cut.
+
+    It should end at once; the function waits for 0.1 s.
+    """
     for _ in range(100):
         if work.is_completed():
             return True

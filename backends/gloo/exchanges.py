@@ -1,8 +1,8 @@
-"""Collectives in one round of messages, all under way at once.
+"""Collectives in a single round of messages, all in flight at once.
 
-The default algorithms save messages by taking rounds, and every round waits for the
-slowest rank to be woken: over Gloo that costs more than the messages. Here each rank posts
-everything that it will receive and send, and then waits once.
+The default algorithms save messages by using several rounds, and every round waits until the
+slowest rank is awake. Over Gloo that costs more than the messages. Here each rank posts all of
+its receives and sends, and then waits once.
 """
 
 from __future__ import annotations
@@ -27,17 +27,18 @@ if TYPE_CHECKING:
 __all__ = ["Exchange", "PreparedAllReduce", "all_gather", "all_reduce", "all_to_all", "gather",
            "reduce", "reduce_scatter", "scatter"]  # fmt: skip
 
-# Folded at a time, so that what one rank has added is in the cache for the next.
+# Bytes folded at a time: the sum so far stays in the cache while the next rank's part is added.
 _BLOCK_BYTES = 64 << 10
 
-#: What is to be received and to be sent: buffers, and from and to which rank.
+#: Function that receives and sends: it takes pairs of a buffer and the source rank, and pairs of a
+#: buffer and the destination rank.
 Exchange = Callable[[Sequence[tuple[Buffer, int]], Sequence[tuple[Buffer, int]]], None]
-#: The tensors of a message, and from or to which rank it goes.
+#: The tensors of a message, and its source or destination rank.
 Message = tuple[list[Any], int]
 
 
 def _others(rank: int, size: int) -> list[int]:
-    """Return the other ranks, beginning after this one, so that not all turn to the same."""
+    """Return the other ranks, starting after this one, so that not all ranks start with rank 0."""
     return [(rank + step) % size for step in range(1, size)]
 
 
@@ -48,7 +49,7 @@ def _parts(buffer: Buffer, counts: Sequence[int]) -> list[Buffer]:
 def all_gather(
     exchange: Exchange, rank: int, src: Buffer, dst: Buffer, counts: Sequence[int]
 ) -> None:
-    """Concatenate the ranks' ``src`` in every ``dst``: each sends its own to all others."""
+    """Concatenate the ranks' ``src`` in every ``dst``: each rank sends its own to all others."""
     into = _parts(dst, counts)
     others = _others(rank, len(counts))
     exchange([(into[other], other) for other in others], [(src, other) for other in others])
@@ -78,7 +79,7 @@ def gather(
     counts: Sequence[int],
     root: int,
 ) -> None:
-    """Concatenate the ranks' ``src`` in ``dst`` of ``root``, which receives all at once."""
+    """Concatenate the ranks' ``src`` in the root's ``dst``; the root posts all receives at once."""
     if dst is None:
         exchange([], [(src, root)])
         return
@@ -95,7 +96,7 @@ def scatter(
     counts: Sequence[int],
     root: int,
 ) -> None:
-    """Leave piece ``rank`` of ``src`` of ``root`` in ``dst``; the root sends all at once."""
+    """Put piece ``rank`` of the root's ``src`` into ``dst``; the root posts all sends at once."""
     if src is None:
         exchange([(dst, root)], [])
         return
@@ -108,10 +109,10 @@ def scatter(
 def reduce_scatter(
     exchange: Exchange, rank: int, src: Buffer, dst: Buffer, counts: Sequence[int], op: ReduceOp
 ) -> None:
-    """Fold the ranks' ``src``, in rank order, and leave part ``rank`` of it in ``dst``.
+    """Fold the ranks' ``src``, in rank order, and put part ``rank`` of the result into ``dst``.
 
-    Every rank receives all inputs of its part, in scratch of that size times the number of
-    ranks, and folds them.
+    Every rank receives all inputs for its part and folds them. The scratch memory has the size of
+    the part times the number of ranks.
     """
     size = len(counts)
     folding = Folding(op, src.dtype, size)
@@ -127,7 +128,7 @@ def reduce_scatter(
 def all_reduce(
     exchange: Exchange, rank: int, size: int, src: Buffer, dst: Buffer, op: ReduceOp
 ) -> None:
-    """Fold the ranks' ``src``, in rank order, into every ``dst``: everybody gets them all.
+    """Fold the ranks' ``src``, in rank order, into every ``dst``: every rank receives all inputs.
 
     :class:`PreparedAllReduce` does the same where time matters more than memory.
     """
@@ -149,7 +150,7 @@ def reduce(
     op: ReduceOp,
     root: int,
 ) -> None:
-    """Fold the ranks' ``src``, in rank order, into ``dst`` of ``root``, which gets them all."""
+    """Fold the ranks' ``src``, in rank order, into the root's ``dst``; it receives all inputs."""
     folding = Folding(op, src.dtype, size)
     mine = folding.enter(src)
     if dst is None:
@@ -161,19 +162,20 @@ def reduce(
 
 
 class PreparedAllReduce:
-    """The plan of an all-reduce of few elements: what it takes depends on the request alone.
+    """Plan of an all-reduce of few elements, prepared from the request alone.
 
     A call of this size spends as much time in Python as in Gloo, and every rank waits for
-    the slowest. So the tensors that Gloo sends and receives are made once: each rank's elements
-    have a room here, this rank's too, which also lets ``dst`` be what this rank contributes.
+    the slowest rank. So the tensors that Gloo sends and receives are made once. The plan has
+    a buffer for the elements of each rank, this rank included. So ``dst`` may be the same memory
+    as ``src``.
 
     Args:
         request: the call.
         rank: this rank.
-        size: how many there are.
+        size: number of ranks.
         begin: called before anything is sent.
-        move: receives, sends and waits, as :class:`Exchange`, but of tensors, the longest of so
-            many bytes.
+        move: function that receives, sends and waits like :class:`Exchange`, but with tensors; its
+            last argument is the length of the longest one in bytes.
     """
 
     __slots__ = ("_begin", "_coming", "_fold", "_going", "_mine", "_move", "_nbytes", "_post",
@@ -210,8 +212,8 @@ class PreparedAllReduce:
             with np.errstate(all="ignore"):
                 self._pre(src.array, self._mine)
         self._move(deadline, self._coming, self._going, self._nbytes)
-        # The sends are over, too: the first room, in which the others are folded, is rank 0's own,
-        # and what it has sent.
+        # The sends have completed as well. So rank 0 may fold into the first buffer, although it
+        # has sent from that buffer.
         total, *others, last = self._rooms
         with np.errstate(all="ignore"):
             for other in others:
@@ -224,7 +226,15 @@ class PreparedAllReduce:
 def _fold_pieces(
     folding: Folding, rank: int, into: list[Buffer], mine: Buffer, dst: Buffer
 ) -> None:
-    """Fold what came and ``mine``; this rank's slot of ``into`` is scratch."""
+    """Fold the received pieces and ``mine`` into ``dst``.
+
+    Args:
+        folding: the operator and its scaling.
+        rank: this rank.
+        into: the received pieces, by rank; this rank's slot is used as scratch memory.
+        mine: this rank's own piece.
+        dst: buffer for the result.
+    """
     room = into[rank]
     into[rank] = mine
     step = max(1, _BLOCK_BYTES // dst.dtype.itemsize)

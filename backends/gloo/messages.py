@@ -1,4 +1,4 @@
-"""Messages over Gloo's process groups, and how calls of Gloo's are waited for."""
+"""Messages over Gloo's process groups, and waiting for Gloo's calls."""
 
 from __future__ import annotations
 
@@ -29,21 +29,23 @@ __all__ = ["Messenger", "limit"]
 
 _UINT8 = BY_NAME["uint8"]
 
-# Our deadlines come first, since they can name the absent ranks; Gloo's so much later.
+# Our own deadline expires first, because our error can name the absent ranks. Gloo's time limit is
+# later by this many seconds.
 _SLACK_S = 5.0
-# What takes longer is looked after, in slices.
+# Seconds for which a call waits at first; after that it waits in slices, with a check after each.
 _FIRST_S = 0.1
-# Messages up to here arrive whole or not at all, as good as always; see Messenger._move.
+# Messages up to this length almost always arrive completely or not at all; see Messenger._move.
 _DIRECT_BYTES = 32 << 10
-# Gloo's tags have 31 bits. Those of the first process group, which is there for collectives:
-# comparisons of calls, the user's tag that the second group keeps for cutting, and from
-# _HASHED on hashes: of the call that a message belongs to, or of a tag of more bits.
+# Gloo's tags have 31 bits. These are the tags of the first process group, which is for collectives.
+# Comparisons of calls use _COMPARED. Messages with the user's tag CUT_TAG use _LAST, because the
+# second group reserves that tag for cutting. From _HASHED on, the tags are hashes: of the call to
+# which a message belongs, or of a user's tag that does not fit into 31 bits.
 _COMPARED, _LAST, _HASHED = 0, 1, 2
 
 
 @lru_cache(maxsize=256)
 def limit(patience: float) -> Any:
-    """Return Gloo's time limit for a call to which we give ``patience`` seconds in all."""
+    """Return Gloo's time limit for a call whose own deadline is ``patience`` seconds in all."""
     return seconds(patience + _SLACK_S)
 
 
@@ -52,35 +54,36 @@ def _hashed(number: int) -> int:
 
 
 class Messenger(Monitored):
-    """The part of the transport that sends, receives and waits."""
+    """Part of the transport that sends, receives and waits."""
 
     def __init__(self, channel: Channel) -> None:
         self.rank = channel.rank
         self.size = channel.size
         self.channel = channel
-        # For collectives, and for users' messages, which may run at the same time.
+        # One group for collectives and one for the user's messages: both may run at the same time.
         self._groups: tuple[Any, ...] = ()
-        # The collective call that runs, for errors, and the tag of its messages.
+        # The running collective call, for errors, and the tag of its messages.
         self._running: object = "connect"
         self._slot = _COMPARED
-        # The collective of Gloo's that runs, or has failed.
+        # Gloo's own collective that is running or has failed.
         self._work: Any = None
         self._cutting = threading.Lock()
 
     def _cut(self) -> None:
-        """End what runs, here and at the peers; their monitors tell them why."""
+        """End all running calls, here and at the peers, whose monitors give them the reason."""
         with self._cutting:
             for group in self._groups:
                 cut(group, self.rank, self.size)
 
     def _begin(self, request: Request, comparing: bool = False) -> None:
-        """Take note of the collective call that is about to run, or to be compared.
+        """Record the collective call that is about to run or, if ``comparing``, to be compared.
 
-        Its messages get a tag that depends on it, so that those of different calls never
-        meet: Gloo ends the process when a message is longer than its receiver expects. They
-        wait instead, and after a second the monitor has the calls compared.
+        The call's messages get a tag that depends on the call, so messages of different calls
+        never match: Gloo ends the process when a message is longer than its receiver expects.
+        Ranks in different calls wait instead, and after a second the monitor has the calls
+        compared.
         """
-        if self.channel.failure is not None:  # a call into Python costs 60 ns, also for nothing
+        if self.channel.failure is not None:  # spares most calls a Python call, which costs 60 ns
             self.refuse_broken(request)
         self._running = request
         self._slot = _COMPARED if comparing else _hashed(request.digest)
@@ -117,7 +120,7 @@ class Messenger(Monitored):
         """Receive and send the messages of a collective, all at once."""
         self._exchange_tensors(
             deadline,
-            # Lengths are agreed on: where there is nothing to send, nobody waits for it.
+            # All ranks know the lengths, so no rank sends an empty message or waits for one.
             [([as_bytes(buffer)], rank) for buffer, rank in coming if buffer.count],
             [([as_bytes(buffer)], rank) for buffer, rank in going if buffer.count],
             max(buffer.nbytes for buffer, _ in (*coming, *going)),
@@ -126,12 +129,15 @@ class Messenger(Monitored):
     def _exchange_tensors(
         self, deadline: Deadline, coming: Sequence[Message], going: Sequence[Message], nbytes: int
     ) -> None:
-        """Do so with tensors, the longest of ``nbytes``."""
+        """Receive and send tensors of a collective, all at once; the longest has ``nbytes``."""
         blocked = Blocked(self.channel, self._running, deadline, None)
         self._move(blocked, self._groups[0], self._slot, coming, going, nbytes)
 
     def _recv_any(self, dst: Buffer, tag: int, deadline: Deadline) -> int:
-        """Receive from whoever comes first, which Gloo waits for even when it is cut."""
+        """Receive from the rank whose message arrives first.
+
+        A cut does not end such a receive in Gloo. So it runs in another thread.
+        """
         where = f"recv(tag={tag})"
         group, slot = self._route(tag)
         sources: list[int] = []
@@ -153,7 +159,7 @@ class Messenger(Monitored):
         return sources[0]
 
     def _route(self, tag: int) -> tuple[Any, int]:
-        """Return the process group and Gloo's tag for messages with ``tag``."""
+        """Return the process group and the Gloo tag for messages with ``tag``."""
         groups = self._groups
         if tag == COLLECTIVE_TAG:
             return groups[0], self._slot
@@ -169,7 +175,8 @@ class Messenger(Monitored):
     def _blocked(self, what: str, peers: Sequence[int], tag: int, deadline: Deadline) -> Blocked:
         self.refuse_broken(f"{what}(tag={tag})")
         if tag == COLLECTIVE_TAG:
-            # Whether a peer that has left did its part is a question of the whole call.
+            # A peer that has left may have done its part: this depends on the whole collective
+            # call, not on one message. So the wait names no single peer.
             return Blocked(self.channel, self._running, deadline, None)
         return Blocked(self.channel, f"{what}(tag={tag})", deadline, peers)
 
@@ -182,11 +189,11 @@ class Messenger(Monitored):
         going: Sequence[Message],
         nbytes: int,
     ) -> None:
-        """Receive and send tensors, and wait for them, the longest of ``nbytes``.
+        """Receive and send tensors, and wait for them; the longest has ``nbytes``.
 
-        In Gloo, which nothing interrupts but :func:`cut`. And not even that, where a part
-        of a message has been read when its sender dies: then Gloo forgets that somebody
-        waits for the rest. So long ones are waited for in another thread.
+        This thread waits inside Gloo, where only :func:`cut` can interrupt it. Even a cut does
+        not help if the sender dies when a part of its message has been read: then Gloo forgets
+        that a thread is waiting for the rest. So another thread waits for long messages.
         """
         works = []
         try:
@@ -205,7 +212,7 @@ class Messenger(Monitored):
             finally:
                 watched.remove(blocked)
         except CollectiveError:
-            raise  # known: the wait has looked
+            raise  # the wait's check has raised it, so it is explained already
         except RuntimeError as error:
             raise self._explained(blocked, error) from error
 
@@ -218,34 +225,35 @@ class Messenger(Monitored):
                 wait.check()
                 pause = wait.slice()
         except CollectiveError:
-            self._cut()  # or Gloo goes on with an array that its owner has back
+            self._cut()  # otherwise Gloo would go on using an array that the caller has back
             raise
         if elsewhere.error is not None:
             raise elsewhere.error
 
     def _explained(self, blocked: Blocked, error: RuntimeError) -> BaseException:
-        found = blocked.error or self.channel.explain(blocked.where, error, blocked.awaited)
+        explained = blocked.error or self.channel.explain(blocked.where, error, blocked.awaited)
         self._cut()
-        return found
+        return explained
 
     def _meet(self, deadline: Deadline) -> None:
-        """Return when all ranks are in one call.
+        """Wait until the ranks are in the same call.
 
-        Gloo numbers its collectives, whatever they are, so each rank first hears from the one
-        before it. Where two are not in the same call both wait here: around the circle
-        nobody gets further who would have to do with the other.
+        Gloo matches its collectives by a running number alone, whatever they do. So each rank
+        first receives a message from the rank before it. If ranks are in different calls they
+        wait here: around the ring, no rank continues that would have to exchange data with a rank
+        in another call.
         """
         after, before = (self.rank + 1) % self.size, (self.rank - 1) % self.size
         coming, going = Buffer.empty(1, _UINT8), Buffer.empty(1, _UINT8)
         self._exchange(deadline, [(coming, before)], [(going, after)])
 
     def _run(self, start: Callable[..., Any], *args: Any, deadline: Deadline) -> None:
-        """Run a collective of Gloo's, which is waited for in slices."""
+        """Run one of Gloo's own collectives, and wait for it in slices."""
         try:
             self._work = start(*args)
             self._complete(self._work, deadline)
-        except CollectiveError:  # before RuntimeError, which it is too
-            # Gloo works with an array that its owner has back when this is raised.
+        except CollectiveError:  # must precede RuntimeError, its base class
+            # Once this is raised the caller has its array back, so Gloo must stop using it.
             self._cut()
             ended(self._work)
             raise
@@ -260,7 +268,7 @@ class Messenger(Monitored):
                 work.wait(seconds(pause))
                 return
             except RuntimeError:
-                # Either it has failed, or not ended; or it has ended just after.
+                # The call has failed, is still running, or has completed just after the timeout.
                 if work.is_completed():
                     work.wait()
                     return

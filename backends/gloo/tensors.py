@@ -1,4 +1,4 @@
-"""A buffer's memory as a tensor, and which folds Gloo does as we do."""
+"""Tensors over a buffer's memory, and the folds for which Gloo gives the same results as we do."""
 
 from __future__ import annotations
 
@@ -15,22 +15,23 @@ if TYPE_CHECKING:
 
 __all__ = ["GlooFold", "as_bytes", "gloo_fold"]
 
-# Its members are not in torch's type stubs.
+# The members of RedOpType are missing from torch's type stubs.
 _REDUCE: Any = dist.ReduceOp.RedOpType
 _ADDING = {"sum": _REDUCE.SUM}
-# These are sums with a scaling before or after, which is done here.
+# "avg" and "premul_sum" are sums with a scaling before or after, which this transport does itself.
 _AVERAGING = {**_ADDING, "avg": _REDUCE.SUM, "premul_sum": _REDUCE.SUM}
 _BITWISE = {"band": _REDUCE.BAND, "bor": _REDUCE.BOR, "bxor": _REDUCE.BXOR}
 _MULTIPLYING = {"prod": _REDUCE.PRODUCT}
-# Not of floats: Gloo's drop NaN, depending on the order of the ranks.
+# Not for floats: Gloo's min and max drop NaN, depending on the order of the ranks.
 _COMPARING = {"min": _REDUCE.MIN, "max": _REDUCE.MAX}
 
 _MODULAR = {**_ADDING, **_MULTIPLYING, **_BITWISE}
 _INTEGER = {**_MODULAR, **_COMPARING}
 _REAL = {**_AVERAGING, **_MULTIPLYING}
 
-# How Gloo sees each type that it can fold, and with which operators. Modulo 2**n it does
-# not matter whether an integer has a sign; the sum of complex numbers is that of its parts.
+# For each dtype that Gloo can fold: the dtype under which Gloo folds it, and the operators.
+# Modulo 2**n, signed and unsigned integers fold alike. The sum of complex numbers is the sum of
+# their real and imaginary parts.
 _KINDS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "int8": (torch.int8, _INTEGER),
     "int32": (torch.int32, _INTEGER),
@@ -48,7 +49,7 @@ _KINDS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
 
 
 class GlooFold(NamedTuple):
-    """A fold that Gloo does: on tensors of ``dtype``, with its operator ``op``."""
+    """Fold that Gloo does on tensors of ``dtype``, with Gloo's operator ``op``."""
 
     dtype: torch.dtype
     op: Any
@@ -56,27 +57,28 @@ class GlooFold(NamedTuple):
 
 @cache
 def gloo_fold(op: str, dtype: DType) -> GlooFold | None:
-    """Return how Gloo does what ``op`` means for ``dtype``, or None if it does not."""
-    seen = _KINDS.get(dtype.name)
-    if seen is None or op not in seen[1]:
+    """Return Gloo's fold for our operator ``op`` on ``dtype``, or None if Gloo has none."""
+    kind = _KINDS.get(dtype.name)
+    if kind is None or op not in kind[1]:
         return None
-    return GlooFold(seen[0], seen[1][op])
+    return GlooFold(kind[0], kind[1][op])
 
 
 class _Writable:
-    """A read-only array that says it is not: torch warns of those, even to be sent.
+    """Wrapper that presents a read-only array as writable.
 
-    What only has to be sent comes this way, and Gloo does not write to it.
+    torch warns about read-only arrays, even if they are only sent. A read-only array gets here
+    only to be sent, and Gloo does not write to it.
     """
 
     def __init__(self, array: np.ndarray[Any, Any]) -> None:
-        self._array = array  # kept alive by the array made of this
+        self._array = array  # an array made from this wrapper keeps the wrapped array alive
         address, _ = array.__array_interface__["data"]
         self.__array_interface__ = {**array.__array_interface__, "data": (address, False)}
 
 
 def as_bytes(buffer: Buffer) -> torch.Tensor:
-    """Return the memory of ``buffer`` as uint8."""
+    """Return a uint8 tensor over the memory of ``buffer``."""
     array = buffer.array.view(np.uint8)
     if not array.flags.writeable:
         array = np.asarray(_Writable(array))

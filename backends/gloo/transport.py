@@ -1,8 +1,8 @@
-"""The ``gloo`` transport: its life, and which way a collective goes.
+"""The ``gloo`` transport: connecting, closing, and the choice of algorithm for each collective.
 
-Gloo's own collectives run in a thread of the process group, which costs a short call more
-than its messages do; they win where there is much to fold or to forward. The limits were
-measured with two and four ranks on one machine of two cores (``docs/gloo.md``).
+Gloo's own collectives run in a thread of the process group. For a short call, that thread costs
+more than the messages. Gloo's collectives are faster where there is much to fold or to forward.
+The limits were measured with two and four ranks on one machine of two cores (``docs/gloo.md``).
 """
 
 from __future__ import annotations
@@ -41,19 +41,20 @@ if TYPE_CHECKING:
 
 __all__ = ["GlooBackend"]
 
-# With more ranks one round of all at once is as many messages for each: then trees and rings,
-# unless the messages are long.
+# In a single round each rank sends as many messages as there are other ranks. With more than _FEW
+# ranks a call therefore uses trees and rings, unless it has at least _LONG_BYTES.
 _FEW, _LONG_BYTES = 8, 1 << 20
-# All-reduces up to this length are prepared.
+# All-reduces up to this length are prepared; see PreparedAllReduce.
 _SMALL_BYTES = 4 << 10
-# All ranks' inputs together, where every rank collects them to fold them, and where a root does.
+# Largest total size of all ranks' inputs for which every rank collects and folds them all, and for
+# which a root does.
 _COLLECTED_BYTES, _COLLECTED_AT_ROOT_BYTES = 2 << 20, 64 << 20
-# From here on Gloo's broadcast is the faster one.
+# From this length on, Gloo's own broadcast is faster.
 _BROADCAST_BYTES = 256 << 10
 
 
 class GlooBackend(Messenger):
-    """Ranks on any hosts; see the package's docstring."""
+    """Transport between ranks on any hosts; see the package's docstring."""
 
     name = "gloo"
     capabilities = Capabilities(
@@ -69,7 +70,7 @@ class GlooBackend(Messenger):
 
     @classmethod
     def connect(cls, world: World, deadline: Deadline) -> Self:
-        """Meet the other ranks through ``world.store``; see :meth:`Backend.connect`."""
+        """Connect to the other ranks through ``world.store``; see :meth:`Backend.connect`."""
         listening = device(world)
         channel = Monitor.start(world, deadline).channel
         self = cls(world, channel, listening)
@@ -79,7 +80,7 @@ class GlooBackend(Messenger):
             self._connect(channel, range(world.size), "connect", deadline, world.store.check)
         except CollectiveError as error:
             raise RendezvousError(
-                f"gloo: the ranks have met and cannot connect [rank {world.rank} of "
+                f"gloo: the ranks have met but cannot connect [rank {world.rank} of "
                 f"{world.size}]: {error}"
             ) from error
         return self
@@ -91,7 +92,7 @@ class GlooBackend(Messenger):
         return child
 
     def descriptors(self, ranks: Sequence[int]) -> int:
-        return 2 * (len(ranks) - 1)  # a connection a peer, for collectives and for messages
+        return 2 * (len(ranks) - 1)  # two connections per peer: for collectives and for messages
 
     def _connect(
         self,
@@ -101,7 +102,7 @@ class GlooBackend(Messenger):
         deadline: Deadline,
         look: Callable[[], None],
     ) -> None:
-        """Connect with the others of ``ranks``, watched through ``channel`` and by ``look``."""
+        """Connect with the other ranks of ``ranks``, watching them by ``channel`` and ``look``."""
         channel.check(where, ())
         self._running = where
         try:
@@ -109,15 +110,15 @@ class GlooBackend(Messenger):
             self._groups, self._listening = connector.connect(self._listening)
             self.channel.when_broken(self._cut)
             if is_broken_after(self.channel):
-                self._cut()  # the first call tells why
+                self._cut()  # the first call raises the reason
             else:
-                self.channel.check(where, ())  # or it broke before
+                self.channel.check(where, ())  # it may have broken before when_broken()
         except BaseException:
             self.close()
             raise
 
     def close(self) -> None:
-        # First the word, then the deed: peers that see the connections end ask why.
+        # Tell the monitor before the connections end: peers that see them end ask it why.
         self.channel.close()
         self._cut()
         if self._work is not None and not ended(self._work):
@@ -127,11 +128,11 @@ class GlooBackend(Messenger):
     # -- collectives ----------------------------------------------------------------------
 
     def _one_round(self, nbytes: int) -> bool:
-        """Tell whether all messages of a call on ``nbytes`` go at once."""
+        """Return whether a call on ``nbytes`` sends all of its messages in one round."""
         return 1 < self.size <= _FEW or (self.size > _FEW and nbytes >= _LONG_BYTES)
 
     def plan(self, request: Request) -> Plan:
-        # A user's function would be kept alive by what is prepared with it.
+        # A plan prepared with a user's function would keep that function alive.
         small = 0 < request.nbytes <= _SMALL_BYTES and 1 < self.size <= _FEW
         if request.operation == "all_reduce" and small and request.op.function is None:
             begin, move = partial(self._begin, request), self._exchange_tensors
@@ -166,7 +167,7 @@ class GlooBackend(Messenger):
         elif self.size <= _FEW and total <= _COLLECTED_AT_ROOT_BYTES:
             exchanges.reduce(exchange, self.rank, self.size, src, dst, op, root)
         elif gloos is not None and not request.ordered:
-            # Off the root Gloo folds in what it is given, too.
+            # Gloo also overwrites the buffer on ranks other than the root, so it needs scratch.
             room = Buffer.empty(src.count, src.dtype) if dst is None else dst
             options = _options("Reduce", deadline.seconds, rootRank=root, reduceOp=gloos.op)
             self._fold_by_gloo(self._groups[0].reduce, gloos, options, src, room, op, deadline)
@@ -205,7 +206,7 @@ class GlooBackend(Messenger):
         op: ReduceOp,
         deadline: Deadline,
     ) -> None:
-        """Let Gloo fold, in ``dst``, and scale before or after where ``op`` asks for it."""
+        """Let Gloo fold in place in ``dst``; scale before or after if ``op`` requires it."""
         self._meet(deadline)
         pre = arithmetic.pre(op, src.dtype, self.size)
         post = arithmetic.post(op, src.dtype, self.size)
@@ -274,7 +275,7 @@ class GlooBackend(Messenger):
 
 @lru_cache(maxsize=256)
 def _options(kind: str, patience: float, **settings: Any) -> Any:
-    """Return what Gloo wants to know beside the tensors; it does not change it."""
+    """Return Gloo's options object for a collective; Gloo does not change it, so it is cached."""
     options = getattr(dist, f"{kind}Options")()
     options.timeout = limit(patience)
     for name, value in settings.items():

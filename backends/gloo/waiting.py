@@ -1,4 +1,4 @@
-"""Waits that Gloo cannot interrupt: watched by a thread, or made by one."""
+"""Waits that Gloo cannot interrupt: another thread watches them, or waits in their place."""
 
 from __future__ import annotations
 
@@ -16,21 +16,22 @@ if TYPE_CHECKING:
 
 __all__ = ["Blocked", "Elsewhere", "watched"]
 
-# How often the waits are looked at, and how old one is when it is first looked at.
+# Seconds between two checks of the waits, and the age of a wait at its first check.
 _TICK_S = 0.05
 
 
 class Blocked:
-    """One call that is about to block in Gloo.
+    """Call that is about to block in Gloo.
 
     Args:
-        channel: the communicator's.
+        channel: channel of the communicator.
         where: the operation, for errors.
-        deadline: the call's.
-        awaited: the ranks that it takes; None where the whole call depends on more of them.
+        deadline: deadline of the call.
+        awaited: the ranks that the call waits for; None if it belongs to a collective, which
+            depends on more ranks.
 
     Attributes:
-        error: why the wait was ended.
+        error: the error that ended the wait, or None.
     """
 
     __slots__ = ("_channel", "_since", "_wait", "awaited", "deadline", "error", "where")
@@ -51,33 +52,37 @@ class Blocked:
         self._wait: Wait | None = None
 
     def wait(self) -> Wait:
-        """Return the rest of the wait."""
+        """Return the channel's wait for the same ranks and deadline."""
         return self._channel.wait(self.where, self.deadline, self.awaited)
 
     def look(self, now: float) -> None:
-        """End the wait if there is a reason to, by breaking the communicator."""
+        """End the wait by breaking the communicator, if the monitor knows a reason.
+
+        Args:
+            now: the present time, by ``time.monotonic()``.
+        """
         if now - self._since < _TICK_S or self.error is not None:
             return
         try:
             self._wait = self._wait or self.wait()
             self._wait.check()
-        except Exception as error:  # broken; raised by whoever waits
+        except Exception as error:  # the communicator is broken; the waiting thread raises this
             self.error = error
 
 
 class _Watched:
-    """The waits of this process, and the thread that looks at them while there are any.
+    """The waits of this process, and the thread that checks them while there are any.
 
-    A message cannot be waited for in slices: a wait that times out closes Gloo's
-    connections. So the thread that wants it blocks until it is there, and this one keeps
-    an eye on deadlines, stalls and peers. It costs a message about a microsecond.
+    No thread can wait for a message in slices: a wait that times out closes Gloo's
+    connections. So the calling thread blocks until the message is there, and the watching thread
+    checks deadlines, stalls and peers. This costs about a microsecond per message.
     """
 
     def __init__(self) -> None:
         self.begin()
 
     def begin(self) -> None:
-        """Begin anew: a forked child has neither the thread nor the waits."""
+        """Reset the state: a forked child has neither the thread nor the waits."""
         self._waits: dict[Blocked, None] = {}
         self._wake = threading.Event()
         self._asleep = False
@@ -85,7 +90,7 @@ class _Watched:
         self._starting = threading.Lock()
 
     def add(self, wait: Blocked) -> None:
-        """Look after ``wait`` from now on."""
+        """Check ``wait`` regularly from now on."""
         self._waits[wait] = None
         if self._asleep:
             self._wake.set()
@@ -93,7 +98,7 @@ class _Watched:
             self._start()
 
     def remove(self, wait: Blocked) -> None:
-        """Forget ``wait``."""
+        """Stop checking ``wait``."""
         del self._waits[wait]
 
     def _start(self) -> None:
@@ -108,7 +113,8 @@ class _Watched:
         while True:
             self._wake.clear()
             self._asleep = True
-            # In this order: whoever adds after it has seen _asleep wakes us.
+            # Look for waits after setting _asleep: a thread that adds a wait later than this check
+            # sees _asleep and sets the event.
             if not self._waits:
                 self._wake.wait()
             self._asleep = False
@@ -116,22 +122,22 @@ class _Watched:
             self._look()
 
     def _look(self) -> None:
-        # Not in _serve, whose variables stay while it sleeps: the last call that it looked at, and
-        # with that the communicator and its connections.
+        # A separate function, because the variables of _serve stay alive while it sleeps: they
+        # would keep the last wait alive, and with it the communicator and its connections.
         now = time.monotonic()
         for wait in self._waits.copy():
             wait.look(now)
 
 
 class Elsewhere:
-    """A function that runs in another thread of this process, which may never come back.
+    """Run of a function in another thread of this process; the function may never return.
 
     Args:
-        function: what blocks.
+        function: the function that blocks.
 
     Attributes:
-        over: locked until it has returned or raised.
-        error: the RuntimeError that it raised.
+        over: lock that the job releases when the function has returned or raised.
+        error: the RuntimeError that the function raised, or None.
     """
 
     __slots__ = ("error", "function", "over")
@@ -151,7 +157,7 @@ class Elsewhere:
         jobs.put(self)
 
 
-# The queues of the threads that have nothing to do.
+# The queues of the idle threads.
 _idle: list[SimpleQueue[Elsewhere]] = []
 
 
@@ -162,10 +168,11 @@ def _serve(jobs: SimpleQueue[Elsewhere]) -> None:
             job.function()
         except RuntimeError as error:
             job.error = error
-        # First this, or whoever waits would find no thread for what comes next.
+        # Become idle before releasing the lock. Otherwise the waiting thread's next job would find
+        # no idle thread.
         _idle.append(jobs)
         job.over.release()
-        del job  # it holds the caller's arrays
+        del job  # the job refers to the caller's arrays
 
 
 watched = _Watched()

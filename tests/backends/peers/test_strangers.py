@@ -562,7 +562,7 @@ def test_a_stranger_at_a_port_of_gloo_s_is_refused_and_the_job_goes_on(
     connecting = pytest.importorskip("collective.backends.gloo.connecting")
     monkeypatch.setattr(connecting, "_PROOF_S", 1.0)
     stranger = PortScanner(1, then)
-    with pytest.warns(RuntimeWarning, match="connecting anew"):
+    with pytest.warns(RuntimeWarning, match="reconnecting"):
         assert over_gloo(tmp_path, stranger, monkeypatch, FAR) == [3.0, 3.0]
     assert len(stranger.ports) > 2  # they did connect anew
     assert os.listdir(tmp_path) == []
@@ -576,7 +576,7 @@ def test_a_stranger_who_is_there_each_time_is_named(
     stranger = PortScanner(1000, THEN["is silent"])
     with pytest.warns(RuntimeWarning):
         found = over_gloo(tmp_path, stranger, monkeypatch, 3.0)
-    assert any("has not proved to know this job's secret" in text for text in found)
+    assert any("has not proved that it knows this job's secret" in text for text in found)
     gc.collect()  # the errors' tracebacks hold Gloo's sockets
 
 
