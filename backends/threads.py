@@ -1,6 +1,7 @@
-"""Ranks that are threads of one process, for tests, notebooks, or one replica per device.
+"""Transport between ranks that are threads of one process.
 
-The transport makes no needless copies: peers read each other's arrays in place.
+It is for tests, for notebooks, and for programs with one replica per device. There are no
+unnecessary copies: ranks read each other's arrays in place.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ __all__ = ["ThreadsBackend"]
 
 Array = np.ndarray[Any, Any]
 
-# Maps a job to its hub, where the threads of one world meet. A hub is removed when all have joined.
+# The hubs in which the threads of a world meet, by job; connect() removes its hub when it ends.
 _hubs: dict[str, _Shared] = {}
 _hubs_lock = threading.Lock()
-# Longest sleep of a wait, for events that do not wake it, and of the wait for ranks to join.
+# Seconds between two checks for events that wake no waiting thread: in a call, and in connect().
 _LOOK_S, _MEET_S = 0.5, 0.02
 
 
@@ -47,11 +48,11 @@ class _Shared:
         self.size = size
         self.token = secrets.token_hex(8)
         self.condition = threading.Condition()
-        self.arrived = [0] * size  # number of steps that each rank has made
-        self.gone = [""] * size  # why a rank will not come again, else empty
+        self.arrived = [0] * size  # how many steps each rank has made
+        self.gone = [""] * size  # why a rank will not make another call; empty while it may
         self.last: list[Request | None] = [None] * size
-        # The ranks' digests, one list for even steps and one for odd steps. A fast rank may open
-        # its next operation while a slow rank still reads the digests of this operation.
+        # Each rank's digest of its call, in one list for even steps and one for odd steps. A fast
+        # rank may open its next operation while a slow rank still reads this operation's digests.
         self.digests = [[0] * size, [0] * size]
         self.headers: list[bytes] = [b""] * size
         self.sources: list[Array | None] = [None] * size
@@ -63,7 +64,7 @@ class _Shared:
 
 
 class _Message:
-    """A send that waits for its receiver. The receiver copies directly from the sender's array."""
+    """Send that waits for its receiver; the receiver copies directly from the sender's array."""
 
     __slots__ = ("array", "taken")
 
@@ -73,7 +74,7 @@ class _Message:
 
 
 class ThreadsBackend(OneSided):
-    """The transport among threads of this process; see the module's docstring."""
+    """Transport between threads of this process; see the module's docstring."""
 
     name = "threads"
     capabilities = Capabilities(
@@ -97,7 +98,7 @@ class ThreadsBackend(OneSided):
 
     @classmethod
     def connect(cls, world: World, deadline: Deadline) -> Self:
-        """Meet the other threads of ``world.job``; see :meth:`Backend.connect`."""
+        """Wait for the other threads of ``world.job``; see :meth:`Backend.connect`."""
         with _hubs_lock:
             hub = _hubs.setdefault(world.job, _Shared(world.size))
         self = cls(hub, world.rank)
@@ -109,11 +110,10 @@ class ThreadsBackend(OneSided):
                     hub.condition.wait(deadline.at_most(_MEET_S))
                     world.store.check()
             except BaseException:
-                hub.joined.discard(world.rank)  # other ranks must not count this rank as present
+                hub.joined.discard(world.rank)  # no other thread may believe that all are here
                 raise
             finally:
-                # Remove the hub whether all ranks are there or not: threads that come later meet
-                # at another hub.
+                # Whether all ranks have arrived or not, a later thread meets in another hub.
                 with _hubs_lock:
                     if _hubs.get(world.job) is hub:
                         del _hubs[world.job]
@@ -163,11 +163,12 @@ class ThreadsBackend(OneSided):
             self._wait(arrived, lambda: sources, what, deadline, all_needed=False)
             rank, box = boxes[0]
             message = box.popleft()
-        # Copy without the lock, so that other ranks go on meanwhile. The sender waits until the
-        # message is marked as taken.
+        # Copy without the lock, so that other ranks continue meanwhile. The sender waits until
+        # ``taken`` is set, so its array does not change.
         dst.array.view(np.uint8)[:] = message.array.view(np.uint8)
         with hub.condition:
-            # If the sender has given up meanwhile, it may have written to its array.
+            # If the communicator broke meanwhile, the sender may have given up and written to its
+            # array.
             self.refuse_broken(what)
             message.taken = True
             hub.condition.notify_all()
@@ -219,9 +220,9 @@ class ThreadsBackend(OneSided):
 
     def _step(self, deadline: Deadline, request: Request | None) -> None:
         hub = self._hub
-        # Check for a failure before this rank arrives: no other rank can end the operation without
-        # this arrival. A rank that has failed since the last step has left the operation, and its
-        # arrays may be in use again.
+        # Check for a failure before this rank arrives. Until it arrives, no other rank can have
+        # completed the operation. But a rank that has failed since the last step has left the
+        # operation, and its arrays may be in use again.
         self.refuse_broken(request)
         self._steps = step = self._steps + 1
         hub.arrived[self.rank] = step
@@ -248,7 +249,8 @@ class ThreadsBackend(OneSided):
         """Return the array that ``rank`` exposes in the running call.
 
         Raises:
-            CommunicatorAbortedError: the rank has failed in that call, and has left it.
+            CommunicatorAbortedError: the rank has failed in that call, and left.
+            PeerLostError: the rank has closed its communicator.
         """
         array = arrays[rank]
         if array is not None:
@@ -272,14 +274,14 @@ class ThreadsBackend(OneSided):
         deadline: Deadline,
         all_needed: bool = True,
     ) -> None:
-        """Wait for ``ready()``; the caller holds the condition.
+        """Wait until ``ready()`` is true; the caller holds the condition.
 
         Args:
-            ready: function that returns whether the wait is over.
-            awaited: function that returns the ranks that have not done their part yet.
-            what: operation, for errors.
-            deadline: deadline of the wait.
-            all_needed: whether the wait needs all of these ranks, or only one of them.
+            ready: returns whether the wait is over.
+            awaited: returns the ranks that have not yet done their part.
+            what: the operation, for errors.
+            deadline: deadline of the operation.
+            all_needed: whether the wait needs all of these ranks, or any one of them.
         """
         hub = self._hub
         while not ready():
@@ -310,7 +312,7 @@ class ThreadsBackend(OneSided):
             raise failure.error(str(where), self.rank)
 
     def lost(self) -> Set[int]:
-        # A thread that has ended has closed its transport, or has dropped it.
+        # A thread that has ended has closed its communicator or dropped it, which sets ``gone``.
         return {rank for rank, why in enumerate(self._hub.gone) if why and rank != self.rank}
 
     def abort(self, failure: Failure) -> None:
@@ -340,15 +342,15 @@ class ThreadsBackend(OneSided):
 
 
 def _drop(hub: _Shared, rank: int, owner: int) -> None:
-    """Tell the peers that a rank will not come again, because its transport was collected."""
-    # The garbage collector may call this at any point, so do not wait for the lock. Peers that wait
-    # look again by themselves.
+    """Mark a rank as gone for its peers, because its transport was garbage-collected."""
+    # Do not wait for the lock: a finalizer may run at any point of the program. Peers that wait
+    # need no wake-up, because they check again after _LOOK_S.
     if os.getpid() == owner and not hub.gone[rank]:
         hub.gone[rank] = "has dropped its communicator without closing it"
 
 
 def _forget() -> None:
-    """Begin anew in a forked child: the threads that would join are those of its parent."""
+    """Forget the hubs in a forked child: the threads that have yet to arrive are its parent's."""
     global _hubs_lock
     _hubs_lock = threading.Lock()
     _hubs.clear()

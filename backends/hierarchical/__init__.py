@@ -1,4 +1,7 @@
-"""Shared memory inside each host, another transport between the hosts: ``docs/hierarchical.md``."""
+"""Transport over shared memory in each host and another transport between hosts.
+
+See ``docs/hierarchical.md``.
+"""
 
 from __future__ import annotations
 

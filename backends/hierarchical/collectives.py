@@ -1,14 +1,14 @@
 """Collectives on two levels: among the ranks of each host, and between the hosts.
 
-What a host's ranks have in common is combined inside the host first, so that it crosses
-the network once and not once a rank. Every host has its ranks at *places* 0, 1, …; the
-ranks at one place of all hosts are connected among themselves. A short message is left to
-those at one place, a leader on each host, which saves starts; a long one is cut into parts,
-one a place, which keeps all of them busy. The scheme is that of Träff & Hunold, "Decomposing
-MPI Collectives for Exploiting Multi-lane Communication" (2020).
+The ranks of a host first combine their data inside the host, so that the data crosses the network
+once per host and not once per rank. The ranks of a host are numbered by *places* 0, 1, …; the
+ranks at the same place on all hosts are connected with each other. A short message crosses
+between the ranks at one place, a leader on each host, which saves message starts. A long message
+is cut into parts, one per place, which keeps all places busy. The scheme is that of Träff & Hunold,
+"Decomposing MPI Collectives for Exploiting Multi-lane Communication" (2020).
 
-Results that must be folded strictly in rank order, and what has no second level, go to the
-transport between all ranks.
+The transport between all ranks does the folds that must be strictly in rank order, and the
+operations that have no second level.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ _SUM = as_op("sum")
 
 
 class Steps:
-    """The steps of one request on two levels: their plans, deadline, and what errors become.
+    """Steps of one request on two levels: their plans, their deadline, and their errors.
 
-    One call at a time is made with it, in a ``with``.
+    A ``Steps`` object serves one call at a time, as a context manager.
 
     Args:
-        explained: returns what to raise for an error of a level, or None for the error itself.
-        request: what the steps are of.
+        explained: returns the error to raise for an error of a level, or None for the error itself.
+        request: the request that consists of these steps.
     """
 
     __slots__ = ("_deadline", "_explained", "_plans", "request")
@@ -65,7 +65,7 @@ class Steps:
         self._deadline = Deadline.never()
 
     def within(self, deadline: Deadline) -> Steps:
-        """Begin a call with this deadline."""
+        """Set the deadline of the next call; return this object for its ``with`` statement."""
         self._deadline = deadline
         return self
 
@@ -78,13 +78,17 @@ class Steps:
         dst: Buffer | None,
         **arguments: Any,
     ) -> None:
-        """Make step ``number``, on one of the levels.
+        """Do step ``number`` on one of the levels, and wait for it.
 
         Args:
-            arguments: of :meth:`Request.step`, the same every time.
+            number: number of the step in the request.
+            level: the transport of the level.
+            operation: the collective that the step consists of.
+            src, dst: buffers of the step.
+            arguments: arguments of :meth:`Request.step`, the same in every call.
         """
-        # By its number alone: levels, counts and roots follow from the request, and are the same
-        # each time that a call is made for it.
+        # The number alone identifies the plan: levels, counts and roots follow from the request, so
+        # they are the same in every call for this request.
         plan = self._plans.get(number)
         if plan is None:
             plan = level.plan(self.request.step(number, operation, **arguments))
@@ -109,27 +113,27 @@ class Steps:
 
 
 def _folds(op: ReduceOp, dtype: DType, size: int) -> tuple[ReduceOp, Folding]:
-    """Return what both levels of a reduction fold with, and what scales once, around both."""
+    """Return the operator for both levels of a reduction, and the scaling done once around both."""
     if op.name in ("avg", "premul_sum"):
         return _SUM, Folding(op, dtype, size)
-    return op, Folding(_SUM, dtype, size)  # which leaves inputs and results as they are
+    return op, Folding(_SUM, dtype, size)  # this scaling leaves inputs and results unchanged
 
 
 class TwoLevel(Monitored):
-    """The collectives; see the module's docstring.
+    """Collectives on two levels; see the module's docstring.
 
     Attributes:
         _outer: connects all ranks.
         _inner: connects the ranks of this host, numbered by place.
-        _across: connects the ranks at this place of all hosts, numbered by host; None if
-            there is one host only, or not every host has this place.
-        _topology: who is where.
-        shared_bytes: from here on a message is cut into parts, one a place.
+        _across: connects the ranks at this place on all hosts, numbered by host; None if
+            there is only one host, or if not every host has this place.
+        _topology: the hosts and their ranks.
+        shared_bytes: length in bytes from which a message is cut into parts, one per place.
     """
 
-    # Measured with two ranks on each of two hosts, all on two cores, in ms, through leaders
-    # and in parts: 4.2 and 5.3 at 1 MiB, 6.8 and 9.1 at 2, 18.3 and 18.7 at 4, 43 and 38 at 16,
-    # 112 and 99 at 64 (flat Gloo: 11, 14, 20, 58 and 151).
+    # Measured with two ranks on each of two hosts, all on two cores. Times in ms through leaders,
+    # in parts, and with Gloo on one level: 4.2, 5.3 and 11 at 1 MiB; 6.8, 9.1 and 14 at 2; 18.3,
+    # 18.7 and 20 at 4; 43, 38 and 58 at 16; 112, 99 and 151 at 64.
     shared_bytes: ClassVar[int] = 4 << 20
 
     _outer: Backend
@@ -144,11 +148,11 @@ class TwoLevel(Monitored):
         deadline: Deadline,
         awaited: Sequence[int] | None = None,
     ) -> Exception | None:
-        """Return what to raise for an error of a level, or None for the error itself."""
+        """Return the error to raise for an error of a level, or None for the error itself."""
         return levels.explained(self.channel, error, where, deadline, awaited)
 
     def _regroups(self, op: ReduceOp, ordered: bool) -> bool:
-        """Tell whether a fold may be made host by host."""
+        """Return whether a reduction may fold inside each host first."""
         topology = self._topology
         return topology.levels and not ordered and (op.commutative or topology.in_order)
 
@@ -172,7 +176,7 @@ class TwoLevel(Monitored):
 
     def _barrier_in(self, steps: Steps, src: None, dst: None, deadline: Deadline) -> None:
         with steps.within(deadline):
-            # All of this host are there; then all hosts; only then is anybody let go.
+            # First all ranks of this host arrive, then all hosts. Only then may any rank return.
             steps.run(0, self._inner, "barrier", None, None)
             if self._topology.local_rank == 0 and self._across is not None:
                 steps.run(1, self._across, "barrier", None, None)
@@ -184,11 +188,12 @@ class TwoLevel(Monitored):
         parts = self._parts(dst, gateway)
         mine = part(dst, parts, topology.local_rank)
         with steps.within(deadline):
-            # The root's host first: of a long message each of its ranks takes a part across.
+            # The root's host comes first: each of its ranks sends a part of a long message across.
             if topology.host == host:
                 to = topology.local.index(root)
                 steps.run(0, self._inner, "broadcast", dst, dst, root=to)
-            # A place with nothing to carry stays out of it: of a short message all but the gateway.
+            # A place with no part to carry takes no part in this step. For a short message, that
+            # is every place but the gateway.
             if mine.count and self._across is not None:
                 steps.run(1, self._across, "broadcast", mine, mine, root=host)
             if topology.host != host:
@@ -213,7 +218,7 @@ class TwoLevel(Monitored):
                 if self._across is not None:
                     count = mine.count
                     steps.run(1, self._across, "all_reduce", mine, mine, op=op, count=count)
-                # Before it is spread: each element is scaled once a host, not once a rank.
+                # Scale before spreading the part: once per host for each element, not per rank.
                 scaling.leave(mine)
             steps.run(2, self._inner, "all_gather", mine, dst, elements=parts)
 
@@ -251,8 +256,8 @@ class TwoLevel(Monitored):
         dst: Buffer,
         deadline: Deadline,
     ) -> None:
-        # The parts for the ranks of one local rank on all hosts are folded by the rank of that
-        # local rank here, so that they are where they belong when they have crossed.
+        # On each host, the rank with a given local rank folds the parts for the ranks with the same
+        # local rank on all hosts. So each part reaches its rank directly when it crosses.
         topology, counts = self._topology, steps.request.elements
         mine = [counts[rank] for rank in topology.at(topology.local_rank)]
         folded = Buffer.empty(sum(mine), src.dtype)
@@ -287,10 +292,11 @@ class TwoLevel(Monitored):
         at_root, here = topology.host == host, topology.local_rank == gateway
         with steps.within(deadline):
             if at_root and topology.members[host][gateway] != root:
-                # The root has no counterparts on the other hosts: another takes its part.
+                # Not every host has a rank at the root's place, so the gateway takes the root's
+                # part.
                 moved = Buffer.empty(sum(blocks) * here, dst.dtype)
-                every, to = topology.parts(sum(blocks), gateway), topology.local.index(root)
-                steps.run(0, self._inner, "scatter", whole, moved, root=to, elements=every)
+                parts, to = topology.parts(sum(blocks), gateway), topology.local.index(root)
+                steps.run(0, self._inner, "scatter", whole, moved, root=to, elements=parts)
                 whole = moved if here else None
             block = whole
             if here and self._across is not None:
@@ -300,8 +306,8 @@ class TwoLevel(Monitored):
                 else:
                     block = Buffer.empty(blocks[topology.host], dst.dtype)
                 steps.run(1, self._across, "scatter", whole, block, root=host, elements=blocks)
-            given = block if here else None
-            steps.run(2, self._inner, "scatter", given, dst, root=gateway, elements=mine)
+            source = block if here else None
+            steps.run(2, self._inner, "scatter", source, dst, root=gateway, elements=mine)
 
     def _gather_in(self, steps: Steps, src: Buffer, dst: Buffer | None, deadline: Deadline) -> None:
         topology, counts, root = self._topology, steps.request.elements, steps.request.root
@@ -323,20 +329,21 @@ class TwoLevel(Monitored):
                 assert block is not None
                 steps.run(1, self._across, "gather", block, whole, root=host, elements=blocks)
             if at_root and topology.members[host][gateway] != root:
-                # As in scatter(): another has taken the root's part.
-                given = whole or Buffer.empty(0, src.dtype)
-                every, to = topology.parts(sum(blocks), gateway), topology.local.index(root)
-                steps.run(2, self._inner, "gather", given, result, root=to, elements=every)
+                # As in _scatter_in(): the gateway has taken the root's part.
+                source = whole or Buffer.empty(0, src.dtype)
+                parts, to = topology.parts(sum(blocks), gateway), topology.local.index(root)
+                steps.run(2, self._inner, "gather", source, result, root=to, elements=parts)
         if dst is not None:
             assert result is not None
             put(dst, counts, order, result)
 
     def _all_gather_in(self, steps: Steps, src: Buffer, dst: Buffer, deadline: Deadline) -> None:
         topology, counts = self._topology, steps.request.elements
-        # Host after host: where that is not the ranks' order, it is put right at the end.
+        # The blocks are in the order of the hosts. If that is not the order of the ranks, put()
+        # reorders them at the end.
         order = list(chain(*topology.members))
         whole = room(dst, counts, order)
-        limits = pieces.limits([sum(counts[r] for r in each) for each in topology.members])
+        limits = pieces.limits([sum(counts[r] for r in members) for members in topology.members])
         start, stop = limits[topology.host], limits[topology.host + 1]
         block = whole.part(start, stop)
         with steps.within(deadline):
@@ -345,7 +352,7 @@ class TwoLevel(Monitored):
             if topology.local_rank == 0 and self._across is not None:
                 blocks = [high - low for low, high in pairwise(limits)]
                 steps.run(1, self._across, "all_gather", block, whole, elements=blocks)
-            # Its own block the host has already: what others sent is before it and behind it.
+            # The host has its own block already. The other hosts' blocks lie before and after it.
             for step, news in enumerate((whole.part(0, start), whole.part(stop, whole.count))):
                 if news.count:
                     steps.run(2 + step, self._inner, "broadcast", news, news, root=0)
@@ -363,8 +370,9 @@ class TwoLevel(Monitored):
                 incoming=[receives[rank] for rank in local],
             )  # fmt: skip
             put(dst, receives, local, into)
-        # Between the hosts every piece is its own, and nothing can be saved. Outside of the block:
-        # what the outer transport raises is in the numbers of all ranks, and needs no explanation.
+        # Every piece between hosts is different, so a second level would save nothing. This step is
+        # outside the with block: errors of the outer transport have the numbers of all ranks, so
+        # they need no explanation.
         away = room(dst, receives, others)
         steps.run(
             1, self._outer, "all_to_all", take(src, sends, others), away,
@@ -374,12 +382,12 @@ class TwoLevel(Monitored):
         put(dst, receives, others, away)
 
     def _parts(self, buffer: Buffer, gateway: int) -> list[int]:
-        """Return how ``buffer`` is cut: all for ``gateway`` as long as it is short."""
+        """Return the counts of a buffer's parts, by place: if short, all goes to ``gateway``."""
         short = buffer.nbytes < self.shared_bytes
         return self._topology.parts(buffer.count, gateway if short else None)
 
     def _gateway(self, root: int) -> int:
-        """Return the local rank that crosses for ``root``: its own if all hosts have it, else 0."""
+        """Return the place that crosses for ``root``: its own if all hosts have it, else 0."""
         topology = self._topology
         gateway = topology.members[topology.host_of(root)].index(root)
         return gateway if gateway < topology.common else 0

@@ -1,4 +1,4 @@
-"""Who is where, and the pieces of arrays that go there."""
+"""Hosts and their ranks, and the pieces of arrays that belong to them."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ __all__ = ["Topology", "part", "put", "room", "take"]
 
 
 class Topology:
-    """Which rank is where.
+    """Map of ranks to hosts.
 
     Args:
-        hosts: what tells the host of each rank from others.
-        rank: this one.
+        hosts: for each rank, a text that identifies its host.
+        rank: this rank.
 
     Attributes:
-        hosts: as given.
-        members: the ranks of each host, in order; the hosts in the order of their first.
+        hosts: as passed.
+        members: the ranks of each host, in order; the hosts are in the order of their first ranks.
         host: the number of this rank's host.
         local: the ranks of this host.
-        local_rank: this rank among them.
-        common: how many ranks every host has at least.
-        even: whether no host has more than that.
+        local_rank: the index of this rank in ``local``.
+        common: the smallest number of ranks on a host.
+        even: whether all hosts have that number of ranks.
         in_order: whether the hosts' ranks, host after host, are 0, 1, ….
         levels: whether some host has several ranks.
     """
 
     def __init__(self, hosts: Sequence[str], rank: int) -> None:
         by_host: dict[str, list[int]] = {}
-        for each, name in enumerate(hosts):
-            by_host.setdefault(name, []).append(each)
+        for member, name in enumerate(hosts):
+            by_host.setdefault(name, []).append(member)
         self.hosts = list(hosts)
         self.members = list(by_host.values())
         self.host = list(by_host).index(hosts[rank])
@@ -49,11 +49,16 @@ class Topology:
         self._where = {rank: local_rank for local_rank, rank in enumerate(self.local)}
 
     def of(self, ranks: Sequence[int], rank: int) -> Topology:
-        """Return who of ``ranks``, of whom ``rank`` is this one, is where."""
+        """Return the topology of a group of these ranks.
+
+        Args:
+            ranks: the group's members.
+            rank: this rank, one of ``ranks``.
+        """
         return Topology([self.hosts[each] for each in ranks], list(ranks).index(rank))
 
     def local_rank_of(self, rank: int) -> int | None:
-        """Return which of this host's ranks ``rank`` is, None if it is on another."""
+        """Return the index of ``rank`` among this host's ranks, None if it is on another host."""
         return self._where.get(rank)
 
     def host_of(self, rank: int) -> int:
@@ -61,45 +66,51 @@ class Topology:
         return next(h for h, members in enumerate(self.members) if rank in members)
 
     def at(self, local_rank: int) -> list[int]:
-        """Return the ranks of ``local_rank``, one a host."""
+        """Return the ranks whose local rank is ``local_rank``, one for each host."""
         return [members[local_rank] for members in self.members]
 
     def parts(self, count: int, alone: int | None) -> list[int]:
         """Return how many of ``count`` elements belong to each rank of this host.
 
-        The same on all hosts, up to local ranks that not all of them have, which get nothing.
+        The result is the same on all hosts. Local ranks that not all hosts have get no elements.
 
         Args:
-            count: how many there are.
-            alone: the local rank that gets all of them; None shares them out.
+            count: number of elements.
+            alone: the local rank that gets all elements; if None, the ranks share them evenly.
         """
-        found = [0] * len(self.local)
+        counts = [0] * len(self.local)
         if alone is not None:
-            found[alone] = count
+            counts[alone] = count
         else:
-            found[: self.common] = pieces.even(count, self.common)
-        return found
+            counts[: self.common] = pieces.even(count, self.common)
+        return counts
 
 
 def part(buffer: Buffer, counts: Sequence[int], number: int) -> Buffer:
-    """Return part ``number`` of a buffer that is cut into ``counts``."""
+    """Return part ``number`` of a buffer that is cut into parts of ``counts`` elements."""
     start = sum(counts[:number])
     return buffer.part(start, start + counts[number])
 
 
 def take(buffer: Buffer, counts: Sequence[int], ranks: Sequence[int]) -> Buffer:
-    """Return the pieces of ``ranks``, one after another: as they are, if they lie so."""
-    found = room(buffer, counts, ranks)
-    if not np.may_share_memory(found.array, buffer.array):
+    """Return one buffer with the pieces of ``ranks``, one after another.
+
+    The result is a view if the pieces lie in ``buffer`` in this order, else a copy.
+    """
+    collected = room(buffer, counts, ranks)
+    if not np.may_share_memory(collected.array, buffer.array):
         at = 0
         for piece in _pieces(buffer, counts, ranks):
-            pieces.copy(piece, found.part(at, at + piece.count))
+            pieces.copy(piece, collected.part(at, at + piece.count))
             at += piece.count
-    return found
+    return collected
 
 
 def room(buffer: Buffer, counts: Sequence[int], ranks: Sequence[int]) -> Buffer:
-    """Return where the pieces of ``ranks`` can come together: their place, if they lie so."""
+    """Return a buffer that has room for the pieces of ``ranks``, one after another.
+
+    The result is a view of ``buffer`` if the pieces lie there in this order, else new memory.
+    """
     total = sum(counts[rank] for rank in ranks)
     first = ranks[0] if ranks else 0
     if list(ranks) == list(range(first, first + len(ranks))):
@@ -109,7 +120,10 @@ def room(buffer: Buffer, counts: Sequence[int], ranks: Sequence[int]) -> Buffer:
 
 
 def put(buffer: Buffer, counts: Sequence[int], ranks: Sequence[int], found: Buffer) -> None:
-    """Take the pieces of ``ranks`` in ``found``, made by :func:`room`, to their places."""
+    """Copy the pieces of ``ranks`` from ``found``, made by :func:`room`, to their places.
+
+    Do nothing if ``found`` is a view of ``buffer``: then the pieces are in their places already.
+    """
     if np.may_share_memory(found.array, buffer.array):
         return
     at = 0

@@ -1,10 +1,12 @@
-"""Shared memory inside each host, another transport between the hosts.
+"""Transport over shared memory inside each host and another transport between the hosts.
 
-The other transport connects all ranks (the outer one), and once more those at one place of
-each host; ``shm`` connects the ranks of a host (the inner one). What is done on two levels is
-in :mod:`.collectives`. The levels number their ranks in their own ways and
-break one by one: here one failure breaks all of them, on all hosts, and what is raised is
-what the outer transport's monitor knows, in the numbers of all ranks.
+The other transport connects all ranks (the outer level). It also connects the ranks at the same
+place on all hosts (the level across). ``shm`` connects the ranks of a host (the inner level). The
+operations on two levels are in :mod:`.collectives`.
+
+Each level numbers its ranks in its own way and would break alone. Here one failure breaks all
+levels on all hosts. The error that is raised is the one of the outer transport's monitor, with the
+numbers of all ranks.
 """
 
 from __future__ import annotations
@@ -60,16 +62,16 @@ _UINT8 = BY_NAME["uint8"]
 _INT64 = BY_NAME["int64"]
 _MEETING_TAG = -3
 
-# How long waits inside a host keep polling. Measured at 1 MiB, two hosts of two ranks, on two
-# cores: 2.9 to 3.1 ms a call with the 2 ms of shm, 1.9 to 2.7 with this.
+# Seconds for which waits inside a host keep polling. Measured at 1 MiB, with two hosts of two ranks
+# on two cores: 2.9 to 3.1 ms per call with the 2 ms of shm, 1.9 to 2.7 with this.
 _INNER_YIELDS_S = 0.2e-3
 
 
 class HierarchicalBackend(TwoLevel):
-    """Ranks on several hosts with several on some; see the module's docstring.
+    """Transport for several hosts, some of which have several ranks; see the module's docstring.
 
     Attributes:
-        channel: the outer transport's, and so of all levels.
+        channel: channel of the outer transport, and so of all levels.
     """
 
     name = "hierarchical"
@@ -90,7 +92,7 @@ class HierarchicalBackend(TwoLevel):
         self.channel = outer.channel
         self._outer = outer
         self._inner = inner
-        # When it waits, its peers are mostly busy with the network.
+        # While an inner level waits, its peers are mostly busy with the network.
         inner.sleep_after(_INNER_YIELDS_S)
         self._across = across
         self._topology = topology
@@ -102,24 +104,25 @@ class HierarchicalBackend(TwoLevel):
 
     @classmethod
     def connect(cls, world: World, deadline: Deadline) -> Self:
-        """Meet the other ranks as the outer transport does; see :meth:`Backend.connect`."""
+        """Connect to the other ranks as the outer transport does; see :meth:`Backend.connect`."""
         kind = registry.find(world.options.get("across", "gloo"))
         if not issubclass(kind, Monitored):
             raise UnsupportedError(
-                f"hierarchical: {kind.name!r} between the hosts; it needs a transport that is "
-                f"watched by a monitor [rank {world.rank} of {world.size}]. Use 'gloo' or 'mpi'."
+                f"hierarchical: transport {kind.name!r} cannot connect the hosts, because no "
+                f"monitor watches its ranks [rank {world.rank} of {world.size}]. Use 'gloo' or "
+                "'mpi'."
             )
         return cls._over(kind.connect(world, deadline), world, deadline)
 
     def reconnect(self, world: World, deadline: Deadline) -> Backend:
-        """Join the ranks that are left, as the outer transport does it."""
+        """Connect the remaining ranks, as the outer transport does."""
         outer = self._outer.reconnect(world, deadline)
         assert isinstance(outer, Monitored)
         return type(self)._over(outer, world, deadline)
 
     @classmethod
     def _over(cls, outer: Monitored, world: World, deadline: Deadline) -> Self:
-        """Return the levels over an outer transport that has been connected."""
+        """Build the levels over a connected outer transport; return the whole transport."""
         try:
             topology = Topology(_exchange(outer, cls.host_of(world), deadline), world.rank)
             inside = replace(
@@ -146,23 +149,24 @@ class HierarchicalBackend(TwoLevel):
 
     @classmethod
     def host_of(cls, world: World) -> str:
-        """Return a text that ranks have in common when they can share memory.
+        """Return a text that is the same on ranks that can share memory.
 
-        That they see each other's processes: names of hosts need not differ, and several
-        containers of one machine are several hosts.
+        Such ranks run on one boot of a kernel and see each other's processes. The host's name is
+        not enough: two hosts may have the same name, and several containers on one machine count
+        as several hosts.
         """
-        found = [world.host]
+        texts = [world.host]
         for path in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid"):
             with contextlib.suppress(OSError):
                 link = os.path.islink(path)
-                found.append(os.readlink(path) if link else Path(path).read_text().strip())
-        return " ".join(found)
+                texts.append(os.readlink(path) if link else Path(path).read_text().strip())
+        return " ".join(texts)
 
     @classmethod
     def _assemble(
         cls, outer: Monitored, inner: ShmBackend, topology: Topology, deadline: Deadline
     ) -> Self:
-        """Connect the ranks of each local rank, and return the whole once it stands everywhere."""
+        """Connect the ranks at each place; return the transport once all ranks have connected."""
         across: Backend | None = None
         self: Self | None = None
         try:
@@ -174,9 +178,10 @@ class HierarchicalBackend(TwoLevel):
                 with _abort_on_failure(outer, "hierarchical"):
                     across = outer.group(topology.at(topology.local_rank), deadline)
             self = cls(outer, inner, across, topology)
-            # Nobody uses it before it stands everywhere: where a level could not be made, the outer
-            # one is broken, which the others hear of here and not in their first call. What a rank
-            # that is through has failed in is this one's first call, too, and is told there.
+            # No rank uses the transport before every rank has connected. A rank that could not
+            # connect a level has broken the outer one, so the other ranks fail here and not in
+            # their first call. A rank that has passed this point may have failed in its first call
+            # already. This rank's first call reports that failure, so ignore it here.
             with contextlib.suppress(PeerFailedError):
                 _exchange(outer, "ready", deadline)
             return self
@@ -199,7 +204,7 @@ class HierarchicalBackend(TwoLevel):
             return outer
         assert isinstance(outer, Monitored)
         try:
-            others = [self._topology.local[each] for each in here]
+            others = [self._topology.local[place] for place in here]
             others.remove(self.rank)
             with _abort_on_failure(outer, "group"), self._inside(where, deadline, others):
                 inner = self._inner.group(here, deadline)
@@ -223,30 +228,31 @@ class HierarchicalBackend(TwoLevel):
             self._across.observe(recorder)
 
     def close(self) -> None:
-        # The outer one first: whoever sees this rank leave another level asks its monitor why.
+        # Close the outer level first: a peer that sees this rank leave another level asks the outer
+        # level's monitor for the reason.
         self._outer.close()
         if self._across is not None:
             self._across.close()
         self._inner.close()
 
     def empty(self, nbytes: int, request: Request, deadline: Deadline) -> np.ndarray[Any, Any]:
-        made: np.ndarray[Any, Any] | None = None
-        problem: AllocationError | None = None
+        array: np.ndarray[Any, Any] | None = None
+        shortage: AllocationError | None = None
         with Steps(self.explained, request).within(deadline):
             try:
-                made = self._inner.empty(nbytes, request.step(0, "empty"), deadline)
+                array = self._inner.empty(nbytes, request.step(0, "empty"), deadline)
             except AllocationError as error:
-                problem = error
-        ranks = self._outer.lacking(problem is not None, request, deadline)
-        if problem is not None:
-            raise problem
+                shortage = error
+        ranks = self._outer.lacking(shortage is not None, request, deadline)
+        if shortage is not None:
+            raise shortage
         if ranks:
             raise AllocationError(
-                f"empty: {nbytes} bytes on each of {self.size} ranks: rank {ranks[0]}'s host has "
-                f"no memory for it [rank {self.rank}]"
+                f"empty: {nbytes} bytes on each of {self.size} ranks: the host of rank {ranks[0]} "
+                f"does not have enough memory [rank {self.rank}]"
             )
-        assert made is not None
-        return made
+        assert array is not None
+        return array
 
     # -- point to point -------------------------------------------------------------------
 
@@ -284,17 +290,24 @@ class HierarchicalBackend(TwoLevel):
         self._outer.abort(failure)
 
     def _break(self) -> None:
-        """Wake whoever waits in one of the other levels: the whole is broken."""
+        """Break the other levels, so that calls that wait in them end."""
         failure = self.channel.failure
         assert failure is not None
-        # The ranks' numbers in it are not theirs; nobody is told of this one.
+        # The failure has the numbers of all ranks, which a level does not use. So each level gets a
+        # failure of its own. No caller sees that one: explained() replaces it.
         self._inner.abort(Failure("aborted", self._inner.rank, failure.text))
         if self._across is not None:
             self._across.abort(Failure("aborted", self._across.rank, failure.text))
 
     @contextlib.contextmanager
     def _inside(self, where: object, deadline: Deadline, awaited: Sequence[int]) -> Iterator[None]:
-        """Run something on the inner level that waits for ``awaited``, ranks of the whole."""
+        """Explain the errors of a body that waits on the inner level.
+
+        Args:
+            where: the operation, for errors.
+            deadline: deadline of the operation.
+            awaited: the ranks that the body waits for, in the numbers of all ranks.
+        """
         try:
             yield
         except levels.OF_LEVELS as error:
@@ -303,7 +316,10 @@ class HierarchicalBackend(TwoLevel):
 
 
 def _host_store(outer: Monitored, topology: Topology, deadline: Deadline) -> Store:
-    """Return a store for the ranks of one host, whose first one publishes where its segment is."""
+    """Return a store for the ranks of one host.
+
+    The host's first rank publishes the place of its segment in it.
+    """
 
     def hand(note: Buffer, publishes: bool) -> None:
         first, *others = topology.local
@@ -313,12 +329,12 @@ def _host_store(outer: Monitored, topology: Topology, deadline: Deadline) -> Sto
         for rank in others:
             outer.send(note, rank, _MEETING_TAG, deadline)
 
-    # A rank that hears of a failure comes no further, and is awaited in vain.
+    # After a failure the other ranks of the host stop connecting, so waiting for them must end.
     return HandedStore(hand, lambda: outer.channel.check("connect"))
 
 
 def _exchange(outer: Backend, text: str, deadline: Deadline) -> list[str]:
-    """Return what every rank says."""
+    """Gather ``text`` from every rank; return the texts by rank."""
     call = Request("connect")
 
     def collect(src: Buffer, dst: Buffer, counts: Sequence[int]) -> None:
@@ -331,19 +347,19 @@ def _exchange(outer: Backend, text: str, deadline: Deadline) -> list[str]:
     lengths = Buffer.empty(outer.size, _INT64)
     collect(Buffer(np.array([encoded.size], np.int64), _INT64), lengths, [1] * outer.size)
     counts = lengths.array.tolist()
-    every = Buffer.empty(sum(counts), _UINT8)
-    collect(Buffer(encoded, _UINT8), every, counts)
+    gathered = Buffer.empty(sum(counts), _UINT8)
+    collect(Buffer(encoded, _UINT8), gathered, counts)
     limits = pieces.limits(counts)
-    return [every.array[low:high].tobytes().decode() for low, high in pairwise(limits)]
+    return [gathered.array[low:high].tobytes().decode() for low, high in pairwise(limits)]
 
 
 @contextlib.contextmanager
 def _abort_on_failure(outer: Monitored, where: str) -> Iterator[None]:
-    """Break ``outer`` if the body fails: the others would wait for this rank."""
+    """Break ``outer`` if the body fails: otherwise the other ranks would wait for this rank."""
     try:
         yield
     except PeerLostError as error:
-        # In the numbers of a level: those of all ranks the monitor knows.
+        # The error has the rank numbers of a level; the monitor knows the numbers of all ranks.
         raise outer.channel.explain(where, error) from error
     except CollectiveError as error:
         outer.abort(Failure("aborted", outer.rank, f"rank {outer.rank} in {where}: {error}"))
