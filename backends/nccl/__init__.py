@@ -1,7 +1,7 @@
-"""Ranks with NVIDIA GPUs, over NCCL; what is in the memory of the host goes another way.
+"""Transport between ranks with NVIDIA GPUs, over NCCL.
 
-The library is called through its C interface. Importing this package, or its parts, loads
-neither NCCL nor CUDA.
+Another transport carries the data in the memory of the host. The package calls NCCL through its C
+interface. Importing the package or its modules loads neither NCCL nor CUDA.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collective.lazy import on_demand
 
 if TYPE_CHECKING:
     from .transport import NcclBackend
-else:  # to a type checker it would mean that there is any name
-    # Whoever asks where the library is does not need the transport.
+else:  # to a type checker, a __getattr__ would mean that the module has any name
+    # A program that only looks for the library does not need the transport.
     __getattr__, __dir__ = on_demand(__name__, {"NcclBackend": "transport"})
 
 __all__ = ["NcclBackend"]

@@ -1,11 +1,13 @@
-"""The collectives: what is in the host's memory goes to the host plane, the rest to NCCL.
+"""Collectives: the host plane handles buffers in the host's memory, NCCL those of a GPU.
 
-A buffer of a GPU is used on its stream, and the method returns when NCCL has put the operation
-there. What is moved is moved as bytes. Reductions are NCCL's own where it has the operator and
-the type; ``supports()`` says which those are, and the communicator takes the others through
-host memory. Two things differ from what CPUs do: folds are in NCCL's order, never in rank
-order; and ``min`` and ``max`` of floats may lose NaN, since NCCL folds them with fminf and
-fmaxf and their like, which return the operand that is a number (``docs/nccl.md``).
+A method uses a GPU's buffer on the buffer's stream, and returns when NCCL has enqueued the
+operation there. Operations that only move data move bytes. NCCL does a reduction itself if it has
+the operator and the dtype; ``supports()`` returns whether it does. The communicator does other
+reductions through host memory.
+
+Two things differ from CPUs. Folds are in NCCL's order, never in rank order. And ``min`` and
+``max`` of floats may lose NaN: NCCL folds them with functions like fminf and fmaxf, which return
+the operand that is a number (``docs/nccl.md``).
 """
 
 from __future__ import annotations
@@ -37,16 +39,17 @@ if TYPE_CHECKING:
 __all__ = ["Collectives"]
 
 _BYTE = DTYPES["uint8"]
-# Of the types of 8 bits factors are not tried: NCCL wants them rounded to the type.
+# The dtypes for premul_sum. The types of 8 bits are not among them: NCCL needs the factor rounded
+# to the type.
 _SCALED = frozenset({"float16", "bfloat16", "float32", "float64"})
 _REDUCTIONS = frozenset({"all_reduce", "reduce", "reduce_scatter"})
-# Those of which a plan knows whether all ranks' pieces are equally long.
+# The operations whose plan knows whether the pieces of all ranks are equally long.
 _PIECES = frozenset({"reduce_scatter", "scatter", "gather", "all_gather"})
 _ndarray = np.ndarray
 
 
 class Collectives(Backend):
-    """The collectives of the transport; see the module's docstring.
+    """Collectives of the transport; see the module's docstring.
 
     Attributes:
         _host: the host plane.
@@ -57,8 +60,8 @@ class Collectives(Backend):
     _comm: NcclComm | None
 
     def __init__(self) -> None:
-        # NCCL's codes for the dtype and the operator, of what it can reduce: of any version
-        # first, then of the one that is there.
+        # NCCL's codes (dtype, operator) for each reduction that NCCL can do. At first these are the
+        # reductions of any version; _learn() removes those that the installed version lacks.
         self._codes: dict[tuple[str, DType], tuple[int, int]] = {
             (op, BY_NAME[dtype]): (number, code)
             for op, code in OPS.items()
@@ -67,7 +70,7 @@ class Collectives(Backend):
         self._scales = True
 
     def _learn(self, library: NcclLibrary) -> None:
-        """Take note of what the version of NCCL that is there can reduce."""
+        """Record which reductions the installed version of NCCL can do."""
         for key in list(self._codes):
             code, number = library.op(key[0]), library.dtype(key[1])
             if code is None or number is None:
@@ -75,7 +78,7 @@ class Collectives(Backend):
         self._scales = library.has("ncclRedOpCreatePreMulSum")
 
     def supports(self, what: str, op: ReduceOp, dtype: DType, ordered: bool) -> bool:
-        # The same on all ranks, since their versions are.
+        # The result is the same on all ranks, because all ranks have the same version of NCCL.
         if ordered or what not in _REDUCTIONS:
             return False
         if self._comm is None:
@@ -85,30 +88,34 @@ class Collectives(Backend):
         return (op.name, dtype) in self._codes
 
     def _reduction(self, request: Request, deadline: Deadline) -> tuple[int, int]:
-        """Return NCCL's codes for what is not a plain operator, or refuse it."""
+        """Return NCCL's codes for a request whose operator is not plain.
+
+        Raises:
+            UnsupportedError: NCCL cannot do the reduction.
+        """
         op, dtype = request.op, request.dtype
         assert dtype is not None
         if not self.supports("reduce", op, dtype, False):
             raise UnsupportedError(
                 f"{request}: NCCL does not reduce {dtype} with {op} [rank {self.rank} of "
-                f"{self.size}]. Call it on a communicator, which goes through the host's memory."
+                f"{self.size}]. Call it on a communicator, which uses the host's memory instead."
             )
         comm = self._comm or self._open(request, deadline)
         return DTYPES[dtype.name], comm.premul_sum(op.factor or 0.0, dtype)
 
     @abstractmethod
     def _look_ahead(self) -> None:
-        """Take note of what this rank's NCCL can reduce, before there is a communicator."""
+        """Record which reductions this rank's NCCL can do, before there is a communicator."""
 
     @abstractmethod
     def _open(self, call: object, deadline: Deadline) -> NcclComm:
-        """Make NCCL's communicator, all ranks together."""
+        """Make NCCL's communicator. Collective: all ranks."""
 
     @abstractmethod
     def _enqueue(
         self, array: Any, request: Request, deadline: Deadline, function: Any, *args: Any
     ) -> None:
-        """Call ``function(*args, stream)`` of NCCL's, and look after what it enqueues."""
+        """Call NCCL's ``function(*args, stream)``, and watch the operation that it enqueues."""
 
     # -- operations -----------------------------------------------------------------------
 
@@ -184,7 +191,7 @@ class Collectives(Backend):
     def _enqueue_scan(self, request: Request, src: Buffer, dst: Buffer, deadline: Deadline) -> None:
         raise UnsupportedError(
             f"{request}: NCCL has no scan [rank {self.rank} of {self.size}]. Call it on a "
-            "communicator, which goes through the host's memory."
+            "communicator, which uses the host's memory instead."
         )
 
     def _enqueue_broadcast(
@@ -242,8 +249,8 @@ class Collectives(Backend):
         comm = self._comm or self._open(request, deadline)
         sends = _in_bytes(request.elements, src.dtype)
         receives = _in_bytes(request.incoming, src.dtype)
-        # With a shape the request is that of all ranks. Without, each has counts of its own, and
-        # one may see even ones where the others do not.
+        # A request with a shape is the same on all ranks. Without a shape each rank has its own
+        # counts: they may be even on one rank and not on another.
         if request.shape is not None and _even(sends):
             if sends[0]:
                 self._enqueue(
@@ -260,14 +267,17 @@ class Collectives(Backend):
 def _where_it_is(
     host: Plan, on_gpu: Plan, src: Buffer | None, dst: Buffer | None, deadline: Deadline
 ) -> Work[Any] | None:
-    """Have the host plane do what is in the host's memory, and NCCL what is in a GPU's."""
+    """Run the plan for the place of the buffers: the host plane's, or NCCL's for a GPU."""
     buffer = dst if src is None else src
     assert buffer is not None
     return (host if isinstance(buffer.array, _ndarray) else on_gpu)(src, dst, deadline)
 
 
 def _one_or_all(counts: Sequence[int], even: bool, dtype: DType) -> int | Sequence[int]:
-    """Return the bytes that all ranks have, or else theirs one by one, of which some aren't 0."""
+    """Return lengths in bytes: one for all ranks if ``even``, else a list by rank.
+
+    The result is 0 if all ranks' lengths are 0. In a list, at least one length is not 0.
+    """
     itemsize = dtype.storage.itemsize
     return counts[0] * itemsize if even else [count * itemsize for count in counts]
 

@@ -1,10 +1,11 @@
-"""NCCL communicators: how one comes up, is derived from another, fails and goes.
+"""NCCL communicators: creating, splitting, failing and destroying them.
 
 With NCCL 2.14 or newer communicators are non-blocking: no call waits on the host for other
-ranks. It returns "in progress", and whoever called asks again until it is done, in between
-looking at the deadline and at the ranks' health (``poll``). Older versions block in their
-initialisation and when they are destroyed, which then happens in a thread; if the deadline
-passes, that thread is left behind until NCCL itself gives up.
+ranks. A call returns "in progress", and the caller polls until the call is done. Between polls
+the caller checks the deadline and the ranks' health (``poll``). Older versions block while a
+communicator is initialised or destroyed. A thread does that then; if the deadline passes, the
+thread stays behind until NCCL itself gives up. From 2.18 on only the creation is non-blocking; see
+:meth:`NcclComm.create`.
 """
 
 from __future__ import annotations
@@ -28,25 +29,26 @@ if TYPE_CHECKING:
 
 __all__ = ["NcclComm"]
 
-# Seconds between two looks at what takes long.
+# Seconds between two polls of a call that takes long.
 _STEP_S = 0.0005
 
-# The first polls follow each other closely, for what takes microseconds; initialisation
-# takes tenths of a second.
+# Number of polls without a pause, for calls that take microseconds. Initialisation takes tenths
+# of a second.
 _SPINS = 200
-# How long abort() gives a call inside NCCL to return by itself. Those that block do not.
+# Seconds that abort() gives a call inside NCCL to return by itself. Calls that block do not return.
 _GRACE_S = 0.1
 
 
 class NcclComm(NcclCalls):
-    """A communicator. Made by :meth:`create`.
+    """NCCL communicator, made by :meth:`create`.
 
-    Calls come from one thread at a time; :meth:`abort` and :meth:`async_error` from any.
+    Only one thread at a time may call its methods, except :meth:`abort` and :meth:`async_error`,
+    which any thread may call at any time.
     """
 
     def __init__(self, library: NcclLibrary, rank: int, size: int, device: Device) -> None:
         super().__init__(library, rank, size, device)
-        # NCCL writes here, for as long as it initialises.
+        # NCCL writes the handle here while it initialises.
         self._handle = ctypes.c_void_p()
         self._state = ctypes.c_int()
         self._get_async_error = library.function("ncclCommGetAsyncError")
@@ -71,18 +73,21 @@ class NcclComm(NcclCalls):
     ) -> NcclComm:
         """Join the other ranks that have the same ``unique_id`` (``ncclCommInitRankConfig``).
 
-        From 2.18 on its later calls may wait on the host for other ranks, until :meth:`abort`: a
-        non-blocking one costs a thread of NCCL's own, which starts it, and does not know the
-        caller's per-thread stream.
+        From 2.18 on the communicator's later calls may block: they may wait on the host for other
+        ranks, until :meth:`abort`. A non-blocking call would cost a thread of NCCL, which starts
+        the operation and does not know the caller's per-thread stream.
 
         Args:
-            unique_id: of :meth:`NcclLibrary.unique_id`, which one rank calls.
-            device: another one on every rank.
-            poll: called again and again meanwhile; raises to give up.
+            library: the loaded NCCL.
+            unique_id: the id from :meth:`NcclLibrary.unique_id`, which one rank calls.
+            rank: this rank.
+            size: number of ranks.
+            device: this rank's GPU, a different one on every rank.
+            poll: called repeatedly meanwhile; raises to give up.
 
         Raises:
-            BackendError: NCCL refuses or fails. Nothing is left of the communicator, then
-                and when ``poll`` raises.
+            BackendError: NCCL refuses or fails. In this case, and when ``poll`` raises, the
+                communicator is freed.
         """
         comm = cls(library, rank, size, device)
         comm._initialise(unique_id, poll)
@@ -124,9 +129,9 @@ class NcclComm(NcclCalls):
         self.abort()
 
     def _that_blocks(self, poll: Poll) -> NcclComm:
-        """Return one of the same ranks that blocks in its later calls, but not in this one.
+        """Split off a communicator of the same ranks whose later calls block; this call does not.
 
-        A split inherits nothing. If it fails, this communicator is aborted too.
+        The split inherits nothing. If it fails, this communicator is aborted too.
         """
         name, config = "ncclCommSplit", new_config(blocking=1)
         child = NcclComm(self.library, self.rank, self.size, self.device)
@@ -136,13 +141,15 @@ class NcclComm(NcclCalls):
         try:
             if code:
                 self._in_progress(code, name)
-            # NCCL may go on by itself and write the child's handle later: it is read when this
-            # communicator is through, and waited for again before it is asked for anything.
+            # NCCL may continue in the background and write the child's handle later. So wait for
+            # this communicator before reading the handle, and then wait for the child before using
+            # it.
             self._ready(name, poll)
             child._raw = child._handle.value or 0
             child._ready(name, poll)
         except BaseException:
-            # This one first: it is what the half-made one hangs on, and what frees it.
+            # Abort this communicator first: the unfinished child depends on it, and this abort
+            # frees the child.
             self.abort()
             child._give_up()
             raise
@@ -151,13 +158,14 @@ class NcclComm(NcclCalls):
     # -- state ------------------------------------------------------------------------------
 
     def async_error(self, *, wait: bool = True) -> str | None:
-        """Return what went wrong in the background, None if nothing did.
+        """Return the error that occurred in the background, None if there is none.
 
-        "In progress" is nothing wrong. From any thread; None, too, after the end.
+        "In progress" is no error. Any thread may call this. After the communicator's end the
+        result is None.
 
         Args:
-            wait: whether to wait for another thread's call that is inside NCCL, which may block
-                there; if not, None is the answer meanwhile.
+            wait: whether to wait for another thread's call inside NCCL, which may block there; if
+                false, return None while there is such a call.
         """
         if not self._lock.acquire(blocking=wait):
             return None
@@ -173,20 +181,20 @@ class NcclComm(NcclCalls):
             self._lock.release()
 
     def settle(self, poll: Poll) -> None:
-        """Wait until NCCL has enqueued what it was given.
+        """Wait until NCCL has enqueued the calls made so far.
 
         Args:
             poll: as for :meth:`create`.
 
         Raises:
-            BackendError: it could not.
+            BackendError: NCCL could not enqueue them.
             CommunicatorAbortedError: the communicator was aborted meanwhile.
         """
         self._ready("settle", poll)
 
     def _in_progress(self, code: int, name: str) -> bool:
         if code == IN_PROGRESS:
-            return not self._depth  # in a group it is the end that tells
+            return not self._depth  # in a group, the result of group_end() counts
         self._living(name)
         self._check(code, name)
         return False
@@ -196,7 +204,7 @@ class NcclComm(NcclCalls):
             self._ready(name, poll)
 
     def _ready(self, name: str, poll: Poll) -> None:
-        """Return when nothing is in progress any more; raise what it came to."""
+        """Wait until nothing is in progress any more; raise the error that it ended with."""
         polls = 0
         while True:
             with self._lock:
@@ -229,30 +237,30 @@ class NcclComm(NcclCalls):
     # -- going ------------------------------------------------------------------------------
 
     def abort(self) -> None:
-        """End what is running and free the communicator (``ncclCommAbort``).
+        """End the running operations and free the communicator (``ncclCommAbort``).
 
-        From any thread, while others are inside a call, and as often as one likes.
+        Any thread may call this, also while other threads are inside a call, and repeatedly.
         """
-        # No further call gets the handle. One that has it already may be about to enter NCCL, and
-        # is given time; one that hangs there will not come out before the abort.
+        # From here on no call gets the handle. A call that has the handle already may be about to
+        # enter NCCL, so give it time. A call that hangs inside NCCL returns only after the abort.
         raw = self._take()
         if raw:
             deadline = Deadline(_GRACE_S)
             while self._inside and not deadline.expired:
                 time.sleep(_STEP_S)
             if self._lock.acquire(timeout=deadline.left()):
-                self._lock.release()  # who had the old handle is through
-            # Its code says no more than that the communicator was broken before.
+                self._lock.release()  # the call that had the old handle has returned
+            # Ignore the result code: it says only that the communicator was broken before.
             with self.device.active():
                 self.library.function("ncclCommAbort")(raw)
 
     def destroy(self, poll: Poll) -> None:
-        """Wait for what is enqueued, then free the communicator.
+        """Wait for the enqueued operations, then free the communicator.
 
-        Collective: every rank. One that is broken is aborted instead.
+        Collective: every rank. A broken communicator is aborted instead.
 
         Args:
-            poll: as for :meth:`create`; when it raises, the communicator is aborted.
+            poll: as for :meth:`create`; if it raises, the communicator is aborted.
         """
         if not self._raw:
             return
@@ -263,13 +271,13 @@ class NcclComm(NcclCalls):
                 with self.device.active():
                     self._destroy(poll)
         finally:
-            self.abort()  # if it is still there
+            self.abort()  # does nothing if the communicator is freed already
 
     def _destroy(self, poll: Poll) -> None:
         destroy = self.library.function("ncclCommDestroy")
         if not self.library.has("ncclCommFinalize"):
-            # Then it is this call that waits for what is enqueued, where poll cannot end it: so
-            # it is made by a thread, which is left to itself when poll gives up.
+            # In these versions ncclCommDestroy itself waits for the enqueued operations, and poll
+            # cannot end that wait. So a thread calls it, and stays behind if poll gives up.
             raw = self._take()
             code = _in_thread(lambda: self._on_device(destroy, raw), poll, patient)
             self.library.check(code, f"ncclCommDestroy of rank {self.rank}")
@@ -288,21 +296,22 @@ class NcclComm(NcclCalls):
             return function(raw)
 
     def _take(self) -> int:
-        """Return the handle to the one who ends the communicator, 0 to any other."""
+        """Return the handle to the caller that ends the communicator, 0 to every later caller."""
         with self._ending:
             raw, self._raw = self._raw, 0
         return raw
 
 
 def _in_thread(work: Callable[[], int], poll: Poll, undo: Callable[[], None]) -> int:
-    """Do what blocks in a thread; return its result code.
+    """Run a blocking function in a thread; return its result code.
 
     Args:
-        poll: called meanwhile; when it raises, the thread is left to itself.
-        undo: called when the work is done and nobody wants it any more.
+        work: the function that blocks.
+        poll: called meanwhile; if it raises, the thread stays behind.
+        undo: called when the work is done although ``poll`` has given up.
     """
-    # With the lock the thread and this one each say that they are through, and look whether the
-    # other is: the later one undoes the work, and nobody does it twice.
+    # Under the lock, each of the two threads records that it is done and checks whether the other
+    # one is. The later one undoes the work, so the work is undone exactly once.
     lock, done = threading.Lock(), threading.Event()
     codes: list[int] = []
     unwanted = False

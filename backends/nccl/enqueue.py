@@ -1,13 +1,13 @@
 """NCCL's operations on one communicator, as calls with plain integers.
 
-Pointers, streams and NCCL's codes are ints, counts are elements. A call returns False once the
-operation is on its stream, and True while NCCL is still busy putting it there: then the
-communicator has to be settled before the next call on it. In a group nothing starts before
-its end, and it is the end that tells.
+Pointers, streams and NCCL's codes are ints; counts are numbers of elements. A call returns False
+once the operation is on its stream, and True while NCCL is still enqueuing it. Then the caller
+must settle the communicator before the next call on it. In a group no operation starts before the
+group's end, and the result of the end counts.
 
-Versions before 2.28 lack all-to-all, gather and scatter; they are grouped messages there. Those
-with a ``_v`` take a count a rank, and are groups in every version: whether one is used must not
-depend on what a single rank sees.
+Versions before 2.28 lack all-to-all, gather and scatter; there these operations are grouped
+messages. The methods with ``_v`` take one count per rank. They are groups in every version,
+because the choice between a group and a single call must not depend on one rank's counts.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ if TYPE_CHECKING:
 
 __all__ = ["CallGroup", "NcclCalls", "Poll", "patient"]
 
-#: Looks at the deadline and at the ranks' health, and raises to give up.
+#: Function that checks the deadline and the ranks' health, and raises to give up.
 Poll = Callable[[], None]
 
-# Factors of premul_sum that are kept; a program whose factor varies makes one a call.
+# Number of premul_sum operators that are cached. A program whose factor varies makes one per call.
 _FACTORS = 60
 
 
 def patient() -> None:
-    """Look at nothing, and wait for as long as it takes."""
+    """Check nothing: the poll function of waits without a deadline."""
 
 
 class NcclCalls:
-    """What a communicator enqueues. :class:`~.engine.NcclComm` says how one comes and goes.
+    """Operations that a communicator enqueues; :class:`~.engine.NcclComm` creates and frees it.
 
     Attributes:
-        library: the NCCL it is of.
-        rank: this rank in it.
-        size: how many ranks it has.
+        library: the NCCL library of the communicator.
+        rank: this rank in the communicator.
+        size: number of ranks of the communicator.
         device: the GPU of this rank.
     """
 
@@ -58,13 +58,13 @@ class NcclCalls:
         self.size = size
         self.device = device
         self._factors: dict[tuple[float, str], int] = {}
-        # 0 before there is one and after it is gone.
+        # The communicator's handle: 0 before it is made and after it is gone.
         self._raw = 0
         self._depth = 0
-        # Who frees the communicator first makes its handle 0, then waits until no call is inside
-        # NCCL with the old one. Calls say so before they read the handle, which costs less than
-        # a lock; in a group a call is inside until the group has ended. What is rarer holds the
-        # lock.
+        # The thread that frees the communicator first sets the handle to 0. Then it waits until no
+        # call is inside NCCL with the old handle. A call sets _inside before it reads the handle,
+        # which costs less than a lock. In a group, a call counts as inside until the group has
+        # ended. Rarer calls hold the lock instead.
         self._inside = 0
         self._lock = threading.RLock()
         self._group_start = library.function("ncclGroupStart")
@@ -82,23 +82,27 @@ class NcclCalls:
         )
 
     def _in_progress(self, code: int, name: str) -> bool:
-        """Return whether a result code that is not success means "in progress", or raise."""
+        """Return whether a result code other than success means "in progress"; raise an error."""
         raise NotImplementedError
 
     def _living(self, name: str) -> int:
-        """Return the handle, or raise what calls get once it is gone."""
+        """Return the handle; raise if the communicator is gone.
+
+        Args:
+            name: the call, for the error.
+        """
         raise NotImplementedError
 
     def _finish(self, code: int, name: str, poll: Poll) -> None:
-        """Wait for what a result code says is in progress, or raise what it says."""
+        """Wait for the end of a call that is in progress; raise if its result code is an error."""
         raise NotImplementedError
 
     def group(self) -> CallGroup:
-        """Return a ``with`` body whose calls start together, when it ends."""
+        """Return a context manager: the calls in its body start together when the body ends."""
         return CallGroup(self)
 
     def group_start(self) -> None:
-        """Begin a group without a ``with`` body; :meth:`group_end` has to follow."""
+        """Begin a group without a ``with`` body; the caller must call :meth:`group_end` later."""
         self._depth += 1
         self._inside = self._depth
         code = self._group_start()
@@ -107,7 +111,7 @@ class NcclCalls:
             self._in_progress(code, "ncclGroupStart")
 
     def group_end(self) -> bool:
-        """Start what was called since :meth:`group_start`."""
+        """Start the calls since :meth:`group_start`; return whether NCCL is still enqueuing."""
         code = self._group_end()
         self._leave_group()
         return self._in_progress(code, "ncclGroupEnd") if code else False
@@ -116,7 +120,7 @@ class NcclCalls:
         self._depth -= 1
         self._inside = self._depth
 
-    # -- one call of NCCL each: no layer between, since every microsecond is one of latency ----
+    # -- one NCCL call each, with no layer between: every microsecond adds to the latency -------
 
     def all_reduce(self, src: int, dst: int, count: int, dtype: int, op: int, stream: int) -> bool:
         """Fold ``count`` elements of all ranks' ``src`` into every ``dst``."""
@@ -144,7 +148,7 @@ class NcclCalls:
     def reduce_scatter(
         self, src: int, dst: int, count: int, dtype: int, op: int, stream: int
     ) -> bool:
-        """Fold all ranks' ``src`` of ``size * count`` elements; part ``rank`` is in ``dst``."""
+        """Fold all ranks' ``src`` of ``size * count`` elements; put part ``rank`` into ``dst``."""
         self._inside = 1
         code = self._reduce_scatter(src, dst, count, dtype, op, self._raw, stream)
         self._inside = self._depth
@@ -172,7 +176,7 @@ class NcclCalls:
         return self._in_progress(code, "ncclRecv") if code else False
 
     def all_to_all(self, src: int, dst: int, count: int, dtype: int, stream: int) -> bool:
-        """Send part ``j`` of ``src``, ``count`` elements, to rank ``j``; ``dst`` is another."""
+        """Send part ``j`` of ``src``, ``count`` elements, to rank ``j``, into other memory."""
         if self._all_to_all is None:
             counts = [count] * self.size
             return self.all_to_all_v(src, counts, dst, counts, dtype, stream)
@@ -191,7 +195,7 @@ class NcclCalls:
         return self._in_progress(code, "ncclGather") if code else False
 
     def scatter(self, src: int, dst: int, count: int, dtype: int, root: int, stream: int) -> bool:
-        """Cut ``src`` of ``root`` into parts of ``count`` elements; part ``rank`` is in ``dst``."""
+        """Send part ``j`` of the root's ``src``, ``count`` elements, to ``dst`` of rank ``j``."""
         if self._scatter is None:
             return self.scatter_v(src, dst, [count] * self.size, dtype, root, stream)
         self._inside = 1
@@ -199,7 +203,7 @@ class NcclCalls:
         self._inside = self._depth
         return self._in_progress(code, "ncclScatter") if code else False
 
-    # -- with a count a rank: groups --------------------------------------------------------
+    # -- with one count per rank: groups ----------------------------------------------------
 
     def all_gather_v(
         self, src: int, dst: int, counts: Sequence[int], dtype: int, stream: int
@@ -215,7 +219,7 @@ class NcclCalls:
     def reduce_scatter_v(
         self, src: int, dst: int, counts: Sequence[int], dtype: int, op: int, stream: int
     ) -> bool:
-        """Fold all ranks' ``src`` of ``sum(counts)`` elements; part ``rank`` is in ``dst``."""
+        """Fold all ranks' ``src`` of ``sum(counts)`` elements; put part ``rank`` into ``dst``."""
         with self.group() as group:
             for rank, start, count in _parts(src, counts, dtype):
                 own = dst if rank == self.rank else 0
@@ -249,49 +253,49 @@ class NcclCalls:
             if own != src and counts[self.rank]:
                 self.send(src, counts[self.rank], dtype, root, stream)
             for rank, start, count in parts:
-                if start != src or rank != root:  # in place: there already
+                if start != src or rank != root:  # else in place: the data is there already
                     self.recv(start, count, dtype, rank, stream)
         return group.pending
 
     def scatter_v(
         self, src: int, dst: int, counts: Sequence[int], dtype: int, root: int, stream: int
     ) -> bool:
-        """Cut ``src`` of ``root`` into ``counts``; part ``rank`` is in ``dst``."""
+        """Send part ``j`` of the root's ``src``, ``counts[j]`` elements, to rank ``j``."""
         with self.group() as group:
             parts = list(_parts(src, counts, dtype)) if self.rank == root else []
             own = next((start for rank, start, _ in parts if rank == root), 0)
             for rank, start, count in parts:
-                if start != dst or rank != root:  # in place: there already
+                if start != dst or rank != root:  # else in place: the data is there already
                     self.send(start, count, dtype, rank, stream)
             if own != dst and counts[self.rank]:
                 self.recv(dst, counts[self.rank], dtype, root, stream)
         return group.pending
 
-    # -- operators and memory of its own -----------------------------------------------------
+    # -- NCCL's operators and memory ---------------------------------------------------------
 
     def premul_sum(self, factor: float, dtype: DType) -> int:
         """Return the operator that sums ``factor * x`` (``ncclRedOpCreatePreMulSum``).
 
         Args:
-            factor: rounded to ``dtype``.
-            dtype: floating; of the arrays.
+            factor: the factor, which is rounded to ``dtype``.
+            dtype: dtype of the arrays, a floating-point type.
         """
         key = (factor, dtype.name)
-        found = self._factors.get(key)
-        if found is None:
+        op = self._factors.get(key)
+        if op is None:
             if len(self._factors) >= _FACTORS:
                 self._forget_factor(next(iter(self._factors)))
             code = self.library.dtype(dtype)
             scalar = _scalar(factor, dtype)
-            made = ctypes.c_int()
+            created = ctypes.c_int()
             create = self.library.function("ncclRedOpCreatePreMulSum")
             address = scalar.__array_interface__["data"][0]
             with self._lock:
                 raw = self._living("premul_sum")
-                result = create(ctypes.byref(made), address, code, SCALAR_ON_HOST, raw)
+                result = create(ctypes.byref(created), address, code, SCALAR_ON_HOST, raw)
             self._finish(result, "ncclRedOpCreatePreMulSum", patient)
-            found = self._factors[key] = made.value
-        return found
+            op = self._factors[key] = created.value
+        return op
 
     def _forget_factors(self) -> None:
         for key in list(self._factors):
@@ -308,13 +312,13 @@ class NcclCalls:
         return self._written("ncclCommRegister", patient, address, nbytes)
 
     def deregister(self, handle: int) -> None:
-        """Take back :meth:`register`; nothing if the communicator is gone."""
+        """Undo :meth:`register`; do nothing if the communicator is gone."""
         self._released("ncclCommDeregister", handle)
 
     def window(self, address: int, nbytes: int, poll: Poll = patient) -> int:
-        """Register memory that all ranks have alike (``ncclCommWindowRegister``).
+        """Register memory of all ranks as one window (``ncclCommWindowRegister``).
 
-        Collective: every rank, with as many bytes, of :meth:`mem_alloc`.
+        Collective: every rank, with the same number of bytes, from :meth:`mem_alloc`.
 
         Args:
             poll: as for :meth:`create`.
@@ -325,7 +329,7 @@ class NcclCalls:
         return self._written("ncclCommWindowRegister", poll, address, nbytes, WINDOW_SYMMETRIC)
 
     def close_window(self, handle: int) -> None:
-        """Take back :meth:`window`; nothing if the communicator is gone."""
+        """Undo :meth:`window`; do nothing if the communicator is gone."""
         self._released("ncclCommWindowDeregister", handle)
 
     def _written(self, name: str, poll: Poll, address: int, nbytes: int, *flags: int) -> int:
@@ -352,14 +356,14 @@ class NcclCalls:
         return address.value or 0
 
     def mem_free(self, address: int) -> None:
-        """Free what :meth:`mem_alloc` returned, also after the communicator is gone."""
+        """Free memory from :meth:`mem_alloc`, also after the communicator is gone."""
         with self.device.active():
             code = self.library.function("ncclMemFree")(address)
         self.library.check(code, f"ncclMemFree on cuda:{self.device.ordinal}")
 
 
 def _scalar(factor: float, dtype: DType) -> np.ndarray[Any, Any]:
-    """Return one element of ``dtype``, as its bits are in memory."""
+    """Return an array with one element: the bits of ``factor`` in ``dtype``."""
     if dtype.name == "bfloat16":
         return float32_to_bfloat16(np.array([factor], np.float32))
     return np.array([factor], dtype.storage)
@@ -375,14 +379,15 @@ def _parts(start: int, counts: Sequence[int], dtype: int) -> Iterator[tuple[int,
 
 
 class CallGroup:
-    """Calls that start together: at the end of the ``with`` body, also of one that raises.
+    """Context manager whose calls start together at the end of its body.
 
-    What was called before the body raised is started nevertheless, since NCCL cannot take it
-    back; the other ranks may then wait for the rest, and the communicator is to be aborted.
+    If the body raises, the calls made before start nevertheless, since NCCL cannot take them
+    back. The other ranks may then wait for the missing calls, so the caller must abort the
+    communicator.
 
     Attributes:
-        pending: after the body, whether NCCL is still enqueuing: the communicator has to be
-            settled before its next call.
+        pending: after the body, whether NCCL is still enqueuing. If so, the caller must settle the
+            communicator before its next call.
     """
 
     __slots__ = ("_comm", "pending")

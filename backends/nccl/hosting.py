@@ -1,4 +1,4 @@
-"""The host plane: which transport it is, and how its failures become known to the monitor."""
+"""The host plane: the choice of its transport, and reporting its failures to the monitor."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ _CONNECT = Request("connect", over="nccl")
 
 
 def host_plane(world: World) -> type[Backend]:
-    """Return the transport of what is in the host's memory.
+    """Return the transport for data in the host's memory.
 
-    ``options["host"]`` names it; else it is what ``auto`` takes among CPUs, as far as a rank can
-    tell from its world alone.
+    ``options["host"]`` names it. Without that option it is the transport that ``auto`` chooses for
+    CPUs, as far as a rank can tell from its world alone.
     """
     name = world.options.get("host", "")
     if not name:
@@ -61,7 +61,7 @@ def connect_step(
     deadline: Deadline,
     **arguments: Any,
 ) -> None:
-    """Make a step of connecting on the host plane: all its ranks together."""
+    """Do one step of connecting on the host plane. Collective: all of its ranks."""
     work = host.plan(_CONNECT.step(number, operation, **arguments))(src, dst, deadline)
     if work is not None:
         work.wait()
@@ -71,7 +71,7 @@ def connect_step(
 def step_of(
     where: object, channel: Channel, deadline: Deadline, awaited: Sequence[int] | None = None
 ) -> Iterator[None]:
-    """Do something on the host plane that is a step of a call; its errors are those of the call."""
+    """Run a step of a call on the host plane; convert the step's errors to errors of the call."""
     try:
         yield
     except levels.OF_LEVELS as error:
@@ -80,10 +80,10 @@ def step_of(
 
 
 class Reporting:
-    """A transport without a monitor, whose failures are reported to one.
+    """Wrapper that reports the failures of a transport without a monitor to a monitor.
 
-    It answers to the transport's methods: whatever rank breaks it in one of them has those
-    ranks know of it that wait for a GPU.
+    The wrapper has the methods of the transport. If a method fails on some rank and breaks the
+    transport, the monitor informs the ranks that wait for a GPU.
     """
 
     def __init__(self, host: Backend, channel: Channel) -> None:
@@ -91,16 +91,16 @@ class Reporting:
         self._channel = channel
 
     def plan(self, request: Request) -> Plan:
-        """As of the transport; what is planned reports its failures, too."""
+        """Return the transport's plan for ``request``; calls of the plan report failures, too."""
         return _reporting(self._transport.plan(request), self._channel)
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self._transport, name)
-        if not callable(found):
-            return found
-        made = _reporting(found, self._channel)
-        setattr(self, name, made)
-        return made
+        attribute = getattr(self._transport, name)
+        if not callable(attribute):
+            return attribute
+        method = _reporting(attribute, self._channel)
+        setattr(self, name, method)
+        return method
 
 
 def _reporting(method: Callable[..., Any], channel: Channel) -> Callable[..., Any]:
@@ -118,12 +118,12 @@ def _reporting(method: Callable[..., Any], channel: Channel) -> Callable[..., An
 
 
 def broadcast_store(host: Backend, store: Store, deadline: Deadline) -> Store:
-    """Return a store in which rank 0 of a transport that stands publishes something.
+    """Return a store in which rank 0 of a connected transport publishes a value.
 
     Args:
         host: the transport.
-        store: where its ranks have met.
-        deadline: for all that is published in it.
+        store: the store through which its ranks have met.
+        deadline: deadline for handing the value to the other ranks.
     """
 
     def hand(note: Buffer, publishes: bool) -> None:
@@ -133,12 +133,15 @@ def broadcast_store(host: Backend, store: Store, deadline: Deadline) -> Store:
 
 
 def breaker(host: Backend, channel: Channel) -> Callable[[], None]:
-    """Return what breaks the host plane when the channel is broken; keeps neither alive."""
+    """Return a function that breaks the host plane when the channel is broken.
+
+    The function keeps neither of them alive.
+    """
     host_ref, channel_ref = weakref.ref(host), weakref.ref(channel)
 
     def function() -> None:
-        found, source = host_ref(), channel_ref()
-        if found is not None and source is not None and source.failure is not None:
-            found.abort(source.failure)
+        transport, watched = host_ref(), channel_ref()
+        if transport is not None and watched is not None and watched.failure is not None:
+            transport.abort(watched.failure)
 
     return function

@@ -1,4 +1,4 @@
-"""The NCCL library: finding it, loading it once, what its version has, and its errors."""
+"""The NCCL library: finding it, loading it once, the features of its version, and its errors."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ __all__ = ["FEATURES", "VARIABLE", "NcclLibrary", "find", "install_command", "lo
 VARIABLE = "COLLECTIVE_NCCL_LIBRARY"
 _SONAME = "libnccl.so.2"
 
-#: What versions differ in, for ``collective doctor``: the function that brought it, or the
-#: code of the version.
+#: The features in which versions differ, for ``collective doctor``. A value is the name of the
+#: function that a feature came with, or the code of the first version that has the feature.
 FEATURES: dict[str, str | int] = {
     "avg": 21003,
     "bfloat16": 21003,
@@ -36,18 +36,18 @@ FEATURES: dict[str, str | int] = {
     "alltoall": "ncclAlltoAll",
 }
 
-# The linker's cache: paths, each ended by a zero byte.
+# The linker's cache, which holds paths that end with a zero byte.
 _CACHE = Path("/etc/ld.so.cache")
 _FOLDERS = ("/lib64", "/usr/lib64", "/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu")
 
 
 class NcclLibrary:
-    """NCCL, loaded.
+    """NCCL library that has been loaded.
 
     Attributes:
-        path: of the file, or the name that the system's linker knows it by.
-        version: a code such as 23203.
-        text: that version as ``"2.32.3"``.
+        path: path of the file, or the name under which the system's linker finds it.
+        version: code of the version, such as 23203.
+        text: the version as text, such as ``"2.32.3"``.
     """
 
     def __init__(self, handle: ctypes.CDLL, path: str) -> None:
@@ -61,8 +61,8 @@ class NcclLibrary:
         self.text = version_text(version.value)
         if not self.has("ncclSend"):
             raise BackendUnavailableError(
-                f"nccl: {path} is NCCL {self.text}; {version_text(OLDEST)} is the oldest that "
-                f"serves. Install a newer one: {install_command()}"
+                f"nccl: {path} is NCCL {self.text}; {version_text(OLDEST)} is the oldest version "
+                f"that is supported. Install a newer one: {install_command()}"
             )
 
     def has(self, name: str) -> bool:
@@ -80,37 +80,40 @@ class NcclLibrary:
         """Return a function of :data:`~.prototypes.FUNCTIONS`; it releases the GIL.
 
         Raises:
-            UnsupportedError: this version has none of that name; says which one does.
+            UnsupportedError: this version has no such function; the error names a version that
+                does.
         """
-        found = self._functions.get(name)
-        if found is None:
+        function = self._functions.get(name)
+        if function is None:
             prototype = FUNCTIONS[name]
-            found = getattr(self._handle, name, None)
-            if found is None:
+            function = getattr(self._handle, name, None)
+            if function is None:
                 raise UnsupportedError(
                     f"{name}: NCCL {self.text} ({self.path}) does not have it; version "
                     f"{version_text(prototype.since)} brings it. Install a newer one: "
                     f"{install_command()}"
                 )
-            found.argtypes, found.restype = prototype.arguments, prototype.result
-            self._functions[name] = found
-        return found
+            function.argtypes, function.restype = prototype.arguments, prototype.result
+            self._functions[name] = function
+        return function
 
     def check(self, code: int, what: str, comm: int = 0) -> None:
-        """Raise what a result code means; success and "in progress" pass.
+        """Raise the error that a result code means; accept success and "in progress".
 
         Args:
-            what: the call, and for whom it was.
+            code: NCCL's result code.
+            what: the call, and the rank that made it.
             comm: the handle of the communicator, if there is one.
 
         Raises:
-            BackendError: with the code, NCCL's own words and, where one is known, a remedy.
+            BackendError: the code is an error. The text has the code, NCCL's own message and a
+                remedy.
         """
         if code not in (0, IN_PROGRESS):
             raise BackendError(self.words(code, what, comm), "nccl", code)
 
     def words(self, code: int, what: str, comm: int = 0) -> str:
-        """Return in words what :meth:`check` raises."""
+        """Return the text of the error that :meth:`check` raises."""
         general = _decoded(self.function("ncclGetErrorString")(code))
         last = ""
         if self.has("ncclGetLastError"):
@@ -122,13 +125,13 @@ class NcclLibrary:
         )
 
     def unique_id(self) -> bytes:
-        """Return a new name for a communicator, for one rank to hand to the others."""
-        made = UniqueId()
-        self.check(self.function("ncclGetUniqueId")(ctypes.byref(made)), "ncclGetUniqueId")
-        return bytes(made)
+        """Return a new unique id for a communicator, which one rank hands to the other ranks."""
+        identity = UniqueId()
+        self.check(self.function("ncclGetUniqueId")(ctypes.byref(identity)), "ncclGetUniqueId")
+        return bytes(identity)
 
     def dtype(self, dtype: DType) -> int | None:
-        """Return NCCL's code of an element type, None if this library cannot reduce it."""
+        """Return NCCL's code of an element type, None if this library cannot reduce the type."""
         feature = "fp8" if dtype.name.startswith("float8") else dtype.name
         if feature in FEATURES and not self.has(feature):
             return None
@@ -137,7 +140,7 @@ class NcclLibrary:
     def op(self, name: str) -> int | None:
         """Return NCCL's code of a reduction, None if this library has none for it.
 
-        ``premul_sum`` has none: :meth:`NcclComm.premul_sum` makes one a factor.
+        ``premul_sum`` has none: :meth:`NcclComm.premul_sum` makes an operator for each factor.
         """
         if name == "avg" and not self.has("avg"):
             return None
@@ -147,15 +150,15 @@ class NcclLibrary:
 def load(path: str = "") -> NcclLibrary:
     """Load NCCL and return it, the same object each time.
 
-    It is looked for in this order: ``path``, or ``$COLLECTIVE_NCCL_LIBRARY``; the folder of
-    NVIDIA's wheel; what the system's linker knows as ``libnccl.so.2``.
+    The search order is: ``path``, or ``$COLLECTIVE_NCCL_LIBRARY``; the folder of NVIDIA's wheel;
+    the library that the system's linker knows as ``libnccl.so.2``.
 
     Args:
-        path: a file. One that is given is loaded or nothing is.
+        path: the library's file. If it is set, no other place is searched.
 
     Raises:
-        BackendUnavailableError: there is none, it cannot be loaded, or it is too old; with
-            the command that installs one.
+        BackendUnavailableError: there is no library, it cannot be loaded, or it is too old. The
+            text has the command that installs one.
     """
     path = path or os.environ.get(VARIABLE, "")
     with _lock:
@@ -172,13 +175,13 @@ def find(path: str = "") -> str | None:
     """Return the file that :func:`load` would load, None if there is none; load nothing."""
     path = path or os.environ.get(VARIABLE, "")
     if path:
-        # A bare name is for the system's linker to find.
+        # The system's linker finds a bare name.
         return path if "/" not in path or os.path.exists(path) else None
     return _in_wheel() or _of_system()
 
 
 def install_command() -> str:
-    """Return how NCCL is installed for the driver that is here."""
+    """Return the command that installs NCCL for this host's driver."""
     version = ctypes.c_int()
     try:
         ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
@@ -194,26 +197,26 @@ def _load(path: str) -> NcclLibrary:
         except OSError as error:
             raise BackendUnavailableError(
                 f"nccl: the library that nccl_library or {VARIABLE} names, {path}, cannot be "
-                f"loaded: {error}. Name the file libnccl.so.2 of an installed NCCL, or nothing, to "
-                f"have it found; {install_command()} brings one."
+                f"loaded: {error}. Name the file libnccl.so.2 of an installed NCCL, or name none, "
+                f"and NCCL is searched for. To install NCCL: {install_command()}"
             ) from error
     wheel = _in_wheel()
-    looked = []
-    for each in filter(None, (wheel, _SONAME)):
+    failures = []
+    for candidate in filter(None, (wheel, _SONAME)):
         try:
-            return NcclLibrary(ctypes.CDLL(each), each)
+            return NcclLibrary(ctypes.CDLL(candidate), candidate)
         except OSError as error:
-            looked.append(f"{each}: {error}")
+            failures.append(f"{candidate}: {error}")
     if wheel is None:
-        looked.insert(0, "no package nvidia-nccl-cu12 or -cu13 is installed")
+        failures.insert(0, "no package nvidia-nccl-cu12 or -cu13 is installed")
     raise BackendUnavailableError(
-        f"nccl: no NCCL library. {'; '.join(looked)}. Install it: {install_command()}, or name "
+        f"nccl: no NCCL library. {'; '.join(failures)}. Install it: {install_command()}, or name "
         f"the file: {VARIABLE}=/…/libnccl.so.2"
     )
 
 
 def _in_wheel() -> str | None:
-    """Return the library in NVIDIA's wheel; those for CUDA 12 and 13 share a folder."""
+    """Return the library in NVIDIA's wheel; the wheels for CUDA 12 and 13 share a folder."""
     try:
         spec = importlib.util.find_spec("nvidia.nccl")
     except (ImportError, ValueError, AttributeError):
@@ -226,7 +229,7 @@ def _in_wheel() -> str | None:
 
 
 def _of_system() -> str | None:
-    """Return the library where the system's linker looks for it."""
+    """Return the library in a place where the system's linker looks for it."""
     for folder in (*os.environ.get("LD_LIBRARY_PATH", "").split(":"), *_FOLDERS):
         path = os.path.join(folder, _SONAME)
         if folder and os.path.exists(path):
@@ -245,13 +248,13 @@ def _decoded(text: bytes | None) -> str:
 def _remedy(code: int, message: str) -> str:
     if "Duplicate GPU" in message:
         return (
-            "Give each rank of a host a GPU of its own: COLLECTIVE_DEVICE or CUDA_VISIBLE_DEVICES "
-            "says which, and start no more ranks than there are."
+            "Give each rank of a host a GPU of its own with COLLECTIVE_DEVICE or "
+            "CUDA_VISIBLE_DEVICES, and start no more ranks than the host has GPUs."
         )
     if "driver version is insufficient" in message:
-        return f"This NCCL is for a newer driver: {install_command()}, or update the driver."
+        return f"This NCCL needs a newer driver. Update it, or install NCCL: {install_command()}"
     if code == 6:
-        return "The reason is in what the other ranks say: one ended, or its network failed."
+        return "Another rank has ended, or its network has failed; see the other ranks' errors."
     if code in (4, 5):
-        return "NCCL_DEBUG=WARN has NCCL say on standard error what it refuses."
-    return "NCCL_DEBUG=INFO has NCCL say on standard error what failed."
+        return "With NCCL_DEBUG=WARN, NCCL writes to standard error what it refuses."
+    return "With NCCL_DEBUG=INFO, NCCL writes to standard error what failed."

@@ -1,8 +1,8 @@
-"""Memory of GPUs that NCCL knows: it reduces there without copying first, where it can.
+"""GPU memory that is registered with NCCL, so that NCCL can reduce there without a copy.
 
-From NCCL 2.27 on the ranks register it as one window, from 2.19 each its own; before that it is
-ordinary memory. It is given back when its array is dropped and the streams that this transport
-knows have got to that point; NCCL's communicator may be gone by then.
+From NCCL 2.27 on the ranks register the memory as one window. From 2.19 on each rank registers its
+own. Before that it is ordinary memory. The memory is freed after its array is dropped, once the
+streams that this transport knows have reached that point. NCCL's communicator may be gone by then.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _PAGE = 4096
 
 
 class _DeviceBlock:
-    """One piece of memory: where it is, and how it is given back."""
+    """Block of GPU memory: its address, its registration, and how to free it."""
 
     def __init__(self, comm: NcclComm, device: Device, nbytes: int) -> None:
         self.comm = comm
@@ -55,7 +55,7 @@ class _DeviceBlock:
             stream.synchronize()  # other streams may use it
 
     def register(self) -> None:
-        """Make it known to NCCL; all ranks together."""
+        """Register the block with NCCL. Collective: all ranks."""
         comm, library = self.comm, self.comm.library
         if library.has("ncclCommWindowRegister"):
             window = comm.window(self.address, self.nbytes)
@@ -65,14 +65,14 @@ class _DeviceBlock:
             self._leave = lambda: comm.deregister(handle)
 
     def leave(self) -> None:
-        """Take it away from NCCL, before the communicator ends or the memory is freed."""
+        """Deregister the block, before the communicator ends or the memory is freed."""
         leave, self._leave = self._leave, None
         if leave is not None:
             with contextlib.suppress(CollectiveError):  # the communicator may be gone
                 leave()
 
     def free(self) -> None:
-        """Give it back."""
+        """Deregister the block and free its memory."""
         self.leave()
         free, self._free, self._memory = self._free, None, None
         if free is not None:
@@ -81,11 +81,11 @@ class _DeviceBlock:
 
 
 class Blocks:
-    """The memory that a transport has handed out.
+    """Blocks of memory that a transport has handed out.
 
     Args:
-        watch: whose thread frees what was dropped.
-        streams: the method that tells the transport's own streams; nothing here keeps that alive.
+        watch: the watch whose thread frees dropped blocks.
+        streams: weak reference to the method that returns the transport's own streams.
     """
 
     def __init__(
@@ -109,10 +109,10 @@ class Blocks:
     ) -> DeviceArray:
         """Return ``nbytes`` uninitialised bytes on every rank's GPU.
 
-        Collective: all ranks, with as many bytes.
+        Collective: all ranks, with the same number of bytes.
 
         Raises:
-            AllocationError: some rank's GPU has not that much; on every rank.
+            AllocationError: some rank's GPU does not have enough memory; on every rank.
         """
         stream = device.stream(0)
         block: _DeviceBlock | None = None
@@ -127,13 +127,13 @@ class Blocks:
                 ranks = ", ".join(map(str, lacking))
                 reason = f": {problem}" if problem is not None else ""
                 raise AllocationError(
-                    f"{request}: {nbytes} bytes on each of {host.size} GPUs: there is not enough "
-                    f"on that of rank {ranks} [rank {host.rank}]{reason}"
+                    f"{request}: {nbytes} bytes on each of {host.size} GPUs: not enough memory on "
+                    f"the GPU of rank {ranks} [rank {host.rank}]{reason}"
                 ) from problem
             if block is None:
                 return DeviceArray(0, (0,), np.uint8, device, stream)
-            # Now that all ranks have memory: a window takes them all, and would wait for one that
-            # has none.
+            # Register only now that all ranks have memory: making a window needs all ranks, and
+            # would wait for a rank without memory.
             block.register()
         except BaseException:
             if block is not None:
@@ -146,7 +146,7 @@ class Blocks:
         return DeviceArray(block.address, (nbytes,), np.uint8, device, stream, owner=owner)
 
     def _drop(self, block: _DeviceBlock) -> None:
-        """Free a block when what is enqueued has been done. Called by whatever thread."""
+        """Have a block freed once the enqueued work is done. Any thread may call this."""
         events = []
         own = self._streams()
         with contextlib.suppress(CollectiveError):
@@ -156,7 +156,7 @@ class Blocks:
             if block in self._out:
                 self._out.remove(block)
             self._dropped.append((block, events))
-        # Its thread, which else does this, has ended.
+        # The watch's thread, which otherwise sweeps, has ended.
         if self._watch.over:
             for event in events:
                 with contextlib.suppress(CollectiveError):
@@ -166,20 +166,20 @@ class Blocks:
             self._watch.wake()
 
     def _sweep(self) -> bool:
-        """Free what was dropped and is no longer used; return whether something is left."""
+        """Free dropped blocks that are no longer in use; return whether any remain."""
         if not self._dropped:
             return False
         with self._lock:
-            free = [each for each in self._dropped if all(event.query() for event in each[1])]
-            self._dropped = kept = [each for each in self._dropped if each not in free]
+            free = [entry for entry in self._dropped if all(event.query() for event in entry[1])]
+            self._dropped = remaining = [entry for entry in self._dropped if entry not in free]
         for block, events in free:
             for event in events:
                 event.release()
             block.free()
-        return bool(kept)
+        return bool(remaining)
 
     def close(self) -> None:
-        """Take all memory away from NCCL, whose communicator is about to end."""
+        """Deregister all memory, because NCCL's communicator is about to end."""
         with self._lock:
             blocks = [*self._out, *(block for block, _ in self._dropped)]
         for block in blocks:
@@ -187,6 +187,6 @@ class Blocks:
 
 
 class _Owner:
-    """What an array's memory goes with."""
+    """Owner of an array's memory: the memory is dropped when the owner is collected."""
 
     __slots__ = ("__weakref__",)

@@ -1,30 +1,32 @@
-"""Messages between two GPUs: any tag, any order of asking, both directions at once.
+"""Messages between two GPUs: with any tag, received in any order, in both directions at once.
 
-NCCL has no tags, and runs what is on one communicator in the order in which it was issued. So
-each ordered pair of ranks has a communicator and a stream of its own, made with the first
-message that goes this way, and the two agree on an order over the transport of the host:
+NCCL has no tags, and runs the operations of a communicator in the order in which they were
+issued. So each ordered pair of ranks, a *direction*, has a communicator and a stream of its own,
+made with the first message in that direction. The two ranks agree on the order of their messages
+over the transport of the host:
 
-1. The sender waits until the caller's stream has got to the call, and sends a *note*, with the
-   length, under a tag that goes with the message's.
-2. The receiver, asked for that tag, reads the note, waits until its caller's stream has got to
-   the call, gives the message the next *number* of this direction, and sends it back as a
-   *grant*.
-3. Both issue the messages of a direction in the order of their numbers, on the direction's
-   stream, and make the caller's stream wait for the end of it.
+1. The sender waits until the caller's stream has reached the call. Then it sends a *note* with the
+   message's length, under a tag that belongs to the message's tag.
+2. The receiver waits until its caller's stream has reached the call, and receives the note under
+   the same tag. It gives the message the next *number* of this direction, and sends the number
+   back as a *grant*.
+3. Both ranks issue the messages of a direction in the order of their numbers, on the direction's
+   stream. Each makes its caller's stream wait for the end of the message.
 
-So the receiver decides the order, and nothing arrives that nobody has asked for.
+So the receiver decides the order, and a message is issued only if the receiver has called for it.
 
-The two halves of a ``sendrecv`` do all that independently, in two threads. So it does not
-deadlock where blocking sends, which may wait for their receivers (MPI 4.1, section 3.5), do not:
+The two halves of a ``sendrecv`` do all that independently, in two threads. So a program does not
+deadlock if it would not deadlock with blocking sends, which may wait for their receivers (MPI 4.1,
+section 3.5):
 
-* A note meets its receive just where the message itself would. Then both sides are inside the
-  call, and exchange the grant, each in a thread of its own, waiting for nothing else.
-* For its turn a thread waits only behind messages with lower numbers in the same direction,
-  which are past their grants, on both sides. So the lowest of them can always be issued, also
-  where that takes both sides: to make the communicator, or to connect.
-* On the GPUs a message that was issued waits for nothing but those before it in its direction:
-  both callers' streams had got to it. (Could it wait for work still to be done, that work might
-  wait in turn for a message behind it.)
+* A note matches a receive exactly where the message itself would. From then on both sides are
+  inside the call. They exchange the grant, each in a thread of its own, and wait for nothing else.
+* For its turn, a thread waits only for messages with lower numbers in the same direction. Both
+  sides have exchanged the grants of those messages. So the message with the lowest number can
+  always be issued, even if both sides must act for it: to make the communicator, or to connect.
+* On the GPUs, an issued message waits only for earlier messages in its direction, because both
+  callers' streams had reached it. (If it could wait for unfinished work, that work might in turn
+  wait for a later message.)
 """
 
 from __future__ import annotations
@@ -67,10 +69,11 @@ __all__ = ["NcclMessages"]
 
 _INT64 = BY_NAME["int64"]
 _UINT8 = 1  # ncclUint8
-# A user's tag t has its notes at _NOTES + t and its grants at _GRANTS - t, where no other
-# messages of the host are: tags of users are 0 to 2**31 - 1, and those of algorithms just below 0.
+# For a user's tag t, notes have the tag _NOTES + t and grants the tag _GRANTS - t. No other
+# messages of the host have these tags: users' tags are 0 to 2**31 - 1, and the tags of algorithms
+# are just below 0.
 _TAGS, _NOTES, _GRANTS = 2**31, 2**31, -16
-# Other tags of 64 bits are hashed, up here.
+# Other tags of 64 bits are hashed to tags from here on.
 _OTHERS = 1 << 61
 
 
@@ -84,13 +87,13 @@ def _tags(tag: int) -> tuple[int, int]:
 
 
 class _Direction:
-    """What goes one way between this rank and a peer.
+    """Messages in one direction between this rank and a peer.
 
     Attributes:
         peer: the other rank.
         pair: sender and receiver.
-        comm, stream: once there has been a message.
-        granted: how many numbers this rank has given out, where it receives.
+        comm, stream: NCCL's communicator and the stream; None before the first message.
+        granted: how many numbers this rank has given out, if it receives.
         issued: how many messages have been issued.
     """
 
@@ -104,28 +107,28 @@ class _Direction:
         self.condition = threading.Condition()
 
     def number(self) -> int:
-        """Give out the next number."""
+        """Give out the next message number."""
         with self.condition:
             number = self.granted
             self.granted = number + 1
         return number
 
     def await_turn(self, number: int, wait: Wait) -> None:
-        """Wait until the messages before this one have been issued."""
+        """Wait until all messages with lower numbers have been issued."""
         with self.condition:
             while self.issued != number:
                 self.condition.wait(wait.slice())
                 wait.check()
 
     def end_turn(self) -> None:
-        """Let the next one be issued."""
+        """Let the next message be issued."""
         with self.condition:
             self.issued += 1
             self.condition.notify_all()
 
 
 class _MessageCall:
-    """A call: what it is called in errors, its deadline, the caller's stream and its peers."""
+    """Call on a message: its name in errors, its deadline, the caller's stream, and its peers."""
 
     __slots__ = ("deadline", "peers", "stream", "where")
 
@@ -138,12 +141,12 @@ class _MessageCall:
         self.peers = peers
 
 
-#: Makes the communicator of two ranks: ``(sender, receiver, where, deadline)``.
+#: Function that makes the communicator of two ranks: ``(sender, receiver, where, deadline)``.
 Open = Callable[[int, int, object, Deadline], "NcclComm"]
 
 
 class NcclMessages:
-    """Sends and receives memory of GPUs; see the module's docstring."""
+    """Messages of GPU memory, to and from any rank; see the module's docstring."""
 
     def __init__(self, host: Backend, channel: Channel, watch: Watch, open_pair: Open) -> None:
         self._host = host
@@ -152,17 +155,17 @@ class NcclMessages:
         self._open_pair = open_pair
         self._rank = host.rank
         self._directions: dict[tuple[int, int], _Direction] = {}
-        # Threads of halves of sendrecv that nobody uses just now.
+        # The idle threads for the receiving halves of sendrecv.
         self._lanes: list[Lane] = []
 
     def send(self, src: Buffer, dst: int, tag: int, deadline: Deadline) -> None:
-        """Send ``src``; its stream may change it afterwards."""
+        """Send ``src``; work enqueued later on its stream may change it."""
         call = _MessageCall(f"send(tag={tag})", deadline, src.stream, (dst,))
         self._wait_for_stream(call)
         self._send(src, dst, tag, call)
 
     def recv(self, dst: Buffer, src: int, tag: int, deadline: Deadline) -> int:
-        """Receive ``dst``, which its stream may read afterwards; return the source."""
+        """Receive into ``dst`` and return the source; work enqueued later may read ``dst``."""
         peers = (src,) if src >= 0 else tuple(r for r in range(self._host.size) if r != self._rank)
         call = _MessageCall(f"recv(tag={tag})", deadline, dst.stream, peers)
         self._wait_for_stream(call)
@@ -171,14 +174,16 @@ class NcclMessages:
     def sendrecv(
         self, src: Buffer, to: int, dst: Buffer, source: int, tag: int, deadline: Deadline
     ) -> None:
-        """Do both at once."""
+        """Send ``src`` to rank ``to`` and receive ``dst`` from rank ``source``, both at once."""
         if to == self._rank:
             src.stream.wait_for(dst.stream)
             cuda.copy(dst.address, src.address, src.nbytes, src.stream)
             dst.stream.wait_for(src.stream)
             return
         where, peers = f"sendrecv(tag={tag})", (to, source)
-        going, coming = (_MessageCall(where, deadline, each.stream, peers) for each in (src, dst))
+        going, coming = (
+            _MessageCall(where, deadline, buffer.stream, peers) for buffer in (src, dst)
+        )
         self._wait_for_stream(going)
         self._wait_for_stream(coming)
         lane = self._lanes.pop() if self._lanes else Lane("collective-nccl-sendrecv")
@@ -186,7 +191,7 @@ class NcclMessages:
         try:
             self._send(src, to, tag, going)
         except Exception:
-            # What keeps one half from its end keeps the other, or the deadline does.
+            # The other half ends as well: by the same failure, or at the deadline.
             with contextlib.suppress(CollectiveError):
                 work.wait()
             raise
@@ -199,56 +204,55 @@ class NcclMessages:
                 lane.close(Deadline(0.0))
 
     def close(self) -> None:
-        """Let the threads of ``sendrecv`` end."""
+        """End the threads of ``sendrecv``."""
         while self._lanes:
             self._lanes.pop().close(Deadline(0.0))
 
     def streams(self) -> list[Stream]:
-        """Return the streams that the messages go on."""
-        found = [direction.stream for direction in list(self._directions.values())]
-        return [stream for stream in found if stream is not None]
+        """Return the streams of all directions."""
+        streams = [direction.stream for direction in list(self._directions.values())]
+        return [stream for stream in streams if stream is not None]
 
     # -- the host's part ------------------------------------------------------------------
 
     def _send(self, src: Buffer, dst: int, tag: int, call: _MessageCall) -> None:
-        noted, granted = _tags(tag)
+        note_tag, grant_tag = _tags(tag)
         grant = _words(0)
         with step_of(call.where, self._channel, call.deadline, call.peers):
-            self._host.send(_words(src.nbytes), dst, noted, call.deadline)
+            self._host.send(_words(src.nbytes), dst, note_tag, call.deadline)
             if src.nbytes:
-                self._host.recv(grant, dst, granted, call.deadline)
+                self._host.recv(grant, dst, grant_tag, call.deadline)
         if src.nbytes:
             direction = self._direction(self._rank, dst)
             self._issue(direction, int(grant.array[0]), src, call)
 
     def _recv(self, dst: Buffer, src: int, tag: int, call: _MessageCall) -> int:
-        noted, granted = _tags(tag)
+        note_tag, grant_tag = _tags(tag)
         note = _words(0)
         with step_of(call.where, self._channel, call.deadline, call.peers):
-            source = self._host.recv(note, src, noted, call.deadline)
+            source = self._host.recv(note, src, note_tag, call.deadline)
         self._check_length(note, dst, source, call)
         if dst.nbytes:
             direction = self._direction(source, self._rank)
             number = direction.number()
             with step_of(call.where, self._channel, call.deadline, call.peers):
-                self._host.send(_words(number), source, granted, call.deadline)
+                self._host.send(_words(number), source, grant_tag, call.deadline)
             self._issue(direction, number, dst, call)
         return source
 
     def _wait_for_stream(self, asked: _MessageCall) -> None:
-        """Wait until the caller's stream has got to this call."""
+        """Wait until the caller's stream has reached this call."""
         self._channel.check(asked.where, asked.peers, any_of=True)
         if asked.stream.query():
             return
         event = asked.stream.record()
-        # Its own deadline says what it is that takes long: none of the peers.
+        # The wait has no deadline: the check below raises an error that blames this rank's stream
+        # and not the peers.
         wait = self._channel.wait(asked.where, Deadline.never(), asked.peers, any_of=True)
         while not event.query():
             wait.turn()
             if asked.deadline.expired:
-                what = (
-                    f"what was enqueued before on rank {self._rank}'s stream, which has not ended"
-                )
+                what = f"the work enqueued earlier on rank {self._rank}'s stream, which is not done"
                 failure = Failure.timed_out(self._rank, asked.deadline.seconds, what, (self._rank,))
                 self._channel.abort(failure)
                 raise CollectiveTimeoutError(
@@ -260,45 +264,46 @@ class NcclMessages:
         nbytes = int(note.array[0])
         if nbytes != dst.nbytes:
             text = (
-                f"rank {source} sends {nbytes} bytes and rank {self._rank} has asked for "
-                f"{dst.nbytes}"
+                f"rank {source} sends {nbytes} bytes, but rank {self._rank} receives {dst.nbytes}"
             )
-            # The sender waits for a grant, and gets none.
+            # Break the communicator: the sender waits for a grant that does not come.
             self._channel.abort(Failure("mismatch", self._rank, text))
             raise MismatchError(f"{asked.where}: {text} [rank {self._rank}]")
 
     def _direction(self, sender: int, receiver: int) -> _Direction:
         pair = sender, receiver
-        found = self._directions.get(pair)
-        if found is None:
+        direction = self._directions.get(pair)
+        if direction is None:
             peer = receiver if sender == self._rank else sender
-            # Of two threads that get here one wins, for both.
-            found = self._directions.setdefault(pair, _Direction(sender, receiver, peer))
-        return found
+            # If two threads get here, setdefault() gives both of them the same object.
+            direction = self._directions.setdefault(pair, _Direction(sender, receiver, peer))
+        return direction
 
     # -- NCCL's part ----------------------------------------------------------------------
 
     def _issue(
         self, direction: _Direction, number: int, buffer: Buffer, call: _MessageCall
     ) -> None:
-        """Put a message that has its number on its stream, in its turn."""
+        """Enqueue a message that has its number on the direction's stream, in its turn."""
         wait = self._channel.wait(call.where, call.deadline, (direction.peer,))
         direction.await_turn(number, wait)
         if direction.comm is None:
             self._open(direction, call)
         self._enqueue(direction, buffer, call, wait)
-        # Not after an error, which has broken the channel: those behind it hear of that.
+        # After an error the turn does not end: the error has broken the channel, so the threads
+        # that wait for their turns raise.
         direction.end_turn()
 
     def _open(self, direction: _Direction, asked: _MessageCall) -> None:
         try:
             comm = self._open_pair(*direction.pair, asked.where, asked.deadline)
         except (BackendUnavailableError, DeviceError):
-            # Both ranks are refused, and neither sends: what comes behind may be, or may not.
+            # Both ranks get this error, and neither issues the message. Later messages may fail in
+            # the same way, or not.
             direction.end_turn()
             raise
         except CollectiveError as error:
-            # The message has its number, and what comes behind it waits for that.
+            # Break the channel: this message has a number, and later messages wait for it.
             self._channel.abort(failure_of(error, self._rank))
             raise
         direction.stream = asked.stream.device.new_stream()
@@ -310,7 +315,7 @@ class NcclMessages:
         comm, stream, watch = direction.comm, direction.stream, self._watch
         assert comm is not None
         assert stream is not None
-        # Of the two the sender is rank 0.
+        # In the communicator of a direction, the sender is rank 0.
         sending = direction.pair[0] == self._rank
         function, peer = (comm.send, 1) if sending else (comm.recv, 0)
         asked = Asked(call.where, call.deadline, (direction.peer,), None)
@@ -327,7 +332,7 @@ class NcclMessages:
         except BackendError as error:
             raise self._channel.explain(call.where, error, (direction.peer,)) from error
         except CommunicatorAbortedError:
-            self._channel.check(call.where, ())  # why it was aborted
+            self._channel.check(call.where, ())  # raises the reason for the abort
             raise
         finally:
             watch.inside[direction] = None

@@ -1,8 +1,8 @@
-"""How NCCL's communicators come to be: what the ranks bring, and what is refused before.
+"""Meeting of the ranks before they make an NCCL communicator, and the checks on them.
 
-NCCL waits for its ranks, or ends them, where one has no library, another version, or the GPU
-of another. So each tells the others first, over the transport of the host, and all of them
-raise the same error.
+If a rank has no library, another version, or the GPU of another rank, NCCL waits for its ranks or
+ends their processes. So the ranks first exchange their versions and GPUs over the transport of the
+host, and all of them raise the same error.
 """
 
 from __future__ import annotations
@@ -41,24 +41,25 @@ if TYPE_CHECKING:
 __all__ = ["Card", "Meeting", "agree_on"]
 
 _UINT8 = BY_NAME["uint8"]
-# Length of what a rank tells of itself, and what of it is left for an error's text.
+# Length of a packed card, and the largest number of characters of an error's text in it.
 CARD_BYTES = 2048
 _TEXT = 1200
 _ID_BYTES = 128
-# Tags of what two ranks bring, for messages from the lower rank to the higher, and back.
+# Tags of the cards of two ranks: for messages from the lower rank to the higher, and back.
 _UPWARD, _DOWNWARD = -4, -5
 
 
 class Card(NamedTuple):
-    """What one rank brings.
+    """Description of one rank's NCCL and GPU.
 
     Attributes:
-        error: why it cannot take part, empty if it can.
+        error: why the rank cannot take part; empty if it can.
         kind: the error's class: ``"device"`` or ``"library"``.
-        version: of its NCCL.
-        bus: where its GPU is.
-        host: what NCCL takes for the host: ranks of one host and GPU are refused by it.
-        sharing: whether its NCCL is told to allow that.
+        version: version of the rank's NCCL.
+        bus: bus id of the rank's GPU.
+        host: text by which NCCL identifies the host; NCCL refuses two ranks with the same host and
+            GPU.
+        sharing: whether the rank's environment lets NCCL accept such ranks.
     """
 
     error: str = ""
@@ -69,27 +70,27 @@ class Card(NamedTuple):
     sharing: bool = False
 
     def packed(self) -> np.ndarray[Any, Any]:
-        """Return it as it travels."""
+        """Return the card as bytes of fixed length, for sending."""
         text = json.dumps(self._replace(error=self.error[:_TEXT])).encode()
-        if len(text) > CARD_BYTES:  # a text of letters that take six bytes each
-            text = json.dumps(self._replace(error="it cannot tell why")).encode()
+        if len(text) > CARD_BYTES:  # the text has characters that take six bytes each
+            text = json.dumps(self._replace(error="its error is too long to send")).encode()
         packed = np.full(CARD_BYTES, ord(" "), np.uint8)
         packed[: len(text)] = np.frombuffer(text, np.uint8)
         return packed
 
     @classmethod
     def unpacked(cls, packed: np.ndarray[Any, Any]) -> Card:
-        """Return what :meth:`packed` has packed."""
+        """Return the card that :meth:`packed` has packed."""
         return cls(*json.loads(packed.tobytes()))
 
 
 class Meeting:
-    """Has the ranks meet before NCCL is asked for a communicator.
+    """Exchange between the ranks before NCCL makes a communicator.
 
     Args:
-        ordinal: the GPU that this rank is told to use; None for that of its place on the host.
-        local_rank: that place.
-        path: of the library, empty to have it found.
+        ordinal: the GPU that this rank should use; None to choose it by ``local_rank``.
+        local_rank: index of this rank among the ranks of its host.
+        path: path of the library; empty to search for it.
     """
 
     def __init__(self, ordinal: int | None, local_rank: int, path: str) -> None:
@@ -99,7 +100,7 @@ class Meeting:
 
     @classmethod
     def of(cls, world: World) -> Meeting:
-        """Return that of a rank of ``world``."""
+        """Return the meeting for this rank of ``world``."""
         options = world.options
         ordinal = int(options["device"]) if options.get("device") else None
         return cls(ordinal, world.local_rank, options.get("nccl_library", ""))
@@ -108,24 +109,24 @@ class Meeting:
         """Return this rank's GPU.
 
         Raises:
-            DeviceError: there is none, or not that one.
+            DeviceError: there is no GPU, or not the one that this rank should use.
             BackendUnavailableError: there is no driver.
         """
         if self._ordinal is not None:
             return cuda.device(self._ordinal)
-        # Without a driver there are none, and asking for one tells why.
+        # Without a driver the count is 0. Then cuda.device() raises the reason.
         return cuda.device(self._local_rank % max(1, cuda.device_count()))
 
     def library(self) -> NcclLibrary:
         """Return this rank's NCCL.
 
         Raises:
-            BackendUnavailableError: there is none that serves.
+            BackendUnavailableError: there is no usable library.
         """
         return libraries.load(self._path)
 
     def _card(self) -> tuple[Card, NcclLibrary | None, Device | None]:
-        """Return what this rank brings, with its library and GPU if it has them."""
+        """Return this rank's card, with the rank's library and GPU if it has them."""
         try:
             device = self.device()
         except CollectiveError as error:
@@ -141,7 +142,7 @@ class Meeting:
     def everybody(
         self, host: Backend, where: object, deadline: Deadline
     ) -> tuple[NcclLibrary, Device]:
-        """Return this rank's library and GPU when all ranks can go on.
+        """Exchange the cards of all ranks; return this rank's library and GPU if all can go on.
 
         Collective: all ranks of ``host``.
 
@@ -149,50 +150,54 @@ class Meeting:
             BackendUnavailableError, DeviceError: as :func:`agree_on`; on every rank.
         """
         card, library, device = self._card()
-        every = Buffer.empty(CARD_BYTES * host.size, _UINT8)
-        mine, lengths = Buffer(card.packed(), _UINT8), [CARD_BYTES] * host.size
-        connect_step(host, 1, "all_gather", mine, every, deadline, elements=lengths)
-        cards = [Card.unpacked(part) for part in np.split(every.array, host.size)]
+        packed = Buffer.empty(CARD_BYTES * host.size, _UINT8)
+        own, lengths = Buffer(card.packed(), _UINT8), [CARD_BYTES] * host.size
+        connect_step(host, 1, "all_gather", own, packed, deadline, elements=lengths)
+        cards = [Card.unpacked(part) for part in np.split(packed.array, host.size)]
         agree_on(where, cards, range(host.size), host.rank)
         assert library is not None
         assert device is not None
         return library, device
 
     def name(self, host: Backend, library: NcclLibrary, deadline: Deadline) -> bytes:
-        """Return the new communicator's unique id, which rank 0 makes."""
-        letter = Buffer(np.zeros(_ID_BYTES, np.uint8), _UINT8)
+        """Return the new communicator's unique id, which rank 0 makes and broadcasts."""
+        identity = Buffer(np.zeros(_ID_BYTES, np.uint8), _UINT8)
         if host.rank == 0:
-            letter.array[:] = np.frombuffer(library.unique_id(), np.uint8)
-        connect_step(host, 0, "broadcast", letter, letter, deadline, root=0)
-        return letter.array.tobytes()
+            identity.array[:] = np.frombuffer(library.unique_id(), np.uint8)
+        connect_step(host, 0, "broadcast", identity, identity, deadline, root=0)
+        return identity.array.tobytes()
 
     def pair(
         self, host: Backend, sender: int, receiver: int, where: object, deadline: Deadline
     ) -> tuple[NcclLibrary, Device, bytes]:
-        """Meet the other of two ranks; return what a communicator of theirs takes.
+        """Exchange cards with the other of two ranks.
+
+        Returns:
+            This rank's library and GPU, and the unique id of the new communicator, which the
+            sender makes.
 
         Raises:
-            BackendUnavailableError, DeviceError: as :func:`agree_on`; on both.
+            BackendUnavailableError, DeviceError: as :func:`agree_on`; on both ranks.
         """
         card, library, device = self._card()
         sending = host.rank == sender
-        mine, theirs = (Buffer(np.zeros(CARD_BYTES + _ID_BYTES, np.uint8), _UINT8) for _ in "12")
-        mine.array[:CARD_BYTES] = card.packed()
+        sent, received = (Buffer(np.zeros(CARD_BYTES + _ID_BYTES, np.uint8), _UINT8) for _ in "12")
+        sent.array[:CARD_BYTES] = card.packed()
         if sending and library is not None:
-            mine.array[CARD_BYTES:] = np.frombuffer(library.unique_id(), np.uint8)
+            sent.array[CARD_BYTES:] = np.frombuffer(library.unique_id(), np.uint8)
         peer = receiver if sending else sender
         tag = _UPWARD if sender < receiver else _DOWNWARD
-        host.sendrecv(mine, peer, theirs, peer, tag, deadline)
-        cards = [card, Card.unpacked(theirs.array[:CARD_BYTES])]
+        host.sendrecv(sent, peer, received, peer, tag, deadline)
+        cards = [card, Card.unpacked(received.array[:CARD_BYTES])]
         agree_on(where, cards, (host.rank, peer), host.rank)
         assert library is not None
         assert device is not None
-        named = mine if sending else theirs
-        return library, device, named.array[CARD_BYTES:].tobytes()
+        letter = sent if sending else received
+        return library, device, letter.array[CARD_BYTES:].tobytes()
 
 
 def _host() -> str:
-    """Return what NCCL tells hosts apart by."""
+    """Return the text by which NCCL identifies the host."""
     host_id = os.environ.get("NCCL_HOSTID")
     if host_id:
         return host_id
@@ -204,16 +209,17 @@ def _host() -> str:
 
 
 def agree_on(where: object, cards: Sequence[Card], ranks: Sequence[int], me: int) -> None:
-    """Refuse what NCCL would not do with ranks that bring these.
+    """Check that NCCL can connect ranks with these cards.
 
     Args:
         where: the call, for errors.
-        cards, ranks: what each of these ranks brings.
+        cards: one card for each of ``ranks``.
+        ranks: the numbers of the ranks.
         me: this rank.
 
     Raises:
         BackendUnavailableError: a rank has no library, or versions differ.
-        DeviceError: a rank has no GPU, or two have the same.
+        DeviceError: a rank has no GPU, or two ranks have the same GPU.
     """
     problems = [f"rank {rank}: {card.error}" for rank, card in zip(ranks, cards) if card.error]
     if problems:
@@ -232,8 +238,8 @@ def agree_on(where: object, cards: Sequence[Card], ranks: Sequence[int], me: int
             for version, having in sorted(versions.items())
         )
         raise BackendUnavailableError(
-            f"{where}: the ranks have different versions of NCCL: {have} [rank {me}]. Install one "
-            "on all of them, or name its file by COLLECTIVE_NCCL_LIBRARY."
+            f"{where}: the ranks have different versions of NCCL: {have} [rank {me}]. Install the "
+            "same one on all of them, or name its file in COLLECTIVE_NCCL_LIBRARY."
         )
     if all(card.sharing for card in cards):
         return
@@ -241,13 +247,13 @@ def agree_on(where: object, cards: Sequence[Card], ranks: Sequence[int], me: int
         if len(sharing) > 1:
             raise DeviceError(
                 f"{where}: ranks {' and '.join(map(str, sharing))} use the same GPU {bus} "
-                f"(Duplicate GPU): give each its own by COLLECTIVE_DEVICE or "
-                f"CUDA_VISIBLE_DEVICES [rank {me}]. NCCL 2.30 and later share one with "
-                "NCCL_MULTI_RANK_GPU_ENABLE=1."
+                f"(Duplicate GPU): give each rank its own by COLLECTIVE_DEVICE or "
+                f"CUDA_VISIBLE_DEVICES [rank {me}]. With NCCL 2.30 or later, ranks can share a GPU "
+                "if NCCL_MULTI_RANK_GPU_ENABLE=1 is set."
             )
 
 
 def _several(problems: Sequence[str]) -> str:
-    """Return the first of many alike, and how many more there are."""
-    more = f" (and so on {len(problems) - 1} more)" if len(problems) > 1 else ""
+    """Return the first problem, and the number of other ones."""
+    more = f" (and {len(problems) - 1} more like this)" if len(problems) > 1 else ""
     return problems[0] + more

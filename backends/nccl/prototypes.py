@@ -1,7 +1,7 @@
-"""NCCL's C interface as far as it is used: functions, codes and the configuration struct.
+"""The part of NCCL's C interface that is used: functions, codes and the configuration struct.
 
-A function is listed with the first version that has it.
-``tests/backends/nccl/test_library.py`` holds all of this against the real ``nccl.h``.
+Each function is listed with the first version that provides the function.
+``tests/backends/nccl/test_library.py`` compares all of this with the real ``nccl.h``.
 """
 
 from __future__ import annotations
@@ -24,18 +24,20 @@ __all__ = [
     "version_text",
 ]
 
-#: Messages between two ranks came with it, and nothing works without them.
+#: The oldest version that is supported: the first one with messages between two ranks, which the
+#: transport needs.
 OLDEST = 2703
 
-#: What a field of the configuration holds that is left to NCCL (``INT_MIN``).
+#: Value of a configuration field that lets NCCL choose (``INT_MIN``).
 UNDEFINED = -(2**31)
 _MAGIC = 0xCAFEBEEF
-# The version whose struct ends where ours does, or later: see Config.
+# A version whose struct has at least the fields of ours; see NcclConfig.
 _CONFIG_VERSION = 22703
 
-#: Of ``ncclCommWindowRegister``: every rank's memory, at one offset.
+#: Flag of ``ncclCommWindowRegister``: the memory is at the same offset on every rank.
 WINDOW_SYMMETRIC = 1
-#: Of ``ncclRedOpCreatePreMulSum``: the factor is in host memory and read at once.
+#: Argument of ``ncclRedOpCreatePreMulSum``: the factor is in host memory, and NCCL reads it at
+#: once.
 SCALAR_ON_HOST = 1
 
 #: ``ncclResult_t``.
@@ -51,10 +53,10 @@ RESULTS = {
     8: "ncclTimeout",
 }
 
-#: The result code of what is going on in the background.
+#: The result code of a call that is still running in the background.
 IN_PROGRESS = 7
 
-#: ``ncclDataType_t`` by our names for the types that it can reduce.
+#: Codes of ``ncclDataType_t``, by our names of the types that NCCL can reduce.
 DTYPES = {
     "int8": 0,
     "uint8": 1,
@@ -69,24 +71,25 @@ DTYPES = {
     "float8_e4m3fn": 10,
     "float8_e5m2": 11,
 }
-#: Bytes an element, by NCCL's code; the last two are the types of 8 bits.
+#: Bytes per element, by NCCL's code; the last two are the floating-point types of 8 bits.
 ITEMSIZES = (1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1)
 
-#: ``ncclRedOp_t`` by our names.
+#: Codes of ``ncclRedOp_t``, by our names of the operators.
 OPS = {"sum": 0, "prod": 1, "max": 2, "min": 3, "avg": 4}
 
 
 class UniqueId(ctypes.Structure):
-    """``ncclUniqueId``: by which the ranks of a new communicator find each other."""
+    """``ncclUniqueId``, by which the ranks of a new communicator find each other."""
 
     _fields_ = (("internal", ctypes.c_char * 128),)
 
 
 class NcclConfig(ctypes.Structure):
-    """The leading fields of ``ncclConfig_t``.
+    """Leading fields of ``ncclConfig_t``.
 
-    The struct grows at its end. A library reads as many bytes as the one that is given has
-    and as it knows itself, and takes its defaults for the rest; so this one serves all.
+    New versions add fields at the struct's end. A library reads only the fields that both this
+    struct and its own version have, and uses defaults for the rest. So this struct works with all
+    versions.
     """
 
     _fields_ = (
@@ -105,7 +108,7 @@ class NcclConfig(ctypes.Structure):
 
 
 def new_config(**fields: Any) -> NcclConfig:
-    """Return a configuration that leaves to NCCL what ``fields`` do not name."""
+    """Return a configuration with these fields; NCCL chooses the values of all other fields."""
     config = NcclConfig()
     for name, kind in NcclConfig._fields_:
         if kind is ctypes.c_int:
@@ -119,13 +122,13 @@ def new_config(**fields: Any) -> NcclConfig:
 
 
 class Prototype(NamedTuple):
-    """A function of NCCL.
+    """Prototype of a function of NCCL.
 
     Attributes:
-        arguments: ctypes types, in order. Every pointer is a ``void *``: a plain integer
-            is passed fastest, and ``byref`` fits, too.
-        since: the code of the first version that has it.
-        result: ``ncclResult_t`` but for two functions.
+        arguments: ctypes types, in order. Every pointer is a ``void *``: ctypes passes a plain
+            integer fastest, and ``byref`` fits, too.
+        since: the code of the first version that has the function.
+        result: type of the result, ``ncclResult_t`` except for two functions.
     """
 
     arguments: tuple[Any, ...]
@@ -180,6 +183,9 @@ FUNCTIONS: dict[str, Prototype] = {
 
 
 def version_text(code: int) -> str:
-    """Return ``"2.32.3"`` for 23203; versions up to 2.8 are coded with one digit less."""
+    """Return the text of a version's code, ``"2.32.3"`` for 23203.
+
+    Codes of versions up to 2.8 have one digit less.
+    """
     major, rest = divmod(code, 10000 if code >= 10000 else 1000)
     return f"{major}.{rest // 100}.{rest % 100}"

@@ -1,11 +1,12 @@
-"""The ``nccl`` transport: NCCL for memory of GPUs, another transport for the host's.
+"""The ``nccl`` transport: NCCL for memory of GPUs, another transport for the host's memory.
 
-The other transport (the *host plane*: shared memory on one host) carries whatever is not in a
-GPU's memory, and what the ranks tell each other before NCCL can begin. A monitor watches the
-ranks (:mod:`collective.backends.peers.channel`). One failure breaks both planes, for all ranks.
+The other transport is the *host plane*; on one host it is shared memory. It carries all data that
+is not in a GPU's memory, and the messages that the ranks exchange before NCCL can begin. A monitor
+watches the ranks (:mod:`collective.backends.peers.channel`). One failure breaks both planes, for
+all ranks.
 
-Nothing of CUDA or NCCL is loaded before the first buffer of a GPU comes by; all ranks take part
-in that call, as they do in every collective, and make NCCL's communicator in it.
+The transport loads neither CUDA nor NCCL before the first call with a GPU's buffer. All ranks take
+part in that call, as in every collective, and make NCCL's communicator in it.
 """
 
 from __future__ import annotations
@@ -58,18 +59,19 @@ if TYPE_CHECKING:
 
 __all__ = ["NcclBackend"]
 
-# How long work on the GPUs may take to end when this rank leaves.
+# Seconds that work on the GPUs may take to end when this rank leaves.
 _LEAVE_S = 2.0
-# Streams beside the callers' that are kept: a program may never use a tag twice.
+# Number of side streams that are kept. There is a limit because a program may never use a lane
+# twice.
 _SIDES = 128
 _tuple: Any = tuple.__new__
 
 
 class NcclBackend(Collectives, Monitored):
-    """Ranks with a GPU each; see the module's docstring.
+    """Transport between ranks with one GPU each; see the module's docstring.
 
     Attributes:
-        channel: the host plane's if it has one, else one beside it.
+        channel: the host plane's channel if it has one, else a separate one.
     """
 
     name = "nccl"
@@ -104,7 +106,7 @@ class NcclBackend(Collectives, Monitored):
         self._batch: Batch | None = None
         self._sides: dict[Any, Stream] = {}
         self._closed = False
-        # Where the communicator's calls are counted.
+        # The recorder's ring, which counts the communicator's calls.
         self._ring: Any = None
         self._watch = Watch(channel)
         self._messages = NcclMessages(host, channel, self._watch, self._open_pair)
@@ -113,14 +115,15 @@ class NcclBackend(Collectives, Monitored):
             channel.on_failure.append(breaker(host, channel))
             if channel.failure is not None:
                 host.abort(channel.failure)
-        # Dropped without being closed it leaves no thread and nothing that spins behind.
+        # A transport that is dropped without being closed must leave no thread and no spinning
+        # kernel behind.
         weakref.finalize(self, _drop, self._watch, os.getpid()).atexit = False
 
     # -- life -----------------------------------------------------------------------------
 
     @classmethod
     def connect(cls, world: World, deadline: Deadline) -> Self:
-        """Meet the other ranks as the host plane does; see :meth:`Backend.connect`."""
+        """Connect to the other ranks as the host plane does; see :meth:`Backend.connect`."""
         host = host_plane(world).connect(world, deadline)
         try:
             if isinstance(host, Monitored):
@@ -159,7 +162,7 @@ class NcclBackend(Collectives, Monitored):
         self._closed = True
         if self.channel.failure is None:
             self._watch.drain(Deadline(_LEAVE_S))
-        # First the word, then the deed: peers that see connections end ask why.
+        # Tell the monitor before connections end: peers that see them end ask it why.
         self.channel.close()
         self._messages.close()
         self._blocks.close()
@@ -170,16 +173,18 @@ class NcclBackend(Collectives, Monitored):
     # -- NCCL's communicators -------------------------------------------------------------
 
     def _open(self, call: object, deadline: Deadline) -> NcclComm:
-        """Make the communicator of all ranks: each of them is in this call."""
+        """Make NCCL's communicator of all ranks; every rank is in this call."""
         self.channel.check(call)
         with step_of(call, self.channel, deadline):
             library, device = self._meeting.everybody(self._plane, call, deadline)
-            named = self._meeting.name(self._plane, library, deadline)
+            unique_id = self._meeting.name(self._plane, library, deadline)
         wait = self.channel.wait(call, deadline)
-        return self._take(self._create(library, named, self.rank, self.size, device, wait), device)
+        return self._take(
+            self._create(library, unique_id, self.rank, self.size, device, wait), device
+        )
 
     def _look_ahead(self) -> None:
-        # Without one, opening the communicator says why.
+        # Ignore a missing library here: opening the communicator raises the reason.
         with contextlib.suppress(CollectiveError):
             self._learn(self._meeting.library())
 
@@ -190,21 +195,21 @@ class NcclBackend(Collectives, Monitored):
         return comm
 
     def _open_pair(self, sender: int, receiver: int, where: object, deadline: Deadline) -> NcclComm:
-        """Make the communicator of one direction; see :mod:`.messages`."""
+        """Make NCCL's communicator of one direction; see :mod:`.messages`."""
         pair_rank, peer = (0, receiver) if self.rank == sender else (1, sender)
         with step_of(where, self.channel, deadline, (peer,)):
-            library, device, named = self._meeting.pair(
+            library, device, unique_id = self._meeting.pair(
                 self._plane, sender, receiver, where, deadline
             )
         wait = self.channel.wait(where, deadline, (peer,))
-        comm = self._create(library, named, pair_rank, 2, device, wait, (peer,))
+        comm = self._create(library, unique_id, pair_rank, 2, device, wait, (peer,))
         self._device = device
         return self._watch.adopt(comm)
 
     def _create(
         self,
         library: NcclLibrary,
-        named: bytes,
+        unique_id: bytes,
         rank: int,
         size: int,
         device: Device,
@@ -212,8 +217,8 @@ class NcclBackend(Collectives, Monitored):
         awaited: Sequence[int] | None = None,
     ) -> NcclComm:
         try:
-            # Its later calls may block; the watch ends them.
-            return NcclComm.create(library, named, rank, size, device, wait.check)
+            # Later calls on the communicator may block; the watch ends them.
+            return NcclComm.create(library, unique_id, rank, size, device, wait.check)
         except BackendError as error:
             raise self.channel.explain("nccl", error, awaited) from error
 
@@ -222,19 +227,19 @@ class NcclBackend(Collectives, Monitored):
     def _enqueue(
         self, array: Any, request: Request, deadline: Deadline, function: Any, *args: Any
     ) -> None:
-        # Each line here is part of every call's latency.
+        # Every line here adds to the latency of every call.
         if array.device is not self._device:
             self._refuse_device(array.device, request)
         channel, watch, stream = self.channel, self._watch, cuda.forced.stream or array.stream
         ring = self._ring
         number = None if ring is None else ring.started
-        # As Asked(…) does it, without a call of Python's; and Pending below.
+        # Same as Asked(…), but without the cost of a Python call; likewise Pending below.
         asked = _tuple(Asked, (request, deadline, None, number))
         if self._batch is not None:
             self._batch.add(self._comm, asked, stream)
             function(*args, stream.handle)
             return
-        # Before the call: NCCL may not return from it, and then it is the watch that ends it.
+        # Set this before the call: NCCL may never return from the call, and then the watch ends it.
         watch.inside[0] = asked
         if watch.asleep:
             watch.wake()
@@ -250,29 +255,29 @@ class NcclBackend(Collectives, Monitored):
             watch.inside[0] = None
 
     def _explained(self, error: CollectiveError, call: object) -> Exception:
-        """Return what to raise for an error of NCCL, and break the communicator."""
+        """Return the error to raise for an error of NCCL, and break the communicator."""
         if isinstance(error, CommunicatorAbortedError):
-            # The watch has ended NCCL's communicator, or the error is what it found.
+            # The watch has ended NCCL's communicator, or the error came from the channel's check.
             try:
                 self.channel.check(call)
             except CollectiveError as known:
                 return known
             return error
-        self.channel.compare()  # NCCL does notice some calls that do not go together
+        self.channel.compare()  # NCCL notices some calls that do not match
         return self.channel.explain(call, error)
 
     def _settle(self, asked: Asked) -> None:
-        """Wait until NCCL has enqueued what it was given: it connects the ranks first."""
+        """Wait until NCCL has enqueued the operation; NCCL may first have to connect the ranks."""
         assert self._comm is not None
         wait = self.channel.wait(asked.where, asked.deadline, sequence=asked.sequence)
         self._comm.settle(wait.check)
 
     @contextlib.contextmanager
     def batch(self) -> Iterator[None]:
-        """Have NCCL take the calls in the body as one (``ncclGroupStart``, ``ncclGroupEnd``).
+        """Group the calls of the body into one NCCL call (``ncclGroupStart``, ``ncclGroupEnd``).
 
-        They are enqueued at its end. If the body raises, those before it have been, and the
-        communicator is broken.
+        NCCL enqueues the calls at the end of the body. If the body raises, NCCL enqueues the calls
+        made before, and the communicator is broken.
         """
         self._batch = batch = Batch(self._watch)
         try:
@@ -280,8 +285,8 @@ class NcclBackend(Collectives, Monitored):
         except BaseException as error:
             if batch.asked is not None:
                 self.channel.abort(failure_of(error, self.rank))
-                # NCCL's groups are a thread's: in one that stays open nothing ever starts that this
-                # thread calls from now on, on whatever communicator.
+                # NCCL's groups belong to a thread. If this group stayed open, no later call of this
+                # thread would ever start, on any communicator.
                 with contextlib.suppress(BackendError, CommunicatorAbortedError):
                     batch.end()
             raise
@@ -304,10 +309,10 @@ class NcclBackend(Collectives, Monitored):
 
     @property
     def device(self) -> Device:  # type: ignore[override]  # an attribute elsewhere
-        """This rank's GPU.
+        """GPU of this rank.
 
         Raises:
-            DeviceError: there is none, or not the one that it was told to use.
+            DeviceError: there is no GPU, or not the one that this rank should use.
             BackendUnavailableError: there is no driver.
         """
         if self._device is None:
@@ -316,9 +321,9 @@ class NcclBackend(Collectives, Monitored):
 
     def _refuse_device(self, device: Device, call: object) -> None:
         raise DeviceError(
-            f"{call}: the array is on {device}; rank {self.rank} of {self.size} uses "
-            f"{self.device}. Put it there, or set COLLECTIVE_DEVICE={device.ordinal} on this "
-            "rank before it starts."
+            f"{call}: the array is on {device}, but rank {self.rank} of {self.size} uses "
+            f"{self.device}. Move the array there, or set COLLECTIVE_DEVICE={device.ordinal} on "
+            "this rank before it starts."
         )
 
     # -- point to point -------------------------------------------------------------------
@@ -347,7 +352,7 @@ class NcclBackend(Collectives, Monitored):
             self._messages.sendrecv(src, to, dst, source, tag, deadline)
 
     def _placed(self, buffer: Buffer, what: str) -> None:
-        """Refuse a message's memory on another GPU than this rank's."""
+        """Check that a message's memory is on this rank's GPU."""
         array: Any = buffer.array
         if array.device is not self.device:
             self._refuse_device(array.device, what)
@@ -358,12 +363,12 @@ class NcclBackend(Collectives, Monitored):
         return self._host.empty(nbytes, request, deadline)
 
     def empty_device(self, nbytes: int, request: Request, deadline: Deadline) -> DeviceArray:
-        """Return ``nbytes`` of this rank's GPU (uint8), allocated by all ranks together.
+        """Return ``nbytes`` of memory on this rank's GPU (uint8). Collective: all ranks.
 
-        NCCL knows the memory: where it can, it reduces there without copies.
+        The memory is registered with NCCL, which reduces there without copies where it can.
 
         Raises:
-            AllocationError: some rank's GPU has not that much; on every rank.
+            AllocationError: some rank's GPU does not have enough memory; on every rank.
         """
         comm = self._comm or self._open(request, deadline)
         with step_of(request, self.channel, deadline):
@@ -374,22 +379,23 @@ class NcclBackend(Collectives, Monitored):
 
     @property
     def ready(self) -> bool:  # type: ignore[override]  # an attribute elsewhere
-        """Whether the ranks have an NCCL communicator: making it waits for all of them."""
+        """Whether the ranks have an NCCL communicator; making one waits for all ranks."""
         return self._comm is not None
 
     def side_stream(self, device: Device, lane: Hashable = None) -> Stream:
         key = device.ordinal, lane
-        found = self._sides.get(key)
-        if found is None:
+        stream = self._sides.get(key)
+        if stream is None:
             if len(self._sides) >= _SIDES:
-                # Whoever uses the oldest keeps it; a later caller of its lane gets another.
+                # Users of the oldest stream keep it; a later caller for that lane gets a new one.
                 self._sides.pop(next(iter(self._sides)), None)
-            found = self._sides.setdefault(key, device.new_stream())
-        return found
+            stream = self._sides.setdefault(key, device.new_stream())
+        return stream
 
     def synchronize_event(self, event: Event, what: str, deadline: Deadline) -> None:
         if not event.query():
-            # Its ranks are those of the oldest call that is under way, and so is its deadline.
+            # The wait depends on the ranks of the oldest unfinished call. The watch enforces that
+            # call's deadline.
             wait = self.channel.wait(what, Deadline.never(), sequence=self._watch.unfinished())
             while not event.query():
                 if deadline.expired:
@@ -398,7 +404,7 @@ class NcclBackend(Collectives, Monitored):
                         f"{deadline.seconds:g} s; wait again, or abort() the communicator."
                     )
                 wait.turn()
-        # An operation that was broken off is over, too.
+        # The event is also complete if the operation was broken off, so check for a failure.
         if self.channel.failure is not None:
             self.channel.check(what, ())
 
@@ -407,7 +413,7 @@ class NcclBackend(Collectives, Monitored):
 
 
 def _drop(watch: Watch, owner: int) -> None:
-    """End what a transport that was dropped without being closed has running."""
-    # What a forked child has of CUDA is its parent's.
+    """End the running operations of a transport that was dropped without being closed."""
+    # A forked child must not do this: its CUDA state belongs to its parent.
     if os.getpid() == owner:
         watch.close()

@@ -1,11 +1,13 @@
-"""What becomes of operations after they were enqueued: their deadlines, their peers, their errors.
+"""Watching of enqueued operations: their deadlines, their peers and their errors.
 
-A call on a GPU's memory returns when NCCL has put it on a stream. Whether it ends there is
-found out here, by a thread for each transport that sleeps while nothing is under way: it looks
-at an event behind each operation, asks NCCL for errors and the monitor for the peers, and has
-the ranks' calls compared where one stalls. It does the same for calls that NCCL does not return
-from. When something is wrong it breaks the communicator for all ranks and aborts NCCL's
-communicators, so that kernels that spin come to their end and the program's streams go on.
+A call on a GPU's memory returns when NCCL has enqueued the operation on a stream. A thread for each
+transport finds out whether the operation completes; the thread sleeps while nothing is in flight.
+It polls an event behind each operation, asks NCCL for errors, and asks the monitor about the peers.
+If an operation stalls, it has the ranks' calls compared. It does the same for calls from which
+NCCL does not return.
+
+On an error the thread breaks the communicator for all ranks and aborts NCCL's communicators. Then
+spinning kernels end, and the program's streams continue.
 """
 
 from __future__ import annotations
@@ -34,23 +36,23 @@ if TYPE_CHECKING:
 
 __all__ = ["Asked", "Batch", "Pending", "Watch", "failure_of"]
 
-# Looks at what is under way: soon at first, then rarely.
+# Seconds between two polls of the operations in flight: short at first, then growing.
 _FIRST_S, _GROWTH, _LAST_S = 1e-3, 1.5, 50e-3
-# How long the thread goes on looking when nothing is under way, before it has to be woken:
-# a training loop that comes back within that time does not pay for a wake-up a step.
+# Seconds for which the thread keeps polling when nothing is in flight, before it sleeps until
+# woken. A training loop that makes its next call within that time pays for no wake-up per step.
 _LINGER_S = 1.0
-# How long communicators may take to end well, or to be aborted.
+# Seconds that communicators may take to be destroyed or aborted.
 _END_S = 2.0
 
 
 class Asked(NamedTuple):
-    """What was asked for.
+    """Call that the program has made.
 
     Attributes:
         where: the call, for errors.
-        deadline: the call's.
-        awaited: the ranks that it takes; None for all.
-        sequence: a collective call's number; None for a message.
+        deadline: deadline of the call.
+        awaited: the ranks that the call depends on; None for all ranks.
+        sequence: number of a collective call; None for a message.
     """
 
     where: object
@@ -60,11 +62,12 @@ class Asked(NamedTuple):
 
 
 class Pending(NamedTuple):
-    """One operation on its way.
+    """Operation in flight.
 
     Attributes:
-        event: behind it.
-        stream: that it is on; kept, so that no other gets its handle.
+        event: event recorded behind the operation.
+        stream: stream of the operation. The reference keeps a new stream from getting its handle.
+        asked: the call of the operation.
     """
 
     event: Event
@@ -73,18 +76,21 @@ class Pending(NamedTuple):
 
 
 class Watch:
-    """Looks after the operations and the NCCL communicators of one transport.
+    """Watch over the operations and the NCCL communicators of one transport.
 
-    An operation is put into :attr:`inside` first, the thread woken if it is :attr:`asleep`,
-    the operation enqueued, then given to :attr:`add` and taken out of :attr:`inside`, in this
-    order: so it is under somebody's eyes all the time.
+    The transport first puts a call into :attr:`inside` and wakes the thread if it is
+    :attr:`asleep`. Then it enqueues the operation, passes it to :attr:`add`, and at last removes
+    the call from :attr:`inside`. In this order, the operation is watched all the time.
 
     Attributes:
-        inside: what is being enqueued, by whatever makes one call at a time; None for nothing.
-        add: take an operation into care. Of one stream's operations the first comes first.
-        asleep: whether :meth:`wake` has to be called.
+        inside: the calls that are being enqueued, by caller. A caller is any object that makes one
+            call at a time; the value is None while it makes no call.
+        add: function that starts watching an operation. Add a stream's operations in the order in
+            which they were enqueued.
+        asleep: whether the thread sleeps until :meth:`wake`.
         over: whether the transport is closed or broken, and so its communicators are gone.
-        chores: called now and then while the thread is awake; return whether to stay so.
+        chores: functions called regularly while the thread is awake; each returns whether the
+            thread should stay awake.
     """
 
     def __init__(self, channel: Channel) -> None:
@@ -95,11 +101,11 @@ class Watch:
         self.asleep = True
         self.chores: list[Callable[[], bool]] = []
         self._pending: dict[int, deque[Pending]] = {}
-        # Appended to by any thread, taken from by one that has the lock.
+        # Any thread appends to it; only a thread that holds the lock removes items.
         self._kept: deque[tuple[Event, object]] = deque()
-        # How those that are looked at are waited for, by the stream or by who is inside.
+        # The watched calls and their waits, by stream or by the caller in ``inside``.
         self._waits: dict[object, tuple[Asked, Wait]] = {}
-        # Guards what is under way; never held while something waits.
+        # Guards the operations in flight. No thread holds it while it waits for a peer.
         self._lock = threading.Lock()
         self._comms: list[NcclComm] = []
         self._signal = threading.Event()
@@ -111,13 +117,13 @@ class Watch:
     # -- communicators --------------------------------------------------------------------
 
     def adopt(self, comm: NcclComm) -> NcclComm:
-        """Take a communicator into care: it ends with the transport.
+        """Watch a communicator from now on, and end it with the transport; return it.
 
         Raises:
             CommunicatorAbortedError, …: the transport is broken; ``comm`` has been aborted.
         """
-        # Under the lock, as _break() takes them: either that finds this one, or this finds the
-        # transport broken.
+        # _break() takes the communicators under the same lock. So either _break() finds this
+        # communicator, or this method finds the transport broken.
         with self._lock:
             if self._channel.failure is None and not self.over:
                 self._comms.append(comm)
@@ -132,39 +138,39 @@ class Watch:
         raise BackendError("nccl: the transport is closed.", backend="nccl")
 
     def wake(self) -> None:
-        """Have the thread look now."""
+        """Make the thread poll now."""
         self.asleep = False
         self._signal.set()
 
     # -- operations -----------------------------------------------------------------------
 
     def unfinished(self) -> int | None:
-        """Return the number of the oldest collective call that is under way, or None."""
+        """Return the number of the oldest collective call in flight, or None."""
         with self._lock:
-            with contextlib.suppress(CollectiveError):  # the thread meets it as well
+            with contextlib.suppress(CollectiveError):  # the thread gets the same error
                 self._sweep()
             numbers = [
-                one.asked.sequence
+                operation.asked.sequence
                 for queue in self._pending.values()
-                for one in queue
-                if one.asked.sequence is not None
+                for operation in queue
+                if operation.asked.sequence is not None
             ]
         return min(numbers, default=None)
 
     def keep(self, event: Event, things: object) -> None:
-        """Keep a reference until ``event`` has come, or the transport is over."""
+        """Keep a reference to ``things`` until ``event`` is complete or the transport is over."""
         self._kept.append((event, things))
         if self.asleep:
             self.wake()
 
     def _sweep(self) -> None:
-        """Let go of the operations that are over. The lock is held."""
+        """Drop the operations that have completed. The caller holds the lock."""
         new, pending = self._new, self._pending
         while new:
-            one = new.popleft()
-            pending.setdefault(one.stream.handle, deque()).append(one)
+            operation = new.popleft()
+            pending.setdefault(operation.stream.handle, deque()).append(operation)
         for stream, queue in list(pending.items()):
-            # They end in order, so that mostly one question does.
+            # A stream's operations complete in order, so one query is mostly enough.
             all_over = queue[-1].event.query()
             while queue and (all_over or queue[0].event.query()):
                 queue.popleft().event.release()
@@ -179,13 +185,13 @@ class Watch:
                 kept.rotate(-1)
 
     def _forget(self) -> None:
-        """Let go of all operations: they were broken off."""
+        """Drop all operations: they were broken off."""
         with self._lock:
             while self._new:
                 self._new.popleft().event.release()
             for queue in self._pending.values():
-                for one in queue:
-                    one.event.release()
+                for operation in queue:
+                    operation.event.release()
             self._pending.clear()
             self._waits.clear()
             self._kept.clear()
@@ -205,7 +211,8 @@ class Watch:
                 idle_since = now
             if now - idle_since > _LINGER_S:
                 self.asleep = True
-                # What came before the flag could be seen has nobody to wake this thread.
+                # A thread that added something before it could see the flag does not wake this one.
+                # So look once more before sleeping.
                 if not self._anything():
                     self._signal.wait()
                 self.asleep = False
@@ -218,16 +225,17 @@ class Watch:
         return bool(self._new or self._kept) or any(list(self.inside.values()))
 
     def _look(self) -> bool:
-        """Look once at everything; return whether something is under way."""
+        """Check everything once; return whether anything is in flight."""
         try:
             with self._lock:
                 self._sweep()
                 queues = {
-                    stream: [one.asked for one in queue] for stream, queue in self._pending.items()
+                    stream: [operation.asked for operation in queue]
+                    for stream, queue in self._pending.items()
                 }
                 comms = list(self._comms)
             for comm in comms:
-                # While a call is inside a library that blocks, nobody can ask.
+                # While a call blocks inside NCCL, no thread can ask for its errors, so do not wait.
                 text = comm.async_error(wait=False)
                 if text is not None:
                     raise BackendError(f"nccl: {text}", backend="nccl")
@@ -236,43 +244,48 @@ class Watch:
                 self._wait_for(key, asked)
             left = sum(chore() for chore in self.chores)
             return bool(left or queues or inside or self._kept)
-        except Exception as error:  # whatever it is, the peers must not wait for this rank
+        except Exception as error:  # any error: the peers must not wait for this rank
             self._fail(error)
             return True
 
     def _wait_for(self, key: object, queue: Sequence[Asked]) -> None:
-        """Raise if operations that come one after the other have to be given up."""
-        # Behind the first there may be one with a shorter deadline.
-        asked = next((behind for behind in queue if behind.deadline.expired), queue[0])
-        kept = self._waits.get(key)
-        if kept is None or kept[0] is not asked:
+        """Raise if the operations of a queue have failed or are late.
+
+        Args:
+            key: the stream of the queue, or the caller in ``inside``.
+            queue: the calls of the operations, in order.
+        """
+        # A later operation may have a shorter deadline than the first one.
+        asked = next((call for call in queue if call.deadline.expired), queue[0])
+        watched = self._waits.get(key)
+        if watched is None or watched[0] is not asked:
             wait = self._channel.wait(
                 asked.where, asked.deadline, asked.awaited, sequence=asked.sequence
             )
-            kept = self._waits[key] = asked, wait
-        kept[1].check()
+            watched = self._waits[key] = asked, wait
+        watched[1].check()
 
     # -- the end --------------------------------------------------------------------------
 
     def _fail(self, error: Exception) -> None:
-        """Break the communicator for all ranks, unless that is what the error tells."""
+        """Break the communicator for all ranks, unless it is broken already."""
         channel = self._channel
         if channel.failure is not None:
             return
-        found = error
+        cause = error
         if isinstance(error, BackendError):
             with self._lock:
                 oldest = [queue[0] for queue in self._pending.values()]
             where: object = oldest[0].asked.where if oldest else "nccl"
-            # NCCL notices the end of a connection before the monitor knows why, and some of
-            # the calls that do not go together.
+            # NCCL notices the end of a connection before the monitor knows the reason. NCCL also
+            # notices some calls that do not match, so have the calls compared.
             channel.compare()
-            found = channel.explain(where, error)
+            cause = channel.explain(where, error)
         if channel.failure is None:
-            channel.abort(failure_of(found, channel.rank))
+            channel.abort(failure_of(cause, channel.rank))
 
     def _break(self) -> None:
-        """Abort NCCL's communicators, all at once: one may wait for the kernels of another."""
+        """Abort NCCL's communicators, all at once: one abort may wait for another one's kernels."""
         with self._lock:
             self.over = True
             comms, self._comms = self._comms, []
@@ -282,14 +295,14 @@ class Watch:
         ]
         for thread in threads:
             thread.start()
-        # One that hangs in the driver is left to itself: what the program waits for is an error.
+        # An abort that hangs in the driver stays behind, because the program waits for its error.
         deadline = Deadline(_END_S)
         for thread in threads:
             thread.join(deadline.left())
         self._forget()
 
     def drain(self, deadline: Deadline) -> None:
-        """Wait until nothing is under way, or until ``deadline``, unless it is broken."""
+        """Wait until nothing is in flight, the deadline has passed, or the transport is broken."""
         while self._channel.failure is None and not deadline.expired:
             with contextlib.suppress(CollectiveError), self._lock:
                 self._sweep()
@@ -298,7 +311,7 @@ class Watch:
             time.sleep(_FIRST_S)
 
     def close(self) -> None:
-        """End the thread and the communicators, well or, if that takes long, not so well."""
+        """End the thread and the communicators; abort a communicator that takes too long."""
         with self._lock:
             self.over = True
             thread, busy = self._thread, bool(self._pending or self._new)
@@ -306,7 +319,8 @@ class Watch:
         self.wake()
         if thread is not None and thread is not threading.current_thread():
             thread.join(2 * _END_S)
-        # What is still under way has had its time (drain()): it will not end well.
+        # drain() has given the operations their time, so an operation that is still in flight will
+        # not complete.
         broken = busy or self._channel.failure is not None
         deadline = Deadline(0.0 if broken else _END_S)
         for comm in comms:
@@ -315,10 +329,10 @@ class Watch:
 
 
 class Batch:
-    """Calls that NCCL takes as one (``ncclGroupStart``, ``ncclGroupEnd``).
+    """Group of calls that NCCL takes as one (``ncclGroupStart``, ``ncclGroupEnd``).
 
     Attributes:
-        asked: the first of them, None before it.
+        asked: the first call of the group; None before it.
     """
 
     def __init__(self, watch: Watch) -> None:
@@ -328,7 +342,7 @@ class Batch:
         self._last: dict[int, tuple[Stream, Asked]] = {}
 
     def add(self, comm: NcclComm | None, asked: Asked, stream: Stream) -> None:
-        """Take note of a call that is about to be made."""
+        """Record a call that is about to be made; begin the group if it is the first one."""
         if self._comm is None:
             assert comm is not None
             self.asked = self._watch.inside[0] = asked
@@ -339,7 +353,12 @@ class Batch:
         self._last[stream.handle] = stream, asked
 
     def end(self, settle: Callable[[Asked], None] | None = None) -> None:
-        """Have NCCL enqueue the calls; look after them, unless they are lost."""
+        """End the group, so that NCCL enqueues the calls.
+
+        Args:
+            settle: waits until NCCL has enqueued the calls, which are then watched; if None, the
+                communicator is broken, so the calls are not watched.
+        """
         assert self._comm is not None
         assert self.asked is not None
         watch = self._watch
@@ -360,13 +379,13 @@ def _abort(comm: NcclComm) -> None:
 
 
 def _end(comm: NcclComm, deadline: Deadline) -> None:
-    """Let NCCL send what is still on its way to the network, and end the communicator."""
+    """Let NCCL send its outstanding data to the network, and end the communicator."""
 
     def poll() -> None:
         if deadline.expired:
             raise TimeoutError
 
-    # A rank that waits for this one is told so by the monitor.
+    # Errors do not matter here: the monitor informs a rank that waits for this one.
     with contextlib.suppress(BackendError, CommunicatorAbortedError, TimeoutError):
         if not deadline.expired:
             comm.destroy(poll)
@@ -374,7 +393,7 @@ def _end(comm: NcclComm, deadline: Deadline) -> None:
 
 
 def failure_of(error: BaseException, rank: int) -> Failure:
-    """Return what the other ranks are told of an error that this rank has met."""
+    """Return the failure that the other ranks get for an error of this rank."""
     if isinstance(error, PeerLostError):
         return Failure("lost", rank, str(error), error.ranks)
     return Failure("aborted", rank, f"rank {rank}: {type(error).__name__}: {error}")

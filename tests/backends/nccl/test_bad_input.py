@@ -343,9 +343,9 @@ def cannot(comm: Any, kind: type[BaseException], where: str) -> list[str]:
         (NoLibrary, BackendUnavailableError,
          r"rank 1: nccl: .*/nowhere/libnccl.*COLLECTIVE_NCCL_LIBRARY|pip install"),
         (OneGpu, DeviceError, r"ranks [01] and [01] use the same GPU \S+ \(Duplicate GPU\): "
-         r"give each its own by COLLECTIVE_DEVICE or CUDA_VISIBLE_DEVICES"),
+         r"give each rank its own by COLLECTIVE_DEVICE or CUDA_VISIBLE_DEVICES"),
         (OtherVersion, BackendUnavailableError,
-         r"2\.19\.3 on rank 1; NCCL 2\.29\.7 on rank 0.*Install one on all of them"),
+         r"2\.19\.3 on rank 1; NCCL 2\.29\.7 on rank 0.*Install the same one on all of them"),
         (TooOld, BackendUnavailableError, r"NCCL 2\.6\.4; 2\.7\.3 is the oldest.*pip install"),
     ],
 )  # fmt: skip

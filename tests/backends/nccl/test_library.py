@@ -269,10 +269,10 @@ def test_the_command_fits_the_driver(
 @pytest.mark.parametrize(
     ("code", "words"),
     [
-        (1, "ncclUnhandledCudaError, 1; NCCL 2.29.7). NCCL_DEBUG=INFO"),
-        (2, "ncclSystemError, 2; NCCL 2.29.7). NCCL_DEBUG=INFO has NCCL say"),
+        (1, "ncclUnhandledCudaError, 1; NCCL 2.29.7). With NCCL_DEBUG=INFO"),
+        (2, "ncclSystemError, 2; NCCL 2.29.7). With NCCL_DEBUG=INFO, NCCL writes"),
         (5, "NCCL_DEBUG=WARN"),
-        (6, "The reason is in what the other ranks say"),
+        (6, "see the other ranks' errors"),
     ],
 )
 def test_codes_become_errors_with_a_remedy(code: int, words: str) -> None:

@@ -424,7 +424,7 @@ def test_a_message_of_another_length(comm: Any) -> None:
     x = caller.buffer(np.ones(3 + caller.rank))
     call = (caller.backend.send, caller.backend.recv)[caller.rank]
     error = error_of(lambda: call(x, 1 - caller.rank, 0, Deadline(FAR)))
-    assert "rank 0 sends 24 bytes and rank 1 has asked for 32" in str(error)
+    assert "rank 0 sends 24 bytes, but rank 1 receives 32" in str(error)
 
 
 @on_ranks("nccl")
@@ -477,7 +477,7 @@ def test_no_memory_on_one_rank(comm: Any) -> None:
         Fake().knob("alloc_fail_at", 1)
     error = error_of(lambda: caller.backend.empty_device(1 << 20, Request("empty"), Deadline(FAR)))
     assert isinstance(error, AllocationError), error
-    assert "there is not enough on that of rank 1" in str(error)
+    assert "not enough memory on the GPU of rank 1" in str(error)
     adds(caller)  # it stays usable
     caller.finish()
 
