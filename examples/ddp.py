@@ -1,10 +1,10 @@
-"""PyTorch's DistributedDataParallel, as any program uses it; only the backend's name is ours.
+"""PyTorch's DistributedDataParallel, in an ordinary program that only names our backend.
 
 Run: collective run -n 2 examples/ddp.py
  or: torchrun --nproc-per-node 2 examples/ddp.py [--backend gloo]
 
 A network learns which of two interleaved spirals a point belongs to. Each rank sees its share of
-the points; what is printed is the same whatever connects the ranks.
+the points. The program prints the same figures over every backend.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 
 def spirals(count: int) -> TensorDataset:
-    """Return points of two spirals, with noise, and to which of them each belongs."""
+    """Return noisy points of two spirals, and for each point the number of its spiral."""
     generator = torch.Generator().manual_seed(1)
     label = torch.arange(count) % 2
     along = torch.rand(count, generator=generator)

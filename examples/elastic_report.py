@@ -1,4 +1,4 @@
-"""What ``elastic.py`` and ``elastic_chainer.py`` share: who dies when, what is said and drawn."""
+"""Shared code of ``elastic.py`` and ``elastic_chainer.py``: options, killing and reporting."""
 
 from __future__ import annotations
 
@@ -13,45 +13,47 @@ import numpy as np
 
 import collective
 
-#: The numbers (``comm.origin``) of those who are not there any more, and of those who are new.
+#: The numbers (``comm.origin``) of the ranks that are lost, and of those that have joined.
 Marked = tuple[Sequence[int], Sequence[int]]
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
-    """Return a parser of the options that both have."""
-    made = argparse.ArgumentParser(
+    """Return a parser of the options that both programs have."""
+    options = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    # Who stands in for a lost rank needs some seconds until it is there.
+    # A replacement for a lost rank needs some seconds until it joins.
     steps = 1000 if collective.config().grow == "on" else 80
-    made.add_argument(
+    options.add_argument(
         "--steps",
         type=int,
         default=steps,
         help="(default: 80; 1000 with `collective run --replace`)",
     )
-    made.add_argument("--batch", type=int, default=32, help="digits a rank and step (default: 32)")
-    made.add_argument(
+    options.add_argument(
+        "--batch", type=int, default=32, help="digits per rank and step (default: 32)"
+    )
+    options.add_argument(
         "--kill",
         type=_kill,
         action="append",
         default=[],
         metavar="RANK@STEP",
-        help="kill the rank that was this one at first in the middle of that step",
+        help="kill the rank with this original number in the middle of this step",
     )
-    made.add_argument("--picture", metavar="FILE.png", help="draw the loss over the steps")
-    return made
+    options.add_argument("--picture", metavar="FILE.png", help="draw the loss over the steps")
+    return options
 
 
 def _kill(text: str) -> tuple[int, int]:
     rank, _, step = text.partition("@")
     if not (rank.isdecimal() and step.isdecimal()):
-        raise argparse.ArgumentTypeError(f"{text!r}; a rank and a step, such as 3@20")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a rank and a step, such as 3@20")
     return int(rank), int(step)
 
 
 def die(comm: collective.Communicator) -> None:
-    """End this rank, without a word to the others if it is a process."""
+    """End this rank; a process ends without informing the other ranks."""
     if comm.capabilities.in_process:
         sys.exit("killed")
     os.kill(os.getpid(), signal.SIGKILL)
@@ -60,7 +62,14 @@ def die(comm: collective.Communicator) -> None:
 def marked(
     marks: Mapping[int, Marked], step: int, comm: collective.Communicator, size: int
 ) -> dict[int, Marked]:
-    """Return the marks, and at this step who is not here any more, or new, of ``size`` at first."""
+    """Return the marks, with a new one at ``step`` if ranks have been lost or have joined.
+
+    Args:
+        marks: the marks so far.
+        step: the present step.
+        comm: communicator of the present ranks.
+        size: number of ranks at the start.
+    """
     lost = {number for mark in marks.values() for number in mark[0]}
     joined = {number for mark in marks.values() for number in mark[1]}
     ever = set(range(size)) | joined
@@ -69,7 +78,7 @@ def marked(
 
 
 def described(mark: Marked) -> str:
-    """Say who was lost, and who has joined."""
+    """Return a text that names the lost ranks and those that have joined."""
     lost, joined = (", ".join(map(str, numbers)) for numbers in mark)
     return " and ".join(
         [f"lost rank {lost}"] * bool(lost) + [f"number {joined} joined"] * bool(joined)
@@ -89,20 +98,20 @@ def report(
     Collective: every rank calls it.
 
     Args:
-        comm: the ranks that are left.
-        losses: of each step, over the digits of all ranks that took part.
-        marks: the steps before which the ranks changed, and how.
-        right: the share of the digits for the test that are recognized.
-        weights: that this rank has ended with.
-        picture: where to draw, or None.
+        comm: communicator of the remaining ranks.
+        losses: loss of each step, over the digits of all ranks that took part.
+        marks: the steps before which the ranks changed, and the changes.
+        right: share of the test digits that are recognised.
+        weights: this rank's final weights.
+        picture: path of the picture, or None.
 
     Raises:
-        SystemExit: the ranks have not the same weights.
+        SystemExit: the ranks' weights differ.
     """
-    found = hashlib.sha256(b"".join(array.tobytes() for array in weights)).hexdigest()[:16]
-    every = comm.all_gather_object(found)
-    if set(every) != {found}:
-        sys.exit(f"the ranks have ended with other weights than each other: {every}")
+    digest = hashlib.sha256(b"".join(array.tobytes() for array in weights)).hexdigest()[:16]
+    digests = comm.all_gather_object(digest)
+    if set(digests) != {digest}:
+        sys.exit(f"the ranks' final weights differ; their digests are {digests}")
     if comm.rank:
         return
     for step, mark in marks.items():
@@ -111,15 +120,15 @@ def report(
         f"{len(losses)} steps, the last with {comm.size} ranks: loss {losses[0]:.3f} -> "
         f"{losses[-1]:.3f}, test accuracy {right:.1%}"
     )
-    print(f"the weights are the same on all of them: {found}")
+    print(f"the weights are the same on all of them: {digest}")
     if picture is not None:
         plot(picture, losses, marks)
         print(f"the loss over the steps is in {picture}")
 
 
 def plot(path: str, losses: Sequence[float], marks: Mapping[int, Marked]) -> None:
-    """Write a PNG: the loss over the steps, and a line where ranks were lost."""
-    # Not pyplot: it keeps global state, and would look for a display.
+    """Write a PNG: the loss over the steps, with a line at each step where the ranks changed."""
+    # Avoid pyplot, which keeps global state and looks for a display.
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4), layout="constrained")

@@ -4,8 +4,8 @@ Run: collective run -n 2 examples/fsdp2.py
  or: torchrun --nproc-per-node 2 examples/fsdp2.py [--backend gloo]
 
 A small Transformer learns to sort digits. Each rank keeps its share of the parameters, gradients
-and optimizer state; a block's parameters are gathered when it computes, and its gradients are
-summed and scattered.
+and optimizer state. FSDP2 gathers the parameters of a block when the block computes, and sums and
+scatters its gradients.
 """
 
 import argparse
@@ -20,7 +20,7 @@ LENGTH = 8
 
 
 class Sorter(nn.Module):
-    """Reads digits and gives, for each place, the log-probabilities of what belongs there."""
+    """Network that reads digits and returns the log-probabilities of the digits at each place."""
 
     def __init__(self, width: int = 64, depth: int = 2) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Sorter(nn.Module):
 
 
 def train(steps: int) -> None:
-    """Train, and print the loss now and then."""
+    """Train, and print the loss of every tenth step."""
     rank, size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     model = Sorter()
@@ -49,9 +49,9 @@ def train(steps: int) -> None:
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    mine = sum(parameter.to_local().numel() for parameter in model.parameters())
+    local = sum(parameter.to_local().numel() for parameter in model.parameters())
     if rank == 0:
-        print(f"{whole} parameters, of which rank 0 keeps {mine}")
+        print(f"{whole} parameters, of which rank 0 keeps {local}")
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     generator = torch.Generator().manual_seed(rank)
     for step in range(steps):

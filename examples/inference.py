@@ -1,11 +1,11 @@
-"""Tensor-parallel inference on CPUs: a small transformer on random weights, cut over the ranks.
+"""Tensor-parallel inference on CPUs: a small transformer with random weights, cut over the ranks.
 
 Run: collective run -n 2 --backend shm examples/inference.py [--dtype bfloat16]
 
-Each rank has some of the attention's heads and some of the MLP's hidden units: the first layer of
-either is cut by columns and the second by rows (M. Shoeybi et al., "Megatron-LM", 2019, section
-3), so that one all-reduce puts the result of each together. The last layer is cut by words, and
-one all-gather puts the scores together. Ends with a check against the whole model.
+Each rank has some of the attention's heads and some of the MLP's hidden units. In both, the first
+layer is cut by columns and the second one by rows (M. Shoeybi et al., "Megatron-LM", 2019, section
+3). So one all-reduce assembles the result of each. The last layer is cut by words, and one
+all-gather assembles the scores. The program ends with a comparison with the whole model.
 """
 
 import argparse
@@ -16,15 +16,18 @@ from torch.nn import functional as F
 
 import collective
 
-# Largest difference from the whole model in float32, of the largest score.
+# Largest difference allowed from the scores of the whole model in float32, relative to the largest
+# score.
 ALLOWED = {"float32": 1e-5, "float16": 1e-2, "bfloat16": 6e-2}
 
 
 class Joined:
-    """Sums of the ranks' parts, in memory that the transport reduces without copies.
+    """Matrix products of which each rank computes a part.
+
+    The sums lie in memory that the transport reduces without copies.
 
     Attributes:
-        seconds: in calls so far, waiting for the others included.
+        seconds: time in communication so far, including the wait for other ranks.
     """
 
     def __init__(self, comm, tokens, hidden, dtype):
@@ -34,7 +37,7 @@ class Joined:
         self.seconds = 0.0
 
     def product(self, x, weight):
-        """Return x @ weight, of which each rank has some of the columns and of the rows."""
+        """Return x @ weight; each rank has some columns of x and the matching rows of weight."""
         out = torch.mm(x, weight, out=self.memory[: len(x)])
         start = time.perf_counter()
         self.comm.all_reduce(out, out=out)
@@ -42,7 +45,7 @@ class Joined:
         return out
 
     def scores(self, x, weight):
-        """Return one row a word, of which each rank has some; one column a token."""
+        """Return one row per word and one column per token; each rank computes some of the rows."""
         mine = (x @ weight).T.contiguous()
         start = time.perf_counter()
         whole = self.comm.all_gather(mine)
@@ -51,7 +54,7 @@ class Joined:
 
 
 class Whole:
-    """What stands for :class:`Joined` where one process has it all."""
+    """Replacement for :class:`Joined` in a process that has the whole model."""
 
     seconds = 0.0
 
@@ -63,7 +66,7 @@ class Whole:
 
 
 class Model:
-    """Blocks of attention and MLP, or a rank's part of them, with the keys and values so far."""
+    """Blocks of attention and MLP, or one rank's part of them, with the keys and values so far."""
 
     def __init__(self, options, join, rank=0, size=1, dtype=torch.float32):
         self.width = options.hidden // options.heads
@@ -71,7 +74,7 @@ class Model:
         generator = torch.Generator().manual_seed(0)
 
         def drawn(rows, columns, axis=None):
-            """Return a matrix, or this rank's part of it. The same numbers on all ranks."""
+            """Return a random matrix, the same on all ranks, or this rank's part of it."""
             whole = torch.randn(rows, columns, generator=generator) / rows**0.5
             part = whole if axis is None else whole.chunk(size, axis)[rank]
             return part.to(dtype).contiguous()
@@ -93,7 +96,7 @@ class Model:
         self.past = [None] * options.layers
 
     def __call__(self, tokens):
-        """Return the scores of the words that may follow each token: one row a word."""
+        """Return the scores of the words that may follow each token: one row per word."""
         x = F.embedding(tokens, self.words)
         for number, layer in enumerate(self.layers):
             x = x + self.join.product(self.attention(number, normal(x)), layer["out"])
@@ -102,42 +105,42 @@ class Model:
 
     def attention(self, number, x):
         layer = self.layers[number]
-        # One row a head, its tokens, its numbers.
+        # The axes of each are: heads, tokens, numbers of a head.
         q, k, v = ((x @ layer[n]).view(len(x), -1, self.width).transpose(0, 1) for n in "qkv")
         if self.past[number] is not None:
             k, v = (torch.cat(pair, 1) for pair in zip(self.past[number], (k, v)))
         self.past[number] = k, v
-        first = len(x) == k.shape[1]  # a prompt; after it, one token sees all
+        first = len(x) == k.shape[1]  # a prompt; later, each single token sees all tokens before it
         y = F.scaled_dot_product_attention(q, k, v, is_causal=first)
         return y.transpose(0, 1).reshape(len(x), -1)
 
 
 def normal(x):
-    """Return each token with the mean and the size that layers expect."""
+    """Return each token normalised to the mean and variance that layers expect."""
     return F.layer_norm(x, x.shape[-1:])
 
 
 def generate(model, prompt, count):
-    """Return the words that the model goes on with, and seconds: the prompt's, the others'."""
+    """Return the generated words, and the seconds for the prompt and for the other words."""
     start = time.perf_counter()
-    found = [model(prompt)[:, -1].argmax()]
+    words = [model(prompt)[:, -1].argmax()]
     middle = time.perf_counter()
     model.join.seconds = 0.0
-    while len(found) < count:
-        found.append(model(found[-1].view(1))[:, -1].argmax())
-    return torch.stack(found), middle - start, time.perf_counter() - middle
+    while len(words) < count:
+        words.append(model(words[-1].view(1))[:, -1].argmax())
+    return torch.stack(words), middle - start, time.perf_counter() - middle
 
 
 def main():
-    """Check the cut model against the whole one, then generate, and print how fast."""
+    """Compare the cut model with the whole one, generate words, and print the speed."""
     parser = argparse.ArgumentParser(description="Tensor-parallel inference.")
     parser.add_argument("--dtype", choices=ALLOWED, default="float32")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--words", type=int, default=2048)
-    parser.add_argument("--prompt", type=int, default=32, help="tokens")
-    parser.add_argument("--tokens", type=int, default=32, help="to generate")
+    parser.add_argument("--prompt", type=int, default=32, help="tokens of the prompt")
+    parser.add_argument("--tokens", type=int, default=32, help="tokens to generate")
     options = parser.parse_args()
     torch.set_num_threads(1)
     dtype = getattr(torch, options.dtype)
@@ -157,14 +160,14 @@ def main():
         words, first, rest = generate(
             Model(options, join, rank, size, dtype), prompt, options.tokens
         )
-        agree = all(words.tolist() == theirs for theirs in comm.all_gather_object(words.tolist()))
+        agree = all(words.tolist() == other for other in comm.all_gather_object(words.tolist()))
         comm.barrier()
         if rank == 0:
             rate = (options.tokens - 1) / rest
             print(f"{size} ranks, {options.dtype}, off the whole model by {off:.1e}")
             print(f"prompt {1e3 * first:.1f} ms, then {rate:.0f} tokens/s")
             print(f"share of communication {join.seconds / rest:.0%}")
-            # The others wait meanwhile, without using a core.
+            # The other ranks wait meanwhile, without using a core.
             alone = generate(Model(options, Whole(), dtype=dtype), prompt, options.tokens)
             print(f"one process alone: {(options.tokens - 1) / alone[2]:.0f} tokens/s")
         comm.barrier()

