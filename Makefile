@@ -1,22 +1,22 @@
-# Everything is built into .venv on first use; later calls find it there.
+# The first use of a target builds .venv; later uses find it there.
 #
 #   make demo     train LeNet on MNIST digits on 4 ranks over shared memory, or over another
 #                 transport: make demo BACKEND=gloo (mpi, threads)
-#   make demo-chainer   the same in Chainer
-#   make demo-splits    train a U-Net, each of 2 ranks computing half of every picture's rows
-#   make test     run the tests, those of MPI with two libraries (installs them into .mpi)
-#   make quick    the tests that changes break first, in two minutes
+#   make demo-chainer   train LeNet in Chainer
+#   make demo-splits    train a U-Net; each of 2 ranks computes half of every picture's rows
+#   make test     run all tests; the MPI tests use two MPI libraries (installed into .mpi)
+#   make quick    run the tests that changes break first, in two minutes
 #   make test-gpu run the tests that need a GPU, if there is one; installs nothing: see docs/gpu.md
-#   make clients  run what stands on torch.distributed over our process group (docs/clients.md)
-#   make docs     the documentation as a site, in site/; the tests build and check it, too
-#   make check    formatter, linter, types and tests
-#   make soak     random calls, aliases, kills and mutated messages; hours: see docs/failures.md
-#   make sanitize the native core's ranks as threads, under the compiler's sanitizers
-#   make parity   hold every transport and framework here against an oracle: parity.html
+#   make clients  test libraries that use torch.distributed over our process group (docs/clients.md)
+#   make docs     build the documentation as a site, in site/; the tests build and check it, too
+#   make check    run formatter, linter, type checker and tests
+#   make soak     random calls, aliases, kills and mutated messages, for hours: see docs/failures.md
+#   make sanitize run the native core's ranks as threads, under the compiler's sanitizers
+#   make parity   compare every transport and framework here with an oracle: parity.html
 #   make bench    compare with three MPI libraries and Gloo (installs them into .mpi)
-#   make release-check  build what a release uploads into dist, and look at it
-#   make wheels   wheels with the native core for each Python into wheelhouse; takes Docker
-#   make clean    remove all that was built
+#   make release-check  build the files that a release uploads, in dist, and check them
+#   make wheels   build wheels with the native core for each Python, in wheelhouse; needs Docker
+#   make clean    remove everything that was built
 
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -28,14 +28,14 @@ MAKEFLAGS += --no-print-directory --no-builtin-rules
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.10 python3; do \
 	if $$p -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 10))' \
 	2>/dev/null; then echo $$p; break; fi; done)
-# Asked for by itself, as other versions bring gigabytes for GPUs that nothing here uses.
+# Pinned, because other versions install gigabytes for GPUs, which nothing here uses.
 TORCH ?= torch==2.13.0
 
-# What carries the data in the demo.
+# The transport that carries the data in the demo.
 BACKEND ?= shm
 
 BIN := .venv/bin
-# Errors only: pip and setuptools warn at length of what is as it should be.
+# Show errors only: pip and setuptools print long warnings about things that are as intended.
 INSTALL := -m pip install --quiet --quiet --disable-pip-version-check
 PIP := $(BIN)/python $(INSTALL)
 
@@ -54,21 +54,22 @@ demo-splits: .venv/.demo $(if $(filter mpi,$(BACKEND)),.mpi/mpich/.done)
 	$(if $(filter mpi,$(BACKEND)),.mpi/mpich/bin,$(BIN))/python -m collective run -n 2 \
 	--backend $(BACKEND) examples/segment.py
 
-# Much of a test is waiting: for a deadline, for processes to start. So one more runs than there are
-# cores; a file's tests stay together, as they share ranks. Files start in the order of
-# tests/conftest.py, those that take long first.
+# Tests spend much of their time waiting: for a deadline, or for processes to start. So there is one
+# more worker than there are cores. The tests of a file stay together, because they share ranks.
+# Files start in the order of tests/conftest.py, long ones first.
 WORKERS ?= $(shell echo $$(($$(nproc) + 1)))
 XDIST := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
-# The tests start thousands of processes, of which each would compile what it imports of us.
+# The tests start thousands of processes. Without bytecode files each of them would compile the
+# modules that it imports.
 unexport PYTHONDONTWRITEBYTECODE
 test: .venv/.abi .venv/.chainer .mpi/mpich/.done .mpi/openmpi/.done
 	$(BIN)/python -m pytest $(XDIST)
 
-# What changes break first, for the inner loop: the list is in tests/conftest.py.
+# The tests that changes break first, for the inner loop: the list is in tests/conftest.py.
 quick: .venv/.dev .venv/.chainer
 	$(BIN)/python -m pytest $(XDIST) --quick
 
-# With what is installed where the GPU is: .venv has no PyTorch for GPUs.
+# Use the Python environment of the machine with the GPU: .venv has no PyTorch for GPUs.
 GPU_PYTHON ?= $(or $(VIRTUAL_ENV:%=%/bin/python),$(shell command -v python3 || echo python3))
 RANKS ?= 2
 test-gpu:
@@ -78,12 +79,12 @@ docs: .venv/.dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 	@echo "Open site/index.html"
 
-# In an environment of its own: they bring some 60 packages.
+# The clients have an environment of their own, because they install some 60 packages.
 CLIENTS_ENV = PATH="$(CURDIR)/.clients/bin:$$PATH" TORCH_EXTENSIONS_DIR="$(CURDIR)/.clients/extensions"
 clients: .clients/.compiled
 	$(CLIENTS_ENV) .clients/bin/python -m pytest tests/clients
 
-# The tests last: the quick checks fail first, and the output ends with the tests' count.
+# The tests come last: the quick checks fail first, and the output ends with the tests' count.
 check: format lint types test
 
 format: .venv/.dev
@@ -110,12 +111,13 @@ bench: .venv/.bench .venv/.chainer $(patsubst %,.mpi/%/.done,mpich openmpi impi-
 	$(BIN)/python benchmarks/chainer_training.py
 	$(BIN)/python benchmarks/splitting.py
 
-# A short one: make soak CALLS=10000 KILLS=6 CASES=1000 MESSAGES=1000. More: python -m tests.soak --help
+# A short run: make soak CALLS=10000 KILLS=6 CASES=1000 MESSAGES=1000. All options:
+# python -m tests.soak --help
 CALLS ?= 1000000
 KILLS ?= 200
 CASES ?= 100000
 MESSAGES ?= 100000
-# Of each of two numbers of ranks and two lengths of areas.
+# Number of calls for each combination of two numbers of ranks and two lengths of areas.
 THREADS ?= 2500000
 soak: .venv/.dev .mpi/mpich/.done .mpi/openmpi/.done
 	$(BIN)/python -m tests.soak calls --backend shm --size 2 --turns $(CALLS)
@@ -129,7 +131,7 @@ soak: .venv/.dev .mpi/mpich/.done .mpi/openmpi/.done
 	$(BIN)/python -m tests.native.threads --sanitizers none --ranks 2 3 --areas 1024 4096 \
 	--calls $(THREADS)
 
-# Takes a compiler with its sanitizers, and none of our packages.
+# Needs a compiler with its sanitizers, and no Python packages.
 sanitize: .venv/bin/python
 	$(BIN)/python -m tests.native.threads --programs shared --calls 1000
 	$(BIN)/python -m tests.native.threads --programs messages --calls 4000
@@ -139,7 +141,8 @@ parity: .venv/.dev .venv/.chainer .mpi/mpich/.done
 	--json parity.json --html parity.html
 
 SCHEMA = $(BIN)/check-jsonschema --builtin-schema vendor
-# Two wheels from the sdist's sources: with the native core, and without for every platform.
+# Build two wheels from the sdist's sources: one with the native core, and one without it, which is
+# for every platform.
 release-check: .venv/.release
 	rm -rf build dist
 	$(BIN)/python -m build --no-isolation
@@ -153,7 +156,7 @@ release-check: .venv/.release
 	$(BIN)/towncrier build --draft --version next
 	$(BIN)/cibuildwheel --platform linux --print-build-identifiers
 
-# In an environment of its own, as it takes nothing of ours.
+# cibuildwheel has an environment of its own, because it needs none of our packages.
 wheels: .wheels/.done
 	rm -rf wheelhouse
 	.wheels/bin/python -m cibuildwheel --platform linux --output-dir wheelhouse
@@ -174,7 +177,7 @@ wheels: .wheels/.done
 	@echo "Building .venv with $$($(PYTHON) --version)"
 	@$(PYTHON) -m venv .venv
 
-# The native core is built with it, if there is a C compiler, beside its sources.
+# The installation also builds the native core, beside its sources, if there is a C compiler.
 NATIVE := $(wildcard collective/native/*.[ch])
 .venv/.demo: pyproject.toml $(NATIVE) | .venv/bin/python
 	@echo "Installing $(TORCH)"
@@ -194,7 +197,7 @@ NATIVE := $(wildcard collective/native/*.[ch])
 	@touch $@
 
 # Chainer's own setup needs pkg_resources, which setuptools had until 82. The pip that comes with
-# Python 3.10 to 3.13 is older than the option that says so.
+# Python 3.10 to 3.13 is too old for the option --build-constraint.
 .venv/.chainer: pyproject.toml | .venv/bin/python
 	@echo "Installing collective-comm[chainer]"
 	@$(PIP) 'pip>=25.3'
@@ -203,8 +206,8 @@ NATIVE := $(wildcard collective/native/*.[ch])
 	@$(PIP) --editable '.[chainer]'
 	@touch $@
 
-# An environment holds one MPI library: the tests run over two, the benchmarks over three.
-# What else they need comes from .venv.
+# An environment can have only one MPI library, and the tests use two, the benchmarks three. So each
+# library has its own environment, which takes all other packages from .venv.
 .mpi/%/.done: pyproject.toml | .venv/.dev
 	@echo "Installing mpi4py and $* into .mpi/$*"
 	@$(BIN)/python -m venv .mpi/$*
@@ -214,7 +217,8 @@ NATIVE := $(wildcard collective/native/*.[ch])
 	sysconfig.get_path("purelib"))' > "$$(cat .mpi/$*/.site)/venv.pth"
 	@touch $@
 
-# Their requirements would bring another torch. DeepSpeed's setup imports torch.
+# The clients' requirements would install another torch, so constrain it. DeepSpeed's setup imports
+# torch, so install torch first.
 .clients/.done: pyproject.toml tests/clients/requirements.txt
 	@echo "Building .clients with $$($(PYTHON) --version)"
 	@$(PYTHON) -m venv .clients
@@ -226,8 +230,9 @@ NATIVE := $(wildcard collective/native/*.[ch])
 	@.clients/bin/python $(INSTALL) --no-build-isolation --editable '.[torch]'
 	@touch $@
 
-# A part of DeepSpeed is compiled when it is first used, which takes minutes: not within a test's
-# time. Who is interrupted meanwhile leaves a lock that the next one would wait for.
+# DeepSpeed compiles a part of itself at its first use. That takes minutes, too long for a test. An
+# interrupted compilation leaves a lock for which the next one would wait, so remove the folder
+# first.
 .clients/.compiled: .clients/.done
 	@echo "Compiling what DeepSpeed needs on a CPU"
 	@rm -rf .clients/extensions

@@ -1,4 +1,4 @@
-"""What pyproject.toml cannot say: the description for package indexes, and a build without C."""
+"""Settings that pyproject.toml cannot express: the index description, and a build without C."""
 
 import os
 import re
@@ -10,24 +10,26 @@ ROOT = Path(__file__).resolve().parent
 
 
 def description(readme: str) -> str:
-    """Return the README as a package index shows it, which has none of the repository's files.
+    """Return the README without links to the repository's files, for package indexes.
 
-    Links to them become their words, and pictures what they show; the rest is as it was.
+    A package index does not have these files. A link to one of them becomes the link's text, and a
+    picture becomes its alternative text; other text does not change.
     """
     return re.sub(r"!?\[([^\]]*)\]\((?!https?:|#)[^)]*\)", r"\1", readme)
 
 
 class Pure(Distribution):
-    """A package without the native core, whose wheel is for every platform."""
+    """Distribution without the native core, whose wheel is for every platform."""
 
     def has_ext_modules(self) -> bool:
-        """Say that there is nothing to compile."""
+        """Return False: there is nothing to compile."""
         return False
 
 
 setup(
     long_description=description((ROOT / "README.md").read_text()),
     long_description_content_type="text/markdown",
-    # COLLECTIVE_NATIVE=off leaves the core out where it is set while building, as it does later.
+    # If COLLECTIVE_NATIVE=off is set during the build, the package has no native core. Set later,
+    # the same variable keeps the package from using the core.
     distclass=Pure if os.environ.get("COLLECTIVE_NATIVE", "on") in ("off", "0") else Distribution,
 )
