@@ -130,14 +130,14 @@ class ThreadsBackend(OneSided):
     def send(self, src: Buffer, dst: int, tag: int, deadline: Deadline) -> None:
         hub = self._hub
         message = _Message(src.array)
-        what = f"send(tag={tag})"
+        call = f"send(tag={tag})"
         with hub.condition:
-            self.refuse_broken(what)
+            self.refuse_broken(call)
             box = hub.mail.setdefault((dst, self.rank, tag), deque())
             box.append(message)
             hub.condition.notify_all()
             try:
-                self._wait(lambda: message.taken, lambda: (dst,), what, deadline)
+                self._wait(lambda: message.taken, lambda: (dst,), call, deadline)
             finally:
                 if not message.taken and message in box:
                     box.remove(message)
@@ -148,7 +148,7 @@ class ThreadsBackend(OneSided):
             r for r in range(self.size) if src == r or (src == ANY_SOURCE and r != self.rank)
         ]
         boxes: list[tuple[int, deque[_Message]]] = []
-        what = f"recv(tag={tag})"
+        call = f"recv(tag={tag})"
 
         def arrived() -> bool:
             for rank in sources:
@@ -159,8 +159,8 @@ class ThreadsBackend(OneSided):
             return False
 
         with hub.condition:
-            self.refuse_broken(what)
-            self._wait(arrived, lambda: sources, what, deadline, all_needed=False)
+            self.refuse_broken(call)
+            self._wait(arrived, lambda: sources, call, deadline, all_needed=False)
             rank, box = boxes[0]
             message = box.popleft()
         # Copy without the lock, so that other ranks continue meanwhile. The sender waits until
@@ -169,7 +169,7 @@ class ThreadsBackend(OneSided):
         with hub.condition:
             # If the communicator broke meanwhile, the sender may have given up and written to its
             # array.
-            self.refuse_broken(what)
+            self.refuse_broken(call)
             message.taken = True
             hub.condition.notify_all()
         return rank
@@ -270,7 +270,7 @@ class ThreadsBackend(OneSided):
         self,
         ready: Callable[[], bool],
         awaited: Callable[[], Sequence[int]],
-        what: object,
+        call: object,
         deadline: Deadline,
         all_needed: bool = True,
     ) -> None:
@@ -279,13 +279,13 @@ class ThreadsBackend(OneSided):
         Args:
             ready: returns whether the wait is over.
             awaited: returns the ranks that have not yet done their part.
-            what: the operation, for errors.
+            call: the operation, for errors.
             deadline: deadline of the operation.
             all_needed: whether the wait needs all of these ranks, or any one of them.
         """
         hub = self._hub
         while not ready():
-            self.refuse_broken(what)
+            self.refuse_broken(call)
             absent = awaited()
             left = tuple(r for r in absent if hub.gone[r])
             if left and (all_needed or len(left) == len(absent)):

@@ -84,13 +84,13 @@ def device(world: World) -> Any:
     return _made(make, world, f"interface {interface!r}", interface=interface)
 
 
-def _made(make: Callable[..., Any], world: World, what: str, **where: str) -> Any:
+def _made(make: Callable[..., Any], world: World, place: str, **where: str) -> Any:
     known = _threads() if os.path.isdir(_TASKS) else None
     try:
         listening = make(**where)
     except RuntimeError as error:
         raise ConfigError(
-            f"gloo: host {world.host} cannot listen on {what}: {_first_line(error)} "
+            f"gloo: host {world.host} cannot listen on {place}: {_first_line(error)} "
             f"[rank {world.rank} of {world.size}]. Set COLLECTIVE_INTERFACE to the interface "
             "that reaches the other hosts (`collective doctor` lists them)."
         ) from error
@@ -293,7 +293,7 @@ def cut(group: Any, rank: int, size: int) -> None:
 def ended(work: Any) -> bool:
     """Return whether a collective of Gloo has ended after it was cut.
 
-    It should end at once; the function waits for 0.1 s.
+    It should end at once; the function waits for at most 0.1 s.
     """
     for _ in range(100):
         if work.is_completed():

@@ -172,13 +172,15 @@ class Messenger(Monitored):
 
     # -- waiting --------------------------------------------------------------------------
 
-    def _blocked(self, what: str, peers: Sequence[int], tag: int, deadline: Deadline) -> Blocked:
-        self.refuse_broken(f"{what}(tag={tag})")
+    def _blocked(
+        self, operation: str, peers: Sequence[int], tag: int, deadline: Deadline
+    ) -> Blocked:
+        self.refuse_broken(f"{operation}(tag={tag})")
         if tag == COLLECTIVE_TAG:
             # A peer that has left may have done its part: this depends on the whole collective
             # call, not on one message. So the wait names no single peer.
             return Blocked(self.channel, self._running, deadline, None)
-        return Blocked(self.channel, f"{what}(tag={tag})", deadline, peers)
+        return Blocked(self.channel, f"{operation}(tag={tag})", deadline, peers)
 
     def _move(
         self,

@@ -192,8 +192,8 @@ class TwoLevel(Monitored):
             if topology.host == host:
                 to = topology.local.index(root)
                 steps.run(0, self._inner, "broadcast", dst, dst, root=to)
-            # A place with no part to carry takes no part in this step. For a short message, that
-            # is every place but the gateway.
+            # A place whose part is empty skips this step. For a short message, that is every place
+            # except the gateway.
             if mine.count and self._across is not None:
                 steps.run(1, self._across, "broadcast", mine, mine, root=host)
             if topology.host != host:
@@ -382,7 +382,7 @@ class TwoLevel(Monitored):
         put(dst, receives, others, away)
 
     def _parts(self, buffer: Buffer, gateway: int) -> list[int]:
-        """Return the counts of a buffer's parts, by place: if short, all goes to ``gateway``."""
+        """Return the counts of a buffer's parts by place; a short buffer goes to ``gateway``."""
         short = buffer.nbytes < self.shared_bytes
         return self._topology.parts(buffer.count, gateway if short else None)
 

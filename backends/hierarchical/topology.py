@@ -95,7 +95,7 @@ def part(buffer: Buffer, counts: Sequence[int], number: int) -> Buffer:
 def take(buffer: Buffer, counts: Sequence[int], ranks: Sequence[int]) -> Buffer:
     """Return one buffer with the pieces of ``ranks``, one after another.
 
-    The result is a view if the pieces lie in ``buffer`` in this order, else a copy.
+    The result is a view if the pieces are contiguous in ``buffer``, in this order, else a copy.
     """
     collected = room(buffer, counts, ranks)
     if not np.may_share_memory(collected.array, buffer.array):
@@ -109,7 +109,8 @@ def take(buffer: Buffer, counts: Sequence[int], ranks: Sequence[int]) -> Buffer:
 def room(buffer: Buffer, counts: Sequence[int], ranks: Sequence[int]) -> Buffer:
     """Return a buffer that has room for the pieces of ``ranks``, one after another.
 
-    The result is a view of ``buffer`` if the pieces lie there in this order, else new memory.
+    The result is a view of ``buffer`` if the pieces are contiguous there, in this order, else new
+    memory.
     """
     total = sum(counts[rank] for rank in ranks)
     first = ranks[0] if ranks else 0

@@ -92,7 +92,7 @@ class HierarchicalBackend(TwoLevel):
         self.channel = outer.channel
         self._outer = outer
         self._inner = inner
-        # While an inner level waits, its peers are mostly busy with the network.
+        # While a rank waits on the inner level, its peers are mostly busy with the network.
         inner.sleep_after(_INNER_YIELDS_S)
         self._across = across
         self._topology = topology

@@ -240,27 +240,27 @@ class NcclMessages:
             self._issue(direction, number, dst, call)
         return source
 
-    def _wait_for_stream(self, asked: _MessageCall) -> None:
+    def _wait_for_stream(self, call: _MessageCall) -> None:
         """Wait until the caller's stream has reached this call."""
-        self._channel.check(asked.where, asked.peers, any_of=True)
-        if asked.stream.query():
+        self._channel.check(call.where, call.peers, any_of=True)
+        if call.stream.query():
             return
-        event = asked.stream.record()
+        event = call.stream.record()
         # The wait has no deadline: the check below raises an error that blames this rank's stream
         # and not the peers.
-        wait = self._channel.wait(asked.where, Deadline.never(), asked.peers, any_of=True)
+        wait = self._channel.wait(call.where, Deadline.never(), call.peers, any_of=True)
         while not event.query():
             wait.turn()
-            if asked.deadline.expired:
-                what = f"the work enqueued earlier on rank {self._rank}'s stream, which is not done"
-                failure = Failure.timed_out(self._rank, asked.deadline.seconds, what, (self._rank,))
+            if call.deadline.expired:
+                work = f"the work enqueued earlier on rank {self._rank}'s stream, which is not done"
+                failure = Failure.timed_out(self._rank, call.deadline.seconds, work, (self._rank,))
                 self._channel.abort(failure)
                 raise CollectiveTimeoutError(
-                    f"{asked.where}: {failure.text} [rank {self._rank}]", failure.ranks
+                    f"{call.where}: {failure.text} [rank {self._rank}]", failure.ranks
                 )
         event.release()
 
-    def _check_length(self, note: Buffer, dst: Buffer, source: int, asked: _MessageCall) -> None:
+    def _check_length(self, note: Buffer, dst: Buffer, source: int, call: _MessageCall) -> None:
         nbytes = int(note.array[0])
         if nbytes != dst.nbytes:
             text = (
@@ -268,7 +268,7 @@ class NcclMessages:
             )
             # Break the communicator: the sender waits for a grant that does not come.
             self._channel.abort(Failure("mismatch", self._rank, text))
-            raise MismatchError(f"{asked.where}: {text} [rank {self._rank}]")
+            raise MismatchError(f"{call.where}: {text} [rank {self._rank}]")
 
     def _direction(self, sender: int, receiver: int) -> _Direction:
         pair = sender, receiver
@@ -294,9 +294,9 @@ class NcclMessages:
         # that wait for their turns raise.
         direction.end_turn()
 
-    def _open(self, direction: _Direction, asked: _MessageCall) -> None:
+    def _open(self, direction: _Direction, call: _MessageCall) -> None:
         try:
-            comm = self._open_pair(*direction.pair, asked.where, asked.deadline)
+            comm = self._open_pair(*direction.pair, call.where, call.deadline)
         except (BackendUnavailableError, DeviceError):
             # Both ranks get this error, and neither issues the message. Later messages may fail in
             # the same way, or not.
@@ -306,7 +306,7 @@ class NcclMessages:
             # Break the channel: this message has a number, and later messages wait for it.
             self._channel.abort(failure_of(error, self._rank))
             raise
-        direction.stream = asked.stream.device.new_stream()
+        direction.stream = call.stream.device.new_stream()
         direction.comm = comm
 
     def _enqueue(

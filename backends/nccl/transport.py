@@ -351,11 +351,11 @@ class NcclBackend(Collectives, Monitored):
             self._placed(dst, "sendrecv")
             self._messages.sendrecv(src, to, dst, source, tag, deadline)
 
-    def _placed(self, buffer: Buffer, what: str) -> None:
+    def _placed(self, buffer: Buffer, operation: str) -> None:
         """Check that a message's memory is on this rank's GPU."""
         array: Any = buffer.array
         if array.device is not self.device:
-            self._refuse_device(array.device, what)
+            self._refuse_device(array.device, operation)
 
     # -- memory, streams ------------------------------------------------------------------
 

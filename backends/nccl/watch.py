@@ -3,8 +3,8 @@
 A call on a GPU's memory returns when NCCL has enqueued the operation on a stream. A thread for each
 transport finds out whether the operation completes; the thread sleeps while nothing is in flight.
 It polls an event behind each operation, asks NCCL for errors, and asks the monitor about the peers.
-If an operation stalls, it has the ranks' calls compared. It does the same for calls from which
-NCCL does not return.
+If an operation stalls, the thread has the ranks' calls compared. The thread also watches calls that
+have not returned from NCCL.
 
 On an error the thread breaks the communicator for all ranks and aborts NCCL's communicators. Then
 spinning kernels end, and the program's streams continue.
@@ -105,7 +105,7 @@ class Watch:
         self._kept: deque[tuple[Event, object]] = deque()
         # The watched calls and their waits, by stream or by the caller in ``inside``.
         self._waits: dict[object, tuple[Asked, Wait]] = {}
-        # Guards the operations in flight. No thread holds it while it waits for a peer.
+        # Guards the operations in flight. A thread that holds the lock never waits for anything.
         self._lock = threading.Lock()
         self._comms: list[NcclComm] = []
         self._signal = threading.Event()
