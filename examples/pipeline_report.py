@@ -2,7 +2,7 @@
 
 The idle share of a step is the part of the ranks' time in which no forward and no backward pass
 ran. The time counts from the start of the first pass of any rank to the end of the last one. Idle
-time has three causes, and a figure that mixes the causes says nothing about any single one:
+time has three causes. A figure that mixes the causes does not explain any of them:
 
 1. The order of the passes. With p stages and m micro-batches it costs at least
    ``(p - 1) / (m + p - 1)``.

@@ -131,9 +131,12 @@ class TwoLevel(Monitored):
         shared_bytes: length in bytes from which a message is cut into parts, one per place.
     """
 
-    # Measured with two ranks on each of two hosts, all on two cores. Times in ms through leaders,
-    # in parts, and with Gloo on one level: 4.2, 5.3 and 11 at 1 MiB; 6.8, 9.1 and 14 at 2; 18.3,
-    # 18.7 and 20 at 4; 43, 38 and 58 at 16; 112, 99 and 151 at 64.
+    # Measured in ms, with two ranks on each of two hosts, all on two cores:
+    #
+    #   MiB                  1     2     4     16    64
+    #   through leaders      4.2   6.8   18.3  43    112
+    #   in parts             5.3   9.1   18.7  38    99
+    #   Gloo on one level    11    14    20    58    151
     shared_bytes: ClassVar[int] = 4 << 20
 
     _outer: Backend
