@@ -1,1 +1,1 @@
-"""What training loops of any framework need beside the gradients' engine."""
+"""Parts of training loops that no framework provides, beside the engine for gradients."""

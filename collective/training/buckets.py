@@ -1,4 +1,4 @@
-"""What gradients are kept in, and what is known of each."""
+"""Buckets that hold gradients, and the descriptions of the parameters that they belong to."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ __all__ = ["Bucket", "Parameter", "Reduce"]
 
 
 class Parameter(NamedTuple):
-    """What the engine has to know of one.
+    """Description of one parameter, as far as the engine needs it.
 
     Attributes:
-        name: for errors.
-        shape: of its gradient.
-        dtype: the name of its gradient's type, such as ``"float32"``.
+        name: the name that errors print.
+        shape: shape of its gradient.
+        dtype: name of its gradient's type, such as ``"float32"``.
     """
 
     name: str
@@ -31,11 +31,12 @@ class Bucket:
     """Gradients that are reduced together.
 
     Attributes:
-        index: its place in the order in which buckets are reduced, the same on all ranks.
-        array: their memory, one-dimensional, of the framework; gaps between them hold zeros.
-        members: which parameters' they are, by number.
-        views: the gradients in it, one for each member.
-        is_last: whether it is the last one of a backward pass.
+        index: position in the order in which buckets are reduced; the same on all ranks.
+        array: memory of the gradients, one-dimensional, an array of the framework. Gaps between
+            gradients hold zeros.
+        members: numbers of the parameters whose gradients the bucket holds.
+        views: gradients in the bucket, one for each member.
+        is_last: whether it is the last bucket of a backward pass.
     """
 
     index: int
@@ -46,5 +47,6 @@ class Bucket:
     missing: int = field(default=0, repr=False)
 
 
-#: Starts the reduction of a bucket, in place; returns what to wait for, or None if it is over.
+#: Starts the reduction of a bucket, in place. Returns the work to wait for, or None if the
+#: reduction is already complete.
 Reduce = Callable[["Bucket"], "Work[Any] | None"]

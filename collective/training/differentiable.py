@@ -1,7 +1,8 @@
-"""The differentiable collectives of every framework, over what its tape offers.
+"""Differentiable collectives of every framework, built on the tape that the framework offers.
 
-The adapters' ``functional`` modules are skins of these, and say what each computes: shapes,
-gradients, errors. Every backward is made of these same functions, and so is differentiable too.
+The adapters' ``functional`` modules are thin layers over these functions. Their docstrings say
+what each function computes: shapes, gradients, errors. Every backward pass calls these same
+functions, and so it is differentiable too.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ __all__ = [
     "gather", "recv", "reduce", "reduce_scatter", "scatter", "send",
 ]  # fmt: skip
 
-#: The ops whose derivatives do not depend on the arrays, and those whose do.
+#: Ops whose derivatives do not depend on the arrays, and ops whose derivatives do.
 LINEAR, FOLDS = ("sum", "avg"), ("prod", "min", "max")
 
 T_co = TypeVar("T_co", covariant=True)
@@ -30,15 +31,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class CollectiveStep:
-    """One call.
+    """One call, as a node of a framework's graph.
 
     Attributes:
-        forward: from array to array, or to None where there is no result.
-        backward: from what the framework differentiates to the same, ``g -> gradient``; where
-            the derivative depends on the arrays ``(g, x, y) -> gradient``, ``y`` an array.
-        linked: whether some rank's result depends on this rank's ``x``. If not, backward gives
+        forward: function from array to array, or from array to None where there is no result.
+        backward: function ``g -> gradient``, from and to values that the framework
+            differentiates. Where the derivative depends on the arrays, the function is
+            ``(g, x, y) -> gradient``, where ``y`` is an array.
+        linked: whether some rank's result depends on this rank's ``x``. If not, backward returns
             a delegate.
-        keeps: whether backward takes the arrays, which have to be kept for it.
+        keeps: whether backward takes the arrays, so that they must be kept for it.
     """
 
     forward: Callable[[Any], Any]
@@ -48,46 +50,53 @@ class CollectiveStep:
 
 
 class Tape(Protocol[T_co]):
-    """What a framework offers: nodes of its graph, and the little arithmetic of backwards."""
+    """Operations that a framework offers: nodes of its graph, and the arithmetic of backwards."""
 
     def check(self, what: str, x: Any, op: Op = "sum") -> None:
-        """Refuse what is none of the framework's, or not differentiated."""
+        """Refuse a value that is not the framework's, or that cannot be differentiated."""
 
     def record(self, step: CollectiveStep, x: Any, near: Any = None) -> T_co:
-        """Run a step as a node; ``near`` says of what kind it is where ``x`` is None."""
+        """Run a step as a node of the graph; if ``x`` is None, ``near`` gives its kind."""
 
     def bare(self, x: Any) -> Any:
-        """Return the array of what may be differentiated; anything else as it is."""
+        """Return the array behind a differentiable value; return any other value unchanged."""
 
     def room(self, x: Any, shape: Sequence[int]) -> Callable[[], Any]:
-        """Return what makes an array of ``x``'s dtype and device, without keeping ``x``."""
+        """Return a function that makes an array like ``x``, without keeping ``x`` alive.
+
+        The array has the given shape, and the dtype and the device of ``x``.
+        """
 
     def integers(self, x: Any) -> Callable[[Sequence[int]], Any]:
-        """Return what makes an array of integers where ``x`` is, without keeping ``x``."""
+        """Return a function that makes integer arrays on ``x``'s device, without keeping ``x``."""
 
     def copy(self, array: Any) -> Any:
         """Return a copy of an array."""
 
     def stack(self, g: Any, array: Any) -> Any:
-        """Join ``g``, differentiated, and an array along a new first axis."""
+        """Join the differentiable ``g`` and an array along a new first axis."""
 
     def product_of_others(self, pieces: Any, rank: int) -> Any:
-        """Multiply all along the first axis but number ``rank``; conjugated, if complex."""
+        """Multiply all pieces along the first axis except number ``rank``.
+
+        A complex product is conjugated.
+        """
 
     def equal(self, x: Any, y: Any) -> Any:
-        """Compare two arrays: ones and zeros of the dtype of ``y``."""
+        """Compare two arrays elementwise; return ones and zeros of the dtype of ``y``."""
 
 
 def check_op(what: str, op: Op) -> None:
-    """Refuse an op that is not differentiated.
+    """Refuse an op that has no derivative here.
 
     Raises:
-        InvalidArgumentError: it is none of :data:`LINEAR` and :data:`FOLDS`.
+        InvalidArgumentError: the op is in neither :data:`LINEAR` nor :data:`FOLDS`.
     """
     if op not in LINEAR + FOLDS:
         raise InvalidArgumentError(
-            f"{what}: op {op!r}; one of {', '.join(LINEAR + FOLDS)}, which can be "
-            "differentiated. The communicator's own calls take the others."
+            f"{what}: op {op!r} is not differentiable (expected one of "
+            f"{', '.join(LINEAR + FOLDS)}). Use the communicator's own call for other ops, "
+            "without a gradient."
         )
 
 
@@ -95,7 +104,7 @@ def check_op(what: str, op: Op) -> None:
 
 
 def all_reduce(tape: Tape[T], x: Any, comm: Communicator, op: Op) -> T:
-    """Fold; backward all-reduces."""
+    """Fold the ranks' arrays; the backward pass all-reduces."""
     tape.check("all_reduce", x, op)
 
     def forward(x: Any) -> Any:
@@ -113,7 +122,7 @@ def all_reduce(tape: Tape[T], x: Any, comm: Communicator, op: Op) -> T:
 
 
 def reduce(tape: Tape[T], x: Any, comm: Communicator, root: int, op: Op) -> T:
-    """Fold at ``root``; backward broadcasts."""
+    """Fold the ranks' arrays at ``root``; the backward pass broadcasts."""
     tape.check("reduce", x, op)
     room = tape.room(x, x.shape)
 
@@ -125,7 +134,7 @@ def reduce(tape: Tape[T], x: Any, comm: Communicator, root: int, op: Op) -> T:
         return spread / comm.size if op == "avg" else spread
 
     def backward(g: Any, x: Any, y: Any) -> Any:
-        # Off the root y is a delegate: what was folded comes with the gradient.
+        # Off the root, y is a delegate. The root sends the folded array with the gradient.
         both = tape.stack(g, y) if comm.rank == root else g
         both = _spread(tape, both, comm, root, tape.room(x, (2, *x.shape)))
         return both[0] * _partial(tape, x, tape.bare(both[1]), comm, op)
@@ -138,7 +147,7 @@ def reduce(tape: Tape[T], x: Any, comm: Communicator, root: int, op: Op) -> T:
 def reduce_scatter(
     tape: Tape[T], x: Any, comm: Communicator, op: Op, axis: int, counts: Sequence[int] | None
 ) -> T:
-    """Fold, a piece a rank; backward all-gathers."""
+    """Fold the ranks' arrays and give each rank a piece; the backward pass all-gathers."""
     tape.check("reduce_scatter", x, op)
     sizes = split_sizes("reduce_scatter", _length(x, axis), comm.size, counts)
 
@@ -150,7 +159,7 @@ def reduce_scatter(
         return joined / comm.size if op == "avg" else joined
 
     def backward(g: Any, x: Any, y: Any) -> Any:
-        # With a new first axis: one from the end is where it was.
+        # Stacking adds a new first axis. A negative axis counts from the end, so it does not move.
         at = axis + 1 if axis >= 0 else axis
         both: Any = all_gather(tape, tape.stack(g, y), comm, at, sizes)
         folded = tape.bare(both[1]).reshape(x.shape)
@@ -162,12 +171,12 @@ def reduce_scatter(
 
 
 def _partial(tape: Tape[Any], x: Any, y: Any, comm: Communicator, op: Op) -> Any:
-    """Return ``∂y/∂x`` of this rank's ``x``, elementwise, for the array ``y`` folded of all."""
+    """Return ``∂y/∂x`` of this rank's ``x``, elementwise; ``y`` is the fold of all arrays."""
     if op == "prod":
         pieces = all_gather(tape, x.reshape((1, *x.shape)), comm, 0, [1] * comm.size)
         return tape.product_of_others(pieces, comm.rank)
-    # Ranks that hold one extreme share its derivative: one of the subgradients, and the same
-    # whichever of them is first.
+        # Ranks that hold the same extreme share its derivative equally. This is one of the
+        # subgradients, and it does not depend on the order of the ranks.
     holds = tape.equal(tape.bare(x), y)
     return holds / comm.all_reduce(holds)
 
@@ -176,21 +185,24 @@ def _partial(tape: Tape[Any], x: Any, y: Any, comm: Communicator, op: Op) -> Any
 
 
 def broadcast(tape: Tape[T], x: Any, comm: Communicator, root: int, like: Any) -> T:
-    """Give all ranks the root's; backward reduces."""
+    """Give all ranks the root's array; the backward pass reduces."""
     if x is not None or comm.rank == root:
         tape.check("broadcast", x)
     return _broadcast(tape, x, comm, root, x, like)
 
 
 def _broadcast(tape: Tape[T], template: Any, comm: Communicator, root: int, x: Any, like: Any) -> T:
-    """Broadcast; off the root ``template`` says what comes and ``x`` gets the zero gradient."""
-    given = None if comm.rank == root else tape.bare(template)
+    """Broadcast from the root.
+
+    Off the root, ``template`` describes the array to receive, and ``x`` gets the zero gradient.
+    """
+    expected = None if comm.rank == root else tape.bare(template)
     near = tape.bare(like)
 
     def forward(x: Any) -> Any:
         if comm.rank == root:
             return tape.copy(comm.broadcast(x, root=root))
-        return comm.broadcast(given, root=root, like=near)
+        return comm.broadcast(expected, root=root, like=near)
 
     def adjoint(g: Any) -> Any:
         return reduce(tape, g, comm, root, "sum")
@@ -199,9 +211,10 @@ def _broadcast(tape: Tape[T], template: Any, comm: Communicator, root: int, x: A
 
 
 def _spread(tape: Tape[Any], g: Any, comm: Communicator, root: int, room: Callable[[], Any]) -> Any:
-    """Broadcast the root's ``g``; elsewhere it ties the call to the graph, and ``room`` is filled.
+    """Broadcast the root's ``g``; on other ranks fill ``room``.
 
-    Nobody has to say what is coming then, which costs a message on some transports.
+    On other ranks ``g`` only ties the call to the graph. Because ``room`` gives shape and dtype,
+    the root does not have to announce them, which would cost a message on some transports.
     """
     return _broadcast(tape, None if comm.rank == root else room(), comm, root, g, None)
 
@@ -209,7 +222,7 @@ def _spread(tape: Tape[Any], g: Any, comm: Communicator, root: int, room: Callab
 def all_gather(
     tape: Tape[T], x: Any, comm: Communicator, axis: int, counts: Sequence[int] | None
 ) -> T:
-    """Join at all ranks; backward reduce-scatters."""
+    """Join the ranks' arrays at all ranks; the backward pass reduce-scatters."""
     tape.check("all_gather", x)
     lengths = _Lengths(tape, x, comm, axis, counts)
 
@@ -225,7 +238,7 @@ def all_gather(
 def gather(
     tape: Tape[T], x: Any, comm: Communicator, root: int, axis: int, counts: Sequence[int] | None
 ) -> T:
-    """Join at ``root``; backward scatters."""
+    """Join the ranks' arrays at ``root``; the backward pass scatters."""
     tape.check("gather", x)
     lengths = _Lengths(tape, x, comm, axis, counts)
 
@@ -233,7 +246,7 @@ def gather(
         return comm.gather(x, root=root, axis=axis, counts=counts)
 
     def adjoint(g: Any) -> Any:
-        # Off the root g only ties the scatter to the graph, and says on which device.
+        # Off the root, g only ties the scatter to the graph and names the device.
         return scatter(tape, g, comm, root, axis, lengths(), None)
 
     return tape.record(CollectiveStep(forward, adjoint), x)
@@ -248,7 +261,7 @@ def scatter(
     counts: Sequence[int] | None,
     like: Any,
 ) -> T:
-    """Give each rank a piece of the root's; backward gathers."""
+    """Give each rank a piece of the root's array; the backward pass gathers."""
     if x is not None or comm.rank == root:
         tape.check("scatter", x)
     near = tape.bare(like)
@@ -273,7 +286,7 @@ def all_to_all(
     counts: Sequence[int] | None,
     recv_counts: Sequence[int] | None,
 ) -> T:
-    """Exchange pieces; backward takes them back."""
+    """Exchange pieces; the backward pass returns them."""
     tape.check("all_to_all", x)
     sends = split_sizes("all_to_all", _length(x, axis), comm.size, counts)
     receives = [] if recv_counts is None else list(recv_counts)
@@ -291,7 +304,7 @@ def all_to_all(
 
 
 class _Lengths:
-    """The ranks' lengths along an axis, exchanged when they are first needed."""
+    """Lengths of all ranks' arrays along an axis, exchanged when they are first needed."""
 
     def __init__(
         self, tape: Tape[Any], x: Any, comm: Communicator, axis: int, known: Sequence[int] | None
@@ -302,13 +315,13 @@ class _Lengths:
 
     def __call__(self) -> list[int]:
         if self._known is None:
-            mine: Any = self._integers([self._shape[self._axis]])
-            self._known = self._comm.all_gather(mine, counts=[1] * self._comm.size).tolist()
+            length: Any = self._integers([self._shape[self._axis]])
+            self._known = self._comm.all_gather(length, counts=[1] * self._comm.size).tolist()
         return self._known
 
 
 def _length(x: Any, axis: int) -> int:
-    """Return the length of an axis, 0 for one that is not there, which the call refuses."""
+    """Return the length of an axis; 0 for an axis that does not exist, which the call refuses."""
     shape = tuple(x.shape) or (1,)
     return shape[axis] if -len(shape) <= axis < len(shape) else 0
 
@@ -317,10 +330,10 @@ def _length(x: Any, axis: int) -> int:
 
 
 def send(tape: Tape[T], x: Any, dst: int, comm: Communicator, tag: int) -> T:
-    """Send; backward receives.
+    """Send an array; the backward pass receives its gradient.
 
     Raises:
-        RankError: ``dst`` is ``NULL``, from whom no gradient would be received.
+        RankError: ``dst`` is ``NULL``, so no rank could send the gradient back.
     """
     _refuse_null("send", "dst", dst, comm)
     tape.check("send", x)
@@ -335,25 +348,27 @@ def send(tape: Tape[T], x: Any, dst: int, comm: Communicator, tag: int) -> T:
 
 
 def recv(tape: Tape[T], comm: Communicator, src: int, tag: int, like: Any, after: Any) -> T:
-    """Receive; backward sends.
+    """Receive an array; the backward pass sends its gradient.
 
     Raises:
-        RankError: ``src`` is ``ANY_SOURCE`` or ``NULL``, to whom no gradient could be sent.
+        RankError: ``src`` is ``ANY_SOURCE`` or ``NULL``, so there is no rank to send the gradient
+            to.
     """
     _refuse_null("recv", "src", src, comm)
     if src == ANY_SOURCE:
         raise RankError(
-            f"recv: ANY_SOURCE; a rank, to which the gradient is sent [rank {comm.rank} of "
-            f"{comm.size}]. Name the source, or receive with comm.recv, without a gradient."
+            "recv: src is ANY_SOURCE, which is not differentiable: the gradient has to be sent to "
+            f"one known rank [rank {comm.rank} of {comm.size}]. Name the source rank, or receive "
+            "with comm.recv, without a gradient."
         )
     if after is not None:
         tape.check("recv", after)
     near = tape.bare(like)
 
     def forward(after: Any) -> Any:
-        found = comm.recv(None, src, tag=tag, like=near)
-        tape.check("recv", found)
-        return found
+        message = comm.recv(None, src, tag=tag, like=near)
+        tape.check("recv", message)
+        return message
 
     def adjoint(g: Any) -> Any:
         return send(tape, g, src, comm, tag)
@@ -364,6 +379,7 @@ def recv(tape: Tape[T], comm: Communicator, src: int, tag: int, like: Any, after
 def _refuse_null(what: str, name: str, rank: int, comm: Communicator) -> None:
     if rank == NULL:
         raise RankError(
-            f"{what}: {name} NULL; a rank, with which the gradient is exchanged [rank {comm.rank} "
-            f"of {comm.size}]. Leave the call out at the edge, or use comm.{what}."
+            f"{what}: {name} is NULL, which is not differentiable: the gradient has to be "
+            f"exchanged with a rank [rank {comm.rank} of {comm.size}]. Leave the call out at the "
+            f"edge, or use comm.{what}, without a gradient."
         )

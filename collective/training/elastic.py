@@ -1,4 +1,4 @@
-"""Training that goes on when ranks are lost, or join: one generation after the other."""
+"""Training that continues after ranks are lost or join: one generation after the other."""
 
 from __future__ import annotations
 
@@ -25,20 +25,21 @@ if TYPE_CHECKING:
 
 __all__ = ["Generation", "generations"]
 
-#: What says that ranks are lost, or that some other rank has found that they are.
+#: Errors that report lost ranks, or that another rank has detected a loss.
 _LOSSES = (CommunicatorAbortedError, CollectiveTimeoutError)
 
 
 class Generation:
-    """The ranks between two losses: a context manager around what they do together.
+    """Ranks between two losses, as a context manager around what they do together.
 
-    Entered it is their communicator. An error in the body that says that ranks are lost, or want to
-    join, ends the body, and nothing else; any other one passes, and aborts the peers.
+    ``with`` returns the communicator of these ranks. If an error in the body reports that ranks
+    are lost or want to join, it ends the body and goes no further. Any other error passes, and
+    aborts the peers.
 
     Attributes:
-        comm: connects the ranks.
-        error: what ended the body, if it was a loss.
-        joining: whether it was ended by processes that want to join.
+        comm: communicator that connects the ranks.
+        error: error that ended the body, if it was a loss.
+        joining: whether processes that want to join ended the body.
     """
 
     def __init__(self, comm: Communicator, timeout: float | None = None) -> None:
@@ -69,23 +70,23 @@ class Generation:
             self.error = error
             return True
         if error is not None and self.comm.generation:
-            # The first one is the program's, which has a ``with`` of its own around it.
+            # The program has its own ``with`` around the first communicator, and closes it.
             self.comm.__exit__(kind, error, traceback)
         return False
 
     def survived(self) -> bool:
-        """Return whether no rank has met a loss in the body; the same on all that live.
+        """Return whether no rank has met a loss in the body; the same on all live ranks.
 
         Collective: every rank calls it after the body.
         """
         if not self._entered:
             raise InvalidArgumentError(
-                "generations: the body has not entered the generation, so that nobody knows what "
-                "becomes of it. Write `for generation in generations(...):` and in it "
+                "generations: the body did not enter the generation, so its result is unknown. "
+                "Write `for generation in generations(...):` and inside it "
                 "`with generation as comm:`."
             )
         if self.error is not None:
-            # Whoever waits in a call, for this rank or another, is to come here, too.
+            # Wake the peers that wait in a call for any rank, so that they come here, too.
             with contextlib.suppress(CollectiveError):
                 self.comm.abort(f"a rank was lost: {self.error}")
         if self.comm.size == 1 or not self.comm.capabilities.shrinks:
@@ -93,7 +94,7 @@ class Generation:
         try:
             return self.comm.agree(self.error is None, timeout=self._timeout)
         except _LOSSES as error:
-            # A rank is silent, and the others go on without it.
+            # A rank does not answer, and the other ranks continue without it.
             self.error = self.error or error
             return False
 
@@ -106,7 +107,7 @@ def generations(
     timeout: float | None = None,
     grow: bool | None = None,
 ) -> Iterator[Generation]:
-    """Yield the ranks, and after each loss those that are left, with the state to go on from.
+    """Yield the ranks, and after each loss the surviving ranks, with the state to continue from.
 
     ::
 
@@ -117,45 +118,47 @@ def generations(
                     state.step += 1
                     state.commit()
 
-    Before the body runs, each time, the ranks have the same state (:meth:`State.sync`): that of the
-    last commit of whoever is furthest. The body ends by itself, on all ranks, and the loop with
-    it; or with an error that says that ranks are lost (``CommunicatorAbortedError``,
-    ``CollectiveTimeoutError``). Then the ranks that are left agree who they are
-    (:meth:`Communicator.shrink`), and the body runs again: also for one that had got to its end.
+    Before each run of the body, all ranks get the same state (:meth:`State.sync`): the last commit
+    of the rank that is furthest. The body may end normally on all ranks, and then the loop ends.
+    Or it ends with an error that reports lost ranks (``CommunicatorAbortedError``,
+    ``CollectiveTimeoutError``). Then the surviving ranks agree on the group
+    (:meth:`Communicator.shrink`), and all of them run the body again. This includes a rank that
+    had already reached the end of its body.
 
-    Where ranks may join (``grow``), each commit is the point at which they do: it ends the body by
-    ``RanksJoinError`` on all ranks, when processes wait, and the body runs again with them
-    (:meth:`Communicator.grow`). Such a process has the same program. Its ``init()`` has returned a
-    communicator of itself alone, over which it makes its model and all else; here it joins, and
-    gets the state. If the others are through, there is nothing left for it: its program
-    ends here, with exit code 0.
+    Where ranks may join (``grow``), they join at a commit. When processes wait, the commit ends the
+    body by ``RanksJoinError`` on all ranks, and the body runs again with the new ranks
+    (:meth:`Communicator.grow`). A joining process runs the same program. Its ``init()`` has
+    returned a communicator with only this process, over which it makes its model and everything
+    else. Here it joins, and receives the state. If the other ranks have finished, there is nothing
+    left for it to do: its program ends here, with exit code 0.
 
-    The communicator that was given is closed then; the last one stays open. On a transport that
-    cannot shrink (``comm.capabilities.shrinks``) the body runs once, and a loss is its error.
+    A communicator that ``shrink`` or ``grow`` replaces is closed; the last one stays open. On a
+    transport that cannot shrink (``comm.capabilities.shrinks``) the body runs once, and a loss
+    raises its error.
 
     Collective: every rank calls it.
 
     Args:
-        comm: connects the ranks.
-        state: what they go on from.
-        min_ranks: with fewer nobody goes on, by default ``COLLECTIVE_MIN_RANKS``, which
-            ``collective run --min-ranks`` sets.
-        timeout: seconds that ranks which live have to come to the end of the body when another
-            has, or has met a loss; by default the communicator's. A rank that is silent for
-            longer, and for ``COLLECTIVE_SHRINK_GRACE`` seconds more, is left behind. The others
-            have as long to go on without it, or :attr:`Communicator.shrink_timeout` if that is
-            longer.
+        comm: communicator that connects the ranks.
+        state: state that the ranks continue from.
+        min_ranks: least number of ranks that may continue, by default ``COLLECTIVE_MIN_RANKS``,
+            which ``collective run --min-ranks`` sets.
+        timeout: seconds that live ranks have to reach the end of the body after another rank has
+            reached it, or has met a loss; by default the communicator's timeout. A rank that does
+            not answer for longer, and for ``COLLECTIVE_SHRINK_GRACE`` seconds more, is left
+            behind. The other ranks have the same time to continue without it, or
+            :attr:`Communicator.shrink_timeout` if that is longer.
         grow: whether processes may join, the same on all ranks; by default ``COLLECTIVE_GROW``,
             which ``collective run --replace`` sets. It costs a small broadcast each commit.
 
     Raises:
-        PeerLostError: fewer ranks than that are left; on all of them, so that the launcher may
-            start all again.
-        ExcludedError: the others went on without this rank.
-        CollectiveError: what ended the body, where nobody was lost and nothing was committed
-            since it began: it would end so again.
-        UnsupportedError: ``grow=True``, and nobody can join ``comm``.
-        SystemExit: this process was to join, and the others are through.
+        PeerLostError: fewer than ``min_ranks`` ranks are left. Every surviving rank raises it, so
+            that the launcher may restart all ranks.
+        ExcludedError: the other ranks continued without this rank.
+        CollectiveError: error that ended the body although no rank was lost and nothing was
+            committed since the body began. The body would end with the same error again.
+        UnsupportedError: ``grow=True``, but no process can join ``comm``.
+        SystemExit: this process should have joined, but the other ranks have finished.
     """
     if comm.joins:
         comm = _joined(comm)
@@ -174,18 +177,20 @@ def generations(
         following = _shrunk(comm, min_ranks, timeout)
         lost = following.lost
         comm = _synced(following, state, min_ranks, grows, timeout)
-        # After the sync, by which all ranks have as many commits: all of them raise, or none. A
-        # body that always ends so, without a loss, would otherwise run for ever.
+        # The check comes after the sync, which gives all ranks the same number of commits, so all
+        # ranks raise or none does. A body that always ends with an error, without a loss, would
+        # otherwise run again and again without end.
         if not lost and state.commits == begun_at:
             raise error or CommunicatorAbortedError(
-                "generations: a peer's body ended with an error, and nobody was lost nor anything "
-                f"committed since the body began [rank {comm.rank} of {comm.size}]. It would end "
-                "so again; that rank's error says why it did."
+                "generations: the body ended with an error on another rank, but no rank was lost "
+                "and nothing was committed since the body began "
+                f"[rank {comm.rank} of {comm.size}]. The body would end the same way again. See "
+                "the error on that rank for the cause."
             )
 
 
 def _joined(comm: Communicator) -> Communicator:
-    """Return the communicator of the others, with this process in it."""
+    """Return the communicator of the other ranks, with this process in it."""
     try:
         return comm.grow()
     except ExcludedError as error:
@@ -194,7 +199,7 @@ def _joined(comm: Communicator) -> Communicator:
 
 
 def _shrunk(comm: Communicator, min_ranks: int | None, timeout: float | None) -> Communicator:
-    """Return the ranks that are left; ``timeout`` is as that of :func:`generations`."""
+    """Return the surviving ranks; ``timeout`` is that of :func:`generations`."""
     seconds = None if timeout is None else max(timeout, comm.shrink_timeout)
     return comm.shrink(min_ranks=min_ranks, timeout=seconds)
 
@@ -203,14 +208,14 @@ def _grown(comm: Communicator, min_ranks: int | None, timeout: float | None) -> 
     try:
         return comm.grow()
     except CollectiveTimeoutError:
-        # A rank that had got to the end of the body has stopped since.
+        # A rank that had reached the end of the body has stopped since.
         return _shrunk(comm, min_ranks, timeout)
 
 
 def _synced(
     comm: Communicator, state: State, min_ranks: int | None, grows: bool, timeout: float | None
 ) -> Communicator:
-    """Return the ranks that have got the state, of those of ``comm`` that are left."""
+    """Return the ranks that have received the state, among the surviving ranks of ``comm``."""
     while True:
         try:
             state.sync(comm, grows=grows)

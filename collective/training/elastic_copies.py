@@ -1,6 +1,6 @@
-"""Copies of what training has: nested dicts, lists and tuples, with plain data and arrays in them.
+"""Copies of training state: nested dicts, lists and tuples of plain data and arrays.
 
-The *leaves* of such a tree are named by the keys on the way to them.
+The *leaves* of such a tree are named by their paths: the keys from the root to the leaf.
 """
 
 from __future__ import annotations
@@ -22,26 +22,27 @@ _DIGEST_BYTES = 16
 
 
 def mapped(tree: Any, function: Callable[[Path, Any], Any], path: Path = ()) -> Any:
-    """Return a tree of the same containers with ``function`` of each leaf in its place."""
+    """Return a tree of the same containers, with ``function(path, leaf)`` in place of each leaf."""
     if isinstance(tree, dict) and tree:
-        made = copy.copy(tree)  # of its class, with what PyTorch keeps beside the entries
+        # copy.copy() keeps the class, and the attributes that PyTorch stores beside the entries.
+        copied_dict = copy.copy(tree)
         for key, value in tree.items():
-            made[key] = mapped(value, function, (*path, key))
-        return made
+            copied_dict[key] = mapped(value, function, (*path, key))
+        return copied_dict
     if isinstance(tree, (list, tuple)) and tree and not hasattr(tree, "_fields"):
         return type(tree)(mapped(value, function, (*path, n)) for n, value in enumerate(tree))
     return function(path, tree)
 
 
 def leaves(tree: Any) -> dict[Path, Any]:
-    """Return the leaves of a tree by their names."""
-    found: dict[Path, Any] = {}
-    mapped(tree, found.setdefault)
-    return found
+    """Return the leaves of a tree by their paths."""
+    leaf_by_path: dict[Path, Any] = {}
+    mapped(tree, leaf_by_path.setdefault)
+    return leaf_by_path
 
 
 def plain(tree: Any) -> Any:
-    """Return a tree with dicts, lists and tuples of Python's own alone, to be sent."""
+    """Return a tree whose containers are plain dicts, lists and tuples, so that it can be sent."""
     if isinstance(tree, dict):
         return {key: plain(value) for key, value in tree.items()}
     if isinstance(tree, (list, tuple)):
@@ -51,7 +52,7 @@ def plain(tree: Any) -> Any:
 
 
 def digest_of(value: Any) -> bytes:
-    """Return 16 bytes that are equal for equal values, of arrays also by dtype and shape."""
+    """Return 16 bytes that are equal for equal values; arrays also need equal dtype and shape."""
     return hashlib.blake2b(encode(value).data, digest_size=_DIGEST_BYTES).digest()
 
 
@@ -59,8 +60,9 @@ def copied(tree: Any, rooms: Any = None) -> Any:
     """Return a tree that shares no memory with this one.
 
     Args:
-        rooms: an earlier copy that nobody needs any more: its arrays are written to, where they are
-            like those that are copied. It is worth nothing then, also if this is interrupted.
+        rooms: earlier copy that is no longer needed. Its arrays are overwritten where they are
+            like the arrays that are copied. Afterwards ``rooms`` is no valid copy, even if this
+            call is interrupted.
     """
     free = {} if rooms is None else leaves(rooms)
     return mapped(tree, lambda path, value: _copied_leaf(value, free.get(path)))

@@ -1,7 +1,7 @@
-"""What training has to have on every rank: kept in memory, gone back to, made equal again.
+"""State that training needs on every rank: kept in memory, restored, made equal on all ranks.
 
-A part of a state is kept as a *copy* (:mod:`.elastic_copies`) of plain data and arrays, which are
-the part's own no longer.
+Each part of a state is kept as a *copy* (:mod:`.elastic_copies`) of plain data and arrays. The
+copy shares no memory with the part.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ __all__ = ["Keeper", "State", "StateDict", "register"]
 
 
 class Keeper(NamedTuple):
-    """How objects of a class are kept.
+    """Functions that copy and restore objects of a class.
 
     Attributes:
-        copy: returns what an object is, as nested plain data and arrays; they may be the object's
-            own memory, for whoever asks copies them.
-        load: makes an object what a copy says, and returns it, or another in its place. The copy
-            is the object's from then on.
-        rebind: has an object go on over another communicator; None where that is what its own
-            method ``rebind`` does, if it has one.
+        copy: returns the state of an object as nested plain data and arrays. The arrays may be the
+            object's own memory, because the caller copies them.
+        load: puts an object into the state of a copy, and returns the object or a replacement.
+            Afterwards the copy belongs to the object.
+        rebind: makes an object continue over another communicator. None: call the object's own
+            method ``rebind``, if it has one.
     """
 
     copy: Callable[[Any], Any]
@@ -51,17 +51,17 @@ class Keeper(NamedTuple):
 
 @runtime_checkable
 class StateDict(Protocol):
-    """What has its state as a dict: modules, optimizers, schedulers, samplers of PyTorch."""
+    """Object with its state as a dict: PyTorch's modules, optimizers, schedulers, samplers."""
 
     def state_dict(self) -> Any:
         """Return the state."""
 
     def load_state_dict(self, state_dict: Any, /) -> Any:
-        """Take over a state."""
+        """Load a state."""
 
 
 _registered: dict[type, Keeper] = {}
-#: Adapters with kinds of their own, by the package whose classes those are for.
+#: Adapters that register their own classes, by the package that defines these classes.
 _ADAPTERS = {"chainer": "collective.adapters.chainer.elastic"}
 
 
@@ -71,10 +71,10 @@ def register(
     load: Callable[[Any, Any], Any],
     rebind: Callable[[Any, Communicator], Any] | None = None,
 ) -> None:
-    """Have objects of ``cls``, and of classes derived from it, kept by functions.
+    """Register functions that keep objects of ``cls``, and of classes derived from it.
 
-    For parts of a :class:`State` that have neither ``state_dict()`` and ``load_state_dict()``, nor
-    are arrays or plain data.
+    They are for parts of a :class:`State` that have no ``state_dict()`` and ``load_state_dict()``,
+    and are neither arrays nor plain data.
 
     Args:
         copy, load, rebind: see :class:`Keeper`.
@@ -88,7 +88,7 @@ def _load_state_dict(part: StateDict, kept: Any) -> StateDict:
 
 
 def _load_array(part: Any, kept: Any) -> Any:
-    if isinstance(part, np.generic):  # a number, such as a mean: it is no memory to write to
+    if isinstance(part, np.generic):  # a scalar, such as a mean, is no memory to write to
         return kept
     (part.detach() if hasattr(part, "detach") else part)[...] = kept
     return part
@@ -117,13 +117,13 @@ def _keeper_of(part: Any) -> Keeper:
 
 @dataclass
 class _Commit:
-    """What the parts were at one time.
+    """Copy of the parts at one time.
 
     Attributes:
-        number: of the commit, from 0.
-        parts: a copy of each that is the same on all ranks, by name.
-        generation: of the ranks over which the other parts are cut.
-        shards: what this rank holds of those, by name.
+        number: number of the commit, from 0.
+        parts: copies of the parts that are the same on all ranks, by name.
+        generation: generation of the ranks over which the other parts are cut.
+        shards: shards of those other parts that this rank holds, by name.
     """
 
     number: int
@@ -133,7 +133,7 @@ class _Commit:
 
     @property
     def version(self) -> list[int]:
-        """What is greater for the later of two."""
+        """Number and generation, as a list that is greater for the later of two commits."""
         return [self.number, self.generation]
 
     def digests(self) -> dict[Path, bytes]:
@@ -142,43 +142,50 @@ class _Commit:
 
 
 class State:
-    """What training goes on from: parts by name, of which a copy is kept in memory.
+    """State that training continues from: named parts, with a copy of each kept in memory.
 
-    A part is what has ``state_dict()`` and ``load_state_dict()`` (PyTorch's modules, optimizers and
-    schedulers, and our ``ShardedSampler``), a link, optimizer, iterator or Trainer of Chainer's, an
-    array, or plain data; :func:`register` takes others. Parts are attributes: ``state.step += 1``.
+    A part may be one of:
 
-    What is to be the same on all ranks is a part, and nothing else: after a loss all ranks have the
-    parts of one of them.
+    - an object that has ``state_dict()`` and ``load_state_dict()``: PyTorch's modules, optimizers
+      and schedulers, and the library's ``ShardedSampler``
+    - a link, optimizer, iterator or Trainer of Chainer
+    - an array, or plain data
+    - an object of a class for which the program has called :func:`register`.
 
-    The copies of the last two commits are on the device of what they are of, and cost twice as much
-    memory as that: the next one is written over the older one, so that one that is interrupted
-    harms none, and costs no new memory.
+    Parts are attributes: ``state.step += 1``.
+
+    Make everything that must be the same on all ranks a part, and nothing else: after a loss all
+    ranks have the parts of one of them.
+
+    The copies of the last two commits are on the same device as the parts, and take twice the
+    memory of the parts. The next commit overwrites the older copy. So an interrupted commit does
+    not damage the last one, and a commit needs no new memory.
 
     Args:
-        comm: the ranks that have the state.
-        parts: by name. None may be called as a method of this class is.
+        comm: ranks that have the state.
+        parts: parts by name. No part may have the name of a method of this class.
 
     Attributes:
-        comm: the ranks of now.
-        commits: how often :meth:`commit` was called by those that are furthest.
+        comm: current ranks.
+        commits: number of calls of :meth:`commit` on the rank that is furthest.
 
     Raises:
-        InvalidArgumentError: a part is of no known kind, or its name is taken.
+        InvalidArgumentError: a part is of an unknown kind, or its name is taken.
     """
 
     def __init__(self, comm: Communicator, /, **parts: Any) -> None:
         for name in parts:
             if name.startswith("_") or hasattr(State, name) or name in ("comm", "commits"):
                 raise InvalidArgumentError(
-                    f"State: a part called {name!r}, which is a name of the class's own. Choose "
-                    "another."
+                    f"State: a part called {name!r} is not allowed, because State has an attribute "
+                    "of this name. Choose another name."
                 )
-        # Assignments go to parts.
+        # __setattr__ assigns to parts, so the attributes are set in the instance's dict.
         self.__dict__.update({"comm": comm, "_parts": dict(parts), "_pending": None})
-        # Whether it has been the same on all ranks, and whether commits look who wants to join.
+        # _synced: whether all ranks have had the same state. _grows: whether commits check for
+        # processes that want to join.
         self.__dict__.update({"_synced": False, "_grows": False})
-        # The copies of the commit before the last, whose arrays the next one is written to.
+        # Copies of the commit before the last. The next commit overwrites their arrays.
         self.__dict__["_rooms"] = {}
         self._keep(0, self._copies({}, {}), comm)
         for path, value in leaves(self._kept.parts).items():
@@ -194,57 +201,61 @@ class State:
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in self._parts:
             raise AttributeError(
-                f"State has no part {name!r}; it has {list(self._parts)}. Give it to State(), on "
+                f"State has no part {name!r}; it has {list(self._parts)}. Pass it to State(), on "
                 "all ranks."
             )
         self._parts[name] = value
 
     @property
     def commits(self) -> int:
-        """How often :meth:`commit` was called by those that are furthest."""
+        """Number of calls of :meth:`commit` on the rank that is furthest."""
         number: int = self._kept.number
         return number
 
     def commit(self, **taken: int) -> None:
-        """Keep what the parts are now: where all ranks go on from after a loss.
+        """Keep the current values of the parts; after a loss all ranks continue from there.
 
-        Every rank calls it after the same step. It sends nothing, unless a part is cut over the
-        ranks, as a ``ShardedOptimizer``, or processes may join: then it is collective.
+        Every rank calls it after the same step. It sends nothing, with two exceptions, in which it
+        is collective: a part is cut over the ranks, as a ``ShardedOptimizer`` is, or processes may
+        join.
 
         Args:
-            taken: for samplers whose loader works ahead (``num_workers``), by the part's name: how
-                many samples of this iteration this rank has used, as
-                ``ShardedSampler.state_dict(taken)`` takes it.
+            taken: number of samples of this iteration that this rank has used, by the part's
+                name, for samplers whose loader works ahead (``num_workers``). It is passed to
+                ``ShardedSampler.state_dict(taken)``.
 
         Raises:
-            RanksJoinError: processes wait to join; the commit is made. ``generations`` takes it.
+            RanksJoinError: processes wait to join; the commit is complete. ``generations`` catches
+                the error.
         """
         strange = sorted(set(taken) - set(self._parts))
         if strange:
             raise InvalidArgumentError(
-                f"commit: no part {', '.join(strange)}; there are {', '.join(self._parts)}."
+                f"commit: no part {', '.join(strange)}; there are {', '.join(self._parts)}. Use "
+                "the names of parts that were passed to State()."
             )
         last, rooms = self._kept, self._rooms
-        # Whatever interrupts this, they are neither in the last commit nor written to again.
+        # Whatever interrupts this commit, the arrays are then neither in the last commit nor
+        # overwritten again.
         self.__dict__["_rooms"] = {}
         self._keep(last.number + 1, self._copies(taken, rooms), self.comm)
         self.__dict__["_rooms"] = last.parts
         if self._grows and (count := self.comm.waiting()):
             raise RanksJoinError(
-                f"commit: {count} to join; the body of elastic.generations ends here, and runs "
-                "again with all. Let this error pass."
+                f"commit: number of processes that wait to join: {count}. This error ends the body "
+                "of elastic.generations, which then runs again with them. Do not catch it."
             )
 
     def _keep(self, number: int, parts: dict[str, Any], comm: Communicator) -> None:
-        """Put a commit in place: only as a whole, whatever interrupts it."""
+        """Put a commit in place; an interruption leaves either the old commit or the new one."""
         shards = {name: part.keep_shards() for name, part in self._sharded()}
-        made = _Commit(number, parts, comm.generation, shards)
+        commit = _Commit(number, parts, comm.generation, shards)
         if shards:
-            # Where one rank has it in place, all others have it here, or in place: who goes on
-            # from it needs all shards.
-            self.__dict__["_pending"] = made
+            # The barrier ensures this: if one rank has the commit in `_kept`, every other rank has
+            # it in `_pending` or in `_kept`. To continue from a commit, all shards are needed.
+            self.__dict__["_pending"] = commit
             comm.barrier()
-        self.__dict__.update({"_kept": made, "_pending": None})
+        self.__dict__.update({"_kept": commit, "_pending": None})
 
     def _sharded(self) -> list[tuple[str, Sharded]]:
         return [(name, self._parts[name]) for name in sorted(self._parts) if self._is_cut(name)]
@@ -253,7 +264,7 @@ class State:
         return isinstance(self._parts[name], Sharded)
 
     def restore(self) -> None:
-        """Make the parts what they were at the last :meth:`commit`, on this rank."""
+        """Restore the parts on this rank to the last :meth:`commit`."""
         for name, part in self._sharded():
             part.restore_shards(self._kept.shards[name])
         self._restore_parts()
@@ -261,40 +272,43 @@ class State:
     def _restore_parts(self) -> None:
         for name in self._kept.parts:
             part = self._parts[name]
-            # Copied once more: what is loaded may be changed in place from now on.
+            # The commit is copied once more, because training may change a loaded copy in place.
             self._parts[name] = _keeper_of(part).load(part, copied(self._kept.parts[name]))
 
     def sync(self, comm: Communicator, *, grows: bool = False) -> None:
-        """Have the same parts on all ranks of ``comm``, and go on with that communicator.
+        """Give all ranks of ``comm`` the same parts, and continue with that communicator.
 
-        All ranks go back to the last commit of the one that is furthest, the lowest of those.
-        Who has other values than that one gets them from it; after a plain loss nobody has, and
-        no part is sent. Parts with a method ``rebind`` are then bound to ``comm``.
+        All ranks go back to the last commit of the rank that is furthest; of several such ranks,
+        the lowest is the source. A rank whose values differ from the source's receives the
+        differing values. After a plain loss no values differ, and no part is sent. Parts with a
+        method ``rebind`` are then bound to ``comm``.
 
-        Who has not been in a ``sync`` yet, where others have, has joined: it has nothing that
-        counts, whatever it has committed, and gets all.
+        A rank that has never been in a ``sync``, where other ranks have, has joined. Its own state
+        does not count, even if it is committed, and the rank receives all parts.
 
-        Collective: every rank calls it, whatever it has, before it goes on.
+        Collective: every rank calls it before it continues, whatever its state is.
 
         Args:
-            comm: the ranks.
-            grows: whether commits look for processes that want to join: the same on all ranks.
+            comm: ranks that take part.
+            grows: whether commits check for processes that want to join: the same on all ranks.
 
         Raises:
-            MismatchError: the ranks' states have other parts.
-            StateLostError: something of a part that is cut over the ranks was on lost ones alone.
-            CollectiveError: of the calls; the state is as it was, or is what all have gone back to.
+            MismatchError: the ranks' states have different parts.
+            StateLostError: a shard of a part that is cut over the ranks was only on lost ranks.
+            CollectiveError: a call failed. The state is either unchanged or the commit that all
+                ranks have gone back to.
         """
         joined = self._take_latest(comm) if self._sharded() else False
         digests = self._kept.digests()
         names = sorted(self._parts)
         mine = [self._version, digest_of(sorted(digests.items(), key=repr)), names]
         every: list[list[Any]] = comm.all_gather_object(mine)
-        for rank, (_, _, theirs) in enumerate(every):
-            if theirs != every[0][2]:
+        for rank, (_, _, peer_names) in enumerate(every):
+            if peer_names != every[0][2]:
                 raise MismatchError(
-                    f"State: rank {rank} has parts {theirs}, rank 0 {every[0][2]} "
-                    f"[rank {comm.rank} of {comm.size}]. Make the same state on all ranks."
+                    f"State: rank {rank} has parts {peer_names}, rank 0 {every[0][2]} "
+                    f"[rank {comm.rank} of {comm.size}]. Make a state with the same parts on all "
+                    "ranks."
                 )
         source = max(range(comm.size), key=lambda rank: (every[rank][0], -rank))
         others = [rank for rank in range(comm.size) if every[rank][1] != every[source][1]]
@@ -319,19 +333,19 @@ class State:
 
     @property
     def _version(self) -> list[int]:
-        """What is greater for the rank that is further, and least for one that has joined."""
+        """List that is greater for the rank that is further, and least for a joined rank."""
         return [int(self._synced), self._kept.number]
 
     def _take_latest(self, comm: Communicator) -> bool:
-        """Have in place the latest commit that some rank of ``comm`` has there.
+        """Put the latest commit in place that some rank of ``comm`` has in place.
 
         Returns:
-            Whether this rank has joined, and holds nothing of it.
+            Whether this rank has joined, and so holds nothing of this commit.
         """
-        known = [each.version for each in (self._kept, self._pending) if each is not None]
+        known = [commit.version for commit in (self._kept, self._pending) if commit is not None]
         every: list[tuple[bool, list[list[int]]]]
         every = comm.all_gather_object((self._synced, known))
-        # At the very first nobody has been in a sync, and all count.
+        # At the very first sync no rank has been in a sync, and all ranks count.
         counting = any(synced for synced, _ in every)
         latest = max(versions[0] for synced, versions in every if synced is counting)
         behind = [
@@ -341,8 +355,9 @@ class State:
         ]
         if behind:
             raise StateLostError(
-                f"State: ranks {behind} have nothing of commit {latest[0]}, and a part is cut over "
-                f"the ranks [rank {comm.rank} of {comm.size}]. Start all ranks again."
+                f"State: ranks {behind} have nothing of commit {latest[0]}, so a part that "
+                f"is cut over the ranks cannot be restored [rank {comm.rank} of {comm.size}]. "
+                "Start all ranks again."
             )
         if self._synced is not counting:
             return True
@@ -351,14 +366,14 @@ class State:
         return False
 
     def _from_first(self, group: Communicator, digests: dict[Path, bytes]) -> dict[str, Any]:
-        """Return the parts of the group's rank 0, of which only what differs is sent."""
-        every = [dict(each) for each in group.all_gather_object(list(digests.items()))]
+        """Return the parts of the group's rank 0; rank 0 sends only the leaves that differ."""
+        every = [dict(pairs) for pairs in group.all_gather_object(list(digests.items()))]
         here = leaves(self._kept.parts)
         paths = list(every[0])
         missing = [
             number
             for number, path in enumerate(paths)
-            if any(theirs.get(path) != every[0][path] for theirs in every[1:])
+            if any(peer.get(path) != every[0][path] for peer in every[1:])
         ]
         sent = None
         if group.rank == 0:
@@ -369,11 +384,14 @@ class State:
         if group.rank == 0:
             kept: dict[str, Any] = self._kept.parts
             return kept
-        found = dict(zip(missing, values))
-        # Copied, as what was received together may share memory, and is written to later.
+        leaf_by_number = dict(zip(missing, values))
+        # Leaves that arrived in one message may share memory, and this class overwrites its copies
+        # later. So each received leaf is copied.
         received: dict[str, Any] = mapped(
             outline,
-            lambda _, number: copied(found[number]) if number in found else here[paths[number]],
+            lambda _, number: (
+                copied(leaf_by_number[number]) if number in leaf_by_number else here[paths[number]]
+            ),
         )
         return received
 
@@ -392,7 +410,7 @@ class State:
             name, *rest = path
             where = f" (at {'.'.join(map(str, rest))})" if rest else ""
             raise InvalidArgumentError(
-                f"State: part {name!r} holds a {type(value).__name__}{where}; plain data, arrays, "
-                "and what has state_dict() and load_state_dict() can be kept. For others call "
-                "elastic.register(cls, copy, load)."
+                f"State: part {name!r} holds a {type(value).__name__}{where}, which cannot be kept "
+                "(expected plain data, arrays, or objects that have state_dict() and "
+                "load_state_dict()). Call elastic.register(cls, copy, load) for other classes."
             ) from error

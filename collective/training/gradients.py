@@ -1,9 +1,10 @@
-"""Gradients of a data-parallel model: kept in buckets, reduced while others are still computed.
+"""Gradients of a data-parallel model, reduced in buckets while later ones are still computed.
 
-It knows no framework. An adapter tells it the parameters, lets gradients be written to the
-arrays of :attr:`Gradients.views`, says which are :meth:`~Gradients.ready`, and calls
-:meth:`~Gradients.finish` at the end of the backward pass. The bucketing is that of Li et al.,
-"PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020.
+The engine is independent of frameworks. An adapter passes it the parameters and lets the framework
+write gradients to the arrays of :attr:`Gradients.views`. The adapter reports each complete
+gradient by :meth:`~Gradients.ready`, and calls :meth:`~Gradients.finish` at the end of the
+backward pass. The bucketing is that of Li et al., "PyTorch Distributed: Experiences on
+Accelerating Data Parallel Training", VLDB 2020.
 """
 
 from __future__ import annotations
@@ -33,44 +34,45 @@ if TYPE_CHECKING:
 
 __all__ = ["Bucket", "Gradients", "Parameter", "Reduce"]
 
-# Of the first bucket, in bytes.
+# Size of the first bucket, in bytes.
 _FIRST = 1 << 20
-# Where a gradient begins in its bucket, in bytes: a line of the cache, for vector instructions.
+# Alignment of each gradient in its bucket, in bytes: a cache line, for vector instructions.
 _ALIGNMENT = 64
 
 
 class Gradients(NotCopied):
-    """The gradients of one model on one rank.
+    """Gradients of one model on one rank.
 
-    Made by all ranks of the communicator, with the same parameters in the same order. A
-    bucket is reduced as soon as it is full and those before it are on their way, so that all
-    ranks reduce in one order whatever the order in which gradients arrive. After the first
-    pass the buckets are laid out anew, once, in the order of arrival on rank 0.
+    All ranks of the communicator make it, with the same parameters in the same order. A bucket is
+    reduced as soon as it is full and the reductions of all earlier buckets have started. So all
+    ranks reduce in the same order, in whatever order gradients arrive. After the first pass the
+    buckets are laid out again, once, in the order of arrival on rank 0.
 
     Args:
-        comm: connects the ranks. Only :meth:`ready` and :meth:`finish` call it, in the thread
-            that calls them.
-        parameters: in the order in which gradients are expected to arrive.
-        like: the framework of the memory; see :meth:`Communicator.empty`.
-        bucket_bytes: how much is reduced together, about.
-        first_bytes: the same for the first bucket, which shall be on its way early; at most
-            ``bucket_bytes``. By default 1 MiB, and ``bucket_bytes`` where no core is idle that
-            could reduce it meanwhile: ranks of one host with less than two cores each.
-        reduce: what to do with a full bucket; by default the average over the ranks.
-        counts: how often a gradient is ready in each pass, where that may differ from once
-            and does not change: it is counted in the first pass, whose buckets are all
-            reduced at its end.
+        comm: communicator that connects the ranks. Only :meth:`ready` and :meth:`finish` use it,
+            in the thread that calls them.
+        parameters: parameters in the order in which their gradients are expected to arrive.
+        like: framework of the memory; see :meth:`Communicator.empty`.
+        bucket_bytes: approximate size of a bucket.
+        first_bytes: approximate size of the first bucket, whose reduction should start early; at
+            most ``bucket_bytes``. The default is 1 MiB. The default is ``bucket_bytes`` if no idle
+            core could reduce the bucket meanwhile: ranks of one host with less than two cores
+            each.
+        reduce: function that reduces a full bucket; by default the average over the ranks.
+        counts: whether a gradient may be ready more or less than once in each pass, but equally
+            often in every pass. The engine counts this in the first pass, and reduces the buckets
+            of that pass only at its end.
 
     Attributes:
-        views: the arrays for the gradients, by the parameters' numbers. They are replaced by
-            others when the buckets are laid out anew: see ``moved``.
-        moved: called with nothing when that has happened. What was in the old ``views`` has
-            been copied to the new ones.
-        begun: whether a backward pass has begun, by the first :meth:`ready`, and is not finished.
+        views: arrays for the gradients, by the parameters' numbers. Other arrays replace them when
+            the buckets are laid out again: see ``moved``.
+        moved: function without arguments that is called after this. The contents of the old
+            ``views`` have then been copied to the new ones.
+        begun: whether a backward pass has begun with its first :meth:`ready`, and is not finished.
 
     Raises:
         MismatchError: the ranks' parameters differ.
-        AllocationError: there is no memory for them, on any rank.
+        AllocationError: some rank has no memory for them.
     """
 
     instead = "Make another one, on all ranks, for the parameters of the copy."
@@ -90,7 +92,9 @@ class Gradients(NotCopied):
             if value is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise InvalidArgumentError(f"Gradients: {name} {value!r}; a positive integer.")
+                raise InvalidArgumentError(
+                    f"Gradients: {name} is {value!r} (expected a positive integer)."
+                )
         self.comm = comm
         self.parameters = list(parameters)
         self._reduce = reduce
@@ -105,7 +109,7 @@ class Gradients(NotCopied):
         self._arriving: trace.Interval | None = None
 
     def _begin_over(self) -> None:
-        """Lay out the buckets over the communicator, as if there had been no pass."""
+        """Lay out the buckets over the communicator, as before the first pass."""
         overlaps = self._compare()
         first, limit = self._bytes
         if first is None:
@@ -123,11 +127,12 @@ class Gradients(NotCopied):
         self._works: list[Work[Any]] = []
 
     def rebind(self, comm: Communicator) -> None:
-        """Go on over another communicator, with memory and buckets of its own.
+        """Continue over another communicator, with new memory and new buckets.
 
-        What the gradients were is lost: whoever has them takes :attr:`views` anew, and calls
-        neither :meth:`ready` nor :meth:`finish` for a pass that had begun. A ``reduce`` with a
-        method ``rebind`` gets a communicator of its own, too; another one has to look for it.
+        The old gradients are lost: the adapter takes the new arrays from :attr:`views`, and calls
+        neither :meth:`ready` nor :meth:`finish` for a pass that had begun. If ``reduce`` has a
+        method ``rebind``, it gets a duplicate of the communicator. Any other ``reduce`` must
+        change its communicator itself.
 
         Collective: every rank of ``comm`` calls it.
 
@@ -136,7 +141,7 @@ class Gradients(NotCopied):
         """
         self._trace_arrived()
         for work in self._works:
-            with contextlib.suppress(CollectiveError):  # of the one before, which is broken
+            with contextlib.suppress(CollectiveError):  # the old communicator is broken
                 work.wait()
         self.comm = comm
         if isinstance(self._reduce, Rebindable):
@@ -146,24 +151,25 @@ class Gradients(NotCopied):
     # -- memory ---------------------------------------------------------------------------
 
     def _compare(self) -> bool:
-        """Refuse parameters that are not the same on all ranks.
+        """Check that the parameters are the same on all ranks.
 
         Returns:
-            Whether all ranks have what reduces beside a backward pass: the same on all of them.
+            Whether all ranks can reduce during a backward pass; the same on all of them.
         """
         mine: list[Any] = [tuple(parameter) for parameter in self.parameters]
-        found = self.comm.all_gather_object((mine, _overlaps(self.comm)))
-        every = [theirs for theirs, _ in found]
+        replies = self.comm.all_gather_object((mine, _overlaps(self.comm)))
+        every = [theirs for theirs, _ in replies]
         for rank, theirs in enumerate(every):
             if theirs == every[0]:
                 continue
             if len(theirs) != len(every[0]):
-                what = f"{len(theirs)} parameters, rank 0 has {len(every[0])}"
+                what = f"{len(theirs)} parameters, but rank 0 has {len(every[0])}"
             else:
                 differing = [(a, b) for a, b in zip(theirs, every[0]) if a != b]
-                a, b = (Parameter(*one) for one in differing[0])
+                a, b = (Parameter(*fields) for fields in differing[0])
                 what = (
-                    f"{a.name} {a.dtype}{list(a.shape)}, rank 0 {b.name} {b.dtype}{list(b.shape)}"
+                    f"{a.name} {a.dtype}{list(a.shape)}, but rank 0 has {b.name} "
+                    f"{b.dtype}{list(b.shape)}"
                 )
                 what += f" and {len(differing) - 1} more" * (len(differing) > 1)
             raise MismatchError(
@@ -171,33 +177,33 @@ class Gradients(NotCopied):
                 f"[rank {self.comm.rank} of {self.comm.size}]. Make the same model on every rank, "
                 "with the same parameters frozen."
             )
-        return all(overlaps for _, overlaps in found)
+        return all(overlaps for _, overlaps in replies)
 
     def _extents(self, number: int) -> tuple[int, int]:
-        """Return how many elements a gradient has, and how many it takes in its bucket."""
+        """Return a gradient's number of elements, and the number that it occupies in its bucket."""
         parameter = self.parameters[number]
         count, unit = math.prod(parameter.shape), _ALIGNMENT // named(parameter.dtype).itemsize
         return count, -(-count // unit) * unit
 
     def _allocate(self) -> dict[str, Any]:
-        """Return one array for all gradients of each type."""
+        """Return one array for all gradients of each dtype."""
         lengths: dict[str, int] = {}
         for number, parameter in enumerate(self.parameters):
             lengths[parameter.dtype] = lengths.get(parameter.dtype, 0) + self._extents(number)[1]
         slabs = {}
         for dtype, length in lengths.items():
             slabs[dtype] = slab = self.comm.empty(length, dtype, like=self._like)
-            # Also between the gradients: what fills a bucket up is reduced with it, and a `reduce`
-            # that compresses looks at it.
+            # The gaps between gradients are zeroed, too: they are reduced with the bucket, and a
+            # `reduce` that compresses reads them.
             slab[...] = 0
         return slabs
 
     def _lay_out(self, order: Sequence[int]) -> None:
-        """Lay out the buckets and the gradients in them in an order of arrival."""
+        """Lay out the buckets, and the gradients in them, in the given order of arrival."""
         first, limit = self._limits
         used = dict.fromkeys(self._slabs, 0)
         open_: dict[str, list[int]] = {}
-        taken = dict.fromkeys(self._slabs, 0)  # bytes of the open ones
+        taken = dict.fromkeys(self._slabs, 0)  # bytes in the open bucket of each dtype
         placed: list[tuple[int, int]] = [(0, 0)] * len(self.parameters)
         closed: list[list[int]] = []
         for number in order:
@@ -229,13 +235,13 @@ class Gradients(NotCopied):
                 self._bucket_of[number] = bucket
 
     def _settle(self) -> None:
-        """Lay out the buckets in rank 0's order of arrival, if that is another one.
+        """Lay out the buckets in rank 0's order of arrival, if that order differs from the present.
 
-        Gradients arrive in about one order in all passes. A bucket of such as arrive one after the
-        other is full early, and is reduced while later layers' gradients are still computed.
+        Gradients arrive in about the same order in all passes. A bucket of gradients that arrive
+        one after the other is full early, and is reduced while later gradients are still computed.
         """
-        # One rank's for all: what arrives at one time may do so in another order elsewhere, and
-        # buckets are folded elementwise.
+        # All ranks use the order of one rank. Gradients that arrive at about the same time may
+        # arrive in another order on another rank, but buckets are folded elementwise.
         self._settled = True
         seen = set(self._arrived)
         late = [number for number in range(len(self.parameters)) if number not in seen]
@@ -253,11 +259,11 @@ class Gradients(NotCopied):
     # -- a backward pass ------------------------------------------------------------------
 
     def ready(self, number: int) -> None:
-        """Take note that a gradient is in its place, and nothing will be added in this pass.
+        """Record that a gradient is complete: nothing will be added to it in this pass.
 
         Raises:
-            GradientError: it was ready already.
-            CollectiveError: of a reduction that it has started.
+            GradientError: the gradient was ready already.
+            CollectiveError: a reduction that this call has started failed.
         """
         if not self.begun:
             self._begin()
@@ -272,9 +278,9 @@ class Gradients(NotCopied):
         if self._left[number] < 0:
             name = self.parameters[number].name
             raise GradientError(
-                f"gradients: that of {name} was ready twice in one backward pass. A parameter that "
-                "is used in several such passes of one step (as with reentrant checkpoints) needs "
-                "static_graph=True, or no_sync() around all but the last."
+                f"gradients: {name} was ready twice in one backward pass. A parameter that is used "
+                "in several such passes of one step (as with reentrant checkpoints) needs "
+                "static_graph=True, or no_sync() around all passes but the last."
             )
         self._arrived.append(number)
         bucket = self._bucket_of[number]
@@ -283,7 +289,10 @@ class Gradients(NotCopied):
             self._launch(all_of_them=False)
 
     def missing(self) -> list[int]:
-        """Return the numbers of the gradients that this pass, or else the next, waits for."""
+        """Return the numbers of the gradients that this pass still waits for.
+
+        Outside a pass, these are the numbers of all gradients.
+        """
         if not self.begun:
             return list(range(len(self.parameters)))
         if self._counts is not None and not self._settled:
@@ -291,11 +300,11 @@ class Gradients(NotCopied):
         return [number for number, left in enumerate(self._left) if left > 0]
 
     def finish(self) -> None:
-        """Wait until all gradients are reduced. Every rank calls it, after the same pass.
+        """Wait until all gradients are reduced. Every rank calls it after the same pass.
 
         Raises:
-            GradientError: gradients are missing; the pass is over nevertheless, on this rank.
-            CollectiveError: what went wrong in a reduction.
+            GradientError: gradients are missing. The pass has ended on this rank all the same.
+            CollectiveError: a reduction failed.
         """
         if not self.begun:
             self._begin()
@@ -310,15 +319,16 @@ class Gradients(NotCopied):
             names = [self.parameters[number].name for number in missing]
             listed = ", ".join(names[:10]) + f" and {len(names) - 10} more" * (len(names) > 10)
             raise GradientError(
-                f"gradients: none came in this backward pass for {listed} [rank {self.comm.rank} "
-                f"of {self.comm.size}]. If a pass does not use all parameters, or not all outputs "
-                "go into the loss, pass find_unused_parameters=True; parameters that are never "
-                "trained want requires_grad=False."
+                "gradients: this backward pass computed no gradient for "
+                f"{listed} [rank {self.comm.rank} of {self.comm.size}]. If a pass does not use all "
+                "parameters, or if not all outputs go into the loss, pass "
+                "find_unused_parameters=True. If parameters are never trained, set "
+                "requires_grad=False."
             )
         self._conclude()
 
     def shadow(self) -> None:
-        """Take part, with zeros, in a pass that only other ranks make."""
+        """Take part, with zeros, in a pass that only other ranks compute."""
         if not self.begun:
             self._begin()
         for slab in self._slabs.values():
@@ -347,7 +357,7 @@ class Gradients(NotCopied):
             self._arriving = None
 
     def drop(self) -> None:
-        """Give up a pass that has begun: what is on its way is waited for, and nothing begun."""
+        """Abandon a pass that has begun: wait for reductions in flight and start no others."""
         self._trace_arrived()
         works, self._works, self.begun = self._works, [], False
         for work in works:
@@ -355,7 +365,7 @@ class Gradients(NotCopied):
 
     def _begin(self) -> None:
         self.begun = True
-        # From the first gradient to the last: what of a backward pass is seen from here.
+        # The trace shows the backward pass from its first gradient to its last.
         self._arriving = trace.interval("backward")
         self._arrived = []
         self._next = 0
@@ -363,20 +373,23 @@ class Gradients(NotCopied):
         known = self._counts is not None and self._settled
         self._left = list(self._counts or ()) if known else [1] * len(self.parameters)
         if known:
-            # None was counted where the first pass was other ranks' alone (shadow()).
+            # A count is 0 if only other ranks computed the first pass, and this one called
+            # shadow(). Then the gradient is expected once.
             self._left = [max(1, left) for left in self._left]
         elif self._counts is not None:
-            self._counts = [0] * len(self.parameters)  # a first pass that broke off has counted
+            self._counts = [0] * len(self.parameters)  # discard counts of an abandoned first pass
         for bucket in self.buckets:
             bucket.missing = len(bucket.members)
 
     def _launch(self, all_of_them: bool) -> None:
         """Start the reductions of full buckets, in order; the last one only if ``all_of_them``.
 
-        In the buckets' order, and not as they are full: that may be another one on each rank, and
-        collective calls are made by all ranks in one order. A full one waits for those before it.
+        Reductions start in the buckets' order, not in the order in which buckets are filled. That
+        order may differ between ranks, but all ranks must make collective calls in the same order.
+        So a full bucket waits for all earlier buckets.
 
-        Whoever starts the last waits for it anyway: it needs nobody in the background.
+        The caller that starts the last reduction waits for it anyway, so this reduction need not
+        run in the background.
         """
         while self._next < len(self.buckets):
             bucket = self.buckets[self._next]
@@ -389,7 +402,7 @@ class Gradients(NotCopied):
                 self._works.append(work)
 
     def average(self, bucket: Bucket) -> Work[Any] | None:
-        """Start the average of a bucket over the ranks; the default ``reduce``."""
+        """Start averaging a bucket over the ranks; the default ``reduce``."""
         array = bucket.array
         if bucket.is_last:
             self.comm.all_reduce(array, op="avg", out=array)
@@ -399,7 +412,7 @@ class Gradients(NotCopied):
 
 
 def _overlaps(comm: Communicator) -> bool:
-    """Tell whether this rank has a network, a GPU or a core that is idle while it computes."""
+    """Return whether this rank has a network, a GPU or an idle core to reduce while it computes."""
     known = comm.capabilities
     if known.across_hosts or "cuda" in known.devices:
         return True

@@ -1,18 +1,20 @@
-"""Schedules of a pipeline: what each stage computes when, and how much of the time it waits.
+"""Schedules of a pipeline: the order of the passes in each stage, and the share of time it waits.
 
-A model is cut into stages, one a rank, and a batch into micro-batches. A micro-batch goes forward
-through the stages from the first to the last, and its gradient back. Two orders are known here:
+A model is cut into stages, one on each rank, and a batch is cut into micro-batches. A micro-batch
+goes forward through the stages from the first to the last, and its gradient goes back. The module
+offers two schedules:
 
 - ``gpipe``: all forward passes, then all backward passes; a stage keeps all micro-batches.
   (Y. Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline
   Parallelism", 2019.)
-- ``1f1b``: so many forward passes as there are stages after its own, then one forward and one
-  backward pass in turn, then the backward passes that are left; a stage keeps ``stages - rank``
-  micro-batches at most. (D. Narayanan et al., "Efficient Large-Scale Language Model Training on GPU
+- ``1f1b``: first as many forward passes as there are later stages, then one forward and one
+  backward pass in turn, then the remaining backward passes. A stage keeps at most ``stages - rank``
+  micro-batches. (D. Narayanan et al., "Efficient Large-Scale Language Model Training on GPU
   Clusters Using Megatron-LM", 2021, section 2.2.1.)
 
-Both end a step with all micro-batches through ("flush"), so that its gradients are those of the
-whole batch; both take the same time. There is no framework and no transport here.
+Both schedules end a step only when all micro-batches have gone through ("flush"). So the gradients
+are those of the whole batch. Both schedules take the same time. The module uses no framework and
+no transport.
 """
 
 from __future__ import annotations
@@ -39,26 +41,26 @@ __all__ = [
 
 Direction = Literal["forward", "backward"]
 
-#: The orders that are known.
+#: Names of the schedules.
 SCHEDULES = "1f1b", "gpipe"
-#: What the loss of a micro-batch may be over its samples.
+#: Ways in which a micro-batch's loss may combine its samples.
 REDUCTIONS = "mean", "sum"
 
 
 class Action(NamedTuple):
-    """One pass of one micro-batch through a stage."""
+    """One pass, forward or backward, of one micro-batch through a stage."""
 
     kind: Direction
     microbatch: int
 
 
 class Span(NamedTuple):
-    """When a pass ran.
+    """Time during which a pass ran.
 
     Attributes:
-        kind, microbatch: as of the :class:`Action`.
+        kind, microbatch: those of the :class:`Action`.
         start, end: seconds on a clock that all ranks of the pipeline share.
-        cpu: seconds that the thread which ran it was on a processor.
+        cpu: CPU seconds of the thread that ran the pass.
     """
 
     kind: Direction
@@ -69,67 +71,69 @@ class Span(NamedTuple):
 
 
 def check_options(microbatches: int, schedule: str, reduction: str) -> None:
-    """Refuse what a pipeline cannot be asked for.
+    """Check the options of a pipeline.
 
     Raises:
-        InvalidArgumentError: ``microbatches`` is no positive integer, or an option is none of its
-            values.
+        InvalidArgumentError: ``microbatches`` is no positive integer, or another option has an
+            unknown value.
     """
     whole = isinstance(microbatches, int) and not isinstance(microbatches, bool)
     if not whole or microbatches < 1:
         raise InvalidArgumentError(
-            f"Pipeline: microbatches={microbatches!r}; a positive integer. Ranks wait for "
-            "(stages - 1) / (microbatches + stages - 1) of the time: take several times as many "
-            "as stages."
+            f"Pipeline: microbatches={microbatches!r} (expected a positive integer). Ranks wait "
+            "for (stages - 1) / (microbatches + stages - 1) of the time: use several times as many "
+            "micro-batches as stages."
         )
     chosen = (("schedule", schedule, SCHEDULES), ("reduction", reduction, REDUCTIONS))
     for name, value, known in chosen:
         if value not in known:
-            raise InvalidArgumentError(f"Pipeline: {name}={value!r}; one of {', '.join(known)}.")
+            raise InvalidArgumentError(
+                f"Pipeline: {name}={value!r} (expected one of {', '.join(known)})."
+            )
 
 
 def check_same(comm: Communicator, microbatches: int, schedule: str, reduction: str) -> None:
-    """Compare the ranks' options.
+    """Check that all ranks have the same options.
 
-    Collective: every rank of ``comm``.
+    Collective: every rank of ``comm`` calls it.
 
     Raises:
-        MismatchError: they differ; on every rank.
+        MismatchError: the options differ; every rank raises it.
     """
     every = comm.all_gather_object([microbatches, schedule, reduction])
     other = next((rank for rank, theirs in enumerate(every) if theirs != every[0]), None)
     if other is not None:
-        given = [
+        options = [
             f"microbatches={every[rank][0]}, schedule={every[rank][1]!r}, "
             f"reduction={every[rank][2]!r} on rank {rank}"
             for rank in (0, other)
         ]
         raise MismatchError(
-            f"Pipeline: {'; '.join(given)} [rank {comm.rank} of {comm.size}]. Pass the same on "
-            "every rank."
+            f"Pipeline: the ranks' options differ: {'; '.join(options)} [rank {comm.rank} of "
+            f"{comm.size}]. Pass the same options on every rank."
         )
 
 
 def order(schedule: str, rank: int, stages: int, microbatches: int) -> list[Action]:
-    """Return what the stage of ``rank`` does in a step, in this order.
+    """Return the passes of a step through the stage of ``rank``, in their order.
 
     Args:
         schedule: one of :data:`SCHEDULES`.
-        rank: the stage's number, from 0.
-        stages: how many there are.
-        microbatches: how many go through.
+        rank: number of the stage, from 0.
+        stages: number of stages.
+        microbatches: number of micro-batches in a step.
     """
     ahead = microbatches if schedule == "gpipe" else min(microbatches, stages - rank - 1)
-    actions = [Action("forward", each) for each in range(ahead)]
-    for each in range(ahead, microbatches):
-        actions += [Action("forward", each), Action("backward", each - ahead)]
+    actions = [Action("forward", batch) for batch in range(ahead)]
+    for batch in range(ahead, microbatches):
+        actions += [Action("forward", batch), Action("backward", batch - ahead)]
     return actions + [
-        Action("backward", each) for each in range(microbatches - ahead, microbatches)
+        Action("backward", batch) for batch in range(microbatches - ahead, microbatches)
     ]
 
 
 def most_kept(actions: Sequence[Action]) -> int:
-    """Return of how many micro-batches at once a stage keeps what its backward passes need."""
+    """Return the largest number of micro-batches that a stage keeps for backward at one time."""
     kept = most = 0
     for action in actions:
         kept += 1 if action.kind == "forward" else -1
@@ -138,10 +142,10 @@ def most_kept(actions: Sequence[Action]) -> int:
 
 
 def least_idle(stages: int, microbatches: int) -> float:
-    """Return the share of the time that ranks wait where all stages take equally long.
+    """Return the share of the time that ranks wait if all stages take equally long.
 
-    ``(stages - 1) / (microbatches + stages - 1)``, in both schedules (Narayanan et al., 2021,
-    section 2.2, where the bubble is given relative to the time of the computation alone).
+    The share is ``(stages - 1) / (microbatches + stages - 1)`` in both schedules (Narayanan et al.,
+    2021, section 2.2, which gives the bubble relative to the time of the computation alone).
     """
     return (stages - 1) / (microbatches + stages - 1)
 
@@ -149,16 +153,16 @@ def least_idle(stages: int, microbatches: int) -> float:
 def replay(
     actions: Sequence[Sequence[Action]], seconds: Sequence[Mapping[Direction, float]]
 ) -> list[list[Span]]:
-    """Return when everything would run on ranks that wait for nothing but each other.
+    """Return the time of each pass on ranks that wait only for each other.
 
-    Messages take no time, and no rank is held up by what else a machine does.
+    Messages take no time, and nothing else on a machine delays a rank.
 
     Args:
-        actions: what each rank does, from the first stage to the last.
-        seconds: how long a forward and a backward pass take on each rank.
+        actions: passes of each rank, from the first stage to the last.
+        seconds: duration of a forward and a backward pass on each rank.
 
     Raises:
-        InvalidArgumentError: the ranks wait for each other for ever.
+        InvalidArgumentError: the ranks wait for each other, so that none can continue.
     """
     last = len(actions) - 1
     ends: dict[tuple[int, Action], float] = {}
@@ -179,12 +183,14 @@ def replay(
                 spans[rank].append(Span(*action, start, start + taken, taken))
                 progress = True
     if any(len(done) < len(todo) for done, todo in zip(spans, actions)):
-        raise InvalidArgumentError("replay: these ranks wait for each other for ever.")
+        raise InvalidArgumentError(
+            "replay: deadlock: these ranks wait for each other. Check the order of their passes."
+        )
     return spans
 
 
 def _before(rank: int, last: int, action: Action) -> tuple[int, Action] | None:
-    """Return whose pass an action of a rank needs, or None."""
+    """Return the rank and the pass that an action of ``rank`` depends on, or None."""
     if action.kind == "forward":
         return (rank - 1, action) if rank else None
     if rank == last:
@@ -193,13 +199,13 @@ def _before(rank: int, last: int, action: Action) -> tuple[int, Action] | None:
 
 
 def idle_share(timelines: Sequence[Sequence[Span]]) -> float:
-    """Return the share of a step that its ranks were in no pass: 0 for always, 1 for never busy.
+    """Return the share of a step in which its ranks ran no pass: from 0 (always busy) to 1.
 
-    The step lasts from the first pass to the end of the last one, of any rank. What is no pass is
-    waiting, for other ranks or for messages.
+    The step lasts from the start of the first pass to the end of the last one, over all ranks.
+    Time outside a pass is waiting, for other ranks or for messages.
 
     Args:
-        timelines: each rank's passes of one step.
+        timelines: passes of one step, for each rank.
     """
     spans = [span for timeline in timelines for span in timeline]
     seconds = max(span.end for span in spans) - min(span.start for span in spans)

@@ -1,4 +1,4 @@
-"""What goes on over another communicator, when some ranks of the one before are lost."""
+"""Objects that can continue over another communicator after some of its ranks are lost."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Rebindable"]
 
 @runtime_checkable
 class Rebindable(Protocol):
-    """What holds a communicator, or knows of its rank and size, and can change to another."""
+    """Object that holds a communicator, or its rank and size, and can change to another one."""
 
     def rebind(self, comm: Communicator, /) -> Any:
-        """Go on with another communicator. Collective: every rank of it calls it."""
+        """Continue with another communicator. Collective: every rank of ``comm`` calls it."""

@@ -1,10 +1,9 @@
-"""Which rank has which part of what they share out: samples, or parameters of a model.
+"""Division of work and state over ranks: samples, or parameters of a model.
 
-Every rank computes the same from the same numbers; an array that is cut is
-:mod:`collective.algorithms.pieces`' affair. What is sent is state, each shard of which is kept on
-several ranks, so that it is there when some are lost. A *shard* is what one rank has of it: trees
-of plain data and arrays by number. A rank *holds* its own and copies of others', by the rank whose
-they are.
+Every rank computes the same division from the same numbers. :mod:`collective.algorithms.pieces`
+cuts arrays. Only state is sent: each shard is kept on several ranks, so that it survives the loss
+of some of them. A *shard* is one rank's part of the state: trees of plain data and arrays, by
+number. A rank *holds* its own shard and copies of other ranks' shards, by the rank that owns them.
 """
 
 from __future__ import annotations
@@ -33,9 +32,10 @@ Shard = dict[int, Any]
 
 
 def rank_and_size(what: str, comm_or_rank_size: Communicator | tuple[int, int]) -> tuple[int, int]:
-    """Return the rank and the number of ranks that a user has given, or has a communicator for.
+    """Return the rank and the number of ranks, given as a tuple or by a communicator.
 
     Raises:
+        RankError: the rank is not from 0 to ``size - 1``; the error names ``what`` as the caller.
         RankError: the rank is not one from 0 to ``size - 1``; says ``what`` refused it.
     """
     if isinstance(comm_or_rank_size, tuple):
@@ -43,17 +43,17 @@ def rank_and_size(what: str, comm_or_rank_size: Communicator | tuple[int, int]) 
     else:
         rank, size = comm_or_rank_size.rank, comm_or_rank_size.size
     if not 0 <= rank < size:
-        raise RankError(f"{what}: rank {rank} of {size}; one from 0 to size - 1.")
+        raise RankError(f"{what}: rank is {rank} (expected 0 to size - 1, where size is {size}).")
     return rank, size
 
 
 def block(length: int, rank: int, size: int, padded: bool = False) -> range:
-    """Return the neighbouring indices that are a rank's.
+    """Return the neighbouring indices that belong to a rank.
 
     Args:
-        length: how many indices there are.
-        padded: whether neighbouring ranks share indices until all have equally many. If not, each
-            index is one rank's, and the first ranks may have one more.
+        length: number of indices.
+        padded: if true, neighbouring ranks share indices so that all ranks have equally many. If
+            false, each index belongs to one rank, and the first ranks may have one more.
     """
     if padded:
         start = length * rank // size
@@ -63,11 +63,11 @@ def block(length: int, rank: int, size: int, padded: bool = False) -> range:
 
 
 def dealt(length: int, size: int, padded: bool = False, drop_last: bool = False) -> int:
-    """Return how many indices the ranks get in turn, of ``length`` that there are.
+    """Return the number of indices that the ranks take in turn, out of ``length`` indices.
 
     Args:
-        padded: whether some come twice, until all ranks have equally many.
-        drop_last: whether some are left out instead; it goes before ``padded``.
+        padded: if true, some indices are taken twice, so that all ranks have equally many.
+        drop_last: if true, some indices are left out instead; this overrides ``padded``.
     """
     if drop_last:
         return length // size * size
@@ -75,31 +75,31 @@ def dealt(length: int, size: int, padded: bool = False, drop_last: bool = False)
 
 
 def turns(start: int, stop: int, rank: int, size: int, before: int = 0) -> range:
-    """Return the indices from ``start`` on that are a rank's, if the ranks take them in turn.
+    """Return the indices from ``start`` on that belong to a rank, if the ranks take turns.
 
     Args:
-        stop: where they end.
-        before: how many the ranks have taken of this round already; rank 0 took the first.
+        stop: end of the indices, exclusive.
+        before: number of indices of this round that ranks have taken already, from rank 0 on.
     """
     return range(start + (rank - before) % size, stop, size)
 
 
 def owners(weights: Sequence[int], loads: list[int]) -> list[int]:
-    """Return which rank has each of several things, so that their weights are near even.
+    """Return the owner of each of several items, so that the ranks' loads are nearly even.
 
-    The heaviest first, each to whom has least: R. L. Graham, "Bounds on multiprocessing timing
-    anomalies", SIAM Journal on Applied Mathematics 17, 1969; the heaviest load is at most 4/3 of
-    what is possible.
+    Items are assigned from the heaviest to the lightest, each to the rank with the least load:
+    R. L. Graham, "Bounds on multiprocessing timing anomalies", SIAM Journal on Applied
+    Mathematics 17, 1969. The heaviest load is at most 4/3 of the optimum.
 
     Args:
-        weights: of the things.
-        loads: what each rank has already; these are added to it.
+        weights: weights of the items.
+        loads: present load of each rank; the function adds the items' weights to it, in place.
     """
-    found = [0] * len(weights)
-    for index in sorted(range(len(weights)), key=lambda each: -weights[each]):
-        owner = found[index] = loads.index(min(loads))
+    owner_of = [0] * len(weights)
+    for index in sorted(range(len(weights)), key=lambda item: -weights[item]):
+        owner = owner_of[index] = loads.index(min(loads))
         loads[owner] += weights[index]
-    return found
+    return owner_of
 
 
 # -- copies of shards ------------------------------------------------------------------------
@@ -107,36 +107,37 @@ def owners(weights: Sequence[int], loads: list[int]) -> list[int]:
 
 @runtime_checkable
 class Sharded(Protocol):
-    """What is cut over the ranks, and can be cut anew over those that are left."""
+    """Object that is cut over the ranks, and can be cut again over the surviving ranks."""
 
     def keep_shards(self) -> Any:
-        """Return what this rank holds now, as a copy of its own. Collective."""
+        """Return a copy of the shards that this rank holds now. Collective."""
 
     def restore_shards(self, kept: Any, /) -> Any:
-        """Make this rank's shard what :meth:`keep_shards` has returned."""
+        """Restore this rank's shard from the result of :meth:`keep_shards`."""
 
     def regain_shards(self, comm: Communicator, kept: Any, /) -> Any:
-        """Cut what the ranks of ``comm`` hold over them. Collective.
+        """Cut the shards that the ranks of ``comm`` hold over these ranks. Collective.
 
         Args:
-            comm: the ranks.
-            kept: what :meth:`keep_shards` has returned; None of a rank that has joined.
+            comm: ranks that take part.
+            kept: result of :meth:`keep_shards`; None on a rank that has joined.
 
         Raises:
+            StateLostError: the ranks do not hold all shards; every rank raises it.
             StateLostError: they do not hold all of it; on all of them.
         """
 
 
 def with_copies(comm: Communicator, shard: Shard, copies: int) -> dict[int, Shard]:
-    """Return what this rank holds: its shard, and those of the ``copies - 1`` ranks before it.
+    """Return this rank's shard, and copies of the shards of the ``copies - 1`` ranks before it.
 
     Collective: every rank calls it.
     """
     held = {comm.rank: shard}
     for distance in range(1, min(copies, comm.size)):
         dst, src = (comm.rank + distance) % comm.size, (comm.rank - distance) % comm.size
-        # Sends may wait for who receives. The ranks are in gcd(size, distance) rings, and in each
-        # there is one that receives first.
+        # A send may block until its receiver is ready. The ranks form gcd(size, distance) rings,
+        # and in each ring one rank receives first, so that no ring blocks.
         sends_first = comm.rank >= math.gcd(comm.size, distance)
         if sends_first:
             comm.send_object(shard, dst)
@@ -147,15 +148,15 @@ def with_copies(comm: Communicator, shard: Shard, copies: int) -> dict[int, Shar
 
 
 def givers(comm: Communicator, held: Mapping[int, Shard]) -> dict[int, int]:
-    """Return which rank is to give each shard that somebody holds: the lowest that does.
+    """Return, for each shard that some rank holds, the lowest rank that holds it.
 
-    Collective: every rank calls it.
+    This rank has to give the shard. Collective: every rank calls it.
     """
-    found: dict[int, int] = {}
-    for rank, theirs in enumerate(comm.all_gather_object(sorted(held))):
-        for each in theirs:
-            found.setdefault(each, rank)
-    return found
+    giver_of: dict[int, int] = {}
+    for rank, owners_held in enumerate(comm.all_gather_object(sorted(held))):
+        for owner in owners_held:
+            giver_of.setdefault(owner, rank)
+    return giver_of
 
 
 def shared_out(
@@ -164,20 +165,20 @@ def shared_out(
     giver: Mapping[int, int],
     owners: Sequence[int],
 ) -> Shard:
-    """Return this rank's shard of what the ranks hold; each gets no more than that.
+    """Return this rank's new shard, cut from the shards that the ranks hold.
 
-    Collective: every rank calls it.
+    A rank receives no more than its new shard. Collective: every rank calls it.
 
     Args:
-        held: what this rank holds.
-        giver: as :func:`givers` returns it.
-        owners: whose each number is now.
+        held: shards that this rank holds.
+        giver: result of :func:`givers`.
+        owners: new owner of each number.
     """
     mine: Shard = {}
     for root in sorted(set(giver.values())):
         parts: list[Shard] = [{} for _ in range(comm.size)]
-        for each, shard in held.items():
-            if giver[each] == root == comm.rank:
+        for owner, shard in held.items():
+            if giver[owner] == root == comm.rank:
                 for number, value in shard.items():
                     parts[owners[number]][number] = value
         mine.update(comm.scatter_object(parts, root=root))

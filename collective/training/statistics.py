@@ -1,4 +1,4 @@
-"""The statistics of all ranks' batches as one, for batch normalisation in any framework."""
+"""Statistics over all ranks' batches, for batch normalisation in any framework."""
 
 from __future__ import annotations
 
@@ -12,37 +12,40 @@ __all__ = ["JoinedBatch", "SharedCommunicator"]
 
 
 class JoinedBatch:
-    """What the ranks' batches are together, and what a gradient of them is.
+    """Statistics and gradients of the ranks' batches, joined to one batch.
 
-    The statistics are merged in float64, in one all-gather, by the formula of Chan, Golub and
+    The statistics are merged in float64, in one all-gather. The formula is that of Chan, Golub and
     LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances" (1979),
-    extended to many sets: no large squares are subtracted from each other.
+    extended to many sets: it never subtracts large squares from each other.
 
-    Collective: every rank makes it, with as many means.
+    Collective: every rank makes it, with the same number of means.
 
     Args:
-        comm: the ranks; one alone sends nothing.
-        row: float64 zeros of shape ``(1, 2 means + 2)`` where the batch is, to be written to. Of
-            two dimensions, since lengths along the first may differ by rank: others are compared.
-        count: values behind each of this rank's means; 0 for an empty batch.
-        mean, var: of this rank's batch, of one dimension: the biased variance. Of an empty one
-            they are not read.
-        wanted: whether this rank wants gradients.
+        comm: ranks that take part; a single rank sends nothing.
+        row: buffer to write to: float64 zeros of shape ``(1, 2 means + 2)``, on the batch's device.
+            It has two dimensions because lengths along the first dimension may differ between
+            ranks, and so the other lengths are compared.
+        count: number of values behind each of this rank's means; 0 for an empty batch.
+        mean, var: mean and biased variance of this rank's batch, one-dimensional. Those of an
+            empty batch are not read.
+        wanted: whether this rank needs gradients.
 
     Attributes:
-        count: values behind each mean.
-        mean, var: float64, of one dimension, where the batch is; zeros if there are no values.
-        wanted: whether some rank wants gradients. Then all of them call :meth:`gradients`.
+        count: number of values behind each mean.
+        mean, var: mean and biased variance in float64, one-dimensional, on the batch's device;
+            zeros if there are no values.
+        wanted: whether some rank needs gradients. Then all ranks call :meth:`gradients`.
 
     Raises:
+        MismatchError: the ranks have different numbers of means; every rank raises it.
         MismatchError: the ranks have different numbers of means; on all ranks.
     """
 
     def __init__(
         self, comm: Communicator, row: Any, count: int, mean: Any, var: Any, wanted: bool
     ) -> None:
-        # Slices, sum and any are the same in PyTorch, NumPy and CuPy: a namespace of the array
-        # API for them took 40 µs of the 900 of a small layer's step.
+        # Slices, sum and any are the same in PyTorch, NumPy and CuPy. Using a namespace of the
+        # array API for them took 40 µs of the 900 µs of a small layer's step.
         size = row.shape[1] // 2 - 1
         row[0, -2], row[0, -1] = count, wanted
         if count:
@@ -60,7 +63,7 @@ class JoinedBatch:
 
     @property
     def unbiased(self) -> Any:
-        """The estimate of the variance that running statistics take; zeros of one value."""
+        """Variance estimate for running statistics; zeros if there is only one value."""
         return self.var * (self.count / max(self.count - 1, 1))
 
     def gradients(
@@ -77,22 +80,22 @@ class JoinedBatch:
         Ioffe and Szegedy, "Batch Normalization" (2015), section 3, with
         x̂ = centred · inverse: dx = scale · (dy - E[dy] - x̂ · E[dy · x̂]).
 
-        Collective if some rank wants gradients: one all-reduce of two sums a mean.
+        Collective if some rank needs gradients: one all-reduce of two sums for each mean.
 
         Args:
-            dy: the result's, in the dtype to compute in.
-            centred: this rank's batch less :attr:`mean`, in that dtype.
+            dy: gradient of the result, in the dtype to compute in.
+            centred: this rank's batch minus :attr:`mean`, in that dtype.
             inverse: ``(var + eps) ** -0.5``, of a shape that broadcasts against the batch.
-            scale: ``inverse · weight``, so too.
-            axes: those that are normalised over.
-            stack: the framework's.
+            scale: ``inverse · weight``, of such a shape, too.
+            axes: axes that are normalised over.
+            stack: the framework's function ``stack``.
 
         Returns:
-            The batch's, which is exact, and those of weight and bias, which are this rank's part,
-            of the shape of ``inverse``.
+            The exact gradient of the batch, and this rank's part of the gradients of weight and
+            bias. The latter two have the shape of ``inverse``.
         """
         sums = stack([dy.sum(axes, keepdims=True), (dy * centred).sum(axes, keepdims=True)])
-        joined = sums  # which stay as they are: weight and bias get this rank's part
+        joined = sums  # sums stay local, because weight and bias get this rank's part
         if self.wanted and self._comm.size > 1:
             joined = self._comm.all_reduce(sums)
         first, second = joined / max(self.count, 1)
@@ -102,11 +105,11 @@ class JoinedBatch:
 
 
 class SharedCommunicator:
-    """Holds a communicator where it is neither copied nor pickled with a layer.
+    """Holder of a communicator that is neither copied nor pickled with a layer.
 
     Args:
-        comm: the ranks.
-        refusal: what an attempt to pickle it says.
+        comm: communicator to hold.
+        refusal: text of the error that an attempt to pickle it raises.
     """
 
     def __init__(self, comm: Communicator, refusal: str) -> None:

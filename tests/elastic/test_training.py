@@ -153,7 +153,10 @@ def test_a_kind_that_was_registered_holds_for_what_is_derived_from_it(one):
     [
         ({"commit": 1}, "a part called 'commit'"),
         ({"comm": 1}, "a part called 'comm'"),
-        ({"thing": {"x": [object()]}}, "part 'thing' holds a object (at x.0); plain data"),
+        (
+            {"thing": {"x": [object()]}},
+            "part 'thing' holds a object (at x.0), which cannot be kept",
+        ),
     ],
 )
 def test_parts_that_are_refused(one, parts: dict[str, Any], said: str):

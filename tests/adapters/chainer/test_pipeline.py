@@ -383,10 +383,13 @@ def test_a_loss_that_is_no_number(comm: Any) -> None:
 
 
 REFUSED = {
-    "no micro-batches": ({"microbatches": 0}, "microbatches=0; a positive integer"),
-    "half a micro-batch": ({"microbatches": 2.0}, "microbatches=2.0; a positive integer"),
-    "an unknown schedule": ({"schedule": "zb"}, "schedule='zb'; one of 1f1b, gpipe"),
-    "an unknown reduction": ({"reduction": "max"}, "reduction='max'; one of mean, sum"),
+    "no micro-batches": ({"microbatches": 0}, r"microbatches=0 \(expected a positive integer"),
+    "half a micro-batch": (
+        {"microbatches": 2.0},
+        r"microbatches=2.0 \(expected a positive integer",
+    ),
+    "an unknown schedule": ({"schedule": "zb"}, r"schedule='zb' \(expected one of 1f1b, gpipe"),
+    "an unknown reduction": ({"reduction": "max"}, r"reduction='max' \(expected one of mean, sum"),
     "too many stages": ({"stages": plain(2)}, r"2 stages; a list of 1.*Sequential"),
     "a link alone": ({"stages": Layer(0)}, "Layer stages; a list of 1"),
     "no stage of this rank": ({"stages": [None]}, r"NoneType as stage 0; a chainer\.Link"),
