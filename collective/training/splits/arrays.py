@@ -1,9 +1,9 @@
-"""What is done with a framework's arrays, on a rank and between ranks.
+"""Operations on a framework's arrays, on one rank and between ranks.
 
-What travels has its adjoint: four pairs, and rows that windows reach over. Each is linear, so that
-nothing is kept for the backward pass, and its gradient is one of the others, which can be
-differentiated again. A framework adds how a node of its graph is made and what it calls a few
-operations, with gradients and on bare arrays.
+Each operation between ranks has its adjoint: four pairs, and the exchange of rows that windows
+reach over. Each operation is linear, so that nothing is kept for the backward pass. Its gradient is
+another of these operations, and so it can be differentiated again. A framework adds the way to make
+a node of its graph, and its names of a few operations, with gradients and on bare arrays.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ __all__ = ["Arrays", "Halo"]
 
 
 class Halo(NamedTuple):
-    """Which rows along an axis travel, seen from one rank.
+    """Rows along an axis that travel between ranks, seen from one rank.
 
     Attributes:
-        length: rows that the rank has; the ranges below count from the first of them.
-        kept: those of them that it needs itself.
-        sent: those that each rank needs, none for itself.
-        received: how many rows it gets from each rank, none from itself.
-        before: how many of these come before its own.
+        length: number of rows that the rank has; the ranges below count from the first of them.
+        kept: rows of its own that the rank needs itself.
+        sent: rows that each rank needs from this one; an empty range for this rank itself.
+        received: number of rows that come from each rank; 0 for this rank itself.
+        before: number of received rows that come before the rank's own rows.
     """
 
     length: int
@@ -42,7 +42,7 @@ class Halo(NamedTuple):
         """Return the halo of a rank.
 
         Args:
-            have, want: the rows that each rank has and needs, of the whole axis.
+            have, want: rows that each rank has, and rows that it needs, numbered along the axis.
         """
         parts, first = exchange(have, want), have[rank].start
         mine = [range(rows.start - first, rows.stop - first) for rows in parts[rank]]
@@ -52,11 +52,11 @@ class Halo(NamedTuple):
 
 
 class Arrays(ABC):
-    """What a framework is able to do with its arrays, differentiably.
+    """Differentiable operations of a framework on its arrays.
 
     Args:
-        like: the input of the model; masks and the like are drawn where this is.
-        kept: counts what is kept by pieces that are computed again; None: nobody asks.
+        like: input of the model; masks and similar arrays are drawn on its device.
+        kept: counter of the bytes that recomputed pieces keep; None: do not count.
     """
 
     def __init__(self, like: Any, kept: Any = None) -> None:
@@ -75,11 +75,11 @@ class Arrays(ABC):
 
     @abstractmethod
     def is_array(self, x: Any) -> bool:
-        """Return whether ``x`` is an array, and no number or setting."""
+        """Return whether ``x`` is an array, and not a number or a setting."""
 
     @abstractmethod
     def has_gradient(self, x: Any) -> bool:
-        """Return whether ``x`` is an array of which a gradient is asked for."""
+        """Return whether ``x`` is an array whose gradient is needed."""
 
     @abstractmethod
     def slice(self, array: Any, dimension: int, rows: range) -> Any:
@@ -87,7 +87,7 @@ class Arrays(ABC):
 
     @abstractmethod
     def take(self, array: Any, dimension: int, rows: Any) -> Any:
-        """Return the rows whose numbers an array of NumPy has."""
+        """Return the rows whose numbers are in a NumPy array."""
 
     @abstractmethod
     def concatenate(self, arrays: Sequence[Any], dimension: int) -> Any:
@@ -95,29 +95,29 @@ class Arrays(ABC):
 
     @abstractmethod
     def pad(self, array: Any, widths: Sequence[tuple[int, int]], fill: float) -> Any:
-        """Put so much before and behind the rows of each dimension of an array with elements."""
+        """Pad each dimension of a non-empty array before and behind its rows by ``widths``."""
 
     @abstractmethod
     def tied(self, result: Any, *arrays: Any) -> Any:
-        """Return ``result`` with ``arrays`` in its graph, where nothing was computed of them.
+        """Return ``result`` with ``arrays`` in its graph, although it does not depend on them.
 
-        Other ranks compute something of theirs, and every rank has to take part in the backward
-        collectives that come of it.
+        Other ranks compute results from their arrays, and every rank has to take part in the
+        collective calls of their backward pass.
         """
 
     @abstractmethod
     def numbers(self, like: Any, dimension: int, numbers: Any) -> Any:
-        """Return numbers, one for each row of an array along a dimension, to compute with it."""
+        """Return numbers as an array that broadcasts against ``like``, one for each row."""
 
     @abstractmethod
     def full_bare(self, like: Any, shape: Sequence[int], fill: float) -> Any:
-        """Return an array of one number, of the dtype and on the device of another one."""
+        """Return an array filled with one number, of the dtype and on the device of ``like``."""
 
     @abstractmethod
     def checkpoint(
         self, function: Callable[..., tuple[Any, ...]], arrays: Sequence[Any]
     ) -> tuple[Any, ...]:
-        """Call a function that is called again in the backward pass instead of being kept."""
+        """Call a function, keep nothing for backward, and call it again in the backward pass."""
 
     @abstractmethod
     def moments(
@@ -132,11 +132,12 @@ class Arrays(ABC):
 
         Args:
             x: this rank's rows, ``(N, C, ...)``.
-            groups: of the channels, a mean of each in each sample: ``[N, groups]``. None: a mean of
-                each channel over the batch, ``[1, C]``.
-            dtype: of the results.
-            average: from sums of this rank's rows to means of all.
-            near: from means of all to those of this rank's samples; None: ``x`` is all there is.
+            groups: number of groups of channels; each group in each sample has a mean:
+                ``[N, groups]``. None: each channel has a mean over the batch, ``[1, C]``.
+            dtype: dtype of the results.
+            average: function from sums over this rank's rows to means over all rows.
+            near: function from all means to the means of this rank's samples; None: ``x`` is the
+                whole array.
         """
 
     @abstractmethod
@@ -145,13 +146,13 @@ class Arrays(ABC):
 
     @abstractmethod
     def generator(self, seed: int | None) -> Any:
-        """Return a source of random numbers; None: the framework's own."""
+        """Return a source of random numbers; for None, return the framework's own source."""
 
     # -- and between ranks -----------------------------------------------------------------
 
     @abstractmethod
     def used_together(self, arrays: Sequence[Any], comm: Communicator) -> Sequence[Any]:
-        """Return whole arrays, whose gradients are the sums of the ranks', in one call."""
+        """Return whole arrays whose gradients are the sums over the ranks, in one call."""
 
     @abstractmethod
     def record(self, node: CollectiveStep, array: Any) -> Any:
@@ -168,15 +169,15 @@ class Arrays(ABC):
     # -- with their adjoints ---------------------------------------------------------------
 
     def used(self, array: Any, comm: Communicator) -> Any:
-        """Return a whole array, whose gradient is the sum of the ranks' gradients."""
+        """Return a whole array whose gradient is the sum of the ranks' gradients."""
         return self.used_together([array], comm)[0]
 
     def added(self, array: Any, comm: Communicator) -> Any:
-        """Return the sum of the ranks' arrays; its gradient is that of each."""
+        """Return the sum of the ranks' arrays; each of them gets the gradient of the sum."""
         return self.record(CollectiveStep(lambda x: comm.all_reduce(x), lambda g: g), array)
 
     def cut(self, array: Any, comm: Communicator, dimension: int, counts: Sequence[int]) -> Any:
-        """Return this rank's rows of a whole array; the gradients are gathered."""
+        """Return this rank's rows of a whole array; the backward pass gathers the gradients."""
         start = sum(counts[: comm.rank])
         mine = _rows(dimension, range(start, start + counts[comm.rank]))
 
@@ -189,7 +190,7 @@ class Arrays(ABC):
         return self.record(CollectiveStep(forward, backward), array)
 
     def joined(self, array: Any, comm: Communicator, dimension: int, counts: Sequence[int]) -> Any:
-        """Return the ranks' rows, joined; the gradient is this rank's rows of its own."""
+        """Return the ranks' rows, joined; the gradient is this rank's rows of the whole one."""
 
         def forward(x: Any) -> Any:
             return comm.all_gather(x, axis=dimension, counts=counts)
@@ -200,7 +201,7 @@ class Arrays(ABC):
         return self.record(CollectiveStep(forward, backward), array)
 
     def exchanged(self, array: Any, comm: Communicator, dimension: int, halo: Halo) -> Any:
-        """Return the rows that this rank needs of the ranks' arrays; the gradients go back."""
+        """Return the rows that this rank needs; gradients return to the rows' owners."""
 
         def forward(x: Any) -> Any:
             return self._extended(x, comm, dimension, halo)
@@ -211,7 +212,7 @@ class Arrays(ABC):
         return self.record(CollectiveStep(forward, backward), array)
 
     def _returned(self, array: Any, comm: Communicator, dimension: int, halo: Halo) -> Any:
-        """Return what is the gradient of :meth:`exchanged` for this one."""
+        """Return the gradient of :meth:`exchanged`, itself as a node of the graph."""
 
         def forward(g: Any) -> Any:
             return self._reduced(g, comm, dimension, halo)
@@ -222,7 +223,7 @@ class Arrays(ABC):
         return self.record(CollectiveStep(forward, backward), array)
 
     def _extended(self, x: Any, comm: Communicator, dimension: int, halo: Halo) -> Any:
-        """Return the rows that this rank needs, its own between those of others."""
+        """Return the rows that this rank needs: its own between those of other ranks."""
         outgoing = self.join_bare([x[_rows(dimension, rows)] for rows in halo.sent], dimension)
         counts = [len(rows) for rows in halo.sent]
         arrived = comm.all_to_all(outgoing, axis=dimension, counts=counts)
@@ -232,26 +233,26 @@ class Arrays(ABC):
         return self.join_bare([first, own, last], dimension)
 
     def _reduced(self, g: Any, comm: Communicator, dimension: int, halo: Halo) -> Any:
-        """Return the sums of what the ranks have for this rank's rows; the adjoint."""
+        """Return sums over the ranks for this rank's rows: the adjoint of :meth:`_extended`."""
         own = range(halo.before, halo.before + len(halo.kept))
         others = range(own.start), range(own.stop, g.shape[dimension])
         outgoing = self.join_bare([g[_rows(dimension, rows)] for rows in others], dimension)
         arrived = comm.all_to_all(outgoing, axis=dimension, counts=halo.received)
         if len(own) == halo.length:
-            found = self.copy_bare(g[_rows(dimension, own)])
+            total = self.copy_bare(g[_rows(dimension, own)])
         else:
             shape = (*g.shape[:dimension], halo.length, *g.shape[dimension + 1 :])
-            found = self.full_bare(g, shape, 0)
-            found[_rows(dimension, halo.kept)] = g[_rows(dimension, own)]
+            total = self.full_bare(g, shape, 0)
+            total[_rows(dimension, halo.kept)] = g[_rows(dimension, own)]
         first = 0
         for rows in halo.sent:
-            more = arrived[_rows(dimension, range(first, first + len(rows)))]
-            found[_rows(dimension, rows)] += more
+            addend = arrived[_rows(dimension, range(first, first + len(rows)))]
+            total[_rows(dimension, rows)] += addend
             first += len(rows)
-        return found
+        return total
 
 
 def _rows(dimension: int, rows: range) -> tuple[slice, ...]:
-    """Return the index of some rows; of none whatever their numbers, which may be negative."""
+    """Return the index of some rows; an empty range selects none, even with negative limits."""
     cut = slice(rows.start, rows.stop) if rows else slice(0, 0)
     return (*(slice(None),) * dimension, cut)

@@ -1,9 +1,10 @@
-"""What a graph of layers needs for a block of its result.
+"""Requirements of a graph of layers for a block of its result.
 
-Each call of a model is a :class:`Step`, with the rule by which its rows depend on its sources'.
-To compute a block of the result, walk the steps backwards: a value has to give the
-hull of what its readers need of it. Then walk forwards and compute each value for that block and
-no more. Padding is nobody's rows: a step puts it where a window reaches over an end of the axis.
+Each call of a model is a :class:`Step`, with the rule by which its rows depend on its sources'
+rows. To compute a block of the result, first walk the steps backwards: each value must provide the
+hull of the blocks that its readers need. Then walk forwards and compute each value for that block
+only. Padding rows belong to no array: a step adds them where a window reaches over an end of the
+axis.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ Block = tuple[range, ...]
 
 
 class Value:
-    """An array of a forward pass that is cut along its batch or its data axes.
+    """Array of a forward pass, cut along its batch or its data axes.
 
     Attributes:
-        lengths: the whole array's rows along each of these axes.
-        step: what computes it; None for one that was there from the start.
-        array: all of it, or None where only the recipe is known.
-        piece: this rank's block of it, where ranks have one each.
+        lengths: number of rows of the whole array along each of these axes.
+        step: step that computes the array; None for an array that existed from the start.
+        array: the whole array, or None if only its step is known.
+        piece: this rank's block of the array, if each rank has one.
     """
 
     __slots__ = ("array", "lengths", "piece", "step")
@@ -43,17 +44,17 @@ class Value:
 
     @property
     def is_there(self) -> bool:
-        """Whether it has been computed, all of it or a piece."""
+        """Whether the whole array or a piece of it has been computed."""
         return self.array is not None or self.piece is not None
 
 
 class Read(NamedTuple):
-    """What a step reads of its sources for a block of its result.
+    """Rows that a step reads of its sources for a block of its result.
 
     Attributes:
-        out: the block of the result.
-        rows: the rows of the sources.
-        padding: how many rows of padding come before and after them, an axis each.
+        out: block of the result.
+        rows: rows of the sources.
+        padding: number of padding rows before and after these rows, for each axis.
     """
 
     out: Block
@@ -63,29 +64,32 @@ class Read(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """One call of the model, which makes a value of others.
+    """One call of the model, which computes a value from other values.
 
     Attributes:
-        name: of the layer and the function, for people.
-        sources: the values that it reads, all of the same lengths.
-        rules: for each axis of the result, how its rows depend on the sources'; None: row for row.
-            What axes the sources have behind these are read whole.
-        run: computes a block of the result: ``run(arrays, read)`` of the sources' rows, and behind
-            them ``uses``.
-        columns: ``columns(channels)`` is a ``run`` for some channels of the result alone, where
-            each of them reads all channels of the source; else None.
-        rows: ``rows(channels)`` is a ``run`` for what some channels of the source add to the
-            result; what is added once (a bias) is in ``after``. Else None.
-        after: ``after(sum, uses)`` completes the sum over all channels, where there is something
-            to add.
-        along: ``along(channels)`` is a ``run`` for some channels of the result, which read the
-            same channels of the sources, or the same groups of them; else None.
-        groups: how many groups of channels ``along`` keeps apart; 0: each channel.
-        own: which of ``columns``, ``rows`` and ``along`` the step's weights are for, where this
-            rank has those of its own channels alone; else None.
-        channels: how many the result has.
-        uses: whole arrays that are combined with the sources' rows, where a framework has to be
-            told which they are to compute a block again.
+        name: name of the layer and the function, for messages.
+        sources: values that the step reads, all of the same lengths.
+        rules: rules, one for each axis of the result, by which its rows depend on the sources'
+            rows; None: each row depends on the same row. Further axes of the sources are read
+            whole.
+        run: function that computes a block of the result: ``run(arrays, read)``. ``arrays`` are
+            the sources' rows, followed by ``uses``.
+        columns: function ``columns(channels)`` that returns a ``run`` for some channels of the
+            result only, each of which reads all channels of the source; else None.
+        rows: function ``rows(channels)`` that returns a ``run`` for the contribution of some
+            channels of the source to the result; else None. A term that is added once (a bias) is
+            in ``after``.
+        after: function ``after(sum, uses)`` that completes the sum over all channels, if there is
+            a term to add.
+        along: function ``along(channels)`` that returns a ``run`` for some channels of the
+            result, which read the same channels of the sources, or the same groups of channels;
+            else None.
+        groups: number of groups of channels that ``along`` keeps apart; 0: each channel.
+        own: which of ``columns``, ``rows`` and ``along`` the step's weights are for, if this rank
+            has only the weights of its own channels; else None.
+        channels: number of channels of the result.
+        uses: whole arrays that are combined with the sources' rows. A framework that computes a
+            block again needs a list of them.
     """
 
     name: str
@@ -103,12 +107,12 @@ class Step:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """The result's rows along each axis."""
+        """Number of rows of the result along each axis."""
         axes = zip(self.rules, self.sources[0].lengths)
         return tuple(n if rule is None else rule.length(n) for rule, n in axes)
 
     def read(self, out: Block) -> Read:
-        """Return what is read for ``out``."""
+        """Return the rows that the step reads for ``out``."""
         rows, padding = [], []
         lengths = self.sources[0].lengths
         for rule, made, n in zip(self.rules, out, lengths):
@@ -117,65 +121,65 @@ class Step:
             padding.append((before, after))
         if all(out):
             rows += [range(n) for n in lengths[len(out) :]]
-        else:  # of nothing nothing is read
+        else:  # an empty block reads no rows of the further axes either
             rows += [range(0) for _ in lengths[len(out) :]]
         padding += [(0, 0)] * (len(rows) - len(padding))
         return Read(out, tuple(rows), tuple(padding))
 
 
-#: ``run(arrays, read)``: a block of a result from its sources' rows.
+#: ``run(arrays, read)``: computes a block of a result from its sources' rows.
 Run = Callable[[Sequence[Any], Read], Any]
 
 
 def lengths_of(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the rows of an array along its batch and its data axes."""
+    """Return the number of rows of an array along its batch and its data axes."""
     return (*shape[:1], *shape[2:])
 
 
 def blocks(lengths: Sequence[int], parts: Sequence[int]) -> list[Block]:
-    """Cut an array into ``parts`` runs along each data axis, those of no rows included."""
+    """Cut an array into ``parts`` runs along each axis, including runs without rows."""
     return list(itertools.product(*(pieces(n, m) for n, m in zip(lengths, parts, strict=True))))
 
 
 def hull(a: Block, b: Block) -> Block:
-    """Return the smallest block that holds both; one without rows adds nothing."""
+    """Return the smallest block that contains both; an empty block adds nothing."""
     if not all(a) or not all(b):
         return b if all(b) else a
     return tuple(range(min(x.start, y.start), max(x.stop, y.stop)) for x, y in zip(a, b))
 
 
 def order(targets: Iterable[Value]) -> list[Value]:
-    """Return the values to be computed for ``targets``, each after those it is computed from."""
-    found: dict[Value, None] = {}
+    """Return the values to be computed for ``targets``, each after the values that it reads."""
+    ordered: dict[Value, None] = {}
     stack = [(value, False) for value in targets]
     while stack:
         value, entered = stack.pop()
-        if value in found or value.step is None or value.is_there:
+        if value in ordered or value.step is None or value.is_there:
             continue
         if entered:
-            found[value] = None
+            ordered[value] = None
             continue
         stack.append((value, True))
         stack.extend((source, False) for source in value.step.sources)
-    return list(found)
+    return list(ordered)
 
 
 def wanted(values: Sequence[Value], targets: Mapping[Value, Block]) -> dict[Value, Block]:
-    """Return the block that each value has to give for blocks of some of them.
+    """Return the block that each value has to provide so that ``targets`` can be computed.
 
     Args:
-        values: in the order in which they are computed, from :func:`order`.
-        targets: the blocks asked for.
+        values: values in the order in which they are computed, from :func:`order`.
+        targets: required block of each target.
 
     Returns:
-        Blocks for ``values`` and for the arrays that they read: what lies in the padding is asked
-        of nobody, and what several steps read is asked for once.
+        Blocks for ``values`` and for the arrays that they read. Rows in the padding are in no
+        block, and rows that several steps read are counted once.
     """
-    found = dict(targets)
+    block_of = dict(targets)
     for value in reversed(values):
-        if value not in found or value.step is None:
+        if value not in block_of or value.step is None:
             continue
-        rows = value.step.read(found[value]).rows
+        rows = value.step.read(block_of[value]).rows
         for source in value.step.sources:
-            found[source] = hull(found[source], rows) if source in found else rows
-    return found
+            block_of[source] = hull(block_of[source], rows) if source in block_of else rows
+    return block_of

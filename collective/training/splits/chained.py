@@ -1,8 +1,9 @@
-"""Cut over ranks, with one exchange for many layers.
+"""Cuts over ranks with one exchange for many layers.
 
-Each rank fetches at once all rows of the input that its block of the result depends on, and
-computes what layers make of them by itself, the inner rows near its ends twice: fewer messages for
-more arithmetic (J. Demmel et al., "Avoiding Communication in Sparse Matrix Computations", 2008).
+Each rank fetches, in one exchange, all rows of the input that its block of the result depends on.
+Then it computes the layers without further messages. Rows near the ends of a block are computed on
+two ranks: fewer messages for more arithmetic (J. Demmel et al., "Avoiding Communication in Sparse
+Matrix Computations", 2008).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ __all__ = ["Chained"]
 
 
 class Chained(Layered):
-    """Records calls, and makes them on this rank's block where a result is needed.
+    """Recorder of calls, which computes them on this rank's block when a result is needed.
 
     Collective: the ranks make the same calls in the same order.
     """
@@ -30,7 +31,7 @@ class Chained(Layered):
         self._serial = Serial(arrays, (1,) * len(grid.parts), 1, recompute)
 
     def add(self, step: Step) -> Value:
-        """Record a call; one that reads axes whole ends the chain."""
+        """Record a call; a call that reads whole axes ends the chain."""
         if all(len(source.lengths) == len(step.lengths) for source in step.sources):
             return Value(step.lengths, step)
         for source in step.sources:
@@ -38,7 +39,7 @@ class Chained(Layered):
         return super().add(step)
 
     def whole(self, value: Value) -> Any:
-        """Return all of a value, on every rank."""
+        """Return the whole array of a value, on every rank."""
         self._compute(value)
         return super().whole(value)
 
@@ -51,22 +52,22 @@ class Chained(Layered):
         values = order([target])
         if not values:
             return
-        given = read_by(values)
+        sources = read_by(values)
         mine = wanted(values, {target: self._grid.block(target.lengths)})
-        inputs = [value.piece for value in given]
-        have = [self._grid.block(value.lengths) for value in given]
+        inputs = [value.piece for value in sources]
+        have = [self._grid.block(value.lengths) for value in sources]
         for axis, group in enumerate(self._grid.groups[: len(target.lengths)]):
             if group is None:
                 continue
             theirs = [
                 wanted(values, {target: block}) for block in self._grid.along(axis, target.lengths)
             ]
-            for at, value in enumerate(given):
+            for at, value in enumerate(sources):
                 own = pieces(value.lengths[axis], self._grid.parts[axis])
-                want = [each[value][axis] for each in theirs]
+                want = [peer[value][axis] for peer in theirs]
                 inputs[at] = fetch(self._arrays, inputs[at], axis, own, want, group)
                 block = have[at]
                 have[at] = (*block[:axis], mine[value][axis], *block[axis + 1 :])
         (target.piece,) = self._serial.block(
-            values, {target: mine[target]}, given, inputs, have, self._recompute
+            values, {target: mine[target]}, sources, inputs, have, self._recompute
         )

@@ -1,4 +1,4 @@
-"""How a model is cut, and what computes it so, in any framework."""
+"""Cuts of a model, and their computation, in any framework."""
 
 from __future__ import annotations
 
@@ -23,27 +23,30 @@ from .settings import Settings
 __all__ = ["Cuts", "Framework", "ModelCopy"]
 
 _SAME_WEIGHTS = (
-    "Every rank computes a part of one model: load the same weights on every rank, or make the "
-    "Split with broadcast=True afterwards, which sends rank 0's to all."
+    "Every rank computes a part of one model. Load the same weights on every rank, or make the "
+    "Split with broadcast=True afterwards, which sends rank 0's weights to all ranks."
 )
 _SAME_INPUTS = (
-    "Every rank computes a part of one result: pass the same input on every rank, or with "
-    "inputs='pieces' this rank's rows alone."
+    "Every rank computes a part of one result. Pass the same input on every rank, or, with "
+    "inputs='pieces', only this rank's rows."
 )
 
 
 class Framework(NamedTuple):
-    """What a framework adds.
+    """Parts that a framework adds.
 
     Attributes:
-        arrays: what is done with its arrays.
-        session: gets the functions that a model calls.
-        filters: cuts a model's weights: ``filters(group, model)``.
-        parameters: returns those of a model.
-        state: returns what all ranks have alike of a model: ``state(model, filters)``.
-        broadcast: gives all ranks rank 0's state of a model: ``broadcast(model, comm)``.
-        follow: lets parameters that get values later have rank 0's then: ``follow(model, comm)``.
-        root_fills: whether ``broadcast`` initialises parameters that rank 0 alone has initialised.
+        arrays: class of the operations on its arrays.
+        session: class that intercepts the functions that a model calls.
+        filters: function that cuts a model's weights: ``filters(group, model)``.
+        parameters: function that returns a model's parameters.
+        state: function that returns the state of a model that all ranks have in common:
+            ``state(model, filters)``.
+        broadcast: function that gives all ranks rank 0's state of a model:
+            ``broadcast(model, comm)``.
+        follow: function that makes parameters which get values later take rank 0's values then:
+            ``follow(model, comm)``.
+        root_fills: whether ``broadcast`` initialises parameters that only rank 0 has initialised.
     """
 
     arrays: type[Arrays]
@@ -57,13 +60,13 @@ class Framework(NamedTuple):
 
 
 class ModelCopy(NamedTuple):
-    """A copy of a model, to be compared with another one.
+    """Copy of a model, for a comparison with another copy.
 
     Attributes:
-        model: with all weights, or those that this rank has.
-        filters: which parameters this rank has a piece of.
-        compute: returns what the model returns, and the calls that took whole arrays:
-            ``compute(x, args, kwargs, kept)``.
+        model: copy with all weights, or with the weights that this rank has.
+        filters: record of the parameters of which this rank has a piece.
+        compute: function that returns the model's result, and the names of the calls that took
+            whole arrays: ``compute(x, args, kwargs, kept)``.
     """
 
     model: Any
@@ -72,18 +75,22 @@ class ModelCopy(NamedTuple):
 
 
 class Cuts:
-    """What the options of ``Split`` say; see :class:`collective.adapters.torch.splits.Split`.
+    """Computation of a model by the options of ``Split``.
 
-    Collective: with ``comm``.
+    See :class:`collective.adapters.torch.splits.Split` for the options.
+
+    Collective: with ``comm``, every rank makes it.
 
     Raises:
-        InvalidArgumentError: an option is none of its values (:meth:`Settings.check`), or the
-            pieces are not as many as the ranks.
-        MismatchError: the ranks' options differ; on every rank.
+        InvalidArgumentError: an option has an unknown value (:meth:`Settings.check`), or the
+            number of pieces is not the number of ranks.
+        MismatchError: the ranks' options differ; every rank raises it.
     """
 
     def __init__(self, framework: Framework, settings: Settings, comm: Communicator | None) -> None:
-        if comm is not None:  # first, or a rank with a wrong option would leave the others waiting
+        # The comparison comes first. Otherwise a rank with a wrong option would raise alone and
+        # leave the other ranks waiting.
+        if comm is not None:
             check_settings(comm, vars(settings))
         settings.check(has_ranks=comm is not None)
         self._framework = framework
@@ -95,15 +102,15 @@ class Cuts:
         )
 
     def prepare(self, model: Any) -> Any:
-        """Make a model the same on all ranks, and keep this rank's own filters of it.
+        """Make a model the same on all ranks, and keep only this rank's own filters of it.
 
         Collective: over ranks.
 
         Returns:
-            Which parameters this rank has a piece of; None if it has all of each.
+            Record of the parameters of which this rank has a piece; None if it has all of each.
 
         Raises:
-            MismatchError: the ranks' models differ; or, with ``broadcast=False``, their values do.
+            MismatchError: the ranks' models differ, or, with ``broadcast=False``, their values do.
         """
         if self._grid is not None:
             framework, comm = self._framework, self._grid.comm
@@ -122,7 +129,7 @@ class Cuts:
         Collective: over ranks.
 
         Raises:
-            MismatchError: they differ; on every rank.
+            MismatchError: they differ; every rank raises it.
         """
         if self._grid is not None:
             check_values(self._grid.comm, self._framework.state(model, filters), _SAME_WEIGHTS)
@@ -130,16 +137,16 @@ class Cuts:
     def check_inputs(
         self, x: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, ends: str | None = None
     ) -> None:
-        """Check that ranks which pass the same input, or the same piece of one, do so.
+        """Check the inputs: ranks that should pass the same input, or the same piece, do so.
 
         Collective: over ranks.
 
         Args:
-            x, args, kwargs: as of :meth:`computed`.
-            ends: what the input is; None: what the options say.
+            x, args, kwargs: those of :meth:`computed`.
+            ends: form of the input; None: the form that the options name.
 
         Raises:
-            MismatchError: they differ; on every rank.
+            MismatchError: they differ; every rank raises it.
         """
         if self._grid is None:
             return
@@ -148,14 +155,14 @@ class Cuts:
         entries = [
             StateEntry("the input", arrays.bare(x), piece=self._grid.at if in_pieces else None)
         ]
-        named = [(f"argument {at}", each) for at, each in enumerate(args, start=1)]
+        named = [(f"argument {at}", argument) for at, argument in enumerate(args, start=1)]
         for name, argument in (*named, *kwargs.items()):
             leaves = filter(arrays.is_array, nested.flatten(argument))
             entries += [StateEntry(name, arrays.bare(leaf)) for leaf in leaves]
         check_values(self._grid.comm, entries, _SAME_INPUTS)
 
     def _filters_of(self, model: Any) -> Any:
-        """Keep of a model's weights those of this rank's channels, if that is asked for."""
+        """Keep only the weights of this rank's channels, if the options ask for that."""
         if self._grid is None or self._settings.filters == "all":
             return None
         assert self._grid.channel_group is not None
@@ -168,19 +175,19 @@ class Cuts:
         """Compute a model in pieces.
 
         Args:
-            model: takes ``x``, which is cut, and further arguments.
-            filters: which of its parameters this rank has a piece of.
-            x, args, kwargs: what it takes.
-            kept: counts what is kept for the backward pass.
-            ends: what inputs and outputs are; None: what the options say.
+            model: model that takes ``x``, which is cut, and further arguments.
+            filters: record of the parameters of which this rank has a piece.
+            x, args, kwargs: arguments of the model.
+            kept: counter of the bytes that are kept for the backward pass.
+            ends: form of inputs and outputs; None: the form that the options name.
 
         Returns:
-            What the model returns, and the calls that took whole arrays.
+            The model's result, and the names of the calls that took whole arrays.
 
         Raises:
             ShapeError: an axis is cut that the input does not have.
-            MismatchError: weights or inputs differ between ranks, where calls are compared; on
-                every rank.
+            MismatchError: weights or inputs differ between ranks; every rank raises it. They are
+                compared if calls are compared.
         """
         if self._grid is not None and self._grid.comm.check == "always":
             self.check_replicas(model, filters)
@@ -191,20 +198,20 @@ class Cuts:
         session = self._framework.session(executor, arrays, self._settings.strict, kept, filters)
         running = contextlib.nullcontext() if filters is None else filters.running()
         with running, session.calls_of(model):
-            found = session.leave(model(session.enter(x), *args, **kwargs))
-        return found, tuple(session.joined)
+            result = session.leave(model(session.enter(x), *args, **kwargs))
+        return result, tuple(session.joined)
 
     def copies(self, model: Any, filters: Any) -> Iterator[ModelCopy]:
-        """Yield a copy of a model with what computes it whole, and one with what splits it.
+        """Yield a copy of a model that is computed whole, and one that is computed split.
 
         Collective: over ranks with ``filters="own"``.
 
         Args:
-            model: which ``filters`` has cut, if there are some.
+            model: model to copy; ``filters`` has cut it, unless ``filters`` is None.
 
         Raises:
-            InvalidArgumentError: over ranks, a parameter has no values yet, which would be others
-                in each copy.
+            InvalidArgumentError: over ranks, a parameter has no values yet. Its values would
+                differ between the copies.
         """
         if self._grid is not None:
             check_initialised(self._framework.state(model, filters))
@@ -218,7 +225,7 @@ class Cuts:
         self, arrays: Arrays, axes: int, parameters: Sequence[Any], ends: str | None,
         filters: Filters | None,
     ) -> Executor:  # fmt: skip
-        """Return what carries out a forward pass of an input with so many data axes."""
+        """Return the executor of a forward pass for an input with ``axes`` data axes."""
         settings = self._settings
         if self._grid is None:
             check_axes(settings.data, axes)

@@ -1,14 +1,15 @@
-"""Layers of which each rank has its own filters alone.
+"""Layers of which each rank has only its own filters.
 
-A layer that mixes channels can be cut along its outputs (*columns*: each rank makes some channels
-of the result, and the gradients of its input are summed) or along its inputs (*rows*: each rank
-adds to all channels what some channels of the input give, and the results are summed); one that
-works on each channel by itself along both at once (*along*). These are the column- and
-row-parallel layers of M. Shoeybi et al., "Megatron-LM" (2019), section 3. Weights have to be cut
-before anything is computed, so that which layer is cut how is read off their order in the model:
-after columns come rows, if the channels fit. Where the model connects them otherwise the results
-are the same: channels are gathered before a layer that reads all of them, and cut before one that
-reads some.
+A layer that mixes channels can be cut in two ways. Along its outputs (*columns*), each rank
+computes some channels of the result, and the gradients of the input are summed. Along its inputs
+(*rows*), each rank computes what some channels of the input add to all channels, and the results
+are summed. A layer that works on each channel separately is cut along both at once (*along*). These
+are the column- and row-parallel layers of M. Shoeybi et al., "Megatron-LM" (2019), section 3.
+
+Weights have to be cut before anything is computed. So the order of the layers in the model decides
+how each is cut: after columns come rows, if the numbers of channels fit. If the model connects the
+layers in another way, the results are the same: channels are gathered before a layer that reads all
+of them, and cut before a layer that reads some.
 """
 
 from __future__ import annotations
@@ -36,15 +37,15 @@ COLUMNS, ROWS, ALONG = "columns", "rows", "along"
 
 @dataclass(frozen=True)
 class FilterLayer:
-    """A convolution, a transposed one or a dense layer.
+    """Convolution, transposed convolution or dense layer.
 
     Attributes:
-        name: for people.
-        weight: the parameter.
-        bias: the parameter, or None.
-        groups: of channels; one reads all.
-        transposed: whether the weight's dimensions are inputs, outputs, kernel, and not outputs,
-            inputs, kernel.
+        name: name for messages.
+        weight: parameter that holds the weights.
+        bias: parameter that holds the bias, or None.
+        groups: number of groups of channels; a single group reads all channels.
+        transposed: whether the weight's dimensions are inputs, outputs, kernel, instead of
+            outputs, inputs, kernel.
     """
 
     name: str
@@ -55,28 +56,28 @@ class FilterLayer:
 
     @property
     def inputs(self) -> int:
-        """Channels that it reads."""
+        """Number of channels that the layer reads."""
         shape = self.weight.shape
         return int(shape[0] if self.transposed else shape[1] * self.groups)
 
     @property
     def outputs(self) -> int:
-        """Channels that it makes."""
+        """Number of channels that the layer computes."""
         shape = self.weight.shape
         return int(shape[1] * self.groups if self.transposed else shape[0])
 
 
 def arrange(layers: Sequence[FilterLayer], ranks: int) -> list[str | None]:
-    """Say how each layer is cut: ``COLUMNS``, ``ROWS``, ``ALONG``, or None, which leaves it whole.
+    """Return the cut of each layer: ``COLUMNS``, ``ROWS``, ``ALONG``, or None for a whole layer.
 
-    Whole are those with fewer channels than ranks, and groups of several channels.
+    Layers with fewer channels than ranks, and layers with groups of several channels, stay whole.
 
     Args:
-        layers: in the order of the model.
-        ranks: that share the channels.
+        layers: layers in the order of the model.
+        ranks: number of ranks that share the channels.
     """
-    found: list[str | None] = []
-    cut: int | None = None  # how many channels the layer before leaves in pieces
+    layouts: list[str | None] = []
+    cut: int | None = None  # number of channels that the previous layer leaves in pieces
     for layer in layers:
         layout, leaves = None, None
         if layer.groups == 1:
@@ -86,19 +87,19 @@ def arrange(layers: Sequence[FilterLayer], ranks: int) -> list[str | None]:
                 layout, leaves = COLUMNS, layer.outputs
         elif layer.groups == layer.inputs == layer.outputs >= ranks:
             layout, leaves = ALONG, layer.outputs
-        found.append(layout)
+        layouts.append(layout)
         cut = leaves
-    return found
+    return layouts
 
 
 @dataclass(frozen=True)
 class Share:
-    """What a rank has of a parameter.
+    """Piece of a parameter that a rank has.
 
     Attributes:
-        parameter: with this rank's piece.
-        dimension: along which it is a piece.
-        counts: how long each rank's piece is.
+        parameter: parameter that holds this rank's piece.
+        dimension: dimension along which the parameter is cut.
+        counts: lengths of all ranks' pieces.
     """
 
     parameter: Any
@@ -107,20 +108,20 @@ class Share:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The whole parameter's."""
+        """Shape of the whole parameter."""
         shape = list(self.parameter.shape)
         shape[self.dimension] = sum(self.counts)
         return tuple(shape)
 
 
 class Filters(ABC):
-    """Which parameters this rank has a piece of.
+    """Record of the parameters of which this rank has a piece.
 
-    It cannot be copied, and with it no model that it cut: a copy would have pieces, and nobody who
-    knows of what.
+    Neither the record nor a model that it has cut can be copied. A copy of the model would hold
+    pieces, without a record of the parameters that they belong to.
 
     Args:
-        group: the ranks that share the channels.
+        group: ranks that share the channels.
     """
 
     def __init__(self, group: Communicator) -> None:
@@ -134,12 +135,12 @@ class Filters(ABC):
         names: Mapping[int, Sequence[str]],
         cut: Callable[[Any, int, range], None],
     ) -> list[FilterLayer]:
-        """Keep of the layers' parameters this rank's pieces.
+        """Reduce the layers' parameters to this rank's pieces.
 
         Args:
-            layers: in the order of the model.
-            names: of each parameter, by its ``id``, all that the model has it under.
-            cut: leaves of a parameter some rows along a dimension.
+            layers: layers in the order of the model.
+            names: all names of each parameter in the model, by the parameter's ``id``.
+            cut: function that reduces a parameter to some rows along a dimension.
 
         Returns:
             The layers that are cut.
@@ -153,14 +154,14 @@ class Filters(ABC):
             for layer, layout in zip(layers, arrange(layers, ranks))
             if layout is not None
         ]
-        parameters = [each for layer, layout in chosen for each in _dimensions(layer, layout)]
-        for parameter, _ in parameters:  # all of them, before one is cut
+        parameters = [pair for layer, layout in chosen for pair in _dimensions(layer, layout)]
+        for parameter, _ in parameters:  # check all parameters before the first is cut
             known = names[id(parameter)]
             if len(known) > 1:
                 raise UnsupportedError(
                     f"Split: filters='own': {' and '.join(known)} are one parameter, which two "
-                    "layers would have to cut alike. Give each its own, or keep all filters on "
-                    "every rank: filters='all'."
+                    "layers would have to cut in the same way. Give each layer its own parameter, "
+                    "or keep all filters on every rank with filters='all'."
                 )
         for layer, layout in chosen:
             self._layouts[id(layer.weight), id(layer.bias)] = layout, layer
@@ -182,27 +183,27 @@ class Filters(ABC):
 
     @abstractmethod
     def whole_parameter(self, share: Share) -> Any:
-        """Return a parameter like the one of which this rank has a piece, with all of it.
+        """Return a whole parameter, like the one of which this rank has a piece.
 
         Collective: every rank of the group.
         """
 
     def share(self, x: Any) -> Share | None:
-        """Return what ``x`` is a piece of; None if it is none of the parameters."""
+        """Return the share that ``x`` holds; None if ``x`` is not a cut parameter."""
         return self._shares.get(id(x))
 
     def shares(self) -> list[Share]:
-        """Return what this rank has pieces of."""
+        """Return the shares of all parameters of which this rank has pieces."""
         return list(self._shares.values())
 
     def piece(self, x: Any) -> tuple[str, int] | None:
-        """Return which piece of a parameter this rank has; None if it has all of it."""
+        """Return an identifier of this rank's piece of a parameter; None if it has all of it."""
         return None if self.share(x) is None else ("channels", self.group.rank)
 
     def layout(self, weight: Any, bias: Any) -> str | None:
-        """Return how the layer with these two is cut; None if it is none of the layers."""
-        found = self._layouts.get((id(weight), id(bias)))
-        return None if found is None else found[0]
+        """Return how the layer with this weight and bias is cut; None for any other layer."""
+        entry = self._layouts.get((id(weight), id(bias)))
+        return None if entry is None else entry[0]
 
     def mine(self, share: Share) -> range:
         """Return the rows of the whole parameter that this rank has."""
@@ -210,28 +211,28 @@ class Filters(ABC):
         return range(first, first + share.counts[self.group.rank])
 
     def join(self, array: Any, share: Share) -> Any:
-        """Return all of an array of which the ranks have pieces, as of the parameter.
+        """Return a whole array, of which the ranks have pieces as they have of the parameter.
 
         Collective: every rank of the group.
         """
         return self.group.all_gather(array, axis=share.dimension, counts=list(share.counts))
 
     def check_whole(self, name: str, shape: Sequence[int], share: Share) -> None:
-        """Refuse to take a piece of what has not the whole parameter's shape.
+        """Check that an array to take a piece of has the whole parameter's shape.
 
         Raises:
-            ShapeError: it has another one.
+            ShapeError: the array has another shape.
         """
         if tuple(shape) != share.shape:
             raise ShapeError(
-                f"Split: filters='own': {name} of shape {tuple(shape)}; {share.shape}, the whole "
-                f"parameter, of which every rank takes its piece [rank {self.group.rank} of "
-                f"{self.group.size}]."
+                f"Split: filters='own': {name} has shape {tuple(shape)} (expected {share.shape}, "
+                f"the shape of the whole parameter) [rank {self.group.rank} of {self.group.size}]. "
+                "Pass the whole parameter; every rank takes its piece of it."
             )
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Say that this thread computes the model as a split one."""
+        """Mark this thread as computing the model as a split model."""
         outer = _running.filters
         _running.filters = self
         try:
@@ -240,32 +241,32 @@ class Filters(ABC):
             _running.filters = outer
 
     def check_running(self, name: str, weight: Any) -> None:
-        """Refuse to compute a layer from pieces of its weights as if they were all.
+        """Refuse to compute a layer from pieces of its weights as if they were whole.
 
         Raises:
-            UnsupportedError: the layer was called, and not the split model.
+            UnsupportedError: the layer was called directly, not by the split model.
         """
         if self._shares and (_running.filters is not self or self.share(weight) is None):
             raise UnsupportedError(
-                f"Split: filters='own': {name} has this rank's filters alone, and was called by "
-                "itself. Call the Split, or load the state of it into a model of its own."
+                f"Split: filters='own': {name} has this rank's filters alone, but it was called "
+                "outside of the Split. Call the Split, or load its state into another model."
             )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UnsupportedError(
             "Split: filters='own': a model of which ranks have pieces cannot be copied or pickled. "
-            "Copy its state, which has the whole weights."
+            "Copy its state instead, which holds the whole weights."
         )
 
 
 def all_names(
     parameters: Iterable[tuple[str, Any]], memory: Callable[[Any], int]
 ) -> dict[int, list[str]]:
-    """Return by its ``id`` all names of a parameter, and of others that have the same memory.
+    """Return, by a parameter's ``id``, its names and those of parameters in the same memory.
 
     Args:
-        parameters: by name, one with several names under each.
-        memory: says where a parameter's elements are.
+        parameters: parameters by name; a parameter with several names comes under each of them.
+        memory: function that returns the address of a parameter's elements.
     """
     every = list(parameters)
     alike: dict[int, list[str]] = {}
@@ -277,31 +278,31 @@ def all_names(
 def whole_gradients(
     parameters: Iterable[tuple[str, Any]], filters: Filters | None
 ) -> dict[str, Any]:
-    """Return the gradients of named parameters, all of those of which ranks have pieces.
+    """Return the gradients of named parameters, each one whole.
 
     Collective: every rank of the filters' group.
     """
-    found = {}
+    gradients = {}
     for name, parameter in parameters:
         share = None if filters is None else filters.share(parameter)
         gradient = parameter.grad
         if filters is not None and share is not None and gradient is not None:
             gradient = filters.join(gradient, share)
-        found[name] = gradient
-    return found
+        gradients[name] = gradient
+    return gradients
 
 
 def _dimensions(layer: FilterLayer, layout: str) -> list[tuple[Any, int]]:
-    """Return a layer's parameters that are cut, and along which dimension."""
+    """Return a layer's parameters that are cut, each with the dimension of the cut."""
     outputs = int(layer.transposed)
-    found = [(layer.weight, {COLUMNS: outputs, ROWS: 1 - outputs, ALONG: 0}[layout])]
-    if layer.bias is not None and layout != ROWS:  # which adds it once, to the sum
-        found.append((layer.bias, 0))
-    return found
+    cuts = [(layer.weight, {COLUMNS: outputs, ROWS: 1 - outputs, ALONG: 0}[layout])]
+    if layer.bias is not None and layout != ROWS:  # rows: the bias is added once, to the sum
+        cuts.append((layer.bias, 0))
+    return cuts
 
 
 class _Active(threading.local):
-    """Whose model this thread computes."""
+    """Filters of the model that this thread computes, or None."""
 
     filters: Filters | None = None
 
