@@ -129,8 +129,8 @@ def generations(
     body by ``RanksJoinError`` on all ranks, and the body runs again with the new ranks
     (:meth:`Communicator.grow`). A joining process runs the same program. Its ``init()`` has
     returned a communicator with only this process, over which it makes its model and everything
-    else. Here it joins, and receives the state. If the other ranks have finished, there is nothing
-    left for it to do: its program ends here, with exit code 0.
+    else. Here it joins, and receives the state. If the other ranks have finished, its program ends
+    here, with exit code 0.
 
     A communicator that ``shrink`` or ``grow`` replaces is closed; the last one stays open. On a
     transport that cannot shrink (``comm.capabilities.shrinks``) the body runs once, and a loss
@@ -144,15 +144,15 @@ def generations(
         min_ranks: least number of ranks that may continue, by default ``COLLECTIVE_MIN_RANKS``,
             which ``collective run --min-ranks`` sets.
         timeout: seconds that live ranks have to reach the end of the body after another rank has
-            reached it, or has met a loss; by default the communicator's timeout. A rank that does
-            not answer for longer, and for ``COLLECTIVE_SHRINK_GRACE`` seconds more, is left
-            behind. The other ranks have the same time to continue without it, or
+            reached it, or has met a loss; by default the communicator's timeout. If a rank
+            does not answer for longer, and for ``COLLECTIVE_SHRINK_GRACE`` seconds more, the other
+            ranks exclude it. They have the same time to continue without it, or
             :attr:`Communicator.shrink_timeout` if that is longer.
         grow: whether processes may join, the same on all ranks; by default ``COLLECTIVE_GROW``,
             which ``collective run --replace`` sets. It costs a small broadcast each commit.
 
     Raises:
-        PeerLostError: fewer than ``min_ranks`` ranks are left. Every surviving rank raises it, so
+        PeerLostError: fewer than ``min_ranks`` ranks survive. Every surviving rank raises it, so
             that the launcher may restart all ranks.
         ExcludedError: the other ranks continued without this rank.
         CollectiveError: error that ended the body although no rank was lost and nothing was

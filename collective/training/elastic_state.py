@@ -235,7 +235,7 @@ class State:
                 "the names of parts that were passed to State()."
             )
         last, rooms = self._kept, self._rooms
-        # Whatever interrupts this commit, the arrays are then neither in the last commit nor
+        # If this commit is interrupted, the arrays are then neither in the last commit nor
         # overwritten again.
         self.__dict__["_rooms"] = {}
         self._keep(last.number + 1, self._copies(taken, rooms), self.comm)
@@ -251,8 +251,9 @@ class State:
         shards = {name: part.keep_shards() for name, part in self._sharded()}
         commit = _Commit(number, parts, comm.generation, shards)
         if shards:
-            # The barrier ensures this: if one rank has the commit in `_kept`, every other rank has
-            # it in `_pending` or in `_kept`. To continue from a commit, all shards are needed.
+            # After the barrier every rank has the commit in `_pending`. So if one rank has it in
+            # `_kept`, every other rank has it in one of the two. To continue from a commit, the
+            # ranks need all of its shards.
             self.__dict__["_pending"] = commit
             comm.barrier()
         self.__dict__.update({"_kept": commit, "_pending": None})

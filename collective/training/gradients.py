@@ -384,9 +384,9 @@ class Gradients(NotCopied):
     def _launch(self, all_of_them: bool) -> None:
         """Start the reductions of full buckets, in order; the last one only if ``all_of_them``.
 
-        Reductions start in the buckets' order, not in the order in which buckets are filled. That
-        order may differ between ranks, but all ranks must make collective calls in the same order.
-        So a full bucket waits for all earlier buckets.
+        Reductions start in the buckets' order, not in the order in which buckets are filled. The
+        latter order may differ between ranks, but all ranks must make collective calls in the same
+        order. So a full bucket waits for all earlier buckets.
 
         The caller that starts the last reduction waits for it anyway, so this reduction need not
         run in the background.

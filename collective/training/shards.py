@@ -67,7 +67,7 @@ def dealt(length: int, size: int, padded: bool = False, drop_last: bool = False)
 
     Args:
         padded: if true, some indices are taken twice, so that all ranks have equally many.
-        drop_last: if true, some indices are left out instead; this overrides ``padded``.
+        drop_last: if true, drop some indices instead; this overrides ``padded``.
     """
     if drop_last:
         return length // size * size

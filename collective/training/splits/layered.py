@@ -1,20 +1,21 @@
-"""Cut over ranks: each rank has a block of every array, and rows travel before a layer needs them.
+"""Cuts over ranks: each rank has a block of every array, and fetches rows before layers read them.
 
-Four kinds of steps tie the ranks' blocks together, each the adjoint of one of the others, so that
+Four kinds of operations connect the ranks' blocks. Each is the adjoint of another, so that the
 gradients are those of one process (Y. Xu et al., "GSPMD", 2021, section 3, has the same four):
 
 ======================  =====================================  =====================================
-what                    forward                                backward
+operation               forward                                backward
 ======================  =====================================  =====================================
-a whole array is used   every rank goes on with the whole      the ranks' gradients are summed
-the ranks' parts add    the ranks' arrays are summed           every rank goes on with the whole
-a whole array is cut    every rank takes its rows              the rows are gathered
-blocks are joined       the rows are gathered                  every rank takes its rows
+use a whole array       every rank continues with the array    the ranks' gradients are summed
+add the ranks' parts    the ranks' arrays are summed           every rank takes the whole gradient
+cut a whole array       every rank takes its rows              the rows are gathered
+join blocks             the rows are gathered                  every rank takes its rows
 ======================  =====================================  =====================================
 
-Rows that a window reads beyond a block travel by an all-to-all, whose adjoint is one, too, and
-adds where rows went to several ranks. Rows may come from any number of ranks away. What a rank has
-itself does not travel: it is copied once, beside the others' rows, and its gradient once.
+An all-to-all sends the rows that a window reads beyond a block. Its adjoint is an all-to-all, too,
+which adds the gradients of rows that went to several ranks. Rows may come from ranks at any
+distance. A rank does not send rows to itself: it copies its own rows once, beside the received
+rows, and their gradient once.
 """
 
 from __future__ import annotations
@@ -40,35 +41,39 @@ __all__ = ["BlockGrid", "Layered", "check_axes", "fetch"]
 
 
 def check_axes(data: Sequence[int], axes: int) -> None:
-    """Refuse to cut axes that an array does not have.
+    """Check that an array has the axes that are to be cut.
 
     Raises:
-        ShapeError: there are fewer than ``data`` cuts.
+        ShapeError: the array has fewer axes than ``data`` cuts.
     """
     if axes < len(data) and any(parts > 1 for parts in data[axes:]):
-        raise ShapeError(f"Split: data={tuple(data)} of an input with {axes} data axes.")
+        raise ShapeError(
+            f"Split: data={tuple(data)}, but the input has {axes} data axes. Name no more cuts "
+            "than the input has data axes."
+        )
 
 
 class BlockGrid:
-    """Which block each rank of a communicator has.
+    """Blocks of the ranks of a communicator.
 
     Collective: every rank of ``comm`` makes it, with the same numbers.
 
     Args:
-        comm: the ranks; in the order of batch, channels and data axes, the last of them fastest.
-        batch, channels, data: pieces along each.
+        comm: ranks that share the blocks, in the order of batch, channels and data axes; the last
+            axis varies fastest.
+        batch, channels, data: number of pieces along each axis.
 
     Attributes:
-        parts: pieces along the batch and each data axis.
-        at: this rank's piece along each.
-        groups: for each axis the ranks that differ from this one in their piece along it alone;
-            None where there is one piece.
-        channels: pieces along the channels.
-        channel: this rank's.
-        channel_group: the ranks that differ from this one in their channels alone, or None.
+        parts: number of pieces along the batch and each data axis.
+        at: index of this rank's piece along each of these axes.
+        groups: for each axis, the ranks whose pieces differ from this rank's along this axis
+            only; None if the axis has one piece.
+        channels: number of pieces along the channels.
+        channel: index of this rank's piece along the channels.
+        channel_group: ranks whose pieces differ from this rank's along the channels only, or None.
 
     Raises:
-        InvalidArgumentError: the pieces are not as many as the ranks.
+        InvalidArgumentError: the number of pieces is not the number of ranks.
     """
 
     def __init__(self, comm: Communicator, batch: int, channels: int, data: Sequence[int]) -> None:
@@ -76,7 +81,8 @@ class BlockGrid:
         if math.prod(extents) != comm.size:
             raise InvalidArgumentError(
                 f"Split: batch={batch}, channels={channels}, data={tuple(data)} are "
-                f"{math.prod(extents)} pieces; one for each of the {comm.size} ranks of comm."
+                f"{math.prod(extents)} pieces (expected one piece for each of the {comm.size} "
+                "ranks of comm). Change the numbers so that their product is the number of ranks."
             )
         grid = comm.grid(extents)
         mine = grid.coords
@@ -93,18 +99,18 @@ class BlockGrid:
         self.channels, self.channel, self.channel_group = channels, mine[1], groups[1]
 
     def reaching(self, axes: int) -> BlockGrid:
-        """Return the grid of arrays with ``axes`` data axes: the further ones are not cut.
+        """Return the grid for arrays with ``axes`` data axes; added axes are not cut.
 
         Raises:
             ShapeError: an axis is cut that the arrays do not have.
         """
         check_axes(self.parts[1:], axes)
         missing = axes + 1 - len(self.parts)
-        found = copy.copy(self)
-        found.parts = (*self.parts, *(1,) * missing)[: axes + 1]
-        found.at = (*self.at, *(0,) * missing)[: axes + 1]
-        found.groups = (*self.groups, *(None,) * missing)[: axes + 1]
-        return found
+        grid = copy.copy(self)
+        grid.parts = (*self.parts, *(1,) * missing)[: axes + 1]
+        grid.at = (*self.at, *(0,) * missing)[: axes + 1]
+        grid.groups = (*self.groups, *(None,) * missing)[: axes + 1]
+        return grid
 
     def block(self, lengths: Sequence[int]) -> Block:
         """Return this rank's rows of an array."""
@@ -112,14 +118,16 @@ class BlockGrid:
         return tuple(pieces(n, parts)[at] for n, parts, at in cuts)
 
     def along(self, axis: int, lengths: Sequence[int]) -> list[Block]:
-        """Return the blocks of the ranks that differ from this one along ``axis`` alone."""
+        """Return the blocks of the ranks that differ from this rank along ``axis`` only."""
         block = self.block(lengths)
         rows = pieces(lengths[axis], self.parts[axis])
-        return [(*block[:axis], each, *block[axis + 1 :]) for each in rows]
+        return [(*block[:axis], piece, *block[axis + 1 :]) for piece in rows]
 
 
 class Layered:
-    """Makes every call at once on this rank's block; see the module's docstring.
+    """Executor that computes every call immediately on this rank's block.
+
+    The module's docstring describes the exchange between ranks.
 
     Collective: the ranks make the same calls in the same order.
     """
@@ -127,11 +135,11 @@ class Layered:
     def __init__(self, arrays: Arrays, grid: BlockGrid) -> None:
         self._arrays = arrays
         self._grid = grid
-        # The channels that the pieces have, where they have not all of them.
+        # For each value whose pieces have only some channels: the range of these channels.
         self._channels: dict[Value, range] = {}
 
     def enter(self, value: Value) -> None:
-        """Take this rank's rows of a value that every rank has whole."""
+        """Set ``value.piece`` to this rank's rows of a value that every rank has whole."""
         piece = value.array
         for axis, (n, parts, group) in enumerate(
             zip(value.lengths, self._grid.parts, self._grid.groups)
@@ -142,11 +150,11 @@ class Layered:
         value.piece = piece
 
     def enter_piece(self, array: Any, lengths: Sequence[int]) -> Value:
-        """Take rows that the ranks have each of an array, in their order.
+        """Return a value made of the rows that the ranks hold, joined in the ranks' order.
 
         Args:
             array: this rank's rows.
-            lengths: how many they are along each axis.
+            lengths: number of these rows along each axis.
         """
         whole = list(lengths)
         for axis, (n, group) in enumerate(zip(lengths, self._grid.groups)):
@@ -162,7 +170,7 @@ class Layered:
         return value
 
     def add(self, step: Step) -> Value:
-        """Make a call on this rank's block, and on its channels where a layer allows that."""
+        """Compute a call on this rank's block, and on its channels where the layer allows that."""
         arrays, group, value = self._arrays, self._grid.channel_group, Value(step.lengths, step)
         way, channels = self._way(step)
         read = step.read(self._grid.block(value.lengths))
@@ -179,7 +187,8 @@ class Layered:
             return value
         assert group is not None
         if way == COLUMNS:
-            # All ranks read all that is there, so that its gradient is the sum of theirs.
+            # All ranks read the whole inputs, so the gradient of an input is the sum of the
+            # ranks' gradients.
             inputs = [arrays.used(array, group) for array in inputs]
         make = {COLUMNS: step.columns, ROWS: step.rows, ALONG: step.along}[way]
         assert make is not None
@@ -193,20 +202,20 @@ class Layered:
         return value
 
     def _way(self, step: Step) -> tuple[str | None, range]:
-        """Return how a call is cut along the channels, and this rank's of them."""
+        """Return how a call is cut along the channels, and which channels this rank computes."""
         grid = self._grid
         mine = pieces(step.channels, grid.channels)[grid.channel]
         if step.own is not None:
             return step.own, mine
-        # Channels stay in pieces as long as layers allow it, since each joining of them is a
-        # message: layer by layer of the same channels (along), or up to one that mixes them, whose
-        # sum joins what came of the pieces (rows).
+        # Channels stay in pieces for as long as layers allow it, because each joining is a message.
+        # Layers that work on each channel separately keep the pieces (along). A layer that mixes
+        # channels can take the pieces, too: the sum of the ranks' results joins them (rows).
         held = {self._channels.get(source) for source in step.sources}
         some = held.pop() if len(held) == 1 else None
         if some is not None and step.along is not None:
             if not step.groups:
                 return ALONG, some
-            if step.groups % grid.channels == 0:  # else a group is cut
+            if step.groups % grid.channels == 0:  # otherwise a group would be cut
                 return ALONG, mine
         if some is not None and step.rows is not None:
             return ROWS, some
@@ -215,11 +224,11 @@ class Layered:
         return COLUMNS, mine
 
     def _own_channels(self, value: Value) -> Any:
-        """Return this rank's rows and channels of a value that may have all channels."""
+        """Return this rank's rows and channels of a value, whose piece may have all channels."""
         group = self._grid.channel_group
         if value in self._channels or group is None:
             return value.piece
-        counts = [len(each) for each in pieces(value.piece.shape[CHANNELS], group.size)]
+        counts = [len(rows) for rows in pieces(value.piece.shape[CHANNELS], group.size)]
         return self._arrays.cut(value.piece, group, CHANNELS, counts)
 
     def _join_channels(self, value: Value) -> None:
@@ -227,31 +236,32 @@ class Layered:
             return
         assert value.step is not None
         assert self._grid.channel_group is not None
-        counts = [len(each) for each in pieces(value.step.channels, self._grid.channels)]
+        counts = [len(rows) for rows in pieces(value.step.channels, self._grid.channels)]
         value.piece = self._arrays.joined(value.piece, self._grid.channel_group, CHANNELS, counts)
 
     def _fetch(self, array: Any, source: Value, made: Value, read: Read) -> Any:
-        """Return the rows of a source that this rank's block of what is made of it needs.
+        """Return the rows of a source that this rank needs for its block of ``made``.
 
         Args:
-            array: this rank's rows of the source, of all channels or some.
+            array: this rank's rows of the source, with all channels or some.
         """
         assert made.step is not None
         for axis, (n, group) in enumerate(zip(source.lengths, self._grid.groups)):
             if group is None:
                 array = select_rows(self._arrays, array, axis, range(n), read.rows[axis])
             elif axis >= len(made.lengths):
-                # Read whole, and what comes of it is the same on all ranks of the group.
+                # The step reads this axis whole, so the result is the same on all ranks of the
+                # group.
                 array = self.joined(array, axis, n)
             else:
                 have = pieces(n, self._grid.parts[axis])
                 theirs = self._grid.along(axis, made.lengths)
-                want = [made.step.read(each).rows[axis] for each in theirs]
+                want = [made.step.read(block).rows[axis] for block in theirs]
                 array = fetch(self._arrays, array, axis, have, want, group)
         return array
 
     def joined(self, array: Any, axis: int, n: int) -> Any:
-        """Join the ranks' rows along an axis that has ``n`` of them."""
+        """Join the ranks' rows along an axis of length ``n``."""
         group = self._grid.groups[axis]
         if group is None:
             return array
@@ -259,7 +269,7 @@ class Layered:
         return self._arrays.joined(array, group, dimension(axis), counts)
 
     def whole(self, value: Value) -> Any:
-        """Return all of a value, on every rank."""
+        """Return the whole array of a value, on every rank."""
         if value.array is None:
             self._join_channels(value)
             array = value.piece
@@ -274,7 +284,7 @@ class Layered:
         return value.piece
 
     def added(self, array: Any, axes: Sequence[int]) -> Any:
-        """Return the sum of what the ranks along some axes computed of their rows."""
+        """Return the sum of partial results over the ranks along some axes."""
         for axis in axes:
             group = self._grid.groups[axis]
             if group is not None:
@@ -290,12 +300,13 @@ def fetch(
     want: Sequence[range],
     group: Communicator,
 ) -> Any:
-    """Return the rows ``want[rank]`` of an array of which each rank has ``have[rank]``.
+    """Return the rows ``want[rank]`` of an array; each rank has the rows ``have[rank]`` of it.
 
-    Collective: every rank of ``group``, with the same ``have`` and ``want``.
+    Collective: every rank of ``group`` calls it, with the same ``have`` and ``want``.
     """
     me = group.rank
-    # Asked of all ranks' rows, which all of them know: either all exchange, or none.
+    # The condition covers all ranks' rows, and all ranks know these. So either all ranks exchange
+    # rows, or none does.
     if all(overlap(own, rows) == rows or not rows for own, rows in zip(have, want)):
         return select_rows(arrays, array, axis, have[me], want[me])
     return arrays.exchanged(array, group, dimension(axis), Halo.of(have, want, me))

@@ -1,8 +1,8 @@
-"""What the rules of functions have in common in all frameworks.
+"""Common parts of the frameworks' rules for functions.
 
-A recipe makes a :class:`~.blocks.Step` of a call, or returns None where the call reads its input in
-a way that no rule says. Padding is put here, explicitly and only where a piece lies at an end of
-the axis; the framework's function is then called without.
+A recipe makes a :class:`~.blocks.Step` of a call. It returns None if no rule describes how the call
+reads its input. Recipes add padding explicitly, and only where a piece lies at an end of the axis.
+The framework's function is then called without padding.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ EVERY = slice(None)
 
 @dataclass(frozen=True)
 class Context:
-    """One call that is to become a step.
+    """One call for which a step is made.
 
     Attributes:
-        arrays: what the framework does with its arrays.
-        executor: makes the call.
-        function: as the framework has it.
-        name: of the layer and the function.
-        sources: the values among the arguments.
-        channels: how many the first of them has.
-        shape: of the result, where the framework knows it.
+        arrays: operations on the framework's arrays.
+        executor: executor that makes the call.
+        function: the framework's function.
+        name: name of the layer and the function.
+        sources: values among the arguments.
+        channels: number of channels of the first source.
+        shape: shape of the result, if the framework knows it.
     """
 
     arrays: Arrays
@@ -53,51 +53,51 @@ class Context:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """The sources' rows along the data axes."""
+        """Number of rows of the sources along each data axis."""
         return self.sources[0].lengths[1:]
 
     def step(
         self, rules: Sequence[Rule | None], run: Run, channels: int | None = None, **options: Any
     ) -> Step:
-        """Make the step, of a result that has ``channels``; None: as many as the source."""
+        """Return the step; ``channels`` counts the result's channels (None: as in the source)."""
         channels = self.channels if channels is None else channels
         return Step(self.name, self.sources, tuple(rules), run, channels, **options)
 
     def by_channel(self, rules: Sequence[Rule], run: Run) -> Step:
-        """Make the step of a function that works on each channel by itself, in the data axes."""
+        """Return the step of a function that treats each channel separately, in the data axes."""
         run = guarded(self.arrays, run)
         return self.step([None, *rules], run, along=lambda channels: run)
 
     def uses(self, parameters: Sequence[Any], in_part: bool = True) -> tuple[Any, ...]:
-        """Return parameters with the gradients of all pieces.
+        """Return parameters whose gradients are summed over all pieces.
 
         Args:
-            parameters: what they are made of.
-            in_part: whether they follow once more, for pieces of which each has some channels and
-                uses theirs.
+            parameters: parameters of the layer.
+            in_part: if true, append the parameters once more, for pieces that have some channels
+                each and use the parameters of these channels.
         """
         ways = (False, True) if in_part else (False,)
         shared = (self.executor.shared(self.sources[0], way) for way in ways)
-        return tuple(share(each) for share in shared for each in parameters)
+        return tuple(share(parameter) for share in shared for parameter in parameters)
 
 
 # -- pieces that may be without a row --------------------------------------------------------
 
 
 def nothing(arrays: Arrays, given: Sequence[Any], read: Read, channels: int) -> Any:
-    """Return a block of zeros, which may be one without a row."""
+    """Return a block of zeros, which may have no rows."""
     first, *rest = [len(rows) for rows in read.out]
     return arrays.tied(arrays.full_bare(given[0], (first, channels, *rest), 0), *given)
 
 
 def guarded(arrays: Arrays, run: Run, channels: int | None = None, used: slice = EVERY) -> Run:
-    """Let a function that refuses empty arrays not see them.
+    """Return a ``run`` that does not call a function on empty arrays, which it would refuse.
 
     Args:
         run: the function.
-        channels: of its result; None: as many as its input's.
-        used: which arrays it takes beside its input. Ranks that have rows call for the gradients
-            of these alone.
+        channels: number of channels of its result; None: as many as its input has.
+        used: arrays that the function takes beside its input. Ranks that have rows make collective
+            calls for the gradients of these arrays only.
     """
 
     def run_guarded(given: Sequence[Any], read: Read) -> Any:
@@ -111,11 +111,11 @@ def guarded(arrays: Arrays, run: Run, channels: int | None = None, used: slice =
 
 
 def check_windows(context: Context, rules: Sequence[Rule | None]) -> None:
-    """Refuse an input without room for a window.
+    """Check that an input has room for a window.
 
     Args:
-        context: of the layer.
-        rules: of the batch and each data axis.
+        context: call of the layer.
+        rules: rules of the batch and each data axis.
 
     Raises:
         ShapeError: an axis has too few rows.
@@ -129,7 +129,7 @@ def check_windows(context: Context, rules: Sequence[Rule | None]) -> None:
 
 
 def padded(arrays: Arrays, x: Any, padding: Sequence[tuple[int, int]], fill: float = 0.0) -> Any:
-    """Pad the axes of the batch and the data; a piece may be nothing but padding."""
+    """Pad the batch and the data axes; a piece may consist of padding only."""
     if not any(before or after for before, after in padding):
         return x
     widths = [padding[0], (0, 0), *padding[1:]]
@@ -139,11 +139,11 @@ def padded(arrays: Arrays, x: Any, padding: Sequence[tuple[int, int]], fill: flo
     return arrays.tied(arrays.full_bare(x, shape, fill), x)
 
 
-# -- functions that make their rows of single rows -------------------------------------------
+# -- functions whose rows each depend on single rows -----------------------------------------
 
 
 def taken(context: Context, maps: Sequence[Any]) -> Step:
-    """Make the step that takes the rows whose numbers ``maps`` has, along the data axes."""
+    """Return the step that takes, along each data axis, the rows with the numbers in ``maps``."""
 
     def run(inputs: Sequence[Any], read: Read) -> Any:
         (y,) = inputs
@@ -155,26 +155,26 @@ def taken(context: Context, maps: Sequence[Any]) -> Step:
 
 
 def sliced(context: Context, index: Sequence[Any]) -> Step | None:
-    """Make the step of slices of the data axes, with the batch and the channels whole."""
+    """Return the step of slices of the data axes; None if they cut the batch or the channels."""
     slices = data_slices(index, len(context.lengths) + 2)
     if slices is None:
         return None
-    return taken(context, [np.arange(n)[each] for n, each in zip(context.lengths, slices)])
+    return taken(context, [np.arange(n)[cut] for n, cut in zip(context.lengths, slices)])
 
 
 def resized(context: Context, ats: Sequence[Any], linear: bool) -> Step:
-    """Make the step of resizing the data axes.
+    """Return the step that resizes the data axes.
 
     Args:
-        ats: along each axis, from where each row is taken.
-        linear: whether it is between two rows, in parts, or of one.
+        ats: position, along each axis, from which each row is taken.
+        linear: if true, interpolate between two rows; if false, take one row.
     """
     rules, coordinates = [], []
     for n, at in zip(context.lengths, ats):
         low = np.clip(np.floor(at), 0, n - 1).astype(int)
         high = np.minimum(low + 1, n - 1)
-        found = [low.tolist(), high.tolist()] if linear else [low.tolist()]
-        rules.append(Taken.of(*found))
+        columns = [low.tolist(), high.tolist()] if linear else [low.tolist()]
+        rules.append(Taken.of(*columns))
         coordinates.append((low, high, at - low))
 
     def run(inputs: Sequence[Any], read: Read) -> Any:
@@ -198,10 +198,11 @@ def scaled(
     context: Context, y: Any, windows: Sequence[Window], read: Read,
     count: Callable[[int, range], float],
 ) -> Any:  # fmt: skip
-    """Multiply each row of a pooling by what its windows count for.
+    """Multiply each row of a pooling's result by the factor of its window.
 
     Args:
-        count: ``count(axis, rows)`` of a window that reaches over ``rows`` of a data axis.
+        count: function ``count(axis, rows)`` that returns the factor of a window over ``rows`` of
+            a data axis.
     """
     for axis, (window, out) in enumerate(zip(windows, read.out[1:])):
         factors = [count(axis, window.needs(range(i, i + 1))) for i in out]
@@ -209,7 +210,7 @@ def scaled(
     return y
 
 
-# -- functions that make each row of their result of the same rows of their inputs -----------
+# -- functions whose rows each depend on the same rows of their inputs -----------------------
 
 
 def row_for_row(
@@ -221,30 +222,30 @@ def row_for_row(
     along: bool = True,
     fit: Callable[[Any, Read, range | None], Any] | None = None,
 ) -> Step:
-    """Return the step of a function that works row for row.
+    """Return the step of a function that works row by row.
 
     Args:
-        context: with the number of the result's channels.
-        leaves: what the function is given: values, arrays that broadcast, and others.
-        dims: how many dimensions the result has.
-        call: calls the function, of such leaves.
-        along: whether it works on each channel by itself.
-        fit: ``fit(x, read, some)`` is what a piece is combined with of an array; None: the rows
-            and channels that it broadcasts to.
+        context: call, with the number of the result's channels.
+        leaves: arguments of the function: values, arrays that broadcast, and others.
+        dims: number of dimensions of the result.
+        call: function that calls the framework's function with such leaves.
+        along: whether the function works on each channel separately.
+        fit: function ``fit(x, read, some)`` that returns the part of an array with which a piece
+            is combined; None: the rows and channels that the array broadcasts to.
     """
     arrays, values = context.arrays, context.sources
-    # An array without a gradient is not told to what computes a block again.
+    # Arrays without a gradient are not in `uses`, the arrays passed to a recomputed block.
     used = [at for at, x in enumerate(leaves) if arrays.has_gradient(x)]
     others = [at for at, x in enumerate(leaves) if arrays.is_array(x) and at not in used]
 
     def run_of(some: range | None) -> Run:
         def run(inputs: Sequence[Any], read: Read) -> Any:
             pieces, rest = iter(inputs), inputs[len(values) :]
-            found = [next(pieces) if isinstance(x, Value) else x for x in leaves]
+            arguments = [next(pieces) if isinstance(x, Value) else x for x in leaves]
             whole = dict(zip(used, rest if some is None else rest[len(used) :]))
             for at, x in (*whole.items(), *((at, leaves[at]) for at in others)):
-                found[at] = (fit or broadcast)(x, read, some)
-            return call(found)
+                arguments[at] = (fit or broadcast)(x, read, some)
+            return call(arguments)
 
         return run
 
@@ -263,14 +264,14 @@ def row_for_row(
 def _fitting(
     shape: Sequence[int], read: Read, dims: int, some: range | None, channels: int
 ) -> Iterator[tuple[int, range]]:
-    """Yield what a piece is combined with of a whole array that broadcasts: rows of dimensions.
+    """Yield dimensions of a whole array that broadcasts, and their rows for a piece.
 
     Args:
-        shape: of the array.
-        read: which rows the piece has.
-        dims: how many dimensions the result has.
-        some: the channels that the piece has; None: all.
-        channels: how many there are.
+        shape: shape of the array.
+        read: rows of the piece.
+        dims: number of dimensions of the result.
+        some: channels of the piece; None: all channels.
+        channels: number of channels.
     """
     missing = dims - len(shape)
     for axis, rows in enumerate(read.rows):

@@ -1,7 +1,7 @@
-"""One model on every rank: ranks compare what they have before they compute parts of it.
+"""Comparison of the model on all ranks, before each rank computes a part of it.
 
-A split over ranks joins what each rank computes with its own weights. Weights that differ give a
-result that belongs to no model, and nothing in the computation notices that.
+A split over ranks joins results that each rank computes with its own weights. If the weights
+differ, the result belongs to no model, and nothing in the computation detects that.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ __all__ = ["StateEntry", "check_initialised", "check_layout", "check_settings", 
 
 
 class StateEntry(NamedTuple):
-    """A parameter, a buffer or an input of this rank.
+    """Parameter, buffer or input of this rank.
 
     Attributes:
-        name: in the model.
+        name: name in the model.
         value: array or plain data; None if it is not initialised.
-        trained: whether its gradient is wanted.
-        piece: which piece of the whole this rank has, as plain data; None: the whole. Ranks with
-            the same piece have the same values.
+        trained: whether its gradient is needed.
+        piece: identifier of this rank's piece, as plain data; None: the whole. Ranks with the same
+            piece have the same values.
     """
 
     name: str
@@ -34,7 +34,7 @@ class StateEntry(NamedTuple):
 
     @property
     def layout(self) -> list[Any]:
-        """Name, shape, dtype and whether it is trained; of plain data the name alone."""
+        """Name, shape, dtype and whether it is trained; for plain data only the name."""
         if not hasattr(self.value, "dtype"):
             return [self.name, None, "", self.trained]
         dtype = str(self.value.dtype).rpartition(".")[2]
@@ -42,12 +42,12 @@ class StateEntry(NamedTuple):
 
 
 def check_settings(comm: Communicator, settings: Mapping[str, Any]) -> None:
-    """Check that all ranks split alike.
+    """Check that all ranks have the same settings.
 
-    Collective: every rank of ``comm``.
+    Collective: every rank of ``comm`` calls it.
 
     Raises:
-        MismatchError: the settings differ; on every rank.
+        MismatchError: the settings differ; every rank raises it.
     """
     every = comm.all_gather_object({name: repr(value) for name, value in settings.items()})
     for name in settings:
@@ -57,7 +57,7 @@ def check_settings(comm: Communicator, settings: Mapping[str, Any]) -> None:
             raise MismatchError(
                 f"Split: the ranks' settings differ: {name}={values[others[0]]} on "
                 f"{_ranks(others[:1])}, {name}={values[0]} on rank 0 {_place(comm)}. Pass the same "
-                "on every rank."
+                "settings on every rank."
             )
 
 
@@ -65,27 +65,27 @@ def check_initialised(entries: Sequence[StateEntry]) -> None:
     """Check that a model's parameters have values.
 
     Raises:
-        InvalidArgumentError: one has none.
+        InvalidArgumentError: a parameter has none.
     """
-    missing = next((each.name for each in entries if each.trained and each.value is None), None)
+    missing = next((entry.name for entry in entries if entry.trained and entry.value is None), None)
     if missing is not None:
         raise InvalidArgumentError(
-            f"Split: {missing} has no values yet. Call the Split once before, which initialises it."
+            f"Split: {missing} has no values yet. Call the Split once before: that initialises it."
         )
 
 
 def check_layout(comm: Communicator, entries: Sequence[StateEntry], root_fills: bool) -> None:
-    """Check that all ranks have a model of the same parameters and buffers.
+    """Check that all ranks have a model with the same parameters and buffers.
 
-    Collective: every rank of ``comm``.
+    Collective: every rank of ``comm`` calls it.
 
     Args:
-        comm: the ranks.
-        entries: the model's state.
+        comm: ranks that take part.
+        entries: state of the model.
         root_fills: whether other ranks may lack values that rank 0 has.
 
     Raises:
-        MismatchError: names, shapes or dtypes differ, or what is frozen; on every rank.
+        MismatchError: names, shapes, dtypes or frozen parameters differ; every rank raises it.
     """
     every: list[list[list[Any]]] = comm.all_gather_object([entry.layout for entry in entries])
     root = every[0]
@@ -104,19 +104,20 @@ def check_layout(comm: Communicator, entries: Sequence[StateEntry], root_fills: 
 
 
 def check_values(comm: Communicator, entries: Sequence[StateEntry], remedy: str) -> None:
-    """Check that what the ranks have in common has the same values, bit by bit.
+    """Check that entries which ranks have in common have the same values, bit by bit.
 
-    The ranks exchange one digest of all values, and one of each where that differs.
+    The ranks exchange one digest of all values. If these differ, they exchange a digest of each
+    value.
 
-    Collective: every rank of ``comm``.
+    Collective: every rank of ``comm`` calls it.
 
     Args:
-        comm: the ranks.
-        entries: what this rank has.
-        remedy: a sentence for the error.
+        comm: ranks that take part.
+        entries: values of this rank.
+        remedy: sentence that ends the error text.
 
     Raises:
-        MismatchError: values differ; on every rank.
+        MismatchError: values differ; every rank raises it.
     """
     lines = [[entry.piece, *entry.layout, digest_of(entry.value)] for entry in entries]
     pieces = list(dict.fromkeys(entry.piece for entry in entries))
@@ -149,7 +150,7 @@ def _fits(layout: list[Any] | None, expected: list[Any] | None, root_fills: bool
         return True
     if not root_fills or layout is None or expected is None:
         return False
-    # Of the same name and not initialised, so that it takes rank 0's values.
+    # The entry has the expected name and is not initialised, so it will take rank 0's values.
     return bool(layout[1] is None and layout[0] == expected[0] and layout[3] == expected[3])
 
 

@@ -1,4 +1,4 @@
-"""What a split saves, and whether it changes anything."""
+"""Reports on a split: the memory that it saves, and a comparison with the whole module."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collective.errors import BackendUnavailableError
 
 __all__ = ["LayerDifference", "MemoryReport", "Verification"]
 
-# What a piece that is computed again is called among the layers.
+# Name of a piece that is computed again, in the list of layers.
 _PIECE = "one piece, again"
 _HEAD = "kept for backward, MiB"
 
@@ -20,17 +20,16 @@ _HEAD = "kept for backward, MiB"
 class MemoryReport:
     """Bytes that a forward pass keeps for its backward pass.
 
-    Counted are the arrays themselves, each once: what functions save, what pieces that are
-    computed again start from, and masks. Parameters and the input are not, as they are there
-    anyway.
+    The count includes each array once: arrays that functions save, arrays from which recomputed
+    pieces start, and masks. It excludes parameters and the input, which exist in any case.
 
     Attributes:
-        whole: bytes by layer, in the order of the calls, of the module as it is.
-        split: bytes by layer of the module as it is split.
-        piece: bytes that exist besides while the backward pass computes a piece again, of the piece
-            that keeps most; 0 if none is computed again.
-        joined: the calls that took whole arrays: there the cut ends.
-        weights: bytes of the parameters, of the module as it is and of this rank's.
+        whole: bytes by layer of the unsplit module, in the order of the calls.
+        split: bytes by layer of the split module.
+        piece: additional bytes while the backward pass computes a piece again, for the piece that
+            keeps most; 0 if no piece is computed again.
+        joined: names of the calls that took whole arrays, where the cut ends.
+        weights: bytes of the parameters, of the unsplit module and of this rank's.
     """
 
     whole: Mapping[str, int]
@@ -41,7 +40,7 @@ class MemoryReport:
 
     @property
     def ratio(self) -> float:
-        """The most bytes that the split module keeps at a time, as a share of the whole one's."""
+        """Largest number of bytes that the split module keeps, relative to the whole one's."""
         return (sum(self.split.values()) + self.piece) / max(1, sum(self.whole.values()))
 
     def __str__(self) -> str:
@@ -60,7 +59,7 @@ class MemoryReport:
         return "\n".join(lines)
 
     def plot(self, path: str | Path) -> None:
-        """Draw both, layer by layer, into an image file.
+        """Draw both as bars, layer by layer, into an image file.
 
         Raises:
             BackendUnavailableError: matplotlib is missing.
@@ -92,12 +91,12 @@ def _mib(count: int) -> str:
 
 @dataclass(frozen=True)
 class LayerDifference:
-    """How far one result of a split module is from the whole one's.
+    """Difference between one result of a split module and the whole module's.
 
     Attributes:
-        name: of the layer, the parameter or the input.
+        name: name of the layer, the parameter or the input.
         what: ``"output"`` or ``"gradient"``.
-        relative: the largest difference of elements, divided by the largest element.
+        relative: largest difference of elements, divided by the largest element.
     """
 
     name: str
@@ -106,12 +105,12 @@ class LayerDifference:
 
 
 class Computation(NamedTuple):
-    """What a forward and a backward pass of a module gave.
+    """Results of a forward and a backward pass of a module.
 
     Attributes:
-        outputs: each layer's name and array, in the order of the calls.
-        gradients: by name, of the input and the parameters.
-        joined: the calls that took whole arrays.
+        outputs: name and array of each layer, in the order of the calls.
+        gradients: gradients of the input and the parameters, by name.
+        joined: names of the calls that took whole arrays.
     """
 
     outputs: Sequence[tuple[str, Any]]
@@ -121,12 +120,13 @@ class Computation(NamedTuple):
 
 @dataclass(frozen=True)
 class Verification:
-    """A module compared with itself, split.
+    """Comparison of a split module with the whole one.
 
     Attributes:
-        differences: of each layer's output in the order of the calls, then of the gradients.
-        tolerance: what counts as equal.
-        joined: the calls that took whole arrays.
+        differences: differences of each layer's output in the order of the calls, then of the
+            gradients.
+        tolerance: largest relative difference that counts as equal.
+        joined: names of the calls that took whole arrays.
     """
 
     differences: tuple[LayerDifference, ...]
@@ -135,28 +135,28 @@ class Verification:
 
     @classmethod
     def of(cls, whole: Computation, split: Computation, tolerance: float) -> Verification:
-        """Compare what a module computes whole with what it computes split."""
-        found = [
+        """Compare the results of a whole module with those of the split one."""
+        differences = [
             LayerDifference(name, "output", _apart(a, b))
             for (name, a), (_, b) in zip(whole.outputs, split.outputs, strict=True)
         ]
-        found += [
+        differences += [
             LayerDifference(name, "gradient", _apart(gradient, split.gradients[name]))
             for name, gradient in whole.gradients.items()
         ]
-        return cls(tuple(found), tolerance, split.joined)
+        return cls(tuple(differences), tolerance, split.joined)
 
     @property
     def first(self) -> LayerDifference | None:
         """The first result that differs."""
         return next(
-            (each for each in self.differences if not each.relative <= self.tolerance), None
+            (entry for entry in self.differences if not entry.relative <= self.tolerance), None
         )
 
     @property
     def largest(self) -> float:
         """The largest difference."""
-        return max((each.relative for each in self.differences), default=0.0)
+        return max((entry.relative for entry in self.differences), default=0.0)
 
     def __bool__(self) -> bool:
         return self.first is None
@@ -172,7 +172,7 @@ class Verification:
 
 
 def _apart(a: Any, b: Any) -> float:
-    """Return how far an array is from another, in parts of the largest element."""
+    """Return the largest difference of two arrays' elements, divided by the largest element."""
     if a is None or b is None:
         return 0.0 if a is b else float("inf")
     if a.shape != b.shape:

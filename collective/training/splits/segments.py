@@ -1,16 +1,16 @@
-"""Which layers of a graph are computed some channels at a time, so that least is kept.
+"""Choice of the layers of a graph that are computed some channels at a time, to keep least memory.
 
-A layer that mixes channels reads all of its input. So between two places of a network where all
-channels exist, a *segment* of layers can be cut along the channels only if it has at most two
-layers that mix them: the first makes some channels of its output (*columns*), layers that work on
-channels or groups of channels by themselves follow (*along*), and the second adds what these
-channels give to all channels of its output (*rows*). These are the column- and row-parallel layers
-of M. Shoeybi et al., "Megatron-LM" (2019), section 3. A segment may also begin with channels of an
-array that is there, or end with channels that are joined.
+A layer that mixes channels reads all of its input. Consider two places of a network where all
+channels exist. A *segment* of layers between them can be cut along the channels only if at most two
+of its layers mix channels. The first of these computes some channels of its output (*columns*).
+Layers that work on channels, or groups of channels, separately follow (*along*). The second mixing
+layer adds the contribution of these channels to all channels of its output (*rows*). These are the
+column- and row-parallel layers of M. Shoeybi et al., "Megatron-LM" (2019), section 3. A segment may
+also begin with some channels of an existing array, or end with channels that are joined.
 
-What exists whole at the ends of segments is kept until the backward pass has come there; what is
-between them exists for one part of the channels of one segment at a time. Which layers make a
-segment is chosen by dynamic programming, so that the sum of both is smallest.
+Arrays at the ends of segments exist whole, and are kept until the backward pass has come there.
+Arrays inside exist for one part of the channels of one segment at a time. Dynamic programming
+chooses the segments so that the sum of both is smallest.
 """
 
 from __future__ import annotations
@@ -24,20 +24,21 @@ from .windows import pieces
 
 __all__ = ["ChannelSegment", "segments"]
 
-# So many limits of what one part may keep are tried, evenly among those that there are.
+# Number of limits to try for the memory that one part may keep, evenly spaced among all possible
+# limits.
 _LIMITS = 24
 
 
 @dataclass(frozen=True)
 class ChannelSegment:
-    """Values, each computed from the one before, of which some channels exist at a time.
+    """Chain of values, each computed from the previous one, of which some channels exist at a time.
 
     Attributes:
-        values: in the order in which they are computed; the last one exists whole.
-        start: the index of the first that is cut. Those before it are computed whole for each part
-            of the channels.
-        units: how many groups of channels stay apart from ``values[start]`` on.
-        kept: numbers that one part keeps.
+        values: values in the order in which they are computed; the last one exists whole.
+        start: index of the first value that is cut. The values before it are computed whole for
+            each part of the channels.
+        units: number of groups of channels that stay apart from ``values[start]`` on.
+        kept: number of array elements that one part keeps.
     """
 
     values: tuple[Value, ...]
@@ -47,31 +48,31 @@ class ChannelSegment:
 
     @property
     def steps(self) -> list[Step]:
-        """The calls that make the values."""
+        """Calls that compute the values."""
         return [step_of(value) for value in self.values]
 
     @property
     def is_summed(self) -> bool:
-        """Whether the parts add up to the last value, and are not joined."""
+        """Whether the last value is the sum of the parts, and not their join."""
         return len(self.values) - self.start > 1 and step_of(self.last).rows is not None
 
     @property
     def last(self) -> Value:
-        """The value that exists whole."""
+        """Last value, which exists whole."""
         return self.values[len(self.values) - 1]
 
     def parts(self, channels: int) -> list[range]:
-        """Cut the units into at most so many parts."""
+        """Cut the units into at most ``channels`` parts."""
         return pieces(self.units, min(channels, self.units))
 
     def scaled(self, part: range, channels: int) -> range:
-        """Return which of so many channels are some of the units."""
-        each = channels // self.units
-        return range(part.start * each, part.stop * each)
+        """Return the channels, out of ``channels``, that belong to some of the units."""
+        width = channels // self.units
+        return range(part.start * width, part.stop * width)
 
 
 def step_of(value: Value) -> Step:
-    """Return what computes a value that is not there."""
+    """Return the step that computes a value; the value must have one."""
     assert value.step is not None
     return value.step
 
@@ -82,39 +83,39 @@ def segments(
     """Choose the segments of a graph.
 
     Args:
-        values: of the graph, each after those that it is computed from.
-        targets: those that have to exist whole at the end.
-        channels: parts of the channels.
+        values: values of the graph, each after the values that it is computed from.
+        targets: values that have to exist whole at the end.
+        channels: number of parts of the channels.
         recompute: whether a part keeps nothing. Otherwise a value that is computed for each part
-            would be kept for each, and segments are pairs of layers alone.
+            would be kept for each part, and every segment is a pair of layers.
 
     Returns:
-        Of the last value of each segment, the segment.
+        Segments, by their last values.
     """
     runs = [(run, _segments_of(run, channels, recompute)) for run in _runs(values, set(targets))]
     best, chosen = math.inf, []
     for limit in _limits([segments for _, segments in runs]):
-        found = [_cheapest(run, endings, limit) for run, endings in runs]
-        cost = limit + sum(each for each, _ in found)
+        choices = [_cheapest(run, endings, limit) for run, endings in runs]
+        cost = limit + sum(elements for elements, _ in choices)
         if cost < best:
-            best, chosen = cost, [segment for _, some in found for segment in some]
+            best, chosen = cost, [segment for _, some in choices for segment in some]
     return {segment.last: segment for segment in chosen}
 
 
 def _limits(runs: Sequence[Sequence[Sequence[ChannelSegment]]]) -> list[float]:
-    """Return what one part may keep: nothing, and some of what parts of segments keep."""
+    """Return limits for the memory of one part: 0, and a selection of the segments' needs."""
     every = sorted({segment.kept for run in runs for ending in run for segment in ending})
     steps = max(1, len(every) // _LIMITS)
     return [0.0, *every[::steps], *every[-1:]]
 
 
 def _runs(values: Sequence[Value], kept: set[Value]) -> list[list[Value]]:
-    """Part a graph into runs of values that are each read by the next one alone."""
+    """Divide a graph into runs of values, each read only by the next value of its run."""
     readers: dict[Value, list[Value]] = {}
     for value in values:
         for source in step_of(value).sources:
             readers.setdefault(source, []).append(value)
-    found: list[list[Value]] = []
+    runs: list[list[Value]] = []
     taken: set[Value] = set()
     for value in values:
         if value in taken:
@@ -126,28 +127,29 @@ def _runs(values: Sequence[Value], kept: set[Value]) -> list[list[Value]]:
                 break
             run.append(reader)
         taken.update(run)
-        found.append(run)
-    return found
+        runs.append(run)
+    return runs
 
 
 def _segments_of(
     run: Sequence[Value], channels: int, recompute: bool
 ) -> list[list[ChannelSegment]]:
-    """Return by the index of its last value every segment of a run."""
-    found: list[list[ChannelSegment]] = [[] for _ in run]
+    """Return all segments of a run, in lists by the index of their last value."""
+    endings: list[list[ChannelSegment]] = [[] for _ in run]
     for first in range(len(run)):
         for start in range(first, len(run)):
             for segment in _begun(run, first, start, channels):
                 if recompute or (start == first and segment.is_summed and _mixes(run[start])):
-                    found[first + len(segment.values) - 1].append(segment)
+                    endings[first + len(segment.values) - 1].append(segment)
             step = step_of(run[start])
-            if step.along is None or step.groups:  # too much work to be done for each part
+            # Other steps would be too much work to repeat for each part.
+            if step.along is None or step.groups:
                 break
-    return found
+    return endings
 
 
 def _begun(run: Sequence[Value], first: int, start: int, channels: int) -> Iterator[ChannelSegment]:
-    """Yield the segments that begin with a value and are cut from another one on."""
+    """Yield the segments that begin with one value and are cut from another value on."""
     whole = float(sum(map(_saved, run[first:start], run[first + 1 :])))
     cut, units = 0.0, 0
     for at in range(start, len(run)):
@@ -171,9 +173,9 @@ def _begun(run: Sequence[Value], first: int, start: int, channels: int) -> Itera
 def _cheapest(
     run: Sequence[Value], endings: Sequence[Sequence[ChannelSegment]], limit: float
 ) -> tuple[float, list[ChannelSegment]]:
-    """Return what a run keeps at the least, and its segments, of which no part keeps more."""
-    # What the values before each index keep, without the last of them: what reads that one says
-    # whether it is kept.
+    """Return the least that a run keeps, and the segments for it; no part exceeds ``limit``."""
+    # costs[i]: elements that the values before index i keep, except the last of these values.
+    # The reader of the last value determines whether that value is kept.
     costs: list[float] = [0.0]
     chosen: list[ChannelSegment | None] = []
     for at, value in enumerate(run):
@@ -185,14 +187,14 @@ def _cheapest(
                 best, taken = cost, segment
         costs.append(best)
         chosen.append(taken)
-    found: list[ChannelSegment] = []
+    selection: list[ChannelSegment] = []
     at = len(run)
     while at:
         last = chosen[at - 1]
         if last is not None:
-            found.append(last)
+            selection.append(last)
         at -= 1 if last is None else len(last.values)
-    return costs[len(run)] + _size(run[len(run) - 1]), found
+    return costs[len(run)] + _size(run[len(run) - 1]), selection
 
 
 def _mixes(value: Value) -> bool:
@@ -200,10 +202,10 @@ def _mixes(value: Value) -> bool:
 
 
 def _saved(value: Value, reader: Value | None) -> int:
-    """Return how many numbers of a value are kept for the backward pass, at a guess.
+    """Return an estimate of how many elements of a value are kept for the backward pass.
 
-    A layer with weights keeps its input and not its output, and so do functions that read windows
-    of rows; a function that works number by number keeps its output or its input.
+    A layer with weights keeps its input and not its output. A function that reads windows of rows
+    does the same. An elementwise function keeps its output or its input.
     """
     if not _has_weights(value) or reader is None or _has_weights(reader):
         return _size(value)
@@ -216,5 +218,5 @@ def _has_weights(value: Value) -> bool:
 
 
 def _size(value: Value) -> int:
-    """Return how many numbers a value has."""
+    """Return the number of elements of a value."""
     return step_of(value).channels * math.prod(value.lengths)

@@ -1,9 +1,9 @@
-"""Cut in turn: blocks one after another on one device, each through as many layers as possible.
+"""Cuts in turn: one block after another on one device, each through as many layers as possible.
 
-Calls are recorded, not made, until somebody needs a whole array; then it is computed block by
-block. With ``recompute`` a block keeps nothing for the backward pass but the arrays at its start,
-and is computed once more there, so that what the layers between hold exists for one block at a
-time (T. Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016, section 3).
+Calls are only recorded until a whole array is needed. The array is then computed block by block.
+With ``recompute``, the forward pass of a block keeps only the arrays at its start. The backward
+pass computes the block again, so that the arrays between its layers exist for one block at a time
+(T. Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016, section 3).
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from .windows import pieces
 
 __all__ = ["CHANNELS", "Serial", "dimension", "read_by", "select", "select_rows"]
 
-#: The dimension of the channels.
+#: Dimension of the channels in an array.
 CHANNELS = 1
 
 
 def dimension(axis: int) -> int:
-    """Return the dimension of an axis: the batch is the first, channels the second, then data."""
+    """Return the dimension of an axis: the batch is 0, the channels are 1, the data axes follow."""
     return axis if axis == 0 else axis + 1
 
 
 def select_rows(arrays: Arrays, array: Any, axis: int, have: range, want: range) -> Any:
-    """Return the rows ``want`` of an array that has the rows ``have`` of a whole one."""
+    """Return the rows ``want`` of an array that holds the rows ``have`` of a whole array."""
     if have == want:
         return array
     start = want.start - have.start if want else 0
@@ -38,19 +38,20 @@ def select_rows(arrays: Arrays, array: Any, axis: int, have: range, want: range)
 
 
 def select(arrays: Arrays, array: Any, block: Block, rows: Block) -> Any:
-    """Return the part ``rows`` of an array that is the block ``block`` of a whole one."""
+    """Return the part ``rows`` of an array that holds the block ``block`` of a whole array."""
     for axis, (have, want) in enumerate(zip(block, rows, strict=True)):
         array = select_rows(arrays, array, axis, have, want)
     return array
 
 
 class Serial:
-    """Computes values in blocks.
+    """Computation of values in blocks.
 
     Args:
-        arrays: the framework.
-        parts: pieces along the batch, the channels and each data axis.
-        recompute: whether blocks are computed once more for their gradients.
+        arrays: operations on the framework's arrays.
+        parts: number of pieces along the batch and each data axis.
+        channels: number of pieces along the channels.
+        recompute: whether blocks are computed a second time for their gradients.
     """
 
     def __init__(
@@ -62,26 +63,27 @@ class Serial:
         self._recompute = recompute
 
     def compute(self, targets: Sequence[Value]) -> None:
-        """Compute all of some values, and set their ``array``."""
+        """Compute the whole arrays of some values, and store them in ``Value.array``."""
         targets = [value for value in dict.fromkeys(targets) if value.array is None]
         values = order(targets)
         if not values:
             return
-        given = read_by(values)
-        inputs = [value.array for value in given]
-        whole = [tuple(range(n) for n in value.lengths) for value in given]
+        sources = read_by(values)
+        inputs = [value.array for value in sources]
+        whole = [tuple(range(n) for n in value.lengths) for value in sources]
         cuts = [blocks(value.lengths, self._parts_of(value)) for value in targets]
-        found: dict[Value, list[Any]] = {value: [] for value in targets}
+        pieces_of: dict[Value, list[Any]] = {value: [] for value in targets}
         count = max(map(len, cuts))
-        # A single block is all there is, and keeps in the backward pass what it would keep before;
-        # what it computes some channels at a time is computed again in any case.
+        # A single block is the whole array: if the backward pass computed it again, it would keep
+        # as much as the forward pass would. Segments that are computed some channels at a time are
+        # recomputed in any case.
         recompute = self._recompute and (count > 1 or self._channels == 1)
         for part in range(count):
             goals = {value: cut[part] for value, cut in zip(targets, cuts) if part < len(cut)}
-            made = self.block(values, goals, given, inputs, whole, recompute)
-            for value, array in zip(goals, made):
-                found[value].append(array)
-        for value, arrays in found.items():
+            results = self.block(values, goals, sources, inputs, whole, recompute)
+            for value, array in zip(goals, results):
+                pieces_of[value].append(array)
+        for value, arrays in pieces_of.items():
             value.array = self._join(arrays, value)
 
     def block(
@@ -96,12 +98,12 @@ class Serial:
         """Compute a block of each goal.
 
         Args:
-            values: what they are computed from, from :func:`order`.
-            goals: values, with the block wanted of each.
-            given: the values that are there, in the order of ``inputs``.
-            inputs: their arrays.
-            have: the blocks of them that these are.
-            recompute: whether all of the block is computed once more for its gradients.
+            values: values that the goals are computed from, in the order of :func:`order`.
+            goals: values, each with the block to compute.
+            given: values that are already computed, in the order of ``inputs``.
+            inputs: arrays of the given values.
+            have: blocks that these arrays hold.
+            recompute: whether the whole block is computed a second time for its gradients.
         """
         cut: Mapping[Value, ChannelSegment] = {}
         if self._channels > 1:
@@ -118,18 +120,18 @@ class Serial:
         return self._arrays.checkpoint(compute, arrays) if recompute else compute(*arrays)
 
     def _parts_of(self, value: Value) -> tuple[int, ...]:
-        """Return how many pieces an array is cut into along each axis: none without a row."""
+        """Return the number of pieces along each axis: at least 1, and no more than rows."""
         return tuple(max(1, min(m, n)) for n, m in zip(value.lengths, self._parts))
 
-    def _join(self, found: list[Any], value: Value) -> Any:
-        """Join blocks, which are in the order of their last axis first."""
+    def _join(self, arrays: list[Any], value: Value) -> Any:
+        """Join blocks, which are ordered with the last axis varying fastest."""
         for axis, parts in reversed(list(enumerate(self._parts_of(value)))):
             if parts > 1:
-                found = [
-                    self._arrays.concatenate(found[first : first + parts], dimension(axis))
-                    for first in range(0, len(found), parts)
+                arrays = [
+                    self._arrays.concatenate(arrays[first : first + parts], dimension(axis))
+                    for first in range(0, len(arrays), parts)
                 ]
-        (whole,) = found
+        (whole,) = arrays
         return whole
 
     def _block(
@@ -141,7 +143,7 @@ class Serial:
         cut: Mapping[Value, ChannelSegment],
     ) -> tuple[Any, ...]:
         wants = wanted(values, goals)
-        found = dict(given)
+        computed = dict(given)
         readers = Counter(
             source
             for value in values
@@ -155,48 +157,48 @@ class Serial:
             segment = cut.get(value)
             if segment is None:
                 first = step_of(value)
-                array = self._alone(value, wants, found, uses[first])
+                array = self._alone(value, wants, computed, uses[first])
             else:
                 first = segment.steps[0]
-                array = self._in_parts(segment, wants, found, uses)
-            found[value] = array, wants[value]
+                array = self._in_parts(segment, wants, computed, uses)
+            computed[value] = array, wants[value]
             for source in set(first.sources):
                 readers[source] -= 1
                 if not readers[source] and source not in goals:
-                    del found[source]  # or every layer's rows would be there until the end
-        return tuple(found[value][0] for value in goals)
+                    del computed[source]  # otherwise every layer's rows would exist until the end
+        return tuple(computed[value][0] for value in goals)
 
     def _alone(
         self,
         value: Value,
         wants: Mapping[Value, Block],
-        found: Mapping[Value, tuple[Any, Block]],
+        computed: Mapping[Value, tuple[Any, Block]],
         uses: Sequence[Any],
     ) -> Any:
-        """Compute a value whose input exists whole, and which does so itself."""
+        """Compute a value that exists whole, from inputs that exist whole."""
         step = step_of(value)
         read = step.read(wants[value])
-        arrays = [*self._inputs(step, read, found), *uses]
+        arrays = [*self._inputs(step, read, computed), *uses]
         if step.columns is None or self._channels == 1:
             return step.run(arrays, read)
         cuts = pieces(step.channels, max(1, min(self._channels, step.channels)))
-        made = [step.columns(channels)(arrays, read) for channels in cuts]
-        return self._arrays.concatenate(made, CHANNELS)
+        parts = [step.columns(channels)(arrays, read) for channels in cuts]
+        return self._arrays.concatenate(parts, CHANNELS)
 
     def _in_parts(
         self,
         segment: ChannelSegment,
         wants: Mapping[Value, Block],
-        found: Mapping[Value, tuple[Any, Block]],
+        computed: Mapping[Value, tuple[Any, Block]],
         uses: Mapping[Step, Sequence[Any]],
     ) -> Any:
-        """Compute the last value of a segment some channels at a time."""
+        """Compute the last value of a segment, some channels at a time."""
         steps = segment.steps
         blocks = [wants[value] for value in segment.values]
-        inputs = self._inputs(steps[0], steps[0].read(blocks[0]), found)
+        inputs = self._inputs(steps[0], steps[0].read(blocks[0]), computed)
         counts = [len(step.uses) for step in steps]
         arrays = [*inputs, *(array for step in steps for array in uses[step])]
-        made: list[Any] = []
+        results: list[Any] = []
         for part in segment.parts(self._channels):
 
             def compute(*arrays: Any, part: range = part) -> tuple[Any]:
@@ -207,20 +209,20 @@ class Serial:
             (array,) = (
                 self._arrays.checkpoint(compute, arrays) if self._recompute else compute(*arrays)
             )
-            if segment.is_summed and made:
-                array = made.pop() + array
-            made.append(array)
+            if segment.is_summed and results:
+                array = results.pop() + array
+            results.append(array)
         if not segment.is_summed:
-            return self._arrays.concatenate(made, CHANNELS)
-        (total,) = made
+            return self._arrays.concatenate(results, CHANNELS)
+        (total,) = results
         last = step_of(segment.last)
         return total if last.after is None else last.after(total, uses[last])
 
     def _inputs(
-        self, step: Step, read: Read, found: Mapping[Value, tuple[Any, Block]]
+        self, step: Step, read: Read, computed: Mapping[Value, tuple[Any, Block]]
     ) -> list[Any]:
         """Return the rows that a step reads of its sources."""
-        return [select(self._arrays, *found[source], read.rows) for source in step.sources]
+        return [select(self._arrays, *computed[source], read.rows) for source in step.sources]
 
     def _through(
         self,
@@ -230,7 +232,7 @@ class Serial:
         arrays: Sequence[Any],
         uses: Sequence[Sequence[Any]],
     ) -> Any:
-        """Compute what some of a segment's channels give of its last value."""
+        """Compute the contribution of some of a segment's channels to its last value."""
         steps = segment.steps
         previous: Block | None = None
         for at, (step, block, used) in enumerate(zip(steps, blocks, uses)):
@@ -248,7 +250,7 @@ class Serial:
 
 
 def _run(segment: ChannelSegment, steps: Sequence[Step], at: int, part: range) -> Run:
-    """Return what computes one step of a segment for some of its channels."""
+    """Return the function that computes one step of a segment for some of its channels."""
     step = steps[at]
     if at < segment.start:
         return step.run
@@ -261,6 +263,6 @@ def _run(segment: ChannelSegment, steps: Sequence[Step], at: int, part: range) -
 
 
 def read_by(values: Sequence[Value]) -> list[Value]:
-    """Return the values that are there and that some others are computed from."""
+    """Return the values that are already computed and that some of ``values`` read."""
     sources = (source for value in values if value.step for source in value.step.sources)
     return list(dict.fromkeys(source for source in sources if source.is_there))

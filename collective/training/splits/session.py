@@ -1,8 +1,8 @@
-"""What becomes of functions that take an array which is cut.
+"""Treatment of functions that take an array which is cut.
 
-A function with a rule becomes a step; one without is called on the whole array. Where its result
-has the same rows, what follows goes on in pieces. How a function is caught, and what rule it has,
-is a framework's.
+A function with a rule becomes a step. A function without a rule is called on the whole array. If
+its result has the same rows, the following functions work on pieces again. The framework's part
+intercepts the functions and has the rules.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ __all__ = ["Session", "names"]
 
 
 class _LayerNames(threading.local):
-    """Which of a model's layers are running, in this thread, one within another."""
+    """Names of a model's layers that are running in this thread, from outermost to innermost."""
 
     def __init__(self) -> None:
         self.stack: list[str] = []
 
     @property
     def current(self) -> str:
-        """The innermost; "forward" outside of them."""
+        """Name of the innermost running layer; "forward" outside of all layers."""
         return self.stack[len(self.stack) - 1] if self.stack else "forward"
 
 
-#: Of the layers that are running.
+#: Names of the running layers.
 names = _LayerNames()
 
 
@@ -44,15 +44,15 @@ class Session(ABC):
     """One forward pass of a model whose arrays are cut.
 
     Args:
-        executor: makes the calls.
-        arrays: what the framework does with its arrays.
+        executor: executor that makes the calls.
+        arrays: operations on the framework's arrays.
         strict: whether functions without a rule are refused.
-        kept: counts what is kept for the backward pass.
-        filters: which parameters this rank has a piece of.
+        kept: counter of the bytes that are kept for the backward pass.
+        filters: record of the parameters of which this rank has a piece.
 
     Attributes:
-        kind: of what stands for an array that is cut; one has its ``value``.
-        joined: the names of the functions that took whole arrays.
+        kind: class of the stand-ins for arrays that are cut; each has a ``value``.
+        joined: names of the functions that took whole arrays.
     """
 
     kind: type
@@ -76,33 +76,33 @@ class Session(ABC):
 
     @abstractmethod
     def calls_of(self, model: Any) -> AbstractContextManager[Any]:
-        """Get the functions that are given what is cut, while the model runs."""
+        """Intercept the functions that are called with cut arrays, while the model runs."""
 
     @abstractmethod
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what a function returns: cut, if there is a rule for it."""
+        """Return the result of a function: cut, if the function has a rule."""
 
     @abstractmethod
     def cut(self, value: Value, shape: Sequence[int], like: Any) -> Any:
-        """Return what stands for a value of such a shape, and of the dtype of ``like``."""
+        """Return a stand-in for a value, with the given shape and the dtype of ``like``."""
 
-    # -- what is cut -----------------------------------------------------------------------
+    # -- cut arrays ------------------------------------------------------------------------
 
     def enter(self, x: Any) -> Any:
-        """Return what stands for an array that is there."""
+        """Return the stand-in for an existing array."""
         value = self._executor.enter(x)
         first, *rest = value.lengths
         return self.cut(value, (first, x.shape[1], *rest), x)
 
     def whole(self, cut: Any) -> Any:
-        """Return all of an array that is cut."""
+        """Return the whole array of a stand-in."""
         return self._executor.whole([cut.value])[0]
 
     def leave(self, result: Any) -> Any:
-        """Return a forward's result with whole arrays in it."""
+        """Return a forward pass's result with arrays in place of stand-ins."""
         leaves = nested.flatten(result)
-        found = iter(self._executor.results([x.value for x in leaves if self._is_cut(x)]))
-        return nested.rebuild(result, (next(found) if self._is_cut(x) else x for x in leaves))
+        arrays = iter(self._executor.results([x.value for x in leaves if self._is_cut(x)]))
+        return nested.rebuild(result, (next(arrays) if self._is_cut(x) else x for x in leaves))
 
     def has_piece(self, x: Any) -> bool:
         """Return whether ``x`` is a parameter of which this rank has a piece."""
@@ -114,25 +114,25 @@ class Session(ABC):
     # -- functions without a rule ----------------------------------------------------------
 
     def _wholes(self, name: str, leaves: Sequence[Any]) -> list[Any]:
-        """Return what a function is given that has no rule: whole arrays.
+        """Return the whole arrays that a function without a rule takes.
 
         Raises:
-            UnsupportedError: that is refused.
+            UnsupportedError: ``strict`` refuses such functions.
         """
         if self._strict:
             raise UnsupportedError(
-                f"Split: {name} needs its input whole, which strict=True refuses. Split the layers "
-                "before it, and call it on their result."
+                f"Split: {name} needs its input whole, which strict=True refuses. Split only the "
+                "layers before it, and call it on their result; or pass strict=False."
             )
         cut = [x for x in leaves if self._is_cut(x)]
         whole = dict(zip(map(id, cut), self._executor.whole([x.value for x in cut])))
         self.joined.append(name)
         return [whole.get(id(x), self._executor.parameter(x)) for x in leaves]
 
-    def _again(self, found: Any, cut: Any) -> Any:
-        """Cut a result once more that has the rows of what it was made of."""
-        if not self.arrays.is_array(found) or found.ndim != cut.ndim:
-            return found
-        if lengths_of(found.shape) != cut.value.lengths:
-            return found
-        return self.cut(self._executor.enter_whole(found), found.shape, found)
+    def _again(self, result: Any, cut: Any) -> Any:
+        """Cut a result again if it has the rows of the array that it was computed from."""
+        if not self.arrays.is_array(result) or result.ndim != cut.ndim:
+            return result
+        if lengths_of(result.shape) != cut.value.lengths:
+            return result
+        return self.cut(self._executor.enter_whole(result), result.shape, result)

@@ -1,4 +1,4 @@
-"""The options of ``Split``, checked."""
+"""Options of ``Split``, and their checks."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from collective.errors import InvalidArgumentError
 
 __all__ = ["Settings"]
 
-# The values of options that only ranks have, the default first.
+# Values of the options that need ranks; the first value is the default.
 _CHOICES = {
-    # Whether rows travel before each layer, or once for a chain of them.
+    # Whether rows travel before each layer, or once for a chain of layers.
     "halo": ("layer", "chain"),
     # Whether an input or a result is whole on each rank, or in pieces.
     "inputs": ("whole", "pieces"),
     "outputs": ("whole", "pieces"),
-    # Whether each rank keeps the filters of all channels, or those of its own.
+    # Whether each rank keeps the filters of all channels, or only of its own channels.
     "filters": ("all", "own"),
 }
 
@@ -39,34 +39,38 @@ class Settings:
     broadcast: bool
 
     def check(self, has_ranks: bool) -> None:
-        """Refuse options that have no meaning, alone or together.
+        """Check the options, separately and in combination.
 
         Args:
-            has_ranks: whether the pieces are for ranks, and not for one device in turn.
+            has_ranks: whether the pieces are for ranks, and not computed in turn on one device.
 
         Raises:
             InvalidArgumentError: a number of pieces is no positive integer, ``data`` is no sequence
-                of them, an option is none of its values or needs ranks, channels are cut in a
-                chain, or filters without channels.
+                of positive integers, an option has an unknown value or needs ranks, channels are
+                cut with ``halo="chain"``, or ``filters="own"`` is used without a cut of the
+                channels.
         """
         self._check_parts()
         for name, known in _CHOICES.items():
             value = getattr(self, name)
             if value not in known:
-                raise InvalidArgumentError(f"Split: {name}={value!r}; one of {', '.join(known)}.")
+                raise InvalidArgumentError(
+                    f"Split: {name}={value!r} (expected one of {', '.join(known)})."
+                )
             if not has_ranks and value != known[0]:
                 raise InvalidArgumentError(
-                    f"Split: {name}={value!r} without comm; it says what ranks do. Pass comm=."
+                    f"Split: {name}={value!r} without comm, but this option is for ranks. Pass "
+                    "comm=."
                 )
         if self.halo == "chain" and self.channels > 1:
             raise InvalidArgumentError(
-                f"Split: channels={self.channels} with halo='chain'; channels are mixed by layers, "
-                "which a chain has many of. Use halo='layer'."
+                f"Split: channels={self.channels} with halo='chain', but a chain has many layers, "
+                "and they mix channels. Use halo='layer'."
             )
         if self.filters == "own" and self.channels == 1:
             raise InvalidArgumentError(
-                "Split: filters='own' with channels=1; a rank's own filters are those of its "
-                "channels. Pass channels=."
+                "Split: filters='own' with channels=1, but a rank's own filters are the filters of "
+                "its channels. Pass channels= as well."
             )
 
     def _check_parts(self) -> None:
@@ -88,7 +92,7 @@ class Settings:
 
 
 def _is_count(value: Any) -> bool:
-    """Return whether a value is a positive integer; True and False are none."""
+    """Return whether a value is a positive integer; True and False do not count."""
     if isinstance(value, bool):
         return False
     try:

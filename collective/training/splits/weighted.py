@@ -1,6 +1,6 @@
-"""The steps of layers with weights: convolutions, their transposes and dense layers.
+"""Steps of layers with weights: convolutions, transposed convolutions and dense layers.
 
-A step can compute some channels alone, in turn or where a rank has those of its own.
+A step can compute some channels only, in turn or because a rank has only the filters of its own.
 """
 
 from __future__ import annotations
@@ -29,16 +29,18 @@ def layer(
     groups: int,
     outputs: int,
 ) -> Step:
-    """Make the step of a layer with weights, and what it is for some of its channels.
+    """Return the step of a layer with weights, with its variants for some channels.
 
-    Where this rank has its own filters alone the step can be computed for these and no others.
+    If this rank has only its own filters, the step can be computed for their channels only.
 
     Args:
-        function: ``f(x, read, groups, weight)``, or ``f(x, read, groups, weight, bias)``.
-        groups: as in a convolution; 1 group reads all channels.
-        outputs: the weights' dimension of output channels; the other one is that of inputs.
+        function: function ``f(x, read, groups, weight)``, or ``f(x, read, groups, weight, bias)``.
+        groups: number of groups, as in a convolution; a single group reads all channels.
+        outputs: dimension of the output channels in the weights, 0 or 1; the other one is the
+            dimension of the input channels.
 
     Raises:
+        ShapeError: the input does not fit the weights.
         ShapeError: the input does not fit the weights.
     """
     arrays, executor = context.arrays, context.executor
@@ -47,15 +49,18 @@ def layer(
     check_windows(context, rules)
     channels = shape[1] * groups if outputs else shape[0]
     own = executor.layout(weight, bias)
-    given = [each for each in (weight, bias) if each is not None]
+    parameters = [array for array in (weight, bias) if array is not None]
     if own is None:
-        given = [executor.parameter(each) for each in given]
-    uses = context.uses(given, in_part=own is None)
-    whole, part = slice(len(given)), slice(len(given), None)
-    part_weight = slice(len(given), len(given) + 1)
+        parameters = [executor.parameter(array) for array in parameters]
+    uses = context.uses(parameters, in_part=own is None)
+    whole, part = slice(len(parameters)), slice(len(parameters), None)
+    part_weight = slice(len(parameters), len(parameters) + 1)
 
     def run_of(groups: int, made: int, used: slice, *cuts: tuple[int, range]) -> Run:
-        """Return what computes ``made`` channels, of ``used`` and of those the rows ``cuts``."""
+        """Return a ``run`` for ``made`` channels.
+
+        The function takes the arrays ``used``, reduced to the rows ``cuts``.
+        """
 
         def run(inputs: Sequence[Any], read: Read) -> Any:
             x, *rest = inputs
@@ -73,7 +78,7 @@ def layer(
         return run_of(1, channels, part_weight, (1 - outputs, wanted))
 
     def along(wanted: range) -> Run:
-        # Of a transposed convolution the weights' first dimension is that of the inputs.
+        # In a transposed convolution, the weights' first dimension counts the input channels.
         known = range(wanted.start * shape[0] // channels, wanted.stop * shape[0] // channels)
         some = len(wanted) * groups // channels
         return run_of(some, len(wanted), part, (0, known), (0, wanted))
@@ -82,7 +87,7 @@ def layer(
     if bias is not None:
         options["after"] = lambda total, uses: biased(total, uses[1])
     if own is not None:
-        # Rows are without the bias, which is added once.
+        # A `run` for rows omits the bias, which is added once to the sum.
         mine = {
             COLUMNS: lambda: run_of(1, weight.shape[outputs], whole),
             ROWS: lambda: run_of(1, channels, slice(1)),
@@ -97,10 +102,10 @@ def layer(
 
 
 def _check_input(context: Context, weight: Sequence[int], channels: int) -> None:
-    """Refuse an input with other channels, or another number of data axes, than weights are for.
+    """Check that an input has the channels and the number of data axes that the weights need.
 
     Raises:
-        ShapeError: it has.
+        ShapeError: the input has others.
     """
     axes = len(weight) - 2
     if len(context.lengths) != axes:
@@ -116,7 +121,7 @@ def _check_input(context: Context, weight: Sequence[int], channels: int) -> None
 
 
 def biased(y: Any, *bias: Any) -> Any:
-    """Add a number to each channel, if there is one."""
+    """Add the bias to each channel, if there is a bias."""
     return y + bias[0].reshape(1, -1, *(1,) * (y.ndim - 2)) if bias else y
 
 
@@ -124,18 +129,19 @@ def convolved(
     arrays: Arrays, x: Any, windows: Sequence[Window], read: Read,
     function: Callable[[Any, tuple[int, ...]], Any],
 ) -> Any:  # fmt: skip
-    """Return a block of a convolution, which pads both ends of an axis alike by itself.
+    """Return a block of a convolution whose function pads both ends of an axis equally.
 
-    A padded array is a copy, which is kept for the backward pass. Where a block lies at one end of
-    an axis alone, the convolution pads the other end, too, and the rows that come of that are cut
-    off.
+    A padded array is a copy that would be kept for the backward pass, so the convolution pads where
+    possible. If a block lies at one end of an axis only, the convolution pads the other end, too.
+    The resulting extra rows are cut off.
 
     Args:
-        arrays: the framework.
-        x: the rows that the block reads.
-        windows: of each data axis.
-        read: the block.
-        function: ``function(x, ends)`` puts so many rows at either end of each data axis.
+        arrays: operations on the framework's arrays.
+        x: rows that the block reads.
+        windows: windows of the data axes.
+        read: block to compute, and the rows that it reads.
+        function: function ``function(x, ends)`` that pads each data axis by the given number of
+            rows at either end.
     """
     ends, widths, firsts = [], [(0, 0)], []
     for window, (before, after) in zip(windows, read.padding[1:]):
@@ -156,10 +162,10 @@ def convolved(
 
 
 def written(arrays: Arrays, y: Any, rules: Sequence[Transposed], read: Read) -> Any:
-    """Cut the block out of what a piece writes, with zeros where it writes nothing."""
+    """Cut the block out of the rows that a piece writes, with zeros where it writes none."""
     widths = [(0, 0)]
     for axis, rule in enumerate(rules, start=1):
-        # y begins where the first row of the piece writes its first row.
+        # Row 0 of y is the first row that the first row of the piece writes.
         first = read.rows[axis].start * rule.stride - rule.before
         have, want = range(first, first + y.shape[dimension(axis)]), read.out[axis]
         rows = range(max(have.start, want.start), min(have.stop, want.stop))

@@ -1,10 +1,10 @@
-"""Which rows of its input a layer needs for some rows of its output, along one axis.
+"""Rows of its input that a layer needs for some rows of its output, along one axis.
 
-A convolution or pooling reads a window of rows for each row of its output; its adjoint, the
-transposed convolution, writes one for each row of its input; resizing, mirrored padding and the
-like take rows one by one. With these three rules every cut of every such layer is exact: a piece
-of the output is computed from the rows that it needs, and padding is put where the whole layer has
-it, at the true ends of the axis, and nowhere else.
+A convolution or pooling reads a window of rows for each row of its output. Its adjoint, the
+transposed convolution, writes a window for each row of its input. Resizing, mirrored padding and
+similar functions take rows one by one. With these three rules every cut of every such layer is
+exact. A piece of the output is computed from the rows that it needs. Padding is put only where the
+whole layer has it: at the true ends of the axis.
 
 The arithmetic is that of V. Dumoulin and F. Visin, "A guide to convolution arithmetic for deep
 learning" (2016), relationships 6 and 14, solved for a range of outputs instead of all.
@@ -24,29 +24,30 @@ __all__ = [
 
 
 class Rule(Protocol):
-    """How the rows of a layer's output depend on those of its input."""
+    """Dependence of the rows of a layer's output on the rows of its input."""
 
     def length(self, n: int) -> int:
-        """Return how many rows the output has for ``n`` rows of input."""
+        """Return the number of rows of the output for ``n`` rows of input."""
 
     def needs(self, out: range) -> range:
         """Return the rows of input that the rows ``out`` of the output depend on.
 
-        Rows before 0 and from the input's length on are padding. No rows need none.
+        Rows before 0, and rows from the input's length on, are padding. An empty ``out`` needs no
+        rows.
         """
 
 
 class Window(NamedTuple):
-    """A convolution, correlation or pooling; padding and cropping are those of kernel 1.
+    """Rule of a convolution, correlation or pooling; with kernel 1, of padding and cropping.
 
     Output row ``i`` reads the input rows ``i * stride - before + dilation * j`` for ``j`` below
     ``kernel``.
 
     Attributes:
-        kernel: rows that an output row reads, 1 or more.
-        stride: rows from one output row's window to the next one's.
-        before, after: rows of padding at the ends of the axis; negative ones crop.
-        dilation: rows between two that a window reads.
+        kernel: number of rows that an output row reads, at least 1.
+        stride: distance in rows between the windows of neighbouring output rows.
+        before, after: number of padding rows at the ends of the axis; negative numbers crop.
+        dilation: distance in rows between two rows that a window reads.
     """
 
     kernel: int
@@ -57,20 +58,20 @@ class Window(NamedTuple):
 
     @property
     def reach(self) -> int:
-        """Rows from the first that a window reads to behind the last."""
+        """Number of rows from the first row that a window reads to its last, inclusive."""
         return self.dilation * (self.kernel - 1) + 1
 
     def ending(self, n: int, rows: int) -> Window:
-        """Return it with such padding behind ``n`` rows of input that the output has ``rows``."""
+        """Return a copy padded behind ``n`` rows of input so that the output has ``rows`` rows."""
         return self._replace(after=(rows - 1) * self.stride + self.reach - n - self.before)
 
     def covering(self, n: int) -> Window:
-        """Return it so that the windows read each of ``n`` rows; the last may hang over the end."""
+        """Return a copy whose windows read all ``n`` rows; the last may reach beyond the end."""
         beyond = n + self.before + self.after - self.reach
         return self.ending(n, max(0, -(-beyond // self.stride) + 1))
 
     def length(self, n: int) -> int:
-        """Return how many rows the output has for ``n`` rows of input."""
+        """Return the number of rows of the output for ``n`` rows of input."""
         return max(0, (n + self.before + self.after - self.reach) // self.stride + 1)
 
     def needs(self, out: range) -> range:
@@ -82,15 +83,16 @@ class Window(NamedTuple):
 
 
 class Transposed(NamedTuple):
-    """A transposed convolution: the adjoint of a :class:`Window` of the same numbers.
+    """Rule of a transposed convolution: the adjoint of a :class:`Window` with the same numbers.
 
     Input row ``i`` writes the output rows ``i * stride - before + dilation * j`` for ``j`` below
     ``kernel``.
 
     Attributes:
-        kernel, stride, dilation: as those of the window.
-        before, after: rows cut off the ends of what is written.
-        extra: rows added at the end of the output, that no input may write (``output_padding``).
+        kernel, stride, dilation: those of the window.
+        before, after: number of rows cut off the ends of the written rows.
+        extra: number of rows added at the end of the output, which possibly no input row writes
+            (``output_padding``).
     """
 
     kernel: int
@@ -102,35 +104,36 @@ class Transposed(NamedTuple):
 
     @property
     def reach(self) -> int:
-        """Rows from the first that an input row writes to behind the last."""
+        """Number of rows from the first row that an input row writes to its last, inclusive."""
         return self.dilation * (self.kernel - 1) + 1
 
     def length(self, n: int) -> int:
-        """Return how many rows the output has for ``n`` rows of input."""
+        """Return the number of rows of the output for ``n`` rows of input."""
         if n == 0:
             return 0
         written = (n - 1) * self.stride + self.reach
         return max(0, written - self.before - self.after + self.extra)
 
     def needs(self, out: range) -> range:
-        """Return the rows that write into ``out``, those outside the input included."""
+        """Return the rows that write into ``out``, including rows outside the input."""
         if not out:
             return range(0)
-        # i writes into [start, stop) if some i * stride - before + dilation * j lies there: a
-        # range of i that is exact at both ends for dilation 1, and may be too wide by windows
-        # that jump over a short ``out``, which costs rows and no exactness.
+        # Row i writes into [start, stop) if some i * stride - before + dilation * j lies there.
+        # For dilation 1 this range of i is exact at both ends. Otherwise windows may jump over a
+        # short ``out``, and the range may be too wide. This costs extra rows, but the result stays
+        # exact.
         first = -((self.reach - 1 - out.start - self.before) // self.stride)
         last = (out.stop - 1 + self.before) // self.stride
         return range(first, max(first, last + 1))
 
 
 class Taken(NamedTuple):
-    """Rows made of single rows of the input: resizing, mirrored or circular padding, steps.
+    """Rule for rows made of single input rows: resizing, mirrored or circular padding, steps.
 
     Attributes:
-        rows: for an output row, the input rows that it is made of; all of them are rows that
-            the input has.
-        total: how many rows the output has.
+        rows: function that returns the input rows of which an output row is made; the input has
+            all of these rows.
+        total: number of rows of the output.
     """
 
     rows: Callable[[int], Sequence[int]]
@@ -138,23 +141,24 @@ class Taken(NamedTuple):
 
     @classmethod
     def of(cls, *columns: Sequence[int]) -> Taken:
-        """Return the rule by which output row ``i`` is made of number ``i`` of each column."""
+        """Return the rule that makes output row ``i`` of the ``i``-th entry of each column."""
         return cls(list(zip(*columns, strict=True)).__getitem__, len(columns[0]))
 
     def length(self, n: int) -> int:
-        """Return how many rows the output has, whatever the input has."""
+        """Return the number of rows of the output, which does not depend on the input."""
         return self.total
 
     def needs(self, out: range) -> range:
-        """Return the hull of the rows that ``out`` is made of."""
+        """Return the hull of the rows of which ``out`` is made."""
         read = [row for i in out for row in self.rows(i)]
         return range(min(read), max(read) + 1) if read else range(0)
 
 
 def data_slices(index: Sequence[Any], dims: int) -> list[slice] | None:
-    """Return what an index into an array takes of the data axes.
+    """Return the slices of an index along the data axes.
 
-    None if it is not made of slices alone, or takes less than all of the batch or the channels.
+    Return None if the index does not consist of slices only, or does not take the whole batch and
+    all channels.
     """
     places = list(index)
     if Ellipsis in places:
@@ -167,11 +171,11 @@ def data_slices(index: Sequence[Any], dims: int) -> list[slice] | None:
 
 
 def clip(rows: range, n: int) -> tuple[range, int, int]:
-    """Part ``rows`` into those that an axis of ``n`` rows has and the padding around them.
+    """Divide ``rows`` into the rows of an axis of length ``n`` and the padding around them.
 
     Returns:
-        The rows that are there, and how many rows of padding come before and after them. Rows
-        that lie wholly in the padding have no row of the axis, and all count as padding on the
+        The rows of the axis, and the numbers of padding rows before and after them. If all of
+        ``rows`` lie in the padding, the range of rows is empty, and all count as padding on the
         side where they lie.
     """
     there = range(min(max(rows.start, 0), n), min(max(rows.stop, 0), n))
@@ -181,28 +185,29 @@ def clip(rows: range, n: int) -> tuple[range, int, int]:
 
 
 def pieces(length: int, parts: int) -> list[range]:
-    """Cut ``length`` rows into ``parts`` runs that differ by a row at most, longer ones first.
+    """Cut ``length`` rows into ``parts`` runs that differ by at most one row, longer runs first.
 
-    As ``numpy.array_split`` and all calls of a communicator cut. Where there are more parts than
-    rows the last ones are empty.
+    ``numpy.array_split`` and all calls of a communicator cut in the same way. If there are more
+    parts than rows, the last parts are empty.
     """
     return list(itertools.starmap(range, itertools.pairwise(limits(even(length, parts)))))
 
 
 def overlap(a: range, b: range) -> range:
-    """Return the rows that both ranges have; an empty range where there are none."""
+    """Return the rows that are in both ranges; an empty range if there are none."""
     start = max(a.start, b.start)
     return range(start, max(start, min(a.stop, b.stop)))
 
 
 def exchange(have: Sequence[range], want: Sequence[range]) -> list[list[range]]:
-    """Return which rows each owner sends to each rank so that all have what they need.
+    """Return the rows that each owner sends to each rank, so that all have the rows they need.
 
     Args:
-        have: the rows that each rank owns, without overlap.
-        want: the rows that each rank needs; what nobody owns is padding, and not sent.
+        have: rows that each rank owns, without overlap.
+        want: rows that each rank needs. Rows without an owner are padding, and are not sent.
 
     Returns:
-        ``[source][destination]``, rows that may be many ranks away, and may be none.
+        Rows, indexed by ``[source][destination]``. Source and destination may be any number of
+        ranks apart, and the rows may be none.
     """
     return [[overlap(mine, theirs) for theirs in want] for mine in have]

@@ -62,7 +62,8 @@ def test_sums_of_half_precision_are_single(size: int) -> None:
 def test_pieces_are_as_many_as_ranks() -> None:
     def run(comm: collective.Communicator) -> None:
         with pytest.raises(
-            collective.InvalidArgumentError, match="4 pieces; one for each of the 2"
+            collective.InvalidArgumentError,
+            match=r"4 pieces \(expected one piece for each of the 2",
         ):
             Split(nn.Conv2d(1, 1, 3), data=(2, 2), comm=comm)
 
@@ -84,7 +85,9 @@ def test_modules_that_are_refused(module: nn.Module, text: str) -> None:
 
 
 def test_axes_that_the_input_has_not() -> None:
-    with pytest.raises(collective.ShapeError, match=r"data=\(2, 2\) of an input with 1 data axes"):
+    with pytest.raises(
+        collective.ShapeError, match=r"data=\(2, 2\), but the input has 1 data axes"
+    ):
         Split(nn.Conv1d(1, 1, 3), data=(2, 2))(torch.ones(1, 1, 8))
 
 
