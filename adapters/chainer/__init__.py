@@ -1,8 +1,8 @@
-"""Chainer: alive on today's Python, its arrays in ``collective``, and data-parallel training.
+"""Chainer on current Python versions, its arrays in ``collective``, and data-parallel training.
 
 Importing this package makes ``import chainer`` and ``import chainermn`` work with a current
-NumPy, where they would fail: see :mod:`collective.adapters.chainer.compatibility`. What is
-exported is imported when it is first asked for.
+NumPy, where they would otherwise fail: see :mod:`collective.adapters.chainer.compatibility`. The
+exported names are imported at first use.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from .splits import Split
     from .state import broadcast_state
     from .updaters import MultiNodeUpdater
-else:  # to a type checker it would mean that there is any name
+else:  # not for type checkers: with __getattr__ they would accept any name
     __getattr__, __dir__ = _on_demand(
         __name__,
         {

@@ -1,6 +1,6 @@
-"""``python -m collective.adapters.chainer SCRIPT`` runs a program of Chainer's or ChainerMN's."""
+"""``python -m collective.adapters.chainer SCRIPT``: run a Chainer or ChainerMN program."""
 
 from .program import become
 
-# In this very module, so that the program is __main__ for pickle and multiprocessing, too.
+# The program runs in this module, so that pickle and multiprocessing see it as __main__, too.
 exec(become(globals()), globals())

@@ -1,4 +1,4 @@
-"""Chainer's variables as the arrays that they hold, of NumPy on the CPU and of CuPy on GPUs."""
+"""Chainer's variables as the arrays that they hold: NumPy arrays on the CPU, CuPy's on GPUs."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _cupy = partial(adapter_like, "cupy")
 
 
 class ChainerAdapter(Adapter):
-    """``chainer.Variable`` and ``Parameter``.
+    """Adapter for ``chainer.Variable`` and ``Parameter``.
 
-    Collectives are not differentiable: a variable is taken for its array, and a result is a new
-    ``Variable`` that requires no gradient. :mod:`collective.adapters.chainer.functional` has
-    those that are.
+    These collectives are not differentiable. They use a variable's array, and return a new
+    ``Variable`` that requires no gradient. :mod:`collective.adapters.chainer.functional` has the
+    differentiable collectives.
     """
 
     name = "chainer"
@@ -71,13 +71,13 @@ def array_of(x: Any, what: str = "chainer") -> Any:
     """Return a variable's array.
 
     Raises:
-        InvalidArgumentError: it has none yet; named as what ``what`` was called with.
+        InvalidArgumentError: the variable has no array yet; the error names the operation ``what``.
     """
     array = x.array
     if array is None:
         raise InvalidArgumentError(
-            f"{what}: {type(x).__name__} {x.name or ''!r} is not initialized and has no array; "
-            "call its initialize(shape), or the link once, on every rank."
+            f"{what}: {type(x).__name__} {x.name or ''!r} is not initialized and has no array. "
+            "Call its initialize(shape), or its link once, on every rank."
         )
     return array
 
@@ -88,7 +88,6 @@ def _adapter_of(array: Any) -> Adapter:
     if type(array).__module__.partition(".")[0] == "cupy":
         return _cupy()
     raise DeviceError(
-        f"chainer: a variable that holds a {type(array).__module__}.{type(array).__name__}; "
-        "allowed are arrays of NumPy and CuPy. Use x.to_device('@numpy') or "
-        "x.to_device('@cupy:0')."
+        f"chainer: the variable holds a {type(array).__module__}.{type(array).__name__} (expected "
+        "an array of NumPy or CuPy). Use x.to_device('@numpy') or x.to_device('@cupy:0')."
     )

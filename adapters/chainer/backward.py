@@ -1,20 +1,21 @@
-"""Chainer's backward pass, watched: told is each gradient as soon as nothing will be added to it.
+"""Observation of Chainer's backward pass: it reports each gradient as soon as it is complete.
 
-Chainer keeps gradients in a table of its own and gives them to the parameters after everything
-else, so no setter and no hook of its own comes early enough. While passes are watched, and only
-then, two functions that Chainer looks up by name at each call stand wrapped:
+A gradient is complete when nothing will be added to it any more. Chainer keeps gradients in its own
+table and gives them to the parameters at the end of the pass. So none of its setters and hooks runs
+early enough. Instead, two functions that Chainer looks up by name at each call are replaced by
+wrappers, but only while passes are watched:
 
-- ``chainer._backprop._backprop_to_all``, a pass: its graph is walked first, to count the
-  functions that use each leaf;
-- ``chainer._backprop_utils.backprop_step``, one function of a pass: it is counted down for what
-  it has used. At zero the gradient is complete.
+- ``chainer._backprop._backprop_to_all`` runs a pass. Its wrapper walks the graph first, and counts
+  the functions that use each leaf.
+- ``chainer._backprop_utils.backprop_step`` runs one function of a pass. Its wrapper then decrements
+  the count of each leaf that the function has used. At zero the leaf's gradient is complete.
 
-A third, the forward pass of ``LinearGradWeight``, computes the gradient of a dense layer's weight
-right where the caller wants it: large gradients are mostly these, and neither fresh memory nor a
-copy is needed then.
+A third wrapper, of the forward pass of ``LinearGradWeight``, computes the gradient of a dense
+layer's weight directly into the caller's array. Most large gradients are of this kind, and they
+need neither new memory nor a copy then.
 
-Leaves behind a branch that gets no gradient are never counted down to zero: of those, nothing is
-told.
+The count of a leaf behind a branch without a gradient never reaches zero. Such a leaf is not
+reported.
 """
 
 from __future__ import annotations
@@ -33,10 +34,11 @@ from collective.errors import InvalidArgumentError
 
 __all__ = ["Complete", "Target", "watching"]
 
-#: Is told a leaf's number and its gradient, an array that it may read and not write. What it
-#: returns takes the gradient's place, if it is not None.
+#: Function that gets a leaf's number and its gradient, an array that it may read but not write. If
+#: it does not return None, its result replaces the gradient.
 Complete = Callable[[int, Any], Any]
-#: Returns the array where the gradient of a leaf, told by its number, may be computed.
+#: Function that gets a leaf's number, and returns an array in which to compute the leaf's gradient,
+#: or None.
 Target = Callable[[int], Any]
 
 
@@ -46,18 +48,18 @@ def watching(
 ) -> Iterator[None]:
     """Watch the backward passes of the body in this thread.
 
-    Passes that others start in their course (``F.forget`` does) are not watched: they add to
-    leaves whose gradients are read from there when the outer pass is over.
+    A pass may start inner passes (``F.forget`` does). These are not watched: they add to leaves,
+    and the gradients are read from the leaves at the end of the outer pass.
 
     Args:
-        leaves: their variables' nodes, and the numbers by which they are told.
-        complete: is called in the middle of a pass.
-        target: asked before a gradient is computed that could be in place from the start; then
-            ``complete`` is called with that array.
+        leaves: nodes of the variables to watch, and the numbers that identify them.
+        complete: function that is called in the middle of a pass.
+        target: function that is called before a gradient that can be computed in place. Then
+            ``complete`` is called with the array that ``target`` has returned.
 
     Raises:
-        InvalidArgumentError: of a pass with ``enable_double_backprop=True``: the gradients are
-            copied, and a copy has no graph.
+        InvalidArgumentError: a pass has ``enable_double_backprop=True``. The gradients are copied,
+            and a copy has no graph.
     """
     before = _here.watch
     _wrappers.install()
@@ -70,22 +72,22 @@ def watching(
 
 
 class _Here(threading.local):
-    """What this thread watches, and where it is."""
+    """State of this thread: what it watches, and the pass that it runs."""
 
     watch: tuple[Mapping[Any, int], Complete, Target | None] | None = None
     in_pass = False
-    counted: _Pass | None = None  # the pass whose functions are counted, if the innermost is
-    into: Any = None  # where the next gradient of a dense layer's weight goes
+    counted: _Pass | None = None  # pass whose functions are counted, if the innermost one is
+    into: Any = None  # array for the next gradient of a dense layer's weight
 
 
 _here = _Here()
 
 
 class _Pass:
-    """One backward pass: which functions will use which leaves.
+    """Counts of one backward pass: which functions will still use which leaves.
 
     Args:
-        outputs: the nodes that the pass starts at.
+        outputs: nodes at which the pass starts.
     """
 
     def __init__(
@@ -97,15 +99,15 @@ class _Pass:
     ):
         if chainer.config.enable_backprop:
             raise InvalidArgumentError(
-                "backward: enable_double_backprop=True, while gradients are reduced; allowed is "
-                "False, as gradients that other ranks have a part in have no graph here. Use "
-                "chainer.grad in the loss, or no_sync()."
+                "backward: enable_double_backprop=True while gradients are reduced (allowed is "
+                "False, because other ranks contribute to the reduced gradients, and so these have "
+                "no graph here). Use chainer.grad in the loss function, or no_sync()."
             )
         self._leaves = leaves
         self._complete = complete
         self._target = target
-        self._users: dict[Any, list[Any]] = {}  # function -> the leaves that it uses
-        self._left: dict[Any, int] = {}  # leaf -> how many functions still have to add to it
+        self._users: dict[Any, list[Any]] = {}  # function -> leaves that it uses
+        self._left: dict[Any, int] = {}  # leaf -> number of functions that will still add to it
         todo = [node.creator_node for node in outputs if node.creator_node is not None]
         seen = set(todo)
         while todo:
@@ -127,7 +129,7 @@ class _Pass:
                     self._left[node] = self._left.get(node, 0) + 1
 
     def target_for(self, function: Any, gradients: Mapping[Any, list[Any]]) -> Any:
-        """Return where a function's gradient of its weight may go, if it is all there will be."""
+        """Return an array for a function's gradient of its weight, if no other part is added."""
         if self._target is None or type(function) is not LinearFunction:
             return None
         weight = function.inputs[1]
@@ -136,13 +138,13 @@ class _Pass:
         return None if gradients[weight] else self._target(self._leaves[weight])
 
     def done(self, function: Any, gradients: Mapping[Any, list[Any]]) -> None:
-        """Count a function that has added to the gradients of what it has used."""
+        """Count a function as done: it has added to the gradients of the leaves that it uses."""
         for node in self._users.pop(function, ()):
             self._left[node] -= 1
             if self._left[node]:
                 continue
             parts = gradients[node]
-            # As Chainer adds them up when the pass is over, by the same function.
+            # Chainer adds the parts by the same function when the pass is over.
             gradient = _backprop_utils._reduce(parts)
             if gradient is None:
                 continue
@@ -152,7 +154,7 @@ class _Pass:
 
 
 class _Wrappers:
-    """Puts the wrappers in place, once for all threads that watch, and back."""
+    """Installer of the wrappers, shared by all threads that watch."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -205,9 +207,9 @@ class _Wrappers:
 
 
 def _forward(original: Any, node: Any, inputs: tuple[Any, Any]) -> tuple[Any]:
-    """Run the forward pass of a ``LinearGradWeight``, into the place that there is for it.
+    """Run the forward pass of a ``LinearGradWeight``, into the prepared array if there is one.
 
-    The same product of the same operands, so the same bits.
+    The product and its operands are the same, and so are the bits of the result.
     """
     into, _here.into = _here.into, None
     x, gy = inputs
@@ -219,8 +221,8 @@ def _forward(original: Any, node: Any, inputs: tuple[Any, Any]) -> tuple[Any]:
         or not (gy.flags.forc and x.flags.forc and into.flags.c_contiguous)
         or chainer.config.use_ideep != "never"
     ):
-        found: tuple[Any] = original(node, inputs)
-        return found
+        result: tuple[Any] = original(node, inputs)
+        return result
     node.retain_inputs((0, 1))
     node._config_use_ideep = "never"
     np.dot(gy.T, x, out=into)

@@ -25,24 +25,26 @@ _NOT_PICKLED = (
 
 
 class SyncBatchNormalization(_Norm):  # type: ignore[misc, unused-ignore]
-    """Batch normalisation equal to ``L.BatchNormalization`` over the ranks' batches joined.
+    """Batch normalisation equal to ``L.BatchNormalization`` over the joined batches of all ranks.
 
-    Forward gathers means, sums of squared deviations and counts, once; backward all-reduces two
-    sums, once. They are computed in float32 at least, and merged in float64 by the formula of
-    Chan, Golub and LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample
-    Variances" (1979), extended to many sets: no large squares are subtracted from each other.
+    The forward pass gathers means, sums of squared deviations and counts, in one call. The backward
+    pass all-reduces two sums, in one call. They are computed in float32 or a wider type, and merged
+    in float64. The formula is that of Chan, Golub and LeVeque, "Updating Formulae and a Pairwise
+    Algorithm for Computing Sample Variances" (1979), extended to many sets: it never subtracts
+    large squares from each other.
 
-    Batches may be of any lengths, 0 included. Gradients of gamma and beta are this rank's part:
-    their average over the ranks, which the optimizer makes, is the joined batch's, if the loss is
-    the average of the ranks' losses. There are no second derivatives.
+    Batches may be of any lengths, 0 included. Gradients of gamma and beta are this rank's part. The
+    optimizer averages these parts over the ranks. If the loss is the average of the ranks' losses,
+    this average is the gradient of the joined batch. There are no second derivatives.
 
-    Collective: all ranks call it in one order while ``chainer.config.train``. If some rank's
-    batch or parameters require a gradient, every rank's result has to contribute to its loss;
-    backward passes come in the reverse order of the forward ones.
+    Collective: all ranks call it in the same order while ``chainer.config.train`` is true. If some
+    rank's batch or parameters require a gradient, every rank's result has to contribute to its
+    loss. Backward passes run in the reverse order of the forward passes.
 
     Args:
-        comm: the ranks. Copies of the link share it; it is not pickled.
-        size, options: as of ``L.BatchNormalization``.
+        comm: ranks whose batches are joined. Copies of the link share the communicator; it is not
+            pickled.
+        size, options: those of ``L.BatchNormalization``.
     """
 
     def __init__(self, size: Any, comm: Communicator, **options: Any) -> None:
@@ -50,25 +52,25 @@ class SyncBatchNormalization(_Norm):  # type: ignore[misc, unused-ignore]
         self._ranks = SharedCommunicator(comm, _NOT_PICKLED)
 
     def rebind(self, comm: Communicator) -> None:
-        """Go on over another communicator, as all copies of the link do then."""
+        """Continue over another communicator; all copies of the link do so, too."""
         self._ranks.comm = comm
 
     @property
     def comm(self) -> Communicator:
-        """The ranks whose batches are one."""
+        """Ranks whose batches are joined."""
         return self._ranks.comm
 
     def forward(self, x: Any, **options: Any) -> Any:
         """Normalise a batch.
 
         Args:
-            x: floating point; its shape but for the axes that are normalised over is the same
-                on all ranks.
-            options: ``finetune=True``: accumulate the population's statistics.
+            x: floating-point batch. Its lengths along the axes that are not normalised over are
+                the same on all ranks.
+            options: ``finetune=True`` accumulates the statistics of the population.
 
         Raises:
-            ShapeError: the shape does not fit the parameters; before anything is sent.
-            MismatchError: the ranks' links differ in size; on all ranks.
+            ShapeError: the shape does not fit the parameters; raised before anything is sent.
+            MismatchError: the ranks' links differ in size; every rank raises it.
         """
         if not chainer.config.train:
             return super().forward(x, **options)
@@ -83,24 +85,24 @@ class SyncBatchNormalization(_Norm):  # type: ignore[misc, unused-ignore]
         gamma = self._get_gamma()[0] if self.gamma is None else self.gamma
         beta = self._get_beta()[0] if self.beta is None else self.beta
         wanted = chainer.config.enable_backprop and any(
-            isinstance(each, chainer.Variable) and each.requires_grad for each in (x, gamma, beta)
+            isinstance(v, chainer.Variable) and v.requires_grad for v in (x, gamma, beta)
         )
         dtype = np.result_type(x.dtype, gamma.dtype, np.float32)
         joined = _joined(self.comm, x.array, axes, dtype, wanted)
-        # A batch that F.forget computes again counts once.
+        # A batch that F.forget computes a second time counts once.
         if not chainer.config.in_recomputing:
             decay = self.decay
             if finetune:
                 self.N += 1
                 decay = 1.0 - 1.0 / self.N
             self._track(joined, decay)
-        # A rank that needs no gradient is in the graph all the same if a peer needs one.
+        # If a peer needs a gradient, this rank is in the graph as well, even if it needs none.
         token = chainer.Variable(self.xp.zeros((), np.float32), requires_grad=joined.wanted)
-        found: Any = _Normalise(joined, axes, dtype, self.eps).apply((x, gamma, beta, token))[0]
-        return found
+        result: Any = _Normalise(joined, axes, dtype, self.eps).apply((x, gamma, beta, token))[0]
+        return result
 
     def _axes(self, x: Any) -> tuple[int, ...]:
-        """Return the axes that are normalised over."""
+        """Return the axes that are normalised over, and check the shape of ``x``."""
         size = self.avg_mean.shape
         axes = self.axis
         if axes is None:
@@ -108,13 +110,14 @@ class SyncBatchNormalization(_Norm):  # type: ignore[misc, unused-ignore]
         if tuple(n for i, n in enumerate(x.shape) if i not in axes) != size:
             raise ShapeError(
                 f"SyncBatchNormalization: an input of shape {x.shape}, normalised over the axes "
-                f"{axes}; the others must be of lengths {size} "
-                f"[rank {self.comm.rank} of {self.comm.size}]."
+                f"{axes}, does not fit the parameters (expected lengths {size} along the other "
+                f"axes) [rank {self.comm.rank} of {self.comm.size}]. Pass an input of that shape, "
+                "or make the link with another size."
             )
         return tuple(axes)
 
     def _track(self, joined: JoinedBatch, decay: float) -> None:
-        """Move the running statistics towards a batch's; its variance as an unbiased estimate."""
+        """Move the running statistics towards a batch's mean and unbiased variance."""
         if not joined.count:
             return
         for kept, new in ((self.avg_mean, joined.mean), (self.avg_var, joined.unbiased)):
@@ -137,13 +140,13 @@ def _joined(
 
 
 class _Normalise(_Node):  # type: ignore[misc, unused-ignore]
-    """``(x - mean) / sqrt(var + eps) · gamma + beta``, where mean and var are of all ranks' x.
+    """``(x - mean) / sqrt(var + eps) · gamma + beta``, with mean and var over all ranks' ``x``.
 
     Args:
-        joined: the ranks' batches as one.
-        axes: those that are normalised over.
-        dtype: in which to compute.
-        eps: added to the variance.
+        joined: joined batches of the ranks.
+        axes: axes that are normalised over.
+        dtype: dtype of the computation.
+        eps: number that is added to the variance.
     """
 
     def __init__(self, joined: JoinedBatch, axes: tuple[int, ...], dtype: Any, eps: float) -> None:
@@ -163,60 +166,60 @@ class _Normalise(_Node):  # type: ignore[misc, unused-ignore]
     def backward(self, indexes: Any, grad_outputs: Any) -> Any:
         if chainer.config.enable_backprop:
             raise InvalidArgumentError(
-                "SyncBatchNormalization: enable_double_backprop=True; there are no second "
-                "derivatives. Use L.BatchNormalization."
+                "SyncBatchNormalization: enable_double_backprop=True, but there are no second "
+                "derivatives. Use L.BatchNormalization instead."
             )
-        x, gamma = (each.array for each in self.get_retained_inputs())
+        x, gamma = (variable.array for variable in self.get_retained_inputs())
         centred, inverse = self._standard(x)
         dy = grad_outputs[0].array.astype(self._dtype, copy=False)
         stack = chainer.backend.get_array_module(x).stack
         scale = inverse * self._spread(gamma, x)
         dx, *parts = self._joined.gradients(dy, centred, inverse, scale, self._axes, stack)
-        dgamma, dbeta = (each.reshape(gamma.shape).astype(gamma.dtype) for each in parts)
-        found = dx.astype(x.dtype, copy=False), dgamma, dbeta
-        return tuple(None if i == 3 else chainer.as_variable(found[i]) for i in indexes)
+        dgamma, dbeta = (part.reshape(gamma.shape).astype(gamma.dtype) for part in parts)
+        gradients = dx.astype(x.dtype, copy=False), dgamma, dbeta
+        return tuple(None if i == 3 else chainer.as_variable(gradients[i]) for i in indexes)
 
     def _standard(self, x: Any) -> tuple[Any, Any]:
-        """Return the batch less the mean, and what makes its variance 1."""
+        """Return the batch minus the mean, and the factor that makes its variance 1."""
         joined = self._joined
         inverse = self._spread((joined.var + self._eps) ** -0.5, x)
         return x - self._spread(joined.mean, x), inverse
 
     def _spread(self, values: Any, x: Any) -> Any:
-        """Return one value a mean as it broadcasts against ``x``, in the dtype to compute in."""
+        """Return values, one for each mean, in the compute dtype and broadcastable to ``x``."""
         shape = tuple(1 if i in self._axes else n for i, n in enumerate(x.shape))
         return values.reshape(shape).astype(self._dtype, copy=False)
 
 
 def convert_batch_normalization(link: Any, comm: Communicator) -> Any:
-    """Make every ``L.BatchNormalization`` in ``link`` a :class:`SyncBatchNormalization`.
+    """Turn every ``L.BatchNormalization`` in ``link`` into a :class:`SyncBatchNormalization`.
 
-    They change their class and stay the objects that they are: wherever they are kept, with
-    their parameters, hooks, update rules and names.
+    The links change their class, and stay the same objects. So they keep their places, parameters,
+    hooks, update rules and names.
 
     Args:
-        link: of any nesting. It is not touched if anything is refused.
-        comm: the ranks whose batches are one.
+        link: link of any nesting. It is unchanged if the function raises.
+        comm: ranks whose batches are joined.
 
     Returns:
         ``link``.
 
     Raises:
-        InvalidArgumentError: it has a subclass of a batch normalisation, whose forward would be
-            lost; names it.
+        InvalidArgumentError: the link contains a subclass of a batch normalisation, whose forward
+            method would be lost. The error names it.
     """
-    norms = [(n, each) for n, each in link.namedlinks() if isinstance(each, _Norm)]
+    norms = [(path, child) for path, child in link.namedlinks() if isinstance(child, _Norm)]
     refused = [
-        f"{name or 'the link'} ({type(each).__name__})"
-        for name, each in norms
-        if type(each) not in (_Norm, SyncBatchNormalization)
+        f"{path or 'the link'} ({type(child).__name__})"
+        for path, child in norms
+        if type(child) not in (_Norm, SyncBatchNormalization)
     ]
     if refused:
         raise InvalidArgumentError(
-            f"convert_batch_normalization: {', '.join(refused)}; only L.BatchNormalization "
-            "itself is converted. Replace a subclass by hand."
+            f"convert_batch_normalization: cannot convert {', '.join(refused)}: only "
+            "L.BatchNormalization itself is converted. Replace a subclass by hand."
         )
-    for _, each in norms:
-        each.__class__ = SyncBatchNormalization
-        each._ranks = SharedCommunicator(comm, _NOT_PICKLED)
+    for _, child in norms:
+        child.__class__ = SyncBatchNormalization
+        child._ranks = SharedCommunicator(comm, _NOT_PICKLED)
     return link

@@ -1,4 +1,4 @@
-"""Which samples a rank takes: shards of a dataset, and an iterator over all of it together."""
+"""Samples of each rank: shards of a dataset, and an iterator over the whole dataset."""
 
 from __future__ import annotations
 
@@ -28,29 +28,31 @@ def scatter_dataset(
 ) -> Any:
     """Return this rank's shard of a dataset that every rank has.
 
-    No sample is sent: the ranks agree on a seed, and each takes its indices. Orders and shards
+    No sample is sent: the ranks agree on a seed, and each rank takes its indices. Orders and shards
     are those of ``chainermn.scatter_dataset`` with the same seed.
 
-    As it is, each sample is in one shard, once; the first ones may be longer by one, so that
-    their epochs end in other steps than those of the rest. With ``padded=True`` neighbouring
-    shards share samples until all are equally long, as ChainerMN has it by default.
+    By default each sample is in one shard, once. The first shards may be longer by one, so that
+    their epochs end in other steps than those of the other shards. With ``padded=True``
+    neighbouring shards share samples until all are equally long, which is ChainerMN's default.
 
-    For training, a :class:`ShardedIterator` over the whole dataset is exact and in step.
+    For training, a :class:`ShardedIterator` over the whole dataset is exact, and all ranks stay in
+    step.
 
     Collective: every rank calls it.
 
     Args:
-        dataset: what has a length, and samples by index; the same on every rank.
+        dataset: object with a length, and samples by index; the same on every rank.
         shuffle: whether to permute the samples before they are divided.
-        seed: of the permutation, below 2**32; rank 0's counts. None for another one each time.
+        seed: seed of the permutation, below 2**32; rank 0's seed is used. None: a new seed for each
+            call.
         padded: whether to repeat samples.
 
     Returns:
         A ``chainer.datasets.SubDataset``.
 
     Raises:
-        InvalidArgumentError: there is no dataset; on this rank.
-        MismatchError: the ranks' datasets differ in length, or their options do.
+        MismatchError: the ranks' datasets differ in length, their options differ, or a rank has no
+            dataset.
     """
     length = None if dataset is None else len(dataset)
     drawn = int(np.random.SeedSequence().generate_state(1)[0]) if seed is None else seed
@@ -59,10 +61,11 @@ def scatter_dataset(
         if theirs[:3] != every[0][:3] or theirs[0] is None:
             lengths = ["no dataset" if n is None else f"{n} samples" for n, *_ in every]
             raise MismatchError(
-                f"scatter_dataset: rank {rank} has {lengths[rank]}, shuffle={theirs[1]}, "
-                f"padded={theirs[2]}; rank 0 {lengths[0]}, shuffle={every[0][1]}, "
-                f"padded={every[0][2]} [rank {comm.rank} of {comm.size}]. Open the same dataset on "
-                "every rank, as only indices are shared out."
+                f"scatter_dataset: the ranks' datasets or options differ: rank {rank} has "
+                f"{lengths[rank]}, shuffle={theirs[1]}, padded={theirs[2]}, but rank 0 has "
+                f"{lengths[0]}, shuffle={every[0][1]}, padded={every[0][2]} [rank {comm.rank} of "
+                f"{comm.size}]. Open the same dataset on every rank, because only indices are "
+                "shared out."
             )
     assert length is not None
     order = np.random.RandomState(every[0][3]).permutation(length) if shuffle else None
@@ -71,31 +74,32 @@ def scatter_dataset(
 
 
 class ShardedIterator(_Iterator):  # type: ignore[misc, unused-ignore]
-    """Batches of all ranks together, of which each rank loads its part.
+    """Iterator over the batches of all ranks together; each rank loads its part of a batch.
 
-    The ranks go through one order of the whole dataset, in steps of ``size × batch_size``
-    samples; rank r takes every size-th of a step's samples, from r on. Each sample comes once an
-    epoch, and epochs begin and end in the same step on all ranks, whatever the length. As with
-    ``SerialIterator``, a batch at the end of an epoch is filled from the next one if ``repeat``,
-    and short otherwise; a rank that gets nothing of it is through one step earlier.
+    The ranks go through the whole dataset in the same order, in steps of ``size × batch_size``
+    samples. Rank r takes every size-th of a step's samples, starting with sample r. Each sample
+    comes once in an epoch. Epochs begin and end in the same step on all ranks, whatever the length
+    of the dataset. As with ``SerialIterator``, a batch at the end of an epoch is filled from the
+    next epoch if ``repeat`` is true, and is short otherwise. A rank without a sample in a short
+    batch ends one step earlier.
 
-    The order depends on seed and epoch alone. So the state, which is the same on all ranks,
-    holds for any number of them: training that is resumed with more ranks goes on with the
-    samples that are left of the epoch.
+    The order depends only on seed and epoch. So the state is the same on all ranks, and is valid
+    for any number of ranks. Training that resumes with more ranks continues with the remaining
+    samples of the epoch.
 
     Args:
-        dataset: what has a length, and samples by index; the same on every rank.
-        batch_size: of one rank.
-        comm_or_rank_size: a communicator, of which rank and size are taken, or these two.
-        repeat: whether to go on after the first epoch.
-        shuffle: whether to permute the samples, anew for each epoch.
-        seed: of the permutations, the same on all ranks.
+        dataset: object with a length, and samples by index; the same on every rank.
+        batch_size: number of samples in a batch of one rank.
+        comm_or_rank_size: communicator, or a tuple of rank and size.
+        repeat: whether to continue after the first epoch.
+        shuffle: whether to permute the samples, in a new order for each epoch.
+        seed: seed of the permutations, the same on all ranks.
 
     Attributes:
-        dataset, batch_size, repeat, shuffle, seed: as given.
-        epoch: how many are complete.
-        is_new_epoch: whether the last batch has completed one.
-        current_position: how many samples of the epoch all ranks together have taken.
+        dataset, batch_size, repeat, shuffle, seed: arguments of the constructor.
+        epoch: number of complete epochs.
+        is_new_epoch: whether the last batch has completed an epoch.
+        current_position: number of samples of the epoch that all ranks together have taken.
     """
 
     def __init__(
@@ -111,11 +115,11 @@ class ShardedIterator(_Iterator):  # type: ignore[misc, unused-ignore]
         rank, size = shards.rank_and_size("ShardedIterator", comm_or_rank_size)
         if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
             raise InvalidArgumentError(
-                f"ShardedIterator: batch_size {batch_size!r}; a positive integer."
+                f"ShardedIterator: batch_size is {batch_size!r} (expected a positive integer)."
             )
         if repeat and not len(dataset):
             raise InvalidArgumentError(
-                "ShardedIterator: an empty dataset; allowed is that with repeat=False."
+                "ShardedIterator: an empty dataset needs repeat=False, as no batch could be filled."
             )
         self.dataset = dataset
         self.batch_size = batch_size
@@ -123,39 +127,39 @@ class ShardedIterator(_Iterator):  # type: ignore[misc, unused-ignore]
         self.shuffle = shuffle
         self.seed = seed
         self._rank, self._size = rank, size
-        self._known: tuple[int, Any] = -1, None  # the order of an epoch
+        self._known: tuple[int, Any] = -1, None  # an epoch, and the order of its samples
         self.reset()
 
     def reset(self) -> None:
-        """Begin anew, with the first epoch."""
+        """Start again with the first epoch."""
         self.epoch = 0
         self.is_new_epoch = False
         self.current_position = 0
         self._previous_epoch_detail = -1.0
 
     def reshard(self, comm_or_rank_size: Communicator | tuple[int, int], consumed: int) -> None:
-        """Share out the rest of the epoch under way anew, from the next batch on.
+        """Divide the rest of the current epoch among other ranks, from the next batch on.
 
         Args:
-            comm_or_rank_size: the ranks that are left, as when the iterator was made.
-            consumed: how many samples of the epoch all ranks together have done with, the same
-                on all of them.
+            comm_or_rank_size: new ranks, in the form that the constructor takes.
+            consumed: number of samples of the epoch that all ranks together have used, the same on
+                all of them.
 
         Raises:
-            RankError: the rank is not one from 0 to ``size - 1``.
-            InvalidArgumentError: an epoch has not so many samples.
+            RankError: the rank is not from 0 to ``size - 1``.
+            InvalidArgumentError: ``consumed`` is negative, or an epoch has fewer samples.
         """
         rank, size = shards.rank_and_size("reshard", comm_or_rank_size)
         if not 0 <= consumed <= max(0, len(self.dataset) - 1):
             raise InvalidArgumentError(
-                f"reshard: consumed {consumed}; from 0 to {max(0, len(self.dataset) - 1)} of the "
-                "epoch under way."
+                f"reshard: consumed is {consumed} (expected 0 to {max(0, len(self.dataset) - 1)}). "
+                "Pass the number of samples that the ranks have used of the current epoch."
             )
         self._rank, self._size = rank, size
         self.current_position = consumed
 
     def rebind(self, comm: Communicator) -> None:
-        """Go on from where this iterator is among other ranks."""
+        """Continue at the current position, among other ranks."""
         self.reshard(comm, self.current_position)
 
     def __next__(self) -> list[Any]:
@@ -196,20 +200,20 @@ class ShardedIterator(_Iterator):  # type: ignore[misc, unused-ignore]
 
     @property
     def epoch_detail(self) -> float:
-        """Epochs, with the part of the one under way."""
+        """Number of epochs, including the finished part of the current one."""
         return self.epoch + self.current_position / max(len(self.dataset), 1)
 
     @property
     def previous_epoch_detail(self) -> float | None:
-        """The same before the last batch; None before the first."""
+        """Value of ``epoch_detail`` before the last batch; None before the first batch."""
         return None if self._previous_epoch_detail < 0 else self._previous_epoch_detail
 
     def serialize(self, serializer: Any) -> None:
-        """Write or read where this iterator is.
+        """Write or read the position of this iterator.
 
         Raises:
-            InvalidArgumentError: the state read is of another dataset or another order; nothing
-                is changed.
+            InvalidArgumentError: the state to read belongs to another dataset or another order. The
+                iterator is unchanged.
         """
         names = "length", "seed", "shuffle"
         mine = (len(self.dataset), self.seed, self.shuffle)
@@ -217,9 +221,9 @@ class ShardedIterator(_Iterator):  # type: ignore[misc, unused-ignore]
         if read != tuple(map(int, mine)):
             listed = ", ".join(f"{n} {a}" for n, a in zip(names, read))
             raise InvalidArgumentError(
-                f"ShardedIterator: a state with {listed}; this one has "
+                f"ShardedIterator: a state with {listed} does not fit this iterator, which has "
                 f"{', '.join(f'{n} {int(a)}' for n, a in zip(names, mine))}. A position in another "
-                "order means nothing."
+                "order is meaningless: use the same dataset, seed and shuffle."
             )
         self.current_position = int(serializer("current_position", self.current_position))
         self.epoch = int(serializer("epoch", self.epoch))

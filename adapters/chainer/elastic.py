@@ -1,4 +1,7 @@
-"""How links, optimizers, iterators and a Trainer are kept for :class:`collective.elastic.State`."""
+"""Functions that keep Chainer's links, optimizers, iterators and Trainers in an elastic state.
+
+They are registered for :class:`collective.elastic.State`.
+"""
 
 from __future__ import annotations
 
@@ -27,17 +30,18 @@ _Updater: Any = chainer.training.updaters.StandardUpdater
 
 
 def copy_serialized(target: Any) -> dict[str, Any]:
-    """Return what a link or an iterator writes of itself, by name.
+    """Return the values that a link or an iterator serializes, by name.
 
     Raises:
-        InvalidArgumentError: a parameter is not initialized, which none can be made again.
+        InvalidArgumentError: a parameter is not initialized. Nothing could restore this state.
     """
     if isinstance(target, chainer.Link):
         names = [name for name, p in distinct_parameters(target) if not p.is_initialized]
         if names:
             raise InvalidArgumentError(
-                f"State: parameters {', '.join(names[:10])} are not initialized, and cannot be "
-                "made so again. Give the links their input sizes, or make a forward pass first."
+                f"State: parameters {', '.join(names[:10])} are not initialized, and a state of "
+                "uninitialized parameters cannot be restored. Give the links their input sizes, or "
+                "make a forward pass first."
             )
     written = {name: np.asarray(value) for name, value in npz.serialize(target).items()}
     return {
@@ -47,7 +51,7 @@ def copy_serialized(target: Any) -> dict[str, Any]:
 
 
 def load_serialized(target: Any, kept: dict[str, Any]) -> Any:
-    """Have a link or an iterator read what it has written."""
+    """Restore a link or an iterator from the values that it has serialized."""
     npz.NpzDeserializer({name: np.asarray(value) for name, value in kept.items()}).load(target)
     return target
 
@@ -55,7 +59,8 @@ def load_serialized(target: Any, kept: dict[str, Any]) -> Any:
 def copy_optimizer(optimizer: Any) -> dict[str, Any]:
     """Return an optimizer's counts, hyperparameters and the state of each parameter's rule.
 
-    Not by its ``serialize()``, which knows no way back to before the first step.
+    The optimizer's ``serialize()`` is not used, because it cannot restore the state before the
+    first step.
     """
     actual = _actual(optimizer)
     return {
@@ -67,14 +72,14 @@ def copy_optimizer(optimizer: Any) -> dict[str, Any]:
 
 
 def load_optimizer(optimizer: Any, kept: dict[str, Any]) -> Any:
-    """Have an optimizer as :func:`copy_optimizer` found it."""
+    """Restore an optimizer to the state that :func:`copy_optimizer` returned."""
     actual = _actual(optimizer)
     actual.t, actual.epoch = kept["t"], kept["epoch"]
     for name, value in kept["hyperparameters"].items():
         setattr(actual.hyperparam, name, value)
     for name, rule in _rules(actual):
         rule.t, rule._state = kept["rules"][name]
-        # Made anew of the parameter, as when a snapshot is read.
+        # The rule makes this copy again from the parameter, as after a snapshot is read.
         rule._fp32_param = None
     return optimizer
 
@@ -86,8 +91,8 @@ def _actual(optimizer: Any) -> Any:
 def _rules(optimizer: Any) -> list[tuple[str, Any]]:
     if optimizer.target is None:
         return []
-    found = distinct_parameters(optimizer.target)
-    return [(name, p.update_rule) for name, p in found if p.update_rule is not None]
+    parameters = distinct_parameters(optimizer.target)
+    return [(name, p.update_rule) for name, p in parameters if p.update_rule is not None]
 
 
 def _plain(value: Any) -> Any:
@@ -98,33 +103,33 @@ def _plain(value: Any) -> Any:
 
 
 def copy_trainer(trainer: Any) -> dict[str, Any]:
-    """Return what a Trainer goes on from: its updater's parts, its extensions and triggers.
+    """Return the state of a Trainer: its updater's parts, its extensions and triggers.
 
     Raises:
-        InvalidArgumentError: its updater is no ``StandardUpdater``, of which nothing is known; or a
+        InvalidArgumentError: the updater is no ``StandardUpdater``, so its parts are unknown; or a
             parameter is not initialized.
     """
     updater = trainer.updater
     if not isinstance(updater, _Updater):
         raise InvalidArgumentError(
-            f"State: a Trainer whose updater is a {type(updater).__name__}; needed is a "
-            "StandardUpdater, or one derived from it, such as MultiNodeUpdater."
+            f"State: the Trainer's updater is a {type(updater).__name__} (expected a "
+            "StandardUpdater, or a class derived from it). Use MultiNodeUpdater, for example."
         )
     optimizers = updater.get_all_optimizers()
     return {
         "iteration": updater.iteration,
         "seconds": 0.0 if trainer._start_at is None else trainer.elapsed_time,
-        "iterators": {name: copy_serialized(each) for name, each in updater._iterators.items()},
-        "models": {name: copy_serialized(each.target) for name, each in optimizers.items()},
-        "optimizers": {name: copy_optimizer(each) for name, each in optimizers.items()},
-        "serialized": {name: copy_serialized(each) for name, each in _serialized(trainer).items()},
+        "iterators": {name: copy_serialized(part) for name, part in updater._iterators.items()},
+        "models": {name: copy_serialized(part.target) for name, part in optimizers.items()},
+        "optimizers": {name: copy_optimizer(part) for name, part in optimizers.items()},
+        "serialized": {name: copy_serialized(part) for name, part in _serialized(trainer).items()},
     }
 
 
 def load_trainer(trainer: Any, kept: dict[str, Any]) -> Any:
-    """Have a Trainer as :func:`copy_trainer` found it, such that ``run()`` goes on from there.
+    """Restore a Trainer to the state that :func:`copy_trainer` returned, so that ``run()`` resumes.
 
-    Extensions that one of the two has and the other has not stay as they are.
+    An extension that only the Trainer or only the state has stays unchanged.
     """
     updater = trainer.updater
     updater.iteration = kept["iteration"]
@@ -139,9 +144,9 @@ def load_trainer(trainer: Any, kept: dict[str, Any]) -> Any:
 
 
 def rebind_trainer(trainer: Any, comm: Communicator) -> None:
-    """Have the updater, its iterators and optimizers, and the extensions go on with ``comm``.
+    """Make the updater, its iterators and optimizers, and the extensions continue with ``comm``.
 
-    Collective: every rank of it calls it.
+    Collective: every rank of ``comm`` calls it.
     """
     updater = trainer.updater
     extensions = (entry.extension for entry in trainer._extensions.values())
@@ -157,12 +162,12 @@ def _load_each(parts: dict[str, Any], kept: dict[str, Any]) -> None:
 
 
 def _serialized(trainer: Any) -> dict[str, Any]:
-    """Return what writes itself into a Trainer's snapshot beside the updater, by name."""
-    found = {"stop_trigger": trainer.stop_trigger}
+    """Return the other objects that a Trainer's snapshot includes beside the updater, by name."""
+    parts = {"stop_trigger": trainer.stop_trigger}
     for name, entry in trainer._extensions.items():
-        found[f"extensions/{name}"] = entry.extension
-        found[f"triggers/{name}"] = entry.trigger
-    return {name: each for name, each in found.items() if hasattr(each, "serialize")}
+        parts[f"extensions/{name}"] = entry.extension
+        parts[f"triggers/{name}"] = entry.trigger
+    return {name: part for name, part in parts.items() if hasattr(part, "serialize")}
 
 
 register(chainer.Link, copy_serialized, load_serialized)

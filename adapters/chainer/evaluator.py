@@ -1,4 +1,4 @@
-"""Evaluation on shards: the means of all samples, wherever they are."""
+"""Evaluation on shards: means over the samples of all ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["create_multi_node_evaluator"]
 
-# Of each name what batches have reported, times its weight, and the weight.
+# By name, for each batch: the reported value times its weight, and the weight.
 _Sums = dict[str, list[list[float]]]
 _Evaluator: Any = chainer.training.extensions.Evaluator
 _Bar: Any = chainer.training.extensions.evaluator._IteratorProgressBar
@@ -28,30 +28,30 @@ _Bar: Any = chainer.training.extensions.evaluator._IteratorProgressBar
 def create_multi_node_evaluator(actual_evaluator: Any, comm: Communicator) -> Any:
     """Make an evaluator report the means over the samples of all ranks.
 
-    Each rank evaluates its own samples, as many or few as it has, and none is fine. What is
-    reported for a batch counts as often as the batch has samples, so that lengths of batches
-    and shards make no difference: what comes out is the same as of one process, on all ranks to
-    the bit. That needs values which are means over a batch's samples, as losses and accuracies
-    are. Where one is the mean of fewer or more things (pixels, words), report it as Chainer's
-    ``(value, weight)``. What is no mean (a perplexity) has to be computed from one that is.
+    Each rank evaluates its own samples, of which it may have any number, 0 included. A value that
+    is reported for a batch counts as often as the batch has samples, so that the lengths of batches
+    and shards make no difference. The result is the same as in one process, and is bit-identical on
+    all ranks. This requires values that are means over a batch's samples, as losses and accuracies
+    are. If a value is the mean of fewer or more items (pixels, words), report it as Chainer's
+    ``(value, weight)``. A value that is not a mean (a perplexity) has to be computed from a mean.
 
-    Collective: every rank calls the evaluator, for as many times; the batches in it need no peer.
+    Collective: every rank calls the evaluator equally often. The batches inside need no peer.
 
     Args:
-        actual_evaluator: an ``Evaluator``; it is changed, and returned. Its iterator must not
-            repeat, and ranks must not share samples: a shard of ``scatter_dataset`` (not
-            padded), or a ``ShardedIterator`` with ``repeat=False``.
-        comm: the ranks.
+        actual_evaluator: ``Evaluator`` to change and return. Its iterator must not repeat, and
+            ranks must not share samples: use a shard of ``scatter_dataset`` (not padded), or a
+            ``ShardedIterator`` with ``repeat=False``.
+        comm: ranks that take part.
 
     Raises:
-        InvalidArgumentError: its class has an ``evaluate`` of its own, of whose batches nothing
-            is known.
+        InvalidArgumentError: the evaluator's class has its own ``evaluate``, whose batches are
+            unknown.
     """
     if type(actual_evaluator).evaluate is not _Evaluator.evaluate:
         raise InvalidArgumentError(
             f"create_multi_node_evaluator: {type(actual_evaluator).__name__} has an evaluate() of "
-            "its own; needed is that of chainer.training.extensions.Evaluator, which tells batches "
-            "apart. Give the evaluator an eval_func instead."
+            "its own (expected the method of chainer.training.extensions.Evaluator, which "
+            "separates the batches). Give the evaluator an eval_func instead."
         )
     actual_evaluator.comm = comm
     actual_evaluator.evaluate = types.MethodType(_evaluate, actual_evaluator)
@@ -60,7 +60,7 @@ def create_multi_node_evaluator(actual_evaluator: Any, comm: Communicator) -> An
 
 
 def _rebind(evaluator: Any, comm: Communicator) -> None:
-    """Evaluate among other ranks; a shard of ``scatter_dataset`` stays what it is."""
+    """Evaluate among other ranks; a shard of ``scatter_dataset`` stays unchanged."""
     evaluator.comm = comm
     for iterator in evaluator.get_all_iterators().values():
         if isinstance(iterator, Rebindable):
@@ -68,20 +68,20 @@ def _rebind(evaluator: Any, comm: Communicator) -> None:
 
 
 def _evaluate(evaluator: Any) -> dict[str, float]:
-    """Return the means over all ranks' samples; stands for ``Evaluator.evaluate``."""
+    """Return the means over all ranks' samples; replacement for ``Evaluator.evaluate``."""
     mine: _Sums = {}
     iterator = evaluator.get_iterator("main")
     if not hasattr(iterator, "reset"):
         raise InvalidArgumentError(
-            f"evaluate: an iterator of type {type(iterator).__name__} without reset(); needed, as "
-            "each evaluation begins anew."
+            f"evaluate: the iterator of type {type(iterator).__name__} has no reset(), but each "
+            "evaluation starts from the first sample. Use an iterator with reset()."
         )
     if evaluator.eval_hook:
         evaluator.eval_hook(evaluator)
     iterator.reset()
     function = evaluator.eval_func or evaluator.get_target("main")
     bar = _Bar(iterator=iterator) if evaluator._progress_bar else None
-    # Chainer's own iterators cannot begin an epoch of no samples.
+    # Chainer's own iterators cannot begin an epoch without samples.
     dataset: Any = getattr(iterator, "dataset", None)
     empty = hasattr(dataset, "__len__") and len(dataset) == 0
     for batch in () if empty else iterator:
@@ -104,7 +104,7 @@ def _add(mine: _Sums, observation: dict[str, Any], samples: int) -> None:
         if isinstance(value, tuple):
             value, weight = value
         if getattr(value, "ndim", 0):
-            continue  # as Chainer's own summary does
+            continue  # Chainer's own summary skips arrays with axes, too
         if isinstance(value, chainer.Variable):
             value = value.array
         number, weight = float(value), float(weight)
@@ -113,15 +113,15 @@ def _add(mine: _Sums, observation: dict[str, Any], samples: int) -> None:
 
 def _merged(comm: Communicator, mine: _Sums) -> dict[str, float]:
     every: list[_Sums] = comm.all_gather_object(mine)
-    found = {}
+    means = {}
     for name in sorted({name for theirs in every for name in theirs}):
         parts = [part for theirs in every for part in theirs.get(name, ())]
-        # Exact sums, so that it makes no difference which rank has had which batch.
+        # The sums are exact, so they do not depend on which rank had which batch.
         total, weight = map(_sum, zip(*parts))
-        found[name] = total / weight if weight else math.nan
-    return found
+        means[name] = total / weight if weight else math.nan
+    return means
 
 
 def _sum(values: tuple[float, ...]) -> float:
-    """Return the sum rounded once; as IEEE 754 has it where some are infinite."""
+    """Return the sum, rounded once; infinite and NaN values follow IEEE 754."""
     return math.fsum(values) if all(map(math.isfinite, values)) else float(sum(values))

@@ -190,7 +190,7 @@ class Own(L.BatchNormalization):
 def test_what_is_refused() -> None:
     with collective.init() as comm:
         model = chainer.Sequential(L.BatchNormalization(3), Own(3))
-        with pytest.raises(InvalidArgumentError, match=r"/1 \(Own\); only L.BatchNormalization"):
+        with pytest.raises(InvalidArgumentError, match=r"/1 \(Own\): only L.BatchNormalization"):
             convert_batch_normalization(model, comm)
         assert type(model[0]) is L.BatchNormalization
         link = SyncBatchNormalization(3, comm)

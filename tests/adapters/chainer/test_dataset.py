@@ -79,7 +79,7 @@ def test_the_seed_chooses_the_order(world: str) -> None:
 def test_datasets_that_differ(comm: Any) -> None:
     with pytest.raises(MismatchError, match="no dataset"):
         scatter_dataset([1] if comm.rank == 0 else None, comm)
-    with pytest.raises(MismatchError, match=r"rank 1 has 9 samples.* rank 0 10 samples"):
+    with pytest.raises(MismatchError, match=r"rank 1 has 9 samples.* rank 0 has 10 samples"):
         scatter_dataset(range(9 if comm.rank == 1 else 10), comm)
 
 
@@ -168,9 +168,9 @@ def test_a_state_of_another_order_is_refused() -> None:
 
 
 def test_bad_arguments() -> None:
-    with pytest.raises(RankError, match="rank 2 of 2"):
+    with pytest.raises(RankError, match=r"rank is 2 .*size is 2"):
         ShardedIterator(range(3), 1, (2, 2))
-    with pytest.raises(InvalidArgumentError, match="batch_size 0"):
+    with pytest.raises(InvalidArgumentError, match="batch_size is 0"):
         ShardedIterator(range(3), 0, (0, 1))
     with pytest.raises(InvalidArgumentError, match="an empty dataset"):
         ShardedIterator([], 1, (0, 1))

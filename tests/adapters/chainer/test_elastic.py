@@ -208,7 +208,7 @@ def test_an_updater_of_which_nothing_is_known_is_refused(comm):
         def connect_trainer(self, trainer):
             pass
 
-    with pytest.raises(InvalidArgumentError, match="needed is a StandardUpdater"):
+    with pytest.raises(InvalidArgumentError, match="expected a StandardUpdater"):
         elastic.State(comm, trainer=chainer.training.Trainer(Updater()))
 
 
