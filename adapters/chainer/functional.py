@@ -1,23 +1,26 @@
-"""Collectives that Chainer differentiates: the backward of each is its adjoint collective.
+"""Collectives that Chainer differentiates: the backward pass of each is its adjoint collective.
 
-With ``x_r``, ``y_r`` and ``L_r`` the input, result and loss of rank ``r``, what is differentiated
-is ``L = Σ_r L_r``, and ``g_r = ∂L/∂y_r``. Each docstring says what ``∂L/∂x_r`` is.
+``x_r``, ``y_r`` and ``L_r`` are the input, result and loss of rank ``r``. Chainer differentiates
+``L = Σ_r L_r``, and ``g_r = ∂L/∂y_r``. Each docstring gives ``∂L/∂x_r``.
 
-- Every rank's result has to contribute to its loss, or that rank does not take part in the
-  backward collective and the others wait for it. What has no result on a rank (:func:`send`;
-  :func:`reduce` and :func:`gather` off the root) returns a *delegate* there, a zero of no
-  dimensions, to be added to the loss.
-- Results depend on other ranks' arrays. So where gradients are enabled they require one on
-  every rank, whether ``x`` does or not, and a rank with a frozen ``x`` takes part all the same.
-- Backward collectives run in the reverse order of the forward calls, which therefore have to be
-  made in one order on all ranks. Chainer takes the ready node of the highest rank, its depth in
-  the graph; a node of ours gets one above those of all that its thread made before, so that it
-  is the reverse order of creation, however the results were combined afterwards.
-- ``backward()`` visits every node. ``chainer.grad(outputs, inputs)`` visits those that lead to
-  ``inputs``: on each rank an input of the collective has to be among them or before them.
-- Backwards are made of these same functions, so that with ``enable_double_backprop=True``
-  derivatives of any order are there.
-- Differentiated are float16, float32 and float64. Integers travel, and are no part of the graph.
+- Every rank's result has to contribute to its loss. Otherwise that rank does not take part in the
+  backward collective, and the other ranks wait for it. A call without a result on a rank
+  (:func:`send`; :func:`reduce` and :func:`gather` off the root) returns a *delegate* there: a zero
+  without dimensions, which has to be added to the loss.
+- Results depend on other ranks' arrays. So if gradients are enabled, results require a gradient on
+  every rank, whether ``x`` does or not. A rank with a frozen ``x`` takes part as well.
+- Backward collectives run in the reverse order of the forward calls. So all ranks have to make the
+  forward calls in the same order. Among the nodes that are ready, Chainer's backward pass takes the
+  node of the highest rank, its depth in the graph. A node of this module gets a rank above all
+  earlier nodes of its thread. So the backward order is the reverse order of creation, however the
+  results are combined later.
+- ``backward()`` visits every node. ``chainer.grad(outputs, inputs)`` visits only the nodes that
+  lead to ``inputs``. So on each rank, an input of the collective has to be among ``inputs`` or
+  depend on them.
+- Backward passes consist of these same functions. So with ``enable_double_backprop=True``
+  derivatives of any order are available.
+- The functions differentiate float16, float32 and float64. They also send integers, which are not
+  part of the graph.
 """
 
 from __future__ import annotations
@@ -42,28 +45,29 @@ _TAPE = Tape()
 def all_reduce(x: Any, comm: Communicator, op: Op = "sum") -> Any:
     """Fold the ranks' arrays elementwise and give every rank the result.
 
-    With ``G = Σ_r g_r``, an all-reduce itself, the gradient is for
+    With ``G = Σ_r g_r``, which is itself an all-reduce, the gradient is for
 
     - ``sum``: ``G``; ``avg``: ``G / size``;
-    - ``min``, ``max``: ``G`` where ``x_r`` is the extreme, divided by how many ranks hold it;
-      zero elsewhere;
-    - ``prod``: ``G · Π_{s≠r} x_s``, zeros among the factors included. All ranks' ``x`` are
-      gathered for it: backward needs ``size`` times the memory of ``x``.
+    - ``min``, ``max``: ``G`` where ``x_r`` is the extreme, divided by the number of ranks that hold
+      it; zero elsewhere;
+    - ``prod``: ``G · Π_{s≠r} x_s``, correct even if factors are zero. The backward pass gathers all
+      ranks' ``x`` for it, and so needs ``size`` times the memory of ``x``.
 
-    Collective: every rank calls it, with one op, shape and dtype.
+    Collective: every rank calls it, with the same op, shape and dtype.
 
     Args:
-        x: a variable or an array, of any shape.
-        comm: the ranks.
+        x: variable or array, of any shape.
+        comm: ranks that take part.
         op: ``"sum"``, ``"avg"``, ``"prod"``, ``"min"`` or ``"max"``.
 
     Returns:
         A new variable like ``x``.
 
     Raises:
-        InvalidArgumentError: another op, or ``x`` is no variable or array, or has none yet.
-        DtypeError: ``avg`` of integers, or another type that is not differentiated. And as
-            :meth:`Communicator.all_reduce`, then and in the backward pass.
+        InvalidArgumentError: the op is another one, ``x`` is no variable or array, or ``x`` has no
+            array yet.
+        DtypeError: ``avg`` of integers, or a type that is not differentiated. Other errors are
+            those of :meth:`Communicator.all_reduce`, in this call and in the backward pass.
     """
     return differentiable.all_reduce(_TAPE, x, comm, op)
 
@@ -73,14 +77,14 @@ def reduce(x: Any, comm: Communicator, root: int = 0, op: Op = "sum") -> Any:
 
     The gradient is that of :func:`all_reduce` with ``G = g_root``, a broadcast.
 
-    Collective: every rank calls it, with one root, op, shape and dtype.
+    Collective: every rank calls it, with the same root, op, shape and dtype.
 
     Args:
         x, comm, op: as in :func:`all_reduce`.
-        root: the rank that gets the result.
+        root: rank that gets the result.
 
     Returns:
-        At the root a new variable like ``x``; elsewhere a delegate, of the dtype of ``x``.
+        At the root a new variable like ``x``; on other ranks a delegate, of the dtype of ``x``.
 
     Raises:
         As :func:`all_reduce`.
@@ -93,18 +97,19 @@ def broadcast(x: Any, comm: Communicator, root: int = 0, *, like: Any = "numpy")
 
     The gradient at the root is ``Σ_r g_r``, a reduce; that of another rank's ``x`` is zero.
 
-    Collective: every rank calls it, with one root.
+    Collective: every rank calls it, with the same root.
 
     Args:
-        x: at the root, a variable or an array. Elsewhere None, or one of the root's shape and
-            dtype, to which the zero gradient is to go; derivatives of higher order need one.
-        comm: the ranks.
-        root: the rank whose array it is.
-        like: where ``x`` is None, ``"numpy"``, ``"cupy"`` or an array of the kind that the
-            result is to be.
+        x: at the root, a variable or an array. On other ranks None, or a variable or array of the
+            root's shape and dtype, which gets the zero gradient; derivatives of higher order need
+            it.
+        comm: ranks that take part.
+        root: rank whose array is sent.
+        like: if ``x`` is None, the kind of the result: ``"numpy"``, ``"cupy"`` or an array of that
+            kind.
 
     Returns:
-        A new variable, at the root too.
+        A new variable, on the root as well.
 
     Raises:
         As :meth:`Communicator.broadcast`.
@@ -119,14 +124,14 @@ def all_gather(
 
     The gradient is piece ``r`` of ``Σ_s g_s``, a reduce-scatter.
 
-    Collective: every rank calls it, with one dtype and axis; shapes may differ along the axis.
+    Collective: every rank calls it, with the same dtype and axis; shapes may differ along the axis.
 
     Args:
-        x: a variable or an array; one of no dimensions counts as one of length 1.
-        comm: the ranks.
-        axis: the axis to join along.
-        counts: the ranks' lengths along ``axis``, where all ranks know them. Without them the
-            first backward exchanges them, in a message of 8 bytes a rank.
+        x: variable or array; one without dimensions counts as one of length 1.
+        comm: ranks that take part.
+        axis: axis to join along.
+        counts: lengths of the ranks' arrays along ``axis``, if all ranks know them. Without
+            ``counts`` the first backward pass exchanges them, in a message of 8 bytes a rank.
 
     Returns:
         A new variable.
@@ -149,14 +154,14 @@ def gather(
 
     The gradient is piece ``r`` of ``g_root``, a scatter.
 
-    Collective: every rank calls it, with one root, dtype and axis.
+    Collective: every rank calls it, with the same root, dtype and axis.
 
     Args:
         x, comm, axis, counts: as in :func:`all_gather`.
-        root: the rank that gets the result.
+        root: rank that gets the result.
 
     Returns:
-        At the root a new variable; elsewhere a delegate, of the dtype of ``x``.
+        At the root a new variable; on other ranks a delegate, of the dtype of ``x``.
 
     Raises:
         As :meth:`Communicator.gather`.
@@ -173,18 +178,18 @@ def scatter(
     counts: Sequence[int] | None = None,
     like: Any = "numpy",
 ) -> Any:
-    """Cut the array of ``root`` into pieces and give each rank one.
+    """Cut the array of ``root`` into pieces and give each rank one piece.
 
     The gradient at the root is the ``g_r`` joined, a gather; that of another rank's ``x`` is zero.
 
-    Collective: every rank calls it, with one root and axis.
+    Collective: every rank calls it, with the same root and axis.
 
     Args:
-        x: at the root, a variable or an array. Elsewhere None, or any to which the zero
-            gradient is to go; derivatives of higher order need one.
-        comm: the ranks.
-        root: the rank whose array is cut.
-        axis: the axis that is cut.
+        x: at the root, a variable or an array. On other ranks None, or any variable or array, which
+            gets the zero gradient; derivatives of higher order need it.
+        comm: ranks that take part.
+        root: rank whose array is cut.
+        axis: axis that is cut.
         counts: at the root, lengths of the pieces; by default as ``numpy.array_split`` cuts.
         like: as in :func:`broadcast`.
 
@@ -209,11 +214,11 @@ def reduce_scatter(
 
     The gradient is that of :func:`all_reduce` with ``G`` the ``g_r`` joined, an all-gather.
 
-    Collective: every rank calls it, with one op, shape, dtype, axis and counts.
+    Collective: every rank calls it, with the same op, shape, dtype, axis and counts.
 
     Args:
         x, comm, op: as in :func:`all_reduce`.
-        axis: the axis that is cut.
+        axis: axis that is cut.
         counts: lengths of the pieces; by default as ``numpy.array_split`` cuts.
 
     Returns:
@@ -233,21 +238,21 @@ def all_to_all(
     counts: Sequence[int] | None = None,
     recv_counts: Sequence[int] | None = None,
 ) -> Any:
-    """Cut every rank's array into pieces, send piece ``j`` to rank ``j``, join what comes.
+    """Cut every rank's array into pieces, send piece ``j`` to rank ``j``, join the received pieces.
 
-    The gradient is the all-to-all that takes each piece of ``g`` back to where it came from: its
-    counts are the transpose of these.
+    The gradient is the all-to-all that returns each piece of ``g`` to its sender. Its counts are
+    the transpose of the forward counts.
 
-    Collective: every rank calls it, with one dtype and axis; shapes may differ along the axis.
+    Collective: every rank calls it, with the same dtype and axis; shapes may differ along the axis.
 
     Args:
-        x: a variable or an array; one of no dimensions counts as one of length 1.
-        comm: the ranks.
-        axis: the axis to cut and to join along.
+        x: variable or array; one without dimensions counts as one of length 1.
+        comm: ranks that take part.
+        axis: axis to cut and to join along.
         counts: lengths of the pieces that this rank sends; ranks may differ. By default as
             ``numpy.array_split`` cuts.
-        recv_counts: lengths of the pieces that this rank receives, given on all ranks or none.
-            Without them the first backward exchanges them.
+        recv_counts: lengths of the pieces that this rank receives; all ranks pass them, or none
+            does. Without them the first backward pass exchanges them.
 
     Returns:
         The pieces for this rank, in the order of their senders, as a new variable.
@@ -261,16 +266,16 @@ def all_to_all(
 def send(x: Any, dst: int, comm: Communicator, tag: int = 0) -> Any:
     """Send an array to rank ``dst``.
 
-    The gradient is ``g_dst``, received from there in the backward pass, with the same tag.
+    The gradient is ``g_dst``, which the backward pass receives from ``dst``, with the same tag.
 
     Args:
-        x: a variable or an array of at most 12 dimensions.
+        x: variable or array of at most 12 dimensions.
         dst: another rank, which calls :func:`recv`.
-        comm: the ranks.
-        tag: the receiver's.
+        comm: ranks that take part.
+        tag: tag that the receiver uses.
 
     Returns:
-        A delegate of the dtype of ``x``: backward receives when it comes to it.
+        A delegate of the dtype of ``x``. The backward pass receives when it reaches the delegate.
 
     Raises:
         As :meth:`Communicator.send`.
@@ -283,22 +288,23 @@ def recv(
 ) -> Any:
     """Receive an array from rank ``src``.
 
-    Backward sends ``g`` to ``src``, where it is the gradient of what was sent.
+    The backward pass sends ``g`` to ``src``, where it is the gradient of the array that was sent.
 
     Args:
-        comm: the ranks.
+        comm: ranks that take part.
         src: another rank, which calls :func:`send`; not ``ANY_SOURCE``.
-        tag: the sender's.
-        like: ``"numpy"``, ``"cupy"`` or an array of the kind that the result is to be.
-        after: a variable, as a delegate of an earlier :func:`send`, on which this result is
-            made to depend, with gradient zero. Backward of what led to it waits for this one's,
-            and ``chainer.grad`` and derivatives of higher order find the way through it.
+        tag: tag that the sender uses.
+        like: kind of the result: ``"numpy"``, ``"cupy"`` or an array of that kind.
+        after: variable, such as the delegate of an earlier :func:`send`, on which this result is
+            made to depend, with gradient zero. The backward pass of the operations that led to
+            ``after`` waits for this result's. ``chainer.grad`` and derivatives of higher order find
+            the way through this result.
 
     Returns:
         A new variable of the sender's shape and dtype.
 
     Raises:
-        RankError: ``src`` is ``ANY_SOURCE``, to whom no gradient could be sent. And as
-            :meth:`Communicator.recv`.
+        RankError: ``src`` is ``ANY_SOURCE``, so there is no rank to send the gradient to. Other
+            errors are those of :meth:`Communicator.recv`.
     """
     return differentiable.recv(_TAPE, comm, src, tag, like, after)

@@ -1,7 +1,7 @@
 """Data-parallel training in several processes: an optimizer with the gradients of all ranks.
 
 The reduction of a bucket of gradients starts in the middle of Chainer's backward pass, as soon as
-the bucket is full. What is not Chainer's own is in :mod:`collective.gradients`.
+the bucket is full. The parts that do not depend on Chainer are in :mod:`collective.gradients`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["MultiNodeOptimizer", "create_multi_node_optimizer"]
 
 _MIB = 1 << 20
-# What is the wrapper's; all other attributes are those of the optimizer inside.
+# Attributes of the wrapper; all other attributes belong to the optimizer inside.
 _OWN = frozenset(
     "actual_optimizer comm _inner _bucket_mib _reduce _parameters _gradients _agreed _syncing "
     "_reduced".split()
@@ -53,13 +53,14 @@ def create_multi_node_optimizer(
     Collective: every rank calls it.
 
     Args:
-        actual_optimizer: any of ``chainer.optimizers``, set up or not.
-        comm: connects the ranks. The gradients take a communicator of their own (a ``dup()``),
-            so that calls on this one, in links and loss functions, never mix with theirs.
-        bucket_mib: MiB of gradients that are reduced together; the first bucket is of 1 MiB at
-            most, so that it is on its way early, where a core is idle to reduce it.
-        reduce: what to do with a full bucket, such as :class:`collective.compression.Cast`; by
-            default the average over the ranks. Give it a communicator of its own.
+        actual_optimizer: any optimizer of ``chainer.optimizers``, set up or not.
+        comm: communicator that connects the ranks. The gradients use a duplicate of it (a
+            ``dup()``), so that calls on this communicator, in links and loss functions, never mix
+            with their reductions.
+        bucket_mib: MiB of gradients that are reduced together. If a core is idle to reduce it
+            meanwhile, the first bucket has at most 1 MiB, so that its reduction starts early.
+        reduce: function that reduces a full bucket, such as :class:`collective.compression.Cast`;
+            by default the average over the ranks. Give it a communicator of its own.
 
     Raises:
         MismatchError: the ranks' models differ.
@@ -68,28 +69,29 @@ def create_multi_node_optimizer(
 
 
 class MultiNodeOptimizer(NotCopied):
-    """An optimizer whose gradients are averaged over the ranks, beside the backward pass.
+    """Optimizer whose gradients are averaged over the ranks during the backward pass.
 
-    It has all attributes of the optimizer inside, and its state: what :meth:`serialize` writes
-    is the bare optimizer's. Hooks (weight decay, gradient clipping) see the averaged gradients.
+    It has all attributes of the optimizer inside, and its state: :meth:`serialize` writes the state
+    of the plain optimizer. Hooks (weight decay, gradient clipping) see the averaged gradients.
 
-    ``setup`` is collective: all ranks get rank 0's parameters and persistent values, and a
-    parameter that is not initialised yet gets rank 0's in the moment in which it is. So the first
-    step is a step; but a forward pass that initialises parameters has to do so on all ranks.
-    Parameters that are loaded on rank 0 between ``setup`` and the first step go to all ranks with
-    that step, if it is ``update(lossfun, …)``; without a loss function they are an error.
+    ``setup`` is collective: all ranks get rank 0's parameters and persistent values. A parameter
+    that is not initialised yet gets rank 0's value at the moment of its initialisation. So the
+    first step is a full step, but a forward pass that initialises parameters has to do so on all
+    ranks. Parameters may be loaded on rank 0 between ``setup`` and the first step. If this step is
+    ``update(lossfun, …)``, it sends them to all ranks. A step without a loss function raises an
+    error in this case.
 
-    Every initialised parameter takes part in every reduction. One that a rank has not used counts
-    as zero there, as in ``GradientMethod.update``.
+    Every initialised parameter takes part in every reduction. A parameter that a rank has not used
+    counts as zero there, as in ``GradientMethod.update``.
 
-    Three ways to make a step, all with the same result:
+    There are three ways to make a step, all with the same result:
 
-    - ``update(lossfun, *args)``, as the updaters do: overlapped;
-    - ``backward(loss)``, then ``update()``: overlapped, in a loop of one's own;
-    - ``loss.backward()``, then ``update()``: reduced in ``update``, after the pass.
+    - ``update(lossfun, *args)``, as the updaters do: the reduction overlaps with the pass;
+    - ``backward(loss)``, then ``update()``, in your own loop: it overlaps as well;
+    - ``loss.backward()``, then ``update()``: the reduction runs in ``update``, after the pass.
 
     Attributes:
-        actual_optimizer, comm: as given.
+        actual_optimizer, comm: arguments of the constructor.
     """
 
     instead = (
@@ -108,7 +110,8 @@ class MultiNodeOptimizer(NotCopied):
     ) -> None:
         if not bucket_mib > 0:
             raise InvalidArgumentError(
-                f"create_multi_node_optimizer: bucket_mib {bucket_mib!r}; a positive number."
+                f"create_multi_node_optimizer: bucket_mib is {bucket_mib!r} (expected a positive "
+                "number)."
             )
         self.actual_optimizer = actual_optimizer
         self.comm = comm
@@ -120,7 +123,7 @@ class MultiNodeOptimizer(NotCopied):
             self._prepare()
 
     def __getattr__(self, name: str) -> Any:
-        if name in _OWN:  # not there yet
+        if name in _OWN:  # the wrapper's attribute is not set yet
             raise AttributeError(name)
         return getattr(self.actual_optimizer, name)
 
@@ -133,7 +136,7 @@ class MultiNodeOptimizer(NotCopied):
     # -- the model ------------------------------------------------------------------------
 
     def setup(self, link: Any) -> MultiNodeOptimizer:
-        """Set the target link, and give every rank rank 0's parameters and persistent values.
+        """Set the target link, and give every rank the parameters and persistent values of rank 0.
 
         Collective: every rank calls it, with the same link.
 
@@ -146,25 +149,25 @@ class MultiNodeOptimizer(NotCopied):
         return self
 
     def broadcast(self) -> None:
-        """Give every rank rank 0's parameters and persistent values, once more.
+        """Give every rank the parameters and persistent values of rank 0 once more.
 
-        Collective: every rank calls it; after some of them have changed theirs.
+        Collective: every rank calls it, after some ranks have changed theirs.
         """
         broadcast_state(self.target, self.comm)
 
     def rebind(self, comm: Communicator) -> None:
-        """Go on over another communicator, such as one of the ranks that are left after a loss.
+        """Continue over another communicator, such as that of the surviving ranks after a loss.
 
-        Parameters are not sent: they have to be the same on all ranks, as
-        :class:`collective.elastic.State` makes them. ``SyncBatchNormalization`` in the target
-        goes on over it, too.
+        Parameters are not sent. They have to be the same on all ranks already, as
+        :class:`collective.elastic.State` makes them. A ``SyncBatchNormalization`` in the target
+        continues over the new communicator, too.
 
         Collective: every rank of ``comm`` calls it.
         """
         self.comm = comm
         self._inner = comm.dup()
         self._gradients = None
-        # A rank may have joined that has not made a step yet.
+        # A rank may have joined that has not made a step yet, so parameters are sent or compared again.
         self._syncing, self._reduced, self._agreed = True, False, False
         if isinstance(self._reduce, Rebindable):
             self._reduce.rebind(comm.dup())
@@ -177,12 +180,12 @@ class MultiNodeOptimizer(NotCopied):
                 link.rebind(comm)
 
     def _forget(self) -> None:
-        # With their names, in the order of their buckets, which is the engine's.
+        # Names and parameters, in the order in which the engine puts them into buckets.
         self._parameters: list[tuple[str, Any]] = []
         self._gradients = None
-        self._agreed = False  # whether the ranks' parameters are known to be equal
+        self._agreed = False  # whether the ranks' parameters are verified to be equal
         self._syncing = True
-        self._reduced = False  # whether the gradients are those of all ranks
+        self._reduced = False  # whether the gradients are averaged over all ranks
 
     def _prepare(self) -> None:
         broadcast_state(self.target, self.comm)
@@ -190,12 +193,12 @@ class MultiNodeOptimizer(NotCopied):
 
     def _compare(self) -> None:
         """Refuse parameters that were changed on some ranks since ``setup``."""
-        found = 0
+        checksum = 0
         for _, parameter in distinct_parameters(self.target):
             if parameter.is_initialized:
                 array = chainer.get_device("@numpy").send(parameter.array)
-                found = zlib.crc32(array.tobytes(), found)
-        every = self.comm.all_gather_object(found)
+                checksum = zlib.crc32(array.tobytes(), checksum)
+        every = self.comm.all_gather_object(checksum)
         others = [rank for rank, theirs in enumerate(every) if theirs != every[0]]
         if others:
             raise MismatchError(
@@ -206,32 +209,36 @@ class MultiNodeOptimizer(NotCopied):
         self._agreed = True
 
     def _lay_out(self) -> Gradients:
-        """Return the buckets, made anew if other parameters have been initialised."""
-        found = [(n, p) for n, p in distinct_parameters(self.target) if p.is_initialized]
+        """Return the gradient buckets; make new ones if more parameters were initialised."""
+        initialised = [(n, p) for n, p in distinct_parameters(self.target) if p.is_initialized]
         # Gradients mostly arrive in the reverse of the order in which links were made.
-        found.reverse()
+        initialised.reverse()
         known = [id(p) for _, p in self._parameters]
-        if self._gradients is not None and [id(p) for _, p in found] == known:
+        if self._gradients is not None and [id(p) for _, p in initialised] == known:
             return self._gradients
-        if not found:
-            raise InvalidArgumentError("update: the target has no initialised parameter.")
-        devices = {str(parameter.device) for _, parameter in found}
+        if not initialised:
+            raise InvalidArgumentError(
+                "update: the target has no initialised parameter. Make a forward pass first."
+            )
+        devices = {str(parameter.device) for _, parameter in initialised}
         if len(devices) > 1:
             raise InvalidArgumentError(
-                f"update: parameters on {', '.join(sorted(devices))}; all must be on one device. "
-                "Move the target there, or give each part an optimizer of its own."
+                f"update: the parameters are on {', '.join(sorted(devices))} (expected one "
+                "device). Move the target to one device, or give each part its own optimizer."
             )
-        strange = [name for name, p in found if p.layout is not None or p.xp is chainer.chainerx]
+        strange = [
+            name for name, p in initialised if p.layout is not None or p.xp is chainer.chainerx
+        ]
         if strange:
             raise UnsupportedError(
-                f"update: {', '.join(strange[:10])} of ChainerX or in a memory layout of cuDNN; "
-                "supported are arrays of NumPy and CuPy in C order."
+                f"update: {', '.join(strange[:10])} have arrays of ChainerX or a memory layout of "
+                "cuDNN (supported are arrays of NumPy and CuPy in C order). Convert them first."
             )
-        self._parameters = found
+        self._parameters = initialised
         self._gradients = Gradients(
             self._inner,
-            [Parameter(name, tuple(p.shape), p.dtype.name) for name, p in found],
-            like=found[0][1].array,
+            [Parameter(name, tuple(p.shape), p.dtype.name) for name, p in initialised],
+            like=initialised[0][1].array,
             bucket_bytes=max(1, int(self._bucket_mib * _MIB)),
             reduce=self._reduce,
         )
@@ -245,21 +252,23 @@ class MultiNodeOptimizer(NotCopied):
         Collective: every rank calls it.
 
         Args:
-            lossfun: computes the loss of ``args`` and ``kwds``, on this rank's samples. Without
-                it the gradients must have been computed; they are reduced now, if they are not.
+            lossfun: function that computes the loss of ``args`` and ``kwds``, on this rank's
+                samples. Without it the gradients must have been computed already. They are reduced
+                now, if they are not reduced yet.
 
         Raises:
-            InvalidArgumentError: within ``no_sync()``.
-            CollectiveError: of the reduction; no step has been made.
+            InvalidArgumentError: the call is within ``no_sync()``.
+            CollectiveError: the reduction failed; no step has been made.
         """
         if not self._syncing:
             raise InvalidArgumentError(
-                "update: called within no_sync(), where each rank has gradients of its own. Leave "
-                "it for the last backward pass of the step."
+                "update: called within no_sync(), where each rank has its own gradients. Leave "
+                "no_sync() before the last backward pass of the step."
             )
         if lossfun is not None:
             if not self._agreed:
-                # Not the statistics of each rank's batches, which a snapshot may have restored.
+                # Persistent values stay: statistics of a rank's own batches may be restored from
+                # a snapshot.
                 broadcast_state(self.target, self.comm, persistent=False)
                 self._agreed = True
             loss = lossfun(*args, **kwds)
@@ -278,16 +287,16 @@ class MultiNodeOptimizer(NotCopied):
     def backward(self, loss: Any) -> None:
         """Compute the gradients of ``loss`` and reduce them, with the optimizer's loss scale.
 
-        Collective, but within :meth:`no_sync`.
+        Collective, except within :meth:`no_sync`.
         """
         with self.reducing():
             loss.backward(loss_scale=self.actual_optimizer._loss_scale)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Let gradients of ``backward`` in the body add up on this rank alone.
+        """Accumulate gradients of ``backward`` in the body, on this rank only.
 
-        The next pass outside of it reduces the sum.
+        The next pass outside of the body reduces the sum.
         """
         before, self._syncing = self._syncing, False
         try:
@@ -299,11 +308,12 @@ class MultiNodeOptimizer(NotCopied):
     def reducing(self) -> Iterator[None]:
         """Reduce gradients while a backward pass in the body computes them.
 
-        Collective: every rank enters it. At the end ``grad`` of each parameter is the average.
-        One pass in the body; those before are for :meth:`no_sync`.
+        Collective: every rank enters it. At the end, ``grad`` of each parameter is the average. The
+        body may make one backward pass; make earlier passes within :meth:`no_sync`.
 
         Raises:
-            GradientError: a second pass in the body has added to gradients that are reduced.
+            GradientError: a second pass in the body has added to gradients that are already
+                reduced.
             MismatchError: the ranks' parameters differ.
         """
         if not self._syncing:
@@ -318,12 +328,12 @@ class MultiNodeOptimizer(NotCopied):
             view = gradients.views[number]
             if number in ready:
                 raise GradientError(
-                    f"backward: the gradient of {gradients.parameters[number].name} is reduced "
-                    "already, and a second pass adds to it. Use no_sync() around all but the last "
-                    "backward pass of a step."
+                    f"backward: the gradient of {gradients.parameters[number].name} is already "
+                    "reduced, and a second pass adds to it. Use no_sync() around all backward "
+                    "passes of a step but the last."
                 )
             if gradient.shape != view.shape or gradient.dtype != view.dtype:
-                return None  # Chainer has an error for it
+                return None  # Chainer raises an error for this gradient
             if gradient is not view:
                 view[...] = gradient
             ready.add(number)
@@ -331,7 +341,7 @@ class MultiNodeOptimizer(NotCopied):
             return view
 
         def target(number: int) -> Any:
-            # A second pass is refused, but what the first has reduced shall stay until then.
+            # A second pass will be refused. Until then it must not overwrite reduced gradients.
             return None if number in ready else gradients.views[number]
 
         leaves = {p.node: number for number, (_, p) in enumerate(self._parameters)}
@@ -340,14 +350,14 @@ class MultiNodeOptimizer(NotCopied):
                 yield
             self._finish(gradients, ready)
         except BaseException:
-            # What peers do not answer any more is their error; the one at hand is the cause.
+            # Peers may fail because this rank stops here; the error that is raised is the cause.
             with contextlib.suppress(CollectiveError):
                 gradients.drop()
             raise
         self._reduced = True
 
     def _finish(self, gradients: Gradients, ready: set[int]) -> None:
-        """Reduce what is not on its way yet, wait, and give the parameters their gradients."""
+        """Reduce the remaining gradients, wait, and give the parameters their gradients."""
         scale = self._scale(ready)
         for number, ((_, parameter), view) in enumerate(zip(self._parameters, gradients.views)):
             if number in ready:
@@ -358,18 +368,18 @@ class MultiNodeOptimizer(NotCopied):
         gradients.finish()
         for (_, parameter), view in zip(self._parameters, gradients.views):
             parameter.grad = view
-            # By which the step divides, also where only other ranks have used the parameter.
+            # The step divides by the scale, also for a parameter that only other ranks have used.
             parameter._loss_scale = scale
 
     def _scale(self, ready: set[int]) -> float | None:
-        """Return by what the loss was multiplied, of which only parameters in use know."""
+        """Return the factor of the loss, which only the parameters in use have recorded."""
         used = [self._parameters[number][1] for number in ready]
         used = used or [p for _, p in self._parameters if p.grad is not None]
         scale: float | None = (used[0] if used else self.actual_optimizer)._loss_scale
         return scale
 
     def _untouched(self) -> bool:
-        """Tell whether all gradients are as :meth:`reducing` has left them."""
+        """Return whether all gradients are unchanged since the end of :meth:`reducing`."""
         gradients = self._gradients
         return gradients is not None and all(
             parameter.grad is view

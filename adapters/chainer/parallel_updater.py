@@ -20,9 +20,9 @@ _Updater: Any = chainer.training.updaters.StandardUpdater
 
 
 class Replicas(NotCopied):
-    """A link and copies of it, one a device, that compute gradients at the same time.
+    """Link and copies of it, one for each device, that compute gradients at the same time.
 
-    For a loop of one's own, with an optimizer that is set up with the link::
+    In your own loop, use it with an optimizer that is set up with the link::
 
         replicas = Replicas(model, ["@numpy", "@numpy"])
         for batch in iterator:
@@ -30,38 +30,39 @@ class Replicas(NotCopied):
             optimizer.update()
             replicas.copy_params()
 
-    The link itself computes in the calling thread, the copies in threads of their own, with the
-    caller's ``chainer.config`` and reporter. Numbers drawn from global generators (dropout) come
-    in no certain order then. Function hooks of the caller's thread are not theirs.
+    The link itself computes in the calling thread. Each copy computes in a thread of its own, with
+    the caller's ``chainer.config`` and reporter. So the order of numbers drawn from global
+    generators (dropout) is not deterministic. Function hooks of the caller's thread do not apply to
+    the copies.
 
     Args:
-        link: the first replica. It is moved to the first device.
-        devices: one for each replica; a device may come several times.
-        op: ``"avg"``: gradients are those of the mean loss over all samples, as on one device;
-            ``"sum"``: those of the sum of the parts' losses, as Chainer's ``ParallelUpdater``
-            adds them up.
+        link: first replica. It is moved to the first device.
+        devices: devices, one for each replica; a device may come several times.
+        op: ``"avg"``: the gradients are those of the mean loss over all samples, as on one device;
+            ``"sum"``: the gradients are those of the sum of the parts' losses, as in Chainer's
+            ``ParallelUpdater``.
 
     Attributes:
-        links: the replicas; the first is the link.
-        devices: theirs.
+        links: replicas; the first one is the link.
+        devices: devices of the replicas.
     """
 
     instead = "Copy its first link, and make Replicas of the copy."
 
     def __init__(self, link: Any, devices: Sequence[Any], *, op: str = "avg") -> None:
         if op not in ("avg", "sum"):
-            raise InvalidArgumentError(f"Replicas: op {op!r}; 'avg' or 'sum'.")
+            raise InvalidArgumentError(f"Replicas: op is {op!r} (expected 'avg' or 'sum').")
         if not devices:
-            raise InvalidArgumentError("Replicas: no devices; one or more.")
+            raise InvalidArgumentError("Replicas: no devices (expected at least one).")
         self.devices = [chainer.get_device(device) for device in devices]
         self.links = [link, *(copy.deepcopy(link) for _ in devices[1:])]
         self._op = op
-        for each, device in zip(self.links, self.devices):
-            each.to_device(device)
+        for replica, device in zip(self.links, self.devices):
+            replica.to_device(device)
         self._threads = ThreadPoolExecutor(max(1, len(devices) - 1), "replica")
 
     def split(self, batch: Sequence[Any]) -> list[list[Any]]:
-        """Return the samples of each replica: every n-th, as many as there are."""
+        """Return the samples of each replica: replica r of n gets every n-th sample, from r on."""
         return [list(batch[index :: len(self.links)]) for index in range(len(self.links))]
 
     def backward(
@@ -75,28 +76,32 @@ class Replicas(NotCopied):
         """Compute the losses of batches, and the link's gradients.
 
         Args:
-            batches: one for each replica, on its device: a tuple or a dictionary of arguments,
-                or the only one. None for a replica that has no samples.
-            counts: how many samples each has, by which ``"avg"`` weighs them; by default the
-                length of the first array.
-            loss_func: in place of the replicas themselves; called with a replica's arguments.
-            loss_scale: as of ``Variable.backward``.
+            batches: one batch for each replica, on its device: a tuple or a dictionary of
+                arguments, or the only argument. None for a replica without samples.
+            counts: number of samples of each batch, by which ``"avg"`` weights it; by default the
+                length of its first array.
+            loss_func: function that is called with a replica's arguments, in place of the replica.
+            loss_scale: that of ``Variable.backward``.
 
         Returns:
-            The losses, or None, on their devices.
+            The loss of each batch, on its device, or None for a replica without samples.
 
         Raises:
-            InvalidArgumentError: there are not as many batches as replicas, or no samples.
+            InvalidArgumentError: the number of batches is not the number of replicas, or the first
+                replica has no samples.
         """
         if len(batches) != len(self.links):
             raise InvalidArgumentError(
-                f"backward: {len(batches)} batches for {len(self.links)} replicas; one each."
+                f"backward: {len(batches)} batches for {len(self.links)} replicas (expected one "
+                "batch for each). Pass None for a replica without samples."
             )
         if counts is None:
             counts = [0 if batch is None else _length(batch) for batch in batches]
         total = sum(counts)
         if batches[0] is None or not total:
-            raise InvalidArgumentError("backward: no samples for the first replica; some.")
+            raise InvalidArgumentError(
+                "backward: no samples for the first replica (expected at least one)."
+            )
         shares = [count / total if self._op == "avg" else 1.0 for count in counts]
 
         def loss_of(index: int) -> Any:
@@ -108,8 +113,8 @@ class Replicas(NotCopied):
             with chainer.using_device(device):
                 if loss is None:
                     loss = loss_of(index)
-                link.cleargrads()  # those too that have just been initialised
-                # In place of the one with which a backward pass begins.
+                link.cleargrads()  # including parameters that have just been initialised
+                # This gradient replaces the one that a backward pass starts with by default.
                 loss.grad = device.xp.full_like(loss.array, shares[index] * (loss_scale or 1.0))
                 loss.backward(loss_scale=loss_scale)
             loss.unchain()
@@ -130,7 +135,7 @@ class Replicas(NotCopied):
         return losses
 
     def _run(self, run: Callable[..., Any], indices: Sequence[int], first: Any) -> list[Any]:
-        """Call ``run`` for each index, the first one here; return all results."""
+        """Call ``run`` for each index, for the first one in this thread; return all results."""
         ambience = _Ambience()
         futures: dict[int, Future[Any]] = {
             index: self._threads.submit(ambience.call, run, index) for index in indices[1:]
@@ -139,24 +144,24 @@ class Replicas(NotCopied):
         try:
             results[indices[0]] = run(indices[0], first)
         finally:
-            wait(futures.values())  # nobody computes any more when an error is raised
+            wait(futures.values())  # no thread computes any more when an error is raised
         for index, future in futures.items():
             results[index] = future.result()
         ambience.report()
         return results
 
     def copy_params(self) -> None:
-        """Give the copies the link's parameters and persistent values; after its update."""
-        for each in self.links[1:]:
-            each.copyparams(self.links[0])
+        """Give the copies the link's parameters and persistent values, after its update."""
+        for replica in self.links[1:]:
+            replica.copyparams(self.links[0])
 
     def close(self) -> None:
-        """End the threads."""
+        """Stop the threads."""
         self._threads.shutdown()
 
 
 class _Ambience:
-    """What Chainer keeps by thread, as it is where this is made."""
+    """Chainer's thread-local state, recorded in the thread that makes the object."""
 
     def __init__(self) -> None:
         self._config = dict(vars(chainer.config._local))
@@ -165,7 +170,7 @@ class _Ambience:
         self._observations: dict[int, dict[str, Any]] = {}
 
     def call(self, function: Callable[[int], Any], index: int) -> Any:
-        """Call ``function`` in another thread, as if it were this one."""
+        """Call ``function`` in another thread, with the recorded state."""
         with contextlib.ExitStack() as stack:
             for name, value in self._config.items():
                 stack.enter_context(chainer.using_config(name, value))
@@ -177,7 +182,7 @@ class _Ambience:
             return function(index)
 
     def report(self) -> None:
-        """Report what the threads have, in their order."""
+        """Report the threads' observations, in the order of the threads."""
         for _, observation in sorted(self._observations.items()):
             assert self._reporter is not None
             self._reporter.observation.update(observation)
@@ -199,20 +204,21 @@ def _length(batch: Any) -> int:
 
 
 class ParallelUpdater(_Updater):  # type: ignore[misc, unused-ignore]
-    """An updater that divides each batch among devices of this process.
+    """Updater that divides each batch among devices of this process.
 
-    In place of ``chainer.training.updaters.ParallelUpdater``: its replicas compute at the same
-    time, on CPU devices too, and by default their gradients are those of the mean over the
-    batch, as on one device, where Chainer's are the sum of the parts' means.
+    It replaces ``chainer.training.updaters.ParallelUpdater``. Its replicas compute at the same
+    time, on CPU devices too. By default their gradients are those of the mean over the batch, as on
+    one device. Chainer's gradients are the sum of the parts' means.
 
     Args:
-        iterator, optimizer, options: as of ``StandardUpdater``, without ``device``.
-        devices: one for each replica. In a dictionary, ``"main"`` is the optimizer's target's;
-            the names are those under which replicas report. In a sequence, the first is.
-        op: ``"avg"``, or ``"sum"`` as Chainer's.
+        iterator, optimizer, options: those of ``StandardUpdater``, without ``device``.
+        devices: devices, one for each replica. In a dictionary, ``"main"`` is the device of the
+            optimizer's target, and replicas report under their names. In a sequence, the first one
+            is the device of the target.
+        op: ``"avg"``, or ``"sum"`` as in Chainer.
 
     Attributes:
-        replicas: the :class:`Replicas`.
+        replicas: replicas, as :class:`Replicas`.
     """
 
     def __init__(
@@ -227,17 +233,18 @@ class ParallelUpdater(_Updater):  # type: ignore[misc, unused-ignore]
     ) -> None:
         super().__init__(iterator, optimizer, converter, **options)
         if not isinstance(devices, Mapping):
-            devices = {str(n) if n else "main": each for n, each in enumerate(devices)}
+            devices = {str(n) if n else "main": device for n, device in enumerate(devices)}
         if "main" not in devices:
             raise InvalidArgumentError(
-                f"ParallelUpdater: devices for {', '.join(devices)}; one must be 'main'."
+                f"ParallelUpdater: devices are {', '.join(devices)}, but one must be 'main': the "
+                "device of the optimizer's target."
             )
         self._names = ["main", *(name for name in devices if name != "main")]
         target = self.get_optimizer("main").target
         self.replicas = Replicas(target, [devices[name] for name in self._names], op=op)
 
     def connect_trainer(self, trainer: Any) -> None:
-        """Have the replicas report under their names."""
+        """Register the replicas as observers under their names."""
         for name, link in zip(self._names[1:], self.replicas.links[1:]):
             trainer.reporter.add_observer(name, link)
             trainer.reporter.add_observers(name, link.namedlinks(skipself=True))
@@ -262,6 +269,6 @@ class ParallelUpdater(_Updater):  # type: ignore[misc, unused-ignore]
             optimizer.new_epoch(auto=True)
 
     def finalize(self) -> None:
-        """End the iterators and the threads."""
+        """Finalize the iterators and stop the threads."""
         super().finalize()
         self.replicas.close()

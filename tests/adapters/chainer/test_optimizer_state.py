@@ -162,7 +162,9 @@ def test_half_precision_with_a_dynamic_loss_scale(comm: Any) -> None:
 
 def test_bad_options() -> None:
     with collective.init() as comm:
-        with pytest.raises(InvalidArgumentError, match="bucket_mib -1; a positive number"):
+        with pytest.raises(
+            InvalidArgumentError, match=r"bucket_mib is -1 \(expected a positive number"
+        ):
             create_multi_node_optimizer(chainer.optimizers.SGD(), comm, bucket_mib=-1)
         optimizer = create_multi_node_optimizer(chainer.optimizers.SGD(), comm)
         with pytest.raises(InvalidArgumentError, match="no initialised parameter"):

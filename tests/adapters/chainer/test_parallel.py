@@ -178,7 +178,7 @@ def test_a_small_batch_leaves_replicas_without_samples() -> None:
 
 
 def test_bad_arguments(tmp_path: Any) -> None:
-    with pytest.raises(InvalidArgumentError, match="op 'max'; 'avg' or 'sum'"):
+    with pytest.raises(InvalidArgumentError, match=r"op is 'max' \(expected 'avg' or 'sum'"):
         Replicas(Net(), ["@numpy"], op="max")
     with pytest.raises(InvalidArgumentError, match="no devices"):
         Replicas(Net(), [])
