@@ -167,7 +167,8 @@ class MultiNodeOptimizer(NotCopied):
         self.comm = comm
         self._inner = comm.dup()
         self._gradients = None
-        # A rank may have joined that has not made a step yet, so parameters are sent or compared again.
+        # A rank may have joined that has not made a step yet, so the next step sends or compares
+        # the parameters again.
         self._syncing, self._reduced, self._agreed = True, False, False
         if isinstance(self._reduce, Rebindable):
             self._reduce.rebind(comm.dup())

@@ -1,4 +1,4 @@
-"""One batch on its way through a stage of a pipeline, in micro-batches."""
+"""Passage of one batch through a stage of a pipeline, in micro-batches."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ from .tape import bare
 
 __all__ = ["ARRAYS", "Others", "Passage", "other_parameters", "pieces"]
 
-# Tags of the pipeline's own communicator.
+# Message tags on the pipeline's own communicator.
 _FORWARD, _BACKWARD = 0, 1
 
 _Arrays = tuple[Any, ...]
 
-#: What a stage may take and return.
+#: Types of the arrays that a stage may take and return.
 ARRAYS: Any = (chainer.Variable, *chainer.get_array_types())
-#: Parameters of other ranks' stages, by their identity, and what they are called.
+#: Parameters of other ranks' stages, by their identity: a weak reference and a name for errors.
 Others = dict[int, tuple[weakref.ref[Any], str]]
 
 
 class Passage:
-    """One batch on its way through this rank's stage.
+    """Passage of one batch through this rank's stage.
 
     Args:
-        stage: a link.
-        comm: the pipeline's ranks.
+        stage: link that computes the stage.
+        comm: ranks of the pipeline.
         inputs: at the first stage, the arrays of each micro-batch.
-        others: parameters that are other stages'.
+        others: parameters of other ranks' stages.
 
     Attributes:
-        first, last: whether the stage is.
-        losses: at the last stage, of each micro-batch what it adds to the batch's.
-        spans: when which pass was computed, from the making of this on.
+        first, last: whether the stage is the first one, and whether it is the last one.
+        losses: at the last stage, the contribution of each micro-batch to the batch's loss.
+        spans: times of the passes, in seconds since this object was made.
         several: whether the stage returned a tuple.
     """
 
@@ -53,8 +53,8 @@ class Passage:
         self._stage, self._comm, self._inputs, self._others = stage, comm, inputs, others
         self.first, self.last = comm.rank == 0, comm.rank == comm.size - 1
         self._like: Framework = "numpy" if stage.xp is np else "cupy"
-        # Of each micro-batch from its forward to its backward pass: inputs, outputs and, where
-        # they are known already, the outputs' gradients.
+        # By micro-batch, from its forward to its backward pass: inputs, outputs, and the outputs'
+        # gradients if they are known already.
         self._kept: dict[int, tuple[_Arrays, _Arrays, _Arrays | None]] = {}
         self._sends: deque[Any] = deque()
         self.losses: list[Any] = []
@@ -69,7 +69,7 @@ class Passage:
         loss: Callable[..., Any] | None,
         share: float,
     ) -> None:
-        """Compute a micro-batch's outputs and pass them on; at the last stage, its loss."""
+        """Compute a micro-batch's outputs and send them on; at the last stage, compute its loss."""
         arrays = self._received(action)
         start, cpu = time.perf_counter(), time.thread_time()
         inputs = tuple(
@@ -77,14 +77,14 @@ class Passage:
             for x in arrays
         )
         if self.last and loss is None:
-            found = self._stage(*inputs, *labels)
+            result = self._stage(*inputs, *labels)
         else:
-            found = self._stage(*inputs)
+            result = self._stage(*inputs)
         gradients: _Arrays | None = None
         if self.last:
-            found = found if loss is None else loss(found, *labels)
-            gradients = (self._weigh(found, share),)
-        outputs = self._outputs(found)
+            result = result if loss is None else loss(result, *labels)
+            gradients = (self._weigh(result, share),)
+        outputs = self._outputs(result)
         if self._others and not action.microbatch:
             _refuse_skips(outputs, self._others, self._comm)
         self._record(action, start, cpu)
@@ -93,7 +93,7 @@ class Passage:
             self._send([bare(y) for y in outputs], self._comm.rank + 1, _FORWARD)
 
     def backward(self, action: Action) -> None:
-        """Compute a micro-batch's gradients and pass those of its inputs back."""
+        """Compute a micro-batch's gradients and send those of its inputs back."""
         inputs, outputs, gradients = self._kept.pop(action.microbatch)
         differentiated = [y for y in outputs if bare(y).dtype.kind == "f"]
         if gradients is None:
@@ -106,7 +106,8 @@ class Passage:
                 [y for y, _ in reached],
                 [chainer.Variable(g, requires_grad=False) for _, g in reached],
             )
-        # One for each output of floating point, used or not: the stage before counts them.
+        # One gradient for each floating-point output of the previous stage, used or not, because
+        # that stage counts them.
         back = [
             x.xp.zeros_like(x.array) if x.grad is None else x.grad
             for x in inputs
@@ -117,7 +118,7 @@ class Passage:
             self._send(back, self._comm.rank - 1, _BACKWARD)
 
     def evaluate(self, microbatch: int) -> _Arrays:
-        """Compute a micro-batch's outputs, pass them on, and keep nothing."""
+        """Compute a micro-batch's outputs, send them on, and keep nothing."""
         arrays = self._received(Action("forward", microbatch))
         inputs = (chainer.Variable(x, requires_grad=False) for x in arrays)
         outputs = tuple(map(bare, self._outputs(self._stage(*inputs))))
@@ -126,31 +127,32 @@ class Passage:
         return outputs
 
     def finish(self) -> None:
-        """Wait until all that was sent has gone."""
+        """Wait until all sends are complete."""
         while self._sends:
             self._sends.popleft().wait()
 
-    def _weigh(self, found: Any, share: float) -> Any:
-        """Note the share that a loss has in the batch's; return the gradient that it gets."""
-        value = bare(found)
+    def _weigh(self, loss: Any, share: float) -> Any:
+        """Record the contribution of a loss to the batch's loss; return the loss's gradient."""
+        value = bare(loss)
         if getattr(value, "size", 0) != 1 or value.dtype.kind != "f":
-            given = getattr(value, "shape", type(value).__name__)
+            described = getattr(value, "shape", type(value).__name__)
             raise ShapeError(
-                f"Pipeline.step: {given} as loss; one floating-point number "
-                f"[rank {self._comm.rank} of {self._comm.size}]. Pass loss=, which is called with "
-                "what the last stage returns and the target."
+                f"Pipeline.step: {described} as loss (expected one floating-point number) "
+                f"[rank {self._comm.rank} of {self._comm.size}]. Pass loss=, a function of the "
+                "last stage's output and the target."
             )
         self.losses.append(value * share)
         return self._stage.xp.full_like(value, share)
 
-    def _outputs(self, found: Any) -> _Arrays:
-        self.several = isinstance(found, (tuple, list))
-        outputs = tuple(found) if self.several else (found,)
+    def _outputs(self, result: Any) -> _Arrays:
+        self.several = isinstance(result, (tuple, list))
+        outputs = tuple(result) if self.several else (result,)
         for y in outputs:
             if not isinstance(y, ARRAYS):
                 raise InvalidArgumentError(
-                    f"Pipeline: the stage returns {type(y).__name__}; a variable or a tuple of "
-                    f"some [rank {self._comm.rank} of {self._comm.size}]."
+                    f"Pipeline: the stage returns {type(y).__name__} (expected a variable, or a "
+                    f"tuple of variables) [rank {self._comm.rank} of {self._comm.size}]. Change "
+                    "the stage's forward method."
                 )
         return outputs
 
@@ -160,11 +162,11 @@ class Passage:
         return self._recv(self._comm.rank - 1, _FORWARD)
 
     def _recv(self, rank: int, tag: int) -> _Arrays:
-        found = self._comm.recv(None, rank, tag=tag, like=self._like)
-        return tuple(found) if isinstance(found, (tuple, list)) else (found,)
+        message = self._comm.recv(None, rank, tag=tag, like=self._like)
+        return tuple(message) if isinstance(message, (tuple, list)) else (message,)
 
     def _send(self, arrays: list[Any], rank: int, tag: int) -> None:
-        # A work keeps its array alive until it is dropped.
+        # A work keeps its array alive until the work is dropped.
         while self._sends and self._sends[0].done():
             self._sends.popleft().wait()
         message = arrays[0] if len(arrays) == 1 else tuple(arrays)
@@ -176,68 +178,70 @@ class Passage:
 
 
 def other_parameters(stages: Sequence[chainer.Link | None], comm: Communicator) -> Others:
-    """Check what a pipeline is made of; return the parameters that are other ranks'.
+    """Check the stages of a pipeline; return the parameters of other ranks' stages.
 
     Raises:
-        InvalidArgumentError: there are not as many as ranks, or this rank's is no link.
-        UnsupportedError: two share a parameter.
+        InvalidArgumentError: the number of stages is not the number of ranks, or this rank's stage
+            is no link.
+        UnsupportedError: two stages share a parameter.
     """
     where = f"[rank {comm.rank} of {comm.size}]"
     if not isinstance(stages, (list, tuple)) or len(stages) != comm.size:
-        given = len(stages) if isinstance(stages, (list, tuple)) else type(stages).__name__
+        count = len(stages) if isinstance(stages, (list, tuple)) else type(stages).__name__
         raise InvalidArgumentError(
-            f"Pipeline: {given} stages; a list of {comm.size}, one for each rank {where}. Put "
-            "several layers into one stage by chainer.Sequential."
+            f"Pipeline: {count} stages (expected a list of {comm.size}, one stage for each rank) "
+            f"{where}. Combine layers into one stage with chainer.Sequential."
         )
     for rank, stage in enumerate(stages):
         if not isinstance(stage, chainer.Link) and (stage is not None or rank == comm.rank):
             raise InvalidArgumentError(
-                f"Pipeline: {type(stage).__name__} as stage {rank}; a chainer.Link {where}. None "
-                "stands for other ranks' only."
+                f"Pipeline: {type(stage).__name__} as stage {rank} (expected a chainer.Link) "
+                f"{where}. Only a stage of another rank may be None."
             )
     names: dict[int, tuple[int, str]] = {}
-    found: Others = {}
+    foreign: Others = {}
     for rank, stage in enumerate(stages):
         for path, parameter in stage.namedparams() if stage is not None else ():
             owner, name = names.setdefault(id(parameter), (rank, path))
             if owner != rank:
                 raise UnsupportedError(
-                    f"Pipeline: {path} of stage {rank} is {name} of stage {owner}, too; each stage "
-                    f"has parameters of its own {where}. Put what uses it into one stage."
+                    f"Pipeline: {path} of stage {rank} is {name} of stage {owner}, too, but each "
+                    f"stage needs its own parameters {where}. Put the layers that use it into one "
+                    "stage."
                 )
             if rank != comm.rank:
-                found[id(parameter)] = weakref.ref(parameter), f"{path} of stage {rank}"
-    return found
+                foreign[id(parameter)] = weakref.ref(parameter), f"{path} of stage {rank}"
+    return foreign
 
 
 def pieces(given: Any, sizes: Sequence[int]) -> list[_Arrays]:
     """Cut an array, or each of a tuple, along its first axis."""
     if given is None:
         return []
-    arrays = [bare(each) for each in (given if isinstance(given, tuple) else (given,))]
+    arrays = [bare(array) for array in (given if isinstance(given, tuple) else (given,))]
     ends = np.cumsum(sizes).tolist()
     return [tuple(x[end - size : end] for x in arrays) for size, end in zip(sizes, ends)]
 
 
 def _refuse_skips(outputs: _Arrays, others: Others, comm: Communicator) -> None:
-    """Refuse a graph that reaches into another stage, whose gradients would be lost or doubled.
+    """Refuse a graph that reaches into another stage: gradients would be lost or counted twice.
 
     Raises:
-        UnsupportedError: it uses a parameter of another stage.
+        UnsupportedError: the graph uses a parameter of another stage.
     """
     for node in _leaves(outputs):
         variable = node.get_variable_or_none()
-        found, name = others.get(id(variable), (None, ""))
-        if found is not None and found() is variable:
+        reference, name = others.get(id(variable), (None, ""))
+        if reference is not None and reference() is variable:
             raise UnsupportedError(
                 f"Pipeline: this stage uses {name}: a skip connection across stages [rank "
-                f"{comm.rank} of {comm.size}]. A stage sees only what the one before returns: "
-                "return what is needed later as a further output, and pass it on."
+                f"{comm.rank} of {comm.size}]. A stage sees only the outputs of the previous "
+                "stage. Return the array as a further output, and pass it on."
             )
 
 
 def _leaves(outputs: _Arrays) -> Iterator[Any]:
-    """Yield the nodes of variables that no function made, of all that lead to ``outputs``."""
+    """Yield the nodes from which ``outputs`` are computed and which no function computes."""
     todo = [y.node for y in outputs if isinstance(y, chainer.Variable)]
     seen = set()
     while todo:

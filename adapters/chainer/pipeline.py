@@ -1,9 +1,9 @@
-"""``Pipeline``: a model cut into stages, one a rank, and batches that go through in pieces.
+"""``Pipeline``: a model cut into stages, one on each rank, and batches cut into micro-batches.
 
-The order of the passes is that of :mod:`collective.training.pipelines`. Of each micro-batch a rank
-receives the arrays that the stage before returned, with their shapes and dtypes, and sends on its
-own; the gradients come back the same way. Sends are in the background, so that a rank goes on to
-its next pass; receives are not, so that the time outside of the passes is the time of waiting.
+The order of the passes is that of :mod:`collective.training.pipelines`. For each micro-batch, a
+rank receives the arrays that the previous stage returned, with their shapes and dtypes, and sends
+its own arrays on. The gradients return the same way. Sends run in the background, so that a rank
+continues with its next pass. Receives block, so that time outside of the passes is waiting time.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["Pipeline"]
 
 
 class Pipeline(NotCopied):
-    """A model cut into stages, one on each rank, trained on micro-batches.
+    """Model cut into stages, one on each rank, trained on micro-batches.
 
     ::
 
@@ -42,37 +42,36 @@ class Pipeline(NotCopied):
             loss = pipe.step(x, t, F.softmax_cross_entropy)    # on the last rank, elsewhere None
             optimizer.update()
 
-    A stage is called as ``stage(*arrays)`` with what the one before returned, one variable or a
-    tuple of some, and the first with ``x``. It sees nothing else: what a later stage needs is
-    passed on by all between them.
+    A stage is called as ``stage(*arrays)`` with the output of the previous stage, one variable or a
+    tuple of variables. The first stage is called with ``x``. A stage sees nothing else. If a later
+    stage needs an array, all stages in between have to pass it on.
 
     Random numbers and batch statistics are those of micro-batches.
 
-    Collective: every rank makes it, and calls :meth:`step` and :meth:`predict` in one order.
+    Collective: every rank makes it, and calls :meth:`step` and :meth:`predict` in the same order.
 
     Args:
-        stages: one link a rank. Of other ranks' there may be None, so that no memory is needed for
-            them.
-        comm: the ranks, in the order of the stages. The pipeline makes a communicator of its own
-            of it.
-        microbatches: into how many pieces a batch is cut, as ``numpy.array_split`` does.
-        schedule: ``"1f1b"``, which keeps ``stages - rank`` micro-batches at most for the backward
+        stages: links, one for each rank. Stages of other ranks may be None, so that they need no
+            memory here.
+        comm: ranks in the order of the stages. The pipeline uses a duplicate of it.
+        microbatches: number of pieces into which a batch is cut, as ``numpy.array_split`` does.
+        schedule: ``"1f1b"``, which keeps at most ``stages - rank`` micro-batches for the backward
             pass, or ``"gpipe"``, which keeps all.
-        reduction: what the loss of a micro-batch is over its samples, ``"mean"`` or ``"sum"``. The
-            loss and the gradients of a step are the same of the whole batch: micro-batches count
-            by their samples in the one case, and are added in the other. A mean over anything
-            else, such as the labels that ``softmax_cross_entropy`` does not ignore, is neither:
-            take its sum.
+        reduction: how the loss of a micro-batch combines its samples, ``"mean"`` or ``"sum"``. The
+            loss and the gradients of a step are then the same as for the whole batch. For
+            ``"mean"``, micro-batches are weighted by their numbers of samples; for ``"sum"``, they
+            are added. A mean over anything else, such as the labels that ``softmax_cross_entropy``
+            does not ignore, is neither: use its sum.
 
     Attributes:
-        stage: this rank's link; its gradients are of the whole batch after a step.
-        timeline: of the last step, when this rank computed what: seconds since the ranks agreed
-            on the step. Where arrays are on a GPU, when it was enqueued.
+        stage: this rank's link; after a step its gradients are those of the whole batch.
+        timeline: times of this rank's passes in the last step, in seconds since the ranks agreed on
+            the step. If arrays are on a GPU, these are the times when passes were enqueued.
 
     Raises:
-        InvalidArgumentError: a number or an option is none of those allowed, there are not as many
-            stages as ranks, or this rank's is no link.
-        MismatchError: the ranks' options differ; on every rank.
+        InvalidArgumentError: a number or an option is not allowed, the number of stages is not the
+            number of ranks, or this rank's stage is no link.
+        MismatchError: the ranks' options differ; every rank raises it.
         UnsupportedError: two stages share a parameter.
     """
 
@@ -92,7 +91,7 @@ class Pipeline(NotCopied):
         check_same(comm, microbatches, schedule, reduction)
         self.stage: Any = stages[comm.rank]
         self.timeline: tuple[Span, ...] = ()
-        # So that its messages are not taken for the program's own.
+        # The pipeline has its own communicator, so that its messages never mix with the program's.
         self._comm = comm.dup()
         self._microbatches, self._mean = microbatches, reduction == "mean"
         self._actions = order(schedule, comm.rank, comm.size, microbatches)
@@ -106,27 +105,30 @@ class Pipeline(NotCopied):
         Collective: every rank calls it.
 
         Args:
-            x: at the first stage, an array or a variable of samples, or a tuple of some. Ignored
-                elsewhere.
-            target: at the last stage, the same with as many samples, or None. Ignored elsewhere.
-            loss: at the last stage, is called with what the stage returns and, if there is one,
-                the target of the micro-batch, and returns one number. None if the last stage
-                itself takes the target last, if there is one, and returns the loss, as
-                ``chainer.links.Classifier`` does. Ignored elsewhere.
+            x: at the first stage, an array or a variable of samples, or a tuple of these. Ignored
+                on other stages.
+            target: at the last stage, the same with as many samples, or None. Ignored on other
+                stages.
+            loss: at the last stage, a function that returns one number. It is called with the
+                stage's output and, if there is one, the micro-batch's target. None: the last stage
+                itself takes the target as its last argument, if there is one, and returns the loss,
+                as ``chainer.links.Classifier`` does. Ignored on other stages.
 
         Returns:
-            At the last stage the loss of the batch; None elsewhere.
+            At the last stage the loss of the batch; None on other stages.
 
         Raises:
             InvalidArgumentError, ShapeError: ``x`` or ``target`` is no array, the numbers of
-                samples differ, or there are fewer than micro-batches; on every rank, before
-                anything is computed, and the pipeline can be used.
-            MismatchError: another rank called something else; as before.
+                samples differ, or there are fewer samples than micro-batches. Every rank raises it,
+                before anything is computed, and the pipeline stays usable.
+            MismatchError: another rank called another method; again on every rank, and the pipeline
+                stays usable.
             ShapeError: the loss is not one number.
-            UnsupportedError: a stage uses another's parameters.
+            UnsupportedError: a stage uses another stage's parameters.
             PeerFailedError: another rank's stage raised.
-            CommunicatorClosedError: this rank's stage raised in an earlier step, or another's. All
-                ranks have to make a new pipeline; gradients are of some micro-batches only.
+            CommunicatorClosedError: a stage raised in an earlier step, on this rank or another. All
+                ranks have to make a new pipeline. The gradients are those of some micro-batches
+                only.
         """
         samples = self._agree("step", x, target, loss)
         sizes = split_sizes("Pipeline.step", samples, self._microbatches, None)
@@ -145,17 +147,17 @@ class Pipeline(NotCopied):
         return sum(map(float, passage.losses)) if passage.last else None
 
     def predict(self, x: Any = None) -> Any:
-        """Compute the model's output in micro-batches, without gradients and not in training mode.
+        """Compute the model's output in micro-batches, without gradients, in evaluation mode.
 
-        For a last stage that takes no target.
+        Use it with a last stage that takes no target.
 
         Collective: every rank calls it.
 
         Args:
-            x: as of :meth:`step`.
+            x: that of :meth:`step`.
 
         Returns:
-            At the last stage an array, or a tuple of some, of all samples; None elsewhere.
+            At the last stage an array or a tuple of arrays, of all samples; None on other stages.
 
         Raises:
             As :meth:`step`.
@@ -169,18 +171,18 @@ class Pipeline(NotCopied):
             chainer.using_config("train", False),
         ):
             passage = Passage(self.stage, self._comm, pieces(x, sizes), self._others)
-            found = [passage.evaluate(microbatch) for microbatch in range(count)]
+            outputs = [passage.evaluate(microbatch) for microbatch in range(count)]
             passage.finish()
         if not passage.last:
             return None
-        joined = tuple(self.stage.xp.concatenate(each) for each in zip(*found))
+        joined = tuple(self.stage.xp.concatenate(arrays) for arrays in zip(*outputs))
         return joined if passage.several else joined[0]
 
     @contextlib.contextmanager
     def _ended_by_errors(self) -> Iterator[None]:
-        """End the pipeline, for all ranks, if the body raises.
+        """End the pipeline, on all ranks, if the body raises.
 
-        Messages of the body may be on their way: another step would take them for its own.
+        Messages of the body may be in flight, and another step would receive them as its own.
         """
         try:
             yield
@@ -195,7 +197,7 @@ class Pipeline(NotCopied):
     def _agree(
         self, what: str, x: Any, target: Any = None, loss: Callable[..., Any] | None = None
     ) -> int:
-        """Compare what the ranks are about to do; return the number of samples.
+        """Check that the ranks are about to do the same; return the number of samples.
 
         Raises:
             As :meth:`step`; the same on every rank.
@@ -211,8 +213,9 @@ class Pipeline(NotCopied):
                 mine[2] = _samples(what, "target", target)
             if comm.rank == comm.size - 1 and loss is not None and not callable(loss):
                 raise InvalidArgumentError(
-                    f"Pipeline.{what}: {type(loss).__name__} as loss; a function of the last "
-                    "stage's output and the target, as chainer.functions.softmax_cross_entropy."
+                    f"Pipeline.{what}: {type(loss).__name__} as loss (expected a function of the "
+                    "last stage's output and the target). Pass a function such as "
+                    "chainer.functions.softmax_cross_entropy."
                 )
         except InvalidArgumentError as error:
             mine[3] = str(error)
@@ -223,7 +226,7 @@ class Pipeline(NotCopied):
             if theirs != every[0][0]:
                 raise MismatchError(
                     f"Pipeline: rank 0 called {every[0][0]} and rank {rank} {theirs} {where}. Call "
-                    "the same on every rank."
+                    "the same method on every rank."
                 )
             if refused:
                 raise InvalidArgumentError(f"{refused} [rank {rank} of {comm.size}]")
@@ -231,34 +234,36 @@ class Pipeline(NotCopied):
         least = self._microbatches if what == "step" else 1
         if samples < least:
             raise ShapeError(
-                f"Pipeline.{what}: x has {samples} samples; at least one for each of the "
-                f"{least} micro-batches {where}. Pass more, or make the pipeline with "
+                f"Pipeline.{what}: x has {samples} samples (expected at least one for each of the "
+                f"{least} micro-batches) {where}. Pass more samples, or make the pipeline with "
                 "fewer microbatches."
             )
         if targets not in (None, samples):
             raise ShapeError(
                 f"Pipeline.{what}: x has {samples} samples on rank 0, target {targets} on rank "
-                f"{comm.size - 1}; equally many {where}. Pass both of the same batch."
+                f"{comm.size - 1} (expected equal numbers) {where}. Pass both of the same batch."
             )
         return int(samples)
 
 
 def _samples(what: str, name: str, given: Any) -> int:
-    """Return how many samples an array or a tuple of some has.
+    """Return the number of samples of an array or of a tuple of arrays.
 
     Raises:
-        InvalidArgumentError: it is something else, or they differ.
+        InvalidArgumentError: ``given`` is something else, or the numbers of samples differ.
     """
     arrays = given if isinstance(given, tuple) else (given,)
-    if not arrays or not all(isinstance(each, ARRAYS) and each.ndim for each in arrays):
-        kinds = ", ".join(type(each).__name__ for each in arrays)
+    if not arrays or not all(isinstance(array, ARRAYS) and array.ndim for array in arrays):
+        kinds = ", ".join(type(array).__name__ for array in arrays)
         raise InvalidArgumentError(
-            f"Pipeline.{what}: {kinds or 'nothing'} as {name}; an array or a variable of samples, "
-            "or a tuple of some. chainer.dataset.concat_examples makes them of a list of examples."
+            f"Pipeline.{what}: {kinds or 'nothing'} as {name} (expected an array or a variable of "
+            "samples, or a tuple of these). chainer.dataset.concat_examples makes them from a list "
+            "of examples."
         )
-    lengths = [len(each) for each in arrays]
+    lengths = [len(array) for array in arrays]
     if len(set(lengths)) > 1:
         raise InvalidArgumentError(
-            f"Pipeline.{what}: {lengths} samples in the arrays of {name}; equally many in each."
+            f"Pipeline.{what}: {lengths} samples in the arrays of {name} (expected equal numbers). "
+            "Pass arrays of the same samples."
         )
     return lengths[0]

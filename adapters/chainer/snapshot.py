@@ -1,9 +1,10 @@
-"""Snapshots of training in several processes, from which any number of ranks can go on.
+"""Snapshots of training in several processes, which any number of ranks can resume.
 
-A snapshot is one file, written by rank 0 in Chainer's NPZ format: ``chainer.serializers.load_npz``
-reads it as well. What is the same on all ranks is in it once; what a rank has otherwise (its own
-shard's iterator, statistics of its own batches, the state of NumPy's random numbers) is in it
-under the rank's number, so that as many ranks go on with the same bits.
+A snapshot is one file, written by rank 0 in Chainer's NPZ format. ``chainer.serializers.load_npz``
+can read it as well. Values that are the same on all ranks are in the file once. Other values of a
+rank are in the file under the rank's number: its own shard's iterator, statistics of its own
+batches, the state of NumPy's random numbers. So the same number of ranks resumes with the same
+bits.
 """
 
 from __future__ import annotations
@@ -34,20 +35,20 @@ _RANDOM = f"{_OURS}random/"
 
 
 class SnapshotError(CollectiveError):
-    """Rank 0 could not write or read the file, or a rank not use what is in it."""
+    """Failure of rank 0 to write or read the file, or of a rank to use its contents."""
 
 
 def save_snapshot(path: str | os.PathLike[str], target: Any, comm: Communicator) -> None:
-    """Write what ``target`` is on all ranks to one file; it is there, or not, as a whole.
+    """Write the state of ``target`` on all ranks to one file, atomically: completely or not at all.
 
-    Collective: every rank calls it. When it returns, the file is there.
+    Collective: every rank calls it. When it returns, the file exists.
 
     Args:
-        path: of the file, on rank 0's machine; others' paths are not looked at.
-        target: a Trainer, or whatever Chainer's serializers take.
+        path: path of the file on rank 0's machine; paths on other ranks are ignored.
+        target: Trainer, or any object that Chainer's serializers take.
 
     Raises:
-        SnapshotError: it could not be written; on all ranks.
+        SnapshotError: the file could not be written; every rank raises it.
     """
     mine = _state(target)
     digests = comm.broadcast_object({name: _digest(value) for name, value in mine.items()})
@@ -59,7 +60,7 @@ def save_snapshot(path: str | os.PathLike[str], target: Any, comm: Communicator)
         entries: dict[str, Any] = {**mine, f"{_OURS}size": np.array(comm.size)}
         for rank, theirs in enumerate(every):
             entries.update((f"{_OURS}rank/{rank}/{n}", np.asarray(v)) for n, v in theirs.items())
-        # Read without pickle, which Chainer needs for them.
+        # Chainer stores None as an object, which only pickle can read. These names replace it.
         absent = sorted(name for name, value in entries.items() if value.dtype == object)
         entries[f"{_OURS}absent"] = np.array(absent, dtype=np.str_)
         try:
@@ -70,28 +71,30 @@ def save_snapshot(path: str | os.PathLike[str], target: Any, comm: Communicator)
     if problem is not None:
         raise SnapshotError(
             f"save_snapshot: rank 0 could not write {problem} [rank {comm.rank} of {comm.size}]. "
-            "What was there before is unharmed."
+            "The previous file, if any, is unharmed."
         )
 
 
 def load_snapshot(path: str | os.PathLike[str], target: Any, comm: Communicator) -> None:
-    """Make ``target`` on all ranks what it was when the snapshot was written.
+    """Restore ``target`` on all ranks to its state when the snapshot was written.
 
-    On as many ranks, to the bit, with NumPy's global random numbers. On another number of them
-    each gets what rank 0 has had, which is the same but for statistics that are not shared
-    (those of a plain ``BatchNormalization``); random numbers stay as they are. The iterators must
-    then be such that a position means the same to any number of ranks: ``ShardedIterator``.
+    On the same number of ranks, the state is restored to the bit, with NumPy's global random
+    numbers. On another number of ranks, each rank gets the state of rank 0. This state differs
+    from that of the other ranks only in statistics that are not shared (those of a plain
+    ``BatchNormalization``). Random numbers stay unchanged then. The iterators' positions must then
+    mean the same for any number of ranks, as those of ``ShardedIterator`` do.
 
     Collective: every rank calls it. Only rank 0 reads the file.
 
     Args:
-        path: of the file, on rank 0's machine.
-        target: made as the one that was saved.
+        path: path of the file on rank 0's machine.
+        target: object made in the same way as the one that was saved.
 
     Raises:
-        SnapshotError: it could not be read, or does not fit to the target; on all ranks.
-        InvalidArgumentError: an iterator's position is in a shard of another number of ranks; on
-            all ranks, and nothing is changed.
+        SnapshotError: the file could not be read, or does not fit the target; every rank raises
+            it.
+        InvalidArgumentError: an iterator's position is in a shard of another number of ranks. Every
+            rank raises it, and nothing is changed.
     """
     parts: list[Any] = [None] * comm.size
     problem, base = None, None
@@ -113,26 +116,27 @@ def load_snapshot(path: str | os.PathLike[str], target: Any, comm: Communicator)
     try:
         npz.NpzDeserializer(entries).load(target)
         _set_random(entries)
-    except Exception as error:  # of whatever the target is made of
+    except Exception as error:  # any error of the objects in the target
         failed = f"{type(error).__name__}: {error}"
     for rank, reason in enumerate(comm.all_gather_object(failed)):
         if reason is not None:
             raise SnapshotError(
-                f"load_snapshot: {path} does not fit to the target of rank {rank}: {reason} "
-                f"[rank {comm.rank} of {comm.size}]. Make it as the one that was saved."
+                f"load_snapshot: {path} does not fit the target of rank {rank}: {reason} "
+                f"[rank {comm.rank} of {comm.size}]. Make the target in the same way as the one "
+                "that was saved."
             )
 
 
 class MultiNodeSnapshot(_Extension):  # type: ignore[misc, unused-ignore]
-    """A Trainer's extension that writes snapshots of all ranks; on all ranks.
+    """Trainer extension that writes snapshots of all ranks; use it on all ranks.
 
     Args:
-        comm: connects the ranks.
-        filename: in the trainer's ``out``; the trainer is formatted into it.
-        autoload: whether to go on from the newest such file when training starts, if there is
+        comm: communicator that connects the ranks.
+        filename: name of the file in the trainer's ``out``; the trainer is formatted into it.
+        autoload: whether to resume from the newest such file when training starts, if there is
             one.
-        retain: how many files are kept; None for all. Older ones are removed once a new one is
-            there.
+        retain: number of files to keep; None for all. Older files are removed once a new one
+            exists.
     """
 
     trigger = 1, "epoch"
@@ -149,25 +153,27 @@ class MultiNodeSnapshot(_Extension):  # type: ignore[misc, unused-ignore]
         retain: int | None = None,
     ) -> None:
         if retain is not None and retain < 1:
-            raise InvalidArgumentError(f"MultiNodeSnapshot: retain {retain!r}; 1 or more, or None.")
+            raise InvalidArgumentError(
+                f"MultiNodeSnapshot: retain is {retain!r} (expected at least 1, or None)."
+            )
         self._comm = comm
         self._filename = filename
         self._autoload = autoload
         self._retain = retain
 
     def rebind(self, comm: Communicator) -> None:
-        """Write what other ranks have."""
+        """Write snapshots of other ranks from now on."""
         self._comm = comm
 
     def initialize(self, trainer: Any) -> None:
-        """Go on from the newest snapshot, if that was asked for.
+        """Resume from the newest snapshot, if ``autoload`` is true.
 
-        Not after a loss, when the ranks go on from what they have in memory.
+        After a loss nothing is loaded, because the ranks continue from their state in memory.
         """
         if not self._autoload or (self._comm.generation and trainer.updater.iteration):
             return
-        found = self._files(trainer) if self._comm.rank == 0 else []
-        path = self._comm.broadcast_object(str(found[-1]) if found else None)
+        files = self._files(trainer) if self._comm.rank == 0 else []
+        path = self._comm.broadcast_object(str(files[-1]) if files else None)
         if path is not None:
             load_snapshot(path, trainer, self._comm)
 
@@ -179,30 +185,30 @@ class MultiNodeSnapshot(_Extension):  # type: ignore[misc, unused-ignore]
                 old.unlink(missing_ok=True)
 
     def _files(self, trainer: Any) -> list[Path]:
-        """Return this extension's files, the oldest first."""
+        """Return this extension's files, from the oldest to the newest."""
         before, _, rest = self._filename.partition("{")
         after = rest.rpartition("}")[2]
         with contextlib.suppress(FileNotFoundError):
-            found = [
-                each
-                for each in Path(trainer.out).iterdir()
-                if each.name.startswith(before) and each.name.endswith(after)
+            files = [
+                file
+                for file in Path(trainer.out).iterdir()
+                if file.name.startswith(before) and file.name.endswith(after)
             ]
-            return sorted(found, key=lambda each: (each.stat().st_mtime_ns, each.name))
+            return sorted(files, key=lambda file: (file.stat().st_mtime_ns, file.name))
         return []
 
 
-# -- what is in a file ----------------------------------------------------------------------------
+# -- the contents of a file -----------------------------------------------------------------------
 
 
 def _state(target: Any) -> dict[str, Any]:
-    """Return all values of this rank, by name, as arrays of NumPy."""
-    found = {name: np.asarray(value) for name, value in npz.serialize(target).items()}
+    """Return all values of this rank, by name, as NumPy arrays."""
+    values = {name: np.asarray(value) for name, value in npz.serialize(target).items()}
     kind, keys, position, has_gauss, gauss = np.random.get_state()
     if kind == "MT19937":
-        found[f"{_RANDOM}keys"] = np.asarray(keys)
-        found[f"{_RANDOM}rest"] = np.array([position, has_gauss, gauss], np.float64)
-    return found
+        values[f"{_RANDOM}keys"] = np.asarray(keys)
+        values[f"{_RANDOM}rest"] = np.array([position, has_gauss, gauss], np.float64)
+    return values
 
 
 def _set_random(entries: dict[str, Any]) -> None:
@@ -220,23 +226,23 @@ def _digest(value: Any) -> str:
 
 
 def _packed(name: str, value: Any) -> Any:
-    """Return a value as messages of objects take it."""
+    """Return a value in a form that object messages can carry."""
     if value.dtype == object and value[()] is None:
         return None
     if value.dtype.kind == "U":
         return value.tolist()
     if value.dtype.kind not in "biufc":
         raise UnsupportedError(
-            f"snapshot: {name} of dtype {value.dtype}; supported are numbers, texts and None. "
-            "Have its serialize() make one of these of it."
+            f"snapshot: {name} has dtype {value.dtype} (supported are numbers, strings and None). "
+            "Change its serialize() so that it stores one of these."
         )
     return value
 
 
 def _write(path: Path, entries: dict[str, Any]) -> None:
-    """Write a file so that it is there as a whole, or not at all."""
+    """Write a file atomically: completely or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    # A name that no search for snapshots finds, should this process be killed here.
+    # If this process is killed here, no search for snapshots finds a file of this name.
     descriptor, name = tempfile.mkstemp(prefix=".", suffix=".part", dir=path.parent)
     try:
         with os.fdopen(descriptor, "wb") as file:
@@ -251,7 +257,7 @@ def _write(path: Path, entries: dict[str, Any]) -> None:
 
 
 def _read(path: Path, size: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return what all ranks get, and what each gets of its own."""
+    """Return the values for all ranks, and a list of the values for each rank only."""
     with np.load(path, allow_pickle=False) as file:
         absent = set(file[f"{_OURS}absent"].tolist())
         entries: dict[str, Any] = {
@@ -266,11 +272,11 @@ def _read(path: Path, size: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     if saved == size:
         return entries, parts
     shards = {n.rpartition("/")[0] for n in entries if "iterator:" in n}
-    strange = sorted(each for each in shards if f"{each}/length" not in entries)
+    strange = sorted(name for name in shards if f"{name}/length" not in entries)
     if strange:
         raise InvalidArgumentError(
             f"the snapshot is of {saved} ranks, whose {', '.join(strange)} had shards of their "
-            f"own; positions in them mean nothing to {size}. Use a ShardedIterator, or {saved} "
-            "ranks"
+            f"own. Positions in these shards are meaningless on {size} ranks. Use a "
+            f"ShardedIterator, or {saved} ranks"
         )
     return {n: v for n, v in entries.items() if not n.startswith(_RANDOM)}, [{}] * size

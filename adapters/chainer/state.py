@@ -1,4 +1,4 @@
-"""What makes replicas of a link equal: parameters, persistent values, initial values."""
+"""Replication of a link over ranks: parameters, persistent values, initial values."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ __all__ = ["broadcast_state", "distinct_parameters", "follow_root", "persistent_
 
 
 def distinct_parameters(link: Any) -> list[tuple[str, Any]]:
-    """Return a link's parameters with their paths, each once, however many links share it."""
-    found: dict[int, tuple[str, Any]] = {}
+    """Return a link's parameters with their paths; each parameter once, even if links share it."""
+    by_identity: dict[int, tuple[str, Any]] = {}
     for name, parameter in link.namedparams():
-        found.setdefault(id(parameter), (name, parameter))
-    return list(found.values())
+        by_identity.setdefault(id(parameter), (name, parameter))
+    return list(by_identity.values())
 
 
 def broadcast_state(
@@ -31,13 +31,13 @@ def broadcast_state(
 ) -> None:
     """Give every rank the parameters of ``root``, and its persistent values if ``persistent``.
 
-    Parameters that ``root`` has initialised are so on all ranks afterwards.
+    Afterwards all parameters that ``root`` has initialised are initialised on all ranks.
 
     Collective: every rank calls it, with the same link.
 
     Raises:
-        MismatchError: the ranks' links have not the same parameters; or another rank has one
-            initialised that ``root`` has not.
+        MismatchError: the ranks' links have different parameters, or another rank has initialised
+            a parameter that ``root`` has not.
     """
     parameters = distinct_parameters(link)
     _compare(parameters, comm, root)
@@ -50,7 +50,7 @@ def broadcast_state(
             continue
         if not parameter.is_initialized:
             bare = getattr(parameter.initializer, "bare", None)
-            if bare is not None:  # root has its values already: nothing to wait for
+            if bare is not None:  # root has its values already, so no rank must wait for it
                 parameter.initializer = bare
             parameter.initialize(tuple(shape))
         arrays.append(parameter.array)
@@ -61,26 +61,26 @@ def broadcast_state(
 
 
 def _compare(parameters: list[tuple[str, Any]], comm: Communicator, root: int) -> None:
-    """Refuse links that differ, on every rank."""
+    """Check that the ranks' links are equal; every rank raises the error."""
     mine = [
         (name, list(p.shape), p.dtype.name) if p.is_initialized else (name, None, None)
         for name, p in parameters
     ]
     every: list[list[Any]] = comm.all_gather_object(mine)
     theirs = every[root]
-    for rank, given in enumerate(every):
+    for rank, entries in enumerate(every):
         what = ""
-        if len(given) != len(theirs):
-            what = f"{len(given)} parameters, rank {root} has {len(theirs)}"
-        for a, b in zip(given, theirs):
+        if len(entries) != len(theirs):
+            what = f"{len(entries)} parameters, but rank {root} has {len(theirs)}"
+        for a, b in zip(entries, theirs):
             if a[0] != b[0] or (a[1] is not None and (a[1] != b[1] or a[2] != b[2])):
-                what = f"{_described(a)}, rank {root} {_described(b)}"
+                what = f"{_described(a)}, but rank {root} has {_described(b)}"
                 break
         if what:
             raise MismatchError(
                 f"broadcast_state: the ranks' links differ: rank {rank} has {what} "
-                f"[rank {comm.rank} of {comm.size}]. Make the same link on every rank; load it on "
-                f"rank {root} or on all."
+                f"[rank {comm.rank} of {comm.size}]. Make the same link on every rank, and load it "
+                f"on rank {root} or on all ranks."
             )
 
 
@@ -90,7 +90,7 @@ def _described(entry: Any) -> str:
 
 
 def persistent_values(link: Any) -> Iterator[tuple[str, Any, str]]:
-    """Yield path, link and attribute of each persistent value."""
+    """Yield the path, the link and the attribute's name of each persistent value."""
     for path, child in link.namedlinks():
         for name in sorted(child._persistent):
             yield f"{path}/{name}", child, name
@@ -119,12 +119,12 @@ def _broadcast_persistent(link: Any, comm: Communicator, root: int) -> None:
 
 
 class _FromRoot:
-    """An initializer by which all ranks get what rank 0 has drawn.
+    """Initializer that gives all ranks the values that rank 0 has drawn.
 
-    Collective: it is called on all ranks, for the parameters in the same order.
+    Collective: all ranks call it, for the parameters in the same order.
 
     Attributes:
-        bare: the parameter's own initializer, which takes its place after the call.
+        bare: the parameter's original initializer, which replaces this one after the call.
     """
 
     def __init__(self, parameter: Any, comm: Communicator) -> None:
@@ -137,13 +137,13 @@ class _FromRoot:
         self._parameter.initializer = self.bare
         self._comm.broadcast(array, out=array)
 
-    def __getattr__(self, name: str) -> Any:  # dtype, which not all have
+    def __getattr__(self, name: str) -> Any:  # for dtype, which not all initializers have
         if name in ("bare", "_parameter", "_comm") or name.startswith("__"):
             raise AttributeError(name)
         return getattr(self.bare, name)
 
     def __deepcopy__(self, memo: Any) -> Any:
-        return self.bare  # the copy is nobody's replica
+        return self.bare  # a copy of the link is not replicated
 
     def __reduce__(self) -> Any:
         return _itself, (self.bare,)
@@ -154,13 +154,13 @@ def _itself(initializer: Any) -> Any:
 
 
 def follow_root(link: Any, comm: Communicator) -> None:
-    """Let parameters that are not initialised yet get rank 0's values when they are.
+    """Make parameters that are not initialised yet take rank 0's values at initialisation.
 
-    Collective: every rank calls it; and then initialises the parameters in the same order.
+    Collective: every rank calls it, and later initialises the parameters in the same order.
     """
     for _, parameter in distinct_parameters(link):
         if parameter.is_initialized:
             continue
-        if isinstance(parameter.initializer, _FromRoot):  # of a communicator before this one
+        if isinstance(parameter.initializer, _FromRoot):  # of an earlier communicator
             parameter.initializer = parameter.initializer.bare
         parameter.initializer = _FromRoot(parameter, comm)

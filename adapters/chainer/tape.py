@@ -1,4 +1,4 @@
-"""What the differentiable collectives are made of in Chainer: nodes of its graph."""
+"""Nodes of Chainer's graph for the differentiable collectives."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["Tape", "bare", "module_of"]
 
 
 class _GraphNode(chainer.FunctionNode):  # type: ignore[misc, unused-ignore]
-    """A collective on one variable, the first input; the last is a token without a value."""
+    """Collective on one variable, the first input; the last input is a token without a value."""
 
     def __init__(self, step: CollectiveStep) -> None:
         super().__init__()
@@ -33,28 +33,28 @@ class _GraphNode(chainer.FunctionNode):  # type: ignore[misc, unused-ignore]
 
     def forward(self, inputs: Any) -> Any:
         x: Any = inputs[0] if len(inputs) == 2 else None
-        found = self._step.forward(x)
-        return (module_of(x).zeros((), x.dtype) if found is None else found,)
+        result = self._step.forward(x)
+        return (module_of(x).zeros((), x.dtype) if result is None else result,)
 
 
 class _Linear(_GraphNode):
-    """A collective that is linear in the ranks' arrays: nothing has to be kept for backward."""
+    """Collective that is linear in the ranks' arrays, so that nothing is kept for backward."""
 
     def backward(self, indexes: Any, grad_outputs: Any) -> Any:
-        # Whether x needs a gradient or not: other ranks' x may.
-        found = self._step.backward(grad_outputs[0])
+        # This call is needed even if x needs no gradient, because other ranks' x may need one.
+        gradient = self._step.backward(grad_outputs[0])
         if 0 not in indexes or len(self.inputs) == 1:
             return (None,) * len(indexes)
         x = self.inputs[0]
         if self._step.linked:
-            found = F.reshape(found, x.shape)
-        else:  # zero, and tied to the collective that backward was
-            found = F.broadcast_to(F.cast(found, x.dtype), x.shape)
-        return found, None
+            gradient = F.reshape(gradient, x.shape)
+        else:  # a zero gradient that keeps the backward collective in the graph
+            gradient = F.broadcast_to(F.cast(gradient, x.dtype), x.shape)
+        return gradient, None
 
 
 class _Nonlinear(_GraphNode):
-    """A collective whose derivative depends on the ranks' arrays."""
+    """Collective whose derivative depends on the ranks' arrays."""
 
     def forward(self, inputs: Any) -> Any:
         self.retain_inputs((0,))
@@ -68,63 +68,64 @@ class _Nonlinear(_GraphNode):
 
 
 def _next_rank(least: int) -> int:
-    """Return a rank for a node, above those of this thread's earlier ones."""
+    """Return a rank for a node that is above the ranks of this thread's earlier nodes."""
     _created.rank = max(least, getattr(_created, "rank", 0)) + 1
     return int(_created.rank)
 
 
-# The rank of this thread's latest node.
+# Thread-local: the rank of this thread's latest node.
 _created = threading.local()
 
 
 def module_of(x: Any) -> Any:
-    """Return NumPy or CuPy, whose array ``x`` or its array is; of None NumPy."""
+    """Return the module of an array or variable, NumPy or CuPy; NumPy for None."""
     return chainer.backend.get_array_module(x)
 
 
 def bare(x: Any) -> Any:
-    """Return the array of a variable, anything else as it is."""
+    """Return the array of a variable; return any other object unchanged."""
     return x.array if isinstance(x, chainer.Variable) else x
 
 
 class Tape:
-    """Chainer's graph, as :class:`collective.training.differentiable.Tape` describes it."""
+    """Operations on Chainer's graph; see :class:`collective.training.differentiable.Tape`."""
 
     @staticmethod
     def record(step: CollectiveStep, x: Any, near: Any = None) -> Any:
-        """Run a step as a node of the graph, wherever gradients are enabled.
+        """Run a step as a node of the graph, if gradients are enabled.
 
         Args:
-            x: a variable, an array or None.
-            near: where ``x`` is None, an array of the kind that backward will be given, or None
-                for one of NumPy.
+            x: variable, array or None.
+            near: if ``x`` is None, an array of the kind that the backward pass will get, or None
+                for NumPy.
         """
         if x is not None:
             x = chainer.as_variable(x)
             if x.dtype.kind != "f":
                 return chainer.Variable(step.forward(x.array), requires_grad=False)
-        # The token makes it a node even if x requires no gradient: other ranks' arrays may.
+        # The token adds a node even if x requires no gradient, because other ranks' arrays may.
         token = chainer.Variable(module_of(near if x is None else x).zeros((), np.float32))
-        # Of the nodes that are ready, Chainer's backward takes the one of the highest rank.
+        # Among the nodes that are ready, Chainer's backward pass takes the one of highest rank.
         token.node._rank = _next_rank(0 if x is None else x.rank)
         node = (_Nonlinear if step.keeps else _Linear)(step)
-        (found,) = node.apply((token,) if x is None else (x, token))
-        return found
+        (result,) = node.apply((token,) if x is None else (x, token))
+        return result
 
     @staticmethod
     def check(what: str, x: Any, op: Op = "sum") -> None:
-        """Refuse what is no array, or not differentiated.
+        """Refuse an object that is no array, or that cannot be differentiated.
 
         Raises:
-            InvalidArgumentError: ``x`` is no variable or array, or has no array yet; or ``op`` is
-                another one.
-            DtypeError: an average of integers, or a type that Chainer does not differentiate.
+            InvalidArgumentError: ``x`` is no variable or array, or has no array yet; or the
+                derivative of ``op`` is not supported.
+            DtypeError: an average of integers, or a dtype that Chainer does not differentiate.
         """
         kinds: tuple[Any, ...] = (chainer.Variable, *chainer.get_array_types())
         if not isinstance(x, kinds):
             raise InvalidArgumentError(
-                f"{what}: {type(x).__name__}; a single variable or array. The communicator's own "
-                "calls take structures and other frameworks' arrays, without gradients."
+                f"{what}: x is a {type(x).__name__} (expected a single variable or array). Use the "
+                "communicator's own calls for structures and other frameworks' arrays, without "
+                "gradients."
             )
         if isinstance(x, chainer.Variable):
             array_of(x, what)
@@ -132,8 +133,8 @@ class Tape:
         if x.dtype.kind not in "biuf" or (op == "avg" and x.dtype.kind != "f"):
             of = "op avg of " if op == "avg" else ""
             raise DtypeError(
-                f"{what}: {of}{x.dtype}; float16, float32 or float64, and but for avg integers, "
-                "without gradients. Convert with F.cast(x, ...)."
+                f"{what}: {of}{x.dtype} (expected float16, float32 or float64; also integers, "
+                "without gradients, except for avg). Convert with F.cast(x, ...)."
             )
 
     bare = staticmethod(bare)
@@ -144,8 +145,8 @@ class Tape:
 
     @staticmethod
     def integers(x: Any) -> Callable[[Sequence[int]], Any]:
-        made: Callable[[Sequence[int]], Any] = module_of(x).array
-        return made
+        make: Callable[[Sequence[int]], Any] = module_of(x).array
+        return make
 
     @staticmethod
     def copy(array: Any) -> Any:

@@ -1,4 +1,4 @@
-"""An updater for the Trainer in several processes."""
+"""Updater for a Trainer in several processes."""
 
 from __future__ import annotations
 
@@ -18,27 +18,28 @@ _Updater: Any = chainer.training.updaters.StandardUpdater
 
 
 class MultiNodeUpdater(_Updater):  # type: ignore[misc, unused-ignore]
-    """``StandardUpdater`` on every rank, in step with the others.
+    """``StandardUpdater`` on every rank, in step with the other ranks.
 
-    Each rank makes a Trainer with the same extensions, but for those that only print or write
-    (reports, plots, progress bars), which belong on rank 0 alone: nothing in them needs a peer.
+    Each rank makes a Trainer with the same extensions. Exceptions are extensions that only print or
+    write (reports, plots, progress bars): these belong on rank 0 only, because they need no peer.
     Evaluators and snapshots of this package belong on all ranks, with the same triggers.
 
-    Triggers by epoch have to fire in the same step on all ranks, or extensions would wait for
-    peers that are not there. So iterators over shards of different lengths are refused.
+    Triggers by epoch have to fire in the same step on all ranks. Otherwise extensions would wait
+    for peers that do not run them. So iterators over shards of different lengths are refused.
 
     Collective: every rank makes it, and calls ``update`` equally often.
 
     Args:
-        iterator, options: as of ``StandardUpdater``.
-        optimizer: of :func:`create_multi_node_optimizer`, or a dictionary of such.
-        comm: connects the ranks.
-        mean_observations: report the mean over the ranks of each number that a step reports,
-            instead of this rank's own; a message a step.
+        iterator, options: those of ``StandardUpdater``.
+        optimizer: result of :func:`create_multi_node_optimizer`, or a dictionary of such
+            optimizers.
+        comm: communicator that connects the ranks.
+        mean_observations: if true, each number that a step reports is the mean over the ranks
+            instead of this rank's own; this costs one message a step.
 
     Raises:
-        InvalidArgumentError: an optimizer knows nothing of other ranks.
-        MismatchError: the ranks' iterators would not be in step; on all ranks.
+        InvalidArgumentError: an optimizer is not wrapped by :func:`create_multi_node_optimizer`.
+        MismatchError: the ranks' iterators would not stay in step; every rank raises it.
     """
 
     def __init__(
@@ -53,11 +54,11 @@ class MultiNodeUpdater(_Updater):  # type: ignore[misc, unused-ignore]
         super().__init__(iterator, optimizer, **options)
         self.comm = comm
         self.mean_observations = mean_observations
-        for name, each in self.get_all_optimizers().items():
-            if isinstance(each, chainer.Optimizer):
+        for name, wrapped in self.get_all_optimizers().items():
+            if isinstance(wrapped, chainer.Optimizer):
                 raise InvalidArgumentError(
-                    f"MultiNodeUpdater: optimizer {name!r} is a {type(each).__name__} that steps "
-                    "by itself; the ranks' models would part ways. Wrap it by "
+                    f"MultiNodeUpdater: optimizer {name!r} is a {type(wrapped).__name__} that "
+                    "steps by itself, so the ranks' models would diverge. Wrap it by "
                     "create_multi_node_optimizer()."
                 )
         self._hold_in_step()
@@ -75,8 +76,10 @@ class MultiNodeUpdater(_Updater):  # type: ignore[misc, unused-ignore]
                 if here == there:
                     continue
                 described = [
-                    "no such" if each is None else f"{each[0]} samples, batches of {each[1]}"
-                    for each in (here, there)
+                    "no such iterator"
+                    if entry is None
+                    else f"{entry[0]} samples, batches of {entry[1]}"
+                    for entry in (here, there)
                 ]
                 raise MismatchError(
                     f"MultiNodeUpdater: iterator {name!r} of rank {rank}: {described[0]}; rank 0: "
@@ -86,11 +89,11 @@ class MultiNodeUpdater(_Updater):  # type: ignore[misc, unused-ignore]
                 )
 
     def rebind(self, comm: Communicator) -> None:
-        """Go on among other ranks; iterators and optimizers are rebound by themselves."""
+        """Continue among other ranks; iterators and optimizers are rebound separately."""
         self.comm = comm
 
     def update_core(self) -> None:
-        """Make a step; every rank does."""
+        """Make a step; every rank calls it."""
         super().update_core()
         if self.mean_observations:
             self._average()
@@ -105,6 +108,6 @@ class MultiNodeUpdater(_Updater):  # type: ignore[misc, unused-ignore]
                 mine[name] = float(value)
         every = self.comm.all_gather_object(mine)
         for name in mine:
-            # A rank may have nothing to say of a branch that it has not taken.
+            # A rank may report nothing for a branch that it has not taken.
             values = [theirs[name] for theirs in every if name in theirs]
             observation[name] = math.fsum(values) / len(values)

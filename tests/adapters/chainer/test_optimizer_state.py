@@ -113,7 +113,7 @@ def test_persistent_values_come_from_rank_0(comm: Any) -> None:
 
 @on("shm-2")
 def test_links_that_differ_are_refused_on_all_ranks(comm: Any) -> None:
-    differ = r"rank 1 has /W float32\[3, 5\], rank 0 /W float32\[3, 4\]"
+    differ = r"rank 1 has /W float32\[3, 5\], but rank 0 has /W float32\[3, 4\]"
     with pytest.raises(MismatchError, match=differ):
         set_up(comm, chainer.optimizers.SGD(), L.Linear(4 + comm.rank, 3))
 

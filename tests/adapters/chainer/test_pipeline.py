@@ -390,10 +390,13 @@ REFUSED = {
     ),
     "an unknown schedule": ({"schedule": "zb"}, r"schedule='zb' \(expected one of 1f1b, gpipe"),
     "an unknown reduction": ({"reduction": "max"}, r"reduction='max' \(expected one of mean, sum"),
-    "too many stages": ({"stages": plain(2)}, r"2 stages; a list of 1.*Sequential"),
-    "a link alone": ({"stages": Layer(0)}, "Layer stages; a list of 1"),
-    "no stage of this rank": ({"stages": [None]}, r"NoneType as stage 0; a chainer\.Link"),
-    "a function": ({"stages": [F.relu]}, r"function as stage 0; a chainer\.Link"),
+    "too many stages": ({"stages": plain(2)}, r"2 stages \(expected a list of 1.*Sequential"),
+    "a link alone": ({"stages": Layer(0)}, r"Layer stages \(expected a list of 1"),
+    "no stage of this rank": (
+        {"stages": [None]},
+        r"NoneType as stage 0 \(expected a chainer\.Link",
+    ),
+    "a function": ({"stages": [F.relu]}, r"function as stage 0 \(expected a chainer\.Link"),
 }
 
 

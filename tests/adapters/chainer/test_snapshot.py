@@ -194,7 +194,7 @@ def test_what_cannot_be_read_is_an_error_on_all_ranks(comm: Any, tmp_path: Path)
     for name, columns, text in (
         ("missing", 3, "could not read .*No such file"),
         ("broken", 3, "could not read"),
-        ("good", 3 + comm.rank, "does not fit to the target of rank 1"),
+        ("good", 3 + comm.rank, "does not fit the target of rank 1"),
     ):
         with pytest.raises(CollectiveError, match=text):
             load_snapshot(tmp_path / name, L.Linear(3, columns), comm)
