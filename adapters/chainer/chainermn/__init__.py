@@ -1,4 +1,4 @@
-"""ChainerMN's programs over our transports, with or without mpi4py.
+"""ChainerMN programs over the transports of ``collective``, with or without mpi4py.
 
 ::
 
@@ -6,7 +6,7 @@
 
     comm = chainermn.create_communicator("collective")
 
-Importing this is all there is to do. A program that is not to be touched runs with
+Importing this module is enough. To run a program without changing it, use
 ``python -m collective.adapters.chainer SCRIPT``.
 """
 
@@ -38,9 +38,9 @@ __all__ = [
     "register",
 ]
 
-#: What ChainerMN knows it by: ``chainermn.create_communicator(NAME)``.
+#: Name of this communicator in ChainerMN: ``chainermn.create_communicator(NAME)``.
 NAME = "collective"
-#: ChainerMN's communicators, those of versions before 7 too, for which ours can stand.
+#: ChainerMN's communicators that this one can replace, including those of versions before 7.
 REPLACED = (
     "flat", "hierarchical", "naive", "non_cuda_aware", "pure_nccl", "single_node",
     "two_dimensional",
@@ -64,34 +64,33 @@ def create_communicator(
     Collective: every rank calls it.
 
     Args:
-        mpi_comm: whose ranks they are: a :class:`collective.Communicator`, or an ``MPI.Comm`` of
-            mpi4py. By default those of ``collective.init()``, which is called if this program
-            has not done so.
-        allreduce_grad_dtype: the type in which gradients are reduced; by default their own.
-        batched_copy: of no meaning here.
-        pickle: whether objects may be what only pickle can carry; see
-            :class:`CollectiveCommunicator`.
+        mpi_comm: ranks that take part: a :class:`collective.Communicator`, or an ``MPI.Comm`` of
+            mpi4py. By default the ranks of ``collective.init()``, which is called if this program
+            has not called it.
+        allreduce_grad_dtype: dtype in which gradients are reduced; by default their own.
+        batched_copy: accepted for compatibility; has no effect.
+        pickle: whether objects may need pickle to be sent; see :class:`CollectiveCommunicator`.
 
     Raises:
         BackendUnavailableError: MPI does not connect all processes that the launcher started.
     """
-    given = mpi_comm
+    mpi = mpi_comm
     if isinstance(mpi_comm, Communicator):
-        comm, given = mpi_comm, None
+        comm, mpi = mpi_comm, None
     elif mpi_comm is not None:
         comm = session.init(comm=mpi_comm)
     else:
         comm = _joined()
-    made = CollectiveCommunicator(
-        comm, allreduce_grad_dtype=allreduce_grad_dtype, pickle=pickle, mpi_comm=given,
+    communicator = CollectiveCommunicator(
+        comm, allreduce_grad_dtype=allreduce_grad_dtype, pickle=pickle, mpi_comm=mpi,
         own=comm is not mpi_comm,
     )  # fmt: skip
-    made.set_config("batched_copy", batched_copy)
-    return made
+    communicator.set_config("batched_copy", batched_copy)
+    return communicator
 
 
 def _joined() -> Communicator:
-    """Return a communicator of all ranks that is nobody else's."""
+    """Return a communicator of all ranks that nothing else uses."""
     try:
         current = session.current()
     except CommunicatorClosedError:
@@ -102,23 +101,23 @@ def _joined() -> Communicator:
 @functools.wraps(_create_communicator)
 def _create_named(communicator_name: str = "pure_nccl", mpi_comm: Any = None, **kwargs: Any) -> Any:
     if communicator_name != NAME and not _stands_for(communicator_name, mpi_comm):
-        made = _create_communicator(communicator_name, mpi_comm, **kwargs)
-        # After it has imported mpi4py, which is none of ours to import.
+        communicator = _create_communicator(communicator_name, mpi_comm, **kwargs)
+        # The call above has imported mpi4py. This package must not import mpi4py itself.
         from collective.start.mpi_world import launched_with
 
-        launched_with(made.mpi_comm)
-        return made
+        launched_with(communicator.mpi_comm)
+        return communicator
     unknown = sorted(set(kwargs) - {"allreduce_grad_dtype", "batched_copy", "pickle"})
     if unknown:
         raise InvalidArgumentError(
-            f"create_communicator: unknown options {', '.join(unknown)}; allreduce_grad_dtype, "
-            "batched_copy, pickle."
+            f"create_communicator: unknown options {', '.join(unknown)} (expected "
+            "allreduce_grad_dtype, batched_copy or pickle). Leave them out."
         )
     return create_communicator(mpi_comm, **kwargs)
 
 
 def _stands_for(name: str, mpi_comm: Any) -> bool:
-    """Whether ours takes the place of a communicator of ChainerMN's."""
+    """Return whether this package's communicator replaces the one that ChainerMN has by a name."""
     if name not in REPLACED or _replace is False:
         return False
     return _replace is True or (mpi_comm is None and importlib.util.find_spec("mpi4py") is None)
@@ -136,8 +135,8 @@ def _create_optimizer(
 def _tell_and_leave(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
-    """Stand for ChainerMN's exception hook, which ends a job by ``MPI_Abort``."""
-    here = [each for each in opened if not each.comm.closed]
+    """Report an exception to the peers; replaces ChainerMN's hook, which calls ``MPI_Abort``."""
+    here = [communicator for communicator in opened if not communicator.comm.closed]
     if not here:
         _global_except_hook(kind, error, trace)
         return
@@ -145,21 +144,24 @@ def _tell_and_leave(
     try:
         before(kind, error, trace)
     finally:
-        ranks = ", ".join(f"{each.rank} of {each.size}" for each in here)
-        print(f"ChainerMN: uncaught exception on rank {ranks}; telling the others", file=sys.stderr)
-        for each in here:
-            each.comm.fail(error)
+        ranks = ", ".join(f"{own.rank} of {own.size}" for own in here)
+        print(
+            f"ChainerMN: uncaught exception on rank {ranks}; notifying the other ranks",
+            file=sys.stderr,
+        )
+        for own in here:
+            own.comm.fail(error)
 
 
 def register(replace: bool | None = None) -> None:
-    """Make ``chainermn.create_communicator("collective")`` and what it needs work.
+    """Make ``chainermn.create_communicator("collective")`` work, with the functions that it needs.
 
-    Importing this module does so. Names that a program has taken out of ``chainermn`` before
-    stay what they were.
+    Importing this module does so. Names that a program has imported from ``chainermn`` before keep
+    their old values.
 
     Args:
-        replace: whether ChainerMN's own names (``"naive"``, …) mean ours, too. By default where
-            they could not be had, as there is no mpi4py.
+        replace: whether ChainerMN's own names (``"naive"``, …) mean this communicator, too. By
+            default they do if there is no mpi4py, without which ChainerMN's cannot be made.
     """
     global _replace
     _replace = replace
@@ -172,5 +174,5 @@ def register(replace: bool | None = None) -> None:
         sys.excepthook = _tell_and_leave
 
 
-# A program that is run as it is names communicators of ChainerMN's.
+# An unchanged program uses the names of ChainerMN's communicators.
 register(replace=program.running() or None)

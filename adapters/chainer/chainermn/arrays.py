@@ -1,4 +1,4 @@
-"""What ChainerMN's array calls take, and what is told of arrays whose shapes differ per rank."""
+"""Arrays of ChainerMN's array calls: checks, and the exchange of shapes that differ by rank."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ __all__ = [
 
 _TYPES = ("int32", "int64", "float16", "float32", "float64")
 _DTYPES = {np.dtype(name) for name in _TYPES}
-# A row has the number of the dtype, whether it is on a GPU, how many dimensions and these;
-# NumPy's arrays have 64 at most.
+# A row holds the dtype's number, whether the array is on a GPU, the number of dimensions, and the
+# dimensions. NumPy's arrays have at most 64 dimensions.
 _DIMENSIONS = 64
 _WORDS = 3 + _DIMENSIONS
 
 
 class MessageTypeError(InvalidArgumentError, TypeError):
-    """An object or an element type that ChainerMN's array calls do not take."""
+    """Object or element type that ChainerMN's array calls do not take."""
 
 
 class MessageMismatchError(MismatchError, TypeError):
-    """The ranks' arrays differ in their element type; raised on every rank."""
+    """Different element types of the ranks' arrays; raised on every rank."""
 
 
 class Shape(NamedTuple):
-    """What a rank is told of another's array."""
+    """Description of a peer's array."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -54,50 +54,56 @@ class Shape(NamedTuple):
 
     @property
     def length(self) -> int:
-        """How many elements it has."""
+        """Number of elements."""
         return math.prod(self.shape)
 
 
 def checked(what: str, x: Any) -> Any:
-    """Return ``x``, an array that ChainerMN carries, or a number of NumPy's as one.
+    """Return ``x`` if it is an array that ChainerMN can send; turn a NumPy scalar into an array.
 
     Raises:
-        MessageTypeError: it is something else, or has another element type.
+        MessageTypeError: ``x`` is no such array, or has another element type.
     """
     if isinstance(x, np.generic):
         x = np.asarray(x)
     if not isinstance(x, chainer.get_array_types()):
         raise MessageTypeError(
-            f"{what}: a {type(x).__name__}; an array of NumPy or CuPy. Pass the array of a "
-            f"Variable, or use {what}_obj."
+            f"{what}: x is a {type(x).__name__} (expected an array of NumPy or CuPy). Pass the "
+            f"array of a Variable, or use {what}_obj."
         )
     if x.dtype not in _DTYPES:
         raise MessageTypeError(
-            f"{what}: does not support dtype {x.dtype}; {', '.join(_TYPES)}. Cast it."
+            f"{what}: does not support dtype {x.dtype} (expected one of {', '.join(_TYPES)}). "
+            "Cast the array."
         )
     return x
 
 
 def checked_each(what: str, xs: Sequence[Any], size: int | None = None) -> tuple[Any, ...]:
-    """Return several arrays as a tuple, all of one element type and as many as there should be."""
+    """Return several arrays as a tuple, after a check of their dtypes and of their number."""
     if size is not None and len(xs) != size:
-        raise InvalidArgumentError(f"{what}: {len(xs)} arrays for {size} ranks; one for each.")
-    found = tuple(checked(what, x) for x in xs)
-    if not found:
-        raise InvalidArgumentError(f"{what}: no arrays; one or more.")
-    kinds = sorted({x.dtype.name for x in found})
+        raise InvalidArgumentError(
+            f"{what}: {len(xs)} arrays for {size} ranks (expected one array for each rank)."
+        )
+    arrays = tuple(checked(what, x) for x in xs)
+    if not arrays:
+        raise InvalidArgumentError(f"{what}: no arrays (expected at least one).")
+    kinds = sorted({x.dtype.name for x in arrays})
     if len(kinds) > 1:
-        raise MessageTypeError(f"{what}: arrays of {', '.join(kinds)}; of one dtype. Cast them.")
-    return found
+        raise MessageTypeError(
+            f"{what}: the arrays have dtypes {', '.join(kinds)} (expected a single dtype). Cast "
+            "them."
+        )
+    return arrays
 
 
 def on_gpu(x: Any) -> bool:
-    """Tell whether an array is on a GPU."""
+    """Return whether an array is on a GPU."""
     return not isinstance(x, np.ndarray)
 
 
 def flat(xs: Sequence[Any]) -> Any:
-    """Return all elements of some arrays, one after the other."""
+    """Return all elements of some arrays, concatenated to one dimension."""
     if len(xs) == 1:
         return xs[0].reshape(-1)
     xp = chainer.backend.get_array_module(*xs)
@@ -105,18 +111,18 @@ def flat(xs: Sequence[Any]) -> Any:
 
 
 def parted(joined: Any, shapes: Sequence[Shape]) -> tuple[Any, ...]:
-    """Return the arrays that stand one after the other in ``joined``."""
-    found, start = [], 0
-    for each in shapes:
-        found.append(joined[start : start + each.length].reshape(each.shape))
-        start += each.length
-    return tuple(found)
+    """Split ``joined``, the result of :func:`flat`, into arrays of the given shapes."""
+    arrays, start = [], 0
+    for described in shapes:
+        arrays.append(joined[start : start + described.length].reshape(described.shape))
+        start += described.length
+    return tuple(arrays)
 
 
 def exchanged(comm: Communicator, xs: Sequence[Any]) -> list[list[Shape]]:
-    """Tell all ranks what arrays this one has, and return what each has, in rank order.
+    """Exchange descriptions of the ranks' arrays; return those of each rank, in rank order.
 
-    Collective: every rank calls it, with as many arrays.
+    Collective: every rank calls it, with the same number of arrays.
     """
     rows = _rows(xs)
     table = comm.all_gather(rows, counts=[len(rows)] * comm.size)
@@ -125,15 +131,15 @@ def exchanged(comm: Communicator, xs: Sequence[Any]) -> list[list[Shape]]:
 
 
 def from_root(comm: Communicator, root: int, xs: Sequence[Any] | None) -> list[Shape]:
-    """Return what arrays the root has for the ranks, one for each."""
+    """Return descriptions of the arrays that the root has for the ranks, one for each rank."""
     rows = np.empty((comm.size, _WORDS), np.int64) if xs is None else _rows(xs)
     comm.broadcast(rows, root=root, out=rows)
     return [_shape(row) for row in rows]
 
 
 def agreed(what: str, shapes: Sequence[Shape], comm: Communicator) -> None:
-    """Refuse arrays of different element types, one a rank, on all ranks."""
-    kinds = [each.dtype for each in shapes]
+    """Check that the ranks' arrays have the same element type; every rank raises the error."""
+    kinds = [described.dtype for described in shapes]
     if len(set(kinds)) > 1:
         listed = ", ".join(f"rank {rank} {kind}" for rank, kind in enumerate(kinds))
         raise MessageMismatchError(

@@ -1,4 +1,4 @@
-"""The gradients of a Chainer model, averaged over the ranks in one piece of symmetric memory."""
+"""Gradients of a Chainer model, averaged over the ranks in one piece of symmetric memory."""
 
 from __future__ import annotations
 
@@ -16,26 +16,27 @@ from collective.training.gradients import Gradients, Parameter
 
 __all__ = ["PackedGradients"]
 
-# How many numbers tell, in the buffer itself, which gradients a rank has: bytes of a digest.
+# Number of elements in the buffer that identify which gradients a rank has: bytes of a digest.
 _MARKS = 8
-# What is copied and reduced in one go: it shall stay in a cache of the processor meanwhile.
+# Number of bytes that are copied and reduced at once. They should stay in the processor's cache.
 _BUCKET_BYTES = 8 << 20
-# By how much an average of such bytes may be off, as float16 is, without meaning a difference.
+# Largest deviation of an average of such bytes that is rounding, as in float16, and no difference.
 _ROUNDING = 0.25
 
 
 class PackedGradients:
-    """The mean of a model's gradients over the ranks: packed, reduced, and given to the model.
+    """Mean of a model's gradients over the ranks: packed, reduced, and given to the model.
 
-    The memory is kept from step to step, and the gradients that the model gets are views of it:
-    the next :meth:`begin` writes over them. Whatever was the model's gradient before (read-only,
-    not contiguous, or one array for two parameters) is only read.
+    The memory is reused from step to step, and the gradients that the model gets are views of it.
+    The next :meth:`begin` overwrites them. The model's previous gradients (read-only, not
+    contiguous, or one array for two parameters) are only read.
 
-    Beside the gradients travel some bytes of a digest of which of them are None here. Their
-    average is each rank's own if all ranks have the same, so that it costs nothing to know.
+    The buffer also contains some bytes of a digest of the set of gradients that are None on this
+    rank. If all ranks have the same digest, the average of these bytes is equal to each rank's
+    own. So the comparison costs no message.
 
     Args:
-        comm: connects the ranks.
+        comm: communicator that connects the ranks.
     """
 
     def __init__(self, comm: Communicator) -> None:
@@ -60,10 +61,11 @@ class PackedGradients:
         Collective: every rank calls it.
 
         Args:
-            model: its parameters, by their names' order; those without data are left out.
+            model: link whose parameters are taken in the order of their names; parameters without
+                data are left out.
             zero_fill: whether a gradient that is None counts as zeros.
-            wire: the element type in which they are reduced; by default their own.
-            async_op: whether :meth:`wait` is for the caller to call.
+            wire: dtype in which gradients are reduced; by default their own.
+            async_op: if true, the reductions run in the background, and :meth:`wait` waits.
         """
         named = sorted(model.namedparams(), key=lambda item: item[0])
         self._named = [(name, param) for name, param in named if param.array is not None]
@@ -71,7 +73,7 @@ class PackedGradients:
             (name, tuple(param.shape), (wire or param.dtype).name) for name, param in self._named
         ]
         if self._engine is None or layout != self._layout:
-            self._engine = None  # its memory is free for the new one
+            self._engine = None  # frees its memory before the new engine allocates
             self._engine = self._lay_out(layout)
             self._layout = layout
         self._zero_fill = bool(zero_fill)
@@ -84,21 +86,21 @@ class PackedGradients:
                 grad = self._contents(number, view)
                 if grad is not view:
                     view[...] = grad
-            # Now, while what was copied is in the processor's cache.
+            # The reduction starts here, while the copied bytes are in the processor's cache.
             array = bucket.array
             work = self._comm.all_reduce(array, op="avg", out=array, async_op=async_op)
             if async_op:
                 self._works.append(work)
 
     def _contents(self, number: int, view: Any) -> Any:
-        """Return what goes to a place of the buffer."""
+        """Return the contents for the place of a gradient, or of the digest, in the buffer."""
         if number == len(self._named):
             return chainer.backend.get_array_module(view).asarray(self._marks.astype(view.dtype))
         grad = self._named[number][1].grad
         return 0 if grad is None else grad
 
     def _lay_out(self, layout: Sequence[tuple[str, tuple[int, ...], str]]) -> Gradients:
-        parameters = [Parameter(*each) for each in layout]
+        parameters = [Parameter(*fields) for fields in layout]
         kind = layout[0][2] if layout else "float32"
         parameters.append(Parameter("(which gradients there are)", (_MARKS,), kind))
         on_gpu = [p.array for _, p in self._named if not isinstance(p.array, np.ndarray)]
@@ -111,17 +113,17 @@ class PackedGradients:
         )
 
     def wait(self) -> None:
-        """Wait for what :meth:`begin` has started."""
+        """Wait for the reductions that :meth:`begin` has started."""
         works, self._works = self._works, []
         for work in works:
             work.wait()
 
     def unpack(self) -> None:
-        """Make the means the gradients of the model.
+        """Set the model's gradients to the means.
 
         Raises:
-            MismatchError: gradients are None on some ranks and not on others; on every rank.
-                The model's gradients are as they were.
+            MismatchError: gradients are None on some ranks and not on others; every rank raises
+                it. The model's gradients are unchanged.
             ValueError: Chainer's debug mode is on and a mean is not finite.
         """
         assert self._engine is not None, "unpack() before begin()"
@@ -139,7 +141,7 @@ class PackedGradients:
             param.grad = view if view.dtype == param.dtype else view.astype(param.dtype)
 
     def _explain(self) -> None:
-        """Raise, on every rank, who has no gradient for what."""
+        """Raise an error, on every rank, that lists the missing gradients of each rank."""
         every: list[Any] = self._comm.all_gather_object([self._zero_fill, self._missing])
         lines = [
             f"  rank {rank}: "
@@ -149,7 +151,7 @@ class PackedGradients:
         raise MismatchError(
             f"multi_node_mean_grad: the ranks have gradients of different parameters [rank "
             f"{self._comm.rank} of {self._comm.size}]:\n" + "\n".join(lines) + "\nPass "
-            "zero_fill=True on every rank to take zeros for what is None, or use the same "
+            "zero_fill=True on every rank to replace missing gradients by zeros, or use the same "
             "parameters on all ranks."
         )
 

@@ -1,4 +1,4 @@
-"""Objects from rank to rank as ChainerMN's programs expect them: of any tag, in order."""
+"""Messages of objects as ChainerMN's programs expect them: with any tag, in order."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from collective.errors import InvalidArgumentError
 
 __all__ = ["ANY_TAG", "OBJECT_TAG", "Letter", "Mailbox", "MpiComm"]
 
-#: Every negative tag means any, as MPI libraries have different ones for it.
+#: Wildcard tag. Every negative tag means any tag, because MPI libraries use different numbers.
 ANY_TAG = -1
-#: With what all objects travel; arrays may have any other tag.
+#: Message tag of all objects; arrays may have any other tag.
 OBJECT_TAG = 2**31 - 1
 
 
 class Letter(NamedTuple):
-    """An object on its way."""
+    """Object in a message, with its sender and tag."""
 
     source: int
     tag: int
@@ -26,14 +26,14 @@ class Letter(NamedTuple):
 
 
 class Mailbox:
-    """Sends and receives objects, and keeps those that came before they were asked for.
+    """Sender and receiver of objects, which queues objects that arrive before their ``recv``.
 
-    All objects have one tag in the messages themselves, so that a receiver may ask for any. Of
-    one sender they arrive in the order in which they were sent.
+    All objects travel with the same message tag, so that a receiver may accept any tag. Objects of
+    one sender arrive in the order in which they were sent.
 
     Args:
-        comm: carries the messages.
-        settings: of the communicator of ChainerMN's; ``pickle`` is what counts at each call.
+        comm: communicator that carries the messages.
+        settings: settings of the ChainerMN communicator; each call reads ``pickle``.
     """
 
     def __init__(self, comm: Communicator, settings: Mapping[str, Any]) -> None:
@@ -43,20 +43,22 @@ class Mailbox:
 
     @property
     def pickle(self) -> bool:
-        """Whether objects may be what only pickle can carry."""
+        """Whether objects may need pickle to be sent."""
         return bool(self._settings["pickle"])
 
     def send(self, content: Any, dest: int, tag: int = 0) -> None:
         """Send an object; see :meth:`Communicator.send_object`."""
         if isinstance(tag, bool) or not isinstance(tag, int) or tag < 0:
-            raise InvalidArgumentError(f"send_obj: tag {tag!r}; an integer from 0.")
+            raise InvalidArgumentError(
+                f"send_obj: tag is {tag!r} (expected an integer of at least 0)."
+            )
         letter = tuple(Letter(self.comm.rank, tag, content))
         self.comm.send_object(letter, dest, tag=OBJECT_TAG, pickle=self.pickle)
 
     def recv(self, source: int, status: Any, tag: int) -> Any:
         """Receive an object from ``source`` (any if negative) with ``tag`` (any if negative).
 
-        ``status`` gets the attributes ``source`` and ``tag``, unless it is None.
+        The attributes ``source`` and ``tag`` of ``status`` are set, unless ``status`` is None.
         """
         letter = self._next(ANY_SOURCE if source < 0 else source, tag)
         if status is not None:
@@ -76,13 +78,13 @@ class Mailbox:
 
 
 class MpiComm:
-    """What ChainerMN's programs ask of ``comm.mpi_comm``: the part of mpi4py that carries objects.
+    """Replacement for ``comm.mpi_comm`` in ChainerMN's programs: mpi4py's calls for objects.
 
-    Objects are carried as by the communicator's own calls, over any transport, and those that
-    ``send`` has sent may be received by its ``recv_obj``.
+    Objects travel in the same way as those of the communicator's own calls, over any transport. So
+    the communicator's ``recv_obj`` can receive an object that ``send`` has sent.
 
     Args:
-        mailbox: the communicator's.
+        mailbox: mailbox of the communicator.
     """
 
     def __init__(self, mailbox: Mailbox) -> None:
@@ -92,11 +94,11 @@ class MpiComm:
         return f"<MpiComm over {self._comm!r}>"
 
     def __getattr__(self, name: str) -> NoReturn:
-        calls = sorted(each for each in vars(MpiComm) if not each.startswith("_"))
+        calls = sorted(call for call in vars(MpiComm) if not call.startswith("_"))
         raise AttributeError(
             f"mpi_comm.{name}: over {self._comm.backend!r} mpi_comm has {', '.join(calls)}. "
-            "Use the calls of the communicator itself, or those of its .comm; or start the "
-            "program with mpiexec, and make it with create_communicator(..., "
+            "Use the calls of the communicator itself, or those of its .comm. Or start the "
+            "program with mpiexec, and make the communicator by create_communicator(..., "
             "mpi_comm=MPI.COMM_WORLD).",
             name=name,
             obj=self,
@@ -104,12 +106,12 @@ class MpiComm:
 
     @property
     def rank(self) -> int:
-        """This rank."""
+        """Number of this rank."""
         return self._comm.rank
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
+        """Number of ranks."""
         return self._comm.size
 
     def Get_rank(self) -> int:
@@ -117,11 +119,11 @@ class MpiComm:
         return self._comm.rank
 
     def Get_size(self) -> int:
-        """Return how many ranks there are."""
+        """Return the number of ranks."""
         return self._comm.size
 
     def barrier(self) -> None:
-        """Wait until all ranks have called it."""
+        """Wait until all ranks have called this."""
         self._comm.barrier()
 
     Barrier = barrier
@@ -131,15 +133,15 @@ class MpiComm:
         return self._comm.broadcast_object(obj, root=root, pickle=self._mailbox.pickle)
 
     def gather(self, sendobj: Any, root: int = 0) -> list[Any] | None:
-        """Return the ranks' objects at ``root``, None elsewhere."""
+        """Return the ranks' objects at ``root``, and None on other ranks."""
         return self._comm.gather_object(sendobj, root=root, pickle=self._mailbox.pickle)
 
     def allgather(self, sendobj: Any) -> list[Any]:
-        """Return the ranks' objects."""
+        """Return the list of the ranks' objects."""
         return self._comm.all_gather_object(sendobj, pickle=self._mailbox.pickle)
 
     def scatter(self, sendobj: Sequence[Any] | None, root: int = 0) -> Any:
-        """Return this rank's item of the sequence that ``root`` has."""
+        """Return this rank's item of the root's sequence."""
         return self._comm.scatter_object(sendobj, root=root, pickle=self._mailbox.pickle)
 
     def send(self, obj: Any, dest: int, tag: int = 0) -> None:
@@ -149,10 +151,10 @@ class MpiComm:
     def recv(
         self, buf: None = None, source: int = -1, tag: int = ANY_TAG, status: Any = None
     ) -> Any:
-        """Receive an object from rank ``source``, by default from any.
+        """Receive an object from rank ``source``, by default from any rank.
 
         Args:
-            buf: of no meaning here.
+            buf: accepted for compatibility; has no effect.
             source, tag, status: as in :meth:`CollectiveCommunicator.recv_obj`.
         """
         return self._mailbox.recv(source, status, tag)

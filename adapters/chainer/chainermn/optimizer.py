@@ -13,15 +13,15 @@ __all__ = ["DoubleBufferingOptimizer"]
 
 
 class DoubleBufferingOptimizer(_MultiNodeOptimizer):  # type: ignore[misc]  # Chainer has no types
-    """Average the gradients of a step while the next one computes its own.
+    """Optimizer that averages the gradients of a step while the next step computes its own.
 
-    As in ChainerMN, a step applies the means of the step before: the first ``update()`` gives
-    all ranks rank 0's parameters, the second only sends its gradients away. What is on its way
-    when training ends is not applied.
+    As in ChainerMN, a step applies the means of the previous step. The first ``update()`` gives
+    all ranks rank 0's parameters. The second one only starts the reduction of its gradients. Means
+    that are in flight when training ends are not applied.
 
     Args:
-        actual_optimizer: applies the means.
-        communicator: connects the ranks.
+        actual_optimizer: optimizer that applies the means.
+        communicator: communicator that connects the ranks.
         zero_fill: whether gradients that are None count as zeros.
     """
 
@@ -29,13 +29,14 @@ class DoubleBufferingOptimizer(_MultiNodeOptimizer):  # type: ignore[misc]  # Ch
         self, actual_optimizer: Any, communicator: CollectiveCommunicator, zero_fill: bool
     ) -> None:
         super().__init__(actual_optimizer, communicator, zero_fill)
-        # Past the base class, which passes attributes on to the optimizer inside.
+        # Set in the instance's dict, because the base class's __setattr__ passes attributes on to
+        # the optimizer inside.
         own = self.__dict__
         own["_buffers"] = [PackedGradients(communicator.comm) for _ in range(2)]
         own["_under_way"] = False
 
     def update(self, lossfun: Any = None, *args: Any, **kwds: Any) -> None:
-        """Compute gradients, if ``lossfun`` is given, and apply the means of the last ones."""
+        """Compute gradients, if ``lossfun`` is given, and apply the means of the previous step."""
         target = self.target
         if lossfun is not None:
             loss = lossfun(*args, **kwds)
@@ -46,7 +47,7 @@ class DoubleBufferingOptimizer(_MultiNodeOptimizer):  # type: ignore[misc]  # Ch
             loss.backward(loss_scale=self.actual_optimizer._loss_scale)
             del loss
         own = self.__dict__
-        before, now = own["_buffers"]
+        before, current = own["_buffers"]
         arrived = own["_under_way"]
         if self.is_changed(target):
             if arrived:
@@ -55,8 +56,8 @@ class DoubleBufferingOptimizer(_MultiNodeOptimizer):  # type: ignore[misc]  # Ch
             self.communicator.bcast_data(target)
             return
         wire = self.communicator.get_config("allreduce_grad_dtype")
-        now.begin(target, self.zero_fill, wire, async_op=True)
-        own["_buffers"], own["_under_way"] = [now, before], True
+        current.begin(target, self.zero_fill, wire, async_op=True)
+        own["_buffers"], own["_under_way"] = [current, before], True
         if arrived:
             before.unpack()
             self.actual_optimizer.update(None, *args, **kwds)

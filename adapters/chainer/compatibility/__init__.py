@@ -1,9 +1,10 @@
-"""Chainer on today's Python and NumPy: its modules compiled with a few expressions replaced.
+"""Chainer on current Python and NumPy: its modules, compiled with a few expressions replaced.
 
-Chainer's last release uses names that NumPy, setuptools and Python no longer have, one of them
-while it is imported, so that nothing can be mended afterwards. A finder before the others loads
-the modules concerned from the installed source, with the replacements of ``EDITS``. Nothing is
-written to disk or added to another package, and lines keep their numbers.
+Chainer's last release uses names that NumPy, setuptools and Python no longer have. One of them is
+used while Chainer is imported, so a repair after the import would be too late. Therefore a finder
+in front of all others loads the modules concerned from the installed source, with the replacements
+of ``EDITS``. Nothing is written to disk or added to another package, and line numbers stay the
+same.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _PACKAGES = ("chainer", "chainermn", "chainerx")
 
 
 class _Loader(importlib.abc.InspectLoader):
-    """Load one module from its source, with its edits made."""
+    """Loader of one module from its source, with its edits applied."""
 
     def __init__(self, inner: importlib.abc.InspectLoader, origin: str, edits: Sequence[Edit]):
         self._inner = inner
@@ -32,35 +33,36 @@ class _Loader(importlib.abc.InspectLoader):
         self._edits = edits
 
     def get_source(self, fullname: str) -> str | None:
-        """Return the source as installed, whose lines are those that tracebacks show."""
+        """Return the installed source, whose lines tracebacks show."""
         return self._inner.get_source(fullname)
 
     def get_code(self, fullname: str) -> CodeType:
         source = self._inner.get_source(fullname)
         if source is None:
             raise ImportError(
-                f"{fullname}: {self._origin} has no source, which is needed to load it here; "
-                "install chainer==7.8.1 from its source distribution.",
+                f"{fullname}: {self._origin} has no source, which is needed to load it here. "
+                "Install chainer==7.8.1 from its source distribution.",
                 name=fullname,
                 path=self._origin,
             )
         for edit in self._edits:
             if source.count(edit.old) != edit.count:
                 raise ImportError(
-                    f"{fullname}: {edit.old!r} is there {source.count(edit.old)} times in "
-                    f"{self._origin}, of {_version()}; it is replaced {edit.count} times in "
-                    f"Chainer 7.8.1, as {edit.reason}. Install chainer==7.8.1.",
+                    f"{fullname}: {edit.old!r} occurs {source.count(edit.old)} times in "
+                    f"{self._origin}, of {_version()} (expected {edit.count}, as in Chainer "
+                    f"7.8.1). It has to be replaced, because {edit.reason}. Install "
+                    "chainer==7.8.1.",
                     name=fullname,
                     path=self._origin,
                 )
             source = source.replace(edit.old, edit.new)
-        # Not from a .pyc, nor to one: that is the installed source's.
+        # No .pyc file is read or written: it would belong to the unchanged source.
         code: CodeType = compile(source, self._origin, "exec", dont_inherit=True)
         return code
 
 
 class CompatibilityFinder(importlib.abc.MetaPathFinder):
-    """Find the modules that need an edit here; leave all others to the finders behind."""
+    """Finder of the modules that need an edit here; other finders load all other modules."""
 
     def find_spec(
         self,
@@ -71,21 +73,21 @@ class CompatibilityFinder(importlib.abc.MetaPathFinder):
         if fullname == "chainerx._core" and numpy_from(2, 0)():
             raise ImportError(
                 "chainerx: this Chainer was built with ChainerX, which needs names that NumPy "
-                "has not had since 2.0. Install chainer==7.8.1 without CHAINER_BUILD_CHAINERX, "
-                "or numpy<2.",
+                "removed in 2.0. Install chainer==7.8.1 without CHAINER_BUILD_CHAINERX, or "
+                "numpy<2.",
                 name=fullname,
             )
         edits = needed_edits(fullname)
         if not edits:
             return None
         behind = (f.find_spec(fullname, path, target) for f in sys.meta_path if f is not self)
-        spec = next((found for found in behind if found is not None), None)
+        spec = next((candidate for candidate in behind if candidate is not None), None)
         if spec is None:
             return None
         if spec.origin is None or not isinstance(spec.loader, importlib.abc.InspectLoader):
             raise ImportError(
-                f"{fullname}: loaded by {type(spec.loader).__name__}, which gives no source; "
-                "install chainer==7.8.1 as files.",
+                f"{fullname}: its loader {type(spec.loader).__name__} gives no source. Install "
+                "chainer==7.8.1 as files.",
                 name=fullname,
             )
         spec.loader = _Loader(spec.loader, spec.origin, edits)
@@ -94,28 +96,28 @@ class CompatibilityFinder(importlib.abc.MetaPathFinder):
 
 
 def needed_edits(module: str) -> list[Edit]:
-    """Return the edits that ``module`` needs on this Python, with what is installed."""
+    """Return the edits that ``module`` needs with this Python and the installed packages."""
     return [edit for edit in EDITS.get(module, ()) if edit.needed()]
 
 
 def install() -> None:
-    """Make ``import chainer`` and ``import chainermn`` work from here on; once is enough.
+    """Make later imports of ``chainer`` and ``chainermn`` work; idempotent.
 
     Raises:
-        ImportError: an import of Chainer has failed in this process or is under way; what it
-            left behind cannot be mended.
+        ImportError: an import of Chainer has failed in this process or is in progress. The
+            half-imported modules cannot be repaired.
 
     Warns:
-        RuntimeWarning: Chainer was imported before, so that some places stay as they are.
+        RuntimeWarning: Chainer was imported before, so that some modules stay unrepaired.
     """
     if any(isinstance(finder, CompatibilityFinder) for finder in sys.meta_path):
         return
     loaded = [name for name in sys.modules if name.partition(".")[0] in _PACKAGES]
-    # The version is the last of the names that importing chainer binds.
+    # The version is the last name that importing chainer binds.
     if loaded and not hasattr(sys.modules.get("chainer"), "__version__"):
         raise ImportError(
             f"collective.adapters.chainer: chainer is half-imported ({len(loaded)} of its modules "
-            "are there): importing it failed before, or is under way. Start Python anew and "
+            "exist): importing it failed before, or is in progress. Start Python anew and "
             "import collective.adapters.chainer before chainer.",
             name="chainer",
         )
@@ -123,8 +125,8 @@ def install() -> None:
     sys.meta_path.insert(0, CompatibilityFinder())
     if missed:
         warnings.warn(
-            "chainer was imported before collective.adapters.chainer, so these modules stay as "
-            f"they are: {', '.join(sorted(missed))}. Import collective.adapters.chainer first.",
+            "chainer was imported before collective.adapters.chainer, so these modules stay "
+            f"unrepaired: {', '.join(sorted(missed))}. Import collective.adapters.chainer first.",
             RuntimeWarning,
             stacklevel=2,
         )

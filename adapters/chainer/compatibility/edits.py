@@ -1,4 +1,4 @@
-"""What is replaced in Chainer 7.8.1 and ChainerMN, where, why, and with what installed."""
+"""Replacements in Chainer 7.8.1 and ChainerMN: where, why, and with which installed packages."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ Condition = Callable[[], bool]
 
 
 def always() -> bool:
-    """Tell that it fails everywhere."""
+    """Return True: the old text fails with all installed packages."""
     return True
 
 
 @dataclass(frozen=True)
 class Edit:
-    """One expression of a module's source, and what stands there instead.
+    """One expression of a module's source, and its replacement.
 
     Args:
-        old: the text in Chainer 7.8.1.
-        new: the text that takes its place, of as many lines.
-        reason: completes "it is replaced as …".
-        needed: tells whether the old text fails, or warns of it, with what is installed.
-        count: how often ``old`` is there.
+        old: text in Chainer 7.8.1.
+        new: replacement, with the same number of lines.
+        reason: clause that completes "it has to be replaced, because …".
+        needed: function that returns whether the old text fails or causes a warning, with the
+            installed packages.
+        count: number of occurrences of ``old``.
     """
 
     old: str
@@ -40,20 +41,20 @@ class Edit:
 
 
 def numpy_from(*version: int) -> Condition:
-    """Return whether NumPy is of that version or newer; major and minor."""
-    found = tuple(int(part) for part in np.__version__.split(".")[:2])
-    return lambda: found >= version
+    """Return a condition: whether NumPy is at least of that version; major and minor."""
+    installed = tuple(int(part) for part in np.__version__.split(".")[:2])
+    return lambda: installed >= version
 
 
 def python_from(*version: int) -> Condition:
-    """Return whether Python is of that version or newer."""
+    """Return a condition: whether Python is at least of that version."""
     return lambda: sys.version_info >= version
 
 
 def without_pkg_resources() -> bool:
-    """Tell whether pkg_resources warns when it is imported, fails, or is not there."""
+    """Return whether importing pkg_resources warns or fails, or there is no pkg_resources."""
     if sys.version_info >= (3, 12):
-        return True  # setuptools that do not warn of it fail there
+        return True  # a setuptools that does not warn fails on these versions
     try:
         major, minor = importlib.metadata.version("setuptools").split(".")[:2]
     except importlib.metadata.PackageNotFoundError:
@@ -77,20 +78,20 @@ _MULTIPROCESSING = Edit(
     new="import collective.adapters.chainer.compatibility.processes as multiprocessing\n",
     reason="processes that are not forked import Chainer anew",
 )
-# What several edits of a module have in common.
+# Edits of one kind, with their common reason.
 _DISTUTILS = partial(
     Edit, reason="numpy.distutils warns since NumPy 1.23, and is not there on Python 3.12"
 )
 _SCTYPES = partial(Edit, reason="NumPy 2.0 has no sctypes", needed=numpy_from(2, 0))
 _SHAPES = partial(Edit, reason="NumPy 2.5 warns of shapes being set", needed=numpy_from(2, 5))
-_FETCHING = partial(Edit, reason="an error would end the thread, and the program wait for it")
+_FETCHING = partial(Edit, reason="an error would end the thread, and the program would wait for it")
 
 # By module, in the order of their names.
 EDITS: dict[str, tuple[Edit, ...]] = {
     "chainer._environment_check": (
         _DISTUTILS(old="import numpy.distutils.system_info\n", new="\n"),
-        # Asked on macOS only, for the Accelerate of before macOS 13.3. NumPy 2 is built for
-        # the new one, and NumPy 1.2x wheels with OpenBLAS.
+        # Chainer calls this on macOS only, to detect the Accelerate of before macOS 13.3. NumPy 2
+        # is built for the new Accelerate, and NumPy 1.2x wheels use OpenBLAS.
         _DISTUTILS(old="numpy.distutils.system_info.get_info('blas_opt')", new="None"),
         _PKG_RESOURCES,
     ),
@@ -130,7 +131,7 @@ EDITS: dict[str, tuple[Edit, ...]] = {
         Edit(
             old="self._set_cover_all(x, W)",
             new="self._set_cover_all(x.shape, W.shape)",
-            reason="shapes are expected, so that backward fails where x needs no gradient",
+            reason="the function expects shapes, and backward fails if x needs no gradient",
         ),
     ),
     "chainer.functions.math.fix": (
@@ -146,7 +147,7 @@ EDITS: dict[str, tuple[Edit, ...]] = {
         Edit(
             old="if self._comm.is_terminated:",
             new="if self._pool.check() or self._comm.is_terminated:",
-            reason="a worker that ended takes its part of the batch along",
+            reason="the part of the batch of a worker that has ended is lost",
         ),
         _FETCHING(old="alive = self._task()", new="alive = multiprocessing.fetch(self)"),
         _FETCHING(
@@ -178,7 +179,7 @@ EDITS: dict[str, tuple[Edit, ...]] = {
         Edit(
             old="            iterator.finalize()",
             new="            iterator is None or iterator.finalize()",
-            reason="an evaluator may have None for an iterator, as ChainerMN's seq2seq example has",
+            reason="an evaluator's iterator may be None, as in ChainerMN's seq2seq example",
         ),
     ),
     "chainer.training.extensions.snapshot_writers": (
@@ -186,9 +187,9 @@ EDITS: dict[str, tuple[Edit, ...]] = {
         Edit(
             old="self._queue.join()",
             new="multiprocessing.finish(self._queue, self._consumer)",
-            reason="it waits for ever if what writes the snapshots has failed",
+            reason="it never returns if the writer of the snapshots has failed",
         ),
-        Edit(old="self._consumer.join()", new="pass", reason="finish() has done so before"),
+        Edit(old="self._consumer.join()", new="pass", reason="finish() has joined it before"),
     ),
     "chainer.training.updaters.multiprocess_parallel_updater": (_MULTIPROCESSING,),
     "chainer.variable": (
@@ -204,14 +205,14 @@ EDITS: dict[str, tuple[Edit, ...]] = {
             old="__version__ = chainer.__version__\n",
             new="__version__ = chainer.__version__; "
             "__import__('collective.adapters.chainer.chainermn')\n",
-            reason="create_communicator is to know the name of ours",
+            reason="create_communicator has to know the name of collective's communicator",
         ),
     ),
     "chainermn.extensions.observation_aggregator": (
         Edit(
             old='value.to_device("native")',
             new='value.to_device("native" if chx.is_available() else "@numpy")',
-            reason='the device "native" is one of ChainerX',
+            reason='the device "native" needs ChainerX',
         ),
     ),
     "chainermn.functions.batch_normalization": (_PURE_NCCL,),
@@ -219,7 +220,7 @@ EDITS: dict[str, tuple[Edit, ...]] = {
         Edit(
             old="int(_size)",
             new="int(_size[0])",
-            reason="an array of length 1 is no number since NumPy 2.4, and warns since 1.25",
+            reason="NumPy 2.4 does not convert an array of length 1 to int, and 1.25 warns",
             needed=numpy_from(1, 25),
         ),
     ),

@@ -1,6 +1,7 @@
-"""ChainerMN's ``PureNcclCommunicator``, for asking whether a communicator is one.
+"""ChainerMN's ``PureNcclCommunicator``, for ``isinstance`` checks only.
 
-ChainerMN imports the module of that class to ask; the module imports mpi4py, which starts MPI.
+ChainerMN imports the module of that class for such a check. That module imports mpi4py, which
+starts MPI.
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ __all__ = ["PureNcclCommunicator"]  # noqa: F822
 
 
 class _PureNcclCommunicator:
-    """Nothing is one, as the module in which they are made has not been imported."""
+    """Class without instances, used as long as the real class's module is not imported."""
 
 
 def __getattr__(name: str) -> type:
-    # Looked up at each import statement that runs: the module may have come in between.
+    # Looked up at each import statement, because the real module may have been imported meanwhile.
     if name != "PureNcclCommunicator":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = sys.modules.get("chainermn.communicators.pure_nccl_communicator")
-    found: type = getattr(module, name, _PureNcclCommunicator)
-    return found
+    kind: type = getattr(module, name, _PureNcclCommunicator)
+    return kind

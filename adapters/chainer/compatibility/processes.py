@@ -1,12 +1,12 @@
-"""The ``multiprocessing`` of Chainer's modules that start processes.
+"""Replacement for ``multiprocessing`` in Chainer's modules that start processes.
 
-A process that is spawned, or forked by a server, reads from a pipe what it is to do, and imports
-Chainer for it. Here it imports this package first, so that its Chainer is mended, whatever the
-main module imports.
+A process that is spawned, or forked by a server, reads its task from a pipe, and imports Chainer
+for it. With this module, the process imports this package first. So its Chainer is repaired,
+whatever the main module imports.
 
-And a pool does not replace a worker that failed. :class:`multiprocessing.pool.Pool` does so for
-ever, if each one fails as it starts; and what a worker was at is lost, so that whoever waits for
-it waits for good.
+In addition, a pool does not replace a worker that failed. :class:`multiprocessing.pool.Pool`
+replaces such workers endlessly if each new one fails at its start. The failed worker's task is lost
+there, so that the caller waits for its result without end.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Callable
 from multiprocessing import (
     JoinableQueue,
     Pipe,
-    TimeoutError,  # noqa: A004  (Chainer asks for it by this name)
+    TimeoutError,  # noqa: A004  (Chainer imports it by this name)
     cpu_count,
     current_process,
     get_start_method,
@@ -46,15 +46,15 @@ __all__ = [
 
 
 class WorkerLostError(CollectiveError, RuntimeError):
-    """A process of a pool ended before the pool did; what it was to do is lost."""
+    """End of a pool's process before the pool's; the task of the process is lost."""
 
 
 class Process(multiprocessing.Process):
-    """A process in which Chainer is mended before anything of Chainer's is read."""
+    """Process that repairs Chainer before it unpickles anything of Chainer."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # The function is read first, for which this package is imported; then the class, which
-        # may be one of Chainer's, and what is to be run.
+        # Unpickling first reads the function, for which this package is imported. Then it reads
+        # the class, which may be one of Chainer's, and the task.
         return _unpickled, (type(self),), self.__dict__
 
 
@@ -63,7 +63,7 @@ def _unpickled(kind: type[Process]) -> Process:
 
 
 class _NoWorker:
-    """Stands in a pool for a worker, so that the pool starts none: it has not ended."""
+    """Placeholder for a worker, so that the pool starts no process: it seems not to have ended."""
 
     name = ""
     daemon = True
@@ -76,7 +76,7 @@ class _NoWorker:
         """End nothing."""
 
     def is_alive(self) -> bool:
-        """Say no: there is nothing to wait for."""
+        """Return False: there is nothing to wait for."""
         return False
 
     def join(self) -> None:
@@ -84,13 +84,13 @@ class _NoWorker:
 
 
 class _Workers:
-    """A pool's context: makes its workers, until one fails.
+    """Context of a pool, which makes the pool's workers until one fails.
 
     Args:
-        replaced: whether workers end when they have done their share, for others to follow.
+        replaced: whether workers end after their share of tasks, and new workers replace them.
 
     Attributes:
-        failed: the first worker that ended otherwise.
+        failed: first worker that ended for another reason.
     """
 
     def __init__(self, replaced: bool) -> None:
@@ -99,26 +99,26 @@ class _Workers:
         self._running: list[Process] = []
 
     def SimpleQueue(self) -> Any:
-        """Make what the pool's tasks and results travel in."""
+        """Make a queue for the pool's tasks or results."""
         return multiprocessing.SimpleQueue()
 
     def Process(self, *args: Any, **kwds: Any) -> Process | _NoWorker:
-        """Make a worker; the pool asks for one when it starts, and when one has ended."""
-        # Exit codes are asked for here alone, in the thread in which the pool does: of a child
-        # of a fork server two threads at once could read a wrong one.
+        """Make a worker; the pool calls this when it starts, and when a worker has ended."""
+        # Exit codes are read only here, in the thread in which the pool reads them. If two threads
+        # read them at once, one could get a wrong code of a child of a fork server.
         codes = [(worker, worker.exitcode) for worker in self._running]
         for worker, code in codes:
             if self.failed is None and code is not None and (code or not self._replaced):
                 self.failed = worker
         if self.failed is not None:
             return _NoWorker()
-        made = Process(*args, **kwds)
-        self._running = [worker for worker, code in codes if code is None] + [made]
-        return made
+        worker_process = Process(*args, **kwds)
+        self._running = [worker for worker, code in codes if code is None] + [worker_process]
+        return worker_process
 
 
 class Pool(multiprocessing.pool.Pool):
-    """A pool of processes that knows if one of them failed, and then starts no other.
+    """Pool of processes that detects a failed worker, and then starts no other worker.
 
     The arguments are those of :class:`multiprocessing.pool.Pool`.
     """
@@ -140,15 +140,15 @@ class Pool(multiprocessing.pool.Pool):
         if failed is not None:
             raise WorkerLostError(
                 f"{failed.name}: this process of a pool, {failed.pid}, ended with exit code "
-                f"{failed.exitcode} before the pool did, and what it was to do is lost. What it "
-                "wrote to the standard error says why; a negative code is the signal that ended "
-                "it. If it could not start: processes may only be started below "
-                '`if __name__ == "__main__":`, and what they are given, as a data set, is '
-                "imported there."
+                f"{failed.exitcode} before the pool did, and its task is lost. See its output on "
+                "the standard error for the reason. A negative code is the signal that ended it. "
+                "If it could not start: start processes only below "
+                '`if __name__ == "__main__":`, and define their arguments, such as a data set, '
+                "where the new process can import them."
             ) from None
 
-    # CPython divides by the number of workers that it has at the moment. That is 0 until it starts
-    # new ones, if all have ended at once after their ``maxtasksperchild``.
+    # CPython divides by the present number of workers. If all workers have ended at the same time
+    # after their ``maxtasksperchild``, this number is 0 until new workers start.
     def map(self, func: Any, iterable: Any, chunksize: int | None = None) -> Any:
         """Apply ``func`` to each item; return the results."""
         return self.map_async(func, iterable, chunksize).get()
@@ -157,14 +157,14 @@ class Pool(multiprocessing.pool.Pool):
         self, func: Any, iterable: Any, chunksize: int | None = None, callback: Any = None,
         error_callback: Any = None,
     ) -> Any:  # fmt: skip
-        """Apply ``func`` to each item; return a ``MapResult`` at once."""
+        """Apply ``func`` to each item; return a ``MapResult`` immediately."""
         items = list(iterable)
         if chunksize is None:
             chunksize = math.ceil(len(items) / (4 * self._size))
         return super().map_async(func, items, chunksize, callback, error_callback)
 
     def close(self) -> None:
-        """Take no more tasks; with a worker lost, end the others, who wait for its part."""
+        """Accept no more tasks; if a worker is lost, end the others, which wait for its part."""
         if self._workers.failed is None:
             super().close()
         else:
@@ -175,7 +175,7 @@ class Pool(multiprocessing.pool.Pool):
 
 
 def fetch(loop: Any) -> bool:
-    """Fetch a batch, in the thread that does so; keep an error for the one that takes batches.
+    """Fetch a batch, in the fetching thread; store an error for the thread that takes batches.
 
     Args:
         loop: Chainer's ``_PrefetchLoop``.
@@ -192,14 +192,14 @@ def fetch(loop: Any) -> bool:
 
 
 def wait_for_batch(communicator: Any, seconds: float) -> None:
-    """Wait for a batch, or for some time.
+    """Wait for a batch, for at most ``seconds``.
 
     Args:
         communicator: Chainer's ``_Communicator`` of the two threads, locked.
-        seconds: how long.
+        seconds: longest time to wait.
 
     Raises:
-        BaseException: there will be none, as this ended the thread that fetches them.
+        BaseException: the error that ended the fetching thread; no more batches will come.
     """
     error: BaseException | None = getattr(communicator, "error", None)
     if error is not None:
@@ -211,37 +211,37 @@ def wait_for_batch(communicator: Any, seconds: float) -> None:
 
 
 def finish(queue: Any, consumer: Any) -> None:
-    """Wait until all snapshots are written, or whoever writes them has ended.
+    """Wait until all snapshots are written, or until their writer has ended.
 
     Args:
-        queue: Chainer's to that thread or process, which ends by itself at the end of it; or what
-            a program's own writer has made.
-        consumer: the thread or the process.
+        queue: Chainer's queue to the writer, which ends by itself at the end of the queue; or the
+            queue that a program's own writer has made.
+        consumer: thread or process that writes.
 
     Raises:
-        WorkerLostError: it has ended before; snapshots are missing.
+        WorkerLostError: the writer ended too early; snapshots are missing.
     """
     consumer.join()
-    # A thread has no exit code, and what a program has made may have something else by that name.
+    # A thread has no exit code. An object of the program may have another attribute of this name.
     code = getattr(consumer, "exitcode", None)
     failed = isinstance(code, int) and code != 0
     if failed:
-        # What is in the queue would wait for a reader when this process ends.
+        # Otherwise data in the queue would wait for a reader when this process ends.
         queue.cancel_join_thread()
     if failed or _unfinished(queue):
         raise WorkerLostError(
-            f"{consumer.name}: what writes the snapshots ended "
+            f"{consumer.name}: the writer of the snapshots ended "
             + (f"with exit code {code} " if failed else "")
-            + "before all were written. What it wrote to the standard error says why; the last "
-            "snapshots are missing."
+            + "before all were written, so the last snapshots are missing. See its output on the "
+            "standard error for the reason."
         )
     queue.join()
 
 
 def _unfinished(queue: Any) -> bool:
-    """Tell whether ``queue.join()`` would wait for a task that nobody does any more."""
+    """Return whether ``queue.join()`` would wait for a task that no consumer will finish."""
     if isinstance(queue, queues.JoinableQueue):
         tasks: Any = queue
-        return not tasks._unfinished_tasks._semlock._is_zero()  # as its join() does
+        return not tasks._unfinished_tasks._semlock._is_zero()  # the condition of its join()
     left = getattr(queue, "unfinished_tasks", 0)
     return isinstance(left, int) and left > 0

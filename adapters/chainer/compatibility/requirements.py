@@ -1,4 +1,4 @@
-"""What Chainer asks of ``pkg_resources``: whether requirements are installed.
+"""Part of ``pkg_resources`` that Chainer uses, to check whether requirements are installed.
 
 The names are those of ``pkg_resources``, which setuptools no longer has.
 """
@@ -20,22 +20,22 @@ __all__ = [
 
 
 class ResolutionError(Exception):
-    """A requirement is not met."""
+    """Requirement that is not met."""
 
 
 class DistributionNotFound(ResolutionError):
-    """The package is not installed."""
+    """Requirement whose package is not installed."""
 
 
 class VersionConflict(ResolutionError):
-    """The package is installed in another version."""
+    """Requirement whose package is installed in another version."""
 
 
 def get_distribution(name: str) -> importlib.metadata.Distribution:
-    """Return what is installed under that name, with its ``version``.
+    """Return the distribution that is installed under that name, with its ``version``.
 
     Raises:
-        DistributionNotFound: nothing is.
+        DistributionNotFound: there is none.
     """
     try:
         return importlib.metadata.distribution(name)
@@ -47,18 +47,18 @@ def require(*requirements: str) -> None:
     """Check that each requirement is installed; pre-releases count.
 
     Raises:
-        DistributionNotFound, VersionConflict: one is not.
+        DistributionNotFound, VersionConflict: a requirement is not installed.
     """
     for text in requirements:
         requirement = Requirement(text)
-        found = get_distribution(requirement.name).version
-        if not requirement.specifier.contains(found, prereleases=True):
-            raise VersionConflict(f"{text}: {found} is installed")
+        installed = get_distribution(requirement.name).version
+        if not requirement.specifier.contains(installed, prereleases=True):
+            raise VersionConflict(f"{text}: {installed} is installed")
 
 
 class WorkingSet:
-    """The packages that are installed."""
+    """Set of the installed packages."""
 
     def require(self, *requirements: str) -> None:
-        """As :func:`require`."""
+        """Check the requirements in the same way as :func:`require`."""
         require(*requirements)

@@ -1,11 +1,11 @@
-"""The line of a ``.pth`` file that mends Chainer in every program of an environment.
+"""Line of a ``.pth`` file that repairs Chainer in every program of an environment.
 
 ::
 
     python -m collective.adapters.chainer.compatibility.startup > …/collective_chainer.pth
 
-Python runs it whenever it starts, so it only puts a finder before the others, which imports the
-rest when Chainer is about to be imported.
+Python runs this line at every start. So the line only puts a finder in front of the others. This
+finder imports this package when Chainer is about to be imported.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["Later", "line"]
 
 
 class Later:
-    """Mends Chainer when it is about to be imported."""
+    """Finder that repairs Chainer when Chainer is about to be imported."""
 
     # A line of a .pth file has neither types nor globals.
     def find_spec(self, name, path=None, target=None):  # type: ignore[no-untyped-def]

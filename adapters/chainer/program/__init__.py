@@ -1,18 +1,19 @@
-"""Run a program of Chainer's or ChainerMN's as it is, over our transports.
+"""Runner for unchanged Chainer and ChainerMN programs over the transports of ``collective``.
 
 ::
 
     collective run -n 2 -m collective.adapters.chainer SCRIPT [ARGUMENT …]
     mpiexec -n 2 python -m collective.adapters.chainer SCRIPT [ARGUMENT …]
 
-The program imports Chainer on a current NumPy, and whatever communicator it names in
-``chainermn.create_communicator`` is ours. ``-m MODULE`` instead of a script runs a module.
+The program imports Chainer on a current NumPy. Whatever communicator it names in
+``chainermn.create_communicator``, it gets one of ``collective``. ``-m MODULE`` instead of a script
+runs a module.
 
-The processes that a program starts by ``multiprocessing`` are to have that, too. Those that are
-spawned, or forked by a server, begin by importing the program's main module, which imports
-Chainer at its top. What they are sent for it is the name in its ``__spec__``. So the program gets
-a name below this package, which says where the program is: whoever imports a module of that name
-imports this package first, and with it what mends Chainer.
+Processes that a program starts by ``multiprocessing`` need the same. A process that is spawned, or
+forked by a server, begins by importing the program's main module, which imports Chainer at its top.
+For this it receives the name in the main module's ``__spec__``. So the program gets a name below
+this package, which encodes where the program is. A process that imports a module of that name
+imports this package first, and this package repairs Chainer.
 """
 
 from __future__ import annotations
@@ -32,26 +33,26 @@ from collective.launch.threads import load_program
 
 __all__ = ["become", "running"]
 
-# Before what the program's path and module become in its name here.
+# Prefix of a program's name in this package; the encoded path and module of the program follow.
 _PREFIX = f"{__name__}.at_"
 _USAGE = "usage: python -m collective.adapters.chainer (SCRIPT | -m MODULE) [ARGUMENT ...]"
-# Ranks that are threads share sys.argv: the first takes the program from it for all.
+# Ranks that are threads share sys.argv: the first one reads the program from it for all ranks.
 _lock = threading.Lock()
 _program: list[str] | None = None
 _running = False
 
 
 def running() -> bool:
-    """Tell whether this process runs a program as it is, or was started by one that does."""
+    """Return whether this process, or the one that started it, runs an unchanged program."""
     return _running
 
 
 class _ProgramLoader(importlib.abc.InspectLoader):
-    """Load a program for a process that imports it to find what is defined there.
+    """Loader of a program, for a process that imports it to find its definitions.
 
     Args:
-        path: of its file.
-        module: the module's name, if it was named so and not by its file.
+        path: path of the program's file.
+        module: name of the module, if the program was started by a module's name.
     """
 
     def __init__(self, path: str, module: str | None) -> None:
@@ -68,13 +69,13 @@ class _ProgramLoader(importlib.abc.InspectLoader):
         if self._module is None:
             return self.source_to_code(self.get_source(fullname) or "", self._path)
         if self._module.endswith(".__main__"):
-            # It runs whatever its name is: as elsewhere, child processes do without it.
+            # This code runs whatever its name is, so child processes skip it, as in Python itself.
             return self.source_to_code("", self._path)
         return self._inner().get_code(self._module)
 
     def _inner(self) -> importlib.abc.InspectLoader:
         assert self._module is not None
-        # This imports the package that it is in.
+        # This call imports the package that contains the module.
         spec = importlib.util.find_spec(self._module)
         if spec is None or not isinstance(spec.loader, importlib.abc.InspectLoader):
             raise ModuleNotFoundError(f"no module named {self._module!r}", name=self._module)
@@ -82,7 +83,7 @@ class _ProgramLoader(importlib.abc.InspectLoader):
 
 
 class _ProgramSpec(importlib.machinery.ModuleSpec):
-    """What ``__spec__`` is in the program: of a name by which other processes can import it."""
+    """``__spec__`` of the program, with a name by which other processes can import it."""
 
     def __init__(self, path: str, module: str | None) -> None:
         name = _PREFIX + json.dumps([path, module]).encode().hex()
@@ -91,12 +92,12 @@ class _ProgramSpec(importlib.machinery.ModuleSpec):
 
     @property
     def parent(self) -> str:
-        """The package that the program's relative imports are relative to."""
+        """Package to which the program's relative imports are relative."""
         return self._package
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Find programs by the names of :class:`_ProgramSpec`."""
+    """Finder of programs by the names of :class:`_ProgramSpec`."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -109,13 +110,13 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def become(namespace: dict[str, Any]) -> CodeType:
-    """Make a ``__main__`` module that of the program which the command line names.
+    """Turn a ``__main__`` module into the program that the command line names.
 
     Args:
-        namespace: the module's, which is emptied.
+        namespace: namespace of the module, which is emptied.
 
     Returns:
-        The program's code, to be executed there.
+        The program's code, to be executed in this namespace.
     """
     global _program, _running
     with _lock:
@@ -134,7 +135,7 @@ def become(namespace: dict[str, Any]) -> CodeType:
     spec = _ProgramSpec(os.path.abspath(path), module)
     builtins = namespace["__builtins__"]
     namespace.clear()
-    # As Python does.
+    # These are the names that Python sets in a __main__ module.
     namespace.update(
         __name__="__main__", __file__=spec.origin, __package__=package, __spec__=spec, __doc__=None,
         __loader__=spec.loader, __builtins__=builtins,

@@ -222,8 +222,7 @@ def test_another_version_without_the_text_is_refused(other: Path) -> None:
         "import collective.adapters.chainer, chainer.functions.array.resize_images", path=other
     )
     assert (
-        "ImportError: chainer.functions.array.resize_images: 'numpy.float)' is there 0 times"
-        in seen
+        "ImportError: chainer.functions.array.resize_images: 'numpy.float)' occurs 0 times" in seen
     )
     assert f"{other}" in seen
     assert "NumPy 1.24 has no float" in seen

@@ -245,10 +245,10 @@ def test_a_worker_that_fails_ends_the_iterator_with_an_error_for_good(
 @pytest.mark.parametrize(
     ("failure", "text"),
     [
-        ("thread raises", "what writes the snapshots ended before all were written"),
+        ("thread raises", "the writer of the snapshots ended before all were written"),
         ("process raises", "ended with exit code 1 before all were written"),
         ("process dies", "ended with exit code -9 before all were written"),
-        ("process exits", "what writes the snapshots ended before all were written"),
+        ("process exits", "the writer of the snapshots ended before all were written"),
     ],
 )
 def test_a_queue_of_snapshots_that_nobody_writes_any_more_ends_with_an_error(

@@ -181,7 +181,7 @@ def test_what_is_refused_before_anything_is_sent(comm: Any) -> None:
         comm.alltoall((x, *[x.astype("d")] * (comm.size - 1)))
     with pytest.raises(ValueError, match=f"{comm.size + 1} arrays for {comm.size} ranks"):
         comm.alltoall((x,) * (comm.size + 1))
-    with pytest.raises(ValueError, match="objects have that one"):
+    with pytest.raises(ValueError, match="reserved for objects"):
         comm.send(x, 0, 2**31 - 1)
     if comm.rank == 0:
         for given in ((x,), np.ones((comm.size + 1, 2), "f"), np.array(1.0)):
@@ -212,7 +212,7 @@ def raise_on_one(comm: Any) -> None:
     if comm.rank == 0:
         comm.bcast(chainer.Variable(np.ones(2)))
     else:
-        with pytest.raises(PeerFailedError, match="a Variable; an array"):
+        with pytest.raises(PeerFailedError, match=r"a Variable \(expected an array"):
             comm.bcast(None)
 
 

@@ -208,7 +208,7 @@ def test_a_rank_that_raises_ends_the_job(hook: str, tmp_path: Path) -> None:
     last = done.stdout.rpartition("collective run: ")[2]
     assert last.startswith("rank 1 failed first"), done.stdout
     assert "LookupError: of rank 1" in last
-    words = "[1] ChainerMN: uncaught exception on rank 1 of 2; telling the others"
+    words = "[1] ChainerMN: uncaught exception on rank 1 of 2; notifying the other ranks"
     assert (words in done.stdout) == bool(hook), done.stdout
 
 
