@@ -54,7 +54,7 @@ class Passage:
         self.first, self.last = comm.rank == 0, comm.rank == comm.size - 1
         self._like: Framework = "numpy" if stage.xp is np else "cupy"
         # By micro-batch, from its forward to its backward pass: inputs, outputs, and the outputs'
-        # gradients if they are known already.
+        # gradients if these exist already.
         self._kept: dict[int, tuple[_Arrays, _Arrays, _Arrays | None]] = {}
         self._sends: deque[Any] = deque()
         self.losses: list[Any] = []

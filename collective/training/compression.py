@@ -1,8 +1,8 @@
 """Reductions of gradients that send less: half the bits, the largest elements, low ranks.
 
 Each class is a ``reduce`` for :class:`collective.gradients.Gradients`, and so for the adapters
-built on it. The classes that leave a part of a gradient out keep this part and add it to the next
-gradient (*error feedback*), so that the part arrives later instead of never. All classes work on
+built on it. Some classes leave a part of a gradient out. They keep this part and add it to the next
+gradient (*error feedback*), so that it arrives later instead of never. All classes work on
 arrays of any framework of the array API, on the device where the arrays are.
 """
 

@@ -16,7 +16,7 @@ class JoinedBatch:
 
     The statistics are merged in float64, in one all-gather. The formula is that of Chan, Golub and
     LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances" (1979),
-    extended to many sets: it never subtracts large squares from each other.
+    extended to many sets. It never subtracts large squares from each other.
 
     Collective: every rank makes it, with the same number of means.
 

@@ -206,7 +206,7 @@ class CollectiveCommunicator(CommunicatorBase):  # type: ignore[misc]  # Chainer
         return arrays if several else arrays[0]
 
     def bcast(self, x: Any, root: int = 0) -> Any:
-        """Return the array of ``root`` on every rank: at the root ``x``; elsewhere ``x`` is ignored."""
+        """Return the array of ``root``, which is ``x`` there; other ranks' ``x`` is ignored."""
         if self.rank != root:
             return self.comm.broadcast(None, root=root, like=self._framework(None, root))
         if isinstance(x, (tuple, list)):
@@ -294,7 +294,7 @@ class CollectiveCommunicator(CommunicatorBase):  # type: ignore[misc]  # Chainer
         return self._mailbox.recv(source, status, tag)
 
     def bcast_obj(self, obj: Any, max_buf_len: int | None = None, root: int = 0) -> Any:
-        """Give every rank the object of ``root``, which may be None; elsewhere ``obj`` is ignored.
+        """Give every rank the object of ``root``, which may be None; other ranks' is ignored.
 
         Args:
             obj: object to send.
@@ -316,7 +316,7 @@ class CollectiveCommunicator(CommunicatorBase):  # type: ignore[misc]  # Chainer
     # -- models ---------------------------------------------------------------------------
 
     def bcast_data(self, model: chainer.Link) -> None:
-        """Give all ranks rank 0's parameters, in place; parameters without data are left out."""
+        """Give all ranks rank 0's parameters, in place; it skips parameters without data."""
         named = sorted(model.namedparams(), key=lambda item: item[0])
         params = [param for _, param in named if param.array is not None]
         for param in params:

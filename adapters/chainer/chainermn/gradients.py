@@ -62,7 +62,7 @@ class PackedGradients:
 
         Args:
             model: link whose parameters are taken in the order of their names; parameters without
-                data are left out.
+                data are skipped.
             zero_fill: whether a gradient that is None counts as zeros.
             wire: dtype in which gradients are reduced; by default their own.
             async_op: if true, the reductions run in the background, and :meth:`wait` waits.

@@ -1,7 +1,7 @@
 """ChainerMN's ``PureNcclCommunicator``, for ``isinstance`` checks only.
 
-ChainerMN imports the module of that class for such a check. That module imports mpi4py, which
-starts MPI.
+For such a check ChainerMN imports the module of that class, which imports mpi4py and thereby starts
+MPI.
 """
 
 from __future__ import annotations

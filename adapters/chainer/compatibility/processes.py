@@ -171,7 +171,7 @@ class Pool(multiprocessing.pool.Pool):
             self.terminate()
 
 
-# -- what chainer.iterators.MultiprocessIterator calls -----------------------------------------
+# -- functions for chainer.iterators.MultiprocessIterator --------------------------------------
 
 
 def fetch(loop: Any) -> bool:
@@ -207,7 +207,7 @@ def wait_for_batch(communicator: Any, seconds: float) -> None:
     communicator._not_empty_cond.wait(seconds)
 
 
-# -- what chainer.training.extensions.snapshot_writers calls -----------------------------------
+# -- functions for chainer.training.extensions.snapshot_writers --------------------------------
 
 
 def finish(queue: Any, consumer: Any) -> None:

@@ -5,7 +5,7 @@
     collective run -n 2 -m collective.adapters.chainer SCRIPT [ARGUMENT …]
     mpiexec -n 2 python -m collective.adapters.chainer SCRIPT [ARGUMENT …]
 
-The program imports Chainer on a current NumPy. Whatever communicator it names in
+The program imports Chainer on a current NumPy. For any communicator that it names in
 ``chainermn.create_communicator``, it gets one of ``collective``. ``-m MODULE`` instead of a script
 runs a module.
 

@@ -1,9 +1,9 @@
-"""A variable whose rows are computed piece by piece, and the functions that are given one.
+"""Variable whose rows are computed piece by piece, and interception of functions that take it.
 
-All of Chainer's functions go through ``FunctionNode.apply``. While a split link runs, and only
-then, that method stands wrapped: a function that is given a :class:`Cut` goes to the forward pass
-that the cut belongs to, every other one goes its way. Links have hooks of Chainer's own, which say
-whose function it is.
+All of Chainer's functions go through ``FunctionNode.apply``. This method is wrapped, but only while
+a split link runs. A function that takes a :class:`Cut` goes to the forward pass that the cut
+belongs to; other functions run unchanged. A hook of Chainer on links records which link calls a
+function.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["Cut", "intercepting"]
 
 
 class _Current(threading.local):
-    """Whose functions of parameters of which this rank has a piece are taken, in this thread."""
+    """Session that handles functions of this rank's pieces of parameters, in this thread."""
 
     session: Session | None = None
 
@@ -33,10 +33,10 @@ _current = _Current()
 
 
 class _LinkNames(chainer.LinkHook):  # type: ignore[misc, unused-ignore]
-    """Notes which link is running.
+    """Hook that records which link is running.
 
     Args:
-        link: whose children are named by their paths.
+        link: link whose children are named by their paths.
     """
 
     name = "collective-split"
@@ -54,18 +54,18 @@ class _LinkNames(chainer.LinkHook):  # type: ignore[misc, unused-ignore]
 
 
 class Cut(chainer.Variable):  # type: ignore[misc, unused-ignore]
-    """Stands for a variable that is cut.
+    """Stand-in for a variable that is cut.
 
-    Its shape and dtype are those of the whole; ``array`` computes the whole.
+    Its shape and dtype are those of the whole variable; ``array`` computes the whole array.
 
     Args:
-        value: its recipe.
-        session: the forward pass that it belongs to.
-        shape, dtype: of the whole.
+        value: recipe of the variable.
+        session: forward pass that the variable belongs to.
+        shape, dtype: those of the whole variable.
     """
 
     def __init__(self, value: Value, session: Session, shape: Sequence[int], dtype: Any) -> None:
-        # An array of this shape without memory: Chainer looks at its shape and dtype only.
+        # An array of this shape without memory: Chainer reads only its shape and dtype.
         nothing = np.broadcast_to(np.zeros((), dtype), tuple(shape))
         super().__init__(nothing, requires_grad=False)
         self.value = value
@@ -101,7 +101,7 @@ class Cut(chainer.Variable):  # type: ignore[misc, unused-ignore]
 
 
 class _Interception:
-    """Wraps ``FunctionNode.apply``, once for all threads that split, and takes it off again."""
+    """Installer of the wrapper of ``FunctionNode.apply``, shared by all threads that split."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -118,7 +118,7 @@ class _Interception:
                     session = _session_of(inputs)
                     if session is None:
                         return original(node, inputs)
-                    with _current_session(None):  # what it applies itself is for pieces
+                    with _current_session(None):  # functions inside work on pieces
                         return session.call(node, tuple(inputs))
 
                 FunctionNode.apply = apply
@@ -134,7 +134,7 @@ _interception = _Interception()
 
 
 def _session_of(inputs: Any) -> Session | None:
-    """Return the forward pass that a function of ``inputs`` belongs to."""
+    """Return the forward pass that a function of ``inputs`` belongs to, or None."""
     for x in inputs:
         if isinstance(x, Cut):
             return x.session
@@ -154,11 +154,11 @@ def _current_session(session: Session | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def intercepting(link: chainer.Link, session: Session) -> Iterator[None]:
-    """Give functions of cut variables to the forward passes that these belong to.
+    """Pass functions of cut variables to the forward passes that the variables belong to.
 
     Args:
-        link: that runs.
-        session: gets functions of parameters of which this rank has a piece.
+        link: link that runs.
+        session: session that handles functions of this rank's pieces of parameters.
     """
     _interception.install()
     try:

@@ -1,4 +1,4 @@
-"""A Chainer link of which each rank has its own filters alone."""
+"""Chainer link of which each rank has only its own filters."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _KINDS = L.Convolution2D, L.ConvolutionND, L.Linear, *_TRANSPOSED
 
 
 class LinkFilters(Filters):
-    """Cuts the layers of a link, and has their arrays whole.
+    """Filters of a Chainer link: they cut its layers, and join their arrays.
 
     Args:
-        group: the ranks that share the channels.
-        link: loses what other ranks keep; None: nothing is cut.
+        group: ranks that share the channels.
+        link: link whose layers keep only this rank's filters; None: nothing is cut.
 
     Raises:
         InvalidArgumentError: a layer has no weights yet.
@@ -40,10 +40,10 @@ class LinkFilters(Filters):
             if isinstance(child, _KINDS):
                 name = f"{path} ({type(child).__name__})"
                 owners[id(child.W)] = child, _described(name, child)
-        names = all_names(link.namedparams(include_uninit=False), lambda each: id(each.array))
-        for found in self.take([each for _, each in owners.values()], names, _cut):
-            layer, _ = owners[id(found.weight)]
-            layer.add_hook(_Guard(self, found.name))
+        names = all_names(link.namedparams(include_uninit=False), lambda p: id(p.array))
+        for cut in self.take([described for _, described in owners.values()], names, _cut):
+            layer, _ = owners[id(cut.weight)]
+            layer.add_hook(_Guard(self, cut.name))
 
     def whole_parameter(self, share: Share) -> chainer.Parameter:
         whole = chainer.Parameter(self.join(share.parameter.array, share))
@@ -52,9 +52,9 @@ class LinkFilters(Filters):
 
     @contextlib.contextmanager
     def whole_arrays(self) -> Iterator[None]:
-        """Let the parameters have whole arrays, and cut afterwards what they have then.
+        """Give the parameters whole arrays in the body, and cut their arrays afterwards.
 
-        Collective: every rank of the group.
+        Collective: every rank of the group calls it.
         """
         own = [(share.parameter, share) for share in self.shares()]
         pieces = [parameter.array for parameter, _ in own]
@@ -76,11 +76,11 @@ class LinkFilters(Filters):
 
 
 class _Guard(chainer.LinkHook):  # type: ignore[misc, unused-ignore]
-    """Refuses a layer that is called by itself."""
+    """Hook that refuses a layer which is called outside of its Split."""
 
     def __init__(self, filters: LinkFilters, layer: str) -> None:
         super().__init__()
-        # A link has hooks by their names, and may have been cut for another Split.
+        # A link holds hooks by name, and may have been cut for another Split as well.
         self.name = f"collective-split-filters-{id(filters)}"
         self._filters = filters
         self._layer = layer
@@ -90,23 +90,23 @@ class _Guard(chainer.LinkHook):  # type: ignore[misc, unused-ignore]
 
 
 def _in_order(link: chainer.Link, path: str) -> Iterator[tuple[str, Any]]:
-    """Yield a link and all in it in the order of a list, or that in which they were made.
+    """Yield a link and all links in it, in the order of a list or of their creation.
 
-    ``children`` has those of a Chain by their names, and those of a Sequential in an order of its
-    own.
+    ``children`` is not used for the order: it sorts those of a Chain by name, and those of a
+    Sequential in yet another order.
     """
     yield path or "/", link
     own = link if isinstance(link, chainer.ChainList) else vars(link).values()
     children = {id(child) for child in link.children()}
-    for child in dict.fromkeys(each for each in own if id(each) in children):
+    for child in dict.fromkeys(value for value in own if id(value) in children):
         yield from _in_order(child, f"{path}/{child.name}")
 
 
 def _described(name: str, link: Any) -> FilterLayer:
     if link.W.array is None:
         raise InvalidArgumentError(
-            f"Split: filters='own': {name} has no weights yet. Call the link once before, or say "
-            "how many channels it reads."
+            f"Split: filters='own': {name} has no weights yet. Call the link once before, or pass "
+            "the number of channels that it reads."
         )
     return FilterLayer(
         name, link.W, link.b, getattr(link, "groups", 1), isinstance(link, _TRANSPOSED)
@@ -114,7 +114,7 @@ def _described(name: str, link: Any) -> FilterLayer:
 
 
 def _cut(parameter: Any, dimension: int, rows: range) -> None:
-    """Keep some rows; the parameter is the same object, which an optimizer may know already."""
+    """Keep some rows in the same parameter object, which an optimizer may hold already."""
     gradient, array = parameter.grad, parameter.array
     parameter.cleargrad()
     parameter.array = _piece(array, dimension, rows)

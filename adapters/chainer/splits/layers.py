@@ -1,4 +1,4 @@
-"""Chainer's convolutions, their transposes and dense layers as steps."""
+"""Steps of Chainer's convolutions, their transposes and dense layers."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ def applied(node: Any, inputs: Sequence[Any], **settings: Any) -> Any:
 
 
 def _settings(node: Any) -> tuple[_Numbers, _Numbers, _Numbers]:
-    """Return strides, padding and dilation an axis."""
+    """Return strides, padding and dilation of each axis."""
     if hasattr(node, "stride"):
         return node.stride, node.pad, node.dilate
     return (node.sy, node.sx), (node.ph, node.pw), (node.dy, node.dx)
 
 
 def _padding(node: Any, ends: _Numbers) -> dict[str, Any]:
-    """Return the settings by which a function puts so many rows at either end of each axis."""
+    """Return the settings by which a function pads each axis with ``ends`` rows at either end."""
     return {"pad": ends} if hasattr(node, "stride") else dict(zip(("ph", "pw"), ends))
 
 
 def convolution(context: Context, weight: Any, bias: Any = None) -> Step | None:
-    """Recipe of ``Convolution2DFunction`` and ``ConvolutionND``."""
+    """Return the step of ``Convolution2DFunction`` and ``ConvolutionND``."""
     node = context.function
     strides, pads, dilations = _settings(node)
     rules = []
@@ -58,7 +58,7 @@ def convolution(context: Context, weight: Any, bias: Any = None) -> Step | None:
 
 
 def transposed(context: Context, weight: Any, bias: Any = None) -> Step | None:
-    """Recipe of ``Deconvolution2DFunction`` and ``DeconvolutionND``."""
+    """Return the step of ``Deconvolution2DFunction`` and ``DeconvolutionND``."""
     node = context.function
     strides, pads, dilations = _settings(node)
     uncut = _padding(node, (0,) * len(pads))
@@ -74,7 +74,7 @@ def transposed(context: Context, weight: Any, bias: Any = None) -> Step | None:
         if all(read.rows):
             y = applied(node, (x, weight), groups=groups, **whole)
             y = written(context.arrays, y, rules, read)
-        else:  # holes between and behind what the rows write
+        else:  # the block lies in gaps, between or behind the rows that are written
             y = nothing(context.arrays, [x, weight], read, weight.shape[1] * groups)
         return biased(y, *bias)
 
@@ -93,7 +93,7 @@ def _transposed_rules(
 
 
 def unpooling(context: Context) -> Step | None:
-    """Recipe of ``Unpooling2D``: a transposed window of ones."""
+    """Return the step of ``Unpooling2D``: a transposed window of ones."""
     node = context.function
     kernel, strides, pads = (node.kh, node.kw), (node.sy, node.sx), (node.ph, node.pw)
     sizes = []
@@ -114,7 +114,7 @@ def unpooling(context: Context) -> Step | None:
 
 
 def dense(context: Context, weight: Any, bias: Any = None) -> Step | None:
-    """Recipe of ``LinearFunction``: of the batch's rows, with channels as in a convolution."""
+    """Return the step of ``LinearFunction``, on the batch's rows, with a convolution's channels."""
 
     def function(x: Any, read: Read, groups: int, *parameters: Any) -> Any:
         return applied(context.function, (x, *parameters))

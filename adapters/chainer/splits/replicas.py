@@ -1,4 +1,4 @@
-"""What all ranks have alike of a link that is split."""
+"""State of a split link that all ranks have in common."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def state_of(link: Any, filters: Filters | None) -> list[StateEntry]:
     """Return a link's parameters and persistent values, each once.
 
     Args:
-        link: the one that is split.
-        filters: which parameters this rank has a piece of; None: none.
+        link: link that is split.
+        filters: record of the parameters of which this rank has a piece; None: there are none.
     """
     parameters = [
         StateEntry(

@@ -1,4 +1,4 @@
-"""What becomes of Chainer's functions that take a variable which is cut."""
+"""Treatment of Chainer's functions that take a variable which is cut."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .layers import applied
 __all__ = ["VariableSession"]
 
 
-# The functions of layers with weights.
+# Recipes for the functions of layers with weights.
 _LAYERS: dict[str, Callable[..., Step | None]] = {
     "Convolution2DFunction": layers.convolution,
     "ConvolutionND": layers.convolution,
@@ -41,7 +41,7 @@ _RECIPES: dict[str, Callable[..., Step | None]] = {
     "GetItem": windows.getitem,
     "Reshape": windows.flatten,
 }
-# Functions that make each row of their result of the same rows of their inputs.
+# Functions whose result has rows that each depend on the same rows of the inputs.
 _ROW_FOR_ROW = set(
     "Absolute Add AddConstant Arccos Arcsin Arctan Arctan2 Ceil ClippedReLU Clip Cos Cosh Div "
     "DivFromConstant ELU Erf Erfc Exp Exp2 Expm1 Floor Fmod HardSigmoid Identity LeakyReLU "
@@ -65,33 +65,33 @@ class VariableSession(Session):
     # -- a function that was applied -------------------------------------------------------
 
     def call(self, node: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Be ``node.apply(inputs)``."""
+        """Apply ``node`` to ``inputs`` in place of ``node.apply(inputs)``."""
         kind = type(node).__name__
         name = f"{names.current} ({kind})"
-        made: Cut | None = None
+        result: Cut | None = None
         if kind not in _LAYERS or not isinstance(inputs[0], Cut):
             inputs = tuple(map(self._executor.parameter, inputs))
             if not any(isinstance(x, Cut) for x in inputs):
                 return tuple(node.apply(inputs))
         if kind in _RECIPES:
-            made = self._recipe(_RECIPES[kind], node, name, inputs)
+            result = self._recipe(_RECIPES[kind], node, name, inputs)
         elif kind == "BatchNormalization":
-            made = self._batch_normalization(node, name, inputs)
+            result = self._batch_normalization(node, name, inputs)
         elif kind == "GroupNormalization":
-            made = self._group_normalization(node, name, inputs)
+            result = self._group_normalization(node, name, inputs)
         elif kind == "FixedBatchNormalization":
-            made = self._fixed_batch_normalization(node, name, inputs)
+            result = self._fixed_batch_normalization(node, name, inputs)
         elif kind == "Dropout" and node.mask is None and not node.return_mask:
-            made = self._dropout(node, name, inputs[0])
+            result = self._dropout(node, name, inputs[0])
         elif kind in _ROW_FOR_ROW or (kind == "Concat" and node.axis % inputs[0].ndim == 1):
-            made = self._row_for_row(node, name, inputs)
+            result = self._row_for_row(node, name, inputs)
         elif kind in ("Softmax", "LogSoftmax") and node.axis % inputs[0].ndim == 1:
-            made = self._row_for_row(node, name, inputs, by_channel=False)
-        if made is not None:
-            return (made,)
+            result = self._row_for_row(node, name, inputs, by_channel=False)
+        if result is not None:
+            return (result,)
         cut = next(x for x in inputs if isinstance(x, Cut))
-        found = node.apply(tuple(self._wholes(name, inputs)))
-        return tuple(self._again(y, cut) for y in found)
+        outputs = node.apply(tuple(self._wholes(name, inputs)))
+        return tuple(self._again(y, cut) for y in outputs)
 
     def _added(self, step: Step, dtype: Any) -> Cut:
         value = self._executor.add(step)
@@ -102,7 +102,7 @@ class VariableSession(Session):
         self, recipe: Callable[..., Step | None], node: Any, name: str, inputs: tuple[Any, ...]
     ) -> Cut | None:
         x, *rest = inputs
-        if not isinstance(x, Cut) or any(isinstance(each, Cut) for each in rest):
+        if not isinstance(x, Cut) or any(isinstance(other, Cut) for other in rest):
             return None
         context = Context(self.arrays, self._executor, node, name, (x.value,), x.shape[1])
         step = recipe(context, *map(chainer.as_variable, rest))
@@ -111,13 +111,13 @@ class VariableSession(Session):
     def _row_for_row(
         self, node: Any, name: str, inputs: tuple[Any, ...], by_channel: bool = True
     ) -> Cut | None:
-        """Record a function that works row for row, of one shape or several that broadcast."""
+        """Record a function that works row by row, on arrays of one shape or broadcast ones."""
         if type(node).__name__ == "Concat":
             first, _, *rest = inputs[0].shape
             shape, by_channel = (first, sum(x.shape[1] for x in inputs), *rest), False
         else:
             shape = tuple(np.broadcast_shapes(*(x.shape for x in inputs)))
-        # What is broadcast along a cut axis is there for every piece.
+        # An array that is broadcast along a cut axis is the same for every piece.
         lengths = lengths_of(shape)
         dtype = np.result_type(*(x.dtype for x in inputs if isinstance(x, Cut)))
         leaves = [
@@ -144,14 +144,14 @@ class VariableSession(Session):
         call: Callable[[list[Any]], Any],
         along: bool = True,
     ) -> Cut:
-        """Record what makes each row of the same rows of variables, and of what broadcasts."""
+        """Record a function whose rows depend on the same rows of cut and of broadcast operands."""
         if self._kept is not None:
             arrays = (chainer.as_variable(x) for x in leaves if not isinstance(x, Cut))
             self._kept.held += [(node.label, x.array) for x in arrays if not x.requires_grad]
-        found = [x.value if isinstance(x, Cut) else x for x in leaves]
-        values = tuple(x for x in found if isinstance(x, Value))
+        operands = [x.value if isinstance(x, Cut) else x for x in leaves]
+        values = tuple(x for x in operands if isinstance(x, Value))
         context = Context(self.arrays, self._executor, None, name, values, shape[1])
-        return self._added(row_for_row(context, found, len(shape), call, along=along), dtype)
+        return self._added(row_for_row(context, operands, len(shape), call, along=along), dtype)
 
     # -- functions with statistics or random numbers ---------------------------------------
 
@@ -172,10 +172,10 @@ class VariableSession(Session):
     def _group_normalization(self, node: Any, name: str, inputs: tuple[Any, ...]) -> Cut | None:
         x, gamma, beta = inputs
         if not isinstance(x, Cut) or x.shape[1] % node.groups or gamma.shape != x.shape[1:2]:
-            return None  # Chainer says what is wrong with that
+            return None  # Chainer's own function raises the error
         mean, variance, _ = self._executor.moments(x.value, node.groups, _wide(x, gamma))
-        each = x.shape[1] // node.groups
-        mean, variance = (F.repeat(array, each, 1) for array in (mean, variance))
+        width = x.shape[1] // node.groups
+        mean, variance = (F.repeat(array, width, 1) for array in (mean, variance))
         return self._normalized(name, x, gamma, beta, mean, variance, node)
 
     def _fixed_batch_normalization(
@@ -184,29 +184,29 @@ class VariableSession(Session):
         x, gamma, beta, mean, variance = inputs
         if not _by_channel(node, x, gamma):
             return None
-        mean, variance = (chainer.as_variable(each)[None] for each in (mean, variance))
+        mean, variance = (chainer.as_variable(array)[None] for array in (mean, variance))
         return self._normalized(name, x, gamma, beta, mean, variance, node)
 
     def _normalized(
         self, name: str, x: Cut, gamma: Any, beta: Any, mean: Any, variance: Any, node: Any
     ) -> Cut:
-        """Record the normalisation by known moments, ``[N or 1, C]``."""
+        """Record the normalisation by known moments of shape ``[N or 1, C]``."""
         dtype = _wide(x, gamma)
-        given = [F.cast(chainer.as_variable(each), dtype) for each in (gamma, beta, mean, variance)]
-        gamma, beta, mean, variance = (F.broadcast_to(each, mean.shape) for each in given)
+        wide = [F.cast(chainer.as_variable(v), dtype) for v in (gamma, beta, mean, variance)]
+        gamma, beta, mean, variance = (F.broadcast_to(v, mean.shape) for v in wide)
         scale = gamma / F.sqrt(variance + node.eps)
         shape = (*mean.shape, *(1,) * (x.ndim - 2))
-        parts = [F.reshape(each, shape) for each in (scale, beta - mean * scale)]
+        parts = [F.reshape(v, shape) for v in (scale, beta - mean * scale)]
 
         def call(given: list[Any]) -> Any:
             piece, *parts = given
-            factor, offset = (F.broadcast_to(each, piece.shape) for each in parts)
+            factor, offset = (F.broadcast_to(v, piece.shape) for v in parts)
             return F.cast(F.cast(piece, dtype) * factor + offset, piece.dtype)
 
         return self._rows(node, name, [x, *parts], x.shape, x.dtype, call)
 
     def _dropout(self, node: Any, name: str, x: Cut) -> Cut | None:
-        """Drop by a mask that is drawn whole, as Chainer draws it, and cut."""
+        """Record dropout by a whole mask, drawn as Chainer draws it, of which pieces use parts."""
         flags = self._executor.generator().rand(*x.shape) >= node.dropout_ratio
         factor = x.dtype.type(1.0 / (1 - node.dropout_ratio))
 
@@ -218,9 +218,10 @@ class VariableSession(Session):
 
 
 def _by_channel(node: Any, x: Any, gamma: Any) -> bool:
-    """Return whether a batch normalisation has statistics of each channel of what is cut.
+    """Return whether a batch normalisation has statistics of each channel of a cut variable.
 
-    If the channels are not as many as the parameters, Chainer says so where it gets the whole.
+    If the parameters do not fit the number of channels, Chainer raises the error when its function
+    gets the whole array.
     """
     axes = tuple(axis for axis in range(x.ndim) if axis != 1)
     axis = node.axis if node.axis is not None else axes
@@ -228,5 +229,5 @@ def _by_channel(node: Any, x: Any, gamma: Any) -> bool:
 
 
 def _wide(x: Any, gamma: Any) -> Any:
-    """Return the dtype for sums over rows of ``x``: Chainer's own, and single at the least."""
+    """Return the dtype for sums over rows of ``x``: Chainer's own, but at least float32."""
     return np.promote_types(np.promote_types(x.dtype, gamma.dtype), np.float32)

@@ -32,42 +32,45 @@ _FRAMEWORK = Framework(
 
 
 class Split(chainer.Chain):  # type: ignore[misc, unused-ignore]
-    """A link that computes the same in pieces: in turn on one device, or over ranks.
+    """Link that computes its results in pieces: in turn on one device, or over ranks.
 
     ::
 
         model = Split(UNet(), data=(8,))              # eight stripes, one after another
         model = Split(UNet(), data=(2,), comm=comm)   # one half on each of two ranks
 
-    As :class:`collective.adapters.torch.splits.Split`, with Chainer's functions: the link's own
-    forward is run, unmodified, with a variable that stands for the cut one. Recomputing is
-    ``chainer.functions.forget``, which has no derivatives of higher order. Dropout masks are drawn
-    whole from NumPy's or CuPy's random numbers, as Chainer draws them, and cut; over ranks all
-    ranks draw from one generator, whose seed rank 0 takes from NumPy's.
+    It works as :class:`collective.adapters.torch.splits.Split`, with Chainer's functions. The
+    link's own forward method runs unmodified, with a stand-in for the variable that is cut.
+    Recomputation is ``chainer.functions.forget``, which has no derivatives of higher order. Dropout
+    masks are drawn whole from NumPy's or CuPy's random numbers, as Chainer draws them, and then
+    cut. Over ranks, all ranks draw from generators with the same seed, which rank 0 takes from
+    NumPy's.
 
-    Collective: over ranks, making it, calling it, the backward pass and :meth:`verify` are. All
-    ranks have the same link and settings. They pass the same input, or their pieces of one.
-    Rank 0's parameters and persistent values go to all ranks when the split is made; a parameter
-    that has no values yet takes rank 0's in the call that initialises it. ``verify``, and every
-    call with ``COLLECTIVE_CHECK=always``, compare the ranks' parameters, persistent values and
-    inputs bit by bit.
+    Collective: over ranks, every rank makes the split, and calls it, the backward pass and
+    :meth:`verify`. All ranks have the same link and settings. They pass the same input, or their
+    pieces of one. When the split is made, rank 0's parameters and persistent values go to all
+    ranks. A parameter that has no values yet takes rank 0's in the call that initialises it.
+    ``verify``, and every call with ``COLLECTIVE_CHECK=always``, compare the ranks' parameters,
+    persistent values and inputs bit by bit.
 
     Args:
-        link: takes ``(batch, channels, ...)`` as first argument; that one is cut.
-        batch, channels, data, comm, recompute, halo, inputs, outputs, strict, broadcast: as there.
-        filters: as there; with ``"own"`` serializing is collective, for saving and for loading, and
-            what is written and read are whole arrays. An optimizer's own state is of this rank's
-            filters. A link whose forward reads ``.array`` of another link's parameter sees a piece.
+        link: link that takes ``(batch, channels, ...)`` as its first argument, which is cut.
+        batch, channels, data, comm, recompute, halo, inputs, outputs, strict, broadcast: those of
+            PyTorch's ``Split``.
+        filters: that of PyTorch's ``Split``. With ``"own"``, serializing is collective, for saving
+            and for loading, and the serialized arrays are whole. An optimizer's own state is that
+            of this rank's filters. If a link's forward reads ``.array`` of another link's
+            parameter, it sees a piece.
 
     Attributes:
-        joined: of the last call, the functions that took whole variables.
+        joined: names of the functions that took whole variables in the last call.
 
     Raises:
-        InvalidArgumentError: the numbers are not positive integers, the pieces are not as many as
-            the ranks, or another option is none of its values; or a layer that is to be cut has no
-            weights yet.
-        MismatchError: the ranks' settings or links differ, or with ``broadcast=False`` their
-            values; on every rank.
+        InvalidArgumentError: the numbers are not positive integers, the number of pieces is not the
+            number of ranks, or another option has an unknown value; or a layer that is to be cut
+            has no weights yet.
+        MismatchError: the ranks' settings or links differ, or, with ``broadcast=False``, their
+            values; every rank raises it.
         UnsupportedError: the link contains a Split, or a weight that is to be cut belongs to two
             layers.
     """
@@ -90,7 +93,9 @@ class Split(chainer.Chain):  # type: ignore[misc, unused-ignore]
     ) -> None:
         super().__init__()
         if not isinstance(link, chainer.Link):
-            raise InvalidArgumentError(f"Split: {type(link).__name__}; a chainer.Link.")
+            raise InvalidArgumentError(
+                f"Split: link is a {type(link).__name__} (expected a chainer.Link)."
+            )
         for path, child in link.namedlinks():
             if isinstance(child, Split):
                 raise UnsupportedError(
@@ -107,27 +112,28 @@ class Split(chainer.Chain):  # type: ignore[misc, unused-ignore]
         self.joined: tuple[str, ...] = ()
 
     def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return what the link returns.
+        """Return the result of the link.
 
         Raises:
-            InvalidArgumentError: ``x`` is no array or variable of two dimensions or more.
+            InvalidArgumentError: ``x`` is no array or variable of at least two dimensions.
             MismatchError: with ``COLLECTIVE_CHECK=always``, parameters, persistent values or inputs
-                differ between ranks; on every rank.
-            ShapeError: it has fewer data axes than are cut, or a layer gets other channels, or
-                fewer rows, than its weights are for.
+                differ between ranks; every rank raises it.
+            ShapeError: ``x`` has fewer data axes than are cut; or a layer gets another number of
+                channels, or fewer rows, than its weights need.
             UnsupportedError: with ``strict``, a function needs its input whole.
         """
         if isinstance(x, Cut) or getattr(x, "ndim", 0) < 2:
-            given = "a variable of another Split" if isinstance(x, Cut) else type(x).__name__
+            described = "a variable of another Split" if isinstance(x, Cut) else type(x).__name__
             raise InvalidArgumentError(
-                f"Split: {given} as input; a variable or an array (batch, channels, ...)."
+                f"Split: {described} as input (expected a variable or an array of shape (batch, "
+                "channels, ...))."
             )
         x = chainer.as_variable(x)
-        found, self.joined = self._cuts.computed(self.link, self._filters, x, args, kwargs)
-        return found
+        result, self.joined = self._cuts.computed(self.link, self._filters, x, args, kwargs)
+        return result
 
     def serialize(self, serializer: Any) -> None:
-        """Give or take the link's arrays, whole.
+        """Serialize the link's arrays, each one whole.
 
         Collective: over ranks with ``filters="own"``.
         """
@@ -136,28 +142,28 @@ class Split(chainer.Chain):  # type: ignore[misc, unused-ignore]
             super().serialize(serializer)
 
     def memory_report(self, x: Any, *args: Any, **kwargs: Any) -> MemoryReport:
-        """Count what a call keeps for its backward pass, of the link and of this, by function.
+        """Count the bytes that a call keeps for its backward pass, by function.
 
-        Both are run, the link whole, so that ``x`` has to be small enough for that. NumPy's random
-        numbers are as before afterwards.
+        The method runs the link both whole and split, so ``x`` has to be small enough for the whole
+        link. NumPy's random numbers are restored afterwards.
 
         Args:
-            x, args, kwargs: as of ``forward``; over ranks the whole ``x``.
+            x, args, kwargs: those of ``forward``; over ranks the whole ``x``.
         """
         return memory_report(self._cuts.copies(self.link, self._filters), x, args, kwargs)
 
     def verify(self, x: Any, *args: Any, tolerance: float = 1e-10) -> Verification:
-        """Compare with the link itself: each link's output, then all gradients, in float64.
+        """Compare with the unsplit link: each link's output, then all gradients, in float64.
 
-        Parameters, their gradients and NumPy's random numbers are as before afterwards.
+        Parameters, their gradients and NumPy's random numbers are unchanged afterwards.
 
         Args:
-            x, args: as of ``forward``; over ranks the whole ``x``, the same on all.
-            tolerance: what counts as equal, relative to the largest element.
+            x, args: those of ``forward``; over ranks the whole ``x``, the same on all ranks.
+            tolerance: largest difference that counts as equal, relative to the largest element.
 
         Raises:
-            MismatchError: parameters, persistent values or inputs differ between ranks; on every
-                rank.
+            MismatchError: parameters, persistent values or inputs differ between ranks; every rank
+                raises it.
             InvalidArgumentError: over ranks, a parameter has no values yet.
         """
         self._cuts.check_replicas(self.link, self._filters)

@@ -1,4 +1,4 @@
-"""What is done with Chainer's variables that are cut, in turn and over ranks."""
+"""Operations on Chainer's variables that are cut, in turn and over ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["Variables"]
 
 
 class Variables(Arrays):
-    """Variables, on a rank and between ranks."""
+    """Operations on variables, on one rank and between ranks."""
 
     def entering(self, x: Any) -> Any:
         return chainer.as_variable(x)
@@ -49,7 +49,7 @@ class Variables(Arrays):
     def tied(self, result: Any, *arrays: Any) -> Any:
         result = chainer.as_variable(result)
         for x in arrays:
-            # A sum of nothing: the zero that it is does not depend on what x holds.
+            # The sum of an empty array is zero, whatever values x holds.
             nothing_of_it = F.sum(F.reshape(x, (-1,))[:0])
             result = result + F.broadcast_to(F.cast(nothing_of_it, result.dtype), result.shape)
         return result
@@ -71,8 +71,8 @@ class Variables(Arrays):
             return function(*arrays)
         if self._kept is not None:
             self._kept.compute_piece(function, arrays)
-        found = F.forget(function, *arrays)
-        return found if isinstance(found, tuple) else (found,)
+        results = F.forget(function, *arrays)
+        return results if isinstance(results, tuple) else (results,)
 
     def moments(
         self,
@@ -84,12 +84,12 @@ class Variables(Arrays):
     ) -> tuple[Any, Any]:
         samples, channels, *rows = x.shape
         parts = groups or channels
-        # A view, however the channels lie in memory: behind NumPy's convolution they lie innermost.
+        # This is a view for any memory order; after NumPy's convolution, channels lie innermost.
         y = F.reshape(x, (samples, parts, channels // parts, math.prod(rows)))
         axes = (0, 2, 3) if groups is None else (2, 3)
         mean = average(F.sum(F.cast(y, dtype), axes, keepdims=True)[:, :, 0, 0])
         centre = mean if near is None else near(mean)
-        # Twice over the rows, so that no two large numbers are subtracted.
+        # A second pass over the rows avoids the subtraction of two large numbers.
         distances = _Squares(axes).apply((y, centre[:, :, None, None]))[0]
         return mean, average(distances[:, :, 0, 0])
 
@@ -103,8 +103,8 @@ class Variables(Arrays):
     def used_together(self, arrays: Sequence[Any], comm: Communicator) -> Sequence[Any]:
         if not chainer.config.enable_backprop:
             return arrays
-        found: tuple[Any, ...] = _Used(comm).apply(tuple(arrays))
-        return found
+        used: tuple[Any, ...] = _Used(comm).apply(tuple(arrays))
+        return used
 
     def record(self, node: CollectiveStep, array: Any) -> Any:
         return Tape.record(node, array)
@@ -114,10 +114,10 @@ class Variables(Arrays):
 
 
 class _Squares(chainer.FunctionNode):  # type: ignore[misc, unused-ignore]
-    """Sums of squared distances; keeps what it is given, where a product keeps the distances.
+    """Sums of squared distances; keeps its inputs, where a product would keep the distances.
 
     Args:
-        axes: that are summed over.
+        axes: axes that are summed over.
     """
 
     def __init__(self, axes: tuple[int, ...]) -> None:
@@ -140,7 +140,7 @@ class _Squares(chainer.FunctionNode):  # type: ignore[misc, unused-ignore]
 
 
 class _Used(chainer.FunctionNode):  # type: ignore[misc, unused-ignore]
-    """Variables that all ranks have and use: their gradients are summed in one call."""
+    """Variables that all ranks use: their gradients are summed over the ranks in one call."""
 
     def __init__(self, comm: Communicator) -> None:
         super().__init__()
@@ -150,18 +150,18 @@ class _Used(chainer.FunctionNode):  # type: ignore[misc, unused-ignore]
         return inputs
 
     def backward(self, indexes: Any, grad_outputs: Any) -> Any:
-        # The ranks applied the same functions, so that they have gradients of the same variables.
-        there = [each for each in grad_outputs if each is not None]
-        summed = iter(_summed(there, self._comm))
-        every = [None if each is None else next(summed) for each in grad_outputs]
+        # All ranks applied the same functions, so they have gradients of the same variables.
+        present = [gradient for gradient in grad_outputs if gradient is not None]
+        summed = iter(_summed(present, self._comm))
+        every = [None if gradient is None else next(summed) for gradient in grad_outputs]
         return tuple(every[index] for index in indexes)
 
 
 def _summed(gradients: list[Any], comm: Communicator) -> list[Any]:
     """Return the sums of the ranks' gradients, which can be differentiated again."""
-    if chainer.config.enable_backprop and any(each.requires_grad for each in gradients):
-        return [all_reduce(each, comm) for each in gradients]
+    if chainer.config.enable_backprop and any(gradient.requires_grad for gradient in gradients):
+        return [all_reduce(gradient, comm) for gradient in gradients]
     if not gradients:
         return []
-    found = comm.all_reduce([each.array for each in gradients])
-    return [chainer.Variable(each, requires_grad=False) for each in found]
+    sums = comm.all_reduce([gradient.array for gradient in gradients])
+    return [chainer.Variable(array, requires_grad=False) for array in sums]

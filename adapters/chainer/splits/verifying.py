@@ -1,4 +1,4 @@
-"""A split link beside the whole one: results, gradients, and what the backward pass keeps."""
+"""Comparison of a split link with the whole one: results, gradients, and memory for backward."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["memory_report", "verify"]
 
 
 class _Outputs(chainer.LinkHook):  # type: ignore[misc, unused-ignore]
-    """Notes what each link without links in it returns."""
+    """Hook that records the outputs of each link that contains no other links."""
 
     name = "collective-split-outputs"
 
@@ -46,18 +46,18 @@ class _Outputs(chainer.LinkHook):  # type: ignore[misc, unused-ignore]
 def verify(
     copies: Iterable[ModelCopy], x: Any, args: Sequence[Any], tolerance: float
 ) -> Verification:
-    """Do what :meth:`Split.verify` says."""
+    """Run the comparison that :meth:`Split.verify` describes."""
     state = np.random.get_state()
     outcomes = []
     for link, filters, compute in copies:
         np.random.set_state(state)
         _double(link)
-        given = chainer.Variable(chainer.as_variable(x).array.astype(np.float64))
-        rest = [each.astype(np.float64) if _is_real(each) else each for each in args]
+        inputs = chainer.Variable(chainer.as_variable(x).array.astype(np.float64))
+        rest = [value.astype(np.float64) if _is_real(value) else value for value in args]
         with _Outputs(link) as outputs:
-            result, joined = compute(given, rest, {})
+            result, joined = compute(inputs, rest, {})
         _scalar(result).backward()
-        gradients = {"input": given.grad, **whole_gradients(link.namedparams(), filters)}
+        gradients = {"input": inputs.grad, **whole_gradients(link.namedparams(), filters)}
         outcomes.append(Computation(outputs.found, gradients, joined))
     np.random.set_state(state)
     whole, parts = outcomes
@@ -99,7 +99,7 @@ def _scalar(result: Any) -> Any:
 def memory_report(
     copies: Iterable[ModelCopy], x: Any, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> MemoryReport:
-    """Do what :meth:`Split.memory_report` says."""
+    """Count the bytes that :meth:`Split.memory_report` describes."""
     state = np.random.get_state()
     x = chainer.as_variable(x)
     counts, weights = [], []
@@ -108,7 +108,7 @@ def memory_report(
         kept = Kept()
         result, joined = compute(x, args, kwargs, kept)
         parameters = [p.array for p in link.params() if p.array is not None]
-        weights.append(sum(int(each.nbytes) for each in parameters))
+        weights.append(sum(int(array.nbytes) for array in parameters))
         counts.append(bytes_kept(result, kept.held, [x.array, *parameters]))
     np.random.set_state(state)
     whole, pieces = counts

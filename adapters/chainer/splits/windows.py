@@ -1,4 +1,4 @@
-"""Chainer's pooling, resizing, padding and slices as steps."""
+"""Steps of Chainer's pooling, resizing, padding and slices."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = ["avg_pool", "flatten", "getitem", "max_pool", "pad", "resize"]
 
 
 def _windows(context: Context) -> tuple[list[Window], dict[str, Any]]:
-    """Return the windows of a pooling, and the settings that pad nothing."""
+    """Return the windows of a pooling, and settings without padding."""
     node = context.function
     if hasattr(node, "ksize"):
         kernel, strides, pads = node.ksize, node.stride, node.pad
@@ -44,7 +44,7 @@ def _windows(context: Context) -> tuple[list[Window], dict[str, Any]]:
 
 
 def max_pool(context: Context) -> Step | None:
-    """Recipe of ``MaxPooling2D`` and ``MaxPoolingND``."""
+    """Return the step of ``MaxPooling2D`` and ``MaxPoolingND``."""
     windows, unpadded = _windows(context)
     node = context.function
     if node.return_indices:
@@ -59,12 +59,12 @@ def max_pool(context: Context) -> Step | None:
 
 
 def avg_pool(context: Context) -> Step | None:
-    """Recipe of ``AveragePooling2D`` and ``AveragePoolingND``."""
+    """Return the step of ``AveragePooling2D`` and ``AveragePoolingND``."""
     windows, unpadded = _windows(context)
     node = context.function
     if node.return_indices:
         return None
-    # None: padding does not count. Otherwise it counts as zeros.
+    # If pad_value is None, padding does not count. Otherwise it counts as zeros.
     counts_padding = getattr(node, "pad_value", 0) is not None
     settings = unpadded if not hasattr(node, "pad_value") else {**unpadded, "pad_value": 0}
 
@@ -80,13 +80,13 @@ def avg_pool(context: Context) -> Step | None:
 
 
 def resize(context: Context) -> Step | None:
-    """Recipe of ``ResizeImages``, nearest and bilinear."""
+    """Return the step of ``ResizeImages``, nearest and bilinear."""
     node = context.function
     if node.mode not in ("nearest", "bilinear"):
         return None
     ats = []
     for n, m in zip(context.lengths, (node.out_H, node.out_W)):
-        # Chainer itself says where each row comes from: of the rows' own numbers it makes them.
+        # Chainer's own function, applied to the rows' numbers, gives the position for each row.
         ramp = np.arange(n, dtype=np.float64).reshape(1, 1, n, 1)
         (at,) = ResizeImages((m, 1), node.mode, node.align_corners).forward((ramp,))
         ats.append(at.reshape(m))
@@ -94,10 +94,11 @@ def resize(context: Context) -> Step | None:
 
 
 def pad(context: Context) -> Step | None:
-    """Recipe of ``Pad`` by constants, of the data axes.
+    """Return the step of ``Pad`` with constants, on the data axes.
 
-    The other modes are left to Chainer, whose gradient for them is not the derivative: rows that
-    are mirrored give nothing back. A link computes the same split or whole, this included.
+    Chainer itself computes other modes, because its gradient for them is not the derivative:
+    mirrored rows contribute nothing to it. A split link computes the same as the whole link, also
+    in this case.
     """
     node = context.function
     fill: Any = node.keywords.get("constant_values", 0)
@@ -113,18 +114,18 @@ def pad(context: Context) -> Step | None:
 
 
 def getitem(context: Context) -> Step | None:
-    """Recipe of ``GetItem``: slices of the data axes, with the batch and the channels whole."""
+    """Return the step of ``GetItem``: slices of the data axes, with whole batch and channels."""
     return sliced(context, context.function.slices)
 
 
 def flatten(context: Context) -> Step | None:
-    """Recipe of ``Reshape`` to a row for each sample."""
+    """Return the step of ``Reshape`` to one row for each sample."""
     n, *rest = context.sources[0].lengths
-    each = context.channels * math.prod(rest)
-    if tuple(context.function.shape) not in ((n, -1), (-1, each), (n, each)):
+    width = context.channels * math.prod(rest)
+    if tuple(context.function.shape) not in ((n, -1), (-1, width), (n, width)):
         return None
 
     def run(arrays: Sequence[Any], read: Read) -> Any:
-        return F.reshape(arrays[0], (len(read.out[0]), each))
+        return F.reshape(arrays[0], (len(read.out[0]), width))
 
-    return context.step([None], run, each)
+    return context.step([None], run, width)

@@ -8,7 +8,7 @@ are the column- and row-parallel layers of M. Shoeybi et al., "Megatron-LM" (201
 
 Weights have to be cut before anything is computed. So the order of the layers in the model decides
 how each is cut: after columns come rows, if the numbers of channels fit. If the model connects the
-layers in another way, the results are the same: channels are gathered before a layer that reads all
+layers in another way, the results are the same. Channels are gathered before a layer that reads all
 of them, and cut before a layer that reads some.
 """
 

@@ -3,8 +3,8 @@
 A convolution or pooling reads a window of rows for each row of its output. Its adjoint, the
 transposed convolution, writes a window for each row of its input. Resizing, mirrored padding and
 similar functions take rows one by one. With these three rules every cut of every such layer is
-exact. A piece of the output is computed from the rows that it needs. Padding is put only where the
-whole layer has it: at the true ends of the axis.
+exact. A piece of the output is computed from the rows that it needs. Padding is put only at
+the true ends of the axis, as in the whole layer.
 
 The arithmetic is that of V. Dumoulin and F. Visin, "A guide to convolution arithmetic for deep
 learning" (2016), relationships 6 and 14, solved for a range of outputs instead of all.

@@ -107,7 +107,9 @@ def test_a_split_within_a_split() -> None:
 
 
 def test_what_is_no_link() -> None:
-    with pytest.raises(collective.InvalidArgumentError, match=r"function; a chainer\.Link"):
+    with pytest.raises(
+        collective.InvalidArgumentError, match=r"function \(expected a chainer\.Link"
+    ):
         Split(F.relu, data=(2,))
 
 
