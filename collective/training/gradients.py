@@ -55,13 +55,13 @@ class Gradients(NotCopied):
         like: framework of the memory; see :meth:`Communicator.empty`.
         bucket_bytes: approximate size of a bucket.
         first_bytes: approximate size of the first bucket, whose reduction should start early; at
-            most ``bucket_bytes``. The default is 1 MiB. The default is ``bucket_bytes`` if no idle
-            core could reduce the bucket meanwhile: ranks of one host with less than two cores
-            each.
+            most ``bucket_bytes``. The default is 1 MiB. On ranks of one host with less
+            than two cores each, no idle core could reduce the bucket meanwhile, and the default is
+            ``bucket_bytes``.
         reduce: function that reduces a full bucket; by default the average over the ranks.
-        counts: whether a gradient may be ready more or less than once in each pass, but equally
-            often in every pass. The engine counts this in the first pass, and reduces the buckets
-            of that pass only at its end.
+        counts: whether a gradient may be ready several times in a pass, equally often in every
+            pass. The engine counts these times in the first pass, and reduces the buckets of that
+            pass only at its end.
 
     Attributes:
         views: arrays for the gradients, by the parameters' numbers. Other arrays replace them when
@@ -241,7 +241,8 @@ class Gradients(NotCopied):
         one after the other is full early, and is reduced while later gradients are still computed.
         """
         # All ranks use the order of one rank. Gradients that arrive at about the same time may
-        # arrive in another order on another rank, but buckets are folded elementwise.
+        # arrive in another order on another rank. But buckets are folded elementwise, so that all
+        # ranks need the same layout.
         self._settled = True
         seen = set(self._arrived)
         late = [number for number in range(len(self.parameters)) if number not in seen]

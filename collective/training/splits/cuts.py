@@ -187,7 +187,7 @@ class Cuts:
         Raises:
             ShapeError: an axis is cut that the input does not have.
             MismatchError: weights or inputs differ between ranks; every rank raises it. They are
-                compared if calls are compared.
+                compared if ``comm.check`` is ``"always"``.
         """
         if self._grid is not None and self._grid.comm.check == "always":
             self.check_replicas(model, filters)

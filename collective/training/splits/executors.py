@@ -205,9 +205,9 @@ class OverRanks:
         mine = self._grid.block(value.lengths)[0]
 
         def average(sums: Any) -> Any:
-            rows = self._layered.added(sums, cut) / count
-            # With groups, a rank has the rows of its own samples only.
-            return rows if groups is None else self._layered.joined(rows, 0, value.lengths[0])
+            local = self._layered.added(sums, cut) / count
+            # With groups, a rank has the means of its own samples only, and the ranks join them.
+            return local if groups is None else self._layered.joined(local, 0, value.lengths[0])
 
         def near(means: Any) -> Any:
             used = self.shared(value, False)(means)
