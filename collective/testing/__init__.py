@@ -1,4 +1,4 @@
-"""Several ranks in plain tests, faults on purpose, and the suite that a transport has to pass.
+"""Tools to test with several ranks: ranks in plain tests, injected faults, the conformance suite.
 
 Nothing here needs a launcher, a port, a GPU or pytest (which only
 :func:`parametrize_with_checks` imports)::
@@ -8,7 +8,7 @@ Nothing here needs a launcher, a port, a GPU or pytest (which only
     def test_sum():
         assert run_ranks(4, lambda comm: comm.all_reduce(np.array([1]))[0]) == [4, 4, 4, 4]
 
-``python -m collective.testing shm`` holds a transport against the suite.
+``python -m collective.testing shm`` runs the conformance suite on a transport.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``python -m collective.testing NAME``: hold a transport against the suite."""
+"""``python -m collective.testing NAME``: run the conformance suite on a transport."""
 
 from __future__ import annotations
 
@@ -35,10 +35,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="numbers of ranks, with spaces or commas between them (default: 1 2 3 4)",
     )
     parser.add_argument(
-        "--kind", choices=NAMES, default="numpy", help="of which kind the arrays of calls are"
+        "--kind", choices=NAMES, default="numpy", help="kind of the arrays that calls get"
     )
     parser.add_argument(
-        "--checks", nargs="+", metavar="CHECK", help="only these, with spaces or commas likewise"
+        "--checks",
+        nargs="+",
+        metavar="CHECK",
+        help="run only these checks, with spaces or commas between them",
     )
     parser.add_argument(
         "--list", action="store_true", help="list the checks that would run, and run none"
@@ -71,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _show_last(result: Result) -> None:
-    """Show on a terminal which check was last."""
+    """Show on a terminal which check has just ended."""
     print(f"\r\x1b[K{result.size} ranks: {result.check}", end="\r", file=sys.stderr, flush=True)
 
 
@@ -80,7 +83,10 @@ def _words(text: str) -> list[str]:
 
 
 def _sizes_joined(arguments: Sequence[str]) -> list[str]:
-    """Return ``--sizes 2 3 shm`` as ``--sizes 2,3 shm``: for argparse 3 and shm would be alike."""
+    """Return ``--sizes 2 3 shm`` as ``--sizes 2,3 shm``.
+
+    argparse would take ``shm`` for another size.
+    """
     if "--sizes" not in arguments:
         return [*arguments]
     first = arguments.index("--sizes") + 1
@@ -99,11 +105,11 @@ def _sizes(text: str) -> tuple[int, ...]:
 def listing(
     name: str, sizes: Sequence[int], checks: Sequence[str] | None, kind: str = "numpy"
 ) -> str:
-    """Return the checks as text: a line each, with how many cases it has, and what it holds.
+    """Return the checks as text: a line each, with its number of cases and what it checks.
 
     Raises:
-        CollectiveError: there is no such transport, or not here.
-        ValueError: no check has a name that is given.
+        CollectiveError: there is no such transport, or it cannot be used here.
+        ValueError: no check has a name in ``checks``.
     """
     capabilities = capabilities_of(name)
     chosen = chosen_checks(checks, {})
@@ -119,7 +125,7 @@ def listing(
 
 
 def table(name: str, sizes: Sequence[int], results: Sequence[Result]) -> str:
-    """Return the results as text: a line a check, a column a size, then what is wrong."""
+    """Return the results as text: a line a check, a column a size, then the failures."""
     found = {(result.check, result.size): result for result in results}
     checks = list(dict.fromkeys(result.check for result in results))
     width = max(map(len, checks), default=0)
@@ -143,18 +149,18 @@ def table(name: str, sizes: Sequence[int], results: Sequence[Result]) -> str:
 
 
 def _untested(results: Sequence[Result]) -> dict[str, list[str]]:
-    """Return why checks were skipped with every number of ranks -> their names.
+    """Return the reason for a skip -> names of the checks that were skipped with every size.
 
-    What says nothing of a transport is not missed.
+    Checks are left out whose skip says nothing about the transport.
     """
     ran = {result.check for result in results if result.outcome != "skipped"}
-    found: dict[str, list[str]] = {}
+    untested: dict[str, list[str]] = {}
     # The last size is the largest, as a rule: one rank is too few for most checks.
     last = {result.check: result.text for result in results if result.outcome == "skipped"}
     for check, why in last.items():
         if check not in ran and why not in (NO_ARRAYS, NO_TRANSPORT, OWN_ARRAYS):
-            found.setdefault(why, []).append(check)
-    return found
+            untested.setdefault(why, []).append(check)
+    return untested
 
 
 def _verdict(results: Sequence[Result]) -> tuple[bool, str]:

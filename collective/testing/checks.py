@@ -1,12 +1,12 @@
-"""What a check is, and where it gets its ranks.
+"""The :class:`Check` of a property of a transport, and the :class:`RankFactory` for its ranks.
 
-A check holds one property of a transport. It is called with a :class:`RankFactory` and a
-number of ranks, knows nothing of pytest, and raises ``AssertionError`` with a text that
-says what is wrong::
+A check tests one property of a transport. The caller passes a :class:`RankFactory` and a number of
+ranks. A check does not depend on pytest. If the property does not hold, the check raises
+``AssertionError`` with a text that says what is wrong::
 
     with RankFactory("shm") as factory:
         check_broadcast(factory, 3)            # every case
-        check_broadcast(factory, 3, root=1)    # one
+        check_broadcast(factory, 3, root=1)    # one case
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ __all__ = [
     "roots",
 ]
 
-#: Why a check is skipped that says nothing of a kind of array.
+#: Why a check is skipped whose outcome does not depend on the kind of array.
 NO_ARRAYS = "is the same for arrays of any kind; run without kind="
 #: Why a check is skipped that chooses the kinds of its arrays itself.
 OWN_ARRAYS = "has arrays of kinds of its own; run without kind="
@@ -57,25 +57,25 @@ Needs = Callable[[Capabilities], "str | None"]
 
 # Long enough for processes to start on a busy machine, short enough to wait for a hang.
 _TIMEOUT_S = 30.0
-# The themes of checks in which arrays travel; see conformance.py. Those of objects, failure and
-# the like are about who calls what.
+# The themes (module names) of checks in which arrays travel; see conformance.py. The checks of
+# objects, failures and the like test which calls ranks make, so the kind of array does not matter.
 _OF_ARRAYS = set("reduce extremes bools order operators move data p2p async memory".split())
 
 
 class RankFactory:
-    """Gives checks the ranks of one transport, and keeps them from check to check.
+    """Source of the ranks of one transport for checks; the ranks live on from check to check.
 
     Args:
         backend: a registered name, ``module:Class``, or a ``Backend`` class.
-        kind: of which kind the arrays of calls are: a name of :data:`collective.testing.KINDS`,
-            or a :class:`Kind`, which has to be picklable where ranks are processes.
+        kind: kind of the arrays that calls get: a name of :data:`collective.testing.KINDS`,
+            or a :class:`Kind`. Where ranks are processes, the :class:`Kind` must be picklable.
         timeout: seconds that a check's ranks may take until they count as hung.
-        mpiexec: with what ranks of MPI are started; see :class:`RankPool`.
+        mpiexec: how to start ranks of MPI; see :class:`RankPool`.
 
     Raises:
         InvalidArgumentError: no kind has that name.
-        BackendNotFoundError, BackendUnavailableError: no such transport, or it or the kind's
-            framework is not here.
+        BackendNotFoundError: there is no such transport.
+        BackendUnavailableError: the transport, or the framework of the kind, cannot be used here.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class RankFactory:
         """Run ``function(comm, *args)`` on ``size`` ranks and return their results.
 
         Args:
-            fresh: use a new communicator; by default checks share one, until one fails.
+            fresh: if true, use a new communicator. By default checks share one until a check fails.
             timeout: seconds that the ranks may take, if fewer than the factory's.
             check, call_timeout, faults, shrink_grace: as in :meth:`RankPool.run`.
 
@@ -153,20 +153,20 @@ class RankFactory:
 def _on_arrays_of(
     comm: Communicator, kind: str | Kind, function: Callable[..., Any], *args: Any
 ) -> Any:
-    """Call ``function`` on a rank whose communicator gets arrays of ``kind``."""
+    """Call ``function`` on a rank with a communicator that passes arrays of ``kind``."""
     found = kind_of(kind)
     return function(comm if found is None else found.communicator(comm), *args)
 
 
 class Check:
-    """One property; call it with a factory, a size and, for one case, its arguments.
+    """Check of one property. Call it with a factory, a size and, for one case, its arguments.
 
     Attributes:
-        name: the function's name.
-        at_least: the smallest number of ranks with which it says anything.
-        transport: whether it gets as far as the transport.
-        own_arrays: whether the arrays of its calls are of kinds that it chooses itself.
-        part: what each rank calls, if that is all of the check.
+        name: name of the function.
+        at_least: smallest number of ranks with which the check tests anything.
+        transport: whether its calls get as far as the transport.
+        own_arrays: whether the check itself chooses the kinds of its arrays.
+        part: what each rank calls, for a check that is made :func:`on_each_rank`.
     """
 
     part: Callable[..., None]
@@ -204,20 +204,20 @@ class Check:
         if kind != "numpy":
             if self.own_arrays:
                 return OWN_ARRAYS
-            # A transport that takes nothing else has no other way to be tested.
+            # A transport for other devices alone can be tested with this kind of array only.
             if not self._of_arrays and "cpu" in capabilities.devices:
                 return NO_ARRAYS
-        # Where ranks are threads it costs next to nothing; any transport says the same, and so do
-        # any more ranks.
+        # Such a check never reaches the transport, so all transports and all larger numbers of
+        # ranks give the same outcome. It runs once, on threads, where it costs next to nothing.
         if not self.transport and not (capabilities.in_process and size == self.at_least):
             return NO_TRANSPORT
         return self._needs(capabilities)
 
     def __call__(self, factory: RankFactory, size: int, **case: Any) -> None:
-        """Hold the property.
+        """Check the property, in one case if ``case`` names it, else in all cases.
 
         Raises:
-            AssertionError: it does not hold.
+            AssertionError: the property does not hold.
         """
         for arguments in [case] if case else self.cases(size):
             try:
@@ -228,17 +228,18 @@ class Check:
                 raise AssertionError(f"{what}: {cause}\n{failure}") from failure
 
     def do_part(self, comm: Communicator, case: Case) -> None:
-        """Do one rank's part of a check that is made :func:`on_each_rank`."""
+        """Do this rank's part of a check that is made :func:`on_each_rank`."""
         __tracebackhide__ = True
         self.part(comm, **case)
 
     def title(self, case: Case) -> str:
-        """Return ``check_broadcast[root=1]``."""
+        """Return the name with the arguments of ``case``, as ``check_broadcast[root=1]``."""
         arguments = ",".join(f"{key}={value}" for key, value in case.items())
         return f"{self.name}[{arguments}]" if arguments else self.name
 
     def __reduce__(self) -> str:
-        return self.name  # it stands in its module, where ranks that are processes find it
+        # Pickle by name: the check is a global of its module, so a rank process can import it.
+        return self.name
 
     def __repr__(self) -> str:
         return f"<Check {self.name}>"
@@ -258,13 +259,14 @@ def check(
     """Make a function ``check_*(factory, size, **case)`` a :class:`Check` of the suite.
 
     Args:
-        cases: the cases, or a function of the size that returns them.
-        at_least: the smallest number of ranks.
-        needs: returns why it does not apply to a transport of some capabilities, or None.
-        transport: False for what the communicator refuses before a transport is reached: it is
-            run with ``at_least`` ranks that are threads, and skipped elsewhere.
-        own_arrays: True for what chooses the kinds of its arrays itself: it is run with
-            NumPy's alone.
+        cases: the cases, or a function that returns them for a number of ranks.
+        at_least: smallest number of ranks.
+        needs: function of a transport's capabilities that returns why the check does not apply,
+            or None if it does.
+        transport: False if the communicator refuses the calls before they reach a transport. Such
+            a check runs with ``at_least`` ranks that are threads, and is skipped elsewhere.
+        own_arrays: True if the check chooses the kinds of its arrays itself. Such a check runs
+            only with ``kind="numpy"``.
     """
 
     def make(function: Callable[..., None]) -> Check:
@@ -277,12 +279,16 @@ def check(
 
 
 def able(capability: str, why_not: str) -> Needs:
-    """Return that a check needs a transport with a capability; else it is skipped, and says so."""
+    """Return a ``needs`` that skips a check where the transport lacks a capability.
+
+    Args:
+        why_not: why the check is skipped, for the report.
+    """
     return lambda capabilities: None if getattr(capabilities, capability) else why_not
 
 
 def folds_for_users(capabilities: Capabilities) -> str | None:
-    """Tell why a check of operators of the user's does not apply, or None if it does."""
+    """Return why a check of user-defined operators does not apply, or None if it does."""
     return None if "user" in capabilities.ops else "folds no user-defined operators"
 
 
@@ -293,12 +299,12 @@ def on_each_rank(
     compare: bool = False,
     **options: Any,
 ) -> Callable[[Callable[..., None]], Check]:
-    """Make what each rank does, ``check_*(comm, **case)``, a :class:`Check` of the suite.
+    """Make a :class:`Check` of ``check_*(comm, **case)``, the function that each rank calls.
 
     Args:
-        fresh: as of :meth:`RankFactory.run`.
-        compare: whether the ranks' calls are compared on any transport.
-        cases, options: as of :func:`check`.
+        fresh: as in :meth:`RankFactory.run`.
+        compare: if true, the ranks' calls are compared on any transport.
+        cases, options: as in :func:`check`.
     """
 
     def make(part: Callable[..., None]) -> Check:

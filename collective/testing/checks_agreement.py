@@ -1,4 +1,4 @@
-"""Checks of ranks that do not agree: an error that explains, on every rank, and no damage."""
+"""Checks of calls that differ between ranks: every rank gets a clear error, and no damage."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _x(count: int = 6, dtype: str = "float32") -> Any:
     return np.ones(count, dtype)
 
 
-# What most ranks call and what the last calls, and words that the error has to have of both.
+# Name -> the call of most ranks, the call of the last rank, and words of both for the error text.
 _DISAGREEMENTS: dict[str, tuple[_Call, _Call, tuple[str, str]]] = {
     "op": (
         lambda comm: comm.all_reduce(_x(), op="sum"),
@@ -109,10 +109,10 @@ _DISAGREEMENTS: dict[str, tuple[_Call, _Call, tuple[str, str]]] = {
 _CASES: list[Case] = [{"what": what} for what in _DISAGREEMENTS]
 
 
-# A transport that compares nothing by itself does when it is asked to.
+# compare=True: some transports compare calls only if the communicator asks for it.
 @on_each_rank(_CASES, at_least=2, compare=True)
 def check_mismatch(comm: Communicator, what: str) -> None:
-    """Different calls raise MismatchError on every rank, and the communicator stays usable."""
+    """Check that different calls raise MismatchError on every rank, and later calls succeed."""
     _hold_mismatch(comm, what)
 
 
@@ -128,22 +128,22 @@ def _hold_mismatch(comm: Communicator, what: str) -> None:
 def _hold_words(comm: Communicator, text: str, words: Sequence[str]) -> None:
     for word in words:
         if word not in text:
-            raise AssertionError(f"rank {comm.rank}'s error does not tell {word!r}: {text}")
+            raise AssertionError(f"rank {comm.rank}'s error does not contain {word!r}: {text}")
 
 
 def _expect_mismatch(comm: Communicator, call: _Call) -> str:
     try:
-        found = call(comm)
+        result = call(comm)
     except MismatchError as error:
         return str(error)
-    raise AssertionError(f"rank {comm.rank} got {found!r} although the ranks disagree")
+    raise AssertionError(f"rank {comm.rank} got {result!r} although the ranks disagree")
 
 
 @on_each_rank(at_least=2, compare=True)
 def check_mismatch_names_ranks(comm: Communicator) -> None:
-    """MismatchError says which rank did what, and where in its program."""
+    """Check that MismatchError says which rank did what, and where in its program."""
     namespace: dict[str, Any] = {}
-    # A program of its own, so that where the calls are does not hang on this file's path.
+    # A separate source, so that the file and lines of the calls do not depend on this file.
     source = "def one(comm, x):\n    comm.all_reduce(x)\n\n\ndef two(comm, x):\n"
     source += "    comm.all_reduce(x, op='max')\n"
     exec(compile(source, "a_users_program.py", "exec"), namespace)
@@ -151,13 +151,13 @@ def check_mismatch_names_ranks(comm: Communicator) -> None:
     text = _expect_mismatch(comm, lambda comm: program(comm, _x()))
     last = [line for line in text.splitlines() if "max" in line]
     if not last or f"{comm.size - 1}" not in last[0]:
-        raise AssertionError(f"rank {comm.rank}'s error does not say who asked for max: {text}")
+        raise AssertionError(f"rank {comm.rank}'s error does not name the rank that called with max: {text}")
     _hold_words(comm, text, ["a_users_program.py:2", "a_users_program.py:6"])
 
 
 @on_each_rank(at_least=2, compare=True)
 def check_mismatch_writes_nothing(comm: Communicator) -> None:
-    """After a mismatch the arrays of the call are as they were."""
+    """Check that the arrays of a call are unchanged after a mismatch."""
     for count in (6, 30_000):
         x = np.full(count, comm.rank, np.float64)
         out = np.full(count, -1.0)
@@ -177,19 +177,19 @@ _needs_checks = able("checks_calls", "compares calls only when asked to")
 
 @on_each_rank(_CASES[:3], at_least=2, needs=_needs_checks)
 def check_mismatch_by_itself(comm: Communicator, what: str) -> None:
-    """A transport whose capabilities say so compares every call unasked."""
+    """Check that a transport with ``checks_calls`` compares every call by default."""
     _hold_mismatch(comm, what)
 
 
 @on_each_rank([{"what": what} for what in ("dtype of a gather", "columns of a gather")], at_least=2)
 def check_gather_mismatch(comm: Communicator, what: str) -> None:
-    """Gathers of other dtypes or columns are compared on any transport, unasked."""
+    """Check that gathers of differing dtypes or columns are refused on any transport."""
     _hold_mismatch(comm, what)
 
 
 @on_each_rank(at_least=2, compare=True)
 def check_mismatch_in_background(comm: Communicator) -> None:
-    """A mismatch of calls in the background is raised by wait(), and those after it go on."""
+    """Check that wait() raises a background call's mismatch, and the calls after it go on."""
     good = comm.all_reduce(np.array([1]), async_op=True)
     bad = comm.all_reduce(_x(), op="max" if comm.rank == 0 else "sum", async_op=True)
     after = comm.all_reduce(np.array([2]), async_op=True)

@@ -1,4 +1,4 @@
-"""Checks of bad arguments: refused on the spot by the right error, and nobody is harmed."""
+"""Checks of bad arguments: the caller gets the right error at once, and no rank is harmed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .checks import on_each_rank
 from .checks_broken import calls_of
 from .samples import assert_same
 
-# Of a communicator, whose types would refuse most of these calls.
+# The argument is a communicator. Its annotations would reject most of these calls, hence Any.
 _Call = Callable[[Any], Any]
 
 
@@ -35,12 +35,12 @@ def _read_only() -> Any:
 
 
 def _overlapping() -> Any:
-    """Return rows of two elements, of which each shares one with the next."""
+    """Return rows of two elements; each row shares an element with the next."""
     return np.lib.stride_tricks.as_strided(np.zeros(3), (2, 2), (8, 8))
 
 
 _F = np.ones(4)
-_W = np.ones(4)  # is written to, if a refusal fails
+_W = np.ones(4)  # out= of calls that must be refused; is written to only if a check fails
 _I = np.ones(4, np.int32)
 _B = np.ones(4, bool)
 _BAD: dict[str, tuple[_Call, type[Exception]]] = {
@@ -141,9 +141,9 @@ _BAD: dict[str, tuple[_Call, type[Exception]]] = {
 
 @on_each_rank([{"what": what} for what in _BAD], at_least=2, transport=False)
 def check_bad_argument(comm: Communicator, what: str) -> None:
-    """A bad argument is refused before anything is sent; the communicator stays usable."""
+    """Check that a bad argument is refused before anything is sent, and later calls succeed."""
     call, kind = _BAD[what]
-    # One rank alone is wrong: the others would notice whatever it had begun.
+    # Only one rank is wrong: if its call had begun, the other ranks would notice.
     if comm.rank == comm.size - 1:
         _expect(partial(call, comm), kind, what)
     total = comm.all_reduce(np.array([1]))
@@ -152,7 +152,7 @@ def check_bad_argument(comm: Communicator, what: str) -> None:
 
 def _expect(call: Callable[[], Any], kind: type[Exception], what: str) -> str:
     try:
-        found = call()
+        result = call()
     except Exception as error:
         text = str(error)
         if isinstance(error, kind) and text:
@@ -160,7 +160,7 @@ def _expect(call: Callable[[], Any], kind: type[Exception], what: str) -> str:
         raise AssertionError(
             f"{what}: raised {type(error).__name__} instead of {kind.__name__}: {error}"
         ) from error
-    raise AssertionError(f"{what}: gave {found!r} instead of {kind.__name__}")
+    raise AssertionError(f"{what}: gave {result!r} instead of {kind.__name__}")
 
 
 _BAD_AT_ROOT: dict[str, _Call] = {
@@ -174,7 +174,7 @@ _BAD_AT_ROOT: dict[str, _Call] = {
 
 @on_each_rank([{"what": what} for what in _BAD_AT_ROOT], at_least=2, transport=False)
 def check_bad_argument_at_root(comm: Communicator, what: str) -> None:
-    """What only the root can get wrong is refused at the root, before anything is sent."""
+    """Check that the root refuses an argument that only it can get wrong, before anything is sent."""
     _expect(partial(_BAD_AT_ROOT[what], comm), InvalidArgumentError, f"{what} of the root")
     total = comm.all_reduce(np.array([1]))
     assert_same(total, np.array([comm.size]), f"the call after a refusal ({what})")
@@ -182,7 +182,7 @@ def check_bad_argument_at_root(comm: Communicator, what: str) -> None:
 
 @on_each_rank()
 def check_any_source_is_refused(comm: Communicator) -> None:
-    """ANY_SOURCE raises UnsupportedError where the capabilities do not have it."""
+    """Check that ANY_SOURCE raises UnsupportedError on a transport without ``any_source``."""
     if not comm.capabilities.any_source:
         call = partial(comm.recv, None, ANY_SOURCE)
         text = _expect(call, UnsupportedError, "recv from ANY_SOURCE")
@@ -191,7 +191,7 @@ def check_any_source_is_refused(comm: Communicator) -> None:
 
 @on_each_rank(at_least=2)
 def check_out_that_does_not_fit(comm: Communicator) -> None:
-    """An out that turns out not to fit raises at its own rank, after the call, unharmed."""
+    """Check that an ``out`` that does not fit raises on its own rank, and is not written to."""
     last = comm.rank == comm.size - 1
     out = np.full(comm.size + 1, -1.0)
     if last:
@@ -213,7 +213,7 @@ def check_out_that_does_not_fit(comm: Communicator) -> None:
 
 @on_each_rank(fresh=True)
 def check_use_after_close(comm: Communicator) -> None:
-    """A closed communicator raises CommunicatorClosedError; closing again does nothing."""
+    """Check that a closed communicator's calls raise, and a second close() has no effect."""
     comm.barrier()
     comm.close()
     comm.close()
@@ -221,7 +221,7 @@ def check_use_after_close(comm: Communicator) -> None:
     calls["to NULL"] = partial(comm.send, _F, NULL)
     for name, call in calls.items():
         if comm.size == 1 and name.startswith(("send", "recv")):
-            continue  # to a rank itself: refused for that
+            continue  # a message to the rank itself: refused for that reason
         _expect(call, CommunicatorClosedError, f"{name} after close()")
     comm.abort("too late")
     assert "closed" in repr(comm), f"repr does not say that it is closed: {comm!r}"

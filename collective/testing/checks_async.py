@@ -20,7 +20,7 @@ from .samples import LARGE, assert_same, expected, values
 
 @on_each_rank()
 def check_async(comm: Communicator) -> None:
-    """async_op=True gives the same results, waited for in any order, several in flight."""
+    """Check that several calls with async_op=True give the same results, in any order of waits."""
     for count in (6, 6000, LARGE):
         count -= count % comm.size
         inputs = [values("float32", count, rank, 70) for rank in range(comm.size)]
@@ -34,7 +34,7 @@ def check_async(comm: Communicator) -> None:
             "barrier": comm.barrier(async_op=True),
             "reduce_scatter": comm.reduce_scatter(mine, async_op=True),
         }
-        # A call without async_op comes in its turn, after those in flight.
+        # A call without async_op runs in its turn, after the calls in flight.
         assert_same(comm.scan(mine), expected("sum", inputs[: comm.rank + 1]), "scan in between")
         wanted = {
             "reduce_scatter": np.split(total, comm.size)[comm.rank],
@@ -54,10 +54,10 @@ def check_async(comm: Communicator) -> None:
 
 @on_each_rank()
 def check_async_many(comm: Communicator) -> None:
-    """Fifty calls in flight are made in the order in which they were asked for."""
+    """Check that fifty calls in flight run in the order in which the program issued them."""
     works = [comm.all_reduce(np.array([turn * comm.size]), async_op=True) for turn in range(50)]
-    found = [int(work.wait()[0]) for work in works]
-    assert found == [turn * comm.size**2 for turn in range(50)], f"results in order: {found}"
+    results = [int(work.wait()[0]) for work in works]
+    assert results == [turn * comm.size**2 for turn in range(50)], f"results in order: {results}"
     x = np.full(10, comm.rank + 1)
     steps = [comm.all_reduce(x, out=x, async_op=True) for _ in range(3)]
     for work in steps:
@@ -68,7 +68,7 @@ def check_async_many(comm: Communicator) -> None:
 
 @check(at_least=2)
 def check_wait_timeout(factory: RankFactory, size: int) -> None:
-    """A wait that times out cancels nothing: done() is False, and a later wait succeeds."""
+    """Check that a wait that times out cancels nothing: done() is False, a later wait succeeds."""
     with tempfile.TemporaryDirectory(prefix="collective-testing-") as looked:
         factory.run(size, _wait_timeout, looked)
 
@@ -76,10 +76,10 @@ def check_wait_timeout(factory: RankFactory, size: int) -> None:
 def _wait_timeout(comm: Communicator, looked: str) -> None:
     late = comm.size - 1
     for _ in range(3):
-        # A transport may connect the ranks in its first calls, which then wait for all of them.
+        # A transport may connect the ranks in its first calls. Those calls wait for all ranks.
         comm.all_reduce(np.array([0]))
     if comm.rank == late:
-        # Not before the others have looked, however long that takes.
+        # This rank must come late: it waits until the other ranks have seen an unfinished call.
         while len(os.listdir(looked)) < comm.size - 1:
             time.sleep(0.002)
     work = comm.all_reduce(np.array([1]), async_op=True)

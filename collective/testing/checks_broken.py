@@ -1,4 +1,4 @@
-"""Checks of broken communicators: every call raises, on every rank, and tells the first cause."""
+"""Checks of broken communicators: every call raises on every rank, and names the first cause."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from .checks import Case, RankFactory, check
 from .samples import LARGE
 from .survivors import await_files, run_fresh
 
-# Tags of the messages that wait when the communicator breaks: short, long, and one that times out.
+# Tags of the messages in flight when the communicator breaks: short, long, and one that times out.
 _SHORT, _LONG, _LATE = 3, 4, 5
 _REASON = "out of coffee"
-# Whoever sends a message that nobody asks for gives up after this time.
+# A message that no rank receives is given up by its sender after this time.
 _GIVES_UP_S = 0.05
 
 _Call = Callable[[Communicator, Any], Any]
@@ -49,8 +49,8 @@ def _no_descriptor() -> int:
     raise OSError("nothing to adopt")
 
 
-#: Every call of a communicator by kind and name, given an array of few elements; the messages
-#: that are received have been sent before it broke.
+#: Every call of a communicator by kind and name, given an array of few elements. The messages
+#: that these calls receive were sent before the communicator broke.
 CALLS: dict[str, dict[str, _Call]] = {
     "messages": {
         "send": lambda comm, x: comm.send(x, _next(comm)),
@@ -115,12 +115,12 @@ def calls_of(comm: Communicator, x: Any) -> dict[str, Callable[[], Any]]:
     }
 
 
-# What a transport has to refuse by itself, on a rank whose communicator has not met the failure.
+# Calls that the transport itself must refuse, on a rank whose communicator has not met the failure.
 _BY_TRANSPORTS = ("send", "recv", "recv a long one", "sendrecv", "barrier", "all_reduce")
 
 
 def _kinds(size: int) -> Sequence[Case]:
-    # Whether a call looks does not depend on the number of ranks.
+    # Whether a call looks for the failure does not depend on the number of ranks.
     return [{"calls": kind} for kind in (CALLS if size == 2 else ("messages", "collectives"))]
 
 
@@ -130,30 +130,31 @@ def _by_transports(size: int) -> Sequence[Case]:
 
 @check(_kinds, at_least=2)
 def check_broken_by_abort(factory: RankFactory, size: int, *, calls: str) -> None:
-    """After abort() every call raises on every rank, and tells the reason."""
+    """Check that after abort() every call raises on every rank, and gives the reason."""
     _hold_broken(factory, size, list(CALLS[calls]), "abort", _REASON)
 
 
 @check(_by_transports, at_least=2)
 def check_broken_by_a_late_receiver(factory: RankFactory, size: int, *, call: str) -> None:
-    """After a send that nobody answered in time every call raises, on every rank.
+    """Check that every call raises, on every rank, after a send that no rank received in time.
 
-    Its owner may use the array again: what a late receiver would find is not what was sent.
-    The transport itself refuses, as a rank that hears of it in no call of its own relies on.
+    The sender's array belongs to its caller again, so a late receiver would read other data.
+    The transport itself must refuse the call: a rank that meets the failure in no call of its
+    communicator relies on that.
     """
     _hold_broken(factory, size, [call], "send", "")
 
 
 @check([{"length": length} for length in ("short", "long")], at_least=2)
 def check_given_up_message(factory: RankFactory, size: int, *, length: str) -> None:
-    """A message whose sender gives it up is received as it was sent, or not at all.
+    """Check that a message that its sender gives up is received as it was sent, or not at all.
 
-    The receiver asks for it when the sender has its array back and has written to it, and may not
-    have heard of the failure yet.
+    The receiver makes its call when the sender has its array back and has written to it. The
+    receiver may not know of the failure yet.
     """
-    found = run_fresh(factory, size, _give_up_message, length)[1]
-    assert found == "as sent" or isinstance(found, CollectiveError), (
-        f"recv of a {length} message that its sender had given up returned {found}"
+    outcome = run_fresh(factory, size, _give_up_message, length)[1]
+    assert outcome == "as sent" or isinstance(outcome, CollectiveError), (
+        f"recv of a {length} message that its sender had given up returned {outcome}"
     )
 
 
@@ -161,7 +162,8 @@ def _give_up_message(comm: Communicator, marks: str, length: str) -> CollectiveE
     x, given_up = np.ones(LARGE if length == "long" else 8), Path(marks, "given-up")
     comm.barrier()
     if comm.rank == 0:
-        with contextlib.suppress(CollectiveError):  # a short one may be on its way, and sent
+        # A transport may send a short message at once, so that this send succeeds.
+        with contextlib.suppress(CollectiveError):
             comm.send(x, 1, timeout=_GIVES_UP_S)
         x[:] = 99.0
         given_up.touch()
@@ -178,7 +180,7 @@ def _give_up_message(comm: Communicator, marks: str, length: str) -> CollectiveE
 
 @check(at_least=3)
 def check_broken_by_a_rank_that_left(factory: RankFactory, size: int) -> None:
-    """After a rank was missed that had closed, every call of the others raises."""
+    """Check that once a call has missed a closed rank, every call of the others raises."""
     calls = [*CALLS["messages"], *CALLS["collectives"]]
     _hold_broken(factory, size, calls, "leave", rf"\branks? {size - 1}\b")
 
@@ -186,7 +188,7 @@ def check_broken_by_a_rank_that_left(factory: RankFactory, size: int) -> None:
 def _hold_broken(
     factory: RankFactory, size: int, calls: Sequence[str], cause: str, word: str
 ) -> None:
-    """Hold that all ``calls`` raise on every rank that is left, with ``word`` in the text."""
+    """Check that all ``calls`` raise on every remaining rank, with ``word`` in the text."""
     found = factory.run(size, _after_the_end, calls, cause, fresh=True)
     for rank, outcomes in enumerate(found):
         for call, outcome in outcomes.items():
@@ -196,11 +198,11 @@ def _hold_broken(
             if not isinstance(outcome, (CommunicatorAbortedError, CollectiveTimeoutError)):
                 raise AssertionError(f"{what} raised {type(outcome).__name__}: {outcome}")
             if not re.search(word, str(outcome)):
-                raise AssertionError(f"{what} does not tell {word!r}: {outcome}")
+                raise AssertionError(f"{what} raised an error without {word!r}: {outcome}")
 
 
 def _after_the_end(comm: Communicator, calls: Sequence[str], cause: str) -> dict[str, Any]:
-    """Break the communicator, and return what each of ``calls`` then raises, or that it returns."""
+    """Break the communicator and return the outcome of each of ``calls``, an error or a text."""
     x, long = np.ones(2 * comm.size), np.ones(LARGE)
     if cause == "leave" and comm.rank == comm.size - 1:
         comm.close()
@@ -220,19 +222,19 @@ def _after_the_end(comm: Communicator, calls: Sequence[str], cause: str) -> dict
         buffer = Buffer(long, dtypes.BY_NAME["float64"])
         lost = _outcome(lambda: comm.transport.send(buffer, 1, _LATE, Deadline(_GIVES_UP_S)))
         if not isinstance(lost, CollectiveError):
-            comm.abort(_REASON)  # this transport keeps messages until they are asked for
+            comm.abort(_REASON)  # this transport buffers messages, so the send succeeded
     elif comm.rank == 0 and cause == "abort":
         comm.abort(_REASON)
     while not isinstance(_outcome(hear), CollectiveError):
-        pass  # whoever waits here hears of it
+        pass  # the other ranks make this call until it raises the failure
     for work in waiting:
         _outcome(work.wait)
-    long[:] = 99.0  # its owner has it back
+    long[:] = 99.0  # the background send has ended, so the array belongs to its caller again
     return {name: _outcome(call) for name, call in calls_of(comm, x).items() if name in calls}
 
 
 def _outcome(call: Callable[[], Any]) -> CollectiveError | str:
-    """Return one of our errors if ``call`` raises that, else what it returned, for people."""
+    """Return the :class:`CollectiveError` that ``call`` raises, else a text with its result."""
     try:
         return f"returned {call()!r}"
     except UnsupportedError:

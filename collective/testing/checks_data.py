@@ -1,4 +1,4 @@
-"""Checks of what happens to memory: nothing is aliased, stale, lost or of another framework."""
+"""Checks of memory: results alias nothing, are not stale, and have the caller's framework."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _needs_torch(capabilities: Capabilities) -> str | None:
 
 
 def _every_call(comm: Communicator, x: Array, root: int) -> dict[str, Any]:
-    """Return the result of each collective of ``x``, whose rows ``size`` divides."""
+    """Return the result of each collective of ``x``; its length is a multiple of ``size``."""
     return {
         "broadcast": comm.broadcast(x, root=root),
         "scatter": comm.scatter(x, root=root),
@@ -64,7 +64,7 @@ def _hold_all(found: dict[str, Any], wanted: dict[str, Any], when: str) -> None:
 
 @on_each_rank(_COUNTS, at_least=2)
 def check_inputs_untouched(comm: Communicator, count: int) -> None:
-    """No call changes its input, here or on a peer."""
+    """Check that no call changes its input, here or on a peer."""
     count -= count % comm.size
     for root in {0, comm.size - 1}:
         mine = values("float32", count, comm.rank, 50)
@@ -76,10 +76,10 @@ def check_inputs_untouched(comm: Communicator, count: int) -> None:
 
 @on_each_rank([{"count": 0}, *_COUNTS], at_least=2, own_arrays=True)
 def check_read_only(comm: Communicator, count: int) -> None:
-    """Every call takes inputs in memory that cannot be written, with elements or without."""
+    """Check that every call takes inputs in read-only memory, with elements or without."""
     count -= count % comm.size
     rank, right, left = comm.rank, (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-    inputs = [values("float32", count, each, 58) for each in range(comm.size)]
+    inputs = [values("float32", count, peer, 58) for peer in range(comm.size)]
     mine = _in_read_only_memory(inputs[rank])
     for root in {0, comm.size - 1}:
         what = f"of {count} elements in read-only memory, root={root}"
@@ -110,7 +110,7 @@ def _in_read_only_memory(array: Array) -> Array:
 
 @on_each_rank(_COUNTS, at_least=2)
 def check_results_alias_nothing(comm: Communicator, count: int) -> None:
-    """A result is the caller's own: writing to it changes no input and no peer's result."""
+    """Check that writing to a result changes no input and no peer's result."""
     count -= count % comm.size
     root = comm.size - 1
     inputs = [values("float32", count, rank, 51) for rank in range(comm.size)]
@@ -118,7 +118,7 @@ def check_results_alias_nothing(comm: Communicator, count: int) -> None:
     wanted = _wanted(comm.size, comm.rank, inputs, root)
     found = _every_call(comm, mine, root)
     if comm.rank == root:
-        del found["broadcast"]  # its own input
+        del found["broadcast"]  # the root's result is its own input
     for victim in range(comm.size):
         comm.barrier()
         if comm.rank == victim:
@@ -133,7 +133,7 @@ def check_results_alias_nothing(comm: Communicator, count: int) -> None:
 
 @on_each_rank(at_least=2)
 def check_leaves_that_overlap_inputs(comm: Communicator) -> None:
-    """A leaf of ``out`` may lie where a leaf of ``x`` of another dtype is, in every reduction."""
+    """Check that, in reductions, a leaf of ``out`` may overlap a leaf of ``x`` of another dtype."""
     count = 12 * comm.size
     every = [
         [values("int32", count, rank, 52), values("int64", count, rank, 53)]
@@ -156,7 +156,7 @@ def check_leaves_that_overlap_inputs(comm: Communicator) -> None:
 
 @on_each_rank(at_least=2)
 def check_empty_out_inside_x(comm: Communicator) -> None:
-    """A rank whose piece is empty may take it as an empty view of its input, at once or later."""
+    """Check that ``out`` of an empty piece may be an empty view of the input, async_op or not."""
     x = np.arange(comm.size - 1, dtype=np.int32)  # the last rank's piece is empty
     empty = comm.rank == comm.size - 1
     for later in (False, True):
@@ -173,7 +173,7 @@ def check_empty_out_inside_x(comm: Communicator) -> None:
 
 @on_each_rank([{"count": 12}, {"count": 24_000}])
 def check_repeated(comm: Communicator, count: int) -> None:
-    """The same calls with other data, many times, give the other data's results each time."""
+    """Check that calls that repeat with other data give the results of that data each time."""
     count -= count % comm.size
     turns = 50 if count < 1000 else 8
     mine = np.empty(count, np.float32)
@@ -182,14 +182,14 @@ def check_repeated(comm: Communicator, count: int) -> None:
         mine[:] = inputs[comm.rank]
         root = turn % comm.size
         found = _every_call(comm, mine, root)
-        # The input is the caller's again; what was said must have been read.
+        # The caller owns the input again: the transport must have read it by now.
         mine[:] = 77
         _hold_all(found, _wanted(comm.size, comm.rank, inputs, root), f"in turn {turn}")
 
 
 @on_each_rank(at_least=2)
 def check_sender_may_overwrite(comm: Communicator) -> None:
-    """When a call has returned, its input may be changed, whatever the peers still do."""
+    """Check that a rank may change its input once its call has returned, whatever peers still do."""
     for turn, count in enumerate((1, 100, 9000, 120_000) * 3):
         root = turn % comm.size
         mine = np.full(count, turn, np.int64)
@@ -219,7 +219,7 @@ def _leaves(tree: dict[str, Any]) -> list[Array]:
 
 @on_each_rank()
 def check_structures(comm: Communicator) -> None:
-    """Nested lists, tuples and dicts of several dtypes go through every call."""
+    """Check that nested lists, tuples and dicts of several dtypes go through every call."""
     size, rank, root = comm.size, comm.rank, comm.size - 1
     trees = [_structure(size, r) for r in range(size)]
     mine = trees[rank]
@@ -240,7 +240,8 @@ def check_structures(comm: Communicator) -> None:
     comm.all_reduce(out, out=out)
     for k, leaf in enumerate(_leaves(out)):
         assert_same(leaf, expected("sum", inputs[k]), f"leaf {k} of all_reduce in place")
-    # Who has nothing gets all of it, small or large, beside others that do know its nesting.
+    # A rank that passes None gets the whole structure, small or large. Other ranks may pass the
+    # structure in the same call.
     for large in (0, 40_000):
         whole = {**trees[root], "w": values("float32", (2 * size + large, 3), root, 52)}
         for knowing in ([root], [root, 0]):
@@ -254,7 +255,7 @@ def check_structures(comm: Communicator) -> None:
 
 @on_each_rank(at_least=2, needs=_needs_torch, own_arrays=True)
 def check_frameworks(comm: Communicator) -> None:
-    """PyTorch and NumPy ranks take part in one call, and each gets its own kind back."""
+    """Check that PyTorch and NumPy ranks share a call, and each gets arrays of its own kind."""
     # Only odd ranks import PyTorch, which takes seconds.
     torch = importlib.import_module("torch") if comm.rank % 2 else None
     kind = np.ndarray if torch is None else torch.Tensor
@@ -281,7 +282,7 @@ def check_frameworks(comm: Communicator) -> None:
 
 @on_each_rank(at_least=2, needs=_needs_torch, own_arrays=True)
 def check_torch_bfloat16(comm: Communicator) -> None:
-    """PyTorch's bfloat16, which NumPy does not have, travels and folds."""
+    """Check that PyTorch's bfloat16, which NumPy does not have, can be moved and folded."""
     pair = comm.split(comm.rank // 2 if comm.rank < 2 else None)
     if pair is None or "bfloat16" not in comm.capabilities.dtypes:
         return
@@ -302,7 +303,7 @@ def check_torch_bfloat16(comm: Communicator) -> None:
 
 @on_each_rank(own_arrays=True)
 def check_dlpack(comm: Communicator) -> None:
-    """Any CPU array that speaks DLPack is taken."""
+    """Check that any CPU array with the DLPack protocol is accepted."""
     inputs = [values("float32", 6 * comm.size, rank, 57) for rank in range(comm.size)]
     foreign: Any = Exporter(inputs[comm.rank].copy())
     found = _every_call(comm, foreign, 0)

@@ -1,4 +1,4 @@
-"""Checks of the minimum and maximum of floats, bit by bit: zeros with signs, and NaN."""
+"""Checks of the minimum and maximum of floats, bit by bit: signed zeros and NaN."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .checks_reduce import hold_fold
 from .samples import LARGE, Array, dtypes_of, extreme, of_bits, special_bits
 
 _BY_OP: list[Case] = [{"op": "min"}, {"op": "max"}]
-# A prime: no piece that a transport cuts is a multiple of it.
+# A prime, so that it is not a multiple of any piece that a transport cuts.
 _DRAWN = 2003
 
 
@@ -25,7 +25,7 @@ def _on_the_host(capabilities: Capabilities) -> str | None:
 
 @on_each_rank(_BY_OP, needs=_on_the_host)
 def check_extremes(comm: Communicator, op: Op) -> None:
-    """Of two zeros -0 is the less, and of any NaN comes the same one, bit by bit."""
+    """Check that -0 is less than +0, and that any NaN gives the same NaN, bit by bit."""
     if op not in comm.capabilities.ops:
         return
     for dtype in dtypes_of(comm.capabilities.dtypes, "f"):
@@ -36,10 +36,10 @@ def check_extremes(comm: Communicator, op: Op) -> None:
 
 
 def _fold_all(comm: Communicator, op: Op, dtype: str, every: Array, count: int) -> None:
-    """Fold the rows of ``every``, a rank's bits each, by all calls that fold.
+    """Fold the rows of ``every``, which are the ranks' bits, with every call that folds.
 
     Args:
-        count: how many elements, beyond the length of the rows from their beginning again.
+        count: number of elements; a longer array than a row repeats the row.
     """
     mine = of_bits(dtype, np.resize(every[comm.rank], count))
     total = np.resize(extreme(op, dtype, every), count)
