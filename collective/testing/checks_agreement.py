@@ -151,7 +151,9 @@ def check_mismatch_names_ranks(comm: Communicator) -> None:
     text = _expect_mismatch(comm, lambda comm: program(comm, _x()))
     last = [line for line in text.splitlines() if "max" in line]
     if not last or f"{comm.size - 1}" not in last[0]:
-        raise AssertionError(f"rank {comm.rank}'s error does not name the rank that called with max: {text}")
+        raise AssertionError(
+            f"rank {comm.rank}'s error does not name the rank that called with max: {text}"
+        )
     _hold_words(comm, text, ["a_users_program.py:2", "a_users_program.py:6"])
 
 

@@ -1,4 +1,4 @@
-"""Checks of failure: a rank that dies, raises, aborts, leaves or is late, and what peers hear."""
+"""Checks of failure: a rank dies, raises, aborts, leaves or is late; its peers get an error."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _survivors(
     factory: RankFactory, size: int, victim: int, function: Callable[..., Any], *args: Any,
     **options: Any,
 ) -> dict[int, Any]:  # fmt: skip
-    """Run ``function``, of which ``victim`` is to die, and return the others' results."""
+    """Run ``function``, in which ``victim`` must die, and return the other ranks' results."""
     try:
         factory.run(size, function, *args, fresh=True, **options)
     except RanksFailedError as failure:
@@ -60,7 +60,7 @@ _CALLS: dict[str, _Call] = {
 
 @check([{"call": call} for call in _CALLS], at_least=2, needs=_detects)
 def check_killed_peer(factory: RankFactory, size: int, *, call: str) -> None:
-    """A rank that dies before a call is PeerLostError on all others, within two seconds."""
+    """Check that a rank's death before a call raises PeerLostError on all others within 2 s."""
     victim = size - 1
     plan = [faults.kill(victim, at_call=2)]
     for rank, outcome in _survivors(factory, size, victim, _wait_for, call, faults=plan).items():
@@ -85,7 +85,7 @@ _MIDDLE: list[Case] = [{"after": after} for after in (0.002, 0.02)]
 
 @check(_MIDDLE, at_least=2, needs=_detects)
 def check_killed_in_the_middle(factory: RankFactory, size: int, *, after: float) -> None:
-    """A rank that dies during a large operation is PeerLostError on all others too."""
+    """Check that a rank's death in a large operation raises PeerLostError on all others too."""
     plan = [faults.kill(0, at_call=4, after=after)]
     for rank, outcome in _survivors(factory, size, 0, _large_calls, faults=plan).items():
         hold(outcome, PeerLostError, f"rank {rank} in a large all_reduce", rank=0)
@@ -98,7 +98,7 @@ def _large_calls(comm: Communicator) -> Heard:
 
 @on_each_rank(at_least=2, needs=_detects, fresh=True)
 def check_left_peer(comm: Communicator) -> None:
-    """A rank that closes while others still need it is PeerLostError for them."""
+    """Check that a rank that closes too early raises PeerLostError on ranks that need it."""
     last = comm.size - 1
     comm.barrier()
     if comm.rank == last:
@@ -109,7 +109,7 @@ def check_left_peer(comm: Communicator) -> None:
 
 @check()
 def check_closing_after_the_last_call(factory: RankFactory, size: int) -> None:
-    """A rank may close as soon as its last call has returned, though peers are still in it."""
+    """Check that a rank may close once its last call has returned, with peers still in it."""
     for turn in range(5):
         factory.run(size, _closing, 10 ** (turn + 1), fresh=True)
 
@@ -123,16 +123,17 @@ def _closing(comm: Communicator, count: int) -> None:
     assert_same(joined, np.repeat(np.arange(comm.size), count), "all_gather before close()")
 
 
-# How long a call waits that nobody ends: longer than the promise with all that a busy machine may
-# add, so that what is heard at its end was not heard in time. A rank that waits in spite of its
-# timeout, too, is given up after the longer one, in which its peers can be met.
+# Seconds that a call waits if nothing ends its wait. The figure is above the promised time with all
+# that a busy machine may add, so an error at the end of the wait did not come in time. A rank that
+# waits in spite of its timeout is given up after the second, longer time. Until then its peers can
+# return.
 _UNHEARD_S, _DEAF_S = 5.0, 15.0
 
 
 def _after_abort(
     factory: RankFactory, size: int, function: Callable[..., Any], *args: Any
 ) -> list[Any]:
-    """Run ``function``, in which ranks are to be woken by an abort; return the results."""
+    """Run ``function``, in which an abort must wake ranks, and return the results."""
     try:
         outcomes = factory.run(
             size, function, *args, fresh=True, timeout=_DEAF_S, call_timeout=_UNHEARD_S
@@ -145,11 +146,11 @@ def _after_abort(
 
 
 def _hold_woken(size: int, results: Mapping[int, Any], errors: Mapping[int, BaseException]) -> None:
-    """Hold that no rank went on waiting after an abort.
+    """Check that no rank went on waiting after an abort.
 
     Raises:
-        AssertionError: one did. It is a sentence without tracebacks: whatever ends a rank's wait
-            by an abort is at fault, and every such check would show the same of it.
+        AssertionError: a rank went on waiting. The text is one sentence without tracebacks: the
+            fault is in the transport's abort(), and all checks of it would show the same.
     """
     deaf = [rank for rank, error in errors.items() if isinstance(error, RankHungError)]
     deaf += [rank for rank, outcome in results.items() if _unheard(outcome)]
@@ -163,18 +164,18 @@ def _hold_woken(size: int, results: Mapping[int, Any], errors: Mapping[int, Base
 
 def _unheard(outcome: Any) -> bool:
     heard = outcome if isinstance(outcome, tuple) else (outcome,)
-    return any(isinstance(each, Heard) and each.seconds > 0.9 * _UNHEARD_S for each in heard)
+    return any(isinstance(part, Heard) and part.seconds > 0.9 * _UNHEARD_S for part in heard)
 
 
 def _listen_and_tell(comm: Communicator, heard: str, call: Callable[[], Any]) -> Heard:
-    """Return what this rank hears in ``call``, and leave a file in ``heard``."""
+    """Return the error that this rank gets in ``call``, and create a file in ``heard``."""
     outcome = listen(call)
     Path(heard, str(comm.rank)).touch()
     return outcome
 
 
 def _until_heard(heard: str, count: int) -> None:
-    """Wait until ``count`` ranks have left a file in ``heard``, or none will any more."""
+    """Wait until ``count`` ranks have a file in ``heard``; give up when no more can come."""
     deadline = Deadline(_UNHEARD_S)
     while len(os.listdir(heard)) < count and not deadline.expired:
         time.sleep(0.005)
@@ -182,7 +183,7 @@ def _until_heard(heard: str, count: int) -> None:
 
 @check([{"call": call} for call in ("barrier", "all_reduce", "recv")], at_least=2)
 def check_failed_peer(factory: RankFactory, size: int, *, call: str) -> None:
-    """A rank whose code raises is PeerFailedError with its traceback on all others."""
+    """Check that a rank that raises makes all others raise PeerFailedError with its traceback."""
     victim = size - 1
     try:
         _after_abort(factory, size, _failed_peer, call)
@@ -209,7 +210,7 @@ _HOOKED: list[Case] = [
 
 @check(_HOOKED, at_least=2)
 def check_failed_hook(factory: RankFactory, size: int, *, when: str, call: str) -> None:
-    """A hook that raises is PeerFailedError with its traceback on all others, at once."""
+    """Check that a raising hook makes all others raise PeerFailedError at once, with its traceback."""
     victim = size - 1
     outcomes = run_fresh(factory, size, _failed_hook, when, call, call_timeout=_UNHEARD_S)
     for rank, outcome in enumerate(outcomes):
@@ -227,7 +228,8 @@ def _failed_hook(comm: Communicator, heard: str, when: str, call: str) -> Heard 
         "all_reduce in the background": lambda: comm.all_reduce(x, async_op=True).wait(),
         "recv": lambda: comm.recv(None, comm.size - 1),
     }
-    gather(comm, heard, "connected")  # or a rank that still connects hears of the failure there
+    # A rank that still connects would get the error there and not in the call.
+    gather(comm, heard, "connected")
     if comm.rank < comm.size - 1:
         return _listen_and_tell(comm, heard, calls[call])
 
@@ -240,7 +242,7 @@ def _failed_hook(comm: Communicator, heard: str, when: str, call: str) -> Heard 
         comm.send(x, 0) if call == "recv" else calls[call]()
     except Exception as error:
         raised = type(error).__name__
-    # A rank that leaves tells its peers, too: they are to have heard of it before.
+    # A rank that leaves tells its peers of the failure as well. They must know of it before that.
     _until_heard(heard, 2 * comm.size - 1)
     return raised
 
@@ -254,7 +256,7 @@ def _failed_peer(comm: Communicator, call: str) -> Heard:
 
 @check([{"call": call} for call in ("all_reduce", "recv")], at_least=2)
 def check_abort(factory: RankFactory, size: int, *, call: str) -> None:
-    """abort() breaks the communicator for every rank, with its reason, now and later."""
+    """Check that abort() breaks the communicator on every rank, with its reason, for good."""
     with tempfile.TemporaryDirectory() as heard:
         ranks = _after_abort(factory, size, _abort, call, heard)
     for rank, (now, later) in enumerate(ranks):
@@ -274,14 +276,14 @@ def _abort(comm: Communicator, call: str, heard: str) -> tuple[Heard, Heard]:
     now, later = listen(calls[call]), listen(lambda: comm.all_gather(x))
     Path(heard, str(comm.rank)).touch()
     if comm.rank == 0:
-        # Whoever leaves wakes others, too: it is to be seen what the abort alone does.
+        # A rank that leaves also wakes its peers, but this check is about the abort alone.
         _until_heard(heard, comm.size)
     return now, later
 
 
 @check(at_least=2)
 def check_abort_reaches_groups(factory: RankFactory, size: int) -> None:
-    """abort() reaches ranks that wait in a group made of the communicator."""
+    """Check that abort() reaches ranks that wait in a group made of the communicator."""
     for rank, outcome in enumerate(_after_abort(factory, size, _abort_group)):
         if rank:
             hold(outcome, CommunicatorAbortedError, f"rank {rank}, waiting in a group")
@@ -289,7 +291,7 @@ def check_abort_reaches_groups(factory: RankFactory, size: int) -> None:
 
 def _abort_group(comm: Communicator) -> Heard | None:
     group = comm.dup()
-    # Nobody aborts while another is still on its way into the group.
+    # No rank may abort while another rank is still on its way into the group.
     comm.barrier()
     if comm.rank:
         return listen(group.barrier)
@@ -300,7 +302,7 @@ def _abort_group(comm: Communicator) -> Heard | None:
 
 @check([{"call": call} for call in ("barrier", "all_reduce", "recv")], at_least=2)
 def check_late_peer(factory: RankFactory, size: int, *, call: str) -> None:
-    """A late rank is CollectiveTimeoutError, which names it; it hears of it when it comes."""
+    """Check that CollectiveTimeoutError names a late rank, which gets an error when it comes."""
     late = size - 1
     outcomes = run_fresh(factory, size, _late_peer, call, call_timeout=0.25)
     kinds = [type(outcome.error).__name__ for outcome in outcomes]
@@ -309,7 +311,7 @@ def check_late_peer(factory: RankFactory, size: int, *, call: str) -> None:
     for rank in timed_out:
         hold(outcomes[rank], CollectiveTimeoutError, f"rank {rank} in {call}", "timed out")
     if factory.capabilities.checks_calls or size == 2:
-        # All ranks wait for the late one itself, not for one another.
+        # Each rank that timed out waited for the late rank itself, not for another waiting rank.
         for rank in timed_out:
             what = f"rank {rank} in {call} with rank {late}, which is late"
             hold(outcomes[rank], CollectiveTimeoutError, what, rank=late)
@@ -322,7 +324,7 @@ def check_late_peer(factory: RankFactory, size: int, *, call: str) -> None:
 def _late_peer(comm: Communicator, heard: str, call: str) -> Heard:
     if comm.rank == comm.size - 1:
         _until_heard(heard, comm.size - 1)
-        # Whatever it calls: the others are gone.
+        # Any call will do: the other ranks have given up.
         return listen(comm.barrier)
     return _listen_and_tell(comm, heard, lambda: _CALLS[call](comm, np.ones(3)))
 
@@ -332,7 +334,7 @@ _compares = able("checks_calls", "does not know the ranks' last calls")
 
 @check(at_least=2, needs=_compares)
 def check_timeout_tells_last_call(factory: RankFactory, size: int) -> None:
-    """The error of a timeout says what the absent rank did last."""
+    """Check that the error of a timeout contains the last call of the absent rank."""
     outcomes = run_fresh(factory, size, _last_call, call_timeout=0.2)
     for rank, outcome in enumerate(outcomes):
         if rank != size - 1 and isinstance(outcome.error, CollectiveTimeoutError):
@@ -340,7 +342,8 @@ def check_timeout_tells_last_call(factory: RankFactory, size: int) -> None:
 
 
 def _last_call(comm: Communicator, heard: str) -> Heard:
-    comm.broadcast(np.ones(3, np.int16), root=0, timeout=30.0)  # ranks may come to it late
+    # Ranks may come late to this call, hence its long timeout.
+    comm.broadcast(np.ones(3, np.int16), root=0, timeout=30.0)
     if comm.rank == comm.size - 1:
         _until_heard(heard, comm.size - 1)
     return _listen_and_tell(comm, heard, comm.barrier)
@@ -348,7 +351,7 @@ def _last_call(comm: Communicator, heard: str) -> Heard:
 
 @check(at_least=2)
 def check_timeout_of_one_call(factory: RankFactory, size: int) -> None:
-    """timeout= of a call counts instead of the communicator's."""
+    """Check that the timeout= of a call takes the place of the communicator's."""
     outcomes = run_fresh(factory, size, _one_call)[1:]
     kinds = [type(outcome.error).__name__ for outcome in outcomes]
     assert any(isinstance(outcome.error, TimeoutError) for outcome in outcomes), (
@@ -362,14 +365,14 @@ def _one_call(comm: Communicator, heard: str) -> Heard | None:
     comm.barrier()
     if comm.rank:
         return _listen_and_tell(comm, heard, lambda: comm.barrier(timeout=0.2))
-    # Who waits for the communicator's timeout until then hears that rank 0 is gone.
+    # A rank that ignores timeout= and waits for the communicator's would find rank 0 gone.
     _until_heard(heard, comm.size - 1)
     return None
 
 
 @check()
 def check_ranks_end(factory: RankFactory, size: int) -> None:
-    """A function that does nothing returns on every rank: nothing hangs on connecting."""
+    """Check that a function without calls returns on every rank: connecting does not hang."""
     try:
         ranks = factory.run(size, _nothing, fresh=True)
     except RanksFailedError as failure:

@@ -1,4 +1,4 @@
-"""Checks of forked children: they are no ranks, and nothing that they do reaches the ranks."""
+"""Checks of forked children: they are not ranks, and their calls do not reach the ranks."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ from .checks import on_each_rank
 from .checks_broken import calls_of
 from .samples import assert_same
 
-_PARTNER = 11  # the tag of a message that is awaited meanwhile
+_PARTNER = 11  # the tag of a message that each rank awaits during the fork
 
 
-#: What a child does, given its parent's communicator, a group of it and a call in the background.
+#: Actions of a child, given its parent's communicator, a group of it and a call in the background.
+#: Each returns texts about the calls that did not fail as they should.
 _DOES: dict[str, Callable[[Communicator, Communicator, Any], list[str]]] = {
     "nothing": lambda comm, group, work: [],
     "calls": lambda comm, group, work: _accepted(
@@ -41,9 +42,9 @@ _DOES: dict[str, Callable[[Communicator, Communicator, Any], list[str]]] = {
     lambda size: [{"child": child} for child in (_DOES if size == 2 else ("calls",))], at_least=2
 )
 def check_fork(comm: Communicator, child: str) -> None:
-    """A forked child's calls raise and say what to do, and the ranks do not notice it.
+    """Check that a forked child's calls raise with a remedy, and the ranks are not affected.
 
-    Where ranks are threads of one process, rank 0 forks it.
+    Where ranks are threads of one process, only rank 0 forks a child.
     """
     group = comm.dup()
     x = np.full(5, comm.rank + 1.0)
@@ -54,9 +55,9 @@ def check_fork(comm: Communicator, child: str) -> None:
     code, accepted = 0, list[str]()
     if comm.rank == 0 or not comm.capabilities.in_process:
         code, accepted = _outcome(lambda: _DOES[child](comm, group, work))
-    # Afterwards everything goes on, the call that was in the background as well.
-    for each, name in ((comm, "the communicator"), (group, "a group")):
-        assert_same(each.all_reduce(x), total, f"all_reduce in {name} after the fork")
+    # Afterwards all calls of the parents go on, also the call that was in the background.
+    for communicator, name in ((comm, "the communicator"), (group, "a group")):
+        assert_same(communicator.all_reduce(x), total, f"all_reduce in {name} after the fork")
     comm.send(x, right, tag=_PARTNER)
     assert_same(work.wait(), np.full(5, left + 1.0), "a message in the background")
     group.close()
@@ -65,18 +66,18 @@ def check_fork(comm: Communicator, child: str) -> None:
 
 
 def _outcome(does: Callable[[], list[str]]) -> tuple[int, list[str]]:
-    """Return how a forked child ended, and what it told."""
+    """Return the exit code of a forked child, and the texts that it sent."""
     reading, writing = os.pipe()
     with warnings.catch_warnings():
-        # Python warns of what is held here: that a process with threads is forked.
+        # Python warns that a process with threads forks, which is the purpose of this check.
         warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
     if child == 0:
         try:
-            found = does()
-        except BaseException as error:  # nothing may leave the child
-            found = [f"{type(error).__name__}: {error}"]
-        os.write(writing, json.dumps(found).encode())
+            texts = does()
+        except BaseException as error:  # no exception may leave the child
+            texts = [f"{type(error).__name__}: {error}"]
+        os.write(writing, json.dumps(texts).encode())
         os._exit(0)
     os.close(writing)
     with open(reading, "rb") as pipe:
@@ -86,24 +87,24 @@ def _outcome(does: Callable[[], list[str]]) -> tuple[int, list[str]]:
 
 
 def _accepted(calls: dict[str, Callable[[], Any]]) -> list[str]:
-    """Make ``calls``; return those that did not raise what they should."""
-    found = []
+    """Make ``calls``; return a text about each that did not raise the error for forked children."""
+    texts = []
     for name, call in calls.items():
         try:
             result = call()
         except CollectiveError as error:
-            # Of a GPU's array the driver may be the first to say it.
+            # For an array on a GPU the driver may be the first to report the fork.
             if "fork" not in str(error) or "spawn" not in str(error):
-                found.append(f"{name} raised {error}")
-        except Exception as error:  # anything else is wrong, and told
-            found.append(f"{name} raised {type(error).__name__}: {error}")
+                texts.append(f"{name} raised {error}")
+        except Exception as error:  # any other error is wrong, too
+            texts.append(f"{name} raised {type(error).__name__}: {error}")
         else:
-            found.append(f"{name} returned {result!r}")
-    return found
+            texts.append(f"{name} returned {result!r}")
+    return texts
 
 
 def _leave(comm: Communicator, group: Communicator) -> list[str]:
-    """End as a program does: out of the ``with`` body, at exit, and with all objects."""
+    """End as a program does: leave the ``with`` body, run the exit handler, drop all objects."""
     try:
         with comm, group:
             raise ValueError("the child's own")

@@ -1,4 +1,4 @@
-"""Checks of communicators made of others."""
+"""Checks of communicators that are made of other communicators."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .samples import assert_same, expected, values
 def _hold(
     comm: Communicator, group: Communicator, members: list[int], what: str, seed: int = 0
 ) -> None:
-    """Hold that calls in ``group`` are among ``members``, ranks of ``comm``, in this order."""
+    """Check that ``group`` connects ``members``, which are ranks of ``comm``, in this order."""
     assert group.size == len(members), f"{what}: size {group.size}; expected {len(members)}"
     outer = comm.rank
     if members[group.rank] != outer:
@@ -36,7 +36,7 @@ def _hold(
 
 @on_each_rank()
 def check_split(comm: Communicator) -> None:
-    """A split parts ranks by colour, orders them by key, and leaves out those of none."""
+    """Check that split() groups ranks by colour, orders them by key and leaves out colour None."""
     everyone = range(comm.size)
     half = comm.split(comm.rank % 2)
     assert half is not None
@@ -62,15 +62,15 @@ def check_split(comm: Communicator) -> None:
 
 @on_each_rank(at_least=2)
 def check_groups_side_by_side(comm: Communicator) -> None:
-    """Disjoint and overlapping groups work at once, made by their members alone."""
+    """Check that disjoint and overlapping groups, made by their members alone, work at once."""
     size, rank = comm.size, comm.rank
     low, high = list(range(size // 2)), list(range(size // 2, size))
     mine = low if rank in low else high
     half = comm.group(mine)
-    # A different number of calls in each: nothing may wait for the other group.
+    # The groups make different numbers of calls: no rank may wait for the other group.
     for turn in range(1 if rank in low else 4):
         _hold(comm, half, mine, f"group {mine}", turn)
-    # Overlapping: neighbours, in one order everywhere.
+    # Overlapping groups of neighbours. Every rank makes them in the same order.
     pairs = [[first, first + 1] for first in range(size - 1)]
     groups = [comm.group(pair) if rank in pair else None for pair in pairs]
     works = []
@@ -103,31 +103,33 @@ _OTHERS: dict[str, Callable[[int], list[int]]] = {
     lambda size: [{"what": what} for what in list(_OTHERS)[: size - 1]], at_least=2, fresh=True
 )
 def check_group_mismatch(comm: Communicator, what: str) -> None:
-    """Members that name other ranks, or in another order, get MismatchError; nobody waits."""
+    """Check that group() with differing members raises MismatchError; no rank waits."""
     last, others = comm.size - 1, _OTHERS[what](comm.size)
     try:
         comm.group(others if comm.rank == last else range(comm.size))
     except MismatchError as error:
         text = str(error)
     else:
-        raise AssertionError(f"rank {comm.rank} got a group although another names {what}")
+        raise AssertionError(f"rank {comm.rank} got a group although another rank names {what}")
     if what == "another order":
         _hold(comm, comm, list(range(comm.size)), "the communicator after a mismatch", 99)
     for word in (f"rank {last}: group", str(others)):
-        assert word in text, f"rank {comm.rank}: the error does not tell {word!r}: {text}"
+        assert word in text, f"rank {comm.rank}: the error does not contain {word!r}: {text}"
 
 
 @on_each_rank()
 def check_dup(comm: Communicator) -> None:
-    """Calls of a dup do not mix with those of its original, with several in flight."""
+    """Check that calls of a dup() do not mix with its original's, with several in flight."""
     everyone = list(range(comm.size))
     first, second = comm.dup(), comm.dup()
     works = []
     for turn in range(5):
-        for scale, each in ((1, comm), (100, first), (10_000, second)):
-            if comm.rank % 2 and each is first:
+        for scale, communicator in ((1, comm), (100, first), (10_000, second)):
+            if comm.rank % 2 and communicator is first:
                 continue
-            works.append((each.all_reduce(np.array([scale + turn]), async_op=True), scale + turn))
+            works.append(
+                (communicator.all_reduce(np.array([scale + turn]), async_op=True), scale + turn)
+            )
         if comm.rank % 2:
             works.append((first.all_reduce(np.array([100 + turn]), async_op=True), 100 + turn))
     for work, value in works:
@@ -135,11 +137,11 @@ def check_dup(comm: Communicator) -> None:
     if comm.size > 1:
         right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
         sent = [
-            each.send(np.array([scale]), right, async_op=True)
-            for scale, each in ((1, comm), (2, first), (3, second))
+            communicator.send(np.array([scale]), right, async_op=True)
+            for scale, communicator in ((1, comm), (2, first), (3, second))
         ]
-        for scale, each in ((3, second), (1, comm), (2, first)):
-            found = each.recv(None, left)
+        for scale, communicator in ((3, second), (1, comm), (2, first)):
+            found = communicator.recv(None, left)
             assert_same(found, np.array([scale]), f"the message in communicator {scale}")
         for message in sent:
             message.wait()
@@ -151,7 +153,7 @@ def check_dup(comm: Communicator) -> None:
 
 @on_each_rank()
 def check_split_by_host(comm: Communicator) -> None:
-    """split_by_host gives the ranks of this host, of one host all of them."""
+    """Check that split_by_host() gives the ranks of this host: all ranks if there is one host."""
     with comm.split_by_host() as local:
         hosts = comm.all_gather_object(comm.host)
         members = [rank for rank in range(comm.size) if hosts[rank] == comm.host]

@@ -1,7 +1,8 @@
-"""Checks of going on with more: who is let in, and that all say the same.
+"""Checks of growth: the right ranks are let in, and all ranks agree on them.
 
-Whoever joins was a rank of the first generation, which it has left: to the others it is a process
-like any other. As in the checks of losses a sum tells exactly who was in it.
+A rank that joins was a rank of the first generation and has left it. To the other ranks it is a
+process like any other. As in the checks of losses, each rank contributes its own bit to a sum, so
+the sum tells exactly which ranks took part.
 """
 
 from __future__ import annotations
@@ -32,19 +33,19 @@ from .survivors import (
     survivors,
 )
 
-# How long one waits that nobody is to let in.
+# How long a rank waits that no rank will let in.
 _SOON_S = 0.05
 
 
 _grows = able("grows", "does not let processes join")
 
 
-#: By what whoever joins is connected, and the kind of its arrays.
+#: The transport that connects a joining rank, and the kind of its arrays.
 _Ours = tuple[str | type[Backend], str | Kind]
 
 
 def _join(comm: Communicator, ours: _Ours, seconds: float) -> Communicator:
-    """Leave, and join the others again as a process that they do not know."""
+    """Leave, and join the other ranks again as a process that they do not know."""
     backend, kind = ours
     lineage, timeout = comm.succession.lineage, comm.timeout
     assert lineage is not None
@@ -53,12 +54,15 @@ def _join(comm: Communicator, ours: _Ours, seconds: float) -> Communicator:
         lineage.root, backend, timeout=timeout, start_timeout=seconds,
         shrink_grace=lineage.grace, join=True,
     )  # fmt: skip
-    found = kind_of(kind)
-    return new if found is None else found.communicator(new)
+    array_kind = kind_of(kind)
+    return new if array_kind is None else array_kind.communicator(new)
 
 
 def _await_knocks(comm: Communicator, count: int) -> None:
-    """Return when so many wait; on a communicator that some have left, so not by ``waiting()``."""
+    """Return when ``count`` ranks wait to join, on a communicator that some ranks have left.
+
+    ``comm.waiting()`` is a call of all ranks, so it cannot be used here.
+    """
     assert comm.succession.lineage is not None
     arrivals = Arrivals(comm.succession.lineage.root.store, comm.backend)
     deadline = Deadline(FAR_S)
@@ -67,10 +71,11 @@ def _await_knocks(comm: Communicator, count: int) -> None:
 
 
 def _seen(comm: Communicator, first: int | None = None) -> tuple[int, Survivor]:
-    """Return this rank's number, and what it sees.
+    """Return this rank's number, and the members that it sees.
 
     Args:
-        first: its number, if it did not join: that is not for the grown communicator to say.
+        first: the rank's first number, if it did not join. It is not taken from the grown
+            communicator, which could be wrong.
     """
     number = comm.origin[comm.rank] if first is None else first
     return number, seen_of(comm, number)
@@ -82,7 +87,7 @@ def _joiners(size: int) -> list[Case]:
 
 @check(_joiners, needs=_grows)
 def check_grow(factory: RankFactory, size: int, *, count: int) -> None:
-    """Who waits is in the next generation, behind all others; who has left is not."""
+    """Check that waiting ranks are the last of the next generation, without those who left."""
     results = run_fresh(factory, size, _grow, (factory.backend, factory.kind), count)
     members = [*range(size - count), *range(size, size + count)]
     outcomes = {number: seen for _, (number, seen) in results}
@@ -113,7 +118,7 @@ def _moments() -> list[Case]:
 
 @check(lambda size: _moments() * (size == 3), at_least=3, needs=_grows)
 def check_grow_when(factory: RankFactory, size: int, *, victim: int, when: str) -> None:
-    """A rank may die while the others decide whom they let in, or when they connect."""
+    """Check that a rank may die while the others decide whom to let in, or connect."""
     plan = [faults.kill(victim, in_shrink=when)]
     results = survivors(
         factory, size, (victim,), _grow, (factory.backend, factory.kind), 1, plan=plan
@@ -125,7 +130,7 @@ def check_grow_when(factory: RankFactory, size: int, *, victim: int, when: str) 
 
 @check(at_least=3, needs=_grows)
 def check_grow_after_a_loss(factory: RankFactory, size: int) -> None:
-    """If one rank has met a loss and shrinks, all do: who waits is let in the next time."""
+    """Check that if one rank shrinks after a loss, all do; a waiting rank joins at the next."""
     results = run_fresh(factory, size, _grow_late, (factory.backend, factory.kind))
     hold_generation(dict(last for _, last in results), [*range(size - 1), size], (), (2,))
     before = {rank: first for rank, (first, _) in enumerate(results[:-1])}
@@ -152,10 +157,10 @@ def _grow_late(
 
 @check(at_least=2, needs=_grows)
 def check_grow_without_one_that_gave_up(factory: RankFactory, size: int) -> None:
-    """Who is not let in in time is told so, and nobody waits for it."""
+    """Check that a rank that is not let in in time gets an error, and no rank waits for it."""
     *results, error = run_fresh(factory, size, _give_up, (factory.backend, factory.kind))
-    assert isinstance(error, CollectiveTimeoutError), f"the one that waited got {error!r}"
-    assert "grow()" in str(error), f"it is not told what it waited for: {error}"
+    assert isinstance(error, CollectiveTimeoutError), f"the rank that gave up got {error!r}"
+    assert "grow()" in str(error), f"the error does not say that no rank called grow(): {error}"
     hold_generation(dict(enumerate(results)), range(size - 1), (size - 1,), (1,))
 
 
@@ -180,5 +185,5 @@ def _stays(capabilities: Capabilities) -> str | None:
 
 @on_each_rank([{"call": call} for call in ("grow", "waiting")], needs=_stays)
 def check_grow_unsupported(comm: Communicator, call: str) -> None:
-    """Where nobody can join it is refused, with a remedy, and nothing is broken by it."""
+    """Check that a transport without growth refuses, names a remedy, and stays usable."""
     hold_refused(comm, call)

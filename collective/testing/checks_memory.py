@@ -15,7 +15,7 @@ _COUNTS: list[Case] = [{"count": count} for count in (60, 24_000, LARGE)]
 
 @on_each_rank(_COUNTS)
 def check_empty(comm: Communicator, count: int) -> None:
-    """Collectives on arrays of empty(): in place, into each other, and from views of them."""
+    """Check collectives on arrays of empty(): in place, from one into another, from views."""
     count -= count % comm.size
     inputs = [values("float32", count, rank, 110) for rank in range(comm.size)]
     mine, total = inputs[comm.rank], expected("sum", inputs)
@@ -52,19 +52,19 @@ def check_empty(comm: Communicator, count: int) -> None:
     assert_same(comm.scan(x), expected("sum", inputs[: comm.rank + 1]), f"scan {what}")
     assert_same(x, mine, f"the input of the calls {what}")
     found = comm.all_reduce(x, op="avg")
-    # NCCL divides before it adds: what adds up to 0 need not do so then.
+    # NCCL divides before it adds, so a sum of 0 may come out as a small number.
     close = np.allclose(found, total / comm.size, atol=1e-6)
     assert close, f"all_reduce(avg) {what}"
 
 
 @on_each_rank()
 def check_empty_views(comm: Communicator) -> None:
-    """Views of empty() at any offset reduce like any array, and touch nothing beside them."""
+    """Check that views of empty() at any offset reduce correctly, and leave the rest untouched."""
     whole = comm.empty(90_001, "int32")
     for start, stop in ((0, 90_001), (1, 2), (17, 50_000), (40_000, 90_001), (5, 5)):
         count = stop - start
         inputs = [values("int32", count, rank, 111) for rank in range(comm.size)]
-        # Nobody may write to the whole while a peer still reads it.
+        # No rank may write to the whole array while a peer still reads it.
         comm.barrier()
         whole[:] = -5
         whole[start:stop] = inputs[comm.rank]
@@ -81,7 +81,7 @@ def check_empty_views(comm: Communicator) -> None:
     grid[:] = inputs[comm.rank]
     found = comm.all_reduce(grid[:, 10:20])
     assert_same(found, expected("sum", inputs)[:, 10:20], "all_reduce of columns")
-    # Each rank another view: what is symmetric is the memory, not what is passed.
+    # Each rank passes another view: the memory has to be symmetric, the arguments need not be.
     comm.barrier()
     at = 1000 * comm.rank
     whole[:] = np.arange(90_001)
@@ -92,7 +92,7 @@ def check_empty_views(comm: Communicator) -> None:
 
 @on_each_rank(at_least=2)
 def check_empty_mixed(comm: Communicator) -> None:
-    """Ranks with memory of empty() and ranks without take part in one call."""
+    """Check that ranks with memory of empty() and ranks without can share a call."""
     for count in (50, 24_000, LARGE):
         special = comm.empty(count)
         other = comm.empty(count + 5)[5:]
@@ -114,7 +114,7 @@ def check_empty_mixed(comm: Communicator) -> None:
 
 @on_each_rank()
 def check_empty_kinds(comm: Communicator) -> None:
-    """empty() gives every dtype and shape, over and over."""
+    """Check that empty() gives every dtype and shape, again and again."""
     for dtype in dtypes_of(comm.capabilities.dtypes, "iuf"):
         if dtype == "bfloat16" and not has("ml_dtypes"):
             continue
@@ -137,11 +137,11 @@ def check_empty_kinds(comm: Communicator) -> None:
 
 @on_each_rank()
 def check_empty_refused(comm: Communicator) -> None:
-    """empty() of more than there is raises AllocationError on every rank and breaks nothing."""
-    # More than memory has, and more than an address can tell.
+    """Check that an empty() too large raises AllocationError on every rank and breaks nothing."""
+    # More than memory has, and more than an address can express.
     for count in (1 << 59, (1 << 61) - 1):
         text = _refusal(comm, count)
-        assert "rank" in text, f"the error does not tell whom it is about: {text}"
+        assert "rank" in text, f"the error does not name the rank that it is about: {text}"
     x = comm.empty(5)
     x[:] = 1
     assert_same(comm.all_reduce(x), np.full(5, comm.size, np.float32), "after empty() was refused")
@@ -157,7 +157,7 @@ def _refusal(comm: Communicator, count: int) -> str:
 
 @check()
 def check_empty_outlives(factory: RankFactory, size: int) -> None:
-    """An array of empty() stays valid when its communicator is closed."""
+    """Check that an array of empty() stays valid when its communicator is closed."""
     for rank, (first, last) in enumerate(factory.run(size, _empty_outlives, fresh=True)):
         assert (first, last) == (rank, rank), f"after close() rank {rank} reads {first}, {last}"
 

@@ -1,4 +1,4 @@
-"""Checks of the calls that move: every root, every dtype, size and layout, even and uneven."""
+"""Checks of the calls that move data: every root, dtype, size and layout, even and uneven."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ _BY_LAYOUT: list[Case] = [{"layout": layout} for layout in LAYOUTS]
 
 
 def _sizes(size: int) -> list[int]:
-    """Return a length for each rank, all different, one of them none."""
+    """Return a different length for each rank; one of the lengths is 0."""
     return [3 * ((rank + 1) % size) for rank in range(size)]
 
 
 @on_each_rank(roots)
 def check_broadcast(comm: Communicator, root: int) -> None:
-    """A broadcast gives every rank the root's array, into a new one, into out, and to None."""
+    """Check that a broadcast gives all ranks the root's array: as a new one, in out, for None."""
     for dtype in dtypes_at(root, comm, dtypes_of(comm.capabilities.dtypes)):
         for shape in SHAPES:
             wanted = values(dtype, shape, root, 30)
@@ -57,7 +57,7 @@ def check_broadcast(comm: Communicator, root: int) -> None:
 
 @on_each_rank(roots)
 def check_scatter(comm: Communicator, root: int) -> None:
-    """A scatter gives rank r piece r of the root's array, cut as numpy.array_split cuts."""
+    """Check that a scatter gives rank r piece r of the root's array, cut as by array_split."""
     for dtype in dtypes_at(root, comm, dtypes_of(comm.capabilities.dtypes)):
         for shape in _ROWS:
             whole = values(dtype, shape, root, 33)
@@ -77,7 +77,7 @@ def check_scatter(comm: Communicator, root: int) -> None:
     assert_same(by_axis, whole.T[:, mine], f"scatter(root={root}) by counts along axis 1")
     wanted = np.array([5.0] if comm.rank == 0 else [])
     assert_same(zero, wanted, f"scatter(root={root}) of a 0-d array")
-    # The latter is cut evenly: then other ranks can tell from their ``out`` what the root has.
+    # The second length is cut evenly, so the other ranks know the root's length from their ``out``.
     for length in (LARGE, LARGE - LARGE % comm.size):
         large = values("float32", length, root, 35)
         part = list(regions(length, comm.size))[comm.rank]
@@ -88,7 +88,7 @@ def check_scatter(comm: Communicator, root: int) -> None:
 
 @on_each_rank(roots)
 def check_gather(comm: Communicator, root: int) -> None:
-    """A gather joins the ranks' arrays at the root in rank order; the others get None."""
+    """Check that a gather joins the arrays in rank order at the root; other ranks get None."""
     dtypes = dtypes_at(root, comm, dtypes_of(comm.capabilities.dtypes))
     _hold_joined(comm, partial(comm.gather, root=root), f"gather(root={root})", dtypes, root)
 
@@ -96,7 +96,7 @@ def check_gather(comm: Communicator, root: int) -> None:
 def _hold_joined(
     comm: Communicator, gather: Callable[..., Any], call: str, dtypes: Sequence[str], root: int
 ) -> None:
-    """Hold that ``root`` gets the ranks' arrays, joined, and ranks that are no root nothing."""
+    """Check that ``root`` gets the ranks' arrays, joined, and that other ranks get None."""
     ranks = range(comm.size)
 
     def hold(inputs: list[Array], what: str, axis: int = 0, **options: Any) -> None:
@@ -122,7 +122,7 @@ def _hold_joined(
 
 @on_each_rank()
 def check_all_gather(comm: Communicator) -> None:
-    """all_gather joins the ranks' arrays at every rank, even and uneven, along any axis."""
+    """Check that all_gather joins the arrays at every rank, even and uneven, along any axis."""
     dtypes = dtypes_of(comm.capabilities.dtypes)
     _hold_joined(comm, comm.all_gather, "all_gather", dtypes, comm.rank)
     whole = np.zeros(comm.size * 9, np.float32)
@@ -135,7 +135,7 @@ def check_all_gather(comm: Communicator) -> None:
 
 @on_each_rank()
 def check_all_to_all(comm: Communicator) -> None:
-    """all_to_all sends piece j to rank j: even, as array_split cuts, by counts, along an axis."""
+    """Check that all_to_all sends piece j to rank j: cut as by array_split, or by counts, on any axis."""
     ranks = range(comm.size)
 
     def hold(inputs: list[Array], cuts: list[list[slice]], what: str, **options: Any) -> None:
@@ -162,7 +162,7 @@ def check_all_to_all(comm: Communicator) -> None:
 
 @on_each_rank(_BY_LAYOUT)
 def check_moves_of_layouts(comm: Communicator, layout: str) -> None:
-    """Moving calls take arrays that are not contiguous, and write to such arrays."""
+    """Check that moving calls take arrays that are not contiguous, and write to such arrays."""
     shape = (2 * comm.size, 3)
     inputs = [values("float64", shape, rank, 47) for rank in range(comm.size)]
     mine = laid_out(layout, inputs[comm.rank])
@@ -195,15 +195,13 @@ def check_moves_of_layouts(comm: Communicator, layout: str) -> None:
 
 @check(roots, at_least=2)
 def check_barrier(factory: RankFactory, size: int, *, root: int) -> None:
-    """No rank leaves a barrier before the last, here the ``root``-th, has come."""
+    """Check that no rank leaves a barrier before the last, here rank ``root``, has come."""
     times = factory.run(size, _barrier, root)
     for turn in range(len(times[0])):
         latest = max(rank[turn][0] for rank in times)
         early = [r for r, rank in enumerate(times) if rank[turn][1] < latest]
         if early:
-            raise AssertionError(
-                f"barrier: ranks {early} left before rank {root}, which was late, had come"
-            )
+            raise AssertionError(f"barrier: ranks {early} left before the late rank {root} came")
 
 
 def _barrier(comm: Communicator, late: int) -> list[tuple[float, float]]:

@@ -36,7 +36,7 @@ def _hold(found: Any, rank: int, what: str) -> None:
 
 @on_each_rank(roots)
 def check_objects(comm: Communicator, root: int) -> None:
-    """Plain data and arrays go through every object call as they are."""
+    """Check that plain data and arrays go through every object call unchanged."""
     mine = _thing(comm.rank)
     found = comm.broadcast_object(mine if comm.rank == root else None, root=root)
     _hold(found, root, f"broadcast_object(root={root})")
@@ -56,7 +56,7 @@ def check_objects(comm: Communicator, root: int) -> None:
 
 @on_each_rank(at_least=2)
 def check_send_object(comm: Communicator) -> None:
-    """send_object and recv_object carry plain data, among arrays and tags."""
+    """Check that send_object and recv_object carry plain data, between arrays and by tag."""
     if comm.rank == 0:
         for dst in range(1, comm.size):
             comm.send_object(_thing(dst), dst, tag=4)
@@ -70,7 +70,7 @@ def check_send_object(comm: Communicator) -> None:
 
 @on_each_rank()
 def check_pickle_is_refused(comm: Communicator) -> None:
-    """Other objects are refused unless pickle=True is said, by whoever reads them too."""
+    """Check that both ends refuse objects that need pickles, unless they pass pickle=True."""
     thing = fractions.Fraction(comm.rank, 7)
     for call in (comm.all_gather_object, comm.gather_object):
         try:
@@ -92,5 +92,5 @@ def check_pickle_is_refused(comm: Communicator) -> None:
         except InvalidArgumentError:
             pass
         else:
-            raise AssertionError(f"recv_object read a pickle unasked: {got!r}")
+            raise AssertionError(f"recv_object read a pickle without pickle=True: {got!r}")
         assert comm.recv_object(0) == "plain", "the message after a refused pickle"

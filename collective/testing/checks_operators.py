@@ -1,4 +1,4 @@
-"""Checks of operators of the user's that fail: no rank goes on with what is no result."""
+"""Checks of user-defined operators that fail: no rank goes on with an invalid result."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .samples import LARGE, assert_same, expected, regions, values
 
 
 class _OperatorError(Exception):
-    """What the operator raises."""
+    """Error that the operator raises."""
 
 
 _FOLDING: dict[str, Callable[[Communicator, Any, ReduceOp, bool], Any]] = {
@@ -29,11 +29,11 @@ _FOLDING: dict[str, Callable[[Communicator, Any, ReduceOp, bool], Any]] = {
 
 
 class _Operator(NamedTuple):
-    """What a user's operator does on one rank, where elsewhere it adds.
+    """Fault of a user-defined operator on one rank; on the other ranks it adds.
 
     Attributes:
-        victim: the rank.
-        shortens: whether it returns no elements, else it raises.
+        victim: the rank on which the operator fails.
+        shortens: if true, the operator returns no elements there, else it raises.
         later: whether the call is made in the background.
     """
 
@@ -44,7 +44,7 @@ class _Operator(NamedTuple):
 
 @check([{"call": call} for call in _FOLDING], at_least=2, needs=folds_for_users)
 def check_failed_operator(factory: RankFactory, size: int, *, call: str) -> None:
-    """An operator that fails on one rank is an error of that same call on every rank."""
+    """Check that an operator that fails on one rank makes the same call raise on every rank."""
     operators = [
         _Operator(0, shortens=False, later=False),
         _Operator(size - 1, shortens=True, later=False),
@@ -55,11 +55,11 @@ def check_failed_operator(factory: RankFactory, size: int, *, call: str) -> None
 
 
 def _used(factory: RankFactory, size: int, call: str, operator: _Operator) -> bool:
-    """Hold it of one operator; return whether it was used where it fails."""
+    """Check one faulty operator; return whether the victim used it."""
     victim = operator.victim
     outcomes = factory.run(size, _failed_operator, call, operator, fresh=True)
     if not outcomes[victim].failed:
-        # Nothing was folded there; then the result is right.
+        # The victim folded nothing. Then the result has to be right.
         assert all(outcome.error is None for outcome in outcomes), f"{call}: {outcomes}"
         return False
     own: type[Exception] = InvalidArgumentError if operator.shortens else _OperatorError
@@ -75,7 +75,7 @@ def _used(factory: RankFactory, size: int, call: str, operator: _Operator) -> bo
 
 @dataclass
 class _Folded(Heard):
-    """What a rank heard of a fold: no error if it went well; and whether the operator failed."""
+    """Outcome of a fold on a rank: the error or None, and whether its operator failed."""
 
     error: Any
     failed: bool
@@ -92,25 +92,25 @@ def _failed_operator(comm: Communicator, call: str, operator: _Operator) -> _Fol
             return a[:0]
         raise _OperatorError("no such sum")
 
-    # In the background, and of short arrays and long ones, transports go several ways.
+    # Transports take different paths in the background, for short arrays and for long ones.
     later = operator.later
     count = LARGE if later else 7
     inputs = [values("int64", count, rank, 90) for rank in range(comm.size)]
     since = time.monotonic()
     error: Exception | None = None
     try:
-        found = _FOLDING[call](comm, inputs[comm.rank], user_op(fold), later)
-        found = found.wait() if later else found
+        result = _FOLDING[call](comm, inputs[comm.rank], user_op(fold), later)
+        result = result.wait() if later else result
     except (CollectiveError, _OperatorError) as problem:
         error = problem
     seconds = time.monotonic() - since
     if error is None and not failed:
-        _hold_fold(call, found, inputs, comm.rank)
+        _hold_fold(call, result, inputs, comm.rank)
     return _Folded(error, seconds, bool(failed))
 
 
 def _hold_fold(call: str, found: Any, inputs: list[Any], rank: int) -> None:
-    """Hold that a rank has the right result of a call of :data:`_FOLDING`."""
+    """Check that a rank has the right result of a call of :data:`_FOLDING`."""
     total = expected("sum", inputs)
     part = list(regions(total.size, len(inputs)))[rank]
     wanted = {

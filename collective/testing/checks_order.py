@@ -17,7 +17,10 @@ _DTYPES: list[Case] = [{"dtype": name} for name in ("float16", "float32", "float
 
 
 def _affine(a: Array, b: Array) -> Array:
-    """Compose x -> 16 x + d, packed as digits: associative, and every order differs."""
+    """Compose two maps x -> 16 x + d, packed as hexadecimal digits.
+
+    The composition is associative, and each order of the operands gives another result.
+    """
     digits: Array = a * 16 + b % 16
     return digits
 
@@ -32,7 +35,7 @@ def _smaller(a: Array, b: Array) -> Array:
 
 @on_each_rank(needs=folds_for_users)
 def check_user_op(comm: Communicator) -> None:
-    """A user's commutative operator folds every rank's elements."""
+    """Check that a user-defined commutative operator folds every rank's elements."""
     op = user_op(_smaller, commutative=True)
     for dtype in ("int64", "float32"):
         for count in (0, 1, 7, 1001, LARGE):
@@ -44,7 +47,7 @@ def check_user_op(comm: Communicator) -> None:
 
 @on_each_rank(at_least=2, needs=folds_for_users)
 def check_user_op_order(comm: Communicator) -> None:
-    """An operator that does not commute sees lower ranks on the left, in every reduction."""
+    """Check that a non-commutative operator gets lower ranks on the left, in every reduction."""
     op = user_op(_last)
     for count in (1, 7, 1001, LARGE):
         inputs = [values("int64", count, rank, 21) for rank in range(comm.size)]
@@ -65,7 +68,7 @@ def check_user_op_order(comm: Communicator) -> None:
 
 @on_each_rank(_DTYPES)
 def check_order_rank(comm: Communicator, dtype: str) -> None:
-    """order="rank" has the bits of a fold from rank 0 up, whatever the size."""
+    """Check that order="rank" gives the bits of a fold from rank 0 up, for any size."""
     if dtype not in dtypes_of(comm.capabilities.dtypes):
         return
     for count in (1, 5, 1001, LARGE):
@@ -86,7 +89,7 @@ def check_order_rank(comm: Communicator, dtype: str) -> None:
 
 @on_each_rank()
 def check_order_rank_bfloat16(comm: Communicator) -> None:
-    """order="rank" rounds bfloat16 to nearest even at every step."""
+    """Check that order="rank" rounds bfloat16 to nearest even at every step."""
     if "bfloat16" not in dtypes_of(comm.capabilities.dtypes):
         return
     numbers = [encoded(_rough("float32", 5001, rank), "bfloat16") for rank in range(comm.size)]
@@ -96,7 +99,7 @@ def check_order_rank_bfloat16(comm: Communicator) -> None:
 
 
 def _rough(dtype: str, count: int, rank: int) -> Array:
-    """Return numbers whose sums depend on the order: of very different magnitude."""
+    """Return numbers of very different magnitudes, whose sums depend on the order."""
     random = np.random.default_rng([rank, count])
     numbers = random.standard_normal(count) * 10.0 ** random.integers(-2, 3, count)
     return (numbers * (1 - 0.5j) if dtype.startswith("complex") else numbers).astype(dtype)

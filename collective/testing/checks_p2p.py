@@ -19,7 +19,7 @@ _needs_any_source = able("any_source", "does not support ANY_SOURCE")
 
 @on_each_rank(at_least=2)
 def check_send_recv(comm: Communicator) -> None:
-    """What is sent arrives, between every two ranks: every dtype and size, large too."""
+    """Check that messages arrive between every two ranks: every dtype and size, large too."""
     for src in range(comm.size):
         for dst in range(comm.size):
             if src == dst or comm.rank not in (src, dst):
@@ -43,7 +43,7 @@ def check_send_recv(comm: Communicator) -> None:
 
 @on_each_rank(at_least=2)
 def check_send_recv_layouts(comm: Communicator) -> None:
-    """Arrays of any strides are sent, and received into."""
+    """Check that arrays of any strides can be sent, and received into."""
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     for layout in LAYOUTS:
         x = laid_out(layout, values("float32", (5, 7), comm.rank, 62))
@@ -56,7 +56,7 @@ def check_send_recv_layouts(comm: Communicator) -> None:
 
 @on_each_rank(at_least=2)
 def check_message_order(comm: Communicator) -> None:
-    """Messages of one tag arrive in the order in which they were sent, of any sizes."""
+    """Check that messages of one tag, of any sizes, arrive in the order in which they were sent."""
     lengths = [1, 5000, 0, 3, 40_000, 2, 2, 100_000, 1] * 2
     if comm.rank == 0:
         for dst in range(1, comm.size):
@@ -70,7 +70,7 @@ def check_message_order(comm: Communicator) -> None:
 
 @on_each_rank(at_least=2)
 def check_tags(comm: Communicator) -> None:
-    """A receive takes the message of its tag, whatever came before it."""
+    """Check that a receive takes the message with its tag, whatever came before it."""
     tags = [0, 1, 7, 2**31 - 1]
     for length in (1, 50_000):
         if comm.rank == 0:
@@ -89,7 +89,7 @@ def check_tags(comm: Communicator) -> None:
 
 @on_each_rank(at_least=2)
 def check_messages_among_collectives(comm: Communicator) -> None:
-    """Messages that are under way do not get mixed up with collective calls."""
+    """Check that messages in flight do not get mixed up with collective calls."""
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     for length in (3, 70_000):
         sent = [comm.send(np.full(length, turn), right, async_op=True) for turn in range(3)]
@@ -106,7 +106,7 @@ def check_messages_among_collectives(comm: Communicator) -> None:
 
 @on_each_rank()
 def check_sendrecv(comm: Communicator) -> None:
-    """A sendrecv goes round a ring of ranks without waiting, in any sizes; with oneself too."""
+    """Check that a ring of ranks can sendrecv without deadlock, in any sizes; also with itself."""
     for step in range(comm.size):
         to, source = (comm.rank + step) % comm.size, (comm.rank - step) % comm.size
         for length in (0, 1, 1001, LARGE):
@@ -123,7 +123,7 @@ def check_sendrecv(comm: Communicator) -> None:
 
 @on_each_rank([{"how": how} for how in ("at once", "later", "behind a message")], at_least=2)
 def check_sendrecv_in_place(comm: Communicator, how: str) -> None:
-    """A sendrecv whose ``out`` is ``x``, or overlaps it, sends what ``x`` held before."""
+    """Check that sendrecv sends the old values of ``x`` if ``out`` is ``x`` or overlaps it."""
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     for turn in range(8):
         for length in (3, 5000, 100_000):
@@ -145,7 +145,7 @@ def check_sendrecv_in_place(comm: Communicator, how: str) -> None:
 
 @on_each_rank(at_least=2)
 def check_sendrecv_with_nobody(comm: Communicator) -> None:
-    """Along a line of ranks that ends in NULL rows are exchanged, and no rank waits."""
+    """Check sendrecv along a line of ranks that ends in NULL: rows arrive, and no rank waits."""
     before = comm.rank - 1 if comm.rank else NULL
     after = comm.rank + 1 if comm.rank + 1 < comm.size else NULL
     for length in (1, 1001, LARGE):
@@ -170,7 +170,7 @@ def check_sendrecv_with_nobody(comm: Communicator) -> None:
 
 @on_each_rank(transport=False)
 def check_messages_with_nobody(comm: Communicator) -> None:
-    """What is sent to NULL is gone at once; a receive from it leaves ``out`` as it is."""
+    """Check that a send to NULL returns at once, and a receive leaves ``out`` unchanged."""
     x, out, status = np.ones(3), np.arange(3.0), Status()
     of_numpy: Any = np.int64(NULL)
     assert comm.send(x, NULL) is None
@@ -182,14 +182,14 @@ def check_messages_with_nobody(comm: Communicator) -> None:
     assert comm.recv(out, NULL, async_op=True).wait() is out
     assert comm.sendrecv(x, NULL, NULL, out=out) is out
     assert comm.sendrecv(x, NULL, NULL, out=out, async_op=True).wait() is out
-    assert_same(out, np.arange(3.0), "what nobody sends")
+    assert_same(out, np.arange(3.0), "out of a receive from NULL")
     comm.send_object("x", NULL)
     assert comm.recv_object(NULL) is None
 
 
 @on_each_rank(at_least=2, needs=_needs_any_source)
 def check_any_source(comm: Communicator) -> None:
-    """ANY_SOURCE takes a message of everybody, each of them once and whole."""
+    """Check that ANY_SOURCE receives the messages of all ranks, each once and complete."""
     for length in (2, 60_000):
         if comm.rank:
             time.sleep(0.005 * (comm.size - comm.rank))
@@ -211,7 +211,7 @@ def check_any_source(comm: Communicator) -> None:
 
 @on_each_rank(at_least=2)
 def check_send_structures(comm: Communicator) -> None:
-    """A nested structure is one message."""
+    """Check that a nested structure is one message."""
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
 
     def tree(rank: int) -> dict[str, object]:
@@ -243,7 +243,7 @@ def check_send_structures(comm: Communicator) -> None:
     own_arrays=True,
 )
 def check_send_between_frameworks(comm: Communicator) -> None:
-    """A PyTorch rank sends to a NumPy rank and back."""
+    """Check that a PyTorch rank can send to a NumPy rank and back."""
     numbers = np.arange(6, dtype=np.float32).reshape(2, 3)
     if comm.rank == 1:
         torch = importlib.import_module("torch")
