@@ -174,7 +174,7 @@ _BAD_AT_ROOT: dict[str, _Call] = {
 
 @on_each_rank([{"what": what} for what in _BAD_AT_ROOT], at_least=2, transport=False)
 def check_bad_argument_at_root(comm: Communicator, what: str) -> None:
-    """Check that the root refuses an argument that only it can get wrong, before anything is sent."""
+    """Check that the root refuses what only it can get wrong, before anything is sent."""
     _expect(partial(_BAD_AT_ROOT[what], comm), InvalidArgumentError, f"{what} of the root")
     total = comm.all_reduce(np.array([1]))
     assert_same(total, np.array([comm.size]), f"the call after a refusal ({what})")

@@ -189,7 +189,7 @@ def check_repeated(comm: Communicator, count: int) -> None:
 
 @on_each_rank(at_least=2)
 def check_sender_may_overwrite(comm: Communicator) -> None:
-    """Check that a rank may change its input once its call has returned, whatever peers still do."""
+    """Check that a rank may change its input once its call has returned, whatever peers do."""
     for turn, count in enumerate((1, 100, 9000, 120_000) * 3):
         root = turn % comm.size
         mine = np.full(count, turn, np.int64)

@@ -210,7 +210,7 @@ _HOOKED: list[Case] = [
 
 @check(_HOOKED, at_least=2)
 def check_failed_hook(factory: RankFactory, size: int, *, when: str, call: str) -> None:
-    """Check that a raising hook makes all others raise PeerFailedError at once, with its traceback."""
+    """Check that a raising hook makes all others raise PeerFailedError at once, with traceback."""
     victim = size - 1
     outcomes = run_fresh(factory, size, _failed_hook, when, call, call_timeout=_UNHEARD_S)
     for rank, outcome in enumerate(outcomes):

@@ -135,7 +135,7 @@ def check_all_gather(comm: Communicator) -> None:
 
 @on_each_rank()
 def check_all_to_all(comm: Communicator) -> None:
-    """Check that all_to_all sends piece j to rank j: cut as by array_split, or by counts, on any axis."""
+    """Check that all_to_all sends piece j to rank j: cut evenly or by counts, along any axis."""
     ranks = range(comm.size)
 
     def hold(inputs: list[Array], cuts: list[list[slice]], what: str, **options: Any) -> None:

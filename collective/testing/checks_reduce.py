@@ -37,13 +37,13 @@ _LARGE: list[Case] = [
         ("sum", "int16"),
     )
 ]  # fmt: skip
-#: What dividing may cost in dtypes of few bits.
+#: Tolerance for the rounding of a division, in dtypes of few bits.
 _ROUNDING = {"float16": 4e-3, "bfloat16": 2e-2}
 _BY_LAYOUT: list[Case] = [{"layout": layout} for layout in LAYOUTS]
 
 
 def _hold(found: Any, op: Op, inputs: list[Any], dtype: str, what: str, part: Any = ...) -> None:
-    """Hold that a result is right: only a division is not exact on these values."""
+    """Check a result: bit by bit, or within a tolerance for ``avg``, whose division rounds."""
     if str(found.dtype).rpartition(".")[2] != dtype:
         raise AssertionError(f"{what}: dtype {found.dtype}; expected {dtype}")
     found = plain(found)
@@ -61,9 +61,9 @@ def hold_fold(
 
     Args:
         mine: this rank's array, which is overwritten.
-        total: the bits of the fold of all ranks.
-        first: the bits of the fold of the ranks up to this one.
-        what: the operator and the array, for errors.
+        total: bits of the fold of all ranks.
+        first: bits of the fold of the ranks up to this one.
+        what: the operator and the array, for error texts.
     """
     assert_bits(comm.all_reduce(mine, op=op), total, f"all_reduce{what}")
     found = comm.all_reduce(mine, op=op, order="rank")
@@ -86,7 +86,7 @@ def _can(comm: Communicator, op: Op) -> list[str]:
 
 @on_each_rank(_BY_OP)
 def check_all_reduce(comm: Communicator, op: Op) -> None:
-    """all_reduce folds every rank's elements: every dtype, no, one and odd many elements."""
+    """Check that all_reduce folds all ranks' elements: every dtype; 0, 1 or odd numbers of them."""
     for dtype in _can(comm, op):
         for shape in SHAPES:
             inputs = [values(dtype, shape, rank, 1, op) for rank in range(comm.size)]
@@ -96,7 +96,7 @@ def check_all_reduce(comm: Communicator, op: Op) -> None:
 
 @on_each_rank(_LARGE)
 def check_all_reduce_large(comm: Communicator, op: Op, dtype: str) -> None:
-    """all_reduce of more than a mebibyte, in place too, whose length no piece divides."""
+    """Check all_reduce of over a mebibyte, also in place, of a length that no piece divides."""
     if dtype not in _can(comm, op):
         return
     count = LARGE * 4 // np.dtype(dtype).itemsize + comm.size - 1
@@ -112,7 +112,7 @@ def check_all_reduce_large(comm: Communicator, op: Op, dtype: str) -> None:
 
 @on_each_rank(_BY_LAYOUT)
 def check_reductions_of_layouts(comm: Communicator, layout: str) -> None:
-    """Reductions of arrays that are not contiguous, to such arrays, and in place."""
+    """Check reductions of arrays that are not contiguous, to such arrays, and in place."""
     shape = (6 * comm.size, 5)
     inputs = [values("float32", shape, rank, 3) for rank in range(comm.size)]
     total = expected("sum", inputs)
@@ -140,7 +140,7 @@ def check_reductions_of_layouts(comm: Communicator, layout: str) -> None:
 
 @on_each_rank()
 def check_all_reduce_in_place(comm: Communicator) -> None:
-    """all_reduce(x, out=x) of every dtype, and of overlapping parts of one array."""
+    """Check all_reduce(x, out=x) of every dtype, and of overlapping parts of one array."""
     for dtype in _can(comm, "sum"):
         for count in (0, 1, 13, 9001):
             inputs = [values(dtype, count, rank, 5) for rank in range(comm.size)]
@@ -156,9 +156,9 @@ def check_all_reduce_in_place(comm: Communicator) -> None:
 
 @on_each_rank(roots)
 def check_reduce(comm: Communicator, root: int) -> None:
-    """A reduce gives the root the fold and the others nothing: every op and size, of some dtypes.
+    """Check that a reduce gives the root the fold and the other ranks None: every op and size.
 
-    Each dtype is reduced to some root.
+    Each dtype is reduced to some root, not to every root.
     """
     for op in OPS:
         for dtype in dtypes_at(root, comm, _can(comm, op)):
@@ -174,7 +174,7 @@ def check_reduce(comm: Communicator, root: int) -> None:
 
 @on_each_rank(roots)
 def check_reduce_large(comm: Communicator, root: int) -> None:
-    """A reduce of more than a mebibyte, also in place at the root, leaves inputs alone."""
+    """Check that a reduce of over a mebibyte, also in place at the root, keeps the inputs."""
     inputs = [values("float32", LARGE, rank, 9) for rank in range(comm.size)]
     total = expected("sum", inputs)
     mine = inputs[comm.rank].copy()
@@ -191,7 +191,7 @@ def check_reduce_large(comm: Communicator, root: int) -> None:
 
 @on_each_rank(_BY_OP)
 def check_reduce_scatter(comm: Communicator, op: Op) -> None:
-    """reduce_scatter gives each rank its piece of the fold, cut as numpy.array_split cuts."""
+    """Check that reduce_scatter gives each rank its piece of the fold, cut as by array_split."""
     for dtype in _can(comm, op):
         for shape in ((0,), (1,), (4 * comm.size,), (4 * comm.size + 1, 3), (1001,)):
             inputs = [values(dtype, shape, rank, 10, op) for rank in range(comm.size)]
@@ -203,7 +203,7 @@ def check_reduce_scatter(comm: Communicator, op: Op) -> None:
 
 @on_each_rank()
 def check_reduce_scatter_counts(comm: Communicator) -> None:
-    """reduce_scatter by counts, along another axis, and of more than a mebibyte."""
+    """Check reduce_scatter by counts, along another axis, and of more than a mebibyte."""
     counts = [(3 * rank) % 5 for rank in range(comm.size)]
     mine = pieces(counts)[comm.rank]
     inputs = [values("int32", (sum(counts), 3), rank, 11) for rank in range(comm.size)]
@@ -223,7 +223,7 @@ def check_reduce_scatter_counts(comm: Communicator) -> None:
 
 @on_each_rank()
 def check_scan(comm: Communicator) -> None:
-    """A scan gives each rank the fold of the ranks up to it: every op and dtype, and large."""
+    """Check that a scan gives each rank the fold of the ranks up to it: every op and dtype."""
     for op in OPS:
         if op == "avg":
             continue
@@ -241,7 +241,7 @@ def check_scan(comm: Communicator) -> None:
 
 @on_each_rank()
 def check_premul_sum(comm: Communicator) -> None:
-    """premul_sum multiplies before it sums, each rank by a factor of its own, in every call."""
+    """Check that premul_sum multiplies by each rank's own factor before it sums, in every call."""
     if "premul_sum" not in comm.capabilities.ops:
         return
     op, root = premul_sum(0.5 * (comm.rank + 1)), comm.size - 1

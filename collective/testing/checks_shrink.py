@@ -1,7 +1,7 @@
-"""Checks of going on after a loss: who is in the next generation, and that all say the same.
+"""Checks of shrinking after a loss: the survivors go on, and all of them agree on the members.
 
-In each of them a rank adds two to the power of its first number, so that a sum tells exactly who
-was in it.
+In each check, a rank adds two to the power of its first number, so that a sum tells exactly which
+ranks took part.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from .survivors import (
     survivors,
 )
 
-# What a rank that is stopped costs the others.
+# Seconds that the other ranks wait for a rank that is stopped: the grace in these checks.
 _SILENT_S = 1.0
 
 
@@ -58,8 +58,8 @@ def _killable(capabilities: Capabilities) -> str | None:
 
 def _losses(size: int) -> list[tuple[int, ...]]:
     """Return every non-empty proper subset of the ranks."""
-    found = (itertools.combinations(range(size), count) for count in range(1, size))
-    return [*itertools.chain.from_iterable(found)]
+    subsets = (itertools.combinations(range(size), count) for count in range(1, size))
+    return [*itertools.chain.from_iterable(subsets)]
 
 
 def _next_of(comm: Communicator, first: int) -> tuple[Communicator, Survivor]:
@@ -68,7 +68,7 @@ def _next_of(comm: Communicator, first: int) -> tuple[Communicator, Survivor]:
 
 
 def _go_on(comm: Communicator, first: int, **options: Any) -> Survivor:
-    """Return what is seen in the next generation, and leave it."""
+    """Return what the rank sees in the next generation, and leave that generation."""
     with comm.shrink(**options) as new:
         return seen_of(new, first)
 
@@ -76,12 +76,12 @@ def _go_on(comm: Communicator, first: int, **options: Any) -> Survivor:
 def _hold_survivors(
     outcomes: dict[int, Any], size: int, victims: Sequence[int], numbers: Sequence[int] = (1,)
 ) -> None:
-    """Hold that all but the victims are the next generation, in their order, and nobody else is."""
+    """Check that exactly the ranks other than ``victims`` form the next generation, in order."""
     left = [rank for rank in range(size) if rank not in victims]
     hold_generation(outcomes, left, victims, numbers)
 
 
-# -- who is lost, and how ------------------------------------------------------------------
+# -- lost ranks ----------------------------------------------------------------------------
 
 
 def _killed(size: int) -> list[Case]:
@@ -90,7 +90,7 @@ def _killed(size: int) -> list[Case]:
 
 @check(_killed, at_least=2, needs=_shrinks)
 def check_shrink(factory: RankFactory, size: int, *, victims: tuple[int, ...]) -> None:
-    """Whoever dies, the others go on with each other and with nobody else."""
+    """Check that whichever ranks die, the survivors go on with each other alone."""
     plan = [faults.kill(victim, at_call=1) for victim in victims]
     outcomes = survivors(factory, size, victims, _lose, "killed", plan=plan)
     _hold_survivors(outcomes, size, victims)
@@ -104,7 +104,7 @@ def _gone(size: int) -> list[Case]:
 def check_shrink_left(
     factory: RankFactory, size: int, *, victims: tuple[int, ...], how: str
 ) -> None:
-    """Whoever raises, or leaves too early, the others go on as after a death."""
+    """Check that if ranks raise or leave too early, the others go on as after a death."""
     outcomes = survivors(factory, size, victims, _lose, how, victims)
     _hold_survivors(outcomes, size, victims)
 
@@ -114,7 +114,8 @@ def _large(comm: Communicator) -> None:
     comm.all_reduce(x, out=x, op="max")
 
 
-# What ranks call while others are lost, by how; nothing if that is in shrink() itself.
+# The call that ranks make while others are lost, by the kind of loss. Without an entry the loss
+# is in shrink() itself.
 _MEANWHILE: dict[str, Callable[[Communicator], Any]] = {
     **dict.fromkeys(("killed", "raises", "leaves"), lambda comm: sum_of(comm, comm.rank)),
     "async": lambda comm: comm.all_reduce(np.ones(1000), async_op=True).wait(),
@@ -149,18 +150,18 @@ def _moments(size: int) -> list[Case]:
 def check_shrink_when(
     factory: RankFactory, size: int, *, victims: tuple[int, ...], when: str
 ) -> None:
-    """A rank may die in a call in the background, in shrink(), or once it is decided on."""
+    """Check that a rank may die in a background call, in shrink(), or after the decision."""
     where = {"at_call": 1} if when == "async" else {"in_shrink": when}
     plan = [faults.kill(victim, **where) for victim in victims]
     outcomes = survivors(factory, size, victims, _lose, when, plan=plan)
-    # If it has been decided on one that then died, it is decided once more.
+    # If a rank dies after a decision to keep it, the ranks decide again.
     numbers = {"async": (1,), "decision": (1, 2, 3), "connect": (2, 3)}[when]
     _hold_survivors(outcomes, size, victims, numbers)
 
 
 @check([{"victim": "first"}, {"victim": "last"}], at_least=2, needs=_killable)
 def check_shrink_in_the_middle(factory: RankFactory, size: int, *, victim: str) -> None:
-    """A rank may die in the middle of a large operation."""
+    """Check that a rank may die in the middle of a large operation."""
     lost = 0 if victim == "first" else size - 1
     plan = [faults.kill(lost, at_call=3, after=0.002)]
     outcomes = survivors(factory, size, [lost], _lose, "middle", plan=plan)
@@ -169,7 +170,7 @@ def check_shrink_in_the_middle(factory: RankFactory, size: int, *, victim: str) 
 
 @check(at_least=3, needs=_shrinks)
 def check_shrink_twice(factory: RankFactory, size: int) -> None:
-    """Two losses in a row, of rank 0 each time: the numbers are those of generation 0."""
+    """Check two losses of rank 0 in a row: ``origin`` has the numbers of generation 0."""
     outcomes = survivors(factory, size, (0, 1), _lose_twice)
     hold_generation(outcomes, range(2, size), (0,), (2,))
 
@@ -187,12 +188,12 @@ def _lose_twice(comm: Communicator, marks: str) -> Survivor | None:
     return seen
 
 
-# -- nobody is lost, or not by itself ------------------------------------------------------
+# -- no lost rank, or only a lost rank that lives ------------------------------------------
 
 
 @check(needs=_shrinks)
 def check_shrink_of_nobody(factory: RankFactory, size: int) -> None:
-    """If nobody is lost it is the same ranks in a new generation, as often as one likes."""
+    """Check that shrink() without a loss gives the same ranks in a new generation, repeatedly."""
     for turn, outcomes in enumerate(zip(*run_fresh(factory, size, _shrink_again), strict=True)):
         _hold_survivors(dict(enumerate(outcomes)), size, (), (turn + 1,))
 
@@ -201,8 +202,8 @@ def _shrink_again(comm: Communicator, marks: str) -> list[Survivor]:
     first, seen = comm.rank, []
     for turn in range(3):
         gather(comm, marks, f"turn {turn}")
-        comm, each = _next_of(comm, first)
-        seen.append(each)
+        comm, survivor = _next_of(comm, first)
+        seen.append(survivor)
     comm.close()
     return seen
 
@@ -213,7 +214,7 @@ def _each(size: int) -> list[Case]:
 
 @check(_each, at_least=2, needs=_shrinks)
 def check_shrink_exclude(factory: RankFactory, size: int, *, victim: int) -> None:
-    """A rank that one of the others excludes is told so, though it lives."""
+    """Check that a live rank that another rank excludes gets ExcludedError."""
     outcomes = dict(enumerate(run_fresh(factory, size, _exclude, victim)))
     excluded = outcomes.pop(victim)
     assert isinstance(excluded, ExcludedError), f"the excluded rank got {excluded!r}"
@@ -231,7 +232,7 @@ def _exclude(comm: Communicator, marks: str, victim: int) -> Survivor | Collecti
 
 
 def _deadlines(size: int) -> list[Case]:
-    # The grace is waited for, here and nowhere else: once with each number of ranks.
+    # These cases are the only ones that wait for the grace: once for each number of ranks.
     return [{"deadline": "long" if size == 2 else "short"}] if size <= 3 else []
 
 
@@ -239,9 +240,9 @@ def _deadlines(size: int) -> list[Case]:
 def check_shrink_without_one_that_is_late(
     factory: RankFactory, size: int, *, deadline: str
 ) -> None:
-    """A rank that is silent, or stopped, for longer than the grace is out, once and for all.
+    """Check that a rank that is silent or stopped for longer than the grace is out for good.
 
-    What it does when it comes harms nobody. The others go on, also where the deadline of a call is
+    Its late calls harm no other rank. The other ranks go on, also if the deadline of a call is
     shorter than the grace.
     """
     outcomes = dict(
@@ -261,7 +262,7 @@ def _come_late(comm: Communicator, marks: str, deadline: str) -> Any:
         if not comm.capabilities.in_process:
             os.kill(os.getpid(), signal.SIGSTOP)
         await_files(*(Path(marks, f"gone-on-{rank}") for rank in range(last)))
-        # More than once: it is the others' word, and stays it.
+        # Repeat the call: the other ranks' decision is final, so the answer must not change.
         heard = []
         for _ in range(2):
             try:
@@ -297,12 +298,12 @@ def _await_stopped(pid: int) -> None:
         time.sleep(0.002)
 
 
-# -- what the others hear, and what is left of the old one ---------------------------------
+# -- errors on the other ranks, and the old communicator -----------------------------------
 
 
 @check(at_least=2, needs=_shrinks)
 def check_shrink_breaks_a_sound_one(factory: RankFactory, size: int) -> None:
-    """Ranks that are in a call when another shrinks are told to call shrink() too."""
+    """Check that shrink() on one rank makes calls of the others raise: call shrink() too."""
     outcomes = run_fresh(factory, size, _shrink_soundly)
     for rank, (heard, _) in enumerate(outcomes[1:], start=1):
         what = f"rank {rank}, waiting in a call"
@@ -320,7 +321,7 @@ def _shrink_soundly(comm: Communicator, marks: str) -> Any:
 
 @check(at_least=3, needs=_shrinks)
 def check_shrink_below_the_floor(factory: RankFactory, size: int) -> None:
-    """With fewer ranks than min_ranks nobody goes on: PeerLostError on all."""
+    """Check that with fewer ranks than min_ranks, all ranks raise PeerLostError."""
     outcomes = survivors(factory, size, (1,), _shrink_below)
     assert sorted(outcomes) == [rank for rank in range(size) if rank != 1]
     for rank, error in outcomes.items():
@@ -343,7 +344,7 @@ def _shrink_below(comm: Communicator, marks: str) -> CollectiveError | None:
 
 @check(at_least=2, needs=_shrinks)
 def check_shrink_closes_groups(factory: RankFactory, size: int) -> None:
-    """The old communicator is closed with its groups; new ones are made of the new."""
+    """Check that shrink() closes the old communicator and its groups; the new can make groups."""
     for rank, (closed, total) in enumerate(run_fresh(factory, size, _shrink_with_groups)):
         assert closed == [CommunicatorClosedError] * 3, f"rank {rank}: old ones raise {closed}"
         assert total == 2.0**size - 1, f"rank {rank}: the new group adds up to {total}"
@@ -367,7 +368,7 @@ def _shrink_with_groups(comm: Communicator, marks: str) -> tuple[list[type], flo
 
 @check(at_least=3, needs=_shrinks)
 def check_shrink_a_group(factory: RankFactory, size: int) -> None:
-    """A group can be shrunk by itself; what it was made of goes on, if it can be broken alone."""
+    """Check that a group can be shrunk alone; its parent goes on if groups can break alone."""
     outcomes = run_fresh(factory, size, _shrink_group)
     for rank, (seen, total) in enumerate(outcomes):
         assert total in (None, 2.0**size - 1), f"rank {rank}: all ranks add up to {total}"
@@ -386,7 +387,7 @@ def _shrink_group(comm: Communicator, marks: str) -> tuple[Survivor | None, floa
         seen = _go_on(group, comm.rank)
     try:
         return seen, sum_of(comm, comm.rank)
-    except CommunicatorAbortedError:  # its messages are the group's
+    except CommunicatorAbortedError:  # the transport cannot break the group alone
         return seen, None
 
 
@@ -396,7 +397,7 @@ def _stays(capabilities: Capabilities) -> str | None:
 
 @on_each_rank([{"call": call} for call in ("shrink", "agree")], needs=_stays)
 def check_shrink_unsupported(comm: Communicator, call: str) -> None:
-    """Where that cannot be it is refused, with a remedy, and nothing is broken by it."""
+    """Check that a transport without shrinking refuses, names a remedy, and stays usable."""
     hold_refused(comm, call)
 
 
@@ -405,16 +406,16 @@ def check_shrink_unsupported(comm: Communicator, call: str) -> None:
 
 @on_each_rank(fresh=True, needs=_shrinks)
 def check_agree(comm: Communicator) -> None:
-    """agree() is true if all say so, the same on all, and as often as one asks."""
-    asked = [True, *(comm.rank != other for other in range(comm.size)), True]
-    answers = [comm.agree(flag) for flag in asked]
+    """Check that agree() is true if all ranks pass true, equal on all ranks, and repeatable."""
+    flags = [True, *(comm.rank != other for other in range(comm.size)), True]
+    answers = [comm.agree(flag) for flag in flags]
     expected = [True] + [False] * comm.size + [True]
     assert answers == expected, f"rank {comm.rank}: {answers} instead of {expected}"
 
 
 @check(_each, at_least=2, needs=_shrinks)
 def check_agree_after_a_loss(factory: RankFactory, size: int, *, victim: int) -> None:
-    """agree() works on a broken communicator, and does not wait for the lost."""
+    """Check that agree() works on a broken communicator, and does not wait for a lost rank."""
     outcomes = survivors(factory, size, (victim,), _agree_after_a_loss, victim)
     assert set(outcomes.values()) == {(True, size == 2)}, f"the survivors agree on {outcomes}"
 

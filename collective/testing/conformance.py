@@ -1,4 +1,4 @@
-"""The suite: all checks, what a run of them gave, and the same as pytest's tests."""
+"""The conformance suite: all checks, a run with its results, and the checks as pytest tests."""
 
 from __future__ import annotations
 
@@ -30,27 +30,27 @@ _THEMES = (
 
 
 def all_checks() -> dict[str, Check]:
-    """Return every check by name: theme after theme, whichever was imported first."""
+    """Return every check by name, theme after theme, in an order that imports do not change."""
     order = {f"collective.testing.checks_{theme}": nth for nth, theme in enumerate(_THEMES)}
     for module in order:
         importlib.import_module(module)
-    last = len(order)  # for checks of a user's own
-    found = registered().items()
-    return dict(sorted(found, key=lambda each: order.get(each[1].__module__, last)))
+    last = len(order)  # for checks that a user has added
+    known = registered().items()
+    return dict(sorted(known, key=lambda item: order.get(item[1].__module__, last)))
 
 
 @dataclass(frozen=True)
 class Result:
-    """What one check gave with one number of ranks.
+    """Result of one check with one number of ranks.
 
     Attributes:
-        check: its name.
-        size: how many ranks.
+        check: name of the check.
+        size: number of ranks.
         outcome: ``"passed"``, ``"failed"``, ``"skipped"`` or ``"expected"`` (a failure that
             was declared).
-        cases: how many cases ran.
-        text: why it was skipped, or what is wrong, a case a paragraph.
-        seconds: how long it took.
+        cases: number of cases that ran.
+        text: why the check was skipped, or its failures, one paragraph a case.
+        seconds: duration of the check.
     """
 
     check: str
@@ -77,16 +77,16 @@ def run_checks(
     Args:
         backend: a registered name, ``module:Class``, or a ``Backend`` class.
         sizes: numbers of ranks; 1 alone tests no communication.
-        kind: of which kind the arrays of calls are; see :class:`RankFactory`.
+        kind: kind of the arrays that calls get; see :class:`RankFactory`.
         checks: names of checks; all by default.
         expected_failures: name of a check (or of one case, ``check_broadcast[root=1]``) ->
-            why it fails. One that passes is reported as failed: its declaration is stale.
+            why it fails. If it passes, it is reported as failed: the declaration is stale.
         timeout: seconds after which a case counts as hung.
-        mpiexec: with what ranks of MPI are started; see :class:`RankPool`.
-        report: called with each result as it comes.
+        mpiexec: how to start ranks of MPI; see :class:`RankPool`.
+        report: function that is called with each result as soon as it is known.
 
     Raises:
-        ValueError: no check has a name that is given.
+        ValueError: no check has a name in ``checks`` or ``expected_failures``.
         InvalidArgumentError: no kind has that name.
     """
     expected = dict(expected_failures or {})
@@ -131,7 +131,7 @@ def _run(found: Check, factory: RankFactory, size: int, expected: Mapping[str, s
 
 
 def problem_of(found: Check, factory: RankFactory, size: int, case: Case) -> str | None:
-    """Run one case and return what is wrong, or None."""
+    """Run one case and return the failure as text, or None."""
     try:
         found(factory, size, **case)
     except AssertionError as error:
@@ -145,18 +145,18 @@ def reason_for(found: Check, case: Case, expected: Mapping[str, str]) -> str | N
 
 
 def stale(found: Check, case: Case, reason: str) -> str:
-    """Return the text about an expected failure that did not come."""
+    """Return the text about a case that passes although its failure was declared."""
     return (
         f"{found.title(case)}: passes, and is declared to fail ({reason}). Remove it from "
         "expected_failures."
     )
 
 
-# -- as tests of pytest --------------------------------------------------------------------------
+# -- the suite as tests of pytest ----------------------------------------------------------------
 
 
 class BoundCheck:
-    """One case of a check on one transport with one number of ranks; call it."""
+    """Callable test: one case of a check on one transport with one number of ranks."""
 
     def __init__(
         self,
@@ -179,7 +179,7 @@ class BoundCheck:
         return f"{self._factory.name}-{self.size}-{self.check.title(self.case)}"
 
     def __call__(self) -> None:
-        """Run it.
+        """Run the case.
 
         Raises:
             AssertionError: the property does not hold, or an expected failure is stale.
@@ -222,35 +222,35 @@ def parametrize_with_checks(
         def test_conformance(check):
             check()
 
-    The ranks are kept from one test to the next; those of a size end when the tests of
-    the next begin.
+    The ranks live on from one test to the next. The ranks of a size end when the tests of the
+    next size begin.
 
     Args:
         backend: a registered name, ``module:Class``, or a ``Backend`` class.
         sizes: numbers of ranks; 1 alone tests no communication.
-        kind: of which kind the arrays of calls are: ``"torch"``, ``"chainer"``, ``"dlpack"``,
+        kind: kind of the arrays that calls get: ``"torch"``, ``"chainer"``, ``"dlpack"``,
             ``"cupy"``, ``"cuda"``, or a :class:`Kind`; see :class:`RankFactory`.
         checks: names of checks; all by default.
         expected_failures: name of a check (or of one case, ``check_broadcast[root=1]``) ->
-            why it fails. One that passes fails the test: its declaration is stale.
+            why it fails. If it passes, the test fails: the declaration is stale.
         timeout: seconds after which a case counts as hung.
-        mpiexec: with what ranks of MPI are started; see :class:`RankPool`.
+        mpiexec: how to start ranks of MPI; see :class:`RankPool`.
 
     Raises:
-        ValueError: no check has a name that is given.
+        ValueError: no check has a name in ``checks`` or ``expected_failures``.
         InvalidArgumentError: no kind has that name.
-        BackendNotFoundError, BackendUnavailableError: no such transport, or it or the kind's
-            framework is not here.
+        BackendNotFoundError: there is no such transport.
+        BackendUnavailableError: the transport, or the framework of the kind, cannot be used here.
     """
     import pytest
 
     expected = dict(expected_failures or {})
     factory = RankFactory(backend, kind=kind, timeout=timeout, mpiexec=mpiexec)
-    # If the last test does not run, nobody else would end the ranks.
+    # The last test ends the ranks. If it does not run, they are ended at exit.
     atexit.register(factory.close)
-    # They are not a forked child's to end.
+    # A forked child must not end the ranks of its parent.
     os.register_at_fork(after_in_child=partial(atexit.unregister, factory.close))
-    # Size after size, so that ranks can be kept.
+    # All tests of one size come before those of the next size, so that tests can share ranks.
     bound = [
         BoundCheck(found, factory, size, case, expected)
         for size, found in itertools.product(sizes, chosen_checks(checks, expected))
@@ -258,4 +258,4 @@ def parametrize_with_checks(
         for case in found.cases(size)
     ]
     bound[-1].last = True
-    return pytest.mark.parametrize("check", bound, ids=[each.id for each in bound])
+    return pytest.mark.parametrize("check", bound, ids=[test.id for test in bound])

@@ -1,4 +1,4 @@
-"""Things that go wrong on purpose, over any transport.
+"""Faults that are injected into the ranks of any transport.
 
 ::
 
@@ -7,9 +7,9 @@
     run_ranks(4, train, backend="shm", faults=[faults.kill(1, at_call=3)])
 
 A *call* is an operation of the transport: each collective, send, recv or ``empty`` of a
-communicator, counted from 1 on each rank; a structure makes one for every dtype in it. The
-comparison that goes before a call on transports that need one is not counted, and groups
-made of the communicator go without faults.
+communicator, counted from 1 on each rank. A call with a structure counts once for every dtype in
+the structure. On transports that need a comparison before a call, the comparison does not count.
+Groups made of the communicator have no faults.
 """
 
 from __future__ import annotations
@@ -44,23 +44,24 @@ T = TypeVar("T")
 
 
 class RankKilled(BaseException):
-    """Ends a rank that is a thread, where a process would have been killed.
+    """Exception that ends a rank which is a thread, as SIGKILL ends a process.
 
-    No ``Exception``: code that handles errors must not survive it.
+    It is not an ``Exception``, so code that handles errors does not catch it.
     """
 
 
 @dataclass(frozen=True)
 class Fault:
-    """Something that goes wrong on one rank at one call.
+    """Fault of one rank at one call.
 
     Attributes:
         kind: ``"kill"``, ``"delay"`` or ``"fail"``.
-        rank: on which rank.
-        at_call: before its how-manieth call, from 1; None for every call (of a delay).
-        seconds: how long a delay is; how long after the beginning of the call a kill comes.
-        error: what a failing rank raises.
-        in_shrink: where in ``shrink()`` a kill comes, instead of at a call.
+        rank: the rank that has the fault.
+        at_call: ordinal of the call, from 1, before which the fault comes; None for every call
+            (of a delay).
+        seconds: duration of a delay; for a kill, time from the beginning of the call to the kill.
+        error: exception that a failing rank raises.
+        in_shrink: point in ``shrink()`` at which a kill comes, instead of at a call.
     """
 
     kind: str
@@ -74,18 +75,19 @@ class Fault:
 def kill(
     rank: int, *, at_call: int | None = None, after: float = 0.0, in_shrink: str = ""
 ) -> Fault:
-    """Kill ``rank`` at its ``at_call``-th call: SIGKILL for a process, which cannot object.
+    """Kill ``rank`` at its ``at_call``-th call: by SIGKILL if the rank is a process.
 
-    A rank that is a thread cannot be killed; it leaves its communicator without a word and
-    raises :class:`RankKilled`.
+    A rank that is a thread cannot be killed. It closes its communicator without a notice to its
+    peers and raises :class:`RankKilled`.
 
     Args:
-        rank: who.
-        at_call: at which call, counted from 1.
-        after: seconds after the beginning of the call, to hit the middle of it; 0 is before
-            it. Processes only.
-        in_shrink: in ``shrink()`` instead: ``"decision"``, when the rank has said that it is there
-            and before it is decided who goes on, or ``"connect"``, when it is decided.
+        rank: the rank to kill.
+        at_call: ordinal of the call, from 1.
+        after: seconds after the beginning of the call, to hit the middle of the call; 0 kills
+            before the call. Processes only.
+        in_shrink: point in ``shrink()`` to kill at, instead of a call: ``"decision"`` is after the
+            rank has reported that it is there and before the ranks decide who goes on;
+            ``"connect"`` is after the decision.
     """
     return Fault("kill", rank, at_call, after, in_shrink=in_shrink)
 
@@ -100,7 +102,7 @@ def fail(rank: int, error: BaseException, *, at_call: int) -> Fault:
     return Fault("fail", rank, at_call, error=error)
 
 
-# What is the other transport's, whatever goes wrong.
+# Attributes and methods that are those of the wrapped transport, with or without faults.
 _THE_OTHERS = (
     "name", "capabilities", "rank", "size", "meeting", "why_not_shrink", "enqueues", "agree",
     "refuse_broken", "descriptors", "group", "supports", "side_stream", "synchronize_event",
@@ -109,11 +111,11 @@ _THE_OTHERS = (
 
 
 class FaultyBackend(Backend):
-    """Another transport, with faults.
+    """Wrapper of another transport that injects faults.
 
     Args:
-        inner: the transport, connected.
-        plan: the faults of all ranks; this one takes its own.
+        inner: the transport to wrap, connected.
+        plan: faults of all ranks; the wrapper uses those of its own rank.
     """
 
     def __init__(self, inner: Backend, plan: Sequence[Fault]) -> None:
@@ -127,11 +129,11 @@ class FaultyBackend(Backend):
 
     @classmethod
     def connect(cls, world: World, deadline: Deadline) -> Self:
-        """Refuse: this wraps a transport that is connected."""
+        """Refuse: a FaultyBackend wraps a transport that is already connected."""
         raise TypeError("a FaultyBackend is made of a connected transport and a plan")
 
     def _called(self) -> None:
-        """Count a call and let happen what is planned for it."""
+        """Count a call, and inject the faults that are planned for it."""
         with self._counting:
             self._calls += 1
             number = self._calls
@@ -195,7 +197,7 @@ class FaultyBackend(Backend):
         return self._inner.reconnect(world, deadline)
 
     def abort(self, failure: Failure) -> None:
-        if not self._killed:  # the dead tell nothing
+        if not self._killed:  # a killed process could not tell its peers either
             self._inner.abort(failure)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The frameworks whose arrays are passed in: how one is made, and how it is read."""
+"""The frameworks whose arrays the checks pass: how to make an array, and how to read it."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ Array = np.ndarray[Any, Any]
 
 
 class ArrayFramework:
-    """NumPy, and what others have in common with it.
+    """NumPy, and the base of the other frameworks.
 
     Attributes:
-        name: as in options and reports.
-        like: its name for ``like=``.
-        on_gpu: whether its arrays are in the memory of a GPU.
-        backwards: whether its arrays may have negative strides.
-        takes_ml_dtypes: whether its arrays may be of dtypes of ml_dtypes.
+        name: name in options and reports.
+        like: name of the framework for ``like=``.
+        on_gpu: whether the arrays are in the memory of a GPU.
+        backwards: whether the arrays may have negative strides.
+        takes_ml_dtypes: whether the arrays may have dtypes of ml_dtypes.
     """
 
     name: ClassVar[str] = "numpy"
@@ -37,15 +37,15 @@ class ArrayFramework:
     takes_ml_dtypes: ClassVar[bool] = True
 
     def unavailable(self) -> str:
-        """Return why it cannot be used here, or nothing. May import it."""
+        """Return why the framework cannot be used here, or "". May import the framework."""
         return ""
 
     def settle(self, local_rank: int) -> None:
-        """Import what it needs, and choose the GPU of this rank where arrays are on one."""
+        """Import what the framework needs, and choose this rank's GPU if its arrays are on one."""
         self.unavailable()
 
     def dtypes(self) -> frozenset[str]:
-        """Return the dtypes that its arrays can have."""
+        """Return the dtypes that the framework's arrays can have."""
         foreign = frozenset(FOREIGN)
         if self.takes_ml_dtypes and importlib.util.find_spec("ml_dtypes") is not None:
             kinds = importlib.import_module("ml_dtypes")
@@ -53,44 +53,44 @@ class ArrayFramework:
         return frozenset(BY_NAME) - foreign
 
     def make(self, whole: Array, dtype: str, part: tuple[slice, ...]) -> Any:
-        """Return the ``part`` of an array with the contents of ``whole``, with memory of its own.
+        """Return the ``part`` of a new array with the contents of ``whole``.
 
         Args:
-            whole: contiguous, in the storage of ``dtype``.
-            part: a slice an axis.
+            whole: contiguous array, in the storage of ``dtype``.
+            part: a slice for each axis.
         """
         array = self.wrap(whole.copy(), dtype)
-        # An empty index would make a scalar of an array without dimensions.
+        # Indexing an array without dimensions by an empty tuple would return a scalar.
         return array[part] if part else array
 
     def wrap(self, array: Array, dtype: str) -> Any:
-        """Return an array of ``dtype`` for ``array``, which is in the storage of ``dtype``.
+        """Return the framework's array of ``dtype`` for ``array``, in the storage of ``dtype``.
 
-        On the CPU it lies in the memory of ``array``.
+        On the CPU the result shares the memory of ``array``.
         """
         if dtype not in FOREIGN:
             return array
         return array.view(np.dtype(getattr(importlib.import_module("ml_dtypes"), dtype)))
 
     def read(self, x: Any) -> Array:
-        """Return a copy of an array, in the storage of its dtype."""
+        """Return a copy of an array, as NumPy's array in the storage of its dtype."""
         return np.array(self.stored(x))
 
     def stored(self, x: Any) -> Array:
-        """Return an array in the storage of its dtype; on the CPU, in its own memory."""
+        """Return an array as NumPy's, in the storage of its dtype; on the CPU, without a copy."""
         array, name = np.asarray(x), self.dtype_of(x)
         return array.view(FOREIGN[name]) if name in FOREIGN else array
 
     def dtype_of(self, x: Any) -> str:
-        """Return the dtype's name."""
+        """Return the name of the array's dtype."""
         return str(x.dtype).rpartition(".")[2]
 
     def owns(self, x: Any) -> bool:
-        """Tell whether ``x`` is an array of it, where it belongs."""
+        """Tell whether ``x`` is an array of the framework, in the right memory (CPU or GPU)."""
         return isinstance(x, (np.ndarray, np.generic))
 
     def fill(self, x: Any, source: Any) -> None:
-        """Overwrite an array with another of it."""
+        """Overwrite an array with another array of the framework."""
         x[...] = source
 
 
@@ -105,7 +105,7 @@ class TorchFramework(ArrayFramework):
         return _missing("torch")
 
     def settle(self, local_rank: int) -> None:
-        # As many threads as there are ranks would only get in each other's way.
+        # The ranks share the CPU: more threads than one each would compete for its cores.
         importlib.import_module("torch").set_num_threads(1)
 
     def dtypes(self) -> frozenset[str]:
@@ -134,7 +134,7 @@ class TorchFramework(ArrayFramework):
 
 
 class TorchCudaFramework(TorchFramework):
-    """PyTorch's tensors on the GPU that is current."""
+    """PyTorch's tensors on the current GPU."""
 
     name = "torch.cuda"
     on_gpu = True
@@ -159,7 +159,7 @@ class CupyFramework(ArrayFramework):
     name = "cupy"
     like = "cupy"
     on_gpu = True
-    takes_ml_dtypes = False  # which have no kernels that would fill them
+    takes_ml_dtypes = False  # CuPy has no kernels that fill arrays of these dtypes
 
     def unavailable(self) -> str:
         missing = _missing("cupy")
@@ -224,11 +224,11 @@ class CudaFramework(ArrayFramework):
         from collective import cuda
         from collective.memory.device_adapter import CudaArrayAdapter
 
-        made = CudaArrayAdapter().empty(
+        array_on_gpu = CudaArrayAdapter().empty(
             array.shape, BY_NAME[dtype], cuda.device(getattr(self._chosen, "ordinal", 0))
         )
-        made.fill_from_host(array)
-        return made
+        array_on_gpu.fill_from_host(array)
+        return array_on_gpu
 
 
 class ChainerFramework(ArrayFramework):
@@ -249,13 +249,13 @@ class ChainerFramework(ArrayFramework):
         return ""
 
     def _chainer(self) -> Any:
-        # It makes `import chainer` work beside today's NumPy.
+        # The adapter makes `import chainer` work beside a current NumPy.
         importlib.import_module("collective.adapters.chainer")
         return importlib.import_module("chainer")
 
     def make(self, whole: Array, dtype: str, part: tuple[slice, ...]) -> Any:
         copy = whole.copy()
-        # Chainer would copy a variable's part.
+        # Slicing a variable would copy, so slice the NumPy array.
         return self.wrap(copy[part] if part else copy, dtype)
 
     def wrap(self, array: Array, dtype: str) -> Any:
@@ -272,8 +272,8 @@ class ChainerFramework(ArrayFramework):
 
 
 _FRAMEWORKS: dict[str, type[ArrayFramework]] = {
-    each.name: each
-    for each in (
+    kind.name: kind
+    for kind in (
         ArrayFramework, TorchFramework, ChainerFramework, CupyFramework, TorchCudaFramework,
         CudaFramework,
     )
@@ -286,37 +286,42 @@ def framework(name: str) -> ArrayFramework:
     """Return the framework called ``name``.
 
     Raises:
-        InvalidArgumentError: there is none; lists the known ones.
+        InvalidArgumentError: there is no such framework; the text lists the known names.
     """
     if name not in _FRAMEWORKS:
-        raise InvalidArgumentError(f"framework: {name!r}; one of {', '.join(NAMES)}.")
+        raise InvalidArgumentError(
+            f"framework: unknown name {name!r}; the names are {', '.join(NAMES)}."
+        )
     return _FRAMEWORKS[name]()
 
 
 def encoded(numbers: Array, dtype: str) -> Array:
-    """Round numbers to ``dtype``, to nearest and ties to even; return them in its storage.
+    """Return numbers rounded to ``dtype``, to nearest and ties to even, in its storage.
 
     Raises:
-        ValueError: ``dtype`` is of eight bits, and NumPy cannot round to it.
+        ValueError: ``dtype`` has eight bits, and NumPy cannot round to it.
     """
     numbers = np.asarray(numbers)
     if dtype not in FOREIGN:
         return numbers.astype(BY_NAME[dtype].storage)
     if dtype != "bfloat16":
-        raise ValueError(f"no way to write {dtype}")
+        raise ValueError(f"cannot round to {dtype}")
     bits = numbers.astype(np.float32).view(np.uint32)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 
 
 def widened(stored: Array, dtype: str) -> Array:
-    """Return stored numbers, exactly, in a dtype that NumPy computes with: bfloat16 as float32."""
+    """Return the exact values of ``stored`` in a dtype that NumPy computes with.
+
+    Numbers of bfloat16 become float32; all others are returned as they are.
+    """
     if dtype != "bfloat16":
         return stored
     return (stored.astype(np.uint32) << 16).view(np.float32)
 
 
 def unavailable(names: Sequence[str]) -> dict[str, str]:
-    """Return, for each of some frameworks, why it cannot be used here; nothing if it can."""
+    """Return, for each name, why the framework cannot be used here; "" if it can."""
     return {name: framework(name).unavailable() for name in names}
 
 

@@ -1,8 +1,9 @@
-"""Kinds of arrays: the suite, whose own arrays are NumPy's, on those of another framework.
+"""Kinds of arrays: they let the suite, whose checks use NumPy, test arrays of other frameworks.
 
-A check knows NumPy. Its ranks get a communicator that makes each array of a call one of the kind,
-over the same memory where that can be; makes the call; holds that what is returned is of the kind;
-and gives it back as NumPy. So each check holds for any kind, and for one of a user's own::
+A check knows only NumPy. Its ranks get a communicator that makes an array of the kind for each
+array of a call, over the same memory if possible. It makes the call, checks that the result is of
+the kind, and returns the result as NumPy's. So each check works for any kind, also for a kind that
+a user defines::
 
     mine = Kind("mine", of=mylib.asarray, read=mylib.to_numpy, type=mylib.Array, like="mylib")
     run_checks("shm", kind=mine)
@@ -35,7 +36,7 @@ __all__ = ["NAMES", "Kind", "Loan", "OfKind", "kind_of", "require"]
 
 Array = np.ndarray[Any, Any]
 
-#: The kinds that have a name.
+#: The names of the built-in kinds.
 NAMES = ("numpy", "torch", "chainer", "dlpack", "cupy", "cuda")
 _CALLS = """
     send recv sendrecv broadcast reduce all_reduce scatter gather all_gather reduce_scatter
@@ -47,15 +48,16 @@ _SIGNATURES = {name: inspect.signature(getattr(Communicator, name)) for name in 
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of array, whose ranks may be processes: all of it has to be picklable.
+    """Kind of array. All of it must be picklable, because ranks may be processes.
 
     Attributes:
-        name: for people.
-        of: makes one of NumPy's, with its dtype and shape; over its memory or of a copy. Raises
-            ``TypeError`` of what the kind cannot hold, which is then given as it is.
-        read: returns NumPy of one, over its memory or a copy.
-        type: of what calls return.
-        like: what calls that have no array are told by ``like=``.
+        name: name for reports.
+        of: function that makes an array of the kind from NumPy's, with its dtype and shape, over
+            its memory or a copy. Raises ``TypeError`` for an array that the kind cannot hold; the
+            call then gets NumPy's array.
+        read: function that returns NumPy's array for one of the kind, over its memory or a copy.
+        type: class of the arrays that calls return.
+        like: value of ``like=`` for calls without an array.
     """
 
     name: str
@@ -65,24 +67,24 @@ class Kind:
     like: Any
 
     def communicator(self, comm: Communicator) -> Any:
-        """Return ``comm`` as the checks know it."""
+        """Return a communicator with NumPy's arrays outside that passes the kind's to ``comm``."""
         return OfKind(comm, self)
 
     def loan(self, comm: Communicator, hosts: Sequence[Array]) -> Loan:
-        """Return what stands for the arrays of one call."""
+        """Return the kind's arrays that replace ``hosts`` in one call."""
         return Loan(self, hosts)
 
     def empty(self, comm: Communicator, shape: Any, dtype: Any) -> Array:
-        """Return memory of ``comm.empty()``."""
+        """Return memory of ``comm.empty()`` as NumPy's array."""
         return self.read(comm.empty(shape, dtype, like=self.like))
 
 
 class Loan:
-    """What stands for the arrays of one call while it is made.
+    """The kind's arrays that replace NumPy's during one call.
 
     Attributes:
-        made: one for each of ``hosts``.
-        like: what ``like=`` of the call is to be.
+        made: the kind's arrays, in the order of ``hosts``.
+        like: value of ``like=`` for the call.
     """
 
     def __init__(self, kind: Kind, hosts: Sequence[Array]) -> None:
@@ -91,15 +93,15 @@ class Loan:
         self.made = [_or_itself(kind, host) for host in hosts]
 
     def end(self, call: str) -> None:
-        """Wait until the call is over, where that returns before."""
+        """Wait until the call is complete, for kinds whose calls return earlier."""
 
     def take_back(self, hosts: Sequence[Array], written: Sequence[bool]) -> None:
-        """Copy what was written to where it is expected."""
+        """Copy the arrays that the call has written back to their ``hosts``."""
         for host, made, changed in zip(hosts, self.made, written):
             if changed and made is not host:
-                there = self._kind.read(made)
-                if not np.may_share_memory(there, host):
-                    host[...] = there
+                result = self._kind.read(made)
+                if not np.may_share_memory(result, host):
+                    host[...] = result
 
 
 def _or_itself(kind: Kind, host: Array) -> Any:
@@ -110,7 +112,7 @@ def _or_itself(kind: Kind, host: Array) -> Any:
 
 
 class OfKind:
-    """A communicator that takes and returns NumPy's arrays, and whose calls get a kind's."""
+    """Communicator with NumPy's arrays for its caller, and a kind's arrays in its calls."""
 
     def __init__(self, comm: Communicator, kind: Kind) -> None:
         self._comm = comm
@@ -118,18 +120,18 @@ class OfKind:
         self._flying: list[_KindWork] = []
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self._comm, name)
+        attribute = getattr(self._comm, name)
         if name in _CALLS:
             return functools.partial(self._call, name)
         if name in _GROUPS:
-            return lambda *args, **options: self._child(found(*args, **options))
-        return found
+            return lambda *args, **options: self._child(attribute(*args, **options))
+        return attribute
 
     def _child(self, comm: Communicator | None) -> Any:
         return None if comm is None else self._kind.communicator(comm)
 
     def empty(self, shape: Any, dtype: Any = "float32") -> Array:
-        """Return NumPy's over the memory of the communicator's ``empty``."""
+        """Return NumPy's array over the memory of the communicator's ``empty``."""
         return self._kind.empty(self._comm, shape, dtype)
 
     def _call(self, name: str, *args: Any, **options: Any) -> Any:
@@ -148,7 +150,7 @@ class OfKind:
         return call.finish(result)
 
     def settle(self, hosts: Sequence[Array]) -> None:
-        """Wait for the calls in flight that write to these arrays, if the kind's are copies."""
+        """Wait for calls in flight that write to ``hosts``, if the kind's arrays are copies."""
         self._flying = [work for work in self._flying if work.call is not None]
         for work in self._flying:
             if work.writes_to(hosts):
@@ -167,15 +169,15 @@ class OfKind:
 
 
 class _Call:
-    """The arrays of one call, NumPy's and the kind's."""
+    """The arrays of one call: NumPy's and the kind's."""
 
     def __init__(self, comm: OfKind, name: str, given: dict[str, Any]) -> None:
         self._kind = comm._kind
         self._name = name
         self._given = {key: given[key] for key in ("x", "out") if given.get(key) is not None}
         leaves = {key: nested.flatten(value) for key, value in self._given.items()}
-        arrays = {id(leaf): leaf for each in leaves.values() for leaf in each if _is_array(leaf)}
-        # By identity: an output that is the input is one array for the call, too.
+        arrays = {id(leaf): leaf for tree in leaves.values() for leaf in tree if _is_array(leaf)}
+        # By identity: if the output is the input, the call must get the same array twice.
         self._hosts = list(arrays.values())
         self._outs = {id(leaf) for leaf in leaves.get("out", ())}
         comm.settle(self._hosts)
@@ -185,14 +187,14 @@ class _Call:
             replaced = [made.get(id(leaf), leaf) for leaf in leaves[key]]
             given[key] = nested.rebuild(value, iter(replaced))
         self._moved = {key: given[key] for key in self._given}
-        self._back = {id(each): host for host, each in zip(self._hosts, self.loan.made)}
+        self._back = {id(array): host for host, array in zip(self._hosts, self.loan.made)}
 
     def writes_to(self, hosts: Sequence[Array]) -> bool:
         outs = [host for host in self._hosts if id(host) in self._outs]
         return any(np.may_share_memory(out, host) for out in outs for host in hosts)
 
     def finish(self, result: Any) -> Any:
-        """Take back what was written, and return the result as NumPy's."""
+        """Copy back what the call has written, and return the result as NumPy's."""
         self.loan.take_back(self._hosts, [id(host) in self._outs for host in self._hosts])
         if result is None:
             return None
@@ -207,12 +209,12 @@ class _Call:
             return None
         host = self._back.get(id(leaf))
         of_kind = isinstance(leaf, self._kind.type)
-        # An input that is no output comes back only where results are of its type.
+        # An input that is not an output can be the result only where results have its type.
         if host is not None and (of_kind or host is leaf or id(host) in self._outs):
             return host
         if of_kind:
             return self._kind.read(leaf)
-        # What is sent as an object arrives as NumPy's; what the kind cannot hold was so before.
+        # Two results are NumPy's: an array in a received object, and one that the kind cannot hold.
         plain = any(made is host for made, host in zip(self.loan.made, self._hosts))
         if not plain and not (nested.is_tree(result) and self._name == "recv"):
             raise AssertionError(
@@ -222,7 +224,7 @@ class _Call:
 
 
 class _KindWork:
-    """A call on its way, whose arrays are taken back by whoever first learns that it is over."""
+    """Call in flight. The first method that finds it complete copies its arrays back."""
 
     def __init__(self, work: Any, call: _Call) -> None:
         self._work = work
@@ -254,26 +256,28 @@ def _is_array(leaf: Any) -> bool:
     return isinstance(leaf, (np.ndarray, np.generic))
 
 
-# -- those that have a name -------------------------------------------------------------------
+# -- the built-in kinds -----------------------------------------------------------------------
 
 
 def require(kind: str | Kind) -> None:
-    """Hold that there is such a kind, and what it needs.
+    """Check that there is such a kind, and that its framework is installed.
 
     Raises:
-        InvalidArgumentError: none has that name.
-        BackendUnavailableError: its framework is not here.
+        InvalidArgumentError: no kind has that name.
+        BackendUnavailableError: the framework of the kind is not installed.
     """
     if isinstance(kind, Kind):
         return
     if kind not in NAMES:
-        raise InvalidArgumentError(f"kind: {kind!r}; one of {', '.join(NAMES)}, or a Kind.")
+        raise InvalidArgumentError(
+            f"kind: unknown name {kind!r}; pass one of {', '.join(NAMES)}, or a Kind."
+        )
     if kind in ("torch", "chainer", "cupy") and not has(kind):
         raise BackendUnavailableError(f"kind {kind}: {kind} is not installed; `{hint(kind)}`.")
 
 
 def kind_of(kind: str | Kind) -> Kind | None:
-    """Return the kind of that name, or which it is; None for NumPy's."""
+    """Return the :class:`Kind` of a name, or ``kind`` if it is one; None for NumPy."""
     if isinstance(kind, Kind):
         return kind
     return None if kind == "numpy" else _made(kind)
@@ -291,7 +295,7 @@ def _of_torch() -> Kind:
     arrays, tensors = framework("numpy"), framework("torch")
 
     def of(x: Array) -> Any:
-        # PyTorch warns of memory that it cannot write to, and knows no negative strides.
+        # PyTorch warns of read-only memory, and does not support negative strides.
         whole = np.asarray(x)
         if not whole.flags.writeable or any(stride < 0 for stride in whole.strides):
             whole = whole.copy()
@@ -304,7 +308,8 @@ def _of_torch() -> Kind:
 
 
 def _of_chainer() -> Kind:
-    importlib.import_module("collective.adapters.chainer.arrays")  # makes Chainer's import work
+    # The adapter makes `import chainer` work beside a current NumPy.
+    importlib.import_module("collective.adapters.chainer.arrays")
     chainer = importlib.import_module("chainer")
 
     def of(x: Array) -> Any:
@@ -316,7 +321,7 @@ def _of_chainer() -> Kind:
 
 
 class Exporter:
-    """An array of which nothing is known but DLPack."""
+    """Array that offers nothing but the DLPack protocol."""
 
     def __init__(self, array: Array) -> None:
         self._array = array
@@ -332,11 +337,11 @@ def _of_dlpack() -> Kind:
     def of(x: Array) -> Any:
         whole = np.asarray(x)
         if whole.dtype.name == "bfloat16" or not whole.flags.writeable:
-            raise TypeError("dlpack: NumPy exports no such array")
+            raise TypeError("dlpack: NumPy cannot export this array (bfloat16 or read-only)")
         return Exporter(whole)
 
     def read(x: Any) -> Array:
         return x._array if isinstance(x, Exporter) else np.asarray(x)
 
-    # A module without from_dlpack gets NumPy back.
+    # For an array whose module has no from_dlpack, calls return NumPy's arrays.
     return Kind("dlpack", of, read, np.ndarray, "numpy")

@@ -87,7 +87,7 @@ FAULTS = [
     Fault(broken.Unhospitable, "check_grow", {"count": 1}, "the same number", "check_scan"),
     Fault(broken.Slandering, "check_shrink_of_nobody", {}, "ExcludedError", "check_scan"),
     Fault(
-        broken.Laconic, "check_late_peer", {"call": "barrier"}, "does not tell 'timed out'",
+        broken.Laconic, "check_late_peer", {"call": "barrier"}, "does not contain 'timed out'",
         "check_barrier",
     ),
     Fault(
