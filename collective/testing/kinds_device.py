@@ -1,8 +1,8 @@
-"""Kinds of arrays in the memory of GPUs: of nobody's (``cuda``), and CuPy's.
+"""Kinds of arrays in the memory of GPUs: of no framework (``cuda``), and CuPy's.
 
-What a call's arrays span is copied to the GPU, gaps, strides and overlaps included; afterwards what
-was written is copied back, and nothing beside it may have changed. So a library is given nothing
-but pointers to the GPU's memory, and streams.
+The memory that a call's arrays span is copied to the GPU, with gaps, strides and overlaps.
+Afterwards the arrays that the call has written are copied back, and the memory beside them must be
+unchanged. So a transport's library gets only pointers to the GPU's memory, and streams.
 """
 
 from __future__ import annotations
@@ -35,14 +35,15 @@ _ALIGNED = 64
 
 @dataclass(frozen=True)
 class OnDevice(Kind):
-    """A kind whose arrays are copies in the memory of a rank's GPU."""
+    """Kind whose arrays are copies in the memory of a rank's GPU."""
 
     def loan(self, comm: Communicator, hosts: Sequence[Array]) -> Loan:
         return _Copies(self, comm, hosts)
 
     def empty(self, comm: Communicator, shape: Any, dtype: Any) -> Array:
         if not comm.transport.enqueues:
-            made: Array = comm.empty(shape, dtype)  # the transport's own is the host's
+            # This transport allocates memory of the host.
+            made: Array = comm.empty(shape, dtype)
             return made
         made = comm.empty(shape, dtype, like=_one(self.name, comm))
         there, kind = adapter_of(made).view(made)
@@ -50,27 +51,27 @@ class OnDevice(Kind):
 
 
 def on_device(name: str) -> OnDevice:
-    """Return the kind of that name."""
+    """Return the :class:`OnDevice` of a name, ``"cuda"`` or ``"cupy"``."""
 
     def read(x: Any) -> Array:
         array, dtype = adapter_of(x).view(x)
         return _as_numpy(array.to_host(), dtype)
 
     def of(x: Array) -> Any:
-        raise TypeError(f"{name}: its arrays are those of a rank")
+        raise TypeError(f"{name}: an array of this kind needs the GPU of a rank")
 
     cls = DeviceArray if name == "cuda" else __import__("cupy").ndarray
     return OnDevice(name, of, read, cls, name)
 
 
 def _as_numpy(array: Any, dtype: Any) -> Array:
-    """Return a host's array with the type of its elements, of which its own is the storage."""
-    found: Array = adapter_like("numpy").wrap(array, dtype)
-    return found
+    """Return NumPy's array of ``dtype``, given an array in the storage of ``dtype``."""
+    wrapped: Array = adapter_like("numpy").wrap(array, dtype)
+    return wrapped
 
 
 class _Extent:
-    """Bytes of the host, and as many on the GPU."""
+    """A range of the host's bytes, and a copy of them on the GPU."""
 
     def __init__(self, low: int, high: int, stream: cuda.Stream) -> None:
         self.low, self.high = low, high
@@ -86,17 +87,17 @@ class _Extent:
         self.there.fill_from_host(self.before)
 
     def elements(self, copied: Array, host: Array) -> Array:
-        """Return those of ``host`` in a copy of the bytes."""
+        """Return the elements of ``host``, given a copy of the range's bytes."""
         offset = host.ctypes.data - self.low
         return np.ndarray(host.shape, host.dtype, copied.data, offset, host.strides)
 
 
 class _Copies(Loan):
-    """The arrays of one call on the GPU, and what lies between their elements."""
+    """Copies on the GPU of the arrays of one call, and of the bytes between their elements."""
 
     def __init__(self, kind: OnDevice, comm: Communicator, hosts: Sequence[Array]) -> None:
         self._comm = comm
-        # By name it would not be told which GPU.
+        # An array and not the name: only an array tells the call on which GPU results should be.
         self.like = _one(kind.name, comm)
         seen = [adapter_of(host).view(host) for host in hosts]
         self._hosts = [host for host, _ in seen]
@@ -108,9 +109,9 @@ class _Copies(Loan):
             self.made.append(made)
 
     def _copied(self, bounds: list[tuple[int, int]]) -> list[_Extent]:
-        """Copy to the GPU what the arrays span, once where they overlap."""
+        """Copy the given address ranges to the GPU; ranges that overlap are copied once."""
         merged: list[list[int]] = []
-        for low, high in sorted(each for each in bounds if each[0] < each[1]):
+        for low, high in sorted(span for span in bounds if span[0] < span[1]):
             if merged and low < merged[-1][1]:
                 merged[-1][1] = max(high, merged[-1][1])
             else:
@@ -150,12 +151,12 @@ class _Copies(Loan):
 
 # -- memory -----------------------------------------------------------------------------------
 
-# Memory of comm.empty(): where the host's array is -> its part of the GPU.
+# Memory of comm.empty(): address of the host's array -> the memory on the GPU that it stands for.
 _windows: dict[int, DeviceArray] = {}
 
 
 def _host_window(there: DeviceArray) -> Array:
-    """Return an array of the host for memory that NCCL knows; the latter is kept with it."""
+    """Return an array of the host that stands for memory of the GPU, and keep both together."""
     raw = np.empty(there.nbytes + _ALIGNED, np.uint8)
     start = -raw.ctypes.data % _ALIGNED
     _windows[raw.ctypes.data + start] = there
@@ -165,7 +166,7 @@ def _host_window(there: DeviceArray) -> Array:
 
 
 def _window(low: int, high: int) -> tuple[int, Any]:
-    """Return where on the GPU bytes of such an array are, and what keeps them there."""
+    """Return the GPU's address for bytes of a host window, and the owner of the GPU's memory."""
     for start, there in list(_windows.items()):
         if start <= low and high <= start + there.nbytes:
             return there.address + low - start, there
@@ -173,13 +174,13 @@ def _window(low: int, high: int) -> tuple[int, Any]:
 
 
 def _device_of(comm: Communicator) -> cuda.Device:
-    """Return a rank's GPU: its transport's, or one for each rank of the host."""
+    """Return a rank's GPU: that of its transport, else a GPU by the local rank."""
     own: cuda.Device | None = getattr(comm.transport, "device", None)
     return own or cuda.device(comm.local_rank % cuda.device_count())
 
 
 def _one(name: str, comm: Communicator) -> Any:
-    """Return some array of the kind in the memory of a rank's GPU."""
+    """Return an array of the kind with one element, in the memory of a rank's GPU."""
     device = _device_of(comm)
     stream = _stream(name, device)
     memory = cuda.allocate(device, 4, stream)
@@ -189,7 +190,10 @@ def _one(name: str, comm: Communicator) -> Any:
 
 @functools.cache
 def _stream(name: str, device: cuda.Device) -> cuda.Stream:
-    """Return where the arrays are used: of nobody's, a stream that waits for no other by itself."""
+    """Return the stream for the arrays of a kind: a new one for ``cuda``, else the current one.
+
+    A new stream does not synchronise with any other stream by itself.
+    """
     return device.new_stream() if name == "cuda" else adapter_like(name).current_stream(device)
 
 

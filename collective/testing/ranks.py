@@ -1,4 +1,4 @@
-"""Several ranks in one test: `run_ranks`, and pools that keep them for the next test."""
+"""Several ranks in one test: `run_ranks`, and pools that keep the ranks for the next test."""
 
 from __future__ import annotations
 
@@ -42,25 +42,27 @@ __all__ = [
     "run_ranks",
 ]
 
-# A call gives up before the job does: its error names the ranks that did not come.
+# Part of a job's time that one call may take. A call must time out before the job does, because
+# only the call's error names the ranks that did not come.
 _CALL_SHARE = 0.75
-# A check of deadlines wants short ones, and ranks that meet on a busy machine need long ones.
+# Least time for ranks to connect, in seconds. Checks of deadlines set short timeouts, but on a busy
+# machine ranks need longer to meet.
 _START_S = 20.0
-#: How late a rank may come to ``shrink()`` that lives. On a busy machine one that is in MPI's own
-#: operation when another dies was seconds behind the others.
+#: How late a live rank may come to ``shrink()``, in seconds. On a busy machine, a rank in one of
+#: MPI's own operations when another rank died came seconds behind the others.
 GRACE_S = 15.0
 
 
 def backend_class(backend: str | type[Backend]) -> type[Backend]:
-    """Return the transport that ``backend`` names, or is."""
+    """Return the class of a transport, given its name or the class."""
     return registry.find(backend) if isinstance(backend, str) else backend
 
 
 def capabilities_of(backend: str | type[Backend], mpiexec: Mpiexec | None = None) -> Capabilities:
-    """Return what a transport can whose ranks a pool starts.
+    """Return the capabilities of a transport whose ranks a pool starts.
 
-    Of MPI's the class does not know which library it will be: whether its ranks can go on after a
-    loss is the ``mpiexec``'s affair.
+    The class of the MPI transport does not know which MPI library it will use. Whether its ranks
+    can continue after a loss depends on the ``mpiexec``.
     """
     kind = backend_class(backend)
     if kind.launcher == "mpiexec" and (mpiexec or Mpiexec()).outlasts_ranks():
@@ -70,17 +72,17 @@ def capabilities_of(backend: str | type[Backend], mpiexec: Mpiexec | None = None
 
 @dataclass(frozen=True)
 class Opening:
-    """How the ranks of a pool get a communicator. Equal openings share one.
+    """The way in which the ranks of a pool get a communicator. Equal openings share one.
 
     Attributes:
         backend: a registered name, ``module:Class``, or a class.
-        size: how many ranks.
+        size: number of ranks.
         job: a text that no other opening has.
-        directory: where they meet.
+        directory: directory of the store at which the ranks meet.
         timeout: seconds that a call may take.
         check: ``"always"`` to compare calls on any transport.
-        faults: what goes wrong on the way.
-        shrink_grace: seconds that a rank may be silent when the others shrink.
+        faults: faults that are injected into the ranks.
+        shrink_grace: seconds that a rank may be silent when the other ranks shrink.
     """
 
     backend: str | type[Backend]
@@ -93,7 +95,7 @@ class Opening:
     shrink_grace: float = GRACE_S
 
     def world(self, rank: int) -> World:
-        """Return the world as ``rank`` sees it."""
+        """Return the :class:`World` of ``rank``."""
         return World(
             rank=rank,
             size=self.size,
@@ -126,11 +128,11 @@ class Opening:
 
 @dataclass(frozen=True)
 class CommunicatorJob(Job):
-    """A function that every rank calls with its communicator.
+    """Function that every rank calls with its communicator.
 
     Attributes:
         function: called as ``function(comm, *args, **options)``.
-        shared: whether the communicator stays for the next job of the same opening.
+        shared: whether the next job with an equal opening uses the same communicator.
     """
 
     function: Callable[..., Any]
@@ -143,7 +145,7 @@ class CommunicatorJob(Job):
         return f"{self.function!r} and its arguments"
 
     def load(self) -> None:
-        # A transport that cannot be imported would keep the peers waiting for this rank.
+        # A transport that cannot be imported must fail here. Later, peers would wait for this rank.
         backend_class(self.opening.backend)
 
     def run(self, participant: Participant) -> Any:
@@ -152,7 +154,8 @@ class CommunicatorJob(Job):
         if comm is None:
             participant.leave()
             comm = participant.kept[self.opening] = self.opening.connect(participant.rank)
-        # Threads come and go: the current communicator of module-level calls is this one's.
+        # Each job may run in a new thread, and module-level calls use the thread's current
+        # communicator.
         session.set_current(comm)
         try:
             value = self.function(comm, *self.args, **self.options)
@@ -170,24 +173,25 @@ class CommunicatorJob(Job):
 
 
 class RankPool:
-    """Ranks that are kept from job to job.
+    """Ranks that live on from job to job.
 
-    Ranks are threads of this process if the transport says that it is one among threads,
-    else processes, started when the first job comes; one that died or hung is replaced for
-    the next job. A context manager; one job runs at a time.
+    Ranks are threads of this process if the transport connects threads, else processes. They start
+    with the first job. A rank that died or hung is replaced for the next job. A pool is a context
+    manager, and runs one job at a time.
 
-    Processes start in no time after :func:`preload`.
+    After :func:`preload`, processes start almost at once.
 
     Args:
-        size: how many ranks.
-        backend: a registered transport's name, ``module:Class``, or a ``Backend`` class
-            (importable, where ranks are processes).
-        timeout: seconds that a job may take, unless it says otherwise.
-        mpiexec: with what the ranks are started if the transport is MPI's; by default with
-            this Python and the ``mpiexec`` beside it.
+        size: number of ranks.
+        backend: a registered transport's name, ``module:Class``, or a ``Backend`` class. Where
+            ranks are processes, the class must be importable.
+        timeout: seconds that a job may take, unless the job sets its own.
+        mpiexec: launcher of the ranks, for the MPI transport; by default the ``mpiexec`` beside
+            this Python, with this Python.
 
     Raises:
-        BackendNotFoundError, BackendUnavailableError: no such transport, or not here.
+        BackendNotFoundError: there is no such transport.
+        BackendUnavailableError: the transport cannot be used here.
     """
 
     def __init__(
@@ -199,7 +203,7 @@ class RankPool:
         mpiexec: Mpiexec | None = None,
     ) -> None:
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise InvalidArgumentError(f"RankPool: size {size!r}; a positive integer.")
+            raise InvalidArgumentError(f"RankPool: size {size!r}; pass a positive integer.")
         self.size = size
         self.backend = backend
         self.timeout = timeout
@@ -229,25 +233,24 @@ class RankPool:
         """Call ``function(comm, *args, **options)`` on every rank.
 
         Args:
-            function: what to do; where ranks are processes, it, its arguments and its result
-                are pickled, so it has to stand at the top of a module.
-            timeout: seconds until ranks that have not returned are stopped: processes are
-                killed, threads find their communicator aborted. Starting processes does
+            function: function that each rank calls. Where ranks are processes, the function, its
+                arguments and its result are pickled, so it must be a global of a module.
+            timeout: seconds until ranks that have not returned are stopped: a process is
+                killed, a thread has its communicator aborted. The time to start processes does
                 not count.
             call_timeout: seconds that one call of the communicator may take; by default
                 somewhat less than ``timeout``.
-            shared: use one communicator for all jobs that say so and do not differ in
-                ``call_timeout``, ``check`` and ``shrink_grace``, for as long as none of them
-                fails.
+            shared: if true, share one communicator with the other jobs that set this and have the
+                same ``call_timeout``, ``check`` and ``shrink_grace``, until one of them fails.
             check: ``"always"`` to compare the ranks' calls on any transport.
-            faults: what is to go wrong; see :mod:`collective.testing.faults`.
-            shrink_grace: seconds that a rank may be silent when the others call ``shrink()``.
+            faults: faults to inject; see :mod:`collective.testing.faults`.
+            shrink_grace: seconds that a rank may be silent when the other ranks call ``shrink()``.
 
         Returns:
             The ranks' results, in rank order.
 
         Raises:
-            RanksFailedError: a rank raised, died or hung; holds every rank's traceback.
+            RanksFailedError: a rank raised, died or hung; the error has every rank's traceback.
         """
         seconds = self.timeout if timeout is None else timeout
         calls = _CALL_SHARE * seconds if call_timeout is None else call_timeout
@@ -277,7 +280,7 @@ class RankPool:
         return opening
 
     def close(self) -> None:
-        """End the ranks. A second close does nothing."""
+        """End the ranks. A second call has no effect."""
         self._ranks.close()
         self._shared = None
         if self._directory is not None:
@@ -313,22 +316,23 @@ def run_ranks(
         assert run_ranks(4, total) == [6, 6, 6, 6]
 
     Args:
-        n: how many ranks.
-        function, args, options: what each rank does; with a transport among processes it has
-            to stand at the top of a module, and everything has to be picklable.
+        n: number of ranks.
+        function, args, options: function that each rank calls, and its arguments. If the
+            transport connects processes, the function must be a global of a module, and all of
+            these must be picklable.
         backend: a transport's name or class; ``"threads"`` needs no processes.
         timeout: seconds until ranks that have not returned are stopped.
         call_timeout: seconds that one call of the communicator may take; by default
             somewhat less than ``timeout``.
         check: ``"always"`` to compare the ranks' calls on any transport.
-        faults: what is to go wrong; see :mod:`collective.testing.faults`.
-        mpiexec: with what ranks of MPI are started; see :class:`RankPool`.
+        faults: faults to inject; see :mod:`collective.testing.faults`.
+        mpiexec: how to start ranks of MPI; see :class:`RankPool`.
 
     Returns:
         The ranks' results, in rank order.
 
     Raises:
-        RanksFailedError: a rank raised, died or hung; holds every rank's traceback.
+        RanksFailedError: a rank raised, died or hung; the error has every rank's traceback.
     """
     with RankPool(n, backend, timeout=timeout, mpiexec=mpiexec) as pool:
         return pool.run(

@@ -1,9 +1,10 @@
-"""The oracle of the kit and of ``collective parity``: what ranks contribute, what has to come out.
+"""Oracle of the kit and of ``collective parity``: the ranks' inputs and the expected results.
 
-Every rank can work out what every other rank contributes. Floating numbers of :func:`values` are
-small multiples of a half (powers of two for products), and integers are any of their dtype, which
-wrap: so every fold is exact in every dtype and order, and a wrong result is one that differs.
-NumPy alone computes; :mod:`collective.testing.frameworks` makes and reads the arrays of others.
+Every rank can compute the inputs of every other rank. Floating numbers of :func:`values` are small
+multiples of a half (powers of two for products). Integers take any value of their dtype, and wrap.
+So every fold is exact in every dtype and order, and a result that differs is wrong. The oracle
+computes with NumPy alone; :mod:`collective.testing.frameworks` makes and reads arrays of other
+frameworks.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ __all__ = [
 
 Array = np.ndarray[Any, Any]
 
-#: Elements: none, one, odd numbers of them, and more than a first message holds.
+#: Shapes: no element, one, odd numbers of elements, and more than a first message holds.
 SHAPES: tuple[tuple[int, ...], ...] = ((0,), (), (1,), (7,), (3, 5), (1001,))
-#: Elements of a large array: over 1 MiB in four bytes, and a multiple of nothing.
+#: Number of elements of a large array: over 1 MiB in four bytes, and a multiple of no small number.
 LARGE = 300_007
 #: Operator -> the kinds of dtype for which it is defined.
 OPS: dict[Op, str] = {
@@ -49,7 +50,7 @@ OPS: dict[Op, str] = {
     "land": "biuf",
     "lor": "biuf",
 }
-#: dtype -> the bits of infinity, and of the NaN that the extremes of numbers with NaN are.
+#: dtype -> the bits of infinity, and of the NaN that min and max return if any number is NaN.
 INFINITY_AND_NAN = {
     "float16": (0x7C00, 0x7E00),
     "bfloat16": (0x7F80, 0x7FC0),
@@ -65,31 +66,32 @@ def has(module: str) -> bool:
 
 
 def dtypes_of(names: frozenset[str], kinds: str = "biufc") -> list[str]:
-    """Return those of ``names`` that are of ``kinds`` and that some array here can have."""
-    found = [name for name, dtype in BY_NAME.items() if name in names and dtype.kind in kinds]
-    if "bfloat16" in found and not (has("ml_dtypes") or has("torch")):
-        found.remove("bfloat16")
-    return found
+    """Return the ``names`` that are of ``kinds`` and that an array of a framework here can have."""
+    dtypes = [name for name, dtype in BY_NAME.items() if name in names and dtype.kind in kinds]
+    if "bfloat16" in dtypes and not (has("ml_dtypes") or has("torch")):
+        dtypes.remove("bfloat16")
+    return dtypes
 
 
 def dtypes_at(root: int, comm: Communicator, names: Sequence[str]) -> Sequence[str]:
-    """Return those of ``names`` for which calls with this root are made: each dtype has some root.
+    """Return the ``names`` to test with this root, so that each dtype is tested with some root.
 
-    How elements are folded or moved does not depend on who gets them, nor whom they go to on what
-    they are: every dtype with every root would be the same again, as many times as there are ranks.
+    How elements are folded or moved does not depend on the root, and the route of elements does
+    not depend on their dtype. So every dtype with every root would repeat each test as many times
+    as there are ranks.
     """
     return names[root % max(1, len(names)) :: comm.size]
 
 
-# -- what ranks contribute ------------------------------------------------------------------------
+# -- inputs of the ranks --------------------------------------------------------------------------
 
 
 def values(
     dtype: str, shape: int | Sequence[int], rank: int, seed: int = 0, op: str = "sum"
 ) -> Any:
-    """Return what ``rank`` contributes: an array of ``dtype`` that depends on all arguments."""
+    """Return the array that ``rank`` contributes: of ``dtype``, and determined by all arguments."""
     shape = (shape,) if isinstance(shape, int) else tuple(shape)
-    # Every rank works out the same of every other, of which drawing is the dearer part.
+    # Every rank computes the inputs of all ranks. Drawing is the larger part of the cost: cache it.
     drawn = _drawn_few if math.prod(shape) <= _FEW else _drawn_many
     return of_bits(dtype, drawn(dtype, shape, rank, seed, op))
 
@@ -111,19 +113,20 @@ def draw(
     op: str,
     floats: Callable[[np.random.Generator, Sequence[int], str], Array],
 ) -> Array:
-    """Draw numbers; return them in the storage of ``dtype``.
+    """Return random numbers in the storage of ``dtype``.
 
     Args:
         random: source of the numbers.
         dtype, shape: dtype and shape of the array.
         op: operator that folds the numbers; empty if calls only move them.
-        floats: draws floating numbers of a shape for an operator, as float64.
+        floats: function that draws floating numbers of a shape for an operator, as float64.
     """
     kind = BY_NAME[dtype].kind
     if kind == "b":
         return np.asarray(random.integers(0, 2, shape)).astype(bool)
     if dtype.startswith("float8"):
-        return np.asarray(random.integers(0, 0x78, shape)).astype(np.uint8)  # no NaN among them
+        # Numbers below 0x78 are not NaN in any float8.
+        return np.asarray(random.integers(0, 0x78, shape)).astype(np.uint8)
     if kind in "iu":
         return _integers(random, dtype, shape, op)
     numbers = floats(random, shape, op)
@@ -133,7 +136,7 @@ def draw(
 def _integers(random: np.random.Generator, dtype: str, shape: Sequence[int], op: str) -> Array:
     limits = np.iinfo(dtype)
     drawn = np.asarray(random.integers(limits.min, limits.max, shape, dtype, endpoint=True))
-    if op == "prod":  # products of even numbers are 0 before long
+    if op == "prod":  # odd numbers only: products of even numbers soon become 0
         drawn |= 1
     elif op in ("land", "lor"):
         drawn *= np.asarray(random.integers(0, 2, shape)).astype(dtype)
@@ -146,12 +149,13 @@ def _halves(random: np.random.Generator, shape: Sequence[int], op: str) -> Array
     return np.asarray(random.integers(-4, 5, shape)) / 2
 
 
-# Columns of two zeros and of NaN are to be frequent, and of NaN alone seldom.
+# Weights of the sizes in special_bits: columns with two zeros or with NaN shall be frequent, and
+# columns of NaN alone rare.
 _WEIGHTS = (6, 2, 2, 2, 1, 1, 1)
 
 
 def special_bits(random: np.random.Generator, dtype: str, count: int) -> Array:
-    """Draw the bits of floating numbers many of which have the same size and other signs."""
+    """Return random bits of floating numbers, many of the same magnitude with differing signs."""
     infinity, nan = INFINITY_AND_NAN[dtype]
     # Zero, the least number, a large one, infinity; NaN: quiet, with a payload, signalling.
     sizes = np.array([0, 1, infinity - 7, infinity, nan, nan + 5, infinity + 1], np.uint64)
@@ -162,21 +166,21 @@ def special_bits(random: np.random.Generator, dtype: str, count: int) -> Array:
 
 
 def of_bits(dtype: str, bits: Array) -> Any:
-    """Return a new array of ``dtype`` that has these bits, in any dtype of the same size.
+    """Return a new array of ``dtype`` with these bits, given in any dtype of the same size.
 
-    An array of bfloat16 is one of ml_dtypes, or else of PyTorch.
+    An array of bfloat16 has a dtype of ml_dtypes if that is installed, else it is PyTorch's.
     """
     return framework(_holder(dtype)).make(bits.view(BY_NAME[dtype].storage), dtype, ())
 
 
 @functools.cache
 def _holder(dtype: str) -> str:
-    """Return the framework whose arrays hold ``dtype`` where it does not matter whose."""
+    """Return the framework for arrays of ``dtype`` where any framework will do."""
     return "numpy" if dtype in framework("numpy").dtypes() else "torch"
 
 
 def plain(x: Any) -> Array:
-    """Return an array of any framework as NumPy, bfloat16 widened to float32."""
+    """Return an array of any framework as NumPy's; bfloat16 is widened to float32."""
     return widened(_stored(x), "bfloat16") if _name(x) == "bfloat16" else np.asarray(x)
 
 
@@ -189,7 +193,7 @@ def _name(x: Any) -> str:
     return str(x.dtype).rpartition(".")[2]
 
 
-# -- what has to come out -------------------------------------------------------------------------
+# -- expected results -----------------------------------------------------------------------------
 
 _FOLDS: dict[str, Any] = {
     "sum": np.add, "avg": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum,
@@ -199,13 +203,13 @@ _FOLDS: dict[str, Any] = {
 
 
 def expected(op: str, arrays: Sequence[Any]) -> Array:
-    """Return the fold of ``arrays`` in their order, as NumPy; see :func:`folded`."""
+    """Return the fold of ``arrays`` in their order, as NumPy's; see :func:`folded`."""
     dtype = _name(arrays[0])
     return widened(folded(op, [_stored(array) for array in arrays], dtype), dtype)
 
 
 def folded(op: str, arrays: Sequence[Array], dtype: str) -> Array:
-    """Fold arrays from rank 0 upwards, each step rounded to ``dtype``.
+    """Return the fold of arrays from rank 0 upwards, each step rounded to ``dtype``.
 
     Args:
         op: one of :data:`OPS`.
@@ -218,11 +222,11 @@ def folded(op: str, arrays: Sequence[Array], dtype: str) -> Array:
     if op in ("min", "max") and dtype in INFINITY_AND_NAN:
         every = np.stack(arrays)
         return extreme(op, dtype, every.view(f"u{every.itemsize}")).view(every.dtype)
-    # With a dimension: NumPy multiplies complex scalars by other instructions than arrays.
+    # Keep a dimension: NumPy multiplies complex scalars with other instructions than arrays.
     terms = [widened(array, dtype).ravel() for array in arrays]
-    if op == "avg" and dtype == "float16":  # whose sums overflow early
+    if op == "avg" and dtype == "float16":  # divide first: sums of float16 overflow early
         terms = [_divided(term, len(arrays)) for term in terms]
-    # A logical op gives 0 or 1, of a single rank's elements too.
+    # A logical op returns 0 or 1, also for the elements of a single rank.
     total = terms[0] != 0 if op in ("land", "lor") else terms[0]
     for term in terms[1:]:
         total = _FOLDS[op](total, term)
@@ -247,7 +251,7 @@ def extreme(op: str, dtype: str, every: Array) -> Array:
     infinity, nan = INFINITY_AND_NAN[dtype]
     sign = every.dtype.type(1 << (8 * every.itemsize - 1))
     size = every & ~sign
-    # Integers in the order of the numbers: -0 is -1, and +0 is 0.
+    # Map bits to integers in the order of the numbers: -0 becomes -1, and +0 becomes 0.
     order = np.where(every & sign, -1 - size.astype(np.int64), size.astype(np.int64))
     least = order.min(axis=0) if op == "min" else order.max(axis=0)
     bits = np.where(least < 0, (-1 - least).astype(every.dtype) | sign, least.astype(every.dtype))
@@ -255,24 +259,24 @@ def extreme(op: str, dtype: str, every: Array) -> Array:
 
 
 def pieces(counts: Sequence[int]) -> list[slice]:
-    """Return the parts that have so many rows, one behind the other."""
+    """Return slices of ``counts`` rows, one behind the other."""
     stops = [0, *itertools.accumulate(counts)]
     return [slice(start, stop) for start, stop in itertools.pairwise(stops)]
 
 
 def regions(length: int, size: int) -> list[slice]:
-    """Return the parts into which ``numpy.array_split`` cuts ``length`` rows."""
+    """Return the slices into which ``numpy.array_split`` cuts ``length`` rows."""
     return pieces([length // size + (rank < length % size) for rank in range(size)])
 
 
 def piece(
     shape: Sequence[int], rank: int, size: int, axis: int = 0, counts: Sequence[int] | None = None
 ) -> tuple[slice, ...]:
-    """Return where in an array the piece of ``rank`` is.
+    """Return the index of the piece of ``rank`` in an array.
 
     Args:
         shape: shape of the array that is cut.
-        rank, size: which of how many pieces.
+        rank, size: index of the piece, and number of pieces.
         axis: axis along which the array is cut, not negative.
         counts: lengths of the pieces; None if ``numpy.array_split`` cuts.
     """
@@ -281,7 +285,7 @@ def piece(
 
 
 def joined(arrays: Sequence[Any], axis: int = 0) -> Array:
-    """Return arrays along an axis; an array without dimensions counts as one of length 1."""
+    """Return arrays joined along an axis; an array without dimensions has length 1."""
     return np.concatenate([np.atleast_1d(array) for array in arrays], axis)
 
 
@@ -295,12 +299,12 @@ def moved(
     axis: int = 0,
     counts: Sequence[int] | None = None,
 ) -> Array:
-    """Return what ``rank`` gets of a call that only moves arrays.
+    """Return the array that ``rank`` gets from a call that only moves arrays.
 
     Args:
-        call: name of the call. Of ``"sendrecv"`` and ``"send_recv"`` each rank sends to the next.
-        of: returns the array of a rank.
-        rank, size: which of how many ranks.
+        call: name of the call. In ``"sendrecv"`` and ``"send_recv"`` each rank sends to the next.
+        of: function that returns the array of a rank.
+        rank, size: this rank, and number of ranks.
         root: the root of a call that has one.
         axis: axis along which arrays are cut or joined.
         counts: lengths of the pieces where arrays are cut; None if ``numpy.array_split`` cuts.
@@ -326,13 +330,13 @@ def assert_same(found: Any, wanted: Any, what: str) -> None:
     """Check that two arrays have the same dtype, shape and values.
 
     Raises:
-        AssertionError: they differ; tells where first.
+        AssertionError: the arrays differ; the text names the first difference.
     """
     _assert_alike(found, wanted, what, lambda a, b: (a == b) | ((a != a) & (b != b)))
 
 
 def assert_close(found: Any, wanted: Any, what: str, tolerance: float) -> None:
-    """Check the same, with values that may differ by ``tolerance``, absolute and relative."""
+    """Check as :func:`assert_same`, with an absolute and relative ``tolerance`` for the values."""
     _assert_alike(
         found, wanted, what, lambda a, b: np.isclose(a, b, rtol=tolerance, atol=tolerance)
     )
@@ -342,7 +346,7 @@ def assert_bits(found: Any, wanted: Array, what: str) -> None:
     """Check that an array has the bits ``wanted``, unsigned integers of its elements' size.
 
     Raises:
-        AssertionError: it does not; tells where first.
+        AssertionError: the bits differ; the text names the first difference.
     """
     bits = _stored(found).view(wanted.dtype)
     if not np.array_equal(bits, wanted):
@@ -363,12 +367,12 @@ def _assert_alike(found: Any, wanted: Any, what: str, alike: Callable[[Array, Ar
 
 
 def told(wrong: Array, found: Array, wanted: Array, text: Callable[[Any], str] = repr) -> str:
-    """Return how many elements are wrong, and the first of them as it is and as it has to be.
+    """Return a text: how many elements are wrong, and the first of them with its expected value.
 
     Args:
         wrong: true where an element is wrong.
         found, wanted: arrays whose first axes are those of ``wrong``.
-        text: from an element, as Python has it, to what is shown of it.
+        text: function that returns the text of an element, given as Python's number.
     """
     at = tuple(map(int, np.argwhere(wrong)[0]))
     return (
@@ -379,12 +383,12 @@ def told(wrong: Array, found: Array, wanted: Array, text: Callable[[Any], str] =
 
 # -- layouts --------------------------------------------------------------------------------------
 
-#: Names of the ways in which an array can lie in memory; see :func:`laid_out`.
+#: Names of the layouts of an array in memory; see :func:`laid_out`.
 LAYOUTS = ("strided", "fortran", "negative", "transposed", "offset")
 
 
 def laid_out(layout: str, array: Array) -> Array:
-    """Return a writable copy of ``array`` that lies in memory as ``layout`` says."""
+    """Return a writable copy of ``array`` in memory of a layout."""
     if layout in ("strided", "negative"):
         whole, part = spread(array, [2 if layout == "strided" else -1] * array.ndim, 0)
         return whole[part]
@@ -393,14 +397,14 @@ def laid_out(layout: str, array: Array) -> Array:
     elif layout == "transposed":
         view = np.zeros(array.shape[::-1], array.dtype).T
     else:
-        # Aligned for its elements, but for no vector and no cache line.
+        # Aligned for its elements, but not for vectors or cache lines.
         view = np.zeros(array.size + 1, array.dtype)[1:].reshape(array.shape)
     view[...] = array
     return view
 
 
 def spread(array: Array, steps: Sequence[int], rest: int) -> tuple[Array, tuple[slice, ...]]:
-    """Return an array full of ``rest`` but for ``array`` in the slices that are returned, too."""
+    """Return an array full of ``rest`` with a copy of ``array`` in it, and the copy's index."""
     part = tuple(slice(None, None, step) for step in steps)
     lengths = [abs(s) * (n - 1) + 1 if n else 0 for n, s in zip(array.shape, steps)]
     whole = np.full(lengths, rest, array.dtype)

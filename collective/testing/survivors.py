@@ -1,7 +1,7 @@
-"""What the checks of shrinking and growing share: ranks that lose others, and who goes on.
+"""Helpers of the checks of shrinking and growing: ranks that lose others, and the survivors.
 
-In each of them a rank adds two to the power of its first number, so that a sum tells exactly who
-was in it.
+In each check, a rank adds two to the power of its first number, so that a sum tells exactly which
+ranks took part.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ __all__ = [
     "seen_of", "sum_of", "survivors",
 ]  # fmt: skip
 
-#: How long a rank waits for a file of another's, at most.
+#: Seconds that a rank waits at most for the file of another rank.
 FAR_S = 20.0
 
 
 class Survivor(NamedTuple):
-    """A rank's communicator, as it says itself, and the sum of those who are in it."""
+    """State of a rank's communicator as the rank sees it, and the sum over the ranks in it."""
 
     rank: int
     size: int
@@ -43,11 +43,11 @@ class Survivor(NamedTuple):
 
 
 def gather(comm: Communicator, marks: str, point: str = "here") -> None:
-    """Return when all ranks are here, without a message that an abort could still overtake.
+    """Return when all ranks are here. An abort may overtake a message, so ranks use files.
 
     Args:
-        marks: a directory in which each leaves a file.
-        point: where in the function that is.
+        marks: directory in which each rank creates a file.
+        point: name of the point in the function.
     """
     Path(marks, f"{point}-{comm.rank}").touch()
     await_files(*(Path(marks, f"{point}-{rank}") for rank in range(comm.size)))
@@ -56,7 +56,7 @@ def gather(comm: Communicator, marks: str, point: str = "here") -> None:
 def run_fresh(
     factory: RankFactory, size: int, function: Any, *args: Any, **options: Any
 ) -> list[Any]:
-    """Run ``function(comm, marks, *args)`` on new ranks."""
+    """Run ``function(comm, marks, *args)`` on new ranks; ``marks`` is a new directory."""
     with tempfile.TemporaryDirectory() as marks:
         results: list[Any] = factory.run(size, function, marks, *args, fresh=True, **options)
     return results
@@ -68,7 +68,7 @@ def sum_of(comm: Communicator, first: int) -> float:
 
 
 def seen_of(comm: Communicator, first: int) -> Survivor:
-    """Return what a rank sees that had this number at first."""
+    """Return what the rank sees whose first number is ``first``."""
     total = sum_of(comm, first)
     return Survivor(comm.rank, comm.size, comm.generation, comm.origin, comm.lost, total)
 
@@ -83,20 +83,20 @@ def survivors(
     except RanksFailedError as failure:
         if set(failure.errors) - set(victims):
             raise
-        return {rank: each for rank, each in failure.results.items() if rank not in victims}
-    return {rank: each for rank, each in enumerate(results) if rank not in victims}
+        return {rank: result for rank, result in failure.results.items() if rank not in victims}
+    return {rank: result for rank, result in enumerate(results) if rank not in victims}
 
 
 def hold_generation(
     outcomes: dict[int, Any], members: Sequence[int], lost: Sequence[int], numbers: Sequence[int]
 ) -> None:
-    """Hold that all are one generation, of ``members``, in that order, and nobody else is.
+    """Check that exactly ``members``, in this order, form one generation.
 
     Args:
-        outcomes: what each says, by its first number.
-        members: by their first numbers.
-        lost: the ranks of the last generation that are in it no more.
-        numbers: what the generation's may be; they have to agree on it.
+        outcomes: what each rank sees, by its first number.
+        members: first numbers of the expected ranks.
+        lost: ranks of the last generation that are not in this one.
+        numbers: possible numbers of the generation; all ranks must have the same number.
     """
     assert sorted(outcomes) == list(members), f"{sorted(outcomes)} went on instead of {members}"
     generations = {outcome.generation for outcome in outcomes.values()}
@@ -104,7 +104,7 @@ def hold_generation(
     assert generations <= set(numbers), (
         f"the ranks are in generation {generations}, not in one of {numbers}"
     )
-    total = sum(2.0**each for each in members)
+    total = sum(2.0**member for member in members)
     for number, outcome in outcomes.items():
         expected = Survivor(
             members.index(number), len(members), outcome.generation, tuple(members),
@@ -114,7 +114,7 @@ def hold_generation(
 
 
 def hold_refused(comm: Communicator, call: str) -> None:
-    """Hold that a call is refused, with a remedy, and that the ranks can go on."""
+    """Check that a call is refused, with a remedy, and that the ranks can go on."""
     text = "it was not refused"
     try:
         getattr(comm, call)()
@@ -125,7 +125,7 @@ def hold_refused(comm: Communicator, call: str) -> None:
 
 
 def await_files(*paths: Path) -> None:
-    """Return when they are there."""
+    """Return when all files exist, or after :data:`FAR_S`."""
     deadline = Deadline(FAR_S)
     while not all(path.exists() for path in paths) and not deadline.expired:
         time.sleep(0.001)

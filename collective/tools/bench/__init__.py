@@ -1,5 +1,5 @@
-"""Measuring: operations of our transports and of other libraries, in turns.
+"""Measurements of operations, of our transports and of other libraries, in turns.
 
-:mod:`.run` is what ``collective bench`` does; :mod:`.arena` starts the contestants and
-:mod:`.measure` times them, each as :mod:`.contestants` and :mod:`.libraries` say.
+:mod:`.run` is the work of ``collective bench``. :mod:`.arena` starts the contestants, which
+:mod:`.contestants` and :mod:`.libraries` describe, and :mod:`.measure` times them.
 """

@@ -1,7 +1,7 @@
-"""Sides that take turns, A B A B …: what else a machine does meets neighbours alike.
+"""Measurements of sides in turns, A B A B …: a disturbance affects neighbouring turns alike.
 
-For sides that live in the same ranks; those of :mod:`.measure` have ranks of their own. What one
-side takes more than another is told by turns that follow each other.
+For sides in the same ranks; the sides of :mod:`.measure` have separate ranks. The difference
+between two sides is computed from turns that follow each other.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Side = TypeVar("Side")
 
 
 def repeated(call: Callable[[], object]) -> Callable[[int], None]:
-    """Return what makes a call so many times, back to back."""
+    """Return a function that makes a call a number of times, back to back."""
 
     def several(count: int) -> None:
         for _ in range(count):
@@ -39,16 +39,16 @@ def alternate(
     warm: int = 5,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
-    """Return the seconds a call that each side took, a figure a turn: of the slowest rank.
+    """Return the seconds a call of the slowest rank, one figure a turn, for each side.
 
     Collective: every rank calls it.
 
     Args:
-        comm: has the ranks begin a turn together, and knows the slowest one's time; None for one
-            process.
-        sides: by name what makes so many calls, as :func:`repeated` returns it.
-        rounds, turn, warm: as of :func:`in_turns`.
-        clock: what tells the time, in seconds.
+        comm: communicator that lets ranks begin a turn together and finds the slowest rank's time;
+            None for one process.
+        sides: name -> function that makes a number of calls, as :func:`repeated` returns it.
+        rounds, turn, warm: as in :func:`in_turns`.
+        clock: function that returns the time in seconds.
     """
 
     def block(side: Callable[[int], object], count: int) -> float:
@@ -73,14 +73,15 @@ def in_turns(
     *,
     warm: int = 5,
 ) -> dict[str, list[float]]:
-    """Return what ``block`` returned for each side, a figure a turn.
+    """Return the results of ``block`` for each side, one a turn.
 
     Args:
-        block: has a side make so many calls; returns the seconds of one, the same on all ranks.
-        sides: by name.
-        rounds: how many turns each side gets.
-        turn: seconds that one is to last.
-        warm: calls that are made before it is measured how long one takes, and then for that.
+        block: function that lets a side make a number of calls, and returns the seconds of one
+            call, the same on all ranks.
+        sides: name -> side.
+        rounds: number of turns of each side.
+        turn: seconds that one turn should last.
+        warm: number of calls before the duration of a call is measured, and for that measurement.
     """
     counts = {}
     for name, side in sides.items():
@@ -94,10 +95,10 @@ def in_turns(
 
 
 def median_excess(turns: Sequence[float], than: Sequence[float]) -> float:
-    """Return how much longer turns are than those beside them: the median."""
+    """Return the median of the differences between turns and the turns beside them."""
     return statistics.median(a - b for a, b in zip(turns, than))
 
 
 def median_ratio(turns: Sequence[float], to: Sequence[float]) -> float:
-    """Return how many times as long turns are as those beside them: the median."""
+    """Return the median of the ratios between turns and the turns beside them."""
     return statistics.median(a / b for a, b in zip(turns, to))

@@ -1,8 +1,9 @@
-"""Where the contestants wait for their turns.
+"""Arena in which the contestants wait for their turns.
 
-MPI libraries cannot live in one process, nor under one launcher. So each contestant has ranks of
-its own (:class:`collective.launch.ranks.Ranks`), started once. Whose turn it is gets a call,
-makes it, and answers; all others are blocked in a read meanwhile and take no processor time.
+Several MPI libraries cannot live in one process, nor under one launcher. So each contestant has its
+own ranks (:class:`collective.launch.ranks.Ranks`), which are started once. The contestant whose
+turn it is gets a call, makes it, and answers. Meanwhile all others are blocked in a read and take
+no processor time.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ from .worker import WorkerCall
 __all__ = ["Arena", "ArenaError"]
 
 _START_S = 90.0
-# How long an answer may take: a library may leave some ranks waiting for one that refuses.
+# Seconds that an answer may take: a library may leave some ranks waiting for a rank that refuses.
 _ANSWER_S = {"attempt": 60.0}
 _LONGEST_S = 300.0
-# And what the others have left once one has failed, since nothing they say is of use.
+# Seconds for the other ranks once one rank has failed. Their answers are not used any more.
 _GRACE_S = 1.0
 _RANK, _ERROR = re.compile(r"^\[\d+\] "), re.compile(r"[\w.]*Error\b")
 
@@ -38,9 +39,9 @@ class ArenaError(Exception):
     """A contestant did not start, or failed.
 
     Args:
-        name: whose.
-        what: what happened to it.
-        output: the end of what it has written.
+        name: name of the contestant.
+        what: what happened to the contestant.
+        output: end of the contestant's output.
     """
 
     def __init__(self, name: str, what: str, output: str = "") -> None:
@@ -49,7 +50,7 @@ class ArenaError(Exception):
 
     @property
     def brief(self) -> str:
-        """What happened in a line, with the line of the output that tells most: an error's."""
+        """The failure in one line, with the most telling line of the output: that of an error."""
         what, *traceback = self._what.splitlines()
         output = [_RANK.sub("", line).strip() for line in self._output.splitlines()] + traceback
         output = [line for line in output if line]
@@ -58,7 +59,7 @@ class ArenaError(Exception):
 
 
 class _Entrant:
-    """A contestant that has been started."""
+    """Contestant whose ranks the arena starts."""
 
     def __init__(self, contestant: Contestant, folder: Path) -> None:
         folder.mkdir()
@@ -74,17 +75,17 @@ class _Entrant:
         """Start the ranks.
 
         Raises:
-            ArenaError, CollectiveError: they do not.
+            ArenaError, CollectiveError: the ranks did not start.
         """
         self.ranks.start()
         (first, *_) = self.ask("describe", {})
         self.version = str(first["version"])
 
     def ask(self, do: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
-        """Have all ranks do something; return their answers in rank order.
+        """Call a method of the worker on all ranks; return their answers in rank order.
 
         Raises:
-            ArenaError: one has failed.
+            ArenaError: a rank failed.
         """
         timeout = _ANSWER_S.get(do, _LONGEST_S)
         outcomes = self.ranks.run(WorkerCall(do, arguments), timeout, grace=_GRACE_S)
@@ -101,13 +102,13 @@ class _Entrant:
 
 
 class Arena:
-    """All contestants' ranks, started. A context manager that ends them.
+    """Started ranks of all contestants. A context manager that ends them.
 
     Args:
-        contestants: who takes part.
+        contestants: the contestants to start.
 
     Attributes:
-        failed: those that did not start or that have failed since, and why. They take no
+        failed: contestants that did not start or failed later, with their errors. They take no
             further part.
     """
 
@@ -118,7 +119,7 @@ class Arena:
         self._folder = tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True)
         try:
             for number, contestant in enumerate(self._all):
-                # One after the other: they would be in each other's way.
+                # Start one after the other: at the same time they would slow each other down.
                 self._start(contestant, Path(self._folder.name) / str(number))
         except BaseException:
             self.close()
@@ -152,23 +153,23 @@ class Arena:
 
     @property
     def contestants(self) -> list[Contestant]:
-        """Those that are there."""
+        """The contestants that have started and not failed."""
         return [contestant for contestant in self._all if contestant.name in self._running]
 
     @property
     def versions(self) -> dict[str, str]:
-        """What each contestant says it is."""
+        """Name and version of each contestant's library, as the contestant reports it."""
         return {name: running.version for name, running in self._running.items()}
 
     def ask(self, name: str, do: str, **arguments: Any) -> list[dict[str, Any]] | str:
-        """Have all ranks of a contestant do something: a method of ``worker.Worker``.
+        """Call a method of ``worker.Worker`` on all ranks of a contestant.
 
         Returns:
-            The answers in rank order; or why the library cannot.
+            The answers in rank order; or, as a text, why the library cannot do it.
 
         Raises:
-            ArenaError: a rank raised, or has ended, or takes too long; or did so before. The
-                contestant takes no further part.
+            ArenaError: a rank raised, ended or took too long, now or earlier. The contestant takes
+                no further part.
         """
         if name in self.failed:
             raise self.failed[name]

@@ -1,7 +1,7 @@
-"""Who is measured, and how their ranks are started.
+"""The contestants of a measurement, and the commands that start their ranks.
 
 A contestant is named ``shm`` (or another of our transports), ``mpi4py``, ``torch``, ``chainermn``
-or ``memcpy``. What stands on MPI may say over which library: ``mpi/openmpi``, ``mpi4py/mpich``.
+or ``memcpy``. Contestants that use MPI may name its library: ``mpi/openmpi``, ``mpi4py/mpich``.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from collective.launch.mpiexec import Mpiexec
 
 __all__ = ["ALONE", "PEERS", "Contestant", "Side", "named"]
 
-#: The peers. memcpy is no library: it tells what the machine's memory allows.
+#: The peers. memcpy is not a library: its figures show the limit of the machine's memory.
 PEERS = ("mpi4py", "torch", "chainermn", "memcpy")
-#: A rank without others.
+#: Name of the contestant that is a single rank.
 ALONE = "one rank"
 _ON_MPI = ("mpi", "mpi4py", "chainermn")
-# Transports where comm.empty() is another kind of memory than any.
+# Transports whose comm.empty() returns symmetric memory.
 _SYMMETRIC = ("shm", "nccl")
 _ROOT = Path(__file__).resolve().parents[3]
-# An environment's own packages come first. What it lacks, and this one has (a framework, say), is
-# taken from here if the Pythons are alike.
+# The packages of the contestant's environment come first. Packages that the environment lacks (a
+# framework, say) are taken from this Python if both Pythons have the same version.
 _START = (
     "import os, sys; version, *paths = sys.argv.pop(1).split(os.pathsep); "
     "alike = version == '%d.%d' % sys.version_info[:2]; "
@@ -44,9 +44,9 @@ class Side:
     """A contestant with one kind of memory and one framework's arrays.
 
     Attributes:
-        contestant: its name.
-        memory: ``"symmetric"`` or ``"ordinary"``; empty where an operation has no arrays.
-        framework: None where it is the contestant's own.
+        contestant: name of the contestant.
+        memory: ``"symmetric"`` or ``"ordinary"``; empty if an operation has no arrays.
+        framework: name of the framework; None for the contestant's own.
     """
 
     contestant: str
@@ -62,14 +62,14 @@ class Side:
 
 @dataclass(frozen=True)
 class Contestant:
-    """A library and how its job is started.
+    """Library, and the way to start its ranks.
 
     Attributes:
-        name: as it is shown.
-        ranks: how many.
-        python: the interpreter of an MPI library's environment; None is this one.
-        memories: the kinds of memory that it is measured with.
-        frameworks: whose arrays it is measured with; None stands for its own.
+        name: name in reports.
+        ranks: number of ranks.
+        python: interpreter of an MPI library's environment; None for this interpreter.
+        memories: kinds of memory to measure.
+        frameworks: frameworks whose arrays are measured; None for the contestant's own.
     """
 
     name: str
@@ -80,14 +80,14 @@ class Contestant:
 
     @property
     def library(self) -> str:
-        """What the worker is told to open."""
+        """Name of the library that the worker opens."""
         return self.name.partition("/")[0]
 
     def sides(self, arrays: bool = True) -> list[Side]:
-        """Return what it is measured as.
+        """Return the sides of this contestant.
 
         Args:
-            arrays: whether the operation has any.
+            arrays: whether the operation has arrays.
         """
         if not arrays:
             return [] if self.name == "memcpy" else [Side(self.name, "")]
@@ -97,8 +97,8 @@ class Contestant:
         """Return the processes to start, each with its own environment variables.
 
         Args:
-            folder: where the ranks' start line is.
-            address: where they call back.
+            folder: folder with the ranks' start line.
+            address: address that the ranks connect to.
 
         Raises:
             BackendUnavailableError: there is no mpiexec.
@@ -126,14 +126,14 @@ def named(
     memories: Sequence[str] = ("symmetric", "ordinary"),
     frameworks: Sequence[str] = ("numpy",),
 ) -> tuple[list[Contestant], dict[str, str]]:
-    """Return those of ``names`` that may work here, and why the others do not.
+    """Return the contestants of ``names`` that may work here, and why the others do not.
 
     Args:
-        names: of our transports and of peers.
-        found: the interpreters of MPI libraries, as
+        names: names of our transports and of peers.
+        found: interpreters of MPI libraries, as
             :func:`collective.tools.bench.mpi_environments.environments` returns them.
-        ranks: how many each is to have.
-        memories, frameworks: what ours are measured with.
+        ranks: number of ranks of each contestant.
+        memories, frameworks: kinds of memory and frameworks to measure our transports with.
 
     Raises:
         BackendNotFoundError: there is no such transport.
@@ -159,7 +159,7 @@ def named(
             able.append(Contestant(name, ranks, python))
         else:
             chosen = tuple(memories) if library in _SYMMETRIC else ("ordinary",)
-            whose = tuple(None if each == "numpy" else each for each in frameworks)
+            whose = tuple(None if framework == "numpy" else framework for framework in frameworks)
             able.append(Contestant(name, ranks, python, chosen, whose))
     return able, missing
 

@@ -21,15 +21,15 @@ _COLUMNS = {
 
 
 def of_peer(contestant: str) -> str:
-    """Return which peer a contestant is, or nothing where it is one of ours."""
+    """Return the name of the peer that a contestant is, or "" for one of our transports."""
     library = contestant.partition("/")[0]
     return library if library in PEERS else ""
 
 
 def show(records: Sequence[Record], gaps: Sequence[Gap], markdown: bool = False) -> None:
-    """Print a table an operation, dtype, number of ranks and method."""
+    """Print a table for each operation, dtype, number of ranks and method."""
     every: list[Record | Gap] = [*records, *gaps]
-    kinds = [(each.operation, each.dtype, each.ranks) for each in every]
+    kinds = [(entry.operation, entry.dtype, entry.ranks) for entry in every]
     for kind in dict.fromkeys(kinds):
         mine = [r for r in records if (r.operation, r.dtype, r.ranks) == kind]
         missing = [g for g in gaps if (g.operation, g.dtype, g.ranks) == kind]
@@ -47,12 +47,12 @@ def _show(
 ) -> None:
     peers = [p for p in PEERS if any(of_peer(r.contestant) == p for r in records)]
     if method == "latency" and "memcpy" in peers:
-        peers.remove("memcpy")  # a bound of the memory's speed, which a small call is far from
+        peers.remove("memcpy")  # bounds the speed of large calls; small calls are far from it
     header = [*_COLUMNS[method], *(f"× {peer}" for peer in peers)]
     rows = []
     sizes = {record.nbytes for record in records} | {gap.nbytes for gap in gaps}
     reasons = collections.Counter((gap.side, gap.reason) for gap in gaps)
-    # Once, at the end, where it is so at every size.
+    # A gap at every size gets one line at the end.
     always = [each for each, count in reasons.items() if count == len(sizes) > 1]
     for nbytes in sorted(sizes):
         here = [record for record in records if record.nbytes == nbytes]
@@ -70,7 +70,7 @@ def _show(
 
 
 def _absent(header: Sequence[str], side: str, reason: str) -> list[str]:
-    """Return the line, without its size, of a side that was not measured."""
+    """Return the table line, without the size, of a side that was not measured."""
     return [side, *"–" * (len(header) - 2), reason]
 
 
@@ -90,18 +90,18 @@ def _speed(bytes_per_second: float) -> str:
 
 
 def _ratios(record: Record, here: Sequence[Record], peers: Sequence[str]) -> list[str]:
-    """Return how many times as fast as each peer it is: as the fastest of its libraries."""
+    """Return how many times as fast as each peer a side is; a peer's fastest library counts."""
     if of_peer(record.contestant):
         return [""] * len(peers)
-    found = []
+    ratios = []
     for peer in peers:
         theirs = [r.seconds for r in here if of_peer(r.contestant) == peer]
-        found.append(f"{min(theirs) / record.seconds:.2f}" if theirs else "–")
-    return found
+        ratios.append(f"{min(theirs) / record.seconds:.2f}" if theirs else "–")
+    return ratios
 
 
 def write_csv(path: Path, records: Sequence[Record]) -> None:
-    """Write a line a record, under the names that JSON has, without the turns."""
+    """Write a line for each record, with the same names as in JSON, without the turns."""
     lines = [record.as_json() for record in records]
     for line in lines:
         del line["turns"]

@@ -1,7 +1,7 @@
-"""Each library's own calls, as its users write them, behind one small interface.
+"""The calls of each library, as its users write them, behind one small interface.
 
-Runs inside the ranks, in the environment that holds the library: nothing but NumPy is imported
-before it is needed. Every reduction is a sum.
+This module runs in the ranks, in the environment of the library. So it imports only NumPy at first,
+and everything else when it is needed. Every reduction is a sum.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collective.testing.frameworks import ArrayFramework, encoded, framework
 __all__ = ["BenchLibrary", "Call", "Memcpy", "Ours", "Unsupported"]
 
 Array = np.ndarray[Any, Any]
-# A reference to code, whatever it returns.
+# A function without arguments that makes one call; its result may be anything.
 Call = Callable[[], Any]
 
 
@@ -27,14 +27,14 @@ class Unsupported(Exception):
 
 
 class BenchLibrary(ABC):
-    """One library as one rank sees it; ranks are connected when it has been made.
+    """Library as one rank sees it. The ranks are connected when the object has been made.
 
     Attributes:
-        rank, size: which of how many this is.
-        version: name and version, as the library tells them.
-        framework: whose arrays it is given.
-        refusals: what it raises, on all ranks and before anything was sent, for what it cannot
-            do.
+        rank, size: this rank, and number of ranks.
+        version: name and version, as the library reports them.
+        framework: framework of the arrays that the library gets.
+        refusals: exceptions for an operation that the library cannot do; it raises them on all
+            ranks and before anything is sent.
     """
 
     rank: int
@@ -44,10 +44,10 @@ class BenchLibrary(ABC):
     refusals: tuple[type[Exception], ...] = (Exception,)
 
     def use(self, name: str) -> None:
-        """Take the arrays of another framework from now on.
+        """Use the arrays of another framework from now on.
 
         Raises:
-            Unsupported: it cannot be used here.
+            Unsupported: the framework cannot be used here.
         """
         found = framework(name)
         reason = found.unavailable()
@@ -59,9 +59,9 @@ class BenchLibrary(ABC):
         """Return an array of ``count`` zeros.
 
         Args:
-            count: elements.
-            memory: ``"ordinary"``, or ``"symmetric"`` where the library has that.
-            dtype: its name.
+            count: number of elements.
+            memory: ``"ordinary"``, or ``"symmetric"`` if the library has symmetric memory.
+            dtype: name of the dtype.
 
         Raises:
             Unsupported: the framework has no such dtype.
@@ -71,7 +71,7 @@ class BenchLibrary(ABC):
         return self.framework.make(encoded(np.zeros(count, np.int64), dtype), dtype, _ALL)
 
     def numpy(self, x: Any) -> Array:
-        """Return NumPy over the memory of an array on the CPU."""
+        """Return NumPy's array over the memory of an array on the CPU."""
         array: Array = np.asarray(x)
         return array
 
@@ -80,7 +80,7 @@ class BenchLibrary(ABC):
         """Return each operation on input ``x`` and output ``y``.
 
         ``all_reduce`` and ``broadcast`` work in place, on ``x``. ``send_recv`` sends
-        ``x`` to the neighbour and waits until as much has come back into ``y``.
+        ``x`` to the neighbour and waits until the neighbour's answer is in ``y``.
         """
 
     def call(self, operation: str, x: Any, y: Any) -> Call:
@@ -89,17 +89,17 @@ class BenchLibrary(ABC):
         Raises:
             Unsupported: the library does not have it.
         """
-        found = self.calls(x, y).get(operation)
-        if found is None:
+        call = self.calls(x, y).get(operation)
+        if call is None:
             raise Unsupported(f"{self.version} has no {operation}")
-        return found
+        return call
 
     def result(self, x: Any, y: Any, returned: Any) -> Any:
-        """Return where the result of a call is: in ``y``, or in place."""
+        """Return the array with the result of a call: ``y``, or ``x`` if the call is in place."""
         return x if y is None else y
 
     def synchronize(self) -> None:
-        """Wait until what was enqueued on the GPU is done."""
+        """Wait until the work that was enqueued on the GPU is done."""
         name = self.framework.name
         if name.startswith("torch"):
             import torch
@@ -115,7 +115,7 @@ class BenchLibrary(ABC):
         """Leave the other ranks."""
 
     def _ping_pong(self, send: Callable[[int], object], recv: Callable[[int], Any]) -> Call:
-        """Return a round trip between ranks 0 and 1, 2 and 3, …; an odd last one rests."""
+        """Return a round trip between ranks 0 and 1, 2 and 3, …; an odd last rank does nothing."""
         peer = self.rank ^ 1
 
         def ping() -> Any:
@@ -133,7 +133,7 @@ class BenchLibrary(ABC):
 
     @property
     def _ring(self) -> tuple[int, int]:
-        """The ranks that this one sends to and receives from in ``sendrecv``."""
+        """The ranks that this rank sends to and receives from in ``sendrecv``."""
         return (self.rank + 1) % self.size, (self.rank - 1) % self.size
 
 
@@ -185,7 +185,7 @@ class Ours(BenchLibrary):
 
 
 class Memcpy(BenchLibrary):
-    """No communication at all: each rank copies its own memory, at the same time."""
+    """Copy of memory without communication: each rank copies its own, all at the same time."""
 
     def __init__(self) -> None:
         self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -195,4 +195,4 @@ class Memcpy(BenchLibrary):
         return {"copy": lambda: np.copyto(y, x)}
 
     def close(self) -> None:
-        """Do nothing: nobody was joined."""
+        """Do nothing: there is no connection to other ranks."""

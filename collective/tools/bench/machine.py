@@ -1,4 +1,4 @@
-"""Where a run was made, and how much others disturbed it; and the frame of a benchmark's run."""
+"""The machine of a run, the load from other processes, and the frame of a benchmark's run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["Observer", "headline", "measured"]
 
 
 class Observer:
-    """Knows, at the end of a run, where it was made and how much others disturbed it."""
+    """Observer of a run, which reports the machine and the load from other processes."""
 
     def __init__(self) -> None:
         self._date = time.strftime("%Y-%m-%d %H:%M:%S %z")
@@ -29,9 +29,9 @@ class Observer:
         self._busy, self._own = _busy_seconds(), _own_seconds()
 
     def machine(self) -> dict[str, Any]:
-        """Return the place, and ``others``: cores that were taken by other processes.
+        """Return the machine, and ``others``: the number of cores that other processes took.
 
-        Counts what our own ranks took once they have ended, not before.
+        The time of our own ranks counts as our own only after they have ended.
         """
         wall = time.monotonic() - self._start
         others = _busy_seconds() - self._busy - (_own_seconds() - self._own)
@@ -48,7 +48,7 @@ class Observer:
 
 
 def headline(machine: dict[str, Any]) -> str:
-    """Return where and when a run was made, in a line."""
+    """Return the date and the machine of a run, in one line."""
     return (
         f"{machine['date']}, {machine['cpu']}, {machine['cores']} cores, of which "
         f"{machine['others']:.1f} taken by others"
@@ -56,12 +56,12 @@ def headline(machine: dict[str, Any]) -> str:
 
 
 def measured(options: argparse.Namespace, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return what ``measure`` returns and, as ``machine``, where that was; write it for ``--json``.
+    """Return the result of ``measure`` with the ``machine``, and write it for ``--json``.
 
     Args:
-        options: of :func:`collective.tools.show.add_outputs`; with ``--from`` nothing is measured,
-            and what an earlier run has written is returned.
-        measure: returns what can be written as JSON.
+        options: options of :func:`collective.tools.show.add_outputs`. With ``--from`` nothing is
+            measured, and the result is that of an earlier run.
+        measure: function whose result can be written as JSON.
     """
     earlier: Path | None = getattr(options, "earlier", None)
     if earlier is not None:
@@ -75,7 +75,7 @@ def measured(options: argparse.Namespace, measure: Callable[[], dict[str, Any]])
 
 
 def _cpu() -> str:
-    """Return the processor's name and the size of its last cache, which decides much here."""
+    """Return the processor's name and the size of its last-level cache, which matters here."""
     text = Path("/proc/cpuinfo").read_text()
     found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
     name = found[1] if found else platform.processor() or platform.machine()
@@ -86,7 +86,7 @@ def _cpu() -> str:
 
 
 def _busy_seconds() -> float:
-    """Return how long all cores together have been busy since boot, or stolen."""
+    """Return the time that all cores together have been busy, or stolen, since boot."""
     fields = [int(text) for text in Path("/proc/stat").read_text().split("\n")[0].split()[1:9]]
     user, nice, system, _, _, irq, soft, steal = fields
     return (user + nice + system + irq + soft + steal) / os.sysconf("SC_CLK_TCK")
