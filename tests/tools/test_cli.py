@@ -131,7 +131,7 @@ REFUSED = {
         (["--dtype", "float8"], "--dtype: 'float8'; one of int8"),
         (["-n", "0"], "'0'; integers >= 1"),
         (["--backend", "smh"], "shm"),
-        (["--mpi-env", "mpich=/nowhere"], "--mpi-env mpich=/nowhere: NAME=PATH"),
+        (["--mpi-env", "mpich=/nowhere"], "--mpi-env mpich=/nowhere: expected NAME=PATH"),
         (["--from", "/nowhere"], "--from /nowhere"),
         (["--latency", "--bandwidth"], "not allowed with"),
         (["--json", "absent/a.json"], "--json absent/a.json: it cannot be written: No such file"),

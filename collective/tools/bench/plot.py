@@ -1,4 +1,4 @@
-"""Latency and bandwidth over size, a line a side; peers dashed."""
+"""Plots of latency and bandwidth over size: a line for each side; dashed for peers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .measure import METHODS, Record
 
 __all__ = ["picture_formats", "plot"]
 
-# Okabe and Ito's colours, which people with any colour vision tell apart; peers have greys.
+# Okabe and Ito's colours, which are distinct for any colour vision. Peers have greys.
 _OURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 _PEERS = ("#000000", "#555555", "#888888", "#aaaaaa")
 _MARKERS = "osD^vP"
@@ -24,10 +24,10 @@ _TICKS = {"latency": time_name, "bandwidth": rate_name}
 
 
 def picture_formats() -> list[str]:
-    """Return the suffixes of the pictures that can be drawn.
+    """Return the file suffixes of the pictures that can be drawn.
 
     Raises:
-        BackendUnavailableError: matplotlib is not there; with the command that installs it.
+        BackendUnavailableError: matplotlib is not installed; the text says how to install it.
     """
     try:
         from matplotlib.figure import Figure
@@ -35,18 +35,18 @@ def picture_formats() -> list[str]:
         return list(Figure().canvas.get_supported_filetypes())
     except ImportError as error:
         raise BackendUnavailableError(
-            f"bench: --plot takes matplotlib, which cannot be imported: {error}. Install it: "
+            f"bench: --plot needs matplotlib, which cannot be imported: {error}. Install it: "
             f"{hint('bench')}"
         ) from error
 
 
 def plot(path: Path, records: Sequence[Record], title: str) -> None:
-    """Draw a row of axes an operation, dtype and number of ranks, a column a method.
+    """Draw a row of axes for each operation, dtype and number of ranks, a column for each method.
 
     Args:
-        path: the picture; its suffix says which format.
-        records: what was measured; a barrier, which has no size, is left out.
-        title: stands above it.
+        path: file of the picture; its suffix decides the format.
+        records: results; those of a barrier, which has no size, are left out.
+        title: title above the picture.
     """
     from matplotlib.figure import Figure
 
@@ -68,8 +68,8 @@ def plot(path: Path, records: Sequence[Record], title: str) -> None:
             operation, dtype, ranks = kind
             axes[row][column].set_title(f"{operation}, {dtype}, {ranks} ranks", fontsize=10)
     shown: dict[str, Any] = {}
-    for each in axes.flat:
-        shown.update(zip(*reversed(each.get_legend_handles_labels())))
+    for plot_axes in axes.flat:
+        shown.update(zip(*reversed(plot_axes.get_legend_handles_labels())))
     figure.legend(
         [shown[side] for side in styles if side in shown],
         [side for side in styles if side in shown],

@@ -1,4 +1,4 @@
-"""An operation of a library on arrays that are allocated, and what its result has to be."""
+"""An operation of a library on allocated arrays, and the check of its result."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ _BLOCK = 1 << 20
 
 
 class Prepared:
-    """One operation of one library.
+    """Operation of a library, with its arrays.
 
-    Its arrays hold zeros, which stay zeros however often they are summed in place.
+    The arrays hold zeros, which stay zeros however often they are summed in place.
 
     Args:
-        library: connected.
+        library: the library, connected.
         operation: one of :data:`~collective.tools.bench.operations.ALL`.
-        nbytes: of the larger array, before it is rounded up.
+        nbytes: size of the larger array, before it is rounded up.
         memory: ``"ordinary"`` or ``"symmetric"``.
-        dtype: of the elements.
+        dtype: dtype of the elements.
 
     Attributes:
-        call: makes the call.
-        x, y: its arrays; None where there is none.
-        nbytes: of the larger array.
-        what: the library and the operation.
+        call: function that makes the call.
+        x, y: input and output; None if there is none.
+        nbytes: size of the larger array.
+        what: names of the library and the operation.
     """
 
     def __init__(
@@ -60,13 +60,13 @@ class Prepared:
         self._library, self._operation, self._dtype = library, operation, dtype
 
     def count_wrong(self, together: Callable[[], object]) -> int:
-        """Make the call on data of which every element of the result is known.
+        """Make the call on data for which every element of the result can be computed.
 
         Args:
-            together: waits for all ranks.
+            together: function that waits for all ranks.
 
         Returns:
-            How many elements of this rank's result are not what they must be.
+            The number of wrong elements in this rank's result.
         """
         library, rank = self._library, self._library.rank
         self._fill()

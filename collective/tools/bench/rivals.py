@@ -1,4 +1,4 @@
-"""The libraries that ours is held against, each with its own calls and defaults."""
+"""The libraries that are compared with ours, each with its own calls and defaults."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["ChainerMN", "Gloo", "Mpi", "open_library"]
 
 
 class Mpi(BenchLibrary):
-    """mpi4py: the upper-case calls, which take buffers."""
+    """mpi4py, by its upper-case methods, which take buffers."""
 
     def __init__(self) -> None:
         from mpi4py import MPI
@@ -58,8 +58,8 @@ class Gloo(BenchLibrary):
     """torch.distributed over Gloo, or NCCL for GPUs.
 
     Args:
-        folder: the ranks meet in a file below it.
-        rank, size: which of how many this is; by default as RANK and WORLD_SIZE say.
+        folder: folder for the file at which the ranks meet.
+        rank, size: this rank, and number of ranks; by default RANK and WORLD_SIZE.
     """
 
     def __init__(self, folder: Path, rank: int | None = None, size: int | None = None) -> None:
@@ -87,7 +87,7 @@ class Gloo(BenchLibrary):
         dist = self._dist
         pieces = [
             None if whole is None else list(whole.chunk(self.size)) for whole in (x, y)
-        ]  # views: a rooted call takes a list, one tensor a rank
+        ]  # views: a call with a root takes a list with a tensor for each rank
         dst, src = self._ring
 
         def sendrecv() -> None:
@@ -96,7 +96,7 @@ class Gloo(BenchLibrary):
                 work.wait()
 
         def reduce() -> Any:
-            dist.reduce(x, 0)  # in place: there is no other way
+            dist.reduce(x, 0)  # torch.distributed reduces in place only
             return x
 
         return {
@@ -126,14 +126,14 @@ _CHAINERMN = ("int32", "int64", "float16", "float32", "float64")
 
 
 class ChainerMN(BenchLibrary):
-    """ChainerMN over its own communicator ``naive``; results are new arrays.
+    """ChainerMN over its communicator ``naive``; results are new arrays.
 
-    Its calls exchange shapes before the arrays, as pickles; it has no reduce, reduce-scatter or
-    scan, and takes a tuple where others cut an array.
+    Its calls exchange shapes as pickles before the arrays. It has no reduce, reduce-scatter or
+    scan. Where other libraries cut an array, it takes a tuple.
     """
 
     def __init__(self) -> None:
-        # Without it `import chainer` fails beside a current NumPy.
+        # Without the adapter `import chainer` fails beside a current NumPy.
         import collective.adapters.chainer  # noqa: F401
 
         import chainer  # isort: skip
@@ -144,7 +144,7 @@ class ChainerMN(BenchLibrary):
         self.version = f"ChainerMN {chainer.__version__} (naive)"
 
     def new(self, count: int, memory: str, dtype: str = "float32") -> Any:
-        # Of another only the sender would hear.
+        # For any other dtype only the sender would raise, and the receiver would wait.
         if dtype not in _CHAINERMN:
             raise Unsupported(f"{self.version} has no {dtype}")
         return super().new(count, memory, dtype)
@@ -156,8 +156,8 @@ class ChainerMN(BenchLibrary):
         dst, src = self._ring
 
         def sendrecv() -> Any:
-            # There is no such call: every other rank receives first, and of an odd number
-            # the last waits for nobody.
+            # ChainerMN has no such call. Odd ranks receive first, so that no cycle of ranks waits,
+            # also if the number of ranks is odd.
             if self.rank % 2:
                 received = comm.recv(src, 0)
                 comm.send(x, dst, 0)
@@ -190,7 +190,7 @@ def open_library(name: str, folder: Path) -> BenchLibrary:
 
     Args:
         name: ``"mpi4py"``, ``"torch"``, ``"chainermn"``, ``"memcpy"`` or one of our transports.
-        folder: private to this job.
+        folder: folder that only this job uses.
     """
     rivals: dict[str, Callable[[], BenchLibrary]] = {
         "mpi4py": Mpi, "torch": lambda: Gloo(folder), "chainermn": ChainerMN, "memcpy": Memcpy,

@@ -1,4 +1,4 @@
-"""A run of ``collective bench``: what is asked, measured on one number of ranks after another."""
+"""A run of ``collective bench``: the measurements for one number of ranks after another."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ __all__ = ["Benchmark", "Results", "measure"]
 
 @dataclass(frozen=True)
 class Benchmark:
-    """What is asked.
+    """The measurements of a run.
 
     Attributes:
-        operations, sizes, dtypes, ranks: all combinations of them.
-        names: our transports, and peers.
-        memories, frameworks: what ours are measured with.
-        methods: of :data:`~collective.tools.bench.measure.METHODS`.
+        operations, sizes, dtypes, ranks: all combinations are measured.
+        names: names of our transports and of peers.
+        memories, frameworks: kinds of memory and frameworks to measure our transports with.
+        methods: some of :data:`~collective.tools.bench.measure.METHODS`.
         environments: interpreters that have an MPI library.
-        pace: how long.
-        models: whose training steps are measured, in place of operations.
+        pace: duration.
+        models: models whose training steps are measured, in place of operations.
     """
 
     operations: Sequence[str]
@@ -47,7 +47,7 @@ class Benchmark:
 
     @property
     def tasks(self) -> Iterator[Task]:
-        """What each number of ranks does."""
+        """The tasks for each number of ranks."""
         for operation in self.operations:
             if operation == "barrier":
                 yield Task(operation, 0)
@@ -59,14 +59,14 @@ class Benchmark:
 
 @dataclass
 class Results:
-    """What has come of it so far.
+    """Results of a run, as far as there are any.
 
     Attributes:
-        records, gaps: what was measured and what was not.
-        trainings: steps that were measured.
-        versions: what each contestant says it is.
-        interrupted: whether it is not all.
-        machine: where; empty before the end.
+        records, gaps: results, and missing results.
+        trainings: results of training steps.
+        versions: name and version of each contestant's library, as the contestant reports it.
+        interrupted: whether the run was interrupted, so that results are incomplete.
+        machine: the machine; empty before the end.
     """
 
     records: list[Record] = field(default_factory=list)
@@ -77,18 +77,18 @@ class Results:
     machine: dict[str, Any] = field(default_factory=dict)
 
     def add(self, found: Iterable[Record | Training | Gap]) -> None:
-        """Take what has been measured, one by one."""
-        for each in found:
-            if isinstance(each, Record):
-                self.records.append(each)
-            elif isinstance(each, Training):
-                self.trainings.append(each)
+        """Add results, one by one as they come."""
+        for result in found:
+            if isinstance(result, Record):
+                self.records.append(result)
+            elif isinstance(result, Training):
+                self.trainings.append(result)
             else:
-                self.gaps.append(each)
+                self.gaps.append(result)
 
     @property
     def failures(self) -> list[str]:
-        """What went wrong while it was measured."""
+        """Contestants that failed and results that are wrong, each as a line of text."""
         broken = [f"{g.side}, {g.operation}, {size_name(g.nbytes)}, {g.ranks} ranks: {g.reason}"
                   for g in self.gaps if g.failed]  # fmt: skip
         wrong = [
@@ -106,7 +106,7 @@ class Results:
         return list(dict.fromkeys([*broken, *wrong]))
 
     def as_json(self) -> dict[str, Any]:
-        """Return all of it."""
+        """Return all results as plain data."""
         return {
             **asdict(self),
             "records": [record.as_json() for record in self.records],
@@ -115,11 +115,11 @@ class Results:
 
     @staticmethod
     def from_json(found: Mapping[str, Any]) -> Results:
-        """Return what :meth:`as_json` was made of."""
+        """Return the results of which :meth:`as_json` made ``found``."""
         return Results(
-            [Record.from_json(each) for each in found["records"]],
-            [Gap(**each) for each in found["gaps"]],
-            [Training.from_json(each) for each in found["trainings"]],
+            [Record.from_json(record) for record in found["records"]],
+            [Gap(**gap) for gap in found["gaps"]],
+            [Training.from_json(training) for training in found["trainings"]],
             found["versions"],
             found["interrupted"],
             found["machine"],
@@ -127,11 +127,11 @@ class Results:
 
 
 def measure(plan: Benchmark, progress: Progress) -> Results:
-    """Measure all that is asked; an interrupt ends it with what has been measured.
+    """Make all measurements of a run; an interrupt ends the run with the results so far.
 
     Args:
-        plan: what is asked.
-        progress: shows what is going on, and how much of all has been done.
+        plan: the measurements.
+        progress: display of the current measurement and of the share that is done.
     """
     results, observer = Results(), Observer()
     each = len(plan.frameworks) * len(plan.models) if plan.models else len(list(plan.tasks))
@@ -151,7 +151,7 @@ def _measure(plan: Benchmark, ranks: int, results: Results, progress: Progress) 
     with Arena(able) as arena:
         results.versions.update(arena.versions)
         for task in plan.tasks:
-            # Those too that have broken at an earlier task.
+            # Contestants that failed at an earlier task are missing, too.
             missing |= {name: error.brief for name, error in arena.failed.items()}
             progress.show(
                 f"{task.operation}, {task.dtype}, {size_name(task.nbytes)}, {ranks} ranks"
@@ -167,7 +167,7 @@ def _measure(plan: Benchmark, ranks: int, results: Results, progress: Progress) 
 def _train(plan: Benchmark, ranks: int, results: Results, progress: Progress) -> None:
     for framework in plan.frameworks:
         progress.show(f"training steps, {framework}, {ranks} ranks")
-        done: set[str] = set()  # each has its results at once
+        done: set[str] = set()  # models with results; all results of a model come together
         for found in measure_steps(
             plan.names, plan.environments, ranks, framework, plan.models, plan.pace
         ):

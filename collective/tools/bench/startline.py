@@ -1,4 +1,4 @@
-"""The barrier before each timed call: the same for every library."""
+"""The barrier before each timed call, the same for every library."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from collective.deadline import Deadline
 
 __all__ = ["StartLine"]
 
-_LINE = 64  # words between two ranks' counters, to keep them off one cache line
-_POLLS = 50  # before the processor is yielded, for more ranks than cores
+_LINE = 64  # words between the counters of two ranks, so that they do not share a cache line
+_POLLS = 50  # polls before the rank yields its processor, for more ranks than cores
 _PATIENCE_S = 60.0
 
 
 class StartLine:
-    """Words in a shared file: a rank writes how often it came, and waits for the others'.
+    """Barrier in a shared file: each rank counts its arrivals, and waits for the others' counts.
 
-    A library's own barrier would let its ranks go at different times, and charge the
-    difference to the operation that follows.
+    A library's own barrier would release its ranks at different times, and the difference would
+    count as time of the operation that follows.
 
     Args:
-        path: a file of :meth:`create`, the same on all ranks.
-        rank, size: which of how many this is.
+        path: file that :meth:`create` made, the same on all ranks.
+        rank, size: this rank, and number of ranks.
     """
 
     def __init__(self, path: Path, rank: int, size: int) -> None:
@@ -37,23 +37,23 @@ class StartLine:
 
     @staticmethod
     def create(path: Path, size: int) -> None:
-        """Make the file."""
+        """Create the file."""
         path.write_bytes(bytes(size * _LINE * 8))
 
     def step(self) -> None:
-        """Let the others know that this rank is at the line again, and wait for nobody."""
+        """Count an arrival of this rank at the line, without waiting for other ranks."""
         self._count += 1
         self._words[self._mine] = self._count
 
     def absent(self) -> int:
-        """Return how many ranks have come less often than this one."""
+        """Return the number of ranks that have come less often than this rank."""
         return sum(self._words[other] < self._count for other in self._others)
 
     def wait(self) -> None:
-        """Wait until all ranks have come here as often as this one.
+        """Wait until all ranks have come to the line as often as this rank.
 
         Raises:
-            TimeoutError: one of them has not, for a minute.
+            TimeoutError: a rank has not come for a minute.
         """
         words = self._words
         self._count = step = self._count + 1
@@ -73,10 +73,10 @@ class StartLine:
         """Return the seconds of each call by itself, or the mean of all of them, back to back.
 
         Args:
-            call: is called by all ranks.
-            iterations: how often.
-            each: whether every call begins at the line.
-            done: waits until what a call has enqueued is done.
+            call: function that all ranks call.
+            iterations: number of calls.
+            each: if true, every call begins at the line and is timed by itself.
+            done: function that waits until the work that a call has enqueued is done.
         """
         clock, seconds = time.perf_counter, []
         if each:

@@ -1,11 +1,11 @@
-"""Whole training steps: computing, syncing, what overlap hides, and whether ranks pay.
+"""Measurements of training steps: computing, syncing, their overlap, and the speed-up by ranks.
 
-For each contestant there are, in turns: a step with the gradients averaged over the ranks,
-``T_step``; a step without, ``T_comp``; and the all-reduce of as many bytes by itself,
-``T_sync``. In the same turns one rank alone steps, ``T_1``. Every rank has a batch of the same
-size, so of ``n`` ranks the speed-up is ``n · T_1 / T_step``, the efficiency ``T_1 / T_step``, and
-the share of syncing that is hidden behind computing ``1 - (T_step - T_comp) / T_sync``, where the
-difference is the median of those of neighbouring turns.
+For each contestant, four things are measured in turns. ``T_step`` is a step with the gradients
+averaged over the ranks; ``T_comp`` is a step without averaging; ``T_sync`` is the all-reduce of as
+many bytes by itself; ``T_1`` is a step of one rank alone. Every rank has a batch of the same size.
+So for ``n`` ranks the speed-up is ``n · T_1 / T_step``, and the efficiency is ``T_1 / T_step``. The
+share of syncing that is hidden behind computing is ``1 - (T_step - T_comp) / T_sync``, where the
+difference is the median of the differences of neighbouring turns.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ __all__ = ["FRAMEWORKS", "MODELS", "Training", "measure", "show"]
 
 FRAMEWORKS = ("torch", "chainer")
 MODELS = ("mlp", "lenet", "resnet")
-# A step's turn is longer than a call's: one of the larger models takes a fifth of a second.
+# Turns of steps are longer than those of calls: a step of a larger model takes 0.2 s.
 _LONGER = 4
 
 
 @dataclass(frozen=True)
 class Training:
-    """Steps of one model on one side.
+    """Result of one model's steps on one side.
 
     Attributes:
-        framework, model, ranks, side: what, and whose.
+        framework, model, ranks, side: the model, the number of ranks, and the side.
         step, compute, sync, alone: ``T_step``, ``T_comp``, ``T_sync``, ``T_1``: medians of the
             turns, in seconds.
-        added: by how much a step is longer than computing: the median of the differences of
+        added: time that a step takes longer than computing: the median of the differences of
             turns that follow each other.
-        differing: parameters that are not the same on all ranks afterwards.
+        differing: number of parameters that are not the same on all ranks afterwards.
     """
 
     framework: str
@@ -57,26 +57,27 @@ class Training:
 
     @property
     def hidden(self) -> float:
-        """The share of syncing that overlaps with computing; all else that adds counts against it.
+        """The share of syncing that overlaps with computing.
 
-        Below zero, a step takes longer than computing and then syncing.
+        All other costs that a step adds lower the figure. It is below zero if a step takes longer
+        than computing and then syncing.
         """
         return 1 - self.added / self.sync
 
     @property
     def efficiency(self) -> float:
-        """What one rank alone takes for a step, over what they all take."""
+        """A step's time of one rank alone, divided by the step's time of all ranks."""
         return self.alone / self.step
 
     def as_json(self) -> dict[str, Any]:
-        """Return fields and what follows from them."""
+        """Return the fields, and the figures that follow from them."""
         speedup = self.ranks * self.efficiency
         more = {"hidden": self.hidden, "efficiency": self.efficiency, "speedup": speedup}
         return {**asdict(self), **more}
 
     @staticmethod
     def from_json(found: Mapping[str, Any]) -> Training:
-        """Return what :meth:`as_json` was made of."""
+        """Return the result of which :meth:`as_json` made ``found``."""
         return Training(**{field.name: found[field.name] for field in fields(Training)})
 
 
@@ -91,12 +92,12 @@ def measure(
     """Measure steps of models in one framework, with one number of ranks.
 
     Args:
-        names: our transports, and peers; those of another framework are left out.
+        names: names of our transports and of peers; peers of another framework are left out.
         environments: interpreters that have an MPI library.
-        ranks: how many.
-        framework: of :data:`FRAMEWORKS`.
-        models: of :data:`MODELS`.
-        pace: of calls; turns of steps are longer.
+        ranks: number of ranks.
+        framework: one of :data:`FRAMEWORKS`.
+        models: some of :data:`MODELS`.
+        pace: duration for calls; turns of steps are longer.
     """
     of = {"torch": "torch", "chainermn": "chainer", "mpi4py": "", "memcpy": ""}
     chosen = [name for name in names if of.get(name.partition("/")[0], framework) == framework]
@@ -148,14 +149,14 @@ def _measure(
 
 
 def _finish(arena: Arena, name: str, of: Mapping[str, Turns]) -> int:
-    """Return how many parameters differ between the ranks; drop the models."""
+    """Return the number of parameters that differ between the ranks, and drop the models."""
 
     def compare() -> int:
         digests = arena.ask(name, "digest")
         assert not isinstance(digests, str)
         for part in of:
             arena.ask(name, "release", side=part)
-        return sum(len(set(each)) > 1 for each in zip(*(one["digests"] for one in digests)))
+        return sum(len(set(digest)) > 1 for digest in zip(*(one["digests"] for one in digests)))
 
     found: list[int] = []
     next(iter(of.values())).run(lambda: found.append(compare()))
@@ -167,7 +168,7 @@ def _median(turns: Turns) -> float:
 
 
 def show(found: Sequence[Training], gaps: Sequence[Gap], markdown: bool = False) -> None:
-    """Print a table a framework and number of ranks."""
+    """Print a table for each framework and number of ranks."""
     header = ["model", "side", "T_step ms", "T_comp ms", "added ms", "T_sync ms", "hidden %"]
     header += ["T_1 ms", "speed-up", "efficiency %", "#differing"]
     kinds = [(t.framework, t.ranks) for t in found] + [(g.dtype, g.ranks) for g in gaps]
@@ -175,8 +176,8 @@ def show(found: Sequence[Training], gaps: Sequence[Gap], markdown: bool = False)
         rows = []
         for t in found:
             if (t.framework, t.ranks) == (framework, ranks):
-                times = [f"{1e3 * each:.3g}" for each in (t.step, t.compute, t.added, t.sync)]
-                # Noise can make it anything where there is little to hide.
+                times = [f"{1e3 * seconds:.3g}" for seconds in (t.step, t.compute, t.added, t.sync)]
+                # Noise can give any figure if there is little to hide, so clip it.
                 hidden = f"{100 * min(1.0, max(0.0, t.hidden)):.0f}"
                 pays = [f"{1e3 * t.alone:.3g}", f"{ranks * t.efficiency:.2f}"]
                 pays.append(f"{100 * t.efficiency:.0f}")

@@ -1,8 +1,8 @@
-"""One rank of one contestant: does what the arena asks, and sleeps in between.
+"""Process of one rank of a contestant: makes the calls that the arena asks for.
 
-Started by :mod:`.arena` in the environment of the library that is measured, with the library's
-name, the folder of its start line and the address of its control line. While another contestant
-has its turn it is blocked in a read.
+:mod:`.arena` starts this module in the environment of the library that is measured, with the
+library's name, the folder of its start line and the address of its control line. While another
+contestant has its turn, the process is blocked in a read.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ __all__ = ["Worker", "WorkerCall", "main"]
 
 
 class Worker:
-    """What a rank can be asked to do: its methods.
+    """The methods that the arena can call on a rank.
 
     Args:
-        library: connected.
-        folder: where the start line is.
-        whose: whose processor time a rank's is: ``resource.RUSAGE_SELF``, or
+        library: the library, connected.
+        folder: folder of the start line.
+        whose: owner of a rank's processor time: ``resource.RUSAGE_SELF``, or
             ``RUSAGE_THREAD`` where ranks are threads.
     """
 
@@ -43,9 +43,9 @@ class Worker:
         self._library = library
         self._line = StartLine(folder / "startline", library.rank, library.size)
         self._whose = whose
-        self._prepared: dict[str, Prepared] = {}  # by the side that it is measured as
+        self._prepared: dict[str, Prepared] = {}  # by side
         self._steps: dict[str, Call] = {}  # the parts of a training step
-        self._parameters: list[Array] = []  # of the model that is trained
+        self._parameters: list[Array] = []  # those of the model that is trained
 
     def close(self) -> None:
         """Drop the arrays, and end the library."""
@@ -54,9 +54,9 @@ class Worker:
         self._library.close()
 
     def abort(self, reason: str) -> None:
-        """Do nothing: what hangs is a process, and is ended."""
+        """Do nothing: a rank that hangs is a process, and the launcher ends it."""
 
-    # -- what is asked -------------------------------------------------------------------------
+    # -- requests of the arena -----------------------------------------------------------------
 
     def describe(self) -> dict[str, Any]:
         """Return the library's ``version``."""
@@ -74,21 +74,21 @@ class Worker:
         """Allocate arrays for an operation: see :class:`~collective.tools.bench.prepared.Prepared`.
 
         Args:
-            side: a name, by which further calls name what is prepared.
-            operation, nbytes, memory, dtype: as there.
-            framework: whose arrays; None for the library's own.
+            side: name for further calls.
+            operation, nbytes, memory, dtype: as in the class.
+            framework: framework of the arrays; None for the library's own.
 
         Returns:
-            ``nbytes``: of the larger array.
+            ``nbytes``: size of the larger array.
         """
         if framework is not None:
             self._library.use(framework)
-        made = Prepared(self._library, operation, nbytes, memory, dtype)
-        self._prepared[side] = made
-        return {"nbytes": made.nbytes}
+        prepared = Prepared(self._library, operation, nbytes, memory, dtype)
+        self._prepared[side] = prepared
+        return {"nbytes": prepared.nbytes}
 
     def attempt(self, side: str) -> dict[str, Any]:
-        """Make a prepared call for the first time, which tells whether the library can."""
+        """Make a prepared call for the first time, which shows whether the library can do it."""
         try:
             self._prepared[side].call()
         except self._library.refusals as error:
@@ -96,7 +96,7 @@ class Worker:
         return {}
 
     def release(self, side: str) -> dict[str, Any]:
-        """Drop the arrays, if there are any."""
+        """Drop the arrays of a side, if there are any."""
         self._prepared.pop(side, None)
         self._steps.pop(side, None)
         return {}
@@ -105,14 +105,14 @@ class Worker:
         """Time a prepared call.
 
         Args:
-            side: which one.
-            iterations: timed calls.
-            warmup: untimed calls before them.
-            each: time each call by itself, from a common start; or all of them, back
+            side: name of the prepared call.
+            iterations: number of timed calls.
+            warmup: number of untimed calls before them.
+            each: if true, time each call by itself, from a common start; else all calls, back
                 to back.
 
         Returns:
-            ``seconds``: of each call, or one mean.
+            ``seconds``: times of the calls, or one mean.
         """
         call = self._steps.get(side) or self._prepared[side].call
         done = self._library.synchronize if self._library.framework.on_gpu else None
@@ -121,44 +121,44 @@ class Worker:
         return {"seconds": self._line.seconds_of(call, iterations, each=each, done=done)}
 
     def check(self, side: str) -> dict[str, Any]:
-        """Run a prepared call on data of which every element of the result is known.
+        """Make a prepared call on data for which every element of the result can be computed.
 
         Returns:
-            ``wrong``: how many elements of this rank's result are not what they must be. After a
-            barrier: how many ranks had not come to it.
+            ``wrong``: number of wrong elements in this rank's result. For a barrier: number of
+            ranks that had not come to it when it returned.
         """
-        made = self._prepared[side]
-        if made.x is None:
+        prepared = self._prepared[side]
+        if prepared.x is None:
             self._line.step()
-            made.call()
+            prepared.call()
             return {"wrong": self._line.absent()}
-        return {"wrong": made.count_wrong(self._line.wait)}
+        return {"wrong": prepared.count_wrong(self._line.wait)}
 
     def prepare_steps(self, framework: str, model: str) -> dict[str, Any]:
-        """Make the parts of a training step; further calls name one as their ``side``.
+        """Make the parts of a training step; further calls use a part's name as ``side``.
 
         Returns:
-            ``parts``: their names.
+            ``parts``: names of the parts.
         """
         self._library.use(framework)
         module = importlib.import_module(f"collective.tools.models.{framework}")
         calls, self._parameters = module.steps(self._library, model)
-        # Ready for the first step: buckets are laid out, weights are rank 0's.
+        # Call each part once: that lays out the buckets and broadcasts the weights of rank 0.
         for part in sorted(calls):
             calls[part]()
             self._steps[part] = calls[part]
         return {"parts": sorted(calls)}
 
     def digest(self) -> dict[str, Any]:
-        """Return ``digests``: of each parameter that the last steps have updated."""
+        """Return ``digests`` of the parameters that the last steps have updated."""
         parameters, self._parameters = self._parameters, []
-        return {"digests": [hashlib.sha256(each.tobytes()).hexdigest() for each in parameters]}
+        return {"digests": [hashlib.sha256(array.tobytes()).hexdigest() for array in parameters]}
 
     def wait_for_late(self, side: str, late: float) -> dict[str, Any]:
         """Measure what a prepared call costs while rank 1 is ``late`` seconds late.
 
         Returns:
-            ``cpu`` and ``wall``: seconds of this rank, or nothing for the late one.
+            ``cpu`` and ``wall``: seconds of this rank, or an empty dict for the late rank.
         """
         call = self._prepared[side].call
         call()
@@ -174,20 +174,22 @@ class Worker:
         return {"cpu": cpu, "wall": wall}
 
     def memory_of(self, side: str) -> dict[str, Any]:
-        """Measure memory around a prepared call.
+        """Measure the memory of a prepared call.
 
         Returns:
-            ``mapped``: bytes of shared segments without those that hold the arrays;
-            ``resident``: how many of them are in use; ``transient``: by how many bytes
-            the call raised the process above what it held before.
+            ``mapped``: bytes of shared segments, without those that hold the arrays;
+            ``resident``: bytes of them that are in use; ``transient``: bytes by which the call
+            raised the process's memory above what the process held before.
         """
-        made = self._prepared[side]
-        made.call()
+        prepared = self._prepared[side]
+        prepared.call()
         before = _status("VmRSS")
         Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
-        made.call()
+        prepared.call()
         transient = max(0, _status("VmHWM") - before)
-        arrays = [self._library.numpy(array) for array in (made.x, made.y) if array is not None]
+        arrays = [
+            self._library.numpy(array) for array in (prepared.x, prepared.y) if array is not None
+        ]
         mapped, resident = _segments(arrays)
         return {"mapped": mapped, "resident": resident, "transient": transient}
 
@@ -218,18 +220,18 @@ def _segments(arrays: list[Array]) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class WorkerCall(Job):
-    """What all ranks of a contestant do once.
+    """Call of a method of :class:`Worker` on all ranks of a contestant.
 
     Attributes:
-        do: the name of a method of :class:`Worker`.
-        arguments: for that.
+        do: name of the method.
+        arguments: arguments of the method.
     """
 
     do: str
     arguments: Mapping[str, Any]
 
     def run(self, participant: Participant) -> dict[str, Any]:
-        """Return what the method does, or ``unsupported``: why the library cannot."""
+        """Return the method's result, or ``unsupported``: why the library cannot do it."""
         try:
             answer: dict[str, Any] = getattr(participant.kept["worker"], self.do)(**self.arguments)
         except Unsupported as error:
@@ -240,7 +242,7 @@ class WorkerCall(Job):
 
 
 def main() -> None:
-    """Be the rank that the launcher says, until the arena has no more to ask."""
+    """Serve as the rank that the launcher names, until the arena closes the connection."""
     name, where, address = sys.argv[1:]
     folder = Path(where)
     whose = resource.RUSAGE_THREAD if name == "threads" else resource.RUSAGE_SELF

@@ -1,1 +1,1 @@
-"""The command ``collective``: one module a subcommand."""
+"""The command ``collective``: one module for each subcommand."""

@@ -1,4 +1,4 @@
-"""``collective bench``: how fast each transport is, and other libraries beside it."""
+"""``collective bench``: the speed of each transport, and of other libraries beside it."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ if TYPE_CHECKING:
 __all__ = ["add_parser"]
 
 _DESCRIPTION = """\
-Time operations on each transport, and on other libraries in turns with it, and check the results
-on fresh data afterwards. Latency: each call by itself from a common start, the slowest rank's
-time. Bandwidth: calls back to back; algbw is bytes / time, busbw that times the share of the
-bytes that has to travel. See docs/bench.md."""
+Time operations on each transport, and on other libraries in turns with it. Check the results on
+fresh data afterwards. Latency: each call starts from a common start; the figure is the slowest
+rank's time. Bandwidth: calls run back to back; algbw is bytes / time, and busbw is algbw times the
+share of the bytes that has to travel. See docs/bench.md."""
 _SIZES = "4,1K,16K,256K,4M,64M"
 _QUICK = "4,16K,1M,16M"
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Register the subcommand."""
-    # Here and not above: a listing of the commands needs no NumPy.
+    # Imported here: a listing of the commands must not import NumPy.
     parser = subparsers.add_parser(
         "bench",
-        help="measure the transports, and other libraries beside them",
+        help="measure the speed of transports, and of other libraries beside them",
         description=_DESCRIPTION,
         epilog="exit code: 1 if a result was wrong, a rank failed or nothing could be measured; "
-        "130 after an interrupt, which shows what has been measured; else 0",
+        "130 after an interrupt, which shows the results so far; else 0",
     )
     add = parser.add_argument
     add("--op", type=names, default=["all_reduce"], metavar="NAMES",
@@ -55,34 +55,35 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add("--dtype", type=names, default=["float32"], metavar="NAMES", help="(default: float32)")
     add("-n", type=counts, default=[2], metavar="RANKS", help="numbers of ranks (default: 2)")
     add("--backend", type=names, default=["shm", "gloo", "mpi"], metavar="NAMES",
-        help="transports (default: shm,gloo,mpi); mpi/openmpi says which MPI library")  # fmt: skip
+        help="transports (default: shm,gloo,mpi); mpi/openmpi names the MPI library")  # fmt: skip
     add("--memory", type=names, default=["symmetric", "ordinary"], metavar="KINDS",
-        help="arrays of comm.empty(), or any, where that makes a difference (default: "
-        "symmetric,ordinary)")  # fmt: skip
+        help="kinds of arrays, where that makes a difference: of comm.empty() (symmetric) or any "
+        "(default: symmetric,ordinary)")  # fmt: skip
     add("--framework", type=names, metavar="NAMES",
-        help="whose arrays: numpy, torch, cupy, torch.cuda (default: numpy; with --train: torch "
-        "and chainer)")  # fmt: skip
+        help="frameworks of the arrays: numpy, torch, cupy, torch.cuda (default: numpy; with "
+        "--train: torch and chainer)")  # fmt: skip
     add("--vs", type=names, default=[], metavar="PEERS",
-        help="mpi4py, torch, chainermn or memcpy: do the same work in turns with ours; "
-        "mpi4py/mpich says which MPI library")  # fmt: skip
+        help="peers that do the same work in turns with ours: mpi4py, torch, chainermn or memcpy; "
+        "mpi4py/mpich names the MPI library")  # fmt: skip
     add("--train", action="store_true",
-        help="measure training steps: computing, syncing, what is hidden, speed-up")  # fmt: skip
+        help="measure training steps: computing, syncing, share of syncing that is hidden, "
+        "speed-up")  # fmt: skip
     add("--models", type=names, default=["mlp", "lenet", "resnet"], metavar="NAMES",
-        help="whose steps (default: mlp,lenet,resnet)")  # fmt: skip
+        help="models of the steps (default: mlp,lenet,resnet)")  # fmt: skip
     method = parser.add_mutually_exclusive_group()
     method.add_argument("--latency", action="store_true", help="measure latency only")
     method.add_argument("--bandwidth", action="store_true", help="measure bandwidth only")
     add("--quick", action="store_true", help=f"short turns, and {_QUICK} as sizes")
     mpi_environments.add_options(parser)
     add_outputs(parser, earlier=True)
-    add("--csv", type=Path, metavar="FILE", help="write a line a figure")
+    add("--csv", type=Path, metavar="FILE", help="write a line for each result")
     add("--plot", type=Path, metavar="FILE.png", help="draw latency and bandwidth over size")
     parser.set_defaults(execute=execute)
 
 
 def execute(options: argparse.Namespace) -> int:
     """Measure and show; return the exit code."""
-    # Here and not above: they bring NumPy along.
+    # Imported here: these modules import NumPy.
     from collective.tools.bench.figures import show, write_csv
     from collective.tools.bench.plot import picture_formats
     from collective.tools.bench.run import measure
@@ -113,10 +114,10 @@ def execute(options: argparse.Namespace) -> int:
 
 
 def _plan(options: argparse.Namespace) -> Benchmark:
-    """Return what the options ask for.
+    """Return the measurements that the options name.
 
     Raises:
-        InvalidArgumentError: an option names what there is not.
+        InvalidArgumentError: an option has an unknown value.
         BackendNotFoundError: there is no such transport.
     """
     from collective.contract.registry import find
@@ -136,7 +137,7 @@ def _plan(options: argparse.Namespace) -> Benchmark:
     check_known("--framework", frameworks, FRAMEWORKS if options.train else NAMES)
     check_known("--vs", [peer.partition("/")[0] for peer in options.vs], PEERS)
     for name in options.backend:
-        with contextlib.suppress(BackendUnavailableError):  # which the tables will tell
+        with contextlib.suppress(BackendUnavailableError):  # the tables will show the reason
             find(name.partition("/")[0])
     sizes = options.sizes or (_QUICK if options.quick else _SIZES).split(",")
     try:
@@ -166,15 +167,15 @@ def _earlier(path: Path) -> Results:
         return Results.from_json(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InvalidArgumentError(
-            f"--from {path}: {error!r}; a file that collective bench --json has written."
+            f"--from {path}: {error!r}; expected a file that collective bench --json has written."
         ) from error
 
 
 def _say(results: Results, options: argparse.Namespace) -> bool:
-    """Say what the tables do not: where, of which versions, and what went wrong.
+    """Print what the tables do not show: the machine, versions of libraries, and failures.
 
     Returns:
-        Whether the plot that was asked for was drawn.
+        False if the plot could not be written.
     """
     from collective.tools.bench.machine import headline
     from collective.tools.bench.plot import plot
@@ -190,5 +191,5 @@ def _say(results: Results, options: argparse.Namespace) -> bool:
     for failure in results.failures:
         print(f"collective bench: {failure}", file=sys.stderr)
     if results.interrupted:
-        print("collective bench: interrupted; this is not all", file=sys.stderr)
+        print("collective bench: interrupted; results are missing", file=sys.stderr)
     return well

@@ -1,4 +1,4 @@
-"""``collective config``: every setting, its value and where that came from."""
+"""``collective config``: every setting, its value and the source of the value."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "config",
         help="show each setting and where it comes from",
-        description="Show each setting as a program started here and now would find it: "
-        "the environment wins over collective.toml or pyproject.toml, that over the "
-        "launcher, that over the default. A file is read only if nobody but you and root "
-        "could have written it; one that is not is named with the reason.",
+        description="Show each setting as a program that starts here and now would find it. "
+        "The environment takes precedence over collective.toml or pyproject.toml, the file over "
+        "the launcher, and the launcher over the default. A file is read only if nobody but you "
+        "and root could have written it; a file that is not read is named with the reason.",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.set_defaults(execute=execute)
@@ -29,16 +29,18 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def execute(options: argparse.Namespace) -> int:
     """Print the settings; return the exit code."""
     config = load({})
-    found = {key: (config.shown(key), config.origin(key)) for key in KEYS}
+    settings = {key: (config.shown(key), config.origin(key)) for key in KEYS}
     if options.json:
-        table = {key: {"value": value, "origin": origin} for key, (value, origin) in found.items()}
+        table = {
+            key: {"value": value, "origin": origin} for key, (value, origin) in settings.items()
+        }
         refused = {str(path): reason for path, reason in config.refused.items()}
         print(json.dumps({"settings": table, "refused": refused}, indent=2))
         return 0
     rows = [("key", "value", "origin")]
     rows += [
         (key, "-" if value in (None, "") else str(value), origin)
-        for key, (value, origin) in found.items()
+        for key, (value, origin) in settings.items()
     ]
     print(aligned(rows))
     for path, reason in config.refused.items():
