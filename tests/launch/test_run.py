@@ -87,7 +87,7 @@ def test_rank_0_reads_what_is_piped_in(launches: Launches) -> None:
         (["-n", "2", "--timeout", "-1", "script.py"], "a number of seconds > 0"),
         (["-n", "2", "--min-ranks", "3", "script.py"], "min_ranks: 3 (argument) with 2 ranks"),
         (["-n", "2", "--min-ranks", "0", "script.py"], "min_ranks: '0' (argument); it must be an "),
-        (["-n", "2", "--max-restarts", "-1", "script.py"], "'-1'; it must be an integer >= 0"),
+        (["-n", "2", "--max-restarts", "-1", "script.py"], "'-1'; expected an integer >= 0"),
         (
             ["-n", "2", "--backend", "threads", "--max-restarts", "1", "script.py"],
             "Use --backend shm",

@@ -114,7 +114,7 @@ def test_ranks_that_import_a_clone_beside_an_installation_say_so(tmp_path: Path)
     done = run_python("-c", f"{found}; {start}")
     assert done.stdout == f"[0] {clone / 'collective' / '__init__.py'}\n", done.stderr
     assert f"sources in {clone}," in done.stderr
-    assert "installed in elsewhere;" in done.stderr
+    assert "installed in elsewhere." in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -137,8 +137,8 @@ REFUSED = {
         (["--json", "absent/a.json"], "--json absent/a.json: it cannot be written: No such file"),
         (["--csv", "."], "--csv .: it cannot be written: Is a directory"),
         (["--plot", "absent/a.png"], "--plot absent/a.png: it cannot be written: No such file"),
-        (["--plot", "a.foo"], "--plot a.foo: its suffix '.foo' says no known format"),
-        (["--plot", "a"], "--plot a: its suffix '' says no known format"),
+        (["--plot", "a.foo"], "--plot a.foo: its suffix '.foo' is not a known format"),
+        (["--plot", "a"], "--plot a: its suffix '' is not a known format"),
     ],
     "parity": [
         (["--op", "all_reduse"], "--op: 'all_reduse'; one of all_reduce"),
@@ -152,8 +152,8 @@ REFUSED = {
     "profile": [
         (["-n", "2"], "no program given"),
         (["-n", "2", "absent.py"], "script 'absent.py': no such file"),
-        (["-n", "2", "--per-host", "4", "train.py"], "--per-host without --link"),
-        (["-n", "2", "--link", "1us,1GB/s", "train.py"], "for --predict, which is not given"),
+        (["-n", "2", "--per-host", "4", "train.py"], "--per-host needs --link"),
+        (["-n", "2", "--link", "1us,1GB/s", "train.py"], "need --predict, which is not given"),
         (["--trace", "nowhere"], "no trace in nowhere"),
         (["-n", "2", "--backend", "shmm", "train.py"], "Did you mean 'shm'?"),
         (["-n", "2", "--json", "absent/a.json", "train.py"], "--json absent/a.json: it cannot be"),

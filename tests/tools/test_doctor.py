@@ -181,7 +181,7 @@ def test_the_text_fits_the_screen_and_begins_with_what_matters(
     monkeypatch.setenv("COLUMNS", "80")
     shown = text(healthy_run)
     lines = shown.splitlines()
-    assert "ranks of one host take shm, of several hierarchical" in lines[0]
+    assert "ranks take shm on one host and hierarchical on several" in lines[0]
     assert lines[2] == "Transports"
     assert re.search(r"^  shm +works;", shown, re.MULTILINE)
     for title in ("Host", "MPI", "Network", "Across hosts", "Versions", "Settings"):

@@ -1,4 +1,4 @@
-"""``collective doctor``: what works here, why the rest does not, and what auto would take."""
+"""``collective doctor``: what works here, why the rest does not, and the transport of auto."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from collective.tools.show import Progress, size_name, time_name
 __all__ = ["add_parser", "text"]
 
 _EPILOG = """\
-exit code: 1 if a program started here and now would not come to work (a setting is wrong, or
-the transport that it takes does not work), or if a trial fails; else 0, whatever else is amiss.
+exit code: 1 if a program that starts here and now would not work (because a setting is wrong or
+its transport does not work), or if a trial fails; else 0, also if the report names other problems.
 """
 
 
@@ -25,8 +25,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "doctor",
         help="show what works here, why the rest does not, and what auto takes",
         description="Show which transports work on this machine and in this environment, why "
-        "the others do not and what mends that, and what 'auto' takes. Under a launcher the "
-        "first rank of each host does so.",
+        "the others do not and how to mend that, and which transport 'auto' takes. Under a "
+        "launcher, the first rank of each host reports.",
         epilog=_EPILOG,
     )
     parser.add_argument(
@@ -40,7 +40,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def execute(options: argparse.Namespace) -> int:
     """Print the report; return the exit code."""
-    # Here and not above: it brings NumPy and the transports along.
+    # Imported here: the module imports NumPy and the transports.
     from collective.tools.doctor import examine, is_spokesman
 
     if not is_spokesman():
@@ -61,7 +61,7 @@ def _width() -> int:
 
 
 def text(report: dict[str, Any], width: int = 80) -> str:
-    """Return the report as text of lines up to ``width``, what matters most first."""
+    """Return the report as text of lines up to ``width``, the most important facts first."""
     about, host = report["collective"], report["network"]["name"]
     parts = [f"collective {about['version']} on {host}: {_headline(report)}", ""]
     sections: list[tuple[str, Iterable[tuple[str, str]]]] = [
@@ -87,7 +87,7 @@ def _aligned(rows: list[tuple[str, str]], width: int) -> list[str]:
     column = 4 + max(len(label) for label, _ in rows)
     lines = []
     for label, text in rows:
-        # Each line of what is said begins a line of its own.
+        # Each line of a text begins a new line of the report.
         for number, line in enumerate(text.splitlines() or ["-"]):
             lines += textwrap.wrap(
                 line,
@@ -103,7 +103,7 @@ def _aligned(rows: list[tuple[str, str]], width: int) -> list[str]:
 def _headline(report: dict[str, Any]) -> str:
     if not report["choices"]:
         return "a setting is wrong"
-    taken = {choice["when"]: choice["backend"] or "nothing" for choice in report["choices"]}
+    taken = {choice["when"]: choice["backend"] or "no transport" for choice in report["choices"]}
     here = report["choices"][0]["backend"]
     transport = report["transports"].get(here)
     if transport is None:
@@ -115,19 +115,19 @@ def _headline(report: dict[str, Any]) -> str:
     alone, apart = taken["collective run"], taken["torchrun, 2 hosts of 2"]
     if alone == apart:
         return f"ranks take {alone}"
-    if apart == "nothing" != taken["mpiexec, 2 hosts of 2"]:
-        apart = f"{taken['mpiexec, 2 hosts of 2']}, under mpiexec"
-    return f"ranks of one host take {alone}, of several {apart}"
+    if apart == "no transport" != taken["mpiexec, 2 hosts of 2"]:
+        apart = f"{taken['mpiexec, 2 hosts of 2']} (under mpiexec)"
+    return f"ranks take {alone} on one host and {apart} on several"
 
 
 def _transports(report: dict[str, Any]) -> Iterable[tuple[str, str]]:
     order = {True: 0, None: 1, False: 2}
-    for name, found in sorted(report["transports"].items(), key=lambda i: order[i[1]["works"]]):
-        yield name, _transport(found)
+    for name, transport in sorted(report["transports"].items(), key=lambda i: order[i[1]["works"]]):
+        yield name, _transport(transport)
 
 
-def _transport(found: dict[str, Any]) -> str:
-    trial = found.get("trial")
+def _transport(transport: dict[str, Any]) -> str:
+    trial = transport.get("trial")
     if trial and not trial["passed"]:
         return f"FAILS with two ranks: {trial['error']}"
     if trial:
@@ -136,33 +136,33 @@ def _transport(found: dict[str, Any]) -> str:
             f"{time_name(trial['latency_s'])}, {size_name(trial['large_bytes'])} at "
             f"{trial['bandwidth'] / 1e9:.2g} GB/s"
         )
-    if found["works"]:
+    if transport["works"]:
         return "works"
-    state = "no: " if found["works"] is False else "not known: "
-    fix = f"\n> {found['fix']}" if found["fix"] else ""
-    return f"{state}{found['reason']}{fix}"
+    state = "no: " if transport["works"] is False else "not known: "
+    fix = f"\n> {transport['fix']}" if transport["fix"] else ""
+    return f"{state}{transport['reason']}{fix}"
 
 
 def _choices(report: dict[str, Any]) -> Iterable[tuple[str, str]]:
-    for found in report["choices"]:
-        name = found["backend"]
+    for choice in report["choices"]:
+        name = choice["backend"]
         broken = report["transports"].get(name, {}).get("works") is False
         yield (
-            found["when"],
-            f"{name or 'nothing'}{', which does not work here' * broken}: {found['reason']}",
+            choice["when"],
+            f"{name or 'no transport'}{', which does not work here' * broken}: {choice['reason']}",
         )
 
 
 def _problems(report: dict[str, Any]) -> Iterable[tuple[str, str]]:
-    for found in report["problems"]:
-        remedy = f"\n> {found['remedy']}" if found["remedy"] else ""
-        yield "!" if found["fatal"] else "-", f"{found['problem']}{remedy}"
+    for problem in report["problems"]:
+        remedy = f"\n> {problem['remedy']}" if problem["remedy"] else ""
+        yield "!" if problem["fatal"] else "-", f"{problem['problem']}{remedy}"
 
 
 def _host(report: dict[str, Any]) -> Iterable[tuple[str, str]]:
     cores, memory = report["processors"], report["shared_memory"]
     yield "system", report["collective"]["system"]
-    quota = f", {cores['quota']:.3g} of their time" if cores["quota"] else ""
+    quota = f", limited to the time of {cores['quota']:.3g}" if cores["quota"] else ""
     yield "cores", f"{cores['usable']} of {cores['online']} may be used{quota}"
     limit = f"; this container {size_name(memory['limit'])}, {size_name(memory['left'])} of it free"
     yield (
@@ -173,7 +173,7 @@ def _host(report: dict[str, Any]) -> Iterable[tuple[str, str]]:
     yield (
         "shared memory",
         f"{'memfd' if memory['memfd'] else 'files in ' + memory['directory']}; peers' arrays "
-        f"{'are read with one copy' if memory['single_copy'] else 'take a copy more'}; "
+        f"{'are read with one copy' if memory['single_copy'] else 'take one copy more'}; "
         f"{size_name(memory['ranks_bytes'])} for {memory['ranks']} ranks",
     )
     if memory["dev_shm"] is not None:

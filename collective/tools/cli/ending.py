@@ -1,7 +1,7 @@
-"""How a command ends from outside: a signal, or an output that takes no more.
+"""Ends of a command from outside: a signal, or a standard output that accepts no more data.
 
-A signal whose default action would end the process at once raises instead, so that what is open
-is closed on the way out: ranks end, and directories are removed.
+A signal whose default action would end the process at once raises an exception instead. So the
+process can clean up on the way out: it ends ranks and removes directories.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from typing import NoReturn
 
 __all__ = ["Ended", "explain", "have_descriptors", "raise_on_signals"]
 
-# What ends a command that runs in the background, or whose terminal is closed.
+# The signals that end a command in the background, or one whose terminal is closed.
 _ENDING = (signal.SIGTERM, signal.SIGHUP)
-# How an output fails that takes no more.
+# The errors of writing to an output that accepts no more data.
 _FULL = {errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
 
 
 class Ended(KeyboardInterrupt):
-    """A signal has asked this process to end; handled where an interrupt is.
+    """A signal asked this process to end. Handlers of ``KeyboardInterrupt`` catch it, too.
 
     Attributes:
-        number: of the signal.
+        number: number of the signal.
     """
 
     def __init__(self, number: int) -> None:
@@ -36,13 +36,13 @@ class Ended(KeyboardInterrupt):
 def raise_on_signals() -> None:
     """Raise :class:`Ended` in the main thread at the first SIGTERM or SIGHUP.
 
-    Further ones are not heeded: what the first set in motion is to come to its end. One that
-    is ignored, as by nohup, stays ignored.
+    Further signals are ignored, so that the clean-up of the first one can finish. A signal that
+    was ignored before, as under nohup, stays ignored.
     """
 
     def end(number: int, _: object) -> NoReturn:
-        for each in heeded:
-            signal.signal(each, signal.SIG_IGN)
+        for handled in heeded:
+            signal.signal(handled, signal.SIG_IGN)
         raise Ended(number)
 
     heeded = [number for number in _ENDING if signal.getsignal(number) is signal.SIG_DFL]
@@ -51,10 +51,10 @@ def raise_on_signals() -> None:
 
 
 def have_descriptors() -> bool:
-    """Return whether standard output is open; open what else is missing on /dev/null.
+    """Return whether standard output is open; open missing standard descriptors on /dev/null.
 
-    A file that is opened later would take the number of one that is closed, and get what is
-    meant for it.
+    Otherwise a file that is opened later would take the number of a closed descriptor, and would
+    get output that is meant for standard output or standard error.
     """
     is_open = sys.stdout is not None
     for descriptor in range(3):
@@ -68,9 +68,9 @@ def have_descriptors() -> bool:
 
 
 def explain(error: OSError) -> str | None:
-    """Return in a line why a command could not go on, "" where nobody is to be told.
+    """Return a line that says why a command could not go on, or "" if nobody can read it.
 
-    None says that it is an error of its own, which needs its traceback.
+    None means that the error is a defect of the command, which needs a traceback.
     """
     if isinstance(error, FileNotFoundError):
         try:
@@ -79,18 +79,18 @@ def explain(error: OSError) -> str | None:
             return f"{nowhere.strerror}. Set TMPDIR to a directory that can be written to."
     if error.filename is not None or error.errno not in _FULL or not _stdout_fails():
         return None
-    # Nothing more can be written there, also not at exit.
+    # Nothing more can be written to standard output, not even at exit.
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     if error.errno == errno.EPIPE:
-        return ""  # whoever read it has seen enough
+        return ""  # the reader has closed the pipe, so it needs no more output
     return f"standard output: {error.strerror}."
 
 
 def _stdout_fails() -> bool:
-    """Tell whether standard output takes no more, by an empty line."""
+    """Tell whether standard output accepts no more data, by writing an empty line."""
     try:
         sys.stdout.flush()
-        os.write(1, b"\n")  # where nothing is buffered there is nothing to flush
+        os.write(1, b"\n")  # an empty buffer makes flush() succeed in any case
     except OSError:
         return True
     return False

@@ -17,9 +17,9 @@ from .ending import Ended, explain, have_descriptors, raise_on_signals
 
 __all__ = ["main"]
 
-#: Each has ``add_parser(subparsers)``, which sets ``execute``: options -> exit code.
+#: Modules with ``add_parser(subparsers)``, which sets ``execute``: options -> exit code.
 _COMMANDS = (bench, config, doctor, parity, profile, run, tour, trace)
-# Those that start processes of ours, and no program of the user's.
+# The commands that start processes of this package, but no program of the user.
 _WITHOUT_PROGRAM = (bench.execute, doctor.execute, parity.execute, tour.execute)
 
 
@@ -27,15 +27,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code.
 
     Args:
-        arguments: without the program's name; None takes those of this process.
+        arguments: arguments without the program's name; None for those of this process.
     """
     if not have_descriptors():
-        return _refuse("standard output is closed; send it to /dev/null if nobody is to see it.")
+        return _refuse(
+            "standard output is closed. Redirect it to /dev/null if you do not want the output."
+        )
     try:
         options = _parse(arguments)
         if options.version:
             options.execute = _show_version
-        options.is_program = arguments is None  # and not a call within another one
+        options.is_program = arguments is None  # false for a call from another program
         if options.is_program:
             raise_on_signals()
             if options.execute in _WITHOUT_PROGRAM:
@@ -57,11 +59,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _show_version(options: argparse.Namespace) -> int:
-    """Print the version; if ``-v`` is given the transports and the native core, too.
+    """Print the version; with ``-v`` also the transports and the native core.
 
-    Nothing is imported or tried to find that out; ``collective doctor`` does.
+    The transports are neither imported nor tried; ``collective doctor`` does that.
     """
-    # Here and not above: they bring NumPy along.
+    # Imported here: these modules import NumPy.
     import numpy as np
 
     import collective
@@ -92,13 +94,14 @@ def _show_version(options: argparse.Namespace) -> int:
 
 
 def _import_nothing_from_here() -> None:
-    """Keep the working directory out of what child processes import, if it is out of ours.
+    """Keep the working directory out of the imports of child processes, unless we import from it.
 
-    Python puts it first for ``-c`` and ``-m``, so that anybody's ``json.py`` in /tmp would run.
+    Python puts the directory first for ``-c`` and ``-m``, so any user's ``json.py`` in /tmp would
+    run.
     """
     with contextlib.suppress(FileNotFoundError):  # the working directory was removed
         if not {"", os.getcwd()} & set(sys.path):
-            os.environ.setdefault("PYTHONSAFEPATH", "1")  # heeded from Python 3.11 on
+            os.environ.setdefault("PYTHONSAFEPATH", "1")  # takes effect from Python 3.11 on
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -107,7 +110,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--version", action="store_true", help="print the version and exit")
     parser.add_argument("-v", dest="verbose", action="store_true",
-        help="with --version: the transports and the native core, too")  # fmt: skip
+        help="with --version: also print the transports and the native core")  # fmt: skip
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND")
     for command in _COMMANDS:
         command.add_parser(subparsers)
@@ -118,7 +121,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
             parser.error("no COMMAND given")
         return options
     except SystemExit:
-        sys.stdout.flush()  # here, where it is told if nobody can read the help
+        sys.stdout.flush()  # flush here, where main() handles a failed write of the help
         raise
 
 

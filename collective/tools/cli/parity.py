@@ -1,4 +1,4 @@
-"""``collective parity``: the same numbers in any framework on any transport, or where not."""
+"""``collective parity``: a check that all frameworks get the same numbers on all transports."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ __all__ = ["add_parser"]
 
 _EPILOG = """\
 exit code: 1 if a result differs from the oracle, a rank dies or hangs, or trained weights or splits
-do not agree; 2 if what was asked for does not exist; else 0. A transport or framework that is not
-here, and what a transport declares not to support, is no failure.
+do not agree; 2 if an option names an unknown value; else 0. A transport or framework that cannot be
+used here is not a failure, nor is a call that a transport declares not to support.
 """
 
 
@@ -54,15 +54,21 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--ranks", type=counts, default=(2, 3, 4), metavar="N,N", help="(default: 2,3,4)"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of all numbers (default: 0)")
     parser.add_argument(
-        "--random", type=int, default=0, metavar="N", help="then try N random cases a transport"
+        "--seed", type=int, default=0, help="seed of all random numbers (default: 0)"
+    )
+    parser.add_argument(
+        "--random",
+        type=int,
+        default=0,
+        metavar="N",
+        help="then try N random cases on each transport",
     )
     parser.add_argument(
         "--timeout", type=float, default=20.0, metavar="S", help="deadline of a call (default: 20)"
     )
     parser.add_argument(
-        "--train", action="store_true", help="then compare training in PyTorch and in Chainer"
+        "--train", action="store_true", help="then compare training runs in PyTorch and in Chainer"
     )
     parser.add_argument(
         "--model", metavar="MODULE:FUNCTION", help="train this pair of models (docs/parity.md)"
@@ -74,26 +80,28 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--no-matrix",
         action="store_true",
-        help="only what --random, --train, --model or --splits ask for",
+        help="do only what --random, --train, --model or --splits ask for",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all results there")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page for people there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all results to FILE")
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE", help="write a page with the results to FILE"
+    )
     parser.set_defaults(execute=execute)
 
 
 def execute(options: argparse.Namespace) -> int:
-    """Run, report; return the exit code."""
+    """Compare, report, and return the exit code."""
     if importlib.util.find_spec("rich") is None:
         print(f"collective parity: rich is missing; {hint('parity')}", file=sys.stderr)
         return 2
     check_file("--json", options.json)
     check_file("--html", options.html)
-    # Here and not above: it brings NumPy and the transports along.
+    # Imported here: the module imports NumPy and the transports.
     from collective.tools.parity.report import show
 
-    # Threads of several ranks get in each other's way, and split products into other sums.
+    # The threads of several ranks compete for cores, and they split products into other sums.
     one = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
-    if options.is_program:  # for ranks that are threads of this process, too
+    if options.is_program:  # the variables must be set before NumPy is loaded
         restart_with(**one)
     for variable, value in one.items():
         os.environ.setdefault(variable, value)
@@ -119,7 +127,7 @@ def _run(options: argparse.Namespace) -> Report:
     progress = Progress()
     try:
         plan, missing = _plan(options, progress)
-        # What cannot be is refused before hours of work.
+        # Refuse what is impossible now, before hours of work.
         if options.random:
             from collective.tools.parity.random_cases import explore
         if options.train or options.model:

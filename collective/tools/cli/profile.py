@@ -1,4 +1,4 @@
-"""``collective profile``: what a program's calls cost it, and whether more ranks would pay."""
+"""``collective profile``: the cost of a program's calls, and whether more ranks would pay."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
 __all__ = ["add_parser"]
 
-# Of what is not written to a terminal.
+# Width of the report if the output is not a terminal.
 _WIDTH = 110
 _EPILOG = """\
-exit code: that of the program; 2 if it could not be started, or left nothing to report.
+exit code: that of the program; 2 if the program could not be started or left no trace to report.
 """
 
 
@@ -44,42 +44,45 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         usage="collective profile [-n N] [--backend NAME] [--timeout S]\n"
         "           [--predict RANKS] [--link TIME,RATE] [--per-host N] [--from FILE]\n"
         "           [--json FILE] (SCRIPT | -m MODULE | --trace DIR) [ARG ...]",
-        description="Run a Python program as N ranks, as `collective run` does, or take a trace "
-        "that it has left. Report for each operation calls, bytes, time, waiting and what is "
-        "hidden by computing, T_comp and T_sync of a training step, and whether the ranks pay.",
+        description="Run a Python program as N ranks, as `collective run` does, or read a trace "
+        "of an earlier run. Report, for each operation, calls, bytes, time, waiting and the share "
+        "hidden by computing; T_comp and T_sync of a training step; and whether the ranks pay.",
         epilog=_EPILOG,
     )
     add_ranks(parser)
     parser.add_argument("-m", action="store_true", dest="module", help="run a module, not a script")
     parser.add_argument(
         "--trace", type=Path, metavar="DIR",
-        help="report on the traces there (of COLLECTIVE_TRACE) and run nothing; with a program: "
-        "keep its traces there",
+        help="report on the traces in DIR (of COLLECTIVE_TRACE) and run nothing; with a program: "
+        "keep its traces in DIR",
     )  # fmt: skip
     parser.add_argument(
-        "--predict", type=counts, metavar="RANKS", help="extrapolate to so many: 8,64,1024"
+        "--predict",
+        type=counts,
+        metavar="RANKS",
+        help="numbers of ranks to extrapolate to, such as 8,64,1024",
     )
     parser.add_argument(
         "--link", type=_link, metavar="TIME,RATE",
-        help="what connects hosts, for --predict: the time of an empty message and a rate, such "
-        "as 10us,12GB/s",
+        help="connection between hosts, for --predict: the time of an empty message and a rate, "
+        "such as 10us,12GB/s",
     )  # fmt: skip
     parser.add_argument(
         "--per-host", type=count, metavar="N",
-        help="ranks a host, with --link (default: as many as there were)",
+        help="ranks on each host, with --link (default: as many as were profiled)",
     )  # fmt: skip
     parser.add_argument(
         "--from", type=Path, dest="figures", metavar="FILE",
-        help="fit the model to these figures, of `collective bench --json`, instead of timing "
-        "the transport",
+        help="fit the model to the results in FILE, of `collective bench --json`, instead of "
+        "timing the transport",
     )  # fmt: skip
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything as JSON, too")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything as JSON")
     add_program(parser)
     parser.set_defaults(execute=execute)
 
 
 def execute(options: argparse.Namespace) -> int:
-    """Run the program, report; return the exit code."""
+    """Run the program, report, and return the exit code."""
     program = program_of(options)
     refusal = _refusal(options, program)
     if refusal:
@@ -103,16 +106,16 @@ def _refusal(options: argparse.Namespace, program: list[str]) -> str:
     if absent := absent_script(options, program):
         return absent
     if options.link is None and options.per_host is not None:
-        return "--per-host without --link; give what connects the hosts, too"
+        return "--per-host needs --link, which describes the connection between hosts"
     if options.predict is None and (options.link or options.figures):
-        return "--link, --from: for --predict, which is not given"
+        return "--link and --from need --predict, which is not given"
     if importlib.util.find_spec("rich") is None:
-        return f"the tables need rich; {hint('bench')}"
+        return f"the tables need rich, which is not installed; {hint('bench')}"
     return ""
 
 
 def _figures(options: argparse.Namespace) -> list[Measured]:
-    """Return the figures of a file, before a program has run for hours."""
+    """Return the results of the file in ``--from``, before a program runs for hours."""
     if options.figures is None:
         return []
     from collective.tools.profile.calibrate import load
@@ -122,7 +125,7 @@ def _figures(options: argparse.Namespace) -> list[Measured]:
 
 def _run(options: argparse.Namespace, program: list[str], directory: Path) -> int:
     """Run the program as `collective run` does, with traces in ``directory``."""
-    # Here and not above: it brings more of the package along.
+    # Imported here: the module imports more of the package.
     from collective.launch.processes import die_with_parent
 
     refuse_transports(settings({"backend": options.backend, "timeout": options.timeout}))
@@ -138,10 +141,10 @@ def _run(options: argparse.Namespace, program: list[str], directory: Path) -> in
     while True:
         try:
             code = launcher.wait()
-        except Ended as end:  # sent to us alone
+        except Ended as end:  # the launcher has not got this signal
             launcher.send_signal(end.number)
             continue
-        except KeyboardInterrupt:  # the launcher got it, too, and ends its ranks
+        except KeyboardInterrupt:  # the launcher got the interrupt, too, and ends its ranks
             continue
         return code if code >= 0 else 128 - code
 
@@ -156,7 +159,7 @@ def _report(
     try:
         traces = read(directory)
     except ConfigError as error:
-        if not code:  # or the program has said itself why it did not come as far
+        if not code:  # a program that failed has explained the missing trace itself
             print(f"collective profile: {error}", file=sys.stderr)
         return code or 2
     found = profile(traces)
@@ -164,13 +167,15 @@ def _report(
     if options.predict is not None and found.steps is not None:
         try:
             outlook = _outlook(options, traces, found, measured)
-        except ConfigError as error:  # what was measured is told all the same
+        except ConfigError as error:  # report the measurements all the same
             problem = str(error)
     out = console(least=_WIDTH)
     out.rule(style="dim")
     show(out, found, outlook)
     if code:
-        out.print(f"\nThe program ended with exit code {code}; this is what it did before.")
+        out.print(
+            f"\nThe program ended with exit code {code}; the report covers its calls until then."
+        )
     if options.json is not None:
         content = as_json(found, outlook)
         well = written("--json", options.json, lambda path: write(path, content))
@@ -189,7 +194,7 @@ def _outlook(
     about = traces[0].about
     backend = str(about["backend"])
     if measured:
-        # Of figures of several transports, this one's.
+        # The file may have results of several transports; take those of this transport.
         measured = calibrate.load(options.figures, backend)
     else:
         local = max(2, int(about["local_size"]))
@@ -206,7 +211,7 @@ def _outlook(
 
 
 def _host_backend(backend: str) -> str:
-    """Return what connects the ranks of one host under ``backend``."""
+    """Return the transport between the ranks of one host under ``backend``."""
     return "shm" if backend == "hierarchical" else by_device(backend).get("cpu", backend)
 
 

@@ -30,7 +30,7 @@ __all__ = [
     "say_size",
 ]
 
-_FEWEST = 2  # ranks that are worth a launch
+_FEWEST = 2  # the smallest number of ranks that is worth a launch
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -41,26 +41,28 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         usage="collective run [-n N] [--backend NAME] [--timeout S] [--min-ranks M]\n"
         "           [--max-restarts R] [--replace] (SCRIPT | -m MODULE) [ARG ...]",
         description="Start a Python program as N ranks on this machine. Each line of output "
-        "gets its rank in front. If a rank fails, the others are stopped within two seconds, "
-        "its traceback is shown last, and its exit code is ours. With --min-ranks they go on "
-        "as long as so many are left, with --replace others join in place of the lost, and with "
-        "--max-restarts all are started again.",
+        "begins with the rank that wrote it. If a rank fails, the others are stopped within two "
+        "seconds, its traceback is shown last, and the command ends with its exit code. With "
+        "--min-ranks M, the others go on as long as M ranks are left. With --replace, new ranks "
+        "join in place of lost ranks. With --max-restarts, all ranks are started again.",
     )
     add_ranks(parser)
     parser.add_argument(
-        "--min-ranks", metavar="M", help="let the others go on when ranks are lost, down to M"
+        "--min-ranks",
+        metavar="M",
+        help="let the other ranks go on after a loss, as long as M are left",
     )
     parser.add_argument(
         "--max-restarts",
         type=_restarts,
         default=0,
         metavar="R",
-        help="start all ranks again when fewer are left, up to R times (default: 0)",
+        help="start all ranks again if too few are left, up to R times (default: 0)",
     )
     parser.add_argument(
         "--replace",
         action="store_true",
-        help="start a process in place of each lost rank, which joins the others",
+        help="start a process in place of each lost rank; it joins the others",
     )
     parser.add_argument("-m", action="store_true", dest="module", help="run a module, not a script")
     add_program(parser)
@@ -68,20 +70,20 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def add_ranks(parser: argparse.ArgumentParser) -> None:
-    """Add the options of ranks; where ``-n`` is not given, :func:`say_size` has the number."""
-    # -np is what mpiexec calls it.
+    """Add the options for ranks; without ``-n``, :func:`say_size` returns the number of ranks."""
+    # -np is mpiexec's name for the option.
     parser.add_argument("-n", "-np", type=count, dest="n", metavar="N",
-        help="how many ranks (default: what Slurm or torchrun's environment says, or "
+        help="number of ranks (default: the number in Slurm's or torchrun's environment, or "
         f"{_FEWEST})")  # fmt: skip
-    parser.add_argument("--backend", metavar="NAME", help="the transport (default: auto)")
+    parser.add_argument("--backend", metavar="NAME", help="transport (default: auto)")
     parser.add_argument("--timeout", metavar="S", help="deadline of every call, in seconds")
 
 
 def add_program(parser: argparse.ArgumentParser) -> None:
-    """Add the program and its arguments, as the last of all."""
-    # Everything from here on is the program's own, whatever it looks like.
+    """Add the program and its arguments as the last positional arguments."""
+    # All further words belong to the program, even if they look like options.
     parser.add_argument(
-        "program", nargs=argparse.REMAINDER, metavar="SCRIPT [ARG ...]", help="what to run"
+        "program", nargs=argparse.REMAINDER, metavar="SCRIPT [ARG ...]", help="program to run"
     )
 
 
@@ -92,7 +94,8 @@ def execute(options: argparse.Namespace) -> int:
         return _refuse("no program given; name a script, or -m and a module")
     if absent := absent_script(options, program):
         return _refuse(absent)
-    if "COLLECTIVE_RANK" in os.environ:  # a launch within a rank, whose floor is not this one's
+    # For a launch within a rank: min_ranks of the outer launch does not apply to this launch.
+    if "COLLECTIVE_RANK" in os.environ:
         os.environ.pop("COLLECTIVE_MIN_RANKS", None)
     given = {
         "backend": options.backend,
@@ -101,7 +104,7 @@ def execute(options: argparse.Namespace) -> int:
     }
     if options.n is None:
         options.n = say_size("run")
-    # A misspelt setting is one error here instead of one a rank.
+    # Check the settings once here, so that a misspelt setting is not an error of every rank.
     found = settings(given)
     refuse_transports(found)
     min_ranks = int(found["min_ranks"].value) if "min_ranks" in found else options.n
@@ -124,7 +127,7 @@ def execute(options: argparse.Namespace) -> int:
         os.environ.update(variables)
         if options.is_program:
             restart_with(OMP_NUM_THREADS=str(cores_for_each(options.n)))
-        # Here and not above: it brings NumPy and the transports along.
+        # Imported here: the module imports NumPy and the transports.
         from collective.launch import threads
 
         return threads.main([str(options.n), *arguments], spare=options.n - min_ranks)
@@ -141,36 +144,36 @@ def execute(options: argparse.Namespace) -> int:
 
 def program_of(options: argparse.Namespace) -> list[str]:
     """Return the program and its arguments."""
-    # A first -- ends our own options, as everywhere; later ones are the program's.
+    # A first -- ends the options of collective, as usual; a later -- belongs to the program.
     program: list[str] = options.program
     return program[1:] if program[:1] == ["--"] else program
 
 
 def absent_script(options: argparse.Namespace, program: Sequence[str]) -> str:
-    """Return that there is no such script; nothing where there is, or none is given."""
+    """Return an error text if the script does not exist; "" if it does, or if none is given."""
     if program and not options.module and not os.path.exists(program[0]):
         return f"script {program[0]!r}: no such file"
     return ""
 
 
 def _say_sources(program: str, is_module: bool) -> None:
-    """Say so where ranks import a clone's sources although the package is installed, too.
+    """Print a note if ranks import a clone's sources although the package is installed, too.
 
-    Python looks first beside the script, or for a module in the working directory; then where
-    PYTHONPATH says, to which the launcher adds where it is itself.
+    Python first searches the script's directory, or for a module the working directory. Then it
+    searches PYTHONPATH, to which the launcher adds its own directory.
     """
     first = Path.cwd() if is_module else Path(program).resolve().parent
     safe = getattr(sys.flags, "safe_path", False)  # from Python 3.11 on
     places = [] if safe else [first]
-    places += [Path(each) for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each]
-    found = (each for each in places if (each / "collective" / "__init__.py").is_file())
-    imported = next(found, Path(__file__).resolve().parents[3])
+    places += [Path(entry) for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    clones = (place for place in places if (place / "collective" / "__init__.py").is_file())
+    imported = next(clones, Path(__file__).resolve().parents[3])
     if install.is_clone(imported) and (installed := install.installed_beside(imported)):
         built = any((imported / "collective" / "native").glob("_core.*.so"))
         print(
             f"collective run: the ranks import the sources in {imported}, "
-            f"{'with' if built else 'without'} the native core, not what is installed in "
-            f"{installed}; pip install -e {shlex.quote(str(imported))} makes them one",
+            f"{'with' if built else 'without'} the native core, and not the package installed in "
+            f"{installed}. To have only one: pip install -e {shlex.quote(str(imported))}",
             file=sys.stderr,
         )
 
@@ -182,45 +185,45 @@ def _misuse(
     on_host: str,
     mpi: bool,
 ) -> str:
-    """Return which options do not go together, with the remedy; empty if all do.
+    """Return which options contradict each other, with the remedy; "" if none do.
 
     Args:
-        min_ranks: how many ranks are to be left at least.
-        on_host: the transport between ranks of one host, if it is named.
+        min_ranks: smallest number of ranks with which the program goes on.
+        on_host: name of the transport between ranks of one host, or "".
         mpi: whether MPI is used, on a host or between hosts.
     """
     if min_ranks > options.n:
         return (
-            f"min_ranks: {min_ranks} ({found['min_ranks'].origin}) with {options.n} ranks; as many "
-            "at most"
+            f"min_ranks: {min_ranks} ({found['min_ranks'].origin}) with {options.n} ranks; it can "
+            f"be {options.n} at most"
         )
     if options.replace and min_ranks == options.n:
         return (
-            f"--replace without --min-ranks below {options.n}; the others are stopped when a rank "
-            f"is lost, and nobody is left to join. Give --min-ranks {max(1, options.n - 1)}, say"
+            f"--replace without --min-ranks below {options.n}: when a rank is lost, the others "
+            f"are stopped, so a new rank has none to join. Give --min-ranks {max(1, options.n - 1)}"
         )
     if options.replace and (mpi or on_host == "threads"):
         named = str(found["backend"].value) if "backend" in found else ""
         return (
-            f"--replace with backend {named!r}; a process can join neither an MPI "
+            f"--replace with backend {named!r}: a process can join neither an MPI "
             "world nor ranks that are threads. Use --backend shm or gloo"
         )
     if options.max_restarts and on_host == "threads":
         return (
-            "--max-restarts with backend threads; ranks that are threads cannot be stopped. "
+            "--max-restarts with backend threads: ranks that are threads cannot be stopped. "
             "Use --backend shm, whose ranks are processes"
         )
     return ""
 
 
 def refuse_transports(found: Mapping[str, Setting]) -> None:
-    """Refuse transports that cannot be had, once here instead of once a rank.
+    """Refuse transports that cannot be used, once here and not once in every rank.
 
     Raises:
-        BackendNotFoundError, BackendUnavailableError: there is none of that name, or what
-            it stands on is not installed.
+        BackendNotFoundError: there is no transport of that name.
+        BackendUnavailableError: a library that the transport needs is not installed.
     """
-    # Here and not above: it brings NumPy along.
+    # Imported here: the module imports NumPy.
     from collective.contract.registry import require
 
     for value in (str(found[key].value) for key in ("backend", "across") if key in found):
@@ -230,20 +233,20 @@ def refuse_transports(found: Mapping[str, Setting]) -> None:
 
 
 def default_size(environ: Mapping[str, str]) -> tuple[int, str]:
-    """Return how many ranks to start on this host, and in a line why.
+    """Return the number of ranks to start on this host, and a line that says why.
 
     Args:
         environ: environment variables, such as ``os.environ``.
 
     Raises:
-        ConfigError: this process is one of several that a launcher has started, each of which
-            would start as many; or a launcher's variables contradict each other.
+        ConfigError: a launcher has started several of these processes, and each would start that
+            many ranks; or a launcher's variables contradict each other.
     """
     launched = detect(environ)
     if launched is not None and launched.size > 1:
         raise ConfigError(
             f"run: -n is not given, and this is process {launched.rank} of {launched.size} that "
-            f"{launched.launcher} has started, each of which would start ranks of its own; start "
+            f"{launched.launcher} has started. Each of these would start its own ranks. Start "
             f"the program itself under {launched.launcher}, or give -n."
         )
     found = allocation(environ)
@@ -255,10 +258,10 @@ def default_size(environ: Mapping[str, str]) -> tuple[int, str]:
 
 
 def say_size(command: str) -> int:
-    """Return how many ranks to start on this host, and tell the user that on standard error.
+    """Return the number of ranks to start on this host; print it and its reason on stderr.
 
     Raises:
-        ConfigError: as :func:`default_size`.
+        ConfigError: as for :func:`default_size`.
     """
     size, reason = default_size(os.environ)
     print(f"collective {command}: {reason}", file=sys.stderr)
@@ -267,7 +270,7 @@ def say_size(command: str) -> int:
 
 def _restarts(text: str) -> int:
     if not text.strip().isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r}; it must be an integer >= 0")
+        raise argparse.ArgumentTypeError(f"{text!r}; expected an integer >= 0")
     return int(text)
 
 

