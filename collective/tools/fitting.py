@@ -1,7 +1,7 @@
-"""Tables that are no wider than a terminal: what does not fit goes into a part below.
+"""Tables that are no wider than a terminal: columns that do not fit form a further part below.
 
-Figures are never cut or broken; a column of words is wrapped. Each part begins with the columns
-that say what its rows are about.
+Figures are never cut or wrapped; a column of words is wrapped. Each part begins with the columns
+that name the subject of its rows.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ __all__ = ["GAP", "MARKUP", "figures", "lines", "narrowest", "parts", "widened"]
 
 #: Spaces between two columns.
 GAP = 2
-# As far as a column of words is narrowed before it goes into a part of its own.
+# Width to which a column of words is narrowed before the column goes into a further part.
 _NARROW = 24
-#: A colour, as rich reads it.
+#: Colour mark-up of rich.
 MARKUP = re.compile(r"\[/?[a-z]*\]")
 
 
 def figures(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[bool]:
-    """Return which columns hold figures, colours apart; the first one never."""
+    """Return which columns hold figures, ignoring colours; the first column never does."""
     return [i > 0 and all(_is_figure(row[i]) for row in rows) for i in range(len(header))]
 
 
@@ -38,13 +38,13 @@ def narrowest(
     markup: bool = False,
     by_words: bool = True,
 ) -> list[int]:
-    """Return how narrow each column may be, in characters.
+    """Return the least width of each column, in characters.
 
     Args:
-        header, rows: of the whole table.
-        width: of what it is printed to.
+        header, rows: the whole table.
+        width: width of the terminal or page.
         markup: whether ``[red]`` is a colour.
-        by_words: whether a column's name may have a line a word.
+        by_words: whether the words of a column's name may stand below each other.
     """
     least = []
     for n, (name, is_figure) in enumerate(zip(header, figures(header, rows))):
@@ -63,14 +63,14 @@ def parts(
     width: int,
     gap: int = GAP,
 ) -> list[list[int]]:
-    """Return the columns of each part of a table, such that each is up to ``width`` wide.
+    """Return the columns of each part of a table, so that each part is up to ``width`` wide.
 
-    A part with one column beside those that it begins with may be wider.
+    A part with only one column beside its key columns may be wider.
 
     Args:
-        header, rows: of the whole table.
-        least: what :func:`narrowest` has for it.
-        width: in characters.
+        header, rows: the whole table.
+        least: the table's widths of :func:`narrowest`.
+        width: width in characters.
         gap: spaces between two columns.
     """
     keys = [0, 1] if len(header) > 1 and not figures(header, rows)[1] else [0]
@@ -93,9 +93,9 @@ def widened(
     least: Sequence[int],
     room: int,
 ) -> list[int]:
-    """Return how wide each column of a part is, when ``room`` more characters are given out.
+    """Return the width of each column of a part, when ``room`` more characters are available.
 
-    Those that lack least come first, and none gets more than it needs.
+    Columns that lack least come first. No column gets more than it needs.
     """
     needs = {
         n: max(len(MARKUP.sub("", cell)) for cell in (header[n], *(row[n] for row in rows)))
@@ -110,15 +110,15 @@ def widened(
 
 
 def _narrow(width: int) -> int:
-    """Return as far as a column of words is narrowed before it goes into another part."""
+    """Return the width to which a column of words is narrowed at most."""
     return max(_NARROW, width // 4)
 
 
 def lines(rows: Sequence[Sequence[str]], width: int) -> list[str]:
-    """Return rows as lines with columns of spaces, none wider than ``width`` if that can be.
+    """Return rows as lines with aligned columns, up to ``width`` wide if possible.
 
-    The last column is wrapped, at spaces: a path is to be copied. After a cell that is wider than
-    its column its row goes on in a line of its own.
+    The last column is wrapped only at spaces, so that a path can be copied. If a cell is wider than
+    its column, the row continues on a new line.
     """
     limit = _narrow(width)
     starts = [0]
@@ -140,5 +140,5 @@ def lines(rows: Sequence[Sequence[str]], width: int) -> list[str]:
             row[-1], max(1, width - starts[-1]), break_long_words=False, break_on_hyphens=False
         )
         found.append(line.ljust(starts[-1]) + (last[0] if last else ""))
-        found += [" " * starts[-1] + each for each in last[1:]]
+        found += [" " * starts[-1] + part for part in last[1:]]
     return [line.rstrip() for line in found]

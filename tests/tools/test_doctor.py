@@ -435,7 +435,7 @@ def test_a_name_service_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(doctor_host.socket, "getaddrinfo", answer_late)
     try:
         found = names(monkeypatch, "slow")
-        assert "does not answer within 0.2 s" in found["error"]
+        assert "did not answer within 0.2 s" in found["error"]
         assert any(each["loopback"] for each in found["interfaces"])
     finally:
         over.set()
@@ -670,7 +670,7 @@ def test_nccl_that_fails_says_what_it_says(doctor: Doctor) -> None:
     transport = report["transports"]["nccl"]
     assert transport["works"] is False
     assert "ncclCommInitRankConfig of rank 0: unhandled system error" in transport["reason"]
-    assert "NCCL is here and does not work" in joined(report)
+    assert "NCCL is installed but does not work" in joined(report)
 
 
 def test_nccl_without_a_gpu_is_no_problem(bare_run: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Facts about this host that take no library: cores, memory, names, files."""
+"""Facts about this host that need no library: cores, memory, names, files."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from collective.start.network import address_of, interfaces, is_loopback, own_ad
 
 __all__ = ["Files", "network", "processors", "shared_memory", "system"]
 
-# Name servers that do not answer are waited for much longer by the system itself.
+# Seconds to wait for name servers; the system itself would wait much longer.
 _RESOLVE_S = 3.0
 
 
 class Files:
-    """Where the system tells about itself; the tests have one of their own."""
+    """Directories of the system's files about itself; tests replace them."""
 
     proc = Path("/proc")
     cgroup = Path("/sys/fs/cgroup")
@@ -37,7 +37,7 @@ class Files:
 def processors() -> dict[str, Any]:
     """Return ``usable`` cores of this process, ``online`` cores, and the ``quota`` in cores.
 
-    A container's quota may be a part of a core; it is None where there is none.
+    The quota of a container may be a part of a core. Without a quota it is None.
     """
     online = os.cpu_count() or 1
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else online
@@ -45,14 +45,14 @@ def processors() -> dict[str, Any]:
 
 
 def shared_memory() -> dict[str, Any]:
-    """Return what limits ranks that share memory, in bytes where it is an amount.
+    """Return the limits of ranks that share memory; amounts are in bytes.
 
     Returns:
         ``memory`` and ``available`` of the host; ``limit`` of the container and ``left``
-        of it, None without one; ``memfd``, whether memory is shared without a file;
+        of the limit, None without a limit; ``memfd``, whether memory is shared without a file;
         ``dev_shm`` and ``dev_shm_free``, which MPI libraries and PyTorch use; ``directory``
-        where launches meet, with ``directory_error``; ``ranks_bytes``, what as many
-        ``ranks`` as there are cores take.
+        in which launches meet, with ``directory_error``; ``ranks_bytes``, the memory for
+        ``ranks``, which is one rank for each core.
     """
     cores = processors()["usable"]
     memory = _memory()
@@ -72,30 +72,30 @@ def network(interface: str) -> dict[str, Any]:
     """Return this host's name and addresses as other hosts see them.
 
     Args:
-        interface: the one that is configured, or an empty text.
+        interface: name of the configured interface, or "".
 
     Returns:
-        ``name``, the ``addresses`` that it stands for, whether they are all ``loopback``
-        and the ``error`` of looking it up; ``interfaces``; ``address``, at which ranks of
-        other hosts would reach this one, and ``address_error``, why there is none.
+        ``name``; its ``addresses``, whether they are all ``loopback``, and the ``error`` of
+        looking up the name; ``interfaces``; ``address``, at which ranks of other hosts would
+        reach this host, and ``address_error``, why there is none.
     """
     host = socket.gethostname()
     answers: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-    # A daemon: the system's resolver cannot be interrupted.
+    # A daemon thread, because the system's resolver cannot be interrupted.
     threading.Thread(
         target=lambda: answers.put(_names(host, interface)), name="resolve", daemon=True
     ).start()
     try:
         names = answers.get(timeout=_RESOLVE_S)
     except queue.Empty:
-        late = f"the name service does not answer within {_RESOLVE_S:g} s"
+        late = f"the name service did not answer within {_RESOLVE_S:g} s"
         names = {"addresses": [], "error": late, "address": "", "address_error": late}
     loopback = bool(names["addresses"]) and all(map(is_loopback, names["addresses"]))
     try:
-        found = [each._asdict() for each in interfaces()]
-    except OSError:  # a sandbox may forbid the question
-        found = []
-    return {"name": host, **names, "loopback": loopback, "interfaces": found}
+        known = [entry._asdict() for entry in interfaces()]
+    except OSError:  # a sandbox may forbid the system call
+        known = []
+    return {"name": host, **names, "loopback": loopback, "interfaces": known}
 
 
 def _names(host: str, interface: str) -> dict[str, Any]:
@@ -113,7 +113,7 @@ def _names(host: str, interface: str) -> dict[str, Any]:
 
 
 def system() -> str:
-    """Return the operating system and the processor's kind."""
+    """Return the operating system and the processor's architecture."""
     return f"{platform.system()} {platform.release()} {platform.machine()}"
 
 
@@ -131,7 +131,7 @@ def _memory() -> dict[str, int | None]:
 
 
 def _memory_limit(memory: int | None) -> tuple[int | None, int | None]:
-    """Return the lowest limit of this process's control groups, and what is left of it."""
+    """Return the lowest limit of this process's control groups, and the memory left below it."""
     limits: list[tuple[int, int]] = []
     for group in _groups("memory"):
         for limit, used in (
@@ -139,7 +139,7 @@ def _memory_limit(memory: int | None) -> tuple[int | None, int | None]:
             ("memory.limit_in_bytes", "memory.usage_in_bytes"),
         ):
             allowed, current = _number(group / limit), _number(group / used)
-            # Without a limit the older interface names the largest number there is.
+            # Without a limit the older interface reports the largest number that it can.
             if allowed is not None and (memory is None or allowed < memory):
                 limits.append((allowed, max(0, allowed - (current or 0))))
     if not limits:
@@ -148,7 +148,7 @@ def _memory_limit(memory: int | None) -> tuple[int | None, int | None]:
 
 
 def _quota() -> float | None:
-    """Return how many cores' time this process's control groups allow it."""
+    """Return the cores' time that this process's control groups allow, in cores; None for all."""
     quotas = []
     for group in _groups("cpu"):
         with contextlib.suppress(OSError, ValueError):
@@ -162,10 +162,10 @@ def _quota() -> float | None:
 
 
 def _groups(controller: str) -> Iterator[Path]:
-    """Yield the directories of the control groups that this process is in, inner ones first.
+    """Yield the directories of the control groups of this process, inner ones first.
 
-    cgroups(7). Version 2 has one tree, version 1 one a controller. In a container the
-    paths may be the host's while only the container's own part is mounted, at the top.
+    See cgroups(7). Version 2 has one tree, version 1 a tree for each controller. In a container
+    the paths may be those of the host, while only the container's own part is mounted, at the top.
     """
     try:
         lines = (Files.proc / "self/cgroup").read_text().splitlines()
@@ -186,12 +186,12 @@ def _groups(controller: str) -> Iterator[Path]:
 def _number(path: Path) -> int | None:
     try:
         return int(path.read_text())
-    except (OSError, ValueError):  # absent; "max"
+    except (OSError, ValueError):  # no such file, or the word "max"
         return None
 
 
 def _memfd() -> bool:
-    """Tell whether memory without a file can be opened by its process's number."""
+    """Tell whether a memfd can be opened by way of its process's number in /proc."""
     try:
         descriptor = os.memfd_create("doctor", os.MFD_CLOEXEC)
     except (AttributeError, OSError):
@@ -209,7 +209,7 @@ def _memfd() -> bool:
 
 
 def _directory() -> tuple[str, str]:
-    """Return the temporary directory, and what keeps launches from meeting there, or nothing."""
+    """Return the temporary directory, and why launches cannot meet there, or ""."""
     folder = ""
     try:
         folder = tempfile.gettempdir()
@@ -226,7 +226,7 @@ def _directory() -> tuple[str, str]:
         return folder, str(error)
     except OSError as error:
         return folder, (
-            f"temporary directory {folder or 'of this system'}: {error}; launches meet there. Set "
-            "TMPDIR to a directory of a local file system."
+            f"temporary directory {folder or 'of this system'}: {error}; launches meet in this "
+            "directory. Set TMPDIR to a directory of a local file system."
         )
     return folder, ""

@@ -1,7 +1,7 @@
-"""Questions about libraries, asked in processes of their own.
+"""Questions about libraries, answered in separate processes.
 
-A library may crash, hang or print when it is loaded; MPI may be initialised once a
-process. None of it reaches the process that asks, and nothing outlives it.
+A library may crash, hang or print when it is loaded, and MPI may be initialised only once in a
+process. None of that affects the process that asks, and no process is left behind.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from . import gpus
 
 __all__ = ["Answer", "ask", "environment", "main"]
 
-# What launchers tell their processes. A process that is asked is no rank of the job that
-# the doctor may run in, and its MPI must not call on that job's daemons. Settings of the
-# MPI libraries (FI_, I_MPI_, MPIR_CVAR_, OMPI_MCA_, UCX_) stay.
+# Variables that launchers set for their processes. A process that answers questions is not a rank
+# of the job that the doctor may run in, and its MPI must not contact that job's daemons. Settings
+# of the MPI libraries (FI_, I_MPI_, MPIR_CVAR_, OMPI_MCA_, UCX_) stay.
 _LAUNCHER = re.compile(
     r"(LOCAL_)?RANK|(LOCAL_|GROUP_|ROLE_)?WORLD_SIZE|(GROUP|ROLE)_RANK|MASTER_(ADDR|PORT)"
     r"|TORCHELASTIC_.*|SLURM_.*|PMI_.*|PMI2_.*|PMIX_(?!MCA_).*|PALS_.*"
     r"|OMPI_(COMM_WORLD_|UNIVERSE|APP_CTX|FIRST|FILE|MCA_ess|MCA_orte|MCA_pmix).*|PRTE_(?!MCA_).*"
     r"|HYD.*|MPI_LOCAL.*|I_MPI_HYDRA_.*"
 )
-# Settings of ours that belong to a transport and not to a job.
+# Settings of this package that belong to a transport and not to a job.
 _OF_TRANSPORTS = {
     "COLLECTIVE_ACROSS",
     "COLLECTIVE_CUDA_LIBRARY",
@@ -51,25 +51,25 @@ _OF_TRANSPORTS = {
     "COLLECTIVE_NCCL_LIBRARY",
     "COLLECTIVE_SHM_SINGLE_COPY",
 }
-# Where Open MPI keeps what a process that no mpiexec started leaves behind.
+# Directories in which a process of Open MPI that no mpiexec started would leave files behind.
 _LEFT_BEHIND = ("OMPI_MCA_btl_sm_backing_directory", "OMPI_MCA_btl_vader_backing_directory")
-# How long a process may take to leave when it is asked to.
+# Seconds that a process may take to leave after SIGTERM.
 _LEAVE_S = 0.5
-# How often it is looked at whether there is still somebody who waits for an answer.
+# Seconds between two checks whether the caller still waits for an answer.
 _LOOK_S = 0.1
-_START_S = 6.0  # for what should take a fraction of a second
-# What makes a package importable that is not by itself.
+_START_S = 6.0  # MPI usually starts in a fraction of a second
+# Package -> module that makes the package importable.
 _THROUGH = {"chainer": "collective.adapters.chainer"}
-_SHOWN = 400  # characters of a library's own words
+_SHOWN = 400  # number of characters that are shown of a library's output
 
 
 class Answer(NamedTuple):
-    """What a process found out, or why not.
+    """Answer of a process, or the reason why there is none.
 
     Attributes:
-        facts: by name; empty if there is an error.
-        error: for people, in a sentence or a few; empty if all is well.
-        late: whether the time was over before there was an answer.
+        facts: facts by name; empty if there is an error.
+        error: error text for people; empty if there is no error.
+        late: whether the time ended before there was an answer.
     """
 
     facts: dict[str, Any]
@@ -80,26 +80,26 @@ class Answer(NamedTuple):
 def ask(
     questions: Sequence[str], seconds: float, leaving: threading.Event | None = None
 ) -> dict[str, Answer]:
-    """Answer ``questions`` in a process of its own, one after the other.
+    """Answer ``questions`` in a separate process, one after the other.
 
-    One that ends the process costs no other its answer: a new one takes up the rest.
+    If a question ends the process, a new process answers the remaining questions.
 
     Args:
-        questions: a topic, and for some a name: ``"import torch"``, ``"connect shm"``,
+        questions: topics, some with a name: ``"import torch"``, ``"connect shm"``,
             ``"trial shm"`` or ``"trial mpi MPIEXEC"``, ``"mpi"``, ``"nccl"``, ``"gpus"``,
             ``"single-copy"``.
-        seconds: until whatever is still running is ended.
-        leaving: once it is set, whatever is still running is ended, too.
+        seconds: time limit, after which a running process is ended.
+        leaving: event that ends a running process, too, once it is set.
 
     Returns:
-        An answer a question.
+        An answer for each question.
     """
     deadline = Deadline(seconds)
     leaving = leaving or threading.Event()
     answers: dict[str, Answer] = {}
     while open_ := [question for question in questions if question not in answers]:
         if leaving.is_set() or deadline.expired:
-            answers |= dict.fromkeys(open_, Answer({}, f"not looked at within {seconds:g} s", True))
+            answers |= dict.fromkeys(open_, Answer({}, f"not tried within {seconds:g} s", True))
             break
         try:
             scratch = tempfile.TemporaryDirectory(prefix="doctor-", ignore_cleanup_errors=True)
@@ -114,7 +114,7 @@ def ask(
 def _ask(
     questions: Sequence[str], deadline: Deadline, scratch: str, leaving: threading.Event
 ) -> dict[str, Answer]:
-    """Answer as many of ``questions`` as one process does, the first one in any case."""
+    """Answer as many of ``questions`` as one process can; at least the first is answered."""
     process = subprocess.Popen(
         _command(*questions, str(deadline.left())),
         env=environment(TMPDIR=scratch, **dict.fromkeys(_LEFT_BEHIND, scratch)),
@@ -148,7 +148,7 @@ def _ask(
 
 
 def _command(*arguments: str) -> list[str]:
-    """Return the command that calls :func:`main` in a process that finds this one's modules."""
+    """Return the command of a process that calls :func:`main` and has this process's sys.path."""
     path = json.dumps([os.path.abspath(entry) for entry in sys.path])
     code = (
         "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
@@ -160,26 +160,27 @@ def _command(*arguments: str) -> list[str]:
 def _hear(
     process: subprocess.Popen[bytes], deadline: Deadline, leaving: threading.Event
 ) -> tuple[bytes, bytes] | None:
-    """Return what a process says, or None if it does not end in time or before we leave."""
+    """Return the output of a process, or None if it does not end in time or ``leaving`` is set."""
     while not (leaving.is_set() or deadline.expired):
-        with contextlib.suppress(subprocess.TimeoutExpired):  # what was read is kept
+        # communicate() keeps the output that it has read before a timeout.
+        with contextlib.suppress(subprocess.TimeoutExpired):
             return process.communicate(timeout=deadline.at_most(_LOOK_S))
     return None
 
 
 def environment(**changes: str) -> dict[str, str]:
-    """Return this process's environment less what launchers and settings of jobs put there."""
-    kept: Mapping[str, str] = {
+    """Return this process's environment without variables of launchers and of jobs."""
+    variables: Mapping[str, str] = {
         name: value
         for name, value in os.environ.items()
         if name in _OF_TRANSPORTS
         or not (_LAUNCHER.fullmatch(name) or name.startswith("COLLECTIVE_"))
     }
-    return {**kept, **changes}
+    return {**variables, **changes}
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a process and what it started; give it the time to clean up."""
+    """End a process and its children; first give them time to clean up."""
     segments = mpi_segments(process.pid) if process.returncode is None else set()
     for number in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -202,16 +203,16 @@ def _how_it_ended(code: int, noise: bytes) -> str:
     return f"the process that tried it {how}" + (f": {words}" if words else "")
 
 
-# -- in the process that is asked -----------------------------------------------------------
+# -- in the process that answers ------------------------------------------------------------
 
 
 def main(*arguments: str) -> None:
-    """Answer questions on standard output, a line each; the last argument is the time."""
+    """Print answers to questions, a line each; the last argument is the time limit in seconds."""
     *questions, seconds = arguments
-    # Its default action ends the process wherever it hangs, should nobody else do so.
+    # If the parent cannot end this process, the alarm does so wherever the process hangs.
     signal.alarm(math.ceil(float(seconds)) + 1)
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what libraries print is no answer
+    os.dup2(2, 1)  # output of libraries must not mix with the answers
     with contextlib.suppress(CollectiveError):
         name_libraries(load({}))
     for question in questions:
@@ -226,7 +227,8 @@ def main(*arguments: str) -> None:
 
 
 def _import(name: str) -> dict[str, Any]:
-    # Chainer's last release does not import by itself; who uses it with us uses it so.
+    # Chainer's last release does not import by itself; programs that use it with this package
+    # import it by way of the adapter.
     through = _THROUGH.get(name, "")
     if through:
         importlib.import_module(through)
@@ -238,11 +240,11 @@ def _import(name: str) -> dict[str, Any]:
 
 
 def _connect(name: str) -> dict[str, Any]:
-    """Connect a world of one: the library loads, starts, and opens what it needs."""
+    """Connect a world of one rank, so that the library loads, starts, and opens its resources."""
     from collective.testing.ranks import Opening
 
     kind = registry.find(name)
-    if name == "nccl":  # connecting leaves NCCL alone until there is an array of a GPU
+    if name == "nccl":  # connect() does not use NCCL before there is an array on a GPU
         gpus.try_nccl()
     with tempfile.TemporaryDirectory() as meeting:
         opening = Opening(name, 1, f"doctor-{secrets.token_hex(8)}", meeting, 30.0)
@@ -256,30 +258,30 @@ def _connect(name: str) -> dict[str, Any]:
 
 
 def _options() -> dict[str, str]:
-    """Return what is configured for single transports; nothing if a setting is wrong."""
+    """Return the settings for single transports; {} if a setting is wrong."""
     try:
         found = options(load({}))
     except CollectiveError:
         return {}
-    # Between hosts hierarchical has gloo, but under mpiexec.
+    # hierarchical uses gloo between hosts if PyTorch is installed, else MPI.
     if found["across"] == "gloo" and not installed("torch"):
         found["across"] = "mpi"
     return found
 
 
 def _trial(name: str) -> dict[str, Any]:
-    # Here and not above: it brings the communicator and the launcher along.
+    # Imported here: the module imports the communicator and the launcher.
     from . import trial
 
     name, _, mpiexec = name.partition(" ")
-    if mpiexec:  # whose ranks share memory: it is no good on a disk, and does not stay
+    if mpiexec:  # its ranks share memory, which is slow on a disk, and mpiexec removes the files
         for variable in _LEFT_BEHIND:
             os.environ.pop(variable, None)
     return trial.run(name, mpiexec)
 
 
 def _mpi(_: str) -> dict[str, Any]:
-    """Describe the MPI library once it is started: before, some do not answer but abort."""
+    """Describe the MPI library after starting it: before that, some libraries abort."""
     from collective.backends.mpi import library
 
     library.start(Deadline(_START_S))
@@ -287,7 +289,7 @@ def _mpi(_: str) -> dict[str, Any]:
 
 
 def _single_copy(_: str) -> dict[str, Any]:
-    """Let a forked child read this process, which is not its child: as a peer does."""
+    """Let a forked child read the memory of this process, its parent, as a peer would."""
     import ctypes
 
     from collective.backends.shm.permission import Permission
@@ -295,7 +297,7 @@ def _single_copy(_: str) -> dict[str, Any]:
 
     word, copy = ctypes.c_int64(secrets.randbits(62)), ctypes.c_int64()
     me = os.getpid()
-    permission = Permission([me])  # for this process's children, too
+    permission = Permission([me])  # permits the children of this process, too
     child = os.fork()
     if child == 0:
         read = process_vm_readv(me, ctypes.addressof(word), ctypes.addressof(copy), 8)

@@ -1,4 +1,4 @@
-"""What is wrong with an environment, told from the facts of ``collective doctor``."""
+"""The problems of an environment, from the facts of ``collective doctor``."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from .mpi import mates, starter_for
 
 __all__ = ["TORCH", "problems"]
 
-#: The first and the last release of PyTorch that were tested, as the extra has them.
+#: First and last release of PyTorch that were tested, as in the extra ``torch``.
 TORCH = (2, 5), (2, 15)
 
-# Whose mpiexec a launcher's variables tell of.
+# Launcher -> vendor of the mpiexec that sets its variables.
 _STARTED_BY = {"mpich": "MPICH", "intelmpi": "Intel MPI", "openmpi": "Open MPI"}
 
 
 def problems(report: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield what is wrong, gravest first: ``problem``, ``remedy``, and whether it is ``fatal``."""
+    """Yield the problems, gravest first: ``problem``, ``remedy``, and whether it is ``fatal``."""
     if report["settings"]["error"]:
         yield _problem(report["settings"]["error"], fatal=True)
     if report["across_hosts"]["error"]:
@@ -45,7 +45,7 @@ def problems(report: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     for package, found in report["packages"].items():
         if found["late"]:
             yield _problem(
-                f"importing {package}: {found['error']}; what stands on it may work nevertheless"
+                f"importing {package}: {found['error']}; programs that use it may work nevertheless"
             )
         elif found["error"]:
             yield _problem(
@@ -72,7 +72,7 @@ def _problems_of_torch(report: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         tested = f"{first[0]}.{first[1]} to {last[0]}.{last[1]}"
         yield _problem(
             f"torch {version} was not tested with this package, {tested} were: the process group "
-            "for torch.distributed and the transport gloo stand on parts of it that change",
+            "for torch.distributed and the transport gloo depend on parts of PyTorch that change",
             f"pip install 'torch>={first[0]}.{first[1]},<{last[0]}.{last[1] + 1}'",
         )
 
@@ -83,11 +83,11 @@ def _problems_of_nccl(report: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     if gpus and nccl["error"]:
         number = f"{len(gpus)} GPUs are" if len(gpus) > 1 else "a GPU is"
         yield _problem(
-            f"{number} here, and no NCCL: arrays in its memory go through the host's",
+            f"{number} here, but no NCCL: arrays in GPU memory are copied through host memory",
             nccl["install"],
         )
     elif gpus and transport.get("works") is False:
-        yield _problem(f"NCCL is here and does not work: {transport['reason']}")
+        yield _problem(f"NCCL is installed but does not work: {transport['reason']}")
 
 
 def _problems_of_mpi(report: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -125,11 +125,11 @@ def _problems_of_names(report: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     if network["error"]:
         fault = f"does not resolve: {network['error']}"
     elif network["loopback"]:
-        fault = f"resolves to {', '.join(network['addresses'])}, which every host takes for itself"
+        fault = f"resolves to {', '.join(network['addresses'])}, which is each host's own address"
     else:
         return
     instead = f"name this host by {address}, as in MASTER_ADDR={address}, or " if address else ""
     yield _problem(
-        f"for several hosts: the name of this one, {name!r}, {fault}",
+        f"for several hosts: the name of this host, {name!r}, {fault}",
         f"{instead}give the name its address in /etc/hosts or the name service",
     )

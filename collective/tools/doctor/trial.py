@@ -1,4 +1,4 @@
-"""Two ranks try a transport: right results, and how fast."""
+"""Trial of a transport by two ranks: correct results, and the speed."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ def run(name: str, mpiexec: str = "") -> dict[str, Any]:
     """Start two ranks on transport ``name`` and return what :func:`exercise` returns.
 
     Args:
-        name: as it is registered.
-        mpiexec: the program that starts the ranks, if they are an MPI world.
+        name: registered name of the transport.
+        mpiexec: program that starts the ranks, if they are an MPI world.
 
     Raises:
-        CollectiveError: it failed; the text has every rank's reason.
+        CollectiveError: the trial failed; the text has every rank's reason.
     """
     devices = registry.find(name).capabilities.devices
     if not devices & {"cpu", "cuda"}:
         raise UnsupportedError(
             f"trial: transport {name!r} takes arrays on {', '.join(sorted(devices))} only; the "
-            "trial has arrays of the CPU and of NVIDIA's GPUs."
+            "trial can only use arrays on the CPU and on NVIDIA's GPUs."
         )
     if mpiexec:
         return _under_mpiexec(name, mpiexec)
@@ -55,7 +55,7 @@ def run(name: str, mpiexec: str = "") -> dict[str, Any]:
         )[0]
     except RanksFailedError as error:
         rank, cause = next(iter(error.errors.items()))
-        # What we raise says itself who it was, and what a library says comes by its kind.
+        # Errors of this package name the rank. For a library's error, add the rank and the class.
         kind = (
             "" if isinstance(cause, CollectiveError) else f"rank {rank}: {type(cause).__name__}: "
         )
@@ -64,13 +64,13 @@ def run(name: str, mpiexec: str = "") -> dict[str, Any]:
 
 
 def exercise(comm: Communicator) -> dict[str, Any]:
-    """Do this rank's part: an all-reduce, broadcasts and messages whose results are known.
+    """Do this rank's part: an all-reduce, broadcasts and messages with known results.
 
-    Collective: both ranks. The arrays are on the CPU, or on GPUs if the transport wants them.
+    Collective: both ranks. The arrays are on the CPU, or on GPUs if the transport needs that.
 
     Returns:
         ``latency_s`` of an all-reduce of ``small_bytes``, and ``bandwidth``, bytes a second
-        of one of ``large_bytes``; medians over the rounds, of the slower rank.
+        of an all-reduce of ``large_bytes``; medians over the rounds, of the slower rank.
 
     Raises:
         BackendError: a result is wrong.
@@ -85,7 +85,8 @@ def exercise(comm: Communicator) -> dict[str, Any]:
         found = kind.read(got)
         if not np.array_equal(found, wanted):
             raise BackendError(
-                f"{call}: wrong result on rank {comm.rank}: {found[:3]}…; {wanted[:3]}… is right.",
+                f"{call}: wrong result on rank {comm.rank}: got {found[:3]}…, expected "
+                f"{wanted[:3]}….",
                 comm.backend,
             )
 
@@ -112,7 +113,7 @@ def exercise(comm: Communicator) -> dict[str, Any]:
 
 
 def _median(comm: Communicator, x: Any, calls: int) -> float:
-    """Return the seconds of an all-reduce of ``x``; the first round is not counted."""
+    """Return the median seconds of an all-reduce of ``x``; the first round does not count."""
     out = np.empty_like(x)
     rounds = []
     for _ in range(1 + _ROUNDS):
@@ -126,24 +127,24 @@ def _median(comm: Communicator, x: Any, calls: int) -> float:
     return statistics.median(rounds[1:])
 
 
-# -- over MPI: started by its own launcher ---------------------------------------------------------
+# -- over MPI, whose own launcher starts the ranks -------------------------------------------------
 
 
 def _try(_: Participant, name: str) -> dict[str, Any]:
-    """Be one of the two ranks that mpiexec has started."""
-    os.chdir(tempfile.gettempdir())  # far from the settings of whatever directory this is
+    """Take part as one of the two ranks that mpiexec has started."""
+    os.chdir(tempfile.gettempdir())  # a directory without a settings file
     with init(name, timeout=_CALL_S, start_timeout=_CALL_S) as comm:
         if comm.size != 2:
             raise BackendError(
-                f"mpiexec started 2 ranks, and each found a world of {comm.size}: it does not "
-                "belong to this MPI library.",
+                f"mpiexec started 2 ranks, but each is in a world of {comm.size}: this mpiexec does "
+                "not belong to the MPI library.",
                 name,
             )
         return exercise(comm)
 
 
 def _under_mpiexec(name: str, mpiexec: str) -> dict[str, Any]:
-    # In this process's session, so that whoever ends this process ends them, too.
+    # Start the ranks in this process's session: whoever kills the session ends them, too.
     starter = under_mpiexec(2, Mpiexec(program=mpiexec), lasting=False, session=False)
     with Ranks(2, starter) as ranks:
         try:

@@ -1,4 +1,4 @@
-"""The same models in Chainer, with their steps."""
+"""The models in Chainer, with their steps; the same models as in PyTorch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["LeNet", "Perceptron", "Step", "model_of", "steps", "train"]
 
 Array = np.ndarray[Any, Any]
 
-# Not typed. Its import works because that of its adapter has come before.
+# Chainer has no types, hence Any. The import works because the adapter was imported before.
 chainer: Any = importlib.import_module("chainer")
 F, L = chainer.functions, chainer.links
 
@@ -47,7 +47,7 @@ class LeNet(chainer.Chain):  # type: ignore[misc]
 
 
 class Perceptron(chainer.Chain):  # type: ignore[misc]
-    """Two hidden layers."""
+    """Perceptron with two hidden layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Perceptron(chainer.Chain):  # type: ignore[misc]
 
 
 class _Residual(chainer.Chain):  # type: ignore[misc]
-    """Two convolutions and a way around; He et al., "Deep residual learning" (2016)."""
+    """Two convolutions and a shortcut; He et al., "Deep residual learning" (2016)."""
 
     def __init__(self, before: int, after: int) -> None:
         super().__init__()
@@ -85,11 +85,11 @@ def model_of(name: str, width: int = 1024, rows: int = 64) -> tuple[Any, Array]:
     """Return ``"mlp"``, ``"lenet"`` or ``"resnet"``, as in PyTorch, and a batch for it.
 
     Args:
-        width: of the MLP's six layers.
-        rows: samples in the MLP's batch.
+        width: width of the MLP's six layers.
+        rows: number of samples in the MLP's batch.
     """
     rng = np.random.RandomState(0)
-    np.random.seed(0)  # Chainer's initialisers take it
+    np.random.seed(0)  # Chainer's initialisers use NumPy's global generator
 
     def batch(*shape: int) -> Array:
         made: Array = rng.standard_normal(shape).astype(np.float32)
@@ -111,7 +111,7 @@ def _averaged(x: Any) -> Any:
 
 
 def steps(library: BenchLibrary, name: str) -> tuple[dict[str, Call], list[Any]]:
-    """Return what is timed and what is updated, as :func:`.torch.steps`."""
+    """Return the timed calls and the updated parameters, as :func:`.torch.steps` does."""
     model, x = model_of(name)
     x = x + np.float32(library.rank / 8)
     count = sum(parameter.size for parameter in model.params())
@@ -136,10 +136,10 @@ def steps(library: BenchLibrary, name: str) -> tuple[dict[str, Call], list[Any]]
 
 
 class Step:
-    """A step of training on a batch: call it.
+    """Training step on a batch, as a function without arguments.
 
     Args:
-        optimizer: updates the model; is set up for it.
+        optimizer: optimizer of the model; is set up here.
         model, x: as :func:`model_of` returns them.
     """
 
@@ -155,7 +155,7 @@ class Step:
         self.optimizer.update(self.loss)
 
     def backward(self) -> None:
-        """Do the forward and the backward pass, and none of the optimizer's."""
+        """Do the forward and the backward pass, without the optimizer's update."""
         loss = self.loss()
         self.model.cleargrads()
         loss.backward()
@@ -169,11 +169,11 @@ def train(
     batches: list[tuple[Array, Array, float]],
     reduce: Callable[[Any], Any] | None,
 ) -> dict[str, Array]:
-    """Train a link from ``start`` and return its weights; as its namesake for PyTorch does.
+    """Train a link from ``start`` and return its weights, as :func:`.torch.train` does.
 
-    Chainer's Adam adds epsilon to the root of the uncorrected second moment, PyTorch's to that of
-    the corrected one (Kingma and Ba, 2015, end of section 2, and algorithm 1). They agree if
-    Chainer's is ``epsilon √(1 − β₂ᵗ)`` in step t, to which it is set here.
+    Chainer's Adam adds epsilon to the root of the uncorrected second moment, PyTorch's to the root
+    of the corrected moment (Kingma and Ba, 2015, end of section 2, and algorithm 1). They agree if
+    Chainer's epsilon is ``epsilon √(1 − β₂ᵗ)`` in step t, so this function sets it to that.
     """
     for parameter in model.params():
         if parameter.array is not None:

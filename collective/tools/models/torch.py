@@ -1,4 +1,4 @@
-"""The models in PyTorch: what a timed step of them is made of, and how they are trained."""
+"""The models in PyTorch: the parts of a timed step, and the training."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class LeNet(nn.Module):
 
 
 class Perceptron(nn.Module):
-    """Two hidden layers."""
+    """Perceptron with two hidden layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Perceptron(nn.Module):
 
 
 class _Residual(nn.Module):
-    """Two convolutions and a way around; He et al., "Deep residual learning" (2016)."""
+    """Two convolutions and a shortcut; He et al., "Deep residual learning" (2016)."""
 
     def __init__(self, before: int, after: int) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ def model_of(name: str, width: int = 1024) -> tuple[nn.Module, torch.Tensor]:
     """Return ``"mlp"``, ``"lenet"`` or ``"resnet"`` (of ResNet-18's size), and a batch for it.
 
     Args:
-        width: of the MLP's six layers, which have 25 MB of gradients by default.
+        width: width of the MLP's six layers, which have 25 MB of gradients by default.
     """
     torch.manual_seed(0)
     if name == "mlp":
@@ -95,15 +95,16 @@ def model_of(name: str, width: int = 1024) -> tuple[nn.Module, torch.Tensor]:
 
 
 def steps(library: BenchLibrary, name: str) -> tuple[dict[str, Call], list[Any]]:
-    """Return what is timed, and the parameters that the step updates.
+    """Return the calls to time, and the parameters that the step updates.
 
     Returns:
-        ``"step"``, with the gradients averaged over the ranks, and ``"sync"``, the all-reduce of
-        as many bytes by itself, where the library communicates; ``"compute"``, a step without.
+        ``"compute"``, a step without communication. If the library communicates, also ``"step"``,
+        with the gradients averaged over the ranks, and ``"sync"``, the all-reduce of as many
+        bytes by itself.
     """
     torch.set_num_threads(1)
     plain, x = model_of(name)
-    x = x + library.rank / 8  # every rank has data of its own
+    x = x + library.rank / 8  # every rank has different data
     calls = {"compute": step_of(plain, x)}
     wrapped: Any = plain
     if isinstance(library, Ours):
@@ -151,10 +152,10 @@ def train(
     """Train a module from ``start`` and return its weights.
 
     Args:
-        comm: the other replicas; None for one process.
+        comm: communicator of the replicas; None for one process.
         optimizer: ``"sgd"`` with momentum, or ``"adam"``.
-        batches: inputs, targets, and what this rank's mean loss is multiplied by.
-        reduce: of gradients; None for the adapter's own average.
+        batches: inputs, targets, and the factor of this rank's mean loss.
+        reduce: reduction of the gradients; None for the adapter's average.
     """
     model = model.double()
     weights.put(weights.torch_parameters(model), start)

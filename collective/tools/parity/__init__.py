@@ -1,1 +1,1 @@
-"""``collective parity``: one call, one result, in any framework on any transport."""
+"""``collective parity``: one call has one result, in any framework on any transport."""

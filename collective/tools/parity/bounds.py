@@ -1,4 +1,4 @@
-r"""How wrong a fold may be: bounds that hold for every order in which it can be done.
+r"""Error bounds of a fold that hold for every order of the operands.
 
 With unit roundoff ``u`` (half the distance from 1 to the next number) and
 ``gamma(k) = k u / (1 - k u)``, after Higham, *Accuracy and Stability of Numerical Algorithms*,
@@ -15,15 +15,16 @@ prod, complex  ``((1 + √2 gamma(2))**(n - 1) - 1) Π|x|``                   Le
 others         0
 =============  ==========================================================  ==================
 
-They hold for each order because every term goes through at most that many roundings, and for
-transports that add in a wider type and round once. Of complex numbers the error is the
-modulus of the difference, and the same bounds hold by Minkowski's inequality.
+The bounds hold for each order because every term goes through at most that many roundings. They
+also hold for transports that add in a wider type and round once. For complex numbers the error is
+the modulus of the difference, and the same bounds hold by Minkowski's inequality.
 
-Errors are told in units in the last place of the *magnitude* on the right-hand side (``Σ|x|``, …):
-``ulp(m) = 2**floor(log2 m) · 2 u``. As ``m < 2**(floor(log2 m) + 1)``, an error of at most
-``gamma m`` is one of at most ``gamma / u`` ULP, which depends on dtype and ranks alone: 1 / (1 - u)
-for the sum of two, whatever the numbers are. A unit of the result itself would not do: where the
-terms cancel, any of its digits may be wrong, and no algorithm can help it.
+The unit of errors is the unit in the last place of the *magnitude* on the right-hand side
+(``Σ|x|``, …): ``ulp(m) = 2**floor(log2 m) · 2 u``. As ``m < 2**(floor(log2 m) + 1)``, an error of
+at most ``gamma m`` is an error of at most ``gamma / u`` ULP. That figure depends on dtype and ranks
+alone: it is 1 / (1 - u) for the sum of two, for any numbers. A unit in the last place of the result
+would not do: if the terms cancel, any digit of the result may be wrong, and no algorithm can help
+that.
 """
 
 from __future__ import annotations
@@ -38,23 +39,23 @@ __all__ = ["ROUNDED", "bound", "ulp", "unit_roundoff"]
 #: The reductions that round; all others are exact.
 ROUNDED = ("sum", "prod", "avg", "premul_sum")
 
-# Bits of the significand, the hidden one included.
+# Bits of the significand, including the hidden bit.
 _PRECISION = {
     "bfloat16": 8, "float16": 11, "float32": 24, "complex64": 24, "float64": 53, "complex128": 53,
 }  # fmt: skip
 
 
 def unit_roundoff(dtype: str) -> float:
-    """Return ``u``, the largest relative error of rounding to ``dtype``; of a complex one's parts.
+    """Return ``u``, the largest relative error of rounding to ``dtype``, or to a complex's parts.
 
     Raises:
-        KeyError: it does not round.
+        KeyError: results of this dtype are not rounded.
     """
     return 2.0 ** -_PRECISION[dtype]
 
 
 def bound(op: str, dtype: str, terms: int) -> float:
-    """Return how wrong the fold of ``terms`` arrays may be, in ULP of its magnitude."""
+    """Return the error bound for the fold of ``terms`` arrays, in ULP of its magnitude."""
     if dtype not in _PRECISION or op not in ROUNDED:
         return 0.0
     u = unit_roundoff(dtype)
@@ -70,6 +71,6 @@ def bound(op: str, dtype: str, terms: int) -> float:
 
 
 def ulp(magnitude: Any, dtype: str) -> Any:
-    """Return the unit in the last place of ``dtype`` at each of some magnitudes, none of them 0."""
+    """Return the unit in the last place of ``dtype`` at some magnitudes, none of which is 0."""
     _, exponent = np.frexp(magnitude)
     return np.ldexp(2 * unit_roundoff(dtype), exponent - 1)

@@ -1,4 +1,4 @@
-"""What is compared: one case is a call of the public API, on arrays of one kind."""
+"""The cases to compare: each is a call of the public API on arrays of one kind."""
 
 from __future__ import annotations
 
@@ -27,32 +27,32 @@ __all__ = [
     "reduces",
 ]
 
-#: The calls that compute, and those that only move.
+#: The calls that compute, and those that only move data.
 REDUCTIONS = ("all_reduce", "reduce", "reduce_scatter", "scan")
 MOVES = (
     "broadcast", "scatter", "gather", "all_gather", "all_to_all", "sendrecv", "send_recv",
 )  # fmt: skip
-#: What is not about numbers but has to be the same everywhere: :mod:`.conduct`.
+#: Conduct that is not about numbers but must be the same on all transports: :mod:`.conduct`.
 CONDUCT = (
     "barrier", "messages", "reuse", "groups", "symmetric", "mismatch", "failing", "leaving",
 )  # fmt: skip
 OPERATIONS = (*REDUCTIONS, *MOVES, *CONDUCT)
 #: The calls with a root.
 ROOTED = ("reduce", "broadcast", "scatter", "gather")
-#: The reductions; ``"user"`` stands for one that does not commute.
+#: The reductions; ``"user"`` stands for a user-defined operator that does not commute.
 OPS = (*NAMES, "premul_sum", "user")
 DTYPES = tuple(BY_NAME)
 
 
 @dataclass(frozen=True)
 class CaseLeaf:
-    """One array.
+    """Array of a case.
 
     Attributes:
-        shape: of each rank's array, but see :attr:`Case.rows`.
-        dtype: its name.
-        steps: how far neighbours are apart along each axis of the array that it is a view
-            of; negative ones go backwards. Empty for a contiguous array.
+        shape: shape of each rank's array, but see :attr:`Case.rows`.
+        dtype: name of the dtype.
+        steps: distance of neighbouring elements along each axis of the larger array that this
+            array is a view of; negative steps go backwards. Empty for a contiguous array.
     """
 
     shape: tuple[int, ...]
@@ -62,23 +62,23 @@ class CaseLeaf:
 
 @dataclass(frozen=True)
 class Case:
-    """A call, made in turns that differ in the root and in the numbers.
+    """Call, made in turns that differ in the root and in the numbers.
 
     Attributes:
         operation: one of :data:`OPERATIONS`.
-        data: a :class:`CaseLeaf`, or a list, tuple or dict of such, nested.
-        op: of :data:`OPS`, where it reduces.
+        data: a :class:`CaseLeaf`, or a nested list, tuple or dict of them.
+        op: one of :data:`OPS`, if the call reduces.
         order: ``"rank"`` or None.
-        root: of the first turn, modulo the number of ranks; the next turn has the next one.
-        axis: the axis that is cut, or along which pieces are joined.
-        counts: lengths of the ranks' pieces along ``axis``, where it cuts; else as
-            ``numpy.array_split`` does. They must add up to it.
-        rows: each rank's own length along ``axis``, where it joins; else as in the shape.
-        frameworks: rank r has arrays of the ``r % len``-th.
-        outs: a turn each: ``"new"``, ``"given"`` (``out=``) or ``"in place"``.
-        omitted: whether ranks pass None where only the root's array matters.
-        seed: of the numbers.
-        shape_class: where it belongs in the matrix.
+        root: root of the first turn, modulo the number of ranks; each turn has the next root.
+        axis: axis along which arrays are cut or joined.
+        counts: lengths of the ranks' pieces along ``axis``, if the call cuts; they must add up to
+            its length. None cuts as ``numpy.array_split`` does.
+        rows: each rank's own length along ``axis``, if the call joins; None for that in the shape.
+        frameworks: names of frameworks; rank r uses entry ``r % len(frameworks)``.
+        outs: output of each turn: ``"new"``, ``"given"`` (``out=``) or ``"in place"``.
+        omitted: whether ranks pass None if only the root's array matters.
+        seed: seed of the numbers.
+        shape_class: shape class in the matrix.
     """
 
     operation: str
@@ -97,16 +97,16 @@ class Case:
 
     @property
     def dtype(self) -> str:
-        """The array's dtype, or the dtypes of the structure."""
+        """Name of the array's dtype, or of the dtypes of the structure."""
         return " ".join(dict.fromkeys(leaf.dtype for leaf in nested.flatten(self.data)))
 
     @property
     def framework(self) -> str:
-        """The framework, or those that are mixed."""
+        """Name of the framework, or ``"mixed"``."""
         return self.frameworks[0] if len(set(self.frameworks)) == 1 else "mixed"
 
     def title(self) -> str:
-        """Return ``all_reduce(sum) of numpy float32[3, 5]``."""
+        """Return the case as text, such as ``all_reduce(sum) of numpy float32[3, 5]``."""
         if self.operation in CONDUCT:
             return self.operation
         options = [] if self.operation not in REDUCTIONS else [self.op]
@@ -123,7 +123,7 @@ class Case:
 
 
 def reduces(op: str, dtype: str) -> bool:
-    """Tell whether the library defines ``op`` for ``dtype``, and something on the CPU has it."""
+    """Tell whether the library defines ``op`` for ``dtype``, and CPUs support the dtype."""
     made = ReduceOp(op, factor=1.0 if op == "premul_sum" else None)
     try:
         check_op(made, BY_NAME[dtype])
@@ -132,7 +132,8 @@ def reduces(op: str, dtype: str) -> bool:
     return not dtype.startswith("float8")
 
 
-#: Shape class -> shape and steps. Large is over 1 MiB in four bytes, and a multiple of nothing.
+#: Shape class -> shape and steps. Large is over 1 MiB in four bytes, and not a multiple of any
+#: small number.
 SHAPES: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "scalar": ((), ()),
     "empty": ((0, 3), ()),
@@ -150,10 +151,10 @@ def matrix(
     frameworks: Sequence[str],
     seed: int,
 ) -> Iterator[Case]:
-    """Yield the fixed cases of one framework, or of some that are mixed.
+    """Yield the fixed cases of one framework, or of several that are mixed.
 
-    Cases that fold the same arrays come one after the other. Large arrays are left out for
-    reductions for which another one of the same cost stands.
+    Cases that fold the same arrays come one after the other. For large arrays, only some
+    reductions are tried, each of which represents others of the same cost.
     """
     reductions = [name for name in operations if name in REDUCTIONS]
     moves = [name for name in operations if name in MOVES]
@@ -175,6 +176,6 @@ def matrix(
                 yield replace(model, operation=operation)
 
 
-# Reductions of large arrays; those whose results depend on the order.
+# The reductions for large arrays, and the reductions whose results depend on the order.
 _LARGE = ("sum", "avg", "max", "bxor", "user")
 _ROUNDED = ("sum", "prod", "avg")

@@ -17,7 +17,7 @@ __all__ = ["gradients"]
 
 Array = np.ndarray[Any, Any]
 
-# Not typed. Its import works because that of its adapter has come before.
+# Chainer has no types, hence Any. The import works because the adapter was imported before.
 chainer: Any = importlib.import_module("chainer")
 F = chainer.functions
 
@@ -38,7 +38,7 @@ _FUNCTIONS = {
 
 
 class Network(chainer.Link):  # type: ignore[misc]
-    """Layers, one after another."""
+    """Chain of layers."""
 
     def __init__(self, layers: Sequence[Layer], arrays: Mapping[str, Array]) -> None:
         super().__init__()
@@ -54,11 +54,11 @@ class Network(chainer.Link):  # type: ignore[misc]
 
 
 def gradients(layers: Sequence[Layer], arrays: Mapping[str, Array], **how: Any) -> dict[str, Array]:
-    """Do what :func:`collective.tools.parity.layers.gradients` does, in pieces.
+    """Return what :func:`collective.tools.parity.layers.gradients` returns, computed in pieces.
 
     Args:
-        layers, arrays: as there.
-        how: arguments of ``Split``.
+        layers, arrays: as in that function.
+        how: keyword arguments of ``Split``.
     """
     network = Network(layers, arrays)
     x = chainer.Variable(arrays["x"].copy())

@@ -1,4 +1,4 @@
-"""What is not about numbers and has to be the same on every transport: checks of the kit."""
+"""Conduct that is not about numbers but must be the same on all transports: checks of the kit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from collective.testing.checks_p2p import (
 
 __all__ = ["hold"]
 
-# Name of a conduct -> the checks that hold it, and their cases: all of them where there are none.
+# Name of a conduct -> the checks of it, and their cases; an empty list means all cases.
 _CHECKS: dict[str, Sequence[tuple[Check, Sequence[Case]]]] = {
     "barrier": [(check_barrier, [])],
     "messages": [

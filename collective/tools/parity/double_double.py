@@ -1,6 +1,6 @@
-"""Arithmetic in twice float64's precision, so that float64 results have something to be held to.
+"""Arithmetic in twice float64's precision, as a reference for float64 results.
 
-A number is a pair ``(high, low)`` of float64 arrays whose exact sum it is. The error-free
+A number is a pair ``(high, low)`` of float64 arrays; its value is their exact sum. The error-free
 transformations are those of Dekker, "A floating-point technique for extending the available
 precision", Numerische Mathematik 18 (1971), and Knuth, as in Ogita, Rump and Oishi, "Accurate sum
 and dot product", SIAM J. Sci. Comput. 26 (2005). A result is wrong by a few units of 2**-104.
@@ -17,7 +17,7 @@ __all__ = ["Pair", "add", "divide", "exact", "multiply"]
 Array = np.ndarray[Any, Any]
 Pair = tuple[Array, Array]
 
-_SPLITTER = 2.0**27 + 1.0  # cuts the 53 bits of a float64 into halves
+_SPLITTER = 2.0**27 + 1.0  # cuts the 53 bits of a float64's significand into halves
 
 
 def exact(x: Array) -> Pair:
@@ -39,7 +39,7 @@ def multiply(a: Pair, b: Pair) -> Pair:
 
 
 def divide(a: Pair, divisor: float) -> Pair:
-    """Return ``a / divisor``, of a divisor that float64 holds exactly."""
+    """Return ``a / divisor`` for a divisor that float64 holds exactly."""
     quotient = a[0] / divisor
     high, low = _two_product(quotient, np.full_like(quotient, divisor))
     rest = ((a[0] - high) - low + a[1]) / divisor
