@@ -136,8 +136,8 @@ def _try(_: Participant, name: str) -> dict[str, Any]:
     with init(name, timeout=_CALL_S, start_timeout=_CALL_S) as comm:
         if comm.size != 2:
             raise BackendError(
-                f"mpiexec started 2 ranks, but each is in a world of {comm.size}: this mpiexec does "
-                "not belong to the MPI library.",
+                f"mpiexec started 2 ranks, but each is in a world of {comm.size}: this mpiexec "
+                "does not belong to the MPI library.",
                 name,
             )
         return exercise(comm)

@@ -1,4 +1,4 @@
-"""What each rank does: make the calls of some cases, and compare what came with the oracle."""
+"""A rank's part of the comparison: make the calls of a case, and compare with the oracle."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ __all__ = ["Difference", "Verdict", "call", "prepare", "run_case"]
 
 Array = np.ndarray[Any, Any]
 
-# What is written where nothing may be written.
+# Filler for memory that a call must not write to.
 _GUARD = 7
 
 
 class Difference(AssertionError):
-    """A result is not what the oracle says; the text tells where."""
+    """Difference between a result and the oracle's; the text says where."""
 
     def __init__(self, text: str, error: float = float("inf"), bound: float = 0.0) -> None:
         super().__init__(text)
@@ -39,14 +39,15 @@ class Difference(AssertionError):
 
 @dataclass(frozen=True)
 class Verdict:
-    """How a case went on one rank.
+    """Outcome of a case on one rank.
 
     Attributes:
         status: ``"passed"``, ``"failed"`` or ``"unsupported"`` (refused by the library, with
             UnsupportedError).
-        error: the largest, in units in the last place; see :mod:`collective.tools.parity.bounds`.
-        bound: how large it may be.
-        text: what is wrong, or why it is not supported.
+        error: largest error, in units in the last place; see
+            :mod:`collective.tools.parity.bounds`.
+        bound: largest error that is allowed.
+        text: description of the failure, or why the case is not supported.
     """
 
     status: str
@@ -62,34 +63,34 @@ def prepare(comm: Communicator, names: Sequence[str]) -> None:
 
 
 def run_case(comm: Communicator, case: Case) -> Verdict:
-    """Make the calls of a case, and return how they went on this rank.
+    """Make the calls of a case, and return this rank's outcome.
 
-    Collective: every rank calls it with the same case. A rank on which a call fails raises: the
-    others are told so, and who runs the ranks hears of it.
+    Collective: every rank calls it with the same case. If a call fails, the rank raises. Then the
+    other ranks get an error, too, and so does the caller that started the ranks.
     """
     try:
         return _turns(comm, case)
     except UnsupportedError as error:
-        # Each rank refuses by itself, before anything is sent.
+        # Each rank refuses the call by itself, before anything is sent.
         return Verdict("unsupported", text=str(error))
 
 
 def _turns(comm: Communicator, case: Case) -> Verdict:
-    found = []
+    errors = []
     wrong: Difference | None = None
     for turn in range(len(case.outs)):
         try:
-            found.append(_turn(comm, case, turn))
+            errors.append(_turn(comm, case, turn))
         except Difference as difference:
-            # Other ranks may have got what they should, and make the next call.
+            # Other ranks may have got the right result and make the next call, so go on.
             wrong = wrong or difference
     if wrong is not None:
         return Verdict("failed", wrong.error, wrong.bound, str(wrong))
-    return Verdict("passed", *max(found, key=lambda each: each[0] / each[1] if each[1] else 0.0))
+    return Verdict("passed", *max(errors, key=lambda pair: pair[0] / pair[1] if pair[1] else 0.0))
 
 
 def _turn(comm: Communicator, case: Case, turn: int) -> tuple[float, float]:
-    """Make one call; return its largest error and the bound of that."""
+    """Make one call; return its largest error, and the bound of that error."""
     kind = framework(case.frameworks[comm.rank % len(case.frameworks)])
     stored = oracle.inputs(case, comm.rank, comm.size, turn)
     wanted = oracle.references(case, comm.rank, comm.size, turn)
@@ -136,7 +137,7 @@ def _takes_in_place(case: Case, rank: int, size: int, turn: int) -> bool:
 
 
 def lay_out(kind: ArrayFramework, array: Array, dtype: str, steps: tuple[int, ...]) -> Any:
-    """Return an array of a framework with the contents of ``array``, whose elements lie apart."""
+    """Return an array of a framework with the contents of ``array`` and steps between elements."""
     if not steps:
         return kind.make(np.ascontiguousarray(array).reshape(array.shape), dtype, ())
     steps = tuple(step if kind.backwards else abs(step) for step in steps)
@@ -156,19 +157,19 @@ def _blank(shape: tuple[int, ...], dtype: str) -> Array:
 
 
 def keep_right(a: Array, b: Array) -> Array:
-    """Return ``b``: associative, and not commutative."""
+    """Return ``b``; this operator is associative but does not commute."""
     return b
 
 
 def operator(op: str, rank: int) -> Any:
-    """Return what ``rank`` passes as ``op=``."""
+    """Return the ``op=`` that ``rank`` passes."""
     if op == "premul_sum":
         return collective.premul_sum(oracle.factor(rank))
     return collective.user_op(keep_right) if op == "user" else op
 
 
 def call(comm: Communicator, case: Case, x: Any, out: Any, turn: int, like: str) -> Any:
-    """Make the case's call, and return what it returns."""
+    """Make the call of a case, and return its result."""
     options: dict[str, Any] = {} if out is None else {"out": out}
     root = (case.root + turn) % comm.size
     if case.operation in ROOTED:
@@ -186,9 +187,10 @@ def call(comm: Communicator, case: Case, x: Any, out: Any, turn: int, like: str)
     if case.operation not in ("sendrecv", "send_recv"):
         return getattr(comm, case.operation)(x, **options)
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-    if case.operation == "sendrecv" or comm.size == 1:  # send and recv are for others
+    # send and recv do not work with the rank itself.
+    if case.operation == "sendrecv" or comm.size == 1:
         return comm.sendrecv(x, right, left, tag=3, **options)
-    # To the next rank while receiving from the one before.
+    # Send to the next rank in the background, and receive from the one before.
     work = comm.send(x, right, async_op=True)
     found = comm.recv(out, left, like=nested.flatten(x)[0])
     work.wait()
@@ -227,7 +229,7 @@ def _errors(found: Array, reference: oracle.Reference, dtype: str, what: str) ->
     """Return the largest error in ULP.
 
     Raises:
-        Difference: it is beyond the bound.
+        Difference: an error is beyond the bound.
     """
     if not found.size:
         return 0.0
@@ -259,12 +261,15 @@ def _errors(found: Array, reference: oracle.Reference, dtype: str, what: str) ->
 
 
 def _differ(found: Array, wanted: Array) -> Array:
-    """Tell which elements have other bits: NaN equals itself, and -0 is not 0."""
+    """Tell which elements have different bits: NaN equals itself, and -0 is not 0."""
     a, b = _bits(found), _bits(wanted)
     return np.zeros(found.shape, bool) if np.array_equal(a, b) else (a != b).any(-1)
 
 
 def _bits(array: Array) -> Array:
-    """Return unsigned integers, one an element along a last axis, of a complex element two."""
+    """Return an array as unsigned integers: one for each element, two for a complex element.
+
+    They are in a new last axis.
+    """
     whole = np.ascontiguousarray(array).reshape(*array.shape, 1)
     return whole.view(f"u{array.real.itemsize}")

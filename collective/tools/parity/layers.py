@@ -1,7 +1,7 @@
 """Small networks of convolutions, and an oracle in NumPy for their results and gradients.
 
-Frameworks compute them by :func:`forward`, with a function for each kind of layer. The oracle
-computes whole arrays by their definition and knows nothing of pieces.
+Frameworks compute the networks by :func:`forward`, with a function for each kind of layer. The
+oracle computes whole arrays by their definition, without splitting them into pieces.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ Array = np.ndarray[Any, Any]
 
 
 class Layer(NamedTuple):
-    """One layer on arrays ``[n, channels, rows, columns]``.
+    """Layer on arrays ``[n, channels, rows, columns]``.
 
     Attributes:
         kind: ``"convolution"``, ``"transposed"``, ``"max"`` or ``"tanh"``.
-        channels: that come in, and that go out.
-        kernel, stride, padding, dilation: as PyTorch's, the same along both axes.
+        channels: numbers of input channels and of output channels.
+        kernel, stride, padding, dilation: as in PyTorch, the same along both axes.
     """
 
     kind: str
@@ -35,7 +35,7 @@ class Layer(NamedTuple):
 
     @property
     def weight_shape(self) -> tuple[int, ...] | None:
-        """The weight's, as PyTorch and Chainer have it; None if there is none."""
+        """The weight's shape, as in PyTorch and Chainer; None if the layer has no weight."""
         first, second = self.channels
         shapes = {"convolution": (second, first), "transposed": (first, second)}
         return (*shapes[self.kind], self.kernel, self.kernel) if self.kind in shapes else None
@@ -43,8 +43,8 @@ class Layer(NamedTuple):
 
 _TANH = Layer("tanh")
 
-#: What is computed in pieces: kernels of even and odd lengths, strides with padding, dilation,
-#: pooling, and a way down and up again.
+#: The networks to compute in pieces. They have kernels of even and odd lengths, strides with
+#: padding, dilation, pooling, and a path that reduces the resolution and restores it.
 NETWORKS: dict[str, Sequence[Layer]] = {
     "even": (
         Layer("convolution", (2, 4), kernel=4, stride=2, padding=2),
@@ -64,18 +64,18 @@ NETWORKS: dict[str, Sequence[Layer]] = {
 
 
 def draw(layers: Sequence[Layer], seed: int) -> dict[str, Array]:
-    """Draw an input, weights and biases.
+    """Return a random input, weights and biases.
 
     Returns:
-        ``x``, ``[3, 2, 13, 9]``; of layer i ``weight i`` and ``bias i``.
+        ``x``, ``[3, 2, 13, 9]``; for layer i ``weight i`` and ``bias i``.
     """
     random = np.random.default_rng(seed)
-    found = {"x": random.normal(size=(3, 2, 13, 9))}
+    arrays = {"x": random.normal(size=(3, 2, 13, 9))}
     for number, layer in enumerate(layers):
         if layer.weight_shape is not None:
-            found[f"weight {number}"] = random.normal(size=layer.weight_shape) / layer.kernel
-            found[f"bias {number}"] = random.normal(size=layer.channels[1])
-    return found
+            arrays[f"weight {number}"] = random.normal(size=layer.weight_shape) / layer.kernel
+            arrays[f"bias {number}"] = random.normal(size=layer.channels[1])
+    return arrays
 
 
 def forward(
@@ -88,10 +88,10 @@ def forward(
 
     Args:
         layers: the network.
-        x: a framework's array.
-        functions: of each kind of layer, ``f(layer, x)``, or ``f(layer, x, weight, bias)`` where
-            there are some.
-        parameter: returns one by its name, as :func:`draw` has them.
+        x: array of a framework.
+        functions: kind of layer -> ``f(layer, x)``, or ``f(layer, x, weight, bias)`` for layers
+            with weights.
+        parameter: function that returns the parameter of a name that :func:`draw` uses.
     """
     for number, layer in enumerate(layers):
         names = () if layer.weight_shape is None else (f"weight {number}", f"bias {number}")
@@ -100,14 +100,14 @@ def forward(
 
 
 def gradients(layers: Sequence[Layer], arrays: Mapping[str, Array]) -> dict[str, Array]:
-    """Return a network's result and what the sum of its squares has for gradients, over two.
+    """Return a network's result, and the gradients of half the sum of its squares.
 
     Args:
         layers: the network.
-        arrays: as :func:`draw` returns them.
+        arrays: arrays as :func:`draw` returns them.
 
     Returns:
-        ``y``, and the gradient of each of ``arrays``.
+        ``y``, and the gradient of each of ``arrays`` under its name.
     """
     inputs = [arrays["x"]]
     for number, layer in enumerate(layers):
@@ -145,7 +145,7 @@ def _forward(layer: Layer, x: Array, weight: Any, bias: Any) -> Any:
 
 
 def _backward(layer: Layer, x: Array, y: Array, weight: Any, g: Array) -> Any:
-    """Return the gradient of a layer's input of that of its result."""
+    """Return the gradient of a layer's input, given the gradient ``g`` of its result."""
     if layer.kind == "tanh":
         return g * (1 - y**2)
     if layer.kind == "transposed":
@@ -157,7 +157,7 @@ def _backward(layer: Layer, x: Array, y: Array, weight: Any, g: Array) -> Any:
 
 
 def _windows(x: Array, layer: Layer) -> Any:
-    """Return what a layer's windows see, ``[n, channels, rows, columns, kernel, kernel]``."""
+    """Return the windows of a layer's input, ``[n, channels, rows, columns, kernel, kernel]``."""
     sides = (layer.padding, layer.padding)
     padded = np.pad(x, ((0, 0), (0, 0), sides, sides))
     reach = layer.dilation * (layer.kernel - 1) + 1
@@ -167,7 +167,10 @@ def _windows(x: Array, layer: Layer) -> Any:
 
 
 def _spread(windows: Array, shape: Sequence[int], layer: Layer) -> Array:
-    """Add up what :func:`_windows` would take apart, ``[n, channels, *shape]``."""
+    """Return the sum of windows at their places in ``[n, channels, *shape]``.
+
+    This is the adjoint of :func:`_windows`.
+    """
     n, channels, rows, columns = windows.shape[:4]
     p, s, d = layer.padding, layer.stride, layer.dilation
     padded = np.zeros((n, channels, *(length + 2 * p for length in shape)))

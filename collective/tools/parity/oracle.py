@@ -1,11 +1,10 @@
-"""What every rank contributes to a case, and what has to come out.
+"""The inputs of every rank of a case, and the expected results.
 
 The oracle of the conformance kit, :mod:`collective.testing.samples`, folds and moves. This module
-adds numbers that folds round: floating numbers have all the bits of their dtype and differ in
-magnitude and sign. A sum or product of such numbers may differ from the exact one, which is worked
-out in twice float64's precision, by as much as the order of a fold can change it. All else is
-right or wrong. Where the least or the greatest number is sought, some numbers are zeros of both
-signs, infinities and NaN.
+adds numbers whose folds are rounded: floating numbers with all the bits of their dtype, of
+different magnitudes and signs. Their exact sum or product is computed in twice float64's precision.
+A result may differ from it by as much as the order of a fold can change it. All other results must
+be exact. For the minimum and maximum, some numbers are zeros of both signs, infinities and NaN.
 """
 
 from __future__ import annotations
@@ -32,23 +31,23 @@ __all__ = ["Reference", "decoded", "factor", "inputs", "references", "special", 
 
 Array = np.ndarray[Any, Any]
 
-# Large arrays are shared by the cases of several operations and frameworks.
+# Number of arrays in a cache. Cases of several operations and frameworks share large arrays.
 _KEPT = 24
-# So many numbers are drawn, and repeated in larger arrays; no chunk that a transport cuts is a
+# Number of numbers that are drawn; larger arrays repeat them. No chunk that a transport cuts is a
 # multiple of it.
 _PERIOD = 8191
 
 
 @dataclass(frozen=True)
 class Reference:
-    """What one array of a result has to be.
+    """Expected value of one array of a result.
 
     Attributes:
-        shape: of it.
-        bits: the array as it is stored, where the result is exact; else None.
-        value: the result in twice float64's precision; complex as a last axis of two.
-        magnitude: what errors are measured against; see :mod:`collective.tools.parity.bounds`.
-        bound: how many units in the last place of it they may be.
+        shape: shape of the array.
+        bits: the array in its storage, if the result is exact; else None.
+        value: the result in twice float64's precision; a complex array has a last axis of two.
+        magnitude: magnitude for the unit of errors; see :mod:`collective.tools.parity.bounds`.
+        bound: largest error that is allowed, in units in the last place of the magnitude.
     """
 
     shape: tuple[int, ...]
@@ -59,31 +58,31 @@ class Reference:
 
     def part(self, part: Any) -> Reference:
         """Return the reference of ``result[part]``."""
-        cut = [None if each is None else each[part] for each in (self.bits, self.magnitude)]
+        cut = [None if array is None else array[part] for array in (self.bits, self.magnitude)]
         pair = None if self.value is None else (self.value[0][part], self.value[1][part])
         model = np.empty(self.shape, np.bool_)[part]
         return Reference(model.shape, cut[0], pair, cut[1], self.bound)
 
 
 def factor(rank: int) -> float:
-    """Return what ``rank`` multiplies by in the cases of ``premul_sum``."""
+    """Return the factor of ``rank`` in the cases of ``premul_sum``."""
     return 0.3 * (rank + 1)
 
 
 def inputs(case: Case, rank: int, size: int, turn: int) -> Any:
-    """Return what ``rank`` passes in, as stored; nested as the case says."""
+    """Return the input of ``rank``, as stored, nested like the case's data."""
     op = _drawn_for(case)
-    found = [
+    arrays = [
         values(leaf.dtype, _shape(case, leaf, rank), rank, op, (case.seed, turn, number))
         for number, leaf in enumerate(nested.flatten(case.data))
     ]
-    return nested.rebuild(case.data, iter(found))
+    return nested.rebuild(case.data, iter(arrays))
 
 
 def special(case: Case) -> bool:
-    """Tell whether there are zeros with signs, infinities and NaN among the numbers.
+    """Tell whether the numbers include zeros with signs, infinities and NaN.
 
-    Not for the memory of GPUs: what becomes of them there is left to NCCL.
+    They do not for arrays on GPUs, where the results for such numbers are up to NCCL.
     """
     if case.operation not in REDUCTIONS or case.op not in ("min", "max"):
         return False
@@ -92,7 +91,7 @@ def special(case: Case) -> bool:
 
 
 def _drawn_for(case: Case) -> str:
-    """Return the operator that the numbers are drawn for; empty if they could be any."""
+    """Return the operator that the numbers are drawn for; "" if any numbers will do."""
     extreme = case.op in ("min", "max")
     return case.op if case.operation in REDUCTIONS and (special(case) or not extreme) else ""
 
@@ -107,11 +106,11 @@ def _shape(case: Case, leaf: CaseLeaf, rank: int) -> tuple[int, ...]:
 
 @functools.lru_cache(_KEPT)
 def values(dtype: str, shape: tuple[int, ...], rank: int, op: str, seed: tuple[int, ...]) -> Array:
-    """Return numbers for ``rank``, in the storage of ``dtype``; not to be changed.
+    """Return numbers for ``rank``, in the storage of ``dtype``; they must not be changed.
 
     Args:
-        op: what they are folded with; empty if they are only moved.
-        seed: other numbers for each.
+        op: operator that folds the numbers; "" if they are only moved.
+        seed: seed; each seed gives other numbers.
     """
     random = np.random.default_rng([rank, BY_NAME[dtype].code, *seed])
     count = math.prod(shape)
@@ -127,31 +126,31 @@ def _floats(random: np.random.Generator, shape: Sequence[int], op: str) -> Array
     numbers = random.uniform(0.5, 1.0, shape) * random.choice([-1.0, 1.0], shape)
     if op in ("land", "lor"):
         return np.asarray(numbers * random.integers(0, 2, shape))
-    # Products of 16 stay within float16, and no term of a sum is lost on the others.
+    # Products of 16 numbers stay within float16, and no term of a sum is lost by rounding.
     spread = random.integers(0, 2, shape) if op == "prod" else random.integers(-3, 4, shape)
     return np.asarray(numbers * 2.0**spread)
 
 
 def _with_special(random: np.random.Generator, drawn: Array, dtype: str) -> Array:
-    """Put zeros of both signs, extremes, infinities and NaN in the place of a third."""
+    """Replace a third of the numbers by zeros of both signs, extremes, infinities and NaN."""
     bits = samples.special_bits(random, dtype, drawn.size)
     kept = random.integers(0, 3, drawn.shape)
     return np.where(kept, drawn.view(bits.dtype), bits).view(drawn.dtype)
 
 
 def decoded(stored: Array, dtype: str) -> Array:
-    """Return what is stored as float64, exactly; complex as a last axis of two."""
+    """Return stored numbers as float64, exactly; complex numbers get a last axis of two."""
     numbers = widened(stored, dtype)
     if BY_NAME[dtype].kind == "c":
         numbers = np.stack([numbers.real, numbers.imag], -1)
     return numbers.astype(np.float64)
 
 
-# -- what comes out ---------------------------------------------------------------------------
+# -- expected results -------------------------------------------------------------------------
 
 
 def references(case: Case, rank: int, size: int, turn: int) -> list[Reference] | None:
-    """Return what ``rank`` gets, an array a leaf; None if it gets nothing."""
+    """Return what ``rank`` should get, an array for each leaf; None if it gets no result."""
     root = (case.root + turn) % size
     if case.operation in ("reduce", "gather") and rank != root:
         return None
@@ -178,10 +177,10 @@ def _reference(
     def of(other: int) -> Array:
         return values(leaf.dtype, _shape(case, leaf, other), other, "", seed)
 
-    found = samples.moved(
+    array = samples.moved(
         case.operation, of, rank, size, root=root, axis=case.axis, counts=case.counts
     )
-    return Reference(found.shape, found)
+    return Reference(array.shape, array)
 
 
 @functools.lru_cache(_KEPT)
@@ -197,9 +196,9 @@ def _folded(
 ) -> Reference:
     """Return the fold of the arrays of the first ``ranks`` of ``size`` ranks."""
     arrays = [values(dtype, shape, rank, drawn, seed) for rank in range(ranks)]
-    if op == "user":  # which keeps the last
+    if op == "user":  # keep_right returns the last operand
         return Reference(shape, arrays[-1])
-    # A fold in rank order is that of the kit; all other orders agree with it where nothing rounds.
+    # A fold in rank order is that of the kit. If nothing rounds, all orders give its result.
     if order == "rank" or op not in ROUNDED or BY_NAME[dtype].kind not in "fc":
         return Reference(shape, samples.folded(op, arrays, dtype))
     value, magnitude = _in_twice_float64(op, arrays, dtype, size)
@@ -209,7 +208,7 @@ def _folded(
 def _in_twice_float64(
     op: str, arrays: Sequence[Array], dtype: str, size: int
 ) -> tuple[dd.Pair, Array]:
-    """Return the fold to about 100 bits, and what its errors are measured against."""
+    """Return the fold to about 100 bits, and the magnitude for the unit of its errors."""
     terms = [dd.exact(decoded(array, dtype)) for array in arrays]
     modulus = functools.partial(_modulus, dtype=dtype)
     if op == "prod":
@@ -217,11 +216,11 @@ def _in_twice_float64(
         product = functools.reduce(times, terms)
         return product, modulus(product[0])
     if op == "premul_sum":
-        given = np.array([factor(rank) for rank in range(len(terms))])
-        rounded = decoded(encoded(given, _real(dtype)), _real(dtype))
+        factors = np.array([factor(rank) for rank in range(len(terms))])
+        rounded = decoded(encoded(factors, _real(dtype)), _real(dtype))
         terms = [
-            dd.multiply(term, dd.exact(np.full_like(term[0], each)))
-            for term, each in zip(terms, rounded)
+            dd.multiply(term, dd.exact(np.full_like(term[0], multiplier)))
+            for term, multiplier in zip(terms, rounded)
         ]
     total = functools.reduce(dd.add, terms)
     magnitude = np.sum([modulus(term[0]) for term in terms], axis=0)
@@ -239,7 +238,7 @@ def _real(dtype: str) -> str:
 
 
 def _complex_product(a: dd.Pair, b: dd.Pair) -> dd.Pair:
-    """Multiply pairs whose last axis holds real and imaginary part."""
+    """Return the product of pairs whose last axis has the real and the imaginary part."""
     (ar, ai), (br, bi) = (_parts(x) for x in (a, b))
     minus = dd.multiply(ai, bi)
     real = dd.add(dd.multiply(ar, br), (-minus[0], -minus[1]))

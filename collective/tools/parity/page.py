@@ -1,4 +1,4 @@
-"""The results as one HTML file that needs nothing else: the matrix, the errors, what failed."""
+"""The results as one self-contained HTML file: the matrix, the errors, and the failures."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .report import Cell, cell, columns, worst_by_dtype
 
 __all__ = ["page"]
 
-# So many failures are unfolded.
+# Number of failures whose text is unfolded.
 _OPEN = 5
 
 _STYLE = """
@@ -41,7 +41,7 @@ details { margin: .5rem 0; } summary { cursor: pointer; }
 
 
 def page(data: Mapping[str, Any]) -> str:
-    """Return the page for what :meth:`Report.as_data` returns."""
+    """Return the page for data of :meth:`Report.as_data`."""
     sections = [
         _head(data), _matrix(data), _failures(data), _random(data), _training(data), _splits(data),
         _errors(data), _absent(data), _unsupported(data),
@@ -76,7 +76,7 @@ def _head(data: Mapping[str, Any]) -> str:
         "(declared)"
     )  # fmt: skip
     wrong = sum(
-        not each["passed"] for each in (*data["random"], *data["training"], *data["splits"])
+        not result["passed"] for result in (*data["random"], *data["training"], *data["splits"])
     )
     parts = [counts] if counts else []
     parts += [f"{wrong} of the random, training and split comparisons failed"] if wrong else []
@@ -145,10 +145,10 @@ def _matrix(data: Mapping[str, Any]) -> str:
     second = "".join(f"<th>{escape(framework)}</th>" for _, framework in pairs)
     body = "\n".join(f"<tr>{row}</tr>" for row in rows)
     return (
-        "<h2>Matrix</h2><p>Cases passed; below it, where results are rounded, the largest error as "
-        "a share of its bound. Each case is made with every number of ranks, for dtypes, "
+        "<h2>Matrix</h2><p>Number of cases that passed; below, where results are rounded, the "
+        "largest error as a share of its bound. Each case runs with every number of ranks, for dtypes, "
         "reductions and shapes (scalar, empty, odd, strided, large). “mixed”: each rank has "
-        "another framework.</p>"
+        "a different framework.</p>"
         f'<div class="scroll"><table><thead><tr><th rowspan="2">operation</th>{first}</tr>'
         f"<tr>{second}</tr></thead><tbody>{body}</tbody></table></div>"
     )

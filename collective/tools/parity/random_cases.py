@@ -1,4 +1,4 @@
-"""Random cases beyond the fixed ones, and the smallest of those that fail."""
+"""Random cases beyond the fixed cases, and the smallest case that fails."""
 
 from __future__ import annotations
 
@@ -20,32 +20,32 @@ try:
     from hypothesis.errors import FlakyFailure
 except ImportError as error:
     raise InvalidArgumentError(
-        f"--random: {error}. It is made with hypothesis: pip install hypothesis"
+        f"--random: {error}. Random cases need hypothesis: pip install hypothesis"
     ) from error
 
 __all__ = ["cases", "explore"]
 
-# Lengths of axes, and of the long arrays that come now and then: more than first messages hold.
+# Largest length of an axis, and of long arrays, which have more elements than a first message.
 _LENGTH, _LONG = 6, 40_000
 _STEPS = (1, 2, 3, -1, -2)
 _SEEDS = 1000
 
 
 class _Failing(Exception):
-    """A case failed: what hypothesis shrinks."""
+    """Error for hypothesis that a case failed; hypothesis then shrinks the case."""
 
 
 def explore(
     plan: Comparison, transport: Transport, count: int, step: Callable[[], None]
 ) -> dict[str, Any]:
-    """Try ``count`` random cases over a transport; return how it went.
+    """Try ``count`` random cases over a transport; return the outcome.
 
     Args:
         plan: the frameworks, operations, reductions, dtypes, numbers of ranks and the seed.
-        step: called after each case; there are more once one has failed and is shrunk.
+        step: called after each case; a case that fails is shrunk, which takes further cases.
 
     Returns:
-        ``passed``, and if it is False the ``case``, its ``text`` and a ``snippet``.
+        ``passed``, and if that is False the ``case``, its ``text`` and a ``snippet``.
     """
     kinds = plan.kinds(transport)
     imported = list(dict.fromkeys(name for names in kinds.values() for name in names))
@@ -94,7 +94,9 @@ def cases(
     """Return the strategy that draws a number of ranks and a case for them."""
     operations = [name for name in plan.operations if name in (*REDUCTIONS, *MOVES)]
     if not operations or not kinds:
-        raise InvalidArgumentError("--random: nothing is left to draw from; allow more of --op.")
+        raise InvalidArgumentError(
+            "--random: no operation or framework to draw from; allow more of --op."
+        )
     return st.sampled_from(sorted(plan.sizes)).flatmap(
         lambda size: st.tuples(st.just(size), _case(plan, operations, kinds, size))
     )
@@ -142,7 +144,7 @@ def _case(
 
 
 def _data(dtypes: Sequence[str]) -> st.SearchStrategy[Any]:
-    """Return the strategy of an array, or of a nested structure of some."""
+    """Return the strategy of an array, or of a nested structure of arrays."""
     leaf = _leaf(dtypes)
     return leaf | st.recursive(
         leaf,

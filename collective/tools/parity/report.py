@@ -1,4 +1,4 @@
-"""What a run found: as plain data, and as tables in a terminal."""
+"""The results of a run: as plain data, and as tables in a terminal."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ if TYPE_CHECKING:
 
 __all__ = ["Cell", "Report", "cell", "columns", "show", "worst_by_dtype"]
 
-# So many failures are told in a terminal; a file has them all.
+# Number of failures that are printed in a terminal; a file has all of them.
 _SHOWN = 12
 _WIDTH = 600
 
 
 @dataclass
 class Report:
-    """Counts what comes in.
+    """Collector of the results of a run.
 
     Attributes:
-        plan: what was asked for.
+        plan: the comparison.
         missing: frameworks that cannot be used here, and why.
     """
 
@@ -73,14 +73,16 @@ class Report:
 
     @property
     def failed(self) -> bool:
-        """Whether anything is not as it should be."""
-        found = [
-            each for each in (*self.random, *self.training, *self.splits) if not each["passed"]
+        """Whether a case or a comparison failed."""
+        wrong = [
+            result
+            for result in (*self.random, *self.training, *self.splits)
+            if not result["passed"]
         ]
-        return bool(self.failures or found)
+        return bool(self.failures or wrong)
 
     def as_data(self) -> dict[str, Any]:
-        """Return all of it as JSON can hold it."""
+        """Return all results as data for JSON."""
         plan = self.plan
         return {
             "collective": collective.__version__,
@@ -117,7 +119,7 @@ class Report:
 
 
 def _general(text: str) -> str:
-    """Return what a refusal says without the rank that says it."""
+    """Return the text of a refusal without the rank in it."""
     return text.replace(text[text.rfind("[rank") : text.rfind("]") + 1], "").strip()
 
 
@@ -140,14 +142,14 @@ def _versions(frameworks: Sequence[str]) -> dict[str, str]:
     return found
 
 
-# -- what the tables show -------------------------------------------------------------------------
+# -- cells of the tables --------------------------------------------------------------------------
 
 
 class Cell(NamedTuple):
-    """The sum of some rows of the results.
+    """Sum of some rows of the results.
 
     Attributes:
-        share: the largest error as a share of its bound, over the rows that round.
+        share: largest error as a share of its bound, over the rows with rounded results.
         worst, bound: that error and its bound, in units in the last place.
     """
 
@@ -160,7 +162,7 @@ class Cell(NamedTuple):
 
 
 def cell(data: Mapping[str, Any], **wanted: Any) -> Cell | None:
-    """Return the sum of the rows of the results that have the ``wanted`` values; None of none."""
+    """Return the sum of the rows with the ``wanted`` values; None if there are no such rows."""
     rows = [
         row for row in data["results"] if all(row[key] == value for key, value in wanted.items())
     ]
@@ -193,7 +195,7 @@ def columns(data: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def worst_by_dtype(data: Mapping[str, Any]) -> Iterable[tuple[str, str, list[Cell | None]]]:
-    """Yield op, dtype and a cell a number of ranks, for what rounds."""
+    """Yield op, dtype and a cell for each number of ranks, for rounded results."""
     rounding = {(row["op"], row["dtype"]) for row in data["results"] if row["bound_ulp"]}
     for op, dtype in sorted(rounding, key=lambda pair: (pair[0], list(BY_NAME).index(pair[1]))):
         yield op, dtype, [
@@ -202,7 +204,7 @@ def worst_by_dtype(data: Mapping[str, Any]) -> Iterable[tuple[str, str, list[Cel
 
 
 def show(console: Console, data: Mapping[str, Any]) -> None:
-    """Print the tables and what is wrong."""
+    """Print the tables and the failures."""
     _show_matrix(console, data)
     _show_errors(console, data)
     _show_random(console, data)
@@ -215,7 +217,7 @@ def show(console: Console, data: Mapping[str, Any]) -> None:
         console.print(failure["text"].strip()[:_WIDTH], markup=False, soft_wrap=True)
     more = len(data["failures"]) - _SHOWN
     if more > 0:
-        console.print(f"[red]and {more} failures more[/]; --json or --html writes them all")
+        console.print(f"[red]and {more} more failures[/]; --json or --html writes all of them")
     everything = cell(data)
     if everything is not None:
         tone = "red" if data["exit_code"] else "green"

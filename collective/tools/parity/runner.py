@@ -1,4 +1,4 @@
-"""Cases on ranks that are started once for many, and that go on when one of them fails."""
+"""Cases on ranks that are started once for many cases, and replaced after a failure."""
 
 from __future__ import annotations
 
@@ -20,27 +20,28 @@ if TYPE_CHECKING:
 
 __all__ = ["CaseResult", "CaseRunner", "Comparison", "run"]
 
-# What ranks may need to import their frameworks on a busy machine.
+# Seconds in which ranks must import their frameworks, also on a busy machine.
 _PREPARE_S = 120.0
-# A job may take so many times what a call may: then its ranks hang.
+# Longest time of a job, as a multiple of a call's timeout. After that the ranks count as hung.
 _JOB_SHARE = 2.0
-# Reductions that the frameworks after the first are tried with: each dtype has one of them, and
-# how arrays come and go does not depend on the reduction.
+# Reductions for all frameworks but the first. Each dtype has one of them, and the way in which
+# arrays are passed and returned does not depend on the reduction.
 _FEW_OPS = ("sum", "avg", "max", "lor")
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What is to be compared.
+    """Comparison to make.
 
     Attributes:
-        transports: over which.
-        frameworks: whose arrays; ``"mixed"`` for one a rank, of those on the host in turn.
-        operations, ops, dtypes, shapes: of which; see :mod:`collective.tools.parity.cases`.
+        transports: transports to use.
+        frameworks: frameworks of the arrays; ``"mixed"`` gives each rank one of the frameworks on
+            the host, in turn.
+        operations, ops, dtypes, shapes: see :mod:`collective.tools.parity.cases`.
         sizes: numbers of ranks.
-        seed: of the numbers.
+        seed: seed of the numbers.
         timeout: seconds that a call may take.
-        all_ops: whether every framework is tried with all reductions, not the first alone.
+        all_ops: if true, all reductions are tried with every framework, not only the first.
     """
 
     transports: Sequence[Transport]
@@ -55,7 +56,7 @@ class Comparison:
     all_ops: bool = False
 
     def kinds(self, transport: Transport) -> dict[str, tuple[str, ...]]:
-        """Return the frameworks that are tried on a transport: a name each, and who has what."""
+        """Return the kinds of arrays for a transport: name -> frameworks of the ranks, in turn."""
         kinds: dict[str, tuple[str, ...]] = {}
         for name in self.frameworks:
             if name != "mixed" and (transport.on_host or framework(name).on_gpu):
@@ -66,30 +67,30 @@ class Comparison:
         return kinds
 
     def cases(self, transport: Transport) -> list[Case]:
-        """Return the cases of one transport, those that fold the same arrays side by side."""
-        found: list[Case] = []
+        """Return the cases of one transport; cases that fold the same arrays are neighbours."""
+        cases: list[Case] = []
         for number, names in enumerate(self.kinds(transport).values()):
             known = frozenset.intersection(*(framework(name).dtypes() for name in names))
             dtypes = [dtype for dtype in self.dtypes if dtype in known]
             few = number > 0 and not self.all_ops
             ops = [op for op in self.ops if op in _FEW_OPS or not few]
-            found += matrix(self.operations, ops, dtypes, self.shapes, names, self.seed)
+            cases += matrix(self.operations, ops, dtypes, self.shapes, names, self.seed)
         nth = {dtype: index for index, dtype in enumerate(self.dtypes)}
-        found.sort(key=lambda case: (nth[case.dtype], case.shape_class, case.op))
+        cases.sort(key=lambda case: (nth[case.dtype], case.shape_class, case.op))
         if transport.on_host and "numpy" in self.frameworks:
-            found += [Case(name, CaseLeaf((1,))) for name in self.operations if name in CONDUCT]
-        return found
+            cases += [Case(name, CaseLeaf((1,))) for name in self.operations if name in CONDUCT]
+        return cases
 
 
 @dataclass(frozen=True)
 class CaseResult:
-    """How one case went on one transport with one number of ranks.
+    """Outcome of one case on one transport with one number of ranks.
 
     Attributes:
         status: ``"passed"``, ``"failed"``, ``"unsupported"``.
-        error, bound: the largest error of any rank in units in the last place, and how large
-            it may be.
-        text: what is wrong, or why it is not supported.
+        error, bound: largest error of any rank, and the largest error that is allowed, both in
+            units in the last place.
+        text: description of the failure, or why the case is not supported.
     """
 
     transport: str
@@ -102,14 +103,14 @@ class CaseResult:
 
 
 class CaseRunner:
-    """Runs cases on the ranks of one transport and size: a context manager.
+    """Runner of cases on the ranks of one transport and size. A context manager.
 
     Args:
         transport, size, timeout: as in :class:`Comparison`.
-        frameworks: what the ranks import first.
+        frameworks: frameworks that the ranks import first.
 
     Raises:
-        BackendUnavailableError: the transport is not here.
+        BackendUnavailableError: the transport cannot be used here.
     """
 
     def __init__(
@@ -129,14 +130,14 @@ class CaseRunner:
         self._factory.close()
 
     def run(self, case: Case) -> CaseResult:
-        """Run a case, and return how it went."""
+        """Run a case, and return its outcome."""
         if not self._prepared and not self._unstarted:
             self._prepare()
         if self._unstarted:
             verdict = Verdict("failed", text=self._unstarted)
         else:
             verdict = self._verdict(case)
-        # Whatever went wrong may have left the communicator unusable.
+        # A failure may have left the communicator unusable, so the next case gets a new one.
         self._after_failure = verdict.status == "failed"
         return CaseResult(
             self._transport.name, self._size, case, verdict.status, verdict.error, verdict.bound,
@@ -144,12 +145,12 @@ class CaseRunner:
         )  # fmt: skip
 
     def _prepare(self) -> None:
-        """Start the ranks that are not there, and have all of them import their frameworks."""
+        """Start the ranks that are missing, and let all ranks import their frameworks."""
         self._factory.timeout = _PREPARE_S
         try:
             self._factory.run(self._size, execution.prepare, self._frameworks)
         except RanksFailedError as failure:
-            self._unstarted = f"{self._size} ranks do not start: {failure}"
+            self._unstarted = f"{self._size} ranks did not start: {failure}"
         self._factory.timeout = _JOB_SHARE * self._timeout
         self._prepared = True
 
@@ -176,29 +177,29 @@ class CaseRunner:
 
 
 def _worst(verdicts: Sequence[Verdict]) -> Verdict:
-    """Return what the ranks' verdicts come to together."""
-    failed = [each for each in verdicts if each.status == "failed"]
+    """Return the outcome of all ranks together."""
+    failed = [verdict for verdict in verdicts if verdict.status == "failed"]
     if failed:
         return failed[0]
-    refused = [each for each in verdicts if each.status == "unsupported"]
+    refused = [verdict for verdict in verdicts if verdict.status == "unsupported"]
     if refused and len(refused) < len(verdicts):
         return Verdict("failed", text=f"some ranks refuse, others do not: {refused[0].text}")
     if refused:
         return refused[0]
-    return max(verdicts, key=lambda each: each.error / each.bound if each.bound else 0.0)
+    return max(verdicts, key=lambda v: v.error / v.bound if v.bound else 0.0)
 
 
 def run(
     plan: Comparison, report: Callable[[CaseResult], None], note: Callable[[Transport, int], None]
 ) -> Comparison:
-    """Run a plan.
+    """Make a comparison.
 
     Args:
         report: called with each outcome.
         note: called before ranks are started, with their transport and number.
 
     Returns:
-        The plan, in which transports whose ranks cannot be started say why.
+        The plan; transports whose ranks cannot be started have the ``reason`` in it.
     """
     transports = []
     for transport in plan.transports:

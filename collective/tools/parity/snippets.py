@@ -1,4 +1,4 @@
-"""A case as a program of its own, for whoever has to mend what it shows."""
+"""A case as a separate program, for a person who has to fix the fault that it shows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .execution import run_case
 
 __all__ = ["reproduce", "snippet"]
 
-# Up to so many elements of all ranks are written out.
+# Largest number of elements, of all ranks, that a program contains as text.
 _WRITTEN = 300
 
 _PROGRAM = '''\
@@ -71,11 +71,12 @@ def reproduce(backend: str, size: int, case: Case) -> None:
 
 
 def snippet(backend: str, size: int, case: Case) -> str:
-    """Return a program that makes the call of a case's first turn, and prints what is expected."""
+    """Return a program that makes the call of a case's first turn, and prints expected results."""
     elements = size * sum(int(np.prod(leaf.shape)) for leaf in nested.flatten(case.data))
     framework_names = {case.frameworks[rank % len(case.frameworks)] for rank in range(size)}
     plain = framework_names <= {"numpy", "torch", "chainer"} and case.outs[0] != "in place"
-    if elements > _WRITTEN or not plain or oracle.special(case):  # bits that no text has
+    # Special numbers have bits that no text expresses.
+    if elements > _WRITTEN or not plain or oracle.special(case):
         return _BY_CASE.format(case=pprint.pformat(case), backend=backend, size=size)
     imports = {
         "torch": "import torch",
@@ -110,7 +111,7 @@ def _input(case: Case, rank: int, size: int) -> str:
 
 
 def _nested(data: Any, shown: Any) -> str:
-    """Write a structure with the leaves' texts in their places."""
+    """Return the text of a structure, given the texts of its leaves."""
     filled = nested.rebuild(data, shown)
 
     def text(part: Any) -> str:

@@ -1,4 +1,4 @@
-"""Parity of splits: networks computed in pieces, in turn and over ranks, beside NumPy's oracle."""
+"""Parity of splits: networks computed in pieces, in turn and over ranks, and NumPy's oracle."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .runner import Comparison
 
 __all__ = ["TOLERANCE", "compare", "require"]
 
-#: How far a result or a gradient may be from the oracle's, relative to its largest element.
+#: Largest difference of a result or a gradient from the oracle's, relative to its largest element.
 TOLERANCE = 1e-12
 
 _FRAMEWORKS = ("torch", "chainer")
@@ -38,26 +38,26 @@ _OVER_RANKS: dict[str, Callable[[int], dict[str, Any]]] = {
 
 
 def require(plan: Comparison) -> list[str]:
-    """Return the frameworks to compute in.
+    """Return the frameworks in which splits are computed.
 
     Raises:
-        InvalidArgumentError: there is none among the plan's.
+        InvalidArgumentError: the plan has no such framework.
     """
-    found = [name for name in plan.frameworks if name in _FRAMEWORKS]
-    if not found:
+    chosen = [name for name in plan.frameworks if name in _FRAMEWORKS]
+    if not chosen:
         raise InvalidArgumentError("--splits: neither torch nor chainer is among the frameworks.")
-    return found
+    return chosen
 
 
 def compare(plan: Comparison, say: Callable[[str], None]) -> list[dict[str, Any]]:
-    """Compute in every framework, in turn and over every transport.
+    """Compute the networks in every framework, in turn and over every transport.
 
     Args:
         plan: the transports, frameworks, numbers of ranks and the seed.
-        say: told what is computed now.
+        say: called with a text about the current computation.
 
     Returns:
-        A row a comparison: ``what``, ``passed``, ``difference`` and what is ``allowed``.
+        A row for each comparison: ``what``, ``passed``, ``difference`` and ``allowed``.
     """
     rows = []
     frameworks = require(plan)
@@ -73,27 +73,27 @@ def compare(plan: Comparison, say: Callable[[str], None]) -> list[dict[str, Any]
             what = f"over {transport.name} on {size} ranks"
             try:
                 with RankPool(size, transport.backend, timeout=_JOB_S) as pool:
-                    each = pool.run(_on_a_rank, frameworks, plan.seed)
+                    ranks = pool.run(_on_a_rank, frameworks, plan.seed)
             except RanksFailedError as failure:
                 text = f"{type(failure.cause).__name__}: {failure.cause}"
                 rows.append(_row(f"splits {what}", float("nan")) | {"text": text[-600:]})
                 continue
-            for how in each[0]:
-                worst = float(np.max([found[how] for found in each]))
+            for how in ranks[0]:
+                worst = float(np.max([differences[how] for differences in ranks]))
                 rows.append(_row(f"{how}, {what}", worst))
     return rows
 
 
 def _on_a_rank(comm: Communicator, frameworks: list[str], seed: int) -> dict[str, float]:
-    found = {}
+    differences = {}
     for name in frameworks:
         for how, apart in _differences(comm, name, seed).items():
-            found[f"{name}, {how}"] = apart
-    return found
+            differences[f"{name}, {how}"] = apart
+    return differences
 
 
 def _differences(comm: Communicator | None, name: str, seed: int) -> dict[str, float]:
-    """Return the largest difference from the oracle, of each way to split."""
+    """Return the largest difference from the oracle, for each way to split."""
     framework(name).settle(0 if comm is None else comm.rank)
     module = importlib.import_module(f"collective.tools.parity.{name}_splits")
     if comm is None:
@@ -106,7 +106,7 @@ def _differences(comm: Communicator | None, name: str, seed: int) -> dict[str, f
         right = gradients(layers, arrays)
         for how, options in ways.items():
             found = module.gradients(layers, arrays, **options)
-            # NaN, if there is one.
+            # np.maximum keeps NaN, which Python's max() could lose.
             worst[how] = float(np.maximum(worst[how], _apart(found, right)))
     return worst
 

@@ -34,7 +34,7 @@ _FUNCTIONS = {
 
 
 class Network(torch.nn.Module):  # type: ignore[misc, unused-ignore]
-    """Layers, one after another."""
+    """Chain of layers."""
 
     def __init__(self, layers: Sequence[Layer], arrays: Mapping[str, Array]) -> None:
         super().__init__()
@@ -50,11 +50,11 @@ class Network(torch.nn.Module):  # type: ignore[misc, unused-ignore]
 
 
 def gradients(layers: Sequence[Layer], arrays: Mapping[str, Array], **how: Any) -> dict[str, Array]:
-    """Do what :func:`collective.tools.parity.layers.gradients` does, in pieces.
+    """Return what :func:`collective.tools.parity.layers.gradients` returns, computed in pieces.
 
     Args:
-        layers, arrays: as there.
-        how: arguments of ``Split``.
+        layers, arrays: as in that function.
+        how: keyword arguments of ``Split``.
     """
     network = Network(layers, arrays)
     x = torch.from_numpy(arrays["x"].copy()).requires_grad_()
