@@ -1,6 +1,6 @@
-"""What the commands have in common: figures with units, tables, one line of progress, options.
+"""Helpers of the commands: figures with units, tables, one line of progress, options.
 
-Imports neither NumPy nor rich: a listing of the commands needs neither.
+This module imports neither NumPy nor rich, which a listing of the commands does not need.
 """
 
 from __future__ import annotations
@@ -34,29 +34,31 @@ __all__ = [
 _SIZES = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _TIMES = {"ns": 1e-9, "µs": 1e-6, "ms": 1e-3, "s": 1.0}
 _RATES = {"B/s": 1.0, "kB/s": 1e3, "MB/s": 1e6, "GB/s": 1e9, "TB/s": 1e12}
-# Into a pipe or a file, what is for a terminal must not be cut to the width of one.
+# Width for output to a pipe or a file, so that text is not cut to the width of a terminal.
 _UNCUT = 300
-# Characters that rich has between two columns, for this box and padding.
+# Characters that rich puts between two columns, for this box and padding.
 _RICH_GAP = 3
-# Characters of the bar of progress, and how few it may have.
+# Characters of the progress bar: usual number, and least number.
 _BAR, _LEAST_BAR = 20, 5
 
 # -- figures ------------------------------------------------------------------------------------
 
 
 def parse_size(text: str) -> int:
-    """Return bytes for ``"4"``, ``"64K"``, ``"16M"``."""
+    """Return the bytes of ``"4"``, ``"64K"``, ``"16M"``."""
     match = re.fullmatch(r"(\d+)\s*([KMG]?)(?:i?B)?", text.strip(), re.IGNORECASE)
     nbytes = 0
     if match is not None:
         nbytes = int(match[1]) * _SIZES[f"{match[2].upper()}iB" if match[2] else "B"]
     if nbytes < 4:
-        raise argparse.ArgumentTypeError(f"{text!r}; at least 4 bytes, such as 4, 64K or 16M")
+        raise argparse.ArgumentTypeError(
+            f"{text!r}; expected at least 4 bytes, such as 4, 64K or 16M"
+        )
     return nbytes
 
 
 def size_name(nbytes: float | None) -> str:
-    """Return bytes as ``"64 KiB"``; None, of which nobody knows, as ``"unknown"``."""
+    """Return bytes as ``"64 KiB"``; None, an unknown size, as ``"unknown"``."""
     if nbytes is None:
         return "unknown"
     return f"{nbytes:.0f} B" if nbytes < 1023.5 else _scaled(nbytes, _SIZES)
@@ -73,16 +75,16 @@ def rate_name(rate: float | None) -> str:
 
 
 def _scaled(value: float, units: Mapping[str, float]) -> str:
-    """Return a value in the smallest unit, of growing ones, in which three digits hold it."""
+    """Return a value in the first of ``units``, from small to large, that needs three digits."""
     *_, largest = units
-    # 999.5 is what rounds to four digits, which %.3g writes with an exponent.
+    # Values from 999.5 up round to four digits, which %.3g would write with an exponent.
     unit = next((unit for unit, size in units.items() if abs(value) < 999.5 * size), largest)
     number = value / units[unit]
     return f"{number:.3g} {unit}" if abs(number) < 999.5 else f"{number:.0f} {unit}"
 
 
 def microseconds(seconds: float) -> str:
-    """Return seconds as microseconds of three digits, without an exponent and a unit."""
+    """Return seconds as microseconds with three digits, without exponent and unit."""
     us = seconds * 1e6
     return f"{us:.0f}" if us >= 100 else f"{us:.3g}"
 
@@ -91,18 +93,18 @@ def microseconds(seconds: float) -> str:
 
 
 def width() -> int:
-    """Return how wide output may be: as COLUMNS says or the terminal is, or else as it likes."""
+    """Return the width for output: COLUMNS, else that of the terminal, else a large width."""
     if "COLUMNS" in os.environ or sys.stdout.isatty():
         return shutil.get_terminal_size().columns
     return _UNCUT
 
 
 def console(markup: bool = True, least: int = _UNCUT) -> Console:
-    """Return standard output for rich.
+    """Return rich's console for standard output.
 
     Args:
-        markup: whether ``[red]`` is a colour; text that others wrote says ``[rank 1 of 4]``.
-        least: how wide it is at least, where it is no terminal and COLUMNS is not set.
+        markup: whether ``[red]`` is a colour; False for text such as ``[rank 1 of 4]``.
+        least: least width if standard output is not a terminal and COLUMNS is not set.
     """
     from rich.console import Console
 
@@ -113,7 +115,7 @@ def console(markup: bool = True, least: int = _UNCUT) -> Console:
 
 
 class _Fitting:
-    """A table for rich, in as many parts as it takes to be no wider than what it is printed to."""
+    """Table for rich in as many parts as are needed to fit the width of the console."""
 
     def __init__(
         self, title: str, header: Sequence[str], rows: Sequence[Sequence[str]], markup: bool
@@ -137,31 +139,31 @@ class _Fitting:
         from rich import box
         from rich.table import Table
 
-        made = Table(
+        part = Table(
             title=title or None, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False,
             show_edge=False,
         )  # fmt: skip
         right = figures(self._header, self._rows)
-        for n, each in columns.items():  # rich's own choice may drop a column
-            made.add_column(
-                self._header[n], justify="right" if right[n] else "left", width=each,
+        for n, column_width in columns.items():  # rich's own choice of widths may drop a column
+            part.add_column(
+                self._header[n], justify="right" if right[n] else "left", width=column_width,
                 overflow="fold",
             )  # fmt: skip
         for row in self._rows:
-            made.add_row(*(row[n] for n in columns))
-        return made
+            part.add_row(*(row[n] for n in columns))
+        return part
 
 
 def table(
     title: str, header: Sequence[str], rows: Sequence[Sequence[str]], markup: bool = True
 ) -> _Fitting:
-    """Return a table for rich: columns of figures to the right, the first one always left.
+    """Return a table for rich. Columns of figures are aligned right; the first column is not.
 
-    Where it is printed to something narrower, columns go into parts below
+    If the console is narrower than the table, some columns form further parts below
     (:mod:`collective.tools.fitting`).
 
     Args:
-        markup: whether ``[red]`` in a cell is a colour, as it is on a :func:`console` by default.
+        markup: whether ``[red]`` in a cell is a colour, as for a default :func:`console`.
     """
     return _Fitting(title, header, rows, markup)
 
@@ -169,7 +171,7 @@ def table(
 def print_table(
     title: str, header: Sequence[str], rows: Sequence[Sequence[str]], markdown: bool = False
 ) -> None:
-    """Print a table, with rich where it is installed."""
+    """Print a table, with rich if that is installed."""
     if markdown:
         rule = ["---:" if right else "---" for right in figures(header, rows)]
         print(f"**{title}**\n")
@@ -186,7 +188,7 @@ def print_table(
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Return a line a row, with columns of spaces; the last is wrapped where that is too wide."""
+    """Return rows as lines with aligned columns; a last column that is too wide is wrapped."""
     return "\n".join(lines(rows, width()))
 
 
@@ -194,24 +196,24 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
 
 
 class Progress:
-    """Says on standard error what is done now: one line that is written over, on a terminal."""
+    """Display of the current activity: a line on a terminal's standard error, overwritten."""
 
     def __init__(self) -> None:
-        # What some services for CI show as a terminal keeps every line.
+        # Some CI services present a terminal but keep every line, so show nothing there.
         self._shown = sys.stderr.isatty() and not os.environ.get("CI")
         self._text = ""
         self.begin("", 0)
 
     def begin(self, text: str, total: int) -> None:
-        """Start over, with ``total`` things to do; 0 if that is not known."""
+        """Start again, with ``total`` things to do; 0 if the number is not known."""
         self._total, self._done, self._failed = total, 0, 0
         self._since, self._last = time.monotonic(), 0.0
         self.show(text)
 
     def step(self, failed: int = 0) -> None:
-        """Count one thing as done, and say how many have failed so far."""
+        """Count one thing as done; ``failed`` is the number of failures so far."""
         self._done, self._failed = self._done + 1, failed
-        # Thousands a second, and nobody reads more than some.
+        # There may be thousands of steps a second; ten updates a second are enough.
         if self._shown and time.monotonic() > self._last + 0.1:
             self.show(self._text)
 
@@ -225,7 +227,7 @@ class Progress:
             print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)
 
     def _bar(self, room: int) -> str:
-        """Return the bar, as long as there is room for it."""
+        """Return the bar, as long as there is room."""
         length = min(_BAR, room - 2)
         if not self._total or length < _LEAST_BAR:
             return ""
@@ -235,16 +237,16 @@ class Progress:
     def _count(self) -> str:
         if not self._total:
             return ""
-        found = f" {self._done / self._total:4.0%}  {self._done:,} of {self._total:,}"
+        text = f" {self._done / self._total:4.0%}  {self._done:,} of {self._total:,}"
         if self._failed:
-            found += f", {self._failed:,} FAILED"
+            text += f", {self._failed:,} FAILED"
         if self._done:
             left = (time.monotonic() - self._since) / self._done * (self._total - self._done)
-            found += f", {left // 60:.0f}:{left % 60:02.0f} left"
-        return found
+            text += f", {left // 60:.0f}:{left % 60:02.0f} left"
+        return text
 
     def clear(self) -> None:
-        """Take the line away."""
+        """Remove the line."""
         if self._shown:
             print("\r\033[K", end="", file=sys.stderr, flush=True)
 
@@ -255,54 +257,56 @@ class Progress:
 def count(text: str) -> int:
     """Return an integer of at least one."""
     if not text.strip().isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}; it must be an integer >= 1")
+        raise argparse.ArgumentTypeError(f"{text!r}; expected an integer >= 1")
     return int(text)
 
 
 def counts(text: str) -> tuple[int, ...]:
-    """Return each of some integers once."""
+    """Return the integers of a list with commas, each once."""
     try:
         return tuple(dict.fromkeys(count(name) for name in text.split(",")))
     except argparse.ArgumentTypeError:
         raise argparse.ArgumentTypeError(
-            f"{text!r}; integers >= 1 with commas between them, such as 2,3"
+            f"{text!r}; expected integers >= 1 with commas between them, such as 2,3"
         ) from None
 
 
 def names(text: str) -> list[str]:
-    """Return each of some names once."""
-    found = [name.strip() for name in text.split(",")]
-    if not all(found):
-        raise argparse.ArgumentTypeError(f"{text!r}; names with commas between them")
-    return list(dict.fromkeys(found))
+    """Return the names of a list with commas, each once."""
+    words = [name.strip() for name in text.split(",")]
+    if not all(words):
+        raise argparse.ArgumentTypeError(f"{text!r}; expected names with commas between them")
+    return list(dict.fromkeys(words))
 
 
 def check_known(option: str, given: Sequence[str], known: Collection[str]) -> None:
-    """Refuse names that there are not.
+    """Refuse unknown names.
 
     Raises:
-        InvalidArgumentError: one of ``given`` is not ``known``.
+        InvalidArgumentError: a name in ``given`` is not in ``known``.
     """
     for name in given:
         if name not in known:
-            raise InvalidArgumentError(f"{option}: {name!r}; one of {', '.join(known)}.")
+            raise InvalidArgumentError(
+                f"{option}: {name!r} is unknown; use one of {', '.join(known)}."
+            )
 
 
 def add_outputs(parser: argparse.ArgumentParser, *, earlier: bool = False) -> None:
-    """Add ``--json`` and ``--markdown``, and ``--from`` as ``earlier`` to show such a file."""
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure")
+    """Add ``--json`` and ``--markdown``, and, if ``earlier`` is true, ``--from``."""
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all results to FILE")
     parser.add_argument("--markdown", action="store_true", help="print tables in Markdown")
     if earlier:
         parser.add_argument(
             "--from", dest="earlier", type=Path, metavar="FILE",
-            help="measure nothing: show what --json has written",
+            help="measure nothing, and show the results in FILE, which --json has written",
         )  # fmt: skip
 
 
 def add_sizes(
     parser: argparse.ArgumentParser, default: str, option: str = "--sizes", text: str | None = None
 ) -> None:
-    """Add an option of several sizes, with spaces between them as in ``default``."""
+    """Add an option for several sizes, separated by spaces as in ``default``."""
     sizes = [parse_size(size) for size in default.split()]
     parser.add_argument(
         option, nargs="+", type=parse_size, default=sizes, metavar="SIZE", help=text
@@ -310,6 +314,6 @@ def add_sizes(
 
 
 def write(path: Path | None, content: Mapping[str, Any]) -> None:
-    """Write JSON, if a path was given."""
+    """Write JSON to a file; do nothing without a path."""
     if path is not None:
         path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

@@ -1,6 +1,7 @@
 """The programs of ``collective tour``, as a user would write them.
 
-Texts and not modules of the package: whoever looks into an error is to see a place in a program.
+The programs are texts and not modules of the package, so that the errors that they show name a
+place in a user's program.
 """
 
 from __future__ import annotations
@@ -98,20 +99,20 @@ Read on (docs/ in the repository, and the site that `make docs` builds):
   docs/calls.md               all calls
   docs/failures.md            errors, and going on after a loss
   docs/parity.md              the same numbers everywhere
-`collective doctor` says what works on this machine, `collective bench` how fast.
+`collective doctor` shows what works on this machine; `collective bench` measures its speed.
 """
 
 
 @dataclass(frozen=True)
 class Lesson:
-    """One thing that is shown.
+    """Lesson of the tour.
 
     Attributes:
-        title, text: what it is about, before the program.
-        file, program: the program's name, and its text.
-        runs: the options of ``collective run`` for each run of it.
-        conclude: what follows from all that the runs printed; raises ValueError where they did
-            not show what they are to show.
+        title, text: title and introduction, shown before the program.
+        file, program: name and text of the program.
+        runs: options of ``collective run``, for each run of the program.
+        conclude: function of the runs' output that returns the conclusion; raises ValueError if
+            the program did not behave as described.
     """
 
     title: str
@@ -123,13 +124,13 @@ class Lesson:
 
 
 def lessons() -> list[Lesson]:
-    """Return the lessons, over transports that work here."""
+    """Return the lessons, for transports that work here."""
     second = "gloo" if importlib.util.find_spec("torch") else "threads"
     return [
         Lesson(
             "Ranks",
-            "A program is started several times; each process is a rank. All of them make the\n"
-            "same calls, and each has the result.",
+            "A program is started several times, and each process is a rank. All ranks make the\n"
+            "same calls, and each rank gets the result.",
             "hello.py",
             _HELLO,
             [["-n", "3"]],
@@ -137,8 +138,8 @@ def lessons() -> list[Lesson]:
         ),
         Lesson(
             "A mistake",
-            "Rank 2 asks for another operation than the others. Nobody waits for ever, and\n"
-            "nobody gets a wrong number: each rank is told who asked for what, and where.",
+            "Rank 2 calls with another operation than the other ranks. No rank hangs or gets a\n"
+            "wrong number: each rank gets an error that names each rank's call, and its place.",
             "mismatch.py",
             _MISMATCH,
             [["-n", "3"]],
@@ -146,8 +147,8 @@ def lessons() -> list[Lesson]:
         ),
         Lesson(
             "A lost rank",
-            "Rank 1 is killed in the middle of the work. The others hear of it in their call,\n"
-            "and go on as two.",
+            "Rank 1 is killed in the middle of the work. The other ranks get an error in their\n"
+            "call, and go on as two ranks.",
             "lost.py",
             _LOST,
             [["-n", "3", "--min-ranks", "2"]],
@@ -156,7 +157,7 @@ def lessons() -> list[Lesson]:
         Lesson(
             "The same bits",
             f"The same sum over two transports, shm and {second}, of arrays of every framework\n"
-            "that is here. What is printed is a digest of all bits of the result.",
+            "that is installed. The program prints a digest of all bits of the result.",
             "parity.py",
             _PARITY,
             [["-n", "3", "--backend", "shm"], ["-n", "3", "--backend", second]],
@@ -168,29 +169,29 @@ def lessons() -> list[Lesson]:
 def _conclude_hello(printed: str) -> str:
     processes = set(re.findall(r"process (\d+)", printed))
     if len(processes) != 3 or printed.count("all add up to [6. 6. 6.]") != 3:
-        raise ValueError("three processes were to have the sum 1 + 2 + 3")
+        raise ValueError("expected the sum 1 + 2 + 3 from three processes")
     return "Three processes, and each has the sum. The number in front of a line is its rank."
 
 
 def _conclude_mismatch(printed: str) -> str:
     reports = printed.count("all_reduce: the ranks made different calls")
     if reports != 3 or printed.count("still usable: [3. 3.]") != 3:
-        raise ValueError("three ranks were to be told of the mistake, and to go on")
-    return "Each rank was told, and the communicator can still be used."
+        raise ValueError("expected the error on three ranks, and a call that works afterwards")
+    return "Each rank got the error, and the communicator can still be used."
 
 
 def _conclude_lost(printed: str) -> str:
     times = [float(text) for text in re.findall(r"known after ([0-9.]+) ms", printed)]
     if len(times) != 2 or printed.count("step 4: [2. 2.]") != 2:
-        raise ValueError("two ranks were to hear of the loss, and to end the work")
-    return f"The survivors knew after {max(times):.1f} ms, and ended the work as two."
+        raise ValueError("expected an error for the loss on two ranks, which finish the work")
+    return f"The survivors knew after {max(times):.1f} ms, and finished the work as two ranks."
 
 
 def _conclude_parity(printed: str) -> str:
     found = re.findall(r"(\w+), (\w+): ([0-9a-f]{16})$", printed, re.MULTILINE)
-    transports, frameworks, digests = (sorted({each[n] for each in found}) for n in range(3))
+    transports, frameworks, digests = (sorted({line[n] for line in found}) for n in range(3))
     if len(found) != len(transports) * len(frameworks) or len(transports) != 2:
-        raise ValueError("each transport was to have a line a framework")
+        raise ValueError("expected a line for each framework on each transport")
     if len(digests) != 1:
-        raise ValueError("the results were to have the same bits")
+        raise ValueError("expected the same bits in all results")
     return f"{' and '.join(frameworks)} over {' and '.join(transports)}: the same bits."

@@ -81,8 +81,8 @@ def test_rank_0_reads_what_is_piped_in(launches: Launches) -> None:
     ("arguments", "words"),
     [
         (["-n", "2", "absent.py"], "script 'absent.py': no such file"),
-        (["-n", "0", "x.py"], "'0'; it must be an integer >= 1"),
-        (["-n", "two", "x.py"], "'two'; it must be an integer >= 1"),
+        (["-n", "0", "x.py"], "'0'; expected an integer >= 1"),
+        (["-n", "two", "x.py"], "'two'; expected an integer >= 1"),
         (["-n", "2"], "no program given"),
         (["-n", "2", "--timeout", "-1", "script.py"], "a number of seconds > 0"),
         (["-n", "2", "--min-ranks", "3", "script.py"], "min_ranks: 3 (argument) with 2 ranks"),

@@ -125,11 +125,11 @@ def test_package_is_a_command() -> None:
 
 REFUSED = {
     "bench": [
-        (["--op", "allreduce"], "--op: 'allreduce'; one of all_reduce, "),
-        (["--sizes", "4,2"], "--sizes: '2'; at least 4 bytes"),
-        (["--vs", "nccl"], "--vs: 'nccl'; one of mpi4py, torch"),
-        (["--dtype", "float8"], "--dtype: 'float8'; one of int8"),
-        (["-n", "0"], "'0'; integers >= 1"),
+        (["--op", "allreduce"], "--op: 'allreduce' is unknown; use one of all_reduce, "),
+        (["--sizes", "4,2"], "--sizes: '2'; expected at least 4 bytes"),
+        (["--vs", "nccl"], "--vs: 'nccl' is unknown; use one of mpi4py, torch"),
+        (["--dtype", "float8"], "--dtype: 'float8' is unknown; use one of int8"),
+        (["-n", "0"], "'0'; expected integers >= 1"),
         (["--backend", "smh"], "shm"),
         (["--mpi-env", "mpich=/nowhere"], "--mpi-env mpich=/nowhere: expected NAME=PATH"),
         (["--from", "/nowhere"], "--from /nowhere"),
@@ -141,7 +141,7 @@ REFUSED = {
         (["--plot", "a"], "--plot a: its suffix '' is not a known format"),
     ],
     "parity": [
-        (["--op", "all_reduse"], "--op: 'all_reduse'; one of all_reduce"),
+        (["--op", "all_reduse"], "--op: 'all_reduse' is unknown; use one of all_reduce"),
         (["--backend", "smh"], "Did you mean 'shm'"),
         (["--framework", "jax"], "--framework: 'jax'"),
         (["--json", "absent/a.json"], "--json absent/a.json: it cannot be written: No such file"),
@@ -158,9 +158,9 @@ REFUSED = {
         (["-n", "2", "--backend", "shmm", "train.py"], "Did you mean 'shm'?"),
         (["-n", "2", "--json", "absent/a.json", "train.py"], "--json absent/a.json: it cannot be"),
         (["-n", "2", "--trace", "train.py/a", "train.py"], "--trace train.py/a: no files can be"),
-        (["--predict", "8,x"], "'8,x'; integers >= 1 with commas between them"),
+        (["--predict", "8,x"], "'8,x'; expected integers >= 1 with commas between them"),
         (["--link", "fast"], "a time and a rate"),
-        (["-n", "0"], "'0'; it must be an integer >= 1"),
+        (["-n", "0"], "'0'; expected an integer >= 1"),
     ],
 }
 

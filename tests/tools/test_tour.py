@@ -33,8 +33,8 @@ def without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ("file", "conclusion"),
     [
         ("hello.py", "Three processes, and each has the sum."),
-        ("mismatch.py", "Each rank was told, and the communicator can still be used."),
-        ("lost.py", r"The survivors knew after [0-9.]+ ms, and ended the work as two."),
+        ("mismatch.py", "Each rank got the error, and the communicator can still be used."),
+        ("lost.py", r"The survivors knew after [0-9.]+ ms, and finished the work as two ranks."),
         ("parity.py", "NumPy over shm and threads: the same bits."),
     ],
 )
@@ -92,7 +92,7 @@ def test_what_was_not_shown_is_not_claimed(file: str, shown: str, right: str, wr
     assert lesson.conclude(shown)
     spoilt = shown[::-1].replace(right[::-1], wrong[::-1], 1)[::-1]  # the last of them
     assert spoilt != shown
-    with pytest.raises(ValueError, match=r"(was|were) to (be|have|hear)"):
+    with pytest.raises(ValueError, match="expected "):
         lesson.conclude(spoilt)
 
 

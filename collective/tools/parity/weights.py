@@ -1,7 +1,7 @@
-"""Weights of a model in a neutral form: a safetensors file that both frameworks read and write.
+"""Weights of a model in a neutral form: a safetensors file for both frameworks.
 
-Names and layouts are PyTorch's: ``conv1.weight`` of shape (out, in, kh, kw), ``fc.weight`` of (out,
-in). Chainer's differ in their names alone: ``/conv1/W``.
+Names and layouts are those of PyTorch: ``conv1.weight`` of shape (out, in, kh, kw), ``fc.weight``
+of shape (out, in). Chainer's layouts are the same, and its names differ: ``/conv1/W``.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ __all__ = ["chainer_parameters", "library", "load", "put", "save", "taken", "tor
 
 Array = np.ndarray[Any, Any]
 
-# Chainer's names of parameters that PyTorch calls otherwise.
+# Chainer's name of a parameter -> PyTorch's.
 _NAMES = {"W": "weight", "b": "bias", "gamma": "weight", "beta": "bias"}
 
 
 def save(path: str, weights: Mapping[str, Array]) -> None:
-    """Write arrays by name.
+    """Write the arrays to a file, by name.
 
     Raises:
         InvalidArgumentError: safetensors is not installed.
@@ -31,22 +31,22 @@ def save(path: str, weights: Mapping[str, Array]) -> None:
 
 
 def load(path: str) -> dict[str, Array]:
-    """Return the arrays of a file by name."""
-    found: dict[str, Array] = library().load_file(path)
-    return found
+    """Return the arrays of a file, by name."""
+    arrays: dict[str, Array] = library().load_file(path)
+    return arrays
 
 
 def library() -> Any:
-    """Return the package in whose format weights are exchanged.
+    """Return the NumPy module of safetensors, the format of the files.
 
     Raises:
-        InvalidArgumentError: it is not installed.
+        InvalidArgumentError: safetensors is not installed.
     """
     try:
         import safetensors.numpy
     except ImportError as error:
         raise InvalidArgumentError(
-            f"weights: {error}; pip install safetensors, in which they are exchanged"
+            f"weights: {error}; files of weights need safetensors: pip install safetensors"
         ) from error
     return safetensors.numpy
 
@@ -58,32 +58,33 @@ def torch_parameters(module: Any) -> dict[str, Array]:
 
 def chainer_parameters(link: Any) -> dict[str, Array]:
     """Return the arrays of a Chainer link's parameters, by the names that PyTorch would use."""
-    found = {}
+    arrays = {}
     for path, parameter in link.namedparams():
         *places, name = path.strip("/").split("/")
-        found[".".join([*places, _NAMES.get(name, name)])] = parameter.array
-    return found
+        arrays[".".join([*places, _NAMES.get(name, name)])] = parameter.array
+    return arrays
 
 
 def put(parameters: Mapping[str, Array], weights: Mapping[str, Array]) -> None:
     """Overwrite parameters with weights.
 
     Raises:
-        ShapeError: names or shapes differ; tells which.
+        ShapeError: names or shapes differ; the text says which.
     """
     if set(parameters) != set(weights):
         raise ShapeError(
-            f"weights: names {sorted(set(parameters) ^ set(weights))} are in one of the two "
-            "models only; name the layers alike."
+            f"weights: names {sorted(set(parameters) ^ set(weights))} are in only one of the two "
+            "models; give corresponding layers the same names."
         )
     for name, array in parameters.items():
         if array.shape != weights[name].shape:
             raise ShapeError(
-                f"weights: {name} has shape {array.shape} here and {weights[name].shape} there."
+                f"weights: {name} has shape {array.shape} in one model and {weights[name].shape} "
+                "in the other."
             )
         array[...] = weights[name]
 
 
 def taken(parameters: Mapping[str, Array]) -> dict[str, Array]:
-    """Return copies, by name in order."""
+    """Return copies of the parameters, sorted by name."""
     return {name: parameters[name].copy() for name in sorted(parameters)}

@@ -1,8 +1,9 @@
-"""Timing a transport for the model of costs: ``python -m collective.tools.profile.calibrate FILE``.
+"""Timing of a transport for the cost model: ``python -m collective.tools.profile.calibrate FILE``.
 
-All ranks run it. Symmetric memory, as the gradients of our adapters are in; after a barrier that
-is not timed; the slowest rank of each repetition; of these the first decile, since whatever else
-the machine does is not the transport's cost.
+All ranks run this module. The arrays are in symmetric memory, like the gradients of our adapters.
+Each repetition starts after a barrier that is not timed, and its time is that of the slowest rank.
+The figure is the first decile of the repetitions, because other work of the machine is not a cost
+of the transport.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _SIZES = tuple(8**exponent for exponent in range(1, 9))  # bytes: 8 to 16 Mi
 _SECONDS = 0.12  # for each operation and size
 _REPETITIONS = 3, 200
 _FIELDS = ("op", "bytes", "ranks", "seconds")
-# Half of a round trip is a message there.
+# In our benchmark, send_recv is half of a round trip, which is one message.
 _OTHER_NAMES = {"send_recv": "send"}
 _LONG = 1 << 20
 
@@ -38,13 +39,13 @@ _LONG = 1 << 20
 def measure(
     comm: collective.Communicator, sizes: Sequence[int] = _SIZES, seconds: float = _SECONDS
 ) -> list[Measured]:
-    """Time ``all_reduce`` and ``all_gather``, which folds nothing, at some sizes.
+    """Time ``all_reduce``, and ``all_gather``, which does not fold, at some sizes.
 
     Collective: every rank calls it.
 
     Args:
-        sizes: in bytes.
-        seconds: about how long to spend on each.
+        sizes: sizes in bytes.
+        seconds: approximate time for each operation and size.
     """
     found = []
     for nbytes in sizes:
@@ -82,7 +83,7 @@ def run(ranks: Sequence[int], backend: str | None) -> list[Measured]:
     """Time a transport with each number of ranks on this host.
 
     Raises:
-        ConfigError: the ranks failed; with what they said.
+        ConfigError: the ranks failed; the text has their output.
     """
     measured = []
     with tempfile.TemporaryDirectory(prefix="collective-") as directory:
@@ -103,17 +104,17 @@ def run(ranks: Sequence[int], backend: str | None) -> list[Measured]:
 
 
 def load(file: Path, backend: str | None = None) -> list[Measured]:
-    """Return the measurements of a file of JSON, wherever in it they are.
+    """Return the measurements in a file of JSON, wherever in the file they are.
 
-    Every object with the keys ``op``, ``bytes``, ``ranks`` and ``seconds`` is one. Of those of
-    ``collective bench`` symmetric memory counts where there is such, as the gradients of our
-    adapters are in it, and of short calls the latency.
+    Every object with the keys ``op``, ``bytes``, ``ranks`` and ``seconds`` is a measurement. Of the
+    results of ``collective bench``, those with symmetric memory are used if there are any, because
+    the gradients of our adapters are in such memory. For short calls the latency is used.
 
     Args:
-        backend: leaves out those that say that they are another's.
+        backend: name of a transport; measurements of other transports are left out.
 
     Raises:
-        ConfigError: the file cannot be read, or has none.
+        ConfigError: the file cannot be read, or has no measurement.
     """
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
@@ -147,21 +148,21 @@ def _rows(content: Any) -> Iterator[dict[str, Any]]:
 
 
 def _is_usable(row: dict[str, Any], backend: str | None) -> bool:
-    """Whether a measurement is one of what a step of a program does."""
-    # mpi/openmpi is the transport mpi over one of several libraries.
+    """Return whether a measurement is of a call as a program's step makes it."""
+    # mpi/openmpi is the transport mpi with one of several libraries.
     transport = str(row.get("backend", backend)).partition("/")[0]
     if row.get("wrong") or (backend is not None and transport != backend):
         return False
-    # Short calls back to back overlap each other; a program's stand alone.
+    # Short calls back to back overlap each other; those of a program do not.
     return bool(row.get("method") != "bandwidth" or row["bytes"] >= _LONG)
 
 
 def main() -> None:
-    """Time the transport of this launch; rank 0 writes the file."""
+    """Time the transport of this launch; rank 0 writes the results to the file."""
     with collective.init() as comm:
-        found = measure(comm)
+        measurements = measure(comm)
         if comm.rank == 0:
-            rows = [dict(zip(_FIELDS, one)) for one in found]
+            rows = [dict(zip(_FIELDS, measurement)) for measurement in measurements]
             Path(sys.argv[1]).write_text(json.dumps(rows))
 
 

@@ -1,4 +1,4 @@
-"""Reading traces: the slices of each rank, and one file of all ranks."""
+"""Reader of traces: the slices of each rank, and one file for all ranks."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ from collective.trace.file import open_file
 
 __all__ = ["RankTrace", "Slice", "merge", "read"]
 
-#: Categories of slices in which the program is in a call, and computes nothing.
+#: Categories of slices in which the program is in a call and does not compute.
 IN_CALLS = frozenset({"collective", "enqueue", "compare", "message", "wait", "start"})
 
 
 @dataclass(slots=True)
 class Slice:
-    """Something that a rank did.
+    """Slice of a trace: an activity of a rank.
 
     Attributes:
         name, category, args: as in the trace.
-        tid: its track.
-        start, end: seconds, on rank 0's clock; the trace's end for what was never over.
-        over: whether it was.
+        tid: track of the slice.
+        start, end: seconds on rank 0's clock; ``end`` is the end of the trace if the activity did
+            not end.
+        over: whether the activity ended.
     """
 
     name: str
@@ -40,24 +41,24 @@ class Slice:
 
     @property
     def background(self) -> bool:
-        """Whether it ran beside the program."""
+        """Whether the activity ran beside the program."""
         return self.tid >= FIRST_LANE
 
     @property
     def key(self) -> tuple[str, int, str]:
-        """What is equal for one call on all its ranks."""
+        """Key of a call, the same on all its ranks."""
         return self.args.get("comm", ""), self.args.get("seq", 0), self.name
 
 
 @dataclass
 class RankTrace:
-    """What one rank did.
+    """Trace of one rank.
 
     Attributes:
-        about: the head of its file: rank, size, local_size, host, backend, …
-        slices: in the order in which they began.
-        steps: by whom marked -> when.
-        handles: when each call in the background was made, and from when it was waited for.
+        about: head of the file: rank, size, local_size, host, backend, …
+        slices: slices in the order in which they began.
+        steps: source of the marks -> times of the marks.
+        handles: for each call in the background, when it was made and when a wait for it began.
     """
 
     about: dict[str, Any]
@@ -67,14 +68,14 @@ class RankTrace:
 
     @property
     def rank(self) -> int:
-        """Whose it is."""
+        """The rank whose trace this is."""
         return int(self.about["rank"])
 
     def calls(self) -> list[Slice]:
-        """Return the collective calls that moved something, or waited for each other."""
+        """Return the collective calls, without those that failed because the ranks differ."""
         return [
-            one for one in self.slices
-            if one.category in ("collective", "enqueue") and not one.args.get("differ")
+            call for call in self.slices
+            if call.category in ("collective", "enqueue") and not call.args.get("differ")
         ]  # fmt: skip
 
 
@@ -82,7 +83,7 @@ def read(directory: Path) -> list[RankTrace]:
     """Return the traces of the last run that wrote to ``directory``, by rank.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no trace.
     """
     return [_rank_trace(about, events) for _, about, events in _files(directory)]
 
@@ -91,12 +92,12 @@ def merge(directory: Path, output: Path | None = None) -> tuple[Path, int, int]:
     """Write the traces of the last run in ``directory`` as one file.
 
     Args:
-        directory: where the ranks wrote.
-        output: the file; None for ``all.json`` in the directory, which then is new or an earlier
-            one of this user's.
+        directory: directory of the ranks' traces.
+        output: the file; None for ``all.json`` in the directory, which must not exist yet or
+            belong to this user.
 
     Returns:
-        The file, how many ranks and how many events it has.
+        The file, the number of ranks, and the number of events.
 
     Raises:
         ConfigError: there is no trace, or ``output`` cannot be written.
@@ -105,7 +106,8 @@ def merge(directory: Path, output: Path | None = None) -> tuple[Path, int, int]:
     about = {**ranks[0][1], "rank": [one[1]["rank"] for one in ranks]}
     path = directory / "all.json" if output is None else output
     try:
-        # A file that nobody named may be somebody else's, where others can write.
+        # With a default name in a directory that others can write to, the file may be another
+        # user's.
         where: int | Path = path
         if output is None:
             where = open_file(str(path))
@@ -147,7 +149,7 @@ def _content(path: Path) -> tuple[dict[str, Any] | None, list[dict[str, Any]]]:
         return whole["otherData"], whole["traceEvents"]
     except (ValueError, KeyError):
         pass
-    # Cut off in the middle of a write: an event a line, as far as they go.
+    # A trace that was cut off in the middle of a write: read one event a line, as far as possible.
     head, *lines = text.splitlines() or [""]
     try:
         about = json.loads(head.removesuffix("[") + "[]}")["otherData"]

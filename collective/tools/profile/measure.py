@@ -1,4 +1,4 @@
-"""What a traced program spent on its calls."""
+"""The cost of the calls of a traced program."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ __all__ = ["Intervals", "OperationCost", "Profile", "StepTimes", "profile"]
 
 Vector = np.ndarray[Any, np.dtype[np.float64]]
 
-# Who waits for whom.
+# Calls in which all ranks wait for the root only, in which only the root waits, and messages.
 _FROM_ROOT = {"broadcast", "scatter"}
 _TO_ROOT = {"reduce", "gather"}
 _MESSAGES = {"send", "recv", "sendrecv"}
-# What is measured of a step, as StepTimes calls it.
+# Measurements of a step, by their names in StepTimes.
 _PARTS = ("step", "comp", "sync", "waiting", "background", "hidden", "window")
-# These come by memory and move nothing.
+# These calls allocate memory and do not move data.
 _MEMORY = {"empty", "adopt"}
 
 
 class Intervals:
-    """The union of some intervals of time.
+    """Union of intervals of time.
 
     Args:
-        parts: beginnings and ends, in any order, overlapping or not.
+        parts: starts and ends of the intervals, in any order; they may overlap.
     """
 
     def __init__(self, parts: Iterable[tuple[float, float]]) -> None:
         pairs = np.array(sorted(parts), float).reshape(-1, 2)
         ends = np.maximum.accumulate(pairs[:, 1]) if len(pairs) else pairs[:, 1]
-        # A new one begins where everything before is over.
+        # A new interval begins where all earlier intervals have ended.
         first = np.concatenate(([True], pairs[1:, 0] > ends[:-1]))[: len(pairs)]
         self.starts: Vector = pairs[first, 0]
         self.ends: Vector = ends[np.concatenate((first[1:], [True]))[: len(pairs)]]
@@ -59,7 +59,7 @@ class Intervals:
         return Intervals(parts)
 
     def until(self, moments: Any) -> Vector:
-        """Return how much of the union lies before each of ``moments``."""
+        """Return the length of the union before each of ``moments``."""
         at = np.asarray(moments, float)
         index = np.searchsorted(self.starts, at, side="right") - 1
         whole = self._before[np.maximum(index, 0)]
@@ -69,26 +69,27 @@ class Intervals:
         return np.where(index < 0, 0.0, whole + inside)
 
     def within(self, start: Any, end: Any) -> Vector:
-        """Return how much of the union lies between ``start`` and ``end``."""
+        """Return the length of the union between ``start`` and ``end``."""
         return self.until(end) - self.until(start)
 
 
 @dataclass
 class OperationCost:
-    """What the calls of one kind cost.
+    """Cost of all calls of one operation.
 
     Attributes:
-        name: the operation.
-        calls: how many; of messages those of all ranks.
-        nbytes: of all calls; where pieces are gathered or scattered, of all pieces.
-        bus_bytes: what crosses the busiest link, as nccl-tests count it.
-        seconds: what they took on the slowest rank, summed; of messages the slowest rank's sum.
-        waiting: of these, before the others had come; the mean of the ranks.
-        moving: the rest, on the slowest rank.
-        late: rank -> how often it came last.
-        background: seconds of calls in the background; the mean of the ranks.
-        hidden: of these, while the program computed.
-        failed: calls that raised, or were never over.
+        name: name of the operation.
+        calls: number of calls; for messages, of all ranks.
+        nbytes: bytes of all calls; if pieces are gathered or scattered, of all pieces.
+        bus_bytes: bytes over the busiest link, as nccl-tests counts them.
+        seconds: sum over the calls of the slowest rank's time; for messages, the largest sum of a
+            rank.
+        waiting: the part of these seconds before the other ranks had come; mean of the ranks.
+        moving: the rest of these seconds, on the slowest rank.
+        late: rank -> number of calls to which it came last.
+        background: seconds of calls in the background; mean of the ranks.
+        hidden: the part of ``background`` during which the program computed.
+        failed: number of calls that raised, or did not end.
     """
 
     name: str
@@ -105,33 +106,33 @@ class OperationCost:
 
     @property
     def algbw(self) -> float | None:
-        """Bytes a second, once all ranks were there."""
+        """Bytes a second, from the time when all ranks had come."""
         return self.nbytes / self.moving if self.moving > 0 and self.nbytes else None
 
     @property
     def busbw(self) -> float | None:
-        """The same of ``bus_bytes``."""
+        """``bus_bytes`` a second, from the time when all ranks had come."""
         return self.bus_bytes / self.moving if self.moving > 0 and self.bus_bytes else None
 
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """The typical training step, in seconds: medians over the steps, means over the ranks.
+    """Typical training step, in seconds: medians over the steps, means over the ranks.
 
     Attributes:
-        how: by what the steps were found.
-        guessed: whether nobody marked them.
-        count: how many there were; the first is not counted.
-        step: from end to end.
-        comp: T_comp, outside of calls.
-        sync: T_sync, in calls.
-        waiting: of ``sync``, while some rank had not come.
-        background: calls going on beside the program.
-        hidden: of these, while it computed.
-        window: computing after a call in the background was made and before it was waited for:
-            what could hide calls.
+        how: how the steps were found.
+        guessed: whether the steps have no marks.
+        count: number of steps; the first step does not count.
+        step: time from end to end.
+        comp: T_comp, time outside of calls.
+        sync: T_sync, time in calls.
+        waiting: the part of ``sync`` during which some rank had not come.
+        background: time of calls beside the program.
+        hidden: the part of ``background`` during which the program computed.
+        window: computing time between making a call in the background and waiting for it, which
+            could hide calls.
         comp_by_rank: T_comp of each rank.
-        calls: operation and bytes of the calls of a step, each with how often it is made.
+        calls: operation, bytes and number of the calls of a step.
     """
 
     how: str
@@ -150,15 +151,15 @@ class StepTimes:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """A program's calls and steps.
+    """Profile of a program: its calls and steps.
 
     Attributes:
-        about: the head of rank 0's trace.
-        ranks: how many were traced.
-        seconds: from the first event to the last.
-        operations: what took longest first.
-        steps: None if there are none to be seen.
-        clock_error: by how many seconds the ranks' clocks may be apart.
+        about: head of rank 0's trace.
+        ranks: number of traced ranks.
+        seconds: time from the first event to the last.
+        operations: costs, the largest first.
+        steps: the typical step; None if no steps were found.
+        clock_error: possible difference of the ranks' clocks, in seconds.
     """
 
     about: dict[str, Any]
@@ -170,7 +171,7 @@ class Profile:
 
 
 def profile(traces: Sequence[RankTrace]) -> Profile:
-    """Return what the traced calls cost."""
+    """Return the costs of the traced calls."""
     blocked = {
         t.rank: Intervals(
             (s.start, s.end) for s in t.slices if s.category in IN_CALLS and not s.background
@@ -190,14 +191,14 @@ def profile(traces: Sequence[RankTrace]) -> Profile:
         traces[0].about,
         len(traces),
         max((s.end for s in every), default=0.0) - min((s.start for s in every), default=0.0),
-        sorted(operations.values(), key=lambda one: -one.seconds),
-        _steps(traces, blocked, {rank: Intervals(one) for rank, one in waits.items()}),
+        sorted(operations.values(), key=lambda cost: -cost.seconds),
+        _steps(traces, blocked, {rank: Intervals(spans) for rank, spans in waits.items()}),
         2e-6 * max(float(t.about.get("clock_error_us", 0.0)) for t in traces),
     )
 
 
 def _matched(traces: Sequence[RankTrace]) -> dict[Any, dict[int, Slice]]:
-    """Return each call with what it is on each rank."""
+    """Return key of each call -> rank -> slice of the call on that rank."""
     matched: dict[Any, dict[int, Slice]] = {}
     for trace in traces:
         for call in trace.calls():
@@ -206,13 +207,13 @@ def _matched(traces: Sequence[RankTrace]) -> dict[Any, dict[int, Slice]]:
 
 
 def _awaited(call: Slice, made: dict[int, Slice]) -> float:
-    """Return when the last rank came without which this one's call could not be over."""
+    """Return when the last rank came that this rank's call had to wait for."""
     root = call.args.get("root_rank", -1)
     if call.name in _FROM_ROOT and root in made:
         return made[root].start
     if call.name in _TO_ROOT and made.get(root) is not call:
         return call.start
-    return max(one.start for one in made.values())
+    return max(other.start for other in made.values())
 
 
 def _add(
@@ -221,7 +222,7 @@ def _add(
     waits: dict[int, list[tuple[float, float]]],
     blocked: Mapping[int, Intervals],
 ) -> None:
-    """Count one call."""
+    """Add one call to the cost of its operation."""
     operation.calls += 1
     operation.failed += any(not call.over or "error" in call.args for call in made.values())
     nbytes = max(call.args.get("bytes", 0) for call in made.values())
@@ -249,21 +250,21 @@ def _add(
 
 
 def _messages(traces: Sequence[RankTrace]) -> Iterable[OperationCost]:
-    """Yield what messages between two ranks cost: nothing tells waiting from moving there."""
-    found: dict[str, OperationCost] = {}
+    """Return the costs of messages; for them, waiting and moving cannot be told apart."""
+    costs: dict[str, OperationCost] = {}
     taken: dict[str, Counter[int]] = {}
     for trace in traces:
         for call in trace.slices:
             if call.name not in _MESSAGES or call.category != "message":
                 continue
-            operation = found.setdefault(call.name, OperationCost(call.name))
+            operation = costs.setdefault(call.name, OperationCost(call.name))
             operation.calls += 1
             operation.nbytes += call.args.get("bytes", 0)
             operation.failed += not call.over or "error" in call.args
             taken.setdefault(call.name, Counter())[trace.rank] += call.end - call.start  # type: ignore[assignment]
-    for name, operation in found.items():
+    for name, operation in costs.items():
         operation.seconds = float(max(taken[name].values()))
-    return found.values()
+    return costs.values()
 
 
 # -- steps --------------------------------------------------------------------------------------
@@ -278,7 +279,7 @@ def _steps(
     rows = []
     for trace, at in zip(traces, found.boundaries):
         busy, waiting = blocked[trace.rank], waits[trace.rank]
-        # The first step pays for what is set up once.
+        # Leave out the first step, which includes work that is done only once.
         start, end = at[1:-1], at[2:]
         concurrent = Intervals((s.start, s.end) for s in trace.calls() if s.background)
         under_way = Intervals(trace.handles)
@@ -306,12 +307,12 @@ def _steps(
 
 
 def _calls_of_a_step(trace: RankTrace, boundaries: Any) -> list[tuple[str, int, int]]:
-    """Return the calls that most steps make."""
+    """Return the calls that a typical step makes."""
     steps: list[Counter[tuple[str, int]]] = [Counter() for _ in boundaries[1:]]
     for call in trace.calls():
-        # By the end: a boundary may be the end of a call.
+        # Assign a call by its end, because a boundary may be the end of a call.
         index = int(np.searchsorted(boundaries, call.end, side="left")) - 1
         if 0 <= index < len(steps):
             steps[index][call.name, call.args.get("bytes", 0)] += 1
-    usual = Counter(frozenset(one.items()) for one in steps).most_common(1)[0][0]
+    usual = Counter(frozenset(step.items()) for step in steps).most_common(1)[0][0]
     return sorted((name, nbytes, count) for (name, nbytes), count in usual)

@@ -1,4 +1,4 @@
-"""A profile as tables for a terminal, and as JSON."""
+"""Output of a profile: tables for a terminal, and JSON."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["as_json", "show"]
 
 
 def as_json(found: Profile, outlook: Outlook | None) -> dict[str, Any]:
-    """Return everything that was found as plain data, in seconds and bytes."""
+    """Return the profile and the predictions as plain data, in seconds and bytes."""
     plain: dict[str, Any] = dataclasses.asdict(found)
     for one, operation in zip(plain["operations"], found.operations):
         one |= {"algbw": operation.algbw, "busbw": operation.busbw}
@@ -40,7 +40,7 @@ def as_json(found: Profile, outlook: Outlook | None) -> dict[str, Any]:
 
 
 def show(console: Console, found: Profile, outlook: Outlook | None) -> None:
-    """Print what was found."""
+    """Print the profile and the predictions."""
     about = found.about
     console.print(
         f"[bold]{found.ranks} rank(s) over {about['backend']}[/], {found.seconds:.2f} s traced"
@@ -51,8 +51,8 @@ def show(console: Console, found: Profile, outlook: Outlook | None) -> None:
         console.print(f"[dim]- {note}[/]")
     if found.steps is None:
         console.print(
-            "\nNo training steps found: too few calls, or none that repeat. Call "
-            "collective.profile.step() once a step."
+            "\nNo training steps found: there are too few calls, or they do not repeat. Call "
+            "collective.profile.step() once in each step."
         )
         return
     _show_steps(console, found.steps, judge(found.steps, found.ranks))
@@ -88,30 +88,31 @@ def _operations(operations: Iterable[OperationCost]) -> RenderableType:
 
 def _notes(found: Profile) -> Iterable[str]:
     yield (
-        "bytes, mean: of a call; time: of the slowest rank; waiting: the share before the last "
-        "rank had come, the mean of the ranks; algbw, busbw: once all had; hidden: the share of "
-        "calls in the background while the program computed; late: who came last most often"
+        "bytes, mean: for one call; time: of the slowest rank; waiting: share of the time before "
+        "the last rank had come, mean of the ranks; algbw, busbw: once all ranks had come; hidden: "
+        "share of calls in the background during which the program computed; late: rank that came "
+        "last most often"
     )
     if found.about.get("enqueues"):
         yield (
-            "calls on GPUs are only enqueued: these are times of the host, and say nothing of "
-            "how long the GPU took"
+            "calls on GPUs are only enqueued: these are times on the host, which do not show how "
+            "long the GPU took"
         )
     if found.clock_error:
         apart = time_name(found.clock_error)
-        yield f"the ranks' clocks may be {apart} apart: so may be the waiting"
+        yield f"the ranks' clocks may be {apart} apart, and the waiting may be wrong by as much"
     failed = {one.name: one.failed for one in found.operations if one.failed}
     if failed:
         listed = ", ".join(f"{count} {name}" for name, count in failed.items())
-        yield f"calls that failed or never ended: {listed}"
+        yield f"calls that failed or did not end: {listed}"
     missing = int(found.about["size"]) - found.ranks
     if missing > 0:
         yield f"{missing} of {found.about['size']} ranks left no trace"
     local, cores = int(found.about["local_size"]), int(found.about.get("cores", 0))
     if cores and local > cores:
         yield (
-            f"{local} ranks share {cores} core(s): T_comp holds their waiting for a core, and "
-            "one rank alone would be faster than it says"
+            f"{local} ranks share {cores} core(s): T_comp includes their waiting for a core, and "
+            "one rank alone would be faster than it shows"
         )
 
 
@@ -132,12 +133,12 @@ def _show_steps(console: Console, steps: StepTimes, verdict: Payoff) -> None:
         )
     if steps.guessed:
         console.print(
-            "[dim]- the steps are a guess: where one makes this call more than once, mark them "
-            "with collective.profile.step()[/]"
+            "[dim]- the steps are a guess: if a step makes this call more than once, mark the "
+            "steps with collective.profile.step()[/]"
         )
     bound = verdict.ranks - 1
     if bound == 0:
-        console.print("criterion  one rank: nothing to weigh against computing")
+        console.print("criterion  one rank: there is no communication to weigh against computing")
         return
     sign = "<" if verdict.pays else ">="
     console.print(
@@ -195,18 +196,18 @@ def _assumptions(outlook: Outlook) -> Iterable[str]:
     counts = ", ".join(map(str, outlook.rank_counts))
     yield (
         f"fitted to {outlook.measured} measurements with {counts} ranks on one host; for more "
-        "ranks this is a model and not a measurement, and the interval holds the fit's error only"
+        "ranks this is a model and not a measurement; the interval covers only the fit's error"
     )
     if outlook.here > 0:
         yield (
-            f"for the ranks that there were, the model says {time_name(outlook.here)} for a step's "
+            f"for the profiled ranks, the model predicts {time_name(outlook.here)} for a step's "
             f"calls, measured {time_name(outlook.moved_here)}"
             + "; the difference stays in every T_sync"
             * (outlook.excess > 0)
         )
     if outlook.far is None:
         yield (
-            "every two ranks are taken to be connected as those of this host: give --link "
+            "all ranks are assumed to be connected as those of this host: give --link "
             "(10us,12GB/s) and --per-host for several hosts"
         )
     else:
@@ -216,9 +217,9 @@ def _assumptions(outlook: Outlook) -> Iterable[str]:
             "contention between hosts"
         )
     yield (
-        "each rank computes a step as now (its mini-batch stays: the whole batch grows), waits "
-        "for late ranks as now, and hides the share of its calls that it hides now while there "
-        "is time to compute; speed-up is over one rank"
+        "assumptions: each rank computes a step as now (its mini-batch stays the same, so the "
+        "whole batch grows), waits for late ranks as now, and hides the same share of its calls "
+        "as long as there is time to compute; speed-up is over one rank"
     )
     if outlook.left_out:
-        yield f"calls that the model does not know, left out: {', '.join(outlook.left_out)}"
+        yield f"calls that the model does not include: {', '.join(outlook.left_out)}"

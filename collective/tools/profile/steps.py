@@ -1,4 +1,4 @@
-"""Finding the training steps of a program in its trace."""
+"""Search for the training steps of a program in its trace."""
 
 from __future__ import annotations
 
@@ -15,21 +15,23 @@ __all__ = ["TrainingSteps", "find"]
 Vector = np.ndarray[Any, np.dtype[np.float64]]
 # A program has steps if there are this many boundaries of them.
 _FEWEST = 4
-# Of the calls, how many have to be those of one period before. Programs test, log and save
-# between steps.
+# Share of calls that must equal those one period before. It is below 1 because programs test, log
+# and save between steps.
 _ALIKE = 0.8
 _LONGEST = 2048
-# Calls matter that move together this share of what those do that move most.
+# Signatures count that together move at least this share of the bytes of the largest signature.
 _MATTERS = 0.01
 
 
 class TrainingSteps(NamedTuple):
-    """The steps of all ranks.
+    """Training steps of all ranks.
 
     Attributes:
-        boundaries: by rank, when a step ended and the next one began; as many on all ranks.
-        how: by what they were found, for people.
-        guessed: whether nobody marked them: a step may make several of the same calls.
+        boundaries: for each rank, the times at which a step ended and the next began; the same
+            number on all ranks.
+        how: how the steps were found, as text for people.
+        guessed: whether the steps have no marks. Then a step may include the same call several
+            times.
     """
 
     boundaries: list[Vector]
@@ -38,10 +40,10 @@ class TrainingSteps(NamedTuple):
 
 
 def find(traces: Sequence[RankTrace]) -> TrainingSteps | None:
-    """Return the steps: as the program marks them, by its gradients, or by repeated calls.
+    """Return the steps, by marks of the program, by its gradients, or by repeated calls.
 
     Returns:
-        None if there are no steps to be seen.
+        The steps; None if none were found.
     """
     marked = (
         ("program", "marks of the program"),
@@ -52,7 +54,7 @@ def find(traces: Sequence[RankTrace]) -> TrainingSteps | None:
         marks = [np.array(trace.steps.get(by, ())) for trace in traces]
         fewest = min(map(len, marks))
         if fewest >= _FEWEST:
-            return TrainingSteps([one[:fewest] for one in marks], how)
+            return TrainingSteps([times[:fewest] for times in marks], how)
     return _repeated(traces)
 
 
@@ -66,7 +68,7 @@ def _repeated(traces: Sequence[RankTrace]) -> TrainingSteps | None:
     moved: Counter[Any] = Counter()
     for call in calls:
         moved[_signature(call)] += call.args.get("bytes", 0)
-    # Barriers, losses that are summed up and the like come now and then, as programs want.
+    # Barriers, sums of losses and the like come irregularly, so they must not count.
     enough = _MATTERS * max(moved.values(), default=0)
     calls = [call for call in calls if moved[_signature(call)] >= enough]
     signatures = [_signature(call) for call in calls]
@@ -74,9 +76,9 @@ def _repeated(traces: Sequence[RankTrace]) -> TrainingSteps | None:
     if period is None:
         return None
     typical, in_period = _anchor(signatures, period)
-    keys = [call.key for call, one in zip(calls, signatures) if one == typical]
+    keys = [call.key for call, signature in zip(calls, signatures) if signature == typical]
     ends = [{call.key: call.end for call in trace.calls()} for trace in traces]
-    # The first calls of a step are as good as the last ones, the same all the time.
+    # Any of the calls in a step will do as its boundary, as long as it is always the same one.
     chosen = [key for key in keys[::in_period] if all(key in end for end in ends)]
     if len(chosen) < _FEWEST:
         return None
@@ -91,9 +93,9 @@ def _repeated(traces: Sequence[RankTrace]) -> TrainingSteps | None:
 
 
 def _period(signatures: Sequence[Any]) -> int | None:
-    """Return after how many calls they repeat."""
-    numbers = {one: number for number, one in enumerate(dict.fromkeys(signatures))}
-    sequence = np.array([numbers[one] for one in signatures])
+    """Return the number of calls after which the signatures repeat; None if they do not."""
+    numbers = {signature: number for number, signature in enumerate(dict.fromkeys(signatures))}
+    sequence = np.array([numbers[signature] for signature in signatures])
     for period in range(1, min(_LONGEST, len(sequence) // _FEWEST) + 1):
         if np.mean(sequence[period:] == sequence[:-period]) >= _ALIKE:
             return period
@@ -101,7 +103,7 @@ def _period(signatures: Sequence[Any]) -> int | None:
 
 
 def _anchor(signatures: Sequence[Any], period: int) -> tuple[Any, int]:
-    """Return a call of every period, and how often it is made in each: as rarely as can be."""
+    """Return the call that periods make most rarely, and how often each period makes it."""
     windows = (
         frozenset(Counter(signatures[start : start + period]).items())
         for start in range(0, len(signatures) - period + 1, period)
