@@ -50,26 +50,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--timeout", type=float, default=30.0, help="seconds until a case counts as hung"
     )
     parser.add_argument("--json", action="store_true", help="print the results as JSON")
-    given = parser.parse_args(_sizes_joined(sys.argv[1:] if arguments is None else arguments))
-    checks = None if given.checks is None else _words(" ".join(given.checks))
+    options = parser.parse_args(_sizes_joined(sys.argv[1:] if arguments is None else arguments))
+    checks = None if options.checks is None else _words(" ".join(options.checks))
     try:
-        if given.list:
-            print(listing(given.name, given.sizes, checks, given.kind))
+        if options.list:
+            print(listing(options.name, options.sizes, checks, options.kind))
             return 0
         results = run_checks(
-            given.name,
-            given.sizes,
-            kind=given.kind,
+            options.name,
+            options.sizes,
+            kind=options.kind,
             checks=checks,
-            timeout=given.timeout,
+            timeout=options.timeout,
             report=_show_last if sys.stderr.isatty() else lambda result: None,
         )
     except (CollectiveError, ValueError) as error:
         parser.error(str(error))
-    if given.json:
+    if options.json:
         print(json.dumps([asdict(result) for result in results], indent=1))
     else:
-        print(table(given.name, given.sizes, results))
+        print(table(options.name, options.sizes, results))
     return 0 if _verdict(results)[0] else 1
 
 
@@ -113,27 +113,27 @@ def listing(
     """
     capabilities = capabilities_of(name)
     chosen = chosen_checks(checks, {})
-    width = max(len(found.name) for found in chosen)
+    width = max(len(check.name) for check in chosen)
     lines = []
-    for found in chosen:
-        reasons = [found.skip_reason(capabilities, size, kind) for size in sizes]
-        cases = sum(len(found.cases(size)) for size, why in zip(sizes, reasons) if why is None)
-        what = (found.__doc__ or "").strip().splitlines()[0]
+    for check in chosen:
+        reasons = [check.skip_reason(capabilities, size, kind) for size in sizes]
+        cases = sum(len(check.cases(size)) for size, why in zip(sizes, reasons) if why is None)
+        what = (check.__doc__ or "").strip().splitlines()[0]
         skipped = f"skipped: {reasons[-1]}. " if not cases else ""
-        lines.append(f"{found.name:<{width}}  {cases:>4}  {skipped}{what}")
+        lines.append(f"{check.name:<{width}}  {cases:>4}  {skipped}{what}")
     return "\n".join(lines)
 
 
 def table(name: str, sizes: Sequence[int], results: Sequence[Result]) -> str:
     """Return the results as text: a line a check, a column a size, then the failures."""
-    found = {(result.check, result.size): result for result in results}
+    by_check = {(result.check, result.size): result for result in results}
     checks = list(dict.fromkeys(result.check for result in results))
     width = max(map(len, checks), default=0)
     lines = [f"{name:<{width}}  " + "".join(f"{size:>7}" for size in sizes)]
     for check in checks:
-        marks = "".join(f"{_MARKS[found[check, size].outcome]:>7}" for size in sizes)
-        reasons = {found[check, size].text for size in sizes} - {""}
-        skipped = all(found[check, size].outcome == "skipped" for size in sizes)
+        marks = "".join(f"{_MARKS[by_check[check, size].outcome]:>7}" for size in sizes)
+        reasons = {by_check[check, size].text for size in sizes} - {""}
+        skipped = all(by_check[check, size].outcome == "skipped" for size in sizes)
         note = f"  ({'; '.join(sorted(reasons))})" if skipped else ""
         lines.append(f"{check:<{width}}  {marks}{note}")
     for result in results:
@@ -151,7 +151,7 @@ def table(name: str, sizes: Sequence[int], results: Sequence[Result]) -> str:
 def _untested(results: Sequence[Result]) -> dict[str, list[str]]:
     """Return the reason for a skip -> names of the checks that were skipped with every size.
 
-    Checks are left out whose skip says nothing about the transport.
+    The result excludes skips for reasons that do not concern the transport.
     """
     ran = {result.check for result in results if result.outcome != "skipped"}
     untested: dict[str, list[str]] = {}

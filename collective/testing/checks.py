@@ -44,11 +44,11 @@ __all__ = [
 ]
 
 #: Why a check is skipped whose outcome does not depend on the kind of array.
-NO_ARRAYS = "is the same for arrays of any kind; run without kind="
+NO_ARRAYS = "does not depend on the kind of array; run it without kind="
 #: Why a check is skipped that chooses the kinds of its arrays itself.
-OWN_ARRAYS = "has arrays of kinds of its own; run without kind="
+OWN_ARRAYS = "chooses the kinds of its arrays itself; run it without kind="
 #: Why a check is skipped that tests the communicator alone.
-NO_TRANSPORT = "ends before a transport is reached; run with few ranks that are threads"
+NO_TRANSPORT = "ends before it reaches a transport; run it with few ranks that are threads"
 
 #: The arguments of one case of a check.
 Case = dict[str, Any]

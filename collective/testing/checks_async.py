@@ -69,25 +69,25 @@ def check_async_many(comm: Communicator) -> None:
 @check(at_least=2)
 def check_wait_timeout(factory: RankFactory, size: int) -> None:
     """Check that a wait that times out cancels nothing: done() is False, a later wait succeeds."""
-    with tempfile.TemporaryDirectory(prefix="collective-testing-") as looked:
-        factory.run(size, _wait_timeout, looked)
+    with tempfile.TemporaryDirectory(prefix="collective-testing-") as marks:
+        factory.run(size, _wait_timeout, marks)
 
 
-def _wait_timeout(comm: Communicator, looked: str) -> None:
+def _wait_timeout(comm: Communicator, marks: str) -> None:
     late = comm.size - 1
     for _ in range(3):
         # A transport may connect the ranks in its first calls. Those calls wait for all ranks.
         comm.all_reduce(np.array([0]))
     if comm.rank == late:
         # This rank must come late: it waits until the other ranks have seen an unfinished call.
-        while len(os.listdir(looked)) < comm.size - 1:
+        while len(os.listdir(marks)) < comm.size - 1:
             time.sleep(0.002)
     work = comm.all_reduce(np.array([1]), async_op=True)
     if comm.rank != late:
         try:
             _hold_running(work)
         finally:
-            Path(looked, str(comm.rank)).touch()
+            Path(marks, str(comm.rank)).touch()
     assert_same(work.wait(), np.array([comm.size]), "a call waited for twice")
     total = comm.all_reduce(np.array([2]))
     assert_same(total, np.array([2 * comm.size]), "the call after a wait that timed out")

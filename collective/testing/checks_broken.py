@@ -211,13 +211,13 @@ def _after_the_end(comm: Communicator, calls: Sequence[str], cause: str) -> dict
         comm.send(array, _next(comm), tag=tag, async_op=True)
         for array, tag in ((x, _SHORT), (long, _LONG))
     ]
-    hear: Callable[[], object] = comm.barrier
+    probe: Callable[[], object] = comm.barrier
     if cause == "send":
-        hear = partial(
+        probe = partial(
             comm.transport.barrier, Request("barrier"), None, None, Deadline(comm.timeout)
         )
     if cause != "leave":
-        _outcome(hear)
+        _outcome(probe)
     if comm.rank == 0 and cause == "send":
         buffer = Buffer(long, dtypes.BY_NAME["float64"])
         lost = _outcome(lambda: comm.transport.send(buffer, 1, _LATE, Deadline(_GIVES_UP_S)))
@@ -225,7 +225,7 @@ def _after_the_end(comm: Communicator, calls: Sequence[str], cause: str) -> dict
             comm.abort(_REASON)  # this transport buffers messages, so the send succeeded
     elif comm.rank == 0 and cause == "abort":
         comm.abort(_REASON)
-    while not isinstance(_outcome(hear), CollectiveError):
+    while not isinstance(_outcome(probe), CollectiveError):
         pass  # the other ranks make this call until it raises the failure
     for work in waiting:
         _outcome(work.wait)

@@ -144,8 +144,8 @@ def check_leaves_that_overlap_inputs(comm: Communicator) -> None:
     for name, wanted in (("all_reduce", totals), ("reduce_scatter", pieces)):
         memory: Any = np.zeros(3 * count, np.int64)
         x: list[Any] = [memory[:count].view(np.int32)[:count], memory[count : 2 * count]]
-        for leaf, given in zip(x, every[comm.rank]):
-            leaf[:] = given
+        for leaf, array in zip(x, every[comm.rank]):
+            leaf[:] = array
         # The first result goes to where the second input is.
         length = wanted[0].size
         out = [memory[count:].view(np.int32)[:length], memory[2 * count :][:length]]

@@ -163,21 +163,21 @@ def _hold_woken(size: int, results: Mapping[int, Any], errors: Mapping[int, Base
 
 
 def _unheard(outcome: Any) -> bool:
-    heard = outcome if isinstance(outcome, tuple) else (outcome,)
-    return any(isinstance(part, Heard) and part.seconds > 0.9 * _UNHEARD_S for part in heard)
+    parts = outcome if isinstance(outcome, tuple) else (outcome,)
+    return any(isinstance(part, Heard) and part.seconds > 0.9 * _UNHEARD_S for part in parts)
 
 
-def _listen_and_tell(comm: Communicator, heard: str, call: Callable[[], Any]) -> Heard:
-    """Return the error that this rank gets in ``call``, and create a file in ``heard``."""
+def _listen_and_tell(comm: Communicator, marks: str, call: Callable[[], Any]) -> Heard:
+    """Return the error that this rank gets in ``call``, and create a file in ``marks``."""
     outcome = listen(call)
-    Path(heard, str(comm.rank)).touch()
+    Path(marks, str(comm.rank)).touch()
     return outcome
 
 
-def _until_heard(heard: str, count: int) -> None:
-    """Wait until ``count`` ranks have a file in ``heard``; give up when no more can come."""
+def _until_heard(marks: str, count: int) -> None:
+    """Wait until ``count`` ranks have a file in ``marks``; give up when no more can come."""
     deadline = Deadline(_UNHEARD_S)
-    while len(os.listdir(heard)) < count and not deadline.expired:
+    while len(os.listdir(marks)) < count and not deadline.expired:
         time.sleep(0.005)
 
 
@@ -190,10 +190,10 @@ def check_failed_peer(factory: RankFactory, size: int, *, call: str) -> None:
     except RanksFailedError as failure:
         if set(failure.errors) != {victim} or not isinstance(failure.cause, Trouble):
             raise
-        heard = failure.results
+        outcomes = failure.results
     else:
         raise AssertionError(f"rank {victim} was to raise and did not")
-    for rank, outcome in heard.items():
+    for rank, outcome in outcomes.items():
         what = f"rank {rank} in {call} with rank {victim}, which raised"
         hold(outcome, PeerFailedError, what, "Trouble", "lost the keys", rank=victim)
         assert outcome.error.rank == victim, f"{what}: .rank is {outcome.error.rank}"
@@ -221,7 +221,7 @@ def check_failed_hook(factory: RankFactory, size: int, *, when: str, call: str) 
             hold(outcome, PeerFailedError, what, "lost the keys", "in _lose_keys", rank=victim)
 
 
-def _failed_hook(comm: Communicator, heard: str, when: str, call: str) -> Heard | str:
+def _failed_hook(comm: Communicator, marks: str, when: str, call: str) -> Heard | str:
     x = np.ones(3)
     calls: dict[str, Callable[[], Any]] = {
         "all_reduce": lambda: comm.all_reduce(x),
@@ -229,9 +229,9 @@ def _failed_hook(comm: Communicator, heard: str, when: str, call: str) -> Heard 
         "recv": lambda: comm.recv(None, comm.size - 1),
     }
     # A rank that still connects would get the error there and not in the call.
-    gather(comm, heard, "connected")
+    gather(comm, marks, "connected")
     if comm.rank < comm.size - 1:
-        return _listen_and_tell(comm, heard, calls[call])
+        return _listen_and_tell(comm, marks, calls[call])
 
     def _lose_keys(*event: Any) -> None:
         raise Trouble("lost the keys")
@@ -243,7 +243,7 @@ def _failed_hook(comm: Communicator, heard: str, when: str, call: str) -> Heard 
     except Exception as error:
         raised = type(error).__name__
     # A rank that leaves tells its peers of the failure as well. They must know of it before that.
-    _until_heard(heard, 2 * comm.size - 1)
+    _until_heard(marks, 2 * comm.size - 1)
     return raised
 
 
@@ -257,14 +257,14 @@ def _failed_peer(comm: Communicator, call: str) -> Heard:
 @check([{"call": call} for call in ("all_reduce", "recv")], at_least=2)
 def check_abort(factory: RankFactory, size: int, *, call: str) -> None:
     """Check that abort() breaks the communicator on every rank, with its reason, for good."""
-    with tempfile.TemporaryDirectory() as heard:
-        ranks = _after_abort(factory, size, _abort, call, heard)
+    with tempfile.TemporaryDirectory() as marks:
+        ranks = _after_abort(factory, size, _abort, call, marks)
     for rank, (now, later) in enumerate(ranks):
         for outcome, when in ((now, f"while it waited in {call}"), (later, "afterwards")):
             hold(outcome, CommunicatorAbortedError, f"rank {rank}, {when}", "out of coffee")
 
 
-def _abort(comm: Communicator, call: str, heard: str) -> tuple[Heard, Heard]:
+def _abort(comm: Communicator, call: str, marks: str) -> tuple[Heard, Heard]:
     if comm.rank == 0:
         time.sleep(0.05)
         comm.abort("out of coffee")
@@ -274,10 +274,10 @@ def _abort(comm: Communicator, call: str, heard: str) -> tuple[Heard, Heard]:
         "recv": lambda: comm.recv(None, 0 if comm.rank else 1),
     }
     now, later = listen(calls[call]), listen(lambda: comm.all_gather(x))
-    Path(heard, str(comm.rank)).touch()
+    Path(marks, str(comm.rank)).touch()
     if comm.rank == 0:
         # A rank that leaves also wakes its peers, but this check is about the abort alone.
-        _until_heard(heard, comm.size)
+        _until_heard(marks, comm.size)
     return now, later
 
 
@@ -321,12 +321,12 @@ def check_late_peer(factory: RankFactory, size: int, *, call: str) -> None:
             hold(outcome, CommunicatorAbortedError, f"rank {rank}, after the timeout")
 
 
-def _late_peer(comm: Communicator, heard: str, call: str) -> Heard:
+def _late_peer(comm: Communicator, marks: str, call: str) -> Heard:
     if comm.rank == comm.size - 1:
-        _until_heard(heard, comm.size - 1)
+        _until_heard(marks, comm.size - 1)
         # Any call will do: the other ranks have given up.
         return listen(comm.barrier)
-    return _listen_and_tell(comm, heard, lambda: _CALLS[call](comm, np.ones(3)))
+    return _listen_and_tell(comm, marks, lambda: _CALLS[call](comm, np.ones(3)))
 
 
 _compares = able("checks_calls", "does not know the ranks' last calls")
@@ -341,12 +341,12 @@ def check_timeout_tells_last_call(factory: RankFactory, size: int) -> None:
             hold(outcome, CollectiveTimeoutError, f"rank {rank}", "broadcast", "int16[3]")
 
 
-def _last_call(comm: Communicator, heard: str) -> Heard:
+def _last_call(comm: Communicator, marks: str) -> Heard:
     # Ranks may come late to this call, hence its long timeout.
     comm.broadcast(np.ones(3, np.int16), root=0, timeout=30.0)
     if comm.rank == comm.size - 1:
-        _until_heard(heard, comm.size - 1)
-    return _listen_and_tell(comm, heard, comm.barrier)
+        _until_heard(marks, comm.size - 1)
+    return _listen_and_tell(comm, marks, comm.barrier)
 
 
 @check(at_least=2)
@@ -361,12 +361,12 @@ def check_timeout_of_one_call(factory: RankFactory, size: int) -> None:
         hold(outcome, CollectiveError, f"rank {rank}")
 
 
-def _one_call(comm: Communicator, heard: str) -> Heard | None:
+def _one_call(comm: Communicator, marks: str) -> Heard | None:
     comm.barrier()
     if comm.rank:
-        return _listen_and_tell(comm, heard, lambda: comm.barrier(timeout=0.2))
+        return _listen_and_tell(comm, marks, lambda: comm.barrier(timeout=0.2))
     # A rank that ignores timeout= and waits for the communicator's would find rank 0 gone.
-    _until_heard(heard, comm.size - 1)
+    _until_heard(marks, comm.size - 1)
     return None
 
 

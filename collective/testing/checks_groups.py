@@ -30,8 +30,8 @@ def _hold(
         root = group.size - 1
         assert_same(group.broadcast(mine, root=root), inputs[root], f"broadcast in {what}")
     right, left = (group.rank + 1) % group.size, (group.rank - 1) % group.size
-    found = group.sendrecv(np.array([outer]), right, left)
-    assert_same(found, np.array([members[left]]), f"sendrecv in {what}")
+    received = group.sendrecv(np.array([outer]), right, left)
+    assert_same(received, np.array([members[left]]), f"sendrecv in {what}")
 
 
 @on_each_rank()
@@ -141,8 +141,8 @@ def check_dup(comm: Communicator) -> None:
             for scale, communicator in ((1, comm), (2, first), (3, second))
         ]
         for scale, communicator in ((3, second), (1, comm), (2, first)):
-            found = communicator.recv(None, left)
-            assert_same(found, np.array([scale]), f"the message in communicator {scale}")
+            received = communicator.recv(None, left)
+            assert_same(received, np.array([scale]), f"the message in communicator {scale}")
         for message in sent:
             message.wait()
     first.close()
@@ -158,6 +158,6 @@ def check_split_by_host(comm: Communicator) -> None:
         hosts = comm.all_gather_object(comm.host)
         members = [rank for rank in range(comm.size) if hosts[rank] == comm.host]
         _hold(comm, local, members, "the ranks of this host", 98)
-        found = (comm.local_rank, comm.local_size)
+        local_place = (comm.local_rank, comm.local_size)
         wanted = (members.index(comm.rank), len(members))
-        assert found == wanted, f"local rank and size: {found}; expected {wanted}"
+        assert local_place == wanted, f"local rank and size: {local_place}; expected {wanted}"

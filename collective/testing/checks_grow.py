@@ -44,9 +44,9 @@ _grows = able("grows", "does not let processes join")
 _Ours = tuple[str | type[Backend], str | Kind]
 
 
-def _join(comm: Communicator, ours: _Ours, seconds: float) -> Communicator:
+def _join(comm: Communicator, connection: _Ours, seconds: float) -> Communicator:
     """Leave, and join the other ranks again as a process that they do not know."""
-    backend, kind = ours
+    backend, kind = connection
     lineage, timeout = comm.succession.lineage, comm.timeout
     assert lineage is not None
     comm.close()
@@ -98,12 +98,12 @@ def check_grow(factory: RankFactory, size: int, *, count: int) -> None:
 
 
 def _grow(
-    comm: Communicator, marks: str, ours: _Ours, count: int
+    comm: Communicator, marks: str, connection: _Ours, count: int
 ) -> tuple[int, tuple[int, Survivor]]:
     waiting, first = comm.waiting(), comm.rank
     gather(comm, marks)
     if first >= comm.size - count:
-        with _join(comm, ours, FAR_S) as new:
+        with _join(comm, connection, FAR_S) as new:
             return waiting, _seen(new)
     _await_knocks(comm, count)
     with comm.grow() as new:
@@ -138,13 +138,13 @@ def check_grow_after_a_loss(factory: RankFactory, size: int) -> None:
 
 
 def _grow_late(
-    comm: Communicator, marks: str, ours: _Ours
+    comm: Communicator, marks: str, connection: _Ours
 ) -> tuple[Survivor | None, tuple[int, Survivor]]:
     number = comm.rank
     comm.waiting()
     gather(comm, marks)
     if comm.rank == comm.size - 1:
-        with _join(comm, ours, FAR_S) as new:
+        with _join(comm, connection, FAR_S) as new:
             return None, _seen(new)
     _await_knocks(comm, 1)
     comm = comm.grow() if comm.rank else comm.shrink()
@@ -164,13 +164,13 @@ def check_grow_without_one_that_gave_up(factory: RankFactory, size: int) -> None
     hold_generation(dict(enumerate(results)), range(size - 1), (size - 1,), (1,))
 
 
-def _give_up(comm: Communicator, marks: str, ours: _Ours) -> Survivor | CollectiveError:
+def _give_up(comm: Communicator, marks: str, connection: _Ours) -> Survivor | CollectiveError:
     first = comm.rank
     comm.waiting()
     gather(comm, marks)
     if first == comm.size - 1:
         try:
-            _join(comm, ours, _SOON_S).close()
+            _join(comm, connection, _SOON_S).close()
         except CollectiveError as error:
             Path(marks, "gave-up").touch()
             return error

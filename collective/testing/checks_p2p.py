@@ -64,8 +64,8 @@ def check_message_order(comm: Communicator) -> None:
                 comm.send(np.full(length, turn + dst), dst)
     else:
         for turn, length in enumerate(lengths):
-            found = comm.recv(None, 0)
-            assert_same(found, np.full(length, turn + comm.rank), f"message {turn} of a row")
+            message = comm.recv(None, 0)
+            assert_same(message, np.full(length, turn + comm.rank), f"message {turn} of a row")
 
 
 @on_each_rank(at_least=2)
@@ -83,8 +83,8 @@ def check_tags(comm: Communicator) -> None:
                 work.wait()
         else:
             for tag in reversed(tags):
-                found = comm.recv(None, 0, tag=tag)
-                assert_same(found, np.full(length, tag), f"the message with tag {tag}")
+                message = comm.recv(None, 0, tag=tag)
+                assert_same(message, np.full(length, tag), f"the message with tag {tag}")
 
 
 @on_each_rank(at_least=2)
@@ -112,8 +112,8 @@ def check_sendrecv(comm: Communicator) -> None:
         for length in (0, 1, 1001, LARGE):
             x = values("float32", length, comm.rank, 63)
             wanted = values("float32", length, source, 63)
-            found = comm.sendrecv(x, to, source)
-            assert_same(found, wanted, f"sendrecv of {length} elements, {step} ranks on")
+            received = comm.sendrecv(x, to, source)
+            assert_same(received, wanted, f"sendrecv of {length} elements, {step} ranks on")
             out = np.zeros(length, np.float32)
             assert comm.sendrecv(x, to, source, out=out, tag=5) is out
             assert_same(out, wanted, f"sendrecv of {length} elements into out")
@@ -199,10 +199,10 @@ def check_any_source(comm: Communicator) -> None:
             seen: dict[int, int] = {}
             for _ in range(3 * (comm.size - 1)):
                 status = Status()
-                found = comm.recv(None, ANY_SOURCE, tag=3, status=status)
-                source, turn = divmod(int(found[0]), 10)
+                message = comm.recv(None, ANY_SOURCE, tag=3, status=status)
+                source, turn = divmod(int(message[0]), 10)
                 assert status.source == source, f"{status} of a message of rank {source}"
-                assert_same(found, np.full(length, found[0]), f"a message of rank {source}")
+                assert_same(message, np.full(length, message[0]), f"a message of rank {source}")
                 assert turn == seen.get(source, 0), f"rank {source}'s message {turn} came early"
                 seen[source] = turn + 1
             assert seen == dict.fromkeys(range(1, comm.size), 3), f"messages by source: {seen}"

@@ -263,14 +263,14 @@ def _come_late(comm: Communicator, marks: str, deadline: str) -> Any:
             os.kill(os.getpid(), signal.SIGSTOP)
         await_files(*(Path(marks, f"gone-on-{rank}") for rank in range(last)))
         # Repeat the call: the other ranks' decision is final, so the answer must not change.
-        heard = []
+        errors = []
         for _ in range(2):
             try:
                 comm.shrink()
             except CollectiveError as error:
-                heard.append(error)
+                errors.append(error)
         late.touch()
-        return heard
+        return errors
     pid = int(Path(marks, f"pid-{last}").read_text())
     if not comm.capabilities.in_process:
         _await_stopped(pid)
@@ -305,18 +305,18 @@ def _await_stopped(pid: int) -> None:
 def check_shrink_breaks_a_sound_one(factory: RankFactory, size: int) -> None:
     """Check that shrink() on one rank makes calls of the others raise: call shrink() too."""
     outcomes = run_fresh(factory, size, _shrink_soundly)
-    for rank, (heard, _) in enumerate(outcomes[1:], start=1):
+    for rank, (error, _) in enumerate(outcomes[1:], start=1):
         what = f"rank {rank}, waiting in a call"
-        hold(heard, CommunicatorAbortedError, what, "call shrink() too", rank=0)
+        hold(error, CommunicatorAbortedError, what, "call shrink() too", rank=0)
     _hold_survivors({rank: each[1] for rank, each in enumerate(outcomes)}, size, ())
 
 
 def _shrink_soundly(comm: Communicator, marks: str) -> Any:
-    first, heard = comm.rank, None
+    first, error = comm.rank, None
     gather(comm, marks)
     if first:
-        heard = listen(comm.barrier)
-    return heard, _go_on(comm, first)
+        error = listen(comm.barrier)
+    return error, _go_on(comm, first)
 
 
 @check(at_least=3, needs=_shrinks)

@@ -80,7 +80,7 @@ def run_checks(
         kind: kind of the arrays that calls get; see :class:`RankFactory`.
         checks: names of checks; all by default.
         expected_failures: name of a check (or of one case, ``check_broadcast[root=1]``) ->
-            why it fails. If it passes, it is reported as failed: the declaration is stale.
+            why it fails. If it passes, it counts as failed: the declaration is stale.
         timeout: seconds after which a case counts as hung.
         mpiexec: how to start ranks of MPI; see :class:`RankPool`.
         report: function that is called with each result as soon as it is known.
@@ -94,8 +94,8 @@ def run_checks(
     results = []
     with RankFactory(backend, kind=kind, timeout=timeout, mpiexec=mpiexec) as factory:
         for size in sizes:
-            for found in chosen:
-                result = _run(found, factory, size, expected)
+            for check in chosen:
+                result = _run(check, factory, size, expected)
                 results.append(result)
                 report(result)
     return results
@@ -106,28 +106,28 @@ def chosen_checks(names: Sequence[str] | None, expected: Mapping[str, str]) -> l
     for name in (*(names or ()), *(key.partition("[")[0] for key in expected)):
         if name not in known:
             raise ValueError(f"checks: no check is called {name!r}; one of {', '.join(known)}")
-    return [found for name, found in known.items() if names is None or name in names]
+    return [check for name, check in known.items() if names is None or name in names]
 
 
-def _run(found: Check, factory: RankFactory, size: int, expected: Mapping[str, str]) -> Result:
+def _run(check: Check, factory: RankFactory, size: int, expected: Mapping[str, str]) -> Result:
     start = time.monotonic()
-    reason = found.skip_reason(factory.capabilities, size, factory.kind)
+    reason = check.skip_reason(factory.capabilities, size, factory.kind)
     if reason is not None:
-        return Result(found.name, size, "skipped", 0, reason, 0.0)
+        return Result(check.name, size, "skipped", 0, reason, 0.0)
     problems, declared = [], []
-    cases = found.cases(size)
+    cases = check.cases(size)
     for case in cases:
-        why = reason_for(found, case, expected)
-        problem = problem_of(found, factory, size, case)
+        why = reason_for(check, case, expected)
+        problem = problem_of(check, factory, size, case)
         if why is None and problem is not None:
             problems.append(problem)
         elif why is not None and problem is None:
-            problems.append(stale(found, case, why))
+            problems.append(stale(check, case, why))
         elif why is not None:
-            declared.append(f"{found.title(case)}: {why}")
+            declared.append(f"{check.title(case)}: {why}")
     outcome = "failed" if problems else "expected" if declared else "passed"
     text = "\n\n".join(problems or declared)
-    return Result(found.name, size, outcome, len(cases), text, time.monotonic() - start)
+    return Result(check.name, size, outcome, len(cases), text, time.monotonic() - start)
 
 
 def problem_of(found: Check, factory: RankFactory, size: int, case: Case) -> str | None:

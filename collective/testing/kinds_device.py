@@ -46,8 +46,8 @@ class OnDevice(Kind):
             made: Array = comm.empty(shape, dtype)
             return made
         made = comm.empty(shape, dtype, like=_one(self.name, comm))
-        there, kind = adapter_of(made).view(made)
-        return _as_numpy(_host_window(there), kind)
+        on_gpu, kind = adapter_of(made).view(made)
+        return _as_numpy(_host_window(on_gpu), kind)
 
 
 def on_device(name: str) -> OnDevice:
@@ -161,8 +161,8 @@ def _host_window(there: DeviceArray) -> Array:
     start = -raw.ctypes.data % _ALIGNED
     _windows[raw.ctypes.data + start] = there
     weakref.finalize(raw, _windows.pop, raw.ctypes.data + start).atexit = False
-    made: Array = raw[start : start + there.nbytes].view(there.dtype).reshape(there.shape)
-    return made
+    window: Array = raw[start : start + there.nbytes].view(there.dtype).reshape(there.shape)
+    return window
 
 
 def _window(low: int, high: int) -> tuple[int, Any]:
@@ -184,8 +184,8 @@ def _one(name: str, comm: Communicator) -> Any:
     device = _device_of(comm)
     stream = _stream(name, device)
     memory = cuda.allocate(device, 4, stream)
-    made = DeviceArray(memory.address, (1,), np.float32, device, stream, owner=memory)
-    return adapter_like(name).wrap(made, from_numpy(made.dtype))
+    array = DeviceArray(memory.address, (1,), np.float32, device, stream, owner=memory)
+    return adapter_like(name).wrap(array, from_numpy(array.dtype))
 
 
 @functools.cache

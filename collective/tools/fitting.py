@@ -75,15 +75,15 @@ def parts(
     """
     keys = [0, 1] if len(header) > 1 and not figures(header, rows)[1] else [0]
     room = width - sum(least[n] for n in keys) - gap * (len(keys) - 1)
-    found: list[list[int]] = []
+    groups: list[list[int]] = []
     left = 0
     for n in range(len(keys), len(header)):
-        if not found or least[n] + gap > left:
-            found.append(list(keys))
+        if not groups or least[n] + gap > left:
+            groups.append(list(keys))
             left = room
-        found[-1].append(n)
+        groups[-1].append(n)
         left -= least[n] + gap
-    return found or [keys]
+    return groups or [keys]
 
 
 def widened(
@@ -101,12 +101,12 @@ def widened(
         n: max(len(MARKUP.sub("", cell)) for cell in (header[n], *(row[n] for row in rows)))
         for n in columns
     }
-    found = {n: least[n] for n in columns}
+    widths = {n: least[n] for n in columns}
     for n in sorted(columns, key=lambda n: needs[n] - least[n]):
         more = max(0, min(needs[n] - least[n], room))
-        found[n] += more
+        widths[n] += more
         room -= more
-    return [found[n] for n in columns]
+    return [widths[n] for n in columns]
 
 
 def _narrow(width: int) -> int:
@@ -125,20 +125,20 @@ def lines(rows: Sequence[Sequence[str]], width: int) -> list[str]:
     for column in list(zip(*rows))[:-1]:
         wide = max([len(cell) for cell in column if len(cell) <= limit], default=limit)
         starts.append(starts[-1] + wide + GAP)
-    found = []
+    output = []
     for row in rows:
         line = ""
         for start, cell in zip(starts, row[:-1]):
             if len(line) > max(0, start - GAP):
-                found.append(line)
+                output.append(line)
                 line = ""
             line = line.ljust(start) + cell
         if len(line) > max(0, starts[-1] - GAP):
-            found.append(line)
+            output.append(line)
             line = ""
         last = textwrap.wrap(
             row[-1], max(1, width - starts[-1]), break_long_words=False, break_on_hyphens=False
         )
-        found.append(line.ljust(starts[-1]) + (last[0] if last else ""))
-        found += [" " * starts[-1] + part for part in last[1:]]
-    return [line.rstrip() for line in found]
+        output.append(line.ljust(starts[-1]) + (last[0] if last else ""))
+        output += [" " * starts[-1] + part for part in last[1:]]
+    return [line.rstrip() for line in output]

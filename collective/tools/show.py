@@ -205,7 +205,7 @@ class Progress:
         self.begin("", 0)
 
     def begin(self, text: str, total: int) -> None:
-        """Start again, with ``total`` things to do; 0 if the number is not known."""
+        """Start again, with ``total`` things to do; 0 if the number is unknown."""
         self._total, self._done, self._failed = total, 0, 0
         self._since, self._last = time.monotonic(), 0.0
         self.show(text)

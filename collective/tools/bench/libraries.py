@@ -115,7 +115,7 @@ class BenchLibrary(ABC):
         """Leave the other ranks."""
 
     def _ping_pong(self, send: Callable[[int], object], recv: Callable[[int], Any]) -> Call:
-        """Return a round trip between ranks 0 and 1, 2 and 3, …; an odd last rank does nothing."""
+        """Return a round trip between ranks 0 and 1, 2 and 3, …; an odd last rank is idle."""
         peer = self.rank ^ 1
 
         def ping() -> Any:
@@ -141,7 +141,7 @@ _ALL = (slice(None),)
 
 
 class Ours(BenchLibrary):
-    """This project's library, over one of its transports."""
+    """The library ``collective``, over one of its transports."""
 
     def __init__(self, comm: Any) -> None:
         import collective

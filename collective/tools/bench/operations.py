@@ -50,7 +50,7 @@ class Operation:
             speed of the hardware; from nccl-tests' PERFORMANCE.md, and 1 for operations that are
             not in it.
         expect: function of the sample, indices of the result, rank, number of ranks and length of
-            a part that returns the result at these indices; None if there is nothing to check.
+            a part that returns the result at these indices, or None if there is none to check.
         halves: whether the measured call is a round trip.
     """
 

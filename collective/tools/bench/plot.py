@@ -45,7 +45,7 @@ def plot(path: Path, records: Sequence[Record], title: str) -> None:
 
     Args:
         path: file of the picture; its suffix decides the format.
-        records: results; those of a barrier, which has no size, are left out.
+        records: results; the plot omits those of a barrier, which has no size.
         title: title above the picture.
     """
     from matplotlib.figure import Figure

@@ -92,7 +92,7 @@ def measure(
     """Measure steps of models in one framework, with one number of ranks.
 
     Args:
-        names: names of our transports and of peers; peers of another framework are left out.
+        names: names of our transports and of peers; peers of another framework are skipped.
         environments: interpreters that have an MPI library.
         ranks: number of ranks.
         framework: one of :data:`FRAMEWORKS`.

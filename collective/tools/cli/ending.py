@@ -54,7 +54,7 @@ def have_descriptors() -> bool:
     """Return whether standard output is open; open missing standard descriptors on /dev/null.
 
     Otherwise a file that is opened later would take the number of a closed descriptor, and would
-    get output that is meant for standard output or standard error.
+    get the output for standard output or standard error.
     """
     is_open = sys.stdout is not None
     for descriptor in range(3):

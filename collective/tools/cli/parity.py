@@ -171,11 +171,11 @@ def _plan(options: argparse.Namespace, progress: Progress) -> tuple[Comparison, 
     }
     chosen = {name: _chosen(name, getattr(options, name), all_) for name, all_ in known.items()}
     progress.show("looking at transports")
-    found = transports.survey(options.backend, progress.show)
+    surveyed = transports.survey(options.backend, progress.show)
     asked = [name for name in chosen["framework"] if name != "mixed"]
     missing = {name: why for name, why in frameworks.unavailable(asked).items() if why}
     plan = Comparison(
-        transports=found,
+        transports=surveyed,
         frameworks=[name for name in chosen["framework"] if name not in missing],
         operations=chosen["op"],
         ops=chosen["reduction"],

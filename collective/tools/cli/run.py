@@ -180,7 +180,7 @@ def _say_sources(program: str, is_module: bool) -> None:
 
 def _misuse(
     options: argparse.Namespace,
-    found: Mapping[str, Setting],
+    chosen: Mapping[str, Setting],
     min_ranks: int,
     on_host: str,
     mpi: bool,
@@ -194,7 +194,7 @@ def _misuse(
     """
     if min_ranks > options.n:
         return (
-            f"min_ranks: {min_ranks} ({found['min_ranks'].origin}) with {options.n} ranks; it can "
+            f"min_ranks: {min_ranks} ({chosen['min_ranks'].origin}) with {options.n} ranks; it can "
             f"be {options.n} at most"
         )
     if options.replace and min_ranks == options.n:
@@ -203,7 +203,7 @@ def _misuse(
             f"are stopped, so a new rank has none to join. Give --min-ranks {max(1, options.n - 1)}"
         )
     if options.replace and (mpi or on_host == "threads"):
-        named = str(found["backend"].value) if "backend" in found else ""
+        named = str(chosen["backend"].value) if "backend" in chosen else ""
         return (
             f"--replace with backend {named!r}: a process can join neither an MPI "
             "world nor ranks that are threads. Use --backend shm or gloo"

@@ -1,4 +1,4 @@
-"""What works here and why the rest does not: the facts behind ``collective doctor``.
+"""Facts behind ``collective doctor``: what works here, and why the rest does not.
 
 Questions that a broken library could spoil are answered in separate processes
 (:mod:`collective.tools.doctor.probe`), all at once. This module combines the answers.
@@ -218,7 +218,7 @@ def across_hosts(config: Config | None) -> dict[str, Any]:
     Args:
         config: the settings; None if they contradict each other.
     """
-    error, known, encrypted, ours = "", False, False, True
+    error, known, encrypted, own_store = "", False, False, True
     if config is not None:
         try:
             known = config.resolved_secret() is not None
@@ -227,9 +227,9 @@ def across_hosts(config: Config | None) -> dict[str, Any]:
             error = str(refused)
         # torchrun's agent serves PyTorch's own store, which does not support TLS.
         agents = config.launched is not None and config.launched.launcher == "torchrun"
-        ours = config.store is not None or not agents
+        own_store = config.store is not None or not agents
     return {
-        "joining": {"authenticated": known, "encrypted": encrypted and ours},
+        "joining": {"authenticated": known, "encrypted": encrypted and own_store},
         "control": {"authenticated": known, "encrypted": encrypted},
         "data": {"authenticated": known, "encrypted": False},
         "error": error,
@@ -242,9 +242,9 @@ def across_hosts(config: Config | None) -> dict[str, Any]:
 def _packages() -> dict[str, dict[str, Any]]:
     """Return the optional packages that are installed: name -> distribution and version."""
     versions = {
-        re.sub(r"[-_.]+", "-", found.name).lower(): found.version
-        for found in metadata.distributions()
-        if found.name
+        re.sub(r"[-_.]+", "-", distribution.name).lower(): distribution.version
+        for distribution in metadata.distributions()
+        if distribution.name
     }
     packages: dict[str, dict[str, Any]] = {}
     for package in _PACKAGES:

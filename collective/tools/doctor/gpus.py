@@ -115,7 +115,7 @@ def try_nccl() -> None:
     from collective.backends.nccl import library
     from collective.backends.nccl.engine import NcclComm
 
-    found = library.load()
+    nccl = library.load()
     cuda.driver()
     device = cuda.device(0)
     deadline = Deadline(_START_S)
@@ -123,8 +123,8 @@ def try_nccl() -> None:
     def poll() -> None:
         if deadline.expired:
             raise CollectiveTimeoutError(
-                f"nccl: timed out: NCCL {found.text} did not start within {_START_S:g} s. "
+                f"nccl: timed out: NCCL {nccl.text} did not start within {_START_S:g} s. "
                 "Set NCCL_DEBUG=INFO to see on standard error what NCCL waits for."
             )
 
-    NcclComm.create(found, found.unique_id(), 0, 1, device, poll).destroy(poll)
+    NcclComm.create(nccl, nccl.unique_id(), 0, 1, device, poll).destroy(poll)

@@ -57,15 +57,15 @@ def shared_memory() -> dict[str, Any]:
     cores = processors()["usable"]
     memory = _memory()
     limit, left = _memory_limit(memory["memory"])
-    found: dict[str, Any] = {**memory, "limit": limit, "left": left, "memfd": _memfd()}
-    found["dev_shm"] = found["dev_shm_free"] = None
+    facts: dict[str, Any] = {**memory, "limit": limit, "left": left, "memfd": _memfd()}
+    facts["dev_shm"] = facts["dev_shm_free"] = None
     with contextlib.suppress(OSError):
         usage = shutil.disk_usage(Files.dev_shm)
-        found["dev_shm"], found["dev_shm_free"] = usage.total, usage.free
-    found["directory"], found["directory_error"] = _directory()
-    found["ranks"] = max(2, cores)
-    found["ranks_bytes"] = Layout(max(2, cores)).nbytes
-    return found
+        facts["dev_shm"], facts["dev_shm_free"] = usage.total, usage.free
+    facts["directory"], facts["directory_error"] = _directory()
+    facts["ranks"] = max(2, cores)
+    facts["ranks_bytes"] = Layout(max(2, cores)).nbytes
+    return facts
 
 
 def network(interface: str) -> dict[str, Any]:
@@ -99,17 +99,17 @@ def network(interface: str) -> dict[str, Any]:
 
 
 def _names(host: str, interface: str) -> dict[str, Any]:
-    found: dict[str, Any] = {"addresses": [], "error": "", "address": "", "address_error": ""}
+    facts: dict[str, Any] = {"addresses": [], "error": "", "address": "", "address_error": ""}
     try:
         entries = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-        found["addresses"] = list(dict.fromkeys(str(entry[4][0]) for entry in entries))
+        facts["addresses"] = list(dict.fromkeys(str(entry[4][0]) for entry in entries))
     except (OSError, UnicodeError) as error:
-        found["error"] = str(error)
+        facts["error"] = str(error)
     try:
-        found["address"] = address_of(interface) if interface else own_address()
+        facts["address"] = address_of(interface) if interface else own_address()
     except (CollectiveError, OSError) as error:
-        found["address_error"] = str(error)
-    return found
+        facts["address_error"] = str(error)
+    return facts
 
 
 def system() -> str:
@@ -121,13 +121,13 @@ def system() -> str:
 
 
 def _memory() -> dict[str, int | None]:
-    found: dict[str, int] = {}
+    amounts: dict[str, int] = {}
     with contextlib.suppress(OSError, ValueError):
         for line in (Files.proc / "meminfo").read_text().splitlines():
             key, _, value = line.partition(":")
             if value.endswith(" kB"):
-                found[key] = int(value[:-3]) << 10
-    return {"memory": found.get("MemTotal"), "available": found.get("MemAvailable")}
+                amounts[key] = int(value[:-3]) << 10
+    return {"memory": amounts.get("MemTotal"), "available": amounts.get("MemAvailable")}
 
 
 def _memory_limit(memory: int | None) -> tuple[int | None, int | None]:
@@ -213,9 +213,9 @@ def _directory() -> tuple[str, str]:
     folder = ""
     try:
         folder = tempfile.gettempdir()
-        ours = Path(folder) / f"collective-{os.geteuid()}"
-        if os.path.lexists(ours):
-            FileStore(ours)
+        meeting = Path(folder) / f"collective-{os.geteuid()}"
+        if os.path.lexists(meeting):
+            FileStore(meeting)
         with tempfile.TemporaryDirectory(prefix="doctor-") as directory:
             descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
             try:

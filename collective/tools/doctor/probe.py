@@ -1,7 +1,7 @@
 """Questions about libraries, answered in separate processes.
 
 A library may crash, hang or print when it is loaded, and MPI may be initialised only once in a
-process. None of that affects the process that asks, and no process is left behind.
+process. None of that affects the process that asks, and every process ends.
 """
 
 from __future__ import annotations
@@ -124,17 +124,17 @@ def _ask(
         start_new_session=True,
     )
     try:
-        heard = _hear(process, deadline, leaving)
-        late = heard is None
-        if heard is None:
+        streams = _hear(process, deadline, leaving)
+        late = streams is None
+        if streams is None:
             _end(process)
             try:
-                heard = process.communicate(timeout=_LEAVE_S)
+                streams = process.communicate(timeout=_LEAVE_S)
             except subprocess.TimeoutExpired as expired:  # a process out of reach holds the pipe
-                heard = expired.stdout or b"", expired.stderr or b""
+                streams = expired.stdout or b"", expired.stderr or b""
     finally:
         _end(process)
-    output, noise = heard
+    output, noise = streams
     lines = [json.loads(line) for line in output.splitlines(keepends=True) if line[-1:] == b"\n"]
     answers = {question: Answer(facts, error) for question, facts, error in lines}
     for question in questions:
@@ -260,13 +260,13 @@ def _connect(name: str) -> dict[str, Any]:
 def _options() -> dict[str, str]:
     """Return the settings for single transports; {} if a setting is wrong."""
     try:
-        found = options(load({}))
+        settings = options(load({}))
     except CollectiveError:
         return {}
     # hierarchical uses gloo between hosts if PyTorch is installed, else MPI.
-    if found["across"] == "gloo" and not installed("torch"):
-        found["across"] = "mpi"
-    return found
+    if settings["across"] == "gloo" and not installed("torch"):
+        settings["across"] = "mpi"
+    return settings
 
 
 def _trial(name: str) -> dict[str, Any]:

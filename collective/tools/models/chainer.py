@@ -171,9 +171,9 @@ def train(
 ) -> dict[str, Array]:
     """Train a link from ``start`` and return its weights, as :func:`.torch.train` does.
 
-    Chainer's Adam adds epsilon to the root of the uncorrected second moment, PyTorch's to the root
-    of the corrected moment (Kingma and Ba, 2015, end of section 2, and algorithm 1). They agree if
-    Chainer's epsilon is ``epsilon √(1 − β₂ᵗ)`` in step t, so this function sets it to that.
+    Chainer's Adam adds epsilon to the root of the uncorrected second moment (Kingma and Ba, 2015,
+    end of section 2). PyTorch's adds it to the root of the corrected moment (algorithm 1). They
+    agree if Chainer's epsilon is ``epsilon √(1 − β₂ᵗ)`` in step t, so this function sets it so.
     """
     for parameter in model.params():
         if parameter.array is not None:

@@ -21,7 +21,7 @@ the modulus of the difference, and the same bounds hold by Minkowski's inequalit
 
 The unit of errors is the unit in the last place of the *magnitude* on the right-hand side
 (``Σ|x|``, …): ``ulp(m) = 2**floor(log2 m) · 2 u``. As ``m < 2**(floor(log2 m) + 1)``, an error of
-at most ``gamma m`` is an error of at most ``gamma / u`` ULP. That figure depends on dtype and ranks
+at most ``gamma m`` is an error of at most ``gamma / u`` ULP. This bound depends on dtype and ranks
 alone: it is 1 / (1 - u) for the sum of two, for any numbers. A unit in the last place of the result
 would not do: if the terms cancel, any digit of the result may be wrong, and no algorithm can help
 that.

@@ -1,8 +1,8 @@
 """Training parity: the same model, weights and digits, in each framework, on any number of ranks.
 
-Training uses double precision. There the sum over R parts and the sum over the whole batch differ
-by 1e-16 relative through rounding, and the effect on the trained weights stays far below the
-tolerances. The effect of a wrong gradient does not.
+Training uses double precision. There the rounding of a sum over R parts and of a sum over the whole
+batch differ by 1e-16 relative. The effect of that on the trained weights stays far below the
+tolerances, while the effect of a wrong gradient does not.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ class Transport:
         name: name in the user's request.
         backend: name of the transport that the ranks use.
         on_host, on_gpu: whether the transport takes arrays on the CPU, and on GPUs.
-        reason: why the transport does not work here; "" if it does.
+        reason: why the transport cannot be used here; "" if it can.
         fix: command that mends the fault, or "".
     """
 

@@ -111,7 +111,7 @@ def load(file: Path, backend: str | None = None) -> list[Measured]:
     the gradients of our adapters are in such memory. For short calls the latency is used.
 
     Args:
-        backend: name of a transport; measurements of other transports are left out.
+        backend: name of a transport; measurements of other transports are skipped.
 
     Raises:
         ConfigError: the file cannot be read, or has no measurement.

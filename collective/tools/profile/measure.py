@@ -250,7 +250,7 @@ def _add(
 
 
 def _messages(traces: Sequence[RankTrace]) -> Iterable[OperationCost]:
-    """Return the costs of messages; for them, waiting and moving cannot be told apart."""
+    """Return the costs of messages; for them, waiting cannot be separated from moving."""
     costs: dict[str, OperationCost] = {}
     taken: dict[str, Counter[int]] = {}
     for trace in traces:
