@@ -98,7 +98,9 @@ def _sizes_joined(arguments: Sequence[str]) -> list[str]:
 def _sizes(text: str) -> tuple[int, ...]:
     words = _words(text)
     if not words or not all(word.isdecimal() and int(word) for word in words):
-        raise argparse.ArgumentTypeError(f"{text!r}; positive integers, as 1 2 3 4 or 1,2,3,4")
+        raise argparse.ArgumentTypeError(
+            f"{text!r}; expected positive integers, as 1 2 3 4 or 1,2,3,4"
+        )
     return tuple(map(int, words))
 
 

@@ -105,7 +105,9 @@ def chosen_checks(names: Sequence[str] | None, expected: Mapping[str, str]) -> l
     known = all_checks()
     for name in (*(names or ()), *(key.partition("[")[0] for key in expected)):
         if name not in known:
-            raise ValueError(f"checks: no check is called {name!r}; one of {', '.join(known)}")
+            raise ValueError(
+                f"checks: no check is called {name!r}; the checks are {', '.join(known)}"
+            )
     return [check for name, check in known.items() if names is None or name in names]
 
 

@@ -75,7 +75,7 @@ def rate_name(rate: float | None) -> str:
 
 
 def _scaled(value: float, units: Mapping[str, float]) -> str:
-    """Return a value in the first of ``units``, from small to large, that needs three digits."""
+    """Return a value in the smallest of ``units`` in which three digits are enough."""
     *_, largest = units
     # Values from 999.5 up round to four digits, which %.3g would write with an exponent.
     unit = next((unit for unit, size in units.items() if abs(value) < 999.5 * size), largest)

@@ -38,7 +38,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def environments(options: argparse.Namespace) -> dict[str, Path]:
-    """Return name of the MPI library -> interpreter of its environment; "" is this interpreter.
+    """Return the interpreters that have an MPI library, by its name; "" is this interpreter.
 
     If a contestant names no library, it uses the first entry. The environments that options name
     come first, then this interpreter.

@@ -1,4 +1,4 @@
-"""Ends of a command from outside: a signal, or a standard output that accepts no more data.
+"""Handling of signals, and of a standard output that accepts no more data.
 
 A signal whose default action would end the process at once raises an exception instead. So the
 process can clean up on the way out: it ends ranks and removes directories.
@@ -70,7 +70,7 @@ def have_descriptors() -> bool:
 def explain(error: OSError) -> str | None:
     """Return a line that says why a command could not go on, or "" if nobody can read it.
 
-    None means that the error is a defect of the command, which needs a traceback.
+    None stands for any other error, which needs its traceback.
     """
     if isinstance(error, FileNotFoundError):
         try:

@@ -101,7 +101,8 @@ def execute(options: argparse.Namespace) -> int:
 
     # The threads of several ranks compete for cores, and they split products into other sums.
     one = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
-    if options.is_program:  # the variables must be set before NumPy is loaded
+    # Start again, so that the variables hold for ranks that are threads of this process, too.
+    if options.is_program:
         restart_with(**one)
     for variable, value in one.items():
         os.environ.setdefault(variable, value)

@@ -200,7 +200,8 @@ def _misuse(
     if options.replace and min_ranks == options.n:
         return (
             f"--replace without --min-ranks below {options.n}: when a rank is lost, the others "
-            f"are stopped, so a new rank has none to join. Give --min-ranks {max(1, options.n - 1)}"
+            "are stopped, so a new rank has no rank to join. Give, for example, --min-ranks "
+            f"{max(1, options.n - 1)}"
         )
     if options.replace and (mpi or on_host == "threads"):
         named = str(chosen["backend"].value) if "backend" in chosen else ""

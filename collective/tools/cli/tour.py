@@ -29,7 +29,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument(
         "--no-wait", action="store_true",
-        help="do not wait for Enter; without a terminal the tour never waits",
+        help="do not wait for Enter; the tour never waits if input or output is not a terminal",
     )  # fmt: skip
     parser.set_defaults(execute=execute)
 
@@ -115,7 +115,7 @@ def _run(command: Sequence[str], directory: Path) -> tuple[int, str]:
         for line in process.stdout:
             lines.append(line)
             print(line, end="", flush=True)
-    except KeyboardInterrupt:  # or Ended, for a signal to this process alone
+    except KeyboardInterrupt:  # or Ended, if the launcher did not get the signal
         process.terminate()
         raise
     finally:

@@ -52,7 +52,7 @@ def shared_memory() -> dict[str, Any]:
         of the limit, None without a limit; ``memfd``, whether memory is shared without a file;
         ``dev_shm`` and ``dev_shm_free``, which MPI libraries and PyTorch use; ``directory``
         in which launches meet, with ``directory_error``; ``ranks_bytes``, the memory for
-        ``ranks``, which is one rank for each core.
+        ``ranks``, which is one rank for each core, but at least 2.
     """
     cores = processors()["usable"]
     memory = _memory()

@@ -132,7 +132,7 @@ def _median(comm: Communicator, x: Any, calls: int) -> float:
 
 def _try(_: Participant, name: str) -> dict[str, Any]:
     """Take part as one of the two ranks that mpiexec has started."""
-    os.chdir(tempfile.gettempdir())  # a directory without a settings file
+    os.chdir(tempfile.gettempdir())  # settings files in the current directory must not apply
     with init(name, timeout=_CALL_S, start_timeout=_CALL_S) as comm:
         if comm.size != 2:
             raise BackendError(
