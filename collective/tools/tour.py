@@ -129,8 +129,8 @@ def lessons() -> list[Lesson]:
     return [
         Lesson(
             "Ranks",
-            "A program is started several times, and each process is a rank. All ranks make the\n"
-            "same calls, and each rank gets the result.",
+            "A program is started several times, and each process is a rank. All ranks make\n"
+            "the same calls, and each rank gets the result.",
             "hello.py",
             _HELLO,
             [["-n", "3"]],
@@ -138,8 +138,8 @@ def lessons() -> list[Lesson]:
         ),
         Lesson(
             "A mistake",
-            "Rank 2 calls with another operation than the other ranks. No rank hangs or gets a\n"
-            "wrong number: each rank gets an error that names each rank's call, and its place.",
+            "Rank 2 calls with another operation than the other ranks. No rank hangs or gets\n"
+            "a wrong number: each gets an error that shows which rank made which call, where.",
             "mismatch.py",
             _MISMATCH,
             [["-n", "3"]],
@@ -147,8 +147,8 @@ def lessons() -> list[Lesson]:
         ),
         Lesson(
             "A lost rank",
-            "Rank 1 is killed in the middle of the work. The other ranks get an error in their\n"
-            "call, and go on as two ranks.",
+            "Rank 1 is killed in the middle of the work. The other ranks get an error in\n"
+            "their call, and go on as two ranks.",
             "lost.py",
             _LOST,
             [["-n", "3", "--min-ranks", "2"]],

@@ -122,7 +122,7 @@ def test_the_command_lists_the_checks_of_a_kind(capsys: pytest.CaptureFixture[st
     lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
     assert set(lines) == set(all_checks())
     assert lines["check_broadcast"].split(maxsplit=2)[1] == "2"
-    assert "  0  skipped: is the same for arrays of any kind" in lines["check_fork"]
+    assert "  0  skipped: does not depend on the kind of array" in lines["check_fork"]
 
 
 def test_kinds_that_are_none_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
