@@ -1,9 +1,10 @@
-"""The object a user holds: ranks that can call each other.
+"""The communicator: the object through which a program's ranks call each other.
 
-Every public method stands here with its docstring. A call makes an object of :mod:`.calls` and
-passes it to the communicator's :class:`~.path.Path`; in front of such a method stands one in C,
-which makes plain calls by itself. Groups, generations and the end are functions over a communicator
-(:mod:`.groups`, :mod:`collective.elastic.changes`, :mod:`.lifecycle`).
+This module has every public method with its docstring. A method makes an object of :mod:`.calls`
+and passes it to the communicator's :class:`~.path.Path`. Where the native core is built, a method
+in C is called first: it makes plain calls by itself and leaves the others to the method here.
+Groups, generations and closing are functions over a communicator (:mod:`.groups`,
+:mod:`collective.elastic.changes`, :mod:`.lifecycle`).
 """
 
 from __future__ import annotations
@@ -60,10 +61,10 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def _first_in_c(kind: type[Any]) -> Callable[[_Method], _Method]:
-    """Have C make the plain calls of a method, where there is C.
+    """Return a decorator that lets C make a method's plain calls, if the native core is built.
 
     Args:
-        kind: the class of the method's calls.
+        kind: class of the method's calls.
     """
     return lambda method: native.method(method, kind) or explained(method)
 
@@ -71,27 +72,27 @@ def _first_in_c(kind: type[Any]) -> Callable[[_Method], _Method]:
 class Communicator(_Handle, NotCopied, ForeignNames):
     """Ranks 0 to ``size - 1``, connected by one transport.
 
-    Collective calls are made by all ranks in one order. One thread uses a communicator at
-    a time; calls with ``async_op=True`` go on in the background, in the order in which they
-    were made. An array passed in is never changed unless it is ``out``.
+    All ranks must make the same collective calls in the same order. Only one thread may use a
+    communicator at a time. Calls with ``async_op=True`` run in the background, in the order in
+    which they were made. A call never changes an input array, except the array passed as ``out``.
 
-    As a context manager it is closed at the end of the body. An exception in the body
-    aborts the peers: their calls raise ``PeerFailedError`` with its traceback.
+    As a context manager, the communicator is closed at the end of the body. An exception in the
+    body aborts the peers: their calls raise ``PeerFailedError`` with its traceback.
 
-    A deep copy of an object that has a communicator has the same one. A communicator cannot be
-    pickled.
+    A deep copy of an object that holds a communicator holds the same communicator. A communicator
+    cannot be pickled.
 
     Attributes:
-        rank, size: which of how many this is.
+        rank, size: this rank's number, and the number of ranks.
         local_rank, local_size: the same among the ranks of this host.
-        host: the name of this host.
-        backend, capabilities: the name of the transport, and what it can do.
-        recorder: the last calls of this communicator.
+        host: name of this host.
+        backend, capabilities: name of the transport, and the features that it supports.
+        recorder: record of the last calls of this communicator.
     """
 
     instead = (
-        "Leave it out of what is pickled (of a model, save the state_dict()), and give what is "
-        "loaded a communicator of the process that loads it."
+        "Remove the communicator from the object before pickling it (of a model, save the "
+        "state_dict()). After loading, give the object a communicator of the loading process."
     )
 
     def __init__(
@@ -115,12 +116,12 @@ class Communicator(_Handle, NotCopied, ForeignNames):
         self.local_size = local_size
         self.host = host
         self.backend = backend.name
-        # The groups made of this communicator.
+        # Groups that were made from this communicator.
         self._children: weakref.WeakSet[Self] = weakref.WeakSet()
         self._membership = Membership(self)
         self._succession = Succession(lineage)
         self._open = open_to_others
-        # In a forked child, why the communicator is not that process's.
+        # Empty, except in a forked child: there, the reason why the child may not use it.
         self._foreign = ""
         lifecycle.register(self)
 
@@ -149,32 +150,34 @@ class Communicator(_Handle, NotCopied, ForeignNames):
         Collective: every rank calls it, with one op, shape and dtype.
 
         Args:
-            x: an array of any strides, or one of Python's numbers; or a nested list, tuple or dict
-                of these, which travel together. An ``int`` has 64 bits on the way, and is refused
-                where the ranks' sum or product might not fit (arrays wrap).
+            x: array of any strides, or a Python number; or a nested list, tuple or dict of these,
+                reduced in one call. An ``int`` is sent as 64 bits. If the ranks' sum or product
+                might not fit into 64 bits, the call raises DtypeError (integer arrays wrap).
             op: ``"sum"``, ``"prod"``, ``"min"``, ``"max"``, ``"avg"``, ``"band"``,
-                ``"bor"``, ``"bxor"``, ``"land"``, ``"lor"``, or what
-                ``collective.premul_sum`` or ``collective.user_op`` return. Integers wrap.
-                To ``min`` and ``max`` -0 is less than 0, and NaN comes of any NaN, always
-                the quiet one without sign and payload (on GPUs as NCCL has it).
-            out: where the result goes, of the shape and dtype of ``x``; may be ``x``. For
-                a structure, one of the same nesting.
-            order: ``"rank"`` folds ``((x0 op x1) op x2) …``, so that the result has the
+                ``"bor"``, ``"bxor"``, ``"land"``, ``"lor"``, or the return value of
+                ``collective.premul_sum`` or ``collective.user_op``. Integer arrays wrap.
+                For ``min`` and ``max``, -0 is less than 0, and the result is NaN if any input
+                is NaN: always the quiet NaN without sign and payload. On GPUs, NCCL's rules for
+                -0 and NaN apply.
+            out: array that receives the result, of the shape and dtype of ``x``; may be ``x``
+                itself. If ``x`` is a structure, a structure of the same nesting.
+            order: if ``"rank"``, fold ``((x0 op x1) op x2) …``, so that the result has the
                 same bits on every transport and in every run.
-            timeout: seconds; the communicator's by default.
-            async_op: return a ``Work`` at once; the arrays must not be touched until its
-                ``wait()`` has returned.
+            timeout: deadline in seconds; by default the communicator's timeout.
+            async_op: if true, return a ``Work`` at once. The program must not touch the arrays
+                until ``wait()`` of the ``Work`` has returned.
 
         Returns:
-            ``out``, or a new array of the framework, shape and dtype of ``x``; a number of the type
-            of ``x``.
+            ``out``, or a new array of the framework, shape and dtype of ``x``. If ``x`` is a
+            number, a number of the same type.
 
         Raises:
-            DtypeError: the op is not defined for the dtype, or integers might not fit.
+            DtypeError: the op is not defined for the dtype, or a Python integer might not fit.
             MismatchError: the ranks' calls differ; nothing was written.
-            CollectiveTimeoutError, PeerLostError, PeerFailedError: after these ``out``
-                holds some, all or none of the result.
-            Exception: what a user's operator raised here; the others get PeerFailedError.
+            CollectiveTimeoutError, PeerLostError, PeerFailedError: the call was interrupted;
+                ``out`` holds some, all or none of the result.
+            Exception: a user's operator raised it on this rank; the other ranks raise
+                PeerFailedError.
 
         See Also:
             MPI_Allreduce, ncclAllReduce, torch.distributed.all_reduce.
@@ -200,11 +203,11 @@ class Communicator(_Handle, NotCopied, ForeignNames):
 
         Args:
             x, op, order, timeout, async_op: as in :meth:`all_reduce`.
-            root: the rank that gets the result.
-            out: at the root, where the result goes; ignored elsewhere.
+            root: rank that gets the result.
+            out: at the root, array that receives the result; ignored on the other ranks.
 
         Returns:
-            At the root ``out`` or a new array; None elsewhere.
+            At the root, ``out`` or a new array; None on the other ranks.
 
         Raises:
             As :meth:`all_reduce`.
@@ -225,14 +228,14 @@ class Communicator(_Handle, NotCopied, ForeignNames):
         timeout: float | None = None,
         async_op: bool = False,
     ) -> Any:
-        """Fold the arrays of ranks 0 to this one, inclusive, in rank order.
+        """Fold the arrays of rank 0 to this rank, inclusive, in rank order.
 
         Collective: every rank calls it, with one op, shape and dtype.
 
         Args:
             x, out, timeout, async_op: as in :meth:`all_reduce`.
-            op: as there, but for ``"avg"``: an average over a varying number of ranks
-                is not one operation.
+            op: as in :meth:`all_reduce`, except ``"avg"``: every rank would average over another
+                number of ranks.
 
         Returns:
             ``x0 op x1 … op x_rank``, as ``out`` or a new array.
@@ -265,16 +268,16 @@ class Communicator(_Handle, NotCopied, ForeignNames):
 
         Args:
             x, op, order, timeout, async_op: as in :meth:`all_reduce`.
-            counts: lengths of the ranks' pieces along ``axis``; by default as
-                ``numpy.array_split`` cuts.
-            axis: the axis that is cut.
-            out: where this rank's piece goes, of the piece's shape.
+            counts: lengths of the ranks' pieces along ``axis``; by default the lengths that
+                ``numpy.array_split`` gives.
+            axis: axis along which the result is cut.
+            out: array that receives this rank's piece, of the piece's shape.
 
         Returns:
             Piece ``rank`` of the result, as ``out`` or a new array.
 
         Raises:
-            As :meth:`all_reduce`. ShapeError: the counts do not add up to the axis.
+            As :meth:`all_reduce`. ShapeError: the counts do not add up to the length of the axis.
 
         See Also:
             MPI_Reduce_scatter, ncclReduceScatter.
@@ -298,19 +301,21 @@ class Communicator(_Handle, NotCopied, ForeignNames):
         Collective: every rank calls it, with one root.
 
         Args:
-            x: at the root, an array, a number, or a nested list, tuple or dict of these. Elsewhere
-                None, or the same, whose values do not matter and are not changed.
-            root: the rank whose array it is.
-            out: where it goes; ``broadcast(w, out=w)`` works in place.
-            like: where ``x`` is None, the framework of the result: its name, or an array.
+            x: at the root, an array, a number, or a nested list, tuple or dict of these. On the
+                other ranks, None, or a value of the same nesting, shapes and dtypes: its elements
+                are ignored and not changed.
+            root: rank whose array is broadcast.
+            out: array that receives the result; ``broadcast(w, out=w)`` works in place.
+            like: if ``x`` is None, framework of the result: its name, or an array of it.
             timeout, async_op: as in :meth:`all_reduce`.
 
         Returns:
-            ``out`` if given; else, at the root ``x`` itself, elsewhere a new array. Of an array
-            whose framework is unknown here and takes none of ours, all ranks get NumPy's, the root
-            over the memory of ``x`` if that is writable. Where ``x`` is None structures come as
-            they were nested at the root, tuples as lists, dicts with string keys; and numbers as
-            arrays of no dimensions.
+            ``out`` if given; else ``x`` itself at the root, and a new array on the other ranks. If
+            the framework of ``x`` is unknown to this library and does not accept the library's
+            memory, all ranks get NumPy arrays; the root's array shares the memory of ``x`` if that
+            is writable. Where ``x`` is None, a structure arrives nested as at the root, but tuples
+            become lists and dict keys become strings. A number arrives there as an array of no
+            dimensions.
 
         Raises:
             MismatchError: shapes, dtypes or roots differ; nothing was written.
@@ -339,23 +344,23 @@ class Communicator(_Handle, NotCopied, ForeignNames):
         Collective: every rank calls it, with one root.
 
         Args:
-            x: at the root, an array or a nested list, tuple or dict of arrays, each of
-                which is cut. Elsewhere None, or something of the same shape.
-            root: the rank whose array is cut.
-            counts: at the root, lengths of the ranks' pieces along ``axis``; by default
-                as ``numpy.array_split`` cuts.
-            axis: at the root, the axis that is cut.
-            out: where this rank's piece goes.
-            like: the framework of the result where ``x`` and ``out`` are None.
+            x: at the root, an array, or a nested list, tuple or dict of arrays, each of
+                which is cut. On the other ranks, None or a value of the same shape.
+            root: rank whose array is cut.
+            counts: at the root, lengths of the ranks' pieces along ``axis``; by default the
+                lengths that ``numpy.array_split`` gives.
+            axis: at the root, axis along which the array is cut.
+            out: array that receives this rank's piece.
+            like: framework of the result, if ``x`` and ``out`` are None.
             timeout, async_op: as in :meth:`all_reduce`.
 
         Returns:
-            Piece ``rank``, as ``out`` or a new array. Structures come as they were nested
-            at the root, dicts with string keys.
+            Piece ``rank``, as ``out`` or a new array. A structure arrives nested as at the
+            root, but dict keys become strings.
 
         Raises:
-            ShapeError: the counts do not add up to the axis, or ``out`` does not fit (after
-                the call: its own rank raises, nothing is written there).
+            ShapeError: the counts do not add up to the length of the axis, or ``out`` does not
+                fit. In the second case only this rank raises, after the call; nothing is written.
             MismatchError: roots or operations differ.
 
         See Also:
@@ -382,20 +387,20 @@ class Communicator(_Handle, NotCopied, ForeignNames):
         along the axis.
 
         Args:
-            x: an array, or a nested list, tuple or dict of arrays; or one of Python's numbers, of
-                which the result is a list.
-            root: the rank that gets the result.
-            counts: the ranks' lengths along ``axis``, where all ranks know them: spares
+            x: array, or a nested list, tuple or dict of arrays; or a Python number: then the
+                result is a list of numbers.
+            root: rank that gets the result.
+            counts: lengths of the ranks' arrays along ``axis``, if all ranks know them: saves
                 the exchange of shapes.
-            axis: the axis to join along; a 0-d array counts as one of length 1.
-            out: at the root, where the result goes.
+            axis: axis along which the arrays are joined; a 0-d array counts as one of length 1.
+            out: at the root, array that receives the result.
             timeout, async_op: as in :meth:`all_reduce`.
 
         Returns:
-            At the root ``out`` or a new array; None elsewhere.
+            At the root, ``out`` or a new array; None on the other ranks.
 
         Raises:
-            ShapeError: ``out`` does not fit (after the call; nothing is written).
+            ShapeError: ``out`` does not fit (raised after the call; nothing is written).
             MismatchError: dtypes, other axes, roots or nestings differ.
 
         See Also:
@@ -445,17 +450,17 @@ class Communicator(_Handle, NotCopied, ForeignNames):
         timeout: float | None = None,
         async_op: bool = False,
     ) -> Any:
-        """Cut every rank's array into pieces, send piece ``j`` to rank ``j``, join what comes.
+        """Cut every rank's array into pieces, send piece ``j`` to rank ``j``, join the received.
 
         Collective: every rank calls it, with one dtype and axis; shapes may differ along
         the axis.
 
         Args:
-            x: an array, or a nested list, tuple or dict of arrays, each of which is cut.
-            counts: lengths of the pieces that this rank sends; ranks may differ. By
-                default as ``numpy.array_split`` cuts.
-            axis: the axis to cut and to join along.
-            out: where the result goes; may not be ``x``.
+            x: array, or a nested list, tuple or dict of arrays, each of which is cut.
+            counts: lengths of the pieces that this rank sends; other ranks may pass other
+                lengths. By default the lengths that ``numpy.array_split`` gives.
+            axis: axis along which arrays are cut and joined.
+            out: array that receives the result; must not be ``x``.
             timeout, async_op: as in :meth:`all_reduce`.
 
         Returns:
@@ -463,8 +468,8 @@ class Communicator(_Handle, NotCopied, ForeignNames):
             array.
 
         Raises:
-            ShapeError: the counts do not add up to the axis (before anything is sent), or
-                ``out`` does not fit (after the call; nothing is written).
+            ShapeError: the counts do not add up to the length of the axis (raised before anything
+                is sent), or ``out`` does not fit (raised after the call; nothing is written).
             MismatchError: dtypes, other axes or nestings differ.
 
         See Also:
@@ -475,12 +480,12 @@ class Communicator(_Handle, NotCopied, ForeignNames):
 
     @_first_in_c(Barrier)
     def barrier(self, *, timeout: float | None = None, async_op: bool = False) -> Any:
-        """Wait until every rank has called it.
+        """Wait until every rank has called ``barrier``.
 
         Collective: every rank calls it.
 
         Raises:
-            CollectiveTimeoutError, PeerLostError, PeerFailedError: somebody did not.
+            CollectiveTimeoutError, PeerLostError, PeerFailedError: some rank did not call it.
 
         See Also:
             MPI_Barrier.
@@ -488,25 +493,25 @@ class Communicator(_Handle, NotCopied, ForeignNames):
         return self._path.make(Barrier(self._path), timeout, async_op)
 
     def plan(self, operation: str, *args: Any, **options: Any) -> PreparedCall:
-        """Prepare a collective call, for loops that make the same one on the same arrays.
+        """Prepare a collective call, for loops that make the same call on the same arrays.
 
-        ``step = comm.plan("all_reduce", x, out=y)`` sends nothing; ``step()`` makes the call, and
-        spares what is found out about arrays and arguments anew in every
-        ``comm.all_reduce(x, out=y)``. Other ranks may make the call either way. It goes by the
-        memory that the arrays have when ``step()`` is called, and refuses arrays that no longer
-        have the shape and dtype they had here.
+        ``step = comm.plan("all_reduce", x, out=y)`` sends nothing, and ``step()`` makes the call.
+        Unlike ``comm.all_reduce(x, out=y)``, ``step()`` does not check the arguments and arrays
+        again each time. Other ranks may make the call either way. ``step()`` uses the memory that
+        the arrays have when it is called. It raises an error if an array no longer has the shape
+        and dtype that it had when the call was planned.
 
         Args:
-            operation: the method's name: ``"all_reduce"``, ``"reduce"``, ``"reduce_scatter"``,
+            operation: name of the method: ``"all_reduce"``, ``"reduce"``, ``"reduce_scatter"``,
                 ``"scan"``, ``"broadcast"``, ``"gather"``, ``"all_gather"``, ``"scatter"``,
                 ``"all_to_all"`` or ``"barrier"``.
-            args, options: as the method takes them, but for ``async_op``, which is given when the
-                call is made. Arrays are contiguous and on the CPU, no structures; what is cut or
-                joined is so along the first axis.
+            args, options: arguments of the method, except ``async_op``, which ``step()`` takes.
+                Arrays must be contiguous and on the CPU; structures are not allowed. Arrays are
+                cut or joined along the first axis only.
 
         Raises:
-            InvalidArgumentError: there is no such operation, or the arrays do not fit; and
-                whatever else the method raises before it sends anything.
+            InvalidArgumentError: there is no such operation, or the arrays cannot be planned. The
+                method's own errors that it raises before it sends anything are raised, too.
         """
         return prepared.plan(self, self._path, operation, args, options)
 
@@ -524,19 +529,20 @@ class Communicator(_Handle, NotCopied, ForeignNames):
     ) -> Any:
         """Send an array to rank ``dst``; return when ``x`` may be changed.
 
-        The receiver may have to ask for it first. Messages to one rank with one tag
+        The call may block until the receiver calls :meth:`recv`. Messages to one rank with one tag
         arrive in the order in which they were sent.
 
         Args:
-            x: an array of at most 12 dimensions, or a nested list, tuple or dict of
-                arrays, which is one message.
-            dst: another rank, or ``collective.NULL``: nothing is sent then.
-            tag: an integer from 0 to 2**31 - 1 that the receiver has to give too.
+            x: array of at most 12 dimensions, or a nested list, tuple or dict of arrays, sent
+                as one message.
+            dst: another rank, or ``collective.NULL``: then nothing is sent.
+            tag: integer from 0 to 2**31 - 1; the receiver must pass the same tag.
             timeout, async_op: as in :meth:`all_reduce`.
 
         Raises:
-            RankError, InvalidArgumentError: refused; nothing was sent.
-            CollectiveTimeoutError, PeerLostError, PeerFailedError: it may have arrived.
+            RankError, InvalidArgumentError: an argument was refused; nothing was sent.
+            CollectiveTimeoutError, PeerLostError, PeerFailedError: the call was interrupted; the
+                message may or may not have arrived.
 
         See Also:
             MPI_Send.
@@ -559,21 +565,21 @@ class Communicator(_Handle, NotCopied, ForeignNames):
         """Receive an array from rank ``src``.
 
         Args:
-            out: where it goes, of the sender's shape and dtype (or a structure like the
-                sender's); or None, to take whatever comes.
-            src: another rank, ``collective.ANY_SOURCE``, or ``collective.NULL``: nothing is
-                received then, and ``out`` stays as it is.
-            tag: the sender's.
-            like: the framework of the result where ``out`` is None: its name, or an array.
-            status: is told who sent the message.
+            out: array that receives the message, of the sender's shape and dtype (or a structure
+                like the sender's); or None, to accept a message of any shape and dtype.
+            src: another rank, ``collective.ANY_SOURCE``, or ``collective.NULL``: then nothing is
+                received, and ``out`` stays unchanged.
+            tag: tag that the sender passed.
+            like: if ``out`` is None, framework of the result: its name, or an array of it.
+            status: object whose ``source`` is set to the sender's rank.
             timeout, async_op: as in :meth:`all_reduce`.
 
         Returns:
-            ``out``, or a new array; None where both ``out`` is None and ``src`` is NULL.
+            ``out``, or a new array; None if ``out`` is None and ``src`` is NULL.
 
         Raises:
-            ShapeError, DtypeError: what came does not fit ``out``. The message is gone,
-                ``out`` is untouched, the communicator stays usable.
+            ShapeError, DtypeError: the message does not fit ``out``. The message is lost,
+                ``out`` is unchanged, and the communicator stays usable.
 
         See Also:
             MPI_Recv.
@@ -596,19 +602,19 @@ class Communicator(_Handle, NotCopied, ForeignNames):
     ) -> Any:
         """Send ``x`` to rank ``dst`` and receive from rank ``src``, neither waiting for the other.
 
-        The ranks that take part all call ``sendrecv``, so that everyone who sends is
-        received from. A rank may exchange with itself, and either side may be
-        ``collective.NULL``: at the edge of a grid nothing goes there, and nothing comes.
+        All ranks that take part must call ``sendrecv``, so that every rank's message is received.
+        A rank may exchange with itself. ``dst`` and ``src`` may be ``collective.NULL``, as at the
+        edge of a grid: then that half of the call does nothing.
 
         Args:
             x, dst, tag: as in :meth:`send`.
-            src, out: as in :meth:`recv`, without ANY_SOURCE. ``out`` may be ``x``, or overlap it:
-                what is sent is what ``x`` held when the call was made.
-            like: the framework of the result where ``out`` is None; that of ``x`` by default.
+            src, out: as in :meth:`recv`, but without ANY_SOURCE. ``out`` may be ``x``, or overlap
+                ``x``: the call sends the values that ``x`` held when the call was made.
+            like: framework of the result if ``out`` is None; by default the framework of ``x``.
             timeout, async_op: as in :meth:`all_reduce`.
 
         Returns:
-            ``out``, or a new array; None where both ``out`` is None and ``src`` is NULL.
+            ``out``, or a new array; None if ``out`` is None and ``src`` is NULL.
 
         See Also:
             MPI_Sendrecv.
@@ -627,19 +633,21 @@ class Communicator(_Handle, NotCopied, ForeignNames):
         Collective: every rank calls it, with one root.
 
         An object is plain data: None, bool, int, float, complex, str, bytes, list, tuple, dict,
-        set, and arrays, nested at will.
+        set, and arrays, nested to any depth.
 
         Args:
-            obj: the object at the root; ignored elsewhere.
-            root: the rank whose object it is.
-            pickle: carries anything. The sender *and* the receiver must pass it, as reading a
-                pickle runs code that its writer chose. It is refused where ranks of several hosts
-                have met without a secret: others may have joined.
-            timeout: seconds; the communicator's by default.
+            obj: the object at the root; ignored on the other ranks.
+            root: rank whose object is broadcast.
+            pickle: if true, send any object as a pickle. The sender *and* the receiver must pass
+                it, because reading a pickle runs code that its writer chose. The call refuses it
+                if ranks of several hosts have connected without a secret: strangers may have
+                joined.
+            timeout: deadline in seconds; by default the communicator's timeout.
 
         Returns:
-            At the root ``obj`` itself, elsewhere a copy; at the root a copy, too, if ``obj`` has
-            arrays that arrive as NumPy's: of GPUs, or of frameworks that are unknown here.
+            At the root, ``obj`` itself; on the other ranks, a copy. The root gets a copy, too, if
+            ``obj`` contains arrays that arrive as NumPy arrays: arrays on GPUs, or arrays of
+            frameworks that this library does not know.
         """
         objects = self._objects("broadcast_object", pickle)
         return objects.broadcast(obj, root, timeout)
@@ -648,7 +656,7 @@ class Communicator(_Handle, NotCopied, ForeignNames):
     def gather_object(
         self, obj: Any, *, root: int = 0, pickle: bool = False, timeout: float | None = None
     ) -> list[Any] | None:
-        """Give ``root`` the list of the ranks' objects, in rank order; None elsewhere.
+        """Give ``root`` the list of the ranks' objects, in rank order; return None on other ranks.
 
         Collective: every rank calls it, with one root. Args as in :meth:`broadcast_object`.
         """
@@ -674,17 +682,17 @@ class Communicator(_Handle, NotCopied, ForeignNames):
         pickle: bool = False,
         timeout: float | None = None,
     ) -> Any:
-        """Give each rank its item of a sequence that ``root`` has.
+        """Give each rank its item of the sequence that ``root`` passes.
 
         Collective: every rank calls it, with one root.
 
         Args:
-            objs: at the root, one object for each rank; ignored elsewhere.
+            objs: at the root, one object for each rank; ignored on the other ranks.
             root, pickle, timeout: as in :meth:`broadcast_object`.
 
         Raises:
-            InvalidArgumentError: at the root, the sequence has another length (nothing is
-                sent, and the other ranks keep waiting for a call that is right).
+            InvalidArgumentError: at the root, the length of the sequence is not the number of
+                ranks. Nothing is sent, and the other ranks keep waiting for a correct call.
         """
         objects = self._objects("scatter_object", pickle)
         return objects.scatter(objs, root, timeout)
@@ -699,7 +707,7 @@ class Communicator(_Handle, NotCopied, ForeignNames):
         pickle: bool = False,
         timeout: float | None = None,
     ) -> None:
-        """Send an object to rank ``dst``, who calls :meth:`recv_object`.
+        """Send an object to rank ``dst``, which must call :meth:`recv_object`.
 
         Args:
             obj: the object.
@@ -719,11 +727,11 @@ class Communicator(_Handle, NotCopied, ForeignNames):
             pickle: as in :meth:`broadcast_object`.
 
         Returns:
-            The object; None where ``src`` is ``collective.NULL``.
+            The object; None if ``src`` is ``collective.NULL``.
 
         Raises:
-            InvalidArgumentError: the sender used pickle and this call does not; the message
-                is gone and was not read.
+            InvalidArgumentError: the sender passed ``pickle=True`` and this call did not; the
+                message is lost and was not read.
         """
         return self._objects("recv_object", pickle).recv(src, tag, timeout)
 
@@ -754,23 +762,23 @@ class Communicator(_Handle, NotCopied, ForeignNames):
     ) -> Any:
         """Return an uninitialised array in memory that the transport reduces without copies.
 
-        On ``shm`` every rank sees the others' parts: collectives on such arrays, and on
-        contiguous views of them, move each byte once. On ``nccl`` it is memory of the GPU that
-        NCCL has registered, where its version can. Elsewhere it is ordinary memory. It is freed
-        when the last rank has dropped its array.
+        On ``shm`` every rank can access the other ranks' parts: collectives on such arrays, and on
+        contiguous views of them, move each byte once. On ``nccl`` it is GPU memory registered with
+        NCCL, if the NCCL version supports registration. On other transports it is ordinary memory.
+        The memory is freed when the last rank has dropped its array.
 
         Collective: every rank calls it, with one shape and dtype.
 
         Args:
-            shape: the array's shape.
-            dtype: a name (``"bfloat16"``), or a NumPy or PyTorch dtype.
-            like: the framework, as its name or an array; NumPy by default. On a transport that
-                takes arrays of the CPU and of GPUs, an array on a GPU or ``"cuda"`` asks for
-                the GPU's memory.
+            shape: shape of the array.
+            dtype: name (``"bfloat16"``), or a NumPy or PyTorch dtype.
+            like: framework of the array: its name, or an array of it; by default NumPy. On a
+                transport that takes arrays on the CPU and on GPUs, an array on a GPU or ``"cuda"``
+                requests GPU memory.
 
         Raises:
-            AllocationError: there is not enough; on every rank.
-            UnsupportedError: it is to be on a GPU, and the transport has no such memory to share.
+            AllocationError: some rank does not have enough memory; raised on every rank.
+            UnsupportedError: GPU memory was requested, and the transport cannot share GPU memory.
             MismatchError: shapes or dtypes differ.
 
         See Also:
@@ -784,17 +792,21 @@ class Communicator(_Handle, NotCopied, ForeignNames):
     ) -> np.ndarray[Any, np.dtype[np.uint8]] | None:
         """Make memory that a framework allocated symmetric, as if it came from :meth:`empty`.
 
+        Symmetric memory is memory that every rank can access, so that a collective on it moves
+        each byte once.
+
         Collective: every rank calls it, with one length.
 
         Args:
-            nbytes: the length of the memory on the host.
-            move: puts the memory into POSIX shared memory and returns a descriptor that is open
-                until this returns. Called once all ranks are here and there is room for it.
+            nbytes: length of the memory on the host, in bytes.
+            move: function that moves the memory into POSIX shared memory and returns its file
+                descriptor, which must stay open until ``adopt`` returns. It is called once all
+                ranks have made this call and there is room for the memory.
 
         Returns:
-            The memory's bytes, mapped once more: collectives on views of this array move each
-            byte once. None on every rank where the transport has no symmetric memory, or if
-            one of the ranks could not: then the memory can be used as before.
+            The bytes of the memory, mapped a second time: collectives on views of this array move
+            each byte once. None on every rank if the transport has no symmetric memory, or if
+            some rank could not make its memory symmetric. Then the memory can be used as before.
 
         Raises:
             MismatchError: lengths differ.
@@ -809,15 +821,16 @@ class Communicator(_Handle, NotCopied, ForeignNames):
     def group(self, ranks: Sequence[int]) -> Self:
         """Return a communicator among ``ranks``, which become 0, 1, … in that order.
 
-        Collective among ``ranks`` only: the others neither call it nor notice.
+        Collective among ``ranks`` only: the other ranks do not call it and are not affected.
 
         Args:
-            ranks: distinct ranks, this one among them, in the same order everywhere.
+            ranks: distinct ranks that include this rank, in the same order on every member.
 
         Raises:
-            RankError: a rank is outside, or twice there, or this one is missing.
-            MismatchError: a member names other ranks, or in another order.
-            AllocationError: a member has not enough file descriptors left; on every member.
+            RankError: a rank is outside the communicator or listed twice, or this rank is missing.
+            MismatchError: a member names other ranks, or the same ranks in another order.
+            AllocationError: a member does not have enough file descriptors left; raised on every
+                member.
             CollectiveTimeoutError: a member did not call it.
 
         See Also:
@@ -836,13 +849,14 @@ class Communicator(_Handle, NotCopied, ForeignNames):
 
     @explained
     def split(self, color: int | None, key: int = 0) -> Self | None:
-        """Part the ranks by colour: return the communicator of those with this one's.
+        """Split the ranks by colour: return the communicator of the ranks with this rank's colour.
 
         Collective: every rank calls it.
 
         Args:
-            color: an integer; ranks with the same come together. None takes no part.
-            key: orders the ranks of a colour; ties by rank here.
+            color: integer; ranks with the same colour form one communicator. With None, this rank
+                joins no communicator.
+            key: integer that orders the ranks of one colour; equal keys are ordered by rank.
 
         Returns:
             The new communicator, or None if ``color`` is None.
@@ -865,7 +879,7 @@ class Communicator(_Handle, NotCopied, ForeignNames):
 
     @explained
     def dup(self) -> Self:
-        """Return a communicator of the same ranks whose calls don't mix with these.
+        """Return a new communicator of the same ranks, whose calls never mix with this one's calls.
 
         Collective: every rank calls it.
 
@@ -880,18 +894,19 @@ class Communicator(_Handle, NotCopied, ForeignNames):
         shape: int | Sequence[int | None] | None,
         periodic: bool | Sequence[bool] = False,
     ) -> Grid[Self]:
-        """Return the ranks as the points of a grid: this one's coordinates and neighbours.
+        """Return the ranks as points of a grid, with this rank's coordinates and neighbours.
 
-        It sends nothing. Ranks that give different shapes see different grids.
+        The call sends nothing, so ranks that pass different shapes get different grids.
 
         Args:
-            shape: how many ranks there are along each axis. What is None or -1 is computed, and
-                several of these as near to each other as may be, the larger first: ``(None,
-                None)`` is 3 by 2 of six ranks.
-            periodic: whether the last rank of an axis is next to the first, for all axes or each.
+            shape: number of ranks along each axis. A length of None or -1 is computed. Several
+                computed lengths are as close to each other as possible, the larger first:
+                ``(None, None)`` is 3 by 2 for six ranks.
+            periodic: whether the last rank of an axis is next to the first: one bool for all axes,
+                or one for each axis.
 
         Raises:
-            InvalidArgumentError: the grid has not as many points as there are ranks.
+            InvalidArgumentError: the number of points in the grid is not the number of ranks.
 
         See Also:
             MPI_Cart_create, MPI_Dims_create.
@@ -902,44 +917,45 @@ class Communicator(_Handle, NotCopied, ForeignNames):
 
     @property
     def generation(self) -> int:
-        """How often :meth:`shrink` and :meth:`grow` were called on the way here, from 0."""
+        """Number of calls of :meth:`shrink` and :meth:`grow` that led to this communicator."""
         return self._succession.generation
 
     @property
     def origin(self) -> tuple[int, ...]:
-        """The ranks that were once these, in the order of those of now.
+        """Original number of each present rank, in the order of the present ranks.
 
-        They are numbered as in the communicator of generation 0; a group's as it was made. Who has
-        joined since has a number of its own, greater than all that were before.
+        Original numbers are the ranks of the communicator of generation 0; for a group, the ranks
+        in the group as it was made. A process that joined later has a new number, greater than all
+        numbers that were used before.
         """
         return self._succession.origin(self.size)
 
     @property
     def lost(self) -> frozenset[int]:
-        """Of the ranks of the last generation, those that are not in this one."""
+        """Ranks of the previous generation that are not in this one."""
         return self._succession.lost
 
     @property
     def shrink_timeout(self) -> float:
-        """Seconds that :meth:`shrink` may take where the call names no other deadline.
+        """Seconds that :meth:`shrink` may take if the call passes no ``timeout``.
 
-        The communicator's timeout, or as long as it takes to go on without silent ranks if that is
-        longer: four times ``COLLECTIVE_SHRINK_GRACE``, and what connecting may take.
+        This is the communicator's timeout, or the time needed to continue without silent ranks if
+        that is longer: four times ``COLLECTIVE_SHRINK_GRACE``, plus the time to connect.
         """
         return self._succession.shrink_timeout(self.timeout)
 
     @property
     def joins(self) -> bool:
-        """Whether this process is alone and waits to join other ranks, which :meth:`grow` does.
+        """Whether this process is alone and will join other ranks when it calls :meth:`grow`.
 
-        So it is with ``init(join="late")``, as ``collective run --replace`` starts a process in
-        place of a lost one.
+        It is true after ``init(join="late")``, as in a process that ``collective run --replace``
+        starts in place of a lost one.
         """
         return self._succession.joiner is not None
 
     @property
     def grows(self) -> bool:
-        """Whether processes can join: not over every transport, and no group."""
+        """Whether processes can join: some transports and all groups do not support it."""
         return self.capabilities.grows and self._succession.founders > 0
 
     @explained
@@ -950,34 +966,38 @@ class Communicator(_Handle, NotCopied, ForeignNames):
         min_ranks: int | None = None,
         timeout: float | None = None,
     ) -> Self:
-        """Return a communicator of the ranks that are left, after a loss or at any time.
+        """Return a communicator of the surviving ranks, after a loss or at any time.
 
-        Collective among those: every rank that lives calls it, when a call of this communicator
-        has raised ``PeerLostError``, or any error after which it is broken. One that is sound is
-        broken by it first: calls of ranks that have not called it raise
-        ``CommunicatorAbortedError``, which asks them to. Ranks keep their order. The ranks go on
-        without those that have died or left, and without those that are silent for
-        ``COLLECTIVE_SHRINK_GRACE`` seconds (5), or for a quarter of ``timeout`` if that is less.
-        If a rank dies meanwhile the others decide again.
+        Collective among the survivors: every rank that lives calls it, after a call of this
+        communicator has raised ``PeerLostError`` or any other error that breaks the communicator.
+        If the communicator is still sound, ``shrink`` breaks it first: then calls of ranks that
+        have not called ``shrink`` raise ``CommunicatorAbortedError``, whose text asks them to.
 
-        This communicator is closed then, with the groups made of it. Its symmetric memory stays as
-        it is, each rank's own.
+        The surviving ranks keep their order. They continue without ranks that have died or left.
+        They also continue without ranks that are silent for ``COLLECTIVE_SHRINK_GRACE`` seconds
+        (5), or for a quarter of ``timeout`` if that is less. If a rank dies meanwhile, the other
+        ranks decide again.
+
+        Afterwards this communicator and the groups made from it are closed. Each rank keeps its own
+        part of the symmetric memory, unchanged.
 
         Args:
-            exclude: ranks that are out, alive or not; they get ``ExcludedError``.
-            min_ranks: go on only with so many, by default ``COLLECTIVE_MIN_RANKS`` (1).
-            timeout: seconds for all of it, by default :attr:`shrink_timeout`.
+            exclude: ranks to leave out, alive or not; their calls raise ``ExcludedError``.
+            min_ranks: minimum number of ranks to continue with; by default
+                ``COLLECTIVE_MIN_RANKS`` (1).
+            timeout: deadline in seconds for the whole call; by default :attr:`shrink_timeout`.
 
         Returns:
-            The next generation. All are in it, or nobody is left out who was not lost or silent.
+            The communicator of the next generation. Only lost, silent and excluded ranks are left
+            out of it.
 
         Raises:
-            ExcludedError: the others went on without this rank.
-            PeerLostError: fewer than ``min_ranks`` are left; on all of them.
-            CollectiveTimeoutError: they did not agree in time; names who did not come.
+            ExcludedError: the other ranks continued without this rank.
+            PeerLostError: fewer than ``min_ranks`` ranks are left; raised on all of them.
+            CollectiveTimeoutError: the ranks did not agree in time; names the missing ranks.
             RendezvousError: the store in which the ranks met is gone.
-            UnsupportedError: this transport, or that store, cannot.
-            RankError: ``exclude`` names this rank, or one that there is not.
+            UnsupportedError: this transport or that store does not support it.
+            RankError: ``exclude`` names this rank, or a rank that does not exist.
 
         See Also:
             MPIX_Comm_shrink, ncclCommShrink.
@@ -989,16 +1009,17 @@ class Communicator(_Handle, NotCopied, ForeignNames):
         return lifecycle.succeed(self, backend, lineage, deadline)
 
     def waiting(self) -> int:
-        """Return how many processes wait to join: the same on all ranks.
+        """Return the number of processes that wait to join, the same on all ranks.
 
-        Rank 0 looks, and broadcasts what it has seen: as long as nobody waits, one file that is
-        not there, and a small broadcast. From the first call on processes find these ranks.
+        Rank 0 reads the number from the store and broadcasts it. While no process waits, the cost
+        is one look-up of a missing key (a file) and one small broadcast. Processes can find these
+        ranks from the first call on.
 
         Collective: every rank calls it.
 
         Raises:
-            RendezvousError: the store in which the ranks met is gone; on all ranks.
-            UnsupportedError: nobody can join over this transport, or a group.
+            RendezvousError: the store in which the ranks met is gone; raised on all ranks.
+            UnsupportedError: processes cannot join over this transport, or cannot join a group.
         """
         return changes.waiting(self)
 
@@ -1006,28 +1027,29 @@ class Communicator(_Handle, NotCopied, ForeignNames):
     def grow(self, *, timeout: float | None = None) -> Self:
         """Return a communicator of these ranks and of all processes that wait to join.
 
-        The ranks keep their order and come first. ``lost`` names those of them that have died
-        meanwhile, and are not in it. If nobody waits it is the same ranks in a new generation. If
-        a rank calls :meth:`shrink` instead, since it has met a loss, all shrink: nobody is let
-        in, and who waits goes on waiting.
+        The present ranks keep their order and come first. Ranks that have died meanwhile are left
+        out; :attr:`lost` of the new communicator names them. If no process waits, the same ranks
+        form a new generation. If a rank has met a loss and calls :meth:`shrink` instead, all ranks
+        shrink: no process is let in, and waiting processes keep waiting.
 
-        A process that waits (:attr:`joins`) calls it, too, on the communicator of itself alone.
+        A waiting process (:attr:`joins`) calls ``grow``, too, on its communicator of one rank.
 
-        Collective: every rank calls it, at the same point of the program, when its calls in the
-        background are over. Unlike ``shrink()`` it waits for a rank that lives and is silent, and
-        breaks the communicator if that does not call it in time. This one is closed then, with
-        the groups made of it.
+        Collective: every rank calls it, at the same point of the program, after its background
+        calls have completed. Unlike :meth:`shrink`, it waits for a rank that lives and is silent.
+        If that rank does not call it in time, the communicator breaks. Afterwards this communicator
+        and the groups made from it are closed.
 
         Args:
-            timeout: seconds for all of it, by default the communicator's; of a process that waits,
-                until it is let in.
+            timeout: deadline in seconds for the whole call, by default the communicator's timeout.
+                On a waiting process, the time until it is let in counts, too.
 
         Raises:
-            CollectiveTimeoutError: a rank did not call it; of one that waits: nobody let it in.
-            ExcludedError: the others went on without this rank; of one that waits: they have ended.
-            PeerLostError: fewer than ``COLLECTIVE_MIN_RANKS`` are left.
+            CollectiveTimeoutError: a rank did not call it; on a waiting process: no rank let it in.
+            ExcludedError: the other ranks continued without this rank; on a waiting process: the
+                ranks have ended.
+            PeerLostError: fewer than ``COLLECTIVE_MIN_RANKS`` ranks are left.
             RendezvousError: the store in which the ranks met is gone.
-            UnsupportedError: nobody can join over this transport, or a group.
+            UnsupportedError: processes cannot join over this transport, or cannot join a group.
 
         See Also:
             ncclCommGrow.
@@ -1038,22 +1060,22 @@ class Communicator(_Handle, NotCopied, ForeignNames):
 
     @explained
     def agree(self, flag: bool = True, timeout: float | None = None) -> bool:
-        """Return whether every rank that lives says yes: the same on all of them.
+        """Return whether every living rank passes a true ``flag``: the same answer on all of them.
 
-        Collective among those, whether the communicator is broken or sound; it breaks nothing. A
-        rank that dies meanwhile counts if it had its say, and is not waited for. The answer goes
-        by way of the store in which the ranks met: milliseconds, where a reduction takes
-        microseconds.
+        Collective among the living ranks, on a broken or a sound communicator; the call never
+        breaks it. If a rank dies meanwhile, the other ranks do not wait for it; its vote counts if
+        it had voted before. The votes travel through the store in which the ranks met. That takes
+        milliseconds, where a reduction takes microseconds.
 
         Args:
-            flag: what this rank says.
-            timeout: seconds, by default the communicator's.
+            flag: vote of this rank.
+            timeout: deadline in seconds; by default the communicator's timeout.
 
         Raises:
             CollectiveTimeoutError: a rank that is not known to be lost did not call it.
-            CommunicatorAbortedError: another rank has given up waiting, and calls ``shrink()``.
-            RendezvousError: the store is gone.
-            UnsupportedError: this transport, or that store, cannot.
+            CommunicatorAbortedError: another rank has given up waiting and calls ``shrink()``.
+            RendezvousError: the store in which the ranks met is gone.
+            UnsupportedError: this transport or that store does not support it.
 
         See Also:
             MPIX_Comm_agree.
@@ -1067,36 +1089,37 @@ class Communicator(_Handle, NotCopied, ForeignNames):
         before: Callable[[CallEvent], object] | None = None,
         after: Callable[[CallEvent, BaseException | None], object] | None = None,
     ) -> Callable[[], None]:
-        """Have functions called around every call that reaches the transport.
+        """Register functions that are called around every call that reaches the transport.
 
-        For a program's own accounting: how many bytes, how long, how often. They run in the thread
-        that makes the call, which is a lane's for what was started with ``async_op=True``, and
-        must not make calls themselves. Groups that are made of this communicator have hooks of
-        their own.
+        Hooks are for a program's own accounting: how many bytes, how long, how often. They run in
+        the thread that makes the call; with ``async_op=True`` that is a background thread. Hooks
+        must not make calls themselves. Groups made from this communicator have their own hooks.
 
-        An exception of theirs, of whatever class, is the call's on this rank, and breaks the
-        communicator: the other ranks get ``PeerFailedError`` with its traceback, in the same call
-        if ``before`` has raised it, else in that one or the next. If the call has failed, too, its
-        error is the ``__context__`` of that of ``after``.
+        If a hook raises an exception of any class, the call raises it on this rank, and the
+        communicator breaks. The other ranks raise ``PeerFailedError`` with its traceback: in the
+        same call if ``before`` raised it, else in the same call or the next one. If the call
+        failed, too, its error is the ``__context__`` of the error of ``after``.
 
         Args:
-            before: is given the call as it begins.
-            after: is given the call and what it raised, or None; not called if ``before`` raised.
+            before: function of the call, called as the call begins.
+            after: function of the call and the exception that it raised, or None. It is not called
+                if ``before`` raised.
 
         Returns:
-            A function that ends it.
+            A function that removes the hook.
         """
         hook = Hook(before, after)
         self.listen(hook)
         return lambda: self._path.forget(hook)
 
     def listen(self, listener: Listener) -> None:
-        """Tell ``listener`` of every call from now on, in the order in which listeners came.
+        """Notify ``listener`` of every call from now on, after the listeners added before.
 
-        One that has lanes of its own has to come while nothing of this communicator is under way.
+        A listener that has its own lanes (background threads) must be added while no call of this
+        communicator is in flight.
 
         Args:
-            listener: what hears; :meth:`hook` is for functions.
+            listener: object to notify; for plain functions use :meth:`hook`.
         """
         self._path.listen(listener)
 
@@ -1104,7 +1127,7 @@ class Communicator(_Handle, NotCopied, ForeignNames):
 
     @property
     def timeout(self) -> float:
-        """Seconds that a call may take where it names no other deadline."""
+        """Seconds that a call may take if it passes no ``timeout``."""
         return self._path.timeout
 
     @timeout.setter
@@ -1123,69 +1146,69 @@ class Communicator(_Handle, NotCopied, ForeignNames):
 
     @property
     def enqueues(self) -> bool:
-        """Whether calls on arrays of GPUs are only enqueued, on their streams."""
+        """Whether calls on GPU arrays return once they are enqueued on the arrays' streams."""
         return self._path.enqueues
 
     @property
     def foreign(self) -> str:
-        """In a forked child, why the communicator is not that process's; else empty."""
+        """In a forked child, the reason why the child may not use the communicator; else empty."""
         return self._foreign
 
     @property
     def on_host(self) -> HostCalls:
-        """Calls on arrays of the library's own on the CPU, whatever the transport takes."""
+        """Calls on the library's own CPU arrays, which also work on GPU-only transports."""
         return HostCalls(self._path)
 
     @property
     def succession(self) -> Succession:
-        """What this communicator knows of its generations, for whoever starts or joins ranks."""
+        """Data about this communicator's generations, for code that starts or joins ranks."""
         return self._succession
 
     @property
     def transport(self) -> Backend:
         """Transport under this communicator, for tools and tests.
 
-        A call of the transport's is neither recorded nor in turn with the communicator's own. Once
-        the communicator is closed, every use raises ``CommunicatorClosedError``.
+        A direct call of the transport is not recorded, and is not ordered with the communicator's
+        calls. Once the communicator is closed, every use raises ``CommunicatorClosedError``.
         """
         return self._path.backend
 
     # -- the end --------------------------------------------------------------------------
 
     def abort(self, reason: str = "aborted") -> None:
-        """Break this communicator and the groups made of it, for every rank, at once.
+        """Break this communicator and the groups made from it, for every rank, at once.
 
-        Calls that wait, and all later ones, raise ``CommunicatorAbortedError`` with the
-        reason. May be called from any thread.
+        Waiting calls and all later calls raise ``CommunicatorAbortedError`` with the reason. Any
+        thread may call this method.
         """
         if self._foreign:
             raise CommunicatorClosedError(f"abort: {self._foreign}")
         self.fail(Failure("aborted", self.rank, f"rank {self.rank} aborted: {reason}"))
 
     def fail(self, cause: BaseException | Failure) -> None:
-        """Break this communicator and the groups made of it, and tell the peers the cause.
+        """Break this communicator and the groups made from it, and send the cause to the peers.
 
-        Their calls raise ``PeerFailedError`` with the traceback of an exception. Leaving a ``with``
-        block by an exception calls it. May be called from any thread.
+        If the cause is an exception, the peers' calls raise ``PeerFailedError`` with its traceback.
+        A ``with`` block that an exception leaves calls this method. Any thread may call it.
 
         Args:
-            cause: what ended this rank's part. A ``PeerFailedError`` is a peer's failure, and is
-                not passed on.
+            cause: exception or failure that stopped this rank. A ``PeerFailedError`` is ignored:
+                the peers already know of that failure.
         """
         lifecycle.fail(self, cause)
 
     def close(self) -> None:
-        """Leave the communicator and the groups made of it.
+        """Close the communicator and the groups made from it.
 
-        Waits for this rank's own calls in the background, and for nobody else. A second
+        The method waits for this rank's own background calls, but not for other ranks. A second
         close does nothing; any other use afterwards raises ``CommunicatorClosedError``.
         """
         lifecycle.close(self, Deadline(self.timeout))
 
     def leave(self) -> None:
-        """Close the transports of this communicator and its groups, waiting for nothing.
+        """Close the transports of this communicator and its groups, without waiting.
 
-        For the end of a process or of a thread that is a rank; :meth:`close` is for programs.
+        It is for the end of a process, or of a thread that is a rank. Programs call :meth:`close`.
         """
         lifecycle.leave(self)
 
@@ -1203,12 +1226,12 @@ class Communicator(_Handle, NotCopied, ForeignNames):
         self.close()
 
     def __copy__(self) -> Self:
-        """Return another object of the same connections."""
+        """Return another communicator object that uses the same connections."""
         twin = self.__class__.__new__(self.__class__)
         vars(twin).update(vars(self))
         twin._path = self._path  # a member in C
         return twin
 
     def __deepcopy__(self, memo: object) -> Self:
-        """Return the communicator itself: a copy of what has one talks to the same ranks."""
+        """Return the communicator itself: a copied object must keep talking to the same ranks."""
         return self
