@@ -1,11 +1,11 @@
-"""Collective communication for Python, owned by no framework and no transport.
+"""Collective communication for Python, independent of frameworks and transports.
 
 ::
 
     import collective
 
     with collective.init() as comm:
-        y = comm.all_reduce(x)          # x of any framework; y of the same
+        y = comm.all_reduce(x)          # x: an array of any framework; y: of the same framework
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ __all__ = [
     "waiting",
 ]
 
-#: Modules that are imported when they are asked for.
+#: Modules that are imported when they are first used.
 _MODULES = ("adapters", "compression", "elastic", "errors", "gradients", "profile", "testing")
 
 
@@ -137,7 +137,7 @@ def __dir__() -> list[str]:
     return sorted([*__all__, *_MODULES, "__doc__", "__file__", "__version__"])
 
 
-if not TYPE_CHECKING:  # to a type checker it would mean that there is any name
+if not TYPE_CHECKING:  # a type checker would conclude that the module has every name
 
     def __getattr__(name: str) -> Any:
         if name in _MODULES:
@@ -157,16 +157,16 @@ def rank() -> int:
 
 
 def size() -> int:
-    """Return how many ranks the current communicator has."""
+    """Return the number of ranks in the current communicator."""
     return current().size
 
 
-# To a type checker the functions are methods of a communicator, with all their overloads.
+# For a type checker the functions below are methods of a communicator, with all their overloads.
 _methods = cast(Communicator, Communicator)
 
 
 def _of_current(method: _F) -> _F:
-    """Return the call ``method`` of whatever is the current communicator."""
+    """Return a function that calls ``method`` of the communicator that is current at the call."""
     function = cast(Callable[..., Any], method)
 
     @functools.wraps(function)

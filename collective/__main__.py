@@ -1,4 +1,4 @@
-"""``python -m collective`` is the command ``collective``."""
+"""Entry point of ``python -m collective``, the same as the command ``collective``."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Gradients made smaller on their way: see :mod:`collective.training.compression`."""
+"""Compressed reductions of gradients: see :mod:`collective.training.compression`."""
 
 from collective.training.compression import Cast, PowerSGD, TopK
 

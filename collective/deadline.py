@@ -1,4 +1,4 @@
-"""The deadline of an operation that takes several steps."""
+"""Deadline of an operation that takes several steps."""
 
 from __future__ import annotations
 
@@ -15,17 +15,19 @@ _LONGEST_S = 2e6
 class Deadline:
     """Moment by which all steps of an operation must be over.
 
-    The edge of the API makes one from ``timeout`` and passes it down. Every step waits until the
-    same moment, and a step that begins after it still looks once whether its peers are there.
+    The public methods make a deadline from ``timeout`` and pass it down. Every step waits until the
+    same moment. A step that begins after the deadline still checks once whether its peers are
+    there.
 
     Args:
-        seconds: time from now on, in seconds; ``math.inf`` never expires.
+        seconds: time from now on, in seconds; a deadline of ``math.inf`` never expires.
 
     Attributes:
-        seconds: the same, for errors.
+        seconds: the same value, for error texts.
     """
 
-    # The native core sets these slots by itself: a call to __init__ takes as long as a small call.
+    # The native core sets these slots without calling __init__: that call would take as long as a
+    # small collective call.
     __slots__ = ("_end", "seconds")
 
     def __init__(self, seconds: float) -> None:
@@ -34,7 +36,12 @@ class Deadline:
 
     @classmethod
     def since(cls, began: float, seconds: float) -> Deadline:
-        """Return the deadline of an operation that began earlier, on ``time.monotonic()``."""
+        """Return the deadline of an operation that began earlier.
+
+        Args:
+            began: value of ``time.monotonic()`` when the operation began.
+            seconds: time from then on, in seconds.
+        """
         deadline = cls(seconds)
         deadline._end = began + seconds
         return deadline
@@ -55,14 +62,14 @@ class Deadline:
     def left(self) -> float:
         """Return the seconds that are left, for one wait: 0.0 after the deadline, 2e6 at most.
 
-        The bound is what ``Condition.wait``, sockets and ``poll`` all take. A wait that returns
-        looks at :attr:`expired` before it gives up.
+        ``Condition.wait``, sockets and ``poll`` all accept values up to that bound. So a wait that
+        returns must check :attr:`expired` before it gives up.
         """
         left = self._end - time.monotonic()
         return 0.0 if left < 0.0 else left if left < _LONGEST_S else _LONGEST_S
 
     def at_most(self, seconds: float) -> float:
-        """Return ``seconds``, or what is left if that is less: for a nap between two looks."""
+        """Return ``seconds``, or the time left if that is less, for a sleep between two polls."""
         return min(seconds, self.left())
 
     def within(self, seconds: float) -> Deadline:

@@ -1,29 +1,29 @@
-"""The error tree.
+"""The tree of error classes.
 
 ::
 
     CollectiveError (RuntimeError)
-    ├ InvalidArgumentError (ValueError)      refused before anything is sent
+    ├ InvalidArgumentError (ValueError)      an argument, refused before anything is sent
     │ ├ DtypeError, ShapeError, DeviceError, RankError
     ├ ConfigError (ValueError)               a setting that is unknown, malformed or contradictory
-    ├ AllocationError (MemoryError)          symmetric memory that some rank cannot have
-    ├ MismatchError                          ranks disagree; raised on every rank
-    ├ RanksJoinError                         processes join elastic training; nothing is wrong
-    ├ StateLostError                         what only lost ranks had of a sharded state; names it
-    ├ GradientError                          a backward pass did not bring each gradient once
+    ├ AllocationError (MemoryError)          some rank has no memory for a symmetric allocation
+    ├ MismatchError                          the ranks' calls differ; raised on every rank
+    ├ RanksJoinError                         processes join elastic training; not a failure
+    ├ StateLostError                         parts of a sharded state are lost; names the parts
+    ├ GradientError                          a backward pass did not produce each gradient once
     ├ UnsupportedError (NotImplementedError) this transport can't; names one that can
-    ├ BackendNotFoundError (LookupError)     lists the known names
-    ├ BackendUnavailableError (ImportError)  carries the install command
-    ├ RendezvousError                        somebody did not arrive; says who
-    ├ CommunicatorClosedError                you closed it, or it is your parent process's
-    ├ CommunicatorAbortedError               it broke, or somebody aborted it; says who
-    │ ├ PeerLostError                        a peer's process is gone, or left early
+    ├ BackendNotFoundError (LookupError)     no such transport; lists the known names
+    ├ BackendUnavailableError (ImportError)  the transport can't run; has the install command
+    ├ RendezvousError                        some rank did not arrive; names it
+    ├ CommunicatorClosedError                this rank closed it, or a forked child used it
+    ├ CommunicatorAbortedError               it broke, or a rank aborted it; names the rank
+    │ ├ PeerLostError                        a peer's process died, or left early
     │ ├ PeerFailedError                      a peer's code raised; carries its traceback
-    │ └ ExcludedError                        the others went on without this rank
+    │ └ ExcludedError                        the other ranks continued without this rank
     ├ CollectiveTimeoutError (TimeoutError)  the deadline passed; names the absent ranks
     └ BackendError                           the transport's own library failed
 
-Wording, everywhere: *operation: given; allowed; who; remedy.*
+Every error text has the form *operation: given; allowed; who; remedy.*
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ __all__ = [
 
 
 class CollectiveError(RuntimeError):
-    """Base of every error this package raises on purpose.
+    """Base class of every error that this package raises on purpose.
 
-    A ``RuntimeError``, as what PyTorch's and MPI's own transports raise is: programs written for
-    those catch it.
+    It is a ``RuntimeError``, like the errors of PyTorch's and MPI's own transports. So programs
+    that were written for those transports catch it.
     """
 
 
@@ -84,40 +84,41 @@ class RankError(InvalidArgumentError):
 
 
 class ConfigError(CollectiveError, ValueError):
-    """A setting is unknown, malformed, or contradicts another; says where it came from."""
+    """A setting is unknown or malformed, or contradicts another one; the text names its source."""
 
 
 class AllocationError(CollectiveError, MemoryError):
     """Some rank has no memory for a collective allocation.
 
-    Raised on every rank; nothing was allocated, and the communicator stays usable.
+    It is raised on every rank. Nothing was allocated, and the communicator stays usable.
     """
 
 
 class MismatchError(CollectiveError):
     """The ranks made different calls where one collective call was due.
 
-    Raised on every rank with the same text: which rank did what, and where in its
+    It is raised on every rank with the same text: which rank made which call, and where in its
     program. Nothing was reduced or overwritten, and the communicator stays usable.
     """
 
 
 class StateLostError(CollectiveError):
-    """Ranks are lost that had something of the training's state which no other rank has.
+    """Some lost ranks held parts of the training state that no surviving rank has.
 
-    Raised on every rank that is left. All have to start again, from what is on disk.
+    It is raised on every surviving rank. All ranks must start again from the state on disk.
     """
 
 
 class RanksJoinError(CollectiveError):
-    """Processes wait to join: the body of ``elastic.generations`` ends here, to be run with them.
+    """Processes wait to join, so the body of ``elastic.generations`` is run again with them.
 
-    Raised by ``State.commit()`` on every rank, when it has kept the state. Nothing is wrong.
+    ``State.commit()`` raises it on every rank after it has saved the state, to leave the body. It
+    is not a failure.
     """
 
 
 class GradientError(CollectiveError):
-    """A backward pass did not bring each gradient once."""
+    """A backward pass did not produce each gradient exactly once."""
 
 
 class UnsupportedError(CollectiveError, NotImplementedError):
@@ -128,8 +129,8 @@ class BackendNotFoundError(CollectiveError, LookupError):
     """No transport of that name is registered; the text lists the known ones."""
 
 
-# Here and below, what has attributes of its own stands first: RuntimeError's constructor would
-# leave them unset.
+# In the classes below, the base class that has attributes of its own (ImportError, TimeoutError)
+# comes first: the constructor of RuntimeError would leave these attributes unset.
 class BackendUnavailableError(ImportError, CollectiveError):
     """The transport exists but cannot run here; the text carries the command that fixes it."""
 
@@ -139,19 +140,19 @@ class RendezvousError(CollectiveError):
 
 
 class CommunicatorClosedError(CollectiveError):
-    """The communicator was used after this rank closed it, or in a forked child of the rank's."""
+    """The communicator was used after this rank closed it, or in a forked child of this rank."""
 
 
 class CommunicatorAbortedError(CollectiveError):
     """The communicator is broken and stays so; the text says who broke it and why.
 
-    After it, output buffers of the interrupted call hold some, all or none of the
-    result. Inputs that are not outputs are untouched.
+    Output buffers of the interrupted call then hold some, all or none of the result. Inputs that
+    are not outputs are unchanged.
     """
 
 
 class PeerLostError(CommunicatorAbortedError):
-    """A peer's process died, or left the communicator while others still needed it.
+    """A peer's process died, or left the communicator while other ranks still needed it.
 
     Attributes:
         ranks: the lost ranks, ascending.
@@ -177,9 +178,9 @@ class PeerFailedError(CommunicatorAbortedError):
 
 
 class ExcludedError(CommunicatorAbortedError):
-    """The others went on without this rank: they took it for lost, or excluded it.
+    """The other ranks continued without this rank: they considered it lost, or excluded it.
 
-    Nobody waits for it any more. It can only leave.
+    No rank waits for this rank any more. It can only leave.
     """
 
 

@@ -1,6 +1,6 @@
-"""The command that installs this package with an extra, for errors, reports and tables.
+"""Commands that install this package with an extra, for errors, reports and tables.
 
-The import name is ``collective``; the distribution cannot be called so, since PyPI's
+The import name is ``collective``. The distribution has another name, because PyPI's
 ``collective`` is another project's package.
 """
 
@@ -12,10 +12,10 @@ from pathlib import Path
 
 __all__ = ["DISTRIBUTION", "anew", "hint", "installed_beside", "is_clone"]
 
-#: What pip and importlib.metadata know this package by.
+#: Name of this package for pip and importlib.metadata.
 DISTRIBUTION = "collective-comm"
 
-# Chainer's setup needs what setuptools has lost: a plain install of it fails.
+# Chainer's setup needs a feature that setuptools has removed, so a plain install of Chainer fails.
 _PIP_FOR = {
     "chainer": "echo 'setuptools<80' > build-constraint.txt && "
     "pip install --build-constraint build-constraint.txt"
@@ -25,25 +25,25 @@ _PIP_FOR = {
 def hint(extra: str = "") -> str:
     """Return the shell command that installs this package, with ``extra`` if one is named.
 
-    It is right before the package is published and after: where the code runs from a clone
-    it names the clone; elsewhere the package has been installed, and pip takes the
-    installed one's extra without asking an index for the package itself.
+    The command works before and after the package is published. If the code runs from a clone, the
+    command names the clone. Otherwise the package is installed, and pip installs the extra without
+    asking an index for the package itself.
     """
-    wanted = f"[{extra}]" if extra else ""
+    suffix = f"[{extra}]" if extra else ""
     clone = _clone()
-    what = f"{DISTRIBUTION}{wanted}" if clone is None else f"{clone}{wanted}"
+    requirement = f"{DISTRIBUTION}{suffix}" if clone is None else f"{clone}{suffix}"
     options = "" if clone is None else "-e "
-    return f"{_PIP_FOR.get(extra, 'pip install')} {options}{shlex.quote(what)}"
+    return f"{_PIP_FOR.get(extra, 'pip install')} {options}{shlex.quote(requirement)}"
 
 
 def anew(package: str) -> str:
-    """Return the shell command that installs a package again that is there and is broken."""
+    """Return the shell command that reinstalls a package that is installed but broken."""
     return f"{_PIP_FOR.get(package, 'pip install')} --force-reinstall {package}"
 
 
 @functools.cache
 def _clone() -> Path | None:
-    """Return the root of the clone that this module is in, if it is in one."""
+    """Return the root of the clone that contains this module; None if there is none."""
     root = Path(__file__).resolve().parent.parent
     return root if is_clone(root) else None
 
@@ -58,14 +58,14 @@ def is_clone(root: Path) -> bool:
 
 
 def installed_beside(clone: Path) -> Path | None:
-    """Return the directory with the package that is installed apart from a clone, if there is one.
+    """Return the directory of an installation of the package outside a clone; None if none exists.
 
-    From an editable installation it is the clone that is imported.
+    An editable installation does not count: it imports the clone itself.
     """
-    import importlib.metadata  # takes 20 ms
+    import importlib.metadata  # takes 20 ms, so it is imported only here
 
-    for found in importlib.metadata.distributions(name=DISTRIBUTION):
-        home = Path(str(found.locate_file(""))).resolve()
+    for distribution in importlib.metadata.distributions(name=DISTRIBUTION):
+        home = Path(str(distribution.locate_file(""))).resolve()
         if home != clone.resolve() and (home / "collective" / "__init__.py").is_file():
             return home
     return None

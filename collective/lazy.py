@@ -1,4 +1,4 @@
-"""Packages whose names are imported when they are first asked for."""
+"""Lazy packages, which import a name's module when the name is first used."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ __all__ = ["on_demand"]
 def on_demand(
     package: str, modules: Mapping[str, str]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return ``__getattr__`` and ``__dir__`` for a package that imports what is asked for.
+    """Return ``__getattr__`` and ``__dir__`` for a package that imports its modules on demand.
 
-    A type checker must not see them: a ``__getattr__`` means to it that there is any name.
+    Type checkers must not see them: for a type checker, a module with ``__getattr__`` has every
+    name.
 
     Args:
-        package: its ``__name__``.
-        modules: of each name that it exports, the module in it that has it; its own name for a
-            module that is exported itself. A module beside the package begins with a dot.
+        package: ``__name__`` of the package.
+        modules: module that defines each exported name, by that name. If a module itself is
+            exported, both are the same. The path of a module beside the package begins with a dot.
     """
 
     def get(name: str) -> Any:

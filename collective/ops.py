@@ -1,6 +1,6 @@
 """Reduction operators, named as in MPI and NCCL.
 
-A transport sees a :class:`ReduceOp`; a user writes its name (``"sum"``), or calls
+A transport gets a :class:`ReduceOp`. A user passes its name (``"sum"``), or calls
 :func:`premul_sum` or :func:`user_op`. The arithmetic itself is in
 :mod:`collective.algorithms.arithmetic`: integers wrap, and ``min`` and ``max`` of floats are IEEE
 754-2019's minimum and maximum.
@@ -19,14 +19,14 @@ from collective.errors import InvalidArgumentError
 
 __all__ = ["NAMES", "Op", "ReduceOp", "as_op", "premul_sum", "user_op"]
 
-#: An operator by its name. A name that is only known when the program runs, of a configuration say,
-#: becomes an operator by :func:`as_op`.
+#: Name of an operator. :func:`as_op` turns a name that is only known at run time, such as one from
+#: a configuration file, into an operator.
 Op = Literal["sum", "prod", "min", "max", "avg", "band", "bor", "bxor", "land", "lor"]
 NAMES: tuple[Op, ...] = get_args(Op)
 
 Array = np.ndarray[Any, Any]
 
-#: What other libraries call them.
+#: Names that other libraries use for these operators.
 _FOREIGN = {
     "add": "sum", "average": "avg", "mean": "avg", "product": "prod", "maximum": "max",
     "minimum": "min", "all": "land", "any": "lor",
@@ -34,7 +34,10 @@ _FOREIGN = {
 
 
 class _ForeignConstant:
-    """In a class, a constant of other libraries' that it does not have."""
+    """Descriptor for a constant that other libraries' operator classes have, and this one lacks.
+
+    Reading the constant raises an error that shows what to write instead.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -49,7 +52,7 @@ class _ForeignConstant:
 if TYPE_CHECKING:
 
     class _ForeignConstants:
-        """There are no such constants."""
+        """Empty base class: type checkers must not see the constants."""
 
 else:
     _ForeignConstants = type(
@@ -62,15 +65,15 @@ else:
 
 @dataclass(frozen=True, slots=True)
 class ReduceOp(_ForeignConstants):
-    """How the ranks' elements become one.
+    """Operator that combines the ranks' elements into one.
 
     Attributes:
         name: one of :data:`NAMES`, ``"premul_sum"`` or ``"user"``.
-        factor: for ``premul_sum``, what each rank multiplies its input by first.
+        factor: for ``premul_sum``, the number by which each rank multiplies its input first.
         function: for ``"user"``, ``f(a, b)`` on two one-dimensional arrays.
         label: for ``"user"``, the name that error texts and the mismatch check use.
-        commutative: whether the fold may leave rank order. Every operator is taken to
-            be associative; one that is not wants ``order="rank"``.
+        commutative: whether the fold may combine the ranks in any order. The library assumes that
+            every operator is associative; one that is not needs ``order="rank"``.
     """
 
     name: str
@@ -92,28 +95,28 @@ def as_op(op: str | ReduceOp) -> ReduceOp:
     """Return the operator that ``op`` names.
 
     Raises:
-        InvalidArgumentError: no such operator; the text lists them.
+        InvalidArgumentError: there is no such operator; the text lists all names.
     """
     if isinstance(op, ReduceOp):
         return op
-    found = _NAMED.get(op) if isinstance(op, str) else None
-    if found is None:
+    reducer = _NAMED.get(op) if isinstance(op, str) else None
+    if reducer is None:
         meant = _meant(op)
         raise InvalidArgumentError(
             f"op: {op!r} is not a reduction; one of {', '.join(NAMES)}, or "
             f"collective.premul_sum(factor) or collective.user_op(function).{meant}"
         )
-    return found
+    return reducer
 
 
 def _meant(op: object) -> str:
-    """Return a sentence that says how an operator of another library's is called here."""
+    """Return a sentence that names this library's operator for one of another library, or ""."""
     root = type(op).__module__.partition(".")[0]
     text = op if isinstance(op, str) else ""
-    if root == "torch":  # RedOpType.SUM
+    if root == "torch":  # str(op) is "RedOpType.SUM"
         text = str(op).rpartition(".")[2]
     elif root == "mpi4py":
-        text = str(op.__reduce__())  # the name of a predefined one
+        text = str(op.__reduce__())  # the name, if the operator is predefined
     word = text.lower()
     word = _FOREIGN.get(word, word)
     return f" Use op={word!r}." if word in NAMES else ""
@@ -123,18 +126,18 @@ def premul_sum(factor: float) -> ReduceOp:
     """Return the operator that sums ``factor * x`` over the ranks (``ncclRedOpCreatePreMulSum``).
 
     Args:
-        factor: a finite number; ranks may each give their own. It is rounded to the
-            arrays' dtype before it multiplies.
+        factor: finite number; each rank may pass its own. It is rounded to the arrays' dtype
+            before the multiplication.
 
     Raises:
-        InvalidArgumentError: it is no real number, infinite or NaN.
+        InvalidArgumentError: the factor is not a real number, or is infinite or NaN.
     """
     real = (int, float, np.integer, np.floating)
     if isinstance(factor, bool) or not isinstance(factor, real):
         raise InvalidArgumentError(f"premul_sum: factor {factor!r} is not a real number.")
     try:
         finite = math.isfinite(factor)
-    except OverflowError:  # an int beyond float
+    except OverflowError:  # an int that is too large for a float
         finite = False
     if not finite:
         raise InvalidArgumentError(f"premul_sum: factor {factor!r} is not finite.")
@@ -146,12 +149,12 @@ def user_op(function: Callable[[Array, Array], Array], *, commutative: bool = Fa
 
     Args:
         function: ``f(a, b) -> c`` on NumPy arrays of one dimension, equal length and
-            dtype; ``a`` comes from the lower ranks. It must return an array of the
-            same length, which is cast to the arrays' dtype, must not change its
-            inputs, and must be associative and elementwise (an array may arrive in
-            pieces). bfloat16 arrives as float32. What it raises on one rank the call raises
-            there, and ``PeerFailedError`` on all the others; the communicator is broken then.
-        commutative: say True to allow any order of the ranks, which can be faster.
+            dtype; ``a`` comes from the lower ranks. The function must return an array of the
+            same length, which is cast to the arrays' dtype. It must not change its inputs. It
+            must be associative and elementwise: an array may arrive in pieces. bfloat16 arrays
+            arrive as float32. If the function raises an exception on one rank, the call raises
+            it there, and ``PeerFailedError`` on all other ranks; then the communicator is broken.
+        commutative: if true, the ranks may be combined in any order, which can be faster.
 
     Raises:
         InvalidArgumentError: ``function`` is not callable.

@@ -1,4 +1,4 @@
-"""What programs mark for ``collective profile``."""
+"""Marks that a program sets for ``collective profile``."""
 
 from collective.tools.profile import step
 

@@ -41,15 +41,15 @@ __all__ = ["Path"]
 
 T = TypeVar("T")
 
-# Distinct calls that are remembered. A program makes some dozens; one whose shapes keep changing
-# must not grow for ever.
+# Number of plans that a path remembers. A program makes some dozens of distinct calls. The bound
+# limits the memory of a program whose shapes keep changing.
 _REMEMBERED = 1024
-# Lanes that are kept for further messages; each may have a thread for some seconds.
+# Number of message lanes that a path keeps. Each lane may keep a thread alive for some seconds.
 _LANES = 64
 
 
 class Runnable(Protocol):
-    """What a path needs of a collective call; see :class:`collective.communicator.calls.Call`."""
+    """Interface of a collective call; see :class:`collective.communicator.calls.Call`."""
 
     operation: str
     several_streams: bool
@@ -67,7 +67,7 @@ class Runnable(Protocol):
 
 
 class Postable(Protocol):
-    """What a path needs of a call between two ranks."""
+    """Interface of a point-to-point call."""
 
     def exchanged(self, seconds: float) -> Any: ...
 
@@ -75,7 +75,7 @@ class Postable(Protocol):
 
 
 class KindOfCall(Protocol):
-    """What C needs of a class of calls, see :meth:`calls.call.Call.of_plain`."""
+    """Interface of a class of calls for the native core; see :meth:`calls.call.Call.of_plain`."""
 
     def of_plain(
         self, path: Path, x: Any, out: Any, *, op: Any = ..., order: Any = ..., root: Any = ...,
@@ -95,31 +95,32 @@ else:
 class Path(_Gate):
     """Way of every call from a communicator to its transport.
 
-    A collective call goes through :meth:`make`, which runs it now or in its turn, and then through
-    :meth:`carry`, which records it and runs its plan. A message goes through :meth:`post`. The
-    native core makes plain calls by itself, while :meth:`open_doors` lets it.
+    A collective call goes through :meth:`make`, which runs it at once or in its turn, and then
+    through :meth:`carry`, which records it and runs its plan. A message goes through :meth:`post`.
+    The native core makes plain calls by itself, as long as :meth:`open_doors` allows it.
 
     Args:
         backend: the transport.
-        timeout: seconds that a call may take where it does not say otherwise.
+        timeout: seconds that a call may take if it passes no timeout.
         check: when calls are compared before they are sent: "auto", "always" or "never".
 
     Attributes:
-        rank, size, who: this rank, the number of ranks, and both as errors show them.
-        on_device, on_host: whether the transport takes arrays on GPUs as they are, and arrays on
-            the CPU.
-        enqueues: whether calls on arrays of GPUs are only enqueued. Such calls are compared apart
-            from being made.
-        agree_first: whether calls of fixed size need a round of their own to be compared.
-        agree_sizes: whether calls whose sizes may differ do: always, where the transport compares
-            nothing.
-        heads: whether a broadcast describes its array in a message before it. A rank that passed
-            None does not know whether the root's array is on a GPU.
-        plans: plans of earlier calls, by keys of the calls' own.
-        gpu: this rank's GPU, once an array has turned out to be there.
-        lane, lanes: runs collective calls in the background; the same for messages, by direction.
-        broken: the error with which a call of this rank found the communicator broken, or None.
-        closed: whether no calls may be made any more.
+        rank, size, who: this rank, the number of ranks, and both as error texts show them.
+        on_device, on_host: whether the transport takes arrays on GPUs without staging, and arrays
+            on the CPU.
+        enqueues: whether calls on GPU arrays return once they are enqueued. The ranks compare such
+            calls in a separate step before they make them.
+        agree_first: whether calls of fixed size need a separate round to be compared.
+        agree_sizes: whether calls whose sizes may differ need a separate round to be compared:
+            true if the transport compares no calls.
+        heads: whether a broadcast describes its array in a message before the array. A rank that
+            passed None does not know whether the root's array is on a GPU.
+        plans: plans of earlier calls, by keys that the calls choose.
+        gpu: this rank's GPU, known once a call has had an array on it.
+        lane, lanes: thread queue that runs collective calls in the background; and one for the
+            messages of each direction, peer and tag.
+        broken: the error by which a call of this rank found the communicator broken, or None.
+        closed: whether the communicator is closed, so that no more calls may be made.
     """
 
     timeout: float
@@ -155,30 +156,30 @@ class Path(_Gate):
         self.closed = False
         self.open_doors()
 
-    # -- the way in C -------------------------------------------------------------------
+    # -- plain calls in C ---------------------------------------------------------------
 
     def open_doors(self) -> None:
-        """Let C make plain calls; or not, while somebody listens or every call will be refused.
+        """Let C make plain calls, unless there are listeners or every call will be refused.
 
         C records a call, runs its plan, and leaves everything else to the methods in Python; see
-        :func:`collective.native.method`. Calls that move pieces go this way where the transport
+        :func:`collective.native.method`. C makes calls that move pieces only if the transport
         compares calls by itself.
         """
-        heard = bool(self.listeners.all) or self.closed
-        shut = self.agree_first or heard or self.broken is not None
+        observed = bool(self.listeners.all) or self.closed
+        shut = self.agree_first or observed or self.broken is not None
         self.door = None
         if not shut and self.on_host:
             self.door = native.door(self.recorder.ring, self.lane.queue, self.rank, self.size)
         self.door_of_pieces = None if self.agree_sizes or self.enqueues else self.door
         self.door_of_scatter = self.door_of_pieces if self.scatters_at_once else None
-        self.exchange = None if heard else self.backend.exchange
+        self.exchange = None if observed else self.backend.exchange
 
     @property
     def scatters_at_once(self) -> bool:
-        """Whether the root of a scatter sends before the others know what; the same on all ranks.
+        """Whether the root of a scatter sends before the other ranks know its shapes and dtypes.
 
-        That pays where ranks share memory and see by themselves when calls differ. Such transports
-        have no arrays on GPUs.
+        The value is the same on all ranks. It saves time if ranks share memory and the transport
+        detects differing calls by itself. Such transports take no arrays on GPUs.
         """
         shared = self.capabilities.symmetric_memory and not self.on_device
         return shared and not (self.agree_sizes or self.agree_first or self.enqueues)
@@ -186,18 +187,18 @@ class Path(_Gate):
     def plan_for_c(
         self, kind: KindOfCall, x: Any, op: Any, order: Any, root: Any, counts: Any
     ) -> Planned | None:
-        """Return the plan of a plain call that C has none of yet; None if Python makes the call.
+        """Return the plan of a plain call that C has not seen yet; None if Python makes the call.
 
         Args:
-            kind: the class of the call.
-            x, op, order, root, counts: its arguments, as C has sorted them: ``x`` is the array that
-                tells dtype and shape, also where the program passed it as ``out``.
+            kind: class of the call.
+            x, op, order, root, counts: arguments of the call, as C has sorted them. ``x`` is the
+                array that determines dtype and shape, even if the program passed it as ``out``.
         """
         return kind.of_plain(self, x, None, op=op, order=order, root=root, counts=counts).plan()
 
     @staticmethod
     def run_plan(plan: Plan, x: Any, out: Any, deadline: Deadline) -> None:
-        """Run, for C, a plan that is not C's, on plain arrays."""
+        """Run a plan that is not implemented in C on plain arrays; C calls this method."""
         dst = None if out is None else _plain_buffer(out)
         src = dst if x is out else None if x is None else _plain_buffer(x)
         work = plan(src, dst, deadline)
@@ -207,13 +208,14 @@ class Path(_Gate):
     def recover_for_c(
         self, kind: KindOfCall, x: Any, out: Any, root: Any, counts: Any, error: BaseException
     ) -> Any:
-        """Go on after a call that C has made has failed, as the call in Python would, or raise."""
+        """Recover from the failure of a call that C made, as the call in Python would, or raise."""
         self.note_failure(error)
         if not isinstance(error, Disagreement):
             try:
                 raise error
             finally:
-                del error  # or it would keep itself, and with its frames the arrays of the call
+                # Break the cycle error → traceback → frame → error, which keeps the call's arrays.
+                del error
         call = kind.of_plain(self, x, out, root=root, counts=counts).prepared()
         began = self.recorder.entries(1)[0].began
         return call.go_on(error.headers, Deadline.since(began, self.timeout))
@@ -221,10 +223,10 @@ class Path(_Gate):
     def receive_rest(
         self, kind: Any, x: Any, out: Any, src: int, tag: int, deadline: Deadline
     ) -> Any:
-        """Receive the message of a ``sendrecv`` of which C has sent ``x`` already.
+        """Receive the message of a ``sendrecv`` after C has already sent ``x``.
 
         Args:
-            kind: the class of the call.
+            kind: class of the call.
         """
         return self.post(kind.rest(self, x, out, src, tag), max(1e-3, deadline.left()), False)
 
@@ -239,20 +241,20 @@ class Path(_Gate):
         """Make a collective call, and return its result.
 
         Args:
-            call: the call, of which nothing has been looked at yet.
-            timeout: seconds; the communicator's by default.
-            async_op: return a ``Work`` at once.
+            call: the call, not prepared yet.
+            timeout: seconds; by default the communicator's timeout.
+            async_op: if true, return a ``Work`` at once.
         """
         prepared = call.prepared()
         seconds = self.timeout if timeout is None else self.check_timeout(timeout)
         return self.go(prepared, seconds, async_op)
 
     def go(self, call: Runnable, seconds: float, async_op: bool = False) -> Any:
-        """Run a prepared call now, or in its turn.
+        """Run a prepared call at once, or in its turn after the calls in the lane.
 
-        It waits for the calls in the lane, also if the caller waits for it: collective calls reach
-        the transport in the order in which the program made them, or the ranks' would differ. Its
-        deadline begins with its turn.
+        A call always waits for the calls in the lane, even if it is synchronous. Collective calls
+        must reach the transport in the order in which the program made them; otherwise the orders
+        of the ranks would differ. The deadline of the call begins with its turn.
         """
         if not (async_op or self.lane.queue or self.broken or call.several_streams):
             return call.perform(Deadline(seconds))
@@ -271,7 +273,7 @@ class Path(_Gate):
 
     def go_again(self, call: Runnable, seconds: float, async_op: bool) -> Any:
         """Run a call again that was prepared before; refuse it if the communicator is closed."""
-        if not self.plans:  # close() has let go of them, and of the transport
+        if not self.plans:  # close() has dropped the plans and the transport
             self.backend.refuse_broken(call.operation)
         return self.go(call, seconds, async_op)
 
@@ -279,15 +281,15 @@ class Path(_Gate):
         self, planned: Planned, src: Buffer | Spot | None, dst: Buffer | Spot | None,
         deadline: Deadline, heard: bool = False,
     ) -> None:  # fmt: skip
-        """Make one collective operation of the transport's.
+        """Make one collective operation of the transport.
 
         Args:
-            planned, src, dst: the operation.
-            heard: whether the listeners have been told.
+            planned, src, dst: plan of the operation, and its buffers.
+            heard: whether the listeners are notified already.
 
         Raises:
             Disagreement: the ranks' calls differ; nothing was sent.
-            MismatchError: they differ, and ``planned.fixed``.
+            MismatchError: the ranks' calls differ, and ``planned.fixed`` is true.
         """
         if self.listeners.all and not heard:
             event = self._event(planned, src, dst)
@@ -321,11 +323,11 @@ class Path(_Gate):
     # -- messages -----------------------------------------------------------------------
 
     def post(self, message: Postable, timeout: float | None, async_op: bool) -> Any:
-        """Make a call between two ranks: now, or in the lane of its direction, peer and tag.
+        """Make a point-to-point call: at once, or in the lane of its direction, peer and tag.
 
         Args:
-            message: the call, of which nothing has been looked at yet.
-            timeout, async_op: as of :meth:`make`.
+            message: the call, not prepared yet.
+            timeout, async_op: as in :meth:`make`.
         """
         seconds = self.timeout if timeout is None else self.check_timeout(timeout)
         if not async_op:
@@ -349,7 +351,8 @@ class Path(_Gate):
         """Return the lane of messages of one direction, peer and tag."""
         lane = self.lanes.get(direction)
         if lane is None:
-            if len(self.lanes) >= _LANES:  # a program may never use a tag twice
+            # A program may use a new tag for every message, so idle lanes must not accumulate.
+            if len(self.lanes) >= _LANES:
                 for idle in [key for key, lane in self.lanes.items() if lane.idle]:
                     del self.lanes[idle]
             lane = self.lanes[direction] = self.listeners.lane_of_messages(name)
@@ -358,11 +361,11 @@ class Path(_Gate):
     # -- agreement ----------------------------------------------------------------------
 
     def planned(self, request: Request, fixed: bool = False) -> Planned:
-        """Have the transport plan a request."""
+        """Return the transport's plan of a request."""
         return Planned(request, self.backend.plan(request), fixed=fixed)
 
     def remember(self, key: Any, planned: Planned) -> Planned:
-        """Keep a plan for later calls of this key; return it."""
+        """Store a plan for later calls with this key; return the plan."""
         if len(self.plans) >= _REMEMBERED:
             self.plans.clear()
         self.plans[key] = planned
@@ -378,7 +381,8 @@ class Path(_Gate):
 
     def comparing(self, request: Request) -> Planned:
         """Return a plan that compares ``request`` on all ranks."""
-        backend = self.backend  # the path would keep itself, and not end when it is dropped
+        # `compare` must not refer to the path: the plan, which the path keeps, would keep the path.
+        backend = self.backend
 
         def compare(src: None, dst: None, deadline: Deadline) -> None:
             backend.agree(request, deadline)
@@ -399,12 +403,14 @@ class Path(_Gate):
         self, what: str, request: Request | None, root: int | None, operation: str,
         elements: Sequence[int] | None = None,
     ) -> Planned:  # fmt: skip
-        """Return a plan that carries the head of a call, the same on ranks that know less of it.
+        """Return the plan of the operation that carries the head of a call.
+
+        The operation is the same on ranks that know only the name and root of the call.
 
         Args:
-            what, root: the operation and its root.
-            request: the call; None on a rank that knows no more.
-            operation, elements: what carries the head.
+            what, root: name of the call, and its root.
+            request: the call; None on a rank that knows only ``what`` and ``root``.
+            operation, elements: operation that carries the head, and its elements.
         """
         key = "head", what, request, root
         planned = self.plans.get(key)
@@ -414,7 +420,7 @@ class Path(_Gate):
         return planned
 
     def raise_mismatch(self, headers: Sequence[dict[str, Any]]) -> NoReturn:
-        """Raise that the ranks made different calls."""
+        """Raise ``MismatchError`` with the ranks' different calls."""
         name = headers[self.rank]["operation"]
         raise MismatchError(
             f"{name}: the ranks made different calls {self.who}:\n"
@@ -425,10 +431,10 @@ class Path(_Gate):
     # -- failures -----------------------------------------------------------------------
 
     def note_failure(self, error: BaseException) -> None:
-        """Note the error of a call that has reached the transport."""
+        """Record the error of a call that has reached the transport."""
         if isinstance(error, Disagreement):
-            # All ranks know of it, and nothing of the call itself was sent: nobody is left waiting,
-            # and the communicator is as sound as before.
+            # All ranks know of the disagreement, and no data of the call itself was sent. So no
+            # rank waits for this one, and the communicator is as sound as before.
             self.recorder.end()
         elif isinstance(error, CollectiveError):
             self.recorder.fail()
@@ -439,28 +445,32 @@ class Path(_Gate):
             self.fail_halfway(error)
 
     def refuse_broken(self, what: str) -> NoReturn:
-        """Raise why the communicator is broken, as an earlier call of this rank has found.
+        """Raise the error by which an earlier call of this rank found the communicator broken.
 
-        A call that sends nothing would not find out by itself, and one whose message has been
-        there before would succeed: with what its sender has put in its place since, maybe.
+        A call that sends nothing would not notice that the communicator is broken. A receive whose
+        message had arrived before would succeed, although the sender may have overwritten the
+        message since.
         """
         self.backend.refuse_broken(what)
         raise CommunicatorAbortedError(f"{what}: {self.broken} (that was an earlier call)")
 
     def fail_halfway(self, error: BaseException) -> None:
-        """Break the communicator: nobody can tell what the peers still expect of this rank."""
+        """Break the communicator after a call that failed in the middle.
+
+        The peers may still expect data from this rank, and nobody can determine which data.
+        """
         self.recorder.fail()
         self.tell_failure(error)
 
     def tell_failure(self, error: BaseException) -> None:
-        """Break the communicator, and tell the peers that ``error`` did it."""
+        """Break the communicator, and send ``error`` to the peers as the cause."""
         self.backend.abort(Failure.caused_by(self.rank, error))
 
     def allocate(self, make: Callable[..., T], *args: Any) -> T:
-        """Return what ``make`` allocates while the peers are already in this call.
+        """Return the memory that ``make`` allocates while the peers are already in this call.
 
-        If there is no memory for it the communicator breaks: this rank cannot take what the peers
-        send, and its next call would take that for its own.
+        If the allocation fails, the communicator breaks: this rank cannot receive what the peers
+        send in this call, and its next call would mistake that data for its own.
         """
         try:
             return make(*args)
@@ -468,33 +478,35 @@ class Path(_Gate):
             self.fail_halfway(error)
             raise
 
-    # -- listeners, and the end -----------------------------------------------------------
+    # -- listeners, and closing -----------------------------------------------------------
 
     def listen(self, listener: Listener) -> None:
-        """Tell ``listener`` of every call from now on."""
+        """Notify ``listener`` of every call from now on."""
         self.listeners.add(listener)
         lane = listener.lane(self.lane_name, messages=False)
-        if lane is not None:  # or later calls would overtake those that are under way
+        # No call may be in flight in the old lanes here: later calls would overtake it.
+        if lane is not None:
             self.lane = lane
             self.lanes.clear()
         self.open_doors()
 
     def forget(self, listener: Listener) -> None:
-        """Tell ``listener`` of no call any more."""
+        """Stop notifying ``listener``."""
         self.listeners.remove(listener)
         self.open_doors()
 
     def close(self, deadline: Deadline) -> None:
-        """Make no calls any more, after waiting for those in the background."""
+        """Wait for the calls in the background, then refuse all further calls."""
         for lane in (self.lane, *self.lanes.values()):
             lane.close(deadline)
         self.shut()
         self.broken = None
 
     def shut(self) -> None:
-        """Make no calls any more, at once."""
+        """Refuse all further calls from now on."""
         self.closed = True
-        # Prepared calls would go on calling the transport, and the frames of an error keep it.
+        # Prepared calls would keep calling the transport, and the frames of an error would keep the
+        # transport alive.
         self.plans.clear()
         self.open_doors()
 
@@ -507,7 +519,7 @@ class Path(_Gate):
             what, name: the operation and its argument, for errors.
 
         Raises:
-            RankError: it is not an integer, or outside of the communicator.
+            RankError: the rank is not an integer, or is outside the communicator.
         """
         if type(rank) is int and 0 <= rank < self.size:
             return rank
@@ -538,8 +550,8 @@ def _perform(call: Runnable, seconds: float) -> Any:
 
 
 def _plain_buffer(x: Any) -> Buffer:
-    """Return an array that C has found to be plain as a buffer."""
-    if type(x) is np.ndarray:  # of one of NumPy's own types, or it would not be plain
+    """Return a buffer of an array that C has found to be plain."""
+    if type(x) is np.ndarray:  # its dtype is one of NumPy's own, else it would not be plain
         array, dtype = x, BY_NUMPY[x.dtype]
     else:
         array, dtype = adapter_of(x).view(x)
