@@ -27,19 +27,19 @@ class Request:
 
     Attributes:
         operation: ``"all_reduce"``, …
-        dtype: the element type, None where none is involved or known here.
-        shape: this rank's shape, None where unknown here (an array that only the root has).
-            Of a reduction both are always known.
-        options: what else has to agree, such as ``root`` and ``op``.
-        digest: 63 bits that are equal on two ranks when everything above is.
-        op: of a reduction, its operator.
-        ordered: whether it folds ``((x0 op x1) op x2) op …``, element by element.
-        root: where there is one, the rank that has the input, or gets the result.
-        elements: of what is split or joined, how many elements each rank has; of ``all_to_all``,
-            how many of this rank's each rank gets.
-        incoming: of ``all_to_all``, how many come from each rank.
-        alike: of ``all_to_all``, whether all ranks cut as this one does, so that equally many come
-            from each.
+        dtype: element type; None if the operation has none, or if this rank does not know it.
+        shape: shape of this rank's array; None if this rank does not know it (an array that only
+            the root has). Reductions always know dtype and shape.
+        options: other values that the ranks must agree on, such as ``root`` and ``op``.
+        digest: 63 bits that are equal on two ranks if everything above is equal.
+        op: operator of a reduction.
+        ordered: whether a reduction folds ``((x0 op x1) op x2) op …``, element by element.
+        root: rank that has the input or gets the result, if the operation has a root.
+        elements: number of elements of each rank, if arrays are split or joined; in
+            ``all_to_all``, number of elements that this rank sends to each rank.
+        incoming: in ``all_to_all``, number of elements that come from each rank.
+        alike: in ``all_to_all``, whether all ranks cut as this rank does, so that the same number
+            of elements comes from each rank.
     """
 
     # These are None in operations that do not have them.

@@ -1,1 +1,1 @@
-"""The calls of a communicator as objects, one class for each operation."""
+"""Calls of a communicator as objects, one class for each operation."""

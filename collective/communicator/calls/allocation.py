@@ -1,4 +1,4 @@
-"""Memory that a transport reduces without copies: empty and adopt."""
+"""Calls that make memory which a transport reduces without copies: ``empty`` and ``adopt``."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Empty(Call):
         return dimensions
 
     def _wants_gpu(self, like: Any) -> bool:
-        """Whether the memory is to be the GPU's: all ranks have to mean the same."""
+        """Return whether the caller requests GPU memory; all ranks must request the same kind."""
         if not self.path.on_device:
             return False
         if like is None or isinstance(like, str):

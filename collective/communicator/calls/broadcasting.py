@@ -1,4 +1,4 @@
-"""The calls barrier and broadcast."""
+"""Calls ``barrier`` and ``broadcast``."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Barrier", "Broadcast"]
 
-# A head has the root's digest, dtype code, bytes, the length of what describes a structure,
-# dimensions and shape; NumPy's arrays have 64 dimensions at most.
+# Words of a head: the root's digest, dtype code, number of bytes, length of the description of a
+# structure, number of dimensions, and shape. NumPy arrays have 64 dimensions at most.
 _WORDS = 5 + 64
 
 
@@ -63,7 +63,7 @@ class Barrier(Call):
 
 
 class _Broadcasting(Call):
-    """Broadcast among ranks that may differ from the root only in having passed None."""
+    """Broadcast in which a rank either makes the same call as the root, or passes None."""
 
     operation = "broadcast"
     root: int
@@ -71,13 +71,13 @@ class _Broadcasting(Call):
     def move(
         self, buffer: Buffer, planned: Planned, deadline: Deadline, described: int = 0
     ) -> None:
-        """Broadcast a buffer of which this rank knows dtype and shape.
+        """Broadcast a buffer whose dtype and shape this rank knows.
 
         Args:
             described: number of bytes at the buffer's start that describe a structure.
 
         Raises:
-            Disagreement: the ranks' calls differ: in that a rank has passed None, maybe.
+            Disagreement: the ranks' calls differ, perhaps only because a rank has passed None.
         """
         path, request = self.path, planned.request
         if path.heads:
@@ -97,7 +97,7 @@ class _Broadcasting(Call):
     def move_to_all(
         self, buffer: Buffer, request: Request, headers: Sequence[Header], deadline: Deadline
     ) -> None:
-        """Broadcast where the ranks' calls differ, if that is only in having passed None."""
+        """Broadcast after the ranks' calls differed, if they differ only in passing None."""
         self.root_header(headers)
         self.path.carry(self.path.planned(_to_all(request)), buffer, buffer, deadline)
 
@@ -105,17 +105,17 @@ class _Broadcasting(Call):
         self, request: Request | None, buffer: Buffer | None, deadline: Deadline,
         described: int = 0,
     ) -> Head:  # fmt: skip
-        """Broadcast what the root's array is, with all its bytes if they are few.
+        """Broadcast a description of the root's array, with all its bytes if there is room.
 
-        It takes the place of a comparison on transports that compare nothing: the root does not
-        know whether a rank has passed None.
+        On transports that compare no calls, this message replaces the comparison: the root does
+        not know whether a rank has passed None.
 
         Args:
-            request, buffer: this rank's; None where it passed None.
+            request, buffer: request and buffer of this rank; None if this rank passed None.
             described: number of bytes at the buffer's start that describe a structure.
 
         Raises:
-            MismatchError: this rank's array is not like the root's.
+            MismatchError: this rank's array differs from the root's in dtype or shape.
         """
         path, root = self.path, self.root
         head = Head(_WORDS)
@@ -130,23 +130,25 @@ class _Broadcasting(Call):
         plan = path.head_plan("broadcast", request, root, "broadcast")
         path.carry(plan, head.buffer, head.buffer, deadline)
         if request is not None and head.words[0] != request.digest:
-            theirs = Request("broadcast", *_described(head), root=root)
+            root_request = Request("broadcast", *_described(head), root=root)
             message = (
-                f"the ranks made different calls:\n  rank {root}: {theirs}\n  rank {path.rank}: "
-                f"{request} at {call_site()}\nEvery rank must make the same collective calls in "
-                "the same order; COLLECTIVE_CHECK=always compares each call before it is sent"
+                f"the ranks made different calls:\n  rank {root}: {root_request}\n  "
+                f"rank {path.rank}: {request} at {call_site()}\nEvery rank must make the same "
+                "collective calls in the same order; COLLECTIVE_CHECK=always compares each call "
+                "before it is sent"
             )
-            # The call cannot be made again: the root has heard from nobody, and goes on to send.
+            # Break the communicator. The call cannot be repeated: the root receives no answer, so
+            # it is already sending the array.
             failure = Failure("mismatch", path.rank, message)
             path.backend.abort(failure)
             raise failure.error("broadcast", path.rank)
         return head
 
     def root_header(self, headers: Sequence[Header]) -> Header:
-        """Return the root's header if the others know nothing, or the same.
+        """Return the root's header, if each other rank passed None or made the same call.
 
         Raises:
-            MismatchError: the calls differ in more.
+            MismatchError: the calls differ in more than that.
         """
         root = headers[self.root] if headers else {"shape": None}
         for header in headers:
@@ -164,7 +166,10 @@ class _Broadcasting(Call):
 
 
 class Broadcast(_Broadcasting):
-    """See :meth:`Communicator.broadcast`: of one array, whose dtype and shape this rank knows."""
+    """Broadcast of one array whose dtype and shape this rank knows.
+
+    See :meth:`Communicator.broadcast`.
+    """
 
     def __init__(
         self, path: Path, x: Any, root: Any, out: Any, like: Any, hosted: bool = False
@@ -175,7 +180,7 @@ class Broadcast(_Broadcasting):
         self.out = out
         self.like = like
         self.hosted = hosted
-        # What this rank knows of the root's array.
+        # An array like the root's, if this rank knows one; else None.
         self.template = out if x is None and out is not None else x
 
     @classmethod
@@ -247,24 +252,25 @@ class Broadcast(_Broadcasting):
 
 
 class _StraightBroadcast(_Broadcasting):
-    """Broadcast of an array on a GPU in place, which has a plan already.
+    """Broadcast in place of an array on a GPU, with a plan of an earlier call.
 
     Args:
         call: the call.
-        spot: where its array is.
-        planned: its plan.
+        spot: address, dtype and shape of its array.
+        planned: plan of the call.
     """
 
     def __init__(self, call: Broadcast, spot: Spot, planned: Planned) -> None:
         self.path = call.path
         self.root = call.root
         self._x = call.x
-        self._buffer: Any = spot  # it has what is used of a buffer where calls are enqueued
+        # A spot has the attributes of a buffer that enqueued calls use.
+        self._buffer: Any = spot
         self._planned = planned
 
     @property
     def near(self) -> Near:  # type: ignore[override]
-        """The array; looked at only if the call is not run at once."""
+        """The call's array; needed only if the call is not run at once."""
         return Near(self._buffer, adapter_of(self._x))
 
     def run(self, deadline: Deadline) -> Any:
@@ -280,7 +286,7 @@ class _StraightBroadcast(_Broadcasting):
 
 
 class _UnknownBroadcast(_Broadcasting):
-    """Broadcast of which this rank knows nothing: it passed None.
+    """Broadcast on a rank that passed None, and so knows nothing about the array.
 
     Args:
         call: the call.
@@ -358,7 +364,7 @@ class _StructureBroadcast(_Broadcasting):
                 Output(self.operation, out, leaf.adapter, leaf.array.shape, leaf.dtype, leaf.array)
                 for out, leaf in zip(outs, leaves)
             ]
-        # Where no headers are compared, what None stands for has to travel with it.
+        # If no headers are compared, ranks that passed None learn the structure from this text.
         structure = {"leaves": shapes, "nesting": nesting}
         text = json.dumps(structure).encode() if path.heads else b""
         self._text = np.frombuffer(text, np.uint8)
@@ -381,7 +387,7 @@ class _StructureBroadcast(_Broadcasting):
         return self._result(self._packed)
 
     def _pack(self) -> Buffer:
-        """Return room for all leaves; at the root, with their bytes in it."""
+        """Return a buffer for all leaves; at the root, filled with the bytes of the leaves."""
         text = self._text
         arrays = [leaf.array for leaf in self._leaves]
         packed = Buffer.empty(self._nbytes, UINT8, arrays[0] if arrays else None)
@@ -401,7 +407,7 @@ class _StructureBroadcast(_Broadcasting):
 
 
 def _unchanged(x: Any, leaves: Sequence[View]) -> Any:
-    """Return the result at the root: the structure ``x``, if the other ranks get one like it."""
+    """Return the root's result: ``x`` itself if the other ranks get arrays of the same types."""
     inputs = nested.flatten(x)
     results = [leaf.adapter.unchanged(array) for leaf, array in zip(leaves, inputs)]
     alike = all(result is array for result, array in zip(results, inputs))
@@ -409,12 +415,12 @@ def _unchanged(x: Any, leaves: Sequence[View]) -> Any:
 
 
 def _to_all(request: Request) -> Request:
-    """Return the call as ranks can make it that have passed None."""
+    """Return the request in a form that ranks that passed None can make, too."""
     device = request.options.get("device")
     return Request("broadcast", request.dtype, request.shape, root=request.root, device=device)
 
 
 def _described(head: Head) -> tuple[dtypes.DType, tuple[int, ...]]:
-    """Return the dtype and shape that a head tells."""
+    """Return the dtype and shape that a head contains."""
     ndim = int(head.words[4])
     return dtypes.BY_CODE[int(head.words[1])], tuple(map(int, head.words[5 : 5 + ndim]))

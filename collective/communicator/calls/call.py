@@ -1,4 +1,4 @@
-"""What all calls of a communicator have in common."""
+"""Base class of all collective calls of a communicator."""
 
 from __future__ import annotations
 
@@ -21,25 +21,29 @@ if TYPE_CHECKING:
 
 __all__ = ["Call", "Header"]
 
-#: What another rank asked for, as of ``Request.header``.
+#: Header of another rank's request, as parsed from ``Request.header()``.
 Header = dict[str, Any]
 
 
 class Call(ABC):
     """One collective call of one rank.
 
-    A call is made in four steps. The constructor checks and keeps the arguments. :meth:`prepared`
-    views the arrays, finds the plan and settles where the result goes; nothing has been sent then,
-    and the call may be run several times. :meth:`run` moves the data and returns the result. If the
-    ranks' calls differ, :meth:`recover` goes on where that is allowed.
+    A call is made in four steps:
+
+    1. The constructor checks and stores the arguments.
+    2. :meth:`prepared` views the arrays, finds the plan and determines where the result goes. It
+       sends nothing, and afterwards the call may be run several times.
+    3. :meth:`run` moves the data and returns the result.
+    4. If the ranks' calls differ, :meth:`recover` completes the call, where a difference is
+       allowed.
 
     Args:
-        path: the communicator's path.
+        path: path of the communicator.
 
     Attributes:
-        operation: the method's name.
-        near: the call's array on a GPU, if it has one; set by :meth:`prepared`.
-        several_streams: whether its arrays are on several streams of a GPU.
+        operation: name of the communicator's method.
+        near: the call's array on a GPU, if the call has one; set by :meth:`prepared`.
+        several_streams: whether the call's arrays are on several streams of a GPU.
     """
 
     operation: str
@@ -54,12 +58,12 @@ class Call(ABC):
         cls, path: Path, x: Any, out: Any, *, op: Any = None, order: Any = None,
         root: Any = None, counts: Any = None,
     ) -> Self:  # fmt: skip
-        """Return the call with arguments that C has sorted, all of them plain.
+        """Return the call with plain arguments that C has sorted.
 
         Args:
-            x: the array by whose dtype and shape C knows the call.
-            out: where the result goes; None while C only asks for the plan.
-            op, order, root, counts: None where the operation has none.
+            x: array whose dtype and shape identify the call in C.
+            out: array that receives the result; None if C only needs the plan.
+            op, order, root, counts: arguments of the call; None if the operation has none.
         """
         raise NotImplementedError(f"{cls.__name__}: C makes no such calls")
 
@@ -70,7 +74,7 @@ class Call(ABC):
     def prepared(self) -> Call:
         """View the arrays, and find the plan; return the call to run.
 
-        That is this one, or another form of it: for nested arrays, for arrays on GPUs.
+        The returned call is this one, or another object for nested arrays or arrays on GPUs.
         """
         return self
 
@@ -83,16 +87,16 @@ class Call(ABC):
         """
 
     def recover(self, headers: Sequence[Header], deadline: Deadline) -> Any:
-        """Go on after the ranks have found that their calls differ; return the result.
+        """Complete the call after the ranks have found that their calls differ; return the result.
 
-        By default calls that differ are an error.
+        By default, calls that differ are an error.
 
         Args:
-            headers: the ranks' calls, in rank order.
+            headers: headers of the ranks' calls, in rank order.
 
         Raises:
-            MismatchError: the calls differ in more than they may.
-            Disagreement: a rank has gone on to another call meanwhile.
+            MismatchError: the calls differ in more than is allowed.
+            Disagreement: another rank has moved on to another call meanwhile.
         """
         self.path.raise_mismatch(headers)
 
@@ -107,7 +111,7 @@ class Call(ABC):
         return self.go_on(headers, deadline)
 
     def go_on(self, headers: Sequence[Header], deadline: Deadline) -> Any:
-        """Recover, once: a second disagreement is an error."""
+        """Recover once; if the ranks disagree a second time, raise ``MismatchError``."""
         try:
             return self.recover(headers, deadline)
         except Disagreement as difference:
@@ -115,17 +119,18 @@ class Call(ABC):
             headers = difference.headers
         self.path.raise_mismatch(headers)
 
-    # -- of arrays on GPUs, see :mod:`.device` ------------------------------------------
+    # -- arrays on GPUs, see :mod:`.device` ---------------------------------------------
 
     def run_by(self, near: Near | None) -> None:
-        """Run by the call's arrays on a GPU, if there are such."""
+        """Set the GPU array whose stream the call runs on; None if the call has no GPU array."""
         self.near = near
         self.several_streams = near is not None and self.path.enqueues and bool(near.others)
 
     def known_plan(self, spot: Spot) -> tuple[Planned | None, tuple[int, ...] | None]:
-        """Return the plan of an earlier call on an array like the one at ``spot``, if there is one.
+        """Return the plan of an earlier call on an array like the one at ``spot``, and a shape.
 
-        And the shape of this rank's result; None if it gets none. A spot is where a plain array on
-        a GPU is, with its dtype and shape.
+        The plan is None if there was no such call. The shape is that of this rank's result; None if
+        this rank gets no result. A spot is the address of a plain array on a GPU, with its dtype
+        and shape.
         """
         return None, None

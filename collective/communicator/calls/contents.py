@@ -1,4 +1,4 @@
-"""What a message between two ranks consists of, and what it becomes where it arrives."""
+"""Contents of a message between two ranks: how it is built, and how it is turned into a result."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from .views import adapter_for, check_device, device_view, room_on_gpu, view
 __all__ = ["WORDS", "arrived", "arriving", "check_out", "message_of", "room_for"]
 
 _UINT8 = dtypes.BY_NAME["uint8"]
-#: Every message begins with a head of so many words: kind, dtype code, bytes, dimensions, shape.
-#: What does not fit in after that follows in a message of its own, as does what the transport takes
-#: from a GPU.
+#: Number of words of the head that begins every message: kind, dtype code, number of bytes, number
+#: of dimensions, shape. The payload comes after the words if it fits into the head. A longer
+#: payload, and one that the transport takes from a GPU, follows in a separate message.
 WORDS = 16
 _MAX_DIMENSIONS = WORDS - 4
 _ARRAY, _OBJECT, _FOLLOWING = 0, 1, 2
@@ -35,9 +35,10 @@ _ARRAY, _OBJECT, _FOLLOWING = 0, 1, 2
 def message_of(
     path: Path, what: str, x: Any, hosted: bool = False
 ) -> tuple[Head, Buffer | None, Near | None]:
-    """Return the head of the message that ``x`` is, and the payload that must follow it.
+    """Return the head of the message for ``x``, the payload that must follow it, and a GPU array.
 
-    And, where that is on a GPU, the array.
+    The payload is None if nothing follows the head. The array is ``x`` if ``x`` is on a GPU, else
+    None.
 
     Args:
         what: the operation, for errors.
@@ -46,7 +47,7 @@ def message_of(
     head = Head(WORDS)
     head.words[:] = 0
     if nested.is_tree(x):
-        nested.flatten(x)  # refuses keys that cannot be sorted
+        nested.flatten(x)  # raises an error for keys that cannot be sorted
         payload = Buffer(objects.encode(x), _UINT8)
         head.words[:3] = _OBJECT, 0, payload.count
     else:
@@ -69,12 +70,14 @@ def message_of(
 def room_for(
     path: Path, head: Head, words: Sequence[int], out: Any, like: Any
 ) -> tuple[Buffer, bool, bool]:
-    """Return the payload or room for it, whether it has yet to come, and if that is ``out``.
+    """Return a buffer of the payload, whether the payload follows, and whether it is ``out``.
+
+    The buffer holds the payload if the head contained it, else it is room to receive the payload.
 
     Args:
-        head, words: of the message.
-        out: where it goes, or None.
-        like: what the result is to be like.
+        head, words: head of the message, and its words.
+        out: array or structure that receives the result, or None.
+        like: model of the result.
     """
     nbytes = words[2]
     path.listeners.message_arrives(nbytes, path.tell_failure)
@@ -84,7 +87,7 @@ def room_for(
         if direct is not None:
             payload = direct
         elif words[0] == _FOLLOWING and path.enqueues:
-            # `like` may be a structure, for which the framework is not chosen.
+            # `like` may be a structure, which does not determine one framework.
             adapter = adapter_for(None if nested.is_tree(like) else like, on_gpu=True)
             room = path.allocate(room_on_gpu, path, adapter, nbytes, device_view(like))
             payload = Buffer(room, _UINT8)
@@ -98,7 +101,7 @@ def room_for(
 
 
 def check_out(path: Path, what: str, out: Any) -> Near | None:
-    """Refuse an ``out`` that cannot be written to; return it if calls on it are enqueued."""
+    """Refuse an ``out`` that cannot be written; return it if calls on it are enqueued."""
     if out is None:
         return None
     if nested.is_tree(out):
@@ -119,7 +122,7 @@ def check_out(path: Path, what: str, out: Any) -> Near | None:
 
 
 def _direct(path: Path, words: Sequence[int], out: Any, follows: bool) -> Buffer | None:
-    """Return ``out`` as bytes, if the message can be received right into it."""
+    """Return ``out`` as a buffer of bytes, if the message can be received directly into it."""
     if out is None or nested.is_tree(out) or words[0] == _OBJECT:
         return None
     array, dtype = adapter_of(out).output(out)
@@ -136,7 +139,7 @@ def _direct(path: Path, words: Sequence[int], out: Any, follows: bool) -> Buffer
 
 
 def arrived(path: Path, words: Sequence[int], payload: Buffer, out: Any, like: Any) -> Any:
-    """Return what a message becomes: ``out``, or a new array or structure."""
+    """Return the result of a receive: ``out``, or a new array or structure."""
     if words[0] == _OBJECT:
         value = objects.decode(payload.array)
         if out is None and like is not None and nested.is_tree(value):
@@ -158,10 +161,10 @@ def arrived(path: Path, words: Sequence[int], payload: Buffer, out: Any, like: A
 
 
 def arriving(what: str, head: Head) -> list[int]:
-    """Return the numbers of a head that a peer sent.
+    """Return the words of a head that a peer sent.
 
     Raises:
-        CollectiveError: they are not what :func:`message_of` writes.
+        CollectiveError: :func:`message_of` cannot have written these words.
     """
     words: list[int] = head.words.tolist()
     kind, code, nbytes, ndim = words[:4]
@@ -200,7 +203,7 @@ def _converted(leaf: Any, adapter: Adapter) -> Any:
 
 
 def _fill(out: Any, value: Any) -> Any:
-    """Copy the arrays of ``value`` to those of ``out``, if they fit."""
+    """Copy the arrays of ``value`` to the arrays of ``out``; raise if they do not fit."""
     if nested.skeleton(out) != nested.skeleton(value):
         raise InvalidArgumentError("recv: out is nested differently from what came.")
     outputs = []

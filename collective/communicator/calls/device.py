@@ -1,4 +1,4 @@
-"""Calls on arrays of a GPU that were planned before, and go straight to the transport."""
+"""Calls on GPU arrays that were planned before, and go directly to the transport."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ __all__ = ["Straight", "spot_of", "straight"]
 
 
 class Straight(Call):
-    """Call on arrays of a GPU that has a plan already, and goes straight to the transport.
+    """Call on GPU arrays that has a plan already, and goes directly to the transport.
 
-    A call on a GPU's memory is only enqueued, so most of what it takes is finding out about its
-    arrays. The arguments of such a call were checked when its plan was made; the plan is found by
-    their values, and the spots of the arrays are enough to run it. A call that is not plain, or
-    must be refused, is prepared at length.
+    A call on GPU memory is only enqueued, so most of its time would go into inspecting its arrays.
+    The arguments of such a call were checked when its plan was made. The plan is found by their
+    values, and the spots (address, dtype and shape) of the arrays are enough to run it. A call that
+    is not plain, or must be refused, is prepared in full instead.
 
     Args:
         call: the call.
-        planned: its plan.
-        src, dst: the spots of its arrays; ``dst`` is None where this rank gets no result.
-        x, out: the arrays, which are kept until the call is over.
-        finish: returns the result, if it is a new array.
+        planned: plan of the call.
+        src, dst: spots of its arrays; ``dst`` is None if this rank gets no result.
+        x, out: the arrays, which this object keeps alive until the call is over.
+        finish: function that returns the result, if the result is a new array.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Straight(Call):
 
     @property
     def near(self) -> Near:  # type: ignore[override]
-        """The input; looked at only if the call is not run at once."""
+        """The call's input; needed only if the call is not run at once."""
         return Near(self._src, adapter_of(self._x))
 
     def run(self, deadline: Deadline) -> Any:
@@ -60,18 +60,18 @@ class Straight(Call):
 
 
 def spot_of(path: Path, x: Any) -> Spot | None:
-    """Return where a plain array on this rank's GPU is."""
+    """Return the spot of a plain array on this rank's GPU; None for any other value."""
     adapter = known.get(type(x))
     spot = None if adapter is None else adapter.spot(x)
-    # The long way, which comes first, has found out whose GPU it is.
+    # path.gpu is set once a call that was prepared in full has had an array on this rank's GPU.
     return spot if spot is not None and spot.device is path.gpu else None
 
 
 def straight(call: Call, x: Any, out: Any) -> Call | None:
-    """Return a call as :class:`Straight` if it has a plan, and its result is plain as well.
+    """Return a call as :class:`Straight` if it has a plan and its result is plain; else None.
 
-    That is so where the result is on the input's stream, and apart from the input or the input
-    itself. Calls on the transport must be enqueued.
+    The result is plain if it is on the input's stream, and either is the input itself or does not
+    overlap the input. The transport must enqueue calls.
     """
     src = spot_of(call.path, x)
     if src is None:

@@ -1,4 +1,4 @@
-"""Folds of the ranks' arrays: how they are checked and planned."""
+"""Checks and plans of calls that fold the ranks' arrays."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ __all__ = ["CuttingFoldCall", "FoldCall"]
 
 
 class FoldCall(Call):
-    """Call that folds the ranks' arrays: what an operator needs to be checked and planned.
+    """Call that folds the ranks' arrays with an operator.
 
     Attributes:
-        x, op, out, order: as the caller passed them.
-        root: the rank that gets the result; None if every rank does.
+        x, op, out, order: arguments that the caller passed.
+        root: rank that gets the result; None if every rank gets it.
         receives: whether this rank gets a result.
     """
 
@@ -55,17 +55,17 @@ class FoldCall(Call):
         self, key: Any, dtype: DType, shape: tuple[int, ...], on_host: bool,
         elements: Sequence[int] | None = None, **options: Any,
     ) -> Planned:  # fmt: skip
-        """Check a fold, and plan it for now and later.
+        """Check a fold, and return its plan, which the path remembers.
 
         Args:
-            key: by which the path remembers the plan.
-            dtype, shape: of this rank's input.
-            on_host: whether that is on the CPU.
-            elements: of ``reduce_scatter``, the number of elements that each rank gets.
-            options: what else the ranks must agree on.
+            key: key by which the path remembers the plan.
+            dtype, shape: dtype and shape of this rank's input.
+            on_host: whether the input is on the CPU.
+            elements: in ``reduce_scatter``, the number of elements that each rank gets.
+            options: other values that the ranks must agree on.
 
         Raises:
-            InvalidArgumentError, DtypeError, UnsupportedError: it cannot be made.
+            InvalidArgumentError, DtypeError, UnsupportedError: the fold cannot be made.
         """
         path, what, order = self.path, self.operation, self.order
         if order not in (None, "rank"):
@@ -87,7 +87,8 @@ class FoldCall(Call):
         plan = path.backend.plan(request)
         if reducer.function is not None:
             outcome = path.backend.plan(request.step(1, "barrier"))
-            # Without the path, which would keep itself and not end when it is dropped.
+            # The plan must not refer to the path, because the path keeps the plan: the cycle would
+            # keep a dropped path alive.
             fail = partial(_fail, path.recorder, path.backend)
             plan = partial(_fold_with_function, fail, plan, outcome)
         return path.remember(key, Planned(request, plan, fixed=True, takes_gpus=takes_gpus))
@@ -105,8 +106,9 @@ class FoldCall(Call):
     def refuse_long(self, number: View) -> None:
         """Refuse a Python integer if the result might have more than 64 bits.
 
-        Python's have as many as they need, so that one that wraps would be wrong in silence. This
-        rank does not know what the others have, and takes it to be as much.
+        Python integers have any number of bits, so a result that wraps would be silently wrong.
+        This rank does not know the other ranks' values, and assumes that they are as large as its
+        own.
         """
         if number.adapter is not NUMBERS or number.dtype.kind != "i":
             return
@@ -121,23 +123,23 @@ class FoldCall(Call):
 
 
 class CuttingFoldCall(FoldCall):
-    """Fold of which each rank gets one piece.
+    """Fold in which each rank gets one piece of the result.
 
     Attributes:
-        counts, axis: as the caller passed them.
+        counts, axis: arguments that the caller passed.
     """
 
     counts: Sequence[int] | None
     axis: int
 
     def cut(self, array: Array) -> tuple[Rows, list[int]]:
-        """Return an array's rows along the axis, and the number of them that each rank gets."""
+        """Return an array's rows along the axis, and the number of rows that each rank gets."""
         rows = Rows(self.operation, array, self.axis)
         return rows, split_sizes(self.operation, rows.length, self.path.size, self.counts)
 
     @property
     def agreed_counts(self) -> list[int] | None:
-        """The counts, as all ranks must pass them."""
+        """Counts as the ranks compare them: a list of integers, or None."""
         return None if self.counts is None else list(map(int, self.counts))
 
 
@@ -145,22 +147,23 @@ def _fold_with_function(
     fail: Callable[[BaseException], None], fold: Plan, outcome: Plan, src: Buffer,
     dst: Buffer | None, deadline: Deadline,
 ) -> None:  # fmt: skip
-    """Fold with a user's operator, and return when all ranks have.
+    """Fold with a user's operator, and return when the operator has succeeded on all ranks.
 
-    A rank whose operator raised does not come. Otherwise the others would go on with a result that
-    they cannot tell from a right one. MPI in particular has no way to stop a reduction from within.
+    A barrier follows the fold, and a rank whose operator raised does not enter it. Without the
+    barrier the other ranks would continue with a result that they cannot distinguish from a correct
+    one. MPI in particular has no way to stop a reduction from inside the operator.
 
     Args:
-        fail: breaks the communicator.
-        fold: the transport's part.
-        outcome: the barrier after it.
+        fail: function that breaks the communicator.
+        fold: plan of the fold, made by the transport.
+        outcome: plan of the barrier after the fold.
     """
     try:
         _finish(fold(src, dst, deadline))
     except (Disagreement, CommunicatorAbortedError):
-        raise  # nothing has been folded, or all ranks know why
+        raise  # nothing has been folded, or all ranks know the reason
     except CollectiveError as error:
-        fail(error)  # it may be the operator's
+        fail(error)  # the operator may have raised it, and the other ranks do not know
         raise
     _finish(outcome(None, None, deadline))
 
@@ -171,6 +174,6 @@ def _fail(recorder: Recorder, backend: Backend, error: BaseException) -> None:
 
 
 def _finish(work: Work[Any] | None) -> None:
-    """Wait for what a transport may have left running."""
+    """Wait for the work that a plan has returned, if the plan left work in flight."""
     if work is not None:
         work.wait()

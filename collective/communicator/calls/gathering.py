@@ -1,4 +1,4 @@
-"""The calls that join pieces: gather, all_gather, all_to_all."""
+"""Calls that join pieces: ``gather``, ``all_gather``, ``all_to_all``."""
 
 from __future__ import annotations
 
@@ -31,11 +31,12 @@ __all__ = ["AllGather", "AllToAll", "Gather"]
 
 
 class _Collection(Pieces):
-    """Call that joins the ranks' arrays, at one rank or at all.
+    """Call that joins the ranks' arrays, at one rank or at all ranks.
 
     Args:
-        path, x, counts, axis, out: as the caller passed them.
-        root: the rank that gets the result; None if every rank does.
+        path: path of the communicator.
+        x, counts, axis, out: arguments that the caller passed.
+        root: rank that gets the result; None if every rank gets it.
         hosted: whether ``x`` is the library's own array on the CPU.
     """
 
@@ -105,7 +106,7 @@ class _Collection(Pieces):
             )
 
     def _check_lengths(self) -> None:
-        """Refuse counts that are not the lengths of this rank's arrays."""
+        """Check that the counts are the lengths of this rank's arrays."""
         if self._counts is None:
             return
         path, expected = self.path, self._counts[self.path.rank]
@@ -209,12 +210,12 @@ class AllToAll(Pieces):
         path, what = self.path, self.operation
         self.nesting = nested.skeleton(self.x)
         self.leaves = [Leaf(what, leaf, self.axis) for leaf in views(path, what, self.x)]
-        # Of each leaf, the number of rows that this rank sends to each.
+        # For each leaf, the number of rows that this rank sends to each rank.
         self._sizes = [
             split_sizes(what, leaf.rows.length, path.size, self._counts) for leaf in self.leaves
         ]
         self.planned = self.plan_pieces(self.axis, None, self._sizes)
-        # Every rank sends what this one does, unless their headers say otherwise.
+        # Assume that every rank sends as many rows as this rank, until the headers show otherwise.
         self.expected = [[sizes[path.rank]] * path.size for sizes in self._sizes]
         self.run_by(nearest(self.leaves))
         return self
@@ -235,7 +236,7 @@ class AllToAll(Pieces):
         self, payloads: list[Array], src: Buffer, dst: Buffer | None, deadline: Deadline
     ) -> None:
         assert dst is not None
-        # The calls are the same, so every rank cuts as this one does.
+        # The ranks' calls are equal, so every rank cuts its array as this rank does.
         rank, width, counts = self.path.rank, src.dtype.itemsize, self.planned.request.elements
         start = width * sum(counts[:rank])
         pieces = [payload[start : start + width * counts[rank]] for payload in payloads]

@@ -29,28 +29,29 @@ __all__ = ["Recv", "Send", "SendRecv"]
 
 _TAGS = 2**31
 
-#: Messages of one are received in the order in which they were sent: operation, dst, src, tag.
+#: Operation, dst, src and tag. Messages of one direction are received in the order in which they
+#: were sent.
 Direction = tuple[str, "int | None", "int | None", int]
 
 
 class _Message:
     """One call between two ranks.
 
-    The native core makes plain ones (:meth:`exchanged`). The others are made in Python, now or in
-    the lane of their direction, peer and tag (:meth:`posted`).
+    The native core makes plain calls (:meth:`exchanged`). The other calls are made in Python, at
+    once or in the lane of their direction, peer and tag (:meth:`posted`).
 
     Attributes:
-        path: the communicator's path.
-        tag: as the caller passed it.
+        path: path of the communicator.
+        tag: tag that the caller passed, unchecked.
     """
 
     path: Path
     tag: Any
 
     def exchanged(self, seconds: float) -> Any:
-        """Have the transport exchange plain arrays in C; return the call's result.
+        """Exchange plain arrays in C, by the transport; return the call's result.
 
-        ``NotImplemented`` where nothing was done; see :func:`collective.native.messages`.
+        Return ``NotImplemented`` if nothing was done; see :func:`collective.native.messages`.
         """
         return NotImplemented
 
@@ -59,7 +60,7 @@ class _Message:
         raise NotImplementedError
 
     def in_c(self, x: Any, dst: Any, out: Any, src: Any, deadline: Deadline) -> Any:
-        """Exchange plain arrays in C, unless somebody listens or messages before are under way."""
+        """Exchange plain arrays in C, unless there are listeners or earlier messages in flight."""
         path = self.path
         exchange = path.exchange
         if exchange is None or (path.lanes and not _is_free(path, dst, src, self.tag)):
@@ -71,9 +72,9 @@ class _Message:
             raise
 
     def result_of_nobody(self, what: str, out: Any, async_op: bool) -> Any:
-        """Send nothing to NULL, or receive nothing from it: return ``out`` as it is.
+        """Make a call whose peer is NULL: send and receive nothing, and return ``out`` unchanged.
 
-        What is wrong with the call, or the communicator, is an error as with any other rank.
+        A wrong argument or a broken communicator is an error, as with any other peer.
         """
         path = self.path
         _check_tag(self.tag)
@@ -88,7 +89,7 @@ class Send(_Message):
     """See :meth:`Communicator.send`.
 
     Args:
-        result: what the call returns.
+        result: object that the call returns.
         hosted: whether ``x`` is the library's own array on the CPU.
     """
 
@@ -246,7 +247,7 @@ class SendRecv(_Message):
         return _post(path, key, wait_for_both, async_op, None, nbytes)
 
     def _like_of_result(self) -> Any:
-        """Return what the result is to be like where ``out`` is None: the first array of ``x``."""
+        """Return the model of the result where ``out`` is None: ``like``, or x's first array."""
         return self.like if self.like is not None else next(iter(nested.flatten(self.x)), None)
 
     def _one_way(self, seconds: float, async_op: bool) -> Any:
@@ -255,7 +256,7 @@ class SendRecv(_Message):
         if is_null(self.src):
             check_out(path, "sendrecv", self.out)
             return path.post(Send(path, self.x, self.dst, self.tag, self.out), seconds, async_op)
-        path.check_rank("sendrecv", "src", self.src)  # one by name
+        path.check_rank("sendrecv", "src", self.src)  # refuses ANY_SOURCE, which recv would accept
         recv = Recv(path, self.out, self.src, self.tag, self._like_of_result(), None)
         return path.post(recv, seconds, async_op)
 
@@ -269,11 +270,11 @@ class SendRecv(_Message):
         coming = Head(WORDS)
         path.transfer(backend.sendrecv, head.buffer, dst, coming.buffer, src, tag, deadline)
         words = arriving("sendrecv", coming)
-        # What is sent still may be what it would be received over.
+        # Receive into new memory: `out` may overlap `x`, which has not been sent completely.
         received, follows, _ = room_for(path, coming, words, None, like if out is None else out)
         if payload is not None and follows:
             path.transfer(backend.sendrecv, payload, dst, received, src, tag, deadline)
-        elif payload is not None:  # nothing is sent for nothing: the peer may be in recv
+        elif payload is not None:  # no empty payload is exchanged: a peer in recv expects none
             path.transfer(backend.send, payload, dst, tag, deadline)
         elif follows:
             path.transfer(backend.recv, received, src, tag, deadline)
@@ -298,11 +299,13 @@ def _post(
     path: Path, key: Direction, run: Callable[[], Any], async_op: bool, near: Near | None = None,
     nbytes: int = -1,
 ) -> Any:  # fmt: skip
-    """Run a message now or in its lane: one a direction, peer and tag, in order.
+    """Run a message at once or in its lane.
+
+    Each direction, peer and tag has one lane, which runs its messages in order.
 
     Args:
         near: the message's array on a GPU, if it has one.
-        nbytes: of what is sent; -1 if nothing is.
+        nbytes: number of bytes that are sent; -1 if the call sends nothing.
     """
     operation, dst, src, tag = key
     what = f"{operation}(tag={tag})"
@@ -318,9 +321,9 @@ def _post(
     if near is None or not path.enqueues:
         work = lane.submit(what, with_site(run))
     else:
-        # Beside the caller's stream, and beside those of other directions, peers and tags. What it
-        # waits for is known now; it does not wait before its turn, or it would hold up the messages
-        # before it.
+        # The message runs on its own stream, beside the caller's stream and those of other
+        # directions, peers and tags. The event to wait for is recorded now. The side stream waits
+        # for it only when the message's turn has come; otherwise it would delay earlier messages.
         side = path.backend.side_stream(near.array.device, key)
         work = stream_work(path, what, side, near.array.stream, near.adapter)
         ready = near.array.stream.record()
@@ -339,7 +342,7 @@ def _is_busy(path: Path, key: Direction) -> bool:
 
 
 def _is_free(path: Path, dst: Any, src: Any, tag: Any) -> bool:
-    """Return whether no message in the background comes before one to and from these."""
+    """Return whether no background message must precede a message with these peers and tag."""
     if not all(type(number) is int for number in (dst, src, tag)):
         return False
     if src not in (NOBODY, NULL):
@@ -350,7 +353,10 @@ def _is_free(path: Path, dst: Any, src: Any, tag: Any) -> bool:
 
 
 def _refuse_overlap(path: Path, src: int, tag: int) -> None:
-    """Keep a receive from anybody apart from others of its tag: they would share messages."""
+    """Refuse a receive from ANY_SOURCE while a receive from a named rank with its tag is pending.
+
+    The reverse is refused, too: one of the two receives could take the message of the other.
+    """
     for (operation, _, source, other), lane in path.lanes.items():
         named = (operation, other) == ("recv", tag) and source != src
         if named and ANY_SOURCE in (source, src) and not lane.idle:
@@ -364,7 +370,7 @@ def _refuse_overlap(path: Path, src: int, tag: int) -> None:
 
 
 def is_null(rank: Any) -> bool:
-    """Tell whether a rank is ``collective.NULL``."""
+    """Return whether a rank is ``collective.NULL``."""
     return isinstance(rank, (int, np.integer)) and rank == NULL
 
 

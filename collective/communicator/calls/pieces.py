@@ -1,4 +1,4 @@
-"""What the calls that split and join arrays share."""
+"""Base class of the calls that split and join arrays."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = ["Leaf", "Pieces"]
 
 
 class Leaf:
-    """One array of a call, as it is sent: its rows, and what its results are made with."""
+    """One array of a call in the form in which it is sent: its rows, dtype, shape and adapter."""
 
     __slots__ = ("adapter", "array", "dtype", "rows", "shape")
 
@@ -41,22 +41,22 @@ class Leaf:
 
 
 class Pieces(Call):
-    """Call that moves pieces, of which the ranks may have unequally many rows.
+    """Call that moves pieces. The ranks' pieces may have different numbers of rows.
 
-    It is planned as if every rank had as many rows as this one. The ranks compare their calls; if
-    they differ in nothing but lengths, all of them go on with a plan for those.
+    The call is planned as if every rank had as many rows as this rank. The ranks compare their
+    calls. If the calls differ only in lengths, all ranks continue with a plan for the true lengths.
 
     Attributes:
-        x, out, axis: as the caller passed them.
-        root: the rank that gets the result; None if every rank does.
+        x, out, axis: arguments that the caller passed.
+        root: rank that gets the result; None if every rank gets it.
         receives: whether this rank gets a result.
         hosted: whether ``x`` is the library's own array on the CPU.
-        leaves: the arrays.
-        nesting: how they are nested; 0 for one array.
-        expected: number of rows of each leaf from each rank, if all ranks have as many as this one,
-            or the caller knows the lengths.
-        planned: the plan for that.
-        compares: whether the ranks compare their calls first, where the transport does not.
+        leaves: arrays of the call.
+        nesting: nesting of the arrays; 0 for one array.
+        expected: number of rows of each leaf from each rank: the caller's lengths, or as if all
+            ranks had as many rows as this rank.
+        planned: plan for the expected numbers of rows.
+        compares: whether the ranks compare their calls first, if the transport does not.
     """
 
     x: Any
@@ -71,7 +71,7 @@ class Pieces(Call):
     planned: Planned
     compares: bool = True
 
-    # -- what each operation says ---------------------------------------------------------
+    # -- methods of each operation --------------------------------------------------------
 
     @abstractmethod
     def pack(self) -> Array:
@@ -79,22 +79,25 @@ class Pieces(Call):
 
     @abstractmethod
     def join(self, payloads: list[Array], src: Buffer, dst: Buffer, deadline: Deadline) -> None:
-        """Write the result, in place of the transport, from the bytes that all ranks pack."""
+        """Write the result, without the transport, from the bytes that all ranks have packed."""
 
     @abstractmethod
     def uneven(self, headers: Sequence[Header]) -> tuple[Sequence[Sequence[int]], Planned]:
-        """Return the rows of each leaf from each rank, and the plan for that.
+        """Return the number of rows of each leaf from each rank, and the plan for these numbers.
 
         Raises:
-            MismatchError: the calls differ in more than that.
+            MismatchError: the calls differ in more than the numbers of rows.
         """
 
     @abstractmethod
     def incoming(self, planned: Planned) -> Sequence[int] | None:
-        """Return the number of elements from each rank; None if this rank gets nothing."""
+        """Return the number of elements from each rank; None if this rank gets no result."""
 
     def offset(self, planned: Planned) -> int | None:
-        """Return the element of the result that this rank's input is; None if it is none."""
+        """Return the offset of this rank's input in the result, in elements.
+
+        Return None if the result does not contain this rank's input as one contiguous piece.
+        """
         return None
 
     # -- the call ------------------------------------------------------------------------
@@ -130,10 +133,10 @@ class Pieces(Call):
         )  # fmt: skip
 
     def _send_array(self, total: int, planned: Planned, deadline: Deadline) -> Any:
-        """Move one array, straight from where it is and to where it goes.
+        """Move one array directly from its memory to the memory of the result.
 
         Args:
-            total: rows of the result.
+            total: number of rows of the result.
         """
         path, what, leaf = self.path, self.operation, self.leaves[0]
         rows, dtype = leaf.rows, leaf.dtype
@@ -144,11 +147,12 @@ class Pieces(Call):
             try:
                 output = Output(what, self.out, leaf.adapter, shape, dtype, rows.array)
             except (DeviceError, DtypeError, InvalidArgumentError, ShapeError) as error:
-                # The peers are already on their way: go with them, and raise afterwards.
+                # The peers are already in this call, so complete it with new memory, and raise
+                # afterwards.
                 misfit = error
                 output = path.allocate(Output, what, None, leaf.adapter, shape, dtype, rows.array)
             except BaseException as error:
-                # There is no memory for the result, and the peers are on their way here, too.
+                # There is no memory for the result, and the peers are already in this call.
                 path.fail_halfway(error)
                 raise
         flat = rows.array.ravel()
@@ -171,9 +175,10 @@ class Pieces(Call):
     # -- comparing calls --------------------------------------------------------------------
 
     def _compared(self, deadline: Deadline) -> Planned:
-        """Compare the ranks' calls where the transport does not; return the plan to go by.
+        """Compare the ranks' calls if the transport does not; return the plan to run.
 
-        Few bytes travel with the comparison. The plan then only joins them.
+        If the arrays are small, their bytes travel with the comparison. Then the plan only joins
+        these bytes.
 
         Raises:
             Disagreement: the calls differ.
@@ -190,12 +195,12 @@ class Pieces(Call):
     def plan_pieces(
         self, axis: int, counts: Sequence[int] | None, sizes: list[list[int]] | None = None
     ) -> Planned:
-        """Return the plan for the case that all ranks have as much as this one, or ``counts``.
+        """Return the plan for ``counts``, or as if all ranks had as many rows as this rank.
 
         Args:
-            axis: along which the lengths may differ.
+            axis: axis along which the lengths may differ.
             counts: the ranks' lengths, if they are known.
-            sizes: of ``all_to_all``, how many rows of each leaf this rank sends to each.
+            sizes: in ``all_to_all``, number of rows of each leaf that this rank sends to each rank.
         """
         path, what, leaves, nesting = self.path, self.operation, self.leaves, self.nesting
         fixed = counts is not None
@@ -226,10 +231,10 @@ class Pieces(Call):
         return path.remember(key, path.planned(request))
 
     def lengths(self, rows: Sequence[Sequence[int]]) -> list[int]:
-        """Return the number of elements of one array of each rank, or of bytes of a structure.
+        """Return for each rank the number of elements of its array, or of bytes of its structure.
 
         Args:
-            rows: of each leaf, the number of rows of each rank.
+            rows: for each leaf, the number of rows of each rank.
         """
         if self.nesting == 0:
             return [length * self.leaves[0].rows.inner for length in rows[0]]
@@ -239,10 +244,10 @@ class Pieces(Call):
         ]
 
     def rows_of(self, headers: Sequence[Header]) -> list[list[int]]:
-        """Return the number of rows of each leaf of each rank; all else must be equal.
+        """Return the number of rows of each leaf of each rank, from the ranks' headers.
 
         Raises:
-            MismatchError: it is not.
+            MismatchError: the headers differ in more than the numbers of rows.
         """
         count = len(self.leaves)
         rows: list[list[int]] = [[] for _ in range(count)]
@@ -269,16 +274,16 @@ class Pieces(Call):
 def _exchange_heads(
     path: Path, request: Request, payload: Array, deadline: Deadline
 ) -> list[Array] | None:
-    """Compare ``request`` on all ranks, and give all of them every rank's few bytes.
+    """Compare ``request`` on all ranks, and give every rank the payloads if they are small.
 
-    For transports that compare nothing: there it takes the place of :meth:`Path.agree`.
+    On transports that compare no calls, this function replaces :meth:`Path.agree`.
 
     Args:
-        payload: contiguous bytes, equally many on ranks that make the same call. What is on a GPU
-            stays there.
+        payload: contiguous bytes; ranks that make the same call pass the same number of bytes. A
+            payload on a GPU is not sent.
 
     Returns:
-        The ranks' payloads, in rank order; None if they are too long.
+        The ranks' payloads, in rank order; None if the payloads are too long or on a GPU.
 
     Raises:
         Disagreement: the calls differ.
@@ -295,8 +300,9 @@ def _exchange_heads(
     path.carry(plan, head.buffer, received, deadline)
     heads = [Head(1, words) for words in received.array.reshape(path.size, HEAD_BYTES)]
     if any(other.words[0] != request.digest for other in heads):
-        # All ranks have these words, so that all come here or none; it raises with the requests.
+        # All ranks have the same words, so either all ranks come here or none. agree() raises
+        # Disagreement with the ranks' headers.
         path.agree(request, deadline)
-    # Of equal calls the payloads are equally long: either all of them are in the heads, or none.
+    # Equal calls have payloads of equal length: either all of them are in the heads, or none.
     payloads = [other.inline(payload.size) for other in heads]
     return [inline for inline in payloads if inline is not None] or None

@@ -1,4 +1,4 @@
-"""The calls that compute: all_reduce, reduce, scan, reduce_scatter."""
+"""Calls that compute: ``all_reduce``, ``reduce``, ``scan``, ``reduce_scatter``."""
 
 from __future__ import annotations
 
@@ -33,11 +33,12 @@ __all__ = ["AllReduce", "Reduce", "ReduceScatter", "Reduction", "Scan"]
 
 
 class Reduction(FoldCall):
-    """Fold whose result is like its input: all_reduce, reduce, scan.
+    """Fold whose result has the shape of its input: ``all_reduce``, ``reduce``, ``scan``.
 
     Args:
-        path, x, op, out, order: as the caller passed them.
-        root: the rank that gets the result; None if every rank does.
+        path: path of the communicator.
+        x, op, out, order: arguments that the caller passed.
+        root: rank that gets the result; None if every rank gets it.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The call scatter."""
+"""Call ``scatter``."""
 
 from __future__ import annotations
 
@@ -33,9 +33,10 @@ __all__ = ["Scatter"]
 class Scatter(Call):
     """See :meth:`Communicator.scatter`.
 
-    The root alone knows what is scattered. Where ranks see by themselves when calls differ, the
-    call is made at once as if the other ranks had guessed it from their ``out``; if one has not,
-    all go on by the root's header. Elsewhere the root describes it first.
+    Only the root knows the shape and dtype of the array. If the transport compares calls by itself
+    and memory is shared, the call is made at once, as if the other ranks had guessed the root's
+    call from their ``out``. If a rank has not, all ranks continue with the root's header. On other
+    transports the root describes its array first.
     """
 
     operation = "scatter"
@@ -58,7 +59,7 @@ class Scatter(Call):
         cls, path: Path, x: Any, out: Any, *, op: Any = None, order: Any = None, root: Any = None,
         counts: Any = None,
     ) -> Self:  # fmt: skip
-        # Elsewhere than at the root C knows the call by `out`, which it passes as `x`.
+        # On the other ranks, C identifies the call by `out`, and passes `out` as `x`.
         if path.rank == root:
             return cls(path, x, root, None, 0, out, None)
         return cls(path, None, root, None, 0, x, None)
@@ -94,8 +95,8 @@ class Scatter(Call):
     def run(self, deadline: Deadline) -> Any:
         if not self.path.scatters_at_once:
             return self._scatter_known(self._options_of_root(deadline), deadline)
-        # No rank knows who has guessed right, so the call is made as if all had. One array travels
-        # as what it is, several as bytes.
+        # No rank knows whether the others have guessed the root's call, so the call is made as if
+        # all had. One array is sent with its dtype, several arrays as bytes.
         options = self._request.options
         alone = options.get("nesting") == 0
         dtype = dtypes.named(options["leaves"][0][0]) if alone else UINT8
@@ -106,10 +107,10 @@ class Scatter(Call):
         return self._scatter_known(self._options_in(headers), deadline)
 
     def _scatter_known(self, options: dict[str, Any], deadline: Deadline) -> Any:
-        """Scatter what all ranks know by now; return this rank's result.
+        """Scatter arrays that all ranks know by now; return this rank's result.
 
         Args:
-            options: of the root's call.
+            options: options of the root's call.
         """
         path = self.path
         scattered = path.allocate(_Scattered, options)
@@ -124,7 +125,8 @@ class Scatter(Call):
         try:
             piece = self._move(request, UINT8, scattered.sizes, room, deadline)
         except Disagreement as difference:
-            # The ranks have agreed once; a second difference means that one has gone on.
+            # The ranks have agreed once. A second difference means that one rank has moved on to
+            # another call. Break the cycle exception → traceback → frame → exception.
             difference.__traceback__ = None
             headers = difference.headers
         else:
@@ -135,12 +137,12 @@ class Scatter(Call):
         self, request: Request, dtype: dtypes.DType, sizes: Sequence[Sequence[int]],
         room: Array | None, deadline: Deadline,
     ) -> Array:  # fmt: skip
-        """Scatter the bytes of the root's leaves; return this rank's.
+        """Scatter the bytes of the root's leaves; return this rank's bytes.
 
         Args:
-            dtype: of what the request counts.
-            sizes: of each leaf, the number of rows that each rank gets.
-            room: where this rank's go, or None.
+            dtype: dtype of the elements that the request counts.
+            sizes: for each leaf, the number of rows that each rank gets.
+            room: memory that receives this rank's bytes; None to allocate it.
         """
         path, src = self.path, None
         if path.rank == self.root:
@@ -156,7 +158,7 @@ class Scatter(Call):
         return room.view(np.uint8)
 
     def _result(self, scattered: _Scattered, piece: Array, deadline: Deadline) -> Any:
-        """Return this rank's piece as the caller wants it."""
+        """Return this rank's piece in the form that the caller requested."""
         result = assemble(
             self.operation, [piece], scattered.parts(self.path.rank), self._likes(scattered),
             self.out, scattered.nesting, self.x, self.path.who,
@@ -166,16 +168,16 @@ class Scatter(Call):
         return result
 
     def _likes(self, scattered: _Scattered) -> list[Any]:
-        """Return of each leaf of the result what it is to be like."""
+        """Return the model of each leaf of the result."""
         model = self.out if self.out is not None else self.x if self.x is not None else self._like
         likes = nested.flatten(model) if nested.is_tree(model) else [model]
         count = len(scattered.dtypes)
         return likes if len(likes) == count else [*likes, self._like][:1] * count
 
-    # -- what the root scatters ------------------------------------------------------------
+    # -- the root's call -------------------------------------------------------------------
 
     def _root_request(self, leaves: Sequence[Leaf], nesting: Any) -> Request:
-        """Return the root's call."""
+        """Return the request of the root's call."""
         path = self.path
         sizes = [
             split_sizes(self.operation, leaf.rows.length, path.size, self._counts)
@@ -190,10 +192,11 @@ class Scatter(Call):
         )  # fmt: skip
 
     def _guessed_request(self) -> Request | None:
-        """Return the root's call, if ``out`` is a piece of what the root cuts evenly.
+        """Return a guess of the root's request: that the root cuts evenly, in pieces like ``out``.
 
-        Where that is so, comparing the calls is all that it takes to know what is scattered; where
-        not, the ranks tell each other.
+        If the guess is right, comparing the calls is enough for this rank to know the root's array.
+        If the guess is wrong, the ranks exchange their headers. Return None if ``out`` does not
+        allow a guess.
         """
         path, out = self.path, self.out
         if out is None or not (path.on_host or self._hosted) or nested.is_tree(out):
@@ -211,11 +214,11 @@ class Scatter(Call):
         )  # fmt: skip
 
     def _options_of_root(self, deadline: Deadline) -> dict[str, Any]:
-        """Return the options of the root's call, which the root tells."""
+        """Return the options of the root's call, which the root sends to the other ranks."""
         path, request = self.path, self._request
         if not path.heads:
             headers = path.headers_if_different(request, deadline)
-            # If they are alike the others have guessed it.
+            # If the calls are equal, this rank has guessed the root's call.
             return request.options if headers is None else self._options_in(headers)
         head = Head(1)
         text = np.frombuffer(json.dumps(request.options).encode(), np.uint8)
@@ -229,12 +232,12 @@ class Scatter(Call):
             received = np.empty(int(head.words[0]), np.uint8)
             if path.rank == self.root:
                 received[:] = text
-            whole = Buffer(received, UINT8)
-            path.carry(path.planned(about), whole, whole, deadline)
+            buffer = Buffer(received, UINT8)
+            path.carry(path.planned(about), buffer, buffer, deadline)
         return dict(json.loads(received.tobytes()))
 
     def _options_in(self, headers: Sequence[Header]) -> dict[str, Any]:
-        """Return the options of the root's call, if the others' are only less of it.
+        """Return the options of the root's call, which the other ranks may know only in part.
 
         Raises:
             MismatchError: a rank makes another call, or names another root.
@@ -248,13 +251,13 @@ class Scatter(Call):
 
 
 class _Scattered:
-    """What the root scatters, by the options of its call.
+    """Description of the arrays that the root scatters, from the options of its call.
 
     Attributes:
-        dtypes: of each leaf.
-        sizes: of each leaf, the number of rows that each rank gets.
-        nesting: of the structure; 0 for one array.
-        on_gpu: whether it is in a GPU's memory.
+        dtypes: dtype of each leaf.
+        sizes: for each leaf, the number of rows that each rank gets.
+        nesting: nesting of the structure; 0 for one array.
+        on_gpu: whether the arrays are in GPU memory.
     """
 
     def __init__(self, options: dict[str, Any]) -> None:
@@ -262,14 +265,15 @@ class _Scattered:
         self.sizes: Sequence[Sequence[int]] = options["sizes"]
         self.nesting = options["nesting"]
         self.on_gpu = "device" in options
-        # Of the shapes that the rows have at the root, of a byte each.
+        # Arrays of the leaves' shapes at the root, with elements of one byte: only the shapes of
+        # their rows are used.
         self._models = [
             Rows("scatter", np.empty(shape, np.bool_), options["axis"])
             for _, *shape in options["leaves"]
         ]
 
     def nbytes(self, size: int) -> list[int]:
-        """Return how many bytes each of ``size`` ranks gets, of all leaves together."""
+        """Return the number of bytes of all leaves together that each of ``size`` ranks gets."""
         return [
             sum(
                 rows[rank] * model.inner * dtype.itemsize
@@ -279,7 +283,7 @@ class _Scattered:
         ]
 
     def parts(self, rank: int) -> list[ArrivedLeaf]:
-        """Return of each leaf what a rank's piece is put together by."""
+        """Return a description of each leaf of a rank's piece."""
         return [
             ArrivedLeaf(model, dtype, [rows[rank]])
             for rows, model, dtype in zip(self.sizes, self._models, self.dtypes)

@@ -1,4 +1,4 @@
-"""Nested lists, tuples and dicts of arrays: how their leaves become messages, and come back."""
+"""Structures (nested lists, tuples and dicts of arrays): packing their leaves, and unpacking."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ class _Fused(NamedTuple):
     """Leaves of one dtype, fused into one message.
 
     Attributes:
-        dtype: their dtype.
-        members: their indices among all leaves.
+        dtype: dtype of the leaves.
+        members: indices of the leaves among all leaves.
         elements: number of elements of the result.
-        planned: the plan of the message.
+        planned: plan of the message.
     """
 
     dtype: DType
@@ -57,10 +57,10 @@ def _by_dtype(leaves: Sequence[View]) -> dict[DType, list[int]]:
 
 
 class StructureReduction(Call):
-    """Reduction of a structure whose result is like its input.
+    """Reduction of a structure whose result has the structure of its input.
 
     Args:
-        call: the call, as the caller made it.
+        call: the call, as the program made it.
     """
 
     def __init__(self, call: FoldCall) -> None:
@@ -97,8 +97,8 @@ class StructureReduction(Call):
         self.run_by(nearest(leaves))
 
     def run(self, deadline: Deadline) -> Any:
-        # A leaf of `out` may overlap a leaf of `x` that has another dtype, and so is in another
-        # message: all inputs are read before the first result is written.
+        # Read all inputs before the first result is written. A leaf of `out` may overlap a leaf of
+        # `x` that has another dtype and so belongs to another message.
         sends = [self._send_later(fused, deadline) for fused in self._messages]
         for send in sends:
             send()
@@ -109,7 +109,7 @@ class StructureReduction(Call):
     def _send_later(self, fused: _Fused, deadline: Deadline) -> Callable[[], None]:
         """Read the inputs of a message; return a function that reduces them."""
         arrays = [self._leaves[i].array for i in fused.members]
-        # Where nothing is enqueued other ranks may have these on the CPU.
+        # If the transport does not enqueue calls, other ranks may have these arrays on the CPU.
         on_gpu = self.path.enqueues and not isinstance(arrays[0], np.ndarray)
         if on_gpu and self.operation == "all_reduce" and self._outputs is not None:
             pairs = [(array, self._outputs[i]) for i, array in zip(fused.members, arrays)]
@@ -124,11 +124,11 @@ class StructureReduction(Call):
     def _send(
         self, planned: Planned, room: Buffer, results: Sequence[Array] | None, deadline: Deadline
     ) -> None:
-        """Reduce several arrays that were copied into one.
+        """Reduce several arrays that were copied into one buffer.
 
         Args:
-            room: the copies, one after the other.
-            results: where the arrays' results go; None at a rank that gets none.
+            room: buffer with the copies, one after the other.
+            results: arrays that receive the results; None on a rank that gets no result.
         """
         self.path.carry(planned, room, None if results is None else room, deadline)
         start = 0
@@ -139,13 +139,14 @@ class StructureReduction(Call):
     def _batched(
         self, pairs: Sequence[tuple[Array, Output]], planned: Planned, deadline: Deadline
     ) -> Callable[[], None]:
-        """Return a function that all-reduces several arrays of a GPU where they are, all at once.
+        """Return a function that all-reduces several GPU arrays in one batch, without packing them.
 
         Args:
-            pairs: the arrays, and where their results go.
+            pairs: the arrays, each with the output for its result.
         """
         out = self._call.out
-        apart = out is None or out is self._call.x  # or a result may overlap another's input
+        # Unless this holds, a result may overlap the input of another array.
+        apart = out is None or out is self._call.x
         buffers = []
         for array, output in pairs:
             src = array.ravel()
@@ -168,12 +169,12 @@ class StructureReduction(Call):
 
 
 class StructureReduceScatter(Call):
-    """Reduction of a structure of which each rank gets a piece of every leaf.
+    """Reduction of a structure in which each rank gets a piece of every leaf.
 
-    A rank's pieces of all leaves of one dtype are one message.
+    A rank's pieces of all leaves of one dtype form one message.
 
     Args:
-        call: the call, as the caller made it.
+        call: the call, as the program made it.
     """
 
     operation = "reduce_scatter"
@@ -217,7 +218,7 @@ class StructureReduceScatter(Call):
         self.run_by(nearest(leaves))
 
     def run(self, deadline: Deadline) -> Any:
-        # All inputs are copied before the first result is written, which may overlap them.
+        # Copy all inputs before the first result is written: a result may overlap an input.
         inputs = []
         for fused in self._messages:
             pieces = [
@@ -239,15 +240,15 @@ class StructureReduceScatter(Call):
         return nested.rebuild(self._call.x, iter([output.finish() for output in self._outputs]))
 
 
-# -- all others: one message of bytes --------------------------------------------------------------
+# -- all other calls: one message of bytes ---------------------------------------------------------
 
 
 class ArrivedLeaf(NamedTuple):
-    """One leaf of what has arrived: what its pieces are put together by.
+    """Description of one leaf that has arrived, to join its pieces.
 
     Attributes:
-        rows: the rows of an array of its shape.
-        dtype: its dtype.
+        rows: rows of an array of the leaf's shape.
+        dtype: dtype of the leaf.
         lengths: number of rows from each sender.
     """
 
@@ -260,15 +261,15 @@ def assemble(
     what: str, messages: Sequence[Array], parts: Sequence[ArrivedLeaf], likes: Sequence[Any],
     out: Any, nesting: Any, template: Any, who: str,
 ) -> Any:  # fmt: skip
-    """Turn bytes into arrays, and these into a structure.
+    """Turn received bytes into arrays, and the arrays into a structure.
 
     Args:
-        messages: bytes from each sender, its pieces of all leaves in turn.
-        parts: the leaves.
-        likes: of each leaf, what its array is to be like: an array, a framework's name, or None.
-        out: where the result goes, or None.
-        nesting: of the result; 0 for one array.
-        template: a structure that may be nested like the result, with its keys and classes.
+        messages: bytes from each sender: its pieces of all leaves, one after the other.
+        parts: descriptions of the leaves.
+        likes: model of each leaf's array: an array, the name of a framework, or None.
+        out: structure or array that receives the result, or None.
+        nesting: nesting of the result; 0 for one array.
+        template: structure whose keys and classes the result takes, if it is nested alike.
         what, who: the operation and this rank, for errors.
     """
     positions = [0] * len(messages)
@@ -281,13 +282,13 @@ def assemble(
             pieces.append(message[positions[sender] : positions[sender] + nbytes])
             positions[sender] += nbytes
         raw = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
-        # Cut out of bytes, and an array of a wider type from here on: one of 16 bytes, at most.
+        # The bytes become elements of a wider type, of at most 16 bytes, and must be aligned.
         if Buffer(raw, UINT8).address % 16:
             raw = raw.copy()
         total = sum(lengths)
         model = leaf_out if like is None and leaf_out is not None else like
         adapter = adapter_for(model, on_gpu=not isinstance(raw, np.ndarray))
-        # The bytes are on the stream in force; the result is to be on that of the array given.
+        # The bytes are on the current stream. The result must be on the stream of the given array.
         near = raw if isinstance(rows.array, np.ndarray) else rows.array
         output = Output(what, leaf_out, adapter, rows.shape_with(total), dtype, near)
         rows.restore(raw.view(dtype.storage), output.flat, total)
@@ -299,7 +300,7 @@ def assemble(
 
 
 def bytes_of(arrays: Sequence[Array]) -> Array:
-    """Return the bytes of the arrays, one after the other, in memory like that of the first."""
+    """Return the bytes of the arrays, one after the other, on the device of the first array."""
     nbytes = sum(array.nbytes for array in arrays)
     packed = Buffer.empty(nbytes, UINT8, arrays[0] if arrays else None).array
     pack(arrays, packed)

@@ -1,4 +1,4 @@
-"""How a call sees the arrays of any framework: as memory, on the CPU or on this rank's GPU."""
+"""Views of the arrays of any framework as memory, on the CPU or on this rank's GPU."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ __all__ = [
 ]  # fmt: skip
 
 Array = np.ndarray[Any, Any]
-# Operations that take Python's numbers: those whose result is plain then.
+# Operations that take Python numbers: their result is then a plain Python value.
 _OF_NUMBERS = {"all_reduce", "reduce", "scan", "broadcast", "gather", "all_gather"}
 _UINT8 = dtypes.BY_NAME["uint8"]
 _new: Any = tuple.__new__
 
 
 class View(NamedTuple):
-    """An array as the transport can have it.
+    """View of an array in a form that the transport accepts.
 
     Attributes:
-        adapter: makes results like it.
-        array: its memory: NumPy's, or a ``DeviceArray``.
-        dtype: its element type.
+        adapter: adapter that makes results of the array's framework.
+        array: memory of the array: a NumPy array or a ``DeviceArray``.
+        dtype: element type of the array.
     """
 
     adapter: Adapter
@@ -44,15 +44,16 @@ class View(NamedTuple):
 
 
 def view(path: Path, what: str, x: Any, hosted: bool = False) -> View:
-    """Return an array as the transport can have it, and what makes results like it.
+    """Return a view of an array in a form that the transport accepts.
 
     Args:
         what: the operation, for errors.
         hosted: true if the array is one of the library's own on the CPU, which every transport
-            takes.
+            accepts.
 
     Raises:
-        DeviceError: the transport takes arrays of GPUs alone, or this one is not on this rank's.
+        DeviceError: the transport only takes arrays on GPUs, or the array is on another GPU than
+            this rank's.
     """
     try:
         adapter = adapter_of(x)
@@ -72,12 +73,12 @@ def view(path: Path, what: str, x: Any, hosted: bool = False) -> View:
             f"on GPUs {path.who}. Copy it there, or use backend='cpu:shm,cuda:nccl', "
             "which takes both."
         )
-    # As View(…) does it, without a call of Python's.
+    # This makes a View like View(…), but without calling a Python function.
     return _new(View, (adapter, array, dtype))  # type: ignore[no-any-return]
 
 
 def views(path: Path, what: str, x: Any, hosted: bool = False) -> list[View]:
-    """Return the arrays of a structure, which are all on the CPU or all on the GPU."""
+    """Return views of the arrays of a structure; refuse a mixture of CPU and GPU arrays."""
     leaves = [view(path, what, leaf, hosted) for leaf in nested.flatten(x)]
     for leaf in leaves[1:]:
         same_memory(what, leaves[0].array, leaf.array)
@@ -85,9 +86,9 @@ def views(path: Path, what: str, x: Any, hosted: bool = False) -> list[View]:
 
 
 def staged(path: Path, seen: View) -> View:
-    """Return an array on a GPU as a copy in host memory, and what copies results back."""
+    """Return a view of a GPU array's copy in host memory; its adapter copies results back."""
     array: Any = seen.array
-    # It may be the result of a call that is still in the background.
+    # The array may be the result of a call that is still running in the background.
     path.lane.drain(Deadline(path.timeout))
     if path.enqueues:
         array.stream.wait_for(path.backend.side_stream(array.device))
@@ -97,7 +98,7 @@ def staged(path: Path, seen: View) -> View:
 def check_device(path: Path, what: str, array: Any) -> None:
     """Refuse an array on a GPU that is not this rank's."""
     device = path.backend.device
-    # An empty array may not know where it is.
+    # An array without elements may not know its device.
     if device is not None and array.device is not device and array.size:
         raise DeviceError(
             f"{what}: an array on cuda:{array.device.ordinal}; this rank's GPU is "
@@ -108,16 +109,16 @@ def check_device(path: Path, what: str, array: Any) -> None:
 
 
 def where(path: Path, array: Any) -> str | None:
-    """Return ``"cuda"`` if ranks whose arrays are not on GPUs cannot take part, else None."""
+    """Return ``"cuda"`` if all ranks must have their arrays on GPUs, else None."""
     return "cuda" if path.enqueues and not isinstance(array, np.ndarray) else None
 
 
 def adapter_for(like: Any, on_gpu: bool = False) -> Adapter:
-    """Return what makes results like ``like``: a framework's name, an array, or None.
+    """Return the adapter that makes results like ``like``: a framework's name, an array, or None.
 
     Args:
-        on_gpu: whether the result is on the GPU already; then NumPy, or None, has it as an array
-            that any framework takes without a copy.
+        on_gpu: whether the result is on the GPU already. Then the adapter for NumPy or None makes
+            an array that any framework can use without a copy.
     """
     if on_gpu:
         by_name = isinstance(like, str) and like == "numpy"
@@ -131,17 +132,18 @@ def adapter_for(like: Any, on_gpu: bool = False) -> Adapter:
 
 
 def room_on_gpu(path: Path, adapter: Adapter, nbytes: int, near: Any = None) -> Any:
-    """Return that many bytes on this rank's GPU.
+    """Return memory of ``nbytes`` bytes on this rank's GPU.
 
     Args:
-        near: a DeviceArray, on whose stream they will be used if the framework has no current one.
+        near: DeviceArray on whose stream the memory will be used, if the framework has no current
+            stream.
     """
     stream = None if near is None else near.stream
     return adapter.empty((nbytes,), _UINT8, path.backend.device, stream)
 
 
 def device_view(like: Any) -> Any:
-    """Return an array on a GPU as the transport sees it, None for anything else."""
+    """Return the transport's view of an array on a GPU; None for any other value."""
     if like is None or isinstance(like, (str, np.ndarray)) or nested.is_tree(like):
         return None
     array: Any = adapter_of(like).view(like)[0]
