@@ -1,4 +1,4 @@
-"""The object that a user holds: ranks that can call each other."""
+"""The communicator, through which a program's ranks call each other, and its helper classes."""
 
 from typing import TYPE_CHECKING
 
@@ -7,7 +7,7 @@ from .prepared import PreparedCall
 from .status import NULL, Status
 
 if TYPE_CHECKING:
-    # The same class, with overloads for the calls on arrays.
+    # For type checkers: the same class, with overloads for the calls on arrays.
     from .signatures import Communicator
 else:
     from .communicator import Communicator

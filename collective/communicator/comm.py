@@ -1,4 +1,4 @@
-"""A communicator as the functions over it see it."""
+"""Interface of a communicator for the functions in this package."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ __all__ = ["Comm"]
 
 
 class Comm(Listened, Member, Protocol):
-    """What functions over a communicator use of it, in the room in which its class stands.
+    """Communicator as the functions in this package use it.
 
-    The class calls these functions, so that they cannot name it as the type of their argument.
+    The class ``Communicator`` calls these functions, so their modules cannot import it as the type
+    of their argument.
     """
 
     local_rank: int
@@ -52,13 +53,13 @@ class Comm(Listened, Member, Protocol):
 
     @property
     def on_host(self) -> HostCalls:
-        """Calls on arrays of the library's own."""
+        """Calls on the library's own arrays."""
 
     def group(self, ranks: Sequence[int]) -> Any:
         """Return a communicator among ``ranks``."""
 
     def all_gather_object(self, obj: Any) -> list[Any]:
-        """Return the ranks' objects."""
+        """Return the list of the ranks' objects."""
 
     def fail(self, cause: BaseException | Failure) -> None:
         """Break the communicator for all ranks."""

@@ -1,8 +1,8 @@
-"""Heads: what goes before an array, and the array itself if it is short.
+"""Heads: fixed-length messages that describe an array, and contain the array itself if it is short.
 
-Who receives has to know what comes before it can be told where to put it. A head has one
-length, so it needs no agreement; and most of what is short fits into it, so that one message
-does for both.
+A receiver must know the shape and dtype of an array before it can provide memory for it. All heads
+have the same length, so a head can be received without any agreement. Most short arrays fit into
+the head, so that one message is enough for the description and the array.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ __all__ = ["HEAD_BYTES", "Head"]
 
 Array = np.ndarray[Any, Any]
 
-#: Length of every head. A transport takes as long for one as for a byte.
+#: Length of every head in bytes. A transport takes as long for a head as for one byte.
 HEAD_BYTES = 1024
 _UINT8 = dtypes.BY_NAME["uint8"]
 
 
 class Head:
-    """Some numbers, and room for bytes after them.
+    """Message of some numbers, with room for bytes after them.
 
     Args:
-        count: how many numbers.
-        received: the bytes of a head that has come; a new one by default.
+        count: number of numbers.
+        received: bytes of a received head; by default a new head is made.
 
     Attributes:
-        buffer: all of it, as it travels.
+        buffer: the complete head, as it is sent.
         words: the numbers (int64).
-        room: bytes that fit in after them.
+        room: number of bytes that fit in after the numbers.
     """
 
     __slots__ = ("_start", "buffer", "room", "words")
@@ -52,7 +52,7 @@ class Head:
             self.buffer.array[self._start : self._start + array.nbytes] = array.view(np.uint8)
 
     def inline(self, nbytes: int) -> Array | None:
-        """Return the bytes after the numbers, None if they were too many for it."""
+        """Return the ``nbytes`` bytes after the numbers; None if they did not fit into the head."""
         if nbytes > self.room:
             return None
         return self.buffer.array[self._start : self._start + nbytes]

@@ -1,4 +1,4 @@
-"""Calls on arrays of the library's own, whatever the transport takes from programs."""
+"""Calls on the library's own arrays, which work on every transport."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ __all__ = ["HostCalls"]
 
 
 class HostCalls:
-    """Calls of a communicator on NumPy's arrays of the library's own.
+    """Calls of a communicator on NumPy arrays that belong to the library.
 
-    A transport that takes arrays of GPUs alone takes these, too. They are in one order with the
-    communicator's other calls.
+    A transport that only takes a program's arrays on GPUs takes these arrays, too. These calls are
+    ordered with the communicator's other calls.
 
     Args:
-        path: the communicator's path.
+        path: path of the communicator.
     """
 
     __slots__ = ("_path", "rank", "size")
@@ -32,7 +32,7 @@ class HostCalls:
         self.size = path.size
 
     def broadcast(self, x: Any, *, root: int = 0, timeout: float | None = None) -> Any:
-        """Give every rank the array of ``root``; the others pass None."""
+        """Give every rank the array of ``root``; the other ranks pass None."""
         call = Broadcast(self._path, x, root, None, None, hosted=True)
         return self._path.make(call, timeout, False)
 

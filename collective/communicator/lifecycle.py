@@ -1,6 +1,7 @@
-"""How a communicator begins and ends, with the groups that are made of it.
+"""Beginning and end of a communicator, and of the groups made from it.
 
-A communicator and its groups are one family, which is broken and closed from its root on.
+A communicator and its groups form a tree. Breaking or closing a communicator also breaks or closes
+all groups below it.
 """
 
 from __future__ import annotations
@@ -21,29 +22,29 @@ from .comm import Comm
 __all__ = ["Closed", "abort", "close", "fail", "leave", "made_alike", "register", "succeed"]
 
 C = TypeVar("C", bound=Comm)
-# Every communicator of this process, for the fork of a child.
+# Every communicator of this process. A forked child must disable them all.
 _alive: weakref.WeakSet[Any] = weakref.WeakSet()
-# Why there is no transport any more, where the program has closed it itself.
+# Error text for a communicator that the program itself has closed.
 _CLOSED = "this communicator is closed. Make another with collective.init()."
 
 
 class Closed:
-    """Stand-in for the transport of a closed communicator: every use of it raises."""
+    """Stand-in for the transport of a closed communicator: every use raises an error."""
 
     exchange = None
 
     def __init__(self, backend: Backend, why: str) -> None:
         self.name = backend.name
         self._why = why
-        # In a forked child the transport stays as it is: its end would be the parent's as well.
+        # In a forked child, keep the transport alive: closing it would also affect the parent.
         self._kept = backend if why is not _CLOSED else None
 
     def refuse_broken(self, where: object) -> NoReturn:
-        """Raise why no call can be made."""
+        """Raise ``CommunicatorClosedError`` with the reason why no call can be made."""
         raise CommunicatorClosedError(f"{where}: {self._why}")
 
     def plan(self, request: Request) -> NoReturn:
-        """Raise the same, of a call that would only be planned."""
+        """Raise the same error for a call that is only planned."""
         self.refuse_broken(request.operation)
 
     def __getattr__(self, attribute: str) -> NoReturn:
@@ -54,14 +55,14 @@ class Closed:
 
 
 def register(comm: Comm) -> None:
-    """Have ``comm`` refuse every call in children that this process forks."""
+    """Make ``comm`` refuse every call in children that this process forks."""
     _alive.add(comm)
 
 
 def made_alike(
     comm: C, backend: Backend, local_rank: int, local_size: int, lineage: Lineage | None
 ) -> C:
-    """Return a communicator over another transport that is like ``comm`` in all else."""
+    """Return a communicator over another transport, otherwise with the settings of ``comm``."""
     return type(comm)(
         backend,
         local_rank=local_rank,
@@ -78,10 +79,10 @@ def succeed(comm: C, backend: Backend, lineage: Lineage, deadline: Deadline) -> 
     """Return the communicator of the next generation, and close ``comm``.
 
     Args:
-        comm: the last generation.
-        backend: the transport of the next one.
-        lineage: the next generation's.
-        deadline: until when to wait for calls of ``comm`` in the background.
+        comm: communicator of the last generation.
+        backend: transport of the next generation.
+        lineage: lineage of the next generation.
+        deadline: deadline for the wait for background calls of ``comm``.
     """
     successor = made_alike(comm, backend, lineage.local_rank, lineage.local_size, lineage)
     members = [rank for rank in range(comm.size) if rank not in lineage.lost]
@@ -92,7 +93,7 @@ def succeed(comm: C, backend: Backend, lineage: Lineage, deadline: Deadline) -> 
         if comm._succession.on_next is not None:
             comm._succession.on_next(successor)
     except BaseException as error:
-        # The other ranks have the next generation, and would wait in it for this one.
+        # The other ranks already have the next generation, and would wait in it for this rank.
         abort(successor, Failure.caused_by(successor.rank, error))
         raise
     close(comm, deadline)
@@ -107,7 +108,7 @@ def close(comm: Comm, deadline: Deadline) -> None:
 
     Args:
         comm: the communicator.
-        deadline: until when to wait for what is in the background.
+        deadline: deadline for the wait for background calls.
     """
     path = comm._path
     if path.closed:
@@ -135,15 +136,15 @@ def abort(comm: Comm, failure: Failure) -> None:
 
 
 def fail(comm: Comm, cause: BaseException | Failure) -> None:
-    """Tell the peers what ended this rank's part; see ``Communicator.fail``."""
+    """Break ``comm``, and send the cause to the peers; see ``Communicator.fail``."""
     if isinstance(cause, PeerFailedError):
-        return  # the peers know of that failure
+        return  # the peers already know of that failure
     failure = cause if isinstance(cause, Failure) else Failure.caused_by(comm.rank, cause)
     abort(comm, failure)
 
 
 def leave(comm: Comm) -> None:
-    """Close the transports of ``comm`` and its groups, waiting for nothing."""
+    """Close the transports of ``comm`` and its groups, without waiting."""
     for child in list(comm._children):
         leave(child)
     if not comm._path.closed:
@@ -155,7 +156,7 @@ def leave(comm: Comm) -> None:
 
 
 def _disown(comm: Comm) -> None:
-    """Refuse every call in a forked child, and have nothing there reach the peers."""
+    """Make ``comm`` refuse every call in a forked child, so that the child cannot reach peers."""
     path = comm._path
     if path.closed:
         return

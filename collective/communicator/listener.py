@@ -1,6 +1,6 @@
-"""Who hears of a communicator's calls: the trace, and what programs hook in.
+"""Listeners of a communicator's calls: the trace, and the hooks of programs.
 
-Listeners are called in the thread that makes the call, which may be a lane's.
+The methods of a listener run in the thread that makes the call, which may be a lane's thread.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ __all__ = ["CallEvent", "Hook", "Listened", "Listener"]
 
 
 class CallEvent(NamedTuple):
-    """One call, as it is about to reach the transport.
+    """One call that is about to reach the transport.
 
     Attributes:
         operation: ``"all_reduce"``, …, ``"send"``, ``"recv"``, ``"sendrecv"``.
-        nbytes: bytes of the larger of this rank's two buffers; -1 where nobody knows yet: what
-            is received.
-        request: what all ranks have to agree on; None for messages.
-        number: of the communicator's collective calls, from 1; 0 for messages.
-        compares: whether the ranks' calls are only compared, and nothing is moved.
-        dst, src, tag: of a message, else None.
+        nbytes: size of the larger of this rank's two buffers, in bytes; -1 for a receive, whose
+            size is not known yet.
+        request: request that all ranks must agree on; None for messages.
+        number: number of this collective call on its communicator, from 1; 0 for messages.
+        compares: whether the ranks' calls are only compared, and no data is moved.
+        dst, src, tag: destination, source and tag of a message; else None.
     """
 
     operation: str
@@ -39,7 +39,7 @@ class CallEvent(NamedTuple):
 
 
 class Listened(Protocol):
-    """What a listener knows of the communicator that it listens to."""
+    """Communicator as its listeners see it."""
 
     rank: int
     size: int
@@ -47,42 +47,42 @@ class Listened(Protocol):
 
     @property
     def enqueues(self) -> bool:
-        """Whether calls on arrays of GPUs are only enqueued."""
+        """Whether calls on GPU arrays return once they are enqueued."""
 
     def listen(self, listener: Listener) -> None:
-        """Tell ``listener`` of every call from now on."""
+        """Notify ``listener`` of every call from now on."""
 
 
 class Listener:
-    """Hears of everything, and does nothing about it."""
+    """Base class of listeners; its methods do nothing."""
 
     def before(self, event: CallEvent) -> None:
-        """A call begins."""
+        """Handle the beginning of a call."""
 
     def after(self, event: CallEvent, error: BaseException | None) -> None:
-        """It is over: ``error`` is what it raised."""
+        """Handle the end of a call; ``error`` is the exception that it raised, or None."""
 
     def arrives(self, nbytes: int) -> None:
-        """The first part of a message has come, and with it how long it is."""
+        """Handle the arrival of the first part of a message, which contains its length."""
 
     def group(self, child: Listened, ranks: Sequence[int]) -> None:
-        """A communicator among ``ranks`` was made of this one."""
+        """Handle that ``child``, a communicator among ``ranks``, was made from this one."""
 
     def close(self) -> None:
-        """The communicator is closed."""
+        """Handle the closing of the communicator."""
 
     def lane(self, name: str, messages: bool) -> Lane | None:
-        """Return what is to run calls in the background, None for the usual.
+        """Return the lane that runs calls in the background; None for an ordinary lane.
 
         Args:
-            name: of its thread.
-            messages: whether it is for messages of one direction, peer and tag.
+            name: name of the lane's thread.
+            messages: whether the lane is for messages of one direction, peer and tag.
         """
         return None
 
 
 class Hook(Listener):
-    """Two functions of a program's."""
+    """Listener that calls two functions of a program."""
 
     def __init__(
         self,

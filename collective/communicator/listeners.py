@@ -1,4 +1,4 @@
-"""The listeners of one communicator, and what happens when one of them raises."""
+"""Listeners of one communicator, and the handling of their exceptions."""
 
 from __future__ import annotations
 
@@ -12,20 +12,19 @@ from .listener import CallEvent, Listener
 __all__ = ["Listeners"]
 
 T = TypeVar("T")
-#: Breaks the communicator, and tells the peers the error.
+#: Function that breaks the communicator, and sends the error to the peers.
 Fail = Callable[[BaseException], None]
 
 
 class Listeners:
-    """Listeners of one communicator, in the order in which they came.
+    """Listeners of one communicator, in the order in which they were added.
 
-    A listener that raises breaks the communicator: the peers wait for this rank's part of the call,
-    or go on without knowing that the call has failed here.
-
-    The caller says how: ``fail`` breaks the communicator, and tells the peers an error.
+    If a listener raises, the communicator must break. Otherwise the peers would wait for this
+    rank's part of the call, or continue without knowing that the call has failed here. The caller
+    passes a function ``fail``, which breaks the communicator and sends the error to the peers.
 
     Attributes:
-        all: the listeners; empty if nobody listens.
+        all: the listeners; empty if there are none.
     """
 
     __slots__ = ("all",)
@@ -34,20 +33,20 @@ class Listeners:
         self.all: tuple[Listener, ...] = ()
 
     def add(self, listener: Listener) -> None:
-        """Tell ``listener`` of every call from now on."""
+        """Notify ``listener`` of every call from now on."""
         self.all = (*self.all, listener)
 
     def remove(self, listener: Listener) -> None:
-        """Tell ``listener`` of no call any more."""
+        """Stop notifying ``listener``."""
         self.all = tuple(other for other in self.all if other is not listener)
 
     def lane_of_messages(self, name: str) -> Lane:
-        """Return a lane for messages: of the first listener that has its own, or a usual one."""
+        """Return a lane for messages: that of the first listener that has one, or a new lane."""
         lanes = (listener.lane(name, messages=True) for listener in self.all)
         return next((lane for lane in lanes if lane is not None), None) or Lane(name)
 
     def around(self, event: CallEvent, call: Callable[[], T], fail: Fail) -> T:
-        """Make a call, and tell the listeners before and after it."""
+        """Make a call, and notify the listeners before and after it."""
         begun: list[Listener] = []
         try:
             self._before(event, begun, fail)
@@ -59,7 +58,7 @@ class Listeners:
         return result
 
     def message_arrives(self, nbytes: int, fail: Fail) -> None:
-        """Tell the listeners the length of a message whose first part has come."""
+        """Notify the listeners of the length of a message whose first part has arrived."""
         try:
             for listener in self.all:
                 listener.arrives(nbytes)
@@ -68,7 +67,7 @@ class Listeners:
             raise
 
     def _before(self, event: CallEvent, begun: list[Listener], fail: Fail) -> None:
-        """Tell the listeners that a call begins; note in ``begun`` those that have not raised."""
+        """Notify the listeners that a call begins; add to ``begun`` those that have not raised."""
         try:
             for listener in self.all:
                 listener.before(event)
@@ -80,9 +79,10 @@ class Listeners:
     def _after(
         self, begun: list[Listener], event: CallEvent, error: BaseException | None, fail: Fail
     ) -> None:
-        """Tell all of ``begun`` that a call is over, the last first, also if one of them raises.
+        """Notify all of ``begun`` that a call is over, the last one first.
 
-        The call's own error, and those of several listeners, are each other's ``__context__``.
+        If a listener raises, the remaining listeners are notified nevertheless. The call's own
+        error and the errors of several listeners are chained by ``__context__``.
         """
         while begun:
             try:

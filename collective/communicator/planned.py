@@ -1,4 +1,4 @@
-"""A request with its plan: what a communicator remembers of a call."""
+"""A request with its plan, which a communicator remembers for later calls."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ class Planned:
     """Request with its plan.
 
     Args:
-        request: what all ranks must agree on.
-        plan: moves the data, given two buffers and a deadline: the transport's, or one in its
-            place.
-        fixed: true if calls that differ are always an error. Such calls are compared before
-            anything is sent where the program asks for that (``check="always"``).
-        compares: true if ``plan`` only compares the ranks' calls, and moves nothing.
-        takes_gpus: true if the plan takes arrays on GPUs where they are.
+        request: request that all ranks must agree on.
+        plan: function of two buffers and a deadline that moves the data: the transport's plan, or
+            a replacement for it.
+        fixed: if true, calls that differ are always an error. If the program sets
+            ``check="always"``, such calls are compared before anything is sent.
+        compares: if true, ``plan`` only compares the ranks' calls and moves nothing.
+        takes_gpus: if true, the plan takes arrays on GPUs without a copy to the host.
 
     Attributes:
-        comparison: compares the ranks' calls before this one is made; None until it is needed.
+        comparison: plan that compares the ranks' calls before this call; None until it is needed.
     """
 
     __slots__ = ("compares", "comparison", "fixed", "plan", "request", "takes_gpus")

@@ -1,6 +1,7 @@
-# What type checkers see of the calls on arrays: beside the methods, which have the docstrings.
-# A call has an overload for each of: a new result, ``out``, and both in the background; and one for
-# an ``async_op`` that is no literal. tests/typing has programs that hold this.
+# Types of the calls on arrays, for type checkers. The methods themselves, with their docstrings,
+# are in communicator.py. A call has one overload for each of these cases: a new result, a result in
+# ``out``, both of these in the background, and an ``async_op`` that is not a literal. The programs
+# in tests/typing check this file.
 #
 # fmt: off
 

@@ -1,4 +1,4 @@
-"""Nobody as a peer, and what a receive tells of its message beside the array."""
+"""The null rank, and the status of a received message."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ from collective.contract.backend import ANY_SOURCE
 
 __all__ = ["NULL", "Status"]
 
-#: In place of a rank: nobody, to whom nothing is sent and from whom nothing is received.
-#: No arithmetic with ranks ends there by accident, as it could at -2 (``comm.rank - 2``).
+#: Null rank: a message to it is not sent, and a receive from it receives nothing. Arithmetic with
+#: ranks cannot produce this number by accident, as it could produce -2 (``comm.rank - 2``).
 NULL = -(2**30)
 
 
 class Status:
-    """What a receive tells of its message beside the array.
+    """Status of a received message, which ``recv`` fills in.
 
     Attributes:
-        source: the rank that sent it; ``ANY_SOURCE`` until it has come, ``NULL`` where none does.
+        source: rank that sent the message; ``ANY_SOURCE`` until the message has arrived, ``NULL``
+            if it was received from ``NULL``.
 
     See Also:
         MPI_Status.

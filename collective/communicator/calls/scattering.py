@@ -218,7 +218,7 @@ class Scatter(Call):
         path, request = self.path, self._request
         if not path.heads:
             headers = path.headers_if_different(request, deadline)
-            # If the calls are equal, this rank has guessed the root's call.
+            # If the calls are equal, the other ranks have guessed the root's call.
             return request.options if headers is None else self._options_in(headers)
         head = Head(1)
         text = np.frombuffer(json.dumps(request.options).encode(), np.uint8)
