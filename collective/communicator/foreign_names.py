@@ -1,7 +1,7 @@
-"""The names that people bring from MPI, torch.distributed, Horovod and NCCL, and what is meant.
+"""Names that users know from MPI, torch.distributed, Horovod and NCCL, and their names here.
 
-A name that is none here is an ``AttributeError`` or ``TypeError`` as any other, with the call to
-write instead. Nothing of it is looked at by calls that are right.
+Using such a name raises an ``AttributeError`` or ``TypeError``, as any unknown name does. Its text
+shows the call to write instead. Correct calls never execute this code.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 _BACKGROUND = "with async_op=True, which returns a Work; work.wait()"
 _ARRAYS = "which takes structures of arrays, too"
 
-#: What to write instead, as a call of a communicator or of the package.
+#: Calls of a communicator or of the package, and the foreign names that they replace.
 _CALLS: dict[str, tuple[str, ...]] = {
     "all_gather(x)": (
         "allgather", "Allgather", "Allgatherv", "Iallgather", "all_gather_into_tensor",
@@ -73,7 +73,7 @@ _CALLS: dict[str, tuple[str, ...]] = {
     "grid(shape).neighbours(axis)": ("Shift", "Cart_shift"),
     "shrink()": ("Shrink", "shrink_group"),
 }  # fmt: skip
-#: The same where a communicator and the package differ.
+#: Replacements that differ for a communicator (first) and for the package (second).
 _OF_BOTH: dict[str, tuple[str, str]] = {
     "Abort": ("comm.abort(reason)", "collective.current().abort(reason)"),
     "Disconnect": ("comm.close()", "collective.current().close()"),
@@ -85,7 +85,7 @@ _OF_BOTH: dict[str, tuple[str, str]] = {
     "get_world_size": ("comm.size", "collective.size()"),
     "world_size": ("comm.size", "collective.size()"),
 }
-#: The same where only the package has what is meant.
+#: Replacements for names of the package only.
 _OF_PACKAGE = {
     "COMM_WORLD": "collective.init(), which returns a communicator",
     "Comm": "collective.Communicator",
@@ -108,7 +108,7 @@ _OF_PACKAGE = {
 }
 _CALL_OF = {name: call for call, names in _CALLS.items() for name in names}
 
-#: Keywords, and what they may be called here: the first that the function has.
+#: Foreign keywords, and their possible names here. The first name that the function has is used.
 _KEYWORDS: dict[str, tuple[str, ...]] = {
     "async_": ("async_op",), "average": ("op",), "blocking": ("async_op",),
     "buf": ("x", "out"), "colour": ("color",), "data": ("x", "obj"), "dest": ("dst", "root"),
@@ -124,7 +124,7 @@ _KEYWORDS: dict[str, tuple[str, ...]] = {
     "tensors": ("x",), "value": ("x",), "x": ("obj",),
 }  # fmt: skip
 _AT_ONCE = "{call}(...) without it, which returns when it is done"
-#: What to do about those that the function has no parameter for.
+#: Advice for foreign keywords for which the function has no parameter.
 _REMEDIES = {
     "async_": _AT_ONCE,
     "async_op": _AT_ONCE,
@@ -136,10 +136,10 @@ _REMEDIES = {
 
 
 def remedy_of(name: str, of: str) -> str | None:
-    """Return what to write instead of a name, or None if it is nobody's.
+    """Return the code to write instead of a foreign name; None if the name is not in the tables.
 
     Args:
-        of: ``"comm"`` or ``"collective"``.
+        of: ``"comm"`` or ``"collective"``: the object on which the name was used.
     """
     if name in _CALL_OF:
         return f"{of}.{_CALL_OF[name]}"
@@ -149,7 +149,7 @@ def remedy_of(name: str, of: str) -> str | None:
 
 
 class _Foreign:
-    """In a class, an attribute that it does not have."""
+    """Descriptor for a foreign name: reading it raises an ``AttributeError`` with the remedy."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -162,45 +162,49 @@ class _Foreign:
 
 
 def _dir(self: object) -> list[str]:
-    """Hide the foreign names."""
+    """Return the names of an object without the foreign names."""
     return sorted(set(object.__dir__(self)) - _CALL_OF.keys() - _OF_BOTH.keys())
 
 
 if TYPE_CHECKING:
 
     class ForeignNames:
-        """There are no such attributes."""
+        """Empty base class: type checkers must not see the foreign names."""
 
 else:
-    # Not by __getattr__: a class that has one is slower for each attribute that it does have.
+    # A __getattr__ is not used: it would make each access to an existing attribute slower.
     ForeignNames = type(
         "ForeignNames",
         (),
-        {"__doc__": "Says of a foreign name what is meant.", "__dir__": _dir}
+        {"__doc__": "Raises an error with the remedy for each foreign name.", "__dir__": _dir}
         | {name: _Foreign(name) for name in (*_CALL_OF, *_OF_BOTH)},
     )
 
 
 def explain_keyword(function: Any, error: TypeError) -> TypeError:
-    """Return the error of a call whose arguments do not fit, with what was meant if it is known."""
-    found = re.search(r"unexpected keyword argument '(\w+)'", str(error))
-    if found is None:
+    """Return a better error for a call with an unknown keyword, if the keyword is a foreign one.
+
+    The new error names the right keyword. Any other error is returned unchanged.
+    """
+    match = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+    if match is None:
         return error
     own = [name for name in inspect.signature(function).parameters if name != "self"]
-    meant = next((name for name in _KEYWORDS.get(found[1], ()) if name in own), None)
-    remedy = f"{meant}=" if meant else _REMEDIES.get(found[1])
-    if remedy is None and found[1] not in _KEYWORDS:
+    meant = next((name for name in _KEYWORDS.get(match[1], ()) if name in own), None)
+    remedy = f"{meant}=" if meant else _REMEDIES.get(match[1])
+    if remedy is None and match[1] not in _KEYWORDS:
         return error
     call = function.__name__
     allowed = "one of " + ", ".join(own) if own else "it takes none"
     advice = f"use {remedy.format(call=call)}" if remedy else "nothing here stands for it"
-    return TypeError(f"{call}: keyword {found[1]!r}; {allowed}; {advice}")
+    return TypeError(f"{call}: keyword {match[1]!r}; {allowed}; {advice}")
 
 
 def explained(function: _Function) -> _Function:
-    """Have the ``TypeError`` of a wrong keyword say which one is meant; costs 0.3 µs a call.
+    """Return ``function`` with a better ``TypeError`` for a foreign keyword.
 
-    The call also holds the memory of its arrays, as the methods in C do.
+    The wrapper costs 0.3 µs a call. It also holds the memory of the call's arrays during the call,
+    as the methods in C do.
     """
 
     @functools.wraps(function)
@@ -214,7 +218,7 @@ def explained(function: _Function) -> _Function:
         except TypeError as error:
             trace = error.__traceback__
             if trace is not None and trace.tb_next is not None:
-                raise  # of what the function does
+                raise  # the error comes from inside the function, not from its arguments
             better = explain_keyword(function, error)
         raise better from None
 

@@ -1,4 +1,4 @@
-"""Ranks as the points of a grid: who is next to whom, and who shares a line."""
+"""Ranks as the points of a grid, to find neighbours and to make groups along axes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Grid"]
 
 
 class _Groupable(Protocol):
-    """What a grid needs of a communicator."""
+    """Communicator as a grid uses it."""
 
     rank: int
     size: int
@@ -29,15 +29,15 @@ C = TypeVar("C", bound=_Groupable)
 
 
 class Grid(Generic[C]):
-    """The ranks of a communicator as the points of a grid, the last axis fastest.
+    """Ranks of a communicator as the points of a grid, in row-major order (last axis fastest).
 
-    Made by :meth:`Communicator.grid`. It sends nothing: each rank computes it by itself.
+    :meth:`Communicator.grid` makes it. Each rank computes its grid by itself and sends nothing.
 
     Attributes:
-        comm: the communicator whose ranks these are.
-        shape: how many ranks there are along each axis.
-        periodic: of each axis, whether its last rank is next to its first.
-        coords: where this rank is.
+        comm: communicator of the ranks.
+        shape: number of ranks along each axis.
+        periodic: for each axis, whether its last rank is next to its first.
+        coords: coordinates of this rank.
 
     See Also:
         MPI_Cart_create, MPI_Cart_shift, MPI_Cart_sub, torch.distributed.DeviceMesh.
@@ -52,23 +52,23 @@ class Grid(Generic[C]):
         self.comm = comm
         self.shape = _completed(comm, shape)
         axes = len(self.shape)
-        each_axis = [periodic] * axes if isinstance(periodic, bool) else periodic
+        per_axis = [periodic] * axes if isinstance(periodic, bool) else periodic
         if (
-            not isinstance(each_axis, Sequence)
-            or [type(each) for each in each_axis] != [bool] * axes
+            not isinstance(per_axis, Sequence)
+            or [type(value) for value in per_axis] != [bool] * axes
         ):
             raise InvalidArgumentError(
                 f"grid: periodic {periodic!r}; True or False, or one of them for each of the "
                 f"{axes} axes of {self.shape} {_who(comm)}."
             )
-        self.periodic = tuple(each_axis)
+        self.periodic = tuple(per_axis)
         self.coords = self.coords_of(comm.rank)
 
     def __repr__(self) -> str:
         return f"<Grid {self.shape}, periodic {self.periodic}, this rank at {self.coords}>"
 
     def coords_of(self, rank: int) -> tuple[int, ...]:
-        """Return where a rank is.
+        """Return the coordinates of a rank.
 
         Raises:
             RankError: there is no such rank.
@@ -77,17 +77,17 @@ class Grid(Generic[C]):
             raise RankError(
                 f"grid: rank {rank}; it has ranks 0 to {self.comm.size - 1} {_who(self.comm)}."
             )
-        found = []
+        coords = []
         for extent in reversed(self.shape):
             rank, at = divmod(rank, extent)
-            found.append(at)
-        return tuple(reversed(found))
+            coords.append(at)
+        return tuple(reversed(coords))
 
     def rank_at(self, coords: Sequence[int]) -> int:
-        """Return the rank at a point; ``collective.NULL`` outside of an axis that has ends.
+        """Return the rank at a point; ``collective.NULL`` beyond the end of a non-periodic axis.
 
         Raises:
-            InvalidArgumentError: it has not as many coordinates as there are axes.
+            InvalidArgumentError: the number of coordinates is not the number of axes.
         """
         if len(coords) != len(self.shape):
             raise InvalidArgumentError(
@@ -104,13 +104,13 @@ class Grid(Generic[C]):
     def neighbours(self, axis: int, distance: int = 1) -> tuple[int, int]:
         """Return the ranks before and after this one along an axis.
 
-        ``before, after = grid.neighbours(0)`` are the source and the destination of a shift by
-        ``distance``: ``comm.sendrecv(x, after, before)``. Where the axis ends there is
-        ``collective.NULL``, to and from which that call sends and receives nothing.
+        After ``before, after = grid.neighbours(0)``, the call ``comm.sendrecv(x, after, before)``
+        shifts ``x`` by ``distance`` points. Beyond the end of a non-periodic axis the neighbour is
+        ``collective.NULL``, to which ``sendrecv`` sends nothing and from which it receives nothing.
 
         Args:
-            axis: counted from the end if it is negative.
-            distance: how many points away.
+            axis: number of the axis; negative numbers count from the end.
+            distance: distance of the neighbours in points.
 
         Raises:
             InvalidArgumentError: there is no such axis.
@@ -124,10 +124,10 @@ class Grid(Generic[C]):
         return before, after
 
     def along(self, *axes: int) -> C:
-        """Return a communicator of the ranks that differ from this one along ``axes`` alone.
+        """Return a communicator of the ranks whose coordinates differ only along ``axes``.
 
-        Along one axis its ranks are the coordinates; along several they are numbered as in the
-        grid. Each call makes a new one.
+        With one axis, a rank's number is its coordinate on that axis. With several axes, the ranks
+        are numbered in the order of the grid. Each call makes a new communicator.
 
         Collective among these ranks: in practice, every rank of the grid calls it.
 
@@ -158,21 +158,21 @@ def _who(comm: _Groupable) -> str:
 
 
 def _completed(comm: _Groupable, shape: int | Sequence[int | None] | None) -> tuple[int, ...]:
-    """Return the shape of a grid of all ranks, with what is None or -1 in it computed."""
-    given = shape if isinstance(shape, Sequence) else (shape,)
+    """Return the shape of a grid of all ranks, with the lengths computed that are None or -1."""
+    lengths = shape if isinstance(shape, Sequence) else (shape,)
     try:
-        found = [None if each in (None, -1) else operator.index(each) for each in given]
+        extents = [None if n in (None, -1) else operator.index(n) for n in lengths]
     except TypeError:
-        found = [0]
-    known = math.prod(each for each in found if each is not None)
-    free = found.count(None)
-    if any(each is not None and each < 1 for each in found):
+        extents = [0]
+    known = math.prod(n for n in extents if n is not None)
+    free = extents.count(None)
+    if any(n is not None and n < 1 for n in extents):
         allowed = "positive integers, and None for what is to be computed"
     elif comm.size % known or (not free and known != comm.size):
         allowed = f"a shape of {comm.size} points, one for each rank; None computes an axis"
     else:
         computed = iter(_balanced(comm.size // known, free))
-        return tuple(next(computed) if each is None else each for each in found)
+        return tuple(next(computed) if n is None else n for n in extents)
     raise InvalidArgumentError(f"grid: shape {shape!r}; {allowed} {_who(comm)}.")
 
 

@@ -1,4 +1,4 @@
-"""Communicators of some of the ranks, or of all of them once more."""
+"""Groups: communicators of some or all of the ranks of a communicator."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ __all__ = ["group", "split", "split_by_host"]
 
 C = TypeVar("C", bound=Comm)
 _UINT8 = BY_NAME["uint8"]
-# The length of what a member tells, and of what it is answered.
+# Length of a member's note to the leader, and of the leader's answer.
 _NOTE_BYTES, _ANSWER_BYTES = 4 << 10, 16 << 10
-# What fits there, where JSON may write a character of a path as twelve bytes: how many ranks, how
-# much of the end of a path, and how much of a text.
+# Limits that make notes and answers fit, although JSON may write one character of a path as twelve
+# bytes: number of ranks shown, characters kept at the end of a path, and characters of a text.
 _SHOWN, _SITE, _TEXT = 32, 250, 1000
 
 
@@ -58,7 +58,7 @@ def group(comm: C, ranks: Sequence[int]) -> C:
 
 
 class _Grouping(Call):
-    """The part of :func:`group` that has its turn among the calls of the communicator."""
+    """Part of :func:`group` that is ordered with the other calls of the communicator."""
 
     operation = "group"
 
@@ -75,13 +75,13 @@ class _Grouping(Call):
             for listener in self.path.listeners.all:
                 listener.group(child, members)
         except BaseException as error:
-            # The other members have the group, and would wait in it for this rank.
+            # The other members already have the group, and would wait in it for this rank.
             abort(comm, Failure.caused_by(comm.rank, error))
             raise
         return child
 
     def _connect(self, deadline: Deadline) -> Backend:
-        """Return the group's transport, once all members are there."""
+        """Return the group's transport, after all members have arrived."""
         _meet(self.path.backend, self._members, deadline)
         return self.path.backend.group(self._members, deadline)
 
@@ -129,15 +129,17 @@ def split_by_host(comm: C) -> C:
 
 
 def _meet(backend: Backend, members: Sequence[int], deadline: Deadline) -> None:
-    """Return when all members are there, mean the same group and have room for it.
+    """Wait until all members have arrived; check that they name the same group and can connect.
 
-    The lowest of them hears what each wants, and answers all. All of ``members`` call it.
+    All of ``members`` call it. The lowest member is the leader: it receives a note from each member
+    and sends the same answer to all.
 
     Raises:
-        MismatchError: members name other ranks, or in another order; on every member. The
-            communicator is broken if some rank may wait for members that do not know of it.
-        AllocationError: a member has not enough file descriptors; on every member.
-        CollectiveTimeoutError, PeerLostError: a member did not come.
+        MismatchError: members name other ranks, or the same ranks in another order; raised on every
+            member. The communicator breaks if some rank may be waiting for members that do not
+            know of the call.
+        AllocationError: a member does not have enough file descriptors; raised on every member.
+        CollectiveTimeoutError, PeerLostError: a member did not arrive.
     """
     note = _note(members, shortage(backend.descriptors(members)))
     leader, *others = sorted(members)
@@ -168,7 +170,7 @@ def _meet(backend: Backend, members: Sequence[int], deadline: Deadline) -> None:
 
 
 def _note(members: Sequence[int], problem: str) -> dict[str, Any]:
-    """Return what this rank tells."""
+    """Return this rank's note to the leader."""
     call = Request("group", ranks=_shown(members))
     return {
         "order": _digest(members),
@@ -179,7 +181,7 @@ def _note(members: Sequence[int], problem: str) -> dict[str, Any]:
 
 
 def _answer(notes: dict[int, dict[str, Any]]) -> dict[str, Any]:
-    """Return what all members are told, from what each has said."""
+    """Return the leader's answer to all members, from their notes."""
     mismatch, problems = "", []
     if len({note["order"] for note in notes.values()}) > 1:
         mismatch = differing({rank: note["header"] for rank, note in notes.items()})
@@ -203,7 +205,7 @@ def _digest(members: Sequence[int]) -> str:
 
 
 class _MemberMail:
-    """JSON of a fixed length, between the members."""
+    """Messages between the members: JSON, padded to a fixed length."""
 
     def __init__(self, backend: Backend, deadline: Deadline) -> None:
         self._backend = backend

@@ -1,4 +1,4 @@
-"""The calls that carry Python objects instead of arrays."""
+"""Calls that send Python objects instead of arrays."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ __all__ = ["ObjectCalls"]
 
 
 class ObjectCalls:
-    """Calls of a communicator that carry Python objects, as bytes.
+    """Calls of a communicator that send Python objects, as bytes.
 
     Args:
-        hosted: makes the calls on the bytes.
-        operation: the communicator's method, for errors.
-        pickle: whether objects travel as pickles.
-        open_to_others: whether ranks of several hosts have met without a secret, so that others may
-            have joined.
+        hosted: calls of the communicator that send the bytes.
+        operation: name of the communicator's method, for errors.
+        pickle: whether objects are sent as pickles.
+        open_to_others: whether ranks of several hosts have connected without a secret, so that
+            strangers may have joined.
 
     Raises:
-        InvalidArgumentError: ``pickle``, and others may have joined: reading a pickle runs code
-            that its writer chose.
+        InvalidArgumentError: ``pickle`` is true and strangers may have joined. Reading a pickle
+            runs code that its writer chose.
     """
 
     __slots__ = ("_hosted", "_operation", "_pickle", "_who")
@@ -57,7 +57,7 @@ class ObjectCalls:
         return objects.decode(raw, self._pickle)
 
     def gather(self, obj: Any, root: int, timeout: float | None) -> list[Any] | None:
-        """Return the list of the ranks' objects at the root, None elsewhere."""
+        """Return the list of the ranks' objects at the root; None on the other ranks."""
         joined = self._hosted.gather(self._framed(obj), root=root, timeout=timeout)
         return None if joined is None else self._unframed(joined)
 
@@ -85,12 +85,15 @@ class ObjectCalls:
         self._hosted.send(objects.encode(obj, self._pickle), dst, tag=tag, timeout=timeout)
 
     def recv(self, src: int, tag: int, timeout: float | None) -> Any:
-        """Return the object that rank ``src`` has sent; None if that is ``collective.NULL``."""
+        """Return the object that rank ``src`` has sent; None if ``src`` is ``collective.NULL``."""
         raw = self._hosted.recv(src, tag=tag, timeout=timeout)
         return None if raw is None else objects.decode(raw, self._pickle)
 
     def _framed(self, obj: Any) -> np.ndarray[Any, Any]:
-        """Put the length before the bytes: what is gathered does not tell where ranks part."""
+        """Return the bytes of an object after their length.
+
+        Gathered bytes are joined, so the lengths must show where each rank's bytes end.
+        """
         raw = objects.encode(obj, self._pickle)
         return np.concatenate([np.array([raw.size], np.int64).view(np.uint8), raw])
 

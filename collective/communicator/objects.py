@@ -1,12 +1,12 @@
-"""Python objects as bytes: plain data and arrays, without the power of pickle.
+"""Encoding of Python objects as bytes: plain data and arrays, without the dangers of pickle.
 
-Reading a pickle runs whatever code its writer chose, so a process that may be reached
-by others must not read one unasked. This format can only make None, booleans, numbers,
-strings, bytes, lists, tuples, dicts, sets and arrays. It is JSON (from the standard
-library) for the structure, with the bytes of the arrays after it; msgpack would do as
-well, but NumPy is to stay the only dependency.
+Reading a pickle runs any code that its writer chose, so a process that strangers may reach
+must not read a pickle unless the program asks for it. This format can only make None, booleans,
+numbers, strings, bytes, lists, tuples, dicts, sets and arrays. The structure is JSON (from the
+standard library), and the bytes of the arrays follow it. msgpack would do as well, but NumPy is
+to stay the only dependency.
 
-Reading takes time and memory in proportion to the bytes, whatever they are.
+Reading any bytes, even malicious ones, takes time and memory in proportion to their number.
 """
 
 from __future__ import annotations
@@ -32,22 +32,24 @@ __all__ = ["arrives_alike", "decode", "encode"]
 _SAFE, _PICKLE = b"\x01", b"\x02"
 _HEAD = struct.Struct("<cQ")
 _ALIGN = 16
-# Reading an integer from decimal digits takes quadratic time, so that Python refuses long ones,
-# unless a program switches that off; what has more bits than this is written otherwise.
+# Reading an integer from decimal digits takes quadratic time, so Python refuses long ones unless a
+# program switches that limit off. Integers of more bits than this are written in hexadecimal.
 _DECIMAL_BITS = 1024
 _DECIMAL_DIGITS = 4300
-# A program may let Python nest calls as it likes; the parser in C then has the stack alone.
+# Maximum nesting. A program may raise Python's recursion limit; then only the size of the stack
+# limits the parser in C.
 _DEEPEST = 10_000
-_CONTAINERS: dict[str, Any] = {each.__name__: each for each in (list, tuple, set, frozenset)}
-# Adapters whose arrays arrive as NumPy's: of GPUs alone, and of frameworks that are unknown here.
+_CONTAINERS: dict[str, Any] = {kind.__name__: kind for kind in (list, tuple, set, frozenset)}
+# Adapters whose arrays arrive as NumPy arrays: GPU-only frameworks, and unknown frameworks.
 _AS_NUMPY = ("cuda", "cupy", "dlpack")
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
-# As many as NumPy 2 knows.
+# Maximum number of dimensions of an array in NumPy 2.
 _DIMENSIONS = 64
-# Sets and dicts compare what has one hash with each other, which takes the square of its number,
-# and a power of it where sets are nested. Hashes of numbers are no secret. What has one by chance
-# is far below this: floats that are powers of two take 34 comparisons each; the 78,125 points
-# of a grid of 7 dimensions around 0, where hash(-1) == hash(-2), 76 each, in 40 bytes.
+# Limits against hash collisions. Sets and dicts compare all elements that have the same hash, which
+# takes quadratic time in their number, and a higher power of it if sets are nested. Anybody can
+# compute the hashes of numbers. Collisions by chance stay far below the limit. Floats that are
+# powers of two take 34 comparisons each. The 78,125 points of a grid of 7 dimensions around 0,
+# where hash(-1) == hash(-2), take 76 comparisons each, in 40 bytes.
 _COMPARISONS, _COMPARISONS_A_BYTE = 1 << 20, 16
 
 
@@ -55,7 +57,8 @@ def encode(value: Any, use_pickle: bool = False) -> np.ndarray[Any, Any]:
     """Return ``value`` as bytes (uint8).
 
     Raises:
-        InvalidArgumentError: it holds something else than plain data and arrays, or itself.
+        InvalidArgumentError: ``value`` contains itself, or an object that is neither plain data nor
+            an array.
     """
     if use_pickle:
         return np.frombuffer(_HEAD.pack(_PICKLE, 0) + pickle.dumps(value, 5), np.uint8)
@@ -76,14 +79,14 @@ def encode(value: Any, use_pickle: bool = False) -> np.ndarray[Any, Any]:
 
 
 def decode(raw: np.ndarray[Any, Any], use_pickle: bool = False) -> Any:
-    """Return the object that :func:`encode` made bytes of.
+    """Return the object whose encoding by :func:`encode` is ``raw``.
 
     Raises:
-        InvalidArgumentError: it is a pickle and ``use_pickle`` is False.
-        CollectiveError: the bytes are not what :func:`encode` makes.
+        InvalidArgumentError: the bytes are a pickle, and ``use_pickle`` is False.
+        CollectiveError: the bytes cannot come from :func:`encode`.
     """
     if raw.size < _HEAD.size:
-        raise CollectiveError(f"object: {raw.size} bytes are too few to be one.")
+        raise CollectiveError(f"object: {raw.size} bytes are too few for an object.")
     kind, length = _HEAD.unpack(raw[: _HEAD.size].tobytes())
     if kind == _PICKLE:
         if not use_pickle:
@@ -95,7 +98,9 @@ def decode(raw: np.ndarray[Any, Any], use_pickle: bool = False) -> Any:
     if kind != _SAFE:
         raise CollectiveError(f"object: the bytes begin with {kind!r}, which no version writes.")
     if length > raw.size - _HEAD.size:
-        raise CollectiveError(f"object: it has {raw.size} bytes, and {length} are to follow.")
+        raise CollectiveError(
+            f"object: the message has {raw.size} bytes; its header announces {length} more."
+        )
     try:
         node = _parsed(raw[_HEAD.size : _HEAD.size + length].tobytes().decode("ascii"))
         return _Reader(raw, _HEAD.size + length).object(node)
@@ -108,12 +113,12 @@ def decode(raw: np.ndarray[Any, Any], use_pickle: bool = False) -> Any:
 
 
 def arrives_alike(value: Any) -> bool:
-    """Tell whether :func:`decode` gives every array in ``value`` the type that it has there.
+    """Return whether :func:`decode` gives every array the type that it has in ``value``.
 
-    ``value`` is one that :func:`encode` has taken, without pickle.
+    :func:`encode` must have accepted ``value``, without pickle.
     """
     if type(value) is dict:
-        return all(map(arrives_alike, value.values()))  # its keys are hashed, and arrays are not
+        return all(map(arrives_alike, value.values()))  # keys are hashable, so they hold no arrays
     if type(value) in _CONTAINERS.values():
         return all(map(arrives_alike, value))
     if value is None or type(value) in (bool, int, float, complex, str, bytes, bytearray):
@@ -138,17 +143,18 @@ _WARY_PARSER = json.JSONDecoder(object_pairs_hook=_refuse_object, parse_int=_int
 def _parsed(text: str) -> Any:
     if sys.getrecursionlimit() > _DEEPEST and _depth(text) > _DEEPEST:
         raise ValueError(f"it is nested more than {_DEEPEST} times")
-    # A function of ours for each integer is slow.
+    # Calling a Python function for each integer is slow, so it is done only if Python itself does
+    # not refuse long integers.
     limit = sys.get_int_max_str_digits() if hasattr(sys, "get_int_max_str_digits") else 0
     return (_PARSER if 0 < limit <= _DECIMAL_DIGITS else _WARY_PARSER).decode(text)
 
 
 def _depth(text: str) -> int:
-    """Return how deeply lists are nested in JSON, or a number that is not more than allowed."""
+    """Return how deeply lists are nested in JSON; 0 if the nesting cannot exceed the limit."""
     if text.count("[") <= _DEEPEST:
         return 0
-    found = np.frombuffer(_STRING.sub("", text).encode(), np.uint8)
-    steps = (found == ord("[")).astype(np.int64) - (found == ord("]"))
+    characters = np.frombuffer(_STRING.sub("", text).encode(), np.uint8)
+    steps = (characters == ord("[")).astype(np.int64) - (characters == ord("]"))
     return int(np.max(np.cumsum(steps), initial=0))
 
 
@@ -157,17 +163,17 @@ def _limit() -> str:
 
 
 class _Reader:
-    """Makes objects of the structure and of the arrays' bytes, in the order they were written."""
+    """Reader of objects from the structure and the arrays' bytes, in the order of writing."""
 
     def __init__(self, raw: np.ndarray[Any, Any], position: int) -> None:
         self._raw = raw
         self._position = position
         self._comparisons = _COMPARISONS + _COMPARISONS_A_BYTE * position
-        # By their addresses, which are theirs as long as they are kept here.
+        # Costs of values by the values' ids. The dict keeps the values, so their ids stay unique.
         self._costs: dict[int, tuple[Any, int]] = {}
 
     def object(self, node: Any) -> Any:
-        """Return what a node of the structure stands for."""
+        """Return the object that a node of the structure represents."""
         if type(node) is not list:
             return node
         tag, *rest = node
@@ -200,24 +206,24 @@ class _Reader:
         return [node if type(node) is not list else self.object(node) for node in nodes]
 
     def _tell_apart(self, values: list[Any]) -> None:
-        """Refuse elements of a set, or keys, that take too many comparisons to be told apart."""
+        """Refuse elements of a set, or keys of a dict, that need too many comparisons."""
         hashes = list(map(hash, values))
         if len(set(hashes)) < len(hashes):
             self._comparisons -= self._more(values, hashes)
             if self._comparisons < 0:
                 raise CollectiveError(
-                    "object: a set or dict has so many elements or keys of one hash that telling "
-                    "them apart takes the square of their number; they may have been made so. "
-                    "Send them in a list, or pass pickle=True on every rank if you trust all."
+                    "object: a set or dict has so many elements or keys with the same hash that "
+                    "comparing them takes quadratic time; this may be an attack. Send them in a "
+                    "list, or pass pickle=True on every rank if you trust all of them."
                 )
 
     def _more(self, values: Iterable[Any], hashes: list[int]) -> int:
-        """Return how many comparisons it takes to find each value among those of its hash."""
-        alike = Counter(hashes)
-        return sum((alike[one] - 1) * self._cost(v) for v, one in zip(values, hashes, strict=True))
+        """Return the number of comparisons that find each value among those with its hash."""
+        counts = Counter(hashes)
+        return sum((counts[h] - 1) * self._cost(v) for v, h in zip(values, hashes, strict=True))
 
     def _cost(self, value: Any) -> int:
-        """Return about how many comparisons of short values it takes to compare a value."""
+        """Return the approximate cost of comparing a value, in comparisons of short values."""
         kind = type(value)
         if kind is str or kind is bytes:
             return 1 + (len(value) >> 6)
@@ -229,7 +235,7 @@ class _Reader:
         if id(value) in self._costs:
             return self._costs[id(value)][1]
         cost = 1 + sum(self._cost(element) for element in value)
-        if kind is frozenset:  # each element is looked up among those of the other set
+        if kind is frozenset:  # comparing two sets looks up each element in the other set
             cost += self._more(value, list(map(hash, value)))
         self._costs[id(value)] = value, cost
         return cost
@@ -250,7 +256,7 @@ class _Reader:
         return adapter_like(kind).wrap(array, dtype)
 
     def _take(self, nbytes: Any) -> np.ndarray[Any, Any]:
-        """Return the next bytes."""
+        """Return a copy of the next ``nbytes`` bytes, from an aligned position."""
         start = self._position + -self._position % _ALIGN
         if type(nbytes) is not int or not 0 <= nbytes <= self._raw.size - start:
             raise ValueError(f"{nbytes!r} bytes at {start} of {self._raw.size}")
@@ -278,7 +284,7 @@ def _plain(value: Any, blobs: list[np.ndarray[Any, Any]]) -> Any:
         adapter = adapter_of(value)
         array, dtype = adapter.view(value)
         if not isinstance(array, np.ndarray):
-            array = array.to_host()  # it comes as an array on the CPU, wherever there is a GPU
+            array = array.to_host()  # receivers get a CPU array, even if they have a GPU
         blobs.append(np.ascontiguousarray(array))
         scalar = isinstance(value, np.generic)
         return ["array", "scalar" if scalar else adapter.name, dtype.name, *array.shape]

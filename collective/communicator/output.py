@@ -1,4 +1,4 @@
-"""Where the result of a call goes."""
+"""Output arrays of calls."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ __all__ = ["Output", "input_buffer", "outputs_of", "refuse_overlap", "same_memor
 
 
 class Output:
-    """Where a result goes: an array of the user's or a new one.
+    """Array for the result of a call: the user's array or a new one.
 
     Args:
         what: the operation, for errors.
-        out: the user's; None makes a new one, with ``adapter``.
-        shape, dtype: the result's.
-        near: an array of the call's, of the kind of memory that the transport works on. An
-            ``out`` on a GPU takes results in host memory, too: they are copied there.
-        x: what the call was given, if ``near`` is how the transport has it.
+        out: the user's array; if None, ``adapter`` makes a new array.
+        shape, dtype: shape and dtype of the result.
+        near: an array of the call, in the kind of memory that the transport works on. If that is
+            host memory, ``out`` may still be on a GPU: the result is copied to it.
+        x: the user's input, if ``near`` is the transport's view of it.
 
-    On a GPU an ``out`` may be on another stream than ``near``: the call waits for what is there,
-    and what comes there later waits for the call.
+    On a GPU, ``out`` may be on another stream than ``near``. Then the call waits for the present
+    work of that stream, and later work on that stream waits for the call.
 
     Attributes:
-        flat: contiguous, of the result's length; what the transport writes to.
-        in_place: whether that is known to be the memory of ``near``.
+        flat: contiguous array of the result's length, which the transport writes.
+        in_place: whether ``flat`` is known to be the memory of ``near``.
     """
 
     __slots__ = (
@@ -65,7 +65,7 @@ class Output:
         self._dtype = dtype
         self._adapter = adapter
         self._target: Any = None
-        self._near: Any = None  # where that is on another stream
+        self._near: Any = None  # set only if `out` is on another stream than `near`
         on_host = near is None or isinstance(near, np.ndarray)
         if out is None:
             self._array = (
@@ -76,18 +76,18 @@ class Output:
             self.flat = self._array.ravel()
             return
         if _is_view(near, out, x) and near.shape == shape and near.flags.carray:
-            # In place, and what would be asked of it is known of the input.
+            # In place. The checks below are not needed: the input has passed them already.
             self._array, self._apart, self.flat = near, False, near.ravel()
             self.in_place = True
             return
         if adapter is NUMBERS:
             raise InvalidArgumentError(
-                f"{what}: out with a number, which cannot be written to; leave it out, and take "
-                "what the call returns, or pass arrays."
+                f"{what}: out with a number, which cannot be written to; leave it out, and use "
+                "the return value of the call, or pass arrays."
             )
-        array, found = adapter_of(out).output(out)
-        if found is not dtype:
-            raise DtypeError(f"{what}: out has dtype {found}; the result has {dtype}.")
+        array, out_dtype = adapter_of(out).output(out)
+        if out_dtype is not dtype:
+            raise DtypeError(f"{what}: out has dtype {out_dtype}; the result has {dtype}.")
         if array.shape != shape:
             raise ShapeError(f"{what}: out has shape {array.shape}; the result has {shape}.")
         self._apart = not array.flags.carray
@@ -109,7 +109,7 @@ class Output:
             self._near.effective_stream.wait_for(array.stream)
 
     def finish(self) -> Any:
-        """Return the result as the caller wants it."""
+        """Return the result in the form that the caller requested."""
         if self._given is None:
             return self._adapter.wrap(self._array, self._dtype)
         array: Any = self._array
@@ -125,20 +125,20 @@ class Output:
 
 
 def input_buffer(array: Any, dtype: DType, output: Output | None, out: Any, x: Any) -> Buffer:
-    """Return ``array`` as a buffer that overlaps the output not at all, or entirely.
+    """Return a buffer with the input that either does not overlap the output, or is the output.
 
     Args:
-        array, dtype: the call's input.
-        output: where the result goes; None where this rank gets none.
+        array, dtype: input of the call, and its dtype.
+        output: output of the call; None if this rank gets no result.
         out: the user's array for the result.
-        x: the user's input. If ``out`` is the same the call works in place.
+        x: the user's input. If ``out`` is the same object, the call works in place.
     """
     if output is not None and output.in_place:
         return Buffer(output.flat, dtype)
     flat = array.ravel()
     if output is not None and out is not None:
         if out is x:
-            # In place: one buffer, unless the strides made it two.
+            # In place: one buffer, unless strides made a contiguous copy necessary.
             if np.may_share_memory(flat, output.flat):
                 return Buffer(output.flat, dtype)
         elif np.may_share_memory(flat, output.flat):
@@ -147,13 +147,13 @@ def input_buffer(array: Any, dtype: DType, output: Output | None, out: Any, x: A
 
 
 def outputs_of(what: str, out: Any, nesting: Any, count: int, like: str, who: str) -> list[Any]:
-    """Return where the leaves of a result go: those of ``out``, or None for each of them.
+    """Return the arrays for the leaves of a result: the leaves of ``out``, or None for each leaf.
 
     Args:
         what, who: the operation and this rank, for errors.
-        nesting: of the result, as of :func:`collective.memory.nested.skeleton`.
+        nesting: nesting of the result, from :func:`collective.memory.nested.skeleton`.
         count: number of leaves.
-        like: what the result is nested like, for errors.
+        like: word for the structure that ``out`` must match ("input" or "result"), for errors.
 
     Raises:
         InvalidArgumentError: ``out`` is nested differently, or its leaves overlap.
@@ -167,7 +167,7 @@ def outputs_of(what: str, out: Any, nesting: Any, count: int, like: str, who: st
 
 
 def refuse_overlap(what: str, arrays: Sequence[Any]) -> None:
-    """Refuse outputs of which one element is written twice: its value would be left to chance.
+    """Refuse outputs in which an element would be written twice: its value would be undefined.
 
     Args:
         what: the operation, for the error.
@@ -184,24 +184,25 @@ def refuse_overlap(what: str, arrays: Sequence[Any]) -> None:
         which = f"out[{first}]" if len(arrays) > 1 else "out"
         raise InvalidArgumentError(
             f"{what}: elements of {which} share memory, as in an expanded view; pass an array "
-            "whose elements are all apart."
+            "whose elements do not overlap."
         )
     raise InvalidArgumentError(
-        f"{what}: leaves {first} and {second} of out share memory; pass arrays that are apart."
+        f"{what}: leaves {first} and {second} of out share memory; pass arrays that do not overlap."
     )
 
 
 def _is_view(near: Any, out: Any, x: Any) -> bool:
-    """Tell whether an array of the call's is known to be all of ``out``, where that is."""
-    # A view of a framework's array belongs to that, and not to a copy that stands for it.
+    """Return whether ``near`` is known to be a view of all of ``out``."""
+    # The owner of a view is the framework's array. A copy that replaces the array has another
+    # owner.
     return near is out or (out is x and type(near) is not np.ndarray and near.owner is x)
 
 
 def same_memory(what: str, a: Any, b: Any) -> None:
-    """Refuse arrays of which one is on the CPU and one on a GPU, or on two GPUs.
+    """Refuse two arrays if one is on the CPU and one on a GPU, or if they are on two GPUs.
 
     Args:
-        a, b: arrays, or what else tells its ``device``.
+        a, b: arrays, or other objects with an attribute ``device``.
     """
     places = [
         "the CPU" if isinstance(array, np.ndarray) else f"cuda:{array.device.ordinal}"

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PreparedCall", "plan"]
 
-#: The calls that can be prepared, by the names of their methods.
+#: Classes of the calls that can be prepared, by the names of their methods.
 _KINDS: dict[str, type[Any]] = {
     "all_reduce": AllReduce,
     "reduce": Reduce,
@@ -44,7 +44,7 @@ _KINDS: dict[str, type[Any]] = {
     "barrier": Barrier,
 }
 
-#: Calls whose result has a shape of its own from the beginning.
+#: Calls whose result has the same shape in every call, so that one array can be reused for it.
 _KEEPING = {"all_reduce", "reduce", "reduce_scatter", "scan", "broadcast"}
 
 
@@ -55,8 +55,8 @@ def plan(
 
     Args:
         comm, path: the communicator and its path.
-        operation: the name of the communicator's method.
-        args, options: what it would be called with.
+        operation: name of the communicator's method.
+        args, options: arguments of the method.
     """
     if operation not in _KINDS:
         names = ", ".join(_KINDS)
@@ -78,14 +78,15 @@ def plan(
 class PreparedCall(NotCopied):
     """One collective call on the same arrays; :meth:`Communicator.plan` returns it.
 
-    It keeps the arrays. Every call works on the memory that the arrays have by then: an array may
-    have been resized and resized back, a tensor may have been given another storage.
+    The prepared call keeps the arrays alive. Every call works on the memory that the arrays have at
+    that time: an array may have been resized and resized back, a tensor may have got another
+    storage.
 
     Args:
-        path: the communicator's path.
-        method: the communicator's method that makes the call.
-        arguments: the method's, by name, but for ``timeout`` and ``async_op``.
-        timeout: seconds, or None.
+        path: path of the communicator.
+        method: method of the communicator that makes the call.
+        arguments: arguments of the method by name, without ``timeout`` and ``async_op``.
+        timeout: seconds; None for the communicator's timeout.
     """
 
     __slots__ = (
@@ -113,27 +114,27 @@ class PreparedCall(NotCopied):
         refuse_unfit(self.operation, x, out, arguments.get("axis", 0))
         self._arrays = {name: array for name, array in (("x", x), ("out", out))
                         if array is not None}  # fmt: skip
-        # Whether every call without `out` returns one and the same array.
+        # Whether all calls without `out` must return the same array.
         self._keeps = self.operation in _KEEPING and x is not None and out is None
         self._pending: Work[Any] | None = None
-        # The shape and dtype of the first array are those of the call.
+        # The shape and dtype of the first array determine those of the call.
         self._like = next(iter(self._arrays.values()), _NOTHING)
         self._shape = getattr(self._like, "shape", None)
         self._dtype = getattr(self._like, "dtype", None)
         self._prepare()
 
     def _prepare(self) -> None:
-        """Prepare the call on the memory that the arrays have now."""
+        """Prepare the call on the present memory of the arrays."""
         out = self._arrays.get("out")
         arguments = self._arguments if out is None else {**self._arguments, "out": out}
         self._call: Call = self._kind(self._path, **arguments).prepared()
-        # C remembers what it has found out, too, and needs nothing of Python. It must be told where
-        # the result goes, or it makes a new array in every call.
-        whole = out is not None or self.operation == "barrier"
-        # An array of a framework that only speaks DLPack need not have a dtype.
+        # The method in C remembers its plans, too, and then does not call Python. Without `out` it
+        # would make a new array in every call.
+        has_output = out is not None or self.operation == "barrier"
+        # `_dtype` is None for an array that only supports DLPack and has no attribute `dtype`.
         self._direct: Callable[[], Any] | None = None
         if (
-            whole
+            has_output
             and self._path.door is not None
             and self._timeout is None
             and self._dtype is not None
@@ -145,14 +146,14 @@ class PreparedCall(NotCopied):
     def __call__(self, *, async_op: bool = False) -> Any:
         """Make the call.
 
-        Collective, as the call is: the other ranks may make it with or without a plan.
+        Collective, like the planned call. Other ranks may make the call with or without a plan.
 
         Args:
-            async_op: return a ``Work`` at once.
+            async_op: if true, return a ``Work`` at once.
 
         Returns:
-            What the call returns. Without ``out`` a reduction and ``broadcast`` return the same
-            array every time; calls that cut or join return a new one.
+            The result of the call. Without ``out``, reductions and ``broadcast`` return the same
+            array every time; calls that gather, scatter or exchange pieces return a new array.
 
         Raises:
             As the call. ShapeError, DtypeError: an array no longer has the shape or dtype that it
@@ -176,10 +177,10 @@ class PreparedCall(NotCopied):
         return result
 
     def _follow(self) -> None:
-        """Prepare the call again if an array's elements are somewhere else by now.
+        """Prepare the call again if the elements of an array have moved.
 
         Raises:
-            ShapeError, DtypeError, InvalidArgumentError: the array does not fit the plan any more.
+            ShapeError, DtypeError, InvalidArgumentError: the array no longer fits the plan.
         """
         if self._pending is not None and self._pending.done():
             if self._pending.exception() is None:
@@ -204,9 +205,10 @@ class PreparedCall(NotCopied):
                     )
 
     def _keep(self, result: Any) -> None:
-        """Make the calls after this one into its result, which the program has got by now.
+        """Use the result, which the program now has, as ``out`` of all later calls.
 
-        The program may resize the result, too, and the calls follow that array as any other.
+        The program may resize the result, too. Later calls follow its memory as that of any other
+        array.
         """
         self._keeps = False
         if result is None or result is self._arrays.get("x"):
@@ -215,7 +217,8 @@ class PreparedCall(NotCopied):
         try:
             self._prepare()
         except InvalidArgumentError:
-            # The framework's arrays are read-only. Nothing moves their memory, either.
+            # The framework's arrays are read-only, so they cannot be an `out`. Nor can their memory
+            # move.
             del self._arrays["out"]
 
     def __repr__(self) -> str:
@@ -223,9 +226,9 @@ class PreparedCall(NotCopied):
 
 
 def _as_in_program(method: Callable[..., Any], arguments: Mapping[str, Any]) -> Callable[[], Any]:
-    """Return the call as a program writes it, without arguments that have their default.
+    """Return the call in the form in which a program writes it, without default arguments.
 
-    C takes no other.
+    The method in C takes calls in this form only.
     """
     parameters = inspect.signature(method).parameters
     named = {
@@ -238,7 +241,7 @@ def _as_in_program(method: Callable[..., Any], arguments: Mapping[str, Any]) -> 
 
 
 class _Format(NamedTuple):
-    """What an array must keep to be one of a prepared call's."""
+    """Shape and dtype of an array, which must not change between prepared calls."""
 
     shape: tuple[int, ...]
     dtype: DType
@@ -254,37 +257,37 @@ def _format(x: Any) -> _Format:
 
 
 def _place(x: Any) -> tuple[Any, ...]:
-    """Return where an array's elements are and how they are read, to be compared with another."""
+    """Return the address and layout of an array's elements, to compare with an earlier place."""
     place = None if _view is None else _view(x)
     if place is not None:
         return place
     array, dtype = adapter_of(x).view(x)
-    # Without elements there is no memory, and NumPy may invent another address every time.
+    # An array without elements has no memory, and NumPy may return another address every time.
     address = array.__array_interface__["data"][0] if array.size else 0
     return address, array.strides, array.shape, dtype
 
 
 def refuse_unfit(operation: str, x: Any, out: Any, axis: int) -> None:
-    """Refuse arrays of which a call would work on a copy: it would be of one moment.
+    """Refuse arguments for which each call would need a copy: a copy made now would not change.
 
     Raises:
-        InvalidArgumentError: a structure, strides, an ``out`` that overlaps ``x``, an ``axis``, or
-            what is seen through a copy.
+        InvalidArgumentError: a structure, an array with strides, an ``out`` that overlaps ``x``, an
+            ``axis`` other than the first, or an array that can only be viewed through a copy.
     """
-    seen: list[Any] = []
-    for name, each in (("x", x), ("out", out)):
-        if each is None:
+    arrays: list[Any] = []
+    for name, value in (("x", x), ("out", out)):
+        if value is None:
             continue
-        if nested.is_tree(each):
+        if nested.is_tree(value):
             raise InvalidArgumentError(
                 f"plan: {operation} of a structure; one array. Plan a call for each of them."
             )
-        if isinstance(each, (bool, int, float, complex, np.generic)):
+        if isinstance(value, (bool, int, float, complex, np.generic)):
             raise InvalidArgumentError(
-                f"plan: {operation}: {name} is the number {each}; an array, whose elements may "
-                f"change from call to call. Pass np.array({each}), or make the call."
+                f"plan: {operation}: {name} is the number {value}; an array, whose elements may "
+                f"change from call to call. Pass np.array({value}), or make the call."
             )
-        array: Any = adapter_of(each).view(each)[0]
+        array: Any = adapter_of(value).view(value)[0]
         if not array.flags.c_contiguous:
             raise InvalidArgumentError(
                 f"plan: {operation}: {name} has strides; a contiguous array. Copy it into one, "
@@ -295,15 +298,15 @@ def refuse_unfit(operation: str, x: Any, out: Any, axis: int) -> None:
                 f"plan: {operation}: {name} is on a GPU; an array on the CPU. Make the call, "
                 "which only enqueues it."
             )
-        if array.size and not np.may_share_memory(array, adapter_of(each).view(each)[0]):
+        if array.size and not np.may_share_memory(array, adapter_of(value).view(value)[0]):
             raise InvalidArgumentError(
                 f"plan: {operation}: {name} is a lazily conjugated or negated tensor, so its "
                 "storage does not hold its values; pass x.resolve_conj().resolve_neg(), or a copy."
             )
-        seen.append(array)
-    if len(seen) == 2 and out is not x and np.may_share_memory(seen[0], seen[1]):
+        arrays.append(array)
+    if len(arrays) == 2 and out is not x and np.may_share_memory(arrays[0], arrays[1]):
         raise InvalidArgumentError(
             f"plan: {operation}: out overlaps x; memory of its own, or x itself."
         )
-    if axis not in (0, -seen[0].ndim if seen else 0):
+    if axis not in (0, -arrays[0].ndim if arrays else 0):
         raise InvalidArgumentError(f"plan: {operation}: axis {axis}; the first one.")

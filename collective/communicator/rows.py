@@ -1,4 +1,4 @@
-"""The rule for pieces: what is split is split along an axis, what is collected is joined."""
+"""Rows and pieces of arrays: arrays are split along an axis, and joined along an axis."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ Array = np.ndarray[Any, Any]
 
 
 class Rows:
-    """An array with the axis that is cut brought to the front, in C order.
+    """Array in C order with the axis that is cut moved to the front.
 
     Attributes:
-        array: contiguous; the array's own memory where that is possible.
-        axis: the axis, not negative.
-        length: its length; a 0-d array counts as one row.
-        inner: elements a row.
+        array: contiguous array, in the original memory if that is possible.
+        axis: number of the axis, not negative.
+        length: length of the axis; a 0-d array counts as one row.
+        inner: number of elements in a row.
     """
 
     __slots__ = ("_rest", "array", "axis", "inner", "length")
@@ -43,21 +43,21 @@ class Rows:
         self.inner = math.prod(self._rest)
 
     def shape_with(self, length: int) -> tuple[int, ...]:
-        """Return the shape that the array has with another length of its axis."""
+        """Return the shape of the original array with another length of the axis."""
         rest = self._rest
         return (*rest[: self.axis], length, *rest[self.axis :])
 
     def piece(self, sizes: Sequence[int], rank: int) -> Array:
-        """Return rank's rows, flat, when the rows are cut into ``sizes``."""
+        """Return the rows of one rank as a flat array, if the rows are cut into ``sizes``."""
         start = sum(sizes[:rank])
         return self.array[start : start + sizes[rank]].ravel()
 
     def target(self, flat: Array) -> Array:
-        """Return where rows may arrive: ``flat`` itself if no axis was moved."""
+        """Return memory in which rows can arrive: ``flat`` itself if no axis was moved."""
         return flat if self.axis == 0 else np.empty_like(flat)
 
     def restore(self, rows: Array, flat: Array, length: int) -> None:
-        """Put ``length`` rows, flat, into ``flat`` with the axis back in its place."""
+        """Copy ``length`` flat rows into ``flat``, with the axis moved back to its place."""
         if self.axis:
             moved = np.moveaxis(rows.reshape(length, *self._rest), 0, self.axis)
             flat[:] = moved.ravel()
@@ -66,10 +66,10 @@ class Rows:
 
 
 def split_sizes(what: str, length: int, size: int, counts: Sequence[int] | None) -> list[int]:
-    """Return the ranks' lengths: ``counts``, or as ``numpy.array_split`` cuts.
+    """Return the lengths of the ranks' pieces: ``counts``, or as ``numpy.array_split`` cuts.
 
     Raises:
-        ShapeError: the counts are not ``size`` non-negative integers that add up.
+        ShapeError: the counts are not ``size`` non-negative integers whose sum is ``length``.
     """
     if counts is None:
         return pieces.even(length, size)
@@ -83,7 +83,7 @@ def check_counts(what: str, counts: Sequence[int], size: int) -> list[int]:
     """Return ``counts`` as a list of ``size`` non-negative integers.
 
     Raises:
-        ShapeError: they are not.
+        ShapeError: ``counts`` is not a sequence of ``size`` non-negative integers.
     """
     try:
         sizes = list(map(int, counts))

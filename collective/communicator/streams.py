@@ -1,4 +1,4 @@
-"""Calls on arrays of a GPU: the streams that they run on, and the ``Work`` of those under way."""
+"""Calls on GPU arrays: the streams that they run on, and the ``Work`` of calls in flight."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class Enqueuing(Protocol):
-    """What is needed of a path."""
+    """Path as the functions in this module use it."""
 
     backend: Backend
     lane: Lane
@@ -35,13 +35,13 @@ class Enqueuing(Protocol):
 
 
 class Near(NamedTuple):
-    """By which array of a GPU a call runs.
+    """GPU array that determines the stream of a call.
 
     Attributes:
-        array: the array, or its spot. To run the call means to enqueue it on the array's stream;
-            an asynchronous call goes on a stream beside that.
-        adapter: of its framework.
-        others: the streams of the call's other arrays.
+        array: the array, or its spot. The call is enqueued on the array's stream; an asynchronous
+            call is enqueued on a side stream.
+        adapter: adapter of the array's framework.
+        others: streams of the call's other arrays.
     """
 
     array: Any
@@ -50,7 +50,7 @@ class Near(NamedTuple):
 
 
 def nearest(views: Iterable[Any]) -> Near | None:
-    """Return by what a call runs; None if no array is on a GPU.
+    """Return the GPU array that determines the stream of a call; None if no array is on a GPU.
 
     Args:
         views: objects with an ``array`` and its ``adapter``.
@@ -66,12 +66,12 @@ def nearest(views: Iterable[Any]) -> Near | None:
 def enqueue(
     path: Enqueuing, what: str, run: Callable[[], T], async_op: bool, near: Near
 ) -> T | Work[T]:
-    """Run a collective call on arrays of a GPU, which enqueues it.
+    """Enqueue a collective call on GPU arrays.
 
     Args:
         what: the operation, for errors.
-        run: makes the call.
-        async_op: return a ``Work`` at once, and enqueue beside the caller's stream.
+        run: function that makes the call.
+        async_op: if true, return a ``Work`` at once, and enqueue the call on a side stream.
     """
     device, current = near.array.device, near.array.stream
     stream = path.backend.side_stream(device) if async_op else current
@@ -81,7 +81,8 @@ def enqueue(
             return run()
     inside = within(stream, run)
     if not async_op:
-        # Between calls in the background that go through the host this one has its turn.
+        # Background calls that go through the host may be waiting in the lane. This call must have
+        # its turn after them.
         return path.lane.submit(what, with_site(inside)).wait()
     stream.wait(current.record())
     work = stream_work(path, what, stream, current, near.adapter)
@@ -102,10 +103,10 @@ def stream_work(
 
 
 def settle(path: Enqueuing, what: str, array: Any, deadline: Deadline) -> None:
-    """In a lane's thread, wait on the host for what the thread has enqueued.
+    """Wait on the host, if in a lane's thread, until the GPU has completed this thread's work.
 
-    A call has ended up there whose arrays only turned out to be on a GPU: whoever waits for it
-    does not know the stream.
+    It is for calls that find only while they run that their array is on a GPU. The caller, which
+    waits for the lane, does not know the stream.
     """
     if not path.enqueues or isinstance(array, np.ndarray):
         return
@@ -115,7 +116,10 @@ def settle(path: Enqueuing, what: str, array: Any, deadline: Deadline) -> None:
 
 
 def synchronized(run: Callable[[], T], array: Any) -> Callable[[], T]:
-    """Have the host wait for what ``run`` enqueues: the result may be used on another stream."""
+    """Return a function that calls ``run`` and waits on the host for the work that it enqueues.
+
+    The caller may then use the result on another stream.
+    """
 
     def run_to_the_end() -> T:
         result = run()
@@ -126,7 +130,10 @@ def synchronized(run: Callable[[], T], array: Any) -> Callable[[], T]:
 
 
 def with_site(run: Callable[[], T]) -> Callable[[], T]:
-    """Carry the caller's place in the program into the thread that runs the call."""
+    """Return a function that calls ``run`` with the caller's place in the program as call site.
+
+    The function runs in a lane's thread, where the caller's frames cannot be seen.
+    """
     site = request_module.call_site()
 
     def run_with_site() -> T:
@@ -137,7 +144,7 @@ def with_site(run: Callable[[], T]) -> Callable[[], T]:
 
 
 def within(stream: Stream, function: Callable[[], T]) -> Callable[[], T]:
-    """Return ``function`` with everything that it does to arrays of a GPU on ``stream``."""
+    """Return a function that calls ``function`` with ``stream`` as the current GPU stream."""
 
     def inside() -> T:
         with cuda.on(stream):
@@ -147,7 +154,11 @@ def within(stream: Stream, function: Callable[[], T]) -> Callable[[], T]:
 
 
 def _joined(stream: Stream, others: Sequence[Stream], function: Callable[[], T]) -> Callable[[], T]:
-    """Have what ``function`` puts on ``stream`` wait for others, and those wait for its end."""
+    """Return ``function`` with synchronisation between ``stream`` and the other streams.
+
+    Work that ``function`` enqueues on ``stream`` waits for the present work of the other streams.
+    Their later work waits for its end.
+    """
     for other in others:
         stream.wait_for(other)
 
@@ -161,15 +172,16 @@ def _joined(stream: Stream, others: Sequence[Stream], function: Callable[[], T])
 
 
 class StreamWork(Work[T]):
-    """An operation on arrays of a GPU, enqueued on a stream beside the caller's.
+    """Operation on GPU arrays that is enqueued on a side stream, beside the caller's stream.
 
     Args:
         what: the operation, for errors.
-        side: the stream it runs on.
-        current: returns the stream on which the calling thread enqueues what it does next.
-        finish: waits on the host for an event, for some seconds, and raises what went wrong.
-        keep: keeps a reference until an event has come. Frameworks give memory to others when
-            nobody refers to it, whatever this stream still does with it.
+        side: stream that the operation runs on.
+        current: function that returns the calling thread's current stream.
+        finish: function that waits on the host for an event until a deadline, and raises the
+            error if the operation failed.
+        keep: function that keeps a reference to an object until an event has completed. Without a
+            reference, a framework would reuse the memory although the side stream still uses it.
     """
 
     def __init__(
@@ -190,15 +202,15 @@ class StreamWork(Work[T]):
     def wait(self, timeout: float | None = None) -> T:
         """Make the caller's current stream wait until the operation is over; return its result.
 
-        What is enqueued on that stream afterwards finds the result. The host waits only until
-        the operation has been enqueued.
+        Work that is enqueued on that stream afterwards can use the result. The host waits only
+        until the operation has been enqueued.
 
         Args:
-            timeout: seconds for that.
+            timeout: seconds that the host may wait.
 
         Raises:
-            CollectiveTimeoutError, CollectiveError: as :meth:`Work.wait`. What goes wrong on
-                the GPU is raised by :meth:`synchronize` and by later calls.
+            CollectiveTimeoutError, CollectiveError: as :meth:`Work.wait`. :meth:`synchronize` and
+                later calls raise errors that occur on the GPU.
         """
         result = super().wait(timeout)
         if self._event is not None:
@@ -209,8 +221,8 @@ class StreamWork(Work[T]):
         """Wait, on the host, until the operation is over on the GPU; return its result.
 
         Raises:
-            CollectiveTimeoutError: ``timeout`` passed, or the operation's own deadline.
-            CollectiveError: what went wrong, on the GPU too.
+            CollectiveTimeoutError: ``timeout`` or the operation's own deadline expired.
+            CollectiveError: the operation failed, on the host or on the GPU.
         """
         result = super().wait(timeout)
         if self._event is not None:
@@ -219,7 +231,7 @@ class StreamWork(Work[T]):
         return result
 
     def done(self) -> bool:
-        """Tell whether the operation is over on the GPU, well or badly, without waiting."""
+        """Return whether the operation has completed or failed on the GPU, without waiting."""
         return super().done() and (self._event is None or self._event.query())
 
     def _run(self, function: Callable[[], T]) -> None:
@@ -227,6 +239,6 @@ class StreamWork(Work[T]):
             self._result = result = function()
             self._event = event = self._side.record()
             self._keep(event, (function, result))
-        except BaseException as error:  # handed to whoever waits
+        except BaseException as error:  # wait() raises it in the thread that waits
             self._error = error
         self._end()
