@@ -39,7 +39,7 @@ _DECIMAL_DIGITS = 4300
 # Maximum nesting. A program may raise Python's recursion limit; then only the size of the stack
 # limits the parser in C.
 _DEEPEST = 10_000
-_CONTAINERS: dict[str, Any] = {kind.__name__: kind for kind in (list, tuple, set, frozenset)}
+_CONTAINERS: dict[str, Any] = {cls.__name__: cls for cls in (list, tuple, set, frozenset)}
 # Adapters whose arrays arrive as NumPy arrays: GPU-only frameworks, and unknown frameworks.
 _AS_NUMPY = ("cuda", "cupy", "dlpack")
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')

@@ -237,7 +237,7 @@ def _framed(text: bytes, length: int | None = None) -> np.ndarray:
 
 @pytest.mark.parametrize("length", [5, 2**31, 2**63, 2**64 - 1])
 def test_a_structure_that_is_longer_than_the_bytes_is_refused(length):
-    with pytest.raises(CollectiveError, match=f"it has 13 bytes, and {length} are to follow"):
+    with pytest.raises(CollectiveError, match=f"has 13 bytes; its header announces {length} more"):
         decode(_framed(b"1234", length))
 
 
@@ -322,7 +322,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("node", HOSTILE.values(), ids=list(HOSTILE))
 def test_what_was_made_to_be_compared_without_an_end_is_refused(node):
-    with pytest.raises(CollectiveError, match="so many elements or keys of one hash"):
+    with pytest.raises(CollectiveError, match="so many elements or keys with the same hash"):
         decode(_written(node))
 
 
