@@ -1,8 +1,8 @@
-"""Training that goes on when ranks are lost or join, and the protocol by which ranks do so.
+"""Elastic training, which continues when ranks are lost or join, and its protocol.
 
-Users import :func:`generations` and :class:`State` from here; both stand in
+Users import :func:`generations` and :class:`State` from here; both are defined in
 :mod:`collective.training`. The modules of this package are the protocol below them: ranks agree
-which of them go on (:mod:`.next_generation`), and processes join (:mod:`.arrivals`).
+on the ranks that continue (:mod:`.next_generation`), and processes join (:mod:`.arrivals`).
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from collective.lazy import on_demand
 if TYPE_CHECKING:
     from collective.training.elastic import Generation, generations
     from collective.training.elastic_state import Keeper, State, register
-else:  # to a type checker it would mean that there is any name
-    # On demand, because training stands on communicators, and these on the protocol in here.
+else:  # a type checker would conclude from __getattr__ that the package has every name
+    # On demand, because the training modules import communicators, and communicators import the
+    # protocol in this package.
     __getattr__, __dir__ = on_demand(
         __name__,
         {

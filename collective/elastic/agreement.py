@@ -1,4 +1,4 @@
-"""A vote of the ranks that live, by way of the store in which they met."""
+"""Vote of the living ranks, through the store in which the ranks met."""
 
 from __future__ import annotations
 
@@ -13,18 +13,22 @@ from .lineage import Lineage
 
 __all__ = ["agreed"]
 
-# How often a rank that waits in agree() looks whether another one has given it up.
+# Interval at which a rank that waits in agree() checks whether another rank has given up.
 _GIVEN_UP_LOOK_S = 0.05
 
 
 def agreed(lineage: Lineage, backend: Backend, number: int, flag: bool, deadline: Deadline) -> bool:
-    """Return whether all living ranks say yes; the same on all of them.
+    """Return whether all living ranks vote yes; the result is the same on all of them.
 
     Args:
+        lineage: lineage of the communicator.
+        backend: transport of the communicator, which knows the lost ranks.
         number: ordinal of this agreement on this communicator, from 1.
+        flag: vote of this rank.
+        deadline: deadline of the vote.
 
     Raises:
-        CollectiveTimeoutError: a rank that lives, as far as is known, did not come.
+        CollectiveTimeoutError: a rank that is not known to be lost did not vote.
         CommunicatorAbortedError: another rank has given up this agreement, and shrinks.
         RendezvousError: the store is gone.
     """
@@ -40,7 +44,8 @@ def agreed(lineage: Lineage, backend: Backend, number: int, flag: bool, deadline
         nonlocal looked_at
         if (now := time.monotonic()) >= looked_at + _GIVEN_UP_LOOK_S:
             looked_at = now
-            # The verdict second: a rank may have read it, and have shrunk since.
+            # Read the verdict after `opened`: the rank that shrinks may have read the verdict first
+            # and shrunk since. Then it has not given up this agreement.
             if store.try_get(opened) is not None and store.try_get(key) is None:
                 raise CommunicatorAbortedError(
                     f"agree: another rank has given up waiting, and calls shrink(); call it too, "
@@ -56,7 +61,8 @@ def agreed(lineage: Lineage, backend: Backend, number: int, flag: bool, deadline
         grace=None,
         deadline=deadline,
     )
-    # Who has come to this one has read the last, and nobody else will: the lost do not come back.
+    # Delete the keys of the previous agreement. Every rank that took part in this one has read the
+    # previous verdict, and lost ranks do not come back to read it.
     store.delete(f"{before}.{me}")
     if me == lineage.origin[0]:
         store.delete(before)

@@ -1,8 +1,8 @@
-"""Ranks that go on after a loss, and with processes that join.
+"""Changes of a communicator's ranks: shrinking after a loss, and growing by processes that join.
 
-The rules are in ``docs/failures.md``. The functions here stand over a communicator, of which they
-use what :class:`Parent` names. Those that change who the ranks are return the transport and the
-lineage of the next generation, and the communicator makes its successor of these.
+The rules are in ``docs/failures.md``. The functions here work on a communicator, of which they
+use the members of :class:`Parent`. :func:`shrink` and :func:`grow` return the transport and the
+lineage of the next generation. The communicator makes its successor from these.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = ["Parent", "agree", "grow", "shrink", "waiting"]
 
 
 class Parent(Protocol):
-    """Communicator whose ranks are to go on, as the elastic protocol sees it."""
+    """Communicator as the elastic protocol uses it."""
 
     rank: int
     size: int
@@ -48,15 +48,15 @@ class Parent(Protocol):
 
     @property
     def transport(self) -> Backend:
-        """What connects the ranks."""
+        """Transport that connects the ranks."""
 
     @property
     def on_host(self) -> Any:
-        """The communicator, for arrays on the CPU."""
+        """Calls of the communicator on CPU arrays."""
 
     @property
     def succession(self) -> Succession:
-        """What the communicator knows of its generations."""
+        """Data about the communicator's generations."""
 
     def fail(self, cause: BaseException | Failure) -> None:
         """Break the communicator for all ranks."""
@@ -69,9 +69,9 @@ def shrink(
 
     Args:
         parent: the communicator.
-        exclude: ranks that are out, alive or not.
-        min_ranks: go on only with so many; None for the lineage's number.
-        deadline: for all of it.
+        exclude: ranks to leave out, alive or not.
+        min_ranks: minimum number of ranks to continue with; None for the lineage's number.
+        deadline: deadline of the whole operation.
 
     Returns:
         The transport of the next generation, and its lineage.
@@ -79,13 +79,14 @@ def shrink(
     lineage = _lineage_of(parent, "shrink")
     if parent.rank in exclude:
         raise RankError(
-            f"shrink: exclude {list(exclude)} names this rank; one that wants to go closes the "
-            f"communicator {_who(parent)}."
+            f"shrink: exclude {list(exclude)} names this rank; a rank that wants to leave closes "
+            f"the communicator {_who(parent)}."
         )
     floor = lineage.min_ranks if min_ranks is None else min_ranks
     if isinstance(floor, bool) or not isinstance(floor, int) or floor < 1:
         raise InvalidArgumentError(f"shrink: min_ranks {floor!r}; a positive integer.")
-    # First of all: ranks that are in a call of the communicator come out, and are asked to shrink.
+    # Break the communicator first. Ranks that are in one of its calls then raise an error, which
+    # asks them to call shrink().
     text = f"rank {parent.rank} shrinks the communicator; call shrink() too, to go on with it"
     parent.fail(Failure("shrink", parent.rank, text))
     return NextGeneration(
@@ -97,8 +98,8 @@ def grow(parent: Parent, deadline: Deadline) -> tuple[Backend, Lineage]:
     """Connect the ranks and all processes that wait to join; see ``Communicator.grow``.
 
     Args:
-        parent: the communicator; of a process that waits to join, that of itself alone.
-        deadline: for all of it.
+        parent: the communicator; for a process that waits to join, its communicator of one rank.
+        deadline: deadline of the whole operation.
 
     Returns:
         The transport of the next generation, and its lineage.
@@ -112,7 +113,8 @@ def grow(parent: Parent, deadline: Deadline) -> tuple[Backend, Lineage]:
     try:
         return NextGeneration(lineage, parent.transport, deadline, arrivals=arrivals).run()
     except CollectiveTimeoutError as error:
-        # The others may still decide on what this rank has said, and it goes another way.
+        # The other ranks may still decide on a generation with this rank, which has given up. So
+        # break the communicator.
         text = f"rank {parent.rank} gave up: {error}"
         parent.fail(Failure("aborted", parent.rank, text))
         raise
@@ -138,12 +140,12 @@ def waiting(parent: Parent) -> int:
 
 
 def agree(parent: Parent, flag: bool, deadline: Deadline) -> bool:
-    """Return whether every rank that lives says yes; see ``Communicator.agree``.
+    """Return whether every living rank votes yes; see ``Communicator.agree``.
 
     Args:
         parent: the communicator.
-        flag: what this rank says.
-        deadline: for the agreement.
+        flag: vote of this rank.
+        deadline: deadline of the vote.
     """
     lineage, succession = _lineage_of(parent, "agree"), parent.succession
     succession.agreements += 1
@@ -151,7 +153,7 @@ def agree(parent: Parent, flag: bool, deadline: Deadline) -> bool:
 
 
 def _lineage_of(parent: Parent, what: str) -> Lineage:
-    """Return the lineage, or refuse a communicator that cannot go on after a loss."""
+    """Return the lineage; refuse a communicator that cannot continue after a loss."""
     if parent.closed:
         parent.transport.refuse_broken(what)
     if not parent.capabilities.shrinks:
@@ -164,19 +166,20 @@ def _lineage_of(parent: Parent, what: str) -> Lineage:
     lineage = parent.succession.lineage
     if lineage is None:
         raise UnsupportedError(
-            f"{what}: this communicator was made of a transport, and nobody knows where its "
-            f"ranks met {_who(parent)}. Use collective.init() or collective.connect()."
+            f"{what}: this communicator was made directly from a transport, so the store in which "
+            f"its ranks met is unknown {_who(parent)}. Use collective.init() or "
+            "collective.connect()."
         )
     return lineage
 
 
 def _lineage_and_arrivals_of(parent: Parent, what: str) -> tuple[Lineage, Arrivals]:
-    """Return these, or refuse a communicator that nobody can join."""
+    """Return the lineage and the arrivals; refuse a communicator that processes cannot join."""
     lineage = _lineage_of(parent, what)
     if not (parent.capabilities.grows and lineage.founders):
         subject = f"backend {parent.backend!r}" if lineage.founders else "a group"
         raise UnsupportedError(
-            f"{what}: {subject}; nobody can join that {_who(parent)}. Let processes join the "
+            f"{what}: processes cannot join {subject} {_who(parent)}. Let processes join the "
             "communicator that init() returned, over shm, gloo or hierarchical "
             "(COLLECTIVE_BACKEND=shm), and make groups of it."
         )

@@ -1,4 +1,4 @@
-"""A process that joins ranks which are connected already."""
+"""Process that joins ranks which are connected already."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ __all__ = ["Joiner"]
 
 @dataclass(frozen=True)
 class Joiner:
-    """A process that joins ranks which are connected: from its knock to their next generation.
+    """Process that joins connected ranks, from its first request to their next generation.
 
     Attributes:
-        world: where the ranks met, and this process's host; its numbers are of no account.
-        find: returns the transport that this process is to have, given the name of the ranks'.
-        grace, min_ranks: as of :class:`Lineage`.
+        world: store in which the ranks met, and host of this process; rank and size are not used.
+        find: function that returns the transport class for the name of the ranks' transport.
+        grace, min_ranks: as in :class:`Lineage`.
     """
 
     world: World
@@ -36,13 +36,13 @@ class Joiner:
         """Wait to be let in; return the transport of the grown generation, and its lineage.
 
         Args:
-            alone: what this process has until then.
-            deadline: for all of it.
+            alone: transport of this process alone, until it has joined.
+            deadline: deadline of the whole operation.
 
         Raises:
-            CollectiveTimeoutError: nobody let it in, or they did not connect.
-            ExcludedError: there are no ranks any more, or they went on without it.
-            ConfigError: they have another transport, or speak another protocol.
+            CollectiveTimeoutError: no rank let this process in, or the ranks did not connect.
+            ExcludedError: the ranks have ended, or continued without this process.
+            ConfigError: the ranks have another transport, or use another protocol.
         """
         knock = Knock(self.world.store, self.world.host, self.grace)
         kind = self.find(knock.backend(deadline))
@@ -61,6 +61,7 @@ class Joiner:
             try:
                 return NextGeneration(lineage, alone, deadline, kind=kind).run()
             except ExcludedError:
-                # They could not connect at first, and then did without this process.
+                # The ranks first failed to connect, and then decided on a generation without this
+                # process. Take a new ticket and try again.
                 if deadline.expired:
                     raise

@@ -1,4 +1,4 @@
-"""Where a communicator's ranks met, and who they once were."""
+"""Lineage of a communicator: the store in which its ranks met, and their original numbers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = ["OF_PEERS", "Lineage"]
 
 _TOKEN_BYTES = 8
 _UINT8 = BY_NAME["uint8"]
-#: What a rank meets on the way that is an affair of its peers, and not of its own.
+#: Errors that a rank's peers cause, and not the rank itself.
 OF_PEERS = (
     RendezvousError, CommunicatorAbortedError, CollectiveTimeoutError, BackendError,
     ConnectionError,
@@ -36,18 +36,19 @@ OF_PEERS = (
 
 @dataclass(frozen=True)
 class Lineage:
-    """Where a communicator's ranks met, and which of them are left.
+    """Store in which a communicator's ranks met, and the ranks that are left.
 
     Attributes:
-        root: the world of generation 0, whose rank this one was.
-        name: the same on all ranks, and no other communicator's that meets in the same store.
-        origin: the ranks of generation 0 that are in this one, in the order of their present ranks.
-        generation: how often it was shrunk, or grew.
-        lost: of the parent's ranks, those that are not here.
-        local_rank, local_size: this rank among those of its host.
-        grace: seconds that a rank may be silent when the others shrink.
-        min_ranks: with fewer, nobody goes on.
-        founders: how many ranks there were at first; 0 for a group, which nobody joins.
+        root: world of generation 0, with this rank's original number.
+        name: name that is the same on all ranks, and unique among the communicators that meet in
+            the same store.
+        origin: original number of each present rank, in the order of the present ranks.
+        generation: number of times that the communicator has shrunk or grown.
+        lost: ranks of the previous generation that are not in this one.
+        local_rank, local_size: number of this rank among the ranks of its host, and their number.
+        grace: seconds that a rank may be silent while the other ranks shrink.
+        min_ranks: minimum number of ranks to continue with.
+        founders: number of ranks in generation 0; 0 for a group, which processes cannot join.
     """
 
     root: World
@@ -68,7 +69,8 @@ class Lineage:
         """Return the lineage of a transport that has just been connected; all ranks call it.
 
         Raises:
-            RendezvousError: of a transport whose ranks have to be told a name yet: one is gone.
+            RendezvousError: rank 0 must send the name to the other ranks, because the transport has
+                none, and a rank is gone.
         """
         name = backend.meeting or secrets.token_hex(_TOKEN_BYTES)
         if not backend.meeting and world.size > 1 and backend.capabilities.shrinks:
@@ -81,8 +83,9 @@ class Lineage:
                     f"{world.rank} of {world.size}]: {error}"
                 ) from error
             name = token.array.tobytes().decode()
-            # Nobody goes on before all have it: the first call of one may break them all. Then it
-            # is for the others' first calls to say so.
+            # No rank may continue before all ranks have the name: the first call of a fast rank may
+            # break the communicator for all. If the barrier fails, ignore its error here: the first
+            # calls of the other ranks report it.
             with contextlib.suppress(*OF_PEERS):
                 barrier(backend, deadline)
         return cls(
@@ -98,15 +101,18 @@ class Lineage:
 
     @property
     def rank(self) -> int:
-        """This rank's present number."""
+        """Present number of this rank."""
         return self.origin.index(self.root.rank)
 
     def group(self, backend: Backend, ranks: Sequence[int], name: str) -> Lineage:
-        """Return the lineage of a group among ``ranks``, whose generations begin with this one's.
+        """Return the lineage of a group among ``ranks``.
+
+        The group's generations are counted from this lineage's generation.
 
         Args:
-            backend: the group's.
-            name: the same on all members, and no other group's of this lineage.
+            backend: transport of the group.
+            ranks: members of the group.
+            name: name that is the same on all members, and unique among this lineage's groups.
         """
         world = replace(
             self.root,

@@ -1,4 +1,4 @@
-"""What a communicator knows of the generations of its ranks."""
+"""Data that a communicator keeps about the generations of its ranks."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ __all__ = ["Succession"]
 
 
 class Succession:
-    """What a communicator knows of the generations before it, and hands to the next one.
+    """Data about previous generations, which a communicator hands over to the next generation.
 
     Args:
-        lineage: where the ranks met, and which of them are left; None for a communicator that was
-            made of a transport, whose ranks met nobody knows where.
+        lineage: store in which the ranks met, and the ranks that are left; None if the
+            communicator was made directly from a transport, so that the store is unknown.
 
     Attributes:
-        lineage: the same.
-        joiner: of a process that is alone, how it joins the ranks that it waits for.
-        on_next: called with the communicator of the next generation, before this one closes.
-        owns_store: whether the store in which the ranks met closes with the last generation. All
-            generations meet in it.
-        agreements: how often :func:`agree` was called.
+        lineage: the same lineage.
+        joiner: object that joins the ranks, in a process that is alone and waits for them.
+        on_next: function that is called with the communicator of the next generation before this
+            one closes.
+        owns_store: whether the last generation closes the store in which the ranks met. All
+            generations use the same store.
+        agreements: number of calls of :func:`agree`.
     """
 
     def __init__(self, lineage: Lineage | None) -> None:
@@ -38,7 +39,7 @@ class Succession:
         self.on_next: Callable[[Any], None] | None = None
         self.owns_store = False
         self.agreements = 0
-        # The processes that wait to be let in, once some rank has asked for them.
+        # Queue of the processes that wait to be let in; None until it is first needed.
         self._arrivals: Arrivals | None = None
 
     @property
@@ -48,16 +49,16 @@ class Succession:
 
     @property
     def lost(self) -> frozenset[int]:
-        """The ranks of the last generation that are not in this one."""
+        """Ranks of the previous generation that are not in this one."""
         return self.lineage.lost if self.lineage is not None else frozenset()
 
     @property
     def founders(self) -> int:
-        """Number of the first ranks; 0 where nobody can join, as in a group."""
+        """Number of ranks in generation 0; 0 if processes cannot join, as in a group."""
         return self.lineage.founders if self.lineage is not None else 0
 
     def origin(self, size: int) -> tuple[int, ...]:
-        """Return the ranks that the present ones were in generation 0.
+        """Return the original number of each present rank.
 
         Args:
             size: number of present ranks.
@@ -65,10 +66,10 @@ class Succession:
         return self.lineage.origin if self.lineage is not None else tuple(range(size))
 
     def shrink_timeout(self, timeout: float) -> float:
-        """Return the seconds that ``shrink()`` may take where the call names no other deadline.
+        """Return the seconds that ``shrink()`` may take if the call passes no ``timeout``.
 
         Args:
-            timeout: the communicator's, in seconds.
+            timeout: timeout of the communicator, in seconds.
         """
         return timeout if self.lineage is None else usual_seconds(self.lineage.grace, timeout)
 
@@ -80,12 +81,13 @@ class Succession:
         return self._arrivals
 
     def hand_over(self, successor: Succession, backend: str, speaks: bool) -> None:
-        """Give the next generation what there is only one of.
+        """Move the data that exists only once from this generation to the next one.
 
         Args:
-            successor: the next generation's.
-            backend: the name of its transport.
-            speaks: whether this rank speaks for the ranks of the next generation.
+            successor: succession of the next generation.
+            backend: name of the next generation's transport.
+            speaks: whether this rank announces the ranks of the next generation to processes that
+                want to join.
         """
         successor.on_next = self.on_next
         successor.owns_store, self.owns_store = self.owns_store, False
@@ -94,17 +96,18 @@ class Succession:
         self._arrivals = None
         arrivals = successor.arrivals(backend)
         if speaks:
-            # A process that waits may have seen that the rank which spoke before is gone.
+            # The rank that made the last announcement may be gone, and waiting processes may have
+            # noticed. A new announcement shows them that the ranks continue.
             with contextlib.suppress(RendezvousError):
                 arrivals.announce()
 
     def keep_announcement(self) -> None:
-        """Leave the announcement of this rank in place: this rank goes, and other ranks go on."""
+        """Leave the announcement of this rank in place: this rank leaves, other ranks continue."""
         if self._arrivals is not None:
             self._arrivals.keep()
 
     def end_arrivals(self) -> None:
-        """Tell the processes that wait that nobody lets them in any more."""
+        """Announce to waiting processes that no rank will let them in any more."""
         arrivals, self._arrivals = self._arrivals, None
         if arrivals is not None:
             with contextlib.suppress(RendezvousError):

@@ -112,7 +112,7 @@ def test_a_number_is_never_given_twice() -> None:
 def test_nobody_joins_a_group() -> None:
     def program(comm: Communicator) -> Any:
         group = comm.dup()
-        with pytest.raises(UnsupportedError, match="grow: a group; nobody can join that"):
+        with pytest.raises(UnsupportedError, match="grow: processes cannot join a group"):
             group.grow()
         group.barrier()
         return "goes on"
