@@ -1,14 +1,15 @@
-"""How processes that want to join find the ranks, and these find them.
+"""Queue in which processes that want to join and the ranks find each other.
 
-In the store in which the ranks met there is a queue of *tickets*. A process takes the first number
-that is free (``join.N``) and waits for the answer (``join.N.answer``), which is written once: by
-the rank that decides who is in the next generation, or by the process itself, that it waits no
-longer. An answer says in which decision it may be; whether it is a member that decision alone says
-(:mod:`collective.contract.decision`). What the ranks say of themselves is at ``join``.
+The store in which the ranks met contains a queue of *tickets*. A process takes the first free
+number (``join.N``) and waits for the answer (``join.N.answer``). The answer is written only once:
+by the rank that leads the decision on the next generation, or by the process itself when it stops
+waiting. The answer of a rank names the decision that may include the process. Only that decision
+determines whether the process is a member (:mod:`collective.contract.decision`). The ranks publish
+an announcement of themselves at the key ``join``.
 
-So nobody who has given up is decided on, and whoever dies meanwhile is a member that dies while
-the others connect. With a job's secret all of it is sealed: a process with another one, or with
-none, is not seen, nor does it see anything.
+So a process that has given up is never decided on. A process that dies after the answer is treated
+as a member that dies while the others connect. If the job has a secret, all values are sealed: a
+process with another secret, or with none, cannot see the ranks, and the ranks cannot see it.
 """
 
 from __future__ import annotations
@@ -27,19 +28,19 @@ from collective.errors import CollectiveTimeoutError, ConfigError, ExcludedError
 
 __all__ = ["Arrivals", "Joining", "Knock"]
 
-#: Of what travels through the store between the ranks and those who join.
+#: Version of the protocol that the ranks and joining processes use in the store.
 _PROTOCOL = 1
 _ROLL = "join"
 _POLL_S = 0.01
 
 
 class Joining(NamedTuple):
-    """One that is let in.
+    """Process that is let in.
 
     Attributes:
-        number: which is nobody else's, ever.
-        host: the name of its host.
-        process: as :class:`RankProcess` writes it.
+        number: original number of the process, which no other rank ever has.
+        host: name of its host.
+        process: text of its :class:`RankProcess`.
     """
 
     number: int
@@ -48,22 +49,22 @@ class Joining(NamedTuple):
 
 
 class Arrivals:
-    """Those who wait, as the ranks see them.
+    """Queue of the processes that wait to join, as the ranks use it.
 
     Args:
-        store: in which the ranks met.
-        backend: the name of their transport.
+        store: store in which the ranks met.
+        backend: name of the ranks' transport.
     """
 
     def __init__(self, store: Store, backend: str) -> None:
         self._store = store
         self._backend = backend
         self._announced = False
-        # The first ticket that may still wait.
+        # Number of the first ticket whose process may still be waiting.
         self._first = 0
 
     def announce(self) -> None:
-        """Say that there are ranks that can be joined, and how."""
+        """Publish that there are ranks that can be joined, and the name of their transport."""
         if not self._announced:
             roll = {
                 "protocol": _PROTOCOL,
@@ -74,22 +75,22 @@ class Arrivals:
             self._announced = True
 
     def keep(self) -> None:
-        """Leave it as it is said at the end: this rank goes, and others go on."""
+        """Do not retract the announcement on close: this rank leaves, other ranks continue."""
         self._announced = False
 
     def end(self) -> None:
-        """Say that there are not any more, if this rank has said that there are."""
+        """Publish that the ranks have ended, if this rank has made the announcement."""
         if self._announced:
             self._store.set(_ROLL, json.dumps({"protocol": _PROTOCOL, "ended": True}).encode())
             self._announced = False
 
     def waiting(self, decision: str = "") -> list[tuple[int, dict[str, Any]]]:
-        """Return the tickets of those who wait, and live as far as is known.
+        """Return the tickets of waiting processes that are not known to have died.
 
         Args:
-            decision: those who were named to this one wait, too.
+            decision: key of a decision; tickets whose answer names this decision count as waiting.
         """
-        found = []
+        waiting = []
         for number, ticket, answer in self._tickets(self._first):
             process = RankProcess.parse(ticket.get("process"))
             answered = answer and answer.get("decision") != (decision or None)
@@ -97,11 +98,11 @@ class Arrivals:
             if answered or not fits or (process is not None and process.has_ended()):
                 self._first += number == self._first
             else:
-                found.append((number, ticket))
-        return found
+                waiting.append((number, ticket))
+        return waiting
 
     def _tickets(self, first: int = 0) -> Iterator[tuple[int, dict[str, Any], dict[str, Any]]]:
-        """Yield the number of each ticket, what is on it, and its answer, which may be empty."""
+        """Yield the number of each ticket, its content, and its answer, which may be empty."""
         for number in itertools.count(first):
             ticket = self._store.try_get(f"join.{number}")
             if ticket is None:
@@ -112,42 +113,43 @@ class Arrivals:
     def claim(
         self, name: str, generation: int, origin: Sequence[int], founders: int
     ) -> list[Joining]:
-        """Answer all who wait that they may be in a decision, and return them.
+        """Answer all waiting processes that a decision may include them, and return them.
 
         Args:
-            name: of the ranks' lineage.
-            generation: that is decided on.
-            origin: the members' numbers, as they are now.
-            founders: how many ranks there were at first, whose numbers come before all others'.
+            name: name of the ranks' lineage.
+            generation: number of the generation that is decided on.
+            origin: original numbers of the present members.
+            founders: number of ranks in generation 0; joining processes get the numbers after them.
         """
-        found = []
+        claimed = []
         decision = f"{name}.{generation}"
         for ticket, request in self.waiting(decision):
-            number = founders + ticket  # whoever leads, and however often: it is this one's
+            # The number depends on the ticket only, so every leader computes the same number.
+            number = founders + ticket
             offer = {
                 "decision": decision, "name": name, "generation": generation,
                 "origin": list(origin), "number": number, "founders": founders,
             }  # fmt: skip
             key = f"join.{ticket}.answer"
             answer = _parsed(self._store.put_if_absent(key, json.dumps(offer).encode()))
-            if answer.get("decision") == decision:  # and it has not given up just now
-                found.append(Joining(number, str(request["host"]), str(request["process"])))
-        return found
+            if answer.get("decision") == decision:  # false if the process has just given up
+                claimed.append(Joining(number, str(request["host"]), str(request["process"])))
+        return claimed
 
     def admitted(self) -> set[int]:
-        """Return the process ids of all who were ever named to a decision."""
+        """Return the process ids of all processes whose answer names a decision."""
         named = [ticket for _, ticket, answer in self._tickets() if "decision" in answer]
         processes = [RankProcess.parse(ticket.get("process")) for ticket in named]
         return {process.pid for process in processes if process is not None}
 
 
 class Knock:
-    """A process that wants to join.
+    """Process that wants to join, as the process itself uses the queue.
 
     Args:
-        store: in which the ranks met.
-        host: the name of this host.
-        grace: seconds for which the ranks may have nobody who speaks for them: after a loss.
+        store: store in which the ranks met.
+        host: name of this host.
+        grace: seconds that the ranks may be without an announcing rank, as they are after a loss.
     """
 
     def __init__(self, store: Store, host: str, grace: float) -> None:
@@ -160,18 +162,19 @@ class Knock:
         """Wait for ranks that can be joined, and return the name of their transport.
 
         Raises:
-            CollectiveTimeoutError: there are none.
-            ExcludedError: they have ended.
-            ConfigError: they speak another protocol.
+            CollectiveTimeoutError: no ranks announced themselves in time.
+            ExcludedError: the ranks have ended.
+            ConfigError: the ranks use another protocol.
         """
         while (roll := self._roll()) is None:
             if deadline.expired:
-                raise self._late(deadline, "nobody there lets anybody in")
+                raise self._late(deadline, "no ranks there let processes join")
             time.sleep(_POLL_S)
         if roll.get("protocol") != _PROTOCOL:
             raise ConfigError(
-                f"join: the ranks at {self._store} speak protocol {roll.get('protocol')}, this "
-                f"process {_PROTOCOL}: they have another version of collective. Install the same."
+                f"join: the ranks at {self._store} use protocol {roll.get('protocol')}, this "
+                f"process {_PROTOCOL}: they have another version of collective. Install the same "
+                "version."
             )
         return str(roll["backend"])
 
@@ -179,11 +182,12 @@ class Knock:
         """Wait until the ranks have decided on a generation with this process.
 
         Returns:
-            What :meth:`Arrivals.claim` has offered it.
+            The answer that :meth:`Arrivals.claim` has written for this process.
 
         Raises:
-            CollectiveTimeoutError: they did not call ``grow()``. It waits no longer then.
-            ExcludedError: they have ended.
+            CollectiveTimeoutError: the ranks did not call ``grow()`` in time. Then the process has
+                withdrawn its ticket.
+            ExcludedError: the ranks have ended.
         """
         while True:
             key = f"{self._ticket()}.answer"
@@ -193,8 +197,8 @@ class Knock:
                     if deadline.expired:
                         raise self._late(deadline, "the ranks there did not call grow()")
                 except BaseException:
-                    # There is one answer. If the ranks were faster, they count on this process: it
-                    # goes on, whatever it was that ended its patience.
+                    # There is only one answer. If the ranks wrote it first, they may already count
+                    # on this process. So it continues in spite of the error.
                     won = self._store.put_if_absent(key, b'{"withdrawn": true}')
                     if "withdrawn" in _parsed(won):
                         raise
@@ -205,28 +209,30 @@ class Knock:
                 if deadline.expired:
                     raise self._late(deadline, "the ranks there did not decide")
                 time.sleep(_POLL_S)
-            # Otherwise a rank decided that had not seen this process: it asks once more.
+            # Otherwise the rank that decided had not seen this process: take a new ticket.
             if offer["number"] in _parsed(verdict)["members"]:
                 return offer
 
     def _ticket(self) -> str:
-        """Return the key of a ticket that is this process's."""
+        """Take a ticket for this process, and return its key."""
         request = json.dumps({"host": self._host, "process": str(RankProcess.own())}).encode()
         number = 0
         while True:
             key = f"join.{number}"
             if self._store.try_get(key) is None:
-                # Threads of a process have the same request: what is written has to be one's own.
-                mine = request[:-1] + f', "id": "{secrets.token_hex(8)}"}}'.encode()
-                if self._store.put_if_absent(key, mine) == mine:
+                # Threads of one process have the same request. The random id makes the ticket
+                # unique, so that the comparison shows who has taken it.
+                ticket = request[:-1] + f', "id": "{secrets.token_hex(8)}"}}'.encode()
+                if self._store.put_if_absent(key, ticket) == ticket:
                     return key
             number += 1
 
     def _roll(self) -> dict[str, Any] | None:
-        """Return what the ranks say of themselves; None as long as they say nothing.
+        """Return the announcement of the ranks; None as long as there is none.
 
         Raises:
-            ExcludedError: they have ended, or who spoke for them has, and nobody does instead.
+            ExcludedError: the ranks have ended; or the rank that made the announcement has ended,
+                and no other rank has renewed the announcement within the grace.
         """
         text = self._store.try_get(_ROLL)
         roll = _parsed(text or b"{}")
@@ -237,27 +243,28 @@ class Knock:
             self._missing_since = None
             return roll or None
         self._missing_since = self._missing_since or now
-        # After a loss another rank speaks for them, but not before they have shrunk.
+        # After a loss another rank renews the announcement, but only after the ranks have shrunk.
         if now - self._missing_since < self._grace:
             return None
         raise ExcludedError(
-            f"join: the ranks that met at {self._store} have ended: there is nobody to join. "
-            "Start all ranks again, or do without."
+            f"join: the ranks that met at {self._store} have ended, so this process cannot join "
+            "them. Start all ranks again, or leave this process out."
         )
 
     def _late(self, deadline: Deadline, why: str) -> CollectiveTimeoutError:
         return CollectiveTimeoutError(
             f"join: timed out: waited {deadline.seconds:g} s at {self._store}, and {why}. "
-            "Processes join where the ranks call waiting() and grow(), as elastic.generations does "
-            "at each commit; who has another secret (COLLECTIVE_SECRET), or none, is not seen.",
+            "Processes join when the ranks call waiting() and grow(), as elastic.generations does "
+            "at each commit. Ranks with another secret (COLLECTIVE_SECRET), or with none, cannot "
+            "be seen.",
             (),
         )
 
 
 def _parsed(text: bytes) -> dict[str, Any]:
-    """Return what somebody has written; nothing if it was none of ours."""
+    """Return the JSON object in ``text``; an empty dict if the text is anything else."""
     try:
-        found = json.loads(text)
+        value = json.loads(text)
     except ValueError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return value if isinstance(value, dict) else {}

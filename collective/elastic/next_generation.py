@@ -1,12 +1,15 @@
-"""Going on after a loss, or with more: the ranks agree who they are, and connect anew.
+"""Shrinking and growing: the ranks agree on the members of the next generation, and connect again.
 
-The rules are in ``docs/failures.md``, and who decides in :mod:`collective.contract.decision`. What
-is here has no communicator: one that shrinks or grows gives its *lineage* (:mod:`.lineage`), which
-is what it knows of where its ranks met and of who they once were, and its transport, which knows
-who is lost; it gets those of the next generation. Who waits to be let in is in :mod:`.arrivals`.
+The rules are in ``docs/failures.md``; the protocol of a decision is in
+:mod:`collective.contract.decision`. This module does not use communicators. A communicator that
+shrinks or grows passes its *lineage* (:mod:`.lineage`) and its transport, and gets the lineage and
+transport of the next generation. The lineage knows the store in which the ranks met and the ranks'
+original numbers; the transport knows the lost ranks. Processes that wait to be let in are in
+:mod:`.arrivals`.
 
-A *generation* is what lies between two such changes. Ranks are numbered in keys and decisions as
-they were in generation 0: some may have gone on to the next already while others have not.
+A *generation* is the time between two such changes. Keys and decisions contain the original numbers
+of ranks, those of generation 0: some ranks may already be in the next generation while others are
+not, so present numbers would be ambiguous.
 """
 
 from __future__ import annotations
@@ -34,23 +37,24 @@ from .lineage import OF_PEERS, Lineage
 
 __all__ = ["NextGeneration", "usual_seconds"]
 
-# How long those who have been decided on may take to connect, at least, if nobody is known to have
-# died: as many times the time of grace, and seconds.
+# Time that the members have to connect, if no member is known to have died: the larger of a
+# multiple of the grace and a number of seconds.
 _CONNECT_GRACES, _CONNECT_S = 2.0, 10.0
-# How long the decision may take, in times of grace: three if the lowest rank is stopped after it
-# has come, and one for the ranks that come late.
+# Time that a decision may take, as a multiple of the grace: three if the lowest rank is stopped
+# after it has arrived, and one for ranks that arrive late.
 _DECIDE_GRACES = 4.0
-# How often a wait for them looks whether somebody has died, or has begun anew.
+# Interval at which a rank that waits for members checks whether a member has died, or has begun
+# another generation.
 _LOOK_S = 0.02
-# What a rank's note becomes when it stands in the generation that was decided on.
+# Value that replaces a rank's note once the rank is connected in the generation decided on.
 _STANDS = b'{"connected": true}'
 
 
 def usual_seconds(grace: float, timeout: float) -> float:
-    """Return the deadline of ``shrink()`` where the caller names none.
+    """Return the seconds that ``shrink()`` may take if the caller passes no timeout.
 
-    The deadline of a call, unless that is too short to wait for a silent rank and to connect: then
-    one silent rank would end all others.
+    This is the timeout of a call, unless that is too short to wait for a silent rank and to
+    connect. With too short a deadline, one silent rank would make all other ranks fail.
 
     Args:
         grace: seconds that a rank may be silent.
@@ -60,23 +64,24 @@ def usual_seconds(grace: float, timeout: float) -> float:
 
 
 def _to_connect(grace: float) -> float:
-    """Return how many seconds the members have to connect, if nobody is known to have died."""
+    """Return the seconds that the members have to connect, if no member is known to have died."""
     return max(_CONNECT_GRACES * grace, _CONNECT_S)
 
 
 class NextGeneration:
-    """One call of ``shrink()`` or ``grow()``, of one rank.
+    """One call of ``shrink()`` or ``grow()`` on one rank.
 
     Args:
-        lineage: the communicator's. A process that joins has that of the members, with its own
-            number as ``root.rank``.
-        backend: its transport, broken or not, which stays open until the next one is.
-        deadline: for all of it.
-        exclude: present ranks that are out, dead or not.
-        min_ranks: as in :class:`Lineage`, which has it by default.
-        arrivals: those who wait to be let in, if the ranks are to grow: then who lives and is
-            silent is waited for to the end.
-        kind: of a process that joins: what it connects by.
+        lineage: lineage of the communicator. A joining process passes the lineage of the members,
+            with its own number as ``root.rank``.
+        backend: transport of the communicator, broken or not. It stays open until the next
+            transport is connected.
+        deadline: deadline of the whole operation.
+        exclude: present ranks to leave out, dead or alive.
+        min_ranks: minimum number of ranks to continue with; by default that of the lineage.
+        arrivals: queue of the processes that wait to be let in, for ``grow()``; else None. With it,
+            the ranks wait for a silent rank that lives until the deadline.
+        kind: in a joining process, the class of the transport; else None.
     """
 
     def __init__(
@@ -99,10 +104,10 @@ class NextGeneration:
         self._min_ranks = lineage.min_ranks if min_ranks is None else min_ranks
         self._deadline = deadline
         self._first = lineage.generation + 1
-        # The number of the generation that is being decided on, and who may be in it.
+        # Number of the generation that is being decided on, and the ranks that may be in it.
         self._number = self._first
         self._candidates = self._members = lineage.origin
-        # Those of them that join now, which the last transport does not know.
+        # Members that join now. The previous transport does not know them.
         self._joining: dict[int, RankProcess | None] = {}
         self._looked_at = 0.0
 
@@ -110,9 +115,9 @@ class NextGeneration:
         """Return the transport of the next generation, and its lineage.
 
         Raises:
-            ExcludedError: the others went on, or are about to, without this rank.
-            PeerLostError: too few are left; on all of them.
-            CollectiveTimeoutError: they did not decide, or did not connect, in time.
+            ExcludedError: the other ranks continued, or are about to continue, without this rank.
+            PeerLostError: too few ranks are left; raised on all of them.
+            CollectiveTimeoutError: the ranks did not decide, or did not connect, in time.
             RendezvousError: the store is gone.
         """
         while True:
@@ -132,8 +137,9 @@ class NextGeneration:
                 self._number += 1
                 continue
             if len(members) > 1:
-                # Before this rank leaves the last transport, which it does next: whoever still
-                # tries to reach this generation sees it go, and would take it for lost.
+                # Publish that this rank is connected, before it leaves the previous transport,
+                # which is its next step. A rank that is still connecting sees this rank leave, and
+                # would otherwise consider it lost.
                 try:
                     self._store.set(self._key(self._root.rank), _STANDS)
                 except BaseException:
@@ -150,16 +156,16 @@ class NextGeneration:
                 ),
             )
             if lineage.founders:
-                # Out by a decision that this rank has been part of: a standby need not wait for
-                # what they know.
+                # The founders that are missing are out by a decision in which this rank took part.
+                # A standby of the store need not wait for the data that they have.
                 self._store.without(set(range(lineage.founders)) - set(members))
             return backend, lineage
 
     # -- the decision ---------------------------------------------------------------------
 
     def _decide(self) -> tuple[tuple[int, ...], list[str]]:
-        """Return the members of the next generation by their first numbers, and their hosts."""
-        # Alone it has nobody to agree with, and the store may have gone with the others.
+        """Return the members of the next generation by their original numbers, and their hosts."""
+        # A rank that is alone needs no agreement, and the store may be gone with the other ranks.
         if self._candidates == (self._root.rank,) and not self._grows:
             verdict = self._verdict({self._root.rank: self._note}, frozenset())
         else:
@@ -170,9 +176,9 @@ class NextGeneration:
                     raise
                 raise RendezvousError(
                     f"{self._what}: the store in which the ranks met is gone with the process of "
-                    "their first rank 0, and this one, which has joined, has no part in the one "
-                    f"that the others serve instead {self._who}. Have the ranks meet in a "
-                    "directory that all see (COLLECTIVE_STORE=DIR), or at an address that their "
+                    "their first rank 0. This process joined later, so it has no access to the "
+                    f"store that the other ranks serve instead {self._who}. Have the ranks meet in "
+                    "a directory that all see (COLLECTIVE_STORE=DIR), or at an address that their "
                     f"launcher serves, as torchrun does: {error}"
                 ) from error
         members = tuple(verdict["members"])
@@ -197,8 +203,9 @@ class NextGeneration:
         return members, verdict["hosts"]
 
     def _agreed(self) -> dict[str, Any]:
-        """Return what all candidates go by."""
-        # Whoever still connects the last one is to come here; and the store may refuse.
+        """Return the verdict, the same for all candidates."""
+        # Announce the decision: ranks that still connect the previous generation see this key and
+        # come here. This also checks early that the store supports put_if_absent().
         self._store.put_if_absent(self._key("open"), b"open")
         decision = Decision(
             self._store, self._key(), self._root.rank, self._candidates, self._lost,
@@ -211,12 +218,15 @@ class NextGeneration:
 
     @property
     def _joined_later(self) -> bool:
-        """Whether this process was none of the first ranks."""
+        """Whether this process joined after generation 0."""
         return 0 < self._lineage.founders <= self._root.rank
 
     @property
     def _grows(self) -> bool:
-        """Whether this decision may let somebody in: the first, if it does not come of a loss."""
+        """Whether this decision may let processes in: only the first decision of a ``grow()``.
+
+        Later decisions follow a loss.
+        """
         return self._arrivals is not None and self._number == self._first
 
     @property
@@ -227,40 +237,41 @@ class NextGeneration:
         }  # fmt: skip
 
     def _verdict(self, notes: Mapping[int, Note], lost: Set[int]) -> dict[str, Any]:
-        """Return who goes on: those who came, live, and are not excluded by one of them."""
+        """Return the verdict: the members are all living ranks that came and are not excluded."""
         out: set[int] = set()
         members = []
-        # Who is excluded by a lower rank has no say itself: of two that exclude each other one goes
-        # on.
+        # A rank that a lower rank excludes cannot exclude others itself. So if two ranks exclude
+        # each other, the lower one continues.
         for rank in sorted(notes):
             if rank not in lost and rank not in out:
                 out.update(notes[rank]["exclude"])
                 members.append(rank)
         members = [rank for rank in members if rank not in out]
         joining = []
-        # With one that shrinks nobody is let in: first the ranks have to be whole again.
+        # If a rank shrinks, no process is let in: first the ranks must recover from the loss.
         if self._arrivals is not None and all(note["patient"] for note in notes.values()):
             joining = self._arrivals.claim(
                 self._lineage.name, self._number, self._lineage.origin, self._lineage.founders
             )
         return {
-            "members": [*members, *(each.number for each in joining)],
-            "hosts": [*(notes[rank]["host"] for rank in members), *(each.host for each in joining)],
+            "members": [*members, *(proc.number for proc in joining)],
+            "hosts": [*(notes[rank]["host"] for rank in members), *(proc.host for proc in joining)],
             "min_ranks": self._min_ranks,
-            "joining": {each.number: each.process for each in joining},
+            "joining": {proc.number: proc.process for proc in joining},
         }
 
     def _lost(self) -> set[int]:
-        """Return the candidates that are known not to come any more, by their first numbers."""
+        """Return the candidates that are known not to come any more, by their original numbers."""
         origin = self._lineage.origin
         lost = {origin[rank] for rank in self._backend.lost()}.intersection(self._candidates)
-        # Who stands in a generation that this rank tries to reach in vain has left the last one.
+        # A rank that is already connected in a newer generation has left the previous transport. It
+        # looks lost there, but lives.
         lost = {rank for rank in lost if not self._stands(rank)}
         joining = self._joining.items()
-        return lost | {number for number, each in joining if each and each.has_ended()}
+        return lost | {number for number, process in joining if process and process.has_ended()}
 
     def _stands(self, rank: int) -> bool:
-        """Tell whether a rank stands in a generation that this one is not in yet."""
+        """Return whether a rank is connected in a generation that this rank is still to reach."""
         keys = (self._key(rank, number) for number in range(self._first, self._number + 1))
         return any(self._store.try_get(key) == _STANDS for key in keys)
 
@@ -285,12 +296,12 @@ class NextGeneration:
             meeting.release()
 
     def _look(self) -> None:
-        """Raise if those who were decided on will not all connect.
+        """Raise if not all members that were decided on will connect.
 
-        Asked again and again by whoever waits for them, in whatever thread.
+        Every thread that waits for a member calls it repeatedly.
 
         Raises:
-            RendezvousError: one of them has died, or has begun anew.
+            RendezvousError: a member has died, or has begun another generation.
         """
         now = time.monotonic()
         if now < self._looked_at + _LOOK_S:
@@ -312,14 +323,14 @@ class NextGeneration:
         return self._lineage.root.store
 
     def _key(self, what: int | str = "", number: int | None = None) -> str:
-        found = f"{self._lineage.name}.{self._number if number is None else number}"
-        return f"{found}.{what}" if what != "" else found
+        key = f"{self._lineage.name}.{self._number if number is None else number}"
+        return f"{key}.{what}" if what != "" else key
 
     def _present(self, ranks: Set[int] | Sequence[int]) -> list[int]:
-        return [self._shown(each) for each in sorted(ranks)]
+        return [self._shown(rank) for rank in sorted(ranks)]
 
     def _shown(self, number: int) -> int:
-        """Return a rank's present number; of one that joins, the number that it gets."""
+        """Return a rank's present number; for a joining process, the number that it will get."""
         origin = self._lineage.origin
         return origin.index(number) if number in origin else number
 
@@ -331,17 +342,18 @@ class NextGeneration:
 
 
 class _GenerationStore(PrefixedStore):
-    """Where the ranks of one generation meet: keys of their own in the store of all.
+    """Store for the rendezvous of one generation: keys with a prefix in the common store.
 
     Args:
-        store: of all generations.
-        prefix: no other generation's.
-        look: raises if those who are awaited will not all come.
+        store: common store of all generations.
+        prefix: prefix of this generation's keys, which no other generation uses.
+        look: function that raises if not all awaited ranks will come.
     """
 
-    # The ranks' standbys serve the store of all generations already.
+    # The ranks' standbys already serve the common store.
     served_by_rank = False
-    # Here and not in the other store: a rank that waits has to look.
+    # Use Store.get, which polls try_get() of this class. The common store's own get() would wait
+    # without calling `look`.
     get = Store.get
 
     def __init__(self, store: Store, prefix: str, look: Callable[[], None]) -> None:
@@ -349,7 +361,11 @@ class _GenerationStore(PrefixedStore):
         self._look = look
 
     def release(self) -> None:
-        """Look no more: a transport keeps its world, which is not to keep the last transport."""
+        """Stop calling ``look``, and drop the reference to it.
+
+        The next transport keeps its world and so this store. Through ``look`` the store would keep
+        the previous transport alive.
+        """
         self._look = lambda: None
 
     def try_get(self, key: str) -> bytes | None:

@@ -186,7 +186,7 @@ def test_one_that_joined_is_told_that_the_store_ended_with_rank_0() -> None:
     with ThreadPoolExecutor(1) as pool:
         joined = pool.submit(joining)
         assert members(store, program) == [(0, 1)] * 2
-        assert "which has joined, has no part in the one that the others" in joined.result(FAR_S)
+        assert "joined later, so it has no access to the store that the other ranks" in joined.result(FAR_S)
 
 
 # -- whom nobody lets in ----------------------------------------------------------------------
@@ -249,15 +249,15 @@ def test_one_with_another_secret_is_not_seen_and_told_what_may_be_wrong() -> Non
         done.set()
         assert found.result(FAR_S) == [(0, 0)] * 2
     assert isinstance(error, CollectiveTimeoutError)
-    assert "another secret (COLLECTIVE_SECRET), or none, is not seen" in str(error)
+    assert "another secret (COLLECTIVE_SECRET), or with none, cannot be seen" in str(error)
 
 
 @pytest.mark.parametrize(
     ("says", "kind", "text"),
     [
-        ({"protocol": 2, "backend": "threads"}, ConfigError, "speak protocol 2, this process 1"),
+        ({"protocol": 2, "backend": "threads"}, ConfigError, "use protocol 2, this process 1"),
         ({"protocol": 1, "backend": "shm"}, ConfigError, "connected by 'shm', and this process"),
-        ({"protocol": 1, "ended": True}, ExcludedError, "have ended: there is nobody to join"),
+        ({"protocol": 1, "ended": True}, ExcludedError, "have ended, so this process cannot join"),
     ],
     ids=["protocol", "transport", "ended"],
 )
