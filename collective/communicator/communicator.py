@@ -312,7 +312,7 @@ class Communicator(_Handle, NotCopied, ForeignNames):
         Returns:
             ``out`` if given; else ``x`` itself at the root, and a new array on the other ranks. If
             the framework of ``x`` is unknown to this library and does not accept the library's
-            memory, all ranks get NumPy arrays; the root's array shares the memory of ``x`` if that
+            memory, all ranks get NumPy arrays. The root's array shares the memory of ``x`` if that
             is writable. Where ``x`` is None, a structure arrives nested as at the root, but tuples
             become lists and dict keys become strings. A number arrives there as an array of no
             dimensions.
@@ -603,8 +603,8 @@ class Communicator(_Handle, NotCopied, ForeignNames):
         """Send ``x`` to rank ``dst`` and receive from rank ``src``, neither waiting for the other.
 
         All ranks that take part must call ``sendrecv``, so that every rank's message is received.
-        A rank may exchange with itself. ``dst`` and ``src`` may be ``collective.NULL``, as at the
-        edge of a grid: then that half of the call does nothing.
+        A rank may exchange with itself. At the edge of a grid, ``dst`` or ``src`` may be
+        ``collective.NULL``: that half of the call does nothing.
 
         Args:
             x, dst, tag: as in :meth:`send`.
@@ -988,12 +988,12 @@ class Communicator(_Handle, NotCopied, ForeignNames):
             timeout: deadline in seconds for the whole call; by default :attr:`shrink_timeout`.
 
         Returns:
-            The communicator of the next generation. Only lost, silent and excluded ranks are left
-            out of it.
+            The communicator of the next generation. Only lost, silent and excluded ranks are
+            missing from it.
 
         Raises:
             ExcludedError: the other ranks continued without this rank.
-            PeerLostError: fewer than ``min_ranks`` ranks are left; raised on all of them.
+            PeerLostError: fewer than ``min_ranks`` ranks remain; raised on all of them.
             CollectiveTimeoutError: the ranks did not agree in time; names the missing ranks.
             RendezvousError: the store in which the ranks met is gone.
             UnsupportedError: this transport or that store does not support it.
@@ -1027,8 +1027,8 @@ class Communicator(_Handle, NotCopied, ForeignNames):
     def grow(self, *, timeout: float | None = None) -> Self:
         """Return a communicator of these ranks and of all processes that wait to join.
 
-        The present ranks keep their order and come first. Ranks that have died meanwhile are left
-        out; :attr:`lost` of the new communicator names them. If no process waits, the same ranks
+        The present ranks keep their order and come first. Ranks that have died meanwhile are not in
+        it; :attr:`lost` of the new communicator names them. If no process waits, the same ranks
         form a new generation. If a rank has met a loss and calls :meth:`shrink` instead, all ranks
         shrink: no process is let in, and waiting processes keep waiting.
 
@@ -1047,7 +1047,7 @@ class Communicator(_Handle, NotCopied, ForeignNames):
             CollectiveTimeoutError: a rank did not call it; on a waiting process: no rank let it in.
             ExcludedError: the other ranks continued without this rank; on a waiting process: the
                 ranks have ended.
-            PeerLostError: fewer than ``COLLECTIVE_MIN_RANKS`` ranks are left.
+            PeerLostError: fewer than ``COLLECTIVE_MIN_RANKS`` ranks remain.
             RendezvousError: the store in which the ranks met is gone.
             UnsupportedError: processes cannot join over this transport, or cannot join a group.
 
@@ -1064,15 +1064,15 @@ class Communicator(_Handle, NotCopied, ForeignNames):
 
         Collective among the living ranks, on a broken or a sound communicator; the call never
         breaks it. If a rank dies meanwhile, the other ranks do not wait for it; its vote counts if
-        it had voted before. The votes travel through the store in which the ranks met. That takes
-        milliseconds, where a reduction takes microseconds.
+        it had voted before. The votes go through the store in which the ranks met, so the call
+        takes milliseconds, where a reduction takes microseconds.
 
         Args:
             flag: vote of this rank.
             timeout: deadline in seconds; by default the communicator's timeout.
 
         Raises:
-            CollectiveTimeoutError: a rank that is not known to be lost did not call it.
+            CollectiveTimeoutError: a rank did not call it, and was not detected as lost.
             CommunicatorAbortedError: another rank has given up waiting and calls ``shrink()``.
             RendezvousError: the store in which the ranks met is gone.
             UnsupportedError: this transport or that store does not support it.

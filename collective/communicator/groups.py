@@ -37,8 +37,8 @@ C = TypeVar("C", bound=Comm)
 _UINT8 = BY_NAME["uint8"]
 # Length of a member's note to the leader, and of the leader's answer.
 _NOTE_BYTES, _ANSWER_BYTES = 4 << 10, 16 << 10
-# Limits that make notes and answers fit, although JSON may write one character of a path as twelve
-# bytes: number of ranks shown, characters kept at the end of a path, and characters of a text.
+# Limits that make notes and answers fit: number of ranks shown, characters kept at the end of a
+# path, and characters of a text. JSON may write one character of a path as twelve bytes.
 _SHOWN, _SITE, _TEXT = 32, 250, 1000
 
 

@@ -35,7 +35,7 @@ class Output:
 
     Attributes:
         flat: contiguous array of the result's length, which the transport writes.
-        in_place: whether ``flat`` is known to be the memory of ``near``.
+        in_place: true if ``flat`` has been found to be the memory of ``near``.
     """
 
     __slots__ = (
@@ -192,7 +192,7 @@ def refuse_overlap(what: str, arrays: Sequence[Any]) -> None:
 
 
 def _is_view(near: Any, out: Any, x: Any) -> bool:
-    """Return whether ``near`` is known to be a view of all of ``out``."""
+    """Return true if ``near`` is certainly a view of all of ``out``."""
     # The owner of a view is the framework's array. A copy that replaces the array has another
     # owner.
     return near is out or (out is x and type(near) is not np.ndarray and near.owner is x)

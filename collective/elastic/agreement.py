@@ -28,7 +28,7 @@ def agreed(lineage: Lineage, backend: Backend, number: int, flag: bool, deadline
         deadline: deadline of the vote.
 
     Raises:
-        CollectiveTimeoutError: a rank that is not known to be lost did not vote.
+        CollectiveTimeoutError: a rank did not vote, and was not detected as lost.
         CommunicatorAbortedError: another rank has given up this agreement, and shrinks.
         RendezvousError: the store is gone.
     """

@@ -65,7 +65,7 @@ class Parent(Protocol):
 def shrink(
     parent: Parent, exclude: Sequence[int], min_ranks: int | None, deadline: Deadline
 ) -> tuple[Backend, Lineage]:
-    """Break ``parent``, and connect the ranks that are left; see ``Communicator.shrink``.
+    """Break ``parent``, and connect the surviving ranks; see ``Communicator.shrink``.
 
     Args:
         parent: the communicator.

@@ -36,7 +36,7 @@ OF_PEERS = (
 
 @dataclass(frozen=True)
 class Lineage:
-    """Store in which a communicator's ranks met, and the ranks that are left.
+    """Store in which a communicator's ranks met, and the surviving ranks.
 
     Attributes:
         root: world of generation 0, with this rank's original number.

@@ -8,8 +8,8 @@ original numbers; the transport knows the lost ranks. Processes that wait to be 
 :mod:`.arrivals`.
 
 A *generation* is the time between two such changes. Keys and decisions contain the original numbers
-of ranks, those of generation 0: some ranks may already be in the next generation while others are
-not, so present numbers would be ambiguous.
+of ranks, those of generation 0. Present numbers would be ambiguous: some ranks may already be in
+the next generation while others are not.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from .lineage import OF_PEERS, Lineage
 
 __all__ = ["NextGeneration", "usual_seconds"]
 
-# Time that the members have to connect, if no member is known to have died: the larger of a
-# multiple of the grace and a number of seconds.
+# Time that the members have to connect, as long as no death is detected: the larger of a multiple
+# of the grace and a number of seconds.
 _CONNECT_GRACES, _CONNECT_S = 2.0, 10.0
 # Time that a decision may take, as a multiple of the grace: three if the lowest rank is stopped
 # after it has arrived, and one for ranks that arrive late.
@@ -64,7 +64,7 @@ def usual_seconds(grace: float, timeout: float) -> float:
 
 
 def _to_connect(grace: float) -> float:
-    """Return the seconds that the members have to connect, if no member is known to have died."""
+    """Return the seconds that the members have to connect, as long as no death is detected."""
     return max(_CONNECT_GRACES * grace, _CONNECT_S)
 
 
@@ -116,7 +116,7 @@ class NextGeneration:
 
         Raises:
             ExcludedError: the other ranks continued, or are about to continue, without this rank.
-            PeerLostError: too few ranks are left; raised on all of them.
+            PeerLostError: too few ranks remain; raised on all of them.
             CollectiveTimeoutError: the ranks did not decide, or did not connect, in time.
             RendezvousError: the store is gone.
         """
@@ -261,7 +261,7 @@ class NextGeneration:
         }
 
     def _lost(self) -> set[int]:
-        """Return the candidates that are known not to come any more, by their original numbers."""
+        """Return the candidates that will certainly not come any more, by original numbers."""
         origin = self._lineage.origin
         lost = {origin[rank] for rank in self._backend.lost()}.intersection(self._candidates)
         # A rank that is already connected in a newer generation has left the previous transport. It

@@ -20,8 +20,8 @@ class Succession:
     """Data about previous generations, which a communicator hands over to the next generation.
 
     Args:
-        lineage: store in which the ranks met, and the ranks that are left; None if the
-            communicator was made directly from a transport, so that the store is unknown.
+        lineage: store in which the ranks met, and the surviving ranks; None if the communicator
+            was made directly from a transport, so that the store is unknown.
 
     Attributes:
         lineage: the same lineage.
