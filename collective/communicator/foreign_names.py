@@ -196,7 +196,7 @@ def explain_keyword(function: Any, error: TypeError) -> TypeError:
         return error
     call = function.__name__
     allowed = "one of " + ", ".join(own) if own else "it takes none"
-    advice = f"use {remedy.format(call=call)}" if remedy else "nothing here stands for it"
+    advice = f"use {remedy.format(call=call)}" if remedy else "it has no equivalent here"
     return TypeError(f"{call}: keyword {match[1]!r}; {allowed}; {advice}")
 
 

@@ -58,8 +58,8 @@ class Grid(Generic[C]):
             or [type(value) for value in per_axis] != [bool] * axes
         ):
             raise InvalidArgumentError(
-                f"grid: periodic {periodic!r}; True or False, or one of them for each of the "
-                f"{axes} axes of {self.shape} {_who(comm)}."
+                f"grid: periodic {periodic!r}; expected True or False, or one of them for each of "
+                f"the {axes} axes of {self.shape} {_who(comm)}."
             )
         self.periodic = tuple(per_axis)
         self.coords = self.coords_of(comm.rank)
@@ -75,7 +75,8 @@ class Grid(Generic[C]):
         """
         if not 0 <= rank < self.comm.size:
             raise RankError(
-                f"grid: rank {rank}; it has ranks 0 to {self.comm.size - 1} {_who(self.comm)}."
+                f"grid: rank {rank}; the grid has ranks 0 to {self.comm.size - 1} "
+                f"{_who(self.comm)}."
             )
         coords = []
         for extent in reversed(self.shape):
@@ -91,7 +92,7 @@ class Grid(Generic[C]):
         """
         if len(coords) != len(self.shape):
             raise InvalidArgumentError(
-                f"grid: coordinates {tuple(coords)}; one for each axis of {self.shape} "
+                f"grid: coordinates {tuple(coords)}; expected one for each axis of {self.shape} "
                 f"{_who(self.comm)}."
             )
         rank = 0
@@ -148,7 +149,7 @@ class Grid(Generic[C]):
         axes = len(self.shape)
         if not -axes <= axis < axes:
             raise InvalidArgumentError(
-                f"grid: axis {axis}; the grid {self.shape} has {axes} {_who(self.comm)}."
+                f"grid: axis {axis}; the grid {self.shape} has {axes} axes {_who(self.comm)}."
             )
         return axis % axes
 
@@ -167,9 +168,11 @@ def _completed(comm: _Groupable, shape: int | Sequence[int | None] | None) -> tu
     known = math.prod(n for n in extents if n is not None)
     free = extents.count(None)
     if any(n is not None and n < 1 for n in extents):
-        allowed = "positive integers, and None for what is to be computed"
+        allowed = "expected positive integers, and None for lengths to compute"
     elif comm.size % known or (not free and known != comm.size):
-        allowed = f"a shape of {comm.size} points, one for each rank; None computes an axis"
+        allowed = (
+            f"expected a shape of {comm.size} points, one for each rank; None computes an axis"
+        )
     else:
         computed = iter(_balanced(comm.size // known, free))
         return tuple(next(computed) if n is None else n for n in extents)

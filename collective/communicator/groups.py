@@ -46,12 +46,12 @@ def group(comm: C, ranks: Sequence[int]) -> C:
     """Return a communicator among ``ranks`` of ``comm``; see ``Communicator.group``."""
     members = [comm._path.check_rank("group", "rank", rank) for rank in ranks]
     if len(set(members)) != len(members):
-        raise RankError(f"group: ranks {members}; each of them once {comm._path.who}.")
+        raise RankError(f"group: ranks {members}; expected each rank once {comm._path.who}.")
     if comm.rank not in members:
         raise RankError(
-            f"group: ranks {members}; only these call it, and rank {comm.rank} is none of them "
-            f"{comm._path.who}. Leave the call out here, or have every rank call split(color), "
-            "with None where it takes no part."
+            f"group: ranks {members}; only these call it, and rank {comm.rank} is not one of them "
+            f"{comm._path.who}. Do not make the call on this rank; or have every rank call "
+            "split(color), with None on ranks that join no group."
         )
     child: C = comm._path.make(_Grouping(comm, members), None, False)
     return child
@@ -112,7 +112,7 @@ def split(comm: C, color: int | None, key: int) -> C | None:
             )
         if not -(2**63) <= value < 2**63:
             raise InvalidArgumentError(
-                f"split: {name} {value!r}; an integer of 64 bits {comm._path.who}."
+                f"split: {name} {value!r}; expected an integer of 64 bits {comm._path.who}."
             )
     mine = np.array([[color is not None, color or 0, key]], np.int64)
     table = comm.on_host.all_gather(mine, counts=[1] * comm.size)

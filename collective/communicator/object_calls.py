@@ -42,9 +42,9 @@ class ObjectCalls:
         self._who = f"[rank {hosted.rank} of {hosted.size}]"
         if pickle and open_to_others:
             raise InvalidArgumentError(
-                f"{operation}: pickle=True, and the hosts have met without a secret: whoever "
-                f"reaches the port may have joined, and a pickle runs its writer's code "
-                f"{self._who}. {REMEDY}; or send plain data."
+                f"{operation}: pickle=True, but the hosts have connected without a secret: anybody "
+                f"who reaches the port may have joined, and reading a pickle runs its writer's "
+                f"code {self._who}. {REMEDY}; or send plain data."
             )
 
     def broadcast(self, obj: Any, root: int, timeout: float | None) -> Any:

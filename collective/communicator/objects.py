@@ -96,7 +96,9 @@ def decode(raw: np.ndarray[Any, Any], use_pickle: bool = False) -> Any:
             )
         return pickle.loads(raw[_HEAD.size :].tobytes())
     if kind != _SAFE:
-        raise CollectiveError(f"object: the bytes begin with {kind!r}, which no version writes.")
+        raise CollectiveError(
+            f"object: the bytes begin with {kind!r}; no version of this package writes that."
+        )
     if length > raw.size - _HEAD.size:
         raise CollectiveError(
             f"object: the message has {raw.size} bytes; its header announces {length} more."
@@ -133,7 +135,7 @@ def _integer(digits: str) -> int:
 
 
 def _refuse_object(_: Any) -> Any:
-    raise ValueError("an object of JSON, which no version writes")
+    raise ValueError("a JSON object, which no version of this package writes")
 
 
 _PARSER = json.JSONDecoder(object_pairs_hook=_refuse_object)

@@ -82,7 +82,7 @@ class Output:
             return
         if adapter is NUMBERS:
             raise InvalidArgumentError(
-                f"{what}: out with a number, which cannot be written to; leave it out, and use "
+                f"{what}: x is a number, so out must be None: no call can write into a number. Use "
                 "the return value of the call, or pass arrays."
             )
         array, out_dtype = adapter_of(out).output(out)
@@ -211,5 +211,5 @@ def same_memory(what: str, a: Any, b: Any) -> None:
     if places[0] != places[1]:
         raise DeviceError(
             f"{what}: arrays on {' and on '.join(places)} in one call; all must be in one "
-            "place. Copy them there."
+            "place. Copy them to one device."
         )

@@ -541,7 +541,9 @@ class Path(_Gate):
         if timeout is None:
             return self.timeout
         if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0:
-            raise InvalidArgumentError(f"timeout: {timeout!r}; a positive number of seconds.")
+            raise InvalidArgumentError(
+                f"timeout: {timeout!r}; expected a positive number of seconds."
+            )
         return float(timeout)
 
 

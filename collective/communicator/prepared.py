@@ -62,7 +62,7 @@ def plan(
         names = ", ".join(_KINDS)
         raise InvalidArgumentError(f"plan: operation {operation!r}; one of {names} {path.who}.")
     if "async_op" in options:
-        raise InvalidArgumentError("plan: async_op is given when the call is made.")
+        raise InvalidArgumentError("plan: async_op is not planned; pass it when you make the call.")
     method = getattr(comm, operation)
     try:
         bound = inspect.signature(method).bind(*args, **options)
@@ -200,7 +200,7 @@ class PreparedCall(NotCopied):
                 old, new = getattr(before, what), getattr(after, what)
                 if old != new:
                     raise error(
-                        f"{self.operation}: {name} has {what} {new} by now (it was planned with "
+                        f"{self.operation}: {name} now has {what} {new} (it was planned with "
                         f"{old}) {self._path.who}. Plan the call again."
                     )
 
@@ -280,23 +280,24 @@ def refuse_unfit(operation: str, x: Any, out: Any, axis: int) -> None:
             continue
         if nested.is_tree(value):
             raise InvalidArgumentError(
-                f"plan: {operation} of a structure; one array. Plan a call for each of them."
+                f"plan: {operation} of a structure; expected one array. Plan a call for each array."
             )
         if isinstance(value, (bool, int, float, complex, np.generic)):
             raise InvalidArgumentError(
-                f"plan: {operation}: {name} is the number {value}; an array, whose elements may "
-                f"change from call to call. Pass np.array({value}), or make the call."
+                f"plan: {operation}: {name} is the number {value}; expected an array, whose "
+                f"elements may change from call to call. Pass np.array({value}), or make the call "
+                "without a plan."
             )
         array: Any = adapter_of(value).view(value)[0]
         if not array.flags.c_contiguous:
             raise InvalidArgumentError(
-                f"plan: {operation}: {name} has strides; a contiguous array. Copy it into one, "
-                "and pass that."
+                f"plan: {operation}: {name} has strides; expected a contiguous array. Copy it into "
+                "one, and pass the copy."
             )
         if type(array) is not np.ndarray:
             raise InvalidArgumentError(
-                f"plan: {operation}: {name} is on a GPU; an array on the CPU. Make the call, "
-                "which only enqueues it."
+                f"plan: {operation}: {name} is on a GPU; expected an array on the CPU. Make the "
+                "call without a plan; on a GPU it is only enqueued."
             )
         if array.size and not np.may_share_memory(array, adapter_of(value).view(value)[0]):
             raise InvalidArgumentError(
@@ -306,7 +307,7 @@ def refuse_unfit(operation: str, x: Any, out: Any, axis: int) -> None:
         arrays.append(array)
     if len(arrays) == 2 and out is not x and np.may_share_memory(arrays[0], arrays[1]):
         raise InvalidArgumentError(
-            f"plan: {operation}: out overlaps x; memory of its own, or x itself."
+            f"plan: {operation}: out overlaps x; expected separate memory, or x itself."
         )
     if axis not in (0, -arrays[0].ndim if arrays else 0):
-        raise InvalidArgumentError(f"plan: {operation}: axis {axis}; the first one.")
+        raise InvalidArgumentError(f"plan: {operation}: axis {axis}; expected the first axis, 0.")

@@ -33,7 +33,7 @@ class Rows:
             array = array.reshape(1)
         axes = len(array.shape)
         if not isinstance(axis, int) or not -axes <= axis < axes:
-            raise ShapeError(f"{what}: axis {axis!r} of an array of {axes} dimensions.")
+            raise ShapeError(f"{what}: there is no axis {axis!r} of an array of {axes} dimensions.")
         self.axis = axis % axes
         if self.axis:
             array = np.moveaxis(array, self.axis, 0)
@@ -91,6 +91,7 @@ def check_counts(what: str, counts: Sequence[int], size: int) -> list[int]:
         sizes = [-1]
     if len(sizes) != size or min(sizes) < 0 or sizes != list(counts):
         raise ShapeError(
-            f"{what}: counts {counts!r}; one non-negative integer for each of {size} ranks."
+            f"{what}: counts {counts!r}; expected one non-negative integer for each of {size} "
+            "ranks."
         )
     return sizes

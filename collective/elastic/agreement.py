@@ -48,8 +48,8 @@ def agreed(lineage: Lineage, backend: Backend, number: int, flag: bool, deadline
             # and shrunk since. Then it has not given up this agreement.
             if store.try_get(opened) is not None and store.try_get(key) is None:
                 raise CommunicatorAbortedError(
-                    f"agree: another rank has given up waiting, and calls shrink(); call it too, "
-                    f"to go on with that rank [rank {lineage.origin.index(me)} of "
+                    f"agree: another rank has given up waiting, and calls shrink(); call shrink() "
+                    f"too, to continue with that rank [rank {lineage.origin.index(me)} of "
                     f"{len(lineage.origin)}]"
                 )
         return {lineage.origin[rank] for rank in backend.lost()}

@@ -85,7 +85,7 @@ class Arrivals:
             self._announced = False
 
     def waiting(self, decision: str = "") -> list[tuple[int, dict[str, Any]]]:
-        """Return the tickets of waiting processes, without those that have certainly died.
+        """Return the tickets of waiting processes, except processes that were found to have ended.
 
         Args:
             decision: key of a decision; tickets whose answer names this decision count as waiting.

@@ -84,7 +84,7 @@ def shrink(
         )
     floor = lineage.min_ranks if min_ranks is None else min_ranks
     if isinstance(floor, bool) or not isinstance(floor, int) or floor < 1:
-        raise InvalidArgumentError(f"shrink: min_ranks {floor!r}; a positive integer.")
+        raise InvalidArgumentError(f"shrink: min_ranks {floor!r}; expected a positive integer.")
     # Break the communicator first. Ranks that are in one of its calls then raise an error, which
     # asks them to call shrink().
     text = f"rank {parent.rank} shrinks the communicator; call shrink() too, to go on with it"
@@ -133,8 +133,8 @@ def waiting(parent: Parent) -> int:
     count = int(parent.on_host.broadcast(np.array([count]), root=0)[0])
     if count < 0:
         raise RendezvousError(
-            f"waiting: rank 0 cannot look where the ranks met {_who(parent)}"
-            f"{(problem and f': {problem}') or '; its error says why.'}"
+            f"waiting: rank 0 cannot read the store in which the ranks met {_who(parent)}"
+            f"{(problem and f': {problem}') or '; the error on rank 0 says why.'}"
         ) from problem
     return count
 
@@ -159,7 +159,7 @@ def _lineage_of(parent: Parent, what: str) -> Lineage:
     if not parent.capabilities.shrinks:
         why = parent.transport.why_not_shrink
         raise UnsupportedError(
-            f"{what}: backend {parent.backend!r} cannot go on without a rank"
+            f"{what}: backend {parent.backend!r} cannot continue after the loss of a rank"
             f"{why and f': {why}'} {_who(parent)}. Use COLLECTIVE_BACKEND=shm on one host, gloo "
             "or hierarchical on several; or start all ranks again."
         )

@@ -79,8 +79,8 @@ class Lineage:
                 broadcast(backend, token, 0, deadline)
             except OF_PEERS as error:
                 raise RendezvousError(
-                    f"{backend.name}: the ranks are connected, and one comes no further [rank "
-                    f"{world.rank} of {world.size}]: {error}"
+                    f"{backend.name}: the ranks have connected, but one failed right afterwards "
+                    f"[rank {world.rank} of {world.size}]: {error}"
                 ) from error
             name = token.array.tobytes().decode()
             # No rank may continue before all ranks have the name: the first call of a fast rank may

@@ -130,8 +130,8 @@ class NextGeneration:
                 if self._deadline.expired:
                     raise CollectiveTimeoutError(
                         f"{self._what}: timed out: after {self._deadline.seconds:g} s ranks "
-                        f"{self._present(members)} are agreed on and not connected {self._who}: "
-                        f"{error}"
+                        f"{self._present(members)} have agreed on a generation, but have not "
+                        f"connected {self._who}: {error}"
                     ) from error
                 self._candidates = members
                 self._number += 1
@@ -185,7 +185,7 @@ class NextGeneration:
         if self._root.rank not in members:
             raise ExcludedError(
                 f"{self._what}: ranks {self._present(members)} went on as generation "
-                f"{self._number} without this one {self._who}: it was silent for longer than they "
+                f"{self._number} without this rank {self._who}: it was silent for longer than they "
                 "waited (COLLECTIVE_SHRINK_GRACE), or they excluded it. It can only leave."
             )
         if len(members) < verdict["min_ranks"]:
@@ -261,7 +261,7 @@ class NextGeneration:
         }
 
     def _lost(self) -> set[int]:
-        """Return the candidates that will certainly not come any more, by original numbers."""
+        """Return the candidates that this rank considers lost, by their original numbers."""
         origin = self._lineage.origin
         lost = {origin[rank] for rank in self._backend.lost()}.intersection(self._candidates)
         # A rank that is already connected in a newer generation has left the previous transport. It

@@ -76,7 +76,7 @@ KEYWORDS = [
     (lambda c: c.group(group=[0]), "group: keyword 'group'; one of ranks; use ranks="),
     (lambda c: c.grid(dims=(1, 1)), "grid: keyword 'dims'; one of shape, periodic; use shape="),
     (lambda c: c.empty(size=3), "use shape="),
-    (lambda c: c.split(0, dest=1), "keyword 'dest'; one of color, key; nothing here stands for it"),
+    (lambda c: c.split(0, dest=1), "keyword 'dest'; one of color, key; it has no equivalent here"),
     (lambda c: c.shrink(group=1), "use comm.group(ranks).shrink(...)"),
     (lambda c: c.all_reduce(1, nonsense=1), "unexpected keyword argument 'nonsense'"),
     (lambda c: c.split(0, nonsense=1), "unexpected keyword argument 'nonsense'"),

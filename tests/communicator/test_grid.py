@@ -143,7 +143,7 @@ def test_a_group_of_others_says_who_calls_it() -> None:
     def program(comm: Communicator) -> None:
         with pytest.raises(RankError, match=r"only these call it.*split\(color\), with None"):
             comm.group([1 - comm.rank])
-        with pytest.raises(RankError, match=r"ranks \[0, 0\]; each of them once"):
+        with pytest.raises(RankError, match=r"ranks \[0, 0\]; expected each rank once"):
             comm.group([0, 0])
 
     run_ranks(2, program)

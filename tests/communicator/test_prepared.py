@@ -239,15 +239,15 @@ def test_prepared_call_follows_a_tensor_with_another_storage(
 
 X = np.ones(4)
 REFUSED: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
-    (("all_reduce", {"a": X}), {}, "of a structure; one array"),
+    (("all_reduce", {"a": X}), {}, "of a structure; expected one array"),
     (("all_reduce", np.ones((4, 4))[:, ::2]), {}, "x has strides"),
     (("all_gathers", X), {}, "operation 'all_gathers'; one of all_reduce"),
     (("all_reduce", X), {"out": X[::-1]}, "out has strides"),
-    (("all_reduce", X), {"async_op": True}, "given when the call is made"),
+    (("all_reduce", X), {"async_op": True}, "pass it when you make the call"),
     (("all_reduce", X[:2]), {"out": X[1:3]}, "out overlaps x"),
-    (("all_gather", np.ones((2, 2))), {"axis": 1}, "axis 1; the first one"),
+    (("all_gather", np.ones((2, 2))), {"axis": 1}, "axis 1; expected the first axis"),
     *(
-        (("all_reduce", number), {"op": "max"}, f"x is the number {number}; an array")
+        (("all_reduce", number), {"op": "max"}, f"x is the number {number}; expected an array")
         for number in (3, 2.5, True, np.float32(3))
     ),
 ]

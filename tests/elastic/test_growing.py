@@ -148,7 +148,7 @@ def test_a_store_that_is_gone_is_told_on_all_ranks() -> None:
 
     found = members(Gone(), lambda comm: comm.waiting())
     assert [type(error) for error in found] == [RendezvousError] * 2
-    assert "rank 0 cannot look where the ranks met [rank 1 of 2]" in str(found[1])
+    assert "rank 0 cannot read the store in which the ranks met [rank 1 of 2]" in str(found[1])
 
 
 def test_one_that_joined_is_told_that_the_store_ended_with_rank_0() -> None:

@@ -78,7 +78,7 @@ def test_ranks_with_numbers_of_different_types_differ(comm: Communicator) -> Non
 
 @on_ranks("pair")
 def test_a_sum_that_might_not_fit_is_refused_and_an_array_wraps(comm: Communicator) -> None:
-    with pytest.raises(DtypeError, match=r"2 ranks have as much .* 64 bits"):
+    with pytest.raises(DtypeError, match=r"2 ranks have as large a .* 64 bits"):
         comm.all_reduce(2**62)
     assert comm.all_reduce(np.array(2**62)) == -(2**63)
 

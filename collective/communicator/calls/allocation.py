@@ -34,8 +34,8 @@ class Empty(Call):
         self._on_gpu = self._wants_gpu(like)
         if self._on_gpu and not path.enqueues:
             raise UnsupportedError(
-                f"empty: memory of a GPU; backend {path.backend.name!r} has none that ranks share "
-                f"{path.who}. Make the array with its framework: calls take it as it is."
+                f"empty: GPU memory was requested; backend {path.backend.name!r} has none that "
+                f"ranks share {path.who}. Make the array with its framework: calls accept it, too."
             )
         self._adapter = adapter_for(like, self._on_gpu)
 
@@ -47,7 +47,7 @@ class Empty(Call):
         try:
             return dtypes.from_numpy(np.dtype(dtype))
         except TypeError:
-            raise DtypeError(f"empty: dtype {dtype!r} {self.path.who}.") from None
+            raise DtypeError(f"empty: unknown dtype {dtype!r} {self.path.who}.") from None
 
     def _dimensions(self, shape: Any) -> tuple[int, ...]:
         try:
@@ -57,7 +57,7 @@ class Empty(Call):
             dimensions = (-1,)
         if min(dimensions, default=0) < 0:
             raise ShapeError(
-                f"empty: shape {shape!r}; an integer or some, none of them negative "
+                f"empty: shape {shape!r}; expected one or more integers, none of them negative "
                 f"{self.path.who}."
             )
         return dimensions

@@ -213,7 +213,9 @@ class Broadcast(_Broadcasting):
                 if planned is not None:
                     return _StraightBroadcast(self, spot, planned)
         if self.template is None and path.rank == self.root:
-            raise InvalidArgumentError(f"broadcast: the root passed None {path.who}.")
+            raise InvalidArgumentError(
+                f"broadcast: the root passed None {path.who}. Pass an array or a number there."
+            )
         if nested.is_tree(self.template):
             return _StructureBroadcast(self)
         if self.template is None:

@@ -54,7 +54,8 @@ def message_of(
         adapter, array, dtype = view(path, what, x, hosted)
         if array.ndim > _MAX_DIMENSIONS:
             raise ShapeError(
-                f"{what}: {array.ndim} dimensions; at most {_MAX_DIMENSIONS}. Reshape it."
+                f"{what}: the array has {array.ndim} dimensions; a message allows at most "
+                f"{_MAX_DIMENSIONS}. Reshape the array."
             )
         on_gpu = not isinstance(array, np.ndarray)
         kind = _FOLLOWING if on_gpu else _ARRAY
@@ -148,7 +149,9 @@ def arrived(path: Path, words: Sequence[int], payload: Buffer, out: Any, like: A
             return nested.rebuild(value, iter(leaves))
         return value if out is None else _fill(out, value)
     if out is not None and nested.is_tree(out):
-        raise InvalidArgumentError(f"recv: a single array came; out is a structure {path.who}.")
+        raise InvalidArgumentError(
+            f"recv: the message is a single array; out is a structure {path.who}."
+        )
     dtype, shape = dtypes.BY_CODE[words[1]], _shape(words)
     array: Any = payload.array
     on_gpu = not isinstance(array, np.ndarray)
@@ -205,7 +208,7 @@ def _converted(leaf: Any, adapter: Adapter) -> Any:
 def _fill(out: Any, value: Any) -> Any:
     """Copy the arrays of ``value`` to the arrays of ``out``; raise if they do not fit."""
     if nested.skeleton(out) != nested.skeleton(value):
-        raise InvalidArgumentError("recv: out is nested differently from what came.")
+        raise InvalidArgumentError("recv: out is nested differently from the received structure.")
     outputs = []
     for target, leaf in zip(nested.flatten(out), nested.flatten(value)):
         array, dtype = adapter_of(leaf).view(leaf)

@@ -69,7 +69,9 @@ class FoldCall(Call):
         """
         path, what, order = self.path, self.operation, self.order
         if order not in (None, "rank"):
-            raise InvalidArgumentError(f"{what}: order {order!r}; 'rank' or None {path.who}.")
+            raise InvalidArgumentError(
+                f"{what}: order {order!r}; expected 'rank' or None {path.who}."
+            )
         reducer, ordered = as_op(self.op), order == "rank"
         try:
             arithmetic.check(reducer, dtype)
@@ -116,9 +118,9 @@ class FoldCall(Call):
         worst = {"sum": abs(value) * path.size, "prod": abs(value) ** path.size}.get(name, 0)
         if worst >= 2**63:
             raise DtypeError(
-                f"{self.operation}: op {name} of {value}; if {path.size} ranks have as much the "
-                f"result takes more than 64 bits {path.who}. Pass float(x), or numpy.int64(x), "
-                "which wraps; or use all_gather_object."
+                f"{self.operation}: op {name} of {value}; if {path.size} ranks have as large a "
+                f"value, the result needs more than 64 bits {path.who}. Pass float(x), or "
+                "numpy.int64(x), which wraps; or use all_gather_object."
             )
 
 

@@ -100,9 +100,9 @@ class _Collection(Pieces):
         what = self.operation
         if any(leaf.adapter is NUMBERS for leaf in self.leaves):
             raise InvalidArgumentError(
-                f"{what}: a structure with numbers in it, which could be joined in two ways "
-                f"{self.path.who}. Use numpy.asarray(x) of a list, to join lists to a longer one, "
-                f"or {what}_object, which returns a list of the ranks' structures."
+                f"{what}: the structure contains numbers, which could be joined in two ways "
+                f"{self.path.who}. To join lists to a longer array, pass numpy.asarray(x). To get "
+                f"a list of the ranks' structures, use {what}_object."
             )
 
     def _check_lengths(self) -> None:

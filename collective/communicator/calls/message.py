@@ -218,8 +218,8 @@ class SendRecv(_Message):
         src = path.check_rank(what, "src", self.src)
         if (dst == path.rank) != (src == path.rank):
             raise RankError(
-                f"sendrecv: dst {dst}, src {src}; a rank that sends to itself receives from "
-                f"itself {path.who}."
+                f"sendrecv: dst {dst}, src {src}; a rank that sends to itself must also receive "
+                f"from itself {path.who}."
             )
         tag = _check_tag(self.tag)
         check_out(path, what, self.out)
@@ -361,8 +361,8 @@ def _refuse_overlap(path: Path, src: int, tag: int) -> None:
         named = (operation, other) == ("recv", tag) and source != src
         if named and ANY_SOURCE in (source, src) and not lane.idle:
             raise InvalidArgumentError(
-                f"recv: ANY_SOURCE and a source by name, with tag {tag}, at once "
-                f"{path.who}. Wait for the first, or use another tag."
+                f"recv: two receives with tag {tag} are in flight, one from ANY_SOURCE and one "
+                f"from a named source {path.who}. Wait for the first, or use another tag."
             )
 
 
@@ -378,7 +378,7 @@ def _check_peer(path: Path, what: str, name: str, rank: Any) -> int:
     peer = path.check_rank(what, name, rank)
     if peer == path.rank:
         raise RankError(
-            f"{what}: {name} {peer} is this rank itself; it would wait for ever {path.who}. "
+            f"{what}: {name} {peer} is this rank itself; the call would never return {path.who}. "
             "Use sendrecv, or an assignment."
         )
     return peer
@@ -386,5 +386,5 @@ def _check_peer(path: Path, what: str, name: str, rank: Any) -> int:
 
 def _check_tag(tag: Any) -> int:
     if isinstance(tag, bool) or not isinstance(tag, (int, np.integer)) or not 0 <= tag < _TAGS:
-        raise InvalidArgumentError(f"tag: {tag!r}; an integer from 0 to {_TAGS - 1}.")
+        raise InvalidArgumentError(f"tag: {tag!r}; expected an integer from 0 to {_TAGS - 1}.")
     return int(tag)

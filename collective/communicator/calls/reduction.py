@@ -140,7 +140,7 @@ class Scan(Reduction):
     def __init__(self, path: Path, x: Any, op: str | ReduceOp, out: Any) -> None:
         if as_op(op).name == "avg":
             raise InvalidArgumentError(
-                f"scan: op avg; any other {path.who}. Use op='sum' and divide by rank + 1."
+                f"scan: op avg; expected any other {path.who}. Use op='sum' and divide by rank + 1."
             )
         super().__init__(path, x, op, out, None)
 

@@ -80,7 +80,9 @@ class Scatter(Call):
         self._leaves: list[Leaf] = []
         if path.rank == self.root:
             if self.x is None:
-                raise InvalidArgumentError(f"scatter: the root passed None {path.who}.")
+                raise InvalidArgumentError(
+                    f"scatter: the root passed None {path.who}. Pass an array there."
+                )
             seen = views(path, self.operation, self.x, self._hosted)
             self._leaves = [Leaf(self.operation, leaf, self._axis) for leaf in seen]
             self._request = self._root_request(self._leaves, nested.skeleton(self.x))

@@ -70,7 +70,7 @@ def view(path: Path, what: str, x: Any, hosted: bool = False) -> View:
     elif not path.on_host and not hosted:
         raise DeviceError(
             f"{what}: an array on the CPU; backend {path.backend.name!r} takes arrays "
-            f"on GPUs {path.who}. Copy it there, or use backend='cpu:shm,cuda:nccl', "
+            f"on GPUs {path.who}. Copy it to the GPU, or use backend='cpu:shm,cuda:nccl', "
             "which takes both."
         )
     # This makes a View like View(…), but without calling a Python function.
@@ -102,8 +102,8 @@ def check_device(path: Path, what: str, array: Any) -> None:
     if device is not None and array.device is not device and array.size:
         raise DeviceError(
             f"{what}: an array on cuda:{array.device.ordinal}; this rank's GPU is "
-            f"cuda:{device.ordinal} {path.who}. Copy it there, or choose another GPU with "
-            "COLLECTIVE_DEVICE."
+            f"cuda:{device.ordinal} {path.who}. Copy the array to this rank's GPU, or choose "
+            "another GPU with COLLECTIVE_DEVICE."
         )
     path.gpu = device
 

@@ -144,7 +144,7 @@ def test_an_array_of_the_cpu(comm: Any) -> None:
                 f"^{name.split()[0]}: an array on the CPU",
                 r"backend 'nccl.*' takes arrays on GPUs",
                 rf"\[rank {comm.rank} of {comm.size}\]",
-                "Copy it there.*backend='cpu:shm,cuda:nccl'",
+                "Copy it to the GPU.*backend='cpu:shm,cuda:nccl'",
                 call=call,
             )
         goes_on(comm)
@@ -195,7 +195,8 @@ def test_arrays_of_two_devices(comm: Any) -> None:
     for call in with_input(comm, there, x).values():
         refused(
             DeviceError, f"cuda:{other}", rf"this rank's GPU is cuda:{mine} \[rank {comm.rank} of",
-            "Copy it there, or choose another GPU with COLLECTIVE_DEVICE", call=call,
+            "Copy the array to this rank's GPU, or choose another GPU with COLLECTIVE_DEVICE",
+            call=call,
         )  # fmt: skip
     for call in with_output(comm, there, half, x).values():
         refused(DeviceError, f"cuda:{other}", f"cuda:{mine}", call=call)
