@@ -200,7 +200,7 @@ class PreparedCall(NotCopied):
                 old, new = getattr(before, what), getattr(after, what)
                 if old != new:
                     raise error(
-                        f"{self.operation}: {name} now has {what} {new} (it was planned with "
+                        f"{self.operation}: {name} has {what} {new} now (it was planned with "
                         f"{old}) {self._path.who}. Plan the call again."
                     )
 

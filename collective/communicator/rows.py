@@ -33,7 +33,7 @@ class Rows:
             array = array.reshape(1)
         axes = len(array.shape)
         if not isinstance(axis, int) or not -axes <= axis < axes:
-            raise ShapeError(f"{what}: there is no axis {axis!r} of an array of {axes} dimensions.")
+            raise ShapeError(f"{what}: no axis {axis!r} in an array of {axes} dimensions.")
         self.axis = axis % axes
         if self.axis:
             array = np.moveaxis(array, self.axis, 0)

@@ -186,14 +186,14 @@ def test_prepared_call_refuses_another_shape_or_dtype(
     x, out = np.ones(8), np.empty(8)
     for step in (comm.plan("all_reduce", x, out=out), comm.plan("all_gather", x)):
         x.resize(6, refcheck=False)
-        with pytest.raises(ShapeError, match=r"x has shape \(6,\) by now .*\(8,\)"):
+        with pytest.raises(ShapeError, match=r"x has shape \(6,\) now .*\(8,\)"):
             made(step, async_op)
         x.resize(8, refcheck=False)
         x[:] = 1
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
             x.dtype = np.dtype("int64")  # type: ignore[misc]
-            with pytest.raises(DtypeError, match=r"x has dtype int64 by now .*float64"):
+            with pytest.raises(DtypeError, match=r"x has dtype int64 now .*float64"):
                 made(step, async_op)
             x.dtype = np.dtype("float64")  # type: ignore[misc]
         assert np.sum(made(step, async_op)) == 16

@@ -59,7 +59,7 @@ def test_an_array_without_dimensions_is_one_row():
 
 @pytest.mark.parametrize("axis", [2, -3, 1.0, "0", None])
 def test_an_axis_that_is_not_there_is_refused(axis):
-    with pytest.raises(ShapeError, match=r"all_gather: no axis .* of an array of 2 dimensions"):
+    with pytest.raises(ShapeError, match=r"all_gather: no axis .* in an array of 2 dimensions"):
         Rows("all_gather", np.zeros((2, 2)), axis)
 
 
