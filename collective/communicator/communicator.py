@@ -496,10 +496,10 @@ class Communicator(_Handle, NotCopied, ForeignNames):
         """Prepare a collective call, for loops that make the same call on the same arrays.
 
         ``step = comm.plan("all_reduce", x, out=y)`` sends nothing, and ``step()`` makes the call.
-        Unlike ``comm.all_reduce(x, out=y)``, ``step()`` does not check the arguments and arrays
-        again each time. Other ranks may make the call either way. ``step()`` uses the memory that
-        the arrays have when it is called. It raises an error if an array no longer has the shape
-        and dtype that it had when the call was planned.
+        ``comm.all_reduce(x, out=y)`` inspects its arguments and arrays in every call; ``step()``
+        saves most of that work. Other ranks may make the call either way. ``step()`` uses the
+        memory that the arrays have when it is called. It raises an error if an array no longer has
+        the shape and dtype that it had when the call was planned.
 
         Args:
             operation: name of the method: ``"all_reduce"``, ``"reduce"``, ``"reduce_scatter"``,
@@ -510,8 +510,8 @@ class Communicator(_Handle, NotCopied, ForeignNames):
                 cut or joined along the first axis only.
 
         Raises:
-            InvalidArgumentError: there is no such operation, or the arrays cannot be planned. The
-                method's own errors that it raises before it sends anything are raised, too.
+            InvalidArgumentError: there is no such operation, or the arrays cannot be planned.
+                Errors that the method raises before it sends anything are raised, too.
         """
         return prepared.plan(self, self._path, operation, args, options)
 
@@ -603,8 +603,8 @@ class Communicator(_Handle, NotCopied, ForeignNames):
         """Send ``x`` to rank ``dst`` and receive from rank ``src``, neither waiting for the other.
 
         All ranks that take part must call ``sendrecv``, so that every rank's message is received.
-        A rank may exchange with itself. At the edge of a grid, ``dst`` or ``src`` may be
-        ``collective.NULL``: that half of the call does nothing.
+        A rank may exchange with itself. ``dst`` or ``src`` may be ``collective.NULL``, for example
+        at the edge of a grid. Then that half of the call does nothing.
 
         Args:
             x, dst, tag: as in :meth:`send`.
