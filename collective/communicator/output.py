@@ -82,7 +82,7 @@ class Output:
             return
         if adapter is NUMBERS:
             raise InvalidArgumentError(
-                f"{what}: x is a number, so out must be None: no call can write into a number. Use "
+                f"{what}: a number cannot be written to, so out must be None with a number. Use "
                 "the return value of the call, or pass arrays."
             )
         array, out_dtype = adapter_of(out).output(out)
