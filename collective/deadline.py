@@ -60,7 +60,7 @@ class Deadline:
         return time.monotonic() >= self._end
 
     def left(self) -> float:
-        """Return the seconds that are left, for one wait: 0.0 after the deadline, 2e6 at most.
+        """Return the remaining seconds, for one wait: 0.0 after the deadline, 2e6 at most.
 
         ``Condition.wait``, sockets and ``poll`` all accept values up to that bound. So a wait that
         returns must check :attr:`expired` before it gives up.

@@ -288,7 +288,7 @@ class _StraightBroadcast(_Broadcasting):
 
 
 class _UnknownBroadcast(_Broadcasting):
-    """Broadcast on a rank that passed None, and so knows nothing about the array.
+    """Broadcast on a rank that passed None, and must learn dtype and shape from the root.
 
     Args:
         call: the call.

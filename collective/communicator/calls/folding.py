@@ -40,7 +40,7 @@ class FoldCall(Call):
 
     Attributes:
         x, op, out, order: arguments that the caller passed.
-        root: rank that gets the result; None if every rank gets it.
+        root: rank that gets the result; None for a result on every rank.
         receives: whether this rank gets a result.
     """
 

@@ -36,7 +36,7 @@ class _Collection(Pieces):
     Args:
         path: path of the communicator.
         x, counts, axis, out: arguments that the caller passed.
-        root: rank that gets the result; None if every rank gets it.
+        root: rank that gets the result; None for a result on every rank.
         hosted: whether ``x`` is the library's own array on the CPU.
     """
 

@@ -48,7 +48,7 @@ class Pieces(Call):
 
     Attributes:
         x, out, axis: arguments that the caller passed.
-        root: rank that gets the result; None if every rank gets it.
+        root: rank that gets the result; None for a result on every rank.
         receives: whether this rank gets a result.
         hosted: whether ``x`` is the library's own array on the CPU.
         leaves: arrays of the call.

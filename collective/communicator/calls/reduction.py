@@ -38,7 +38,7 @@ class Reduction(FoldCall):
     Args:
         path: path of the communicator.
         x, op, out, order: arguments that the caller passed.
-        root: rank that gets the result; None if every rank gets it.
+        root: rank that gets the result; None for a result on every rank.
     """
 
     def __init__(
