@@ -1,1 +1,1 @@
-"""Who am I, where do we meet, which transport: from settings to a communicator."""
+"""From settings to a communicator: this process's rank, the rendezvous and the transport."""

@@ -1,7 +1,8 @@
-"""TLS for what ranks of several hosts say beside the transport: to the hub and to the store.
+"""TLS for the connections of ranks on several hosts to the hub and to the store.
 
-Both sides show a certificate that one authority has signed. That keeps what they say from
-others; who may join is for the secret to say, which therefore has to be there, too.
+Both sides of a connection present a certificate that one authority has signed. TLS keeps the
+messages confidential. It does not decide which processes may join: the secret does, so TLS
+requires a secret as well. The data of the transport does not go over these connections.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ _KEYS = ("tls_cert", "tls_key", "tls_ca")
 
 
 def resolve(config: Config) -> Tls | None:
-    """Return what the settings ask for, or None where they name no certificates.
+    """Return the TLS contexts for the settings, or None if they name no certificates.
 
     Raises:
-        ConfigError: some are missing, cannot be used, or there is no secret.
+        ConfigError: a certificate or key is missing or cannot be used, or there is no secret.
     """
     given = [key for key in _KEYS if getattr(config, key)]
     if not given:
@@ -37,13 +38,13 @@ def resolve(config: Config) -> Tls | None:
     if missing:
         raise ConfigError(
             f"{given[0]}: {getattr(config, given[0])!r} ({config.origin(given[0])}) without "
-            f"{' and '.join(missing)}; both sides of a connection show a certificate and check "
-            "the other's. Set COLLECTIVE_TLS_CERT, COLLECTIVE_TLS_KEY and COLLECTIVE_TLS_CA."
+            f"{' and '.join(missing)}; both sides of a connection present a certificate and check "
+            "that of the other. Set COLLECTIVE_TLS_CERT, COLLECTIVE_TLS_KEY and COLLECTIVE_TLS_CA."
         )
     if config.resolved_secret() is None:
         raise ConfigError(
-            f"tls_cert: {config.tls_cert!r} ({config.origin('tls_cert')}) and no secret; "
-            "certificates keep others from reading along, and a secret says who may join. "
+            f"tls_cert: {config.tls_cert!r} ({config.origin('tls_cert')}) is set, but no secret; "
+            "certificates encrypt the connections, and the secret decides who may join. "
             f"{REMEDY}."
         )
     private_bytes("tls_key", config.tls_key, config.origin("tls_key"))
@@ -55,23 +56,25 @@ def _context(config: Config, listening: bool) -> ssl.SSLContext:
 
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if listening else ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    # Ranks know each other by addresses that are found at run time: what counts is who signed.
+    # Ranks find each other's addresses at run time, so certificates cannot name them. Only the
+    # authority that signed a certificate matters.
     context.check_hostname = False
     context.verify_mode = ssl.CERT_REQUIRED
     if listening:
-        context.num_tickets = 0  # nobody comes back
+        context.num_tickets = 0  # ranks do not resume sessions
     try:
         context.load_cert_chain(config.tls_cert, config.tls_key, _refuse_to_ask)
         context.load_verify_locations(config.tls_ca)
     except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
         files = ", ".join(f"{key} {getattr(config, key)!r}" for key in _KEYS)
         raise ConfigError(
-            f"tls: {files}: {error}. They must be PEM files: a certificate, its key without a "
-            "password, and the certificate of the authority that has signed all ranks'."
+            f"tls: {files}: {error}. All must be PEM files: a certificate, its key without a "
+            "password, and the certificate of the authority that signed the certificates of all "
+            "ranks."
         ) from error
     return context
 
 
 def _refuse_to_ask() -> str:
-    # OpenSSL would ask at the terminal, one rank after the other.
+    # Otherwise OpenSSL would ask for the password at the terminal, on each rank in turn.
     raise ValueError("the key is encrypted")

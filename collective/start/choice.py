@@ -1,9 +1,10 @@
-"""Which transport ``auto`` takes, and why.
+"""Choice of the transport for ``auto``, with the reason for it.
 
-All ranks must choose alike, or they wait for each other in vain. So only what every rank
-sees alike decides: how many ranks and hosts there are, who started them, what is installed,
-and whether a host has GPUs for its ranks; hosts of one launch are taken to be alike in that.
-Nothing is imported to find that out, and no library is loaded.
+All ranks must choose the same transport, or they wait for each other in vain. So the choice
+depends only on facts that every rank sees alike. These are the number of ranks and hosts, the
+launcher, the installed packages, and whether a host has a GPU for each of its ranks. The hosts of
+one launch are assumed to have the same packages and GPUs. Finding this out imports none of these
+packages and loads no library.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ _NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
 class Choice(NamedTuple):
-    """A transport, and why it is the one.
+    """A transport, and the reason for choosing it.
 
     Attributes:
-        name: as it is registered.
-        reason: in words, for logs and ``collective doctor``.
-        options: what the transport has to be told of the choice, as
+        name: registered name of the transport.
+        reason: explanation in words, for logs and ``collective doctor``.
+        options: options that the choice adds to
             :attr:`~collective.contract.world.World.options`. For ``nccl``: ``host``, the transport
-            of what is in the host's memory, and ``devices``, whose arrays are welcome.
+            for arrays in the host's memory, and ``devices``, the devices whose arrays it accepts.
     """
 
     name: str
@@ -45,34 +46,35 @@ class Choice(NamedTuple):
 
     @property
     def host(self) -> str:
-        """The transport of what is in the host's memory: the same, but for ``nccl``."""
+        """Transport for arrays in the host's memory: :attr:`name`, except for ``nccl``."""
         return self.options.get("host", self.name)
 
 
 class DeviceFiles:
-    """Where the system shows its devices; the tests have one of their own."""
+    """Directory in which the system lists its devices; tests replace it."""
 
     dev = Path("/dev")
 
 
 def choose(settled: Config, host: str = "") -> Choice:
-    """Return the transport that the settings mean; ``"auto"`` takes the nearest that works.
+    """Return the transport that the settings select; ``"auto"`` takes the closest one that works.
 
-    One rank needs none (``threads``), ranks of one host share memory (``shm``). Ranks of
-    several hosts take ``mpi`` if they are an MPI world and mpi4py is installed, and otherwise
-    ``gloo``; ``hierarchical`` combines that with shared memory, unless every host has one rank
-    and every rank knows it. Where there are several ranks, NCCL, and a GPU for each of them,
-    that becomes the host's part of ``nccl``. ``"cpu:shm,cuda:nccl"`` names one for each device.
+    A single rank needs no transport (``threads``), and ranks of one host share memory (``shm``).
+    Ranks of several hosts use ``mpi`` if they are an MPI world and mpi4py is installed, and
+    otherwise ``gloo``. ``hierarchical`` combines that transport with shared memory, except if
+    every host has one rank and all ranks know this. If there are several ranks, NCCL is installed
+    and each rank has a GPU, the choice is ``nccl``, and the transport above serves the arrays in
+    the host's memory. ``"cpu:shm,cuda:nccl"`` names one transport for each device.
 
     Args:
-        host: what connects the CPUs if nothing is named, where that is not open:
-            ``"threads"`` for ranks that are threads, ``"mpi"`` for those of an ``MPI.Comm``.
+        host: transport for the CPUs if the settings name none and the kind of ranks decides it:
+            ``"threads"`` for ranks that are threads, ``"mpi"`` for the ranks of an ``MPI.Comm``.
 
     Raises:
-        BackendUnavailableError: ``auto``, the ranks are on several hosts, and nothing is
-            installed that crosses hosts; with the install commands.
-        ConfigError: a list by device without one for the CPU, or with one for the GPU that
-            does not go with it.
+        BackendUnavailableError: the backend is ``auto``, the ranks are on several hosts, and no
+            transport between hosts is installed. The text shows the install commands.
+        ConfigError: a list by device has no transport for the CPU, or its transport for the GPU
+            cannot be combined with the one for the CPU.
     """
     origin = settled.origin("backend")
     named = by_device(settled.backend)
@@ -98,24 +100,27 @@ def choose(settled: Config, host: str = "") -> Choice:
 
 
 def gpus() -> int:
-    """Return how many NVIDIA GPUs this process is shown, as far as files and settings tell."""
+    """Return how many NVIDIA GPUs this process sees, by device files and CUDA_VISIBLE_DEVICES."""
     try:
-        there = sum(bool(re.fullmatch(r"nvidia\d+", each)) for each in os.listdir(DeviceFiles.dev))
+        total = sum(
+            bool(re.fullmatch(r"nvidia\d+", entry)) for entry in os.listdir(DeviceFiles.dev)
+        )
     except OSError:
         return 0
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
-        return there
+        return total
     shown = 0
-    for each in visible.split(","):
-        # The first that does not exist ends the list. Others are named by GPU-… or MIG-….
-        number = re.match(r"\s*([+-]?\d+)", each)
-        if number and not 0 <= int(number[1]) < there:
+    for entry in visible.split(","):
+        # The first GPU that does not exist ends the list. Entries are numbers, or names that
+        # begin with GPU- or MIG-.
+        number = re.match(r"\s*([+-]?\d+)", entry)
+        if number and not 0 <= int(number[1]) < total:
             break
-        if not number and not each.strip().startswith(("GPU-", "MIG-")):
+        if not number and not entry.strip().startswith(("GPU-", "MIG-")):
             break
         shown += 1
-    return shown if there else 0
+    return shown if total else 0
 
 
 def across(settled: Config) -> str:
@@ -126,26 +131,26 @@ def across(settled: Config) -> str:
 
 
 def in_mpi_world(settled: Config) -> bool:
-    """Return whether this process was started as a rank of an MPI world of all ranks."""
+    """Return whether this process was started as a rank of an MPI world that has all ranks."""
     launched = settled.launched
     if launched is None or (launched.rank, launched.size) != (settled.rank, settled.size):
         return False
-    # srun starts MPI ranks when told to (--mpi), and passes on what they need.
+    # With --mpi, srun starts MPI ranks, and sets the variables that MPI needs.
     by_srun = launched.launcher == "slurm" and bool({"PMI_RANK", "PMIX_RANK"} & set(os.environ))
     return launched.launcher in MPI_LAUNCHERS or by_srun
 
 
 def installed(package: str) -> bool:
-    """Return whether a package is there, without importing it."""
+    """Return whether a package is installed, without importing it."""
     return importlib.util.find_spec(package) is not None
 
 
 def _check(backend: str, origin: str, named: Mapping[str, str]) -> None:
-    """Refuse a list by device that cannot be."""
+    """Raise ConfigError for a list by device that cannot work."""
     cpu, cuda = named.get("cpu", ""), named.get("cuda", "")
     if not cpu:
         raise ConfigError(
-            f"backend: {backend!r} ({origin}) names none for the CPU; write 'cpu:shm,…'."
+            f"backend: {backend!r} ({origin}) names no transport for the CPU; write 'cpu:shm,…'."
         )
     strange = ", ".join(sorted(set(named) - {"cpu", "cuda"}))
     if strange:
@@ -154,20 +159,20 @@ def _check(backend: str, origin: str, named: Mapping[str, str]) -> None:
         )
     if cpu == "nccl":
         raise ConfigError(
-            f"backend: {backend!r} ({origin}); nccl moves what is in the memory of GPUs only. "
-            "Name what carries the rest: 'cpu:auto,cuda:nccl'."
+            f"backend: {backend!r} ({origin}); nccl only transfers arrays in the memory of GPUs. "
+            "Name a transport for the other arrays: 'cpu:auto,cuda:nccl'."
         )
     if cuda not in ("", "auto", "nccl", cpu):
         raise ConfigError(
-            f"backend: {backend!r} ({origin}); for cuda it is nccl, auto, or {cpu} as for the "
-            f"CPU, which then carries arrays of the GPU through the host's memory."
+            f"backend: {backend!r} ({origin}); the transport for cuda must be nccl, auto, or "
+            f"{cpu} as for the CPU, which then copies GPU arrays through the host's memory."
         )
 
 
 def _host(settled: Config, host: str) -> Choice:
-    """Return what connects the CPUs if nothing is named."""
+    """Return the transport for the CPUs if the settings name none."""
     if host:
-        return Choice(host, "that is what the ranks were started as")
+        return Choice(host, "the way in which the ranks were started requires it")
     if settled.size == 1:
         return Choice("threads", "one rank needs no transport")
     if settled.local_size == settled.size:
@@ -179,7 +184,7 @@ def _with_gpus(settled: Config, below: Choice) -> Choice:
     """Return ``nccl`` over ``below`` if this host has NCCL and a GPU for each of its ranks."""
     if settled.size == 1 or gpus() < settled.local_size:
         return below
-    # Here and not above: most programs have no GPU.
+    # Imported here because most programs have no GPU.
     from collective.backends.nccl import library
 
     path = library.find(settled.nccl_library)
@@ -209,7 +214,7 @@ def _across_hosts(settled: Config) -> Choice:
     hosts = _hosts(settled)
     if hosts == settled.size:
         return Choice(crossing, f"{where}, one on each; {crossing}: {why}")
-    sharing = f"{hosts} hosts" if hosts else "which others share a host is not told"
+    sharing = f"{hosts} hosts" if hosts else "how the other ranks share hosts is unknown"
     return Choice(
         "hierarchical",
         f"{where} ({sharing}): shared memory inside a host, {crossing} between hosts; "
@@ -218,7 +223,7 @@ def _across_hosts(settled: Config) -> Choice:
 
 
 def _hosts(settled: Config) -> int | None:
-    """Return how many hosts there are, if all ranks know."""
+    """Return the number of hosts, or None if not all ranks know it."""
     launched = settled.launched
     if settled.size == 2:
         return 2
@@ -231,6 +236,6 @@ def _nothing(settled: Config, where: str) -> BackendUnavailableError:
     gloo, mpi = (registry.BUILT_IN[name].install for name in ("gloo", "mpi"))
     under_mpi = "" if in_mpi_world(settled) else ", and start the ranks with mpiexec"
     return BackendUnavailableError(
-        f"init: backend 'auto' with {where}; nothing is installed that crosses hosts. For gloo: "
+        f"init: backend 'auto' with {where}; no transport between hosts is installed. For gloo: "
         f"`{gloo}`; for mpi: `{mpi}`{under_mpi}. Or start all ranks on one host."
     )

@@ -1,17 +1,17 @@
-"""Settings, and where each came from.
+"""Settings, each with its source.
 
-The strongest source that names a setting wins:
+Several sources can give a setting. The first one in this list wins:
 
-1. an argument (of ``collective.init`` or of a command),
-2. the environment variable ``COLLECTIVE_<KEY>``; an empty one counts as unset,
-3. ``collective.toml``, or the table ``[tool.collective]`` of ``pyproject.toml``: the
-   nearest one that is believed, from the working directory up to the project's root or home
-   (:mod:`collective.start.config_file`),
-4. the launcher (``collective run``, torchrun, mpiexec, srun),
-5. the default.
+1. An argument of ``collective.init`` or of a command.
+2. The environment variable ``COLLECTIVE_<KEY>``. An empty variable counts as unset.
+3. ``collective.toml``, or the table ``[tool.collective]`` of ``pyproject.toml``. This is the
+   nearest trusted file, from the working directory up to the project's root or the home
+   directory (:mod:`collective.start.config_file`).
+4. The launcher (``collective run``, torchrun, mpiexec, srun).
+5. The default.
 
-:data:`~.keys.KEYS` is the whole list. A name that is not on it is an error in each of the
-first three, and in the environment every ``COLLECTIVE_…`` counts.
+:data:`~.keys.KEYS` lists all settings. An unknown name in one of the first three sources is an
+error. In the environment this applies to every variable whose name begins with ``COLLECTIVE_``.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ __all__ = [
 ]
 
 _PREFIX = "COLLECTIVE_"
-# All that says who this rank is.
+# The settings that identify this rank.
 _IDENTITY = ("rank", "size", "local_rank", "local_size")
 
 
@@ -58,8 +58,8 @@ class Config:
     """The settings of one :func:`load`, as attributes; :data:`~.keys.KEYS` describes them.
 
     Attributes:
-        launched: what the launcher of this process said, or None without one.
-        refused: files of settings that were not believed, and why each was not.
+        launched: the launcher's description of this process, or None without a launcher.
+        refused: settings files that were not trusted, each with the reason.
     """
 
     backend: str
@@ -107,34 +107,35 @@ class Config:
         return self._origins[key]
 
     def shown(self, key: str) -> str | int | float | None:
-        """Return the value of ``key`` as it may be shown: a secret is ``"set"``."""
+        """Return the value of ``key`` for display: a secret is shown as ``"set"``."""
         value = getattr(self, key)
         return str(value) if KEYS[key].hidden and value is not None else value
 
     def resolved_secret(self) -> Secret | None:
-        """Return the job's secret, from whichever setting gives it.
+        """Return the job's secret, from ``secret`` or else ``secret_file``; None without either.
 
         Raises:
-            ConfigError: a file that is named cannot be trusted.
+            ConfigError: the secret file is not trusted, missing, or has a wrong length.
         """
         names = ("secret", "secret_file")
         return secret_of({n: Setting(getattr(self, n), self.origin(n)) for n in names})
 
     def warn_of_refused(self) -> None:
-        """Warn of each file that was not believed: once a host, and not once a rank.
+        """Warn about each file that was not trusted, on one rank of each host.
 
         Warns:
-            RuntimeWarning: there is such a file.
+            RuntimeWarning: a settings file was not trusted.
         """
         for path, reason in self.refused.items() if self.local_rank == 0 else ():
             warnings.warn(f"settings: {not_read(path, reason)}", RuntimeWarning, stacklevel=3)
 
 
 def not_read(path: Path, reason: str) -> str:
-    """Return what is to be said of a file that was not believed."""
+    """Return the text of the warning about a settings file that was not trusted."""
     return (
-        f"{path} is not read: {reason}. It must be the user's or root's, as its directory, and "
-        "writable by nobody else: chown or chmod go-w them, or set COLLECTIVE_… variables."
+        f"{path} is not read: {reason}. The file and its directory must belong to you or root, "
+        "and nobody else may write to them. Use chown or chmod go-w, or set COLLECTIVE_… "
+        "variables instead."
     )
 
 
@@ -142,16 +143,17 @@ def load(arguments: Mapping[str, object]) -> Config:
     """Collect the settings of this process from all sources.
 
     Args:
-        arguments: key to value; None means not given.
+        arguments: values by key; None means not given.
 
     Raises:
         ConfigError: a key is unknown, a value is not allowed, a file cannot be read, or
-            rank and size contradict each other; says which source is to be corrected.
+            rank and size contradict each other. The text names the source to correct.
     """
     try:
         launched = detect(os.environ)
     except ConfigError:
-        # Whoever has been told its whole place needs no launcher, which may have told others.
+        # If rank, size, local_rank and local_size are all given as arguments, the launcher's
+        # variables are not needed. They may describe other processes.
         if any(arguments.get(key) is None for key in _IDENTITY):
             raise
         launched = None
@@ -161,8 +163,8 @@ def load(arguments: Mapping[str, object]) -> Config:
         origin = f"launcher {launched.launcher}"
         found.setdefault("rank", Setting(launched.rank, origin))
         found.setdefault("size", Setting(launched.size, origin))
-        # The launcher's placement is that of the launcher's own ranks: a world of
-        # another shape, arranged by hand within one process of it, is not placed so.
+        # The launcher's local rank and local size describe its own ranks. They do not apply if a
+        # process sets another rank and size by hand, to be part of a different world.
         if (found["rank"].value, found["size"].value) == (launched.rank, launched.size):
             found.setdefault("local_rank", Setting(launched.local_rank, origin))
             found.setdefault("local_size", Setting(launched.local_size, origin))
@@ -184,16 +186,16 @@ def load(arguments: Mapping[str, object]) -> Config:
 def settings(
     arguments: Mapping[str, object], file: config_file.Found | None = None
 ) -> dict[str, Setting]:
-    """Collect what arguments, environment and files say, each key from the strongest.
+    """Collect settings from arguments, environment and file; for each key the first source wins.
 
     This is :func:`load` without launchers and defaults.
 
     Args:
-        arguments: as of :func:`load`.
-        file: what :func:`.config_file.find` returned, if it has been asked.
+        arguments: as in :func:`load`.
+        file: result of :func:`.config_file.find`, or None to call it.
 
     Raises:
-        ConfigError: as :func:`load`.
+        ConfigError: as in :func:`load`.
     """
     file = file or config_file.find()
     sources = [
@@ -207,7 +209,7 @@ def settings(
     found: dict[str, Setting] = {}
     for source in sources:
         for name, setting in source.items():
-            value = _parse(name, setting)  # also of a value that a stronger one hides
+            value = _parse(name, setting)  # a wrong value is an error even if another source wins
             found.setdefault(name, Setting(value, setting.origin))
     for name, value in file.table.items():
         setting = _of_file(name, value, file)
@@ -219,7 +221,7 @@ def settings(
 
 
 def secret_of(found: Mapping[str, Setting]) -> Secret | None:
-    """Return the secret that settings give, ``secret`` before ``secret_file``, or None.
+    """Return the secret from the setting ``secret``, or else from ``secret_file``, or None.
 
     Raises:
         ConfigError: the file is missing, too short, or others can read it.
@@ -242,11 +244,11 @@ def _parse(name: str, setting: Setting) -> Value:
     if setting.origin.startswith("environment "):
         spelt = _variable
         written = setting.origin.removeprefix("environment ")
-    if key is None or written != spelt(name):  # one spelling: COLLECTIVE_timeout is another name
+    if key is None or written != spelt(name):  # COLLECTIVE_timeout is not COLLECTIVE_TIMEOUT
         near = difflib.get_close_matches(name, KEYS, n=1, cutoff=0.0)[0]
         raise ConfigError(
-            f"{written} ({setting.origin}): no setting of that name; the nearest is "
-            f"{spelt(near)}, all are {', '.join(map(spelt, sorted(KEYS)))}."
+            f"{written} ({setting.origin}): there is no setting of this name; the nearest is "
+            f"{spelt(near)}. `collective config` lists all settings."
         )
     try:
         return key.parse(setting.value)
@@ -264,7 +266,7 @@ def _of_file(key: str, value: Any, file: config_file.Found) -> Setting:
         or key in ("trace", "secret_file", "tls_cert", "tls_key", "tls_ca")
         or (key in ("nccl_library", "cuda_library") and "/" in value)
     ):
-        value = file.path.parent / os.path.expanduser(value)  # relative to the file that says it
+        value = file.path.parent / os.path.expanduser(value)  # relative to the settings file
     return Setting(value, f"file {file.path}")
 
 
@@ -272,9 +274,9 @@ def _refuse_hazard(name: str, value: Any, file: config_file.Found) -> None:
     hazard = KEYS[name].hazard(value)
     if hazard and file.exposed:
         raise ConfigError(
-            f"{name}: {value!r} (file {file.path}) {hazard}, which a file may ask for only if it "
-            f"is the user's own and private; this one {file.exposed}. chmod 600 a file of yours, "
-            f"or give it as an argument or as {_variable(name)}."
+            f"{name}: {value!r} (file {file.path}) {hazard}. Only a file that belongs to you, "
+            f"with mode 0600, may set this; this one {file.exposed}. Use chmod 600 on a file of "
+            f"yours, or give the value as an argument or as {_variable(name)}."
         )
 
 
@@ -282,5 +284,6 @@ def _check_place(found: Mapping[str, Setting], rank: str, size: str) -> None:
     if found[rank].value >= found[size].value:
         raise ConfigError(
             f"{rank}: {found[rank].value} ({found[rank].origin}) with {size} "
-            f"{found[size].value} ({found[size].origin}); ranks go from 0 to {size} - 1. Give both."
+            f"{found[size].value} ({found[size].origin}); {rank} must be from 0 to {size} - 1. "
+            "Set both."
         )

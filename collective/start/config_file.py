@@ -1,9 +1,9 @@
-"""The file that settings come from: where it is looked for, and whether it is believed.
+"""Search for the settings file, and the check whether the file can be trusted.
 
-A setting can name a library to load or a directory to write to, so a file that somebody else
-could have planted above the working directory must not be read. The rules are those of git's
-``safe.directory`` and ssh's ``StrictModes``: what counts is who owns a file and its directory,
-and who else may write to them.
+A setting can name a library to load or a directory to write to. So this module must not use a
+file that another user could have planted above the working directory. Its rules are those of
+git's ``safe.directory`` and ssh's ``StrictModes``. Trust depends on the owner of the file and of
+its directory, and on who else may write to them.
 """
 
 from __future__ import annotations
@@ -25,24 +25,27 @@ from collective.errors import ConfigError
 __all__ = ["Found", "distrust", "find"]
 
 _NAMES = ("collective.toml", "pyproject.toml")
-# Where a project begins; what is above it is not about this program.
+# A directory with one of these is the root of a project. Files above it belong to other programs.
 _ROOTS = ("pyproject.toml", ".git", ".hg", ".svn", ".jj")
-# Most pyproject.toml say nothing about us; they need no parser, no valid syntax and no trust.
-# No \s: on a file of nothing but empty lines it would take the square of its length.
+# Most pyproject.toml files have no settings for this package. Such a file needs no parser, no
+# valid syntax and no trust. The pattern avoids \s, which also matches newlines: the search would
+# then take quadratic time on a file that has only empty lines.
 _MENTIONED = re.compile(r"^[ \t]*\[[ \t]*tool[ \t]*\.[ \t]*[\"']?collective\b", re.MULTILINE)
-# As much of a file that is not believed is looked at to see whether it is about us at all.
+# Number of bytes of an untrusted file that are searched for settings of this package, to decide
+# whether a warning is due.
 _GLANCE = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What :func:`find` found.
+    """Result of :func:`find`.
 
     Attributes:
-        path: the file whose settings hold, or None.
-        table: its settings.
-        exposed: why it is not the user's own and private; empty if it is.
-        refused: files that stood nearer and were not believed, and why each was not.
+        path: the settings file, or None.
+        table: the settings in this file.
+        exposed: why the file is not private or does not belong to the user; empty if it is
+            private and the user's.
+        refused: closer files that were not trusted, each with the reason.
     """
 
     path: Path | None = None
@@ -53,7 +56,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class _Text:
-    """What a file says, and why it is not believed or not private; empty if it is."""
+    """Text of a file, with the reasons not to trust it and not to call it private, or ""."""
 
     text: str
     distrust: str = ""
@@ -61,15 +64,15 @@ class _Text:
 
 
 def find() -> Found:
-    """Return the nearest file about this package, from the working directory upwards.
+    """Return the nearest file with settings of this package, from the working directory upwards.
 
-    The search ends with the root of the project (a ``pyproject.toml`` or a folder of version
-    control is there) or with the home directory. A file is believed if the user or root owns
-    it and the directory that holds it, and nobody else can write to either; in a directory
-    with the sticky bit, such as /tmp, others can add files, but not change this one.
+    The search ends at the root of the project, which has a ``pyproject.toml`` or a folder of a
+    version control system, or at the home directory. A file is trusted if it and its directory
+    belong to the user or root, and nobody else can write to either. A directory with the sticky
+    bit, such as /tmp, is allowed, too: others can add files there, but not change this file.
 
     Raises:
-        ConfigError: a file that is believed cannot be read or is not valid TOML.
+        ConfigError: a trusted file cannot be read or is not valid TOML.
     """
     refused: dict[Path, str] = {}
     for directory in _directories():
@@ -87,11 +90,11 @@ def find() -> Found:
 
 
 def distrust(status: os.stat_result, what: str) -> str:
-    """Return why somebody else could have made a file or directory what it is, or "".
+    """Return why another user could have made or changed a file or directory, or "".
 
     Args:
-        status: the file's or directory's.
-        what: what it is to be called.
+        status: status of the file or directory, from ``os.stat``.
+        what: its name in the reason.
     """
     sticky = stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX
     if _others_write(status) and not sticky:
@@ -112,21 +115,22 @@ def _directories() -> Iterator[Path]:
 
 
 def _read_if_there(path: Path) -> _Text | None:
-    """Return what ``path`` says and whether to believe it, or None where there is no file."""
+    """Return the text of ``path`` and whether to trust it, or None if there is no file."""
     try:
         status = path.lstat()
         real = path
         why_not = distrust(path.parent.stat(), str(path.parent))
         if stat.S_ISLNK(status.st_mode):
-            # In a sticky directory others can put a link to a file of ours or of root's.
+            # In a sticky directory, others can create a link to a file of this user or of root.
+            # So check the owner of the link, and the directory of the file.
             real = Path(os.path.realpath(path))
             why_not = why_not or _stranger(status, f"the link {path}")
             why_not = why_not or distrust(real.parent.stat(), str(real.parent))
     except OSError:
         return None
     try:
-        # What is judged below is what was opened: nobody can exchange it in between. A pipe
-        # that somebody put there must not hold us up.
+        # _read() checks the open file, which nobody can exchange in between. With O_NONBLOCK,
+        # the open does not wait at a named pipe that another user has put there.
         descriptor = os.open(real, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
@@ -141,15 +145,15 @@ def _read(path: Path, file: BinaryIO, why_not: str) -> _Text | None:
     if stat.S_ISDIR(status.st_mode):
         return None
     if not stat.S_ISREG(status.st_mode):
-        return _Text("", f"{path} is no regular file")
+        return _Text("", f"{path} is not a regular file")
     why_not = why_not or distrust(status, str(path))
     if why_not:
         return _Text(file.read(_GLANCE).decode(errors="replace"), why_not)
     exposed = ""
     if status.st_uid != os.geteuid():
-        exposed = f"belongs to uid {status.st_uid}, and this is uid {os.geteuid()}"
+        exposed = f"belongs to uid {status.st_uid}, and this process has uid {os.geteuid()}"
     elif status.st_mode & 0o077:
-        exposed = f"has mode {stat.S_IMODE(status.st_mode):04o}, and not 0600"
+        exposed = f"has mode {stat.S_IMODE(status.st_mode):04o}, not 0600"
     try:
         return _Text(file.read().decode(), exposed=exposed)
     except (OSError, UnicodeDecodeError) as error:
@@ -159,7 +163,7 @@ def _read(path: Path, file: BinaryIO, why_not: str) -> _Text | None:
 def _stranger(status: os.stat_result, what: str) -> str:
     if status.st_uid in (os.geteuid(), 0):
         return ""
-    return f"{what} belongs to uid {status.st_uid}, and this is uid {os.geteuid()}"
+    return f"{what} belongs to uid {status.st_uid}, and this process has uid {os.geteuid()}"
 
 
 def _others_write(status: os.stat_result) -> bool:
@@ -169,9 +173,10 @@ def _others_write(status: os.stat_result) -> bool:
 
 
 def _is_group_of_one(status: os.stat_result) -> bool:
-    """Tell whether the group is the owner's own, as many systems give each user one.
+    """Return whether the group contains only the owner.
 
-    Where they do, the usual umask makes whatever a user writes writable by that group.
+    Many systems give each user such a group. There, the usual umask makes all new files of a
+    user writable by this group.
     """
     try:
         owner, group = pwd.getpwuid(status.st_uid), grp.getgrgid(status.st_gid)
@@ -203,5 +208,5 @@ def _parser(path: Path) -> Any:
         except ModuleNotFoundError:
             continue
     raise ConfigError(
-        f"{path}: reading it takes Python >= 3.11 or the package tomli; pip install tomli"
+        f"{path}: reading this file needs Python >= 3.11 or the package tomli: pip install tomli"
     )

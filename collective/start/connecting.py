@@ -1,4 +1,4 @@
-"""From a world to a communicator: the transport, and the trace if one is wanted."""
+"""From a world to a communicator: connects the transport, and starts a trace on request."""
 
 from __future__ import annotations
 
@@ -32,28 +32,28 @@ def connect(
     min_ranks: int = 1,
     join: bool = False,
 ) -> Communicator:
-    """Connect the ranks of ``world`` and return this one's communicator.
+    """Connect the ranks of ``world`` and return the communicator of this rank.
 
-    Most programs call :func:`collective.init`, which finds out the world and the transport.
+    Most programs call :func:`collective.init`, which determines the world and the transport.
 
     Args:
-        world: who this rank is and where the ranks meet.
+        world: identity of this rank, and the store where the ranks meet.
         backend: a registered name, ``module:Class``, or the class itself.
         timeout: seconds that a call may take.
         start_timeout: seconds to wait for the other ranks to arrive.
-        check: ``"always"`` compares the ranks' calls on transports that do not by themselves.
+        check: ``"always"`` compares the ranks' calls also on transports without built-in checks.
         trace: a directory for the ranks' traces; see :mod:`collective.trace`.
         shrink_grace: seconds that a rank may be silent when the others shrink.
-        min_ranks: with fewer ranks ``shrink()`` raises.
-        join: join ranks that have met in ``world.store`` and are connected, when they call
-            ``grow()``, within ``start_timeout``. The ranks and sizes of ``world`` are of no
-            account then.
+        min_ranks: least number of ranks; with fewer, ``shrink()`` raises.
+        join: if true, join ranks that have met in ``world.store`` and are already connected.
+            They admit this process when they call ``grow()``, within ``start_timeout``. Ranks and
+            sizes of ``world`` are ignored then.
 
     Raises:
         BackendNotFoundError, BackendUnavailableError, RendezvousError.
-        CollectiveTimeoutError, ExcludedError: with ``join``, nobody let this process in, or there
-            is nobody left.
-        ConfigError: some rank's trace cannot be written; on every rank.
+        CollectiveTimeoutError, ExcludedError: with ``join``, the ranks did not admit this
+            process, or all ranks have ended.
+        ConfigError: the trace of some rank cannot be written; raised on every rank.
     """
     kind = registry.find(backend) if isinstance(backend, str) else backend
     if join:
@@ -82,7 +82,7 @@ def connect(
         open_to_others=world.open,
     )
     if trace:
-        # Here and not above: what is not traced runs nothing of this.
+        # Imported here, so that programs without a trace run no code of it.
         from collective.trace.traced import start_tracing
 
         try:
@@ -106,9 +106,10 @@ def connect_alone(
     """Return a communicator of this process alone, whose ``grow()`` joins the ranks of ``world``.
 
     Args:
-        world: where they have met, and this process's host.
-        find: returns the transport to join them by, given the name of theirs.
-        timeout, check, trace, shrink_grace, min_ranks: as :func:`connect` takes them.
+        world: the store where the ranks have met, and the host of this process.
+        find: function that returns the transport of this process, given the name of the ranks'
+            transport.
+        timeout, check, trace, shrink_grace, min_ranks: as in :func:`connect`.
     """
     alone = replace(
         world, rank=0, size=1, local_rank=0, local_size=1, job=f"alone-{secrets.token_hex(8)}"
@@ -121,14 +122,14 @@ def connect_alone(
 
 
 def joined_by(kind: type[Backend], theirs: str) -> type[Backend]:
-    """Return ``kind``, by which a process is to join ranks whose transport is ``theirs``.
+    """Return ``kind`` if a process can join ranks with it whose transport is ``theirs``.
 
     Raises:
-        ConfigError: it is another one.
+        ConfigError: ``kind`` is another transport.
     """
     if kind.name == theirs:
         return kind
     raise ConfigError(
-        f"join: the ranks are connected by {theirs!r}, and this process is to be by "
-        f"{kind.name!r}. Give it backend={theirs!r} (COLLECTIVE_BACKEND)."
+        f"join: the ranks are connected by {theirs!r}, but this process is set to use "
+        f"{kind.name!r}. Give this process backend={theirs!r} (COLLECTIVE_BACKEND)."
     )

@@ -1,4 +1,4 @@
-"""A store that is a directory, for the ranks of one host or of a file system that hosts share."""
+"""Store in a directory, for ranks of one host or of hosts that share a file system."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ __all__ = ["FileStore"]
 
 
 class FileStore(Store):
-    """A directory of the user's own (mode 0700), one file a key.
+    """Private directory of the user (mode 0700) with one file for each key.
 
     Raises:
-        RendezvousError: the directory belongs to somebody else, or others can write
-            to it: another user could then feed this job.
+        RendezvousError: the directory belongs to another user, or other users have access to
+            it. They could then write values that this job reads.
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self.directory = Path(directory)
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # lstat: a symbolic link in a world-writable /tmp may be somebody's trap.
+        # lstat, since another user may have put a symbolic link into a world-writable /tmp.
         status = os.lstat(self.directory)
         private = stat.S_ISDIR(status.st_mode) and not status.st_mode & 0o077
         if status.st_uid != os.geteuid() or not private:
             raise RendezvousError(
-                f"rendezvous directory {self.directory}: owner uid {status.st_uid}, mode "
+                f"rendezvous directory {self.directory}: it has owner uid {status.st_uid} and mode "
                 f"{stat.S_IMODE(status.st_mode):04o}; it must be a directory of uid "
                 f"{os.geteuid()} with mode 0700. Remove it, or set COLLECTIVE_STORE to "
                 "a private directory."
@@ -44,13 +44,13 @@ class FileStore(Store):
     def put_if_absent(self, key: str, value: bytes) -> bytes:
         scratch = self._written(key, value)
         try:
-            # link(2) never replaces a file, over NFS either, and the file is whole before it has
-            # its name: open(2) with O_EXCL would show it empty first.
+            # link(2) never replaces a file, also over NFS. The file is complete before it gets
+            # its name, while open(2) with O_EXCL would show an empty file first.
             os.link(scratch, self.directory / key)
             return value
         except FileExistsError:
             won = self.try_get(key)
-            # It was deleted in between, and may be put again.
+            # Another rank has deleted the key in between, so try again.
             return self.put_if_absent(key, value) if won is None else won
         except OSError as error:
             raise self._unfit(error) from error
@@ -58,7 +58,7 @@ class FileStore(Store):
             scratch.unlink(missing_ok=True)
 
     def _written(self, key: str, value: bytes) -> Path:
-        """Return a file with ``value`` that nobody knows of yet."""
+        """Return a new file that contains ``value``, under a name that no reader looks for."""
         scratch = self.directory / f".{key}.{os.getpid()}.{secrets.token_hex(4)}"
         try:
             with open(scratch, "xb", opener=_open_private) as file:
@@ -70,9 +70,9 @@ class FileStore(Store):
 
     def _unfit(self, error: OSError) -> RendezvousError:
         return RendezvousError(
-            f"rendezvous directory {self.directory}: {error}; it must be there for as long as a "
-            "rank is, with room, on a file system that has hard links. Set COLLECTIVE_STORE to "
-            "such a directory."
+            f"rendezvous directory {self.directory}: {error}. The directory must exist for as long "
+            "as any rank runs, with free space, on a file system with hard links. Set "
+            "COLLECTIVE_STORE to such a directory."
         )
 
     def try_get(self, key: str) -> bytes | None:

@@ -1,4 +1,4 @@
-"""The settings that there are: :data:`KEYS`, each with its default and what it takes."""
+"""List of all settings: :data:`KEYS`, each with its default and its allowed values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from . import rendezvous
 
 __all__ = ["KEYS", "Key", "Value", "by_device"]
 
-_SIGNALS = frozenset(each.name for each in signal.Signals)
+_SIGNALS = frozenset(member.name for member in signal.Signals)
 
 
 Value = str | int | float | Secret
@@ -25,16 +25,17 @@ Value = str | int | float | Secret
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One setting that exists.
+    """Description of a setting.
 
     Attributes:
-        default: its value where no source names it.
-        allowed: the values it takes, in words for an error text.
-        doc: what it is for.
-        parse: turns what a source says into the value; raises ValueError or TypeError.
-        hazard: what a value makes this process do that not every file may ask for, in words,
-            or "". A file that is not the user's own and private cannot set such a value.
-        hidden: whether its values are shown to nobody.
+        default: value if no source gives one.
+        allowed: the allowed values, in words for an error text.
+        doc: purpose of the setting.
+        parse: function that converts a source's value; raises ValueError or TypeError.
+        hazard: function that returns why a value is dangerous, in words such as "loads code", or
+            "" if it is not. A dangerous value is refused from a file that is not private or does
+            not belong to the user.
+        hidden: whether values of this setting are never shown.
     """
 
     default: str | int | float | None
@@ -46,7 +47,7 @@ class Key:
 
 
 def by_device(backend: str) -> dict[str, str]:
-    """Return what ``"cpu:shm,cuda:nccl"`` names for each device, nothing for a plain name."""
+    """Return the transports of ``"cpu:shm,cuda:nccl"`` by device; empty for a plain name."""
     if not backend.startswith(("cpu:", "cuda:")):
         return {}
     return dict(part.strip().partition(":")[::2] for part in backend.split(","))
@@ -104,7 +105,7 @@ def _library(value: Any) -> str:
     if not isinstance(path, str) or not path.strip():
         raise TypeError
     path = os.path.expanduser(path.strip())
-    # Without a slash it is a name that the system's linker knows.
+    # A name without a slash is one for the system's linker to find.
     return os.path.abspath(path) if "/" in path else path
 
 
@@ -136,7 +137,7 @@ def _switch(value: Any) -> str:
     raise ValueError
 
 
-# -- what not every file may ask for ------------------------------------------------
+# -- hazards: values that only a private file of the user may set --------------------
 
 
 def _loads_code(value: str) -> str:
@@ -152,27 +153,30 @@ def _opens_the_job(value: object) -> str:
 
 
 def _may_load_code(value: str) -> str:
-    """Tell a transport at ``module:Class`` from one that is known by its name."""
+    """Return the hazard of a transport given as ``module:Class``; "" for a registered name."""
     names = by_device(value).values() or [value]
     return "loads code" if any(":" in name for name in names) else ""
 
 
-#: Every setting there is.
+#: All settings, by name.
 KEYS: Mapping[str, Key] = {
     "backend": Key(
         "auto",
         "the name of a transport, such as 'shm', or 'auto'",
-        "the transport, or one a device: 'cpu:shm,cuda:nccl'",
+        "the transport, or one for each device: 'cpu:shm,cuda:nccl'",
         _word,
         _may_load_code,
     ),
-    "rank": Key(0, "an integer >= 0", "this process among all", _integer(0)),
+    "rank": Key(0, "an integer >= 0", "number of this process among all processes", _integer(0)),
     "size": Key(1, "an integer >= 1", "how many processes there are", _integer(1)),
     "local_rank": Key(
-        None, "an integer >= 0", "this process among those of its host (default: rank)", _integer(0)
+        None,
+        "an integer >= 0",
+        "number of this process among the processes of its host (default: rank)",
+        _integer(0),
     ),
     "local_size": Key(
-        None, "an integer >= 1", "how many processes its host has (default: size)", _integer(1)
+        None, "an integer >= 1", "how many processes run on its host (default: size)", _integer(1)
     ),
     "timeout": Key(300.0, "a number of seconds > 0", "deadline of every call", _seconds),
     "start_timeout": Key(
@@ -181,26 +185,27 @@ KEYS: Mapping[str, Key] = {
     "shrink_grace": Key(
         5.0,
         "a number of seconds > 0",
-        "how long shrink() waits for ranks that are neither there nor known to be lost",
+        "how long shrink() waits for ranks that have not called it and are not known to be lost",
         _seconds,
     ),
     "min_ranks": Key(
         1,
         "an integer >= 1",
-        "how many ranks have to be left for a communicator to shrink when some are lost",
+        "how many ranks must survive a loss for a communicator to shrink",
         _integer(1),
     ),
     "join": Key(
         "off",
         "'off', 'on' or 'late'",
-        "whether this process joins ranks that are connected: on, in init(); late, with the first "
-        "grow(), as `collective run --replace` asks of one that stands in for a lost rank",
+        "whether this process joins ranks that are already connected: on, in init(); late, with "
+        "the first grow(), as `collective run --replace` sets it for the replacement of a lost "
+        "rank",
         _join,
     ),
     "grow": Key(
         "off",
         "'on' or 'off'",
-        "whether elastic training looks for processes that want to join, at each commit "
+        "whether elastic training checks at each commit for processes that want to join "
         "(`collective run --replace` sets it)",
         _switch,
     ),
@@ -213,28 +218,29 @@ KEYS: Mapping[str, Key] = {
     "check": Key(
         "auto",
         "'auto', 'always' or 'never'",
-        "whether ranks compare their calls (auto: where the transport does so cheaply)",
+        "whether ranks compare their calls (auto: if the transport compares them cheaply)",
         _one_of("auto", "always", "never"),
     ),
     "store": Key(
         None,
         "a directory, or an address such as 'tcp://node1:29500'",
-        "where the ranks of one launch meet: a directory that is private, seen by all and used by "
-        "no other launch; or an address of the host of rank 0 with a port that is free there",
+        "where the ranks of one launch meet: a private directory that all ranks see and no other "
+        "launch uses; or an address of the host of rank 0, with a port that is free there",
         _meeting_place,
         _writes_files,
     ),
     "interface": Key(
         "",
         "the name of a network interface, such as 'eth0'",
-        "the network interface for traffic between hosts (default: the one on the way to the "
+        "the network interface for traffic between hosts (default: the one that routes to the "
         "other hosts)",
         _word,
     ),
     "across": Key(
         "auto",
         "the name of a transport, such as 'gloo', or 'auto'",
-        "what connects the hosts under backend 'hierarchical' (auto: mpi under mpiexec, or gloo)",
+        "the transport between hosts under backend 'hierarchical' (auto: mpi under mpiexec, else "
+        "gloo)",
         _word,
         _may_load_code,
     ),
@@ -247,38 +253,39 @@ KEYS: Mapping[str, Key] = {
     "trace": Key(
         "",
         "a directory that every rank can write to",
-        "where each rank writes a trace of its calls (default: none is written)",
+        "where each rank writes a trace of its calls (default: no trace)",
         _directory,
         _writes_files,
     ),
     "shm_single_copy": Key(
         "on",
         "'on' or 'off'",
-        "whether shm reads peers' ordinary memory where the system allows it",
+        "whether shm reads ordinary memory of its peers directly, if the system allows it",
         _one_of("on", "off"),
     ),
     "shm_adopt": Key(
         "on",
         "'on' or 'off'",
-        "whether shm moves a framework's memory, such as DDP's buckets, to where peers map it",
+        "whether shm moves a framework's memory, such as DDP's buckets, into shared memory",
         _one_of("on", "off"),
     ),
     "native": Key(
         "on",
         "'on' or 'off'",
-        "whether the native core is used where it has been built (`collective doctor` says)",
+        "whether the native core is used if it has been built (see `collective doctor`)",
         _one_of("on", "off"),
     ),
     "device": Key(
         None,
         "an integer >= 0",
-        "the GPU of this rank, by its number in this process (default: local_rank, in turn)",
+        "number of this rank's GPU, as this process counts GPUs (default: local_rank, modulo their "
+        "number)",
         _integer(0),
     ),
     "nccl_library": Key(
         "",
         "a file such as '/opt/nccl/lib/libnccl.so.2'",
-        "the NCCL library (default: that of NVIDIA's wheel, or the system's)",
+        "the NCCL library (default: the one in NVIDIA's wheel, or the system's)",
         _library,
         _loads_code,
     ),
@@ -292,7 +299,7 @@ KEYS: Mapping[str, Key] = {
     "secret": Key(
         None,
         "at least 16 bytes, such as the text that `openssl rand -hex 32` prints",
-        "what the ranks of this job know and nobody else (`collective run` makes one)",
+        "secret that only the ranks of this job know (`collective run` makes one)",
         parse,
         _opens_the_job,
         hidden=True,
@@ -300,23 +307,23 @@ KEYS: Mapping[str, Key] = {
     "secret_file": Key(
         "",
         "a file of mode 0600",
-        "the file that holds the secret, where COLLECTIVE_SECRET is not set",
+        "the file that holds the secret, if COLLECTIVE_SECRET is not set",
         _directory,
         _opens_the_job,
     ),
     "insecure": Key(
         "off",
         "'on' or 'off'",
-        "whether ranks of several hosts may do without a secret unwarned",
+        "whether to omit the warning if ranks of several hosts have no secret",
         _switch,
         _opens_the_job,
     ),
     **{
         f"tls_{kind}": Key("", "a PEM file", doc, _directory, _opens_the_job)
         for kind, doc in {
-            "cert": "this host's certificate: with it the hub and the store speak TLS",
-            "key": "the key of that certificate",
-            "ca": "the certificate that has signed those of all hosts",
+            "cert": "this host's certificate: with it, the hub and the store use TLS",
+            "key": "the private key of tls_cert",
+            "ca": "the certificate of the authority that signed the certificates of all hosts",
         }.items()
     },
 }

@@ -1,8 +1,9 @@
-"""What other programs' launchers say about this process.
+"""Readers of the variables by which launchers describe their processes.
 
-Each launcher tells its processes who they are in environment variables. A reader a
-launcher, tried in a fixed order: a launch inside another launch (``collective run``
-inside ``sbatch``, ``torchrun`` inside ``srun``) belongs to the inner one.
+Each launcher gives its processes their rank and size in environment variables. There is one
+reader for each launcher. The readers are tried in a fixed order, so that a launch inside another
+launch (``collective run`` inside ``sbatch``, ``torchrun`` inside ``srun``) counts as a launch by
+the inner launcher.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from .network import is_loopback
 
 __all__ = ["MPI_LAUNCHERS", "Allocation", "Launched", "allocation", "detect"]
 
-#: Those whose processes are the ranks of an MPI world.
+#: Launchers whose processes are the ranks of an MPI world.
 MPI_LAUNCHERS = ("openmpi", "mpich", "intelmpi")
 
 Environ = Mapping[str, str]
@@ -27,18 +28,18 @@ Environ = Mapping[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """Who a launcher says this process is.
+    """Description of this process by its launcher.
 
     Attributes:
         launcher: ``collective``, ``torchrun``, ``openmpi``, ``intelmpi``, ``mpich`` or
             ``slurm``.
-        rank: this process among all, from 0.
+        rank: number of this process among all, from 0.
         size: how many processes were launched.
-        local_rank: this process among those of its host, from 0.
+        local_rank: number of this process on its host, from 0.
         local_size: how many processes were launched on this host.
-        job: a name that all processes of the launch on this host derive alike and
-            those of another running launch do not; None if the launcher gives none.
-        hosts: on how many hosts, where that is told to all processes alike; else None.
+        job: a name that all processes of this launch on this host derive alike. No other
+            running launch has this name. None if the launcher gives none.
+        hosts: number of hosts, if the launcher gives it to all processes alike; else None.
     """
 
     launcher: str
@@ -51,12 +52,12 @@ class Launched:
 
 
 class Allocation(NamedTuple):
-    """What is to be launched on this host, as far as the environment tells before that.
+    """Number of ranks to launch on this host, read from the environment before the launch.
 
     Attributes:
-        ranks: how many there are to be on this host.
-        variable: which says so.
-        hosts: how many the job has.
+        ranks: number of ranks to start on this host.
+        variable: environment variable that gives this number.
+        hosts: number of hosts of the job.
     """
 
     ranks: int
@@ -65,10 +66,10 @@ class Allocation(NamedTuple):
 
 
 def allocation(environ: Environ) -> Allocation | None:
-    """Return how many ranks a batch script, or the shell of an allocation, is to start here.
+    """Return how many ranks a batch script, or the shell of an allocation, has to start here.
 
-    Slurm's number of tasks on this host, if the job asked for tasks; or else what torchrun would
-    take for its ``--nproc-per-node``. None where nobody says.
+    This is Slurm's number of tasks on this host, if the job asked for tasks. Otherwise it is the
+    default of torchrun's ``--nproc-per-node``. None if no variable gives a number.
 
     Args:
         environ: environment variables, such as ``os.environ``.
@@ -76,23 +77,23 @@ def allocation(environ: Environ) -> Allocation | None:
     Raises:
         ConfigError: Slurm's variables are incomplete or contradict each other.
     """
-    # Without either it counts cores, or what else Slurm was set up to take for a task.
+    # Without one of these, the tasks are cores, or another unit of Slurm's configuration.
     if "SLURM_JOB_ID" in environ and {"SLURM_NTASKS", "SLURM_NTASKS_PER_NODE"} & set(environ):
         variables = _Environment("slurm", environ)
         here = _slurm_tasks_here(variables, "SLURM_TASKS_PER_NODE")
         nodes = variables.number("SLURM_JOB_NUM_NODES")
         return Allocation(here.number, here.variable, nodes.number)
-    each = environ.get("PET_NPROC_PER_NODE", "").strip()
-    if re.fullmatch(r"[1-9][0-9]*", each):  # "auto" and "gpu" count what torch sees
+    ranks_text = environ.get("PET_NPROC_PER_NODE", "").strip()
+    if re.fullmatch(r"[1-9][0-9]*", ranks_text):  # not "auto" or "gpu", which torch resolves
         nodes_text = environ.get("PET_NNODES", "1").rpartition(":")[2].strip()
         return Allocation(
-            int(each), "PET_NPROC_PER_NODE", int(nodes_text) if nodes_text.isdecimal() else 1
+            int(ranks_text), "PET_NPROC_PER_NODE", int(nodes_text) if nodes_text.isdecimal() else 1
         )
     return None
 
 
 def detect(environ: Environ) -> Launched | None:
-    """Return what the launcher of this process says, or None if there was no launcher.
+    """Return the launcher's description of this process, or None if there was no launcher.
 
     Args:
         environ: environment variables, such as ``os.environ``.
@@ -108,7 +109,7 @@ def detect(environ: Environ) -> Launched | None:
 
 
 class _Number(NamedTuple):
-    """A number that a launcher's variable told, and the variable, for error texts."""
+    """A number from a launcher's variable, with the variable's name for error texts."""
 
     number: int
     variable: str
@@ -133,13 +134,13 @@ def _torchrun(environ: Environ) -> Launched | None:
         return None
     ranks = local = variables.numbers("RANK", "WORLD_SIZE")
     address = environ.get("MASTER_ADDR", "")
-    # Programs that set RANK and WORLD_SIZE themselves often leave out the local two.
+    # Programs that set RANK and WORLD_SIZE themselves often omit the two local variables.
     if variables.any("LOCAL_RANK", "LOCAL_WORLD_SIZE") or not is_loopback(address or "localhost"):
         local = variables.numbers("LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    # An elastic agent restarts its processes within one run: another count, another job.
+    # An elastic agent restarts its processes within one run. Each restart is another job.
     run = environ.get("TORCHELASTIC_RUN_ID"), environ.get("TORCHELASTIC_RESTART_COUNT")
     endpoint = f"{address}:{environ['MASTER_PORT']}" if "MASTER_PORT" in environ else _process()
-    # A group is what one agent started; without an agent nobody counts the hosts.
+    # A group is the set of processes of one agent. Only an agent counts the hosts.
     hosts = variables.number("GROUP_WORLD_SIZE").number if "GROUP_WORLD_SIZE" in environ else None
     return variables.launched([*ranks, *local], variables.job(*run, endpoint), hosts)
 
@@ -154,22 +155,22 @@ def _openmpi(environ: Environ) -> Launched | None:
 
 
 def _hydra(environ: Environ) -> Launched | None:
-    """MPICH and Intel MPI share a process manager and its variables."""
+    """Read the variables of Hydra, the process manager of MPICH and Intel MPI."""
     uuid = environ.get("I_MPI_HYDRA_UUID")
     variables = _Environment("intelmpi" if uuid else "mpich", environ)
     if not variables.any("PMI_RANK", "PMI_SIZE"):
         return None
     if "SLURM_STEP_ID" in environ and not variables.any("MPI_LOCALRANKID", "MPI_LOCALNRANKS"):
-        return None  # srun --mpi=pmi2 sets these two as well, and tells the rest its own way
+        return None  # srun --mpi=pmi2 sets these two as well; _slurm() reads its other variables
     identity = variables.numbers("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
     return variables.launched(identity, variables.job(uuid or _process("hydra_pmi_proxy")))
 
 
 def _slurm(environ: Environ) -> Launched | None:
-    # Inside a batch script, and in the shell of salloc, SLURM_PROCID may be 0 and
-    # SLURM_NTASKS the job's, though only one process runs. What only a process started
-    # by srun has is a step. The shell of an interactive salloc is a step, too; its
-    # number is one of the reserved ones below 2**32.
+    # Inside a batch script and in the shell of salloc, SLURM_PROCID may be 0 and SLURM_NTASKS
+    # the job's number of tasks, though only one process runs. Processes that srun has started
+    # belong to a step. The shell of an interactive salloc is a step, too, but its number is one
+    # of the reserved numbers just below 2**32.
     step = environ.get("SLURM_STEP_ID", "")
     if not step.isdecimal() or int(step) >= 0xFFFFFFF0 or "SLURM_PROCID" not in environ:
         return None
@@ -194,7 +195,7 @@ _READERS: tuple[Callable[[Environ], Launched | None], ...] = (
 
 
 class _Environment:
-    """One launcher's variables, and the errors about them."""
+    """Variables of a launcher, and the errors about them."""
 
     def __init__(self, launcher: str, environ: Environ) -> None:
         self.launcher = launcher
@@ -207,8 +208,8 @@ class _Environment:
         text = self.environ.get(name)
         if text is None:
             raise ConfigError(
-                f"launcher {self.launcher}: {name} is not set, though others of its "
-                "variables are; set it, or unset the others."
+                f"launcher {self.launcher}: {name} is not set, but other variables of this "
+                "launcher are. Set it, or unset the others."
             )
         if not re.fullmatch(r"[0-9]+", text.strip()):
             raise ConfigError(
@@ -234,7 +235,8 @@ class _Environment:
             if low.number > high.number or (low.number == high.number and allowed == "below"):
                 raise ConfigError(
                     f"launcher {self.launcher}: {low.variable}={low.number} with "
-                    f"{high.variable}={high.number}; the first must be {allowed} the second."
+                    f"{high.variable}={high.number}; {low.variable} must be {allowed} "
+                    f"{high.variable}."
                 )
         numbers = rank.number, size.number, local_rank.number, local_size.number
         return Launched(self.launcher, *numbers, job, hosts)
@@ -257,17 +259,17 @@ def _slurm_tasks_here(variables: _Environment, name: str) -> _Number:
     node = variables.number("SLURM_NODEID").number
     if node >= len(counts):
         raise ConfigError(
-            f"launcher slurm: SLURM_NODEID={node} with {name}={text!r}, which tells of "
+            f"launcher slurm: SLURM_NODEID={node} with {name}={text!r}, which lists only "
             f"{len(counts)} nodes."
         )
     return _Number(counts[node], name)
 
 
 def _process(*managers: str) -> str:
-    """Name the process that started all ranks of this host, by its id and start time.
+    """Return id and start time of the process that started all ranks of this host, as a name.
 
-    That is the nearest ancestor with one of the given program names (a rank may have
-    been started through a shell of its own), or else the parent.
+    This process is the nearest ancestor with one of the given program names, since a shell may
+    stand between it and the rank. Without such an ancestor it is the parent.
     """
     parent = os.getppid()
     pid = parent
@@ -285,7 +287,7 @@ def _stat(pid: int) -> tuple[str, int, str]:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
             text = file.read()
     except OSError:
-        return "", 0, ""  # no /proc here, or the process is gone
-    # The name stands in parentheses and may hold any character, so split after the last.
+        return "", 0, ""  # there is no /proc here, or the process has ended
+    # The name is in parentheses and may contain any character, so split after the last ")".
     fields = text[text.rindex(")") + 2 :].split()
     return text[text.index("(") + 1 : text.rindex(")")], int(fields[1]), fields[19]

@@ -1,4 +1,4 @@
-"""A store in memory, for ranks that are threads of one process."""
+"""Store in memory, for ranks that are threads of one process."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["MemoryStore"]
 
 
 class MemoryStore(Store):
-    """A dictionary that the threads share: each of its methods is one step to the others."""
+    """Dictionary that the threads share; each of its operations is atomic."""
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}

@@ -1,4 +1,4 @@
-"""The world of the ranks of an MPI communicator."""
+"""World whose ranks are the ranks of an MPI communicator."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ def world_of(
     options: Mapping[str, str] | None = None,
     address: str = "127.0.0.1",
 ) -> World:
-    """Return the world whose ranks are those of ``comm``, where they meet over MPI itself.
+    """Return the world whose ranks are the ranks of ``comm``; they meet over MPI itself.
 
     Collective: every rank of ``comm`` calls it.
 
     Args:
         comm: an ``mpi4py.MPI.Comm`` (no intercommunicator), which is duplicated; None for
-            ``MPI_COMM_WORLD``, initialising MPI if the program has not.
-        timeout: seconds until the other ranks have to have come.
+            ``MPI_COMM_WORLD``. MPI is initialised if the program has not done so.
+        timeout: seconds in which all ranks have to arrive.
         options: as in :class:`World`.
         address: as in :class:`World`.
 
     Raises:
-        BackendUnavailableError: MPI is not usable as the program has initialised it, or
-            connects fewer processes than the launcher started.
-        RendezvousError: not all ranks came within ``timeout`` seconds.
+        BackendUnavailableError: the way in which the program has initialised MPI makes it
+            unusable, or MPI connects fewer processes than the launcher started.
+        RendezvousError: not all ranks arrived within ``timeout`` seconds.
     """
     deadline = Deadline(timeout)
     module = start(deadline)
-    given = comm
+    argument = comm
     comm = module.COMM_WORLD if comm is None else comm
     launched = launched_with(comm)
     store = MpiStore(comm, deadline)
@@ -66,28 +66,29 @@ def world_of(
         store=store,
         options=dict(options or {}),
         address=address,
-        comm=given,
+        comm=argument,
     )
 
 
 def launched_with(comm: Any) -> Launched | None:
-    """Return what the launcher says of this process, if MPI connects all that it started.
+    """Return the launcher's description of this process, after a check of MPI's world size.
 
     Args:
-        comm: an ``mpi4py.MPI.Comm``. ``MPI_COMM_SELF`` may be one process of many.
+        comm: an ``mpi4py.MPI.Comm``. For ``MPI_COMM_SELF`` there is no check, since the launcher
+            may have started other processes.
 
     Raises:
-        BackendUnavailableError: the launcher is not that of the MPI library, so that each of
-            its processes would take itself for all.
+        BackendUnavailableError: the launcher does not belong to the MPI library, so MPI connects
+            fewer processes than the launcher started.
     """
     launched = detect(os.environ)
     module = sys.modules["mpi4py.MPI"]
     size = module.COMM_WORLD.Get_size()
     if launched is not None and size < launched.size and comm != module.COMM_SELF:
         raise BackendUnavailableError(
-            f"mpi: MPI's world is of {size}, and the launcher {launched.launcher!r} started "
-            f"{launched.size} processes; they would not be connected [rank {launched.rank} of "
-            f"{launched.size}]. Leave out comm= (mpi_comm= of create_communicator), and the ranks "
-            f"are the launcher's; or start the program with {mpiexec()} -n {launched.size}."
+            f"mpi: MPI's world has size {size}, but the launcher {launched.launcher!r} started "
+            f"{launched.size} processes; MPI would not connect them [rank {launched.rank} of "
+            f"{launched.size}]. Omit comm= (mpi_comm= of create_communicator) to use the "
+            f"launcher's ranks, or start the program with {mpiexec()} -n {launched.size}."
         )
     return launched

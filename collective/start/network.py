@@ -1,4 +1,4 @@
-"""This host's network interfaces, and the address at which other hosts reach it."""
+"""Network interfaces of this host, and the address at which other hosts reach it."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ __all__ = ["Interface", "address_of", "address_toward", "interfaces", "is_loopba
 # From <net/if.h>.
 _IFF_UP = 0x1
 _IFF_LOOPBACK = 0x8
-# Reserved for documentation (RFC 5737, RFC 3849), so that only the default route leads there.
+# Addresses reserved for documentation (RFC 5737, RFC 3849): only the default route leads there.
 _ELSEWHERE = ("192.0.2.1", "2001:db8::1")
 
 
 class Interface(NamedTuple):
-    """A network interface of this host.
+    """Network interface of this host.
 
     Attributes:
-        name: such as ``eth0``.
-        addresses: IPv4 before IPv6, link-local ones last; without prefix length or scope.
-        up: whether it is switched on.
-        loopback: whether it leads to this host only.
+        name: name such as ``eth0``.
+        addresses: IPv4 before IPv6, link-local addresses last; without prefix length or scope.
+        up: whether the interface is switched on.
+        loopback: whether the interface only leads to this host.
     """
 
     name: str
@@ -42,25 +42,26 @@ def interfaces() -> list[Interface]:
     flags: dict[str, int] = {}
     for name, flag, address in _entries():
         flags[name] = flag
-        found = addresses.setdefault(name, [])
-        if address and address not in found:
-            found.append(address)
+        own = addresses.setdefault(name, [])
+        if address and address not in own:
+            own.append(address)
     return [
         Interface(
             name,
-            tuple(sorted(found, key=_preference)),
+            tuple(sorted(own, key=_preference)),
             bool(flags.get(name, 0) & _IFF_UP),
             bool(flags.get(name, 0) & _IFF_LOOPBACK),
         )
-        for name, found in addresses.items()
+        for name, own in addresses.items()
     ]
 
 
 def address_of(interface: str) -> str:
-    """Return the address of an interface: its first IPv4 one, or else a global IPv6 one.
+    """Return the first IPv4 address of an interface, or else a global IPv6 address.
 
     Raises:
-        ConfigError: there is no such interface, or it has no address; lists those there are.
+        ConfigError: there is no such interface, it is down, or it has no usable address. The text
+            lists the interfaces of this host.
     """
     there = {found.name: found for found in interfaces()}
     found = there.get(interface)
@@ -74,8 +75,8 @@ def address_of(interface: str) -> str:
     else:
         fault = "it has no address that other hosts could use"
     listed = ", ".join(
-        f"{each.name} ({', '.join(each.addresses) or 'no address'}{'' if each.up else ', down'})"
-        for each in there.values()
+        f"{other.name} ({', '.join(other.addresses) or 'no address'}{'' if other.up else ', down'})"
+        for other in there.values()
     )
     raise ConfigError(
         f"interface: {interface!r}; {fault}; {socket.gethostname()} has {listed}. Set "
@@ -84,7 +85,7 @@ def address_of(interface: str) -> str:
 
 
 def address_toward(host: str, port: int) -> str:
-    """Return the local address from which this host would reach ``host``. Nothing is sent.
+    """Return the local address from which this host would reach ``host``, without sending.
 
     Raises:
         RendezvousError: ``host`` does not resolve, or no route leads there.
@@ -100,7 +101,7 @@ def address_toward(host: str, port: int) -> str:
     for family, kind, protocol, _, address in found:
         with socket.socket(family, kind, protocol) as probe:
             try:
-                probe.connect(address)  # of UDP: the kernel looks up the route, no more
+                probe.connect(address)  # with UDP, the kernel only looks up the route
             except OSError as error:
                 refusal = error
                 continue
@@ -108,16 +109,17 @@ def address_toward(host: str, port: int) -> str:
             return local.partition("%")[0]
     raise RendezvousError(
         f"rendezvous: no route from {socket.gethostname()} to {host!r}: {refusal}. Connect the "
-        "hosts, or give an address that this one reaches (`collective doctor` lists its own)."
+        "hosts, or set an address of that host that this host can reach (`collective doctor` "
+        "lists the addresses of the host on which it runs)."
     ) from refusal
 
 
 def own_address() -> str:
     """Return the address at which other hosts most likely reach this one.
 
-    That is what this host's own name stands for, as name services of clusters have it; or else
-    that of the default route; or else that of the first interface that is up. A host with
-    nothing but loopback gets ``"127.0.0.1"``.
+    This is the address of the host's own name, which the name service of a cluster knows. If that
+    is not an address of an interface here, it is the address of the default route, or else that of
+    the first interface that is up. A host that has only loopback gets ``"127.0.0.1"``.
     """
     there = [
         address
@@ -133,7 +135,7 @@ def own_address() -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether ``host`` is written as this host alone: localhost, 127.0.0.1, ::1."""
+    """Return whether ``host`` is localhost or a loopback address, such as 127.0.0.1 or ::1."""
     if host == "localhost":
         return True
     try:
@@ -143,7 +145,7 @@ def is_loopback(host: str) -> bool:
 
 
 def _of_own_name() -> Iterator[str]:
-    # Debian's /etc/hosts gives the own name a loopback address, so this may yield no use.
+    # Debian's /etc/hosts maps the own name to a loopback address, so the result may be useless.
     try:
         found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
     except OSError:
@@ -169,11 +171,11 @@ def _is_link_local(address: str) -> bool:
     return ipaddress.ip_address(address).is_link_local
 
 
-# -- getifaddrs(3): the one call that tells all of it ------------------------------------------
+# -- getifaddrs(3): names, flags and addresses in one call -------------------------------------
 
 
 class _Address(ctypes.Structure):
-    """Enough of struct sockaddr_in and sockaddr_in6, as Linux lays them out."""
+    """First fields of struct sockaddr_in and sockaddr_in6, in the layout of Linux."""
 
     _fields_ = (
         ("family", ctypes.c_ushort),
@@ -184,7 +186,7 @@ class _Address(ctypes.Structure):
 
 
 class _InterfaceAddress(ctypes.Structure):
-    """The struct ifaddrs of <ifaddrs.h>, up to the address."""
+    """First fields of struct ifaddrs of <ifaddrs.h>, up to the address."""
 
 
 _InterfaceAddress._fields_ = (
@@ -205,9 +207,9 @@ def _entries() -> Iterator[tuple[str, int, str]]:
     try:
         entry = first
         while entry:
-            found = entry.contents
-            yield os.fsdecode(found.name), int(found.flags), _text(found.address)
-            entry = found.next
+            fields = entry.contents
+            yield os.fsdecode(fields.name), int(fields.flags), _text(fields.address)
+            entry = fields.next
     finally:
         libc.freeifaddrs(first)
 

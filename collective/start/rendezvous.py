@@ -1,4 +1,4 @@
-"""Where ranks of several hosts meet: the address that their launcher or user has agreed on."""
+"""Rendezvous address of ranks on several hosts, as given by the launcher or the user."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from .launchers import Launched
 
 __all__ = ["Endpoint", "expand", "from_environment", "from_url"]
 
-# A port that srun's tasks work out alike: above the well-known ones, below those that Linux
-# gives to outgoing connections.
+# Range of the port that all tasks of srun compute alike: above the well-known ports, and below
+# the ports that Linux gives to outgoing connections.
 _PORTS = range(15000, 30000)
 
 
 class Endpoint(NamedTuple):
-    """An address at which one process serves all ranks.
+    """Address at which one process serves all ranks.
 
     Attributes:
         host: a name or an address.
-        port: of TCP.
-        origin: what said so, for error texts, such as ``MASTER_ADDR and MASTER_PORT``.
-        served: whether the launcher's own process serves there; otherwise rank 0 does.
+        port: TCP port.
+        origin: source of the address, for error texts, such as ``MASTER_ADDR and MASTER_PORT``.
+        served: whether a process of the launcher serves there; otherwise rank 0 does.
     """
 
     host: str
@@ -40,28 +40,28 @@ class Endpoint(NamedTuple):
 
 
 def from_url(url: str) -> Endpoint:
-    """Return the place that ``tcp://host:port`` names; the host may be ``[::1]``.
+    """Return the endpoint of ``tcp://host:port``; the host may be ``[::1]``.
 
     Raises:
-        ValueError: it is not such a text.
+        ValueError: ``url`` does not have this form.
     """
     parts = urlsplit(url)
     extra = parts.path or parts.query or parts.fragment or parts.username
     if parts.scheme != "tcp" or not parts.hostname or not parts.port or extra:
         raise ValueError(url)
-    # hostname is in lower case, as names are compared anyway.
+    # urlsplit() makes hostname lower case, which is harmless: names ignore case.
     return Endpoint(parts.hostname, parts.port, "COLLECTIVE_STORE")
 
 
 def from_environment(environ: Mapping[str, str], launched: Launched | None) -> Endpoint | None:
-    """Return the place that the launcher or the user's script tells of, or None.
+    """Return the endpoint that the launcher or the user's script has set, or None.
 
-    That is ``MASTER_ADDR`` and ``MASTER_PORT``, which torchrun sets and batch scripts export.
-    Under srun what is missing is worked out: the step's first host, where rank 0 runs, and a
-    port that follows from the numbers of job and step.
+    The endpoint is ``MASTER_ADDR`` and ``MASTER_PORT``, which torchrun sets and batch scripts
+    export. Under srun, defaults replace missing variables: the first host of the step, where
+    rank 0 runs, and a port that is computed from the numbers of job and step.
 
     Raises:
-        ConfigError: one of them without the other, or a port that is none.
+        ConfigError: one of the two variables is missing, or the port is not valid.
     """
     host, port = environ.get("MASTER_ADDR", ""), environ.get("MASTER_PORT", "")
     slurm = launched is not None and launched.launcher == "slurm"
@@ -76,8 +76,8 @@ def from_environment(environ: Mapping[str, str], launched: Launched | None) -> E
     if not host or not (port or slurm):
         given, missing = ("MASTER_ADDR", "MASTER_PORT") if host else ("MASTER_PORT", "MASTER_ADDR")
         raise ConfigError(
-            f"rendezvous: {given}={host or port} without {missing}; the ranks meet at one address "
-            "and port. Set both, on all ranks alike: the host of rank 0 and a port that is free "
+            f"rendezvous: {given}={host or port} is set and {missing} is not; ranks need both to "
+            "meet. Set both, the same on all ranks: the host of rank 0 and a port that is free "
             "there."
         )
     served = (
@@ -107,32 +107,32 @@ def _derived(environ: Mapping[str, str]) -> int:
 
 
 def expand(hostlist: str, name: str) -> list[str]:
-    """Return the hosts of a list as Slurm writes it, such as ``node[01-03,7],x``.
+    """Return the hosts of a list in Slurm's notation, such as ``node[01-03,7],x``.
 
-    Several brackets in one name count like digits, the last one fastest.
+    If a name has several brackets, the last one changes fastest, like the digits of a number.
 
     Args:
         hostlist: the list.
-        name: the variable that holds it, for the error text.
+        name: the variable that holds the list, for the error text.
 
     Raises:
-        ConfigError: it is not such a list.
+        ConfigError: the text is not such a list.
     """
     item = r"[^\[\],\s]*(?:\[[0-9,-]+\][^\[\],\s]*)*"
     if not hostlist.strip() or not re.fullmatch(rf"{item}(?:,{item})*", hostlist.strip()):
         raise _unreadable(hostlist, name)
     hosts = []
     for part in re.findall(r"(?:[^\[\],]|\[[^\]]*\])+", hostlist.strip()):
-        found = [""]
+        names = [""]
         for text, ranges in re.findall(r"([^\[]+)|\[([^\]]*)\]", part):
             endings = [text] if text else list(_numbers(ranges, hostlist, name))
-            found = [start + end for start in found for end in endings]
-        hosts += found
+            names = [start + end for start in names for end in endings]
+        hosts += names
     return hosts
 
 
 def _numbers(ranges: str, hostlist: str, name: str) -> Iterator[str]:
-    """Yield the numbers of ``01-03,7``, as wide as they are written."""
+    """Yield the numbers of ``01-03,7``, with their leading zeros."""
     for part in ranges.split(","):
         match = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?", part)
         if match is None or int(match[2] or match[1]) < int(match[1]):

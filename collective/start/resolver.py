@@ -1,4 +1,4 @@
-"""Finds out who this process is among the ranks of its launch, and where they meet."""
+"""Resolution of the settings into a world: this process's rank, and where the ranks meet."""
 
 from __future__ import annotations
 
@@ -44,34 +44,35 @@ __all__ = [
 ]
 
 
-# The name of a launch that has none which its hosts have in common.
+# Name of a launch for which its hosts share no name.
 _BY_HAND = "by hand"
-# What the ranks of a job without a secret prove to each other that they know: which launch it is.
+# Secret of jobs without a secret. It is public: a key from it only proves which launch a rank
+# belongs to.
 _PUBLIC = Secret(b"the ranks of this job have no secret")
 
 
 def build(config: Config) -> World:
     """Return the world that ``config`` describes.
 
-    Nothing is exchanged with other ranks yet. A launcher that gives its processes no
-    common directory gets one, private and removed when the last rank has ended.
+    This function exchanges nothing with other ranks. If the launcher gives its processes no
+    common directory, they get a private one, which is removed when the last rank has ended.
 
     Raises:
-        ConfigError: more than one rank, and nothing says where they meet; or
-            ``interface`` is none of this host's.
-        RendezvousError: the place where they meet cannot be trusted or made.
+        ConfigError: there are several ranks, and no setting tells where they meet; or
+            ``interface`` is not an interface of this host.
+        RendezvousError: the directory where they meet cannot be trusted or created.
     """
     launched = config.launched
     if launched is not None and (config.rank, config.size) != (launched.rank, launched.size):
-        launched = None  # arranged by hand: see load()
+        launched = None  # rank and size were set by hand: see load()
     endpoint = _endpoint(config, launched)
     secret = config.resolved_secret()
     if secret is not None:
         secret = secret.within(_name(config))
     elif _is_open(config, endpoint):
         warn_of_open(config, str(endpoint))
-    ours = _Credentials(config, secret, certificates.resolve(config))
-    job, store = _meeting(ours, launched, endpoint)
+    credentials = _Credentials(config, secret, certificates.resolve(config))
+    job, store = _meeting(credentials, launched, endpoint)
     return World(
         config.rank,
         config.size,
@@ -85,12 +86,12 @@ def build(config: Config) -> World:
         address(config, endpoint),
         secret=secret,
         open=secret is None and _is_open(config, endpoint),
-        tls=ours.tls,
+        tls=credentials.tls,
     )
 
 
 def in_directory(directory: Path, secret: Secret) -> Store:
-    """Return the store of the ranks that `collective run` has started, which is a directory."""
+    """Return the store in ``directory``, where ranks meet that `collective run` has started."""
     return seal(FileStore(directory), secret.within(_BY_HAND))
 
 
@@ -98,9 +99,9 @@ def adopt(comm: Any, config: Config, world: World) -> World:
     """Return the world of an ``MPI.Comm`` with the settings of ``config``.
 
     Args:
-        comm: what the program made.
-        config: with the communicator's ranks.
-        world: what :func:`collective.start.mpi_world.world_of` says of it.
+        comm: communicator that the program made.
+        config: settings, with rank and size of ``comm``.
+        world: world that :func:`collective.start.mpi_world.world_of` returned for ``comm``.
     """
     settings = options(config)
     if config.across == "auto":
@@ -115,26 +116,26 @@ def adopt(comm: Any, config: Config, world: World) -> World:
 
 
 def options(config: Config) -> dict[str, str]:
-    """Return the settings that are for single transports only."""
-    found = {
+    """Return the settings that only single transports use."""
+    values = {
         "shm_single_copy": config.shm_single_copy,
         "shm_adopt": config.shm_adopt,
         "interface": config.interface,
         "across": choice.across(config),
     }
     if config.device is not None:
-        found["device"] = str(config.device)
+        values["device"] = str(config.device)
     if config.nccl_library:
-        found["nccl_library"] = config.nccl_library
-    return found
+        values["nccl_library"] = config.nccl_library
+    return values
 
 
 def name_libraries(config: Config) -> None:
-    """Let this whole process know of the libraries that are named: each is loaded once.
+    """Apply the settings of libraries and of the native core to this whole process.
 
-    And of the native core, if it is not to be used.
-
-    What loads them looks at the environment, since it also serves without settings.
+    Each library is loaded once in a process. The loaders read its path from the environment,
+    since they also work without settings. The native core is switched off if the settings ask
+    for it.
     """
     for key in ("cuda_library", "nccl_library"):
         if getattr(config, key):
@@ -144,30 +145,32 @@ def name_libraries(config: Config) -> None:
 
 
 def _endpoint(config: Config, launched: Launched | None) -> Endpoint | None:
-    """Return the address at which the ranks meet, if one was agreed on."""
+    """Return the address at which the ranks meet, or None if they do not meet at an address."""
     if config.store is not None:
         endpoint = from_url(config.store) if config.store.startswith("tcp:") else None
     elif config.size == 1 or (launched and config.local_size == config.size):
-        return None  # nobody to meet, or nobody elsewhere
+        return None  # there are no other ranks, or none on other hosts
     elif launched is None and config.launched is not None:
-        return None  # what there is was made for the launcher's own ranks
+        return None  # the variables describe the launcher's ranks, and not this world
     else:
         endpoint = from_environment(os.environ, launched)
-    # Where ranks are arranged by hand, one host is what is assumed if nothing is said.
+    # Without local_rank and local_size, ranks that were set up by hand count as ranks of one host.
+    # This assumption is unsafe if they meet at an address that other hosts reach.
     assumed = {"default", "launcher collective"}
     by_hand = assumed & {config.origin("local_rank"), config.origin("local_size")}
     if endpoint is not None and config.size > 1 and by_hand and not is_loopback(endpoint.host):
         raise ConfigError(
-            f"local_rank, local_size: not given, with size {config.size} "
-            f"({config.origin('size')}) and a meeting place that other hosts reach, {endpoint} "
-            f"({endpoint.origin}); which ranks share a host decides what connects them. Give both: "
-            "with one rank a host, local_rank=0 and local_size=1."
+            f"local_rank, local_size: not set, with size {config.size} "
+            f"({config.origin('size')}) and the rendezvous address {endpoint} "
+            f"({endpoint.origin}), which other hosts can reach. They are needed to know which "
+            "ranks share a host. Set both; with one rank on each host, local_rank=0 and "
+            "local_size=1."
         )
     return endpoint
 
 
 class _Credentials(NamedTuple):
-    """With what this rank comes to where the ranks meet."""
+    """Settings, secret and TLS contexts of this rank for the rendezvous."""
 
     config: Config
     secret: Secret | None
@@ -175,20 +178,20 @@ class _Credentials(NamedTuple):
 
 
 def _meeting(
-    ours: _Credentials, launched: Launched | None, endpoint: Endpoint | None
+    credentials: _Credentials, launched: Launched | None, endpoint: Endpoint | None
 ) -> tuple[str, Store]:
     """Return the job's name and its store."""
-    config = ours.config
+    config = credentials.config
     job = launched.job if launched else None
     if config.store is not None:
         if endpoint is not None:
-            return job or config.store, _LateStore(lambda: _tcp(ours, endpoint))
+            return job or config.store, _LateStore(lambda: _tcp(credentials, endpoint))
         return job or config.store, FileStore(config.store)
     if config.join != "off":
         raise ConfigError(
-            f"join: {config.join!r} ({config.origin('join')}), and nothing says where the ranks "
-            "are. Give store=DIR or store='tcp://HOST:PORT' (COLLECTIVE_STORE), as they have it, "
-            "and their secret."
+            f"join: {config.join!r} ({config.origin('join')}), but no setting tells where the "
+            "ranks to join have met. Set store=DIR or store='tcp://HOST:PORT' (COLLECTIVE_STORE) "
+            "to the value that those ranks have, and give this process their secret."
         )
     if config.size == 1:
         alone = f"alone-{secrets.token_hex(8)}"
@@ -197,46 +200,46 @@ def _meeting(
         job = f"by hand {os.geteuid()} {endpoint}"
     if job is None:
         raise ConfigError(
-            f"store: not given, with size {config.size} ({config.origin('size')}) and rank "
-            f"{config.rank} ({config.origin('rank')}); ranks that no launcher started need "
-            "store=DIR, a private directory that all of them see and no other launch uses, or, on "
-            "several hosts, store='tcp://HOST:PORT' with the host of rank 0. Give it, or start "
-            "them with: collective run -n N script.py"
+            f"store: not set, with size {config.size} ({config.origin('size')}) and rank "
+            f"{config.rank} ({config.origin('rank')}). Ranks without a launcher need it to meet. "
+            "Start them with: collective run -n N script.py. Or set store=DIR, a private directory "
+            "that all ranks see and no other launch uses. On several hosts, set "
+            "store='tcp://HOST:PORT' with the host of rank 0."
         )
     if config.local_size < config.size:
-        return job, _LateStore(lambda: _across_hosts(ours, endpoint))
+        return job, _LateStore(lambda: _across_hosts(credentials, endpoint))
     return job, RunStore(hashlib.sha256(job.encode()).hexdigest()[:32])
 
 
 def _over_mpi(config: Config) -> bool:
-    """Return whether ranks of several hosts are to meet over MPI itself."""
+    """Return whether ranks of several hosts meet over MPI itself."""
     under_mpiexec = config.launched is not None and config.launched.launcher in MPI_LAUNCHERS
     wanted = choice.choose(config).host
     over_mpi = wanted == "mpi" or (wanted == "hierarchical" and choice.across(config) == "mpi")
     return choice.in_mpi_world(config) and (under_mpiexec or over_mpi)
 
 
-def _across_hosts(ours: _Credentials, endpoint: Endpoint | None) -> Store:
+def _across_hosts(credentials: _Credentials, endpoint: Endpoint | None) -> Store:
     """Return the store of ranks on several hosts."""
-    config = ours.config
+    config = credentials.config
     if _over_mpi(config):
         if choice.installed("mpi4py"):
             return _mpi(config)
         if endpoint is None:
             raise RendezvousError(
                 f"rendezvous: {config.size} ranks under mpiexec, {config.local_size} of them on "
-                f"this host, and no mpi4py to meet through. Install it ({hint('mpi')}), "
-                "or set MASTER_ADDR and MASTER_PORT on all ranks: the host of rank 0 "
-                "and a port that is free there."
+                f"this host, cannot meet over MPI: mpi4py is not installed. Install it "
+                f"({hint('mpi')}), or set MASTER_ADDR and MASTER_PORT on all ranks to the host of "
+                "rank 0 and a port that is free there."
             )
     if endpoint is None:
         raise RendezvousError(
-            f"rendezvous: {config.size} ranks, {config.local_size} of them on this host; a "
-            "directory of this host cannot serve the others. Set MASTER_ADDR and MASTER_PORT to "
-            "the host of rank 0 and a port that is free there, or COLLECTIVE_STORE to a private "
+            f"rendezvous: {config.size} ranks, {config.local_size} of them on this host; the other "
+            "hosts cannot reach a directory of this host. Set MASTER_ADDR and MASTER_PORT to the "
+            "host of rank 0 and a port that is free there. Or set COLLECTIVE_STORE to a private "
             "directory that all hosts see and no other launch uses."
         )
-    return _tcp(ours, endpoint)
+    return _tcp(credentials, endpoint)
 
 
 def _mpi(config: Config) -> Store:
@@ -247,28 +250,29 @@ def _mpi(config: Config) -> Store:
     everybody = start(deadline).COMM_WORLD
     if everybody.Get_size() != config.size:
         raise RendezvousError(
-            f"rendezvous: mpiexec started {config.size} ranks, and mpi4py's library sees "
-            f"{everybody.Get_size()} [rank {config.rank}]; mpiexec and library are of different "
-            "vendors. Use the mpiexec that came with the library, or set COLLECTIVE_STORE to a "
-            "private directory that all hosts see."
+            f"rendezvous: mpiexec started {config.size} ranks, but mpi4py's MPI library sees "
+            f"{everybody.Get_size()} [rank {config.rank}]; mpiexec and the library belong to "
+            "different MPI implementations. Use the mpiexec that came with the library, or set "
+            "COLLECTIVE_STORE to a private directory that all hosts see."
         )
     store: Store = MpiStore(everybody, deadline)
     return store
 
 
 def _name(config: Config) -> str:
-    """Return the name of this launch that ranks of all hosts have in common."""
-    # An agent, or a server that several launches know of, outlives a launch. The other
-    # launchers' names for a job are one host's.
+    """Return a name of this launch that the ranks of all hosts share."""
+    # The name tells launches apart that use one long-lived server, such as torchrun's agent. Only
+    # torchrun and Slurm give a job a name that is the same on all hosts.
     launched = config.launched
     known = launched is not None and launched.launcher in ("torchrun", "slurm")
     return str(launched.job) if launched and known else _BY_HAND
 
 
 def _is_open(config: Config, endpoint: Endpoint | None) -> bool:
-    """Return whether ranks of several hosts meet where anybody can write who gets there.
+    """Return whether ranks of several hosts meet where anybody who connects can write.
 
-    A directory is of one user, and MPI's ranks are those that mpiexec has connected.
+    This is false for a directory, which belongs to one user, and for MPI, where mpiexec connects
+    the ranks.
     """
     if config.local_size == config.size or endpoint is None:
         return False
@@ -277,57 +281,62 @@ def _is_open(config: Config, endpoint: Endpoint | None) -> bool:
 
 
 def warn_of_open(config: Config, where: str) -> None:
-    """Warn that ranks of several hosts meet without a secret: rank 0, and if it is not silenced.
+    """Warn on rank 0 that ranks of several hosts meet without a secret, unless it is silenced.
 
     Args:
-        where: at what.
+        where: address at which the ranks meet.
 
     Warns:
-        RuntimeWarning: with the remedy.
+        RuntimeWarning: there is no secret and ``insecure`` is off; the text gives the remedy.
     """
     if config.rank == 0 and config.insecure == "off":
         warnings.warn(
             f"rendezvous: the ranks of several hosts meet at {where} "
-            f"without a secret; whoever reaches it can join this job, or end it. "
-            f"{REMEDY}; or set COLLECTIVE_INSECURE=1 to do without.",
+            f"without a secret; anybody who can connect there can join this job, or end it. "
+            f"{REMEDY}; or set COLLECTIVE_INSECURE=1 to accept this and omit the warning.",
             RuntimeWarning,
             stacklevel=4,
         )
 
 
-def _tcp(ours: _Credentials, endpoint: Endpoint) -> Store:
-    config = ours.config
+def _tcp(credentials: _Credentials, endpoint: Endpoint) -> Store:
+    config = credentials.config
     if endpoint.served:
-        # An agent's is torch's, and lets in whoever comes, also the ranks of another launch.
+        # The agent's store is torch's. It accepts every connection, also from ranks of another
+        # launch, so the keys get a prefix for this launch.
         prefix = f"collective/{hashlib.sha256(_name(config).encode()).hexdigest()[:16]}/"
         return PrefixedStore(AgentStore(endpoint, Deadline(config.start_timeout)), prefix)
     return TcpStore(
         endpoint,
-        _PUBLIC.within(_name(config)) if ours.secret is None else ours.secret,
+        _PUBLIC.within(_name(config)) if credentials.secret is None else credentials.secret,
         serve=config.rank == 0 and config.join == "off",
         spans_hosts=config.local_size < config.size,
         deadline=Deadline(config.start_timeout),
-        tls=ours.tls,
+        tls=credentials.tls,
     )
 
 
 def address(config: Config, endpoint: Endpoint | None) -> str:
-    """Return where ranks of other hosts reach this one, which meet at ``endpoint``, if at one."""
+    """Return the address at which ranks of other hosts reach this rank.
+
+    Args:
+        endpoint: address at which the ranks meet, or None.
+    """
     if config.local_size == config.size:
         return "127.0.0.1"
     if config.interface:
         return address_of(config.interface)
     if endpoint is not None:
-        # A name that does not resolve is told of when the store is opened.
+        # If the name does not resolve, opening the store reports it.
         with contextlib.suppress(RendezvousError):
-            found = address_toward(endpoint.host, endpoint.port)
-            if is_loopback(endpoint.host) or not is_loopback(found):
-                return found
+            local = address_toward(endpoint.host, endpoint.port)
+            if is_loopback(endpoint.host) or not is_loopback(local):
+                return local
     return own_address()
 
 
 class _LateStore(WrappedStore):
-    """A store that is opened when it is first used, which may be never."""
+    """Store that is opened at its first use, if any."""
 
     def __init__(self, open_store: Callable[[], Store]) -> None:
         self._open = open_store

@@ -1,11 +1,10 @@
-"""Run directories: private, shared by the processes of one launch, gone after the last.
+"""Run directories: private, shared by the processes of one launch, removed after the last.
 
-Every launch meets in a directory of its own below ``<tempdir>/collective-<uid>``. Each
-process that uses one holds a shared ``flock`` on it. That lock is what makes the rest
-simple, for the kernel drops it however a process ends: a directory that nobody holds
-is a leftover. It is emptied by the first process that joins it, so a launch whose name
-was used before never reads the keys of an earlier one, and any later launch sweeps it
-away.
+Every launch meets in its own directory below ``<tempdir>/collective-<uid>``. Each process that
+uses the directory holds a shared ``flock`` on it. The kernel drops this lock however a process
+ends, so a directory without a lock is a leftover. The first process that joins a leftover
+directory empties it. So a launch that has the name of an earlier one never reads the keys of the
+earlier launch. Any later launch removes leftover directories.
 """
 
 from __future__ import annotations
@@ -29,24 +28,24 @@ def join(name: str) -> tuple[Path, int]:
     """Create or join the run directory ``name`` and hold it.
 
     Args:
-        name: a file name; all processes of one launch give the same, no other does.
+        name: a file name that all processes of this launch pass, and no other launch.
 
     Returns:
-        The directory, and the descriptor that holds it. Whoever has a copy of the
-        descriptor, a forked child too, holds the directory.
+        The directory, and the descriptor that holds its lock. A process that has a copy of the
+        descriptor, such as a forked child, holds the directory, too.
 
     Raises:
-        RendezvousError: there is no directory for temporary files, the place for run
-            directories belongs to somebody else, or is on a file system without locks.
+        RendezvousError: there is no directory for temporary files, or the parent of the run
+            directories belongs to another user or is on a file system without locks.
     """
     try:
         parent = Path(tempfile.gettempdir()) / f"collective-{os.geteuid()}"
     except FileNotFoundError as error:
         raise RendezvousError(
-            f"run directory: {error.strerror}. Set TMPDIR to a directory that can be written to, "
+            f"run directory: {error.strerror}. Set TMPDIR to a directory in which you may write, "
             "or COLLECTIVE_STORE to a private directory that all ranks share."
         ) from error
-    FileStore(parent)  # refuses a directory that another user could have laid out
+    FileStore(parent)  # raises if another user could have created the directory
     _sweep(parent)
     path = parent / name
     try:
@@ -56,25 +55,25 @@ def join(name: str) -> tuple[Path, int]:
             try:
                 descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             except FileNotFoundError:
-                continue  # the last one of an earlier run has just left
+                continue  # the last process of an earlier run has just removed it
             if _lock_alone(descriptor) and _is_still(path, descriptor):
                 _empty(path)
-            # Not atomic, but all that can slip in between is another process that
-            # finds the directory as empty as we left it, or removes it.
+            # Emptying the directory and taking the shared lock are not atomic. In between, another
+            # process can only join the empty directory, or remove it; _is_still() detects that.
             fcntl.flock(descriptor, fcntl.LOCK_SH)
             if _is_still(path, descriptor):
                 return path, descriptor
             os.close(descriptor)
     except OSError as error:
         raise RendezvousError(
-            f"run directory {path}: {error}; a directory of uid {os.geteuid()} on a local "
-            "file system is needed. Set TMPDIR to one, or COLLECTIVE_STORE to a private "
+            f"run directory {path}: {error}. It must be on a local file system and belong to uid "
+            f"{os.geteuid()}. Set TMPDIR to such a directory, or COLLECTIVE_STORE to a private "
             "directory that all ranks share."
         ) from error
 
 
 def leave(path: Path, descriptor: int) -> None:
-    """Let go of a run directory, and remove it if nobody else holds it."""
+    """Release a run directory, and remove it if no other process holds it."""
     try:
         if _lock_alone(descriptor) and _is_still(path, descriptor):
             shutil.rmtree(path, ignore_errors=True)
@@ -83,7 +82,7 @@ def leave(path: Path, descriptor: int) -> None:
 
 
 class RunStore(FileStore):
-    """A store in a run directory, held until the store is collected or the process ends."""
+    """Store in a run directory, held until the store is collected or the process ends."""
 
     def __init__(self, name: str) -> None:
         path, descriptor = join(name)
@@ -92,8 +91,8 @@ class RunStore(FileStore):
 
 
 def _leave_unless_forked(path: Path, descriptor: int, owner: int) -> None:
-    # A forked child shares the lock itself, not only the file: what it did to it on
-    # its way out would be done to its parent.
+    # A forked child shares the lock itself, and not only the file. If it released the lock at
+    # its exit, its parent would lose it as well.
     if os.getpid() == owner:
         leave(path, descriptor)
 
@@ -107,7 +106,7 @@ def _lock_alone(descriptor: int) -> bool:
 
 
 def _is_still(path: Path, descriptor: int) -> bool:
-    """Whether ``path`` is what ``descriptor`` was opened on, and not removed since."""
+    """Return whether ``path`` is still the directory on which ``descriptor`` was opened."""
     try:
         return os.path.samestat(os.lstat(path), os.fstat(descriptor))
     except FileNotFoundError:
@@ -124,11 +123,11 @@ def _empty(path: Path) -> None:
 
 
 def _sweep(parent: Path) -> None:
-    """Remove the run directories that nobody holds any more."""
+    """Remove the run directories that no process holds any more."""
     for entry in list(os.scandir(parent)):
         try:
             descriptor = os.open(entry.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         except OSError:
-            continue  # removed meanwhile, or no directory
+            continue  # another process has removed it, or it is not a directory
         with contextlib.suppress(OSError):
             leave(Path(entry.path), descriptor)

@@ -1,4 +1,4 @@
-"""A store whose values are this job's alone, whoever else can write to it."""
+"""Store that accepts only values of this job, even if others can write to it."""
 
 from __future__ import annotations
 
@@ -16,19 +16,21 @@ _NONCE_BYTES, _TAG_BYTES = 16, 32
 
 
 class SealedStore(WrappedStore):
-    """Another store, with names and values that only those understand who know a secret.
+    """Wrapper of a store that authenticates names and values with a secret.
 
-    A value travels as ``nonce | value | tag``, where the tag is HMAC-SHA256 (RFC 2104) over the
-    key's name, the nonce and the value; a name travels as its own HMAC. Both keys follow from
-    the secret, which is of one job and one of its meetings: what is copied from another, or
-    from another name, has no valid tag. Values can be read by whoever reads the store.
+    A value is stored as ``nonce | value | tag``. The tag is HMAC-SHA256 (RFC 2104) over the key's
+    name, the nonce and the value. A name is stored as its own HMAC. Both HMAC keys are derived
+    from the secret, which belongs to one job and one rendezvous of it. So a value that is copied
+    from another job, rendezvous or name has no valid tag. Values are not encrypted: everybody who
+    can read the store can read them.
 
     Args:
-        store: any.
-        secret: the same for all ranks.
+        store: store to wrap, of any kind.
+        secret: secret that all ranks share.
 
     Raises:
-        RendezvousError: from the methods that read: a value that somebody else has put there.
+        RendezvousError: a method that reads finds a value without a valid tag, which another
+            program has written.
     """
 
     def __init__(self, store: Store, secret: Secret) -> None:
@@ -43,7 +45,8 @@ class SealedStore(WrappedStore):
             sealed = super().get(key, deadline)
         except RendezvousError as error:
             raise RendezvousError(
-                f"{error}; a rank with another secret, or none, would not be seen"
+                f"{error}; a rank with another secret, or none, cannot publish it: compare the "
+                "secrets of all ranks"
             ) from error
         return self._opened(key, sealed)
 
@@ -58,7 +61,8 @@ class SealedStore(WrappedStore):
         return hmac.digest(self._of_names, key.encode(), "sha256").hex()
 
     def _tag(self, key: str, content: bytes) -> bytes:
-        # With the name's length: no other name and content are the same bytes.
+        # The name's length comes first, so that no two pairs of name and content give the same
+        # bytes.
         name = key.encode()
         message = len(name).to_bytes(4, "big") + name + content
         return hmac.digest(self._of_values, message, "sha256")
@@ -73,13 +77,14 @@ class SealedStore(WrappedStore):
             tag, self._tag(key, content)
         ):
             raise RendezvousError(
-                f"rendezvous: the store at {self._store} holds a value that is not this job's, for "
-                f"{key!r}: whoever wrote it does not know its secret. Somebody else reaches the "
-                "store: use one of this launch's own, or keep others from it."
+                f"rendezvous: the store at {self._store} holds a value for {key!r} that does not "
+                "belong to this job: its writer does not know the job's secret. Another program "
+                "can write to the store. Use a store for this launch only, or restrict access to "
+                "it."
             )
         return content[_NONCE_BYTES:]
 
 
 def seal(store: Store, secret: Secret | None) -> Store:
-    """Return ``store`` sealed with ``secret``, or as it is if there is none."""
+    """Return ``store`` sealed with ``secret``, or ``store`` itself if ``secret`` is None."""
     return store if secret is None else SealedStore(store, secret)

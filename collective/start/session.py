@@ -1,4 +1,4 @@
-"""init(), and the communicator that module-level calls use."""
+"""``init()``, and the current communicator, which module-level calls use."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ __all__ = [
     "thread_world",
 ]
 
-# The current communicator: a thread's own where ranks are threads, else the process's.
+# The current communicator. It belongs to the thread if ranks are threads, else to the process.
 _of_thread = threading.local()
 _of_process: Communicator | None = None
 _open: weakref.WeakSet[Communicator] = weakref.WeakSet()
@@ -56,40 +56,41 @@ def init(
 ) -> Communicator:
     """Join the other ranks of this program and return the communicator of all of them.
 
-    Who this rank is, how many there are and which transport connects them come from the
-    arguments, ``COLLECTIVE_*`` variables, ``collective.toml`` or ``pyproject.toml``, the
-    launcher (``collective run``, torchrun, mpiexec, srun), in this order; with none of
-    them it is a world of one. ``collective config`` shows where each value came from.
+    The rank, the number of ranks and the transport come from several sources. In this order, they
+    are the arguments, ``COLLECTIVE_*`` variables, ``collective.toml`` or ``pyproject.toml``, and
+    the launcher (``collective run``, torchrun, mpiexec, srun). Without any of them, the process
+    is the only rank. ``collective config`` shows the source of each value.
 
-    Collective: every rank calls it, as often as the others; with ``comm``, every rank of that.
+    Collective: every rank calls it, as often as the others; with ``comm``, every rank of ``comm``.
 
     Args:
-        backend: a transport's name; ``"auto"`` picks one.
-        rank, size: this rank among how many, for ranks that no launcher started.
+        backend: name of a transport; ``"auto"`` picks one.
+        rank, size: number of this rank, and how many there are, for ranks without a launcher.
         timeout: seconds that a call may take before it raises, 300 by default.
-        comm: an ``MPI.Comm`` of mpi4py that the program made: the ranks are that
-            communicator's, over ``mpi`` unless another transport is named. It is left as it
-            is, and the program goes on to own it; messages over it and ours never mix.
-        settings: further keys of the configuration: ``store``, ``start_timeout``,
-            ``check``, ``local_rank``, ``local_size``, ``interface``, ``across``,
-            ``device``, …: all that ``collective config`` shows. With ``join=True`` this process
-            joins ranks that met in ``store`` and are connected already, when they call ``grow()``.
+        comm: an ``MPI.Comm`` of mpi4py that the program made. Its ranks become the ranks of the
+            new communicator, over ``mpi`` unless ``backend`` names another transport. The program
+            keeps ownership of ``comm``; messages over ``comm`` and over the new communicator
+            never mix.
+        settings: further settings: ``store``, ``start_timeout``, ``check``, ``local_rank``,
+            ``local_size``, ``interface``, ``across``, ``device``, …: all that ``collective
+            config`` shows. With ``join=True`` this process joins ranks that met in ``store`` and
+            are already connected. They admit it when they call ``grow()``.
 
     Returns:
-        The communicator, which is also what module-level calls use from now on.
+        The communicator. Module-level calls use it from now on.
 
     Raises:
-        ConfigError: a setting is unknown or wrong; names it and where it came from.
-        InvalidArgumentError: ``comm`` is not an ``MPI.Comm``, or comes with ``rank``,
-            ``size`` or another setting that it decides.
-        BackendNotFoundError, BackendUnavailableError: no such transport, or not here; with
-            ``comm``, MPI connects fewer processes than the launcher started.
-        RendezvousError: not all ranks arrived within ``start_timeout``; names them.
-        CollectiveTimeoutError, ExcludedError: with ``join``, nobody let this process in within
-            ``start_timeout``, or the ranks have ended.
+        ConfigError: a setting is unknown or wrong. The text names the setting and its source.
+        InvalidArgumentError: ``comm`` is not an ``MPI.Comm``, or is combined with ``rank``,
+            ``size`` or another setting that ``comm`` determines.
+        BackendNotFoundError, BackendUnavailableError: the transport does not exist or cannot be
+            used here; with ``comm``, MPI connects fewer processes than the launcher started.
+        RendezvousError: not all ranks arrived within ``start_timeout``. The text names them.
+        CollectiveTimeoutError, ExcludedError: with ``join``, the ranks did not admit this process
+            within ``start_timeout``, or they have ended.
 
     Warns:
-        RuntimeWarning: a file with settings was not read, since others could have written it.
+        RuntimeWarning: a settings file was not read, since another user could have written it.
     """
     arguments = {"backend": backend, "rank": rank, "size": size, "timeout": timeout, **settings}
     world: World | None = getattr(_of_thread, "world", None)
@@ -112,32 +113,32 @@ def init(
         world, chosen = replace(world, options=options(settled)), _of_threads(settled)
     world = replace(world, options={**world.options, **chosen.options})
     try:
-        made = _connected(world, chosen, settled)
+        communicator = _connected(world, chosen, settled)
     except BaseException:
         if not as_thread:
             world.store.close()
         raise
     if not as_thread:
-        made.succession.owns_store = True
-    set_current(made)
-    _see_to(made)
+        communicator.succession.owns_store = True
+    set_current(communicator)
+    _see_to(communicator)
     dump_on_signal(settled.dump_signal)
-    return made
+    return communicator
 
 
 def _connected(world: World, chosen: Choice, settled: Config) -> Communicator:
-    """Connect with the other ranks, or join them, or be alone until the program does."""
-    given: dict[str, Any] = {
+    """Return a communicator: connect, join other ranks, or with ``join="late"`` stay alone."""
+    common: dict[str, Any] = {
         key: getattr(settled, key)
         for key in ("timeout", "check", "trace", "shrink_grace", "min_ranks")
     }
     if settled.join == "off":
-        return connect(world, chosen.name, start_timeout=settled.start_timeout, **given)
+        return connect(world, chosen.name, start_timeout=settled.start_timeout, **common)
     if world.comm is not None or getattr(_of_thread, "world", None) is not None:
         raise UnsupportedError(
-            f"init: join {settled.join!r} ({settled.origin('join')}); ranks of an MPI.Comm, and "
-            "ranks that `collective run` starts as threads, are as many as they were at first. "
-            "Leave it out, or use COLLECTIVE_BACKEND=shm."
+            f"init: join {settled.join!r} ({settled.origin('join')}); no process can join the "
+            "ranks of an MPI.Comm, or ranks that `collective run` starts as threads. Omit join, "
+            "or use COLLECTIVE_BACKEND=shm."
         )
 
     def find(theirs: str) -> type[Backend]:
@@ -145,7 +146,7 @@ def _connected(world: World, chosen: Choice, settled: Config) -> Communicator:
             return registry.find(theirs)
         return joined_by(registry.find(chosen.name), theirs)
 
-    alone = connect_alone(world, find, **given)
+    alone = connect_alone(world, find, **common)
     if settled.join == "late":
         return alone
     with contextlib.closing(alone):
@@ -153,7 +154,7 @@ def _connected(world: World, chosen: Choice, settled: Config) -> Communicator:
 
 
 def _see_to(comm: Communicator) -> None:
-    """See to the end of ``comm``, and then to its next generation."""
+    """Register ``comm`` to be closed at the end, and each of its next generations as well."""
     tell_at_exit(comm)
     if getattr(_of_thread, "world", None) is not None:
         _of_thread.opened.append(comm)
@@ -161,7 +162,7 @@ def _see_to(comm: Communicator) -> None:
 
 
 def _succeed(before: weakref.ref[Communicator], comm: Communicator) -> None:
-    """See to the end of a next generation; it is the current one if the last was."""
+    """Register a next generation; make it the current communicator if the last one was."""
     was_current = before() is _current()
     _see_to(comm)
     if was_current:
@@ -169,56 +170,58 @@ def _succeed(before: weakref.ref[Communicator], comm: Communicator) -> None:
 
 
 def _of_threads(settled: Config) -> Choice:
-    # Ranks that are threads of this process cannot be anything else to each other,
-    # whatever a script asks for by default; they can be told to use another.
+    # "auto" gives threads here. A script that names another transport gets an error, since ranks
+    # that are threads of one process cannot use it.
     chosen = choose(settled, "threads")
     if chosen.host != "threads":
         raise UnsupportedError(
-            f"init: backend {settled.backend!r} ({settled.origin('backend')}); this program runs "
-            "with its ranks as threads of one process. Start it with `collective run --backend "
-            f"{settled.backend}`, or leave the choice to the launcher."
+            f"init: backend {settled.backend!r} ({settled.origin('backend')}); the ranks of this "
+            "program are threads of one process and cannot use it. Start the program with "
+            f"`collective run --backend {settled.backend}`, or do not name a backend."
         )
     return chosen
 
 
 def _world_of(comm: Any, arguments: Mapping[str, object], as_thread: bool) -> World:
-    """Return the world of an ``MPI.Comm``, or refuse what is none or does not go with it."""
-    # Whoever has made one has imported this.
+    """Return the world of an ``MPI.Comm``; raise if ``comm`` or the arguments do not fit."""
+    # A program that has made an MPI.Comm has already imported mpi4py.
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is None or not isinstance(comm, mpi.Intracomm) or comm == mpi.COMM_NULL:
         raise InvalidArgumentError(
             f"init: comm={comm!r} of type {type(comm).__name__}; it must be an MPI.Intracomm of "
             "mpi4py that this process is in, such as MPI.COMM_WORLD, or None."
         )
-    found = collect(arguments)  # before anything is sent, since other ranks would wait
-    given = [key for key in _DECIDED_BY_COMM if arguments.get(key) is not None]
-    if given:
+    # Check the settings before world_of() sends anything: if this rank raised later, the other
+    # ranks would wait for it.
+    collected = collect(arguments)
+    conflicts = [key for key in _DECIDED_BY_COMM if arguments.get(key) is not None]
+    if conflicts:
         raise InvalidArgumentError(
-            f"init: comm= together with {', '.join(given)}; who the ranks are and where they meet "
-            "is what comm says. Give one or the other."
+            f"init: comm= together with {', '.join(conflicts)}; comm already determines the ranks "
+            "and where they meet. Give one or the other."
         )
     if as_thread:
         raise UnsupportedError(
-            "init: comm=, and this program runs with its ranks as threads of one process, which "
-            "is one rank to MPI. Start it with mpiexec."
+            "init: comm= cannot be used, since the ranks of this program are threads of one "
+            "process, and a process is one rank of MPI. Start the program with mpiexec."
         )
     from .mpi_world import world_of
 
     default = Setting(KEYS["start_timeout"].default, "default")
-    world: World = world_of(comm, timeout=found.get("start_timeout", default).value)
+    world: World = world_of(comm, timeout=collected.get("start_timeout", default).value)
     return world
 
 
 def settings() -> Config:
-    """Return the settings that ``init()`` would use, each with where it came from."""
+    """Return the settings that ``init()`` would use, each with its source."""
     return load({})
 
 
 def current() -> Communicator:
-    """Return the communicator of module-level calls: what ``init()`` last returned here.
+    """Return the communicator of module-level calls, which ``init()`` last returned here.
 
     Raises:
-        CommunicatorClosedError: there is none, or it is closed.
+        CommunicatorClosedError: ``init()`` has not been called, or the communicator is closed.
     """
     comm = _current()
     if comm is None or comm.closed:
@@ -233,7 +236,7 @@ def _current() -> Communicator | None:
 
 
 def set_current(comm: Communicator) -> None:
-    """Make ``comm`` what module-level calls use, in this thread if ranks are threads."""
+    """Make ``comm`` the communicator of module-level calls; per thread if ranks are threads."""
     global _of_process
     alone = comm.size == 1 and getattr(_of_thread, "communicator", None) is None
     if comm.capabilities.in_process and not alone:
@@ -243,13 +246,13 @@ def set_current(comm: Communicator) -> None:
 
 
 def thread_world(world: World | None) -> None:
-    """Make ``init()`` in this thread join ``world``: launchers of ranks as threads say this."""
+    """Make ``init()`` in this thread join ``world``, for launchers whose ranks are threads."""
     _of_thread.world = world
     _of_thread.opened = []
 
 
 def leave_thread(failure: Failure | None) -> None:
-    """Close what this thread's ``init()`` opened, telling the peers of a failure."""
+    """Close the communicators of this thread, after reporting ``failure``, if any, to the peers."""
     for comm in getattr(_of_thread, "opened", ()):
         if failure is not None:
             comm.fail(failure)
@@ -257,16 +260,17 @@ def leave_thread(failure: Failure | None) -> None:
 
 
 def tell_at_exit(comm: Communicator) -> None:
-    """When this process ends, tell the peers of ``comm`` what ended it, and leave.
+    """Register ``comm`` so that its peers learn at exit why this process ended.
 
-    ``init()`` sees to that itself; this is for what :func:`collective.connect` made.
+    ``init()`` registers its communicator itself. This function is for communicators from
+    :func:`collective.connect`.
     """
     _open.add(comm)
 
 
 @atexit.register
 def _leave() -> None:
-    """At exit, tell the peers: of an exception that ended the program, or that it is over."""
+    """Report to the peers at exit: an exception that ended the program, or a normal end."""
     error = getattr(sys, "last_value", None)
     for comm in list(_open):
         if isinstance(error, BaseException) and not comm.closed:
@@ -275,7 +279,10 @@ def _leave() -> None:
 
 
 def _forget() -> None:
-    """A forked child is no rank: it takes no leave for its parent, nor joins the parent's world."""
+    """Clear the state in a forked child, which is not a rank.
+
+    The child must not leave the communicators of its parent, nor join its parent's world.
+    """
     _open.clear()
     _of_thread.world = None
     _of_thread.opened = []

@@ -1,4 +1,4 @@
-"""Where ranks of several hosts meet: listening there, and getting through to it."""
+"""TCP sockets for the rendezvous of ranks on several hosts: to listen, and to connect."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from .rendezvous import Endpoint
 
 __all__ = ["CONNECT_S", "listen", "reach", "refuses"]
 
-#: Longer than a connection across the world takes. A lost packet costs a second.
+#: Seconds for one connection attempt. This is longer than a connection across the world takes;
+#: a lost packet costs a second.
 CONNECT_S = 3.0
 _RETRY_S = 0.1
 
@@ -24,13 +25,13 @@ def listen(endpoint: Endpoint, spans_hosts: bool) -> socket.socket | None:
 
     Args:
         endpoint: an address of this host, or a name for one.
-        spans_hosts: whether ranks of other hosts have to reach it.
+        spans_hosts: whether ranks of other hosts have to reach the socket.
 
     Raises:
-        RendezvousError: it is none of this host's, or may not be used.
+        RendezvousError: the address does not belong to this host, or may not be used.
     """
     addresses = [address for _, address in _resolve(endpoint)]
-    # Debian gives a host's own name a loopback address, under which no other host finds it.
+    # Debian maps the host's own name to a loopback address, which other hosts cannot reach.
     if spans_hosts and not is_loopback(endpoint.host) and all(map(is_loopback, addresses)):
         addresses = ["0.0.0.0"]
     refusal: OSError | None = None
@@ -47,11 +48,11 @@ def listen(endpoint: Endpoint, spans_hosts: bool) -> socket.socket | None:
             if error.errno == errno.EADDRINUSE:
                 return None
             refusal = error
-    own = ", ".join(address for each in interfaces() for address in each.addresses)
+    own = ", ".join(address for interface in interfaces() for address in interface.addresses)
     raise RendezvousError(
-        f"rendezvous: rank 0 cannot listen at {endpoint} ({endpoint.origin}): {refusal}; it runs "
-        f"on {socket.gethostname()}, which has {own}. Name the host that rank 0 runs on, and a "
-        "port that it may use."
+        f"rendezvous: rank 0 cannot listen at {endpoint} ({endpoint.origin}): {refusal}. Rank 0 "
+        f"runs on {socket.gethostname()}, whose addresses are {own}. Set the host on which rank 0 "
+        "runs, and a port that it may use."
     ) from refusal
 
 
@@ -68,9 +69,9 @@ def _resolve(endpoint: Endpoint) -> list[tuple[socket.AddressFamily, str]]:
 
 
 def refuses(endpoint: Endpoint) -> bool:
-    """Tell whether nobody listens at ``endpoint`` any more: its host refuses a connection there.
+    """Return whether no process listens at ``endpoint`` any more: its host refuses connections.
 
-    False after any other answer, or none: who served there may live.
+    False after any other answer, and without an answer: the server may still be alive.
     """
     try:
         addresses = _resolve(endpoint)
@@ -91,14 +92,14 @@ def _listens(family: int, address: str, port: int, deadline: Deadline) -> bool:
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.settimeout(max(0.01, deadline.left()))
         probe.connect((address, port))
-        # Without a listener a port of this host may connect to itself.
+        # Without a listener, a connection to a port of this host may connect to itself.
         return bool(probe.getsockname() != probe.getpeername())
 
 
 def reach(endpoint: Endpoint, deadline: Deadline) -> str:
-    """Wait until somebody listens at ``endpoint`` and return the address that answers.
+    """Wait until a server listens at ``endpoint``, and return the address that answers.
 
-    torch's client of the agent's store could wait, too, but writes pages to standard error.
+    The client of torch's TCPStore could wait, too, but it writes pages to standard error.
     """
     while True:
         reason = "no address"
@@ -111,11 +112,11 @@ def reach(endpoint: Endpoint, deadline: Deadline) -> str:
         if deadline.expired:
             break
         time.sleep(_RETRY_S)
-    server = "torchrun's agent serves there" if endpoint.served else "rank 0 serves there"
-    remedy = "Start it, or correct the address; a firewall may be in the way."
+    server = "torchrun's agent" if endpoint.served else "rank 0"
+    remedy = "Start it, or correct the address; a firewall may also block the connection."
     if is_loopback(endpoint.host):
-        remedy = "This address leads to the same host only: ranks of several need another."
+        remedy = "Only ranks of the same host reach this address: set the address of rank 0's host."
     raise RendezvousError(
-        f"rendezvous: nobody answered at {endpoint} ({endpoint.origin}) within "
-        f"{deadline.seconds:g} s: {reason}; {server}, and has not come. {remedy}"
+        f"rendezvous: no server answered at {endpoint} ({endpoint.origin}) within "
+        f"{deadline.seconds:g} s: {reason}. {server} serves there and does not listen. {remedy}"
     )

@@ -1,9 +1,9 @@
-"""The rendezvous store of ranks on several hosts: rank 0 serves it, and NumPy is all it takes.
+"""Rendezvous store for ranks on several hosts: rank 0 serves it, and it needs only NumPy.
 
-Ranks connect to it as they do to the monitor's hub (:mod:`collective.backends.peers.link`): the
-server listens to nobody who has not proved that it knows the key. Without a secret the key follows
-from the launch's public name: then it keeps out other programs and other launches, and nobody who
-means harm.
+Ranks connect to the store as they connect to the monitor's hub
+(:mod:`collective.backends.peers.link`): the server reads no request before the peer has proved
+that it knows the key. Without a secret, the key is derived from the public name of the launch.
+Such a key keeps out other programs and other launches, but no attacker.
 """
 
 from __future__ import annotations
@@ -30,30 +30,32 @@ from .tcp import CONNECT_S, listen, reach, refuses
 __all__ = ["TcpStore"]
 
 _RETRY_S = 0.1
-# An answer that takes longer will never come: the server's host is off, or cut off.
+# A server that takes longer will never answer: its host is off, or its network is cut.
 _ANSWER_S = 30.0
-# How many ranks the server takes if this process may have few descriptors, and at most.
+# Bounds of the number of ranks that the server accepts. The lower one holds even if this
+# process may open only few descriptors.
 _ROOM_LEAST, _ROOM_MOST = 128, 1 << 16
 
-# The servers of this process. They live as long as it does: the next init() meets there too.
+# Keys of the servers in this process, by host and port. A server lives as long as the process,
+# because the next init() meets there too.
 _serving: dict[tuple[str, int], bytes] = {}
 os.register_at_fork(after_in_child=_serving.clear)
 
 
 class TcpStore(Store):
-    """One rank's connection to the store that rank 0 serves.
+    """Connection of a rank to the store that rank 0 serves.
 
     Args:
-        endpoint: where.
-        secret: all ranks have the same; one that is public if the job has none.
-        serve: whether this process serves.
+        endpoint: address of the server.
+        secret: secret that all ranks share; a public value if the job has none.
+        serve: whether this process serves the store.
         spans_hosts: whether ranks of other hosts have to reach the server.
-        deadline: moment by which the server must have let this rank in.
-        tls: for the connection, or None.
+        deadline: moment by which the server must have accepted this rank.
+        tls: TLS contexts for the connection, or None.
 
     Raises:
-        RendezvousError: the port is in use, the host's name is wrong, nobody answers, or who
-            answers does not know the secret.
+        RendezvousError: the port is in use, the host's name is wrong, no server answers, or the
+            server that answers does not know the secret.
     """
 
     served_by_rank = True
@@ -109,7 +111,8 @@ class TcpStore(Store):
         weakref.finalize(self, link.close).atexit = False
 
     def _poll(self, key: str, deadline: Deadline) -> bytes | None:
-        # Whoever waits less than a server may take to answer is not held up by one that is stopped.
+        # A caller with a short deadline must not wait the full _ANSWER_S for a server that is
+        # stopped.
         patience = min(max(deadline.left(), CONNECT_S), _ANSWER_S)
         return self._ask("get", key, deadline=Deadline(patience))
 
@@ -124,11 +127,12 @@ class TcpStore(Store):
                 try:
                     return ask(self._link, kind, key, value, deadline)
                 except (EOFError, OSError, ValueError) as error:
-                    # The system's own timeout has a number: then the connection is over.
+                    # Only the kernel's own timeout (ETIMEDOUT) has an errno. It means that the
+                    # connection is lost; without one, the deadline has passed.
                     if isinstance(error, TimeoutError) and error.errno is None:
                         raise TimeoutError(f"no answer within {deadline.seconds:.3g} s") from None
-                    # The connection may have broken since it was used; all questions can be
-                    # asked twice.
+                    # The connection may have broken since its last use. All requests are
+                    # idempotent, so the rank connects again and repeats the request.
                     self._link.close()
                     self._use(self._connect_again(deadline))
                     return ask(self._link, kind, key, value, deadline)
@@ -139,29 +143,30 @@ class TcpStore(Store):
             except (EOFError, OSError, ValueError) as error:
                 raise RendezvousError(
                     f"rendezvous: {kind} of {key!r} at {self._endpoint} failed: {error}. Rank 0 "
-                    "serves it, and has ended or cannot be reached any more: keep it running for "
-                    "as long as other ranks connect or make groups."
+                    "serves this store, and it has ended or is unreachable. Keep rank 0 running "
+                    "for as long as other ranks connect or make groups."
                 ) from error
 
     def _connect(self, deadline: Deadline) -> tuple[str, Link]:
-        """Return the server's address, and a link to the server, which may have to be waited for.
+        """Return the server's address and a link to the server, waiting until it listens.
 
         Raises:
-            RendezvousError: nobody lets this rank in.
+            RendezvousError: no server has accepted this rank by the deadline.
         """
         while True:
             address = f"{reach(self._endpoint, deadline)} {self._endpoint.port}"
             try:
                 return address, self._link_to(address, deadline)
             except (EOFError, OSError) as error:
-                # It may be the server of an earlier launch, which is about to end.
+                # The peer may be the server of an earlier launch that is about to end.
                 if deadline.expired:
                     raise RendezvousError(
                         f"rendezvous: the program that answers at {self._endpoint} "
-                        f"({self._endpoint.origin}) is not rank 0 of this job: {error}. Every rank "
-                        "needs the same secret (COLLECTIVE_SECRET, COLLECTIVE_SECRET_FILE), or "
-                        "none, and certificates (COLLECTIVE_TLS_…) if one has them; or the port is "
-                        "another launch's, or another program's, such as torch.distributed's."
+                        f"({self._endpoint.origin}) is not rank 0 of this job: {error}. Give every "
+                        "rank the same secret (COLLECTIVE_SECRET, COLLECTIVE_SECRET_FILE), or give "
+                        "none to any; if one rank has certificates (COLLECTIVE_TLS_…), all need "
+                        "them. If these agree, the port belongs to another launch or another "
+                        "program, such as torch.distributed's store: choose another port."
                     ) from error
                 time.sleep(_RETRY_S)
 
@@ -169,15 +174,16 @@ class TcpStore(Store):
         """Return another link to the server.
 
         Raises:
-            EOFError, OSError: nobody lets this rank in by the deadline, or the server has ended.
+            EOFError, OSError: no server accepts this rank by the deadline, or it has ended.
         """
         while True:
             try:
                 return self._link_to(self._address, deadline)
             except ConnectionRefusedError:
-                raise  # its socket was open for as long as its process lived
+                raise  # the server listens for as long as its process lives, so it has ended
             except (EOFError, OSError):
-                # Of a process that is killed, connections end before the port at which it listens.
+                # When a process is killed, its connections may end before its listening socket.
+                # Retry: the next attempt finds out whether the port refuses.
                 if deadline.left() <= _RETRY_S:
                     raise
                 time.sleep(_RETRY_S)
@@ -190,13 +196,14 @@ class TcpStore(Store):
 
 
 def _serve(endpoint: Endpoint, key: bytes, spans_hosts: bool, tls: Tls | None) -> None:
-    """Serve at ``endpoint``, unless this process does so already."""
+    """Serve at ``endpoint``, unless this process already does."""
     where = endpoint.host, endpoint.port
     if where in _serving:
         if _serving[where] != key:
             raise RendezvousError(
-                f"rendezvous: this process serves the ranks of another secret, or another launch, "
-                f"at {endpoint} ({endpoint.origin}). Set another port, on all ranks alike."
+                f"rendezvous: this process already serves ranks with another secret, or of another "
+                f"launch, at {endpoint} ({endpoint.origin}). Set another port, the same on all "
+                "ranks."
             )
         return
     listening = listen(endpoint, spans_hosts)
@@ -205,7 +212,7 @@ def _serve(endpoint: Endpoint, key: bytes, spans_hosts: bool, tls: Tls | None) -
             f"rendezvous: port {endpoint.port} of {endpoint.host} ({endpoint.origin}) is in use on "
             f"{socket.gethostname()} by another program, by torch.distributed in this one, or by "
             "an earlier run that has not ended. Set COLLECTIVE_STORE=tcp://HOST:PORT with another "
-            "port, on all ranks alike."
+            "port, the same on all ranks."
         )
     close_in_children(listening)
     server = Server(listening, key, Values(), tls, longest=LONGEST_MESSAGE, room=_room())
@@ -214,7 +221,7 @@ def _serve(endpoint: Endpoint, key: bytes, spans_hosts: bool, tls: Tls | None) -
 
 
 def _room() -> int:
-    """Return how many ranks the server takes at once: the program needs descriptors, too."""
+    """Return how many ranks the server accepts at once; the program needs descriptors, too."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
         return _ROOM_MOST

@@ -1,4 +1,4 @@
-"""Stores of torch's as rendezvous stores: any that there is, and the one of torchrun's agent."""
+"""Torch's stores as rendezvous stores: any existing store, and the store of torchrun's agent."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from .tcp import CONNECT_S, reach
 
 __all__ = ["AgentStore", "TorchStore"]
 
-# An answer that takes longer will never come: the server's host is off, or cut off.
+# A server that takes longer will never answer: its host is off, or its network is cut.
 _ANSWER_S = 30.0
 
-# What no rank publishes.
+# A value that no rank publishes; it stands for an absent key.
 _ABSENT = "\0nobody has published this"
 
 
 class TorchStore(Store):
-    """A store of torch's as a place to meet.
+    """Rendezvous store that wraps a store of torch.
 
     Args:
-        store: any of torch's, such as the one that ``init_process_group`` was given or made.
+        store: any store of torch, such as the one that ``init_process_group`` received or made.
     """
 
     def __init__(self, store: Any) -> None:
@@ -50,11 +50,11 @@ class TorchStore(Store):
         def look() -> bytes | None:
             return bytes(self._store.get(key)) if self._store.check([key]) else None
 
-        found: bytes | None = self._ask("get", key, look)
-        return found
+        value: bytes | None = self._ask("get", key, look)
+        return value
 
     def put_if_absent(self, key: str, value: bytes) -> bytes:
-        # An absent key compares as empty, and no rank publishes nothing.
+        # torch compares an absent key as if it were empty, and no rank publishes an empty value.
         won: bytes = self._ask(
             "put_if_absent", key, lambda: bytes(self._store.compare_set(key, "", value))
         )
@@ -66,23 +66,24 @@ class TorchStore(Store):
     def _ask(self, what: str, key: str, call: Callable[[], Any]) -> Any:
         try:
             return call()
-        except RuntimeError as error:  # torch's DistStoreError and DistNetworkError are such
+        except RuntimeError as error:  # base of torch's DistStoreError and DistNetworkError
             raise RendezvousError(
                 f"rendezvous: {what} of {key!r} in torch's store failed: {_first_line(error)}. "
-                "Rank 0, or torchrun's agent, serves it: keep it running while groups are made."
+                "Rank 0 or torchrun's agent serves this store: keep it running for as long as "
+                "groups are made."
             ) from error
 
 
 class AgentStore(TorchStore):
-    """One rank's connection to the TCPStore that torchrun's agent serves.
+    """Connection of a rank to the TCPStore that torchrun's agent serves.
 
     Args:
-        endpoint: where.
+        endpoint: address of the agent's store.
         deadline: moment by which the server must have answered for the first time.
 
     Raises:
-        BackendUnavailableError: there is no torch here; with the install command.
-        RendezvousError: the host's name is wrong, or nobody answers.
+        BackendUnavailableError: torch is not installed. The text shows the install command.
+        RendezvousError: the host's name is wrong, or no server answers.
     """
 
     # A poll is a round trip, and a thousand ranks may poll one server.
@@ -102,15 +103,16 @@ class AgentStore(TorchStore):
             )
         except LateError:
             raise RendezvousError(
-                f"rendezvous: what listens at {endpoint} ({endpoint.origin}) is no store of "
-                "torch's: it took the connection and did not answer within "
-                f"{deadline.seconds:g} s. Is the port another program's? Give torchrun another one "
-                "(--master-port)."
+                f"rendezvous: the program that listens at {endpoint} ({endpoint.origin}) is not a "
+                "store of torch: it accepted the connection and did not answer within "
+                f"{deadline.seconds:g} s. Another program may use the port: give torchrun another "
+                "port (--master-port)."
             ) from None
         except RuntimeError as error:
             raise RendezvousError(
                 f"rendezvous: the store at {endpoint} ({endpoint.origin}) refused the connection: "
-                f"{_first_line(error)}. Is the port another program's?"
+                f"{_first_line(error)}. Another program may use the port: give torchrun another "
+                "port (--master-port)."
             ) from error
         keep_in_children(client)
         super().__init__(client)
@@ -121,7 +123,7 @@ class AgentStore(TorchStore):
     def set(self, key: str, value: bytes) -> None:
         def put() -> None:
             self._store.set(key, value)
-            self._store.check([key])  # set waits for no answer, and there may be nobody
+            self._store.check([key])  # set() does not wait for an answer, so it misses a dead agent
 
         self._ask("set", key, put)
 
@@ -129,14 +131,15 @@ class AgentStore(TorchStore):
         return self._poll(key, Deadline(_ANSWER_S))
 
     def _poll(self, key: str, deadline: Deadline) -> bytes | None:
-        # Not TCPStore's own get, which would wait for the key, keep other threads from the
-        # connection, and write to standard error when its time is over. A comparison that fails
-        # changes nothing and returns what is there; of an absent key, what was expected.
+        # TCPStore.get() is of no use here. It waits for the key, blocks the connection for other
+        # threads, and writes to standard error when its timeout expires. The method compare_set()
+        # changes nothing if the expected value is wrong, and returns the value of the key. For an
+        # absent key it returns the expected value.
         patience = min(max(deadline.left(), CONNECT_S), _ANSWER_S)
-        found: bytes = self._ask(
+        value: bytes = self._ask(
             "get", key, lambda: self._store.compare_set(key, _ABSENT, _ABSENT), patience
         )
-        return None if found == _ABSENT.encode() else found
+        return None if value == _ABSENT.encode() else value
 
     def _ask(
         self, what: str, key: str, call: Callable[[], Any], patience: float | None = None
@@ -150,25 +153,25 @@ class AgentStore(TorchStore):
             raise RendezvousError(
                 f"rendezvous: {what} of {key!r} at {self._endpoint} failed: "
                 f"{f'no answer within {patience:.3g} s' if late else _first_line(error)}. "
-                "torchrun's agent serves it, and has ended or cannot be reached any more: keep "
-                "it running for as long as other ranks connect or make groups."
+                "torchrun's agent serves this store, and it has ended or is unreachable. Keep the "
+                "agent running for as long as other ranks connect or make groups."
             ) from error
 
 
 class _CallThread:
-    """Makes calls in a thread of its own: a server that is cut off may never answer them."""
+    """Thread that makes the calls to the store: an unreachable server may never answer them."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = (
             queue.SimpleQueue()
         )
-        # A daemon: a call that hangs must not keep the program from its end.
+        # A daemon thread, so that a call that hangs does not keep the program from ending.
         threading.Thread(
             target=_work, args=(self._queue,), name="collective-agent-store", daemon=True
         ).start()
 
     def call(self, function: Callable[[], Any], patience: float) -> Any:
-        """Return what ``function`` returns; raise LateError if that takes too long."""
+        """Return what ``function`` returns; raise LateError after ``patience`` seconds."""
         future: Future[Any] = Future()
         self._queue.put((future, function))
         return future.result(max(0.0, patience))
@@ -184,17 +187,18 @@ def _work(calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
             future.set_result(function())
         except BaseException as error:
             future.set_exception(error)
-        del task, future, function  # what they hold must not stay until the next call
+        del task, future, function  # do not keep their objects alive until the next call
 
 
 def _tcp_store() -> Any:
     try:
         return importlib.import_module("torch.distributed").TCPStore
-    except (ImportError, AttributeError) as error:  # it can be built without
+    except (ImportError, AttributeError) as error:  # torch can be built without distributed
         raise BackendUnavailableError(
-            "rendezvous: under torchrun ranks on several hosts meet in the TCPStore that its agent "
-            f"serves, and torch cannot be imported: {error}. Install it, `{hint('torch')}`, or set "
-            "COLLECTIVE_STORE=tcp://HOST:PORT, the host of rank 0 and a port that is free there."
+            "rendezvous: under torchrun, ranks on several hosts meet in the TCPStore that its "
+            f"agent serves, and torch.distributed cannot be imported: {error}. Install PyTorch "
+            f"(`{hint('torch')}`), or set COLLECTIVE_STORE=tcp://HOST:PORT with the host of rank 0 "
+            "and a port that is free there."
         ) from error
 
 

@@ -354,7 +354,7 @@ def test_a_process_joins_by_init(how: str, store_kind: str, tmp_path: Path) -> N
 
 
 def test_one_that_joins_has_to_know_where() -> None:
-    with pytest.raises(ConfigError, match="nothing says where the ranks are"):
+    with pytest.raises(ConfigError, match="no setting tells where the ranks to join have met"):
         collective.init(join=True)
 
 

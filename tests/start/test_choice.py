@@ -90,10 +90,10 @@ def test_what_is_asked_for_by_name_is_said_to_be(installed: Installed) -> None:
 @pytest.mark.parametrize(
     ("backend", "words"),
     [
-        ("cuda:nccl", "names none for the CPU; write 'cpu:shm"),
-        ("cpu:,cuda:nccl", "names none for the CPU"),
-        ("cpu:nccl", "Name what carries the rest: 'cpu:auto,cuda:nccl'"),
-        ("cpu:shm,cuda:gloo", "for cuda it is nccl, auto, or shm"),
+        ("cuda:nccl", "names no transport for the CPU; write 'cpu:shm"),
+        ("cpu:,cuda:nccl", "names no transport for the CPU"),
+        ("cpu:nccl", "Name a transport for the other arrays: 'cpu:auto,cuda:nccl'"),
+        ("cpu:shm,cuda:gloo", "for cuda must be nccl, auto, or shm"),
         ("cpu:shm,rocm:rccl", "the devices are cpu and cuda, not rocm"),
     ],
 )

@@ -142,8 +142,8 @@ def test_local_rank_follows_a_rank_that_the_launcher_did_not_give() -> None:
 @pytest.mark.parametrize(
     ("variable", "why"),
     [
-        ("", r"timeot \(argument\): no .* nearest is timeout,"),
-        ("COLLECTIVE_BAKEND", r"COLLECTIVE_BAKEND .* nearest is COLLECTIVE_BACKEND,"),
+        ("", r"timeot \(argument\): .* nearest is timeout\."),
+        ("COLLECTIVE_BAKEND", r"COLLECTIVE_BAKEND .* nearest is COLLECTIVE_BACKEND\."),
         ("COLLECTIVE_timeout", "nearest is COLLECTIVE_TIMEOUT"),  # another name
     ],
 )

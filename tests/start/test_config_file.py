@@ -71,7 +71,7 @@ def test_a_file_of_the_users_own_is_read(outer: Path) -> None:
 def test_a_file_of_somebody_elses_is_not_read(outer: Path) -> None:
     file = written(outer / "collective.toml")
     os.chown(file, SOMEBODY, SOMEBODY)
-    assert the_reason() == f"{file} belongs to uid {SOMEBODY}, and this is uid 0"
+    assert the_reason() == f"{file} belongs to uid {SOMEBODY}, and this process has uid 0"
 
 
 @as_root
@@ -123,7 +123,7 @@ def test_a_sticky_directory_keeps_files_from_others(outer: Path) -> None:
 def test_a_directory_of_somebody_elses_vouches_for_nothing(outer: Path) -> None:
     written(outer / "collective.toml")
     os.chown(outer, SOMEBODY, SOMEBODY)
-    assert the_reason() == f"{outer} belongs to uid {SOMEBODY}, and this is uid 0"
+    assert the_reason() == f"{outer} belongs to uid {SOMEBODY}, and this process has uid 0"
 
 
 # -- what is no plain file ----------------------------------------------------------------------
@@ -140,7 +140,7 @@ def test_a_link_of_somebody_elses_is_not_followed(outer: Path) -> None:
     link.symlink_to(written(outer / "mine.toml"))
     os.lchown(link, SOMEBODY, SOMEBODY)
     outer.chmod(0o1777)
-    assert the_reason() == f"the link {link} belongs to uid {SOMEBODY}, and this is uid 0"
+    assert the_reason() == f"the link {link} belongs to uid {SOMEBODY}, and this process has uid 0"
 
 
 def test_a_link_does_not_lead_to_where_everybody_can_write(outer: Path) -> None:
@@ -158,7 +158,7 @@ def test_a_link_that_leads_nowhere_is_no_file(outer: Path) -> None:
 
 def test_a_pipe_holds_nobody_up(outer: Path) -> None:
     os.mkfifo(outer / "collective.toml")
-    assert the_reason() == f"{outer / 'collective.toml'} is no regular file"
+    assert the_reason() == f"{outer / 'collective.toml'} is not a regular file"
 
 
 def test_empty_lines_take_no_time(outer: Path) -> None:

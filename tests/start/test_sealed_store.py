@@ -126,7 +126,7 @@ def test_what_a_stranger_has_written_is_refused_by_name(
     store.set("key", b"value")
     name = name_of(store, "key")
     below.set(name, forge(below.get(name, Deadline(0.0))))
-    wanted = rf"store at {tmp_path} holds a value that is not this job's, for 'key'"
+    wanted = rf"store at {tmp_path} holds a value for 'key' that does not belong to this job"
     for read in (lambda: store.try_get("key"), lambda: store.get("key", Deadline(0.0))):
         with pytest.raises(RendezvousError, match=wanted):
             read()
@@ -151,7 +151,7 @@ def test_a_value_that_was_sealed_for_something_else_is_refused(
     now = SealedStore(below, SECRET)
     assert now.try_get("key") is None  # under its own name it is nothing at all
     below.set(name_of(now, "key"), below.get(name_of(then, key), Deadline(0.0)))
-    with pytest.raises(RendezvousError, match="not this job's"):
+    with pytest.raises(RendezvousError, match="does not belong to this job"):
         now.try_get("key")
 
 

@@ -375,7 +375,7 @@ def test_a_stranger_cannot_win(tmp_path: Path) -> None:
     sealed.put_if_absent("key", b"value")
     (name,) = (path.name for path in plain.directory.iterdir())
     plain.set(name, b"a stranger's, of no use whatever it says, since it has no tag at all")
-    with pytest.raises(RendezvousError, match="does not know its secret"):
+    with pytest.raises(RendezvousError, match="does not know the job's secret"):
         sealed.put_if_absent("key", b"value")
 
 

@@ -433,7 +433,7 @@ def test_ranks_meet_at_the_masters_address() -> None:
 def test_rank_0_of_torchrun_leaves_serving_to_the_agent() -> None:
     pytest.importorskip("torch")
     found = anew(far(0, MASTER_PORT=str(free_port())), start_timeout=0.3)
-    with pytest.raises(RendezvousError, match=r"nobody answered.*torchrun's agent"):
+    with pytest.raises(RendezvousError, match=r"no server answered.*torchrun's agent"):
         found.store.set("key", b"")
 
 
@@ -492,7 +492,7 @@ def test_ranks_by_hand_may_meet_at_the_masters_address() -> None:
 def test_ranks_by_hand_that_may_be_anywhere_have_to_say_where(
     environ: dict[str, str], arguments: dict[str, object]
 ) -> None:
-    with pytest.raises(ConfigError, match=r"local_rank, local_size: not given.*node1.*Give both"):
+    with pytest.raises(ConfigError, match=r"local_rank, local_size: not set.*node1.*Set both"):
         anew(environ, **arguments)
     anew(environ, **arguments, local_rank=0, local_size=1)
 

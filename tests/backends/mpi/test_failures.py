@@ -161,7 +161,7 @@ def test_ranks_that_mpi_does_not_connect_make_no_worlds_of_one(vendor: str) -> N
     """)
     # One of the two that `torchrun` starts.
     written = run_alone(launch_of(vendor).python, script, RANK="1", WORLD_SIZE="2").stdout
-    assert written.startswith("mpi: MPI's world is of 1, and the launcher 'torchrun' started 2")
+    assert written.startswith("mpi: MPI's world has size 1, but the launcher 'torchrun' started 2")
     assert written.endswith("mpiexec -n 2.\n1\n")
 
 

@@ -138,7 +138,7 @@ def test_ranks_that_mpi_does_not_connect_make_no_worlds_of_one(name: str, tmp_pa
     # One of the two that `collective run -n 2` starts.
     variables.update(COLLECTIVE_RANK="0", COLLECTIVE_SIZE="2")
     done = start([launch_of("mpich").python, "program.py"], tmp_path, body, **variables)
-    assert "BackendUnavailableError: mpi: MPI's world is of 1" in done.stdout
+    assert "BackendUnavailableError: mpi: MPI's world has size 1" in done.stdout
     assert "the launcher 'collective' started 2 processes" in done.stdout
 
 
