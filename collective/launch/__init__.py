@@ -1,10 +1,10 @@
-"""Start ranks on this host, and stop them: what ``collective run`` does.
+"""Start and stop of ranks on this host, for ``collective run``.
 
-Three generations of processes: the launcher, which the user started and whose exit code
-counts; the supervisor (:mod:`collective.launch.supervisor`), forked from it; and the ranks,
-with mpiexec between (:mod:`collective.launch.mpi`) where they are to be MPI's. Launcher and
-supervisor watch each other, so that one of them is left to clean up when the other is killed,
-and the kernel kills the ranks with the supervisor.
+There are three generations of processes. The user starts the launcher, whose exit code counts.
+The launcher forks the supervisor (:mod:`collective.launch.supervisor`). The supervisor starts the
+ranks, for MPI through mpiexec (:mod:`collective.launch.mpi`). Launcher and supervisor watch each
+other, so if one of them is killed, the other cleans up. If the supervisor dies, the kernel kills
+the ranks.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ from .supervisor import Replacing, Supervisor
 
 __all__ = ["cores_for_each", "launch", "restart_with"]
 
-# Passed on to the ranks. One that is ignored, as by nohup, stays ignored.
+# Signals that the launcher passes on to the ranks. A signal that is ignored, such as SIGHUP under
+# nohup, stays ignored.
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _PAUSING = (signal.SIGTSTP, signal.SIGCONT)
 
@@ -51,33 +52,33 @@ def launch(
 ) -> int:
     """Run a program as ``size`` ranks and wait until all have ended.
 
-    Must be called from the main thread of a process that does nothing else: it forks,
-    handles signals, and ends every child of the process.
+    This function forks, handles signals, and ends every child of the process. So call it from the
+    main thread of a process that has no other work.
 
     Args:
-        program: arguments of the Python interpreter: a script or ``-m`` and a module,
-            then its own arguments.
-        size: how many ranks, at least 1.
+        program: arguments of the Python interpreter: a script, or ``-m`` and a module, followed
+            by the arguments of the program.
+        size: number of ranks, at least 1.
         settings: environment variables for all ranks, such as ``COLLECTIVE_BACKEND``.
-        mpi: whether they are to be an MPI world: then mpiexec starts them, with a command
-            that is printed.
-        min_ranks: how many ranks have to be left for the others to go on when some are lost;
-            by default all.
-        max_restarts: how often all ranks are started again, each time from nothing, once more
-            have failed than that.
-        replace: whether a process is started in place of each rank that is lost, while enough are
-            left, which joins them. Not with ``mpi``.
+        mpi: if true, the ranks are an MPI world. Then mpiexec starts them, and its command is
+            printed.
+        min_ranks: number of ranks that must survive for the run to continue after a loss; by
+            default all.
+        max_restarts: how often all ranks are started again, each time from scratch, after fewer
+            than ``min_ranks`` have survived.
+        replace: if true, a new process is started for each lost rank and joins the others, while
+            at least ``min_ranks`` survive. Not with ``mpi``.
 
     Returns:
-        0, also if some were lost that may be; or the exit code of the rank that failed first,
-        where 128 + n stands for a death by signal n; or 128 + n if signal n ended the launcher
-        itself.
+        0 if the run succeeded, also if it lost ranks but ``min_ranks`` survived. Otherwise the
+        exit code of the rank that failed first, where 128 + n stands for a death by signal n. If
+        signal n ended the launcher itself, 128 + n.
 
     Raises:
-        RendezvousError: there is no private place where the ranks could meet.
+        RendezvousError: there is no private directory where the ranks could meet.
         BackendUnavailableError: with ``mpi``, there is no mpiexec.
-        UnsupportedError: with ``mpi`` and fewer ``min_ranks`` than ``size``, it is one that ends
-            the ranks when one dies.
+        UnsupportedError: with ``mpi`` and ``min_ranks`` below ``size``, mpiexec ends all ranks
+            when one dies.
     """
     command = [sys.executable, "-u", *program]
     spare = size - (min_ranks or size)
@@ -89,7 +90,7 @@ def launch(
     store, hold = join(f"run-{secrets.token_hex(8)}")
 
     def attempt(number: int, control: int) -> Supervisor:
-        # Nothing that an attempt before has left there is found by this one.
+        # Each attempt has a directory of its own, so that it finds no keys of an earlier attempt.
         directory = store / f"start-{number}"
         directory.mkdir(mode=0o700)
         shared = {**os.environ, **_shared_variables(size, directory), **settings}
@@ -111,7 +112,7 @@ def launch(
 
 
 def _replacing(environments: Sequence[Mapping[str, str]], directory: Path) -> Replacing:
-    """Return how lost ranks of an attempt are replaced."""
+    """Return the rule by which lost ranks of an attempt are replaced."""
     secret = parse(environments[0]["COLLECTIVE_SECRET"])
 
     def admitted() -> set[int]:
@@ -128,10 +129,11 @@ def _watch_over(supervise: Callable[[int], int], clean_up: Callable[[], None]) -
     sys.stderr.flush()
     signals = [s for s in _ENDING if signal.getsignal(s) is not signal.SIG_IGN]
     signals += _PAUSING
-    # Held back until both processes know what to do with them.
+    # Block the signals until both processes have installed their handlers.
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     with warnings.catch_warnings():
-        # NumPy's threads are idle, and the child calls nothing of NumPy.
+        # Python warns about a fork with threads. NumPy's threads are idle, and the child does not
+        # call NumPy, so the fork is safe.
         warnings.simplefilter("ignore", DeprecationWarning)
         supervisor = os.fork()
     if supervisor == 0:
@@ -140,7 +142,7 @@ def _watch_over(supervise: Callable[[int], int], clean_up: Callable[[], None]) -
     os.close(control)
 
     def pass_on(number: int, _: object) -> None:
-        with contextlib.suppress(OSError):  # it has ended, and so does our wait
+        with contextlib.suppress(OSError):  # the supervisor has ended, so waitpid() returns soon
             os.write(handle, bytes([number]))
         if number == signal.SIGTSTP:
             os.kill(os.getpid(), signal.SIGSTOP)
@@ -162,15 +164,15 @@ def _watch_over(supervise: Callable[[int], int], clean_up: Callable[[], None]) -
 def _be_supervisor(
     supervise: Callable[[], int], clean_up: Callable[[], None], signals: Sequence[int]
 ) -> None:
-    """Do the forked child's work and exit; never return into the launcher's program."""
+    """Run the supervisor in the forked child and exit; never return into the launcher's code."""
     code = 1
     try:
-        os.setsid()  # out of reach of what is sent to the launcher's group or terminal
+        os.setsid()  # signals to the launcher's process group or terminal do not arrive here
         for number in signals:
-            signal.signal(number, signal.SIG_DFL)  # the command's handlers are the launcher's
+            signal.signal(number, signal.SIG_DFL)  # drop the handlers inherited from the launcher
         signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
         code = supervise()
-        clean_up()  # the launcher does so too, if it is still there
+        clean_up()  # the launcher also cleans up, unless it was killed
     except OSError as error:
         print(f"collective run: the ranks could not be started: {error}", file=sys.stderr)
     except BaseException:
@@ -185,10 +187,10 @@ def _shared_variables(size: int, store: Path) -> dict[str, str]:
         "COLLECTIVE_SIZE": str(size),
         "COLLECTIVE_LOCAL_SIZE": str(size),
         "COLLECTIVE_STORE": str(store),
-        # Of this launch alone, so it comes before one that the launcher was given. Others of
-        # this user can read it in /proc; it is never on a command line.
+        # A new secret for each launch. It replaces a secret in the launcher's environment. Other
+        # processes of this user can read it in /proc, but it is never on a command line.
         "COLLECTIVE_SECRET": secrets.token_hex(32),
-        # What programs written for torch.distributed look for.
+        # Variables for programs written for torch.distributed.
         "WORLD_SIZE": str(size),
         "LOCAL_WORLD_SIZE": str(size),
         "MASTER_ADDR": "127.0.0.1",
@@ -207,19 +209,19 @@ def _rank_variables(rank: int) -> dict[str, str]:
         "LOCAL_RANK": str(rank),
     }
     if os.isatty(1):
-        # Bars that move are for one rank: several would fight for the last line.
+        # Only rank 0 may draw moving progress bars: several ranks would fight for the last line.
         variables["TTY_INTERACTIVE"] = "1" if rank == 0 else "0"
     return variables
 
 
 def _terminal_variables(size: int) -> dict[str, str]:
-    """Tell the ranks, who write into pipes, of the terminal behind them.
+    """Return variables that describe the launcher's terminal to the ranks, which write to pipes.
 
-    TTY_COMPATIBLE and TTY_INTERACTIVE are rich's; COLUMNS is what everybody reads.
+    TTY_COMPATIBLE and TTY_INTERACTIVE are for rich; many programs read COLUMNS.
     """
     if not os.isatty(1):
         return {}
-    width = os.get_terminal_size(1).columns or 80  # some pseudo-terminals say 0
+    width = os.get_terminal_size(1).columns or 80  # some pseudo-terminals report 0
     prefix = len(f"[{size - 1}] ")
     return {
         "COLUMNS": str(max(20, width - prefix)),
@@ -228,10 +230,10 @@ def _terminal_variables(size: int) -> dict[str, str]:
 
 
 def _python_path() -> str:
-    """Return PYTHONPATH such that the ranks import the package that is running now."""
+    """Return a PYTHONPATH with which the ranks import the package that is running now."""
     before = os.environ.get("PYTHONPATH", "")
     home = str(Path(__file__).resolve().parent.parent.parent)
-    # Last, so that a source tree's other folders (tests, docs) hide nobody's modules.
+    # Last, so that other folders of a source tree (tests, docs) do not hide the user's modules.
     paths = [path for path in before.split(os.pathsep) if path]
     installed = Path(home).name in ("site-packages", "dist-packages")
     return before if installed or home in paths else os.pathsep.join([*paths, home])
@@ -245,9 +247,10 @@ def _free_port() -> int:
 
 
 def restart_with(**variables: str) -> None:
-    """Run this program anew with environment variables that libraries read once, if any is new.
+    """Run this program again with environment variables that libraries read once, if any is new.
 
-    For what has imported such a library already; it does not return then.
+    This is for programs that have already imported such a library. If the program runs again, the
+    function does not return.
     """
     new = {name: value for name, value in variables.items() if name not in os.environ}
     if new:
@@ -255,10 +258,10 @@ def restart_with(**variables: str) -> None:
 
 
 def cores_for_each(size: int) -> int:
-    """Return how many threads each of ``size`` ranks is to compute with.
+    """Return how many threads each of ``size`` ranks should compute with.
 
-    Ranks that each start a thread a core slow each other down by far. torchrun says 1, which
-    leaves cores idle where there are fewer ranks than cores.
+    Ranks that each start one thread for every core slow each other down by far. torchrun sets 1,
+    which leaves cores idle if there are fewer ranks than cores.
     """
     affinity = getattr(os, "sched_getaffinity", None)
     usable = len(affinity(0)) if affinity else os.cpu_count() or 1

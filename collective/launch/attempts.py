@@ -1,4 +1,4 @@
-"""Start the ranks, and all of them again when too many have failed."""
+"""Attempts of a run: start the ranks, and start all of them again after too many failures."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from .supervisor import Supervisor
 
 __all__ = ["pause_after", "run_attempts", "wait"]
 
-# An attempt that fails sooner has probably failed of what the next will fail of, too.
+# If an attempt fails sooner than this, the next one will probably fail for the same reason.
 _QUICK_S = 10.0
-# Before the restart after the first such attempt; after each further one it is twice as long.
+# Pause before the restart after the first such attempt. It doubles after each further one.
 _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 30.0
 
@@ -25,13 +25,14 @@ _LONGEST_PAUSE_S = 30.0
 def run_attempts(
     attempt: Callable[[int, int], Supervisor], size: int, restarts: int, control: int
 ) -> int:
-    """Run attempts until one does not fail, and return its exit code, or that of the last.
+    """Run attempts until one succeeds or restarts run out; return the exit code of the last one.
 
     Args:
-        attempt: makes one, given its number from 0 and ``control``.
-        size: how many ranks each starts.
-        restarts: how many there may be after the first.
-        control: as :class:`Supervisor` takes it.
+        attempt: function that makes the supervisor of an attempt, given the attempt's number from
+            0 and ``control``.
+        size: number of ranks that each attempt starts.
+        restarts: how many attempts may follow the first one.
+        control: as in :class:`Supervisor`.
     """
     quick = 0
     for number in range(restarts + 1):
@@ -62,21 +63,22 @@ def run_attempts(
 
 
 def pause_after(quick: int) -> float:
-    """Return how many seconds to wait after ``quick`` attempts in a row that failed at once."""
+    """Return the pause in seconds after ``quick`` consecutive attempts that failed quickly."""
     return min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0 ** (quick - 1)) if quick else 0.0
 
 
 def wait(control: int, deadline: Deadline) -> int | None:
-    """Wait, and return the number of a signal that ends the launch meanwhile, or None.
+    """Wait; return the number of a signal that ends the launch in the meantime, or None.
 
-    While the launcher is suspended nothing is started: the wait is over when it goes on.
+    While the launcher is suspended, no ranks may start. So the wait lasts at least until the
+    launcher continues.
     """
     suspended = False
     ready = select.poll()
     ready.register(control, select.POLLIN)
     while suspended or ready.poll(deadline.left() * 1000):
         numbers = os.read(control, 64)
-        if not numbers:  # the launcher is gone
+        if not numbers:  # end of file: the launcher has ended
             return int(signal.SIGKILL)
         for number in numbers:
             if number not in (signal.SIGTSTP, signal.SIGCONT):

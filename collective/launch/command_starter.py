@@ -1,4 +1,4 @@
-"""Ranks as processes that commands start, and that call back: under ``mpiexec``, among others."""
+"""Ranks as processes that a command such as ``mpiexec`` starts, and that call back."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from .ranks import LOAD_S, Handle, Job, Starter
 
 __all__ = ["Command", "CommandStarter", "under_mpiexec"]
 
-#: What is executed, and the environment variables that are added to this process's.
+#: Command to execute, and environment variables to add to those of this process.
 Command = tuple[Sequence[str], Mapping[str, str]]
 
-# How long what has started the ranks may take to end after them, and after a signal.
+# How long the commands may take to end after the ranks, and after a signal.
 _END_S = 3.0
-# How often it is looked at whether what starts the ranks still runs.
+# How often this module checks whether the commands still run.
 _LOOK_S = 0.2
 _SHOWN = 4000  # bytes of output in errors
-# Until what a rank wrote before its end has come through what started it.
+# Time for the last output of a rank to arrive through the command that started it.
 _PASSED_ON_S = 0.05
 _RANK = "import sys; from collective.launch import control; control.main(sys.argv[1:])"
 
@@ -43,13 +43,13 @@ _RANK = "import sys; from collective.launch import control; control.main(sys.arg
 def under_mpiexec(
     size: int, mpiexec: Mpiexec, *, lasting: bool = True, session: bool = True
 ) -> CommandStarter:
-    """Return what starts ``size`` ranks of an MPI world.
+    """Return a starter for ``size`` ranks of an MPI world.
 
     Args:
-        size: how many.
-        mpiexec: with what.
-        lasting: whether one that dies leaves the others; that takes MPICH or Open MPI 5.
-        session: as of :class:`CommandStarter`.
+        size: number of ranks.
+        mpiexec: program that starts the ranks.
+        lasting: if true, the others continue when a rank dies; needs MPICH or Open MPI 5.
+        session: as in :class:`CommandStarter`.
     """
 
     def commands(address: str) -> list[Command]:
@@ -62,12 +62,12 @@ def under_mpiexec(
 
 
 class _Called(ProcessHandle):
-    """A process that has called back."""
+    """Process that has called back."""
 
     def __init__(
         self, rank: int, line: Connection, pid: int, before_kill: Callable[[], None]
     ) -> None:
-        # Not the number alone: nobody here reaps the process, so that another may get it.
+        # A descriptor, since the number alone may be reused: this process does not reap the rank.
         super().__init__(rank, line, os.pidfd_open(pid))
         self._before_kill = before_kill
 
@@ -84,16 +84,17 @@ class _Called(ProcessHandle):
 
 
 class CommandStarter(Starter):
-    """Makes ranks that commands start; if one is gone, all are replaced.
+    """Starter of ranks by commands; if one rank has ended, all are replaced.
 
-    Each rank connects to a socket (:func:`collective.launch.control.call_back`) and serves what
-    comes through that connection. What the commands and the ranks write is kept for errors.
+    Each rank connects to a socket (:func:`collective.launch.control.call_back`) and runs the jobs
+    that arrive through this connection. The output of the commands and the ranks is kept for
+    errors.
 
     Args:
-        size: how many ranks call back.
-        commands: given the address where they call back, returns what is to be executed.
-        patience: seconds until all have called.
-        session: whether what is executed gets a session of its own, which is ended as a whole.
+        size: number of ranks that call back.
+        commands: function that returns the commands, given the address where ranks call back.
+        patience: seconds in which all ranks have to call back.
+        session: if true, each command gets its own session, which is ended as a whole.
     """
 
     together = True
@@ -122,11 +123,11 @@ class CommandStarter(Starter):
     def wait(self, handles: Mapping[int, Any], deadline: Deadline) -> dict[int, Outcome | None]:
         answers = wait_for_answers(handles, deadline)
         outcomes = [answer for answer in answers.values() if answer is not None]
-        # MPI makes its shared memory in the first job, and removes it at its end, which ranks
-        # that are killed do not come to.
-        if (outcomes and not self._noted) or any(one.error is not None for one in outcomes):
+        # MPI creates its shared memory in the first job and removes it when a rank ends normally.
+        # Ranks that are killed leave it behind, so note its files while they run.
+        if (outcomes and not self._noted) or any(done.error is not None for done in outcomes):
             self._note_segments()
-        died = [one.error for one in outcomes if isinstance(one.error, RankDiedError)]
+        died = [done.error for done in outcomes if isinstance(done.error, RankDiedError)]
         if died:
             time.sleep(_PASSED_ON_S)
         for error in died:
@@ -140,7 +141,7 @@ class CommandStarter(Starter):
 
     def start(self, ranks: Sequence[int]) -> dict[int, Handle]:
         directory = tempfile.mkdtemp(prefix="collective-ranks-")
-        self._output = tempfile.TemporaryFile()  # noqa: SIM115 - it is there as long as the ranks
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as the ranks
         handles: dict[int, _Called] = {}
         try:
             with socket.socket(socket.AF_UNIX) as listener:
@@ -178,25 +179,25 @@ class CommandStarter(Starter):
         deadline = Deadline(self._patience)
         while len(handles) < self._size:
             try:
-                called, _ = listener.accept()
+                connection, _ = listener.accept()
             except TimeoutError:
                 ended = any(process.poll() is not None for process in self._processes)
                 if not ended and not deadline.expired:
                     continue
-                what = " ".join(map(str, self._processes[0].args))  # type: ignore[arg-type]
+                command = " ".join(map(str, self._processes[0].args))  # type: ignore[arg-type]
                 raise BackendUnavailableError(
-                    f"start: {len(handles)} of {self._size} ranks have started\n{what}\n"
+                    f"start: {len(handles)} of {self._size} ranks have started\n{command}\n"
                     f"{self.output()}"
                 ) from None
-            called.setblocking(True)
-            line = Connection(called.detach())
-            # One that is gone before it has said who it is has not started.
+            connection.setblocking(True)
+            line = Connection(connection.detach())
+            # A rank that ends before it has sent its number and process id has not started.
             with contextlib.suppress(EOFError, ConnectionError, ProcessLookupError):
                 rank, pid = line.recv()
                 handles[rank] = _Called(rank, line, pid, self._note_segments)
 
     def output(self) -> str:
-        """Return the end of what the commands and the ranks have written."""
+        """Return the end of the output of the commands and the ranks."""
         if self._output is None:
             return self._written
         file = self._output.fileno()
@@ -209,7 +210,7 @@ class CommandStarter(Starter):
         self._noted = False
         for number in (signal.SIGTERM, signal.SIGKILL):
             for process in processes:
-                # What is still there may have started more, in its group.
+                # A command that still runs may have started more processes, in its group.
                 if process.poll() is None:
                     self._segments |= mpi_segments(process.pid)
                     with contextlib.suppress(ProcessLookupError):

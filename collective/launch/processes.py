@@ -1,7 +1,7 @@
-"""Processes that must not outlive their launcher: the Linux calls behind that promise.
+"""Linux calls which ensure that no process outlives the launcher.
 
-Elsewhere than on Linux these do what can be done there: ranks are still signalled by
-process group, but orphans of a rank that was killed are not found.
+On other systems these functions do less: ranks still get signals by process group, but orphans of
+a killed rank are not found.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = [
 # From <sys/prctl.h>.
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-# MPICH's, Intel MPI's and Open MPI's names, at the end of a line of /proc/PID/maps.
+# Names of shared memory of MPICH, Intel MPI and Open MPI, at the end of a line of /proc/PID/maps.
 _SEGMENT = re.compile(
     rb" (/dev/shm/(?:mpich_shm_|Intel_MPI_|sm_segment\.|vader_segment\.)\S+)$", re.MULTILINE
 )
@@ -38,37 +38,37 @@ _SEGMENT = re.compile(
 def adopt_orphans() -> None:
     """Make this process the parent of all descendants whose own parent dies.
 
-    So nothing that a rank started can leave the tree: it stays a child of ours, can be
-    found and ended, and its process id cannot be reused before we have reaped it.
+    So no process that a rank started can leave the tree. It becomes a child of this process, which
+    can find and end it. Its process id cannot be reused before this process has reaped it.
     """
     if sys.platform == "linux":
         _libc().prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def die_with_parent() -> Callable[[], None]:
-    """Return what a child runs before exec so that the kernel kills it with this process."""
+    """Return a function for a child to call before exec, so that it dies with this process."""
     if sys.platform != "linux":
         return lambda: None
-    # Looked up here: between fork and exec a child should do as little as possible.
+    # Look up prctl before the fork: between fork and exec a child should do as little as possible.
     prctl = _libc().prctl
     parent = os.getpid()
 
     def prepare() -> None:
         prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-        if os.getppid() != parent:  # it died before the call above
+        if os.getppid() != parent:  # the parent died before the call of prctl
             os.kill(os.getpid(), signal.SIGKILL)
 
     return prepare
 
 
 def end_children(patience: float) -> None:
-    """Return when this process has no children left; reap them all.
+    """Wait until this process has no children left, and reap them all.
 
     Args:
-        patience: seconds they have to leave on their own (a resource tracker that
-            removes what its process left needs some) before SIGTERM, and again before
-            SIGKILL. What ignores even that (waiting for a disk) is given up after five
-            seconds more.
+        patience: seconds in which the children may end by themselves before SIGTERM, and again
+            before SIGKILL. For instance, a resource tracker needs some time to remove what its
+            process has left. A child that survives even SIGKILL, since it waits for a disk, is
+            given up after five more seconds.
     """
     end = Deadline(2 * patience + 5)
     signals = (Deadline(patience), signal.SIGTERM), (Deadline(2 * patience), signal.SIGKILL)
@@ -77,9 +77,9 @@ def end_children(patience: float) -> None:
         if due:
             for pid, parent in _parents().items():
                 if parent == os.getpid():
-                    with contextlib.suppress(PermissionError):  # it took on another user's rights
+                    with contextlib.suppress(PermissionError):  # the child changed its user
                         os.kill(pid, due[-1])
-        # A child that dies leaves us its own children, so go on until none is left.
+        # When a child dies, this process adopts its children, so continue until all have ended.
         time.sleep(0.005)
 
 
@@ -94,26 +94,27 @@ def _reap() -> bool:
 
 
 def mpi_segments(pid: int) -> set[str]:
-    """Return the files in /dev/shm over which ranks share memory in MPI.
+    """Return the files in /dev/shm through which ranks share memory in MPI.
 
-    An MPI library removes them at its end, to which ranks that are killed do not come.
+    An MPI library removes these files when it is finalised. Ranks that are killed leave them
+    behind.
 
     Args:
-        pid: a rank, or a process that ranks descend from.
+        pid: process id of a rank, or of an ancestor of ranks.
     """
     parents = _parents()
-    found: set[str] = set()
+    segments: set[str] = set()
     generation = {pid}
     while generation:
-        for each in generation:
-            with contextlib.suppress(OSError), open(f"/proc/{each}/maps", "rb") as file:
-                found.update(map(os.fsdecode, _SEGMENT.findall(file.read())))
+        for process in generation:
+            with contextlib.suppress(OSError), open(f"/proc/{process}/maps", "rb") as file:
+                segments.update(map(os.fsdecode, _SEGMENT.findall(file.read())))
         generation = {child for child, parent in parents.items() if parent in generation}
-    return found
+    return segments
 
 
 def remove_segments(files: Iterable[str]) -> None:
-    """Remove what :func:`mpi_segments` returned, once the ranks are gone."""
+    """Remove files that :func:`mpi_segments` returned, once the ranks have ended."""
     for file in files:
         with contextlib.suppress(OSError):
             os.unlink(file)
@@ -121,13 +122,13 @@ def remove_segments(files: Iterable[str]) -> None:
 
 def _parents() -> dict[int, int]:
     """Return the parent of each process."""
-    found = {}
+    parents = {}
     with contextlib.suppress(OSError):
         for name in os.listdir("/proc"):
             with contextlib.suppress(OSError, ValueError), open(f"/proc/{name}/stat", "rb") as file:
                 status = file.read()
-                found[int(name)] = int(status[status.rindex(b")") + 2 :].split()[1])
-    return found
+                parents[int(name)] = int(status[status.rindex(b")") + 2 :].split()[1])
+    return parents
 
 
 def _libc() -> Any:

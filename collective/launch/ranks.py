@@ -1,16 +1,16 @@
-"""Ranks that are started once and steered: a job goes in, and an outcome a rank comes out.
+"""Ranks that are started once and then run jobs; a job has one outcome for each rank.
 
-Whoever needs several ranks in one program (tests, the benchmark, the parity suite, the doctor)
-has one :class:`Ranks`, and a :class:`Starter` that knows how its kind of rank comes into being:
-threads (:mod:`.thread_starter`), processes forked from a server (:mod:`.process_starter`), or
-whatever a command starts, ``mpiexec`` among others, which calls back (:mod:`.command_starter`).
-Another launcher is another starter.
+Programs that need several ranks (tests, the benchmark, the parity suite, the doctor) use one
+:class:`Ranks` and a :class:`Starter`. The starter creates one kind of rank: threads
+(:mod:`.thread_starter`), processes forked from a server (:mod:`.process_starter`), or processes
+that a command such as ``mpiexec`` starts and that call back (:mod:`.command_starter`). Another
+launcher needs another starter.
 
-Between the two there is a *control line* for each rank. It takes a job, which the rank loads;
-when all have loaded it they are let go, so that what imports take is not the job's time; and it
-brings what the job returned or raised. A rank that dies is noticed by its process's end and not
-only by the line's, since a process that it forked has the line, too. One that hangs is asked for
-its stacks and ended.
+Each rank has a *control line*. A job arrives through it, and the rank loads the job. When all ranks
+have loaded it, they get the order to begin, so the time of imports does not count as the job's.
+Then the line returns what the job returned or raised. The death of a rank shows as the end of its
+process. The end of its line is not enough, since a process that the rank forked has the line open,
+too. If a rank hangs, it gets a request for its stacks and is ended.
 """
 
 from __future__ import annotations
@@ -35,25 +35,26 @@ LOAD_S = 60.0
 LEAVE_S = 5.0
 
 
-# -- what a rank has ---------------------------------------------------------------------------
+# -- inside a rank -----------------------------------------------------------------------------
 
 
 class Resource(Protocol):
-    """Something that a rank keeps from job to job."""
+    """Object that a rank keeps from job to job."""
 
     def close(self) -> None:
-        """Let go of it."""
+        """Release the resource."""
 
     def abort(self, reason: str) -> None:
-        """Break off what is under way in it: the rank hangs, and is a thread."""
+        """Abort the calls in flight, since the rank hangs; only for ranks that are threads."""
 
 
 class Participant:
-    """One rank, from inside.
+    """State of a rank, as its jobs see it.
 
     Attributes:
-        rank: which.
-        kept: what jobs leave to the next ones, by whatever they know it by; closed at the end.
+        rank: number of the rank.
+        kept: resources that jobs leave to later jobs, under keys of their choice; closed at the
+            end.
     """
 
     def __init__(self, rank: int, kept: Mapping[Hashable, Resource] | None = None) -> None:
@@ -61,34 +62,34 @@ class Participant:
         self.kept: dict[Hashable, Any] = dict(kept or {})
 
     def leave(self) -> None:
-        """Close what is kept."""
+        """Close all resources in :attr:`kept`."""
         while self.kept:
             self.kept.popitem()[1].close()
 
 
 class Job(ABC):
-    """What every rank does once; pickled where ranks are processes."""
+    """Work that every rank does once; pickled if ranks are processes."""
 
     def load(self) -> None:
-        """Import what it takes. A rank that cannot fails before any other has begun."""
+        """Import the modules of the job. If this fails, no rank begins the job."""
         return None
 
     @abstractmethod
     def run(self, participant: Participant) -> Any:
-        """Do a rank's part, and return what goes to whoever steers the ranks."""
+        """Do the part of a rank, and return its result for the program that controls the ranks."""
 
     def failed(self, participant: Participant, error: BaseException) -> None:
-        """Let go of what is of no use after ``error``; its outcome has been noted."""
+        """Release resources that are of no use after ``error``; its outcome is already recorded."""
         return None
 
 
 @dataclass(frozen=True)
 class FunctionJob(Job):
-    """A function that every rank calls with its :class:`Participant` and some arguments.
+    """Function that every rank calls with its :class:`Participant` and some arguments.
 
     Attributes:
-        function: at the top of a module, where ranks are processes.
-        args: what it gets after the participant.
+        function: the function; at the top level of a module if ranks are processes.
+        args: arguments after the participant.
     """
 
     function: Callable[..., Any]
@@ -103,108 +104,109 @@ class FunctionJob(Job):
 
 
 def perform(job: Job, participant: Participant) -> Outcome:
-    """Run a rank's part of a job, whatever becomes of it."""
+    """Run a rank's part of a job, and return its outcome, also if it raises."""
     __tracebackhide__ = True
     try:
         return Outcome(job.run(participant))
-    except BaseException as error:  # whoever steers the ranks gets it
+    except BaseException as error:  # the outcome carries the error to the controlling program
         outcome = Outcome.failed(error)
         job.failed(participant, error)
         return outcome
 
 
-# -- what whoever steers them has --------------------------------------------------------------
+# -- in the program that controls the ranks ----------------------------------------------------
 
 
 class Handle(ABC):
-    """One rank from outside: this end of its control line.
+    """Rank as seen from outside: this end of its control line.
 
     Attributes:
-        gone: whether it takes no more jobs.
+        gone: whether the rank has ended and takes no more jobs.
     """
 
     gone = False
 
     @abstractmethod
     def load(self, job: Any) -> None:
-        """Have it load a job, as :meth:`Starter.encode` returned it.
+        """Make the rank load a job that :meth:`Starter.encode` returned.
 
         Raises:
-            OSError: it is not there; as the next two methods.
+            OSError: the rank has ended; the next two methods raise it as well.
         """
 
     @abstractmethod
     def go(self) -> None:
-        """Let it begin what it has loaded."""
+        """Let the rank begin the job that it has loaded."""
 
     def skip(self) -> None:
-        """Let it wait for the next job: somebody could not load this one."""
+        """Let the rank drop the job and wait for the next one: another rank could not load it."""
         return None
 
     @abstractmethod
     def died(self) -> Outcome:
-        """Return the outcome of a rank that is gone."""
+        """Return the outcome of a rank that has ended."""
 
     @abstractmethod
     def stacks(self) -> str:
-        """Return where its threads are, or an empty text if it does not say."""
+        """Return the stacks of the rank's threads, or an empty text if the rank does not answer."""
 
     def dismiss(self) -> None:
-        """Let it end by itself; return at once."""
+        """Let the rank end by itself; return at once."""
         return None
 
     @abstractmethod
     def end(self, deadline: Deadline) -> None:
-        """Return when it has ended, by itself until ``deadline`` or else by force."""
+        """Wait until the rank ends by itself; end it by force at ``deadline``."""
 
 
 class Starter(ABC):
-    """How ranks of one kind come into being.
+    """Starter of ranks of one kind.
 
     Attributes:
-        together: whether they live and end together, as those of MPI: if one is gone all are
-            replaced.
+        together: whether the ranks live and end together, as those of MPI: if one has ended, all
+            are replaced.
     """
 
     together = False
 
     def encode(self, job: Job) -> Any:
-        """Return ``job`` as handles take it.
+        """Return ``job`` in the form that :meth:`Handle.load` takes.
 
         Raises:
-            TypeError: it cannot be sent to the ranks.
+            TypeError: the job cannot be sent to the ranks.
         """
         return job
 
     @abstractmethod
     def start(self, ranks: Sequence[int]) -> dict[int, Handle]:
-        """Start ranks: all, or those that are not there.
+        """Start ``ranks``: all ranks, or those that are missing.
 
         Raises:
-            BackendUnavailableError: they do not start.
+            BackendUnavailableError: the ranks do not start.
         """
 
     @abstractmethod
     def wait(self, handles: Mapping[int, Handle], deadline: Deadline) -> dict[int, Outcome | None]:
-        """Wait until some rank answers.
+        """Wait until a rank answers.
 
         Returns:
-            Outcomes, and None for a rank that has loaded its job; nothing if time is over.
+            Outcomes by rank, None for a rank that has loaded its job; empty after the deadline.
         """
 
     def end(self) -> None:
-        """End what has started the ranks, and remove what they left; all ranks have ended."""
+        """End the commands that started the ranks, and clean up, once all ranks have ended."""
         return None
 
 
 class Ranks:
     """Ranks that do one job after another; a context manager.
 
-    They are started when the first job comes. One that died or hung is replaced for the next.
+    The ranks are started at the first job. A rank that died or hung is replaced before the next
+    job.
 
     Args:
-        size: how many.
-        starter: what starts them; it is this object's own from now on.
+        size: number of ranks.
+        starter: starter of the ranks; this object takes ownership of it.
     """
 
     def __init__(self, size: int, starter: Starter) -> None:
@@ -213,10 +215,10 @@ class Ranks:
         self._handles: dict[int, Handle] = {}
 
     def start(self) -> None:
-        """Start the ranks that are not there.
+        """Start the ranks that are missing.
 
         Raises:
-            BackendUnavailableError: they do not start.
+            BackendUnavailableError: the ranks do not start.
         """
         missing = [rank for rank in range(self.size) if rank not in self._handles]
         if missing and self._starter.together and self._handles:
@@ -226,12 +228,14 @@ class Ranks:
             self._handles.update(self._starter.start(missing))
 
     def run(self, job: Job, timeout: float, *, grace: float | None = None) -> dict[int, Outcome]:
-        """Run ``job`` on every rank and return how it ended for each.
+        """Run ``job`` on every rank and return the outcomes by rank.
 
         Args:
-            timeout: seconds until ranks that have not returned are ended. Starting them and
-                loading the job do not count.
-            grace: how many of them are left once a rank has failed; all by default.
+            job: the job to run.
+            timeout: seconds after which ranks that have not returned are ended. The time to start
+                the ranks and to load the job does not count.
+            grace: seconds that the other ranks have once a rank has failed, within ``timeout``;
+                None for no such limit.
 
         Raises:
             TypeError: the job cannot be sent.
@@ -240,7 +244,7 @@ class Ranks:
         encoded = self._starter.encode(job)
         try:
             self.start()
-            # Whoever starts its processes or imports its modules first waits for the last.
+            # No rank begins before the last one has started and imported its modules.
             outcomes = self._ask(lambda handle: handle.load(encoded), Deadline(LOAD_S))
             if not outcomes:
                 return self._ask(lambda handle: handle.go(), Deadline(timeout), grace)
@@ -254,10 +258,11 @@ class Ranks:
         return outcomes
 
     def results(self, job: Job, timeout: float) -> list[Any]:
-        """Run ``job`` on every rank, as :meth:`run`, and return what it returned, in rank order.
+        """Run ``job`` on every rank, as :meth:`run`, and return its results in rank order.
 
         Raises:
-            RanksFailedError: a rank raised, died or hung; holds every rank's traceback.
+            RanksFailedError: a rank raised, died or hung; contains the traceback of every rank
+                that failed.
         """
         outcomes = self.run(job, timeout)
         failure = RanksFailedError.of(outcomes, self.size)
@@ -266,14 +271,14 @@ class Ranks:
         return [outcomes[rank].value for rank in range(self.size)]
 
     def _ask(
-        self, tell: Callable[[Handle], None], limit: Deadline, grace: float | None = None
+        self, send: Callable[[Handle], None], limit: Deadline, grace: float | None = None
     ) -> dict[int, Outcome]:
-        """Tell all ranks something, and wait until each has answered; return the outcomes."""
+        """Send an order to all ranks, wait until each has answered, and return the outcomes."""
         outcomes: dict[int, Outcome] = {}
         pending: dict[int, Handle] = {}
         for rank, handle in self._handles.items():
             try:
-                tell(handle)
+                send(handle)
                 pending[rank] = handle
             except OSError:
                 outcomes[rank] = handle.died()
@@ -294,12 +299,12 @@ class Ranks:
         return outcomes
 
     def _hung(self, pending: Mapping[int, Handle], limit: Deadline) -> dict[int, Outcome]:
-        """End the ranks that still run, after a look at where they are."""
+        """Get the stacks of the ranks that still run, and end these ranks."""
         stacks = {rank: handle.stacks() for rank, handle in pending.items()}
         hung = {}
         for rank, stack in stacks.items():
             error = RankHungError(
-                f"rank {rank}: no result after {limit.seconds:g} s; it was ended", stack
+                f"rank {rank}: no result after {limit.seconds:g} s; the rank was ended", stack
             )
             hung[rank] = Outcome(error=error)
             self._handles.pop(rank).end(Deadline(0.0))
@@ -308,16 +313,17 @@ class Ranks:
     def _end(self, deadline: Deadline) -> None:
         handles, self._handles = self._handles, {}
         for handle in handles.values():
-            handle.dismiss()  # all at once, then one by one: they leave side by side
+            handle.dismiss()  # first let all end in parallel, then wait for each
         for handle in handles.values():
             handle.end(deadline)
         self._starter.end()
 
     def close(self) -> None:
-        """End all ranks. A second close does nothing."""
-        # Those that live together wait for each other at their end.
-        whole = len(self._handles) == self.size or not self._starter.together
-        self._end(Deadline(LEAVE_S if whole else 0.0))
+        """End all ranks. A second call has no effect."""
+        # Ranks that live together wait for each other at their end. If one is missing, the others
+        # would wait in vain, so end them by force at once.
+        complete = len(self._handles) == self.size or not self._starter.together
+        self._end(Deadline(LEAVE_S if complete else 0.0))
 
     def __enter__(self) -> Self:
         return self

@@ -1,8 +1,8 @@
-"""Many ranks' output on one screen: whole lines, each with its rank in front.
+"""Output of many ranks on one screen: complete lines, each with its rank in front.
 
-Lines end with a newline, or with a carriage return, as progress bars do that rewrite
-their line in place. A bar stays in place for as long as only its own rank writes; when
-another one does, it goes on in a fresh line.
+Lines end with a newline or with a carriage return. Progress bars use the carriage return to
+rewrite their line in place. A bar stays in place for as long as only its own rank writes. When
+another rank writes, the bar continues in a new line.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ import time
 
 __all__ = ["RankOutput", "Screen"]
 
-# POSIX: a pipe that poll() calls writable takes this many bytes without blocking.
+# POSIX: if poll() reports a pipe as writable, it accepts this many bytes without blocking.
 _CHUNK = select.PIPE_BUF
-# More than this unread by whoever reads the launcher's output, and ranks have to wait.
+# Back-pressure: if the reader of the launcher's output has more bytes than this still to read,
+# the ranks have to wait.
 _BACKLOG_LIMIT = 1 << 20
-# A line without an end is shown as a line once it is this long.
+# An unfinished line of this many bytes is shown as a complete line.
 _LINE_LIMIT = 1 << 20
 _COLOURS = (36, 33, 32, 35, 34, 31)
 _SEQUENCE = rb"\x1b\[[0-9;?]*[A-Za-z]"
@@ -32,14 +33,14 @@ _UP = re.compile(rb"\x1b\[([0-9]*)([AF])")
 
 
 class Screen:
-    """One output of the launcher: a terminal, a pipe or a file.
+    """Output of the launcher: a terminal, a pipe or a file.
 
     Attributes:
-        descriptor: where it goes.
-        terminal: whether that is a terminal.
-        broken: whether whoever read it is gone; what is written then is dropped.
-        reason: why it is broken, unless its reader has seen enough.
-        hidden: whether a rank has hidden the cursor, perhaps not to show it again.
+        descriptor: file descriptor of the output.
+        terminal: whether the output is a terminal.
+        broken: whether nothing can be written any more. Further output is dropped.
+        reason: why the output is broken; empty if its reader has closed the pipe.
+        hidden: whether a rank has hidden the cursor. The rank may end without showing it again.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -49,20 +50,20 @@ class Screen:
         self.reason = ""
         self.hidden = False
         self._backlog = bytearray()
-        # The stream in whose unfinished line the cursor stands; who wrote last; and how
-        # many whole lines above the cursor are all from that one.
+        # The stream in whose unfinished line the cursor stands, the stream that wrote last, and
+        # the number of complete lines above the cursor that are all from the latter.
         self._open: RankOutput | None = None
         self._last: RankOutput | None = None
         self._above = 0
 
     @property
     def waiting(self) -> bool:
-        """Whether something is yet to be written."""
+        """Whether output is still to be written."""
         return bool(self._backlog)
 
     @property
     def full(self) -> bool:
-        """Whether so much is yet to be written that no more should be read."""
+        """Whether so much output is still to be written that no more should be read."""
         return len(self._backlog) > _BACKLOG_LIMIT
 
     def write(self, data: bytes) -> None:
@@ -71,7 +72,7 @@ class Screen:
             self._backlog += data
 
     def flush(self) -> None:
-        """Write what can be written without waiting."""
+        """Write as much as possible without blocking."""
         ready = select.poll()
         ready.register(self.descriptor, select.POLLOUT)
         while self._backlog and ready.poll(0):
@@ -85,14 +86,14 @@ class Screen:
             del self._backlog[:done]
 
     def fresh_line(self) -> None:
-        """Leave the unfinished line, if there is one."""
+        """End the unfinished line, if there is one."""
         if self._open is not None:
             self.write(b"\n")
             self._open.shown = 0
             self._open = None
 
     def restore(self) -> None:
-        """Leave the screen as it was found: in a fresh line, with a cursor."""
+        """Restore the screen: begin a new line and show the cursor."""
         self.fresh_line()
         if self.hidden:
             self.write(_SHOW_CURSOR)
@@ -103,7 +104,7 @@ class Screen:
         if mine and stream.shown:
             self.write(text[stream.shown :] + end)
         elif _NOTHING.fullmatch(text) and (mine or end == b"\r"):
-            # The newline that finishes a bar in place, or the carriage return before it.
+            # The newline that finishes a bar in its place, or the carriage return before a bar.
             self.write(text + end if mine else b"".join(_CURSOR.findall(text)))
         else:
             self._begin(stream, text)
@@ -114,7 +115,7 @@ class Screen:
             self._above += 1
 
     def show_unfinished(self, stream: RankOutput, text: bytes) -> None:
-        """Show a line that has no end yet."""
+        """Show a line that is not finished yet."""
         if self._open is stream and stream.shown:
             self.write(text[stream.shown :])
         else:
@@ -128,8 +129,8 @@ class Screen:
             self._above = 0
         leading = _LEADING.match(text)
         if leading:
-            # What erases the line or moves the cursor comes before the prefix, or would
-            # take it along; colours come after.
+            # Sequences that erase the line or move the cursor must come before the prefix, since
+            # they would also erase or move the prefix. Colours come after it.
             moves = b"".join(_MOVES.findall(leading[0]))
             text = _MOVES.sub(b"", leading[0]) + text[leading.end() :]
             self.write(_UP.sub(self._climb, moves))
@@ -137,24 +138,24 @@ class Screen:
         self._open = self._last = stream
 
     def _climb(self, move: re.Match[bytes]) -> bytes:
-        """Let a rank move up in its own lines, and not into those of others."""
+        """Return a move up that stays in the rank's own lines, and out of those of other ranks."""
         lines = min(int(move[1] or 1), self._above)
         self._above -= lines
         return b"\x1b[%d%s" % (lines, move[2]) if lines else b""
 
 
 class RankOutput:
-    """The output or the error output of one rank.
+    """Standard output or standard error of a rank.
 
     Attributes:
-        shown: how many bytes of the unfinished line stand on the screen.
-        prefix: what stands before each of its lines.
-        silent_since: when it last said something, if that is an unfinished line that
-            the screen does not show whole; on the clock of ``time.monotonic()``.
+        shown: number of bytes of the unfinished line that the screen shows.
+        prefix: text before each line.
+        silent_since: time of the last output, if it has left an unfinished line that the screen
+            does not show completely; else None. On the clock of ``time.monotonic()``.
     """
 
     def __init__(self, rank: int, screen: Screen, keep: int) -> None:
-        """Take ``keep`` as the number of bytes to remember for :attr:`tail`."""
+        """Create the stream of ``rank``, with ``keep`` bytes remembered for :attr:`tail`."""
         self.screen = screen
         self.shown = 0
         self.silent_since: float | None = None
@@ -169,30 +170,30 @@ class RankOutput:
 
     @property
     def tail(self) -> bytes:
-        """The end of what it said."""
+        """Last bytes of the output."""
         return bytes(self._tail[-self._keep :]) if self._keep else b""
 
     def hold(self) -> None:
-        """Show nothing from now on, until it is released."""
+        """Hold back the output from now on, until :meth:`release`."""
         self._held = bytearray()
 
     @property
     def held(self) -> bytes:
-        """What it said since it is held."""
+        """Output since :meth:`hold`."""
         return bytes(self._held or b"")
 
     def release(self, output: bytes) -> None:
-        """Show ``output`` in place of what was held, and all that follows at once."""
+        """Show ``output`` in place of the held output; show further output at once."""
         if self._held is not None:
             self._held = None
             self.feed(output)
             self.finish()
 
     def feed(self, data: bytes) -> None:
-        """Take what the rank wrote and show its complete lines."""
+        """Add output of the rank, and show its complete lines."""
         if self._held is not None:
             self._held += data
-            if len(self._held) > _LINE_LIMIT:  # no traceback, and it will not end either
+            if len(self._held) > _LINE_LIMIT:  # too long for a traceback; the rank keeps running
                 self.release(self.held)
             return
         if self._keep:
@@ -210,12 +211,12 @@ class RankOutput:
         self.silent_since = time.monotonic() if self._line else None
 
     def show_unfinished(self) -> None:
-        """Show the line that has no end yet, such as a prompt or a bar."""
+        """Show the unfinished line, such as a prompt or a bar."""
         self.screen.show_unfinished(self, bytes(self._line))
         self.silent_since = None
 
     def finish(self) -> None:
-        """End the line that has no end, for nothing more will come."""
+        """End the unfinished line; the stream has no more output."""
         if self._line and self._held is None:
             bare = _NOTHING.fullmatch(self._line)
             self.screen.put(self, bytes(self._line), b"\r" if bare else b"\n")

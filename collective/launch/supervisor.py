@@ -1,9 +1,9 @@
-"""The process between the launcher and the ranks: starts them, relays, stops them.
+"""Process between the launcher and the ranks: it starts the ranks, relays their output, stops them.
 
-It is the ranks' parent and the adoptive parent of all they start, in a session of its
-own. So it outlives a launcher that is killed together with its process group, learns of
-that from a pipe, and ends everything; and should it be killed itself, the launcher
-adopts what it leaves. Only the launcher gets signals; they arrive here as bytes.
+The supervisor is the parent of the ranks, and it adopts all their descendants. It has its own
+session, so it survives if the launcher is killed together with its process group. It then sees
+the end of a pipe, and ends all ranks. If the supervisor itself is killed, the launcher adopts its
+children. Only the launcher receives signals; it sends them to the supervisor as bytes.
 """
 
 from __future__ import annotations
@@ -28,31 +28,32 @@ from .verdict import FailedRank, exit_code, first_in_cause, loss, losses, report
 
 __all__ = ["Rank", "Replacing", "Supervisor"]
 
-# After the first failure the others have a moment to notice and to say so. Together
-# with what end_children allows it stays below the two seconds that are promised.
+# After the first failure, the other ranks have some time to notice and report it. Together with
+# the time of end_children, it stays below the promised two seconds.
 _AFTER_FAILURE = ((0.75, signal.SIGTERM), (1.25, signal.SIGKILL))
 _ORPHANS_AFTER_FAILURE_S = 0.15
 _ORPHANS_AFTER_SUCCESS_S = 0.5
-# After Ctrl-C or a signal they have as long to clean up.
+# After Ctrl-C or another signal, the ranks have this much time to clean up.
 _AFTER_SIGNAL = ((2.0, signal.SIGTERM), (2.5, signal.SIGKILL))
-# A process that stands in for a rank and fails sooner would fail again.
+# If a replacement of a rank fails sooner than this, the next replacement would fail as well.
 _QUICK_S = 10.0
-# Unfinished lines (prompts, bars) appear on a terminal once the rank pauses.
+# Unfinished lines (prompts, bars) appear on a terminal once the rank pauses for this long.
 _PAUSE_S = 0.05
-# Longer than a traceback gets, with the peer's tracebacks that it may carry.
+# Number of bytes of standard error to keep. This is longer than a traceback, including tracebacks
+# of peers that it may contain.
 _TAIL = 256 * 1024
 
 
 class Rank:
-    """A rank, as the supervisor sees it.
+    """State of a rank in the supervisor.
 
     Attributes:
-        number: which.
-        joins: whether it was started in place of one that was lost.
-        began: when it was started, on the clock of ``time.monotonic()``.
-        process: that of the rank itself, or of whoever started it for us.
-        code: as ``subprocess`` gives it; None while the rank runs.
-        streams: its output and its error output.
+        number: number of the rank.
+        joins: whether the rank was started in place of a lost rank.
+        began: when the rank was started, on the clock of ``time.monotonic()``.
+        process: process of the rank itself, or the process that started it, such as mpiexec.
+        code: exit code in the form of ``subprocess``; None while the rank runs.
+        streams: standard output and standard error.
     """
 
     def __init__(self, number: int, process: subprocess.Popen[bytes], joins: bool = False) -> None:
@@ -65,43 +66,44 @@ class Rank:
 
     @property
     def runs(self) -> bool:
-        """Whether it has not ended."""
+        """Whether the rank has not ended."""
         return self.code is None
 
     def send(self, number: int, *, group: bool) -> None:
-        """Send it a signal, and with ``group`` what it has started, too."""
-        # Not reaped yet, so neither its process id nor its group can be another's.
+        """Send a signal to the rank; with ``group``, also to the processes that it started."""
+        # A running rank is not reaped yet, so no other process or group can have its id.
         if self.runs:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 (os.killpg if group else os.kill)(self.process.pid, number)
 
 
 class Replacing(NamedTuple):
-    """How lost ranks are replaced by processes that join the others.
+    """Rule by which lost ranks are replaced by processes that join the others.
 
     Attributes:
-        environment: returns the environment of the process in place of a rank.
-        admitted: returns the process ids of those that the ranks have let in.
+        environment: function that returns the environment for the replacement of a rank.
+        admitted: function that returns the ids of the processes that the ranks have admitted.
     """
 
     environment: Callable[[int], Mapping[str, str]]
     admitted: Callable[[], Set[int]]
 
     def fits(self, rank: Rank) -> bool:
-        """Tell whether a lost rank is replaced: not one that failed as soon as it stood in."""
+        """Return whether to replace a lost rank: not if it was a replacement that failed soon."""
         return not rank.joins or time.monotonic() - rank.began > _QUICK_S
 
 
 class Supervisor:
-    """Runs one process per environment to the end of all of them, once.
+    """Supervisor of one run: starts a process for each environment and waits until all have ended.
 
     Args:
-        control: the read end of a pipe: each byte is the number of a signal that the
-            launcher got, and its end means that the launcher is gone.
-        command: what each rank executes.
-        environments: each rank's environment variables, by rank.
-        spare: how many ranks may fail before the others are stopped, and the run is a failure.
-        replacing: how lost ranks are replaced; None if they are not.
+        control: the read end of a pipe. Each byte is the number of a signal that the launcher
+            received. End of file means that the launcher has ended.
+        command: command that each rank executes.
+        environments: environment variables of each rank, by rank.
+        spare: number of ranks that may fail. After one more failure the other ranks are stopped,
+            and the run has failed.
+        replacing: rule by which lost ranks are replaced; None if they are not replaced.
     """
 
     def __init__(
@@ -118,19 +120,20 @@ class Supervisor:
         self._environments = environments
         self._spare = spare
         self._ranks: list[Rank] = []
-        self._pipes: dict[int, RankOutput] = {}  # those still open at the other end
+        self._pipes: dict[int, RankOutput] = {}  # pipes still open at the other end
         self._failed: list[Rank] = []
-        # What is to be sent when, once the run is ending; the signal that ended it, if
-        # one did; and whether ranks were signalled, so that how they end tells nothing.
+        # While the run is ending, the schedule has the signals still to send, with their times.
+        # The attribute _signal is the signal that ended the run, if any. The attribute _signalled
+        # is true once ranks were sent a signal. From then on, their exit codes mean nothing.
         self._stopping = False
         self._schedule: list[tuple[Deadline, int]] = []
         self._signal: int | None = None
         self._signalled = False
         self._hurried = False
-        self._stopped: set[int] = set()  # the ranks that a signal had to end which they can't heed
-        # All that is open for this run alone: there may be another after it.
+        self._stopped: set[int] = set()  # ranks that still ran when the schedule sent a signal
+        # Closes all descriptors of this run at its end, since another run may follow.
         self._open = contextlib.ExitStack()
-        # Unlike epoll it takes regular files.
+        # Unlike epoll, poll also accepts regular files.
         self._selector = self._open.enter_context(selectors.PollSelector())
         self._out = self._error = Screen(1)
         if not os.path.samestat(os.fstat(1), os.fstat(2)):
@@ -138,7 +141,7 @@ class Supervisor:
 
     @property
     def failed(self) -> bool:
-        """Whether more ranks failed than may, and nobody ended the run from outside."""
+        """Whether too many ranks failed, and no signal from outside ended the run."""
         return self._left() < self._least and self._signal is None
 
     @property
@@ -146,7 +149,7 @@ class Supervisor:
         return len(self._environments) - self._spare
 
     def _left(self) -> int:
-        """Return how many ranks there are that have not failed; who waits to join is none."""
+        """Return the number of ranks that have not failed, without those still waiting to join."""
         lost = sum(not rank.joins for rank in self._failed)
         joined = [rank for rank in self._ranks if rank.joins and rank not in self._failed]
         if joined and self._replacing is not None:
@@ -155,18 +158,18 @@ class Supervisor:
         return len(self._environments) - lost + len(joined)
 
     def run(self) -> int:
-        """Start the ranks, see them to their end, and return the exit code of the whole.
+        """Start the ranks, wait until all have ended, and return the exit code of the run.
 
-        Whatever the ranks have started has ended then, too.
+        When this method returns, all processes that the ranks started have ended, too.
         """
         adopt_orphans()
-        # Waited for as a descriptor, so that no signal slips in before the wait.
+        # SIGCHLD arrives as a byte in a pipe, so that no signal is missed just before the wait.
         wake, wake_end = os.pipe()
         os.set_blocking(wake, False)
         os.set_blocking(wake_end, False)
         self._open.callback(os.close, wake)
         self._open.callback(os.close, wake_end)
-        # A handler in Python, of no account: without one no byte is written to the pipe.
+        # The handler itself is empty, but without a handler Python writes no byte to the pipe.
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(wake_end, warn_on_full_buffer=False)
         self._watch(wake, lambda: self._reap(wake))
@@ -190,12 +193,13 @@ class Supervisor:
         self._selector.register(descriptor, selectors.EVENT_READ, react)
 
     def _step(self) -> None:
-        """Wait for something to happen, and do what follows from it."""
+        """Wait for the next event and handle it."""
         screens = {self._out, self._error}
         writing = [screen for screen in screens if screen.waiting]
         for screen in writing:
             self._selector.register(screen.descriptor, selectors.EVENT_WRITE, screen.flush)
-        # A reader who is slower than the ranks slows them down.
+        # Back-pressure: while a screen's backlog is full, do not read from the ranks. Their pipes
+        # fill up, so a slow reader slows the ranks down.
         held = list(self._pipes) if any(screen.full for screen in screens) else []
         for pipe in held:
             self._selector.unregister(pipe)
@@ -226,7 +230,7 @@ class Supervisor:
             self._stopped |= {rank.number for rank in self._ranks if rank.runs and rank.streams}
             for rank in self._ranks:
                 rank.send(number, group=True)
-                rank.send(signal.SIGCONT, group=True)  # a stopped one cannot heed it
+                rank.send(signal.SIGCONT, group=True)  # a stopped process does not react to it
         for since, stream in self._unfinished():
             if Deadline.since(since, _PAUSE_S).expired:
                 stream.show_unfinished()
@@ -239,7 +243,7 @@ class Supervisor:
         environment: Mapping[str, str],
         joins: bool = False,
     ) -> None:
-        # A terminal cannot be read from another session; a pipe or file goes to rank 0.
+        # Ranks cannot read a terminal from another session. Other standard input goes to rank 0.
         to_rank_0 = number == 0 and not joins and not os.isatty(0)
         process = subprocess.Popen(
             self._command,
@@ -248,8 +252,8 @@ class Supervisor:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             bufsize=0,
-            # A process group a rank, so that what it has started can be ended with it; and Ctrl-C
-            # in a terminal comes to the launcher alone, which passes it on.
+            # Each rank has its own process group, so that the processes that it started can be
+            # ended with it. And Ctrl-C in a terminal only reaches the launcher, which passes it on.
             start_new_session=True,
             preexec_fn=die_with_parent(),  # safe: this process has one thread
         )
@@ -261,7 +265,7 @@ class Supervisor:
         self._attend(rank, process.stdout.fileno(), process.stderr.fileno())
 
     def _attend(self, rank: Rank, out: int, error: int) -> None:
-        """Take ``rank`` among the ranks, and relay what it writes to the two pipes."""
+        """Add ``rank`` to the ranks, and relay what it writes to the two pipes."""
         self._ranks.append(rank)
         for pipe, screen, keep in ((out, self._out, 0), (error, self._error, _TAIL)):
             os.set_blocking(pipe, False)
@@ -271,7 +275,7 @@ class Supervisor:
             self._watch(pipe, partial(self._relay, pipe))
 
     def _relay(self, pipe: int) -> bool:
-        """Pass on what a rank wrote; return whether there may be more at once."""
+        """Pass on output of a rank; return whether there may be more to read at once."""
         try:
             data = os.read(pipe, 65536)
         except BlockingIOError:
@@ -291,7 +295,7 @@ class Supervisor:
             which = -1
             try:
                 if self._spare and sys.platform == "linux":
-                    # The run may go on for long: what a lost rank has started ends now.
+                    # The run may continue for long, so end all processes of a lost rank now.
                     ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
                     if ended is not None:
                         which = ended.si_pid
@@ -304,13 +308,13 @@ class Supervisor:
             self._reaped(pid, os.waitstatus_to_exitcode(status))
 
     def _end_group(self, pid: int, status: int) -> None:
-        """End what a lost rank has started, while its process id cannot be another's."""
+        """End the process group of a failed rank before the rank is reaped and its id reused."""
         for rank in self._ranks:
             if rank.process.pid == pid and status:
                 rank.send(signal.SIGKILL, group=True)
 
     def _reaped(self, pid: int, code: int) -> None:
-        """Take note of the end of a child: a rank, or an orphan that we adopted."""
+        """Handle the end of a child: a rank, or an orphan that this process has adopted."""
         for rank in self._ranks:
             if rank.process.pid == pid:
                 rank.process.returncode = code
@@ -357,7 +361,7 @@ class Supervisor:
                 self._stop(number, _AFTER_SIGNAL)
 
     def _stop(self, number: int, schedule: Sequence[tuple[float, int]]) -> None:
-        """End the run because of signal ``number``; at once if it is ending already."""
+        """End the run because of signal ``number``; at once if the run is already ending."""
         if self._stopping or not schedule:
             self._hurried = True
             self._schedule = [(Deadline(0.0), signal.SIGKILL)]
@@ -366,8 +370,9 @@ class Supervisor:
             self._schedule = [(Deadline(after), later) for after, later in schedule]
             for rank in self._ranks:
                 for stream in rank.streams[1:] if number == signal.SIGINT else ():
-                    stream.hold()  # a traceback a rank, of which one line is worth reading
-                # The rank alone: it knows best how to end what it has started.
+                    # Every rank will print a traceback, of which one line is worth reading.
+                    stream.hold()
+                # Signal only the rank itself: it knows best how to end the processes it started.
                 rank.send(number, group=False)
                 rank.send(signal.SIGCONT, group=True)
         if not self._stopping:
@@ -395,7 +400,7 @@ class Supervisor:
             if self._out.reason:
                 self._error.write(f"collective run: standard output: {self._out.reason}\n".encode())
         self._error.write(interrupted.encode(errors="replace"))
-        # Whoever reads our output may be slow; a signal ends our patience with that.
+        # The reader of the output may be slow. Wait for it until another signal arrives.
         self._stopping = True
         while not self._hurried and (self._out.waiting or self._error.waiting):
             self._step()
@@ -404,7 +409,7 @@ class Supervisor:
         return code
 
     def _explain_interrupt(self) -> str:
-        """Show what the ranks wrote but for their being interrupted; return a line about that."""
+        """Show the held output without reports of the interrupt; return one line about it."""
         sites = {}
         for rank in self._ranks:
             for stream in rank.streams[1:]:
@@ -416,7 +421,7 @@ class Supervisor:
         return summary(sites, sorted(self._stopped))
 
     def _drain(self) -> None:
-        """Take what is left in the ranks' pipes; nobody writes to them any more."""
+        """Read the rest of the ranks' pipes, to which no process writes any more."""
         for pipe, stream in list(self._pipes.items()):
             while self._relay(pipe):
                 pass

@@ -1,4 +1,4 @@
-"""Ranks as threads of this process; a thread lasts as long as a job."""
+"""Ranks as threads of this process; each job runs in new threads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .ranks import Handle, Job, Participant, Starter, perform
 
 __all__ = ["ThreadStarter"]
 
-# How long a rank whose communicator was aborted may take to notice.
+# Seconds that a rank has to end after its communicator was aborted.
 _GRACE_S = 2.0
 
 _Answers = SimpleQueue[tuple[Handle, "Outcome | None"]]
@@ -38,24 +38,27 @@ class _Thread(Handle):
         self._thread = threading.Thread(
             target=lambda: self._answers.put((self, perform(job, self._participant))),
             name=f"rank-{self._participant.rank}",
-            daemon=True,  # one that hangs must not keep the interpreter from leaving
+            daemon=True,  # a thread that hangs must not keep the interpreter from exiting
         )
         self._thread.start()
 
     def died(self) -> Outcome:
-        raise NotImplementedError("a thread ends with its job, and not without an outcome")
+        raise NotImplementedError("a thread always returns an outcome, so it cannot die")
 
     def stacks(self) -> str:
         frame = sys._current_frames().get(self._thread.ident or 0) if self._thread else None
         return "".join(traceback.format_stack(frame)) if frame is not None else ""
 
     def end(self, deadline: Deadline) -> None:
-        """Wait for the thread to end; one that takes no notice goes on, and meets no other job."""
+        """Wait for the thread to end, and abort what it keeps if it does not.
+
+        A thread that does not react continues to run, but gets no other job.
+        """
         if self._thread is not None and self._thread.is_alive():
             self._thread.join(deadline.left())
             if self._thread.is_alive():
                 for kept in list(self._participant.kept.values()):
-                    kept.abort("the rank gave no result in time")
+                    kept.abort("the rank returned no result in time")
                 self._thread.join(_GRACE_S)
             if self._thread.is_alive():
                 return
@@ -63,7 +66,7 @@ class _Thread(Handle):
 
 
 class ThreadStarter(Starter):
-    """Makes ranks that are threads of this process."""
+    """Starter of ranks that are threads of this process."""
 
     def __init__(self) -> None:
         self._answers: _Answers = SimpleQueue()
@@ -78,5 +81,5 @@ class ThreadStarter(Starter):
             except Empty:
                 return {}
             for rank, handle in handles.items():
-                if handle is answering:  # and no thread of before that nobody waits for
+                if handle is answering:  # ignore a late thread of an earlier job
                     return {rank: outcome}

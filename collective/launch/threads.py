@@ -1,8 +1,8 @@
 """``collective run --backend threads``: the ranks are threads of one process.
 
-Each thread runs the program in a namespace of its own, as ``__main__``. What the ranks
-print is prefixed as if they were processes. Modules, ``sys.argv`` and the environment
-are shared, as between any threads.
+Each thread runs the program as ``__main__``, in its own namespace. The output of the ranks gets
+the same prefixes as that of processes. The ranks share modules, ``sys.argv`` and the environment,
+like any threads.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from .verdict import FailedRank, loss, losses, shortfall
 
 __all__ = ["load_program", "main"]
 
-# How long the other ranks may take to end once one has failed.
+# Seconds that the other ranks have to end after one has failed.
 _GRACE_S = 1.5
 
 
 class _Prefixed:
-    """A text stream that puts the writing thread's rank before each line.
+    """Text stream that puts the writing thread's rank before each line.
 
     Attributes:
-        broken: what happened when it was last written to, if it takes no more. It is not the
-            program's error; what is written then is dropped.
+        broken: the error of the last write, if the stream accepts no more output; else None. The
+            program does not see this error: later output is dropped.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -53,20 +53,22 @@ class _Prefixed:
         self._rank = threading.local()
 
     def begin(self, rank: int) -> None:
-        """Take what this thread writes from now on for the output of ``rank``."""
+        """Treat all output of this thread from now on as the output of ``rank``."""
         self._rank.value = rank
 
     def write(self, text: str) -> int:
-        """Write whole lines, and keep the rest until the line ends."""
+        """Write complete lines, and keep the rest until its line ends."""
         rank = getattr(self._rank, "value", None)
         with self._lock:
             if rank is None:
                 self._put(text)
                 return len(text)
-            whole, found, rest = (self._rests.get(rank, "") + text).rpartition("\n")
+            complete, newline, rest = (self._rests.get(rank, "") + text).rpartition("\n")
             self._rests[rank] = rest
-            if found:
-                lines = [f"[{rank}] {line.rpartition(chr(13))[2]}\n" for line in whole.split("\n")]
+            if newline:
+                lines = [
+                    f"[{rank}] {line.rpartition(chr(13))[2]}\n" for line in complete.split("\n")
+                ]
                 self._put("".join(lines))
         return len(text)
 
@@ -79,20 +81,20 @@ class _Prefixed:
             self.broken = error
 
     def flush(self) -> None:
-        """Do nothing: whole lines are written at once."""
+        """Do nothing: :meth:`write` writes complete lines at once."""
 
     def writelines(self, lines: Iterable[str]) -> None:
-        """Write one after the other."""
+        """Write the lines one after the other."""
         for line in lines:
             self.write(line)
 
     def finish(self) -> None:
-        """Write the line that this thread has not ended."""
+        """Write the unfinished line of this thread, if there is one."""
         if self._rests.get(getattr(self._rank, "value", -1)):
             self.write("\n")
 
     def isatty(self) -> bool:
-        """Say no: several ranks share the terminal."""
+        """Return False, since several ranks share the terminal."""
         return False
 
     def __getattr__(self, name: str) -> Any:
@@ -100,13 +102,13 @@ class _Prefixed:
 
 
 class _Program:
-    """A program that runs on every rank, and how that ended."""
+    """Program that runs on every rank, with the results of the ranks."""
 
     def __init__(
         self, size: int, spare: int, code: CodeType, path: str, package: str | None
     ) -> None:
         self.size = size
-        self.spare = spare  # how many may fail before that counts as the program's failure
+        self.spare = spare  # number of ranks that may fail before the program counts as failed
         self.codes: dict[int, int] = {}
         self.failures: list[tuple[bool, int, str]] = []
         self.failed = threading.Event()
@@ -140,14 +142,14 @@ class _Program:
                 print(leave.code, file=sys.stderr)
         except BaseException as error:
             code = 1
-            # The launcher's own frames come first and tell nothing.
+            # Skip the first frame, which is the launcher's.
             trace = error.__traceback__.tb_next if error.__traceback__ else None
             text = "".join(traceback.format_exception(type(error), error, trace))
             echo = isinstance(error, (CommunicatorAbortedError, CollectiveTimeoutError))
         if code:
             self.failures.append((echo, rank, text))
         with contextlib.suppress(Exception):
-            why = text or f"it left with exit code {code}"
+            why = text or f"the rank exited with code {code}"
             session.leave_thread(Failure("failed", rank, why) if code else None)
         self.codes[rank] = code
         for stream in streams:
@@ -164,14 +166,15 @@ def main(arguments: Sequence[str], spare: int = 0) -> int:
     """Run ``N [-m] PROGRAM [ARGUMENT …]`` as N threads; return the exit code.
 
     Args:
-        spare: how many of them may fail while the others go on.
+        arguments: N and the program, as in the first line.
+        spare: number of ranks that may fail while the others continue.
     """
     size, program = int(arguments[0]), list(arguments[1:])
     code, path, package = load_program(program)
     streams = [_Prefixed(sys.stdout), _Prefixed(sys.stderr)]
     sys.stdout, sys.stderr = streams
     ranks = _Program(size, spare, code, path, package)
-    # Daemons: a rank that hangs must not outlive the grace that it is given.
+    # Daemon threads, so that a rank that hangs does not keep the process alive after _GRACE_S.
     threads = [
         threading.Thread(target=ranks.run, args=(rank, streams), name=f"rank-{rank}", daemon=True)
         for rank in range(size)
@@ -189,7 +192,7 @@ def main(arguments: Sequence[str], spare: int = 0) -> int:
     except KeyboardInterrupt as end:
         result = 128 + getattr(end, "number", signal.SIGINT)
         if result == 128 + signal.SIGINT:
-            sites = sites_of_threads({n: each.ident for n, each in enumerate(threads)})
+            sites = sites_of_threads({n: thread.ident for n, thread in enumerate(threads)})
             print(summary(sites), end="", file=sys.stderr)
     lost = [
         FailedRank(rank, ranks.codes.get(rank, 1), text.encode())
@@ -198,7 +201,8 @@ def main(arguments: Sequence[str], spare: int = 0) -> int:
     if ranks.failed.is_set() and not result:
         if spare:
             print(shortfall(lost, size, size - spare), end="", file=sys.stderr)
-        # The first that came of itself; they are in the order of time.
+        # The first failure that is not a consequence of another one. The list is in the order of
+        # time.
         _, rank, text = min(ranks.failures, key=lambda failure: failure[0])
         result = ranks.codes.get(rank, 1)
         print(
@@ -214,7 +218,7 @@ def main(arguments: Sequence[str], spare: int = 0) -> int:
         result = 128 + signal.SIGPIPE
         if broken.errno != errno.EPIPE:
             print(f"collective run: standard output: {broken.strerror}", file=sys.stderr)
-    if broken is not None:  # nothing more can be written there, also not at exit
+    if broken is not None:  # redirect it, or flushing it at exit would fail
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     if any(thread.is_alive() for thread in threads):
         os._exit(result)
@@ -229,7 +233,7 @@ def load_program(program: list[str]) -> tuple[CodeType, str, str | None]:
             spec = importlib.util.find_spec(program[1])
             if spec is not None and spec.submodule_search_locations is not None:
                 spec = importlib.util.find_spec(f"{program[1]}.__main__")
-        except ModuleNotFoundError:  # it is in a package that is not there
+        except ModuleNotFoundError:  # the package of the module does not exist
             spec = None
         code = (
             spec.loader.get_code(spec.name)
@@ -249,7 +253,7 @@ def load_program(program: list[str]) -> tuple[CodeType, str, str | None]:
     sys.argv = program
     sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
     try:
-        # Not with this file's own __future__ imports.
+        # dont_inherit: the program must not get the __future__ imports of this file.
         return compile(source, path, "exec", dont_inherit=True), path, None
     except SyntaxError as error:
         sys.exit("".join(traceback.format_exception_only(error)).rstrip())

@@ -62,7 +62,7 @@ def test_fewer_than_the_floor_are_stopped(launches: Launches, backend: str) -> N
                         WORLD_SIZE="3")  # fmt: skip
     assert done.returncode in (11, 12)
     assert "is lost (exit code 1" in done.stderr
-    assert "2 of 3 ranks were lost, and 2 have to be left: rank " in done.stderr
+    assert "2 of 3 ranks were lost, but 2 must be left to continue: rank " in done.stderr
     assert f"failed first (exit code {done.returncode})" in done.stderr
     launches.assert_nothing_left()
 

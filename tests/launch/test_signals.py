@@ -54,7 +54,7 @@ def test_signal_ends_ranks_that_ignore_it(launches: Launches, number: signal.Sig
     done = finish(process)
     assert time.monotonic() - start < 2 * PROMISED_S + NOISE_S  # a grace of two seconds first
     assert done.returncode == 128 + number
-    ignored = "collective run: interrupted; killed, since it did not heed it: rank 0, 1\n"
+    ignored = "collective run: interrupted; killed after ignoring the interrupt: rank 0, 1\n"
     assert done.stderr == (ignored if number == signal.SIGINT else "")
     launches.assert_nothing_left()
 
@@ -188,7 +188,7 @@ def test_a_second_ctrl_c_kills_at_once(launches: Launches) -> None:
     os.killpg(process.pid, signal.SIGINT)
     done = finish(process)
     assert done.stderr == (
-        "collective run: interrupted; killed, since it did not heed it: rank 0, 1\n"
+        "collective run: interrupted; killed after ignoring the interrupt: rank 0, 1\n"
     )
     assert done.returncode == 130
     launches.assert_nothing_left()
@@ -272,6 +272,6 @@ def test_the_rank_that_is_named_is_one_that_waits_for_nobody() -> None:
     elsewhere = Site("/x/data.py", 3, "load", "read()", False)
     text = summary({0: SITE, 2: elsewhere, 3: elsewhere}, [1, 2])
     assert text == (
-        "collective run: interrupted; rank 2 was at /x/data.py:3, in load: read(); killed, since "
-        "it did not heed it: rank 1\n"
+        "collective run: interrupted; rank 2 was at /x/data.py:3, in load: read(); killed after "
+        "ignoring the interrupt: rank 1\n"
     )
