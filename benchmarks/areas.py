@@ -1,10 +1,11 @@
-"""How long areas and rings of ``shm`` should be: ``python benchmarks/areas.py``.
+"""Measurement of the best lengths of areas and rings of ``shm``: ``python benchmarks/areas.py``.
 
-Ranks of one host make communicators whose areas, and then whose rings, are of several lengths, and
-make the same calls on all of them in turns of a few milliseconds: all-reduces and broadcasts of
-ordinary memory go through areas, messages (half a round trip) through rings. What is told is the
-fastest turn of each length, of the slowest rank, in microseconds; ``--json`` has all turns. Areas
-of 64 KiB take long calls from 16 KiB on, since a quarter of an area is the least.
+The ranks of one host make communicators with areas, and then with rings, of several lengths. They
+make the same calls on all of these communicators, in turns of a few milliseconds. All-reduces and
+broadcasts of ordinary memory go through areas; messages, of which half a round trip is measured,
+go through rings. The tables show the fastest turn of each length, of the slowest rank, in
+microseconds; ``--json`` has all turns. With areas of 64 KiB, long calls begin at 16 KiB, since
+they need at least a quarter of an area.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _CALLS = {"areas": ("all_reduce", "broadcast"), "rings": ("send_recv",)}
 
 
 def _with_areas(comm: Communicator, nbytes: int) -> Communicator:
-    """Return a communicator of the same ranks whose areas are of ``nbytes``."""
+    """Return a communicator of the same ranks with areas of ``nbytes``."""
     lengths: dict[str, Any] = dict.fromkeys(("_AREA_BYTES", "_LEAST_AREA_BYTES"), nbytes)
     lengths["_AREAS_BYTES"] = sys.maxsize
     with (
@@ -43,7 +44,7 @@ def _with_areas(comm: Communicator, nbytes: int) -> Communicator:
 
 
 def _with_rings(comm: Communicator, nbytes: int) -> Communicator:
-    """Return a communicator of the same ranks whose rings are of ``nbytes``."""
+    """Return a communicator of the same ranks with rings of ``nbytes``."""
     with mock.patch.multiple(layout, _RING_BYTES=nbytes, _RINGS_BYTES=sys.maxsize):
         return comm.dup()
 
@@ -51,37 +52,39 @@ def _with_rings(comm: Communicator, nbytes: int) -> Communicator:
 def measure(
     comm: Communicator, lengths: dict[str, list[int]], sizes: Sequence[int], turns: int
 ) -> list[dict[str, Any]]:
-    """Return seconds a call, of each turn, by the length of what it goes through."""
-    found = []
+    """Return the seconds per call in each turn, by the length of the areas or rings."""
+    records = []
     for what, make in (("areas", _with_areas), ("rings", _with_rings)):
         sides = {str(nbytes): make(comm, nbytes) for nbytes in lengths[what]}
         for operation in _CALLS[what]:
             for nbytes in sizes:
                 seconds = seconds_of(comm, sides, operation, nbytes, turns)
-                found.append({"what": what, "operation": operation, "nbytes": nbytes,
-                              "seconds": seconds})  # fmt: skip
+                records.append({"what": what, "operation": operation, "nbytes": nbytes,
+                                "seconds": seconds})  # fmt: skip
         for side in sides.values():
             side.close()
-    return found
+    return records
 
 
 def show(run: dict[str, Any], markdown: bool) -> None:
     """Print a table of areas and one of rings."""
     print(f"{headline(run['machine'])}; {run['ranks']} ranks\n")
     for what in _CALLS:
-        calls = [each for each in run["calls"] if each["what"] == what]
+        calls = [call for call in run["calls"] if call["what"] == what]
         lengths = [size_name(int(name)) for name in calls[0]["seconds"]]
         rows = [
-            [each["operation"], size_name(each["nbytes"]),
-             *(microseconds(min(seconds)) for seconds in each["seconds"].values())]
-            for each in calls
+            [call["operation"], size_name(call["nbytes"]),
+             *(microseconds(min(seconds)) for seconds in call["seconds"].values())]
+            for call in calls
         ]  # fmt: skip
-        print_table(f"{what} of so many bytes; µs", ["", "size", *lengths], rows, markdown)
+        print_table(f"{what} by their length in bytes; µs", ["", "size", *lengths], rows, markdown)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
-    parser = argparse.ArgumentParser(description="How long areas and rings of shm should be.")
+    parser = argparse.ArgumentParser(
+        description="Measure the best lengths of shm's areas and rings."
+    )
     parser.add_argument("-n", type=int, default=2, help="ranks")
     for name, default in (("areas", _AREAS), ("rings", _RINGS), ("sizes", _SIZES)):
         add_sizes(parser, default, f"--{name}")
@@ -91,10 +94,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if native.chosen.extension is None:
         raise SystemExit(f"areas: the native core is {native.status()}; only it has areas")
     if options.n < 2:
-        parser.error("-n: of one rank nothing goes through areas; 2 at least")
+        parser.error("-n: a single rank does not use areas; give at least 2 ranks")
     for nbytes in (*options.areas, *options.rings):
         if nbytes % 4096 or not nbytes:
-            parser.error(f"{size_name(nbytes)}: areas and rings are of whole pages, of 4 KiB each")
+            parser.error(
+                f"{size_name(nbytes)}: the length of areas and rings must be a multiple of 4 KiB"
+            )
 
     def measure_ranks() -> dict[str, Any]:
         lengths = {"areas": options.areas, "rings": options.rings}

@@ -1,16 +1,17 @@
-"""Steps of data-parallel training in Chainer: ``python benchmarks/chainer_training.py``.
+"""Measurement of data-parallel training in Chainer: ``python benchmarks/chainer_training.py``.
 
-Two parts, both with two ranks of one thread each:
+There are two parts, both with two ranks of one thread each:
 
-- What syncing adds to a step of an MLP with 25 MB of gradients. Under each MPI's ``mpiexec`` the
-  same processes hold a model each for: no syncing; our optimizer over ``shm``; ChainerMN's
-  optimizer over our communicator, over its own ``naive`` one, and over ``flat`` on mpi4py; and,
-  as a floor, no syncing and then a reduction of as much memory that is not the gradients'. They
-  take turns, A B C A B C …; what a side adds is the median of what its turns take more than the
-  turns without syncing beside them. ChainerMN's ``flat`` keeps its buffers on a GPU; here it is
-  the same on the host: one array, one ``MPI_Allreduce``.
-- What overlap is good for (as root): over ``gloo`` between two network namespaces behind a link
-  with delay, the optimizer's reduction beside the backward pass, and after it.
+- The time that syncing adds to a step of an MLP with 25 MB of gradients. Under the ``mpiexec`` of
+  each MPI, the same processes have one model for each of these sides: no syncing; our optimizer
+  over ``shm``; ChainerMN's optimizer over our communicator, over its own ``naive`` communicator,
+  and over ``flat`` on mpi4py. As a lower bound there is a step without syncing, followed by a
+  reduction of the same size, of memory without gradients. The sides take turns, A B C A B C ….
+  The time that a side adds is the median difference between its turns and the neighbouring turns
+  without syncing. ChainerMN's ``flat`` keeps its buffers on a GPU. Here the same algorithm runs on
+  the host, with one array and one ``MPI_Allreduce``.
+- The benefit of overlap (as root). Two network namespaces are connected by a link with delay. Over
+  ``gloo``, the optimizer reduces during the backward pass, or after it.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from collective.tools.show import add_outputs, microseconds, print_table
 if TYPE_CHECKING:
     from collective.tools.models.chainer import Step
 
-# What was promised: of ChainerMN's added time; and of the drop-in's.
+# Promised bounds: added time of ours over ChainerMN's, and of the drop-in over ChainerMN's.
 _ADDED, _DROP_IN = 1 / 5, 1.0
 _BARE = "no syncing"
 _FLOOR = "a reduction alone"
@@ -44,7 +45,7 @@ _SIDES = ("ours", "drop-in", "naive", "flat (host)")
 
 
 def mlp_step(optimizer: Any, width: int, rows: int = 64) -> Step:
-    """Return a step of an MLP of six layers with an optimizer."""
+    """Return a step of an MLP of six layers with the given optimizer."""
     from collective.tools.models.chainer import Step, model_of
 
     return Step(optimizer, *model_of("mlp", width, rows))
@@ -79,16 +80,16 @@ def rank(_: Participant, width: int, quick: bool) -> dict[str, list[float]]:
     import chainermn  # isort: skip
 
     comm = collective.init("shm")
-    made: dict[str, Any] = {
+    communicators: dict[str, Any] = {
         "drop-in": CollectiveCommunicator(comm.dup()),
         "naive": chainermn.create_communicator("naive"),
         "flat (host)": _flat(),
     }
     optimizers = {_BARE: chainer.optimizers.SGD(0.0)}
     optimizers["ours"] = create_multi_node_optimizer(chainer.optimizers.SGD(0.0), comm)
-    for name, each in made.items():
+    for name, communicator in communicators.items():
         sgd = chainer.optimizers.SGD(0.0)
-        optimizers[name] = chainermn.create_multi_node_optimizer(sgd, each)
+        optimizers[name] = chainermn.create_multi_node_optimizer(sgd, communicator)
     steps = {name: mlp_step(optimizer, width) for name, optimizer in optimizers.items()}
     _agree(steps, steps)
     bare = steps[_BARE]
@@ -105,16 +106,16 @@ def rank(_: Participant, width: int, quick: bool) -> dict[str, list[float]]:
 
 
 def _agree(steps: Mapping[str, Step], calls: Mapping[str, Callable[[], None]]) -> None:
-    """Check that gradients after a call are the same, whoever has averaged them."""
-    found = {}
+    """Check that all sides have the same gradients after a call."""
+    gradients = {}
     for name, step in steps.items():
-        calls[name]()  # ChainerMN's first one is none
+        calls[name]()  # the first call of ChainerMN's optimizer only broadcasts parameters
         calls[name]()
         grads = [p.grad for _, p in sorted(step.model.namedparams())]
-        found[name] = np.concatenate([grad.ravel() for grad in grads])
-    for name, averaged in found.items():
-        # Both ranks have the same batch: its gradients are the average.
-        np.testing.assert_array_equal(averaged, found[_BARE], err_msg=name)
+        gradients[name] = np.concatenate([grad.ravel() for grad in grads])
+    for name, averaged in gradients.items():
+        # Both ranks have the same batch, so the average equals the gradients of a rank.
+        np.testing.assert_array_equal(averaged, gradients[_BARE], err_msg=name)
     for step in steps.values():
         step.optimizer.lr = 1e-4
 
@@ -148,7 +149,7 @@ def distant_rank(options: argparse.Namespace) -> None:
 
     def after() -> None:
         steps["after"].backward()
-        steps["after"].optimizer.update()  # which reduces what is not reduced yet
+        steps["after"].optimizer.update()  # this reduces all gradients that are not reduced yet
 
     calls: dict[str, Callable[[], None]] = {**steps, "after": after}
     _agree(steps, calls)
@@ -179,12 +180,12 @@ def measure_distant(options: argparse.Namespace) -> dict[str, list[float]]:
 
 
 def added(times: dict[str, list[float]], side: str) -> float:
-    """Return what a side adds to a step, in seconds: the median over turns."""
+    """Return the seconds that a side adds to a step: the median over turns."""
     return median_excess(times[side], times[_BARE])
 
 
 def show(run: dict[str, Any], markdown: bool) -> None:
-    """Print the tables of a run, and what became of the promises."""
+    """Print the tables of a run, and whether the promises are kept."""
     print(f"{headline(run['machine'])}; 2 ranks\n")
     kept = []
     for vendor, times in run["syncing"].items():
@@ -219,34 +220,40 @@ def show(run: dict[str, Any], markdown: bool) -> None:
 
 
 def measure_parts(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the figures of the parts that are asked for and can be had here."""
+    """Return the figures of the requested parts that can run here."""
     run: dict[str, Any] = {"syncing": {}, "distant": {}, "delay": options.delay}
     if not options.only_distant:
         found = peers.find(options)
         if not found:
-            raise SystemExit("chainer_training: no MPI; run `python benchmarks/peers.py setup`.")
+            raise SystemExit(
+                "chainer_training: no MPI library is installed; run "
+                "`python benchmarks/peers.py setup`."
+            )
         run["syncing"] = {vendor: measure(path, options) for vendor, path in found.items()}
     if not options.no_distant:
         reason = hosts.refusal()
         if reason is None:
             run["distant"] = measure_distant(options)
         else:
-            print(f"chainer_training: no link with delay: {reason}", file=sys.stderr)
+            print(
+                f"chainer_training: the part with a delayed link cannot run: {reason}",
+                file=sys.stderr,
+            )
     return run
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
-    parser = argparse.ArgumentParser(description="Steps of training in Chainer.")
-    parser.add_argument("--quick", action="store_true", help="three short turns each")
+    parser = argparse.ArgumentParser(description="Measure steps of training in Chainer.")
+    parser.add_argument("--quick", action="store_true", help="three short turns of each side")
     add_outputs(parser)
-    parser.add_argument("--width", type=int, default=1024, help="of the MLP's layers")
+    parser.add_argument("--width", type=int, default=1024, help="width of the MLP's layers")
     parser.add_argument("--no-distant", action="store_true", help="only the first part")
     parser.add_argument("--only-distant", action="store_true", help="only the second part")
-    parser.add_argument("--delay", type=float, default=20.0, help="ms of a packet, second part")
-    parser.add_argument("--distant-width", type=int, default=512, help="the same, second part")
+    parser.add_argument("--delay", type=float, default=20.0, help="ms for a packet, second part")
+    parser.add_argument("--distant-width", type=int, default=512, help="--width of the second part")
     parser.add_argument("--rows", type=int, default=512, help="samples of a step, second part")
-    parser.add_argument("--bucket-mib", type=float, default=1.0, help="of the second part")
+    parser.add_argument("--bucket-mib", type=float, default=1.0, help="bucket size, second part")
     parser.add_argument("--distant", type=Path, help=argparse.SUPPRESS)
     peers.add_options(parser)
     options = parser.parse_args(arguments)
@@ -258,6 +265,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    import chainer_training  # ranks that mpiexec starts find what they do by this name
+    import chainer_training  # ranks that mpiexec starts import their functions by this name
 
     sys.exit(chainer_training.main())

@@ -1,9 +1,9 @@
-"""What a secret costs when ranks connect: ``python benchmarks/connect.py --ranks 4``.
+"""Measurement of the cost of a secret at the start: ``python benchmarks/connect.py --ranks 4``.
 
-Ranks of this machine, each as if it were alone on its host, connect over Gloo in turns: without a
-secret and with one, at the store that rank 0 serves. A turn takes as long as its slowest rank's
-``collective.init``. What is judged is the median over pairs of turns, one behind the other, of the
-difference, with twice its standard error; it has to stay below 5 ms.
+Ranks of this machine connect over Gloo, each as if it were alone on its host. They meet in the
+store that rank 0 serves, in turns without a secret and with one. The time of a turn is that of
+``collective.init`` on the slowest rank. The verdict is about the difference between two consecutive
+turns: its median over all pairs must be below 5 ms, within twice its standard error.
 """
 
 from __future__ import annotations
@@ -39,11 +39,12 @@ _SIDES = ("without", "with")
 def connect(
     participant: Participant, folder: Path, ranks: int, pairs: int, ports: Sequence[int]
 ) -> dict[str, list[float]]:
-    """Be a rank: connect in turns; return the seconds of each side."""
+    """Run as a rank: connect in turns, and return the seconds of each side."""
     line = StartLine(folder / "startline", participant.rank, ranks)
     turns: dict[str, list[float]] = {side: [] for side in _SIDES}
     for pair in range(pairs + 1):
-        # Neither is always the second, and the first pair is not counted: it starts the stores.
+        # The order alternates, so that no side always comes second. The first pair does not count,
+        # since it starts the stores.
         for number in (0, 1) if pair % 2 else (1, 0):
             side = _SIDES[number]
             secret: dict[str, Any] = {"secret": "of this benchmark alone"} if side == "with" else {}
@@ -76,7 +77,7 @@ def measure(ranks: int, pairs: int) -> dict[str, list[float]]:
         RanksFailedError: a rank has failed.
     """
     for name in [name for name in os.environ if name.startswith("COLLECTIVE_")]:
-        del os.environ[name]  # who starts the command may be of a launch
+        del os.environ[name]  # this command may itself run under a launcher
     os.environ["OMP_NUM_THREADS"] = "1"
     with (
         tempfile.TemporaryDirectory(prefix="connect-") as folder,
@@ -89,11 +90,11 @@ def measure(ranks: int, pairs: int) -> dict[str, list[float]]:
 
 
 def show(turns: dict[str, list[float]], title: str, markdown: bool) -> None:
-    """Print the figures, and whether the promise is kept as far as the noise lets it be seen."""
+    """Print the figures, and whether the promise is kept, if the noise is small enough to tell."""
     more = [after - before for before, after in zip(*(turns[side] for side in _SIDES))]
     low, middle, high = statistics.quantiles(more, n=4)
-    # The standard error of a median, of what is distributed normally: 1.253 standard deviations
-    # / √n, of which 1.349 are the quartiles' distance.
+    # The standard error of the median of a normal distribution is 1.253 standard deviations / √n.
+    # The distance of its quartiles is 1.349 standard deviations.
     error = 1.253 * (high - low) / 1.349 / math.sqrt(len(more))
     verdict = "too noisy to tell"
     if abs(middle - _MUST_S) > 2 * error:
@@ -109,7 +110,7 @@ def show(turns: dict[str, list[float]], title: str, markdown: bool) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
-    parser = argparse.ArgumentParser(description="What a secret costs when ranks connect.")
+    parser = argparse.ArgumentParser(description="Measure the cost of a secret when ranks connect.")
     parser.add_argument("--ranks", type=int, default=4, metavar="N", help="default: 4")
     parser.add_argument("--pairs", type=int, default=40, metavar="N", help="default: 40")
     add_outputs(parser)

@@ -1,16 +1,16 @@
-"""How long it takes to go on after a loss: ``python benchmarks/elastic.py``.
+"""Measurement of the time to continue after a loss: ``python benchmarks/elastic.py``.
 
-Ranks add up in a loop until one of them kills itself (SIGKILL). What is measured is the time from
-then to the end of the first right ``all_reduce`` of the next generation, on the last of the others:
-that they notice, agree, connect anew and add up. The clock is the host's, which all processes share
-(CLOCK_MONOTONIC).
+Ranks compute sums in a loop until one of them kills itself (SIGKILL). The figure is the time from
+the kill to the end of the first correct ``all_reduce`` of the next generation, on the last of the
+other ranks. In this time they detect the loss, agree, connect again and compute a sum. The clock
+is that of the host, which all processes share (CLOCK_MONOTONIC).
 
-Another row is one more rank: from the first ``grow()``, when it has knocked, to the end of the
-first right ``all_reduce`` with it on the last of all.
+Other rows are for one additional rank, after it has asked to join. They show the time from the
+first ``grow()`` to the end of the first correct ``all_reduce`` with the new rank, on the last rank.
 
-Beside it stands ``torchrun --max-restarts 1`` over Gloo, which ends all ranks and starts them
-again: from the kill to the end of the first ``all_reduce`` of those, among which the killed one is
-again. A restart that does not work is told.
+For comparison there is ``torchrun --max-restarts 1`` over Gloo, which ends all ranks and starts
+all of them again, also the killed one. The time goes from the kill to the end of the first
+``all_reduce`` of the restarted ranks. A restart that fails is reported.
 """
 
 from __future__ import annotations
@@ -43,8 +43,9 @@ from collective.tools.show import Progress, add_outputs, count, print_table
 _OURS = ("shm", "gloo", "hierarchical", "mpi")
 _RIVAL = "torchrun, all started again"
 _RESTART_S = 120.0
-# Ranks that start again in torchrun's own store find there where those before them listened, and
-# mostly give up (torch 2.13: 5 of 7 restarts). With this rank 0 serves a new store each time.
+# With torchrun's own store, restarted ranks find the addresses of the earlier ranks there, and
+# mostly give up (torch 2.13: 5 of 7 restarts). With this variable, rank 0 serves a new store after
+# each restart.
 _RESTARTS_WORK = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 _RESTARTED = """
 import os, signal, sys, time
@@ -70,7 +71,7 @@ dist.destroy_process_group()
 
 
 def _go_on(comm: Communicator, victim: int, marks: str) -> float:
-    """Return when the first sum of the next generation was there."""
+    """Return the time at which the first sum of the next generation was complete."""
     x = np.ones(1000)
     comm.all_reduce(x)
     if comm.rank == victim:
@@ -102,12 +103,12 @@ def _ours(pool: RankPool, victim: int) -> float:
 
 
 def _let_in(comm: Communicator) -> tuple[float, float]:
-    """Return when this rank called grow(), and when the first sum with one more was there."""
+    """Return when this rank called grow(), and when the first sum with one more was complete."""
     x, began = np.ones(1000), float("inf")
     lineage, size = comm.succession.lineage, comm.size
     assert lineage is not None
     comm.waiting()
-    if comm.rank == size - 1:  # leaves, and joins as one that nobody knows
+    if comm.rank == size - 1:  # this rank leaves, and joins again as a new process
         comm.close()
         comm = connect(lineage.root, comm.backend, join=True)
     else:
@@ -134,7 +135,7 @@ def _one_more(pool: RankPool) -> float:
 
 
 def _torchruns(size: int, victim: int) -> float | None:
-    """Return the seconds from the kill to the last sum of those that were started again.
+    """Return the seconds from the kill to the last sum of the restarted ranks.
 
     None if torchrun gave up.
     """
@@ -161,10 +162,10 @@ def _killed(marks: str) -> float:
 def measure(
     backends: Sequence[str], size: int, turns: int, restarts: int, python: str | None = None
 ) -> dict[str, list[float | None]]:
-    """Return the seconds of every turn, by who went on and which rank was killed.
+    """Return the seconds of every turn, by transport and killed rank.
 
     Args:
-        python: of an environment with Open MPI, for ``mpi``.
+        python: interpreter of an environment with Open MPI, for ``mpi``.
     """
     progress = Progress()
     found: dict[str, list[float | None]] = {}
@@ -178,7 +179,7 @@ def measure(
     prepare_environment()
     for backend in backends:
         if backend not in ("shm", "mpi"):
-            preload(["torch.distributed"])  # what processes import is none of it
+            preload(["torch.distributed"])  # the time of imports must not count
         for victim in (size - 1, 0):
             ranks = RankPool(size, backend, mpiexec=Mpiexec(python) if python else None)
             take(f"{backend}, rank {victim} of {size}", ranks, partial(_ours, victim=victim))
@@ -196,7 +197,7 @@ def measure(
 def show(found: dict[str, list[float | None]], markdown: bool = False) -> None:
     """Print the table."""
     rows = [
-        [name, *_figures([each for each in seconds if each is not None]), str(len(seconds))]
+        [name, *_figures([turn for turn in seconds if turn is not None]), str(len(seconds))]
         for name, seconds in found.items()
     ]
     header = ["who goes on", "median ms", "least", "most", "of"]
@@ -212,24 +213,24 @@ def _figures(seconds: Sequence[float]) -> list[str]:
     if not seconds:
         return ["failed", "", ""]
     figures = statistics.median(seconds), min(seconds), max(seconds)
-    return [f"{1e3 * each:.0f}" for each in figures]
+    return [f"{1e3 * figure:.0f}" for figure in figures]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
-    parser = argparse.ArgumentParser(description="Measure how long it takes to go on after a loss.")
+    parser = argparse.ArgumentParser(description="Measure the time to continue after a loss.")
     parser.add_argument("-n", type=count, default=3, metavar="N", help="ranks (default: 3)")
     parser.add_argument("--backends", default="shm,gloo", help=f"of {','.join(_OURS)}")
     parser.add_argument(
-        "--mpi-python", metavar="FILE", help="for mpi, of an environment with Open MPI 5"
+        "--mpi-python", metavar="FILE", help="for mpi: Python of an environment with Open MPI 5"
     )
-    parser.add_argument("--turns", type=count, default=20, help="kills of each (default: 20)")
-    parser.add_argument("--restarts", type=int, default=3, help="by torchrun, 0 for none")
-    parser.add_argument("--quick", action="store_true", help="3 kills of each, one restart")
+    parser.add_argument("--turns", type=count, default=20, help="kills for each row (default: 20)")
+    parser.add_argument("--restarts", type=int, default=3, help="restarts by torchrun, 0 for none")
+    parser.add_argument("--quick", action="store_true", help="3 kills for each row, one restart")
     add_outputs(parser)
     options = parser.parse_args(arguments)
     if options.n < 2:
-        parser.error("-n: one has to die, and one to go on: 2 at least")
+        parser.error("-n: one rank dies and another one continues: give at least 2")
     turns, restarts = (3, min(1, options.restarts)) if options.quick else (
         options.turns, options.restarts
     )  # fmt: skip
@@ -240,6 +241,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    import elastic  # ranks that mpiexec starts find what they do by this name
+    import elastic  # ranks that mpiexec starts import their functions by this name
 
     sys.exit(elastic.main())

@@ -1,9 +1,9 @@
-"""How fast reductions fold: ``python benchmarks/folds.py``.
+"""Measurement of the speed of folds, the local part of reductions: ``python benchmarks/folds.py``.
 
-The folds in C of :mod:`collective.native` beside the Python ones, which they repeat, in turns in
-one process: gigabytes of one operand a second, the fastest of the turns, since nothing but other
-processes can make one slower. Of 64 KiB, three arrays lie in a second-level cache; of 1 KiB,
-calling takes longer than folding.
+The folds in C of :mod:`collective.native` and the Python folds with the same results take turns in
+one process. The unit is gigabytes of one operand per second. The figure is the fastest turn, since
+only other processes can make a turn slower. Three arrays of 64 KiB fit into a second-level cache.
+For arrays of 1 KiB, the call takes longer than the fold.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _TURN_S = 1e-3
 
 
 def measure(op: str, dtype: DType, nbytes: int, turns: int) -> dict[str, Any]:
-    """Return the bytes a second of both folds of one operator."""
+    """Return the bytes per second of both folds of an operator."""
     values = np.random.default_rng(0).standard_normal(nbytes // dtype.itemsize) * 10
     if dtype.name == "bfloat16":
         a = arithmetic.float32_to_bfloat16(values.astype(np.float32))
@@ -42,15 +42,15 @@ def measure(op: str, dtype: DType, nbytes: int, turns: int) -> dict[str, Any]:
     calls = {side: _folding(fold, *arrays) for side, fold in sides.items()}
     with np.errstate(all="ignore"):
         seconds = alternate(None, calls, turns, _TURN_S)
-    rates = {side: a.nbytes / min(each) for side, each in seconds.items()}
+    rates = {side: a.nbytes / min(turns_of_side) for side, turns_of_side in seconds.items()}
     return {"op": op, "dtype": dtype.name, "nbytes": nbytes, **rates}
 
 
 def _placed(array: Any, number: int) -> Any:
-    """Return a copy at the beginning of a cache line, another line of a page for each number.
+    """Return a copy of ``array`` that begins at a cache line chosen by ``number``.
 
-    Loads and stores at corresponding places of pages wait for each other, by which as many
-    figures would depend on the allocator's luck.
+    Each number has another line within a page. Loads and stores at the same offset in two pages
+    wait for each other, so otherwise the figures would depend on the allocator.
     """
     room = np.empty(array.nbytes + 8192, np.uint8)
     start = -room.__array_interface__["data"][0] % 4096 + 1088 * number
@@ -60,7 +60,7 @@ def _placed(array: Any, number: int) -> Any:
 
 
 def _folding(fold: Callable[..., Any], a: Any, b: Any, out: Any) -> Callable[[int], None]:
-    """Return what folds so many times, with nothing between: a short fold takes 0.1 µs."""
+    """Return a function that folds ``count`` times back to back; a short fold takes 0.1 µs."""
 
     def several(count: int) -> None:
         for _ in range(count):
@@ -88,14 +88,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
 
     def measure_all() -> dict[str, Any]:
-        found = [
+        folds = [
             measure(op, BY_NAME[dtype], nbytes, options.turns)
             for op in options.ops
             for dtype in options.dtypes
             if _has_meaning(op, BY_NAME[dtype])
             for nbytes in options.sizes
         ]
-        return {"folds": found, "native": native.status()}
+        return {"folds": folds, "native": native.status()}
 
     run = measured(options, measure_all)
     _print(run, options.markdown)
@@ -103,12 +103,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _print(run: dict[str, Any], markdown: bool) -> None:
-    sizes = list(dict.fromkeys(each["nbytes"] for each in run["folds"]))
+    sizes = list(dict.fromkeys(fold["nbytes"] for fold in run["folds"]))
     rows: dict[tuple[str, str], list[str]] = {}
-    for each in run["folds"]:
-        cells = rows.setdefault((each["op"], each["dtype"]), [])
-        cells += [f"{each[side] / 1e9:.3g}" for side in ("c", "python")]
-        cells.append(f"{each['c'] / each['python']:.1f}")
+    for fold in run["folds"]:
+        cells = rows.setdefault((fold["op"], fold["dtype"]), [])
+        cells += [f"{fold[side] / 1e9:.3g}" for side in ("c", "python")]
+        cells.append(f"{fold['c'] / fold['python']:.1f}")
     print_table(
         f"{headline(run['machine'])}; native core {run['native']}; GB/s",
         ["op", "dtype", *(f"{size_name(size)}: {column}" for size in sizes

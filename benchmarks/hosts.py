@@ -5,7 +5,7 @@
     python benchmarks/hosts.py                        # two hosts with two ranks each, as root
     python benchmarks/hosts.py --hosts 3 --each 2 --sizes 1M 16M --json hosts.json
 
-All contestants are open in the same ranks and have turns, A B C A B C ….
+All contestants are open in the same ranks and take turns, A B C A B C ….
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ ROOT = Path(__file__).resolve().parent.parent
 OPERATIONS = ("all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter", "all_to_all")
 SIZES = "4 1K 64K 256K 1M 4M 16M 64M"
 _RANKS_S = 3600.0
-#: What was promised: so many times faster than the slowest permitted, from this size on.
+#: Promised: at least this many times as fast as flat Gloo, from this size on.
 FASTER, FROM = 1.5, 1 << 20
 
 
 @dataclass(frozen=True)
 class Figure:
-    """One operation of one contestant at one size: seconds, the median of its turns."""
+    """Time of an operation of a contestant at a size: the median of its turns, in seconds."""
 
     operation: str
     nbytes: int
@@ -64,7 +64,7 @@ class Figure:
 
 
 class Rank:
-    """One rank: opens the contestants and measures them in turns."""
+    """Rank that opens the contestants and measures them in turns."""
 
     def __init__(self, folder: Path) -> None:
         import torch
@@ -78,14 +78,14 @@ class Rank:
         self._line = StartLine(folder / "startline", self.comm.rank, self.comm.size)
 
     def calls(self, operation: str, nbytes: int) -> dict[str, Call]:
-        """Return the operation of each contestant, on arrays of its own."""
+        """Return the operation for each contestant, each on its own arrays."""
         sides: dict[str, BenchLibrary] = {name: OursRaw(comm) for name, comm in self.comms.items()}
         if operation == "all_reduce":
             sides["torch.distributed"] = self.torch
         return {name: Prepared(side, operation, nbytes).call for name, side in sides.items()}
 
     def measure(self, call: Call, iterations: int, each: bool) -> float:
-        """Return the seconds that a call takes: of the slowest rank."""
+        """Return the seconds that a call takes on the slowest rank."""
         times = self._line.seconds_of(call, iterations, each=each)
         slowest = self.comm.all_reduce(np.array(times), op="max")
         return float(np.median(slowest))
@@ -100,7 +100,7 @@ class Rank:
         ]
 
     def check(self) -> None:
-        """Hold that the contestants agree, on data that is not all zeros."""
+        """Check that the contestants have equal results, on data that is not all zeros."""
         x = np.arange(300_000, dtype=np.float32) % 1000 + self.comm.rank
         first, second = (comm.all_reduce(x) for comm in self.comms.values())
         if not np.array_equal(first, second):
@@ -108,12 +108,12 @@ class Rank:
 
 
 def report(folder: Path, figures: Any) -> None:
-    """Have :func:`run`, which has named the folder, return the figures."""
+    """Write the figures to ``folder``, so that :func:`run` returns them."""
     (folder / "figures").write_text(json.dumps(figures))
 
 
 def work(options: argparse.Namespace) -> None:
-    """Be a rank: measure everything; rank 0 writes the figures."""
+    """Run as a rank: measure everything; rank 0 writes the figures."""
     rank = Rank(options.folder)
     figures: list[Figure] = []
     for operation in options.operations:
@@ -132,7 +132,7 @@ def work(options: argparse.Namespace) -> None:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Make the hosts, start the ranks on them, and return what is written as JSON."""
+    """Make the hosts, start the ranks on them, and return the data for the JSON file."""
     reason = refusal()
     if reason is not None:
         raise SystemExit(f"hosts: {reason}")
@@ -143,13 +143,13 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _hosts() -> Any:
-    """Return the tests' module that makes hosts."""
+    """Return the module of the tests that makes hosts."""
     sys.path.insert(0, str(ROOT))
     return importlib.import_module("tests.support.network_hosts")
 
 
 def refusal() -> str | None:
-    """Return why there can be no hosts here, or None."""
+    """Return the reason why hosts cannot be made here, or None."""
     reason: str | None = _hosts().refusal()
     return reason
 
@@ -157,14 +157,14 @@ def refusal() -> str | None:
 def run(
     spread: Sequence[int], command: Sequence[str], *, delay: float | None = None, **variables: str
 ) -> Any:
-    """Run a Python program as ranks of hosts that are made for it; return what it reports.
+    """Make hosts, run a Python program as ranks on them, and return the reported figures.
 
     Args:
         spread: the host of each rank.
-        command: the program and its arguments; one more is the folder for :func:`report`, where
-            there is a start line.
-        delay: seconds that a packet takes to another host; None for as long as it takes.
-        variables: for the ranks' environment.
+        command: the program and its arguments. The folder for :func:`report` is appended; it
+            contains a start line.
+        delay: seconds by which packets to another host are delayed; None for no delay.
+        variables: variables for the environment of the ranks.
     """
     with tempfile.TemporaryDirectory(prefix="hosts-") as folder:
         path = Path(folder)
@@ -177,7 +177,7 @@ def run(
 
 
 def show(run: dict[str, Any], markdown: bool) -> None:
-    """Print a run's figures, and what became of the promise."""
+    """Print the figures of a run, and whether the promise is kept."""
     figures = [Figure(**each) for each in run["figures"]]
     print(f"{headline(run['machine'])}; {run['hosts']} hosts × {run['each']} ranks\n")
     worst: tuple[float, str] | None = None
@@ -207,7 +207,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     parser = argparse.ArgumentParser(description="Compare hierarchical with flat Gloo.")
     parser.add_argument("--hosts", type=int, default=2, metavar="N", help="hosts (default: 2)")
-    parser.add_argument("--each", type=int, default=2, metavar="N", help="ranks on each")
+    parser.add_argument("--each", type=int, default=2, metavar="N", help="ranks on each host")
     add_sizes(parser, SIZES)
     parser.add_argument("--operations", nargs="+", choices=OPERATIONS, default=["all_reduce"])
     parser.add_argument("--quick", action="store_true", help="fewer and shorter turns")

@@ -1,14 +1,15 @@
-"""What tensor-parallel inference on CPUs asks of a library: ``python benchmarks/inference.py``.
+"""Measurement of the calls of tensor-parallel inference: ``python benchmarks/inference.py``.
 
-All-reduces and all-gathers of bfloat16 and float16, 10 KiB to 32 MiB, between 2 to 4 ranks of one
-host, in PyTorch's tensors: ours on tensors of PyTorch's and of ``comm.empty``, against
-torch.distributed over Gloo and against MPI through mpi4py; and float32 for as many bytes. The sides
-take turns, as in all of these benchmarks; ratios are medians over turns that follow each other.
+The inference runs on CPUs. The calls are all-reduces and all-gathers of bfloat16 and float16, from
+10 KiB to 32 MiB, between 2 to 4 ranks of one host, on PyTorch's tensors. Our calls use ordinary
+tensors of PyTorch and tensors from ``comm.empty``. They are compared with torch.distributed over
+Gloo, with MPI through mpi4py, and with float32 of as many bytes. The sides take turns, as in all
+these benchmarks. Ratios are medians over neighbouring turns.
 
-MPI has no bfloat16. mpi4py takes a tensor of it for bytes: MPICH refuses to add these, and Open MPI
-adds the bytes, so that 1.5 + 1.5 is 8.5e37. What is left is to convert to float32 and back, which
-is held here as float32 of as many *numbers*; the two conversions themselves are not counted. To
-gather is to move bytes, whatever they stand for: there it is MPI's float16.
+MPI has no bfloat16. mpi4py treats such a tensor as bytes. MPICH refuses to add bytes, and Open MPI
+adds them, so that 1.5 + 1.5 is 8.5e37. A user of MPI has to convert to float32 and back. This is
+represented here by float32 of as many *numbers*; the two conversions themselves are not counted. A
+gather only moves bytes, whatever they represent, so it is compared with MPI's float16.
 """
 
 from __future__ import annotations
@@ -34,24 +35,24 @@ _PEERS = ("torch", "mpi4py")
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Run all measurements and return what is written as JSON."""
-    found = sittings.Sittings(options)
+    """Run all measurements and return the data for the JSON file."""
+    session = sittings.Sittings(options)
     sizes = options.sizes or [parse_size(s) for s in (_QUICK if options.quick else _SIZES).split()]
     for ranks in options.n:
         pace = Pace.of(options.quick)
-        found.sit(ranks, _tasks(sizes), pace, framework="torch", without=["memcpy"])
-    return found.as_json()
+        session.sit(ranks, _tasks(sizes), pace, framework="torch", without=["memcpy"])
+    return session.as_json()
 
 
 def _tasks(sizes: Sequence[int]) -> list[Task]:
-    """Return what is measured: float32 for as many bytes, and for as many numbers."""
+    """Return the measurements, with float32 of as many bytes, and of as many numbers."""
     tasks = [Task(o, nbytes, dtype) for o in _OPERATIONS for nbytes in sizes for dtype in _DTYPES]
     tasks += [Task("all_reduce", 2 * nbytes, "float32") for nbytes in sizes]
     return list(dict.fromkeys(tasks))
 
 
 def show(run: dict[str, Any], markdown: bool) -> None:
-    """Print a table an operation and number of ranks."""
+    """Print a table for each operation and number of ranks."""
     records = Results.from_json(run).records
     print(f"{headline(run['machine'])}\n")
     kinds = dict.fromkeys((r.operation, r.ranks) for r in records)
@@ -84,17 +85,21 @@ def _row(here: Sequence[Record], operation: str, nbytes: int) -> list[str]:
     best = min(filter(None, rivals), key=lambda record: record.seconds, default=None)
     slower = "–" if mine is None or full is None else f"{1 / Ratio(mine, full).value:.2f}"
     faster = "–" if mine is None or best is None else f"{Ratio(mine, best).value:.2f}"
-    cells = ["–" if each is None else microseconds(each.seconds) for each in shown]
+    cells = ["–" if record is None else microseconds(record.seconds) for record in shown]
     return [size_name(nbytes), *cells, slower, faster]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
-    parser = argparse.ArgumentParser(description="All-reduces and all-gathers of 16-bit numbers.")
+    parser = argparse.ArgumentParser(
+        description="Measure all-reduces and all-gathers of 16-bit numbers."
+    )
     parser.add_argument(
         "-n", type=counts, default=(2, 3, 4), metavar="N,…", help="ranks (default: 2,3,4)"
     )
-    parser.add_argument("--sizes", nargs="+", type=parse_size, metavar="SIZE", help="of an array")
+    parser.add_argument(
+        "--sizes", nargs="+", type=parse_size, metavar="SIZE", help="sizes of an array"
+    )
     sittings.add_options(parser)
     options = parser.parse_args(arguments)
     run = measured(options, lambda: measure(options))

@@ -1,11 +1,11 @@
-"""What memory a communicator of ``shm`` takes beside the user's arrays.
+"""Measurement of the memory that a communicator of ``shm`` takes beside the user's arrays.
 
 ::
 
     python benchmarks/memory.py                      # 2, 4 and 8 ranks, 1 MiB and 64 MiB
 
-For each operation on ordinary arrays of two sizes: the shared mappings, how much of them
-is in use, and by how much the call raised the process while it ran.
+The operations use ordinary arrays of two sizes. The figures are the shared mappings, how much of
+them is in use, and by how much the memory of the process grows during the call.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from collective.tools.show import Progress, add_outputs, add_sizes, print_table,
 
 __all__ = ["OPERATIONS", "Footprint", "run", "show"]
 
-#: The operations of which something was promised.
+#: The operations with promised bounds.
 OPERATIONS = "all_reduce broadcast all_gather reduce_scatter all_to_all send_recv".split()
 
 
@@ -32,10 +32,10 @@ class Footprint:
     """Memory of the rank that takes most.
 
     Attributes:
-        operation, ranks, nbytes: the call; of the larger of a rank's arrays.
+        operation, ranks, nbytes: the call; ``nbytes`` is the size of the larger array of a rank.
         mapped: bytes of shared segments, without arrays of ``comm.empty()``.
-        resident: how many of them this rank has touched.
-        transient: bytes that the call took beside all that was there before it.
+        resident: bytes of these segments that this rank has touched.
+        transient: bytes by which the memory of the process grew during the call.
     """
 
     operation: str
@@ -53,7 +53,7 @@ def run(ranks: int, sizes: Sequence[int]) -> list[Footprint]:
         ArenaError: the ranks did not start, or failed.
     """
     progress = Progress()
-    found = []
+    footprints = []
     with Arena([Contestant("shm", ranks)]) as arena:
         for nbytes in sizes:
             for operation in OPERATIONS:
@@ -64,13 +64,13 @@ def run(ranks: int, sizes: Sequence[int]) -> list[Footprint]:
                 arena.ask("shm", "release", side="shm")
                 assert not isinstance(answers, str)
                 most = {key: max(answer[key] for answer in answers) for key in answers[0]}
-                found.append(Footprint(operation, ranks, nbytes, **most))
+                footprints.append(Footprint(operation, ranks, nbytes, **most))
     progress.clear()
-    return found
+    return footprints
 
 
 def show(footprints: Sequence[Footprint], markdown: bool = False) -> None:
-    """Print the table: of each column the operation that takes most."""
+    """Print the table; each cell is for the operation that takes most."""
     sizes = list(dict.fromkeys(f.nbytes for f in footprints))
     columns = {"mapped": "mapped", "in use": "resident", "during a call": "transient"}
     header = ["ranks", *(f"{c}, {size_name(nbytes)}" for c in columns for nbytes in sizes)]

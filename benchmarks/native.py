@@ -1,10 +1,11 @@
-"""What the native core gives ``shm``: ``python benchmarks/native.py``.
+"""Measurement of ``shm`` with and without the native core: ``python benchmarks/native.py``.
 
-Calls on ordinary memory by ranks on one host that have the core, and by the same ranks on a second
-communicator that does without, in turns of a few milliseconds: ``--operation gather``, by default
-all-reduces in place. A size is that of the longest array of a call; of ``send_recv`` it is half a
-round trip. Of a side's turns the fastest and the median are told, of the slowest rank: where the
-cores are not free, they differ. With ``--cpu`` it is processor time, of the rank that takes most.
+Ranks on one host make calls on ordinary memory. One communicator uses the core, a second one of
+the same ranks does not, and they take turns of a few milliseconds. The calls are all-reduces in
+place, or those of ``--operation``. A size is the size of the longest array of a call; for
+``send_recv``, half a round trip is measured. The table shows the fastest turn and the median turn
+of each side, of the slowest rank; they differ if the cores are not free. With ``--cpu``, the
+figures are the processor time of the rank that takes most.
 """
 
 from __future__ import annotations
@@ -52,23 +53,23 @@ def measure(
     turns: int,
     cpu: bool,
 ) -> list[dict[str, Any]]:
-    """Return seconds a call, of each turn, with the core and without it."""
+    """Return the seconds per call in each turn, with the core and without it."""
     sides = {"core": comm.dup()}
     native.switch(False)
     sides["without"] = comm.dup()
     native.switch(True)
-    found = []
+    records = []
     for dtype in dtypes:
         share = BY_NAME[dtype].itemsize * comm.size
         for size in sizes:
-            nbytes = max(share, size // share * share)  # as many elements for each rank
-            taken = seconds_of(comm, sides, operation, nbytes, turns, dtype=dtype, op=op, cpu=cpu)
-            found.append({"dtype": dtype, "nbytes": nbytes, **taken})
-    return found
+            nbytes = max(share, size // share * share)  # the same number of elements for each rank
+            seconds = seconds_of(comm, sides, operation, nbytes, turns, dtype=dtype, op=op, cpu=cpu)
+            records.append({"dtype": dtype, "nbytes": nbytes, **seconds})
+    return records
 
 
 class _Folding(Ours):
-    """Ours, whose reductions have an operator."""
+    """Library of our calls, whose reductions use a given operator."""
 
     def __init__(self, comm: Communicator, op: str) -> None:
         super().__init__(comm)
@@ -94,26 +95,28 @@ def seconds_of(
     op: str = "max",
     cpu: bool = False,
 ) -> dict[str, list[float]]:
-    """Return the seconds a call, of each turn, by side: communicators of the same ranks.
+    """Return the seconds per call in each turn, by side.
 
     Args:
-        nbytes: of the longest array of a call; of ``send_recv`` it is half a round trip.
-        op: of a reduction.
-        cpu: whether processor time is meant.
+        sides: communicators of the same ranks, by name.
+        nbytes: size of the longest array of a call; for ``send_recv``, half a round trip is
+            measured.
+        op: operator of a reduction.
+        cpu: if true, measure processor time.
     """
     calls = {
         name: repeated(Prepared(_Folding(side, op), operation, nbytes, dtype=dtype).call)
         for name, side in sides.items()
     }
     clock = time.process_time if cpu else time.perf_counter
-    found = alternate(comm, calls, turns, _TURN_S, warm=2, clock=clock)
+    times = alternate(comm, calls, turns, _TURN_S, warm=2, clock=clock)
     share = ALL[operation].share
-    return {name: [share * seconds for seconds in each] for name, each in found.items()}
+    return {name: [share * seconds for seconds in side] for name, side in times.items()}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
-    parser = argparse.ArgumentParser(description="What the native core gives shm.")
+    parser = argparse.ArgumentParser(description="Measure shm with and without the native core.")
     parser.add_argument("-n", type=int, default=2, help="ranks")
     parser.add_argument("--op", default="max", help="name of an operator")
     parser.add_argument("--operation", choices=_CALLS, default="all_reduce")
@@ -133,10 +136,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     run = measured(options, measure_ranks)
     rows = []
-    for each in run["calls"]:
-        row = [each["dtype"], size_name(each["nbytes"])]
+    for call in run["calls"]:
+        row = [call["dtype"], size_name(call["nbytes"])]
         for figure in (min, statistics.median):
-            core, without = figure(each["core"]), figure(each["without"])
+            core, without = figure(call["core"]), figure(call["without"])
             row += [microseconds(core), microseconds(without), f"{without / core:.2f}"]
         rows.append(row)
     print_table(

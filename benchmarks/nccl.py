@@ -1,16 +1,16 @@
-"""What a call of ours adds to the same call of NCCL, on the host: ``python benchmarks/nccl.py``.
+"""Measurement of the host time that our calls add to those of NCCL: ``python benchmarks/nccl.py``.
 
-One rank, so that nobody waits for a peer, and calls that only enqueue: what is measured is the
-time until a call returns. One side is NCCL's function through ctypes with its arguments ready,
-the other our call on an array; they take turns in one process, as in ``overhead.py``.
+There is one rank, so no call waits for a peer, and calls only enqueue. The figure is the time until
+a call returns. One side is NCCL's function through ctypes with its arguments ready, the other side
+is our call on an array. They take turns in one process, as in ``overhead.py``.
 
-Without ``--real`` the library is the ABI fake of the tests (delay 0, no log), which enqueues too
-and begins nothing before the end of a turn, and PyTorch's tensors are stand-ins that only say
-that they are on a GPU. Figures are then processor time of the thread that calls, so that other
-programs do not count: those of our code, whatever NCCL itself takes. ``--real`` takes the
-installed NCCL, a GPU, PyTorch or CuPy, CuPy's own binding as a third side, and the wall's clock.
+Without ``--real``, the library is the ABI fake of the tests (delay 0, no log). The fake also
+enqueues, and executes nothing before the end of a turn. PyTorch's tensors are stand-ins that only
+report that they are on a GPU. The figures are then processor time of the calling thread, so that
+other programs do not count. They show the cost of our code and not that of NCCL. ``--real`` uses
+the installed NCCL, a GPU, PyTorch or CuPy, CuPy's own binding as a third side, and wall-clock time.
 
-``--layers`` tells where the time goes: NCCL's function, our engine, the transport, the call.
+``--layers`` shows the time by layer: NCCL's function, our engine, the transport, the call.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from collective.tools.bench.machine import headline, measured
 from collective.tools.show import add_outputs, microseconds, print_table
 
 _ROOT = Path(__file__).resolve().parent.parent
-# What was promised: microseconds added to the raw binding.
+# Promised bound: microseconds added to the raw binding.
 _ADDED_US = 6.0
 _COUNT = 1024
 _FLOAT32, _SUM, _BYTES = 7, 0, 4 * _COUNT
@@ -42,11 +42,12 @@ Request = Callable[[], object]
 
 
 class _Alone:
-    """What :func:`alternate` asks of the ranks, where there is one: a common start.
+    """Stand-in for the communicator of :func:`alternate`, for one rank.
 
     Args:
-        stream: is done with all before a turn begins.
-        hold: has the fake begin nothing, or again, so that its thread takes no time of ours.
+        stream: stream that must be idle before a turn begins.
+        hold: function that stops the fake from executing work (1), or lets it continue (0). Work
+            in the fake's thread during a turn would disturb the figures.
     """
 
     def __init__(self, stream: Any, hold: Callable[[int], object]) -> None:
@@ -64,7 +65,7 @@ class _Alone:
 
 
 class _Bench:
-    """A communicator of one rank, and NCCL underneath it."""
+    """Communicator of one rank, with access to the NCCL underneath it."""
 
     def __init__(self, stream: Any) -> None:
         import collective
@@ -74,7 +75,7 @@ class _Bench:
         self.device = cuda.device(0)
         self.stream = stream
         x = _device_array(self)
-        self.comm.all_reduce(x, out=x)  # makes NCCL's communicator
+        self.comm.all_reduce(x, out=x)  # creates NCCL's communicator
         backend: Any = self.comm.transport
         self.engine = backend._comm
         self.library = self.engine.library
@@ -98,7 +99,7 @@ class _Bench:
         }
 
     def raw_overlapped(self, x: int, y: int) -> dict[str, Request]:
-        """Return the same on a stream beside, with the events that this takes at the least."""
+        """Return the same on a second stream, with the fewest events that this needs."""
         from collective import cuda
 
         driver, here = cuda.driver(), self.stream.handle
@@ -123,7 +124,7 @@ class _Bench:
         return {name: around(call) for name, call in self.raw(x, y, there).items()}
 
     def ours(self, x: Any, y: Any, **how: Any) -> dict[str, Request]:
-        """Return the same on two arrays."""
+        """Return the same calls of ours on two arrays."""
         comm, counts = self.comm, [_COUNT]
         return {
             "all_reduce(x, out=x)": partial(comm.all_reduce, x, out=x, **how),
@@ -136,7 +137,7 @@ class _Bench:
         }
 
     def asynchronous(self, x: Any, y: Any) -> dict[str, Request]:
-        """Return the same with ``async_op=True``, and ``wait()``."""
+        """Return the same with ``async_op=True``, followed by ``wait()``."""
 
         def waited(begin: Any) -> Request:
             return lambda: begin().wait()
@@ -165,7 +166,7 @@ class _Bench:
 
 
 def _nothing(_: int) -> None:
-    """Do as NCCL does."""
+    """Do nothing, since the real NCCL cannot be stopped."""
 
 
 def _fakes_hold() -> Callable[[int], object]:
@@ -184,14 +185,14 @@ def _device_array(bench: _Bench) -> Any:
 
 
 def _stand_in(bench: _Bench) -> Callable[[], Any]:
-    """Have a build of PyTorch for the CPU make tensors that say that they are on a GPU."""
+    """Return a function that makes tensors which claim to be on a GPU, with PyTorch for CPUs."""
     import torch
 
     from collective import cuda
     from collective.adapters.torch import cuda_arrays
 
     class Tensor(torch.Tensor):
-        # Or each attribute would go through Python.
+        # Otherwise each access to an attribute would go through Python.
         __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
         @classmethod
@@ -203,12 +204,12 @@ def _stand_in(bench: _Bench) -> Callable[[], Any]:
             return address
 
     def allocate(shape: Any, kind: Any, device: Any) -> Any:
-        made: Any = torch.Tensor._make_wrapper_subclass(
+        tensor: Any = torch.Tensor._make_wrapper_subclass(
             Tensor, shape, dtype=kind, device=torch.device("cuda", device.ordinal)
         )
-        made.memory = cuda.allocate(device, made.nbytes, bench.stream)
-        made.address = made.memory.address
-        return made
+        tensor.memory = cuda.allocate(device, tensor.nbytes, bench.stream)
+        tensor.address = tensor.memory.address
+        return tensor
 
     handle = bench.stream.handle
     cuda_arrays._current_handle = lambda ordinal: handle
@@ -217,25 +218,25 @@ def _stand_in(bench: _Bench) -> Callable[[], Any]:
 
 
 def _makers(bench: _Bench, real: bool) -> dict[str, Callable[[], Any]]:
-    """Return what makes arrays of each kind that can be had here."""
-    found: dict[str, Callable[[], Any]] = {"DeviceArray": lambda: _device_array(bench)}
+    """Return functions that make arrays, for each kind that is available here."""
+    makers: dict[str, Callable[[], Any]] = {"DeviceArray": lambda: _device_array(bench)}
     try:
         import torch
 
         if not real:
-            found["torch (stand-in)"] = _stand_in(bench)
+            makers["torch (stand-in)"] = _stand_in(bench)
         elif torch.cuda.is_available():
-            found["torch"] = lambda: torch.zeros(_COUNT, device="cuda:0")
+            makers["torch"] = lambda: torch.zeros(_COUNT, device="cuda:0")
     except ImportError:
         pass
     if real:
         try:
             import cupy
 
-            found["cupy"] = lambda: cupy.zeros(_COUNT, "float32")
+            makers["cupy"] = lambda: cupy.zeros(_COUNT, "float32")
         except ImportError:
             pass
-    return found
+    return makers
 
 
 def _address(x: Any) -> int:
@@ -246,7 +247,7 @@ def _address(x: Any) -> int:
 
 
 def _cupys() -> Callable[[int, int, int], Request] | None:
-    """Return what makes CuPy's all-reduce of two addresses on a stream, None without CuPy."""
+    """Return a function that makes CuPy's all-reduce call on two addresses; None without CuPy."""
     try:
         from cupy.cuda import nccl
     except ImportError:
@@ -257,10 +258,10 @@ def _cupys() -> Callable[[int, int, int], Request] | None:
 
 
 def measure(real: bool, quick: bool) -> dict[str, Any]:
-    """Return the figures: one record an operation, kind of array and way of calling."""
+    """Return one record for each operation, kind of array and way of calling."""
     from collective import cuda
 
-    # The default stream, which PyTorch and CuPy work on as well.
+    # With a GPU, use the default stream, as PyTorch and CuPy do.
     device = cuda.device(0)
     stream = device.stream(0) if real else device.new_stream()
     bench = _Bench(stream)
@@ -268,7 +269,7 @@ def measure(real: bool, quick: bool) -> dict[str, Any]:
     rounds, turn = (3, 0.005) if quick else (25, 0.02)
     clock = time.perf_counter if real else time.thread_time
     makers = _makers(bench, real)
-    gc.disable()  # as timeit does; it runs between the turns
+    gc.disable()  # as timeit does; _Alone.barrier() collects between the turns
     gc.freeze()
     rival = _cupys() if real else None
     records, layers = [], []
@@ -333,21 +334,23 @@ def show(run: dict[str, Any], layers: bool, markdown: bool) -> None:
     print_table(title, [*header, "ratio", "CuPy µs", "verdict"], rows, markdown)
     if layers:
         rows, before = [], 0.0
-        for each in run["layers"]:
-            first = each["layer"].startswith("NCCL")
-            more = each["seconds"] - (0.0 if first else before)
-            before = each["seconds"]
-            rows.append([each["layer"], each["arrays"], microseconds(before), _us(more)])
+        for layer in run["layers"]:
+            first = layer["layer"].startswith("NCCL")
+            more = layer["seconds"] - (0.0 if first else before)
+            before = layer["seconds"]
+            rows.append([layer["layer"], layer["arrays"], microseconds(before), _us(more)])
         header = ["layer", "arrays", "µs", "adds µs"]
         print_table("all_reduce(x, out=x), layer by layer", header, rows, markdown)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
-    parser = argparse.ArgumentParser(description="What a call adds to NCCL's own, on the host.")
+    parser = argparse.ArgumentParser(
+        description="Measure what our calls add to NCCL's on the host."
+    )
     parser.add_argument("--real", action="store_true", help="NCCL on a GPU, and CuPy's binding")
-    parser.add_argument("--layers", action="store_true", help="show where the time goes, too")
-    parser.add_argument("--quick", action="store_true", help="three short turns each")
+    parser.add_argument("--layers", action="store_true", help="also show the time by layer")
+    parser.add_argument("--quick", action="store_true", help="three short turns of each side")
     add_outputs(parser, earlier=True)
     options = parser.parse_args(arguments)
     if options.earlier is None and not options.real:

@@ -1,16 +1,16 @@
-"""What a call of ours adds to the same call made on the engine underneath.
+"""Measurement of the time that our calls add to the same calls of the underlying engine.
 
 ::
 
     python benchmarks/overhead.py                          # mpi under each library, and gloo
     python benchmarks/overhead.py gloo --sizes 4 64K 1M    # one of them
 
-Both sides live in the same processes and take turns, A B A B …, nine each: mpi4py's upper-case
-calls and our ``mpi``, torch.distributed's Gloo and our ``gloo``. Within a turn calls are made
-back to back from a common start; a turn's figure is the slowest rank's mean. What is reported
-is the median of the turns, and the median of the ratios of neighbouring turns.
+Both sides live in the same processes and take turns, A B A B …, nine each. The sides are mpi4py's
+upper-case calls and our ``mpi``, or torch.distributed's Gloo and our ``gloo``. Within a turn, the
+calls are made back to back from a common start. The figure of a turn is the mean of the slowest
+rank. The report shows the median of the turns, and the median of the ratios of neighbouring turns.
 
-Python's own share is the same on both sides but for what we add: validation, the flight
+The share of Python is the same on both sides, except for our additions: validation, the flight
 recorder and, for MPI, the comparison of the ranks' calls.
 """
 
@@ -41,32 +41,33 @@ from collective.tools.bench.rivals import Gloo, Mpi
 from collective.tools.show import add_outputs, add_sizes, microseconds, print_table, size_name
 
 _SIZES = "8 1K 8K 32K 1M 16M"
-# What was promised: microseconds added to MPI below 64 KiB, and ratios.
+# Promised bounds: microseconds added to MPI below 64 KiB, and ratios for large arrays.
 _ADDED_US, _SMALL = 3.0, 64 << 10
 _MPI_RATIO, _LARGE = 1.03, 1 << 20
 
 
 class OursRaw(Ours):
-    """Ours, asked for what the raw call does: pieces of lengths that all ranks know."""
+    """Library of our calls that do the same as the raw calls: all ranks know all lengths."""
 
     def calls(self, x: Any, y: Any) -> dict[str, Any]:
-        comm, found = self.comm, super().calls(x, y)
-        if not comm.capabilities.checks_calls:  # which finds out about lengths at no cost
+        comm, calls = self.comm, super().calls(x, y)
+        # A transport that checks calls gets the lengths at no cost. Others need counts.
+        if not comm.capabilities.checks_calls:
             counts = [x.shape[0]] * self.size
-            found["all_gather"] = lambda: comm.all_gather(x, counts=counts, out=y)
-        return found
+            calls["all_gather"] = lambda: comm.all_gather(x, counts=counts, out=y)
+        return calls
 
 
 def _over_gloo(comm: Any, folder: Path, *asked: Any) -> dict[str, Any]:
     raw, ours = Gloo(folder, comm.rank, comm.size), OursRaw(comm)
-    ours.use("torch")  # both on tensors
-    found = compared(raw, ours, *asked)
+    ours.use("torch")  # tensors on both sides
+    figures = compared(raw, ours, *asked)
     raw.close()
-    return found
+    return figures
 
 
 def _over_mpi(_: Participant, *asked: Any) -> dict[str, Any]:
-    with collective.init("mpi") as comm:  # MPI ends with the process
+    with collective.init("mpi") as comm:  # MPI itself is finalised when the process ends
         return compared(Mpi(), OursRaw(comm), *asked)
 
 
@@ -90,18 +91,18 @@ def compared(
 
 
 def _check(sides: Sequence[Prepared], together: Callable[[], object]) -> None:
-    """Check what calls compute, on fresh data."""
+    """Check the results of the calls, on fresh data."""
     for side in sides:
         wrong = side.count_wrong(together)
         assert not wrong, f"{side.what}: {wrong} elements are wrong"
-        side.x[:] = 0  # sums that are repeated thousands of times stay finite
+        side.x[:] = 0  # so that sums stay finite after thousands of repetitions
 
 
 def launch(venv: Path | None, ranks: int, *asked: Any) -> dict[str, Any]:
-    """Run the ranks of Gloo, or of the MPI in an environment, and return rank 0's figures.
+    """Run the ranks over Gloo, or over the MPI of an environment; return rank 0's figures.
 
     Raises:
-        RanksFailedError, BackendUnavailableError: they failed, or did not start.
+        RanksFailedError, BackendUnavailableError: the ranks failed, or did not start.
     """
     found: dict[str, Any]
     if venv is not None:
@@ -112,7 +113,7 @@ def launch(venv: Path | None, ranks: int, *asked: Any) -> dict[str, Any]:
 
 
 def verdict(engine: str, record: dict[str, Any]) -> str:
-    """Say whether what was promised is kept."""
+    """Return whether a figure keeps the promise: "kept", "missed", or "" without a promise."""
     added = (record["ours"] - record["raw"]) * 1e6
     if engine == "gloo":
         return "kept" if record["ratio"] <= 1 else "missed"
@@ -142,14 +143,14 @@ def show(run: dict[str, Any], markdown: bool) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
-    parser = argparse.ArgumentParser(description="What a call adds to the engine's own.")
+    parser = argparse.ArgumentParser(description="Measure what our calls add to the engine's.")
     parser.add_argument(
-        "engines", nargs="*", help=f"gloo, {', '.join(peers.VENDORS)} (default: all there are)"
+        "engines", nargs="*", help=f"gloo, {', '.join(peers.VENDORS)} (default: all installed)"
     )
     parser.add_argument("-n", type=int, default=2, metavar="N", help="ranks (default: 2)")
     add_sizes(parser, _SIZES)
     parser.add_argument("--operations", nargs="+", default=OPERATIONS, metavar="NAME")
-    parser.add_argument("--quick", action="store_true", help="three short turns each")
+    parser.add_argument("--quick", action="store_true", help="three short turns of each side")
     add_outputs(parser)
     peers.add_options(parser)
     options = parser.parse_args(arguments)
@@ -161,7 +162,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name in options.engines or [*venvs, "gloo"]:
             if name != "gloo" and name not in venvs:
                 raise SystemExit(
-                    f"overhead: {name}: not there; run: python benchmarks/peers.py setup"
+                    f"overhead: {name}: not installed; run: python benchmarks/peers.py setup"
                 )
             try:
                 engines[name] = launch(
@@ -176,6 +177,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    import overhead  # ranks that mpiexec starts find what they do by this name
+    import overhead  # ranks that mpiexec starts import their functions by this name
 
     sys.exit(overhead.main())

@@ -1,12 +1,12 @@
-"""The MPI libraries that we are compared with: an environment each, and ranks in one.
+"""MPI libraries that the benchmarks compare with: environments, and ranks that run in one.
 
-One environment holds one MPI cleanly, so each has its own::
+An environment can contain only one MPI cleanly, so each library has its own environment::
 
-    python benchmarks/peers.py setup          # into .mpi, by pip; some minutes
-    python benchmarks/peers.py                # which of them are there
+    python benchmarks/peers.py setup          # create them in .mpi by pip; some minutes
+    python benchmarks/peers.py                # list the existing ones
 
-Environments made by hand (``pip install mpi4py numpy mpich``) are taken from another
-directory with ``--mpi-envs`` or BENCH_PEERS, or one by one with ``--mpi-env mpich=PATH``.
+To use environments that were made by hand (``pip install mpi4py numpy mpich``), give their
+directory with ``--mpi-envs`` or BENCH_PEERS, or each one with ``--mpi-env mpich=PATH``.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ _HERE = Path(__file__).resolve().parent
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say where the environments are."""
+    """Add the options for the places of the environments."""
     mpi_environments.add_options(parser)
     parser.set_defaults(mpi_envs=Path(os.environ.get("BENCH_PEERS", _HERE.parent / ".mpi")))
 
 
 def add_rivals(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say against whom, and where their environments are."""
+    """Add the options for the choice of rivals and the places of their environments."""
     add_options(parser)
     parser.add_argument(
         "--against",
@@ -58,8 +58,8 @@ def add_rivals(parser: argparse.ArgumentParser) -> None:
 
 
 def rivals(options: argparse.Namespace) -> list[str]:
-    """Return the contestants that were chosen."""
-    return [f"mpi4py/{each}" if each in VENDORS else each for each in options.against]
+    """Return the chosen rivals, by the names of contestants."""
+    return [f"mpi4py/{name}" if name in VENDORS else name for name in options.against]
 
 
 def find(options: argparse.Namespace) -> dict[str, Path]:
@@ -69,7 +69,7 @@ def find(options: argparse.Namespace) -> dict[str, Path]:
 
 
 def prepare_environment() -> None:
-    """Have ranks that are started from now on find these modules, and take one thread each."""
+    """Set variables so that ranks find these modules and use one thread each."""
     path = os.pathsep.join([str(_HERE), os.environ.get("PYTHONPATH", "")])
     threads = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")}
     os.environ |= {**threads, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": path}
@@ -79,11 +79,12 @@ def run_here(ranks: int, backend: str, function: Callable[..., Any], *arguments:
     """Run a function on ranks of this Python; return what rank 0 returns.
 
     Args:
-        backend: the transport of their communicator.
-        function: given the communicator, a folder that the ranks share, and ``arguments``.
+        backend: transport of the ranks' communicator.
+        function: function that gets the communicator, a folder that the ranks share, and
+            ``arguments``.
 
     Raises:
-        RanksFailedError, BackendUnavailableError: they failed, or did not start.
+        RanksFailedError, BackendUnavailableError: the ranks failed, or did not start.
     """
     prepare_environment()
     with tempfile.TemporaryDirectory() as folder:
@@ -98,12 +99,13 @@ def run_under_mpi(
     """Run a function on the ranks of an environment's mpiexec; return what rank 0 returns.
 
     Args:
-        environment: as :func:`find` returns it. Packages that it lacks are this Python's.
-        function: of a module that is not ``__main__``: ranks import it by name. It is given a
-            :class:`~collective.launch.ranks.Participant` and ``arguments``.
+        environment: an environment from :func:`find`. Packages that it lacks come from this
+            Python.
+        function: function that gets a :class:`~collective.launch.ranks.Participant` and
+            ``arguments``. Its module must not be ``__main__``, since ranks import it by name.
 
     Raises:
-        RanksFailedError, BackendUnavailableError: they failed, or did not start.
+        RanksFailedError, BackendUnavailableError: the ranks failed, or did not start.
     """
     prepare_environment()
     starter = under_mpiexec(ranks, Mpiexec(str(environment / "bin" / "python")), lasting=False)
@@ -120,7 +122,9 @@ def _setup(vendor: str, path: Path) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
-    parser = argparse.ArgumentParser(description="The MPI libraries that we are compared with.")
+    parser = argparse.ArgumentParser(
+        description="List or set up the MPI libraries to compare with."
+    )
     parser.add_argument("command", nargs="?", choices=("list", "setup"), default="list")
     add_options(parser)
     options = parser.parse_args(arguments)
@@ -134,7 +138,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 _setup(vendor, options.mpi_envs / vendor)
         found = find(options)
     for vendor in VENDORS:
-        print(f"{vendor}: {found.get(vendor, 'not there; run: peers.py setup')}")
+        print(f"{vendor}: {found.get(vendor, 'not installed; run: peers.py setup')}")
     return 0
 
 

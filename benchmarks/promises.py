@@ -1,4 +1,4 @@
-"""What was promised, and whether measured figures keep it."""
+"""Promised bounds, and the check whether measured figures keep them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KIB, MIB = 1 << 10, 1 << 20
 
 @dataclass(frozen=True)
 class Judged:
-    """A promise: what, the bound, what is aimed at beyond, what was measured, and the verdict."""
+    """Promise with its bound, its further aim, the measured figures and the verdict."""
 
     what: str
     must: str
@@ -29,13 +29,13 @@ class Judged:
 
 @dataclass(frozen=True)
 class Bound:
-    """One figure, measured at several places, that has to be at least (or at most) something.
+    """Bound of a figure that was measured under several conditions.
 
     Attributes:
-        unit: what stands behind the figure.
-        values: the figure at each place where it was measured.
-        must, aim: None where there is no such bound.
-        at_least: whether more is better.
+        unit: unit of the figure.
+        values: the figure by condition, such as a size.
+        must, aim: the promised bound and the further aim; None without one.
+        at_least: whether the bounds are minima; otherwise they are maxima.
     """
 
     unit: str
@@ -46,10 +46,10 @@ class Bound:
 
     @property
     def worst(self) -> tuple[float, str] | None:
-        found = [(value, at) for at, value in self.values.items()]
-        if not found:
+        figures = [(value, at) for at, value in self.values.items()]
+        if not figures:
             return None
-        return min(found) if self.at_least else max(found)
+        return min(figures) if self.at_least else max(figures)
 
     def keeps(self, bound: float | None) -> bool:
         if bound is None or self.worst is None:
@@ -64,7 +64,7 @@ class Bound:
 
 
 def hold(what: str, must: str, aim: str, bounds: Sequence[Bound]) -> Judged:
-    """Return what became of one promise; the worst figure of each bound counts."""
+    """Return a promise with its verdict; the worst figure of each bound counts."""
     needed = [bound for bound in bounds if bound.must is not None]
     if any(bound.worst is not None and not bound.keeps(bound.must) for bound in needed):
         verdict = "missed"
@@ -78,17 +78,17 @@ def hold(what: str, must: str, aim: str, bounds: Sequence[Bound]) -> Judged:
 
 
 def fastest(records: Sequence[Record], nbytes: int, *libraries: str) -> Record | None:
-    """Return the record of the fastest of some peers' libraries at a size, if there is one."""
-    theirs = [
+    """Return the record of the fastest of some libraries at a size, or None without records."""
+    candidates = [
         record
         for record in records
         if record.contestant.partition("/")[0] in libraries and record.nbytes == nbytes
     ]
-    return min(theirs, key=lambda record: record.seconds, default=None)
+    return min(candidates, key=lambda record: record.seconds, default=None)
 
 
 class _Speeds:
-    """How many times faster ours is than rivals, by size."""
+    """Ratios by size: how many times as fast our calls are as those of rivals."""
 
     def __init__(self, records: Sequence[Record], operation: str, ranks: int, side: str) -> None:
         self._here = [r for r in records if (r.operation, r.ranks) == (operation, ranks)]
@@ -98,19 +98,19 @@ class _Speeds:
         return {size_name(r.nbytes): r.seconds for r in self._ours if low <= r.nbytes <= high}
 
     def over(self, rival: str, low: int = 0, high: int = 1 << 62) -> dict[str, float]:
-        """Return the ratios to ``rival`` between two sizes: to the fastest of its libraries."""
-        found = {}
+        """Return the ratios to the fastest library of ``rival``, for sizes between two bounds."""
+        ratios = {}
         for ours in self._ours:
             other = fastest(self._here, ours.nbytes, rival)
             if other is not None and low <= ours.nbytes <= high:
-                found[size_name(ours.nbytes)] = other.seconds / ours.seconds
-        return found
+                ratios[size_name(ours.nbytes)] = other.seconds / ours.seconds
+        return ratios
 
 
 def judge(
     records: Sequence[Record], waits: Sequence[Wait], footprints: Sequence[Footprint]
 ) -> list[Judged]:
-    """Hold the figures of a run against the promises."""
+    """Compare the figures of a run with the promises."""
     return [
         *_of_two_ranks(records),
         *_of_four_ranks(records),
@@ -206,7 +206,7 @@ def _of_memory(footprints: Sequence[Footprint]) -> Judged:
                 growth[where] = max(0.0, now / MIB)
     bounds = [
         Bound("MiB mapped", most, at_least=False),
-        # A few chunks may come with size; a copy of the message may not.
+        # The bound allows some chunks more for a larger message, but not a copy of the message.
         Bound("MiB more", growth, 4, at_least=False),
     ]
     return hold("memory per rank beside the arrays", "does not grow with size", "", bounds)

@@ -1,7 +1,8 @@
-"""What is to be reached: each operation against the fastest MPI, by size, and what a call adds.
+"""Targets to reach: each operation against the fastest MPI, by size, and the added times of calls.
 
-Run as ``python benchmarks/targets.py --reach``. A size's ratio is the median of the ratios of
-turns that follow each other: of ours, and of the MPI library that is the fastest at that size.
+Run this as ``python benchmarks/targets.py --reach``. The rival at a size is the MPI library that
+is the fastest there. The ratio of a size is the median of the ratios of neighbouring turns, ours
+and the rival's.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _OTHERS = (
     "send_recv broadcast all_gather reduce_scatter all_to_all gather scatter reduce barrier".split()
 )
 _ADDED = ("mpi", "nccl", "ddp", "chainer")
-#: What can be asked for: operations, all-reduces of 16-bit numbers, what calls add, and steps.
+#: The rows to choose from: operations, all-reduces of 16-bit numbers, added times, and steps.
 ROWS = ("all_reduce", *_OTHERS, "16-bit", *_ADDED)
 _FAILURES = (ImportError, OSError, RuntimeError, RanksFailedError, CollectiveError)
 _HERE = Path(__file__).resolve().parent
@@ -47,13 +48,13 @@ _MOST = 1 << 62
 
 @dataclass(frozen=True)
 class _Sitting:
-    """What is measured with one set of ranks.
+    """Measurements with one set of ranks.
 
     Attributes:
-        ranks: how many.
-        row: what of it; ``"others"`` are the operations but all_reduce.
-        dtypes, memories, framework: of the arrays.
-        sizes, quick: with names as of ``--sizes``.
+        ranks: number of ranks.
+        row: the row to measure; ``"others"`` stands for all operations except all_reduce.
+        sizes, quick: sizes in the notation of ``--sizes``, and those for quick runs.
+        dtypes, memories, framework: dtypes, kinds of memory and framework of the arrays.
         gloo: whether torch.distributed takes part.
     """
 
@@ -67,8 +68,8 @@ class _Sitting:
     gloo: bool = False
 
     def tasks(self, rows: Sequence[str], quick: bool) -> Iterator[Task]:
-        asked = _OTHERS if self.row == "others" else [self.row]
-        for row in asked:
+        own_rows = _OTHERS if self.row == "others" else [self.row]
+        for row in own_rows:
             if row in rows:
                 sizes = [] if row == "barrier" else (self.quick if quick else self.sizes).split()
                 operation = "all_reduce" if row == "16-bit" else row
@@ -92,46 +93,46 @@ _SITTINGS = (
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Run all measurements, or those of ``options.rows``; return what is written as JSON."""
+    """Run all measurements, or those of ``options.rows``; return the data for the JSON file."""
     rows = options.rows or ROWS
-    found, progress = Sittings(options), Progress()
+    session, progress = Sittings(options), Progress()
     pace = Pace(5, 0.03) if options.quick else Pace.of(False)
     for sitting in _SITTINGS:
         tasks = list(sitting.tasks(rows, options.quick))
         if tasks:
-            found.sit(
+            session.sit(
                 sitting.ranks, tasks, pace, memories=sitting.memories, framework=sitting.framework,
                 without=["memcpy", *["torch"] * (not sitting.gloo)],
             )  # fmt: skip
     added: dict[str, dict[str, float]] = {}
-    for row, one in zip(_ADDED, (_of_mpi, _of_nccl, _of_ddp, _of_chainer)):
+    for row, measure_row in zip(_ADDED, (_of_mpi, _of_nccl, _of_ddp, _of_chainer)):
         if row in rows:
             progress.show(f"what {row} adds")
             try:
-                added[row] = one(options)
+                added[row] = measure_row(options)
             except (*_FAILURES, subprocess.SubprocessError) as error:
-                found.missing[row] = str(error)
+                session.missing[row] = str(error)
     progress.clear()
-    return {**found.as_json(), "added": added}
+    return {**session.as_json(), "added": added}
 
 
-# -- what a call adds, and a step -------------------------------------------------------------
+# -- added times of calls and steps -----------------------------------------------------------
 
 
 def _of_mpi(options: argparse.Namespace) -> dict[str, float]:
     """Return the microseconds that ``mpi`` adds to a raw call."""
-    found: dict[str, float] = {}
+    added: dict[str, float] = {}
     asked = memory.OPERATIONS, [8] if options.quick else [8, 1024], options.quick
     for vendor, path in peers.find(options).items():
         run = overhead.launch(path, 2, *asked)
-        for each in run["records"]:
-            at = f"{each['operation']}, {size_name(each['nbytes'])}, {vendor}"
-            found[at] = (each["ours"] - each["raw"]) * 1e6
-    return found
+        for record in run["records"]:
+            at = f"{record['operation']}, {size_name(record['nbytes'])}, {vendor}"
+            added[at] = (record["ours"] - record["raw"]) * 1e6
+    return added
 
 
 def _of_nccl(options: argparse.Namespace) -> dict[str, float]:
-    """Return the microseconds that ``nccl`` adds on the fake, where nothing is allocated."""
+    """Return the microseconds that ``nccl`` adds on the fake, for calls that allocate nothing."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "nccl.json"
         command = [sys.executable, str(_HERE / "nccl.py"), "--json", str(file)]
@@ -141,9 +142,9 @@ def _of_nccl(options: argparse.Namespace) -> dict[str, float]:
             raise RuntimeError(done.stderr.strip())
         records = json.loads(file.read_text())["records"]
     return {
-        f"{each['operation']}, {each['arrays']}": each["added"] * 1e6
-        for each in records
-        if each["way"] == "sync" and "out=" in each["operation"]
+        f"{record['operation']}, {record['arrays']}": record["added"] * 1e6
+        for record in records
+        if record["way"] == "sync" and "out=" in record["operation"]
     }
 
 
@@ -155,29 +156,29 @@ def _of_ddp(options: argparse.Namespace) -> dict[str, float]:
 
 
 def _of_chainer(options: argparse.Namespace) -> dict[str, float]:
-    """Return what our optimizer adds to a step, as a share of what ``naive`` adds."""
+    """Return the time that our optimizer adds to a step, as a share of what ``naive`` adds."""
     chainer: Any = importlib.import_module("chainer_training")
     asked = argparse.Namespace(width=1024, quick=options.quick)
-    found = {}
+    shares = {}
     for vendor, path in peers.find(options).items():
         times = chainer.measure(path, asked)
-        found[vendor] = chainer.added(times, "ours") / chainer.added(times, "naive")
-    return found
+        shares[vendor] = chainer.added(times, "ours") / chainer.added(times, "naive")
+    return shares
 
 
-# -- what becomes of it -----------------------------------------------------------------------
+# -- verdicts ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """One size of one operation: ours, and another's that took turns with it."""
+    """Comparison at one size of an operation: our record, and a rival's from the same turns."""
 
     ours: Record
     rival: Record
 
     @property
     def value(self) -> float:
-        """How many times as fast ours is: the median over turns that follow each other."""
+        """Ratio that tells how many times as fast ours is: the median over neighbouring turns."""
         if not self.ours.turns or not self.rival.turns:
             return self.rival.seconds / self.ours.seconds
         return median_ratio(self.rival.turns, self.ours.turns)
@@ -185,7 +186,7 @@ class Ratio:
 
 @dataclass(frozen=True)
 class _Aim:
-    """A row of the table: which sizes have to be how many times as fast."""
+    """Row of the table: a range of sizes, and how many times as fast they must be."""
 
     what: str
     operation: str
@@ -197,16 +198,16 @@ class _Aim:
     high: int = _MOST
 
     def ratios(self, records: Sequence[Record]) -> list[Ratio]:
-        """Return each size that was measured on both sides."""
+        """Return the comparisons of all sizes that were measured on both sides."""
         kind = (self.operation, self.ranks, "float32", None)
         here = [r for r in records if (r.operation, r.ranks, r.dtype, r.framework) == kind]
-        found = []
+        ratios = []
         for ours in here:
             if ours.contestant == "shm" and ours.memory in (self.memory, ""):
                 rival = fastest(here, ours.nbytes, "mpi4py")
                 if rival is not None and self.low <= ours.nbytes <= self.high:
-                    found.append(Ratio(ours, rival))
-        return found
+                    ratios.append(Ratio(ours, rival))
+        return ratios
 
     def verdict(self, records: Sequence[Record]) -> Judged:
         values = {size_name(r.ours.nbytes): r.value for r in self.ratios(records)}
@@ -225,9 +226,9 @@ _AIMS = (
 
 
 def judge(records: Sequence[Record], added: dict[str, dict[str, float]]) -> list[Judged]:
-    """Hold the figures of a run against what is to be reached; the worst size counts."""
-    found = [aim.verdict(records) for aim in _AIMS]
-    found += [_of_half(records, dtype) for dtype in _HALVES]
+    """Compare the figures of a run with the targets; the worst size counts."""
+    verdicts = [aim.verdict(records) for aim in _AIMS]
+    verdicts += [_of_half(records, dtype) for dtype in _HALVES]
     for row, what, unit, must, aim in (
         ("mpi", "mpi adds to a raw call", "µs", 1, 0.5),
         ("nccl", "nccl adds to a raw call, on the fake", "µs", 2, 1),
@@ -235,12 +236,12 @@ def judge(records: Sequence[Record], added: dict[str, dict[str, float]]) -> list
         ("chainer", "a step in Chainer: added, of what naive adds", "×", 0.33, 0.2),
     ):
         bound = Bound(unit, added.get(row, {}), must, aim, at_least=False)
-        found.append(hold(what, f"{must:g} {unit}", f"{aim:g} {unit}", [bound]))
-    return found
+        verdicts.append(hold(what, f"{must:g} {unit}", f"{aim:g} {unit}", [bound]))
+    return verdicts
 
 
 def _of_half(records: Sequence[Record], dtype: str) -> Judged:
-    """Hold 16 bits against float32's time for as many bytes, and against any peer's."""
+    """Compare a 16-bit dtype with float32 of as many bytes, and with the fastest peer."""
     here = [r for r in records if r.operation == "all_reduce" and r.ranks == 2]
     ours = {
         (r.dtype, r.nbytes): r for r in here if r.contestant == "shm" and r.framework == "torch"
@@ -262,16 +263,16 @@ def _of_half(records: Sequence[Record], dtype: str) -> Judged:
 
 
 def show(run: dict[str, Any], details: bool, markdown: bool) -> None:
-    """Print a run: each size if ``details``, then each row and what became of it."""
+    """Print a run: each size if ``details``, then each row with its verdict."""
     results = Results.from_json(run)
     if details:
         header = "row, size, ours µs, MPI µs, which, × MPI, must, aim, verdict".split(", ")
         rows = [
-            [aim.what, size_name(one.ours.nbytes), microseconds(one.ours.seconds),
-             microseconds(one.rival.seconds), one.rival.contestant.partition("/")[2],
-             f"{one.value:.2f}", f"{aim.must:g}", f"{aim.aim:g}", _word(aim, one.value)]
+            [aim.what, size_name(ratio.ours.nbytes), microseconds(ratio.ours.seconds),
+             microseconds(ratio.rival.seconds), ratio.rival.contestant.partition("/")[2],
+             f"{ratio.value:.2f}", f"{aim.must:g}", f"{aim.aim:g}", _word(aim, ratio.value)]
             for aim in _AIMS
-            for one in aim.ratios(results.records)
+            for ratio in aim.ratios(results.records)
         ]  # fmt: skip
         print_table("by size, against the fastest MPI", header, rows, markdown)
     print_table(

@@ -1,8 +1,8 @@
-"""What the flight recorder costs a call: ``python benchmarks/recorder.py``.
+"""Measurement of the cost of the flight recorder for a call: ``python benchmarks/recorder.py``.
 
-The recorder is always on. This is the time of recording one call, its beginning and its end,
-made two frames below the program as a communicator does; the best of several turns, since
-nothing but other processes can make it longer. It has to stay below a microsecond.
+The recorder is always on. The figure is the time to record the beginning and the end of one call,
+two frames below the program, as in a communicator. It is the best of several turns, since only
+other processes can make a turn longer. The bound is one microsecond.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _CALLS, _TURNS = 100_000, 9
 
 
 def measure() -> float:
-    """Return the nanoseconds that recording one call takes."""
+    """Return the nanoseconds that it takes to record one call."""
     recorder, call = Recorder(), Request("all_reduce", None, (4,), op=as_op("sum"))
-    # Where a communicator records is code of the package's, which is looked through for the
-    # line of the program.
+    # Compile the code as a file of the package: the recorder skips frames of the package to find
+    # the line of the program, as it does below a communicator.
     source = "def inner():\n    begin(call)\n    end()\ndef outer():\n    inner()\n"
     name = str(Path(sys.modules[Recorder.__module__].__file__ or "").with_name("path.py"))
     inside = {"begin": recorder.begin, "end": recorder.end, "call": call}
@@ -40,16 +40,16 @@ def measure() -> float:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
-    parser = argparse.ArgumentParser(description="What the flight recorder costs a call.")
+    parser = argparse.ArgumentParser(description="Measure the cost of the flight recorder.")
     add_outputs(parser, earlier=True)
     options = parser.parse_args(arguments)
     run = measured(options, lambda: {"nanoseconds": measure()})
-    found = run["nanoseconds"]
+    nanoseconds = run["nanoseconds"]
     print_table(
         headline(run["machine"]),
         ["what", "must", "measured", "verdict"],
-        [["recording a call", "1000 ns", f"{found:.0f} ns",
-          "kept" if found < _MUST_NS else "missed"]],
+        [["recording a call", "1000 ns", f"{nanoseconds:.0f} ns",
+          "kept" if nanoseconds < _MUST_NS else "missed"]],
         options.markdown,
     )  # fmt: skip
     return 0

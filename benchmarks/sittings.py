@@ -1,4 +1,7 @@
-"""Ours and other libraries in turns, with ranks of their own each: what several commands share."""
+"""Measurements of our calls and other libraries in turns, each with its own ranks.
+
+Several commands share this module.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +24,9 @@ __all__ = ["Sittings", "add_options", "exit_code", "show_contestants"]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of :class:`Sittings`, and what becomes of their figures."""
+    """Add the options of :class:`Sittings`, and those for the output of the figures."""
     peers.add_rivals(parser)
-    parser.add_argument("--quick", action="store_true", help="less, and in shorter turns")
+    parser.add_argument("--quick", action="store_true", help="fewer measurements, shorter turns")
     parser.add_argument(
         "--cores", type=int, default=2, metavar="N", help="cores to use (default: 2)"
     )
@@ -31,17 +34,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 class Sittings:
-    """What has been measured, with one set of ranks after another, and what went wrong.
+    """Figures and failures of measurements with one set of ranks after another.
 
     Args:
-        options: of :func:`add_options`; from now on this process has so many cores.
+        options: options of :func:`add_options`. From now on, this process uses only
+            ``options.cores`` cores.
 
     Attributes:
-        missing: what was not measured, and why.
+        missing: names of measurements that are missing, with the reasons.
     """
 
     def __init__(self, options: argparse.Namespace) -> None:
-        # Inherited by all ranks.
+        # All ranks inherit the affinity.
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.cores])
         self.missing: dict[str, str] = {}
         self._options = options
@@ -59,14 +63,14 @@ class Sittings:
         without: Sequence[str] = (),
         then: Callable[[Arena], object] = lambda arena: None,
     ) -> None:
-        """Have ``shm`` and the rivals, with so many ranks each, do tasks in turns.
+        """Measure tasks of ``shm`` and the rivals in turns, with ``ranks`` ranks each.
 
-        A size is measured by the method that tells more of it.
+        The method, latency or bandwidth, depends on the size.
 
         Args:
-            memories, framework: what ours is measured with.
-            without: rivals that are not to take part.
-            then: is given the contestants when the tasks are done.
+            memories, framework: kinds of memory, and framework of the arrays, for our calls.
+            without: rivals that do not take part.
+            then: function that gets the arena of contestants when the tasks are done.
         """
         rivals = [rival for rival in peers.rivals(self._options) if rival not in without]
         environments = peers.environments(self._options)
@@ -84,7 +88,7 @@ class Sittings:
 
     @contextlib.contextmanager
     def noting_failures(self) -> Iterator[None]:
-        """End a part that breaks; what was measured before counts all the same."""
+        """Record a failure that ends a part of the measurements; earlier figures stay valid."""
         try:
             yield
         except ArenaError as error:
@@ -92,13 +96,13 @@ class Sittings:
             self._failures.append(str(error))
 
     def as_json(self) -> dict[str, Any]:
-        """Return all of it."""
+        """Return figures, missing measurements and failures, as data for the JSON file."""
         failures = [*self._failures, *self._results.failures]
         return {**self._results.as_json(), "missing": self.missing, "failures": failures}
 
 
 def show_contestants(run: dict[str, Any], markdown: bool) -> None:
-    """Print who took part in a run, of which version, and who did not."""
+    """Print the contestants of a run with their versions, and those that are missing."""
     bullet = "- " if markdown else ""
     for name, version in run["versions"].items():
         print(f"{bullet}{name}: {version}")
@@ -107,7 +111,7 @@ def show_contestants(run: dict[str, Any], markdown: bool) -> None:
 
 
 def exit_code(command: str, run: dict[str, Any]) -> int:
-    """Print what went wrong in a run; return 1 if something did."""
+    """Print the failures of a run; return 1 if there are any, else 0."""
     failures = run.get("failures", [])
     for failure in failures:
         print(f"{command}: {failure}", file=sys.stderr)

@@ -1,9 +1,11 @@
-"""Networks for ``splitting.py``: what their channels allow, in PyTorch and in Chainer.
+"""Networks for ``splitting.py`` whose channels can be split, in PyTorch and in Chainer.
 
-``six layers``: two convolutions, down, one, up, one. ``dense``: convolutions of all channels, each
-with a ReLU, as VGG has. ``dense, normalised``: the same with batch normalisation in training.
-``inverted bottlenecks``: 1x1 to six times the channels, depth-wise 3x3, 1x1 back, as MobileNetV2
-has. ``grouped``: convolutions of eight and of four groups between two dense ones.
+- ``six layers``: two convolutions, pooling, one convolution, up-sampling, one convolution.
+- ``dense``: convolutions over all channels, each with a ReLU, as in VGG.
+- ``dense, normalised``: the same with batch normalisation in training mode.
+- ``inverted bottlenecks``: 1x1 to six times the channels, depth-wise 3x3, 1x1 back, as in
+  MobileNetV2.
+- ``grouped``: convolutions of eight and of four groups between two dense ones.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ _WIDER = 6
 
 
 def chain(channels: int = _CHANNELS) -> nn.Module:
-    """Return six layers: two convolutions, down, one, up, one."""
+    """Return six layers: two convolutions, pooling, one, up-sampling, one."""
     with torch.random.fork_rng([]):
         torch.manual_seed(0)
         return nn.Sequential(
@@ -35,7 +37,7 @@ def chain(channels: int = _CHANNELS) -> nn.Module:
 
 
 def torch_networks() -> dict[str, Callable[[], nn.Module]]:
-    """Return the networks of PyTorch, which read one channel, by name."""
+    """Return the networks in PyTorch by name; their input has one channel."""
     return {
         "six layers": chain,
         "dense": partial(_torch_dense, nn.Identity),
@@ -49,7 +51,7 @@ def _torch_dense(norm: Callable[[int], nn.Module]) -> nn.Module:
     def layer(inputs: int) -> list[nn.Module]:
         return [nn.Conv2d(inputs, _CHANNELS, 3, padding=1), norm(_CHANNELS), nn.ReLU()]
 
-    layers = [each for inputs in (1, *[_CHANNELS] * 5) for each in layer(inputs)]
+    layers = [module for inputs in (1, *[_CHANNELS] * 5) for module in layer(inputs)]
     return nn.Sequential(*layers, nn.Conv2d(_CHANNELS, 1, 3, padding=1))
 
 
@@ -61,7 +63,7 @@ def _torch_bottlenecks() -> nn.Module:
         first, last = nn.Conv2d(_NARROW, wide, 1), nn.Conv2d(wide, _NARROW, 1)
         return [first, nn.ReLU6(), depthwise, nn.ReLU6(), last]
 
-    layers = [each for _ in range(3) for each in block()]
+    layers = [module for _ in range(3) for module in block()]
     return nn.Sequential(nn.Conv2d(1, _NARROW, 3, padding=1), *layers, nn.Conv2d(_NARROW, 1, 1))
 
 
@@ -74,7 +76,7 @@ def _torch_grouped() -> nn.Module:
 
 
 def chainer_networks() -> dict[str, Callable[[], Any]]:
-    """Return the same networks of Chainer."""
+    """Return the same networks in Chainer, by name."""
     import collective.adapters.chainer.functional  # noqa: F401  # makes Chainer's import work
 
     import chainer  # isort: skip

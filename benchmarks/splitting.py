@@ -1,19 +1,32 @@
-"""What splits save and cost: ``python benchmarks/splitting.py``.
+"""Measurement of the savings and costs of splits: ``python benchmarks/splitting.py``.
 
-``--memory``: the bytes that a training step keeps for its backward pass, counted and not sampled,
-of a chain of six layers like a U-Net's on one image, whole, in eight stripes, and with the channels
-between two convolutions in eight parts; and of whole networks with their channels in four parts, in
-PyTorch and, where it is installed, in Chainer (``split_networks.py``). ``--time``: the time of such
-a step, whole and in stripes, in turns. ``--ranks``: the time of a step on two ranks, each with half
-of the rows, and of one process's, in turns. ``--channels``: how far the losses of a block of VGG's
-are from those of one process in ten steps of training, with its channels split over two ranks, also
-where each has its own filters alone, whose bytes are counted, and with what ChainerMN's
-``ParallelConvolution2D`` computes on two ranks: each convolves its half of the input channels into
-its half of the output channels, which is ``groups=2``. Medians; PyTorch has one thread everywhere.
+``--memory``
+    The bytes that a training step keeps for its backward pass, counted and not sampled. The model
+    is a chain of six layers like a U-Net's on one image: whole, in eight stripes, and with the
+    channels between two convolutions in eight parts. There are also whole networks with their
+    channels in four parts, in PyTorch and, if it is installed, in Chainer
+    (``split_networks.py``).
 
-The allocator keeps memory that is free, as that of GPUs does. glibc's own way, which ``--as-is``
-leaves alone, gives large arrays back to the system after each use, and takes them again page by
-page, which more than doubles the processor's time of a step here, and less that of small stripes.
+``--time``
+    The time of such a step, whole and in stripes, in turns.
+
+``--ranks``
+    The time of a step on two ranks, each with half of the rows, and in one process, in turns.
+
+``--channels``
+    The difference of the losses from those of one process, in ten steps of training a block of
+    VGG. The channels are split over two ranks, with all filters on each rank, or with only its own
+    filters on each rank. In the second case the bytes of the filters are counted. For comparison
+    there is the computation of ChainerMN's ``ParallelConvolution2D`` on two ranks. There each rank
+    convolves its half of the input channels into its half of the output channels, which is
+    ``groups=2``.
+
+The figures are medians. PyTorch has one thread everywhere.
+
+The allocator is set to keep free memory, as the allocators of GPUs do. By default, glibc returns
+large arrays to the system after each use and gets them again page by page. This more than doubles
+the processor time of a whole step here, and affects small stripes less. ``--as-is`` keeps the
+default.
 """
 
 from __future__ import annotations
@@ -40,7 +53,7 @@ from collective.tools.show import add_outputs, print_table
 
 _STRIPES = 8
 _PARTS = 4
-# mallopt(3): nothing is mapped by itself, nothing is given back.
+# mallopt(3): map no block separately, and return no memory to the system.
 _KEEPING = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
 
 
@@ -56,7 +69,7 @@ def step(module: nn.Module, x: torch.Tensor) -> None:
 
 
 def memory(size: int) -> list[dict[str, Any]]:
-    """Count what is kept, and judge it."""
+    """Count the bytes that steps keep, and return rows with their bounds."""
     x, rows = image(size), []
     found = Split(split_networks.chain(), data=(_STRIPES,)).memory_report(x)
     rows.append({"what": f"bytes kept, data=({_STRIPES},)", "ratio": found.ratio, "must": 1 / 6})
@@ -72,7 +85,7 @@ def memory(size: int) -> list[dict[str, Any]]:
 
 
 def networks(size: int) -> list[dict[str, Any]]:
-    """Count what networks keep with their channels in parts, in both frameworks."""
+    """Count the bytes that networks keep with their channels in parts, in both frameworks."""
     x = image(size)
     found = [
         ("PyTorch", name, Split(make(), channels=_PARTS).memory_report(x))
@@ -97,11 +110,11 @@ def _turns(
     """Return the median seconds of each side, measured in turns of one step."""
     steps = {name: repeated(side) for name, side in sides.items()}
     seconds = alternate(comm, steps, count, 0.0, warm=1)
-    return {name: statistics.median(each) for name, each in seconds.items()}
+    return {name: statistics.median(turns) for name, turns in seconds.items()}
 
 
 def times(size: int, count: int) -> list[dict[str, Any]]:
-    """Time a step in stripes beside the whole one."""
+    """Compare the time of a step in stripes with that of a whole step."""
     x, whole = image(size), split_networks.chain()
     kept = Split(split_networks.chain(), data=(_STRIPES,), recompute=False)
     again = Split(split_networks.chain(), data=(_STRIPES,))
@@ -127,13 +140,13 @@ def _on_a_rank(comm: collective.Communicator, size: int, count: int) -> float:
 
 
 def ranks(size: int, count: int) -> list[dict[str, Any]]:
-    """Time a step on two ranks beside one rank's."""
+    """Compare the time of a step on two ranks with that on one rank."""
     faster = run_ranks(2, _on_a_rank, size, count, backend="shm", timeout=540)[0]
     return [{"what": "2 ranks, times as fast as 1", "ratio": faster, "least": 1.6}]
 
 
 def vgg(groups: int = 1) -> nn.Module:
-    """Return two convolutions of VGG's and a classifier; those of two groups have fewer weights."""
+    """Return two convolutions as in VGG, and a classifier; two groups have fewer weights."""
     with torch.random.fork_rng([]):
         torch.manual_seed(0)
         return nn.Sequential(
@@ -144,7 +157,7 @@ def vgg(groups: int = 1) -> nn.Module:
 
 
 def losses(module: nn.Module) -> list[float]:
-    """Train on one batch for ten steps."""
+    """Train on one batch for ten steps, and return the losses."""
     random = torch.Generator().manual_seed(0)
     x = torch.randn(16, 8, 16, 16, generator=random, dtype=torch.float64)
     classes = torch.randint(10, (16,), generator=random)
@@ -163,8 +176,8 @@ def held(module: nn.Module) -> int:
     """Return the bytes of a module's parameters and their gradients."""
     return sum(
         tensor.nbytes
-        for each in module.parameters()
-        for tensor in (each, each.grad)
+        for parameter in module.parameters()
+        for tensor in (parameter, parameter.grad)
         if tensor is not None
     )
 
@@ -176,7 +189,7 @@ def _losses_on_a_rank(comm: collective.Communicator, filters: str) -> tuple[list
 
 
 def channels() -> list[dict[str, Any]]:
-    """Compare what is learnt with the channels over ranks with what one process learns."""
+    """Compare the losses with channels split over ranks with the losses of one process."""
     whole = vgg()
     one = losses(whole)
 
@@ -212,19 +225,19 @@ def _verdict(row: dict[str, Any]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
-    parser = argparse.ArgumentParser(description="What splits save and cost.")
-    parser.add_argument("--memory", action="store_true", help="count what is kept")
+    parser = argparse.ArgumentParser(description="Measure the savings and costs of splits.")
+    parser.add_argument("--memory", action="store_true", help="count the bytes that a step keeps")
     parser.add_argument("--time", action="store_true", help="time a step in stripes")
     parser.add_argument("--ranks", action="store_true", help="time a step on two ranks")
     parser.add_argument("--channels", action="store_true", help="train with channels over ranks")
     parser.add_argument("--size", type=int, default=1024, help="rows of the image (default: 1024)")
-    parser.add_argument("--turns", type=int, default=5, help="steps a side (default: 5)")
-    parser.add_argument("--as-is", action="store_true", help="leave the allocator as it is")
+    parser.add_argument("--turns", type=int, default=5, help="steps of each side (default: 5)")
+    parser.add_argument("--as-is", action="store_true", help="do not change the allocator")
     add_outputs(parser)
     options = parser.parse_args(arguments)
     if arguments is None and not options.as_is:
         restart_with(**_KEEPING)
-    # Once for all ranks that are started below.
+    # Import PyTorch once for all ranks that are started below.
     preload(["torch"])
     torch.set_num_threads(1)
 

@@ -1,29 +1,28 @@
-"""Where the milliseconds of a training step go: ``python benchmarks/step.py``.
+"""Breakdown of the time that data-parallel training adds to a step: ``python benchmarks/step.py``.
 
-Two ranks of one thread each train an MLP of six layers of 1024, 25 MB of gradients, in PyTorch and
-in Chainer. In the same processes there are several kinds of step, each with one thing more than
-another, and they take turns, A B C A B C …; a turn is some steps from a common start, and its
-figure the slowest rank's mean. A share is the median of the differences of turns that follow
-each other:
+Two ranks of one thread each train an MLP of six layers of 1024, with 25 MB of gradients, in
+PyTorch and in Chainer. The same processes run several kinds of step, which differ by one thing
+each. The kinds take turns, A B C A B C …. A turn is some steps from a common start; its figure is
+the mean of the slowest rank. A share is the median of the differences between neighbouring turns:
 
 ===================  ===========================================================================
-skew                 a step with a barrier after the backward pass, over one without: the ranks
-                     wait for the slower one, every time
-hooks and copies     a step under ``no_sync()``, over one without a wrapper: gradients are taken to
-                     their buckets, and nobody is waited for
-the reduction        an all-reduce of as much memory that is nobody's gradients, back to back
-cold caches          the same all-reduce within a step, behind the barrier, over the step with the
-                     barrier, less what it takes back to back: what has to be fetched, and what
-                     the optimizer has to fetch after it
-the rest             what the wrapper adds, less all of these: several buckets, the thread in the
-                     background, and, below zero, what overlap hides
+skew                 a step with a barrier after the backward pass, minus one without: the ranks
+                     wait for the slower one in every step
+hooks and copies     a step under ``no_sync()``, minus one without a wrapper: gradients are copied
+                     into their buckets, and no rank waits
+the reduction        an all-reduce of the same size, of memory without gradients, back to back
+cold caches          the same all-reduce within a step, after the barrier, minus the step with the
+                     barrier, minus its time back to back: the time to fetch data into the caches,
+                     for the all-reduce and for the optimizer after it
+the rest             the time that the wrapper adds, minus all of these: several buckets, the
+                     background thread, and as a negative share the time that overlap hides
 ===================  ===========================================================================
 
-Beside them stand PyTorch's own wrapper over our process group and over Gloo, and in Chainer, where
-mpi4py is, ChainerMN's ``naive`` (``--mpi-envs``).
+For comparison there are PyTorch's own wrapper over our process group and over Gloo. In Chainer, if
+mpi4py is installed, there is ChainerMN's ``naive`` (``--mpi-envs``).
 
-``--clock processor`` measures the processor time of the ranks' threads instead, in which others on
-the machine count little, and a rank that waits by looking as long as it looks.
+``--clock processor`` measures the processor time of the ranks' threads instead. Other programs on
+the machine have little influence on this time. A rank that polls while it waits counts as busy.
 """
 
 from __future__ import annotations
@@ -90,7 +89,7 @@ def chainer_sides(comm: Any, options: argparse.Namespace) -> dict[str, Step]:
     import numpy as np
     from chainer_training import mlp_step
 
-    # First: without it `import chainer` fails beside a current NumPy.
+    # This import comes first: without it, `import chainer` fails with a current NumPy.
     from collective.adapters.chainer.optimizer import create_multi_node_optimizer
 
     import chainer  # isort: skip
@@ -133,7 +132,11 @@ def chainer_sides(comm: Any, options: argparse.Namespace) -> dict[str, Step]:
 
 
 def _sides(comm: Any, flat: Any, step: Callable[[Step], Step]) -> dict[str, Step]:
-    """Return the steps that have no wrapper; ``step`` makes one with something after its pass."""
+    """Return the steps without a wrapper.
+
+    Args:
+        step: function that makes a step which calls its argument after the backward pass.
+    """
 
     def reduction() -> None:
         comm.all_reduce(flat, op="avg", out=flat)
@@ -179,7 +182,7 @@ def _turns(comm: Any, sides: dict[str, Step], asked: argparse.Namespace) -> dict
 
 
 def measure(framework: str, options: argparse.Namespace) -> dict[str, list[float]]:
-    """Run the ranks of one framework; return each side's seconds a step, a figure a turn."""
+    """Run the ranks of one framework; return the seconds per step of each side, by turn."""
     asked = argparse.Namespace(
         width=options.width, bucket_mib=options.bucket_mib, clock=options.clock, quick=options.quick
     )
@@ -195,21 +198,21 @@ def measure(framework: str, options: argparse.Namespace) -> dict[str, list[float
 
 
 def shares(times: dict[str, list[float]]) -> dict[str, float]:
-    """Return what each thing adds to a step, in seconds, and what the wrapper adds in all."""
+    """Return the seconds that each share adds to a step, and the total of the wrapper."""
 
     def more(side: str, than: str) -> float:
         return median_excess(times[side], times[than])
 
     warm = statistics.median(times[_WARM])
-    found = {
+    parts = {
         "skew": more(_BARRIER, _BARE),
         "hooks and copies": more(_KEPT, _BARE),
         "the reduction": warm,
         "cold caches": more(_COLD, _BARRIER) - warm,
     }
     return {
-        **found,
-        "the rest": more(_OURS, _BARE) - sum(found.values()),
+        **parts,
+        "the rest": more(_OURS, _BARE) - sum(parts.values()),
         "all": more(_OURS, _BARE),
     }
 
@@ -235,12 +238,14 @@ def show(run: dict[str, Any], markdown: bool) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
-    parser = argparse.ArgumentParser(description="Where the milliseconds of a step go.")
+    parser = argparse.ArgumentParser(description="Break down the time that syncing adds to a step.")
     parser.add_argument("--frameworks", nargs="+", choices=_FRAMEWORKS, default=_FRAMEWORKS)
-    parser.add_argument("--bucket-mib", type=float, default=25.0, help="of our wrappers")
-    parser.add_argument("--width", type=int, default=1024, help="of the MLP's layers")
+    parser.add_argument(
+        "--bucket-mib", type=float, default=25.0, help="bucket size of our wrappers"
+    )
+    parser.add_argument("--width", type=int, default=1024, help="width of the MLP's layers")
     parser.add_argument("--clock", choices=list(_CLOCKS), default="wall")
-    parser.add_argument("--quick", action="store_true", help="three short turns each")
+    parser.add_argument("--quick", action="store_true", help="three short turns of each side")
     add_outputs(parser, earlier=True)
     peers.add_options(parser)
     options = parser.parse_args(arguments)
@@ -254,6 +259,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    import step  # ranks that mpiexec starts find what they do by this name
+    import step  # ranks that mpiexec starts import their functions by this name
 
     sys.exit(step.main())

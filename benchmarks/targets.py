@@ -1,13 +1,13 @@
-"""Measure everything that was promised, and say what is kept.
+"""Measurement of all promised figures, with a verdict on each promise.
 
 ::
 
     python benchmarks/targets.py                     # about ten minutes
     python benchmarks/targets.py --quick             # about two
     python benchmarks/targets.py --from run.json     # print an earlier run's tables
-    python benchmarks/targets.py --reach             # what is to be reached, of reach.py
+    python benchmarks/targets.py --reach             # the targets of reach.py
 
-A bound that several sizes fall under is held against the worst of them.
+If a bound applies to several sizes, the worst of them counts.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ _OTHERS_QUICK = "64K 1M 16M"
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Run all measurements and return what is written as JSON, with what failed."""
-    quick, pace, found = options.quick, Pace.of(options.quick), Sittings(options)
+    """Run all measurements and return the data for the JSON file, including failures."""
+    quick, pace, session = options.quick, Pace.of(options.quick), Sittings(options)
     waits: list[waiting.Wait] = []
     footprints: list[memory.Footprint] = []
 
@@ -51,13 +51,13 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
     tasks = _tasks(["all_reduce"], _ALL_REDUCE_QUICK if quick else _ALL_REDUCE)
     tasks += _tasks(OPERATIONS[1:], _OTHERS_QUICK if quick else _OTHERS)
-    found.sit(2, tasks, pace, then=waits_of)
-    found.sit(4, _tasks(["all_reduce"], _ALL_REDUCE_QUICK if quick else _CROWDED), pace)
-    with found.noting_failures():
+    session.sit(2, tasks, pace, then=waits_of)
+    session.sit(4, _tasks(["all_reduce"], _ALL_REDUCE_QUICK if quick else _CROWDED), pace)
+    with session.noting_failures():
         for ranks in (2, 4, 8):
             footprints.extend(memory.run(ranks, _sizes("1M 16M" if quick else "1M 64M")))
     return {
-        **found.as_json(),
+        **session.as_json(),
         "waiting": [asdict(wait) for wait in waits],
         "memory": [asdict(footprint) for footprint in footprints],
     }
@@ -72,7 +72,7 @@ def _sizes(text: str) -> list[int]:
 
 
 def show(run: dict[str, Any], details: bool, markdown: bool) -> None:
-    """Print a run: its figures if ``details``, then each promise and what became of it."""
+    """Print a run: its figures if ``details``, then each promise with its verdict."""
     if "added" in run:
         reach.show(run, details, markdown)
     else:
@@ -98,15 +98,15 @@ def _show_promises(run: dict[str, Any], details: bool, markdown: bool) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
-    parser = argparse.ArgumentParser(description="Measure everything that was promised.")
+    parser = argparse.ArgumentParser(description="Measure all promised figures.")
     sittings.add_options(parser)
-    parser.add_argument("--reach", action="store_true", help="what is to be reached, instead")
+    parser.add_argument("--reach", action="store_true", help="measure the targets to reach instead")
     parser.add_argument(
         "--rows",
         nargs="+",
         choices=reach.ROWS,
         metavar="ROW",
-        help="only these of what is to be reached: %(choices)s",
+        help="only these of the targets to reach: %(choices)s",
     )
     parser.add_argument("--brief", action="store_true", help="print the promises only")
     options = parser.parse_args(arguments)

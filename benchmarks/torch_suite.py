@@ -1,13 +1,14 @@
-"""PyTorch's own tests of its backends, over ours: ``python benchmarks/torch_suite.py``.
+"""PyTorch's own tests of its backends, run over ours: ``python benchmarks/torch_suite.py``.
 
-PyTorch's wheel holds the suite that its backends have to pass,
-``torch.testing._internal.distributed.distributed_test``. It is run over the backend ``collective``
-and over PyTorch's Gloo, and each test that fares differently is named. The tests know by name what
-a backend can (``BACKEND != "gloo"``): ours answers to the names of both for CPUs, ``gloo`` and
-``mpi``. Needs ``expecttest``.
+PyTorch's wheel contains the test suite for its backends,
+``torch.testing._internal.distributed.distributed_test``. This command runs the suite over the
+backend ``collective`` and over PyTorch's Gloo, and names each test with different outcomes. The
+tests decide by a backend's name what it supports (``BACKEND != "gloo"``). So the name of our
+backend also compares equal to those of the two backends for CPUs, ``gloo`` and ``mpi``. The suite
+needs ``expecttest``.
 
-The ranks of a test are forked off a process that has imported everything, not spawned: starting
-three interpreters would take most of the time.
+The ranks of a test are forked from a process that has imported everything. Spawning three
+interpreters would take most of the time.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _SUITE = "torch.testing._internal.distributed.distributed_test"
 
 
 class _Name(str):
-    """The name of our backend, which the tests' conditions take for those in its place."""
+    """Name of our backend, which the tests' conditions also accept as ``gloo`` and ``mpi``."""
 
     __slots__ = ()
     _TAKEN_FOR = ("gloo", "mpi")
@@ -51,14 +52,14 @@ class _Name(str):
         return not self == other
 
     def __hash__(self) -> int:
-        return hash("gloo")  # sets of names are looked into by it
+        return hash("gloo")  # the tests look the name up in sets that contain "gloo"
 
 
 class _Result(unittest.TestResult):
-    """Notes what became of each test, and why.
+    """Result that records the outcome of each test, with the reason.
 
     Args:
-        report: called with the figures so far after each test.
+        report: function that is called after each test, with a text about the progress.
     """
 
     def __init__(self, report: Callable[[str], None]) -> None:
@@ -90,7 +91,7 @@ class _Result(unittest.TestResult):
 
 
 def _tests(module: Any, pattern: str) -> unittest.TestSuite:
-    """Return the suite's tests whose names match, each to run in forked ranks."""
+    """Return the tests of the suite whose names match; each runs in forked ranks."""
     import torch
 
     fork = torch.multiprocessing.get_context("fork")
@@ -106,13 +107,14 @@ def _tests(module: Any, pattern: str) -> unittest.TestSuite:
 
 
 def _run_here(backend: str, pattern: str, out: Path) -> None:
-    """Run the tests in this process, whose environment is theirs, and write the outcomes."""
+    """Run the tests in this process, with its environment, and write the outcomes."""
     import torch
 
     torch.set_num_threads(1)
     name = backend
     if backend == "collective":
-        for module in ("autoload", "plugin", "process_group"):  # or each rank would, each time
+        # Import these before the fork. Otherwise each rank of each test would import them.
+        for module in ("autoload", "plugin", "process_group"):
             importlib.import_module(f"collective.adapters.torch.{module}")
         cases = importlib.import_module("torch.testing._internal.common_distributed").DistTestCases
         cases.backend_feature["plugin"].add(backend)
@@ -121,7 +123,7 @@ def _run_here(backend: str, pattern: str, out: Path) -> None:
         suite = importlib.import_module(_SUITE)
     terminal = os.fdopen(os.dup(2), "w", buffering=1)
     shown = terminal.isatty()
-    # What tests print would hide what the command does; a log keeps it.
+    # The output of the tests goes to a log, since it would hide the progress of the command.
     log = os.open(out.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -136,7 +138,7 @@ def _run_here(backend: str, pattern: str, out: Path) -> None:
 
 
 def run(backend: str, ranks: int, transport: str, pattern: str, logs: Path) -> dict[str, Any]:
-    """Run the tests over a backend and return, by test, the outcome, the reason and the time."""
+    """Run the tests over a backend; return outcome, reason and time by test."""
     out = logs.resolve() / f"{backend}.json"
     environment = {
         **os.environ,
@@ -154,7 +156,7 @@ def run(backend: str, ranks: int, transport: str, pattern: str, logs: Path) -> d
 
 
 def differences(sides: dict[str, dict[str, Any]]) -> list[tuple[str, dict[str, str]]]:
-    """Return each test that did not fare alike, or failed, with its outcome on each side."""
+    """Return the tests with different outcomes or failures, with the outcome on each side."""
     names = sorted(set().union(*sides.values()))
     rows = []
     for name in names:
@@ -178,7 +180,7 @@ def show(report: dict[str, Any], markdown: bool) -> None:
     print_table("torch's own tests", ["backend", *_OUTCOMES, "all", "seconds"], rows, markdown)
     unlike = differences(sides)
     if not unlike:
-        print("Each test fares alike.")
+        print("All tests have the same outcome on both sides.")
         return
     rows = []
     for name, outcomes in unlike:
@@ -196,13 +198,15 @@ def _last_line(text: str) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; the exit code is 1 if a test failed over ``collective`` only."""
-    parser = argparse.ArgumentParser(description="PyTorch's tests of its backends, over ours.")
+    parser = argparse.ArgumentParser(description="Run PyTorch's tests of its backends over ours.")
     parser.add_argument("--backend", choices=["collective", "gloo"], help="both by default")
     parser.add_argument("--ranks", "-n", type=int, default=3, help="3 by default")
-    parser.add_argument("--transport", default="shm", help="ours: shm by default")
+    parser.add_argument(
+        "--transport", default="shm", help="transport of our backend: shm by default"
+    )
     parser.add_argument("-k", dest="pattern", default="", help="part of a test's name, or a glob")
     add_outputs(parser)
-    parser.add_argument("--logs", type=Path, metavar="FOLDER", help="keep what the tests print")
+    parser.add_argument("--logs", type=Path, metavar="FOLDER", help="keep the output of the tests")
     parser.add_argument("--inside", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if importlib.util.find_spec("expecttest") is None:

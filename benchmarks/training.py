@@ -1,17 +1,18 @@
-"""Steps of data-parallel training, ours against PyTorch's: ``python benchmarks/training.py``.
+"""Measurement of data-parallel training in PyTorch: ``python benchmarks/training.py``.
 
-Four parts, each with two ranks of one thread; ``--parts`` chooses.
+It compares our steps with PyTorch's. There are four parts, each with two ranks of one thread.
+``--parts`` selects parts.
 
 - ``wrappers``: the same model is wrapped by our ``DistributedDataParallel`` over ``shm`` and by
-  PyTorch's over Gloo, with its ``gradient_as_bucket_view``. They take turns, A B A B …; a turn is
-  some steps (forward, backward, SGD) from a common start, and its figure the slowest rank's
-  mean. Each wrapper also does turns under its ``no_sync()``: the difference is what syncing adds
-  to a step.
+  PyTorch's over Gloo, with its ``gradient_as_bucket_view``. They take turns, A B A B …. A turn is
+  some steps (forward, backward, SGD) from a common start; its figure is the mean of the slowest
+  rank. Each wrapper also does turns under its ``no_sync()``. The difference is the time that
+  syncing adds to a step.
 - ``plugin``: PyTorch's wrapper over our process group, on ``shm``, against the same over Gloo.
-- ``buckets``: our wrapper over ``gloo`` against the loop of the tutorials: when the backward pass
-  is over, PyTorch's ``all_reduce`` over Gloo for one parameter after the other.
-- ``memory``: what all ranks together take at their peak, each wrapper in processes of its own. A
-  page that ranks share counts once.
+- ``buckets``: our wrapper over ``gloo`` against the loop of the tutorials. The loop calls PyTorch's
+  ``all_reduce`` over Gloo for one parameter after the other, after the backward pass.
+- ``memory``: the peak memory of all ranks together. Each wrapper runs in its own processes. A page
+  that ranks share counts once.
 """
 
 from __future__ import annotations
@@ -38,9 +39,10 @@ from collective.tools.bench.rivals import Gloo
 from collective.tools.models.torch import model_of, step_of
 from collective.tools.show import add_outputs, microseconds, print_table
 
-# What was promised of the MLP: of torch's added time, and of its step.
+# Promised bounds for the MLP: our added time over torch's, and torch's step over ours.
 _ADDED, _STEP = 1 / 5, 1.3
-# Of PyTorch's wrapper over our process group, of an all-reduce a parameter, and of memory.
+# Promised bounds for PyTorch's wrapper over our process group, for an all-reduce for each
+# parameter, and for memory.
 _PLUGIN, _BUCKETS, _MEMORY = 1.3, 2.0, 1.05
 _MODELS = "mlp lenet resnet"
 _PARTS = "wrappers plugin buckets memory"
@@ -54,14 +56,14 @@ _TITLES = {
 
 @contextlib.contextmanager
 def gloo(comm: Any, folder: Path) -> Iterator[None]:
-    """Have the ranks be torch.distributed's, over Gloo, in which they meet in ``folder``.
+    """Make the ranks those of torch.distributed over Gloo; they meet in ``folder``.
 
-    In the end nobody may hold a wrapper of PyTorch's any more.
+    At the end of the block, the caller must not hold a wrapper of PyTorch any more.
     """
     torch.set_num_threads(1)
     library = Gloo(folder, comm.rank, comm.size)
     yield
-    gc.collect()  # a wrapper that goes after its process group may hang
+    gc.collect()  # a wrapper that is freed after its process group may hang
     library.close()
 
 
@@ -79,24 +81,24 @@ def rank(comm: Any, folder: Path, part: str, names: Sequence[str], quick: bool) 
 
 
 def _turns(comm: Any, part: str, name: str, quick: bool) -> dict[str, list[float]]:
-    """Hold that the sides' gradients are the same, and return their turns."""
+    """Check that all sides have the same gradients, and return the times of their turns."""
     wrapped = _wrapped(part, comm, name)
     x = model_of(name)[1]
-    for each in wrapped.values():
-        each(x * (comm.rank + 1)).square().mean().backward()
+    for module in wrapped.values():
+        module(x * (comm.rank + 1)).square().mean().backward()
     if part == "buckets":
         _by_parameter(wrapped["by parameter"])
-    first, *others = ([p.grad for p in each.parameters()] for each in wrapped.values())
+    first, *others = ([p.grad for p in module.parameters()] for module in wrapped.values())
     for gradients in others:
         for a, b in zip(first, gradients, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
     rounds, turn = (3, 0.03) if quick else (15, 0.4)
-    # Buckets are laid out anew in the first steps.
+    # Warm up, since the wrappers change the layout of their buckets in the first steps.
     return alternate(comm, _sides(wrapped, x), rounds, turn, warm=3)
 
 
 def _wrapped(part: str, comm: Any, name: str) -> dict[str, Any]:
-    """Return the sides of a part, a model of its own each."""
+    """Return the sides of a part, each with its own model."""
     first, second = (model_of(name)[0] for _ in range(2))
     if part == "plugin":
         import collective.adapters.torch.plugin  # noqa: F401  # registers it
@@ -110,15 +112,15 @@ def _wrapped(part: str, comm: Any, name: str) -> dict[str, Any]:
 
 
 def _sides(wrapped: dict[str, Any], x: torch.Tensor) -> dict[str, Callable[[int], None]]:
-    """Return each side's steps with syncing and without."""
+    """Return the steps of each side with syncing and without."""
     sides = {}
-    for side, each in wrapped.items():
-        bare = step_of(each, x)
+    for side, module in wrapped.items():
+        bare = step_of(module, x)
         if side == "by parameter":
-            synced = step_of(each, x, partial(_by_parameter, each))
+            synced = step_of(module, x, partial(_by_parameter, module))
             sides[side], sides[f"{side}, no_sync"] = repeated(synced), repeated(bare)
         else:
-            sides[side], sides[f"{side}, no_sync"] = repeated(bare), _within(each.no_sync, bare)
+            sides[side], sides[f"{side}, no_sync"] = repeated(bare), _within(module.no_sync, bare)
     return sides
 
 
@@ -162,7 +164,7 @@ def _peak_of(comm: Any, side: str, name: str, steps: int) -> int:
 
 
 def _peak_bytes() -> int:
-    """Return the most that this process has had in memory, of shared pages its part of now."""
+    """Return the peak memory of this process, with its current share of shared pages."""
     texts = [Path("/proc/self", name).read_text() for name in ("status", "smaps_rollup")]
     kib = {
         line.split(":")[0]: int(line.split()[1])
@@ -174,7 +176,7 @@ def _peak_bytes() -> int:
 
 
 def summary(times: dict[str, list[float]]) -> dict[str, float]:
-    """Return medians, and medians of what neighbouring turns differ by, in seconds."""
+    """Return medians in seconds, and medians of differences and ratios of neighbouring turns."""
     ours, other = (side for side in times if not side.endswith("no_sync"))
     added = {side: median_excess(times[side], times[f"{side}, no_sync"]) for side in (ours, other)}
     return {
@@ -194,16 +196,16 @@ def two_ranks(work: Callable[..., Any], part: str, names: Sequence[str], quick: 
 
 def measure(parts: Sequence[str], names: Sequence[str], quick: bool) -> dict[str, Any]:
     """Return the figures of each part."""
-    found: dict[str, Any] = {}
+    figures: dict[str, Any] = {}
     for part in parts:
         if part != "memory":
-            found[part] = two_ranks(rank, part, names, quick)
+            figures[part] = two_ranks(rank, part, names, quick)
             continue
-        found[part] = {
+        figures[part] = {
             name: {side: two_ranks(memory, side, [name], quick) for side in _MEMORY_OF}
             for name in names
         }
-    return found
+    return figures
 
 
 def show(run: dict[str, Any], markdown: bool) -> None:
@@ -250,11 +252,11 @@ def _show_memory(models: dict[str, dict[str, int]], markdown: bool) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
-    parser = argparse.ArgumentParser(description="Steps of data-parallel training.")
+    parser = argparse.ArgumentParser(description="Measure steps of data-parallel training.")
     parser.add_argument("--parts", nargs="+", default=_PARTS.split(), choices=_PARTS.split(),
                         metavar="PART", help=f"of {_PARTS} (default: all)")  # fmt: skip
     parser.add_argument("--models", nargs="+", default=_MODELS.split(), choices=_MODELS.split())
-    parser.add_argument("--quick", action="store_true", help="three short turns each")
+    parser.add_argument("--quick", action="store_true", help="three short turns of each side")
     add_outputs(parser)
     options = parser.parse_args(arguments)
 

@@ -1,7 +1,8 @@
-"""What waiting costs: processor time of a rank whose peer is a second late, and when it goes on.
+"""Measurement of the cost of waiting for a late peer.
 
-The second table tells, of ``shm``, how long after a peer that is a tenth of a second late has come
-to the call a rank is through it that has waited meanwhile.
+The first table shows the processor time of a rank whose peer is a second late. The second table is
+for ``shm`` and a peer that is a tenth of a second late. It shows the time from the call of the late
+peer to the end of the call of the rank that has waited.
 
 ::
 
@@ -39,14 +40,15 @@ _LATE_S = 0.1
 
 @dataclass(frozen=True)
 class Wait:
-    """One contestant's waits.
+    """Waits of a contestant.
 
     Attributes:
-        contestant, operation, ranks: who waits in what.
-        late: seconds that rank 1 comes late.
-        cores: processor time of the rank that spent most, a second of waiting; the
-            median of several waits.
-        low, high: the cheapest and the dearest wait.
+        contestant, operation, ranks: the contestant, the call in which it waits, and the number
+            of ranks.
+        late: seconds by which rank 1 is late.
+        cores: processor time per second of waiting, of the rank that spent most; the median of
+            several waits.
+        low, high: the lowest and the highest value of ``cores`` in these waits.
     """
 
     contestant: str
@@ -85,17 +87,17 @@ def _wait(arena: Arena, name: str, late: float) -> float:
 
 
 def woken(turns: int) -> dict[str, list[float]]:
-    """Return seconds from a late peer's call to the end of the call of a rank that has waited."""
+    """Return the seconds from a late peer's call to the end of the call of the waiting rank."""
     waited, late = run_ranks(2, _moments, turns, backend="shm")
     return {name: [end - start for end, start in zip(waited[name], late[name], strict=True)]
             for name in waited}  # fmt: skip
 
 
 def _moments(comm: Communicator, turns: int) -> dict[str, list[float]]:
-    """Return when rank 1, which is late, has begun its calls, and when rank 0 was through them."""
+    """Return when rank 1, which is late, began its calls, or when rank 0 completed them."""
     x = np.zeros(_NBYTES // 4, np.float32)
-    found: dict[str, list[float]] = {name: [] for name in _OPERATIONS}
-    for name, moments in found.items():
+    times: dict[str, list[float]] = {name: [] for name in _OPERATIONS}
+    for name, moments in times.items():
         for _ in range(turns):
             comm.barrier()
             if comm.rank == 1:
@@ -109,7 +111,7 @@ def _moments(comm: Communicator, turns: int) -> dict[str, list[float]]:
                 comm.recv(x, 1)
             if comm.rank == 0:
                 moments.append(time.monotonic())
-    return found
+    return times
 
 
 def show_woken(found: dict[str, list[float]], markdown: bool = False) -> None:
@@ -145,11 +147,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--late", type=float, default=1.0, metavar="S", help="seconds (default: 1)")
     parser.add_argument("-n", type=int, default=2, metavar="N", help="ranks (default: 2)")
     peers.add_rivals(parser)
-    parser.add_argument("--quick", action="store_true", help="one wait of each")
+    parser.add_argument("--quick", action="store_true", help="one wait for each row")
     add_outputs(parser)
     options = parser.parse_args(arguments)
     if options.n < 2:
-        parser.error("-n: somebody has to be late, and somebody to wait: 2 at least")
+        parser.error("-n: one rank is late and another one waits: give at least 2")
     names = ["shm", "threads", *peers.rivals(options)]
     able, missing = named(names, peers.environments(options), options.n)
 

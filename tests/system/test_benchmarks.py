@@ -65,7 +65,7 @@ def test_going_on_after_a_loss(tmp_path: Path) -> None:
 
 
 def test_peers_that_are_not_there_are_named(tmp_path: Path) -> None:
-    assert "not there" in run("peers.py", "--mpi-envs", tmp_path)
+    assert "not installed" in run("peers.py", "--mpi-envs", tmp_path)
 
 
 def of_targets(tmp_path: Path, *options: str, **found: Any) -> str:
@@ -250,7 +250,7 @@ def test_areas_and_rings_of_several_lengths_are_measured(tmp_path: Path) -> None
     assert [*calls[0]["seconds"]] == [str(64 << 10), str(1 << 20)]
     assert all(min(turns) > 0 for each in calls for turns in each["seconds"].values())
     shown = shown_again(tmp_path, "areas")
-    assert line(shown, "rings of so many bytes")
+    assert line(shown, "rings by their length in bytes")
     assert line(shown, "send_recv")
 
 
