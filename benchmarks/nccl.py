@@ -355,7 +355,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.earlier is None and not options.real:
         sys.path.insert(0, str(_ROOT))
-        fakes = importlib.import_module("tests.fakes")  # of the tests
+        fakes = importlib.import_module("tests.fakes")
         if fakes.compiler() is None:
             raise SystemExit("nccl: the ABI fake needs a C compiler; or use --real on a GPU")
         os.environ.update(fakes.environment(delay_us=0, log=0, poison=0))

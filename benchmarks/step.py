@@ -126,7 +126,7 @@ def chainer_sides(comm: Any, options: argparse.Namespace) -> dict[str, Step]:
         naive = chainermn.create_communicator("naive")
         optimizer = chainermn.create_multi_node_optimizer(sgd(), naive)
         sides["naive"] = mlp_step(optimizer, options.width)
-    except ImportError:  # no mpi4py
+    except ImportError:  # mpi4py is not installed
         pass
     return sides
 

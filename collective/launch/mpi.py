@@ -27,7 +27,7 @@ __all__ = ["MpiSupervisor"]
 # Order for a rank's helper process to end, once all ranks have reported. Other orders are signals.
 _GO = 0
 _GROUP = 0x80
-# If mpiexec has killed a helper, mpiexec itself ends within this time after it.
+# If mpiexec has killed a helper, mpiexec itself should end within this time after it.
 _MOMENT_S = 0.5
 # How long mpiexec may take to end after all helpers got the order to end.
 _PATIENCE_S = 10.0

@@ -40,7 +40,8 @@ def preload(modules: Sequence[str]) -> None:
 
     The server is the fork server of :mod:`multiprocessing`, so other users of it get the modules,
     too. The ranks have the environment of the moment when they start. But a module that read a
-    variable at its import has the value of that time. All ranks have the same hash seed.
+    variable at its import has the value of that time. All ranks have the same seed for the hashes
+    of strings.
 
     Args:
         modules: names of modules; a module that cannot be imported is skipped.

@@ -252,7 +252,7 @@ class Ranks:
                 if rank not in outcomes:
                     handle.skip()
         except BaseException:
-            # An interrupt, say: the next job must not get the answers to this one.
+            # For example after an interrupt: the next job must not get the answers to this one.
             self._end(Deadline(0.0))
             raise
         return outcomes

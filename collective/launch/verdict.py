@@ -92,7 +92,7 @@ def loss(rank: int, code: int, left: int, size: int, least: int, replaced: bool 
 
 
 def losses(failures: Sequence[FailedRank], size: int) -> str:
-    """Return the summary of a run that went on without some of its ranks."""
+    """Return the summary of a run that continued without some of its ranks."""
     ranks = {failure.rank for failure in failures}  # a replaced rank may have failed repeatedly
     head = f"collective run: {len(ranks)} of {size} ranks {_were(ranks)} lost:\n"
     return head + "".join(_last_words(failure, "was lost") for failure in failures)

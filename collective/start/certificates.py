@@ -52,7 +52,7 @@ def resolve(config: Config) -> Tls | None:
 
 
 def _context(config: Config, listening: bool) -> ssl.SSLContext:
-    import ssl  # most programs need no OpenSSL
+    import ssl  # imported here, since most programs need no OpenSSL
 
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if listening else ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3

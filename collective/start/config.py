@@ -47,7 +47,7 @@ _IDENTITY = ("rank", "size", "local_rank", "local_size")
 
 
 class Setting(NamedTuple):
-    """A value and its source."""
+    """Value of a setting, with its source."""
 
     value: Any
     origin: str

@@ -50,7 +50,8 @@ def connect(
             sizes of ``world`` are ignored then.
 
     Raises:
-        BackendNotFoundError, BackendUnavailableError, RendezvousError.
+        BackendNotFoundError, BackendUnavailableError, RendezvousError: the transport does not
+            exist or cannot be used here, or the ranks did not meet.
         CollectiveTimeoutError, ExcludedError: with ``join``, the ranks did not admit this
             process, or all ranks have ended.
         ConfigError: the trace of some rank cannot be written; raised on every rank.

@@ -42,7 +42,7 @@ def join(name: str) -> tuple[Path, int]:
         parent = Path(tempfile.gettempdir()) / f"collective-{os.geteuid()}"
     except FileNotFoundError as error:
         raise RendezvousError(
-            f"run directory: {error.strerror}. Set TMPDIR to a directory in which you may write, "
+            f"run directory: {error.strerror}. Set TMPDIR to a directory that can be written to, "
             "or COLLECTIVE_STORE to a private directory that all ranks share."
         ) from error
     FileStore(parent)  # raises if another user could have created the directory

@@ -60,7 +60,7 @@ class TcpStore(Store):
 
     served_by_rank = True
 
-    # A poll is a round trip, and a thousand ranks may poll one server.
+    # Longer than the default: a poll is a round trip, and a thousand ranks may poll one server.
     _poll_last = 0.05
 
     def __init__(

@@ -86,7 +86,7 @@ class AgentStore(TorchStore):
         RendezvousError: the host's name is wrong, or no server answers.
     """
 
-    # A poll is a round trip, and a thousand ranks may poll one server.
+    # Longer than the default: a poll is a round trip, and a thousand ranks may poll one server.
     _poll_last = 0.05
 
     def __init__(self, endpoint: Endpoint, deadline: Deadline) -> None:

@@ -232,7 +232,7 @@ def test_numbers_of_numpy_are_numbers() -> None:
 @pytest.mark.parametrize(
     ("content", "why"),
     [
-        (b"time_out = 3", r"time_out \(file .*collective.toml\).* timeout,"),
+        (b"time_out = 3", r"time_out \(file .*collective.toml\).* timeout\."),
         (b"timeout = = 3", r"collective.toml: not valid TOML"),
         (b"\xff\xfe", r"collective.toml: cannot be read"),
     ],

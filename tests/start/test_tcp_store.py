@@ -307,8 +307,9 @@ def test_server_has_left(kind: Kind, what: str) -> None:
         assert (server.returncode, err) == (0, "")
         arguments = {"set": (b"",), "get": (soon(),)}.get(what, ())
         since = time.monotonic()
-        wanted = rf"'ready'.*{kind.who} serves this store, and it has ended"
-        with pytest.raises(RendezvousError, match=wanted):
+        with pytest.raises(
+            RendezvousError, match=rf"'ready'.*{kind.who} serves this store, and it has ended"
+        ):
             getattr(client, what)("ready", *arguments)
         assert time.monotonic() - since < 5.0
 
@@ -322,8 +323,9 @@ def test_server_that_is_killed_is_named_to_whoever_waits(kind: Kind) -> None:
         killing = threading.Timer(0.2, server.kill)
         killing.start()
         since = time.monotonic()
-        wanted = rf"'key'.*{kind.who} serves this store, and it has ended"
-        with pytest.raises(RendezvousError, match=wanted):
+        with pytest.raises(
+            RendezvousError, match=rf"'key'.*{kind.who} serves this store, and it has ended"
+        ):
             client.get("key", soon())
         assert time.monotonic() - since < 5.0
         killing.join()
