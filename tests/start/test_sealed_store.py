@@ -288,7 +288,7 @@ def test_without_any_there_is_none() -> None:
 REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
     "readable by the group": (lambda here: file_of(here, mode=0o640), r"mode 0640; .*chmod 600"),
     "readable by all": (lambda here: file_of(here, mode=0o604), r"mode 0604"),
-    "missing": (lambda here: here / "none", r"No such file.*must exist on every host, with mode 0600"),
+    "missing": (lambda here: here / "none", r"No such file.*exist on every host, with mode 0600"),
     "short": (lambda here: file_of(here, b"x" * 15), r"15 bytes; it must have 16"),
     "long": (lambda here: file_of(here, b"x" * 5000), r"it must have 16 to 4096"),
     "a directory": (lambda here: here, r"Is a directory|mode"),
