@@ -91,7 +91,7 @@ def build(config: Config) -> World:
 
 
 def in_directory(directory: Path, secret: Secret) -> Store:
-    """Return the store in ``directory``, where ranks meet that `collective run` has started."""
+    """Return the store in ``directory``, for ranks that `collective run` has started."""
     return seal(FileStore(directory), secret.within(_BY_HAND))
 
 
@@ -261,8 +261,8 @@ def _mpi(config: Config) -> Store:
 
 def _name(config: Config) -> str:
     """Return a name of this launch that the ranks of all hosts share."""
-    # The name tells launches apart that use one long-lived server, such as torchrun's agent. Only
-    # torchrun and Slurm give a job a name that is the same on all hosts.
+    # A server such as torchrun's agent may outlive a launch, so the launches that use the server
+    # need different names. Only torchrun and Slurm give a job the same name on all hosts.
     launched = config.launched
     known = launched is not None and launched.launcher in ("torchrun", "slurm")
     return str(launched.job) if launched and known else _BY_HAND

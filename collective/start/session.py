@@ -72,9 +72,10 @@ def init(
             keeps ownership of ``comm``; messages over ``comm`` and over the new communicator
             never mix.
         settings: further settings: ``store``, ``start_timeout``, ``check``, ``local_rank``,
-            ``local_size``, ``interface``, ``across``, ``device``, …: all that ``collective
-            config`` shows. With ``join=True`` this process joins ranks that met in ``store`` and
-            are already connected. They admit it when they call ``grow()``.
+            ``local_size``, ``interface``, ``across``, ``device``, …. The command
+            ``collective config`` shows all of them. With ``join=True`` this process joins ranks
+            that met in ``store`` and are already connected. They admit it when they call
+            ``grow()``.
 
     Returns:
         The communicator. Module-level calls use it from now on.
