@@ -28,8 +28,8 @@ def run_attempts(
     """Run attempts until one succeeds or restarts run out; return the exit code of the last one.
 
     Args:
-        attempt: function that makes the supervisor of an attempt, given the attempt's number from
-            0 and ``control``.
+        attempt: function that makes the supervisor of an attempt. Its arguments are the attempt's
+            number, from 0, and ``control``.
         size: number of ranks that each attempt starts.
         restarts: how many attempts may follow the first one.
         control: as in :class:`Supervisor`.

@@ -48,7 +48,7 @@ def under_mpiexec(
     Args:
         size: number of ranks.
         mpiexec: program that starts the ranks.
-        lasting: if true, the others continue when a rank dies; needs MPICH or Open MPI 5.
+        lasting: if true, the others continue when a rank dies. This needs MPICH or Open MPI 5.
         session: as in :class:`CommandStarter`.
     """
 
@@ -92,9 +92,10 @@ class CommandStarter(Starter):
 
     Args:
         size: number of ranks that call back.
-        commands: function that returns the commands, given the address where ranks call back.
+        commands: function that returns the commands. Its argument is the address where ranks call
+            back.
         patience: seconds in which all ranks have to call back.
-        session: if true, each command gets its own session, which is ended as a whole.
+        session: if true, each command gets its own session. It is ended as a whole.
     """
 
     together = True

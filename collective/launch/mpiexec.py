@@ -29,10 +29,10 @@ class Mpiexec:
     """Program that starts the ranks of an MPI library.
 
     Attributes:
-        python: the interpreter of an environment with mpi4py and an MPI library; by default the
+        python: the interpreter of an environment with mpi4py and an MPI library. Default: the
             interpreter of this process.
-        program: the ``mpiexec`` of this library; by default the one beside ``python``, or
-            else the one on the ``PATH``.
+        program: the ``mpiexec`` of this library. Default: the one beside ``python``, or else the
+            one on the ``PATH``.
     """
 
     python: str = field(default_factory=lambda: sys.executable)
@@ -44,7 +44,7 @@ class Mpiexec:
         The caller appends the command of the processes.
 
         Args:
-            size: number of processes; with Open MPI it may exceed the number of cores.
+            size: number of processes. With Open MPI it may exceed the number of cores.
             lasting: if true, the other processes continue when one has died, so that they can
                 report the failure. Otherwise ``mpiexec`` ends them.
 

@@ -17,10 +17,10 @@ class RankDiedError(Exception):
     """A rank ended without an outcome: its process ended by itself or was killed.
 
     Attributes:
-        exitcode: exit code of the process, negative for a signal; None for a thread, or if it is
+        exitcode: exit code of the process, negative for a signal. None for a thread, or if it is
             unknown.
-        output: the end of the output of the ranks and of the command that started them, if this
-            output is not shown at once; else empty.
+        output: the end of the output of the ranks and of the command that started them. Empty if
+            this output was shown at once.
     """
 
     def __init__(self, message: str, exitcode: int | None = None) -> None:

@@ -150,8 +150,8 @@ class RankOutput:
     Attributes:
         shown: number of bytes of the unfinished line that the screen shows.
         prefix: text before each line.
-        silent_since: time of the last output, if it has left an unfinished line that the screen
-            does not show completely; else None. On the clock of ``time.monotonic()``.
+        silent_since: time of the last output, on the clock of ``time.monotonic()``. None unless
+            this output has left an unfinished line that the screen does not show completely.
     """
 
     def __init__(self, rank: int, screen: Screen, keep: int) -> None:

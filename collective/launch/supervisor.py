@@ -51,8 +51,8 @@ class Rank:
         number: number of the rank.
         joins: whether the rank was started in place of a lost rank.
         began: when the rank was started, on the clock of ``time.monotonic()``.
-        process: process of the rank itself, or the process that started it, such as mpiexec.
-        code: exit code in the form of ``subprocess``; None while the rank runs.
+        process: process of the rank itself. Under mpiexec, the process of mpiexec.
+        code: exit code in the form of ``subprocess``. None while the rank runs.
         streams: standard output and standard error.
     """
 
