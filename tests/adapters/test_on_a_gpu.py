@@ -1,4 +1,4 @@
-"""The adapters with the real frameworks, where there is a GPU of NVIDIA's; skipped elsewhere."""
+"""The adapters with the real frameworks on an NVIDIA GPU; skipped where there is none."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def framework(request):
 VALUES = np.arange(24, dtype=np.float32).reshape(4, 6)
 
 
-def test_an_array_is_seen_where_it_is_and_comes_back_as_itself(framework):
+def test_array_view_shares_memory_and_wraps_to_same_object(framework):
     x = framework.of(VALUES)
     array, dtype = adapter_of(x).view(x)
     np.testing.assert_array_equal(array.to_host(), VALUES)
@@ -71,7 +71,7 @@ def test_an_array_is_seen_where_it_is_and_comes_back_as_itself(framework):
     assert adapter_of(x).wrap(array, dtype) is x
 
 
-def test_strided_copies_on_a_stream_of_the_users(framework):
+def test_strided_copies_on_user_stream_are_exact(framework):
     with framework.side():
         x = framework.transposed(framework.of(VALUES))
         array, dtype = adapter_of(x).view(x)
@@ -83,7 +83,7 @@ def test_strided_copies_on_a_stream_of_the_users(framework):
         np.testing.assert_array_equal(framework.get(part), VALUES.T[1:, ::2])
 
 
-def test_strided_copies_on_a_stream_of_ours(framework):
+def test_strided_copies_on_library_stream_are_exact(framework):
     x = framework.transposed(framework.of(VALUES))
     array, dtype = adapter_of(x).view(x)
     side = cuda.device(0).new_stream()
@@ -95,13 +95,14 @@ def test_strided_copies_on_a_stream_of_ours(framework):
     expected = VALUES.T.copy()
     expected[1:3] = expected[3:5]
     np.testing.assert_array_equal(framework.get(adapter_of(x).wrap(copied, dtype)), expected)
-    # Given back to the allocator, which records an event on a stream that must still be there.
+    # Freeing the copy returns its memory to the allocator. The allocator then records an event on
+    # `side`, so that stream must still exist.
     adapter_of(x).used_on(copied, side)
     del copied
     gc.collect()
 
 
-def test_memory_of_cudas_own_becomes_the_frameworks(framework):
+def test_wrap_of_cuda_memory_gives_framework_array(framework):
     made = adapter_like("cuda").empty((4, 6), BY_NAME["float32"], cuda.device(0))
     made.fill_from_host(VALUES)
     made.stream.synchronize()
@@ -111,7 +112,7 @@ def test_memory_of_cudas_own_becomes_the_frameworks(framework):
     np.testing.assert_array_equal(framework.get(x), VALUES)
 
 
-def test_the_frameworks_take_each_others_memory(framework):
+def test_dlpack_import_by_other_framework_shares_values(framework):
     array, _ = adapter_of(x := framework.of(VALUES)).view(x)
     for other in ("torch", "cupy"):
         module = pytest.importorskip(other)
@@ -121,7 +122,7 @@ def test_the_frameworks_take_each_others_memory(framework):
 
 
 @pytest.mark.parametrize("name", ["bfloat16", "float8_e4m3fn", "float8_e5m2"])
-def test_types_that_numpy_lacks(name):
+def test_tensor_with_dtype_unknown_to_numpy_is_viewed_and_wrapped(name):
     torch = Torch().module
     x = torch.arange(6, device="cuda:0").to(getattr(torch, name))
     array, dtype = adapter_of(x).view(x)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-# First, as it is what makes Chainer's import work.
+# This import must come first: it makes Chainer importable.
 pytest.importorskip("collective.adapters.chainer.batch_normalization")
 
 import chainer
@@ -30,7 +30,10 @@ SHAPES: dict[str, tuple[tuple[int, ...], Any, Any]] = {
 
 
 def inputs(size: int, shape: tuple[int, ...], dtype: str) -> tuple[list[Any], list[Any]]:
-    """Return each rank's batch, of different lengths and one empty, and gradients for it."""
+    """Return each rank's batch and the gradients of its output.
+
+    The batches have different lengths, and one of four is empty.
+    """
     draw = np.random.RandomState(7).standard_normal
     counts = [5, 2, 0, 7][:size]
     x = [(draw((n, *shape)) * 3 + 100).astype(dtype) for n in counts]
@@ -74,12 +77,12 @@ def results(link: Any, x: Any, gy: Any, **options: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("finetune", [False, True])
 @pytest.mark.parametrize("world", ["threads-2", "shm-4"])
-def test_equals_the_joined_batch(world: str, name: str, finetune: bool) -> None:
+def test_sync_batch_norm_equals_joined_batch(world: str, name: str, finetune: bool) -> None:
     compare(run(world, joined, name, "float64", finetune), name, finetune)
 
 
 def compare(found: list[Any], name: str, finetune: bool) -> None:
-    """Hold that what :func:`joined` has returned is that of the joined batch on one process."""
+    """Compare what :func:`joined` returned on each rank with the joined batch on one process."""
     shape, size, axis = SHAPES[name]
     x, gy = inputs(len(found), shape, "float64")
     link = made(size, axis, "float64")
@@ -107,8 +110,9 @@ def joined(comm: Any, name: str, dtype: str, finetune: bool) -> Any:
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("float16", 2e-2)])
-def test_other_dtypes(dtype: str, tolerance: float) -> None:
-    # Far from zero: a variance by the difference of squares would be all rounding.
+def test_sync_batch_norm_in_lower_precision_is_close(dtype: str, tolerance: float) -> None:
+    # The inputs are far from zero: a variance computed as a difference of squares would be mere
+    # rounding error.
     found = run("threads-2", half, dtype)
     x, gy = (np.concatenate(each) for each in inputs(2, (3, 4, 5), dtype))
     whole = results(made(3, None, "float64"), x.astype("f8"), gy.astype("f8"))
@@ -124,7 +128,7 @@ def half(comm: Any, dtype: str) -> Any:
 
 
 @on("threads-2")
-def test_evaluation_asks_nobody(comm: Any) -> None:
+def test_sync_batch_norm_evaluation_needs_no_other_rank(comm: Any) -> None:
     link = made(3, None, "float32", comm)
     x = inputs(2, (3,), "float32")[0][0]
     if comm.rank == 0:
@@ -135,7 +139,7 @@ def test_evaluation_asks_nobody(comm: Any) -> None:
 
 
 @on("threads-2")
-def test_a_rank_without_gradients_takes_part(comm: Any) -> None:
+def test_sync_batch_norm_backward_without_gradient_on_rank_completes(comm: Any) -> None:
     link = SyncBatchNormalization(3, comm, use_gamma=False, use_beta=False)
     x, gy = (each[comm.rank] for each in inputs(2, (3,), "float32"))
     x = chainer.Variable(x, requires_grad=comm.rank == 0)
@@ -145,7 +149,7 @@ def test_a_rank_without_gradients_takes_part(comm: Any) -> None:
     assert (x.grad is None) == (comm.rank == 1)
 
 
-def test_a_model_is_converted_in_its_place() -> None:
+def test_convert_batch_normalization_converts_in_place() -> None:
     found = run("threads-2", converted)
     x, _ = inputs(2, (6,), "float32")
     model = Net()
@@ -187,7 +191,7 @@ class Own(L.BatchNormalization):
     pass
 
 
-def test_what_is_refused() -> None:
+def test_sync_batch_norm_misuse_raises() -> None:
     with collective.init() as comm:
         model = chainer.Sequential(L.BatchNormalization(3), Own(3))
         with pytest.raises(InvalidArgumentError, match=r"/1 \(Own\): only L.BatchNormalization"):
@@ -204,6 +208,6 @@ def test_what_is_refused() -> None:
 
 
 @on("threads-2")
-def test_links_of_different_sizes(comm: Any) -> None:
+def test_sync_batch_norm_of_different_sizes_raises_mismatch_error(comm: Any) -> None:
     with pytest.raises(MismatchError):
         SyncBatchNormalization(3 + comm.rank, comm)(np.ones((2, 3 + comm.rank), "f"))

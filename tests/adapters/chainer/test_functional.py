@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-# First, as it is what makes Chainer's import work.
+# This import must come first: it makes Chainer importable.
 C = pytest.importorskip("collective.adapters.chainer.functional")
 
 import chainer  # noqa: E402
@@ -57,28 +57,28 @@ TAPE = Chainer()
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("name", [*CASES, *FIRST_ONLY])
-def test_the_gradient_is_that_of_all_results_by_all_inputs(name: str, size: int) -> None:
+def test_collective_jacobian_equals_finite_differences(name: str, size: int) -> None:
     run_ranks(size, TAPE.check_jacobians, name, 1)
 
 
 @on("threads-2", "threads-3", "shm-2")
-def test_the_gradient_of_the_gradient_is_right_along_a_direction(comm: Any) -> None:
+def test_collective_second_derivative_along_direction_is_right(comm: Any) -> None:
     TAPE.check_directions(comm)
 
 
 @pytest.mark.parametrize(
     "name", ["all_reduce prod", "reduce max", "ring", "broadcast", "scatter", "all_gather"]
 )
-def test_the_gradient_of_the_gradient_is_right(name: str) -> None:
+def test_collective_second_derivative_equals_finite_differences(name: str) -> None:
     run_ranks(2, TAPE.check_jacobians, name, 2)
 
 
 @pytest.mark.parametrize("name", ["all_reduce prod", "ring"])
-def test_third_derivatives_are_right(name: str) -> None:
+def test_collective_third_derivative_equals_finite_differences(name: str) -> None:
     run_ranks(2, TAPE.check_jacobians, name, 3)
 
 
-def test_the_jacobian_shows_a_wrong_adjoint(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_jacobian_check_detects_wrong_adjoint(monkeypatch: pytest.MonkeyPatch) -> None:
     right = differentiable.reduce_scatter
     monkeypatch.setattr(differentiable, "reduce_scatter", lambda *given: 2 * right(*given))
     by_backward, by_differences = run_ranks(2, TAPE.jacobians, "all_gather", 1)[0]
@@ -86,8 +86,11 @@ def test_the_jacobian_shows_a_wrong_adjoint(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def check_by_chainer(comm: Any, name: str, moved: int) -> None:
-    """All ranks check at once, of which one is moved and the others see no change."""
-    # Not within pytest: Chainer's tools for tests want markers of their own.
+    """Run Chainer's gradient checks on all ranks at once, while only rank ``moved`` is perturbed.
+
+    The other ranks' arrays do not change.
+    """
+    # Only the ranks' processes import this: under pytest, Chainer's test tools require markers.
     gradient_check = importlib.import_module("chainer.gradient_check")
     at, function = TAPE.case(comm, name, 1)
 
@@ -106,17 +109,17 @@ CHECKED = (
 
 
 @on("shm-2", "shm-3")
-def test_chainers_own_checks_agree(comm: Any) -> None:
+def test_chainer_gradient_check_accepts_collectives(comm: Any) -> None:
     for name in CHECKED:
         for moved in range(comm.size):
             check_by_chainer(comm, name, moved)
 
 
-# -- what a rank has to do for the others ---------------------------------------------------
+# -- backward passes on ranks that need no gradient -----------------------------------------
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_ties_and_all_ops_are_as_chainer_has_them_on_stacked_arrays(op: str) -> None:
+def test_all_reduce_gradient_equals_chainer_on_stacked_arrays(op: str) -> None:
     rows = np.array([[1.0, 2.0, 0.0], [1.0, 3.0, 0.0], [0.5, 3.5, 4.0]])
     folds = {
         "sum": lambda x: F.sum(x, 0),
@@ -128,7 +131,7 @@ def test_ties_and_all_ops_are_as_chainer_has_them_on_stacked_arrays(op: str) -> 
     joined = Variable(rows.copy())
     F.sum(folds[op](joined) * np.array([6.0, 12.0, 18.0])).backward()
     expected = joined.grad
-    if op in ("min", "max"):  # where several hold it, Chainer gives each all of it
+    if op in ("min", "max"):  # Chainer gives the whole gradient to each of several equal extrema
         expected = expected / (rows == folds[op](rows).array).sum(0)
 
     def program(comm: Any) -> Any:
@@ -140,7 +143,7 @@ def test_ties_and_all_ops_are_as_chainer_has_them_on_stacked_arrays(op: str) -> 
 
 
 @on("threads-2")
-def test_a_rank_whose_array_is_frozen_takes_part_in_the_others_backward(comm: Any) -> None:
+def test_backward_with_frozen_array_on_rank_completes(comm: Any) -> None:
     x = Variable(np.full((2,), comm.rank + 1.0), requires_grad=comm.rank == 0)
     x.cleargrad()
     for call in (C.all_reduce, C.all_gather, C.reduce, C.all_to_all, C.broadcast, C.gather):
@@ -153,7 +156,7 @@ def test_a_rank_whose_array_is_frozen_takes_part_in_the_others_backward(comm: An
 
 
 @on("threads-2")
-def test_off_the_root_and_for_the_sender_there_is_a_delegate_that_carries_the_graph(
+def test_delegate_off_root_and_from_send_carries_graph(
     comm: Any,
 ) -> None:
     x = Variable(np.ones(3, np.float16))
@@ -166,7 +169,7 @@ def test_off_the_root_and_for_the_sender_there_is_a_delegate_that_carries_the_gr
 
 
 @on("threads-2")
-def test_without_gradients_nothing_is_recorded(comm: Any) -> None:
+def test_collective_without_gradients_records_no_graph(comm: Any) -> None:
     x = Variable(np.ones(2))
     with chainer.no_backprop_mode():
         found = [C.all_reduce(x, comm), C.all_reduce(x, comm, "max"), C.broadcast(x, comm)]
@@ -176,7 +179,7 @@ def test_without_gradients_nothing_is_recorded(comm: Any) -> None:
 
 
 @on("threads-1", "threads-2")
-def test_results_are_new_arrays_even_at_the_root_and_alone(comm: Any) -> None:
+def test_collective_result_never_aliases_input(comm: Any) -> None:
     x = Variable(np.ones(2))
     for call in (C.all_reduce, C.reduce, C.broadcast, C.all_gather, C.gather, C.scatter):
         call(x, comm).array[...] += 1
@@ -184,14 +187,14 @@ def test_results_are_new_arrays_even_at_the_root_and_alone(comm: Any) -> None:
 
 
 @on("threads-2")
-def test_backward_calls_run_in_the_reverse_order_of_creation_on_every_rank(comm: Any) -> None:
+def test_backward_calls_run_in_reverse_order_on_every_rank(comm: Any) -> None:
     spy: Any = Spy(comm)
     x = Variable(np.ones(4))
     a = C.all_reduce(x, spy)
     b = C.all_gather(x * 2, spy, counts=[4] * comm.size)
     c = C.scatter(x * 3, spy)
     d = C.all_to_all(b, spy, recv_counts=[4] * comm.size)
-    # The same loss; the ranks come to it by different ways, and at different depths.
+    # The loss is the same, but the ranks add its parts in different orders and at different depths.
     parts = [F.sum(a), F.sum(b), F.sum(c * 1.0 * 1.0 * 1.0), F.sum(d)]
     loss = parts[2] + parts[0] + parts[3] + parts[1] if comm.rank else sum(parts)
     spy.called.clear()
@@ -201,15 +204,15 @@ def test_backward_calls_run_in_the_reverse_order_of_creation_on_every_rank(comm:
 
 @on("threads-2")
 @pytest.mark.parametrize("dtype", [np.float16, np.float32])
-def test_gradients_have_the_dtype_and_shape_of_the_input(comm: Any, dtype: Any) -> None:
+def test_gradient_has_dtype_and_shape_of_input(comm: Any, dtype: Any) -> None:
     x = Variable(np.ones((3, 2), dtype).T)
     F.sum(C.all_gather(C.all_reduce(x, comm, "avg"), comm, 1) ** 2).backward()
     assert x.grad.dtype == dtype
     np.testing.assert_array_equal(x.grad, np.full((2, 3), 4, dtype))
 
 
-def test_a_model_in_two_halves_learns_as_one_does() -> None:
-    """The ranks hold one layer each, and the second computes the loss."""
+def test_model_split_over_two_ranks_has_gradients_of_whole() -> None:
+    """Each rank holds one layer, and the second rank computes the loss."""
     x = drawn(1, (8, 4)).astype(np.float32)
     layers = [chainer.links.Linear(4, 5), chainer.links.Linear(5, 1)]
     whole = chainer.Sequential(layers[0].copy(mode="copy"), F.tanh, layers[1].copy(mode="copy"))
@@ -230,7 +233,7 @@ def test_a_model_in_two_halves_learns_as_one_does() -> None:
         np.testing.assert_allclose(found, wanted, rtol=1e-5)
 
 
-# -- what is refused ------------------------------------------------------------------------
+# -- errors ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -254,9 +257,7 @@ def test_a_model_in_two_halves_learns_as_one_does() -> None:
     ],
 )
 @on("threads-2")
-def test_bad_arguments_are_refused_before_anything_is_sent(
-    comm: Any, error: Any, call: Any
-) -> None:
+def test_bad_arguments_raise_before_communication(comm: Any, error: Any, call: Any) -> None:
     with pytest.raises(error):
         call(comm)
     assert C.all_reduce(np.ones(()), comm).array == 2

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-# First, as it is what makes Chainer's import work.
+# This import must come first: it makes Chainer importable.
 pytest.importorskip("collective.adapters.chainer.optimizer")
 
 import chainer

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-# First, as it is what makes Chainer's import work.
+# This import must come first: it makes Chainer importable.
 pytest.importorskip("collective.adapters.chainer.functional")
 
 import chainer
@@ -39,7 +39,7 @@ class Layer(chainer.Chain):
 
 
 class Front(Layer):
-    """Returns what a later stage needs beside its output, and integers."""
+    """A first stage that also returns an array for a later stage, and integers."""
 
     def forward(self, x: Any) -> Any:
         return super().forward(x), F.tanh(self.dense(x * 2)), np.arange(len(x)) % 3
@@ -60,7 +60,7 @@ def scale(counts: Any, x: Any) -> Any:
 
 
 class Shift(chainer.Chain):
-    """A gradient that Chainer hands on unchanged to the input and to the parameter."""
+    """A sum whose gradient Chainer passes to the input and the parameter as the same array."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
@@ -110,12 +110,12 @@ def piped(
     steps: int = 1,
     **how: Any,
 ) -> tuple[float | None, list[Any]]:
-    """Return what a step of a pipeline gives, and the gradients of this rank's stage."""
+    """Return the loss of pipeline steps, and the gradients of this rank's stage."""
     stages = model(comm.size)
     pipe = Pipeline(stages, comm, **how)
     loss = LOSSES[how.get("reduction", "mean")]
     pipe.stage.cleargrads()
-    # Only where they matter.
+    # Only the first stage needs inputs, and only the last stage needs targets.
     x, target = batch(samples)
     for _ in range(steps):
         found = pipe.step(
@@ -129,7 +129,7 @@ def piped(
 def whole(
     model: Callable[[int], list[Any]], size: int, samples: int, reduction: str = "mean"
 ) -> tuple[float, list[list[Any]]]:
-    """Return the loss and the gradients of each stage, of one process on the whole batch."""
+    """Return the loss and each stage's gradients, computed by one process on the whole batch."""
     stages = model(size)
     x, target = batch(samples)
     found: Any = (chainer.Variable(x),)
@@ -167,26 +167,26 @@ CASES = [
 
 
 @pytest.mark.parametrize(("size", "how"), CASES, ids=str)
-def test_loss_and_gradients_are_those_of_one_process(size: int, how: dict[str, Any]) -> None:
+def test_pipeline_step_equals_one_process(size: int, how: dict[str, Any]) -> None:
     found = run_ranks(size, piped, plain, 10, **how)
     assert_close(found, whole(plain, size, 10, how.get("reduction", "mean")))
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
-def test_among_processes(schedule: str) -> None:
+def test_pipeline_step_on_process_ranks_equals_one_process(schedule: str) -> None:
     found = run("shm-2", piped, plain, 10, schedule=schedule, microbatches=4)
     assert_close(found, whole(plain, 2, 10))
 
 
-def test_stages_with_several_inputs_and_outputs() -> None:
-    # In three micro-batches of three, each with the same integers.
+def test_pipeline_step_with_tuples_between_stages_equals_one_process() -> None:
+    # Nine samples make three micro-batches, and each has the same integers.
     found = run_ranks(3, piped, with_tuples, 9, microbatches=3)
     assert_close(found, whole(with_tuples, 3, 9))
 
 
-def test_a_gradient_that_is_handed_on() -> None:
+def test_pipeline_step_with_aliased_gradient_equals_one_process() -> None:
     found = run_ranks(3, piped, handed_on, 8, **HOW)
-    # Over all samples the shift is the same for each two of them.
+    # A micro-batch has two samples, and the shift applies to each micro-batch in the same way.
     x, target = batch(8)
     stages = handed_on(3)
     total: Any = 0
@@ -199,7 +199,7 @@ def test_a_gradient_that_is_handed_on() -> None:
     assert_close(found, (float(total.array), [gradients(stage) for stage in stages]))
 
 
-def test_steps_add_to_the_gradients() -> None:
+def test_pipeline_steps_accumulate_gradients() -> None:
     assert_close(run_ranks(2, piped, plain, 10, 3, **HOW), whole(plain, 2, 10), times=3)
 
 
@@ -213,7 +213,7 @@ def last_stage_has_the_loss(comm: Any) -> Any:
     return pipe.step(*batch(10)), gradients(stage)
 
 
-def test_the_last_stage_may_return_the_loss() -> None:
+def test_pipeline_step_uses_loss_returned_by_last_stage() -> None:
     assert_close(run_ranks(2, last_stage_has_the_loss), whole(plain, 2, 10))
 
 
@@ -222,7 +222,7 @@ def predicted(comm: Any) -> Any:
     return [pipe.predict(batch(samples)[0]) for samples in (10, 3)]
 
 
-def test_predictions_are_those_of_one_process() -> None:
+def test_pipeline_predict_equals_one_process() -> None:
     others, found = run_ranks(2, predicted)
     assert others == [None, None]
     for y, samples in zip(found, (10, 3)):
@@ -233,7 +233,7 @@ def test_predictions_are_those_of_one_process() -> None:
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
-def test_a_stage_goes_on_while_the_next_one_computes(schedule: str) -> None:
+def test_pipeline_stage_overlaps_with_next_stage(schedule: str) -> None:
     begun = [threading.Event() for _ in range(4)]
 
     class Beginning(Layer):
@@ -248,7 +248,7 @@ def test_a_stage_goes_on_while_the_next_one_computes(schedule: str) -> None:
         count = 0
 
         def forward(self, x: Any) -> Any:
-            # Until the stage before has begun with the micro-batch after this one.
+            # Wait until the previous stage has begun with the next micro-batch.
             self.count += 1
             assert self.count == 4 or begun[self.count].wait(30)
             return super().forward(x)
@@ -261,7 +261,7 @@ def test_a_stage_goes_on_while_the_next_one_computes(schedule: str) -> None:
 
 
 class Counting(Layer):
-    """Counts of how many of its micro-batches the graph is still there."""
+    """A layer that records how many micro-batches had a live graph at once, at most."""
 
     def __init__(self, rank: int) -> None:
         super().__init__(rank)
@@ -284,12 +284,12 @@ def kept(comm: Any, schedule: str) -> int:
 
 
 @pytest.mark.parametrize(("schedule", "expected"), [("1f1b", [3, 2, 1]), ("gpipe", [8, 8, 8])])
-def test_of_how_many_microbatches_activations_are_kept(schedule: str, expected: list[int]) -> None:
+def test_pipeline_schedule_bounds_live_graphs(schedule: str, expected: list[int]) -> None:
     assert run_ranks(3, kept, schedule) == expected
 
 
 @on("threads-2")
-def test_the_timeline_has_each_pass_in_its_order(comm: Any) -> None:
+def test_pipeline_timeline_lists_passes_in_order(comm: Any) -> None:
     pipe = Pipeline(plain(comm.size), comm, **HOW)
     pipe.step(*batch(10), squares)
     assert len(pipe.timeline) == 8
@@ -297,7 +297,7 @@ def test_the_timeline_has_each_pass_in_its_order(comm: Any) -> None:
     assert times == sorted(times)
 
 
-# -- what goes wrong -------------------------------------------------------------------------
+# -- errors ----------------------------------------------------------------------------------
 
 
 class Failing(Layer):
@@ -309,7 +309,10 @@ class Failing(Layer):
 
 
 def failing(comm: Any) -> tuple[str, int]:
-    """Return what a step raises, what the next one does, and what the communicator still does."""
+    """Return the name of the error that a step raises, and the result of a later all-reduce.
+
+    Also check that the next step of the same pipeline raises and that a new pipeline works.
+    """
     stages = [Failing(rank) if rank == 1 else Layer(rank) for rank in range(comm.size)]
     pipe = Pipeline(stages, comm, **HOW)
     with pytest.raises((collective.PeerFailedError, ValueError)) as first:
@@ -330,7 +333,7 @@ def check_failure(found: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("world", ["threads-3", "shm-2"])
-def test_a_stage_that_raises_ends_the_step_on_all_ranks(world: str) -> None:
+def test_pipeline_stage_error_raises_on_all_ranks(world: str) -> None:
     check_failure(run(world, failing))
 
 
@@ -339,7 +342,9 @@ def test_a_stage_that_raises_ends_the_step_on_all_ranks(world: str) -> None:
     ("option", "values"),
     [("microbatches", [2, 4]), ("schedule", ["1f1b", "gpipe"]), ("reduction", ["mean", "sum"])],
 )
-def test_ranks_that_disagree(comm: Any, option: str, values: list[Any]) -> None:
+def test_pipeline_with_different_options_raises_mismatch_error(
+    comm: Any, option: str, values: list[Any]
+) -> None:
     how = {**HOW, option: values[comm.rank]}
     with pytest.raises(collective.MismatchError, match=f"{option}={values[0]!r}.*{values[1]!r}"):
         Pipeline(plain(2), comm, **how)
@@ -349,34 +354,34 @@ def test_ranks_that_disagree(comm: Any, option: str, values: list[Any]) -> None:
 _X, _T = batch(10)
 REFUSED_STEPS = {
     "fewer samples than micro-batches": ((_X[:3], _T[:3], squares), "3 samples.*of the 4"),
-    "another number of targets": ((_X, _T[:9], squares), "10 samples on rank 0, target 9"),
+    "fewer targets than samples": ((_X, _T[:9], squares), "10 samples on rank 0, target 9"),
     "no batch": ((None, _T, squares), r"NoneType as x.*\[rank 0 of 2\]"),
     "a list of examples": (([_X[0]] * 9, _T, squares), "list as x.*concat_examples"),
-    "samples that differ": (((_X, _X[:2]), _T, squares), r"\[10, 2\] samples.*of x"),
-    "no function as loss": ((_X, _T, "mse"), r"str as loss.*\[rank 1 of 2\]"),
+    "inputs of different lengths": (((_X, _X[:2]), _T, squares), r"\[10, 2\] samples.*of x"),
+    "loss that is a string": ((_X, _T, "mse"), r"str as loss.*\[rank 1 of 2\]"),
 }
 
 
 @on("threads-2")
 @pytest.mark.parametrize("name", REFUSED_STEPS)
-def test_a_batch_that_is_refused_on_all_ranks(comm: Any, name: str) -> None:
+def test_pipeline_step_with_bad_batch_raises_on_all_ranks(comm: Any, name: str) -> None:
     given, match = REFUSED_STEPS[name]
     pipe = Pipeline(plain(2), comm, **HOW)
     with pytest.raises(collective.InvalidArgumentError, match=match):
         pipe.step(*given)
-    # It can be used as before.
+    # The pipeline remains usable.
     assert (pipe.step(*batch(10), squares) is None) == (comm.rank == 0)
 
 
 @on("threads-2")
-def test_another_call_on_another_rank(comm: Any) -> None:
+def test_pipeline_step_and_predict_mixed_raise_mismatch_error(comm: Any) -> None:
     pipe = Pipeline(plain(2), comm, **HOW)
     with pytest.raises(collective.MismatchError, match="rank 0 called step and rank 1 predict"):
         pipe.step(*batch(10), squares) if comm.rank == 0 else pipe.predict()
 
 
 @on("threads-1")
-def test_a_loss_that_is_no_number(comm: Any) -> None:
+def test_pipeline_step_with_array_as_loss_raises_shape_error(comm: Any) -> None:
     pipe = Pipeline(plain(1), comm, **HOW)
     with pytest.raises(collective.ShapeError, match=r"\(3, 5\) as loss.*Pass loss="):
         pipe.step(batch(10)[0])
@@ -384,25 +389,25 @@ def test_a_loss_that_is_no_number(comm: Any) -> None:
 
 REFUSED = {
     "no micro-batches": ({"microbatches": 0}, r"microbatches=0 \(expected a positive integer"),
-    "half a micro-batch": (
+    "fractional micro-batches": (
         {"microbatches": 2.0},
         r"microbatches=2.0 \(expected a positive integer",
     ),
     "an unknown schedule": ({"schedule": "zb"}, r"schedule='zb' \(expected one of 1f1b, gpipe"),
     "an unknown reduction": ({"reduction": "max"}, r"reduction='max' \(expected one of mean, sum"),
     "too many stages": ({"stages": plain(2)}, r"2 stages \(expected a list of 1.*Sequential"),
-    "a link alone": ({"stages": Layer(0)}, r"Layer stages \(expected a list of 1"),
+    "one link instead of a list": ({"stages": Layer(0)}, r"Layer stages \(expected a list of 1"),
     "no stage of this rank": (
         {"stages": [None]},
         r"NoneType as stage 0 \(expected a chainer\.Link",
     ),
-    "a function": ({"stages": [F.relu]}, r"function as stage 0 \(expected a chainer\.Link"),
+    "function as stage": ({"stages": [F.relu]}, r"function as stage 0 \(expected a chainer\.Link"),
 }
 
 
 @on("threads-1")
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_refused(comm: Any, name: str) -> None:
+def test_pipeline_with_bad_argument_raises_invalid_argument_error(comm: Any, name: str) -> None:
     given, match = REFUSED[name]
     how = {**HOW, "stages": plain(1), **given}
     with pytest.raises(collective.InvalidArgumentError, match=match):
@@ -410,14 +415,14 @@ def test_what_is_refused(comm: Any, name: str) -> None:
 
 
 @on("threads-2")
-def test_stages_that_share_a_parameter(comm: Any) -> None:
+def test_pipeline_stages_sharing_parameter_raise_unsupported_error(comm: Any) -> None:
     both = Layer(0)
     stages = [both, chainer.Sequential(Layer(1), both)]
     with pytest.raises(collective.UnsupportedError, match=r"/1/dense/[Wb] of stage 1 is /dense/"):
         Pipeline(stages, comm, **HOW)
 
 
-def test_a_skip_connection_across_stages() -> None:
+def test_pipeline_skip_connection_across_stages_raises() -> None:
     class Leaving(Layer):
         def forward(self, x: Any) -> Any:
             self.latest = super().forward(x)

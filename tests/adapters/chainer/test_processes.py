@@ -1,4 +1,4 @@
-"""The processes that Chainer and its programs start: that Chainer lives there, or how they end."""
+"""Processes started by Chainer and its programs: Chainer works in them, and failures end them."""
 
 from __future__ import annotations
 
@@ -25,16 +25,17 @@ ANEW = pytest.mark.parametrize("method", ["spawn", "forkserver"])
 
 
 def run(folder: Path, *arguments: str, **files: str) -> str:
-    """Write the programs ``files`` to ``folder``, run Python there; return what it writes."""
+    """Write the programs ``files`` to ``folder``, run Python there and return its output."""
     for name, text in files.items():
         (folder / f"{name}.py").write_text(textwrap.dedent(text))
     options = {"cwd": folder, "merged": True, "OMP_NUM_THREADS": "1"}
     return printed("-W", "error", *arguments, **options)
 
 
-# -- where they have it from -----------------------------------------------------------------
+# -- Chainer in started processes ------------------------------------------------------------
 
-# Knows nothing of us, and starts processes as ChainerMN's imagenet example does.
+# This program does not mention collective. Like the imagenet example of ChainerMN, it starts
+# processes itself.
 PROGRAM = """
 import multiprocessing, os, sys
 import chainer
@@ -57,7 +58,7 @@ if __name__ == "__main__":
     first.join()
     print(first.exitcode)
 """
-# Each worker does one example, and another takes its place.
+# Each worker loads one example and is then replaced.
 ITERATING = """
     with chainer.iterators.MultiprocessIterator(
         Squares(), 1, repeat=False, shuffle=False, n_processes=1, shared_mem=99, maxtasksperchild=1
@@ -68,12 +69,12 @@ RUNNER = ["-m", "collective.adapters.chainer"]
 
 
 @ANEW
-def test_the_processes_of_a_program_that_knows_nothing_of_us(method: str, tmp_path: Path) -> None:
+def test_spawned_process_of_unmodified_program_runs(method: str, tmp_path: Path) -> None:
     found = run(tmp_path, *RUNNER, "program.py", method, program=PROGRAM + ITERATING)
     assert found == "0\n[[(0, 0)], [(1, 1)]]\n"
 
 
-def test_those_of_such_a_program_in_a_package(tmp_path: Path) -> None:
+def test_spawned_process_of_unmodified_program_in_package_runs(tmp_path: Path) -> None:
     package = tmp_path / "package"
     package.mkdir()
     (package / "__init__.py").write_text("import chainer\n")
@@ -81,7 +82,7 @@ def test_those_of_such_a_program_in_a_package(tmp_path: Path) -> None:
     assert run(tmp_path, *RUNNER, "-m", "package.program", "spawn") == "0\n"
 
 
-def test_those_that_chainer_starts_for_a_main_module_without_it(tmp_path: Path) -> None:
+def test_chainer_workers_run_for_main_module_without_chainer(tmp_path: Path) -> None:
     body = """
     import multiprocessing
 
@@ -108,13 +109,13 @@ def test_those_that_chainer_starts_for_a_main_module_without_it(tmp_path: Path) 
     assert found == ["[[(1, 4), (2, 5)], [(3, 6)]]", *["[0, 1, 2]"] * 2]
 
 
-def test_a_process_reads_a_name_of_ours_before_it_reads_one_of_chainers() -> None:
+def test_pickled_process_names_adapter_module_before_chainer() -> None:
     updater = importlib.import_module("chainer.training.updaters.multiprocess_parallel_updater")
-    # Not made by its own function, which wants a GPU.
+    # The worker's own __init__ needs a GPU, so only Process.__init__ runs.
     worker = updater._Worker.__new__(updater._Worker)
     processes.Process.__init__(worker)
     pickled = io.BytesIO()
-    # As it is pickled once it is started; a key of the process is in it, which is private.
+    # A started process's _config holds its authentication key, which cannot be pickled here.
     worker.__dict__["_config"] = {}
     ForkingPickler(pickled).dump(worker)
     strings = [text for _, text, _ in pickletools.genops(pickled.getvalue()) if text]
@@ -123,7 +124,7 @@ def test_a_process_reads_a_name_of_ours_before_it_reads_one_of_chainers() -> Non
     assert any(name.startswith("chainer.") for name in names)
 
 
-def test_the_runner_leaves_the_first_import_of_chainer_to_the_program(tmp_path: Path) -> None:
+def test_runner_leaves_first_import_of_chainer_to_program(tmp_path: Path) -> None:
     body = """
     import os, sys
     print([name for name in sys.modules if name.startswith("chainer")])
@@ -134,7 +135,7 @@ def test_the_runner_leaves_the_first_import_of_chainer_to_the_program(tmp_path: 
     assert run(tmp_path, *RUNNER, "program.py", program=body) == "[]\nfloat64 True True\n"
 
 
-# -- how a pool ends -------------------------------------------------------------------------
+# -- pools and writers that fail -------------------------------------------------------------
 
 FAILING = """
 import os, signal, sys
@@ -205,12 +206,15 @@ def written(kind, failure):
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Return what iterators gave whose second batch fails, four times, and writers that fail."""
+    """Return the outcomes of four iterators whose second batch fails, and of four failing writers.
+
+    One program produces them all, because it takes seconds to start.
+    """
     body = FAILING + textwrap.dedent("""
         print({
             "exits": outcome(exits),
             "dies": outcome(dies),
-            "dies among replaced ones": outcome(dies, maxtasksperchild=2),
+            "dies with worker replacement": outcome(dies, maxtasksperchild=2),
             "raises": outcome(raises),
             "thread raises": written("ThreadQueueWriter", raises),
             "process raises": written("ProcessQueueWriter", raises),
@@ -229,11 +233,11 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     [
         ("exits", "WorkerLostError: PoolWorker-"),
         ("dies", "ended with exit code -9 before the pool did"),
-        ("dies among replaced ones", "ended with exit code -9 before the pool did"),
+        ("dies with worker replacement", "ended with exit code -9 before the pool did"),
         ("raises", "LookupError: of example 4"),
     ],
 )
-def test_a_worker_that_fails_ends_the_iterator_with_an_error_for_good(
+def test_iterator_with_failed_worker_raises_on_every_later_call(
     failure: str, text: str, outcomes: dict[str, Any]
 ) -> None:
     first, *others = outcomes[failure]
@@ -251,15 +255,15 @@ def test_a_worker_that_fails_ends_the_iterator_with_an_error_for_good(
         ("process exits", "the writer of the snapshots ended before all were written"),
     ],
 )
-def test_a_queue_of_snapshots_that_nobody_writes_any_more_ends_with_an_error(
+def test_queue_writer_with_failed_worker_raises_worker_lost_error(
     failure: str, text: str, outcomes: dict[str, Any]
 ) -> None:
     assert outcomes[failure].startswith("WorkerLostError: ")
     assert text in outcomes[failure]
 
 
-def test_a_queue_writer_of_a_programs_own_kind_joins_its_queue_and_consumer_once() -> None:
-    # As Chainer's own test has it, whose queue and consumer know nothing of tasks or exit codes.
+def test_custom_queue_writer_joins_queue_and_consumer_once() -> None:
+    # Chainer's own test does the same: its queue and consumer have no tasks and no exit codes.
     class Writer(snapshot_writers.QueueWriter):  # type: ignore[misc, unused-ignore]
         def create_queue(self) -> Any:
             return mock.MagicMock()
@@ -275,13 +279,13 @@ def test_a_queue_writer_of_a_programs_own_kind_joins_its_queue_and_consumer_once
     assert writer._consumer.join.call_count == 1
 
 
-def test_a_pool_divides_work_while_all_its_workers_are_being_replaced() -> None:
+def test_pool_map_while_all_workers_are_replaced_succeeds() -> None:
     with processes.Pool(2, maxtasksperchild=1) as pool, mock.patch.object(pool, "_pool", []):
         assert pool.map(abs, range(-20, 0)) == list(range(20, 0, -1))
         assert pool.map(abs, []) == []
 
 
-def test_workers_that_cannot_start_are_not_started_again_and_again(tmp_path: Path) -> None:
+def test_workers_that_cannot_start_are_not_restarted_endlessly(tmp_path: Path) -> None:
     body = FAILING + textwrap.dedent("""
         import multiprocessing
 

@@ -1,6 +1,6 @@
-"""Chainer's adapters on the transports and sizes where their own tests do not go: MPI, 4 ranks.
+"""Chainer's adapters on transports and sizes that their own tests leave out: MPI and 4 ranks.
 
-What runs on each rank is what those tests run; here the ranks are others.
+Each rank runs the programs of those tests.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-# First, as it is what makes Chainer's import work.
+# This import must come first: it makes Chainer importable.
 pytest.importorskip("collective.adapters.chainer.arrays")
 
 import chainer
@@ -40,46 +40,46 @@ def pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
 
 
 @pytest.mark.parametrize("way", ["lossfun", "backward", "plain"])
-def test_an_optimizer(pool: RankPool, way: str) -> None:
+def test_optimizer_trains_as_one_process(pool: RankPool, way: str) -> None:
     found = pool.run(test_chainer_optimizer.training, "momentum", 0.0002, way)
     assert_same(found)
     assert_close(found[0], trained_alone(5))
 
 
-def test_gradients_of_dense_layers_in_their_buckets(pool: RankPool) -> None:
+def test_dense_layer_gradients_are_computed_in_buckets(pool: RankPool) -> None:
     test = test_chainer_optimizer.test_gradients_of_dense_layers_are_computed_in_their_buckets
     pool.run(test.program)
 
 
 @pytest.mark.parametrize("name", test_chainer_batch_normalization.SHAPES)
-def test_batch_normalization(pool: RankPool, name: str) -> None:
+def test_batch_normalization_equals_joined_batch(pool: RankPool, name: str) -> None:
     found = pool.run(test_chainer_batch_normalization.joined, name, "float64", False)
     test_chainer_batch_normalization.compare(found, name, False)
 
 
-def test_differentiable_collectives(pool: RankPool) -> None:
+def test_differentiable_collectives_have_right_derivatives(pool: RankPool) -> None:
     pool.run(test_chainer_functional.TAPE.check_directions)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
-def test_a_pipeline(pool: RankPool, schedule: str) -> None:
+def test_pipeline_step_equals_one_process(pool: RankPool, schedule: str) -> None:
     how = {"schedule": schedule, "microbatches": 5}
     found = pool.run(test_chainer_pipeline.piped, test_chainer_pipeline.plain, 12, **how)
     expected = test_chainer_pipeline.whole(test_chainer_pipeline.plain, pool.size, 12)
     test_chainer_pipeline.assert_close(found, expected)
 
 
-def test_a_stage_of_a_pipeline_that_raises(pool: RankPool) -> None:
+def test_pipeline_stage_error_raises_on_all_ranks(pool: RankPool) -> None:
     test_chainer_pipeline.check_failure(pool.run(test_chainer_pipeline.failing))
 
 
-def test_an_evaluator(pool: RankPool) -> None:
+def test_evaluator_averages_over_all_samples(pool: RankPool) -> None:
     for found in pool.run(test_chainer_trainer.evaluated, 13, 4, "sharded"):
         data = test_chainer_trainer.values(13)
         assert found["validation/main/mean"] == pytest.approx(data.mean(), rel=1e-14)
 
 
-def test_a_snapshot(pool: RankPool, tmp_path: Path) -> None:
+def test_snapshot_resumes_training_exactly(pool: RankPool, tmp_path: Path) -> None:
     out = str(tmp_path / "out")
     expected = pool.run(test_chainer_snapshot.whole, out, "sharded")
     assert pool.run(test_chainer_snapshot.resumed, out, "sharded") == expected
@@ -90,13 +90,13 @@ def test_a_snapshot(pool: RankPool, tmp_path: Path) -> None:
     [
         test_chainermn_calls.test_messages_of_one_array_and_of_several,
         test_chainermn_calls.test_objects,
-        test_chainermn_gradients.test_gradients_become_their_mean,
-        test_chainermn_gradients.test_double_buffering_applies_means_one_step_late,
-        test_chainermn_training.test_training_on_shards_equals_training_alone,
-        test_chainermn_training.test_iterators_give_all_ranks_the_same_batches,
-        test_chainermn_training.test_evaluators_see_all_shards,
+        test_chainermn_gradients.test_multi_node_mean_grad_averages_gradients,
+        test_chainermn_gradients.test_double_buffering_applies_mean_one_step_late,
+        test_chainermn_training.test_training_on_shards_equals_training_on_one_rank,
+        test_chainermn_training.test_multi_node_iterator_gives_all_ranks_same_batches,
+        test_chainermn_training.test_multi_node_evaluator_covers_all_shards,
     ],
     ids=lambda check: check.__name__,
 )
-def test_chainermn(pool: RankPool, check: Any) -> None:
+def test_chainermn_calls_succeed(pool: RankPool, check: Any) -> None:
     pool.run(as_chainermn, check.program)

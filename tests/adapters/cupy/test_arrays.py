@@ -1,7 +1,7 @@
-"""CuPy's arrays, over memory of the ABI fake: seen where they are, and given back.
+"""CuPy arrays over memory of the ABI fake: views without a copy, and wrapping back to CuPy.
 
-CuPy itself is real. What needs CUDA's runtime (streams, allocation, kernels) is pretended;
-so its kernels and its memory pools are only tested where there is a GPU.
+CuPy itself is real. The parts that need CUDA's runtime (streams, allocation, kernels) are faked.
+CuPy's kernels and memory pools are therefore tested only where there is a GPU.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def runtime(monkeypatch):
 
 
 @pytest.mark.parametrize("name", NATIVE)
-def test_an_array_is_seen_where_it_is_and_comes_back_as_itself(name):
+def test_array_view_shares_memory_and_wraps_to_same_object(name):
     x = of(np.arange(12).astype(name).reshape(3, 4))
     adapter = adapter_of(x)
     assert adapter is adapter_like("cupy")
@@ -50,7 +50,7 @@ def test_an_array_is_seen_where_it_is_and_comes_back_as_itself(name):
 
 
 @pytest.mark.parametrize("name", sorted(FOREIGN))
-def test_types_that_numpy_lacks(name):
+def test_array_with_dtype_unknown_to_numpy_is_viewed_and_wrapped(name):
     ml_dtypes = pytest.importorskip("ml_dtypes")
     kind = getattr(ml_dtypes, name)
     x = over(FakeArray.of(np.array([1.0, -2.0]).astype(kind).view(FOREIGN[name])), kind)
@@ -63,7 +63,7 @@ def test_types_that_numpy_lacks(name):
     assert part.data.ptr == x.data.ptr + dtype.itemsize
 
 
-def test_types_that_this_cupy_lacks(monkeypatch):
+def test_dtype_unknown_to_cupy_raises_dtype_error(monkeypatch):
     def refuse(*_, **__):
         raise TypeError("Unsupported dtype")
 
@@ -80,7 +80,7 @@ def test_types_that_this_cupy_lacks(monkeypatch):
 @pytest.mark.parametrize(
     "cut", [np.s_[::2], np.s_[:, 1], np.s_[::-1], np.s_[..., None], np.s_[0, 0:0]], ids=str
 )
-def test_strides_are_kept(cut):
+def test_array_view_keeps_strides(cut):
     values = np.arange(24.0).reshape(4, 6)
     x = of(values)[cut]
     array, dtype = adapter_of(x).view(x)
@@ -88,7 +88,7 @@ def test_strides_are_kept(cut):
     assert adapter_of(x).wrap(array, dtype) is x
 
 
-def test_the_stream_is_cupys_current_one_of_the_arrays_device(runtime, gpu: Fake):
+def test_view_stream_is_current_cupy_stream_of_device(runtime, gpu: Fake):
     x, y = of(np.zeros(3)), over(FakeArray((3,), device=1))
     runtime.streams = {0: gpu.stream(0), 1: gpu.stream(1)}
     for array, ordinal in ((x, 0), (y, 1)):
@@ -99,7 +99,7 @@ def test_the_stream_is_cupys_current_one_of_the_arrays_device(runtime, gpu: Fake
 
 
 @pytest.mark.parametrize("ordinal", [0, 1])
-def test_new_arrays_are_cupys_own(runtime, ordinal):
+def test_empty_allocates_cupy_array_on_given_device(runtime, ordinal):
     dtype = BY_NAME["float64"]
     adapter = adapter_like("cupy")
     made = adapter.empty((2, 3), dtype, cuda.device(ordinal))
@@ -110,12 +110,12 @@ def test_new_arrays_are_cupys_own(runtime, ordinal):
     assert runtime.device == 0
 
 
-def test_new_arrays_are_on_cupys_current_device_if_no_other_is_named(runtime):
+def test_empty_without_device_uses_current_cupy_device(runtime):
     with runtime.using_device(2):
         assert adapter_like("cupy").empty((3,), BY_NAME["int8"], None).device is cuda.device(2)
 
 
-def test_a_part_of_an_array_comes_back_over_the_same_memory():
+def test_wrap_of_array_part_shares_memory():
     x = of(np.arange(24.0).reshape(4, 6))
     adapter = adapter_of(x)
     array, dtype = adapter.view(x)
@@ -132,7 +132,7 @@ def test_a_part_of_an_array_comes_back_over_the_same_memory():
         assert (back.shape, back.strides) == (expected.shape, expected.strides)
 
 
-def test_memory_that_is_not_cupys_is_kept_alive():
+def test_wrap_of_foreign_memory_keeps_owner_alive():
     x = FakeArray.of(np.arange(6.0))
     watched = weakref.ref(x)
     array, dtype = adapter_of(x).view(x)
@@ -148,7 +148,7 @@ def test_memory_that_is_not_cupys_is_kept_alive():
     assert watched() is None
 
 
-def test_copies_are_enqueued_on_the_stream_in_force(runtime, gpu: Fake):
+def test_copies_run_on_active_stream(runtime, gpu: Fake):
     x = over(FakeArray((1024,), np.float32, device=1)).reshape(32, 32).T
     array, _ = adapter_of(x).view(x)
     side = cuda.device(1).new_stream()
@@ -164,7 +164,7 @@ def test_copies_are_enqueued_on_the_stream_in_force(runtime, gpu: Fake):
 
 
 @pytest.mark.parametrize("handle", [0, 1])
-def test_the_legacy_stream_is_cupys_null_stream(runtime, handle):
+def test_legacy_stream_maps_to_cupy_null_stream(runtime, handle):
     adapter = adapter_like("cupy")
     with cuda.on(cuda.device(0).stream(handle)):
         made = adapter.empty((3,), BY_NAME["float32"], cuda.device(0))
@@ -172,7 +172,7 @@ def test_the_legacy_stream_is_cupys_null_stream(runtime, handle):
     assert runtime.streams == {}
 
 
-def test_cupy_without_memory_left(monkeypatch):
+def test_empty_out_of_cupy_memory_raises_allocation_error(monkeypatch):
     def fail(*_):
         raise cupy.cuda.memory.OutOfMemoryError(10, 0, 0)
 
@@ -181,7 +181,7 @@ def test_cupy_without_memory_left(monkeypatch):
         adapter_like("cupy").empty((3,), BY_NAME["float32"], cuda.device(0))
 
 
-def test_what_comes_from_host_memory_is_copied_to_the_gpu(monkeypatch):
+def test_wrap_of_host_array_copies_to_gpu(monkeypatch):
     copied = []
     monkeypatch.setattr(cupy, "asarray", lambda x: copied.append(x) or x)
     adapter_like("cupy").wrap(np.zeros(3, np.uint8), BY_NAME["bool"])

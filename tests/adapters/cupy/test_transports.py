@@ -1,4 +1,4 @@
-"""CuPy's arrays over the transports: staged through host memory, MPI's and NCCL's."""
+"""CuPy arrays over the transports: staged through host memory, over MPI and over NCCL."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Check = Callable[[], None]
 Run = Callable[..., Any]
 
 _LAUNCH = launch_of("mpich")
-# What calls return, where it goes, and how it may lie there.
+# Checks of results, of their memory and of their layouts.
 _CHECKS = (
     "check_async", "check_empty", "check_moves_of_layouts", "check_reductions_of_layouts",
     "check_repeated", "check_send_recv", "check_structures",
@@ -39,7 +39,7 @@ needs_compiler = pytest.mark.skipif(compiler() is None, reason="the ABI fake nee
 
 @functools.cache
 def _mpi_has_cupy() -> bool:
-    """Whether MPI's environment was built when CuPy was there."""
+    """Return whether CuPy is installed in the environment of MPICH."""
     return not subprocess.run([_LAUNCH.python, "-c", "import cupy"], capture_output=True).returncode
 
 
@@ -51,27 +51,27 @@ def _with_mpi(check: Check) -> None:
 
 @needs_compiler
 @with_checks(Shm)
-def test_shm(check: Check) -> None:
+def test_shm_conforms_with_cupy_arrays(check: Check) -> None:
     check()
 
 
 @needs_compiler
 @with_checks(Nccl)
-def test_nccl(check: Check) -> None:
+def test_nccl_conforms_with_cupy_arrays(check: Check) -> None:
     check()
 
 
 @needs("mpich")
 @needs_compiler
 @with_checks(Mpi, mpiexec=_LAUNCH)
-def test_mpi(check: Check) -> None:
+def test_mpi_conforms_with_cupy_arrays(check: Check) -> None:
     _with_mpi(check)
 
 
 @needs("mpich")
 @needs_compiler
 @with_checks(AwareMpi, mpiexec=_LAUNCH)
-def test_mpi_that_is_aware(check: Check) -> None:
+def test_cuda_aware_mpi_conforms_with_cupy_arrays(check: Check) -> None:
     _with_mpi(check)
 
 
@@ -98,5 +98,5 @@ def _late(comm: Communicator) -> None:
             np.testing.assert_array_equal(values_of(found), 2 * mine + 100)
 
 
-def test_calls_come_after_the_work_on_cupys_stream(run: Run) -> None:
+def test_all_reduce_waits_for_work_on_current_cupy_stream(run: Run) -> None:
     run(_late)

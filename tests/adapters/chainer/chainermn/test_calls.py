@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-# First, as it is what makes Chainer's import work.
+# This import must come first: it makes Chainer importable.
 pytest.importorskip("collective.adapters.chainer.chainermn")
 
 import chainer

@@ -1,4 +1,4 @@
-"""ChainerMN's differentiable functions and links, its own code, over our transports."""
+"""ChainerMN's differentiable functions and links (its unmodified code) over our transports."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-# First, as it is what makes Chainer's import work.
+# This import must come first: it makes Chainer importable.
 pytest.importorskip("collective.adapters.chainer.chainermn")
 
 import chainer
@@ -25,9 +25,9 @@ def variable(rank: int, dtype: str, shape: tuple[int, ...] = (2, 3)) -> Any:
 
 
 @on(*EVERYWHERE, chainermn=True)
-def test_collectives_and_their_gradients(comm: Any) -> None:
+def test_collective_functions_return_values_and_gradients(comm: Any) -> None:
     size, rank = comm.size, comm.rank
-    # What differs between transports is not the type.
+    # Transports treat all types alike, so one transport with all types is enough.
     everything = (comm.comm.backend, size) == ("shm", 2)
     for dtype in ("float16", "float32", "float64") if everything else ("float16",):
         with chainer.using_config("dtype", dtype):
@@ -36,7 +36,7 @@ def test_collectives_and_their_gradients(comm: Any) -> None:
             weighted = sum((k + 1) * (rank + 1) * chainer.functions.sum(y)
                            for k, y in enumerate(ys))  # fmt: skip
             weighted.backward()
-            # Of what each rank made of it.
+            # The sum of the weights that each rank gave to this rank's x.
             expected = (rank + 1) * sum(range(1, size + 1))
             assert np.array_equal(x.grad, np.full((2, 3), expected, dtype))
             for k, y in enumerate(ys):
@@ -74,8 +74,8 @@ def test_collectives_and_their_gradients(comm: Any) -> None:
 
 
 @on(*EVERYWHERE, chainermn=True)
-def test_messages_and_their_gradients(comm: Any) -> None:
-    """A ring: x travels once around, and its gradient back."""
+def test_send_and_recv_functions_return_values_and_gradients(comm: Any) -> None:
+    """Send x once around the ring, and its gradient back."""
     before, after = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
     x = variable(0, "float32")
     if comm.rank == 0:
@@ -118,7 +118,7 @@ class Parts(chainermn.MultiNodeChainList):  # type: ignore[misc]
 
 
 @on(*EVERYWHERE, chainermn=True)
-def test_a_chain_over_ranks_computes_as_one_on_one(comm: Any) -> None:
+def test_chain_over_ranks_equals_chain_on_one_rank(comm: Any) -> None:
     if comm.rank > 1:
         return
     x = variable(0, "float32")
@@ -149,7 +149,7 @@ def lstm() -> Any:
 
 
 @on(*FEW, chainermn=True)
-def test_a_recurrent_network_over_ranks(comm: Any) -> None:
+def test_recurrent_network_over_ranks_equals_network_on_one_rank(comm: Any) -> None:
     rng = np.random.RandomState(6)
     steps = [[chainer.Variable(rng.randn(4, 2).astype("f"))] for _ in range(2)]
     first, second = lstm(), lstm()
@@ -176,7 +176,7 @@ def test_a_recurrent_network_over_ranks(comm: Any) -> None:
 
 
 @on(*EVERYWHERE, chainermn=True)
-def test_batch_normalization_sees_the_batches_of_all_ranks(comm: Any) -> None:
+def test_batch_normalization_covers_batches_of_all_ranks(comm: Any) -> None:
     rng = np.random.RandomState(7)
     for dtype, tolerance in (("float32", 1e-4), ("float64", 1e-9)):
         whole = rng.randn(4 * comm.size, 3, 2).astype(dtype)
@@ -194,7 +194,7 @@ def test_batch_normalization_sees_the_batches_of_all_ranks(comm: Any) -> None:
         expected.backward()
         found.backward()
         np.testing.assert_allclose(many.grad, one.grad[part], rtol=tolerance, atol=1e-5)
-        # A mean over ranks here, a sum over examples there.
+        # ChainerMN's gradient is a mean over ranks, and the reference's is a sum over examples.
         np.testing.assert_allclose(
             own.gamma.grad * comm.size, reference.gamma.grad, rtol=tolerance, atol=1e-5
         )

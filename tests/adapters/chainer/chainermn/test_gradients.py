@@ -1,4 +1,4 @@
-"""ChainerMN's models over our transports: parameters and gradients, and what goes wrong there."""
+"""Models of ChainerMN over our transports: parameters, gradients and errors about them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-# First, as it is what makes Chainer's import work.
+# This import must come first: it makes Chainer importable.
 pytest.importorskip("collective.adapters.chainer.chainermn")
 
 import chainer
@@ -25,7 +25,7 @@ SHAPES = {"a": (3, 5), "b": (), "c": (0, 2), "d": (70_000,)}
 
 
 def model(dtype: str = "float32", **shapes: tuple[int, ...]) -> Any:
-    """A model of parameters of some shapes."""
+    """Return a link with one parameter for each name and shape."""
     made = chainer.Link()
     with made.init_scope():
         for name, shape in (shapes or SHAPES).items():
@@ -45,17 +45,17 @@ def mean(size: int, shape: tuple[int, ...], dtype: str) -> Any:
 
 
 @on(*EVERYWHERE, chainermn=True)
-def test_gradients_become_their_mean(comm: Any) -> None:
+def test_multi_node_mean_grad_averages_gradients(comm: Any) -> None:
     for dtype in ("float16", "float32", "float64"):
         link = model(dtype)
-        for _ in range(3):  # the memory is used again
+        for _ in range(3):  # later steps reuse the communicator's memory
             for param in link.params():
                 param.grad = gradient(comm.rank, param.shape, dtype)
             comm.multi_node_mean_grad(link)
             for name, param in link.namedparams():
                 assert param.grad.dtype == dtype
                 assert np.array_equal(param.grad, mean(comm.size, param.shape, dtype)), name
-            # Added to, as where gradients are accumulated over several passes.
+            # Programs that accumulate gradients over several passes add in place like this.
             link.a.grad += 1
             link.b.grad = None
             comm.multi_node_mean_grad(link)
@@ -67,7 +67,7 @@ def test_gradients_become_their_mean(comm: Any) -> None:
 
 
 @on(*FEW, chainermn=True)
-def test_gradients_of_any_layout_are_only_read(comm: Any) -> None:
+def test_mean_grad_only_reads_aliased_and_read_only_arrays(comm: Any) -> None:
     size, rank = comm.size, comm.rank
     link = model(a=(4, 6), b=(4, 6), c=(4, 6), d=(4, 6))
     local = gradient(rank, (4, 6), "float32")
@@ -83,13 +83,13 @@ def test_gradients_of_any_layout_are_only_read(comm: Any) -> None:
     assert np.array_equal(link.c.grad, expected)
     assert np.array_equal(link.d.grad, expected)
     assert np.array_equal(shared, local)
-    # What a step writes to one parameter's gradient is not another's.
+    # After a step no two parameters share memory for their gradients.
     link.c.grad += 1
     assert np.array_equal(link.d.grad, expected)
 
 
 @on(*FEW, chainermn=True)
-def test_gradients_are_reduced_in_the_type_that_was_set(comm: Any) -> None:
+def test_allreduce_grad_dtype_sets_precision_of_mean(comm: Any) -> None:
     link = model("float16", a=(3,))
     link.a.grad = np.array([60_000, -60_000, 1], np.float16)
     comm.multi_node_mean_grad(link)
@@ -104,7 +104,7 @@ def test_gradients_are_reduced_in_the_type_that_was_set(comm: Any) -> None:
 
 
 @on(*FEW, chainermn=True)
-def test_two_models_have_memory_of_their_own(comm: Any) -> None:
+def test_multi_node_mean_grad_separates_memory_of_two_models(comm: Any) -> None:
     one, other = model(a=(3,)), model(a=(3,))
     for step in range(3):
         one.a.grad = np.full(3, comm.rank + step, "f")
@@ -118,7 +118,7 @@ def test_two_models_have_memory_of_their_own(comm: Any) -> None:
 
 
 @on(*FEW, chainermn=True)
-def test_parameters_that_are_initialised_later_join(comm: Any) -> None:
+def test_multi_node_mean_grad_includes_later_initialised_parameters(comm: Any) -> None:
     link = chainer.Sequential(chainer.links.Linear(None, 2), chainer.links.Linear(2, 2))
     link[1].cleargrads()
     link[1].W.grad = np.full((2, 2), comm.rank, "f")
@@ -133,7 +133,7 @@ def test_parameters_that_are_initialised_later_join(comm: Any) -> None:
 
 
 @on(*EVERYWHERE, chainermn=True)
-def test_all_ranks_get_the_parameters_of_the_first(comm: Any) -> None:
+def test_bcast_data_copies_parameters_of_rank_0(comm: Any) -> None:
     link = model("float16", a=(3, 4), b=(), c=(2,))
     late = chainer.Parameter()
     with link.init_scope():
@@ -156,7 +156,7 @@ def test_all_ranks_get_the_parameters_of_the_first(comm: Any) -> None:
 
 
 @on("shm-2", chainermn=True)
-def test_bcast_data_takes_a_parameter_of_two_names_once(comm: Any) -> None:
+def test_bcast_data_keeps_tied_parameter_tied(comm: Any) -> None:
     link = model(a=(2,))
     link.a.array[...] = comm.rank + 1
     with link.init_scope():
@@ -167,7 +167,7 @@ def test_bcast_data_takes_a_parameter_of_two_names_once(comm: Any) -> None:
 
 
 @on("shm-4", chainermn=True)
-def test_means_of_arrays(comm: Any) -> None:
+def test_multi_node_mean_averages_arrays(comm: Any) -> None:
     half = (comm.size - 1) / 2
     for dtype in ("float16", "float32", "float64"):
         x = np.full((3, 4), comm.rank, dtype)
@@ -183,11 +183,11 @@ def test_means_of_arrays(comm: Any) -> None:
         comm._multi_node_mean(None, np.array([1.0, np.nan if comm.rank else 1.0]))
 
 
-# -- what goes wrong ------------------------------------------------------------------------
+# -- errors ---------------------------------------------------------------------------------
 
 
 @on("shm-2", "gloo-2", "threads-2", chainermn=True)
-def test_a_gradient_that_only_some_have_is_named_on_all_ranks(comm: Any) -> None:
+def test_gradient_missing_on_rank_is_named_on_all_ranks(comm: Any) -> None:
     link = model(a=(2,), b=(2,), c=(2,))
 
     def fill(absent: str | None) -> dict[str, Any]:
@@ -197,7 +197,7 @@ def test_a_gradient_that_only_some_have_is_named_on_all_ranks(comm: Any) -> None
                 param.grad = np.full(2, comm.rank + 1, "f")
         return {name: param.grad for name, param in link.namedparams()}
 
-    # As many numbers come from each rank, but of other parameters.
+    # Each rank contributes equally many elements, but of different parameters.
     given = fill("/" + "abc"[comm.rank])
     with pytest.raises(MismatchError, match="zero_fill=True") as caught:
         comm.multi_node_mean_grad(link)
@@ -219,7 +219,7 @@ def test_a_gradient_that_only_some_have_is_named_on_all_ranks(comm: Any) -> None
 
 
 @on("shm-2", "threads-2", chainermn=True)
-def test_different_models_are_told_apart_on_all_ranks(comm: Any) -> None:
+def test_different_models_raise_mismatch_error_on_all_ranks(comm: Any) -> None:
     link = model(a=(2, 2 + comm.rank), b=(3,))
     link.zerograds()
     with pytest.raises(
@@ -228,7 +228,7 @@ def test_different_models_are_told_apart_on_all_ranks(comm: Any) -> None:
         comm.multi_node_mean_grad(link)
     with pytest.raises(MismatchError, match=r"2, 2.*\n.*2, 3"):
         comm.bcast_data(link)
-    # One that has come on one rank only: there the memory is laid out anew.
+    # A parameter that is added on one rank only changes the memory layout of that rank.
     link = model(a=(2,))
     link.zerograds()
     comm.multi_node_mean_grad(link)
@@ -243,7 +243,7 @@ def test_different_models_are_told_apart_on_all_ranks(comm: Any) -> None:
 
 
 @on("shm-2", chainermn=True)
-def test_debug_mode_finds_what_is_not_finite_on_all_ranks(comm: Any) -> None:
+def test_debug_mode_reports_non_finite_gradient_on_all_ranks(comm: Any) -> None:
     link = model(a=(2,), b=(2,))
     for debug in (False, True):
         link.a.grad = np.zeros(2, "f")
@@ -263,7 +263,8 @@ def die_in_the_middle(comm: Any) -> None:
     def steps() -> None:
         comm.multi_node_mean_grad(link)
         if comm.rank == 1:
-            # The others are in the all-reduce when it dies, come to it, or are still in the first.
+            # When rank 1 dies, another rank may be inside this all-reduce, before it, or still in
+            # the first one.
             comm.comm.all_reduce = lambda *args, **kwargs: os._exit(7)
         comm.multi_node_mean_grad(link)
 
@@ -275,7 +276,7 @@ def die_in_the_middle(comm: Any) -> None:
 
 
 @pytest.mark.parametrize("world", ["shm-4", "gloo-2"])
-def test_a_rank_that_dies_in_a_step_is_named_on_the_others(world: str) -> None:
+def test_rank_death_in_step_is_named_on_other_ranks(world: str) -> None:
     with pytest.raises(RanksFailedError) as caught:
         run(world, as_chainermn, die_in_the_middle)
     assert sorted(caught.value.errors) == [1]
@@ -291,7 +292,7 @@ def fail_in_the_middle(comm: Any) -> None:
     comm.multi_node_mean_grad(link)
 
 
-def test_a_rank_that_raises_in_a_step_ends_the_others() -> None:
+def test_rank_error_in_step_ends_other_ranks() -> None:
     with pytest.raises(RanksFailedError, match="a step of rank 0") as caught:
         run("threads-2", as_chainermn, fail_in_the_middle)
     assert sorted(caught.value.errors) == [0, 1]
@@ -301,7 +302,7 @@ def test_a_rank_that_raises_in_a_step_ends_the_others() -> None:
 
 
 class Quadratic(chainer.Link):  # type: ignore[misc]
-    """A loss whose gradient is the parameter minus what it is called with."""
+    """A loss whose gradient is the parameter minus the target."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -314,7 +315,7 @@ class Quadratic(chainer.Link):  # type: ignore[misc]
 
 
 @on(*EVERYWHERE, chainermn=True)
-def test_double_buffering_applies_means_one_step_late(comm: Any) -> None:
+def test_double_buffering_applies_mean_one_step_late(comm: Any) -> None:
     link = Quadratic()
     link.w.array += comm.rank
     plain = chainer.optimizers.SGD(0.5)
@@ -324,10 +325,10 @@ def test_double_buffering_applies_means_one_step_late(comm: Any) -> None:
     w, late = np.array([1.0, 2.0]), None
     for step, of_all in enumerate(targets):
         optimizer.update(link, of_all[comm.rank])
-        if step == 0:  # only makes all ranks begin alike
+        if step == 0:  # the first update only copies rank 0's parameters to all ranks
             expected = w
         else:
-            # The mean gradient of this step, at the parameters it saw, is applied in the next.
+            # The next step applies the mean gradient of this step, taken at this step's parameters.
             now = (w - of_all).mean(axis=0)
             expected = w if late is None else w - 0.5 * late
             late, w = now, expected
@@ -336,7 +337,7 @@ def test_double_buffering_applies_means_one_step_late(comm: Any) -> None:
     assert plain.t == len(targets) - 2
     optimizer.lr = 0.25
     assert plain.lr == 0.25
-    # A parameter that comes later is given to all, and what was on its way is dropped.
+    # After a parameter is added, its value is broadcast and the mean in flight is dropped.
     with link.init_scope():
         link.more = chainer.Parameter(np.full(2, comm.rank, "f"))
     optimizer.update(link, targets[0][comm.rank])

@@ -1,4 +1,4 @@
-"""ChainerMN's training tools, its own code, over our transports."""
+"""ChainerMN's training tools (its unmodified code) over our transports."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-# First, as it is what makes Chainer's import work.
+# This import must come first: it makes Chainer importable.
 pytest.importorskip("collective.adapters.chainer.chainermn")
 
 import chainer
@@ -32,7 +32,7 @@ def examples(count: int = 48) -> Any:
 
 
 def classifier(seed: int) -> Any:
-    """A small network whose weights depend on the seed alone, also where ranks are threads."""
+    """Return a small network whose weights depend only on the seed, also if ranks are threads."""
     rng = np.random.RandomState(seed)
     with chainer.using_config("dtype", np.float64):
         net = chainer.Sequential(chainer.links.Linear(6, 8), chainer.functions.tanh,
@@ -47,7 +47,7 @@ def weights(model: Any) -> Any:
 
 
 def trained_alone(steps: int, batch: int, size: int, optimizer: Any) -> Any:
-    """The weights after steps on the union of what the ranks see."""
+    """Return the weights after steps on the union of all ranks' batches."""
     model = classifier(0)
     optimizer.setup(model)
     data = examples()
@@ -60,8 +60,8 @@ def trained_alone(steps: int, batch: int, size: int, optimizer: Any) -> Any:
 
 
 @on(*EVERYWHERE, chainermn=True)
-def test_training_on_shards_equals_training_alone(comm: Any) -> None:
-    # The first update only gives all ranks the weights of the first.
+def test_training_on_shards_equals_training_on_one_rank(comm: Any) -> None:
+    # The first update only copies rank 0's weights to all ranks.
     model = classifier(comm.rank)
     data = chainermn.scatter_dataset(examples() if comm.rank == 0 else None, comm)
     assert len(data) == 48 // comm.size
@@ -80,7 +80,7 @@ def test_training_on_shards_equals_training_alone(comm: Any) -> None:
 
 
 @on(*EVERYWHERE, chainermn=True)
-def test_datasets_are_scattered(comm: Any) -> None:
+def test_scatter_dataset_distributes_all_examples(comm: Any) -> None:
     data = list(range(10 * comm.size + 1))
     shard = chainermn.scatter_dataset(data if comm.rank == 0 else None, comm, shuffle=True, seed=1)
     every = comm.allreduce_obj(list(shard))
@@ -97,7 +97,7 @@ def test_datasets_are_scattered(comm: Any) -> None:
 
 
 @on(*EVERYWHERE, chainermn=True)
-def test_iterators_give_all_ranks_the_same_batches(comm: Any) -> None:
+def test_multi_node_iterator_gives_all_ranks_same_batches(comm: Any) -> None:
     pairs = [(np.full(2, k, "f"), np.int32(k)) for k in range(6)]
     numbers = np.arange(6, dtype="f")
     for data in (pairs, numbers):
@@ -118,14 +118,14 @@ def test_iterators_give_all_ranks_the_same_batches(comm: Any) -> None:
 
 
 class Generic(chainermn.extensions.GenericMultiNodeEvaluator):  # type: ignore[misc]
-    """Collects what each rank computes of its examples."""
+    """An evaluator that collects each rank's results."""
 
     def calc_local(self, x: Any) -> Any:
         return [float(value) for value in x * 2]
 
 
 @on(*FEW, chainermn=True)
-def test_evaluators_see_all_shards(comm: Any) -> None:
+def test_multi_node_evaluator_covers_all_shards(comm: Any) -> None:
     model = classifier(0)
     data = examples()
     shard = chainermn.scatter_dataset(data, comm)
@@ -139,7 +139,7 @@ def test_evaluators_see_all_shards(comm: Any) -> None:
     assert found["main/loss"] == pytest.approx(loss)
     values = [comm.allreduce_obj([value]) for _, value in sorted(found.items())]
     assert all(len(set(map(float, each))) == 1 for each in values)
-    # Each rank has another number of batches.
+    # Each rank has a different number of batches.
     uneven = np.arange(3 * comm.rank + 1, dtype="f")
     iterator = chainer.iterators.SerialIterator(uneven, 2, repeat=False, shuffle=False)
     result = Generic(comm, iterator, model)(None)
@@ -162,7 +162,7 @@ def make_trainer(comm: Any, out: Path, epochs: int) -> tuple[Any, Any, Any]:
 
 
 @on(*FEW, chainermn=True)
-def test_a_trainer_with_extensions(comm: Any, tmp_path: Path) -> None:
+def test_trainer_extensions_aggregate_over_ranks(comm: Any, tmp_path: Path) -> None:
     trainer, model, _ = make_trainer(comm, tmp_path / str(comm.rank), 3)
     test = chainermn.scatter_dataset(examples() if comm.rank == 0 else None, comm)
     iterator = chainer.iterators.SerialIterator(test, 6, repeat=False, shuffle=False)
@@ -188,7 +188,7 @@ def test_a_trainer_with_extensions(comm: Any, tmp_path: Path) -> None:
 
 
 @on(*FEW, chainermn=True)
-def test_early_stopping_stops_all_ranks_at_once(comm: Any, tmp_path: Path) -> None:
+def test_early_stopping_ends_training_on_all_ranks_at_once(comm: Any, tmp_path: Path) -> None:
     trigger = chainermn.extensions.MultiNodeEarlyStoppingTrigger(
         comm, check_trigger=(1, "epoch"), monitor="main/loss", patience=1, mode="max",
         max_trigger=(9, "epoch"),
@@ -201,7 +201,7 @@ def test_early_stopping_stops_all_ranks_at_once(comm: Any, tmp_path: Path) -> No
 
 
 @on(*FEW, chainermn=True)
-def test_snapshots_are_resumed(comm: Any, tmp_path: Path) -> None:
+def test_multi_node_snapshot_resumes_training(comm: Any, tmp_path: Path) -> None:
     def snapshots() -> Any:
         kept = extensions.snapshot(autoload=True)
         return chainermn.extensions.multi_node_snapshot(comm, kept, [[0], range(1, comm.size)])
@@ -210,19 +210,21 @@ def test_snapshots_are_resumed(comm: Any, tmp_path: Path) -> None:
     trainer.extend(snapshots(), trigger=(1, "epoch"))
     trainer.run()
     last = trainer.updater.iteration
-    comm.allreduce_obj(0)  # the files are there
+    comm.allreduce_obj(0)  # wait until all ranks have written their files
     assert sorted(os.listdir(tmp_path)) == sorted(
         f"snapshot_iter_{last // 2 * epoch}.{rank}" for epoch in (1, 2) for rank in (0, 1)
     )
     again, copy, _ = make_trainer(comm, tmp_path, 2)
     again.extend(snapshots(), trigger=(1, "epoch"))
-    again.run()  # it is over already
+    again.run()  # resumes at the end, so no further iteration runs
     assert again.updater.iteration == last
     assert np.array_equal(weights(copy), weights(model))
 
 
 @on(*FEW, chainermn=True)
-def test_checkpoints_are_resumed(comm: Any, tmp_path: Path) -> None:
+def test_multi_node_checkpointer_resumes_from_last_common_iteration(
+    comm: Any, tmp_path: Path
+) -> None:
     updater = make_trainer(comm, tmp_path, 2)[0].updater
     keeper = chainermn.create_multi_node_checkpointer("run", comm, path=str(tmp_path))
     for step in range(8):
@@ -230,7 +232,7 @@ def test_checkpoints_are_resumed(comm: Any, tmp_path: Path) -> None:
         if step % 2:
             keeper.save(updater, updater.iteration)
     comm.allreduce_obj(0)
-    if comm.rank == 1:  # a rank that has lost its latest: all go back to the one before
+    if comm.rank == 1:  # if one rank has lost its latest checkpoint, all ranks use the previous one
         (tmp_path / "run.1.8").unlink()
     comm.allreduce_obj(0)
     again, copy, optimizer = make_trainer(comm, tmp_path, 2)
@@ -259,7 +261,7 @@ def raise_in_a_step(comm: Any, tmp_path: Path) -> None:
         trainer.run()
 
 
-def test_a_trainer_that_fails_ends_those_of_the_others(tmp_path: Path) -> None:
+def test_trainer_error_on_rank_ends_trainers_of_other_ranks(tmp_path: Path) -> None:
     with pytest.raises(RanksFailedError, match="in an extension of rank 1") as caught:
         run("shm-4", as_chainermn, raise_in_a_step, tmp_path)
     assert sorted(caught.value.errors) == [1]
