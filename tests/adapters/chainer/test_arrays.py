@@ -1,4 +1,4 @@
-"""Chainer's variables in the calls of a communicator."""
+"""Chainer variables as arguments and results of a communicator's calls."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from tests.support.on_ranks import ranks_of
 ranks = ranks_of(("threads", 2), ("shm", 2))
 
 
-# -- seen and given back ---------------------------------------------------------------------
+# -- views and wrapping ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "int32", "int64", "bool"])
-def test_a_variable_is_seen_where_its_array_is(dtype: str) -> None:
+def test_variable_view_is_its_array(dtype: str) -> None:
     x = Variable(np.zeros((3, 4), dtype).T)
     array, found = adapter_of(x).view(x)
     assert array is x.array
@@ -38,7 +38,7 @@ def test_a_variable_is_seen_where_its_array_is(dtype: str) -> None:
     assert not made.requires_grad
 
 
-def test_parameters_and_subclasses_have_the_same_adapter() -> None:
+def test_parameters_and_subclasses_use_chainer_adapter() -> None:
     class Mine(Variable):  # type: ignore[misc]
         pass
 
@@ -47,14 +47,14 @@ def test_parameters_and_subclasses_have_the_same_adapter() -> None:
 
 
 @pytest.mark.parametrize("x", [Parameter(name="W"), Variable()])
-def test_what_has_no_array_yet_is_refused_by_name(x: Any) -> None:
+def test_uninitialised_variable_raises_with_its_name(x: Any) -> None:
     with pytest.raises(InvalidArgumentError, match=r"not initialized.*initialize\(shape\)"):
         adapter_of(x).view(x)
     with pytest.raises(InvalidArgumentError, match=repr(x.name or "")):
         adapter_of(x).output(x)
 
 
-def test_arrays_of_other_kinds_are_refused() -> None:
+def test_variable_of_unknown_array_type_raises_device_error() -> None:
     class Other(Variable):  # type: ignore[misc]
         array = memoryview(b"12")
 
@@ -63,13 +63,13 @@ def test_arrays_of_other_kinds_are_refused() -> None:
         adapter_of(x).view(x)
 
 
-def test_a_link_is_no_array() -> None:
+def test_link_as_array_raises_invalid_argument_error() -> None:
     with pytest.raises(InvalidArgumentError, match="Linear is no array"):
         adapter_of(L.Linear(2, 2))
 
 
-def test_numpy_alone_does_not_import_chainer() -> None:
-    """Nor does a class of another module that is called Variable."""
+def test_numpy_array_does_not_import_chainer() -> None:
+    """Check this also for a class ``Variable`` of another module."""
     program = """
 import sys, numpy as np
 from collective.memory.arrays import adapter_of, is_array
@@ -90,7 +90,7 @@ def in_place(comm: Any) -> None:
     assert parameter.array is array
     np.testing.assert_array_equal(array, np.full((2, 3), 1.5))
     assert parameter.requires_grad
-    # To another kind of array, beside the caller.
+    # The output may be another kind of array, also in an asynchronous call.
     plain = np.zeros((2, 3))
     comm.all_reduce(Variable(np.ones((2, 3))), out=plain, async_op=True).wait()
     np.testing.assert_array_equal(plain, np.full((2, 3), 2))
@@ -107,7 +107,7 @@ def structures(comm: Any) -> None:
 
 
 def mixed(comm: Any) -> None:
-    """One rank has variables, the other NumPy: each gets its own kind."""
+    """Check that a rank with variables and a rank with NumPy arrays each get their own kind."""
     x = np.arange(3.0)
     found = comm.all_reduce(Variable(x) if comm.rank else x)
     assert type(found) is (Variable if comm.rank else np.ndarray)
@@ -146,18 +146,18 @@ def one_is_not_initialized(comm: Any) -> None:
     assert found.array[0] == 2
 
 
-# That every call takes variables and returns some is shown by testing/test_kinds.py.
+# testing/test_kinds.py checks that every call accepts and returns variables.
 PROGRAMS = [
     in_place, structures, mixed, objects, symmetric, disagreeing, one_is_not_initialized
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("call", PROGRAMS, ids=lambda call: call.__name__)
-def test_variables_through_the_communicator(call: Any, ranks: Any) -> None:
+def test_communicator_calls_accept_variables(call: Any, ranks: Any) -> None:
     ranks.run(call)
 
 
-def test_a_result_does_not_lead_back_into_the_graph() -> None:
+def test_all_reduce_result_has_no_creator() -> None:
     def program(comm: Any) -> Any:
         x = Variable(np.ones(2))
         return comm.all_reduce(x * 2).creator
@@ -165,8 +165,8 @@ def test_a_result_does_not_lead_back_into_the_graph() -> None:
     assert run_ranks(2, program) == [None, None]
 
 
-def test_the_configuration_of_a_thread_is_its_own() -> None:
-    """Ranks as threads may train and evaluate at once."""
+def test_chainer_config_is_separate_for_each_thread() -> None:
+    """Check that one thread may train while another evaluates."""
 
     def program(comm: Any) -> tuple[bool, bool]:
         with chainer.using_config("train", comm.rank == 0), chainer.using_config("debug", True):

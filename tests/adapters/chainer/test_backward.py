@@ -1,4 +1,4 @@
-"""Chainer's backward pass, watched: what is told, when, and that nothing stays changed."""
+"""Watching Chainer's backward pass: its reports, their order, and the restored functions."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def parameters(count: int) -> list[Any]:
 
 
 def watched(leaves: list[Any], loss: Any) -> list[tuple[int, Any]]:
-    """Return what is told of a backward pass, with copies of the gradients."""
+    """Run a backward pass; return the reported leaf numbers with copies of their gradients."""
     heard: list[tuple[int, Any]] = []
     nodes = {leaf.node: number for number, leaf in enumerate(leaves)}
     with watching(nodes, lambda number, gradient: heard.append((number, np.array(gradient)))):
@@ -78,7 +78,7 @@ def run(program: list[tuple[str, int]], leaves: list[Any]) -> Any:
 
 
 @given(STEPS)
-def test_told_are_the_gradients_that_chainer_ends_with(program: list[tuple[str, int]]) -> None:
+def test_watching_reports_final_gradients(program: list[tuple[str, int]]) -> None:
     alone, leaves = parameters(4), parameters(4)
     run(program, alone).backward()
     heard = dict(watched(leaves, run(program, leaves)))
@@ -91,7 +91,7 @@ def test_told_are_the_gradients_that_chainer_ends_with(program: list[tuple[str, 
 
 
 @given(STEPS)
-def test_gradients_in_their_places_are_those_that_chainer_ends_with(
+def test_watching_with_buffers_keeps_final_gradients(
     program: list[tuple[str, int]],
 ) -> None:
     alone, leaves = parameters(4), parameters(4)
@@ -111,7 +111,7 @@ def test_gradients_in_their_places_are_those_that_chainer_ends_with(
             assert b.grad.base is room
 
 
-def test_a_dense_layers_gradient_is_not_put_where_one_is_already() -> None:
+def test_watching_adds_dense_gradient_to_existing_gradient() -> None:
     (leaf,) = parameters(1)
     leaf.grad = np.full((4, 4), 5.0)
     room = np.zeros((4, 4))
@@ -124,7 +124,7 @@ def test_a_dense_layers_gradient_is_not_put_where_one_is_already() -> None:
 @pytest.mark.parametrize(
     "kind", ["mixed types", "strided input", "another shape", "weight of itself"]
 )
-def test_a_dense_layers_gradient_that_cannot_be_in_place_is_elsewhere(kind: str) -> None:
+def test_watching_with_unsuitable_buffer_leaves_buffer_unused(kind: str) -> None:
     (leaf,) = parameters(1)
     x, room = np.ones((8, 4)), np.zeros((4, 4))
     if kind == "mixed types":
@@ -142,7 +142,7 @@ def test_a_dense_layers_gradient_that_cannot_be_in_place_is_elsewhere(kind: str)
     np.testing.assert_array_equal(room, np.zeros_like(room))
 
 
-def test_a_gradient_is_told_before_the_functions_behind_it_run() -> None:
+def test_watching_reports_gradient_before_earlier_functions_run() -> None:
     first, last = parameters(2)
     h = F.tanh(first)
     order: list[Any] = []
@@ -157,7 +157,7 @@ def test_a_gradient_is_told_before_the_functions_behind_it_run() -> None:
     assert order == ["Sum", "MatMul", 1, "Tanh"]
 
 
-def test_a_parameter_that_is_used_again_is_told_after_its_last_use() -> None:
+def test_watching_reports_reused_parameter_after_its_last_use() -> None:
     (leaf,) = parameters(1)
     h = F.tanh(F.matmul(F.tanh(F.matmul(np.eye(4), leaf)), leaf))
     heard = watched([leaf], F.sum(h))
@@ -166,7 +166,7 @@ def test_a_parameter_that_is_used_again_is_told_after_its_last_use() -> None:
 
 
 class Cut(chainer.FunctionNode):
-    """Gives no gradient to its first input."""
+    """A sum that returns no gradient for its first input."""
 
     def forward(self, inputs: Any) -> Any:
         return (inputs[0] + inputs[1],)
@@ -175,26 +175,27 @@ class Cut(chainer.FunctionNode):
         return None, gradients[0]
 
 
-def test_nothing_is_told_of_a_branch_that_is_cut() -> None:
+def test_watching_reports_no_gradient_of_cut_branch() -> None:
     cut, kept = parameters(2)
     heard = watched([cut, kept], F.sum(Cut().apply((F.tanh(cut), kept))[0]))
     assert [number for number, _ in heard] == [1]
     assert cut.grad is None
-    # Used before the cut as well: it has a gradient, but nobody knew that nothing would follow.
+    # This parameter is also used before the cut, so it has a gradient. It is not reported, because
+    # the pass could not know that no further gradient would follow.
     cut, kept = parameters(2)
     heard = watched([cut, kept], F.sum(Cut().apply((F.tanh(cut), kept))[0] + cut))
     assert [number for number, _ in heard] == [1]
     np.testing.assert_array_equal(cut.grad, np.ones((4, 4)))
 
 
-def test_gradients_that_are_there_are_in_what_is_told() -> None:
+def test_watching_includes_existing_gradient() -> None:
     (leaf,) = parameters(1)
     leaf.grad = np.full((4, 4), 5.0)
     heard = watched([leaf], F.sum(leaf))
     np.testing.assert_array_equal(heard[0][1], np.full((4, 4), 6.0))
 
 
-def test_what_is_returned_takes_the_gradients_place() -> None:
+def test_watching_callback_result_replaces_gradient() -> None:
     (leaf,) = parameters(1)
     mine = np.zeros((4, 4))
     with watching({leaf.node: 0}, lambda *_: mine):
@@ -202,7 +203,7 @@ def test_what_is_returned_takes_the_gradients_place() -> None:
     assert leaf.grad is mine
 
 
-def test_passes_in_the_course_of_a_pass_are_not_watched() -> None:
+def test_watching_ignores_nested_backward_passes() -> None:
     inner, outer = parameters(2)
     alone = parameters(2)
 
@@ -216,7 +217,7 @@ def test_passes_in_the_course_of_a_pass_are_not_watched() -> None:
     np.testing.assert_array_equal(outer.grad, alone[1].grad)
 
 
-def test_other_threads_are_not_watched() -> None:
+def test_watching_ignores_other_threads() -> None:
     (leaf,) = parameters(1)
     heard: list[int] = []
 
@@ -231,7 +232,7 @@ def test_other_threads_are_not_watched() -> None:
     np.testing.assert_array_equal(leaf.grad, np.ones((4, 4)))
 
 
-def test_threads_that_watch_at_the_same_time() -> None:
+def test_watching_in_two_threads_reports_to_each() -> None:
     leaves = parameters(2)
     barrier = threading.Barrier(2, timeout=20)
     heard: dict[int, list[int]] = {0: [], 1: []}
@@ -250,7 +251,7 @@ def test_threads_that_watch_at_the_same_time() -> None:
     assert heard == {0: [0], 1: [1]}
 
 
-def test_double_backprop_is_refused() -> None:
+def test_watching_with_double_backprop_raises() -> None:
     (leaf,) = parameters(1)
     with (
         pytest.raises(InvalidArgumentError, match="allowed is False"),
@@ -259,7 +260,7 @@ def test_double_backprop_is_refused() -> None:
         F.sum(leaf).backward(enable_double_backprop=True)
 
 
-def test_an_error_in_a_pass_leaves_nothing_behind() -> None:
+def test_watching_works_again_after_error() -> None:
     (leaf,) = parameters(1)
 
     def fail(*_: Any) -> None:

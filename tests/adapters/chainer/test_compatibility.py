@@ -1,6 +1,6 @@
-"""What is replaced in Chainer so that it can be imported, and when it is not or cannot be.
+"""Edits of Chainer's source that make it importable, and the cases without or against an edit.
 
-Most need a Python of their own, as Chainer is imported once a process.
+Most tests start their own Python process, because a process imports Chainer only once.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ON_NUMPY_2 = int(np.__version__.split(".")[0]) >= 2
 
 
 def python(text: str, *options: str, path: Any = None) -> str:
-    """Run a program that finds this project, and first of all ``path``; return what it prints."""
+    """Run a program with ``path`` and this project on its import path; return its output."""
     found = os.pathsep.join(str(each) for each in (path, ROOT) if each)
     done = run_python(*options, "-c", textwrap.dedent(text), PYTHONPATH=found)
     return done.stdout + done.stderr
@@ -59,7 +59,7 @@ def edited(module: str) -> str:
 
 
 @pytest.mark.parametrize("module", EDITS)
-def test_each_text_is_in_the_installed_chainer_as_often_as_said(module: str) -> None:
+def test_edit_text_occurs_in_installed_chainer_as_often_as_stated(module: str) -> None:
     for edit in EDITS[module]:
         assert source_of(module).count(edit.old) == edit.count
         assert edit.reason
@@ -67,8 +67,8 @@ def test_each_text_is_in_the_installed_chainer_as_often_as_said(module: str) -> 
 
 
 @pytest.mark.parametrize("module", EDITS)
-def test_all_that_remains_keeps_its_line(module: str) -> None:
-    """Every statement that has no edit in it is the same, where it was."""
+def test_edited_module_keeps_line_of_every_other_statement(module: str) -> None:
+    """Check that every line without an edit is unchanged and in its place."""
     before, after = source_of(module).splitlines(), edited(module).splitlines()
     assert len(before) == len(after)
     changed = [k for k, (old, new) in enumerate(zip(before, after)) if old != new]
@@ -76,14 +76,14 @@ def test_all_that_remains_keeps_its_line(module: str) -> None:
     ast.parse(edited(module))
 
 
-def test_the_finder_leaves_every_other_module_alone() -> None:
+def test_finder_ignores_modules_without_edits() -> None:
     finder = compatibility.CompatibilityFinder()
     for name in ("chainer", "chainer.links", "chainermn.links", "numpy", "json"):
         assert finder.find_spec(name, None) is None
 
 
 def edits_with(numpy: str, setuptools: str, monkeypatch: Any) -> dict[str, list[Edit]]:
-    """Return what would be replaced with other versions installed."""
+    """Return the edits that are needed with these versions of NumPy and setuptools."""
     spec = importlib.util.find_spec(compatibility_edits.__name__)
     assert spec is not None
     assert spec.loader is not None
@@ -98,7 +98,7 @@ def edits_with(numpy: str, setuptools: str, monkeypatch: Any) -> dict[str, list[
     return {name: edits for name, edits in needed.items() if edits}
 
 
-def test_what_an_older_numpy_and_setuptools_have_is_not_replaced(monkeypatch: Any) -> None:
+def test_older_numpy_and_setuptools_need_fewer_edits(monkeypatch: Any) -> None:
     found = edits_with("1.24.4", "65.5.0", monkeypatch)
     assert "chainer.functions.array.as_strided" not in found
     assert "chainer.distributions.categorical" not in found
@@ -112,11 +112,11 @@ def test_what_an_older_numpy_and_setuptools_have_is_not_replaced(monkeypatch: An
 
 
 @pytest.mark.parametrize("version", ["2.5.0", "2.5.0rc1", "2.6.0.dev0+git2026", "3.0.1"])
-def test_a_newer_numpy_has_them_all_replaced(version: str, monkeypatch: Any) -> None:
+def test_newer_numpy_needs_all_edits(version: str, monkeypatch: Any) -> None:
     assert set(edits_with(version, "84.0", monkeypatch)) == set(EDITS)
 
 
-def test_a_module_that_needs_nothing_is_loaded_as_installed(monkeypatch: Any) -> None:
+def test_finder_ignores_module_whose_edits_are_not_needed(monkeypatch: Any) -> None:
     finder = compatibility.CompatibilityFinder()
     name, path = "chainer.functions.array.as_strided", [str(INSTALLED / "chainer/functions/array")]
     monkeypatch.setitem(
@@ -128,7 +128,7 @@ def test_a_module_that_needs_nothing_is_loaded_as_installed(monkeypatch: Any) ->
 # -- importing -------------------------------------------------------------------------------
 
 
-def test_chainer_and_chainermn_are_imported_without_a_warning_and_leave_nothing_behind() -> None:
+def test_import_of_chainermn_prints_no_warning_and_leaves_no_traces() -> None:
     seen = python(
         """
         import sys
@@ -155,7 +155,7 @@ def test_chainer_and_chainermn_are_imported_without_a_warning_and_leave_nothing_
     assert seen == ["7.8.1 mpi", "[]", "[]", first, "_Loader True", "SourceFileLoader True"]
 
 
-def test_tracebacks_and_inspection_show_the_lines_as_installed(tmp_path: Path) -> None:
+def test_edited_module_shows_installed_source_lines(tmp_path: Path) -> None:
     resize = importlib.import_module("chainer.functions.array.resize_images")
     lines = source_of("chainer.functions.array.resize_images").splitlines()
     first = resize.ResizeImages.__init__.__code__.co_firstlineno
@@ -163,7 +163,7 @@ def test_tracebacks_and_inspection_show_the_lines_as_installed(tmp_path: Path) -
     assert resize.__loader__.get_source(resize.__name__) == "\n".join(lines) + "\n"
 
 
-def test_chainer_already_imported_leaves_a_warning_of_what_stays() -> None:
+def test_import_after_chainer_warns_about_unedited_modules() -> None:
     seen = python("""
         import numpy as np, sys, types
         # As programs do that mend it themselves.
@@ -180,18 +180,18 @@ def test_chainer_already_imported_leaves_a_warning_of_what_stays() -> None:
     assert "chainer.functions.array.resize_images" in seen
 
 
-def test_an_evaluator_without_an_iterator_can_be_finalized() -> None:
-    # ChainerMN's seq2seq example has such a one.
+def test_evaluator_without_iterator_can_be_finalized() -> None:
+    # ChainerMN's seq2seq example has such an evaluator.
     evaluator = chainer.training.extensions.Evaluator({"main": None}, chainer.Link())
     evaluator.finalize()
 
 
-def test_a_variable_of_numpys_is_still_on_the_cpu() -> None:
+def test_numpy_variable_reports_cpu_device() -> None:
     assert "- device: CPU\n" in chainer.Variable(np.ones(2, np.float32)).debug_print()
 
 
-@pytest.mark.skipif(not ON_NUMPY_2, reason="there Chainer can be imported")
-def test_chainer_half_imported_is_refused() -> None:
+@pytest.mark.skipif(not ON_NUMPY_2, reason="on NumPy 1 Chainer can be imported")
+def test_import_after_failed_chainer_import_raises_import_error() -> None:
     seen = python("""
         try:
             import chainer
@@ -203,7 +203,7 @@ def test_chainer_half_imported_is_refused() -> None:
     assert "Start Python anew" in seen
 
 
-# -- what cannot be helped -------------------------------------------------------------------
+# -- cases without a remedy ------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -217,7 +217,7 @@ def other(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_another_version_without_the_text_is_refused(other: Path) -> None:
+def test_chainer_version_without_edit_text_raises_import_error(other: Path) -> None:
     seen = python(
         "import collective.adapters.chainer, chainer.functions.array.resize_images", path=other
     )
@@ -229,7 +229,7 @@ def test_another_version_without_the_text_is_refused(other: Path) -> None:
     assert "Install chainer==7.8.1." in seen
 
 
-def test_a_chainer_without_its_source_is_refused(other: Path) -> None:
+def test_chainer_without_source_raises_import_error(other: Path) -> None:
     compileall.compile_dir(other, quiet=1, legacy=True)
     (other / "chainer/functions/array/resize_images.py").unlink()
     seen = python(
@@ -238,8 +238,8 @@ def test_a_chainer_without_its_source_is_refused(other: Path) -> None:
     assert "has no source" in seen
 
 
-@pytest.mark.skipif(not ON_NUMPY_2, reason="there ChainerX can be imported")
-def test_chainerx_is_refused(tmp_path: Path) -> None:
+@pytest.mark.skipif(not ON_NUMPY_2, reason="on NumPy 1 ChainerX can be imported")
+def test_chainerx_import_raises_import_error(tmp_path: Path) -> None:
     package = tmp_path / "chainerx"
     package.mkdir()
     (package / "__init__.py").write_text("from chainerx import _core\n")
@@ -249,10 +249,10 @@ def test_chainerx_is_refused(tmp_path: Path) -> None:
     assert "without CHAINER_BUILD_CHAINERX, or numpy<2" in seen
 
 
-# -- what stands in for others ---------------------------------------------------------------
+# -- replacements for removed packages -------------------------------------------------------
 
 
-def test_requirements_are_checked_as_pkg_resources_did() -> None:
+def test_require_checks_versions_as_pkg_resources() -> None:
     requirements.require("numpy>=1.0", "chainer==7.8.1")
     with pytest.raises(requirements.VersionConflict, match=r"numpy<1: .* is installed"):
         requirements.require("numpy<1")
@@ -261,8 +261,8 @@ def test_requirements_are_checked_as_pkg_resources_did() -> None:
     assert issubclass(requirements.VersionConflict, requirements.ResolutionError)
 
 
-def test_chainers_decorators_for_tests_ask_the_same() -> None:
-    # Not within pytest: Chainer's tools for tests want markers of their own.
+def test_chainer_with_requires_decorator_skips_on_unmet_requirement() -> None:
+    # A separate process runs this: under pytest, Chainer's test tools require their own markers.
     seen = python("""
         import collective.adapters.chainer
         from chainer import testing
@@ -274,7 +274,7 @@ def test_chainers_decorators_for_tests_ask_the_same() -> None:
     assert seen == "False True True "
 
 
-def test_chainer_still_warns_of_a_cupy_that_it_does_not_know(monkeypatch: Any) -> None:
+def test_chainer_environment_check_warns_of_unknown_cupy(monkeypatch: Any) -> None:
     def distribution(name: str) -> Any:
         if name == "cupy":
             return SimpleNamespace(version="14.2.0rc1")
@@ -288,7 +288,7 @@ def test_chainer_still_warns_of_a_cupy_that_it_does_not_know(monkeypatch: Any) -
         check.check()
 
 
-def test_asking_for_nccl_imports_no_mpi_and_knows_a_communicator_of_chainermns(
+def test_nccl_query_imports_no_mpi_and_recognises_pure_nccl(
     monkeypatch: Any,
 ) -> None:
     normalization = importlib.import_module("chainermn.functions.batch_normalization")
@@ -309,7 +309,7 @@ def test_asking_for_nccl_imports_no_mpi_and_knows_a_communicator_of_chainermns(
 # -- an environment --------------------------------------------------------------------------
 
 
-def test_a_pth_file_makes_it_hold_for_every_process_of_an_environment(tmp_path: Path) -> None:
+def test_pth_file_activates_edits_in_every_process_of_environment(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "env"], check=True)
     (site,) = (tmp_path / "env").glob("lib/python*/site-packages")
     own = sysconfig.get_path("purelib")

@@ -1,4 +1,4 @@
-"""Shards of a dataset, and an iterator over all of it together."""
+"""Shards of a dataset, and an iterator that all ranks share."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ def scattered(comm: Any, length: int, **options: Any) -> list[int]:
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("length", [0, 3, 13, 16])
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_each_sample_is_in_one_shard(world: str, length: int, shuffle: bool) -> None:
+def test_scatter_dataset_puts_each_sample_in_one_shard(
+    world: str, length: int, shuffle: bool
+) -> None:
     shards = run(world, scattered, length, shuffle=shuffle)
     assert sorted(flat(shards)) == list(range(length))
     lengths = [len(shard) for shard in shards]
@@ -48,14 +50,14 @@ def test_each_sample_is_in_one_shard(world: str, length: int, shuffle: bool) -> 
 
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("length", [3, 13, 16])
-def test_padded_shards_are_equally_long(world: str, length: int) -> None:
+def test_scatter_dataset_padded_gives_equal_lengths(world: str, length: int) -> None:
     shards = run(world, scattered, length, shuffle=True, seed=4, padded=True)
     assert {len(shard) for shard in shards} == {-(-length // int(world[-1]))}
     assert set(flat(shards)) == set(range(length))
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_shards_are_chainermns(world: str) -> None:
+def test_scatter_dataset_equals_chainermn_shards(world: str) -> None:
     from chainermn.datasets.scatter import _scatter_index
 
     for padded in (False, True):
@@ -66,7 +68,7 @@ def test_shards_are_chainermns(world: str) -> None:
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_the_seed_chooses_the_order(world: str) -> None:
+def test_scatter_dataset_seed_determines_order(world: str) -> None:
     first, again, other = (
         run(world, scattered, 100, shuffle=True, seed=seed) for seed in (1, 1, 2)
     )
@@ -76,7 +78,7 @@ def test_the_seed_chooses_the_order(world: str) -> None:
 
 
 @on(*WORLDS)
-def test_datasets_that_differ(comm: Any) -> None:
+def test_scatter_dataset_of_different_datasets_raises(comm: Any) -> None:
     with pytest.raises(MismatchError, match="no dataset"):
         scatter_dataset([1] if comm.rank == 0 else None, comm)
     with pytest.raises(MismatchError, match=r"rank 1 has 9 samples.* rank 0 has 10 samples"):
@@ -96,7 +98,7 @@ def of(length: int, batch: int, size: int, **options: Any) -> list[ShardedIterat
 
 
 @given(st.integers(1, 40), st.integers(1, 6), st.integers(1, 5), st.booleans())
-def test_all_ranks_together_are_one_iterator(
+def test_sharded_iterators_together_equal_serial_iterator(
     length: int, batch: int, size: int, shuffle: bool
 ) -> None:
     iterators = of(length, batch, size, shuffle=shuffle, seed=3)
@@ -113,17 +115,17 @@ def test_all_ranks_together_are_one_iterator(
             assert (each.epoch, each.is_new_epoch) == (serial.epoch, serial.is_new_epoch)
             assert each.epoch_detail == pytest.approx(serial.epoch_detail)
             assert each.previous_epoch_detail == pytest.approx(serial.previous_epoch_detail)
-        # Each sample as often as epochs are complete, or once more.
+        # Each sample has occurred once per complete epoch, or once more.
         assert all(serial.epoch <= seen[n] <= serial.epoch + 1 for n in range(length))
 
 
 @given(st.integers(0, 40), st.integers(1, 6), st.integers(1, 5))
-def test_one_epoch_has_each_sample_once(length: int, batch: int, size: int) -> None:
+def test_sharded_iterator_epoch_has_each_sample_once(length: int, batch: int, size: int) -> None:
     parts = [flat(each) for each in of(length, batch, size, repeat=False)]
     assert sorted(flat(parts)) == list(range(length))
 
 
-def test_epochs_have_orders_of_their_own() -> None:
+def test_sharded_iterator_shuffles_each_epoch_differently() -> None:
     (iterator,) = of(20, 20, 1)
     first, second = iterator.next(), iterator.next()
     assert first != second
@@ -133,9 +135,9 @@ def test_epochs_have_orders_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_another_number_of_ranks_goes_on(size: int) -> None:
+def test_sharded_iterator_resumes_on_other_number_of_ranks(size: int) -> None:
     before = of(23, 4, 2, seed=5)
-    done = flat(together(before, 3))  # 24 samples, one of them of the second epoch
+    done = flat(together(before, 3))  # 24 samples, the last one from the second epoch
     state = chainer.serializers.npz.serialize(before[1])
     after = of(23, 2, size, seed=5)
     for each in after:
@@ -150,7 +152,7 @@ def test_another_number_of_ranks_goes_on(size: int) -> None:
     assert all(count >= 2 for count in Counter(seen).values())
 
 
-def test_the_same_number_goes_on_with_the_same_batches() -> None:
+def test_sharded_iterator_resumes_with_same_batches() -> None:
     before = of(23, 4, 2)
     together(before, 3)
     after = of(23, 4, 2)
@@ -159,7 +161,7 @@ def test_the_same_number_goes_on_with_the_same_batches() -> None:
     assert together(after, 8) == together(before, 8)
 
 
-def test_a_state_of_another_order_is_refused() -> None:
+def test_sharded_iterator_with_state_of_other_order_raises() -> None:
     state = chainer.serializers.npz.serialize(of(23, 4, 2, seed=1)[0])
     for other in (of(23, 4, 2, seed=2), of(24, 4, 2, seed=1), of(23, 4, 2, seed=1, shuffle=False)):
         with pytest.raises(InvalidArgumentError, match="a state with length 23, seed 1, shuffle 1"):
@@ -167,7 +169,7 @@ def test_a_state_of_another_order_is_refused() -> None:
         assert other[0].current_position == 0
 
 
-def test_bad_arguments() -> None:
+def test_sharded_iterator_with_bad_arguments_raises() -> None:
     with pytest.raises(RankError, match=r"rank is 2 .*size is 2"):
         ShardedIterator(range(3), 1, (2, 2))
     with pytest.raises(InvalidArgumentError, match="batch_size is 0"):

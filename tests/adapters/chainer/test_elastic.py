@@ -1,4 +1,4 @@
-"""Chainer's training goes on after losses: with whose weights, over which samples."""
+"""Chainer training that continues after ranks are lost: its weights and its samples."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def elastically(comm) -> Any:
     taken = []
     for generation in elastic.generations(comm, state):
         with generation as comm:
-            del taken[state.step :]  # of a step that was undone
+            del taken[state.step :]  # drop the batch of a step that was undone
             while state.step < STEPS:
                 epoch = iterator.epoch
                 batch = iterator.next()
@@ -87,7 +87,7 @@ def elastically(comm) -> Any:
 
 
 def by_hand(comm) -> bytes:
-    """The same steps over groups of as many ranks, by arithmetic on the order of the samples."""
+    """Run the same steps over fixed groups of equal sizes, and compute each batch's indices."""
     link, inputs, targets = made()
     momenta = {name: np.zeros_like(p.array) for name, p in link.namedparams()}
     orders = [np.random.default_rng((1, epoch)).permutation(SAMPLES) for epoch in range(3)]
@@ -106,11 +106,11 @@ def by_hand(comm) -> bytes:
             at += len(wide)
         momenta = {name: p.update_rule.state["v"].copy() for name, p in link.namedparams()}
         begun = stop
-    comm.barrier()  # who has nothing to do any more is there until the others are through
+    comm.barrier()  # ranks that have finished wait here until the other ranks have finished
     return outcome(link) if comm.rank in members else b""
 
 
-def test_the_bits_are_those_of_as_many_ranks_in_each_step_and_each_sample_counts_once():
+def test_elastic_loop_equals_fixed_groups_and_covers_every_sample():
     found, expected = run("threads-3", elastically), run("threads-3", by_hand)
     assert [bytes_ for _, bytes_ in found] == expected
     assert expected[1] != b""
@@ -121,7 +121,7 @@ def test_the_bits_are_those_of_as_many_ranks_in_each_step_and_each_sample_counts
 
 
 class Gone(Exception):
-    """What a rank raises that is lost to the others."""
+    """Raised by a rank that plays dead."""
 
 
 def with_a_trainer(comm, folder: str) -> Any:
@@ -169,13 +169,13 @@ def with_a_trainer(comm, folder: str) -> Any:
     return outcome(link)
 
 
-def test_a_trainer_has_the_bits_of_a_loop_by_hand(tmp_path: Path):
+def test_elastic_trainer_equals_manual_loop(tmp_path: Path):
     assert run("threads-3", with_a_trainer, str(tmp_path)) == run("threads-3", by_hand)
 
 
 @on("threads-3")
-def test_a_trainer_that_was_through_runs_again(comm, tmp_path: Path):
-    """The second time from before the first step."""
+def test_finished_trainer_runs_again_after_restore(comm, tmp_path: Path):
+    """Check that the second run starts from the state before the first step."""
     link, inputs, targets = made()
     iterator = ShardedIterator(chainer.datasets.TupleDataset(inputs, targets), 32, comm)
     optimizer = create_multi_node_optimizer(chainer.optimizers.Adam(), comm).setup(link)
@@ -200,7 +200,7 @@ def test_a_trainer_that_was_through_runs_again(comm, tmp_path: Path):
 
 
 @on("threads-1")
-def test_an_updater_of_which_nothing_is_known_is_refused(comm):
+def test_state_of_unknown_updater_raises_invalid_argument_error(comm):
     class Updater(chainer.training.Updater):
         def get_all_optimizers(self):
             return {}
@@ -213,7 +213,7 @@ def test_an_updater_of_which_nothing_is_known_is_refused(comm):
 
 
 @pytest.mark.parametrize("consumed", [0, 7, 24])
-def test_the_rest_of_an_epoch_is_shared_out_anew(consumed: int):
+def test_reshard_distributes_rest_of_epoch(consumed: int):
     order = np.random.default_rng((5, 0)).permutation(25)
     taken: list[int] = []
     for rank in range(3):
@@ -226,14 +226,14 @@ def test_the_rest_of_an_epoch_is_shared_out_anew(consumed: int):
 @pytest.mark.parametrize(
     ("where", "error"), [(((3, 3), 0), RankError), (((0, 3), 25), InvalidArgumentError)]
 )
-def test_a_place_that_is_none_is_refused(where: Any, error: type[Exception]):
+def test_reshard_to_bad_position_raises(where: Any, error: type[Exception]):
     with pytest.raises(error):
         ShardedIterator(range(25), 3, (0, 4)).reshard(*where)
 
 
 @on("threads-1")
-def test_what_is_restored_has_the_optimizers_bits_again(comm):
-    """Also before the first step, when the optimizer's rules have no state yet."""
+def test_restore_brings_back_exact_optimizer_state(comm):
+    """Check this also before the first step, when the optimizer's rules have no state yet."""
     link, inputs, targets = made()
     optimizer = chainer.optimizers.Adam()
     optimizer.setup(link)
@@ -250,13 +250,13 @@ def test_what_is_restored_has_the_optimizers_bits_again(comm):
     assert steps() == fresh
     state.commit()
     later = steps()
-    for _ in range(2):  # the first of which would spoil a copy that was not copied
+    for _ in range(2):  # if restore() shared its copy, the first round would modify that copy
         state.restore()
         assert steps() == later != fresh
 
 
 @on("threads-3")
-def test_an_optimizer_goes_on_over_other_ranks(comm):
+def test_optimizer_rebind_continues_over_other_ranks(comm):
     link = chainer.Sequential(L.Linear(2, 2, initialW=1), SyncBatchNormalization(2, comm))
     optimizer = create_multi_node_optimizer(chainer.optimizers.SGD(), comm).setup(link)
     group = comm.group([0, 2] if comm.rank != 1 else [1])
@@ -270,6 +270,6 @@ def test_an_optimizer_goes_on_over_other_ranks(comm):
 
 
 @on("threads-1")
-def test_parameters_that_nobody_can_undo_are_refused(comm):
+def test_state_with_uninitialised_parameters_raises(comm):
     with pytest.raises(InvalidArgumentError, match=r"/W .*input sizes"):
         elastic.State(comm, model=L.Linear(None, 3))

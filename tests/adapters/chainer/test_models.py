@@ -1,4 +1,4 @@
-"""Chainer's models learn on this Python and NumPy; warnings are errors."""
+"""Chainer models learn on this Python and NumPy; warnings count as errors."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def check_gradients(loss: Any, model: Any, step: float = 1e-5, close: float = 1e
 
 
 class Pictures(chainer.Chain):
-    """Convolutions, a transposed one on the input, batch normalisation, pooling, maxout."""
+    """A network with convolutions, a transposed one first, batch norm, pooling and maxout."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class Pictures(chainer.Chain):
         return self.maxout(F.average_pooling_2d(self.separate(F.max_pooling_2d(h, 2)), 2))
 
 
-def test_a_convolutional_network_learns_and_its_gradients_are_right() -> None:
+def test_convolutional_network_learns_with_right_gradients() -> None:
     x = np.random.standard_normal((6, 1, 8, 8))
     t = np.arange(6) % 3
     with chainer.using_config("dtype", np.float64):
@@ -126,7 +126,7 @@ class Sequences(chainer.Chain):
     ],
     ids=["LSTM", "GRU", "peephole", "NStepLSTM", "NStepGRU", "NStepRNN"],
 )
-def test_recurrent_networks_learn_and_their_gradients_are_right(cell: Any) -> None:
+def test_recurrent_network_learns_with_right_gradients(cell: Any) -> None:
     with chainer.using_config("dtype", np.float64):
         model = Sequences(cell())
         uneven = hasattr(model.cell, "n_layers")
@@ -162,7 +162,7 @@ OPTIMIZERS = {
 }
 
 
-def test_the_list_of_optimizers_is_complete() -> None:
+def test_optimizer_list_is_complete() -> None:
     there = {
         name
         for name, found in vars(chainer.optimizers).items()
@@ -172,7 +172,7 @@ def test_the_list_of_optimizers_is_complete() -> None:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_every_optimizer_learns(name: str) -> None:
+def test_optimizer_reduces_loss(name: str) -> None:
     x = np.random.standard_normal((16, 4)).astype(np.float32)
     t = (x[:, 0] * x[:, 1] > 0).astype(np.int32)
     model = chainer.Sequential(L.Linear(4, 16), F.relu, L.Linear(16, 2))
@@ -202,7 +202,7 @@ def trainer_of(folder: Any, epochs: int, seen: io.StringIO | None = None) -> Any
     np.random.seed(1)
     model = classifier()
     optimizer = chainer.optimizers.MomentumSGD(0.1).setup(model)
-    # In order, as the state of NumPy's random numbers is in no snapshot.
+    # Without shuffling, because no snapshot contains the state of NumPy's random numbers.
     iterator = chainer.iterators.SerialIterator(data(60), 10, shuffle=False)
     updater = training.updaters.StandardUpdater(iterator, optimizer)
     trainer = training.Trainer(updater, (epochs, "epoch"), out=str(folder))
@@ -228,7 +228,7 @@ def parameters_of(trainer: Any) -> dict[str, Any]:
     return {**found, "mean": model.predictor[1].avg_mean, "var": model.predictor[1].avg_var}
 
 
-def test_the_trainer_learns_reports_and_resumes(tmp_path: Any, capsys: Any) -> None:
+def test_trainer_learns_reports_and_resumes(tmp_path: Any, capsys: Any) -> None:
     seen = io.StringIO()
     whole = trainer_of(tmp_path / "whole", 6, seen)
     whole.run()
@@ -236,7 +236,7 @@ def test_the_trainer_learns_reports_and_resumes(tmp_path: Any, capsys: Any) -> N
     assert [entry["epoch"] for entry in log] == [1, 2, 3, 4, 5, 6]
     assert log[-1]["validation/main/accuracy"] > 0.85
     assert log[-1]["main/loss"] < log[0]["main/loss"]
-    # In the last of the epoch's six iterations.
+    # The logged value is from the last of the epoch's six iterations.
     np.testing.assert_allclose(log[0]["lr"], 0.1 * 0.99**5)
     assert "validation/main/accuracy" in seen.getvalue()
     assert "36 iter, 6 epoch / 6 epochs" in capsys.readouterr().out
@@ -256,7 +256,7 @@ def test_the_trainer_learns_reports_and_resumes(tmp_path: Any, capsys: Any) -> N
     )
 
 
-def test_hdf5_takes_a_model_and_gives_it_back(tmp_path: Any) -> None:
+def test_hdf5_round_trip_keeps_weights(tmp_path: Any) -> None:
     pytest.importorskip("h5py")
     models = [chainer.Sequential(L.Linear(3, 2), L.BatchNormalization(2)) for _ in range(2)]
     chainer.serializers.save_hdf5(tmp_path / "model.h5", models[0])
@@ -264,7 +264,7 @@ def test_hdf5_takes_a_model_and_gives_it_back(tmp_path: Any) -> None:
     np.testing.assert_array_equal(models[1][0].W.array, models[0][0].W.array)
 
 
-def test_a_loop_over_several_epochs_with_threads_that_load() -> None:
+def test_multithread_iterator_yields_each_example_once() -> None:
     with chainer.iterators.MultithreadIterator(data(20), 5, repeat=False, n_threads=2) as iterator:
         batches = [chainer.dataset.concat_examples(batch) for batch in iterator]
     assert sorted(np.concatenate([x for x, _ in batches])[:, 0]) == sorted(
@@ -272,10 +272,10 @@ def test_a_loop_over_several_epochs_with_threads_that_load() -> None:
     )
 
 
-# -- what had to be mended, by its values ----------------------------------------------------
+# -- values of edited functions --------------------------------------------------------------
 
 
-def test_as_strided_and_its_gradient() -> None:
+def test_as_strided_returns_values_and_gradient() -> None:
     x = chainer.Variable(np.arange(6.0))
     y = F.as_strided(x, (3, 2), (1, 2), 1)
     np.testing.assert_array_equal(y.array, [[1, 3], [2, 4], [3, 5]])
@@ -285,7 +285,7 @@ def test_as_strided_and_its_gradient() -> None:
 
 
 @pytest.mark.parametrize("mode", ["bilinear", "nearest"])
-def test_resize_images_and_its_gradient(mode: str) -> None:
+def test_resize_images_returns_values_and_gradient(mode: str) -> None:
     x = chainer.Variable(np.array([[[[0.0, 2.0], [4.0, 6.0]]]], np.float32))
     y = F.resize_images(x, (3, 3), mode=mode, align_corners=mode == "bilinear")
     if mode == "nearest":
@@ -297,7 +297,7 @@ def test_resize_images_and_its_gradient(mode: str) -> None:
 
 
 @pytest.mark.parametrize("given", [np.asarray, chainer.Variable])
-def test_the_categorical_distribution(given: Any) -> None:
+def test_categorical_log_prob_accepts_arrays_and_variables(given: Any) -> None:
     p = np.random.dirichlet(np.ones(4), (2, 3))
     chosen = np.array([[0, 1, 2], [3, 0, 1]])
     found = chainer.distributions.Categorical(p=p).log_prob(given(chosen))
@@ -306,7 +306,7 @@ def test_the_categorical_distribution(given: Any) -> None:
     )
 
 
-def test_grids_and_padded_batches_and_fix() -> None:
+def test_edited_functions_return_right_values() -> None:
     theta = np.array([[[1.0, 0, 0], [0, 1, 0]]])
     grid = F.spatial_transformer_grid(theta, (2, 3)).array
     np.testing.assert_allclose(grid[0, 0], [[-1, 0, 1]] * 2)
@@ -318,7 +318,7 @@ def test_grids_and_padded_batches_and_fix() -> None:
     np.testing.assert_array_equal(x.grad, [1, 1])
 
 
-def test_a_transposed_convolution_of_what_needs_no_gradient() -> None:
+def test_deconvolution_of_plain_array_has_weight_gradient() -> None:
     link = L.Deconvolution2D(1, 1, 2)
     link.cleargrads()
     F.sum(link(np.ones((1, 1, 2, 2), np.float32))).backward()

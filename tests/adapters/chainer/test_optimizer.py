@@ -1,4 +1,4 @@
-"""The optimizer of several processes: gradients of all ranks, reduced beside the backward pass."""
+"""The multi-node optimizer: gradients of all ranks, reduced during the backward pass."""
 
 from __future__ import annotations
 
@@ -39,14 +39,16 @@ WORLDS = ["shm-2", "shm-4", "gloo-2", "threads-2", "threads-4"]
 @pytest.mark.parametrize("bucket_mib", [25.0, 0.0002])
 @pytest.mark.parametrize("way", ["lossfun", "backward", "plain"])
 @pytest.mark.parametrize("world", WORLDS)
-def test_equals_one_process_on_the_joined_batch(world: str, bucket_mib: float, way: str) -> None:
+def test_optimizer_equals_one_process_on_joined_batch(
+    world: str, bucket_mib: float, way: str
+) -> None:
     found = run(world, training, "momentum", bucket_mib, way)
     assert_same(found)
     assert_close(found[0], trained_alone(5))
 
 
 @pytest.mark.parametrize("kind", ["adam", "weight decay", "clipping"])
-def test_hooks_see_the_average(kind: str) -> None:
+def test_optimizer_hooks_receive_average_gradients(kind: str) -> None:
     found = run("shm-2", training, kind, 0.0002, "lossfun")
     assert_same(found)
     assert_close(found[0], trained_alone(5, kind))
@@ -59,12 +61,12 @@ def set_up(comm: Any, optimizer: Any, model: Any = None, **options: Any) -> tupl
 
 
 def first_batch(comm: Any) -> tuple[Any, ...]:
-    """Return this rank's part of it."""
+    """Return this rank's part of the first batch."""
     return tuple(shard(comm, each) for each in batches(1)[0])
 
 
 def training(comm: Any, kind: str, bucket_mib: float, way: str) -> Any:
-    # Rank 0's weights count.
+    # The seeds differ between ranks: the optimizer must copy rank 0's weights.
     model, optimizer = set_up(
         comm, optimizers()[kind], Model(seed=3 + comm.rank), bucket_mib=bucket_mib
     )
@@ -87,8 +89,8 @@ def training(comm: Any, kind: str, bucket_mib: float, way: str) -> Any:
 
 
 @pytest.mark.parametrize("world", ["shm-2", "shm-4"])
-def test_equal_gradients_leave_the_bits_of_one_process(world: str) -> None:
-    # Powers of two: the average of equal numbers is that number.
+def test_equal_gradients_give_exact_results_of_one_process(world: str) -> None:
+    # With 2 or 4 ranks, the average of equal numbers is exactly that number.
     found = run(world, training_on_equal_batches)
     expected = trained_alone(4, "adam", Model(dtype=np.float32), dtype=np.float32)
     assert_same([expected, *found])
@@ -103,7 +105,7 @@ def training_on_equal_batches(comm: Any) -> Any:
 
 
 @on("shm-2")
-def test_gradients_are_reduced_during_the_backward_pass(comm: Any) -> None:
+def test_gradients_are_reduced_during_backward_pass(comm: Any) -> None:
     model, optimizer = set_up(comm, chainer.optimizers.SGD(0.1), bucket_mib=0.0002)
     launched: list[int] = []
     passes: list[int] = []
@@ -125,16 +127,16 @@ def test_gradients_are_reduced_during_the_backward_pass(comm: Any) -> None:
         optimizer.update(loss_of, model, x, y)
     assert launched == list(range(len(gradients.buckets)))
     assert len(launched) > 3
-    # Most are on their way before the first function of the model is reached.
+    # Some buckets are already in flight before the pass reaches the model's first function.
     assert passes[-2] >= 2
     for (_, parameter), view in zip(optimizer._parameters, gradients.views, strict=True):
         assert parameter.grad is view
 
 
 @on("shm-2")
-def test_gradients_of_dense_layers_are_computed_in_their_buckets(comm: Any) -> None:
+def test_dense_layer_gradients_are_computed_in_buckets(comm: Any) -> None:
     model, optimizer = set_up(comm, chainer.optimizers.SGD(0.1))
-    shapes = []  # of gradients that are in memory of their own
+    shapes = []  # of gradients that are computed outside the buckets
     original = LinearGradWeight.forward
 
     def noting(node: Any, inputs: Any) -> Any:
@@ -151,11 +153,11 @@ def test_gradients_of_dense_layers_are_computed_in_their_buckets(comm: Any) -> N
     assert shapes == [(8, 8)] * 2
 
 
-# -- what is used, and how often ------------------------------------------------------------------
+# -- unused parameters and several passes ---------------------------------------------------------
 
 
 class Branches(Model):
-    """Uses its middle layer only where it is told to."""
+    """A model that uses its middle layer only if ``middle_too`` is true."""
 
     middle_too = True
 
@@ -164,7 +166,7 @@ class Branches(Model):
         return self.last(F.tanh(self.middle(h)) if self.middle_too else h)
 
 
-def test_unused_parameters_count_as_zeros() -> None:
+def test_unused_parameters_contribute_zeros() -> None:
     found = run("shm-2", branches, None)
     assert_same(found)
     expected = {}
@@ -182,7 +184,7 @@ def test_unused_parameters_count_as_zeros() -> None:
 
 
 @pytest.mark.parametrize("way", ["lossfun", "plain"])
-def test_the_loss_scale_is_divided_out_of_unused_parameters_too(way: str) -> None:
+def test_loss_scale_is_divided_out_of_unused_parameters(way: str) -> None:
     assert_close(run("shm-2", branches, 512.0, way)[1], run("shm-2", branches, None)[1], 1e-12)
 
 
@@ -200,7 +202,7 @@ def branches(comm: Any, scale: float | None, way: str = "lossfun") -> Any:
     return weights(model)
 
 
-def test_gradients_accumulate_without_sync() -> None:
+def test_no_sync_accumulates_gradients() -> None:
     found = run("shm-2", accumulating)
     assert_same(found)
     model = Model()
@@ -228,7 +230,7 @@ def accumulating(comm: Any) -> Any:
 
 
 @on("shm-2")
-def test_what_is_added_after_the_reduction_is_reduced_too(comm: Any) -> None:
+def test_gradients_added_after_reduction_are_reduced(comm: Any) -> None:
     model, optimizer = set_up(comm, chainer.optimizers.SGD(0.1))
     x, y = first_batch(comm)
     model.cleargrads()
@@ -239,7 +241,7 @@ def test_what_is_added_after_the_reduction_is_reduced_too(comm: Any) -> None:
 
 
 @on("shm-2")
-def test_a_second_pass_within_reducing_is_refused(comm: Any) -> None:
+def test_reducing_with_second_backward_pass_raises_gradient_error(comm: Any) -> None:
     model, optimizer = set_up(comm, chainer.optimizers.SGD(0.1))
     x, y = batches(1)[0]
     model.cleargrads()
@@ -251,10 +253,10 @@ def test_a_second_pass_within_reducing_is_refused(comm: Any) -> None:
 
     with pytest.raises(GradientError, match="a second pass adds to it"):
         twice()
-    optimizer.update(loss_of, model, x, y)  # the next step is as any other
+    optimizer.update(loss_of, model, x, y)  # the next step succeeds
 
 
-def test_two_models_take_turns() -> None:
+def test_two_models_train_in_turn() -> None:
     first, second = zip(*run("shm-2", two_models), strict=True)
     assert_same(list(first))
     assert_same(list(second))
@@ -268,7 +270,8 @@ def two_models(comm: Any) -> Any:
     )
     for x, y in batches(3):
         x, y = shard(comm, x), shard(comm, y)
-        # The second one's loss goes through the first, whose gradients are not its business.
+        # The second model's loss passes through the first model. The second optimizer must not
+        # reduce the first model's gradients.
         made[1].update(lambda x, y: loss_of(models[1], x, models[0](x)), x, y)
         made[0].update(loss_of, models[0], x, y)
     return weights(models[0]), weights(models[1])

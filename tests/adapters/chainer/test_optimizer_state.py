@@ -1,4 +1,4 @@
-"""The optimizer of several processes: equal replicas, its state, options, and what goes wrong."""
+"""The multi-node optimizer: equal replicas, its state, its options and its errors."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Lazy(chainer.Chain):
 
 
 @on(*WORLDS)
-def test_lazy_parameters_get_rank_0_values_before_they_are_used(comm: Any) -> None:
+def test_lazy_parameters_get_values_of_rank_0_before_use(comm: Any) -> None:
     if not comm.backend.startswith("threads"):  # threads share one generator
         np.random.seed(comm.rank)
     model, optimizer = set_up(comm, chainer.optimizers.SGD(0.1), Lazy())
@@ -83,7 +83,7 @@ def test_lazy_parameters_get_rank_0_values_before_they_are_used(comm: Any) -> No
 
 
 @on("shm-2")
-def test_what_rank_0_loads_goes_to_all_with_the_first_step_or_is_an_error(comm: Any) -> None:
+def test_weights_loaded_on_rank_0_are_broadcast_or_raise(comm: Any) -> None:
     file = io.BytesIO()
     chainer.serializers.save_npz(file, Model(99))
     for late in (False, True):
@@ -102,7 +102,7 @@ def test_what_rank_0_loads_goes_to_all_with_the_first_step_or_is_an_error(comm: 
 
 
 @on("shm-2")
-def test_persistent_values_come_from_rank_0(comm: Any) -> None:
+def test_broadcast_state_copies_persistent_values_of_rank_0(comm: Any) -> None:
     link = L.BatchNormalization(4)
     if comm.rank == 0:
         link.avg_mean[...] = 2.5
@@ -112,14 +112,14 @@ def test_persistent_values_come_from_rank_0(comm: Any) -> None:
 
 
 @on("shm-2")
-def test_links_that_differ_are_refused_on_all_ranks(comm: Any) -> None:
+def test_setup_of_different_links_raises_on_all_ranks(comm: Any) -> None:
     differ = r"rank 1 has /W float32\[3, 5\], but rank 0 has /W float32\[3, 4\]"
     with pytest.raises(MismatchError, match=differ):
         set_up(comm, chainer.optimizers.SGD(), L.Linear(4 + comm.rank, 3))
 
 
 @on("shm-2")
-def test_the_state_is_the_bare_optimizers(comm: Any) -> None:
+def test_optimizer_state_loads_into_bare_optimizer(comm: Any) -> None:
     model, optimizer = set_up(comm, chainer.optimizers.Adam(0.01))
     for x, y in batches(3):
         optimizer.update(loss_of, model, x, y)
@@ -137,7 +137,7 @@ def test_the_state_is_the_bare_optimizers(comm: Any) -> None:
 
 
 @on("shm-2")
-def test_compressed(comm: Any) -> None:
+def test_optimizer_with_cast_compression_trains_closely(comm: Any) -> None:
     momentum = chainer.optimizers.MomentumSGD(0.1)
     model, optimizer = set_up(comm, momentum, reduce=Cast(comm.dup(), "float16"))
     for x, y in batches(3):
@@ -147,11 +147,11 @@ def test_compressed(comm: Any) -> None:
 
 
 @on("shm-2")
-def test_half_precision_with_a_dynamic_loss_scale(comm: Any) -> None:
+def test_dynamic_loss_scale_keeps_half_precision_ranks_equal(comm: Any) -> None:
     model, optimizer = set_up(comm, chainer.optimizers.SGD(0.1), Model(dtype=np.float16))
     optimizer.loss_scaling(interval=2)
     for step, (x, y) in enumerate(batches(5, dtype=np.float16)):
-        if step == 3 and comm.rank == 1:  # too large for one rank alone
+        if step == 3 and comm.rank == 1:  # only rank 1's gradients overflow
             y = np.full_like(y, np.inf)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -160,7 +160,7 @@ def test_half_precision_with_a_dynamic_loss_scale(comm: Any) -> None:
     assert len(set(comm.all_gather_object(optimizer._loss_scale))) == 1
 
 
-def test_bad_options() -> None:
+def test_optimizer_with_bad_options_raises() -> None:
     with collective.init() as comm:
         with pytest.raises(
             InvalidArgumentError, match=r"bucket_mib is -1 \(expected a positive number"
@@ -171,7 +171,7 @@ def test_bad_options() -> None:
             optimizer.setup(chainer.Chain()).update()
 
 
-def test_one_rank_trains_as_the_bare_optimizer() -> None:
+def test_optimizer_on_one_rank_equals_bare_optimizer() -> None:
     with collective.init() as comm:
         expected = trained_alone(4, "adam", Model(dtype=np.float32), dtype=np.float32)
         assert_same([training_on_equal_batches(comm), expected])
@@ -189,7 +189,7 @@ class Broken(chainer.FunctionNode):
 
 
 @on("shm-2")
-def test_a_rank_that_fails_in_its_backward_pass(comm: Any) -> None:
+def test_backward_error_on_rank_raises_on_other_ranks(comm: Any) -> None:
     originals = _backprop._backprop_to_all, _backprop_utils.backprop_step
     group = comm.dup()
     model, optimizer = set_up(group, chainer.optimizers.SGD(0.1), bucket_mib=0.0002)
@@ -210,7 +210,7 @@ def test_a_rank_that_fails_in_its_backward_pass(comm: Any) -> None:
     assert_same([before, weights(model)])
 
 
-def test_a_rank_that_dies_in_its_backward_pass(tmp_path: Path) -> None:
+def test_rank_death_in_backward_raises_peer_lost_error(tmp_path: Path) -> None:
     with pytest.raises(RanksFailedError, match="rank 1"):
         run_ranks(2, dying, str(tmp_path), backend="shm", timeout=40.0)
     assert (tmp_path / "error").read_text().startswith("PeerLostError: all_reduce")

@@ -1,4 +1,4 @@
-"""Replicas on several devices of one process: an updater, and the loop without a Trainer."""
+"""Replicas on several devices of one process: the updater, and a loop without a Trainer."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Net(Model):
 
 @pytest.fixture(autouse=True)
 def train_mode() -> Any:
-    # No value that is there by default: threads of their own have to be told.
+    # This is not the default value, so the replicas' threads must take it from the caller.
     with chainer.using_config("train", "as here"):
         yield
 
@@ -68,7 +68,9 @@ def trained(make: Any, steps: int = 5, batch: int = 7, **hooks: Any) -> tuple[An
 
 # With 7 samples a batch and 3 devices the parts differ in length; with 32 ÷ 7 some batches wrap.
 @pytest.mark.parametrize("devices", [["@numpy"], ["@numpy"] * 2, ["@numpy"] * 3])
-def test_equals_one_device_on_the_whole_batch(devices: list[str], tmp_path: Any) -> None:
+def test_parallel_updater_equals_one_device_on_whole_batch(
+    devices: list[str], tmp_path: Any
+) -> None:
     expected, _ = trained(chainer.training.updaters.StandardUpdater, out=tmp_path)
     found, trainer = trained(lambda i, o: ParallelUpdater(i, o, devices), out=tmp_path)
     assert_close(found, expected)
@@ -79,7 +81,7 @@ def test_equals_one_device_on_the_whole_batch(devices: list[str], tmp_path: Any)
     assert {f"{name}/loss" for name in names} == set(trainer.observation)
 
 
-def test_sums_as_chainer_does(tmp_path: Any) -> None:
+def test_parallel_updater_with_sum_equals_chainer(tmp_path: Any) -> None:
     devices = {"main": "@numpy", "second": "@numpy"}
 
     def theirs(iterator: Any, optimizer: Any) -> Any:
@@ -94,7 +96,7 @@ def test_sums_as_chainer_does(tmp_path: Any) -> None:
     assert set(trainer.observation) == {"main/loss", "second/loss"}
 
 
-def test_the_loop_without_a_trainer() -> None:
+def test_replicas_in_manual_loop_equal_one_model() -> None:
     model, alone = Net(), Net()
     optimizer = chainer.optimizers.Adam(0.01).setup(model)
     reference = chainer.optimizers.Adam(0.01).setup(alone)
@@ -116,7 +118,7 @@ def test_the_loop_without_a_trainer() -> None:
         assert_close(weights(link), weights(alone))
 
 
-def test_copies_start_from_what_the_link_draws() -> None:
+def test_replicas_of_lazy_link_copy_its_initial_values() -> None:
     model = Net(lazy=True)
     optimizer = chainer.optimizers.SGD(0.1).setup(model)
     replicas = Replicas(model, ["@numpy", "@numpy"])
@@ -136,7 +138,7 @@ def test_copies_start_from_what_the_link_draws() -> None:
     replicas.close()
 
 
-def test_the_loss_scale_is_divided_out() -> None:
+def test_replicas_divide_gradients_by_loss_scale() -> None:
     found = []
     for scale in (None, 64.0):
         model = Net()
@@ -149,7 +151,7 @@ def test_the_loss_scale_is_divided_out() -> None:
     assert_close(*found)
 
 
-def test_an_error_of_a_replica_is_raised_when_all_have_ended() -> None:
+def test_replica_error_is_raised_after_all_have_ended() -> None:
     replicas = Replicas(Net(), ["@numpy"] * 3)
     ended = []
 
@@ -165,7 +167,7 @@ def test_an_error_of_a_replica_is_raised_when_all_have_ended() -> None:
     replicas.close()
 
 
-def test_a_small_batch_leaves_replicas_without_samples() -> None:
+def test_replicas_without_samples_contribute_no_gradient() -> None:
     model, alone = Net(), Net()
     replicas = Replicas(model, ["@numpy"] * 3)
     part = chainer.dataset.concat_examples(samples(32)[:1])
@@ -177,7 +179,7 @@ def test_a_small_batch_leaves_replicas_without_samples() -> None:
     replicas.close()
 
 
-def test_bad_arguments(tmp_path: Any) -> None:
+def test_replicas_with_bad_arguments_raise(tmp_path: Any) -> None:
     with pytest.raises(InvalidArgumentError, match=r"op is 'max' \(expected 'avg' or 'sum'"):
         Replicas(Net(), ["@numpy"], op="max")
     with pytest.raises(InvalidArgumentError, match="no devices"):

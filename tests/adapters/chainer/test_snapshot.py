@@ -1,4 +1,4 @@
-"""Snapshots of a distributed run, and going on from them on the same and on other ranks."""
+"""Snapshots of a distributed run, resumed on the same and on other numbers of ranks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.support.chainer_ranks import on, run
 
 
 class Net(Model):
-    """With statistics of this rank's batches, and random numbers of its own."""
+    """A model with batch statistics and dropout that differ from rank to rank."""
 
     def __init__(self, plain: bool) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ def trainer_of(comm: Any, steps: int, out: str, kind: str) -> Any:
 
 def state_of(trainer: Any) -> dict[str, bytes]:
     found = chainer.serializers.npz.serialize(trainer)
-    # But for times, and for extensions that only one of the runs has.
+    # Times are left out, and so are extensions that only one of the runs has.
     return {
         name: np.asarray(value).tobytes()
         for name, value in found.items()
@@ -78,7 +78,7 @@ def state_of(trainer: Any) -> dict[str, bytes]:
 
 
 def whole(comm: Any, out: str, kind: str) -> Any:
-    """Train five steps, a snapshot after the third; return what there is at the end."""
+    """Train five steps with a snapshot after the third; return the state at the end."""
     trainer = trainer_of(comm, 5, out, kind)
     trainer.extend(MultiNodeSnapshot(comm), trigger=(3, "iteration"))
     trainer.run()
@@ -96,7 +96,9 @@ def resumed(comm: Any, out: str, kind: str) -> Any:
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("kind", ["sharded", "scattered"])
-def test_as_many_ranks_go_on_with_the_same_bits(size: int, kind: str, tmp_path: Path) -> None:
+def test_snapshot_on_same_number_of_ranks_resumes_exactly(
+    size: int, kind: str, tmp_path: Path
+) -> None:
     expected = run(f"shm-{size}", whole, str(tmp_path / "out"), kind)
     found = run(f"shm-{size}", resumed, str(tmp_path / "out"), kind)
     for rank in range(size):
@@ -104,10 +106,10 @@ def test_as_many_ranks_go_on_with_the_same_bits(size: int, kind: str, tmp_path: 
         for name, value in expected[rank].items():
             assert found[rank][name] == value, (rank, name)
     mean = "updater/model:main/norm/avg_mean"
-    assert expected[0][mean] != expected[1][mean], "nothing was the ranks' own"
+    assert expected[0][mean] != expected[1][mean], "both ranks have the same statistics"
 
 
-def test_another_number_of_ranks_goes_on(tmp_path: Path) -> None:
+def test_snapshot_on_other_number_of_ranks_resumes(tmp_path: Path) -> None:
     out = str(tmp_path / "out")
     expected = run("shm-2", whole, out, "plain")[0]
     for size in (1, 4):
@@ -121,7 +123,7 @@ def test_another_number_of_ranks_goes_on(tmp_path: Path) -> None:
                     np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12, err_msg=name)
 
 
-def test_shards_of_another_number_of_ranks_are_refused(tmp_path: Path) -> None:
+def test_snapshot_with_shards_of_other_number_of_ranks_raises(tmp_path: Path) -> None:
     out = str(tmp_path / "out")
     run("shm-2", whole, out, "scattered")
     run("shm-4", refused, out)
@@ -135,7 +137,7 @@ def refused(comm: Any, out: str) -> None:
     assert trainer.updater.iteration == 0
 
 
-def test_chainer_reads_the_file(tmp_path: Path) -> None:
+def test_snapshot_file_loads_in_plain_chainer(tmp_path: Path) -> None:
     expected = run("shm-2", whole, str(tmp_path), "sharded")[0]
     net = Net(plain=False)
     file = str(tmp_path / "snapshot_iter_3")
@@ -148,7 +150,7 @@ def test_chainer_reads_the_file(tmp_path: Path) -> None:
 # -- files ----------------------------------------------------------------------------------------
 
 
-def test_the_newest_is_loaded_by_itself_and_old_ones_are_removed(tmp_path: Path) -> None:
+def test_autoload_takes_newest_snapshot_and_removes_old_files(tmp_path: Path) -> None:
     out = str(tmp_path / "out")
     assert run("shm-2", auto, out, 4) == [(0, 4)] * 2
     assert sorted(each.name for each in (tmp_path / "out").glob("snap*")) == ["snap-3", "snap-4"]
@@ -172,7 +174,7 @@ def auto(comm: Any, out: str, steps: int) -> Any:
 
 
 @on("shm-2")
-def test_a_write_that_fails_leaves_the_old_file(comm: Any, tmp_path: Path) -> None:
+def test_failed_snapshot_write_keeps_old_file(comm: Any, tmp_path: Path) -> None:
     net, path = L.Linear(3, 3), tmp_path / "state"
     save_snapshot(path, net, comm)
     before = path.read_bytes()
@@ -188,7 +190,7 @@ def test_a_write_that_fails_leaves_the_old_file(comm: Any, tmp_path: Path) -> No
 
 
 @on("shm-2")
-def test_what_cannot_be_read_is_an_error_on_all_ranks(comm: Any, tmp_path: Path) -> None:
+def test_unreadable_snapshot_raises_on_all_ranks(comm: Any, tmp_path: Path) -> None:
     (tmp_path / "broken").write_bytes(b"PK\x03\x04 and no more")
     save_snapshot(tmp_path / "good", L.Linear(3, 3), comm)
     for name, columns, text in (

@@ -1,4 +1,7 @@
-"""Chainer links computed in pieces, in turn and over ranks: beside training/splits/test_cuts.py."""
+"""Chainer links computed in pieces, sequentially and over ranks.
+
+training/splits/test_cuts.py has the tests that all frameworks share.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +24,13 @@ from collective.testing import run_ranks
 from tests.support.split_frameworks import CLOSE, far
 from tests.support.split_models_chainer import outcome
 
-# -- in turn ---------------------------------------------------------------------------------
+# -- pieces computed sequentially ------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", ["bilinear", "nearest"])
 @pytest.mark.parametrize("corners", [True, False])
-def test_images_are_resized(mode: str, corners: bool) -> None:
-    def resize(x: Any) -> Any:  # which Chainer does in single precision only
+def test_split_resize_images_equals_whole(mode: str, corners: bool) -> None:
+    def resize(x: Any) -> Any:  # Chainer resizes in single precision only
         return F.resize_images(x * x, (15, 23), mode=mode, align_corners=corners)
 
     link = chainer.Sequential(resize)
@@ -37,13 +40,13 @@ def test_images_are_resized(mode: str, corners: bool) -> None:
     assert not split.joined
 
 
-def test_mirrored_padding_has_chainers_gradient() -> None:
+def test_split_edge_padding_has_chainer_gradient() -> None:
     link = chainer.Sequential(lambda x: F.pad(F.relu(x), ((0, 0), (0, 0), (2, 1), (1, 1)), "edge"))
     x = np.random.RandomState(1).randn(1, 2, 9, 13)
     assert far(outcome(link, x, Split(link, data=(4,))), outcome(link, x, link)) < CLOSE
 
 
-def test_the_array_of_a_cut_variable_is_the_whole() -> None:
+def test_array_of_split_variable_is_whole() -> None:
     class Peeking(chainer.Chain):
         def forward(self, x: Any) -> Any:
             return F.relu(x) * float(F.relu(x).array.sum())
@@ -52,10 +55,10 @@ def test_the_array_of_a_cut_variable_is_the_whole() -> None:
     np.testing.assert_allclose(Split(Peeking(), data=(3,))(x).array, Peeking()(x).array)
 
 
-# -- what it tells ---------------------------------------------------------------------------
+# -- memory reports and precision ------------------------------------------------------------
 
 
-def test_memory_report_counts_what_is_kept() -> None:
+def test_memory_report_counts_kept_activations() -> None:
     link = chainer.Sequential(L.Convolution2D(1, 8, 3), F.relu, L.Convolution2D(8, 8, 3), F.relu)
     x = np.random.randn(1, 1, 32, 32).astype(np.float32)
     report = Split(link, data=(4,)).memory_report(x)
@@ -69,23 +72,23 @@ def test_memory_report_counts_what_is_kept() -> None:
     [L.BatchNormalization, lambda channels: L.GroupNormalization(4, channels)],
     ids=["batch", "group"],
 )
-def test_a_normalisation_in_turn_keeps_its_input_alone(norm: Callable[[int], Any]) -> None:
+def test_split_normalisation_keeps_only_its_input(norm: Callable[[int], Any]) -> None:
     link = chainer.Sequential(
         *(L.Convolution2D(1, 8, 3, pad=1), norm(8), F.relu, L.Convolution2D(8, 1, 3, pad=1))
     )
     x = np.random.randn(1, 1, 64, 64).astype(np.float32)
     report = Split(link, data=(8,)).memory_report(x)
     assert not report.joined
-    # The numbers a channel or a sample are some hundred bytes.
+    # The statistics per channel or sample take some hundred bytes.
     assert sum(report.split.values()) == pytest.approx(8 * 64 * 64 * 4, abs=2000)
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_sums_of_half_precision_are_single(size: int) -> None:
+def test_split_half_precision_sums_use_single_precision(size: int) -> None:
     with chainer.using_config("dtype", chainer.mixed16):
         link = L.BatchNormalization(4)
     x = (np.random.RandomState(0).randn(2, 4, 64, 64) + 10).astype(np.float16)
-    expected = link(x).array  # the sum of a channel is more than half precision has numbers for
+    expected = link(x).array  # the sum over a channel overflows half precision
     found = [Split(link, data=(4,))(x).array] if size == 1 else run_ranks(size, _normalised, x)
     for each in found:
         assert each.dtype == np.float16
@@ -97,23 +100,23 @@ def _normalised(comm: collective.Communicator, x: Any) -> Any:
         return Split(L.BatchNormalization(4), data=(comm.size,), comm=comm)(x).array
 
 
-# -- what is refused -------------------------------------------------------------------------
+# -- errors ----------------------------------------------------------------------------------
 
 
-def test_a_split_within_a_split() -> None:
+def test_split_within_split_raises_unsupported_error() -> None:
     link = chainer.Sequential(Split(L.Convolution2D(1, 1, 3)))
     with pytest.raises(collective.UnsupportedError, match=r"/0 is a Split.*in one call"):
         Split(link, data=(2,))
 
 
-def test_what_is_no_link() -> None:
+def test_split_of_function_raises_invalid_argument_error() -> None:
     with pytest.raises(
         collective.InvalidArgumentError, match=r"function \(expected a chainer\.Link"
     ):
         Split(F.relu, data=(2,))
 
 
-def test_functions_elsewhere_are_chainers_own() -> None:
+def test_split_restores_function_node_apply() -> None:
     own = chainer.FunctionNode.apply
     Split(L.Convolution2D(1, 1, 3), data=(2,))(np.ones((1, 1, 8, 8), np.float32))
     assert chainer.FunctionNode.apply is own

@@ -1,4 +1,4 @@
-"""What a Trainer has of several processes: the updater, the evaluator, against one process."""
+"""The updater and the evaluator of several processes, compared with a Trainer on one process."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def model() -> Any:
 
 
 class InOrder(SerialIterator):
-    """The samples in the order of all ranks' ``ShardedIterator``, in one process."""
+    """An iterator for one process, in the order of all ranks' ``ShardedIterator`` together."""
 
     def __init__(self, dataset: Any, batch: int) -> None:
         self._all = ShardedIterator(range(len(dataset)), batch, (0, 1), seed=7)
@@ -89,7 +89,7 @@ def trained(comm: Any, out: str, mean: bool = True) -> Any:
 @pytest.mark.parametrize(
     "world", ["shm-2", "threads-4", pytest.param("mpi-2", marks=needs("mpich"))]
 )
-def test_a_trainer_reports_what_one_process_does(world: str, tmp_path: Path) -> None:
+def test_trainer_reports_equal_one_process(world: str, tmp_path: Path) -> None:
     expected, log = trained_alone(tmp_path / "alone")
     for net, *others in run(world, trained, str(tmp_path / "together")):
         assert others == [0.01 * 0.5**11, 4, 11, 4]
@@ -103,7 +103,7 @@ def test_a_trainer_reports_what_one_process_does(world: str, tmp_path: Path) -> 
 
 @on("shm-2")
 @pytest.mark.parametrize("mean", [True, False])
-def test_observations_are_this_ranks_unless_asked_for(comm: Any, mean: bool) -> None:
+def test_updater_observations_are_averaged_only_on_request(comm: Any, mean: bool) -> None:
     net = model()
     optimizer = create_multi_node_optimizer(chainer.optimizers.SGD(), comm).setup(net)
     iterator = ShardedIterator(samples(22), 4, comm)
@@ -116,7 +116,7 @@ def test_observations_are_this_ranks_unless_asked_for(comm: Any, mean: bool) -> 
 
 
 @on("shm-2")
-def test_shards_of_different_lengths_are_refused(comm: Any) -> None:
+def test_updater_with_uneven_shards_raises_mismatch_error(comm: Any) -> None:
     net = model()
     optimizer = create_multi_node_optimizer(chainer.optimizers.SGD(), comm).setup(net)
     shard = scatter_dataset(samples(23), comm)
@@ -127,7 +127,7 @@ def test_shards_of_different_lengths_are_refused(comm: Any) -> None:
     MultiNodeUpdater(SerialIterator(padded, 4), optimizer, comm).update()
 
 
-def test_an_optimizer_that_steps_alone_is_refused() -> None:
+def test_updater_with_plain_optimizer_raises() -> None:
     with collective.init() as comm:
         optimizer = chainer.optimizers.SGD().setup(model())
         with pytest.raises(InvalidArgumentError, match="'main' is a SGD that steps by itself"):
@@ -140,7 +140,7 @@ WORLDS = ["threads-4", "shm-2"]
 
 
 class Target(chainer.Link):
-    """Reports a mean; a mean over some of the samples, with their number; and texts."""
+    """A link that reports a mean, a mean of some samples with their number, and an array."""
 
     def forward(self, x: Any) -> Any:
         assert not chainer.config.train
@@ -172,7 +172,7 @@ def evaluated(comm: Any, count: int, batch: int, iterator: str) -> Any:
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("count", [3, 13, 32])
 @pytest.mark.parametrize("iterator", ["sharded", "scattered"])
-def test_means_are_exact_on_uneven_shards(world: str, count: int, iterator: str) -> None:
+def test_evaluator_means_are_exact_on_uneven_shards(world: str, count: int, iterator: str) -> None:
     data = values(count)
     found = run(world, evaluated, count, 4, iterator)
     assert all(each == found[0] for each in found)
@@ -182,7 +182,7 @@ def test_means_are_exact_on_uneven_shards(world: str, count: int, iterator: str)
 
 
 @on(*WORLDS)
-def test_no_samples_at_all(comm: Any) -> None:
+def test_evaluator_without_samples_returns_empty_report(comm: Any) -> None:
     assert evaluated(comm, 0, 4, "scattered") == {}
 
 
@@ -193,7 +193,7 @@ class Strange(chainer.Link):
 
 
 @on(*WORLDS)
-def test_infinities_and_nan(comm: Any) -> None:
+def test_evaluator_reports_infinity_and_nan(comm: Any) -> None:
     it = ShardedIterator(np.arange(comm.size), 1, comm, repeat=False, shuffle=False)
     found = create_multi_node_evaluator(Evaluator(it, Strange()), comm)()
     assert math.isnan(found["main/nan"])
@@ -205,14 +205,16 @@ class Own(Evaluator):
         return {}
 
 
-def test_an_evaluate_of_its_own_is_refused() -> None:
+def test_evaluator_with_custom_evaluate_raises() -> None:
     with collective.init() as comm:
         it = SerialIterator([1], 1, repeat=False)
         with pytest.raises(InvalidArgumentError, match=r"Own has an evaluate\(\) of its own"):
             create_multi_node_evaluator(Own(it, Target()), comm)
 
 
-def test_hooks_functions_and_the_progress_bar(capsys: pytest.CaptureFixture[str]) -> None:
+def test_evaluator_calls_hooks_functions_and_progress_bar(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     seen = []
     with collective.init() as comm:
         it = SerialIterator([{"x": 1.0}, {"x": 3.0}], 2, repeat=False)

@@ -47,7 +47,7 @@ def test_optimizer_trains_as_one_process(pool: RankPool, way: str) -> None:
 
 
 def test_dense_layer_gradients_are_computed_in_buckets(pool: RankPool) -> None:
-    test = test_chainer_optimizer.test_gradients_of_dense_layers_are_computed_in_their_buckets
+    test = test_chainer_optimizer.test_dense_layer_gradients_are_computed_in_buckets
     pool.run(test.program)
 
 
@@ -88,8 +88,8 @@ def test_snapshot_resumes_training_exactly(pool: RankPool, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     "check",
     [
-        test_chainermn_calls.test_messages_of_one_array_and_of_several,
-        test_chainermn_calls.test_objects,
+        test_chainermn_calls.test_send_and_recv_carry_single_array_and_tuple,
+        test_chainermn_calls.test_object_collectives_return_equal_objects,
         test_chainermn_gradients.test_multi_node_mean_grad_averages_gradients,
         test_chainermn_gradients.test_double_buffering_applies_mean_one_step_late,
         test_chainermn_training.test_training_on_shards_equals_training_on_one_rank,

