@@ -1,4 +1,4 @@
-"""Modules called in parallel, a thread each."""
+"""Modules called in parallel, each in a thread."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from collective.errors import InvalidArgumentError  # noqa: E402
 
 
 class CodedError(Exception):
-    """With a constructor of its own, as many libraries' errors."""
+    """An exception whose constructor needs more than a message, as in many libraries."""
 
     def __init__(self, code, *, hint):
         super().__init__(f"code {code}")
@@ -43,11 +43,11 @@ def fine(*args):
     return args
 
 
-def test_each_module_has_its_arguments_and_a_thread():
+def test_parallel_apply_calls_each_module_in_own_thread():
     meeting = threading.Barrier(3)
 
     def call(*args, **kwargs):
-        meeting.wait(timeout=10)  # nobody gets by unless all three run at once
+        meeting.wait(timeout=10)  # passes only if all three calls run at once
         return args, kwargs, threading.current_thread().name
 
     found = parallel_apply([call] * 3, [(1, 2), [3], "one"], [{"a": 1}, None, {}])
@@ -58,7 +58,7 @@ def test_each_module_has_its_arguments_and_a_thread():
     ]
 
 
-def test_one_module_alone_is_called_in_the_callers_thread():
+def test_parallel_apply_of_single_module_uses_calling_thread():
     def call():
         return threading.current_thread()
 
@@ -90,19 +90,19 @@ def state():
     ],
     ids="grad no_grad inference bfloat16 float16".split(),
 )
-def test_threads_have_the_callers_state(entered):
+def test_parallel_apply_threads_inherit_torch_modes(entered):
     with entered():
         expected = state()
         assert parallel_apply([state] * 2, [(), ()]) == [expected] * 2
     assert parallel_apply([state] * 2, [(), ()]) == [state()] * 2
 
 
-def test_grad_mode_inside_of_inference_mode_is_carried():
+def test_parallel_apply_threads_inherit_grad_mode_in_inference_mode():
     with torch.inference_mode(), torch.enable_grad():
         assert parallel_apply([state] * 2, [(), ()]) == [state()] * 2
 
 
-def test_context_variables_are_carried_and_not_shared():
+def test_parallel_apply_threads_copy_context_variables():
     variable = contextvars.ContextVar("variable", default="none")
     variable.set("mine")
 
@@ -115,7 +115,7 @@ def test_context_variables_are_carried_and_not_shared():
     assert variable.get() == "mine"
 
 
-def test_an_exception_tells_the_replica_and_where_it_broke():
+def test_parallel_apply_error_names_replica_and_location():
     with pytest.raises(ValueError, match=r"^replica 1 of 3 on cpu: bad$") as caught:
         parallel_apply(
             [fine, raising(ValueError("bad")), raising(KeyError("later"))], [torch.ones(1)] * 3
@@ -136,15 +136,15 @@ def test_an_exception_tells_the_replica_and_where_it_broke():
     ],
     ids=lambda given: type(given).__name__,
 )
-def test_the_type_of_an_exception_is_kept(error, text):
+def test_parallel_apply_error_keeps_type(error, text):
     with pytest.raises(type(error)) as caught:
         parallel_apply([raising(error), fine], [(), ()])
     assert type(caught.value) is type(error)
     assert caught.value.args == (text,)
-    assert error.args != (text,)  # the module's own object is as it was
+    assert error.args != (text,)  # the exception object that the module raised is unchanged
 
 
-def test_the_attributes_and_the_cause_of_an_exception_are_kept():
+def test_parallel_apply_error_keeps_attributes_and_cause():
     error = CodedError(7, hint="try less")
     error.__cause__ = OSError("disk")
     with pytest.raises(CodedError, match="replica 0 of 2: code 7") as caught:
@@ -163,7 +163,7 @@ def test_the_attributes_and_the_cause_of_an_exception_are_kept():
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_an_exception_that_is_no_plain_text_is_raised_as_it_is_with_a_note(error):
+def test_parallel_apply_error_with_custom_text_gets_note(error):
     before = str(error), error.args
     with pytest.raises(type(error)) as caught:
         parallel_apply([fine, raising(error)], [(), ()])
@@ -172,7 +172,7 @@ def test_an_exception_that_is_no_plain_text_is_raised_as_it_is_with_a_note(error
     assert error.__notes__ == ["replica 1 of 2"]
 
 
-def test_all_have_ended_before_an_exception_is_raised():
+def test_parallel_apply_raises_after_all_modules_have_ended():
     ended = []
 
     def slow():
@@ -185,7 +185,7 @@ def test_all_have_ended_before_an_exception_is_raised():
     assert not [t for t in threading.enumerate() if t.name.startswith("replica-")]
 
 
-def test_an_exception_that_was_handled_leaves_nothing_behind():
+def test_parallel_apply_handled_error_leaves_no_references():
     kept = []
 
     def broken(x):
@@ -202,14 +202,14 @@ def test_an_exception_that_was_handled_leaves_nothing_behind():
         gc.enable()
 
 
-def test_one_object_raised_twice_does_not_gather_prefixes():
+def test_parallel_apply_error_raised_twice_has_single_prefix():
     error = ValueError("bad")
     for _ in range(2):
         with pytest.raises(ValueError, match=r"^replica 0 of 2: bad$"):
             parallel_apply([raising(error), raising(error)], [(), ()])
 
 
-def test_lists_of_different_lengths_are_refused():
+def test_parallel_apply_with_lists_of_different_lengths_raises():
     for options in ({"inputs": [()]}, {"kwargs": [{}]}, {"devices": ["cpu"]}):
         with pytest.raises(InvalidArgumentError, match=f"1 {next(iter(options))} for 2 modules"):
             parallel_apply([fine] * 2, **{"inputs": [(), ()], **options})

@@ -1,4 +1,4 @@
-"""Copies and pickles of ``DistributedDataParallel``: they train, and the original is as it was."""
+"""Copies and pickles of ``DistributedDataParallel``: they train and leave the original alone."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ two = ranks_of(("threads", 2), ("shm", 2))
 
 def _model() -> nn.Module:
     layers = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 2))
-    generator = torch.Generator().manual_seed(5)  # ranks that are threads share PyTorch's own
+    generator = torch.Generator().manual_seed(5)  # thread ranks share PyTorch's default generator
     with torch.no_grad():
         for parameter in layers.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator) / 3)
@@ -36,7 +36,7 @@ def _batch(rank: int, step: int = 0) -> torch.Tensor:
 
 
 def _gradients(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
-    """Return what one pass adds to nothing."""
+    """Return the gradients of one backward pass, starting from none."""
     model.zero_grad()
     (model(x) ** 2).mean().backward()
     return [parameter.grad.clone() for parameter in model.parameters()]
@@ -65,14 +65,14 @@ def _loaded(data: bytes) -> Any:
 
 
 def _trained(comm: Communicator) -> DistributedDataParallel:
-    """Return a wrapper that has gradients in memory of the transport's."""
+    """Return a wrapper whose gradients are in the transport's memory."""
     model = DistributedDataParallel(_model(), comm)
     _gradients(model, _batch(comm.rank))
     return model
 
 
 @on_ranks("two")
-def test_ddp_deepcopy_has_parameters_of_its_own(comm: Communicator) -> None:
+def test_ddp_deepcopy_has_separate_parameters(comm: Communicator) -> None:
     model = _trained(comm)
     twin = copy.deepcopy(model)
     assert list(twin.state_dict()) == list(model.state_dict())
@@ -88,21 +88,21 @@ def test_ddp_deepcopy_has_parameters_of_its_own(comm: Communicator) -> None:
 
 @pytest.mark.parametrize("saved", [False, True], ids=["deepcopy", "save and load"])
 @on_ranks("two")
-def test_ddp_copy_averages_its_own_gradients(comm: Communicator, saved: bool) -> None:
+def test_ddp_copy_averages_separate_gradients(comm: Communicator, saved: bool) -> None:
     model = _trained(comm)
     theirs = [parameter.grad.clone() for parameter in model.parameters()]
     twin = _loaded(_saved(model)) if saved else copy.deepcopy(model)
     if saved:
         twin.rebind(comm)
     found = _gradients(twin, _batch(comm.rank, 1))
-    for mine in found:  # the same bits on both ranks, whose batches differ
+    for mine in found:  # both ranks have identical gradients although their batches differ
         assert torch.equal(*comm.all_gather(mine[None]))
     assert _equal([parameter.grad for parameter in model.parameters()], theirs)
     assert _equal(found, _gradients(model, _batch(comm.rank, 1)))
 
 
 @on_ranks("two")
-def test_ddp_original_goes_on_with_the_same_bits(comm: Communicator) -> None:
+def test_ddp_original_trains_identically_after_copy(comm: Communicator) -> None:
     weights = []
     for copies in (False, True):
         model = DistributedDataParallel(_model(), comm)
@@ -117,7 +117,7 @@ def test_ddp_original_goes_on_with_the_same_bits(comm: Communicator) -> None:
 
 
 @on_ranks("two")
-def test_ddp_is_copied_and_saved_by_one_rank_alone(comm: Communicator) -> None:
+def test_ddp_copy_and_save_need_no_other_rank(comm: Communicator) -> None:
     model = _trained(comm)
     if comm.rank == 0:
         copies = [copy.deepcopy(model), _loaded(_saved(model)), AveragedModel(model)]
@@ -131,7 +131,7 @@ def test_ddp_is_copied_and_saved_by_one_rank_alone(comm: Communicator) -> None:
 
 
 @on_ranks("two")
-def test_ddp_averaged_model_is_that_of_the_bare_module(comm: Communicator) -> None:
+def test_ddp_averaged_model_equals_that_of_bare_module(comm: Communicator) -> None:
     model = DistributedDataParallel(_model(), comm)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     wrapped, bare = AveragedModel(model), AveragedModel(model.module)
@@ -154,7 +154,7 @@ def test_ddp_frozen_copy_makes_no_call(comm: Communicator) -> None:
 
 
 @on_ranks("two")
-def test_ddp_copy_adds_up_alone_within_no_sync(comm: Communicator) -> None:
+def test_ddp_copy_accumulates_locally_within_no_sync(comm: Communicator) -> None:
     twin = copy.deepcopy(_trained(comm))
     with twin.no_sync():
         alone = _gradients(twin, _batch(comm.rank, 1))
@@ -165,7 +165,7 @@ def test_ddp_copy_adds_up_alone_within_no_sync(comm: Communicator) -> None:
 
 
 @on_ranks("two")
-def test_ddp_copied_within_no_sync_reduces(comm: Communicator) -> None:
+def test_ddp_copy_made_within_no_sync_reduces(comm: Communicator) -> None:
     model = _trained(comm)
     with model.no_sync():
         twin = copy.deepcopy(model)
@@ -173,7 +173,7 @@ def test_ddp_copied_within_no_sync_reduces(comm: Communicator) -> None:
 
 
 @on_ranks("two")
-def test_ddp_shallow_copy_shares_the_gradients(comm: Communicator) -> None:
+def test_ddp_shallow_copy_shares_gradients(comm: Communicator) -> None:
     model = _trained(comm)
     twin = copy.copy(model)
     assert _equal(_gradients(twin, _batch(comm.rank)), _gradients(model, _batch(comm.rank)))
@@ -184,7 +184,7 @@ def _averaged(comm: Communicator) -> tuple[bytes, list[torch.Tensor]]:
     return _saved(model), _gradients(model, _batch(comm.rank))
 
 
-def test_ddp_loaded_without_ranks_computes_as_the_bare_module(two: RankPool) -> None:
+def test_ddp_loaded_without_ranks_computes_as_bare_module(two: RankPool) -> None:
     data, _ = two.run(_averaged)[0]
     model = _loaded(data)
     with model.join():
@@ -195,14 +195,14 @@ def test_ddp_loaded_without_ranks_computes_as_the_bare_module(two: RankPool) -> 
 
 
 @on_ranks("two")
-def test_ddp_loaded_averages_over_the_current_communicator(comm: Communicator) -> None:
+def test_ddp_loaded_averages_over_current_communicator(comm: Communicator) -> None:
     data, wanted = _averaged(comm)
     set_current(comm)
     assert _equal(_gradients(_loaded(data), _batch(comm.rank)), wanted)
 
 
 @on_ranks("two")
-def test_ddp_copy_reduces_by_the_same_function(comm: Communicator) -> None:
+def test_ddp_copy_uses_same_reduce_function(comm: Communicator) -> None:
     def double(bucket: Any) -> None:
         comm.all_reduce(bucket.array, op="sum", out=bucket.array)
 

@@ -1,4 +1,4 @@
-"""PyTorch's differentiable collectives."""
+"""Differentiable collectives of the PyTorch adapter."""
 
 from __future__ import annotations
 
@@ -57,29 +57,29 @@ class Torch(Tape):
 TAPE = Torch()
 
 
-# Alone torch's own checks do that, below.
+# For one rank, torch's own gradcheck does this below.
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("name", [*CASES, *FIRST_ONLY])
-def test_the_gradient_is_that_of_all_results_by_all_inputs(name: str, size: int) -> None:
+def test_collective_jacobian_equals_finite_differences(name: str, size: int) -> None:
     run_ranks(size, TAPE.check_jacobians, name, 1)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_gradient_of_the_gradient_is_right_as_well(name: str) -> None:
+def test_collective_second_derivative_equals_finite_differences(name: str) -> None:
     run_ranks(2, TAPE.check_jacobians, name, 2)
 
 
 @on_ranks("three")
-def test_the_gradient_of_the_gradient_is_right_along_a_direction(comm: Any) -> None:
+def test_collective_second_derivative_along_direction_is_right(comm: Any) -> None:
     TAPE.check_directions(comm)
 
 
 @pytest.mark.parametrize("name", ["all_reduce prod", "reduce prod", "ring", "broadcast"])
-def test_third_derivatives_are_right(name: str) -> None:
+def test_collective_third_derivative_equals_finite_differences(name: str) -> None:
     run_ranks(2, TAPE.check_jacobians, name, 3)
 
 
-def test_the_jacobian_shows_a_wrong_adjoint(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_jacobian_check_detects_wrong_adjoint(monkeypatch: pytest.MonkeyPatch) -> None:
     right = differentiable.reduce_scatter
     monkeypatch.setattr(differentiable, "reduce_scatter", lambda *given: 2 * right(*given))
     by_backward, by_differences = run_ranks(2, TAPE.jacobians, "all_gather", 1)[0]
@@ -87,7 +87,7 @@ def test_the_jacobian_shows_a_wrong_adjoint(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_alone_torchs_own_checks_agree(name: str) -> None:
+def test_torch_gradcheck_accepts_collectives_on_one_rank(name: str) -> None:
     def check(comm: Any) -> None:
         x, function = TAPE.case(comm, name, 1)
         inputs = (TAPE.variable(x),)
@@ -97,11 +97,11 @@ def test_alone_torchs_own_checks_agree(name: str) -> None:
     run_ranks(1, check)
 
 
-# -- what a rank has to do for the others ---------------------------------------------------
+# -- backward passes on ranks that need no gradient -----------------------------------------
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_ties_and_all_ops_are_as_torch_has_them_on_stacked_tensors(op: str) -> None:
+def test_all_reduce_gradient_equals_torch_on_stacked_tensors(op: str) -> None:
     rows = torch.tensor([[1.0, 2.0, 0.0], [1.0, 3.0, 0.0], [0.5, 3.0, 4.0]])
     folds = {
         "sum": lambda x: x.sum(0),
@@ -122,7 +122,7 @@ def test_ties_and_all_ops_are_as_torch_has_them_on_stacked_tensors(op: str) -> N
 
 
 @on_ranks("two", call_timeout=5)
-def test_a_rank_whose_tensor_is_frozen_takes_part_in_the_others_backward(comm: Any) -> None:
+def test_backward_with_frozen_tensor_on_rank_completes(comm: Any) -> None:
     x = torch.full((2,), comm.rank + 1.0, requires_grad=comm.rank == 0)
     for call in (F.all_reduce, F.all_gather, F.reduce, F.all_to_all, F.broadcast, F.gather):
         (call(x, comm) * (comm.rank + 1)).sum().backward()
@@ -134,7 +134,7 @@ def test_a_rank_whose_tensor_is_frozen_takes_part_in_the_others_backward(comm: A
 
 
 @on_ranks("two")
-def test_off_the_root_and_for_the_sender_there_is_a_delegate_that_carries_the_graph(
+def test_delegate_off_root_and_from_send_carries_graph(
     comm: Any,
 ) -> None:
     x = torch.ones(3, dtype=torch.float16, requires_grad=True)
@@ -145,7 +145,7 @@ def test_off_the_root_and_for_the_sender_there_is_a_delegate_that_carries_the_gr
 
 
 @on_ranks("two")
-def test_without_gradients_nothing_is_recorded(comm: Any) -> None:
+def test_collective_without_gradients_records_no_graph(comm: Any) -> None:
     x = torch.ones(2, requires_grad=True)
     with torch.no_grad():
         found = [F.all_reduce(x, comm), F.all_reduce(x, comm, "max"), F.broadcast(x, comm)]
@@ -156,7 +156,7 @@ def test_without_gradients_nothing_is_recorded(comm: Any) -> None:
     assert [y.requires_grad for y in found] == [False] * 6
 
 
-def test_results_are_new_tensors_even_at_the_root_and_alone() -> None:
+def test_collective_result_never_aliases_input() -> None:
     def program(comm: Any) -> None:
         x = torch.ones(2)
         for call in (F.all_reduce, F.reduce, F.broadcast, F.all_gather, F.gather, F.scatter):
@@ -169,14 +169,14 @@ def test_results_are_new_tensors_even_at_the_root_and_alone() -> None:
 
 
 @on_ranks("two", call_timeout=5)
-def test_backward_calls_run_in_the_reverse_order_of_creation_on_every_rank(comm: Any) -> None:
+def test_backward_calls_run_in_reverse_order_on_every_rank(comm: Any) -> None:
     spy: Any = Spy(comm)
     x = torch.ones(4, requires_grad=True)
     a = F.all_reduce(x, spy)
     b = F.all_gather(x * 2, spy, counts=[4] * comm.size)
     c = F.scatter(x * 3, spy)
     d = F.all_to_all(b, spy, recv_counts=[4] * comm.size)
-    # The same loss; the ranks come to it by different ways, and at different depths.
+    # The loss is the same, but the ranks add its parts in different orders and at different depths.
     parts = [a.sum(), b.sum(), (c * 1 * 1 * 1).sum(), d.sum()]
     loss = parts[2] + parts[0] + parts[3] + parts[1] if comm.rank else sum(parts)
     spy.called.clear()
@@ -186,7 +186,7 @@ def test_backward_calls_run_in_the_reverse_order_of_creation_on_every_rank(comm:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
 @on_ranks("two")
-def test_gradients_have_the_dtype_and_layout_of_the_input(comm: Any, dtype: Any) -> None:
+def test_gradient_has_dtype_and_shape_of_input(comm: Any, dtype: Any) -> None:
     x = torch.ones(3, 2, dtype=dtype).t().requires_grad_()
     y = F.all_gather(F.all_reduce(x, comm, "avg"), comm, 1)
     (y.abs() ** 2).sum().backward()
@@ -194,7 +194,7 @@ def test_gradients_have_the_dtype_and_layout_of_the_input(comm: Any, dtype: Any)
     torch.testing.assert_close(x.grad, torch.full((2, 3), 4, dtype=dtype))
 
 
-# -- what is refused ------------------------------------------------------------------------
+# -- errors ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -218,9 +218,7 @@ def test_gradients_have_the_dtype_and_layout_of_the_input(comm: Any, dtype: Any)
     ],
 )
 @on_ranks("two", call_timeout=5)
-def test_bad_arguments_are_refused_before_anything_is_sent(
-    comm: Any, error: Any, call: Any
-) -> None:
+def test_bad_arguments_raise_before_communication(comm: Any, error: Any, call: Any) -> None:
     with pytest.raises(error):
         call(comm)
     assert F.all_reduce(torch.ones(()), comm).item() == 2

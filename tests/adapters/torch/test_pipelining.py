@@ -1,4 +1,4 @@
-"""torch.distributed.pipelining, unmodified, over our transports: the gradients of one process."""
+"""Unmodified torch.distributed.pipelining over our transports, compared with one process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.mpi_launches import ROOT, mpirun, needs, warm_python_of  # no
 from tests.support.torch_groups import run_in_group  # noqa: E402
 
 WIDTH, SAMPLES, MICROBATCHES, CLOSE = 24, 16, 4, 1e-12
-# How many stages a rank has; torch's schedules for several take a list of them.
+# The number of stages per rank; torch's schedules for several stages take a list of them.
 SCHEDULES = {"GPipe": 1, "1F1B": 1, "Interleaved1F1B": 2, "InterleavedZeroBubble": 2}
 
 
@@ -34,7 +34,7 @@ def batch() -> tuple[Any, Any]:
 
 
 def step(rank: int, size: int, name: str) -> Any:
-    """Return the gradients of this rank's stages by their number, and the losses on the last."""
+    """Return the gradients of this rank's stages by stage number, and the last stage's losses."""
     each = SCHEDULES[name]
     modules = stages(each * size)
     mine = [
@@ -74,7 +74,7 @@ def check(found: list[Any], name: str) -> None:
 
 @pytest.mark.parametrize("transport", ["shm", "gloo"])
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_gradients_of_a_pipeline(name: str, transport: str) -> None:
+def test_pipelining_schedule_equals_one_process(name: str, transport: str) -> None:
     check(run_in_group((transport, 2), step, name), name)
 
 
@@ -97,7 +97,7 @@ dist.destroy_process_group()
 
 
 @needs("mpich")
-def test_gradients_of_a_pipeline_over_mpi(tmp_path: Path) -> None:
+def test_pipelining_schedule_over_mpi_equals_one_process(tmp_path: Path) -> None:
     script = PROGRAM.replace("STORE", repr(str(tmp_path / "store")))
     variables = {"COLLECTIVE_BACKEND": "mpi", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = mpirun("mpich", 2, script, python=warm_python_of("mpich"), **variables)

@@ -1,4 +1,4 @@
-"""Messages, asynchronous calls, groups, errors and the end of a group over our transports."""
+"""Messages, asynchronous calls, groups, errors and destruction of a group over our transports."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WORLDS = [("shm", 3), ("gloo", 2)]
 
 
 @in_groups(*WORLDS)
-def test_messages(rank: int, size: int) -> None:
+def test_p2p_messages_arrive_in_order_for_each_tag(rank: int, size: int) -> None:
     after, before = (rank + 1) % size, (rank - 1) % size
     for count in (1, 100_000):
         x, out = torch.full((count, 2), 1.0 * rank), torch.zeros(2, count).t()
@@ -36,7 +36,7 @@ def test_messages(rank: int, size: int) -> None:
         for work in dist.batch_isend_irecv(ops):
             work.wait()
         assert torch.equal(out, torch.full((count, 2), 1.0 * before))
-    # In order, each tag by itself.
+    # Messages of one tag arrive in the order of sending; tags are independent of each other.
     if rank == 0:
         works = [dist.isend(torch.tensor([i]), 1, tag=i % 2) for i in range(6)]
         for work in works:
@@ -49,7 +49,7 @@ def test_messages(rank: int, size: int) -> None:
 
 
 @in_groups(*WORLDS)
-def test_all_to_all_of_one_tensor_as_input_and_output(rank: int, size: int) -> None:
+def test_all_to_all_in_place_succeeds(rank: int, size: int) -> None:
     for count in (1, 50_000):
         wanted = torch.arange(1.0 * size).repeat_interleave(count)
         single = torch.full((size * count,), 1.0 * rank)
@@ -61,8 +61,8 @@ def test_all_to_all_of_one_tensor_as_input_and_output(rank: int, size: int) -> N
 
 
 @in_groups(*WORLDS)
-def test_messages_to_oneself(rank: int, size: int) -> None:
-    # Programs that exchange with all ranks alike; NCCL carries these.
+def test_p2p_messages_to_same_rank_arrive(rank: int, size: int) -> None:
+    # Programs that treat all ranks alike send messages to their own rank; NCCL supports this.
     out, x = torch.zeros(2, 3).t(), torch.full((3, 2), 1.0 * rank)
     received = dist.irecv(out, rank, tag=3)
     for i in range(2):
@@ -89,7 +89,7 @@ def test_messages_to_oneself(rank: int, size: int) -> None:
 
 @pytest.mark.skipif(not hasattr(functional, "batch_p2p_ops_inplace"), reason="not in this torch")
 @in_groups(*WORLDS)
-def test_functional_messages(rank: int, size: int) -> None:
+def test_functional_batch_p2p_ops_exchange_values(rank: int, size: int) -> None:
     out, after, before = torch.zeros(3), (rank + 1) % size, (rank - 1) % size
     pair = [torch.full((3,), 1.0 * rank), out]
     works = functional.batch_p2p_ops_inplace(
@@ -101,15 +101,15 @@ def test_functional_messages(rank: int, size: int) -> None:
 
 
 @in_groups(*WORLDS)
-def test_what_goes_past_the_group(rank: int, size: int) -> None:
-    # C++ finds a backend beneath the group, which must do nothing that looks like success.
+def test_c10d_op_that_bypasses_group_raises(rank: int, size: int) -> None:
+    # C++ code finds a backend below the group. That backend must raise, not pretend success.
     with pytest.raises(RuntimeError, match=r"error_on_collective|does not support|No backend"):
         torch.ops.c10d.barrier(torch.empty(1), dist.group.WORLD.boxed(), [], timeout=-1)
     dist.barrier()
 
 
 @in_groups(*WORLDS)
-def test_any_source(rank: int, size: int) -> None:
+def test_recv_from_any_source_returns_sender(rank: int, size: int) -> None:
     if rank:
         dist.send(torch.tensor([10 * rank]), 0)
         return
@@ -122,8 +122,9 @@ def test_any_source(rank: int, size: int) -> None:
 
 
 @in_groups(*WORLDS)
-def test_messages_and_collectives(rank: int, size: int) -> None:
-    # Rank 1 comes to the collective only after the message that rank 0 sends after it.
+def test_p2p_message_may_overtake_async_collective(rank: int, size: int) -> None:
+    # Rank 0 starts the collective before it sends. Rank 1 joins the collective only after it has
+    # received that message.
     x, note = torch.ones(3), torch.zeros(1)
     if rank == 0:
         work = dist.all_reduce(x, async_op=True)
@@ -137,7 +138,7 @@ def test_messages_and_collectives(rank: int, size: int) -> None:
 
 
 @in_groups(*WORLDS)
-def test_works(rank: int, size: int) -> None:
+def test_async_work_reports_completion_and_result(rank: int, size: int) -> None:
     x = torch.ones(5)
     work = dist.all_reduce(x, async_op=True)
     future = work.get_future()
@@ -149,7 +150,7 @@ def test_works(rank: int, size: int) -> None:
     assert future.wait()[0] is x
     doubled = work.get_future().then(lambda done: done.value()[0] * 2)
     assert torch.equal(doubled.wait(), torch.full((5,), 2.0 * size))
-    # Of the many on their way, each comes after those before it.
+    # Calls in flight run in the order in which they were issued.
     y = torch.zeros(1)
     works = []
     for _ in range(20):
@@ -167,15 +168,15 @@ def test_works(rank: int, size: int) -> None:
 
 
 @in_groups(*WORLDS)
-def test_calls_of_callbacks(rank: int, size: int) -> None:
-    # As PowerSGD's hook does: the second call is made by the first one's callback, and waited
-    # for there, while a third is queued already.
+def test_future_callback_may_issue_collective(rank: int, size: int) -> None:
+    # PowerSGD's hook does this: the callback of the first call issues the second call and waits
+    # for it, while a third call is already queued.
     def again(done: Any) -> Any:
         return dist.all_reduce(done.value()[0], async_op=True).get_future().wait()[0]
 
     x, y = torch.ones(3), torch.full((2,), 2.0)
     if rank == 0:
-        time.sleep(0.05)  # the others have queued all of it by now
+        time.sleep(0.05)  # meanwhile the other ranks queue all their calls
     first = dist.all_reduce(x, async_op=True).get_future().then(again)
     third = dist.all_reduce(y, async_op=True)
     assert torch.equal(first.wait(), torch.full((3,), 1.0 * size * size))
@@ -184,7 +185,7 @@ def test_calls_of_callbacks(rank: int, size: int) -> None:
 
 
 @in_groups(*WORLDS)
-def test_groups(rank: int, size: int) -> None:
+def test_new_group_communicates_among_its_ranks(rank: int, size: int) -> None:
     pair = dist.new_group([0, 1])
     alone = [dist.new_group([r]) for r in range(size)]
     upside_down = dist.new_group(list(range(size)), timeout=timedelta(seconds=7))
@@ -212,7 +213,7 @@ def test_groups(rank: int, size: int) -> None:
 
 
 @in_groups(*WORLDS)
-def test_errors(rank: int, size: int) -> None:
+def test_failed_call_raises_and_group_stays_usable(rank: int, size: int) -> None:
     x, op = torch.ones(3), dist.ReduceOp.BAND
     with pytest.raises(DtypeError):
         dist.all_reduce(x, op)
@@ -226,11 +227,11 @@ def test_errors(rank: int, size: int) -> None:
         work.get_future().wait()
     with pytest.raises(TypeError, match="tensor"):
         dist.all_reduce(3)
-    dist.all_reduce(torch.ones(1))  # and the group goes on
+    dist.all_reduce(torch.ones(1))  # the group remains usable
 
 
 @in_groups(("shm", 3))
-def test_ranks_that_differ_are_told_where(rank: int, size: int) -> None:
+def test_mismatched_calls_raise_with_source_location(rank: int, size: int) -> None:
     with pytest.raises(MismatchError):
         dist.all_reduce(
             torch.ones(3, dtype=torch.int64), (dist.ReduceOp.AVG, dist.ReduceOp.SUM)[rank % 2]
@@ -242,24 +243,26 @@ def test_ranks_that_differ_are_told_where(rank: int, size: int) -> None:
 
 @pytest.mark.parametrize(("seconds", "everyone"), [(0.5, False), (0.0, True)])
 @in_groups(*WORLDS)
-def test_timeouts(rank: int, size: int, seconds: float, everyone: bool) -> None:
+def test_monitored_barrier_timeout_names_missing_ranks(
+    rank: int, size: int, seconds: float, everyone: bool
+) -> None:
     store = dist.group.WORLD.get_group_store()
     if rank:
-        store.wait(["over"])  # or rank 0 would find this one gone
+        store.wait(["over"])  # if this rank left, rank 0 would report it as gone
         return
     with pytest.raises(TimeoutError) as caught:
         dist.group.WORLD.monitored_barrier(timedelta(seconds=seconds), wait_all_ranks=everyone)
     store.set("over", "")
     others = tuple(range(1, size))
     who = f"Ranks {', '.join(map(str, others))}" if everyone else "Rank 1"
-    # As Gloo says it, for programs that look for it.
+    # The text is Gloo's, for programs that search for it.
     assert f"Rank 0 timed out in monitoredBarrier: {who} failed to pass" in str(caught.value)
     assert isinstance(caught.value, CollectiveTimeoutError)
     assert caught.value.ranks == others
 
 
 @in_groups(*WORLDS)
-def test_waits(rank: int, size: int) -> None:
+def test_work_wait_with_timeout_raises_and_call_continues(rank: int, size: int) -> None:
     x = torch.ones(1)
     if rank == 0:
         work = dist.all_reduce(x, async_op=True)
@@ -276,8 +279,9 @@ def test_waits(rank: int, size: int) -> None:
 
 
 @in_groups(*WORLDS)
-def test_abort(rank: int, size: int) -> None:
-    # All are there: who still connects, or is in a call before, hears of it in other words.
+def test_group_abort_raises_on_other_ranks(rank: int, size: int) -> None:
+    # Rank 0 waits for all ranks first: a rank that is still connecting, or in an earlier call,
+    # would get a different error text.
     store = dist.group.WORLD.get_group_store()
     if rank == 0:
         store.wait([f"there-{other}" for other in range(1, size)])
@@ -289,11 +293,13 @@ def test_abort(rank: int, size: int) -> None:
 
 
 @in_groups(*WORLDS)
-def test_a_group_can_be_made_again(rank: int, size: int, tmp_path: Path) -> None:
+def test_process_group_can_be_destroyed_and_created_again(
+    rank: int, size: int, tmp_path: Path
+) -> None:
     store = str(tmp_path / "store")
     for _ in range(2):
         dist.all_reduce(torch.ones(100_000))
-        dist.all_reduce(torch.ones(100_000))  # by way of symmetric memory
+        dist.all_reduce(torch.ones(100_000))  # uses symmetric memory
         dist.all_reduce(torch.ones(3), async_op=True).wait()
         if rank < 2:
             dist.isend(torch.ones(1), 1 - rank)

@@ -1,4 +1,4 @@
-"""Unmodified programs of torch.distributed under launchers, and the registration itself."""
+"""Unmodified torch.distributed programs under launchers, and registration of the backend."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ except PeerFailedError as error:
 
 @pytest.fixture
 def warm_launches(tmp_path: Path) -> Iterator[Launches]:
-    """Launches whose processes need not import PyTorch anew."""
+    """Yield launches whose processes start with PyTorch already imported."""
     with launched(tmp_path, warm.python()) as launches:
         yield launches
 
 
 @pytest.mark.parametrize("transport", ["auto", "gloo"])
-def test_collective_run(warm_launches: Launches, transport: str) -> None:
+def test_collective_run_starts_unmodified_program(warm_launches: Launches, transport: str) -> None:
     launches = warm_launches
     found = launches.run("-n", "2", "--backend", transport, launches.script(PROGRAM))
     assert found.returncode == 0, found.stderr
@@ -71,7 +71,7 @@ def test_collective_run(warm_launches: Launches, transport: str) -> None:
     launches.assert_nothing_left()
 
 
-def test_torchrun(warm_launches: Launches) -> None:
+def test_torchrun_starts_unmodified_program(warm_launches: Launches) -> None:
     warm_launches.script(PROGRAM)
     found = warm_launches.execute(
         "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "script.py"
@@ -81,7 +81,7 @@ def test_torchrun(warm_launches: Launches) -> None:
         assert f"rank {rank}: 4 over shm" in found.stdout
 
 
-def test_what_ends_a_rank_is_told_to_the_others(warm_launches: Launches) -> None:
+def test_rank_error_reaches_other_ranks_with_traceback(warm_launches: Launches) -> None:
     found = warm_launches.run("-n", "2", warm_launches.script(FAILING))
     assert found.returncode != 0
     assert "ValueError: the reason" in found.stderr
@@ -123,32 +123,34 @@ print([name for name in set(sys.modules) - before if name.startswith("torch")])
 """
 
 
-def test_torch_finds_the_backend_by_the_entry_point_and_imports_nothing_else(
+def test_entry_point_registers_backend_and_imports_nothing_else(
     tmp_path: Path,
 ) -> None:
     found = python(BY_THE_ENTRY_POINT + NO_MORE_OF_TORCH + ALONE, installed(tmp_path))
     assert found.stdout.splitlines() == [
-        "['collective_autoload']",  # of ours
+        "['collective_autoload']",  # modules of this project
         "collective",
-        "[]",  # of PyTorch for the adapter, which also registers, and changes nothing
+        "[]",  # modules of PyTorch that the adapter's import adds; it registers again harmlessly
         "[1.0, 1.0] threads",
     ], found.stderr
 
 
-# That PyTorch was imported before is all that a Python needs which is warm.
+# The warm interpreter differs from a fresh one only in having imported PyTorch before.
 @pytest.mark.parametrize(
     ("first", "entry_point"),
     [("", True), ("import collective.adapters.torch\n", False),
      ("import torch\nimport collective.adapters.torch\n", False)],
     ids=["entry point alone", "adapter alone", "adapter after torch"],
 )  # fmt: skip
-def test_a_program_finds_the_backend(tmp_path: Path, first: str, entry_point: bool) -> None:
+def test_backend_is_found_by_entry_point_or_adapter(
+    tmp_path: Path, first: str, entry_point: bool
+) -> None:
     paths = [installed(tmp_path)] if entry_point else []
     found = python(first + ALONE, *paths, interpreter=warm.python())
     assert found.stdout == "[1.0, 1.0] threads\n", found.stderr
 
 
-def test_the_adapter_imports_where_torch_does_not(tmp_path: Path) -> None:
+def test_adapter_imports_with_broken_torch(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise ImportError('broken')\n")
     program = """
         import collective.adapters.torch
@@ -185,7 +187,7 @@ if __name__ == "__main__":
 """
 
 
-def test_ranks_that_a_program_spawns(warm_launches: Launches, tmp_path: Path) -> None:
+def test_ranks_spawned_by_program_communicate(warm_launches: Launches, tmp_path: Path) -> None:
     paths = os.pathsep.join([str(ROOT), installed(tmp_path)])
     (warm_launches.directory / "spawning.py").write_text(STARTED_BY_HAND)
     found = warm_launches.execute("spawning.py", PYTHONPATH=paths)

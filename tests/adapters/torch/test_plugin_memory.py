@@ -1,4 +1,4 @@
-"""Where the process group's tensors are reduced: memory of DDP's that is adopted, or copies."""
+"""Memory in which the process group reduces tensors: adopted memory of DDP, or copies."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def trained_alone(size: int) -> Any:
 
 
 def trained(rank: int, size: int, **options: Any) -> Any:
-    """Train over the process group, compare with a training alone, and return the wrapper."""
+    """Train over the process group, compare with training on one process; return the wrapper."""
     model = torch.nn.parallel.DistributedDataParallel(network(), **options)
     steps = torch.optim.SGD(model.parameters(), lr=0.01)
     for step in range(STEPS):
@@ -61,7 +61,7 @@ def trained(rank: int, size: int, **options: Any) -> Any:
 
 
 def shared() -> int:
-    """Count the mappings of torch's shared memory that this process has."""
+    """Return the number of this process's mappings of torch's shared memory."""
     return Path("/proc/self/maps").read_text().count("/dev/shm/torch_")
 
 
@@ -70,17 +70,17 @@ def in_shared_memory(model: Any) -> list[bool]:
 
 
 @in_groups(("shm", 2), ("shm", 3))
-def test_buckets_are_adopted(rank: int, size: int) -> None:
+def test_ddp_buckets_are_adopted_and_released(rank: int, size: int) -> None:
     before = shared()
     model = trained(rank, size, gradient_as_bucket_view=True)
     assert all(in_shared_memory(model))
     buckets = {p.grad.untyped_storage().data_ptr() for p in model.parameters()}
-    # torch's own mapping of its memory, and one of each rank's.
+    # For each bucket torch has one mapping, and the transport has one of each rank's memory.
     assert shared() - before == len(buckets) * (1 + size)
-    # Buckets of one shape, and gradients that are no views of them.
+    # Also train with gradients that are no views of the buckets, and with buckets of one shape.
     for options in ({"bucket_cap_mb": 2.0}, {"gradient_as_bucket_view": True, "bucket_cap_mb": 1}):
         trained(rank, size, **options)
-    # The memory goes when what it belonged to is gone, at the latest with the next call.
+    # The memory is released after its owner is gone, at the latest by the next call.
     del model
     gc.collect()  # a wrapper refers to itself
     dist.all_reduce(torch.ones(WIDTH * WIDTH))
@@ -92,7 +92,7 @@ def test_buckets_are_adopted(rank: int, size: int) -> None:
 
 
 @in_groups(("shm", 2))
-def test_other_tensors_of_its_shape(rank: int, size: int) -> None:
+def test_tensor_with_shape_of_bucket_is_not_adopted(rank: int, size: int) -> None:
     model = trained(rank, size, gradient_as_bucket_view=True)
     (bucket,) = {p.grad.untyped_storage().nbytes() for p in model.parameters()}
     for _ in range(3):
@@ -100,7 +100,7 @@ def test_other_tensors_of_its_shape(rank: int, size: int) -> None:
         dist.all_reduce(other)
         assert not other.untyped_storage().is_shared()
         assert other.unique().tolist() == [size * (size + 1) / 2]
-    # One rank reduces adopted memory, the other its own: as in DDP's join().
+    # One rank reduces adopted memory and the other ordinary memory, as in DDP's join().
     flat = (
         torch.empty(0, dtype=torch.float64)
         .set_(next(model.parameters()).grad.untyped_storage())
@@ -112,7 +112,7 @@ def test_other_tensors_of_its_shape(rank: int, size: int) -> None:
 
 
 @in_groups(("shm", 2))
-def test_uneven_inputs(rank: int, size: int) -> None:
+def test_ddp_join_with_adopted_buckets_keeps_ranks_equal(rank: int, size: int) -> None:
     model = trained(rank, size, gradient_as_bucket_view=True)
     steps = torch.optim.SGD(model.parameters(), lr=0.01)
     with model.join():
@@ -133,7 +133,7 @@ def extent(array: Any) -> range:
 
 
 def is_mapped(extent: range) -> bool:
-    """Tell whether memory may be read: it is in mappings of this process."""
+    """Return whether mappings of this process cover all of ``extent``."""
     at = extent.start
     for line in Path("/proc/self/maps").read_text().splitlines():
         start, stop = (int(end, 16) for end in line.split()[0].split("-"))
@@ -143,7 +143,7 @@ def is_mapped(extent: range) -> bool:
 
 
 @in_groups(("shm", 2))
-def test_numpy_arrays_over_memory_that_moves(rank: int, size: int) -> None:
+def test_numpy_views_of_moved_gradients_stay_valid(rank: int, size: int) -> None:
     model = torch.nn.parallel.DistributedDataParallel(network(), gradient_as_bucket_view=True)
     arrays: list[Any] = []
     for step in range(STEPS):
@@ -156,7 +156,7 @@ def test_numpy_arrays_over_memory_that_moves(rank: int, size: int) -> None:
     del model, storage
     gc.collect()
     dist.destroy_process_group()
-    # They can be read and written, and nobody else gets the memory.
+    # The arrays stay readable and writable, and no new tensor gets their memory.
     others = [torch.full((WIDTH * WIDTH,), 7.0, dtype=torch.float64).numpy() for _ in range(20)]
     for array in arrays:
         mine = extent(array)
@@ -175,7 +175,7 @@ def refused(*args: Any) -> Any:
 
 
 @in_groups(("shm", 2))
-def test_a_rank_that_cannot(rank: int, size: int) -> None:
+def test_ddp_trains_when_rank_cannot_share_memory(rank: int, size: int) -> None:
     for where, name in ((torch.UntypedStorage, "_share_fd_cpu_"), (memory, "map_shared")):
         one = mock.patch.object(where, name, refused if name[0] == "_" else mock.Mock(
             side_effect=OSError("gone")
@@ -186,7 +186,7 @@ def test_a_rank_that_cannot(rank: int, size: int) -> None:
 
 
 @in_groups(("shm", 2))
-def test_no_room(rank: int, size: int) -> None:
+def test_ddp_without_room_in_shared_memory_trains_unadopted(rank: int, size: int) -> None:
     full = mock.patch.object(os, "statvfs", return_value=mock.Mock(f_bavail=9, f_frsize=4096))
     with full if rank == 0 else contextlib.nullcontext():
         model = trained(rank, size, gradient_as_bucket_view=True)
@@ -194,7 +194,7 @@ def test_no_room(rank: int, size: int) -> None:
 
 
 @in_groups(("shm", 2), ("shm", 3), ("gloo", 2))
-def test_adopt(rank: int, size: int) -> None:
+def test_adopt_shares_memory_only_over_shm(rank: int, size: int) -> None:
     comm = dist.group.WORLD.comm
     nbytes = 1 << 20
     descriptor = os.memfd_create("theirs")
@@ -226,6 +226,6 @@ def refuse_to_adopt(comm: Any) -> tuple[bool, float]:
     return refused, float(comm.all_reduce(np.ones(1))[0])
 
 
-def test_no_rank_adopts_where_it_is_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adopt_is_off_with_shm_adopt_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLLECTIVE_SHM_ADOPT", "off")
     assert run_ranks(2, refuse_to_adopt, backend="shm") == [(True, 2.0)] * 2

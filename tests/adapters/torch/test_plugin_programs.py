@@ -1,4 +1,4 @@
-"""Programs that know nothing of us but the backend's name: under launchers, and over Gloo."""
+"""Programs that use only the backend's name: under launchers, compared with PyTorch's Gloo."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ LAUNCHERS = {
 }
 
 
-# All of them in one launch: to start the processes takes longer than what they do. Each has a
-# store of its own, as torch's Gloo takes the addresses of the last group for those of the next.
+# One launch runs all examples, because starting the processes takes longer than the examples.
+# Each example has a separate store: torch's Gloo would mistake the addresses of the previous group
+# for those of the next.
 OVER_GLOO = """
 import functools, os, runpy, sys
 import torch.distributed as dist
@@ -47,7 +48,10 @@ for example, arguments in {examples!r}.items():
 
 
 def printed(folder: Path, launcher: str, script: object, *arguments: str) -> list[str]:
-    """Run a program on two ranks, with the package as if installed; return rank 0's lines."""
+    """Run a program on two ranks with the package importable as if installed.
+
+    Return rank 0's output lines.
+    """
     site = folder / "site"
     if not site.exists():
         installed(folder)
@@ -63,7 +67,7 @@ def printed(folder: Path, launcher: str, script: object, *arguments: str) -> lis
 
 @pytest.fixture(scope="module")
 def over_gloo(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """What each example prints over PyTorch's Gloo."""
+    """Return the lines that each example prints over PyTorch's Gloo."""
     folder = tmp_path_factory.mktemp("gloo")
     script = folder / "all.py"
     script.write_text(
@@ -79,12 +83,12 @@ def over_gloo(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     return found
 
 
-# One of them by torchrun as well, which imports PyTorch itself.
+# One example also runs under torchrun, which imports PyTorch itself.
 @pytest.mark.parametrize(
     ("example", "launcher"),
     [("ddp.py", "torchrun"), *((example, "collective run") for example in EXAMPLES)],
 )
-def test_an_example_prints_what_it_does_over_gloo(
+def test_example_prints_same_lines_as_over_gloo(
     over_gloo: dict[str, list[str]], example: str, launcher: str, tmp_path: Path
 ) -> None:
     script = ROOT / "examples" / example

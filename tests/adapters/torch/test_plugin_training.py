@@ -1,4 +1,4 @@
-"""torch's own ways to train, unmodified, over our transports: the numbers of one process."""
+"""Unmodified training tools of torch over our transports, compared with one process."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from tests.support.torch_groups import in_groups  # noqa: E402
 STEPS, ROWS = 4, 3
 from_2_6 = pytest.mark.skipif(
     torch.__version__ < (2, 6),
-    reason="torch's own FSDP2 asks for a GPU, and its DTensor fails on meshes of two dimensions",
+    reason="this torch's FSDP2 requires a GPU, and its DTensor fails on two-dimensional meshes",
 )
 
 
 def network() -> Any:
     torch.manual_seed(7)
-    # The second layer alone makes a bucket that goes by way of symmetric memory.
+    # The second layer alone makes a bucket large enough for symmetric memory.
     return torch.nn.Sequential(
         torch.nn.Linear(16, 96), torch.nn.Tanh(), torch.nn.Linear(96, 96), torch.nn.Linear(96, 4)
     )
@@ -65,7 +65,7 @@ def agree(found: Any, wanted: Any, tolerance: float = 1e-5) -> None:
 
 
 @in_groups(("shm", 2), ("gloo", 2), ("shm", 3))
-def test_ddp(rank: int, size: int) -> None:
+def test_ddp_training_equals_one_process(rank: int, size: int) -> None:
     wanted = alone(size)
     for options in (
         {}, {"gradient_as_bucket_view": True}, {"find_unused_parameters": True},
@@ -77,10 +77,10 @@ def test_ddp(rank: int, size: int) -> None:
 
 
 @in_groups(("shm", 2), ("gloo", 2))
-def test_hooks(rank: int, size: int) -> None:
+def test_ddp_comm_hooks_train_as_one_process(rank: int, size: int) -> None:
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
-    def plain(state, bucket):  # type: ignore[no-untyped-def]  # torch looks at annotations
+    def plain(state, bucket):  # type: ignore[no-untyped-def]  # torch would check annotations
         work = dist.all_reduce(bucket.buffer().div_(size), async_op=True)
         return work.get_future().then(lambda done: done.value()[0])
 
@@ -98,7 +98,7 @@ def test_hooks(rank: int, size: int) -> None:
 
 
 @in_groups(("shm", 2))
-def test_accumulation_and_join(rank: int, size: int) -> None:
+def test_ddp_no_sync_and_join_keep_ranks_equal(rank: int, size: int) -> None:
     model = torch.nn.parallel.DistributedDataParallel(network())
     with model.no_sync():
         loss(model, mine(0, rank, size)).backward()
@@ -107,7 +107,7 @@ def test_accumulation_and_join(rank: int, size: int) -> None:
     for step in (0, 1):
         loss(reference, batch(step, size)).backward()
     agree([p.grad for p in model.parameters()], [p.grad for p in reference.parameters()])
-    # Rank r has r + 1 batches; who has none left shadows the others.
+    # Rank r has r + 1 batches; a rank without batches shadows the collectives of the others.
     steps = torch.optim.SGD(model.parameters(), lr=0.1)
     with model.join():
         for step in range(rank + 1):
@@ -121,7 +121,7 @@ def test_accumulation_and_join(rank: int, size: int) -> None:
 
 
 @in_groups(("shm", 2), ("shm", 3))
-def test_unused(rank: int, size: int) -> None:
+def test_ddp_with_unused_parameters_reduces_all_gradients(rank: int, size: int) -> None:
     class Forked(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -138,7 +138,7 @@ def test_unused(rank: int, size: int) -> None:
 
 
 @in_groups(("shm", 2))
-def test_sparse(rank: int, size: int) -> None:
+def test_ddp_reduces_sparse_embedding_gradients(rank: int, size: int) -> None:
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Embedding(8, 3, sparse=True))
     for _ in range(2):
         model.zero_grad()
@@ -150,7 +150,7 @@ def test_sparse(rank: int, size: int) -> None:
 
 
 @in_groups(("shm", 2), ("shm", 3))
-def test_zero(rank: int, size: int) -> None:
+def test_zero_redundancy_optimizer_equals_one_process(rank: int, size: int) -> None:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     model = torch.nn.parallel.DistributedDataParallel(network())
@@ -162,7 +162,7 @@ def test_zero(rank: int, size: int) -> None:
 
 
 def sharding() -> Any:
-    """Return ``fully_shard``, which is elsewhere before torch 2.6."""
+    """Return ``fully_shard``, which is in a different module before torch 2.6."""
     try:
         from torch.distributed.fsdp import fully_shard
     except ImportError:
@@ -172,7 +172,7 @@ def sharding() -> Any:
 
 @from_2_6
 @in_groups(("shm", 2), ("gloo", 2))
-def test_fsdp(rank: int, size: int) -> None:
+def test_fully_shard_training_equals_one_process(rank: int, size: int) -> None:
     fully_shard, model = sharding(), network()
     for layer in model:
         fully_shard(layer)
@@ -183,7 +183,7 @@ def test_fsdp(rank: int, size: int) -> None:
 
 @from_2_6
 @in_groups(("shm", 2), ("shm", 3))
-def test_dtensor(rank: int, size: int) -> None:
+def test_dtensor_redistribution_and_parallel_module_are_exact(rank: int, size: int) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
     from torch.distributed.tensor.parallel import (
@@ -209,7 +209,7 @@ def test_dtensor(rank: int, size: int) -> None:
 
 
 @in_groups(("shm", 2))
-def test_functional(rank: int, size: int) -> None:
+def test_functional_collectives_return_expected_values(rank: int, size: int) -> None:
     import torch.distributed._functional_collectives as functional
 
     group, x = dist.group.WORLD, torch.full((2 * size,), 1.0 * rank)
@@ -227,15 +227,15 @@ def test_functional(rank: int, size: int) -> None:
 
 
 @in_groups(("shm", 2))
-def test_all_reduce_coalesced_of_one_tensor_twice_is_that_of_gloo(rank: int, size: int) -> None:
+def test_all_reduce_coalesced_of_tensor_twice_matches_gloo(rank: int, size: int) -> None:
     x = torch.full((3,), rank + 1.0)
     dist.all_reduce_coalesced([x, x])
     assert torch.equal(x, torch.full((3,), 3.0))
 
 
 @in_groups(("shm", 2))
-def test_compiled_ddp(rank: int, size: int) -> None:
-    # DDP broadcasts buffers in C++ between two compiled pieces, which calls the group.
+def test_compiled_ddp_gradients_equal_eager(rank: int, size: int) -> None:
+    # Between two compiled pieces DDP broadcasts buffers in C++, and this calls the group.
     model = torch.nn.parallel.DistributedDataParallel(
         torch.nn.Sequential(network(), torch.nn.BatchNorm1d(4))
     )
@@ -255,7 +255,7 @@ def test_compiled_ddp(rank: int, size: int) -> None:
 
 
 @in_groups(("shm", 2))
-def test_compiled(rank: int, size: int) -> None:
+def test_compiled_functional_all_reduce_is_right(rank: int, size: int) -> None:
     import torch.distributed._functional_collectives as functional
 
     def doubled(x: Any) -> Any:
@@ -266,10 +266,10 @@ def test_compiled(rank: int, size: int) -> None:
 
 
 @in_groups(("shm", 2))
-def test_differentiable(rank: int, size: int) -> None:
+def test_differentiable_functions_return_right_gradients(rank: int, size: int) -> None:
     from torch.distributed.nn import functional
 
-    group = dist.group.WORLD  # its defaults are of the time when it was imported
+    group = dist.group.WORLD  # the functions' default group dates from the time of their import
     x = torch.full((3,), rank + 1.0, requires_grad=True)
     functional.all_reduce(x * x, group=group).sum().backward()
     torch.testing.assert_close(x.grad, torch.full((3,), 2.0 * (rank + 1) * size))
@@ -288,7 +288,9 @@ def test_differentiable(rank: int, size: int) -> None:
 
 @from_2_6
 @in_groups(("shm", 2), ("gloo", 2))
-def test_checkpoints(rank: int, size: int, tmp_path: Path) -> None:
+def test_distributed_checkpoint_restores_sharded_model(
+    rank: int, size: int, tmp_path: Path
+) -> None:
     import torch.distributed.checkpoint as checkpoint
 
     fully_shard = sharding()
@@ -306,7 +308,7 @@ def test_checkpoints(rank: int, size: int, tmp_path: Path) -> None:
 
 
 @in_groups(("shm", 2), ("gloo", 2))
-def test_a_missing_rank(rank: int, size: int) -> None:
+def test_ddp_backward_with_missing_rank_times_out(rank: int, size: int) -> None:
     model = torch.nn.parallel.DistributedDataParallel(network())
     for step in range(3):
         loss(model, mine(step, rank, size)).backward()
@@ -315,14 +317,14 @@ def test_a_missing_rank(rank: int, size: int) -> None:
     if rank:
         store.wait(["over"], timedelta(seconds=60))
         return
-    # Out of DDP's reducer, which makes it a plain RuntimeError if the call was in a thread.
+    # DDP's reducer turns the error into a plain RuntimeError if the call ran in a thread.
     with pytest.raises(RuntimeError, match=r"timed out: waited 0\.5 s for rank"):
         loss(model, mine(3, rank, size)).backward()
     store.set("over", "")
 
 
 @in_groups(("shm", 2), ("gloo", 2))
-def test_builtin_hooks(rank: int, size: int) -> None:
+def test_ddp_builtin_hooks_train_as_one_process(rank: int, size: int) -> None:
     kinds = dist.BuiltinCommHookType
     for hook, tolerance in ((kinds.ALLREDUCE, 1e-5), (kinds.FP16_COMPRESS, 1e-2)):
         model = torch.nn.parallel.DistributedDataParallel(network(), bucket_cap_mb=0.01)
@@ -332,8 +334,8 @@ def test_builtin_hooks(rank: int, size: int) -> None:
 
 
 @in_groups(("shm", 2))
-def test_limits(rank: int, size: int) -> None:
-    # What docs/torch-plugin.md says: if one of these works one day, it has to be told there.
+def test_documented_limits_still_raise(rank: int, size: int) -> None:
+    # docs/torch-plugin.md lists these limits. If one of the calls works one day, update that page.
     if torch.__version__ < (2, 14):
         with pytest.raises(ValueError, match="only implemented for GLOO"):
             dist.monitored_barrier()

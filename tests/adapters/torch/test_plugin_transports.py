@@ -33,7 +33,7 @@ from tests.support.on_ranks import on_ranks  # noqa: E402
     ],
 )
 def four(request: pytest.FixtureRequest) -> Iterator[RankPool]:
-    """Keep four ranks of a transport."""
+    """Yield four ranks of a transport."""
     name, _, vendor = request.param.partition(" ")
     launch = warm_launch_of(vendor) if vendor else None
     with RankPool(4, name, timeout=60.0, mpiexec=launch) as pool:
@@ -41,18 +41,18 @@ def four(request: pytest.FixtureRequest) -> Iterator[RankPool]:
 
 
 def made(comm: Any) -> Any:
-    """Return a process group of its own over the ranks of ``comm``."""
+    """Return a new process group over the ranks of ``comm``."""
     from collective.adapters.torch.process_group import ProcessGroup
 
     return ProcessGroup(comm.dup())
 
 
 @on_ranks("four")
-def test_reductions_on_four_ranks(comm: Any) -> None:
+def test_group_reductions_on_four_ranks_are_exact(comm: Any) -> None:
     group, rank, size = made(comm), comm.rank, comm.size
     total = size * (size + 1) // 2
     for count in (3, 50_000):
-        for _ in range(3):  # in ordinary memory, then by way of symmetric memory
+        for _ in range(3):  # first in ordinary memory, later in symmetric memory
             x = torch.full((count,), rank + 1.0)
             group.allreduce([x]).wait()
             assert x.unique().tolist() == [total]
@@ -72,7 +72,7 @@ def test_reductions_on_four_ranks(comm: Any) -> None:
 
 
 @on_ranks("four")
-def test_moves_on_four_ranks(comm: Any) -> None:
+def test_group_data_movement_on_four_ranks_is_exact(comm: Any) -> None:
     group, rank, size = made(comm), comm.rank, comm.size
     for count in (2, 30_000):
         x = torch.full((count,), rank)
@@ -99,13 +99,13 @@ def test_moves_on_four_ranks(comm: Any) -> None:
 
 
 @on_ranks("four")
-def test_messages_on_four_ranks(comm: Any) -> None:
+def test_group_messages_on_four_ranks_arrive(comm: Any) -> None:
     group, rank, size = made(comm), comm.rank, comm.size
     for count in (1, 40_000):
         got = torch.empty(count)
         sent = group.send([torch.full((count,), 1.0 * rank)], (rank + 1) % size, 3)
         received = group.recv([got], (rank - 1) % size, 3)
-        # A collective beside them.
+        # A collective runs while the messages are in flight.
         x = torch.ones(count)
         group.allreduce([x]).wait()
         sent.wait()
@@ -152,7 +152,7 @@ dist.destroy_process_group()
 
 
 @needs("mpich")
-def test_a_program_under_mpiexec(tmp_path: Any) -> None:
+def test_process_group_runs_under_mpiexec(tmp_path: Any) -> None:
     script = PROGRAM.replace("STORE", repr(str(tmp_path / "store")))
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     changes = {"COLLECTIVE_BACKEND": "mpi", "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}

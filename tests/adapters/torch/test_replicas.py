@@ -1,4 +1,4 @@
-"""DataParallel: one process, several devices, a replica and a thread each."""
+"""DataParallel: one process and several devices, each with a replica and a thread."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from collective.errors import (  # noqa: E402
 )
 
 CPUS = ["cpu", "cpu"]
-# Sums in another order are within; a lost gradient is far outside.
+# Rounding by another order of summation stays within these bounds; a lost gradient is far outside.
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 
 
@@ -63,7 +63,7 @@ class Recurrent(nn.Module):
 
 @pytest.mark.parametrize("build", [mlp, cnn, Recurrent])
 @pytest.mark.parametrize("devices", [2, 3])
-def test_training_ends_with_the_weights_of_the_module_alone(build, devices):
+def test_data_parallel_training_equals_single_module(build, devices):
     torch.manual_seed(0)
     alone = build()
     wrapped = DataParallel(copy.deepcopy(alone), ["cpu"] * devices)
@@ -86,7 +86,7 @@ def test_training_ends_with_the_weights_of_the_module_alone(build, devices):
 
 
 class Echo(nn.Module):
-    """Return what came, and remember in which thread and replica."""
+    """A module that returns its arguments and records the thread and replica of each call."""
 
     def __init__(self):
         super().__init__()
@@ -104,7 +104,7 @@ class Batch:
     more: dict
 
 
-def test_nested_arguments_reach_the_replicas_and_come_back():
+def test_data_parallel_scatters_and_gathers_nested_arguments():
     module = Echo()
     batch = Batch(torch.randn(4, 2), {"mask": [torch.arange(4)], "name": "a"})
     args, kwargs = DataParallel(module, CPUS)(batch, 3, None, scale=torch.arange(4.0), flag=True)
@@ -117,16 +117,16 @@ def test_nested_arguments_reach_the_replicas_and_come_back():
 
 
 @pytest.mark.parametrize(("samples", "replicas"), [(1, 1), (2, 2), (3, 3), (4, 2), (5, 3)])
-def test_fewer_samples_use_fewer_replicas(samples, replicas):
+def test_data_parallel_with_few_samples_uses_fewer_replicas(samples, replicas):
     module = Echo()
     (x,), _ = DataParallel(module, ["cpu"] * 3)(torch.arange(samples), flag=True)
     assert x.tolist() == list(range(samples))
     assert len(module.calls) == replicas
-    # One replica is the module itself.
+    # A single replica is the module itself.
     assert (module in [part for _, part in module.calls]) is (replicas == 1)
 
 
-def test_one_device_is_a_plain_call():
+def test_data_parallel_on_one_device_calls_module_directly():
     module = Echo()
     x = torch.ones(3)
     args, kwargs = DataParallel(module, ["cpu"])(x, loss=torch.tensor(1.0)[None])
@@ -135,14 +135,14 @@ def test_one_device_is_a_plain_call():
     assert module.calls == [(threading.current_thread().name, module)]
 
 
-def test_calls_without_tensors_are_plain_calls():
+def test_data_parallel_without_tensors_calls_module_directly():
     module = Echo()
     assert DataParallel(module, CPUS)() == ((), {})
     assert DataParallel(module, CPUS)(2, n=3) == ((2,), {"n": 3})
     assert len(module.calls) == 2
 
 
-def test_the_dimension_of_the_samples():
+def test_data_parallel_splits_along_dim():
     x = torch.randn(2, 4, 3)
     module = Echo()
     (found,), _ = DataParallel(module, CPUS, dim=1)(x)
@@ -160,7 +160,7 @@ class Loss(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:gather. every replica")
-def test_a_loss_inside_of_the_module_becomes_a_vector():
+def test_data_parallel_gathers_scalar_losses_as_vector():
     module = Loss()
     x = torch.randn(6, 8)
     wrapped = DataParallel(module, CPUS)
@@ -175,7 +175,7 @@ def test_a_loss_inside_of_the_module_becomes_a_vector():
     assert torch.allclose(found, module.linear.weight.grad, **CLOSE)
 
 
-def test_running_statistics_are_those_of_the_first_part():
+def test_data_parallel_keeps_running_statistics_of_first_part():
     torch.manual_seed(0)
     module = nn.BatchNorm1d(3)
     expected = copy.deepcopy(module)
@@ -188,7 +188,7 @@ def test_running_statistics_are_those_of_the_first_part():
     assert not torch.allclose(out[4:], expected.eval()(x[4:]), atol=1e-2)
 
 
-def test_gradients_of_gradients():
+def test_data_parallel_second_derivatives_equal_module():
     module = nn.Sequential(nn.Linear(8, 4), nn.Tanh(), nn.Linear(4, 1))
     x = torch.randn(5, 8)
     found = []
@@ -201,7 +201,7 @@ def test_gradients_of_gradients():
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_without_gradients_there_is_no_graph(mode):
+def test_data_parallel_without_gradients_records_no_graph(mode):
     module = mlp()
     x = torch.randn(4, 8)
     with mode():
@@ -211,7 +211,7 @@ def test_without_gradients_there_is_no_graph(mode):
     assert out.is_inference() is (mode is torch.inference_mode)
 
 
-def test_autocast_and_its_gradients():
+def test_data_parallel_under_autocast_has_float32_gradients():
     module = mlp()
     x = torch.randn(4, 8)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -221,7 +221,7 @@ def test_autocast_and_its_gradients():
     assert {p.grad.dtype for p in module.parameters()} == {torch.float32}
 
 
-def test_hooks_of_the_module_its_parts_and_its_parameters_run():
+def test_data_parallel_runs_hooks_of_modules_and_parameters():
     module = mlp()
     seen = []
     module[0].register_forward_pre_hook(lambda part, args: seen.append("pre"))
@@ -233,7 +233,7 @@ def test_hooks_of_the_module_its_parts_and_its_parameters_run():
     assert counts == {"pre": 2, "backward": 2, "parameter": 1, "accumulated": 1}
 
 
-def test_checkpoints_are_those_of_the_module_with_a_prefix():
+def test_data_parallel_state_dict_has_module_prefix():
     module = cnn()
     wrapped = DataParallel(module, CPUS)
     assert list(wrapped.state_dict()) == [f"module.{name}" for name in module.state_dict()]
@@ -246,7 +246,7 @@ def test_checkpoints_are_those_of_the_module_with_a_prefix():
     assert "devices=[cpu, cpu], output_device=cpu, dim=0" in repr(wrapped)
 
 
-def test_steps_can_be_replaced():
+def test_data_parallel_subclass_may_override_scatter_and_gather():
     class Mine(DataParallel):
         def scatter(self, inputs, kwargs, devices):
             return scattering.scatter_kwargs(inputs, kwargs, devices, self.dim, [1, 3])
@@ -257,7 +257,7 @@ def test_steps_can_be_replaced():
     assert Mine(Echo(), CPUS)(torch.ones(4)) == [1, 3]
 
 
-def test_the_function_is_the_module_for_one_call():
+def test_data_parallel_function_equals_wrapper_call():
     module = Echo()
     (x,), kwargs = data_parallel(module, torch.arange(3), CPUS, module_kwargs={"n": 1})
     assert (x.tolist(), kwargs, len(module.calls)) == ([0, 1, 2], {"n": 1}, 2)
@@ -266,7 +266,7 @@ def test_the_function_is_the_module_for_one_call():
     assert data_parallel(module, (torch.ones(2),), CPUS, "meta")[0][0].is_meta
 
 
-def test_without_devices_all_gpus_or_the_modules_device_are_used(monkeypatch):
+def test_data_parallel_default_devices_are_gpus_or_module_device(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert DataParallel(nn.Linear(1, 1)).devices == [torch.device("cpu")]
     assert DataParallel(nn.Linear(1, 1, device="meta")).devices == [torch.device("meta")]
@@ -280,9 +280,9 @@ def test_without_devices_all_gpus_or_the_modules_device_are_used(monkeypatch):
     assert found.output_device == torch.device("cuda:0")
 
 
-def test_what_does_not_fit_is_refused():
+def test_data_parallel_misuse_raises():
     with pytest.raises(InvalidArgumentError, match="a function"):
-        DataParallel(test_what_does_not_fit_is_refused, CPUS)
+        DataParallel(test_data_parallel_misuse_raises, CPUS)
     with pytest.raises(DeviceError, match="a list"):
         DataParallel(nn.ReLU(), [])
     with pytest.raises(InvalidArgumentError, match="not initialized"):
@@ -308,12 +308,12 @@ def gpu(memory: int, cores: int) -> Any:
     ],
     ids="alike one none memory cores".split(),
 )
-def test_unequal_gpus_are_told(gpus, text):
+def test_imbalance_describes_unequal_gpus(gpus, text):
     found = imbalance("abc"[: len(gpus)], gpus)
     assert (found is None) if text is None else (text in found)
 
 
-def test_unequal_gpus_are_warned_of(monkeypatch):
+def test_data_parallel_on_unequal_gpus_warns(monkeypatch):
     properties = {0: gpu(100, 10), 1: gpu(50, 10)}
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda gpu: properties[gpu.index])
     with pytest.warns(UserWarning, match="cuda:1 has 50% of the memory of cuda:0") as caught:

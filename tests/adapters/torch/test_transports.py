@@ -1,6 +1,6 @@
-"""PyTorch's adapters on the transports and sizes where their own tests do not go: MPI, 4 ranks.
+"""PyTorch's adapters on transports and sizes that their own tests leave out: MPI and 4 ranks.
 
-What runs on each rank is what those tests run; here the ranks are others.
+Each rank runs the programs of those tests.
 """
 
 from __future__ import annotations
@@ -30,33 +30,33 @@ def pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
             yield made
 
 
-def test_distributed_data_parallel(pool: RankPool) -> None:
+def test_ddp_equals_one_process_on_joined_batch(pool: RankPool) -> None:
     case = test_torch_ddp.test_equals_one_process_on_the_joined_batch
     pool.run(case.program, 0.001, True)
 
 
-def test_unused_parameters(pool: RankPool) -> None:
+def test_ddp_finds_unused_parameters(pool: RankPool) -> None:
     pool.run(test_torch_ddp.test_unused_parameters_are_found.program)
 
 
-def test_uneven_inputs_and_sparse_gradients(pool: RankPool) -> None:
+def test_ddp_handles_uneven_inputs_and_sparse_gradients(pool: RankPool) -> None:
     pool.run(test_torch_ddp_inputs.test_join.program, False, True)
     pool.run(test_torch_ddp_inputs.test_sparse_sums.program)
     pool.run(test_torch_ddp_inputs.test_sparse_embeddings.program, True)
 
 
-def test_differentiable_collectives(pool: RankPool) -> None:
+def test_differentiable_collectives_have_right_derivatives(pool: RankPool) -> None:
     pool.run(test_torch_functional.TAPE.check_directions)
 
 
-def test_batch_norm(pool: RankPool) -> None:
+def test_sync_batch_norm_equals_joined_batch(pool: RankPool) -> None:
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
         options = {"dtype": dtype} if dtype is torch.float64 else {}
         case = [16, 0, 8, 4][: pool.size], (2, 3), dtype, options
         test_torch_batch_norm.compare(pool.run(test_torch_batch_norm.one_rank, *case), *case)
 
 
-def test_a_loop_by_hand_and_an_optimizer_that_is_spread(pool: RankPool) -> None:
+def test_manual_loop_and_sharded_optimizer_equal_one_process(pool: RankPool) -> None:
     pool.run(test_torch_loops.test_a_hand_written_loop.program)
     pool.run(test_torch_loops.test_equals_the_optimizer_that_is_spread.program, "adam")
     pool.run(test_torch_loops.test_states_of_any_number_of_ranks.program, "groups")
