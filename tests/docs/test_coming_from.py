@@ -1,4 +1,4 @@
-"""The tables of ``docs/coming-from``: each row is run on two ranks, on our side and on theirs."""
+"""Tables of ``docs/coming-from``: each row's calls run on two ranks, for both libraries."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from tests.support.mpi_launches import mpirun, needs
 
 FOLDER = ROOT / "docs" / "coming-from"
 
-# Where the other libraries write, before what they read.
+# Arrays that may hold the result of another library's call: output arrays come before inputs.
 OUTPUTS = ("z", "y", "one", "x")
 
 
 @dataclass(frozen=True)
 class Row:
-    """What is called there, what is called here, and what both give on each of two ranks."""
+    """A row: the other library's call, our call, and the result of both on each of two ranks."""
 
     page: str
     theirs: str
@@ -54,13 +54,13 @@ def rows(page: str) -> list[Row]:
 
 
 def names(page: str) -> dict[str, str]:
-    """Return what the names in the rows are, as expressions."""
+    """Return the expression that defines each name in the rows."""
     (table,) = (lines for lines in _tables(page) if lines[0] == "| name | is |")
     return {name: value for (name,), (value,) in map(_cells, table[2:])}
 
 
 def _plain(value: Any) -> Any:
-    """Return ``value`` without arrays, in lists."""
+    """Return ``value`` with arrays converted to lists."""
     if isinstance(value, (list, tuple)):
         return type(value)(map(_plain, value))
     return value.tolist() if hasattr(value, "tolist") else value
@@ -69,10 +69,11 @@ def _plain(value: Any) -> Any:
 def results(
     page: str, calls: list[str], given: dict[str, Any], outputs: tuple[str, ...] = ()
 ) -> list[Any]:
-    """Run each call with fresh arrays and return what they give, or the errors as texts.
+    """Run each call with fresh arrays and return the results, or the errors as texts.
 
-    A call is statements of which the last is an expression. What has no value gives the first
-    array of ``outputs`` that it names: where that library writes its result.
+    A call consists of statements, and the last one is an expression. If the expression's value is
+    None, the result is the first array of ``outputs`` that the call names, because the library
+    writes its result there.
     """
     return [_result(names(page), call, dict(given), outputs) for call in calls]
 
@@ -96,7 +97,7 @@ def _result(
 
 
 def our_side(comm: Any, page: str) -> list[Any]:
-    """Run our side on one rank of two."""
+    """Run our calls of a page on one rank of two."""
     import collective
 
     given: dict[str, Any] = {"np": np, "collective": collective, "comm": comm, "rank": comm.rank}
@@ -108,7 +109,7 @@ def our_side(comm: Any, page: str) -> list[Any]:
 
 
 def side_of_torch(comm: Any, page: str, meeting: str) -> list[Any]:
-    """Run the other side of torch.distributed's page on one rank of two."""
+    """Run the torch.distributed calls of its page on one rank of two."""
     import torch
     import torch.distributed as dist
 
@@ -121,7 +122,7 @@ def side_of_torch(comm: Any, page: str, meeting: str) -> list[Any]:
 
 
 def under_mpiexec(page: str) -> None:
-    """Run the other side as a rank under mpiexec; rank 0 prints what both give."""
+    """Run the other library's calls as a rank under mpiexec; rank 0 prints both ranks' results."""
     if page == "chainermn":
         import collective.adapters.chainer  # noqa: F401  Chainer on a current NumPy
 
@@ -149,7 +150,7 @@ MPI = ("mpi4py", "chainermn")
 
 
 def plain(value: Any) -> Any:
-    """Return ``value`` as JSON has it, which is how results come from other processes."""
+    """Return ``value`` after a round trip through JSON, as results of other processes have had."""
     return json.loads(json.dumps(value))
 
 
@@ -182,14 +183,14 @@ def torch_distributed(tmp_path_factory: pytest.TempPathFactory) -> list[list[Any
         for attempt in range(3):
             store = str(meeting / f"store.{attempt}")
             found = pool.run(side_of_torch, "torch-distributed", store)
-            # On a busy machine one of Gloo's own connections is closed now and then.
+            # On a busy machine Gloo sometimes closes one of its own connections.
             if "connectFullMesh failed" not in str(found):
                 break
         return found
 
 
 def hold(row: Row, results: list[list[Any]]) -> None:
-    """Compare one row's results; where ours is None the other side's array is as it was."""
+    """Compare a row's results; if our result is None, the other library's array is not compared."""
     nth = rows(row.page).index(row)
     for rank, expected in enumerate(row.gives):
         if expected is not None:
@@ -197,7 +198,7 @@ def hold(row: Row, results: list[list[Any]]) -> None:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=named)
-def test_our_side_gives_what_the_table_says(row: Row) -> None:
+def test_own_call_returns_value_in_table(row: Row) -> None:
     if row.page in ("torch-distributed", "horovod", "ray"):
         skip_without("torch")
     nth = rows(row.page).index(row)
@@ -206,19 +207,21 @@ def test_our_side_gives_what_the_table_says(row: Row) -> None:
 
 @needs("mpich")
 @pytest.mark.parametrize("row", [row for row in ROWS if row.page in MPI], ids=named)
-def test_their_side_gives_the_same_over_mpi(row: Row) -> None:
+def test_foreign_call_over_mpi_returns_value_in_table(row: Row) -> None:
     if row.page == "chainermn":
         skip_without("chainer")
     hold(row, under_mpi(row.page))
 
 
 @pytest.mark.parametrize("row", [r for r in ROWS if r.page == "torch-distributed"], ids=named)
-def test_torch_distributed_gives_the_same(row: Row, torch_distributed: list[list[Any]]) -> None:
+def test_torch_distributed_call_returns_value_in_table(
+    row: Row, torch_distributed: list[list[Any]]
+) -> None:
     hold(row, torch_distributed)
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_every_line_of_a_table_of_calls_is_a_row(page: str) -> None:
+def test_every_table_line_is_parsed_as_row(page: str) -> None:
     text = (FOLDER / f"{page}.md").read_text()
     table = text.partition("| here | gives |\n")[2].partition("\n\n")[0]
     assert len(table.splitlines()) - 1 == len(rows(page)) > 8

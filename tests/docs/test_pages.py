@@ -1,9 +1,9 @@
-"""The documentation does what it says: its programs run, and print what stands below them.
+"""Programs and commands on the documentation pages: they run and print the output shown there.
 
-A block of Python whose first line is ``# name.py`` is written to a file of that name. A block
-called console is executed, each line after ``$`` by bash, and what it prints has to be what
-follows, in any order of the lines, as ranks take turns at random. A line ``...`` stands for any
-further lines.
+A Python block whose first line is ``# name.py`` is written to a file of that name. In a ``console``
+block, bash executes each line after ``$``, and the output must equal the lines that follow. The
+order of the lines does not matter, because ranks print in random order. A line ``...`` stands for
+any further lines.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Block:
 
     @property
     def name(self) -> str | None:
-        """The name of the file that this block is."""
+        """Name of the file that this block is written to, or None."""
         match = re.fullmatch(r"# (\w+\.py)", self.lines[0]) if self.lines else None
         return match[1] if match and self.language == "python" else None
 
@@ -48,7 +48,7 @@ class Block:
 
 @dataclass
 class Command:
-    """A command of a console block and what it prints."""
+    """A command of a console block and its expected output."""
 
     document: str
     line: int
@@ -92,7 +92,7 @@ COMMANDS = commands()
 
 
 def shown(block: Block) -> bool:
-    """Whether some console block of the document runs this program."""
+    """Return whether a console block of the same document runs this program."""
     stem = (block.name or "").removesuffix(".py")
     return any(c.document == block.document and stem in c.command for c in COMMANDS)
 
@@ -115,18 +115,18 @@ def lay_out(document: str, folder: Path) -> None:
 
 def execute(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
     path = f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}"
-    # Ranks of many programs share the cores, and a thread of OpenMP that waits spins.
+    # Ranks of many programs share the cores, and waiting OpenMP threads would spin on them.
     return run("bash", "-c", command, cwd=folder, merged=True, PATH=path, OMP_NUM_THREADS="1")
 
 
 def plain(lines: list[str], folder: Path) -> list[str]:
-    """Take out of the lines what differs from run to run."""
+    """Return the lines with folders and process ids, which differ between runs, replaced."""
     text = "\n".join(lines).replace(f"{folder}/", "/home/me/")
     return re.sub(r"pid \d+", "pid N", text).splitlines()
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=str)
-def test_command_prints_what_it_says(command: Command, tmp_path: Path) -> None:
+def test_command_prints_output_shown_on_page(command: Command, tmp_path: Path) -> None:
     lay_out(command.document, tmp_path)
     done = execute(command.command, tmp_path)
     printed = plain(done.stdout.splitlines(), tmp_path)
@@ -155,45 +155,45 @@ def test_program_without_output_runs(block: Block, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout
 
 
-def test_readme_shows_the_example_as_it_is() -> None:
+def test_readme_shows_hello_example_verbatim() -> None:
     example = (ROOT / "examples" / "hello.py").read_text()
     assert example in [block.text for block in BLOCKS if block.document == "README.md"]
 
 
-def test_readme_leads_to_a_running_example_at_once() -> None:
+def test_readme_runs_example_near_its_top() -> None:
     text = (ROOT / "README.md").read_text()
     assert text.index("collective run -n 4 examples/hello.py") < 1500
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda block: f"{block.document}:{block.line}")
-def test_block_says_what_it_is(block: Block) -> None:
+def test_block_names_known_language(block: Block) -> None:
     assert block.language in LANGUAGES
 
 
 @pytest.mark.parametrize(
     "document", [*DOCUMENTS, ROOT / "CHANGELOG.md"], ids=lambda path: str(path.relative_to(ROOT))
 )
-def test_links_lead_somewhere(document: Path) -> None:
+def test_local_links_point_to_existing_files(document: Path) -> None:
     links = re.findall(r"\]\(([^)#]+)", document.read_text())
     local = [link for link in links if not link.startswith("https://")]
     assert [link for link in local if not (document.parent / link).exists()] == []
 
 
-def test_every_page_has_a_place_on_the_site() -> None:
+def test_every_page_is_in_site_navigation() -> None:
     pages = [str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")]
     navigation = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
     listed = set(re.findall(r"[ :-] (\S+\.md)$", navigation, re.MULTILINE))
     assert sorted(set(pages) - listed) == []
 
 
-def test_calls_of_the_table_exist() -> None:
+def test_calls_in_table_are_communicator_methods() -> None:
     table = (ROOT / "docs" / "calls.md").read_text().partition("| option")[0]
     names = set(re.findall(r"`(\w+)[(`]", table)) - {"src", "shm"}
     assert len(names) > 25
     assert [name for name in names if not hasattr(collective.Communicator, name)] == []
 
 
-def test_make_targets_exist() -> None:
+def test_make_targets_on_pages_exist() -> None:
     targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     named = {
         name
@@ -203,7 +203,7 @@ def test_make_targets_exist() -> None:
     assert {"demo", "test", "docs"} <= named <= set(targets)
 
 
-def test_memory_of_shm_is_what_the_table_says() -> None:
+def test_shm_memory_table_matches_layout() -> None:
     rows = re.findall(
         r"^\| (\d+) \| ([\d.]+) MiB \| ([\d.]+) MiB \| ([\d.]+) MiB \| (\d+) KiB \|$",
         (ROOT / "docs" / "shm.md").read_text(),

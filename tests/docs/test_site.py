@@ -1,4 +1,4 @@
-"""The documentation as a site: it builds, has every public name, loads nothing from elsewhere."""
+"""The documentation site: it builds, documents every public name and loads nothing external."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 import collective
 from tests.support.interpreter import printed
 
-pytest.importorskip("mkdocs", reason="the site is built with what the extra 'docs' brings")
+pytest.importorskip("mkdocs", reason="building the site needs the extra 'docs'")
 
 PUBLIC = """
     collective
@@ -38,7 +38,7 @@ PUBLIC = """
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build the site as ``make docs`` does: a link that leads nowhere is an error."""
+    """Build the site as ``make docs`` does: a broken link is an error."""
     target = tmp_path_factory.mktemp("site")
     printed("-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", target, merged=True)
     return target
@@ -46,13 +46,13 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def names(site: Path) -> set[str]:
-    """Return what the reference documents, from the inventory that other sites link by."""
+    """Return the names that the reference documents, read from its link inventory."""
     packed = (site / "objects.inv").read_bytes().split(b"\n", 4)[4]
     return {line.split(" ")[0] for line in zlib.decompress(packed).decode().splitlines()}
 
 
 @pytest.mark.parametrize("module", PUBLIC)
-def test_every_public_name_is_in_the_reference(module: str, names: set[str]) -> None:
+def test_reference_has_every_public_name(module: str, names: set[str]) -> None:
     framework = module.split(".")[2] if module.startswith("collective.adapters.") else "numpy"
     if importlib.util.find_spec(framework) is None:
         pytest.skip(f"{framework} is not installed")
@@ -60,13 +60,13 @@ def test_every_public_name_is_in_the_reference(module: str, names: set[str]) -> 
     assert [name for name in offered if f"{module}.{name}" not in names] == []
 
 
-def test_the_calls_of_a_communicator_are_in_the_reference(names: set[str]) -> None:
+def test_reference_has_every_communicator_call(names: set[str]) -> None:
     calls = [name for name in collective.__all__ if hasattr(collective.Communicator, name)]
     assert len(calls) > 30
     assert [name for name in calls if f"collective.Communicator.{name}" not in names] == []
 
 
-def test_the_calls_are_shown_with_the_types_that_checkers_see(site: Path) -> None:
+def test_reference_shows_types_that_checkers_see(site: Path) -> None:
     page = (site / "reference/communicator/index.html").read_text()
     blocks = re.findall(r'<div class="doc-signature[^>]*>(.*?)</div>', page, re.DOTALL)
     bare = re.compile(r"[\s\"']|<[^>]+>")
@@ -78,12 +78,12 @@ def test_the_calls_are_shown_with_the_types_that_checkers_see(site: Path) -> Non
     assert "barrier(*,timeout:float|None=None,async_op:bool=False)->Work[None]|None" in shown
     assert "barrier(*,timeout:float|None=...,async_op:Literal[True])->Work[None]" in shown
     untyped = {signature.partition("(")[0] for signature in shown if "Any" in signature}
-    # What others decide, or what is anything.
+    # In these calls another rank decides the type, or any type is possible.
     assert untyped <= {"adopt", "broadcast", "broadcast_object", "empty", "plan", "recv", "scatter",
                        "recv_object", "scatter_object"}  # fmt: skip
 
 
-def test_the_pages_load_nothing_from_elsewhere(site: Path) -> None:
+def test_site_pages_load_nothing_external(site: Path) -> None:
     pages = sorted(site.rglob("*.html"))
     assert len(pages) > 40
     loads = re.compile(
@@ -95,14 +95,14 @@ def test_the_pages_load_nothing_from_elsewhere(site: Path) -> None:
     assert loaded == []
 
 
-def test_the_styles_load_nothing_from_elsewhere(site: Path) -> None:
+def test_site_styles_load_nothing_external(site: Path) -> None:
     styles = sorted(site.rglob("*.css"))
     assert styles
     loads = re.compile(r"(?:url\(|@import)\s*[\"']?(?:https?:)?//[^)]*")
     assert [found for style in styles for found in loads.findall(style.read_text())] == []
 
 
-def test_the_house_s_docstrings_leave_no_marks_of_another_syntax(site: Path) -> None:
+def test_reference_contains_no_sphinx_roles(site: Path) -> None:
     pages = (site / "reference").rglob("*.html")
     marks = re.compile(r":(?:meth|class|func|mod|attr|data):")
     assert [page.parent.name for page in pages if marks.search(page.read_text())] == []

@@ -1,8 +1,8 @@
-"""What ``make test-gpu`` runs: the tests that need a GPU, and a summary for docs/gpu.md.
+"""Program of ``make test-gpu``: run the tests that need a GPU and write a summary for docs/gpu.md.
 
-Where there is no GPU it says so and that nothing was tested, and ends well. It needs the
-interpreter whose packages are to be tested: pytest and NumPy, PyTorch with CUDA or CuPy, and
-NCCL (PyTorch's CUDA builds bring it). Nothing but the standard library is imported here.
+Without a GPU the program prints that nothing was tested and exits with code 0. Run it with the
+interpreter whose packages are tested: pytest and NumPy, PyTorch with CUDA or CuPy, and NCCL
+(included in PyTorch's CUDA builds). The program itself imports only the standard library.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
-# What is run, and after how many seconds it counts as hung.
+# The test files of each suite, and the number of seconds after which the suite counts as hung.
 SUITES = {
     "adapters, with the frameworks": (["tests/adapters/test_on_a_gpu.py"], 600),
     "streams, memory, a rank that leaves": (["tests/gpu/test_gpu_streams.py"], 1200),
@@ -59,7 +59,7 @@ print(json.dumps(found))
 
 
 def gpus() -> str:
-    """Return why there is no GPU here, empty if there is one."""
+    """Return the reason why no GPU is usable, or an empty string if there is a GPU."""
     path = os.environ.get("COLLECTIVE_CUDA_LIBRARY", "libcuda.so.1")
     try:
         driver = ctypes.CDLL(path)
@@ -74,10 +74,10 @@ def gpus() -> str:
 
 
 def versions(environ: dict[str, str]) -> dict[str, object]:
-    """Return what is installed for the interpreter at hand.
+    """Return the versions of Python, GPU, NCCL and frameworks of this interpreter.
 
     Raises:
-        SystemExit: something is missing that the tests need.
+        SystemExit: a package or library that the tests need is missing.
     """
     missing = [name for name in ("numpy", "pytest") if importlib.util.find_spec(name) is None]
     missing += ["pytest-timeout"] * (importlib.util.find_spec("pytest_timeout") is None)
@@ -104,7 +104,7 @@ def _lacks(what: str) -> str:
 
 
 def driver_version() -> dict[str, str]:
-    """Return the driver's version, and that of CUDA which it serves."""
+    """Return the driver's version and the newest CUDA version that the driver supports."""
     found = {}
     file = Path("/proc/driver/nvidia/version")
     if file.exists():
@@ -120,7 +120,7 @@ def driver_version() -> dict[str, str]:
 def run(
     name: str, environ: dict[str, str], folder: Path, extra: Sequence[str]
 ) -> tuple[str, dict[str, int], list[str]]:
-    """Run one suite; return how it went, the tests by outcome, and the names of the failed."""
+    """Run one suite; return its outcome, the number of tests by outcome, and the failed names."""
     paths, seconds = SUITES[name]
     report = folder / "gpu-tests.xml"
     report.unlink(missing_ok=True)
@@ -141,14 +141,14 @@ def run(
             failed.append(case.get("name", ""))
         else:
             counts["skipped" if "skipped" in kinds else "passed"] += 1
-    # 5: nothing was collected, as where all of a module is skipped.
+    # Exit code 5 means that nothing was collected, as when a whole module is skipped.
     if counts["failed"] or code not in (0, 5):
         return "failed", counts, failed
     return ("passed" if counts["passed"] else "nothing was tested"), counts, failed
 
 
 def overhead(environ: dict[str, str], folder: Path, real: bool) -> str:
-    """Return the table of what a call costs on the host, or why there is none."""
+    """Return the table of a call's cost on the host, or the reason why it is missing."""
     words = [sys.executable, "benchmarks/nccl.py", *["--real"] * real, *["--quick"] * (not real)]
     words += ["--markdown", "--layers", "--json", str(folder / "gpu-overhead.json")]
     try:
@@ -168,7 +168,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--ranks", default="2", help='numbers of ranks (default: "2")')
     parser.add_argument("--folder", type=Path, default=ROOT / "build", help="for the summary")
     parser.add_argument("--pytest", default="", help='further arguments, as "-k scan"')
-    # For the tests of this program.
+    # Only the tests of this program use this option.
     parser.add_argument("--fake", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     why = gpus()

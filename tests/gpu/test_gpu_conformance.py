@@ -1,4 +1,4 @@
-"""The public suite on ``nccl`` with arrays in the memory of GPUs."""
+"""The public conformance suite on ``nccl`` with arrays in GPU memory."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ try:
 except BackendUnavailableError as error:
     pytest.skip(str(error), allow_module_level=True)
 
-# NCCL connects over sockets when ranks share a GPU: tens of milliseconds an operation.
+# When ranks share a GPU, NCCL connects over sockets, and an operation takes tens of milliseconds.
 HUNG_S = 120.0
-# From this version on NCCL itself allows several ranks on a GPU.
+# The first version of NCCL that itself allows several ranks on a GPU.
 MULTI_RANK = 23000
 
 
 @parametrize_with_checks(SharingByHostId, sizes=sizes(), kind="cuda", timeout=HUNG_S)
-def test_conformance(check: Callable[[], None]) -> None:
+def test_nccl_conforms_on_gpus(check: Callable[[], None]) -> None:
     check()
 
 
 @pytest.mark.skipif(VERSION < MULTI_RANK, reason="needs NCCL 2.30")
 @pytest.mark.skipif(cuda.device_count() >= max(sizes()), reason="no rank has to share a GPU")
 @parametrize_with_checks(SharingByOption, sizes=sizes(), kind="cuda", timeout=HUNG_S)
-def test_conformance_with_nccls_own_sharing(check: Callable[[], None]) -> None:
+def test_nccl_conforms_with_builtin_gpu_sharing(check: Callable[[], None]) -> None:
     check()

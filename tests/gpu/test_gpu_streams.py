@@ -1,4 +1,4 @@
-"""``nccl`` on real GPUs: what is enqueued when, on which stream, and what becomes of memory."""
+"""``nccl`` on real GPUs: the order of work on streams, and the lifetime of memory."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ from tests.support.real_gpu import OnGpus, sizes, why_not
 if why_not():
     pytest.skip(why_not(), allow_module_level=True)
 
-# How long the work is that others have to wait for, by copies of how many bytes: so many that
-# they are not too many for the queue of a stream, behind which the host would wait.
+# SLOW_S: seconds of work that other work has to wait for. The work consists of copies of at least
+# BYTES and at most MOST_BYTES each. Their size grows until COPIES of them are enough, because the
+# host would wait if the queue of the stream were full.
 SLOW_S = float(os.environ.get("GPU_TESTS_SLOW_S", "0.2"))
 BYTES, MOST_BYTES, COPIES = 1 << 24, 1 << 30, 200
 COUNT = 1 << 16
@@ -36,7 +37,7 @@ SIZE = max(sizes())
 
 
 class Gpu:
-    """A rank's GPU, a stream, and a way to keep that busy."""
+    """A rank's GPU with a stream, and a way to keep a stream busy."""
 
     def __init__(self, comm: Any) -> None:
         self.device = comm.transport.device
@@ -54,7 +55,7 @@ class Gpu:
         comm.barrier()
 
     def _seconds(self) -> float:
-        """Return how long a copy takes."""
+        """Return the duration of a copy in seconds."""
         self._copy(self.stream)
         self.stream.synchronize()
         since = time.monotonic()
@@ -67,12 +68,12 @@ class Gpu:
         cuda.copy(self._room.address, self._room.address + self._nbytes, self._nbytes, stream)
 
     def keep_busy(self, stream: cuda.Stream, times: int = 1) -> None:
-        """Put work for some time on a stream."""
+        """Enqueue work of ``times`` times SLOW_S seconds on a stream."""
         for _ in range(times * self._copies):
             self._copy(stream)
 
     def array(self, value: float, stream: cuda.Stream | None = None) -> DeviceArray:
-        """Return a new array, of one value."""
+        """Return a new array filled with one value."""
         stream = stream or self.stream
         address, owner = PlainSpace().empty(4 * COUNT, self.device, stream)
         made = DeviceArray(address, (COUNT,), "float32", self.device, stream, owner=owner)
@@ -80,7 +81,7 @@ class Gpu:
         return made
 
     def later(self, value: float) -> DeviceArray:
-        """Return the same without waiting for the stream on the host."""
+        """Return the same as :meth:`array`, but do not let the host wait for the stream."""
         source = self._values.get(value)
         if source is None:
             source = self._values[value] = self.array(value, self.device.new_stream())
@@ -90,12 +91,12 @@ class Gpu:
 
 
 def values(array: DeviceArray) -> list[float]:
-    """Return the values that occur in an array, when its stream is done."""
+    """Wait for an array's stream; return the distinct values in the array."""
     return sorted({float(value) for value in array.to_host()})
 
 
 def seen(comm: Any, look: Callable[[int], bool]) -> bool:
-    """Tell whether all ranks see something beside work of some length: the host may be slow."""
+    """Return whether ``look`` is true on all ranks; repeat with longer work if the host is slow."""
     return any(all(comm.all_gather_object(look(times))) for times in (1, 2, 4, 4))
 
 
@@ -114,12 +115,12 @@ def returns_at_once(comm: Any) -> None:
     assert seen(comm, look), "the call has waited for its stream"
 
 
-def test_a_call_returns_when_it_is_enqueued(ranks: Pools) -> None:
+def test_all_reduce_returns_once_enqueued(ranks: Pools) -> None:
     ranks(SIZE, returns_at_once)
 
 
 def follows_its_stream(comm: Any) -> None:
-    """What is before the call on the stream is done before it, what is after it afterwards."""
+    """Check that the call runs after earlier and before later work on the caller's stream."""
     gpu = Gpu(comm)
     first, second = gpu.array(1.0), gpu.array(5.0)
     x, got = gpu.array(0.0), gpu.array(0.0)
@@ -132,12 +133,12 @@ def follows_its_stream(comm: Any) -> None:
     assert (values(got), values(x)) == ([comm.size], [5.0 * comm.size])
 
 
-def test_calls_take_their_turn_on_the_callers_stream(ranks: Pools) -> None:
+def test_all_reduce_runs_in_order_on_caller_stream(ranks: Pools) -> None:
     ranks(SIZE, follows_its_stream)
 
 
 def in_the_background(comm: Any) -> None:
-    """Asynchronous: after the caller's stream as it is now; beside what comes on it later."""
+    """Check that an asynchronous call waits only for work already on the caller's stream."""
     gpu = Gpu(comm)
     x = gpu.array(2.0)
 
@@ -157,18 +158,18 @@ def in_the_background(comm: Any) -> None:
     assert seen(comm, look), "the call was on the caller's stream"
 
 
-def test_a_call_in_the_background(ranks: Pools) -> None:
+def test_async_all_reduce_runs_beside_caller_stream(ranks: Pools) -> None:
     ranks(SIZE, in_the_background)
 
 
 def waits_for_the_background(comm: Any) -> None:
-    """``wait()`` has the caller's stream wait, and the host not."""
+    """Check that ``wait()`` lets the caller's stream wait but not the host."""
     gpu = Gpu(comm)
     x = gpu.array(3.0)
 
     def look(times: int) -> bool:
         y, got = gpu.array(0.0), gpu.array(0.0)
-        gpu.keep_busy(gpu.stream, times)  # what the call comes after
+        gpu.keep_busy(gpu.stream, times)  # the call runs after this work
         work = comm.all_reduce(x, out=y, async_op=True)
         work.wait()
         early = not work.done()
@@ -180,12 +181,12 @@ def waits_for_the_background(comm: Any) -> None:
     assert seen(comm, look), "wait() has waited on the host"
 
 
-def test_wait_makes_the_stream_wait(ranks: Pools) -> None:
+def test_work_wait_blocks_stream_but_not_host(ranks: Pools) -> None:
     ranks(SIZE, waits_for_the_background)
 
 
 def in_place_in_turn(comm: Any) -> None:
-    """Several on the way that write to the same memory: each finds what the last one left."""
+    """Check calls in flight that write to the same memory: each reads the previous result."""
     gpu = Gpu(comm)
     x = gpu.array(1.0)
     gpu.keep_busy(gpu.stream)
@@ -194,30 +195,30 @@ def in_place_in_turn(comm: Any) -> None:
     assert values(x) == [float(comm.size**3)]
 
 
-def test_calls_in_the_background_take_their_turn(ranks: Pools) -> None:
+def test_async_all_reduces_run_in_order(ranks: Pools) -> None:
     ranks(SIZE, in_place_in_turn)
 
 
 def drops_arrays(comm: Any) -> None:
-    """Memory of a call on its way goes to nobody else, though the program has dropped it."""
+    """Check that dropped arrays of calls in flight keep their memory until the calls end."""
     gpu = Gpu(comm)
     works = []
     for turn in range(20):
         if not turn:
             gpu.keep_busy(gpu.stream)
         works.append(comm.all_reduce(gpu.later(turn + 1.0), async_op=True))
-        # As large as what was dropped: the allocator would give it that.
+        # This array is as large as the dropped one, so the allocator would reuse freed memory.
         gpu.later(-1.0)
     for turn, work in enumerate(works):
         assert values(work.wait()) == [(turn + 1.0) * comm.size]
 
 
-def test_arrays_that_are_dropped_stay_until_the_end(ranks: Pools) -> None:
+def test_async_all_reduce_keeps_dropped_arrays_alive(ranks: Pools) -> None:
     ranks(SIZE, drops_arrays)
 
 
 def exchanges(comm: Any) -> None:
-    """Messages, both directions at once, each after what was on its stream."""
+    """Check messages in both directions at once, each after earlier work on its stream."""
     gpu = Gpu(comm)
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     source, x, y = gpu.array(10.0 + comm.rank), gpu.array(0.0), gpu.array(0.0)
@@ -233,12 +234,12 @@ def exchanges(comm: Any) -> None:
         assert values(y) == [10.0 + left]
 
 
-def test_messages(ranks: Pools) -> None:
+def test_messages_follow_their_streams(ranks: Pools) -> None:
     ranks(SIZE, exchanges)
 
 
 def leaves(comm: Any) -> None:
-    """A rank goes away: the others' kernels come to their end, and they are told why."""
+    """Check that after a rank leaves, the other ranks' kernels end and their errors name it."""
     gpu = Gpu(comm)
     x = gpu.array(1.0)
     if comm.rank == comm.size - 1:
@@ -255,7 +256,7 @@ def leaves(comm: Any) -> None:
     gpu.stream.synchronize()
 
 
-def test_a_rank_that_leaves(ranks: Pools) -> None:
+def test_departed_rank_is_named_and_kernels_end(ranks: Pools) -> None:
     ranks(SIZE, leaves)
 
 
@@ -293,7 +294,7 @@ class Cupy(Torch):
 
 
 def trains(comm: Any, kind: type[Torch]) -> None:
-    """As a training loop does: computes, reduces in the background, computes with the result."""
+    """Compute, reduce asynchronously and compute with the result, as a training loop does."""
     framework = kind(comm.transport.device)
     with framework.side():
         x = framework.full(1.0)
@@ -314,7 +315,7 @@ def trains(comm: Any, kind: type[Torch]) -> None:
 
 
 @pytest.mark.parametrize("kind", [Torch, Cupy], ids=lambda kind: kind.__name__.lower())
-def test_a_frameworks_arrays_and_streams(ranks: Pools, kind: type[Torch]) -> None:
+def test_framework_arrays_and_streams_train_correctly(ranks: Pools, kind: type[Torch]) -> None:
     module = pytest.importorskip(kind.__name__.lower())
     if not module.cuda.is_available():
         pytest.skip(f"{kind.__name__}: needs a build with CUDA, and a GPU")

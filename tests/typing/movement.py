@@ -1,4 +1,4 @@
-"""What calls that move arrays and objects take and return, and what groups are."""
+"""Types of calls that move arrays and objects, and of groups, as type checkers must see them."""
 
 import numpy as np
 import numpy.typing as npt

@@ -1,4 +1,4 @@
-"""What calls that compute take and return."""
+"""Types of arguments and results of reductions, as type checkers must see them."""
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +12,7 @@ Integers = npt.NDArray[np.int64]
 
 
 class Tensor:
-    """An array of another framework: it has a shape and a dtype."""
+    """An array of another framework, with a shape and a dtype."""
 
     shape: tuple[int, ...]
     dtype: str

@@ -1,4 +1,4 @@
-"""What a type checker refuses: the lines that say so, and no other."""
+"""Wrong calls: a type checker must report each line marked ``# error``, and no other line."""
 
 import numpy as np
 import numpy.typing as npt

@@ -115,7 +115,7 @@ def test_pickled_process_names_adapter_module_before_chainer() -> None:
     worker = updater._Worker.__new__(updater._Worker)
     processes.Process.__init__(worker)
     pickled = io.BytesIO()
-    # A started process's _config holds its authentication key, which cannot be pickled here.
+    # The _config holds an authentication key, which can be pickled only while a process starts.
     worker.__dict__["_config"] = {}
     ForkingPickler(pickled).dump(worker)
     strings = [text for _, text, _ in pickletools.genops(pickled.getvalue()) if text]
@@ -208,7 +208,7 @@ def written(kind, failure):
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Return the outcomes of four iterators whose second batch fails, and of four failing writers.
 
-    One program produces them all, because it takes seconds to start.
+    One program produces all of them.
     """
     body = FAILING + textwrap.dedent("""
         print({

@@ -1,4 +1,4 @@
-"""Batch normalisation over several ranks: as torch's own over the batches joined."""
+"""Batch normalisation over several ranks, compared with torch's own over the joined batches."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ def prepared(norm: Any) -> Any:
 
 
 def steps(norm: Any, inputs: list[Any], weight: float = 1.0) -> list[Any]:
-    """Train on some batches; return results, gradients and state, tensors all."""
+    """Train on the batches, then evaluate the first; return outputs and input gradients."""
     found = []
     for x in inputs:
         leaf = x.clone().requires_grad_()
         y = norm(leaf)
-        # Nonlinear, and with a sum that normalisation does not make vanish.
+        # The loss is nonlinear, and normalisation does not make its gradient vanish.
         (y.double() ** 3 + y.double() * leaf.detach().double()).sum().mul(weight).backward()
         found.append((y.detach(), leaf.grad))
     norm.eval()
@@ -103,10 +103,10 @@ CASES: dict[str, tuple[list[int], tuple[int, ...], Any, dict[str, Any]]] = {
     "bfloat16": ([16, 8], (2, 3), torch.bfloat16, {}),
     "float16": ([16, 8], (2, 3), torch.float16, {}),
     "uneven": ([1, 6, 3], (2, 3), torch.float64, {"dtype": torch.float64}),
-    "an empty rank": ([4, 0, 3], (2, 3), torch.float64, {"dtype": torch.float64}),
-    "an empty rank first": ([0, 5], (), torch.float32, {}),
-    "one value on a rank": ([1, 1], (), torch.float64, {"dtype": torch.float64}),
-    "alone": ([5], (2, 3), torch.float64, {"dtype": torch.float64}),
+    "empty batch on rank 1": ([4, 0, 3], (2, 3), torch.float64, {"dtype": torch.float64}),
+    "empty batch on rank 0": ([0, 5], (), torch.float32, {}),
+    "one value per rank": ([1, 1], (), torch.float64, {"dtype": torch.float64}),
+    "single rank": ([5], (2, 3), torch.float64, {"dtype": torch.float64}),
     "cumulative": ([4, 2], (2, 3), torch.float32, {"momentum": None}),
     "momentum 0": ([4, 2], (2, 3), torch.float32, {"momentum": 0.0}),
     "not affine": ([4, 2], (2, 3), torch.float32, {"affine": False}),
@@ -116,32 +116,32 @@ CASES: dict[str, tuple[list[int], tuple[int, ...], Any, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_it_is_batch_norm_over_the_joined_batch(name: str) -> None:
+def test_sync_batch_norm_equals_joined_batch(name: str) -> None:
     compare(run_ranks(len(CASES[name][0]), one_rank, *CASES[name]), *CASES[name])
 
 
 @on_ranks("two")
-def test_large_means_and_small_variances_do_not_cancel(comm: Any) -> None:
+def test_sync_batch_norm_with_large_mean_keeps_precision(comm: Any) -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(64, 3, generator=generator, dtype=torch.float64) * 1e-2 + 1e3
     wide = x.float().double()
     expected = (wide - wide.mean(0)) / wide.std(0, correction=0)
     mine = slice(comm.rank * 32, comm.rank * 32 + 32)
     got = SyncBatchNorm(3, comm, eps=1e-12)(x[mine].float()).double()
-    # E[x²] - E[x]² in float32 is wrong by the size of the variance itself.
+    # E[x²] - E[x]² in float32 would have an error as large as the variance itself.
     torch.testing.assert_close(got, expected[mine], rtol=2e-2, atol=2e-2)
 
 
 @on_ranks("two")
-def test_many_values_are_counted_exactly(comm: Any) -> None:
-    """Counts beyond 2**24 have no exact float32; they are merged as float64."""
+def test_sync_batch_norm_counts_many_values_exactly(comm: Any) -> None:
+    """Check that counts beyond 2**24, which float32 cannot represent, are merged as float64."""
     x = torch.zeros(1, 1).expand(2**24 + 1 + comm.rank, 1)
     with torch.no_grad():
         assert batch_norm._joined(x, comm, False).count == 2**25 + 3
 
 
 @on_ranks("two")
-def test_there_is_one_collective_forward_and_one_backward_and_none_in_evaluation(comm: Any) -> None:
+def test_sync_batch_norm_makes_one_call_per_training_pass(comm: Any) -> None:
     spy: Any = Spy(comm)
     norm = SyncBatchNorm(3, spy)
     x = torch.randn(4, 3, 2, requires_grad=True)
@@ -156,7 +156,7 @@ def test_there_is_one_collective_forward_and_one_backward_and_none_in_evaluation
 
 
 @on_ranks("two")
-def test_an_input_that_needs_no_gradient_anywhere_costs_no_collective_backward(comm: Any) -> None:
+def test_sync_batch_norm_without_input_gradient_skips_backward_call(comm: Any) -> None:
     spy: Any = Spy(comm)
     norm = SyncBatchNorm(3, spy)
     norm(torch.arange(6.0).reshape(2, 3) + comm.rank).pow(2).sum().backward()
@@ -165,7 +165,7 @@ def test_an_input_that_needs_no_gradient_anywhere_costs_no_collective_backward(c
 
 
 @on_ranks("two")
-def test_without_gradients_statistics_are_kept_all_the_same(comm: Any) -> None:
+def test_sync_batch_norm_without_gradients_updates_statistics(comm: Any) -> None:
     norm = SyncBatchNorm(3, comm)
     with torch.no_grad():
         y = norm(torch.full((2, 3), float(comm.rank)))
@@ -176,7 +176,7 @@ def test_without_gradients_statistics_are_kept_all_the_same(comm: Any) -> None:
 
 
 @on_ranks("two", call_timeout=5)
-def test_a_rank_without_gradients_takes_part_in_the_others_backward(comm: Any) -> None:
+def test_sync_batch_norm_backward_without_gradient_on_rank_completes(comm: Any) -> None:
     norm = SyncBatchNorm(3, comm, affine=False)
     generator = torch.Generator().manual_seed(comm.rank)
     x = torch.randn(4, 3, generator=generator, requires_grad=comm.rank == 0)
@@ -185,7 +185,7 @@ def test_a_rank_without_gradients_takes_part_in_the_others_backward(comm: Any) -
 
 
 @on_ranks("two")
-def test_all_ranks_without_a_batch_leave_the_statistics_alone(comm: Any) -> None:
+def test_sync_batch_norm_of_empty_batches_keeps_statistics(comm: Any) -> None:
     norm = SyncBatchNorm(3, comm)
     x = torch.zeros(0, 3, 2, requires_grad=True)
     y = norm(x)
@@ -196,7 +196,7 @@ def test_all_ranks_without_a_batch_leave_the_statistics_alone(comm: Any) -> None
 
 
 @on_ranks("two")
-def test_a_second_derivative_is_refused(comm: Any) -> None:
+def test_sync_batch_norm_second_derivative_raises(comm: Any) -> None:
     x = torch.randn(4, 3, requires_grad=True)
     y = SyncBatchNorm(3, comm)(x).pow(2).sum()
     (gradient,) = torch.autograd.grad(y, x, create_graph=True)
@@ -204,11 +204,11 @@ def test_a_second_derivative_is_refused(comm: Any) -> None:
         gradient.sum().backward()
 
 
-# -- what is refused ------------------------------------------------------------------------
+# -- errors ---------------------------------------------------------------------------------
 
 
 @on_ranks("two", call_timeout=5)
-def test_another_number_of_channels_is_refused_before_anything_is_sent(comm: Any) -> None:
+def test_sync_batch_norm_bad_input_raises_before_communication(comm: Any) -> None:
     norm = SyncBatchNorm(3, comm)
     for bad in (torch.zeros(2, 4), torch.zeros(3)):
         with pytest.raises(ShapeError, match=r"\(N, 3, \.\.\.\)"):
@@ -219,13 +219,13 @@ def test_another_number_of_channels_is_refused_before_anything_is_sent(comm: Any
 
 
 @on_ranks("two", call_timeout=5)
-def test_modules_of_different_channels_are_a_mismatch_on_all_ranks(comm: Any) -> None:
+def test_sync_batch_norm_of_different_channels_raises_on_all_ranks(comm: Any) -> None:
     channels = 3 + comm.rank
     with pytest.raises(MismatchError):
         SyncBatchNorm(channels, comm)(torch.ones(2, channels))
 
 
-def test_one_rank_with_a_bad_input_ends_the_others() -> None:
+def test_sync_batch_norm_bad_input_on_one_rank_ends_other_ranks() -> None:
     def program(comm: Any) -> None:
         SyncBatchNorm(3, comm)(torch.ones(2, 3 + comm.rank))
 
@@ -234,7 +234,7 @@ def test_one_rank_with_a_bad_input_ends_the_others() -> None:
 
 
 @on_ranks("two", call_timeout=5)
-def test_one_value_in_all_is_refused_on_all_ranks(comm: Any) -> None:
+def test_sync_batch_norm_of_single_value_raises_on_all_ranks(comm: Any) -> None:
     with pytest.raises(ValueError, match="one value a channel"):
         SyncBatchNorm(3, comm)(torch.ones(int(comm.rank == 0), 3))
 
@@ -253,7 +253,7 @@ class Net(nn.Module):
 
 
 @on_ranks("one")
-def test_conversion_keeps_everything_but_the_class(comm: Any) -> None:
+def test_convert_sync_batchnorm_changes_only_class(comm: Any) -> None:
     torch.manual_seed(0)
     net = Net()
     prepared(net.first[1])
@@ -280,7 +280,7 @@ def test_conversion_keeps_everything_but_the_class(comm: Any) -> None:
     assert "4, eps=1e-05, momentum=0.1, affine=False" in repr(net)
 
 
-def test_a_converted_net_trains_as_the_plain_one_on_the_joined_batch() -> None:
+def test_convert_sync_batchnorm_net_equals_plain_net_on_joined_batch() -> None:
     x = torch.randn(6, 1, 5, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
     def net() -> Any:
@@ -304,7 +304,7 @@ def test_a_converted_net_trains_as_the_plain_one_on_the_joined_batch() -> None:
 
 
 @on_ranks("one")
-def test_a_norm_itself_is_replaced_and_a_converted_one_again(comm: Any) -> None:
+def test_convert_sync_batchnorm_replaces_single_norm(comm: Any) -> None:
     norm = nn.BatchNorm1d(3)
     made = convert_sync_batchnorm(norm, comm)
     assert type(made) is SyncBatchNorm
@@ -315,7 +315,7 @@ def test_a_norm_itself_is_replaced_and_a_converted_one_again(comm: Any) -> None:
 
 
 @on_ranks("one")
-def test_lazy_norms_and_own_subclasses_are_refused_and_nothing_is_changed(comm: Any) -> None:
+def test_convert_sync_batchnorm_of_lazy_or_custom_norm_raises(comm: Any) -> None:
     class Own(nn.BatchNorm2d):
         def forward(self, x: Any) -> Any:
             return x
@@ -330,7 +330,7 @@ def test_lazy_norms_and_own_subclasses_are_refused_and_nothing_is_changed(comm: 
 
 
 @on_ranks("one")
-def test_a_copy_shares_the_communicator_and_a_pickle_is_refused(comm: Any) -> None:
+def test_sync_batch_norm_copy_shares_comm_and_pickle_raises(comm: Any) -> None:
     norm = SyncBatchNorm(3, comm)
     twin = copy.deepcopy(norm)
     assert twin.comm is comm

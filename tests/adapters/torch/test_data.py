@@ -1,4 +1,4 @@
-"""Which samples each rank gets, and batches that are fetched ahead."""
+"""The sampler that shares a dataset among ranks, and the loader that prefetches batches."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def shards(length: int, size: int, epoch: int = 0, **options: Any) -> list[list[
 
 @quick
 @given(LENGTHS, SIZES, EPOCHS, SEEDS, st.booleans())
-def test_every_sample_is_some_ranks_once(
+def test_sharded_sampler_gives_each_sample_to_one_rank(
     length: int, size: int, epoch: int, seed: int, shuffle: bool
 ) -> None:
     found = shards(length, size, epoch, seed=seed, shuffle=shuffle)
@@ -52,7 +52,7 @@ def test_every_sample_is_some_ranks_once(
 
 @quick
 @given(LENGTHS, SIZES, EPOCHS, SEEDS, st.booleans(), st.booleans())
-def test_padded_is_torchs_distributed_sampler(
+def test_sharded_sampler_padded_equals_distributed_sampler(
     length: int, size: int, epoch: int, seed: int, shuffle: bool, drop_last: bool
 ) -> None:
     ours = shards(length, size, epoch, seed=seed, shuffle=shuffle, padded=True, drop_last=drop_last)
@@ -67,24 +67,22 @@ def test_padded_is_torchs_distributed_sampler(
 
 @quick
 @given(LENGTHS, SIZES, SEEDS)
-def test_drop_last_leaves_out_less_than_one_sample_a_rank(
-    length: int, size: int, seed: int
-) -> None:
+def test_sharded_sampler_drop_last_gives_equal_lengths(length: int, size: int, seed: int) -> None:
     found = shards(length, size, seed=seed, drop_last=True)
     assert {len(shard) for shard in found} == {length // size}
     everything = list(chain(*found))
     assert len(set(everything)) == len(everything) > length - size
 
 
-def test_epochs_are_shuffled_differently_and_again_alike() -> None:
+def test_sharded_sampler_shuffles_each_epoch_reproducibly() -> None:
     first, second = shards(50, 2, 0), shards(50, 2, 1)
     assert first != second
     assert shards(50, 2, 0) == first
-    assert shards(50, 2, 0, seed=1) == second  # as torch has it: seed and epoch are added
+    assert shards(50, 2, 0, seed=1) == second  # as in torch, seed and epoch are added
     assert shards(50, 2, 0, shuffle=False) == [list(range(0, 50, 2)), list(range(1, 50, 2))]
 
 
-def test_ranks_and_lengths_come_from_a_communicator_and_a_dataset() -> None:
+def test_sharded_sampler_accepts_communicator_and_dataset() -> None:
     dataset = TensorDataset(torch.arange(7))
     found = run_ranks(3, lambda comm: list(ShardedSampler(dataset, comm)))
     assert found == shards(7, 3)
@@ -92,7 +90,7 @@ def test_ranks_and_lengths_come_from_a_communicator_and_a_dataset() -> None:
 
 @quick
 @given(LENGTHS, SIZES, st.data(), st.booleans())
-def test_a_state_in_mid_epoch_goes_on_with_the_rest(
+def test_sharded_sampler_resumes_in_mid_epoch(
     length: int, size: int, data: st.DataObject, padded: bool
 ) -> None:
     done = data.draw(st.integers(0, length // size))
@@ -118,7 +116,7 @@ def test_a_state_in_mid_epoch_goes_on_with_the_rest(
 
 @quick
 @given(LENGTHS, SIZES, SIZES, st.data())
-def test_another_number_of_ranks_goes_on_where_these_were(
+def test_sharded_sampler_resumes_on_other_number_of_ranks(
     length: int, size: int, other: int, data: st.DataObject
 ) -> None:
     done = data.draw(st.integers(0, length // size))
@@ -133,7 +131,7 @@ def test_another_number_of_ranks_goes_on_where_these_were(
     assert sorted(before + after) == list(range(length))
 
 
-def test_a_second_resumption_counts_from_the_first() -> None:
+def test_sharded_sampler_second_resumption_counts_from_first() -> None:
     whole = shards(40, 2)[1]
     sampler = ShardedSampler(40, (1, 2))
     sampler.load_state_dict(ShardedSampler(40, (1, 2)).state_dict(taken=5))
@@ -146,7 +144,7 @@ def test_a_second_resumption_counts_from_the_first() -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_batches_of_a_data_loader_can_be_resumed_with_workers_ahead(workers: int) -> None:
+def test_data_loader_with_workers_resumes_after_used_batches(workers: int) -> None:
     dataset = TensorDataset(torch.arange(23))
     whole = shards(23, 2)[0]
 
@@ -166,14 +164,14 @@ def test_batches_of_a_data_loader_can_be_resumed_with_workers_ahead(workers: int
 
 
 @pytest.mark.parametrize("length", [-1, 2.5, True, None])
-def test_other_lengths_are_refused(length: Any) -> None:
+def test_sharded_sampler_with_bad_length_raises(length: Any) -> None:
     with pytest.raises(InvalidArgumentError, match="length"):
         ShardedSampler(length, (0, 1))
     with pytest.raises(RankError, match=r"ShardedSampler: rank is 2 .*size is 2"):
         ShardedSampler(3, (2, 2))
 
 
-def test_a_state_of_other_samples_is_refused_and_changes_nothing() -> None:
+def test_sharded_sampler_with_state_of_other_length_raises() -> None:
     sampler = ShardedSampler(8, (0, 2), seed=3)
     with pytest.raises(InvalidArgumentError, match="9 samples"):
         sampler.load_state_dict(ShardedSampler(9, (0, 2), seed=4).state_dict(taken=2))
@@ -197,7 +195,7 @@ def _no_thread_is_left() -> Iterator[None]:
 Pair = namedtuple("Pair", ["x", "y"])
 
 
-def test_batches_come_as_they_were_in_their_order() -> None:
+def test_prefetch_loader_yields_batches_unchanged_in_order() -> None:
     x = torch.arange(3)
     nested = [
         x,
@@ -211,13 +209,13 @@ def test_batches_come_as_they_were_in_their_order() -> None:
     ]
     loader = PrefetchLoader(nested)
     assert len(loader) == len(nested)
-    for _ in range(2):  # anew each time
+    for _ in range(2):  # each iteration starts from the beginning
         found = list(loader)
         assert repr(found) == repr(nested)
         assert type(found[2]["b"]["c"]) is Pair
 
 
-def test_tensors_in_any_nesting_are_moved() -> None:
+def test_prefetch_loader_moves_nested_tensors() -> None:
     x = torch.ones(2)
     ((found,), kept) = list(
         PrefetchLoader([[(x, {"a": [Pair(x, 1)]}, OrderedDict(b=x))], "x"], device="meta")
@@ -230,7 +228,7 @@ def test_tensors_in_any_nesting_are_moved() -> None:
 
 
 @pytest.mark.parametrize("ahead", [1, 3])
-def test_the_next_batches_are_fetched_while_one_is_used_and_no_more(ahead: int) -> None:
+def test_prefetch_loader_fetches_exactly_ahead_batches(ahead: int) -> None:
     taken = []
     fetched = threading.Condition()
 
@@ -264,7 +262,7 @@ class Bad(torch.utils.data.Dataset):  # type: ignore[type-arg, misc]
         return index
 
 
-def test_an_error_of_the_loader_comes_after_the_batches_before_it() -> None:
+def test_prefetch_loader_raises_error_after_earlier_batches() -> None:
     running = iter(PrefetchLoader(DataLoader(Bad(), batch_size=2)))
     assert [next(running).tolist() for _ in range(2)] == [[0, 1], [2, 3]]
     with pytest.raises(BadAtError) as raised:
@@ -273,7 +271,7 @@ def test_an_error_of_the_loader_comes_after_the_batches_before_it() -> None:
     assert list(running) == []
 
 
-def test_an_error_of_an_iterator_that_ends_is_no_end() -> None:
+def test_prefetch_loader_passes_on_keyboard_interrupt() -> None:
     def batches() -> Iterator[int]:
         yield 1
         raise KeyboardInterrupt
@@ -284,7 +282,7 @@ def test_an_error_of_an_iterator_that_ends_is_no_end() -> None:
         next(running)
 
 
-def test_leaving_early_ends_the_thread_and_the_loader() -> None:
+def test_prefetch_loader_left_early_ends_thread() -> None:
     closed = threading.Event()
 
     def batches() -> Iterator[int]:
@@ -303,10 +301,10 @@ def test_leaving_early_ends_the_thread_and_the_loader() -> None:
     assert len(prefetching()) == 1
     running.close()  # type: ignore[attr-defined]
     assert prefetching() == []
-    iter(PrefetchLoader(range(3)))  # never begun
+    iter(PrefetchLoader(range(3)))  # an iterator that is never advanced starts no thread
 
 
-def test_an_error_in_the_loop_ends_the_thread() -> None:
+def test_prefetch_loader_thread_ends_after_error_in_loop() -> None:
     def loop() -> None:
         for batch in PrefetchLoader(range(1000)):
             _ = 1 / (2 - batch)
@@ -317,7 +315,7 @@ def test_an_error_in_the_loop_ends_the_thread() -> None:
     assert prefetching() == []
 
 
-def test_a_batch_is_let_go_when_its_turn_is_over() -> None:
+def test_prefetch_loader_releases_used_batches() -> None:
     class Batch:
         alive = 0
 
@@ -331,24 +329,24 @@ def test_a_batch_is_let_go_when_its_turn_is_over() -> None:
     for batch in PrefetchLoader((Batch() for _ in range(20)), ahead=1):
         most = max(most, Batch.alive)
         del batch
-    # The one in use, the one that waits, and the one in the thread's hands.
+    # One batch is in use, one waits in the queue and one is held by the thread.
     assert most <= 3
     assert Batch.alive == 0
 
 
-def test_a_room_of_none_is_refused() -> None:
+def test_prefetch_loader_with_ahead_0_raises() -> None:
     with pytest.raises(InvalidArgumentError, match="ahead"):
         PrefetchLoader([], ahead=0)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-def test_on_a_gpu_batches_are_copied_beside_the_consumers_stream() -> None:
+def test_prefetch_loader_on_gpu_copies_on_separate_stream() -> None:
     loader = DataLoader(TensorDataset(torch.arange(4096.0).reshape(64, 64)), batch_size=4)
     total = torch.zeros((), device="cuda")
     for (x,) in PrefetchLoader(loader, "cuda", ahead=2):
         assert x.is_cuda
         total += x.sum()
-        # Work that keeps the stream busy while the memory of x is given back and used again.
+        # This work keeps the stream busy while the memory of x is freed and reused.
         torch.cuda._sleep(1_000_000)
         total += x.sum()
     assert total.item() == 2 * sum(range(4096))

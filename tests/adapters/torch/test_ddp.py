@@ -1,4 +1,4 @@
-"""``DistributedDataParallel``: against one process on the joined batch, and torch's own."""
+"""``DistributedDataParallel``, compared with one process on the joined batch."""
 
 from __future__ import annotations
 
@@ -53,7 +53,10 @@ def shard(comm: Any, x: torch.Tensor) -> torch.Tensor:
 def train(
     model: Any, wrapped: Any, comm: Any = None, steps: int = 4, set_to_none: bool = True
 ) -> list[torch.Tensor]:
-    """Return the weights after some steps on this rank's shares, or without ranks on all of it."""
+    """Return the weights after some steps on this rank's shards.
+
+    Without a communicator, train on the whole batches.
+    """
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1, momentum=0.9)
     for data in batches(steps):
         x, y = data if comm is None else (shard(comm, part) for part in data)
@@ -74,10 +77,10 @@ def compare(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
 @pytest.mark.parametrize("bucket_mib", [25.0, 0.001])
 @pytest.mark.parametrize("set_to_none", [True, False])
 @on_ranks("pool")
-def test_equals_one_process_on_the_joined_batch(
+def test_ddp_equals_one_process_on_joined_batch(
     comm: Any, bucket_mib: float, set_to_none: bool
 ) -> None:
-    model, alone = mlp(seed=3 + comm.rank), mlp()  # rank 0's weights count
+    model, alone = mlp(seed=3 + comm.rank), mlp()  # the wrapper must broadcast rank 0's weights
     ddp = DistributedDataParallel(model, comm, bucket_mib=bucket_mib)
     weights = train(model, ddp, comm, 5, set_to_none)
     compare(weights, train(alone, alone, None, 5, set_to_none))
@@ -88,7 +91,7 @@ def test_equals_one_process_on_the_joined_batch(
 
 
 @on_ranks("two")
-def test_buckets_are_reduced_during_the_backward_pass(comm: Any) -> None:
+def test_ddp_buckets_are_reduced_during_backward_pass(comm: Any) -> None:
     seen: list[tuple[int, int]] = []
     model = mlp()
 
@@ -108,7 +111,7 @@ def test_buckets_are_reduced_during_the_backward_pass(comm: Any) -> None:
 
 
 class Backwards(nn.Module):
-    """Uses its layers in the reverse of the order in which they were made."""
+    """A model that applies its layers in the reverse of their order of creation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -121,7 +124,7 @@ class Backwards(nn.Module):
 
 
 @on_ranks("two")
-def test_buckets_follow_the_order_of_arrival(comm: Any) -> None:
+def test_ddp_buckets_follow_order_of_arrival(comm: Any) -> None:
     torch.manual_seed(0)
     ddp = DistributedDataParallel(Backwards(), comm, bucket_mib=0.0001)
     assert [bucket.members for bucket in ddp._gradients.buckets] == [[0], [1], [2], [3]]
@@ -153,7 +156,7 @@ class Branches(nn.Module):
 
 
 @on_ranks("two")
-def test_unused_parameters_are_named(comm: Any) -> None:
+def test_ddp_error_names_unused_parameters(comm: Any) -> None:
     ddp = DistributedDataParallel(Branches(), comm)
     x = torch.ones(2, 4, dtype=torch.float64)
     with pytest.raises(
@@ -163,7 +166,7 @@ def test_unused_parameters_are_named(comm: Any) -> None:
 
 
 @on_ranks("pool")
-def test_unused_parameters_are_found(comm: Any) -> None:
+def test_ddp_finds_unused_parameters(comm: Any) -> None:
     model = Branches()
     ddp = DistributedDataParallel(model, comm, find_unused_parameters=True, bucket_mib=0.0001)
     for _ in range(3):
@@ -176,16 +179,16 @@ def test_unused_parameters_are_found(comm: Any) -> None:
             ranks = len(range(arm, comm.size, 2))
             got = model.arms[arm].bias.grad
             assert got.item() == pytest.approx(2 * ranks / comm.size)
-        assert model.arms[2].weight.grad is None  # nobody's
+        assert model.arms[2].weight.grad is None  # no rank uses this arm
         got = model.trunk.weight.grad
         torch.testing.assert_close(got, torch.full_like(got, 0.5 * 2 * ones / comm.size))
 
 
-# -- what else ------------------------------------------------------------------------------------
+# -- parameters, buffers, state and errors --------------------------------------------------------
 
 
 @on_ranks("two")
-def test_shared_and_frozen_parameters(comm: Any) -> None:
+def test_ddp_handles_shared_and_frozen_parameters(comm: Any) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 1))
     model[2].weight = model[0].weight
     model[3].weight.requires_grad = False
@@ -202,14 +205,14 @@ def test_shared_and_frozen_parameters(comm: Any) -> None:
 
 @pytest.mark.parametrize("broadcast", [True, False])
 @on_ranks("two")
-def test_buffers_are_those_of_rank_0(comm: Any, broadcast: bool) -> None:
+def test_ddp_broadcasts_buffers_of_rank_0_on_request(comm: Any, broadcast: bool) -> None:
     model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1))
     ddp = DistributedDataParallel(model, comm, broadcast_buffers=broadcast)
     for _ in range(2):
         ddp(torch.randn(5, 3) + comm.rank).sum().backward()
     mine = model[0].running_mean.clone()
     with torch.no_grad():
-        ddp.eval()(torch.zeros(2, 3))  # no rank has to join in this
+        ddp.eval()(torch.zeros(2, 3))  # evaluation makes no collective call
     ddp.train()(torch.randn(5, 3)).sum().backward()
     zeros = comm.broadcast(mine, root=0)
     assert bool((mine == zeros).all()) == (comm.rank == 0)
@@ -217,7 +220,7 @@ def test_buffers_are_those_of_rank_0(comm: Any, broadcast: bool) -> None:
 
 
 @on_ranks("two")
-def test_state_is_that_of_the_bare_module(comm: Any) -> None:
+def test_ddp_state_dict_equals_bare_module(comm: Any) -> None:
     bare, other = (nn.Sequential(mlp(seed), nn.BatchNorm1d(2)) for seed in (1, 2))
     bare[1].running_mean += 1
     ddp = DistributedDataParallel(other, comm)
@@ -234,7 +237,7 @@ def test_state_is_that_of_the_bare_module(comm: Any) -> None:
 
 
 @on_ranks("two")
-def test_models_that_differ_are_refused(comm: Any) -> None:
+def test_ddp_of_different_models_raises(comm: Any) -> None:
     model = nn.Sequential(nn.Linear(4, 3 + comm.rank))
     with pytest.raises(
         collective.MismatchError, match=r"rank 1 has 0\.bias float32\[4\], but rank 0 has 0"
@@ -247,7 +250,7 @@ def test_models_that_differ_are_refused(comm: Any) -> None:
         DistributedDataParallel(nn.ReLU(), comm)
 
 
-def test_a_backward_pass_that_breaks_off(two: RankPool) -> None:
+def test_ddp_backward_error_ends_all_ranks(two: RankPool) -> None:
     with pytest.raises(RanksFailedError) as caught:
         two.run(broken, timeout=20.0)
     text = str(caught.value)
@@ -269,7 +272,7 @@ def broken(comm: Any) -> None:
 
 
 @on_ranks("two")
-def test_nothing_keeps_it_alive(comm: Any) -> None:
+def test_ddp_is_freed_without_remaining_references(comm: Any) -> None:
     model = mlp()
     ddp = DistributedDataParallel(model, comm)
     weak = weakref.ref(ddp._gradients)
@@ -277,4 +280,4 @@ def test_nothing_keeps_it_alive(comm: Any) -> None:
     loss_of(ddp, x, y).backward()
     del ddp
     assert weak() is None
-    loss_of(model, x, y).backward()  # its hooks are there still, and do nothing
+    loss_of(model, x, y).backward()  # the wrapper's hooks are still registered and do nothing

@@ -1,4 +1,4 @@
-"""``DistributedDataParallel`` where the ranks' inputs are uneven, and gradients sparse."""
+"""``DistributedDataParallel`` with uneven inputs and with sparse gradients."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ two = ranks_of(("threads", 2))
 @pytest.mark.parametrize("by_all", [True, False])
 @pytest.mark.parametrize("unused", [True, False])
 @on_ranks("pool")
-def test_join(comm: Any, by_all: bool, unused: bool) -> None:
-    """Each step's average is of those that are there, or of all; the end is the same for all."""
+def test_ddp_join_averages_over_present_or_all_ranks(comm: Any, by_all: bool, unused: bool) -> None:
+    """Check the weight: each step averages over the present ranks, or over all ranks."""
     model = nn.Sequential(nn.BatchNorm1d(1, affine=False), nn.Linear(1, 1, bias=False))
     model = model.double()
     nn.init.zeros_(model[1].weight)
@@ -36,7 +36,7 @@ def test_join(comm: Any, by_all: bool, unused: bool) -> None:
     with ddp.join(by_all):
         for _ in range(steps):
             optimizer.zero_grad()
-            # A gradient of -1 on each rank that is there.
+            # The gradient is -1 on each present rank.
             (-(ddp(x) * target / target.square()).mean()).backward()
             optimizer.step()
     expected = 0.0
@@ -45,11 +45,11 @@ def test_join(comm: Any, by_all: bool, unused: bool) -> None:
         expected += there / comm.size if by_all else 1.0
     got = model[1].weight.detach()
     torch.testing.assert_close(got, torch.full_like(got, expected))
-    assert model[0].num_batches_tracked == 2 + comm.size - 1  # the buffers' too
+    assert model[0].num_batches_tracked == 2 + comm.size - 1  # buffers are equal at the end, too
 
 
 @on_ranks("two")
-def test_join_with_a_static_graph_and_rank_0_first(comm: Any) -> None:
+def test_ddp_join_with_static_graph_lets_rank_0_finish_first(comm: Any) -> None:
     model = nn.Linear(2, 1, bias=False)
     ddp = DistributedDataParallel(model, comm, static_graph=True, bucket_mib=1e-5)
     for _ in range(2):
@@ -63,7 +63,7 @@ def test_join_with_a_static_graph_and_rank_0_first(comm: Any) -> None:
     assert (model.weight.grad == 1.0).all()
 
 
-def test_an_error_inside_of_join_ends_all_ranks(two: RankPool) -> None:
+def test_ddp_join_error_ends_all_ranks(two: RankPool) -> None:
     with pytest.raises(RanksFailedError, match="no more of it") as caught:
         two.run(fails_inside, timeout=20.0)
     assert "PeerFailedError" in str(caught.value)
@@ -82,9 +82,9 @@ def fails_inside(comm: Any) -> None:
 
 
 @on_ranks("pool")
-def test_sparse_sums(comm: Any) -> None:
+def test_all_reduce_sparse_equals_dense_sum(comm: Any) -> None:
     rank, size = comm.rank, comm.size
-    # Ranks have different numbers of elements, rank 0 none, one of them twice.
+    # Ranks have different numbers of elements. Rank 0 has none, and rank 3 some indices twice.
     indices = torch.tensor([[i % 4 for i in range(2 * rank)], [i % 2 for i in range(2 * rank)]])
     mine = torch.sparse_coo_tensor(
         indices.long(), torch.arange(2.0 * rank) + 1, (4, 2), check_invariants=True
@@ -96,7 +96,7 @@ def test_sparse_sums(comm: Any) -> None:
     torch.testing.assert_close(all_reduce_sparse(mine, comm, "avg").to_dense(), expected / size)
     rows = torch.sparse_coo_tensor(
         [[rank, 0]], torch.ones(2, 3), (size, 3), check_invariants=True
-    )  # of whole rows
+    )  # whole rows
     expected = comm.all_reduce(rows.to_dense())
     torch.testing.assert_close(all_reduce_sparse(rows, comm).to_dense(), expected)
     with pytest.raises(collective.InvalidArgumentError, match="'sum' or 'avg' of one in COO"):
@@ -113,7 +113,7 @@ class Looks(nn.Module):
 
 
 @on_ranks("two")
-def test_sparse_gradients_of_what_is_no_embedding_become_dense(comm: Any) -> None:
+def test_ddp_sparse_gradient_outside_embedding_becomes_dense(comm: Any) -> None:
     model = Looks()
     ddp = DistributedDataParallel(model, comm)
     ddp(torch.tensor([comm.rank])).sum().backward()
@@ -136,7 +136,7 @@ class Words(nn.Module):
 
 @pytest.mark.parametrize("unused", [True, False])
 @on_ranks("pool")
-def test_sparse_embeddings(comm: Any, unused: bool) -> None:
+def test_ddp_sparse_embeddings_train_as_dense(comm: Any, unused: bool) -> None:
     model, alone = Words(sparse=True), Words(sparse=False)
     ddp = DistributedDataParallel(model, comm, find_unused_parameters=unused)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, alone)]

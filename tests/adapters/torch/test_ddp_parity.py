@@ -1,4 +1,4 @@
-"""``DistributedDataParallel`` beside PyTorch's own, over Gloo: the same model, seeds and data."""
+"""``DistributedDataParallel`` compared with PyTorch's own over Gloo: same model, seeds and data."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pool = ranks_of(("shm", 2))
 
 
 class Net(nn.Module):
-    """Convolutions with batch normalisation, and layers of which one is left out at times."""
+    """A network with convolutions, batch normalisation and, if ``branches``, alternating layers."""
 
     def __init__(self, branches: bool) -> None:
         super().__init__()
@@ -41,7 +41,9 @@ class Net(nn.Module):
 
 @pytest.mark.parametrize("optimizer", ["SGD", "Adam"])
 @pytest.mark.parametrize("way", ["plain", "unused", "accumulate", "static"])
-def test_the_same_weights(pool: RankPool, tmp_path: Path, way: str, optimizer: str) -> None:
+def test_ddp_training_equals_torch_ddp(
+    pool: RankPool, tmp_path: Path, way: str, optimizer: str
+) -> None:
     pool.run(both, str(tmp_path / "store"), way, optimizer)
 
 
@@ -52,8 +54,8 @@ def gloo(comm: Any, store: str) -> Iterator[None]:
     try:
         yield
     finally:
-        # A wrapper of PyTorch's that goes after its process group waits for Gloo's threads with
-        # the interpreter's lock, which they may want.
+        # PyTorch's wrapper must be freed before its process group. Otherwise its destructor waits
+        # for Gloo's threads while it holds the interpreter's lock, which those threads may need.
         gc.collect()
         dist.destroy_process_group()
 
@@ -63,7 +65,7 @@ def both(comm: Any, store: str, way: str, optimizer: str) -> None:
         states = [trained(comm, ours, way, optimizer) for ours in (True, False)]
         for name, value in states[0].items():
             if "running" in name and way == "accumulate" and comm.rank:
-                continue  # they get rank 0's in other passes, and nobody else gets theirs
+                continue  # the wrappers broadcast running statistics of rank 0 in different passes
             torch.testing.assert_close(value, states[1][name], rtol=1e-9, atol=1e-10)
 
 
@@ -96,18 +98,18 @@ def train(wrapped: Any, kind: Any, rank: int, accumulate: bool) -> None:
         optimizer.zero_grad()
 
 
-# Orders of passes for which PyTorch's wrapper is made: in others it reduces by what was called
-# last, or by no means twice. Ours are in tests/adapters/torch/test_ddp_passes.py.
+# Orders of passes that PyTorch's wrapper supports. In other orders it decides by the latest forward
+# pass, and it never reduces twice. test_ddp_passes.py tests all orders with our wrapper.
 ORDERS = [
-    "unreduced while one to reduce is pending", "an unreduced one later", "accumulated",
-    "a sum, unreduced last", "a sum, unreduced first", "backward within no_sync",
-    "without a backward pass", "autograd.grad",
+    "no_sync forward while a synced one is pending", "no_sync backward last", "accumulated",
+    "sum of synced and no_sync losses", "sum of no_sync and synced losses",
+    "backward within no_sync", "forward without backward", "autograd.grad",
 ]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def gradients(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Return for each rank, by order of passes, the gradients of both wrappers."""
+    """Return, for each rank and each order of passes, the gradients of both wrappers."""
     return pool.run(in_orders, str(tmp_path_factory.mktemp("orders") / "store"))
 
 
@@ -123,7 +125,7 @@ def in_order(comm: Any, name: str, ours: bool) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", ORDERS)
-def test_the_same_gradients_after_each_pass(gradients: Any, name: str) -> None:
+def test_ddp_gradients_after_each_pass_equal_torch_ddp(gradients: Any, name: str) -> None:
     for rank in gradients:
         ours, theirs = rank[name]
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)

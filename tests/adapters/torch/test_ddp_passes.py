@@ -1,9 +1,9 @@
-"""``DistributedDataParallel`` where forward and backward passes do not take turns.
+"""``DistributedDataParallel`` with forward and backward passes that do not alternate.
 
 A program is a list of steps, such as two forward passes, one of them in ``no_sync()``, and then
-the backward pass of either. What its gradients have to be is computed without the wrapper: by one
-replica a rank, in this process, and averages where a backward pass goes through a forward pass
-outside of ``no_sync()``.
+the backward pass of either. The expected gradients are computed without the wrapper: this process
+has one replica for each rank. It averages the gradients if a backward pass goes through a forward
+pass outside ``no_sync()``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ two = ranks_of(("threads", SIZE))
 
 
 class Net(nn.Module):
-    """Layers of which one is left out by turns, or computed again in the backward pass."""
+    """A network that skips layers in turn or recomputes them in the backward pass, by ``kind``."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -72,7 +72,8 @@ class Replica:
     """One rank's part in a program.
 
     Attributes:
-        pending: of each forward pass whose graph is not spent, its loss and whether it counts.
+        pending: for each forward pass with an unused graph, its loss and whether the pass ran
+            outside ``no_sync()``.
     """
 
     def __init__(self, net: Net, wrapped: Any, rank: int) -> None:
@@ -81,7 +82,7 @@ class Replica:
         self._passes = 0
 
     def do(self, step: tuple[Any, ...]) -> bool:
-        """Make a step; return whether it is one whose gradients are to be reduced."""
+        """Run a step; return whether its gradients must be reduced."""
         return bool(getattr(self, step[0])(*step[1:]))
 
     def _forward(self, reduced: bool, sign: int = 1) -> torch.Tensor:
@@ -159,7 +160,7 @@ def expected(kind: str, program: list[Any], size: int = SIZE) -> list[list[Any]]
 
 def run(comm: Any, kind: str, program: list[Any]) -> list[Any]:
     net = Net(kind)
-    # Several buckets.
+    # Buckets are so small that there are several.
     ddp = DistributedDataParallel(net, comm, bucket_mib=0.0001, **OPTIONS[kind])
     return after_each(Replica(net, ddp, comm.rank), program)
 
@@ -192,32 +193,36 @@ def backward(*which: int, retain: bool = False, within: bool = False) -> tuple[A
     return "backward", list(which), retain, within
 
 
-# Which of the pending graphs a backward pass is of is counted without those that are spent.
+# The number of a backward pass counts the pending graphs only, not the graphs already used.
 PROGRAMS: dict[str, list[tuple[Any, ...]]] = {
-    "unreduced while one to reduce is pending": [
+    "no_sync forward while a synced one is pending": [
         forward(True), forward(False), backward(0), backward(0),
     ],
-    "the unreduced one first": [forward(True), forward(False), backward(1), backward(0)],
-    "an unreduced one later": [forward(False), forward(True), backward(1), backward(0)],
+    "no_sync backward first": [forward(True), forward(False), backward(1), backward(0)],
+    "no_sync backward last": [forward(False), forward(True), backward(1), backward(0)],
     "accumulated": [
         forward(False), backward(0), forward(False), backward(0), forward(True), backward(0),
     ],
-    "two to reduce": [forward(True), forward(True), backward(1), backward(0)],
-    "twice": [forward(True), backward(0, retain=True), backward(0)],
-    "a sum, unreduced last": [forward(True), forward(False), backward(0, 1)],
-    "a sum, unreduced first": [forward(False), forward(True), backward(0, 1)],
+    "two synced forwards": [forward(True), forward(True), backward(1), backward(0)],
+    "backward twice": [forward(True), backward(0, retain=True), backward(0)],
+    "sum of synced and no_sync losses": [forward(True), forward(False), backward(0, 1)],
+    "sum of no_sync and synced losses": [forward(False), forward(True), backward(0, 1)],
     "backward within no_sync": [forward(True), backward(0, within=True)],
-    "without a backward pass": [("dropped", True), forward(True), backward(0)],
-    "unreduced after one without": [("dropped", True), forward(False), backward(0)],
+    "forward without backward": [("dropped", True), forward(True), backward(0)],
+    "no_sync forward after one without backward": [("dropped", True), forward(False), backward(0)],
     "autograd.grad": [forward(True), ("derivative", 0), backward(0)],
 }  # fmt: skip
-# Reentrant checkpoints are for one backward pass at a time, and not for autograd.grad.
-NOT_REENTRANT = ("a sum, unreduced last", "a sum, unreduced first", "autograd.grad")
+# Reentrant checkpoints support neither a backward pass of several graphs nor autograd.grad.
+NOT_REENTRANT = (
+    "sum of synced and no_sync losses",
+    "sum of no_sync and synced losses",
+    "autograd.grad",
+)
 
 
 @pytest.mark.parametrize("kind", OPTIONS)
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_gradients(two: RankPool, kind: str, name: str) -> None:
+def test_ddp_gradients_after_listed_passes_are_right(two: RankPool, kind: str, name: str) -> None:
     if kind != "reentrant" or name not in NOT_REENTRANT:
         check(two, kind, PROGRAMS[name])
 
@@ -239,7 +244,7 @@ _others = [
 
 
 @pytest.mark.parametrize("kind", OPTIONS)
-def test_gradients_in_any_order_of_passes(two: RankPool, kind: str) -> None:
+def test_ddp_gradients_in_any_order_of_passes_are_right(two: RankPool, kind: str) -> None:
     steps = 4 * [_forward] + 4 * [_backward] + _others
     if kind != "reentrant":
         steps += [_sum, _sum, st.tuples(st.just("derivative"), _number)]
@@ -252,11 +257,11 @@ def test_gradients_in_any_order_of_passes(two: RankPool, kind: str) -> None:
     search()
 
 
-# -- what comes by no output, or by none that goes into the loss --------------------------------
+# -- losses that bypass the module's output -----------------------------------------------------
 
 
 class Stashing(nn.Module):
-    """Keeps its loss to itself."""
+    """A module that stores its loss in an attribute and returns None."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -268,7 +273,7 @@ class Stashing(nn.Module):
 
 
 def differ(comm: Any, module: nn.Module) -> bool:
-    """Tell whether the ranks' gradients differ."""
+    """Return whether the ranks' gradients differ."""
     flat = torch.cat([p.grad.reshape(-1) for p in module.parameters() if p.grad is not None])
     every = comm.all_gather(flat[None])
     return not bool((every == every[0]).all())
@@ -276,7 +281,7 @@ def differ(comm: Any, module: nn.Module) -> bool:
 
 @pytest.mark.parametrize("unused", [False, True])
 @on_ranks("two")
-def test_a_loss_that_is_no_output(comm: Any, unused: bool) -> None:
+def test_ddp_loss_outside_output_is_reduced(comm: Any, unused: bool) -> None:
     net = Stashing()
     ddp = DistributedDataParallel(net, comm, find_unused_parameters=unused)
     for reduced in (True, False, True, True, False):
@@ -285,7 +290,8 @@ def test_a_loss_that_is_no_output(comm: Any, unused: bool) -> None:
             ddp(input_of(1, comm.rank))
         net.loss.backward()
         assert differ(comm, net) == (not reduced)
-    # It cannot be told of which it is: it is reduced, and what it is in the end is right.
+    # The wrapper cannot know which forward pass a loss belongs to. It reduces each time, and the
+    # final gradient is right.
     ddp.zero_grad()
     ddp(input_of(1, comm.rank))
     one = net.loss
@@ -298,8 +304,8 @@ def test_a_loss_that_is_no_output(comm: Any, unused: bool) -> None:
 
 
 @on_ranks("two")
-def test_a_derivative_of_second_order_alone(comm: Any) -> None:
-    """The output is not in the loss, and is gone."""
+def test_ddp_second_derivative_without_output_in_loss_is_reduced(comm: Any) -> None:
+    """Check a loss without the output, after the output has been freed."""
     net = Net("unused")
     ddp = DistributedDataParallel(net, comm, find_unused_parameters=True)
     for reduced in (True, False, True):
@@ -312,7 +318,7 @@ def test_a_derivative_of_second_order_alone(comm: Any) -> None:
 
 
 @on_ranks("two")
-def test_the_module_called_without_its_wrapper(comm: Any) -> None:
+def test_ddp_module_called_directly_is_reduced(comm: Any) -> None:
     net = Net("plain")
     ddp = DistributedDataParallel(net, comm)
     for reduced in (True, False, True):
@@ -324,7 +330,7 @@ def test_the_module_called_without_its_wrapper(comm: Any) -> None:
 
 
 class Last(nn.Module):
-    """Its bias has its gradient before anything is computed again."""
+    """A module whose bias gets its gradient before the checkpoint recomputes anything."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -338,7 +344,7 @@ class Last(nn.Module):
 
 @pytest.mark.parametrize("reentrant", [True, False])
 @on_ranks("two")
-def test_a_checkpoint_around_the_wrapper(comm: Any, reentrant: bool) -> None:
+def test_ddp_inside_checkpoint_is_reduced(comm: Any, reentrant: bool) -> None:
     net, alone = Last(), Last()
     ddp = DistributedDataParallel(net, comm)
     for _ in range(2):
@@ -363,7 +369,7 @@ class Two(nn.Module):
 
 
 @on_ranks("two")
-def test_outputs_that_do_not_all_go_into_the_loss(comm: Any) -> None:
+def test_ddp_output_missing_from_loss_leaves_parameter_unused(comm: Any) -> None:
     net = Two()
     ddp = DistributedDataParallel(net, comm, find_unused_parameters=True)
     for _ in range(2):
@@ -374,7 +380,7 @@ def test_outputs_that_do_not_all_go_into_the_loss(comm: Any) -> None:
 
 
 @on_ranks("two")
-def test_what_was_used_in_no_sync_alone_is_reduced_on_all_ranks(comm: Any) -> None:
+def test_ddp_parameter_used_only_in_no_sync_is_reduced_on_all_ranks(comm: Any) -> None:
     net = Two()
     ddp = DistributedDataParallel(net, comm, find_unused_parameters=True)
     x = torch.full((3,), 4.0)
@@ -386,7 +392,7 @@ def test_what_was_used_in_no_sync_alone_is_reduced_on_all_ranks(comm: Any) -> No
 
 
 @on_ranks("two")
-def test_a_rank_that_uses_no_parameter(comm: Any) -> None:
+def test_ddp_rank_without_used_parameters_takes_part(comm: Any) -> None:
     net = Two()
     ddp = DistributedDataParallel(net, comm, find_unused_parameters=True)
     for _ in range(2):
@@ -402,8 +408,8 @@ def test_a_rank_that_uses_no_parameter(comm: Any) -> None:
 
 
 @on_ranks("two")
-def test_a_parameter_of_the_loss_beside_the_forward_pass(comm: Any) -> None:
-    """Its gradient comes before the backward pass comes by the output."""
+def test_ddp_parameter_used_outside_forward_is_reduced(comm: Any) -> None:
+    """Check a parameter whose gradient arrives before the backward pass reaches the output."""
     net = Two()
     ddp = DistributedDataParallel(net, comm, find_unused_parameters=True)
     for reduced in (True, False, True):
@@ -415,12 +421,12 @@ def test_a_parameter_of_the_loss_beside_the_forward_pass(comm: Any) -> None:
         assert differ(comm, net) == (not reduced)
 
 
-# -- passes that break off ------------------------------------------------------------------------
+# -- passes that fail -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("static", [False, True])
 @on_ranks("two")
-def test_a_pass_that_breaks_off_is_not_taken_for_the_next(comm: Any, static: bool) -> None:
+def test_ddp_failed_pass_makes_next_pass_raise(comm: Any, static: bool) -> None:
     net = Net("plain")
     ddp = DistributedDataParallel(net, comm, bucket_mib=0.0001, static_graph=static)
 
@@ -442,7 +448,7 @@ def test_a_pass_that_breaks_off_is_not_taken_for_the_next(comm: Any, static: boo
         ddp.zero_grad()
         loss().backward()
         assert not differ(comm, net)
-        assert caught.value.__traceback__ is not None  # it keeps what its frames refer to
+        assert caught.value.__traceback__ is not None  # keeps the objects in its frames alive
 
 
 # -- join -----------------------------------------------------------------------------------------
@@ -457,7 +463,7 @@ def test_a_pass_that_breaks_off_is_not_taken_for_the_next(comm: Any, static: boo
     ],
 )
 @on_ranks("two")
-def test_join_refuses_what_the_others_could_not_follow(comm: Any, steps: str, text: str) -> None:
+def test_ddp_join_with_unpaired_passes_raises(comm: Any, steps: str, text: str) -> None:
     ddp = DistributedDataParallel(Two(), comm)
 
     def train() -> None:

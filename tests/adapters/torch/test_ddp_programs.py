@@ -1,4 +1,4 @@
-"""``DistributedDataParallel`` with what programs combine it with, and when a rank dies in it."""
+"""``DistributedDataParallel`` with compilation, checkpoints and autocast, and with a rank death."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from tests.support.on_ranks import on_ranks, ranks_of
 SMALL = 0.0005
 
 two = ranks_of(("threads", 2))
-# Dynamo has one state for all threads of a process, and who dies must not be all ranks.
+# These ranks are processes: Dynamo has one state for all threads of a process, and a test kills the
+# process of one rank.
 shm = ranks_of(("shm", 2))
 
 
@@ -29,7 +30,7 @@ shm = ranks_of(("shm", 2))
 
 
 class Net(nn.Module):
-    """A class of its own: compiled in place, PyTorch's own are not."""
+    """A user-defined module, because compiling PyTorch's own containers in place has no effect."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,20 +40,20 @@ class Net(nn.Module):
         return self.layers(x)
 
 
-@pytest.mark.parametrize("way", ["of a copy", "in place", "around"])
+@pytest.mark.parametrize("way", ["compiled module", "in place", "compiled wrapper"])
 @on_ranks("shm")
-def test_compiled(comm: Any, way: str) -> None:
+def test_ddp_with_torch_compile_equals_one_process(comm: Any, way: str) -> None:
     torch._dynamo.reset()
     graphs = torch._dynamo.utils.counters
     graphs.clear()
     model, alone = Net(), Net()
     inner: Any = model
-    if way == "of a copy":
+    if way == "compiled module":
         inner = torch.compile(model, backend="aot_eager")
     elif way == "in place":
         model.compile(backend="aot_eager")
     ddp: Any = DistributedDataParallel(inner, comm, bucket_mib=SMALL)
-    if way == "around":
+    if way == "compiled wrapper":
         ddp = torch.compile(ddp, backend="aot_eager")
     compare(train(model, ddp, comm), train(alone, alone))
     assert graphs["stats"]["unique_graphs"] >= 1, "nothing was compiled"
@@ -64,7 +65,7 @@ def test_compiled(comm: Any, way: str) -> None:
 
 
 class Checkpointed(nn.Module):
-    """Layers whose activations are computed again in the backward pass, the last one too."""
+    """A network that recomputes activations in the backward pass, also of its last layer."""
 
     def __init__(self, reentrant: bool | None, times: int = 1) -> None:
         super().__init__()
@@ -97,12 +98,12 @@ OPTIONS = [
 @pytest.mark.parametrize("times", [1, 2])
 @pytest.mark.parametrize("options", OPTIONS, ids="+".join)
 @on_ranks("two")
-def test_activation_checkpoints(
+def test_ddp_with_checkpoints_equals_one_process_or_raises(
     comm: Any, reentrant: bool, times: int, options: tuple[str, ...]
 ) -> None:
     model, alone = Checkpointed(reentrant, times), Checkpointed(None, times)
     ddp = DistributedDataParallel(model, comm, bucket_mib=SMALL, **dict.fromkeys(options, True))
-    # Nested passes come to a parameter twice, or to one that no output seems to depend on.
+    # Nested passes reach a parameter twice, or reach a parameter that seemed unused.
     if reentrant and "static_graph" not in options and (times == 2 or options):
         x, y = batches(1)[0]
         with pytest.raises(collective.GradientError, match=r"ready twice .*static_graph=True"):
@@ -113,8 +114,8 @@ def test_activation_checkpoints(
 
 @pytest.mark.parametrize("unused", [False, True])
 @on_ranks("two")
-def test_gradients_of_inputs_beside_those_of_parameters(comm: Any, unused: bool) -> None:
-    """A penalty on the gradient by the inputs: ``torch.autograd.grad`` before the backward pass."""
+def test_ddp_with_input_gradient_penalty_equals_one_process(comm: Any, unused: bool) -> None:
+    """Check a penalty on input gradients: ``torch.autograd.grad`` before the backward pass."""
     model, alone = mlp(), mlp()
     ddp = DistributedDataParallel(model, comm, bucket_mib=SMALL, find_unused_parameters=unused)
     for x, _ in batches(3):
@@ -133,8 +134,10 @@ def test_gradients_of_inputs_beside_those_of_parameters(comm: Any, unused: bool)
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @on_ranks("two")
-def test_autocast_and_scaled_gradients(comm: Any, dtype: torch.dtype) -> None:
-    """An overflow on one rank has all of them leave the step out, and scale by less."""
+def test_ddp_with_grad_scaler_skips_overflow_step_on_all_ranks(
+    comm: Any, dtype: torch.dtype
+) -> None:
+    """Check that an overflow on one rank makes all ranks skip the step and reduce the scale."""
     model, alone = mlp().float(), mlp().float()
     ddp = DistributedDataParallel(model, comm, bucket_mib=SMALL)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -173,8 +176,8 @@ def test_autocast_and_scaled_gradients(comm: Any, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("where", ["first", "middle"])
-def test_a_rank_that_dies_in_a_backward_pass(shm: RankPool, where: str) -> None:
-    """The other is told at once, in the pass, and not after the timeout."""
+def test_ddp_rank_death_in_backward_raises_peer_lost_error(shm: RankPool, where: str) -> None:
+    """Check that the other rank gets its error during the pass, not after the timeout."""
     with pytest.raises(RanksFailedError) as caught:
         shm.run(dying, where, timeout=40.0, call_timeout=30.0)
     errors = caught.value.errors
@@ -182,7 +185,7 @@ def test_a_rank_that_dies_in_a_backward_pass(shm: RankPool, where: str) -> None:
     assert "AssertionError" not in str(caught.value)
     assert "rank 1" in str(errors[0])
     assert isinstance(errors[0], collective.PeerLostError)
-    # Nothing is left behind: other ranks take their place.
+    # Nothing is left behind: the pool starts new ranks that work.
     shm.run(healthy)
 
 
@@ -196,7 +199,7 @@ def dying(comm: Any, where: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     if comm.rank == 1:
-        # With the first bucket not yet, or already, on its way.
+        # Rank 1 dies before or after the first bucket is in flight.
         model[4 if where == "first" else 0].weight.register_hook(die)
     loss_of(ddp, *second).backward()
 

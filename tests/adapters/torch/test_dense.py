@@ -1,7 +1,7 @@
-"""Gradients of dense layers that are computed in their buckets are those of PyTorch, bit by bit.
+"""Gradients of dense layers that are computed in their buckets, compared bit by bit with PyTorch.
 
-Each program is run with a module as it is and with a wrapped one, on two ranks with the same data,
-so that averages are exact; whatever it returns, and the gradients that it leaves, have to be equal.
+Each program runs with a bare module and with a wrapped module. The wrapped module runs on two ranks
+with the same data, so averages are exact. The program's results and gradients must be equal.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from collective.adapters.torch import DistributedDataParallel
 from collective.adapters.torch.dense import dense_weights
 from collective.testing import run_ranks
 
-WIDTH = 512  # a weight of 1 MiB, the smallest that is computed in its bucket
+WIDTH = 512  # a weight of 1 MiB, the smallest size whose gradient is computed in its bucket
 
 
 class Net(nn.Module):
-    """Two dense layers, and what a program makes of them in ``forward``."""
+    """Two dense layers; a program may pass a function that ``forward`` applies to them."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)
-        generator = torch.Generator().manual_seed(1)  # ranks are threads, and share torch's own
+        generator = torch.Generator().manual_seed(1)  # thread ranks share torch's default generator
         for parameter in self.parameters():
             parameter.data = torch.randn(parameter.shape, generator=generator) / WIDTH**0.5
 
@@ -47,7 +47,7 @@ def loss_of(model: Any, x: Any, how: Any = None) -> Any:
     return model(x, how).square().mean()
 
 
-# -- programs: of a module, wrapped or not, and the bare one inside -----------------------------
+# -- programs with two arguments: a module that may be wrapped, and the bare module inside ------
 
 
 def once(model: Any, net: Net) -> None:
@@ -58,13 +58,13 @@ def three_dimensions(model: Any, net: Net) -> None:
     loss_of(model, batch(2, 2, 3)).backward()
 
 
-def an_input_with_a_gradient(model: Any, net: Net) -> Any:
+def input_with_gradient(model: Any, net: Net) -> Any:
     x = batch().requires_grad_()
     loss_of(model, x).backward()
     return x.grad
 
 
-def a_layer_twice(model: Any, net: Net) -> None:
+def layer_used_twice(model: Any, net: Net) -> None:
     loss_of(model, batch(), lambda net, x: net.second(net.first(net.second(x)))).backward()
 
 
@@ -72,25 +72,25 @@ def two_forward_passes_and_one_backward(model: Any, net: Net) -> None:
     (loss_of(model, batch(2)) + loss_of(model, batch(3))).backward()
 
 
-def a_pass_twice(model: Any, net: Net) -> None:
+def backward_twice(model: Any, net: Net) -> None:
     loss = loss_of(model, batch())
     loss.backward(retain_graph=True)
     loss.backward()
 
 
-def two_passes_that_add_up(model: Any, net: Net) -> None:
+def accumulated_passes(model: Any, net: Net) -> None:
     with model.no_sync() if model is not net else contextlib.nullcontext():
         loss_of(model, batch(2)).backward()
     loss_of(model, batch(3)).backward()
 
 
-def gradients_that_are_asked_for(model: Any, net: Net) -> Any:
+def autograd_grad(model: Any, net: Net) -> Any:
     found = torch.autograd.grad(loss_of(model, batch(2)), list(net.parameters()))
-    loss_of(model, batch(3)).backward()  # must not write over what was handed out
+    loss_of(model, batch(3)).backward()  # must not overwrite the gradients returned above
     return found
 
 
-def some_parameters_only(model: Any, net: Net) -> None:
+def backward_with_inputs(model: Any, net: Net) -> None:
     loss_of(model, batch()).backward(inputs=list(net.parameters()))
 
 
@@ -102,7 +102,7 @@ def second_derivatives(model: Any, net: Net) -> Any:
     return [each.detach() for each in gradients]
 
 
-def a_hook_that_keeps_gradients(model: Any, net: Net) -> Any:
+def hook_keeping_gradients(model: Any, net: Net) -> Any:
     kept: list[Any] = []
     net.first.weight.register_hook(kept.append)
     loss_of(model, batch(2)).backward()
@@ -118,7 +118,7 @@ def checkpoints(model: Any, net: Net) -> None:
     loss_of(model, batch(), how).backward()
 
 
-def a_reentrant_checkpoint_of_a_layer_that_is_used_outside(model: Any, net: Net) -> None:
+def reentrant_checkpoint_of_reused_layer(model: Any, net: Net) -> None:
     def how(net: Net, x: Any) -> Any:
         return net.first(checkpoint(net.first, net.second(x), use_reentrant=True))
 
@@ -133,14 +133,14 @@ def autocast(model: Any, net: Net) -> None:
     loss.backward()
 
 
-def a_tied_weight(model: Any, net: Net) -> None:
+def tied_weight(model: Any, net: Net) -> None:
     def how(net: Net, x: Any) -> Any:
         return net.second(net.first(x)) + functional.embedding(torch.arange(3), net.first.weight)
 
     loss_of(model, batch(), how).backward()
 
 
-def another_pass_after_one_that_broke_off(model: Any, net: Net) -> None:
+def pass_after_failed_pass(model: Any, net: Net) -> None:
     def how(net: Net, x: Any) -> Any:
         h = net.first(x)
         if h.requires_grad:
@@ -160,17 +160,17 @@ def another_pass_after_one_that_broke_off(model: Any, net: Net) -> None:
 
 
 PROGRAMS = [
-    once, three_dimensions, an_input_with_a_gradient, a_layer_twice,
-    two_forward_passes_and_one_backward, a_pass_twice, two_passes_that_add_up,
-    gradients_that_are_asked_for, some_parameters_only, second_derivatives,
-    a_hook_that_keeps_gradients, checkpoints,
-    a_reentrant_checkpoint_of_a_layer_that_is_used_outside, autocast, a_tied_weight,
-    another_pass_after_one_that_broke_off,
+    once, three_dimensions, input_with_gradient, layer_used_twice,
+    two_forward_passes_and_one_backward, backward_twice, accumulated_passes,
+    autograd_grad, backward_with_inputs, second_derivatives,
+    hook_keeping_gradients, checkpoints,
+    reentrant_checkpoint_of_reused_layer, autocast, tied_weight,
+    pass_after_failed_pass,
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
-def test_gradients_are_those_without_the_wrapper(program: Callable[..., Any]) -> None:
+def test_ddp_dense_gradients_equal_those_without_wrapper(program: Callable[..., Any]) -> None:
     def ours(comm: Any) -> Any:
         torch.set_num_threads(1)
         net = Net()
@@ -179,7 +179,7 @@ def test_gradients_are_those_without_the_wrapper(program: Callable[..., Any]) ->
         return found, [parameter.grad.clone() for parameter in net.parameters()]
 
     net = Net()
-    # With several threads a product of matrices is shared among as many as are free.
+    # With several threads the partition of a matrix product depends on how many threads are free.
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     expected = program(net, net)
@@ -190,11 +190,11 @@ def test_gradients_are_those_without_the_wrapper(program: Callable[..., Any]) ->
             torch.testing.assert_close(gradient, parameter.grad, rtol=0, atol=0)
 
 
-def test_the_gradient_of_a_large_weight_is_in_its_bucket_before_the_wrapper_sees_it() -> None:
+def test_ddp_large_weight_gradient_is_computed_in_bucket() -> None:
     def ours(comm: Any) -> tuple[list[int], list[int]]:
         net = Net()
         seen: list[int] = []
-        for each in net.parameters():  # before the wrapper's own hooks
+        for each in net.parameters():  # these hooks run before the wrapper's hooks
             each.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.data_ptr()))
         wrapped = DistributedDataParallel(net, comm)
         for _ in range(2):
@@ -208,14 +208,14 @@ def test_the_gradient_of_a_large_weight_is_in_its_bucket_before_the_wrapper_sees
 
 
 @pytest.mark.parametrize("width", [8, WIDTH])
-def test_only_large_weights_of_dense_layers_are(width: int) -> None:
+def test_dense_weights_selects_only_large_dense_weights(width: int) -> None:
     layers = nn.Sequential(nn.Linear(width, width), nn.Conv1d(width, width, 3), nn.ReLU())
     found = dense_weights(layers, list(layers.parameters()))
     assert list(found) == ([id(layers[0].weight)] if width == WIDTH else [])
 
 
-def test_compiled_modules_are_compiled_whole() -> None:
-    """The compiler sees no more than without it: ``fullgraph`` refuses what it cannot read."""
+def test_ddp_of_compiled_module_keeps_full_graph() -> None:
+    """Check that the wrapper adds no code that the compiler cannot trace: ``fullgraph`` raises."""
 
     def ours(comm: Any) -> list[Any]:
         net = Net()

@@ -1,4 +1,4 @@
-"""PyTorch's training goes on after losses: with whose weights, over which samples."""
+"""PyTorch training that continues after ranks are lost: its weights and its samples."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ranks = ranks_of(("threads", 4))
 
 
 def made() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
-    own = torch.Generator().manual_seed(3)  # threads share the global one
+    own = torch.Generator().manual_seed(3)  # threads would share the global generator
     module = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))
     for parameter in module.parameters():
         nn.init.uniform_(parameter, -0.3, 0.3, generator=own)
@@ -70,7 +70,7 @@ def elastically(comm) -> Any:
     taken = []
     for generation in elastic.generations(comm, state):
         with generation as comm:
-            del taken[state.step :]  # of a step that was undone
+            del taken[state.step :]  # drop the batch of a step that was undone
             while state.step < STEPS:
                 sampler.set_epoch(state.epoch)
                 for batch in BatchSampler(sampler, BATCH, drop_last=False):
@@ -89,7 +89,7 @@ def elastically(comm) -> Any:
 
 
 def by_hand(comm) -> bytes:
-    """The same steps over groups of as many ranks, by arithmetic on the order of the samples."""
+    """Run the same steps over fixed groups of equal sizes, and compute each batch's indices."""
     module, inputs, targets = made()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
     epoch, at, begun = 0, 0, 0
@@ -110,11 +110,11 @@ def by_hand(comm) -> bytes:
             if at == SAMPLES:
                 epoch, at = epoch + 1, 0
         begun = stop
-    comm.barrier()  # who has nothing to do any more is there until the others are through
+    comm.barrier()  # ranks that have finished wait here until the other ranks have finished
     return outcome(module, optimizer) if comm.rank in members else b""
 
 
-def test_the_bits_are_those_of_as_many_ranks_in_each_step_and_each_sample_counts_once(ranks):
+def test_elastic_loop_equals_fixed_groups_and_uses_each_sample_once(ranks):
     found, expected = ranks.run(elastically), ranks.run(by_hand)
     assert [bytes_ for _, bytes_ in found] == expected
     assert expected[1] == expected[2] != b""
@@ -127,11 +127,11 @@ def test_the_bits_are_those_of_as_many_ranks_in_each_step_and_each_sample_counts
 
 
 def rebound(comm) -> list[float]:
-    """A wrapper goes on over a group in the middle of a backward pass that nobody ends."""
+    """Rebind a wrapper to a group during an unfinished backward pass; return gradient sums."""
     module = nn.Sequential(nn.Linear(2, 2, bias=False), SyncBatchNorm(2, comm))
     ddp = DistributedDataParallel(module, comm, reduce=Cast(comm.dup(), "float16"))
     kept = ddp(torch.ones(3, 2) * comm.rank).sum()
-    ddp._gradients.ready(0)  # the first of several gradients, as a pass that broke off leaves it
+    ddp._gradients.ready(0)  # a failed pass leaves such a state: one of several gradients is ready
     group = comm.group([0, 2]) if comm.rank in (0, 2) else comm.group([1, 3])
     ddp.rebind(group)
     del kept
@@ -142,7 +142,7 @@ def rebound(comm) -> list[float]:
     return [float(p.grad.sum()) for p in ddp.parameters()]
 
 
-def test_a_wrapper_goes_on_over_other_ranks(ranks):
+def test_ddp_rebind_continues_over_other_ranks(ranks):
     found = ranks.run(rebound)
     assert found[0] == found[2]
     assert found[1] == found[3]
@@ -156,7 +156,7 @@ def test_a_wrapper_goes_on_over_other_ranks(ranks):
 @pytest.mark.parametrize(
     "options", [{}, {"padded": True}, {"drop_last": True}], ids=["exact", "padded", "drop_last"]
 )
-def test_the_rest_of_an_epoch_is_shared_out_anew(length: int, options: dict[str, bool]):
+def test_reshard_distributes_rest_of_epoch(length: int, options: dict[str, bool]):
     before = [ShardedSampler(length, (rank, 4), seed=5, **options) for rank in range(4)]
     order = torch.randperm(length, generator=torch.Generator().manual_seed(5)).tolist()
     iterators = [iter(sampler) for sampler in before]
@@ -173,11 +173,11 @@ def test_the_rest_of_an_epoch_is_shared_out_anew(length: int, options: dict[str,
         assert rest == (order + order)[8 : 8 + expected]
     else:
         assert sorted(index for each in rests for index in each) == sorted(order[8:])
-    # The next epoch is a whole one.
+    # The next epoch is complete.
     assert sum(len(list(sampler)) for sampler in after) >= length // 3 * 3
 
 
-def test_where_a_sampler_is_ends_with_the_epoch_on_all_ranks():
+def test_sampler_position_at_end_of_epoch_equals_length_on_all_ranks():
     samplers = [ShardedSampler(25, (rank, 4)) for rank in range(4)]
     for sampler in samplers:
         list(sampler)
@@ -185,11 +185,11 @@ def test_where_a_sampler_is_ends_with_the_epoch_on_all_ranks():
 
 
 @on_ranks("ranks")
-def test_a_loader_that_works_ahead_is_counted_for(comm):
+def test_commit_with_sampler_count_ignores_prefetched_samples(comm):
     sampler = ShardedSampler(12, comm, shuffle=False)
     state = elastic.State(comm, sampler=sampler)
     iterator = iter(sampler)
-    for _ in range(3):  # a loader with workers has asked for more than was used
+    for _ in range(3):  # a loader with workers requests more samples than have been used
         next(iterator)
     state.commit(sampler=1)
     state.restore()
@@ -197,8 +197,8 @@ def test_a_loader_that_works_ahead_is_counted_for(comm):
 
 
 @on_ranks("ranks")
-def test_what_is_restored_has_the_optimizers_bits_again(comm):
-    """Optimizers load what they are given without a copy, and change it in place."""
+def test_restore_brings_back_exact_optimizer_state(comm):
+    """Check that repeated restores agree, although optimizers modify a loaded state in place."""
     module, inputs, targets = made()
     optimizer = torch.optim.Adam(module.parameters())
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
@@ -215,6 +215,6 @@ def test_what_is_restored_has_the_optimizers_bits_again(comm):
     assert steps() == fresh
     state.commit()
     later = steps()
-    for _ in range(2):  # the first of which would spoil a copy that was not copied
+    for _ in range(2):  # if restore() shared its copy, the first round would modify that copy
         state.restore()
         assert steps() == later != fresh

@@ -1,4 +1,4 @@
-"""Hand-written loops, and an optimizer whose state is spread over the ranks."""
+"""Manual training loops, and an optimizer whose state is sharded over the ranks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def batch(step: int, rows: int = 12) -> torch.Tensor:
 
 
 @on_ranks("pool")
-def test_a_hand_written_loop(comm: Any) -> None:
+def test_manual_loop_with_synced_gradients_equals_one_process(comm: Any) -> None:
     model, alone = model_of(1 + comm.rank), model_of(1)
     sync_initial_weights(model, comm)
     for step in range(4):
@@ -49,7 +49,7 @@ def test_a_hand_written_loop(comm: Any) -> None:
 
 
 @on_ranks("pool")
-def test_initial_weights_of_a_buffer_that_is_a_view_of_another(comm: Any) -> None:
+def test_sync_initial_weights_keeps_buffer_views(comm: Any) -> None:
     model = nn.Module()
     model.register_buffer("table", torch.arange(6.0) + comm.rank)
     model.register_buffer("head", model.table[:2])
@@ -60,7 +60,7 @@ def test_initial_weights_of_a_buffer_that_is_a_view_of_another(comm: Any) -> Non
 
 
 @on_ranks("pool")
-def test_gradients_that_some_ranks_lack(comm: Any) -> None:
+def test_sync_gradients_fills_gradients_missing_on_some_ranks(comm: Any) -> None:
     a, b, c, d = (nn.Parameter(torch.ones(3)) for _ in range(4))
     words = nn.Parameter(torch.zeros(4, 2))
     a.grad = torch.full((3,), comm.rank + 1.0)
@@ -76,11 +76,11 @@ def test_gradients_that_some_ranks_lack(comm: Any) -> None:
     assert words.grad.to_dense().tolist() == [[0, 0], [0, 0], [1, 1], [0, 0]]
 
 
-# -- a state that is spread -----------------------------------------------------------------------
+# -- sharded optimizer state ----------------------------------------------------------------------
 
 
 def optimizer_of(kind: str, model: nn.Module, comm: Any = None) -> Any:
-    """Return an optimizer, spread if there is a communicator."""
+    """Return an optimizer, a sharded one if a communicator is given."""
     parameters: Any = list(model.parameters())
     options: dict[str, Any] = {"lr": 0.05}
     made: Any = torch.optim.Adam
@@ -104,7 +104,7 @@ def trained(model: nn.Module, optimizer: Any, steps: range, scheduler: Any = Non
 
 @pytest.mark.parametrize("kind", ["sgd", "adam", "groups"])
 @on_ranks("pool")
-def test_equals_the_optimizer_that_is_spread(comm: Any, kind: str) -> None:
+def test_sharded_optimizer_equals_unsharded(comm: Any, kind: str) -> None:
     model, alone = model_of(), model_of()
     optimizers = optimizer_of(kind, model, comm), optimizer_of(kind, alone)
     for each, optimizer in zip((model, alone), optimizers):
@@ -127,18 +127,18 @@ def test_equals_the_optimizer_that_is_spread(comm: Any, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["adam", "groups"])
 @on_ranks("pool")
-def test_states_of_any_number_of_ranks(comm: Any, kind: str) -> None:
+def test_sharded_optimizer_state_loads_on_any_number_of_ranks(comm: Any, kind: str) -> None:
     first, alone = model_of(), model_of()
     optimizer, whole = optimizer_of(kind, first, comm), optimizer_of(kind, alone)
     trained(first, optimizer, range(3))
     trained(alone, whole, range(6))
     state = copy.deepcopy(optimizer.state_dict())
-    # On one rank, by the class itself.
+    # First resume with the plain optimizer class on one rank.
     single = copy.deepcopy(first)
     resumed_alone = optimizer_of(kind, single)
-    resumed_alone.load_state_dict(copy.deepcopy(state))  # which it keeps, and writes to
+    resumed_alone.load_state_dict(copy.deepcopy(state))  # the optimizer keeps and modifies it
     trained(single, resumed_alone, range(3, 6))
-    # Spread again, from the state of one rank.
+    # Then resume with a sharded optimizer.
     again = copy.deepcopy(first)
     resumed_spread = optimizer_of(kind, again, comm)
     resumed_spread.load_state_dict(state)
@@ -152,7 +152,7 @@ def test_states_of_any_number_of_ranks(comm: Any, kind: str) -> None:
 
 
 @on_ranks("pool")
-def test_more_ranks_than_parameters_and_groups_that_come_later(comm: Any) -> None:
+def test_sharded_optimizer_with_few_parameters_accepts_new_group(comm: Any) -> None:
     a, b = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(2, dtype=torch.float64))
     optimizer = ShardedOptimizer([a], torch.optim.SGD, comm, lr=1.0)
     optimizer.add_param_group({"params": [b], "lr": 0.5})
@@ -168,7 +168,7 @@ def test_more_ranks_than_parameters_and_groups_that_come_later(comm: Any) -> Non
 
 
 @on_ranks("pool")
-def test_other_parameters_are_refused(comm: Any) -> None:
+def test_sharded_optimizer_with_different_parameters_raises(comm: Any) -> None:
     parameter = nn.Parameter(torch.ones(3 + (comm.rank == 1)))
     with pytest.raises(collective.MismatchError, match="rank 1 has other parameters than rank 0"):
         ShardedOptimizer([parameter], torch.optim.SGD, comm, lr=1.0)

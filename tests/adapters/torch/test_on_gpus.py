@@ -1,4 +1,4 @@
-"""PyTorch tensors on GPUs, pretended: seen where they are, and given back."""
+"""PyTorch tensors on fake GPUs: views without a copy, and wrapping back to tensors."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def pretended(monkeypatch):
 
 
 def bits(x: torch.Tensor) -> list:
-    """Return the elements' bits: NaN is like NaN, and types without arithmetic compare."""
+    """Return the elements' bits, so that NaN equals NaN and any dtype can be compared."""
     return x.reshape(-1).view(torch.uint8).tolist()
 
 
 @pytest.mark.parametrize("name", IN_TORCH)
-def test_a_tensor_is_seen_where_it_is_and_comes_back_as_itself(pretended, name):
+def test_tensor_view_shares_memory_and_wraps_to_same_object(pretended, name):
     x = on_gpu(torch.ones((3, 4)).to(getattr(torch, name)))
     adapter = adapter_of(x)
     array, dtype = adapter.view(x)
@@ -52,7 +52,7 @@ def test_a_tensor_is_seen_where_it_is_and_comes_back_as_itself(pretended, name):
 
 
 @pytest.mark.parametrize("name", ["float32", "bfloat16", "float8_e5m2", "complex128", "bool"])
-def test_a_tensors_strides_are_kept(pretended, name):
+def test_tensor_view_keeps_strides(pretended, name):
     x = on_gpu(torch.arange(24).reshape(4, 6).to(getattr(torch, name)))
     for view in (x.t(), x[::2, 1::3], x[0], x[1, 2], x[:0], x[2:3].expand(3, 6)):
         array, dtype = adapter_of(view).view(view)
@@ -62,7 +62,7 @@ def test_a_tensors_strides_are_kept(pretended, name):
         assert adapter_of(view).wrap(array, dtype) is view
 
 
-def test_a_tensors_stream_is_torchs_current_one_in_this_thread(pretended, gpu: Fake):
+def test_tensor_view_stream_is_current_torch_stream(pretended, gpu: Fake):
     x = on_gpu(torch.zeros(3))
     other = gpu.stream(0)
     with torch.cuda.stream(torch.cuda.ExternalStream(other, device=0)):
@@ -71,7 +71,7 @@ def test_a_tensors_stream_is_torchs_current_one_in_this_thread(pretended, gpu: F
     assert adapter_of(x).view(x)[0].stream.handle != other
 
 
-def test_a_tensor_that_requires_a_gradient_is_taken_for_its_values(pretended):
+def test_tensor_with_gradient_is_viewed_and_written_by_value(pretended):
     x = on_gpu(torch.ones(3)).requires_grad_()
     adapter = adapter_of(x)
     array, dtype = adapter.view(x)
@@ -82,7 +82,7 @@ def test_a_tensor_that_requires_a_gradient_is_taken_for_its_values(pretended):
     assert x.values.tolist() == [2, 2, 2]
 
 
-def test_lazy_conjugates_and_negatives_are_resolved(pretended):
+def test_tensor_view_resolves_lazy_conjugate_and_negative(pretended):
     values = torch.tensor([1 + 2j, 3 - 4j])
     for lazy in (values.conj(), values.conj().imag):
         held = on_gpu(values).conj() if lazy.is_complex() else on_gpu(values).conj().imag
@@ -93,7 +93,7 @@ def test_lazy_conjugates_and_negatives_are_resolved(pretended):
 
 
 @pytest.mark.parametrize("name", IN_TORCH)
-def test_new_tensors_are_torchs_own(pretended, name):
+def test_empty_allocates_torch_tensor_on_given_device(pretended, name):
     dtype = BY_NAME[name]
     made = adapter_like("torch").empty((2, 3), dtype, cuda.device(1))
     assert pretended.allocated == 1
@@ -104,14 +104,14 @@ def test_new_tensors_are_torchs_own(pretended, name):
     assert tensor.device == torch.device("cuda:1")
 
 
-def test_new_tensors_on_the_cpu_are_numpys():
+def test_empty_without_device_allocates_numpy_array():
     made = adapter_like("torch").empty((2, 3), BY_NAME["bfloat16"], None)
     assert type(made) is np.ndarray
     assert adapter_like("torch").wrap(made, BY_NAME["bfloat16"]).dtype is torch.bfloat16
 
 
 @pytest.mark.parametrize("name", ["float32", "bfloat16", "uint8", "complex128"])
-def test_a_part_of_a_tensor_comes_back_as_a_tensor_over_the_same_memory(pretended, name):
+def test_wrap_of_tensor_part_shares_memory(pretended, name):
     x = on_gpu(torch.arange(24).reshape(4, 6).to(getattr(torch, name)))
     adapter = adapter_of(x)
     array, dtype = adapter.view(x)
@@ -132,7 +132,7 @@ def test_a_part_of_a_tensor_comes_back_as_a_tensor_over_the_same_memory(pretende
     assert pretended.allocated == 0
 
 
-def test_a_part_of_bytes_comes_back_as_what_is_in_it(pretended):
+def test_wrap_of_byte_part_has_requested_dtype(pretended):
     x = on_gpu(torch.zeros(48, dtype=torch.uint8))
     adapter = adapter_of(x)
     array = adapter.view(x)[0][8:40].view(np.float64).reshape(2, 2)
@@ -142,7 +142,7 @@ def test_a_part_of_bytes_comes_back_as_what_is_in_it(pretended):
     assert back.data_ptr() == x.data_ptr() + 8
 
 
-def test_memory_that_is_not_torchs_comes_back_as_a_tensor_that_keeps_it(pretended):
+def test_wrap_of_foreign_memory_keeps_owner_alive(pretended):
     x = FakeArray.of(np.arange(12.0).reshape(3, 4)[:, ::2])
     watched = weakref.ref(x)
     array, dtype = adapter_of(x).view(x)
@@ -158,7 +158,7 @@ def test_memory_that_is_not_torchs_comes_back_as_a_tensor_that_keeps_it(pretende
     assert watched() is None
 
 
-def test_what_torch_has_no_strides_for_is_copied(pretended):
+def test_wrap_of_negative_strides_copies(pretended):
     x = FakeArray.of(np.arange(6.0)[::-2])
     tensor = adapter_like("torch").wrap(*adapter_of(x).view(x))
     assert tensor.values.tolist() == [5, 3, 1]
@@ -167,7 +167,7 @@ def test_what_torch_has_no_strides_for_is_copied(pretended):
     assert y.values.tolist() == [5, 3, 1]
 
 
-def test_copies_between_strides_are_torchs_and_gaps_stay(pretended, gpu: Fake):
+def test_strided_copy_uses_torch_and_leaves_gaps(pretended, gpu: Fake):
     x = on_gpu(torch.arange(12.0).reshape(3, 4).t())
     y = on_gpu(torch.full((4, 6), -1.0))
     target = adapter_of(y).output(y[:, ::2])[0]
@@ -178,7 +178,7 @@ def test_copies_between_strides_are_torchs_and_gaps_stay(pretended, gpu: Fake):
     assert (y.values[:, 1::2] == -1).all()
 
 
-def test_copies_are_enqueued_on_the_stream_in_force(pretended, gpu: Fake):
+def test_copies_run_on_active_stream(pretended, gpu: Fake):
     x = on_gpu(torch.zeros(4, 3))
     device = cuda.device(0)
     side = device.new_stream()
@@ -187,7 +187,7 @@ def test_copies_are_enqueued_on_the_stream_in_force(pretended, gpu: Fake):
         source = adapter_of(late).view(late)[0]
         target = adapter_of(x).output(x)[0]
         with cuda.on(side):
-            # On torch's own current stream the copy would find poison.
+            # A copy on torch's current stream would read poison, because it would not wait.
             target[...] = source
             made = target.copy()
     assert x.values.tolist() == late.get().tolist()
@@ -195,7 +195,7 @@ def test_copies_are_enqueued_on_the_stream_in_force(pretended, gpu: Fake):
     assert adapter_like("torch").wrap(made, BY_NAME["float32"]).values.tolist() == x.values.tolist()
 
 
-def test_a_copy_into_a_tensor_of_inference_mode(pretended):
+def test_copy_into_inference_tensor_succeeds(pretended):
     with torch.inference_mode():
         x = on_gpu(torch.zeros(4, 3))
     values = on_gpu(torch.arange(12.0).reshape(3, 4).t())
@@ -203,7 +203,7 @@ def test_a_copy_into_a_tensor_of_inference_mode(pretended):
     assert torch.equal(x.values, values.values)
 
 
-def test_torch_is_told_of_streams_that_use_a_tensor(pretended):
+def test_used_on_records_stream_with_torch(pretended):
     x = on_gpu(torch.zeros(3))
     side = cuda.device(0).new_stream()
     adapter = adapter_of(x)
@@ -214,13 +214,13 @@ def test_torch_is_told_of_streams_that_use_a_tensor(pretended):
 
 
 @pytest.mark.parametrize("handle", [0, 1])
-def test_the_legacy_stream_is_torchs_default_one(pretended, handle):
+def test_legacy_stream_maps_to_torch_default_stream(pretended, handle):
     x = on_gpu(torch.zeros(3))
     adapter_of(x).used_on(x, cuda.device(0).stream(handle))
     assert x.used_on == [0]
 
 
-def test_a_tensor_without_memory_of_its_own_is_refused(pretended):
+def test_tensor_without_memory_raises_device_error(pretended):
     class Sharded(CudaTensor):
         def data_ptr(self):
             return 0
@@ -230,13 +230,13 @@ def test_a_tensor_without_memory_of_its_own_is_refused(pretended):
         adapter_of(x).view(x)
 
 
-def test_a_tensor_on_another_kind_of_device_is_refused():
+def test_tensor_on_meta_device_raises_device_error():
     x = torch.empty(3, device="meta")
     with pytest.raises(DeviceError, match="GPUs of NVIDIA's"):
         adapter_of(x).view(x)
 
 
-def test_torch_of_amd_is_refused(pretended, monkeypatch):
+def test_tensor_of_amd_build_raises_device_error(pretended, monkeypatch):
     x = on_gpu(torch.zeros(3))
     assert adapter_of(x).spot(x) is not None
     monkeypatch.setattr("collective.adapters.torch.cuda_arrays._FOR_AMD", True)
@@ -245,7 +245,7 @@ def test_torch_of_amd_is_refused(pretended, monkeypatch):
         adapter_of(x).view(x)
 
 
-def test_torch_without_memory_left(pretended, monkeypatch):
+def test_empty_out_of_torch_memory_raises_allocation_error(pretended, monkeypatch):
     def fail(*_, **__):
         raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 TiB.")
 

@@ -1,4 +1,4 @@
-"""The collectives of torch.distributed over our transports: the right numbers, everywhere."""
+"""Collectives of torch.distributed over our transports, compared with expected values."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ WORLDS = [("shm", 2), ("shm", 3), ("gloo", 3)]
 REAL = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 WHOLE = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 MOVED = (*REAL, *WHOLE, torch.bool, torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2fnuz)
-# 40,000 elements take the way by symmetric memory from the second time on.
+# 40,000 elements use symmetric memory from the second call on.
 COUNTS = (0, 1, 7, 40_000)
 
 
 def numbers(rank: int, count: int, dtype: Any) -> Any:
-    """Small numbers whose sums and products every type holds exactly."""
+    """Return small numbers whose sums and products are exact in every dtype."""
     return ((torch.arange(count) * 3 + rank) % 4 + (rank == 0)).to(dtype)
 
 
@@ -50,7 +50,7 @@ def folded(op: Any, size: int, count: int, dtype: Any) -> Any:
 
 
 @in_groups(*WORLDS)
-def test_all_reduce(rank: int, size: int) -> None:
+def test_all_reduce_applies_every_op_to_every_dtype(rank: int, size: int) -> None:
     op = dist.ReduceOp
     for count in COUNTS:
         for kind in (op.SUM, op.PRODUCT, op.MIN, op.MAX, op.BAND, op.BOR, op.BXOR):
@@ -69,7 +69,7 @@ def test_all_reduce(rank: int, size: int) -> None:
 
 
 @in_groups(*WORLDS)
-def test_truths_and_complex(rank: int, size: int) -> None:
+def test_all_reduce_of_bool_and_complex_is_right(rank: int, size: int) -> None:
     op = dist.ReduceOp
     truths = torch.tensor([True, rank == 0, False])
     for kind in (op.SUM, op.MAX, op.BOR):
@@ -89,9 +89,10 @@ def test_truths_and_complex(rank: int, size: int) -> None:
 
 
 @in_groups(*WORLDS)
-def test_averages_of_integers(rank: int, size: int) -> None:
+def test_reductions_average_integers_exactly(rank: int, size: int) -> None:
     op = dist.ReduceOp.AVG
-    # Beyond what a float could count, and sums that the number of ranks does not divide.
+    # The integers exceed the precision of floats, and the number of ranks does not
+    # divide all sums.
     wanted = torch.tensor([2**60 + 1, -((size - 1) // 2 + 1), 5 // size])
     mine = torch.tensor([2**60 + 1, -rank - 1, 5 * (rank == 0)])
     x = mine.clone()
@@ -116,7 +117,7 @@ def test_averages_of_integers(rank: int, size: int) -> None:
 
 
 @in_groups(*WORLDS)
-def test_strides(rank: int, size: int) -> None:
+def test_collectives_on_strided_tensors_are_right(rank: int, size: int) -> None:
     base = torch.zeros(6, 8)
     for _ in range(3):
         view = base.t()[1::2]
@@ -135,7 +136,7 @@ def test_strides(rank: int, size: int) -> None:
 
 
 @in_groups(*WORLDS)
-def test_moves(rank: int, size: int) -> None:
+def test_data_movement_of_every_dtype_is_right(rank: int, size: int) -> None:
     for dtype in MOVED:
         for count in COUNTS:
             mine = [numbers(r, count, dtype) for r in range(size)]
@@ -159,7 +160,7 @@ def test_moves(rank: int, size: int) -> None:
 
 
 @in_groups(*WORLDS)
-def test_reduce_and_scatter(rank: int, size: int) -> None:
+def test_reduce_and_reduce_scatter_are_right(rank: int, size: int) -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.int64):
         for count in COUNTS:
             x = numbers(rank, count, dtype)
@@ -179,7 +180,7 @@ def test_reduce_and_scatter(rank: int, size: int) -> None:
 
 
 @in_groups(*WORLDS)
-def test_all_to_all(rank: int, size: int) -> None:
+def test_all_to_all_with_even_and_uneven_splits_is_right(rank: int, size: int) -> None:
     x = torch.arange(2.0 * size).reshape(2 * size, 1) + 100 * rank
     out = torch.empty_like(x)
     dist.all_to_all_single(out, x)
@@ -201,7 +202,7 @@ def test_all_to_all(rank: int, size: int) -> None:
 
 
 @in_groups(*WORLDS)
-def test_together(rank: int, size: int) -> None:
+def test_coalesced_collectives_are_right(rank: int, size: int) -> None:
     xs = [torch.full((3,), 1.0 * rank), torch.full((2, 2), rank + 1.0)]
     with dist._coalescing_manager():
         for x in xs:
@@ -229,8 +230,8 @@ def test_together(rank: int, size: int) -> None:
 
 
 @in_groups(*WORLDS)
-def test_sparse(rank: int, size: int) -> None:
-    # One place that all have, and one of its own, twice.
+def test_all_reduce_of_sparse_tensors_is_right(rank: int, size: int) -> None:
+    # All ranks have an element at index 0. Each rank has two elements at an index of its own.
     x = torch.sparse_coo_tensor([[0, rank + 1, rank + 1]], [1.0, 2.0, 3.0], (size + 1,))
     dist.all_reduce(x)
     same(x.to_dense(), torch.tensor([size * 1.0] + [5.0] * size))
@@ -240,7 +241,7 @@ def test_sparse(rank: int, size: int) -> None:
 
 
 @in_groups(*WORLDS)
-def test_objects(rank: int, size: int) -> None:
+def test_object_collectives_are_right(rank: int, size: int) -> None:
     outs: list[Any] = [None] * size
     dist.all_gather_object(outs, {"rank": rank, "more": "x" * rank * 1000})
     assert [out["rank"] for out in outs] == list(range(size))

@@ -1,4 +1,4 @@
-"""Modules and tensors copied to several devices of a process, and gradients added up."""
+"""Modules and tensors copied to several devices of a process, and the sums of their gradients."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def dense(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("buffer_bytes", [1, 64, 10 << 20])
-def test_copies_have_the_values_strides_and_layouts(buffer_bytes):
+def test_copies_keep_values_strides_and_layouts(buffer_bytes):
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Sparse CSR")
         tensors = assorted()
@@ -81,7 +81,7 @@ def test_copies_have_the_values_strides_and_layouts(buffer_bytes):
     st.lists(st.tuples(st.sampled_from(["float32", "int8"]), st.integers(0, 40)), max_size=12),
     st.integers(1, 100),
 )
-def test_buckets_hold_each_tensor_once_by_dtype_and_within_their_size(given, limit):
+def test_buckets_hold_each_tensor_once_by_dtype_within_limit(given, limit):
     tensors = [torch.zeros(n, dtype=getattr(torch, name)) for name, n in given]
     buckets = replicating._buckets(tensors, limit)
     assert sorted(index for bucket in buckets for index in bucket) == list(range(len(tensors)))
@@ -92,7 +92,7 @@ def test_buckets_hold_each_tensor_once_by_dtype_and_within_their_size(given, lim
         assert size <= limit or len(bucket) == 1
 
 
-def test_copies_of_a_bucket_travel_as_one(monkeypatch):
+def test_copies_of_bucket_move_as_single_tensor(monkeypatch):
     moved = []
     before = replicating.move
     monkeypatch.setattr(replicating, "move", lambda x, to: moved.append(x.shape) or before(x, to))
@@ -101,7 +101,7 @@ def test_copies_of_a_bucket_travel_as_one(monkeypatch):
     assert [(c.device.type, c.shape) for c in copies] == [("meta", (2, 3)), ("meta", (4,))]
 
 
-def test_copies_of_a_bucket_have_versions_of_their_own():
+def test_copies_of_bucket_have_separate_version_counters():
     weight = torch.ones(2, requires_grad=True)
     first, second = replicating._copied([torch.ones(2)] * 2, torch.device("cpu"), 1000)
     saved = (first * weight).sum()
@@ -110,7 +110,7 @@ def test_copies_of_a_bucket_have_versions_of_their_own():
     assert weight.grad.tolist() == [1, 1]
 
 
-def test_on_their_own_device_tensors_are_shared():
+def test_broadcast_coalesced_shares_tensors_on_same_device():
     tensors = [torch.ones(2), sparse(1.0), torch.ones(3, requires_grad=True)]
     rows = broadcast_coalesced(tensors, ["cpu", "meta", "cpu"])
     for row in (rows[0], rows[2]):
@@ -123,7 +123,7 @@ def test_on_their_own_device_tensors_are_shared():
 
 
 @pytest.mark.parametrize("buffer_bytes", [1, 1000])
-def test_the_gradient_of_broadcast_is_the_sum(buffer_bytes):
+def test_broadcast_coalesced_gradient_is_sum(buffer_bytes):
     xs = [torch.randn(n, dtype=torch.float64, requires_grad=True) for n in (2, 3)]
 
     def run(*xs):
@@ -136,7 +136,7 @@ def test_the_gradient_of_broadcast_is_the_sum(buffer_bytes):
     assert all(torch.allclose(x.grad, 12 * x) for x in xs)
 
 
-def test_copies_without_gradient_are_left_out():
+def test_broadcast_coalesced_skips_copies_without_gradient():
     used, partly, unused, frozen = (torch.ones(2, requires_grad=i < 3) for i in range(4))
     first, second = broadcast_coalesced([used, partly, unused, frozen], CPUS)
     (first[0] + 2 * second[0] + 5 * second[1]).sum().backward()
@@ -146,7 +146,7 @@ def test_copies_without_gradient_are_left_out():
     assert not first[3].requires_grad
 
 
-def test_sums_are_added_in_order_in_memory_of_their_own():
+def test_reduce_add_coalesced_sums_into_new_memory():
     rows = [[torch.full((2,), float(i)), sparse(float(i))] for i in range(4)]
     total, coalesced = reduce_add_coalesced(rows)
     assert total.tolist() == [6, 6]
@@ -161,14 +161,14 @@ def test_sums_are_added_in_order_in_memory_of_their_own():
 
 
 @pytest.mark.parametrize("order", [(0, 1, 1), (1, 0, 0), (1, 1, 0), (0, 0, 1)], ids=str)
-def test_sparse_and_dense_are_added_in_any_order(order):
+def test_reduce_add_coalesced_mixes_sparse_and_dense(order):
     kinds = [torch.ones(5), sparse(1.0)]
     (total,) = reduce_add_coalesced([[kinds[kind]] for kind in order])
     expected = sum(dense(kinds[kind]) for kind in order)
     assert torch.equal(total, expected)
 
 
-def test_the_gradient_of_a_sum_is_given_to_each():
+def test_reduce_add_coalesced_gradient_reaches_each_input():
     xs = [torch.randn(2, dtype=torch.float64, requires_grad=True) for _ in range(4)]
 
     def run(a, b, c, d):
@@ -178,7 +178,7 @@ def test_the_gradient_of_a_sum_is_given_to_each():
     assert gradgradcheck(run, xs)
 
 
-def test_bad_arguments_are_refused():
+def test_coalesced_calls_with_bad_arguments_raise():
     with pytest.raises(DeviceError, match="cpu and meta"):
         broadcast_coalesced([torch.ones(1), torch.ones(1, device="meta")], CPUS)
     with pytest.raises(InvalidArgumentError, match="buffer_bytes: 0"):
@@ -191,7 +191,7 @@ def test_bad_arguments_are_refused():
         reduce_add_coalesced([])
 
 
-def test_a_step_between_forward_and_backward_pass_is_noticed():
+def test_broadcast_coalesced_detects_in_place_change_before_backward():
     weight = torch.ones(2, requires_grad=True)
     loss = sum((row[0] ** 2).sum() for row in broadcast_coalesced([weight], CPUS))
     with torch.no_grad():
@@ -201,7 +201,7 @@ def test_a_step_between_forward_and_backward_pass_is_noticed():
 
 
 class Shared(nn.Module):
-    """One weight in two layers, one layer under two names, lists of parts, a method kept."""
+    """A module that shares a weight, a layer and a list, and keeps a bound method."""
 
     def __init__(self):
         super().__init__()
@@ -210,9 +210,9 @@ class Shared(nn.Module):
         self.second.weight = self.first.weight
         self.again = self.first
         self.parts = {"layers": [self.first, self.second], "owner": self}
-        self.parts["self"] = self.parts  # without end
+        self.parts["self"] = self.parts  # a cycle
         self.kept = self.method
-        self.vocabulary = [self.first] * 1001  # taken for data: it is not looked through
+        self.vocabulary = [self.first] * 1001  # so long that it counts as data and is not searched
         self.register_buffer("none", None)
         self.register_buffer("scale", torch.ones(1), persistent=False)
 
@@ -220,7 +220,7 @@ class Shared(nn.Module):
         return self.first.weight
 
 
-def test_replicas_share_what_the_module_shares():
+def test_replicas_keep_sharing_of_module():
     module = Shared()
     for replica in replicate(module, CPUS):
         assert type(replica) is Shared
@@ -237,7 +237,7 @@ def test_replicas_share_what_the_module_shares():
     assert module.parts["layers"][0] is module.first
 
 
-def test_parameters_of_replicas_lead_back_to_the_modules():
+def test_replica_gradients_reach_parameters_of_module():
     module = nn.Linear(2, 1)
     module.bias.requires_grad_(False)
     replicas = replicate(module, CPUS)
@@ -250,7 +250,7 @@ def test_parameters_of_replicas_lead_back_to_the_modules():
 
 
 @pytest.mark.parametrize("how", ["detach", "no_grad", "inference"])
-def test_replicas_can_be_cut_off_the_graph(how):
+def test_replicas_without_gradients_are_detached(how):
     module = nn.BatchNorm1d(3)
     mode = {"no_grad": torch.no_grad, "inference": torch.inference_mode}.get(how)
     with mode() if mode else torch.enable_grad():
@@ -262,7 +262,7 @@ def test_replicas_can_be_cut_off_the_graph(how):
             replica(torch.randn(4, 3))
 
 
-def test_the_first_replica_has_the_buffers_and_others_have_copies():
+def test_replicas_after_first_have_copies_of_buffers():
     module = nn.BatchNorm1d(3)
     first, second, third = replicate(module, ["cpu"] * 3)
     for name, buffer in module.named_buffers():
@@ -275,7 +275,7 @@ def test_the_first_replica_has_the_buffers_and_others_have_copies():
     assert home.running_mean is module.running_mean
 
 
-def test_buffers_sparse_and_with_gradients():
+def test_replicas_keep_sparse_and_trainable_buffers():
     module = nn.Module()
     module.register_buffer("sparse", sparse(1.0, 2.0))
     module.register_buffer("learnt", torch.ones(2, requires_grad=True))
@@ -286,7 +286,7 @@ def test_buffers_sparse_and_with_gradients():
     assert module.learnt.grad.tolist() == [3, 3]
 
 
-def test_what_a_replica_registers_is_its_own():
+def test_replica_registrations_do_not_reach_module():
     module = nn.Sequential(nn.Linear(2, 2))
     seen = []
     module[0].register_forward_hook(lambda part, *_: seen.append(part))
@@ -311,8 +311,8 @@ class Lists(nn.Module):
         return x * sum(self.many) * self.named["a"]
 
 
-def test_lists_and_dicts_of_parameters_of_any_length():
-    module = Lists(1200)  # more than is looked through in plain lists
+def test_replicas_support_parameter_lists_and_dicts_of_any_length():
+    module = Lists(1200)  # more entries than the search accepts in plain lists
     replicas = replicate(module, CPUS)
     assert [len(replica.many) for replica in replicas] == [1200] * 2
     sum(replica(torch.ones(1)) for replica in replicas).backward()
@@ -332,7 +332,7 @@ MODULES = {
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_replicas_compute_and_learn_as_the_module(name):
+def test_replica_outputs_and_gradients_equal_module(name):
     torch.manual_seed(1)
     module = MODULES[name]()
     x = torch.randn(3, 2, 4)
@@ -351,7 +351,7 @@ def test_replicas_compute_and_learn_as_the_module(name):
         assert torch.allclose(parameter.grad, 2 * grad, rtol=1e-4, atol=1e-5)
 
 
-def test_sparse_gradients_stay_sparse():
+def test_replica_sparse_gradients_stay_sparse():
     module = nn.Embedding(5, 2, sparse=True)
     first, second = replicate(module, CPUS)
     (first(torch.tensor([0, 1])).sum() + second(torch.tensor([1])).sum()).backward()
@@ -359,7 +359,7 @@ def test_sparse_gradients_stay_sparse():
     assert module.weight.grad.to_dense()[:, 0].tolist() == [1, 2, 0, 0, 0]
 
 
-def test_a_parameter_that_the_module_changes_in_place_is_changed_in_the_module():
+def test_replica_in_place_parameter_change_reaches_module():
     module = nn.Embedding(5, 2, max_norm=1.0)
     nn.init.ones_(module.weight)
     for number, replica in enumerate(replicate(module, CPUS)):
@@ -368,13 +368,13 @@ def test_a_parameter_that_the_module_changes_in_place_is_changed_in_the_module()
     assert module.weight.grad[:, 0].tolist() == [1, 1, 0, 0, 0]
 
 
-@pytest.mark.filterwarnings("ignore")  # of what torch has deprecated of its own
-def test_what_cannot_be_copied_is_refused():
+@pytest.mark.filterwarnings("ignore")  # torch.jit.trace is deprecated
+def test_replicate_of_unsupported_module_raises():
     scripted = torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2))
     with pytest.raises(UnsupportedError, match=r"\(0\) is a ScriptModule.*before it is scripted"):
         replicate(nn.Sequential(scripted), CPUS)
     compiled = nn.Linear(2, 2)
-    compiled._compiled_call_impl = threading.current_thread  # what module.compile() sets
+    compiled._compiled_call_impl = threading.current_thread  # module.compile() sets this attribute
     with pytest.raises(UnsupportedError, match=r"Linear \(the module itself\) is compiled"):
         replicate(compiled, CPUS)
     with pytest.raises(UnsupportedError, match=r"OptimizedModule \(0\) is compiled"):

@@ -1,4 +1,4 @@
-"""Batches cut into pieces for several devices of a process, and collected again."""
+"""Batches split into pieces for several devices of a process, and gathered again."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Row(list):
 
 
 def same(a: Any, b: Any) -> bool:
-    """Tell whether two structures are alike, tensors compared by element."""
+    """Return whether two structures are equal; tensors are compared element by element."""
     if type(a) is not type(b):
         return False
     if isinstance(a, torch.Tensor):
@@ -85,7 +85,7 @@ TREES = st.recursive(
 
 @settings(deadline=None, max_examples=60)
 @given(TREES, st.integers(1, 8))
-def test_what_is_scattered_and_gathered_is_as_before(tree, devices):
+def test_scatter_then_gather_restores_tree(tree, devices):
     pieces = scatter(tree, ["cpu"] * devices)
     assert same(gather(pieces, "cpu"), tree)
     wholes = list(scattering.tensors_in(tree))
@@ -96,7 +96,7 @@ def test_what_is_scattered_and_gathered_is_as_before(tree, devices):
 
 @settings(deadline=None, max_examples=60)
 @given(st.integers(0, 12), st.integers(1, 6), st.sampled_from([0, 1, -1]))
-def test_pieces_are_those_of_torch_chunk(length, devices, dim):
+def test_scatter_pieces_equal_torch_chunk(length, devices, dim):
     x = torch.randn(length, length)
     pieces = scatter(x, ["cpu"] * devices, dim)
     expected = x.chunk(devices, dim) if length else [x]
@@ -107,7 +107,7 @@ def test_pieces_are_those_of_torch_chunk(length, devices, dim):
 
 @settings(deadline=None, max_examples=40)
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=5))
-def test_chunk_sizes_are_the_pieces_lengths(sizes):
+def test_scatter_chunk_sizes_set_lengths_of_pieces(sizes):
     x = torch.arange(sum(sizes) * 2).reshape(-1, 2)
     pieces = scatter({"x": x, "flag": True}, ["cpu"] * len(sizes), 0, sizes)
     assert [len(piece["x"]) for piece in pieces] == sizes
@@ -115,14 +115,14 @@ def test_chunk_sizes_are_the_pieces_lengths(sizes):
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])
-def test_pieces_share_the_inputs_memory(requires_grad):
+def test_scatter_pieces_share_memory_of_input(requires_grad):
     x = torch.zeros(5, 3, requires_grad=requires_grad)
     pieces = scatter(x, ["cpu", "cpu"])
     assert [piece.data_ptr() for piece in pieces] == [x.data_ptr(), x[3:].data_ptr()]
     assert scatter(x, ["cpu"])[0] is x
 
 
-def test_a_piece_that_is_written_to_does_not_make_the_others_stale():
+def test_scatter_piece_written_in_place_keeps_other_pieces_valid():
     weight = torch.ones(2, requires_grad=True)
     first, second = scatter(torch.ones(4, 2), ["cpu", "cpu"])
     saved = (first * weight).sum()
@@ -131,7 +131,7 @@ def test_a_piece_that_is_written_to_does_not_make_the_others_stale():
     assert weight.grad.tolist() == [2, 2]
 
 
-def test_what_is_no_tensor_is_shared_and_containers_are_not():
+def test_scatter_shares_objects_and_copies_containers():
     thing = object()
     x = [torch.zeros(2), thing, []]
     first, second = scatter(x, ["cpu", "cpu"])
@@ -140,7 +140,7 @@ def test_what_is_no_tensor_is_shared_and_containers_are_not():
     assert x[0].shape == (2,)
 
 
-def test_subclasses_of_containers_stay_what_they_are():
+def test_scatter_keeps_container_subclasses():
     batch = torch.arange(4)
     found = scatter(
         {
@@ -159,20 +159,20 @@ def test_subclasses_of_containers_stay_what_they_are():
     assert type(found["size"]) is torch.Size
 
 
-def test_without_tensors_there_is_a_piece_a_device():
+def test_scatter_without_tensors_gives_one_piece_per_device():
     assert scatter((1, "a"), ["cpu"] * 3) == [(1, "a")] * 3
     assert scatter_kwargs((1,), {"a": 2}, ["cpu"] * 3) == ([(1,)], [{"a": 2}])
     assert scatter_kwargs((), None, ["cpu"] * 3) == ([()], [{}])
 
 
-def test_a_flag_by_keyword_makes_no_pieces_of_its_own():
+def test_scatter_kwargs_flag_adds_no_pieces():
     args, kwargs = scatter_kwargs((torch.ones(1, 2),), {"flag": True}, CPUS)
     assert (len(args), kwargs) == (1, [{"flag": True}])
     args, kwargs = scatter_kwargs((), {"x": torch.arange(3)}, CPUS)
     assert (args, [k["x"].tolist() for k in kwargs]) == ([()] * 3, [[0], [1], [2]])
 
 
-def test_an_empty_tensor_goes_along_with_the_others():
+def test_scatter_repeats_empty_tensor_in_each_piece():
     pieces = scatter((torch.ones(4), torch.ones(0, 3)), ["cpu", "cpu"])
     assert [(len(a), tuple(b.shape)) for a, b in pieces] == [(2, (0, 3))] * 2
 
@@ -191,12 +191,12 @@ def test_an_empty_tensor_goes_along_with_the_others():
     ],
     ids="counts scalar dim sum few zero sparse packed".split(),
 )
-def test_what_cannot_be_cut_is_refused(inputs, options, error, text):
+def test_scatter_of_indivisible_input_raises(inputs, options, error, text):
     with pytest.raises(error, match=text):
         scatter(inputs, ["cpu", "cpu"], **options)
 
 
-def test_devices_are_told_as_tensors_tell_them():
+def test_as_device_matches_tensor_device():
     assert as_device("cpu:0") == torch.zeros(1).device
     assert as_device(1) == torch.device("cuda:1")
     for wrong in ("nowhere", None, -1.5):
@@ -207,14 +207,14 @@ def test_devices_are_told_as_tensors_tell_them():
             as_devices(wrong)
 
 
-def test_pieces_move_to_their_devices_and_back():
+def test_scatter_and_gather_move_between_devices():
     x = torch.ones(4, 2, requires_grad=True)
     here, there = scatter(x, ["cpu", "meta"])
     assert (here.device.type, there.device.type, there.shape) == ("cpu", "meta", (2, 2))
     assert gather([here, here], "meta").shape == (4, 2)
 
 
-def test_the_gradient_of_scatter_is_gathered():
+def test_scatter_gradient_is_gathered():
     x = torch.randn(5, 2, dtype=torch.float64, requires_grad=True)
 
     def pieces(x):
@@ -227,14 +227,14 @@ def test_the_gradient_of_scatter_is_gathered():
 
 
 @pytest.mark.parametrize("dim", [0, 1, -1])
-def test_the_gradient_of_gather_is_cut(dim):
+def test_gather_gradient_is_split(dim):
     shapes = [(2, 3), (1, 3)] if dim == 0 else [(2, 3), (2, 1)]
     xs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
     assert gradcheck(lambda *xs: gather([x * x for x in xs], "cpu", dim), xs)
     assert gradgradcheck(lambda *xs: gather([x**3 for x in xs], "cpu", dim), xs)
 
 
-def test_scalars_become_a_vector_with_one_warning():
+def test_gather_of_scalars_gives_vector_and_warns_once():
     scattering._warn_of_scalars.cache_clear()
     losses = [torch.tensor(float(i), requires_grad=True) for i in range(3)]
     with pytest.warns(UserWarning, match="every replica returned a scalar") as caught:
@@ -249,7 +249,7 @@ def test_scalars_become_a_vector_with_one_warning():
     assert [loss.grad.item() for loss in losses] == [1, 2, 3]
 
 
-def test_what_is_no_tensor_is_gathered_if_it_is_alike():
+def test_gather_of_equal_objects_returns_first():
     thing, nan = object(), float("nan")
     item = {"none": None, "n": 3, "what": thing, "nan": nan}
     found = gather([item, dict(reversed(item.items()))], "cpu")
@@ -272,7 +272,7 @@ def test_what_is_no_tensor_is_gathered_if_it_is_alike():
     ],
     ids="shapes ranks dtypes values objects types keys lengths none".split(),
 )
-def test_what_cannot_be_gathered_is_refused(outputs, error, text):
+def test_gather_of_incompatible_outputs_raises(outputs, error, text):
     with pytest.raises(error, match=text):
         gather(outputs, "cpu")
     with pytest.raises(ShapeError, match="dim 1 of tensors"):

@@ -1,4 +1,7 @@
-"""PyTorch modules computed in pieces, in turn and over ranks; see training/splits/test_cuts.py."""
+"""PyTorch modules computed in pieces, sequentially and over ranks.
+
+training/splits/test_cuts.py has the tests that all frameworks share.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +26,10 @@ __all__ = ["one_thread"]
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-# -- in turn ---------------------------------------------------------------------------------
+# -- pieces computed sequentially ------------------------------------------------------------
 
 
-def test_dropout_of_channels_drops_what_the_module_drops() -> None:
+def test_split_channel_dropout_equals_module() -> None:
     model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Dropout2d(0.4), nn.Conv2d(4, 1, 3)).double()
     x = torch.randn(2, 1, 12, 9, dtype=torch.float64)
     for how in ({"data": (3,)}, {"channels": 2}, {"batch": 2}):
@@ -44,9 +47,9 @@ def _normalised(comm: collective.Communicator, x: Any) -> Any:
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_sums_of_half_precision_are_single(size: int) -> None:
+def test_split_half_precision_sums_use_single_precision(size: int) -> None:
     x = (torch.randn(2, 4, 64, 64, generator=torch.Generator().manual_seed(0)) + 10).half()
-    # The sum of a channel is more than half precision has numbers for.
+    # The sum over a channel overflows half precision.
     expected = nn.BatchNorm2d(4)(x.float()).detach().half()
     if size == 1:
         found = [Split(nn.BatchNorm2d(4), data=(4,))(x).detach()]
@@ -56,10 +59,10 @@ def test_sums_of_half_precision_are_single(size: int) -> None:
         torch.testing.assert_close(each, expected, rtol=0, atol=2e-3)
 
 
-# -- what is refused -------------------------------------------------------------------------
+# -- errors ----------------------------------------------------------------------------------
 
 
-def test_pieces_are_as_many_as_ranks() -> None:
+def test_split_with_pieces_unequal_to_ranks_raises() -> None:
     def run(comm: collective.Communicator) -> None:
         with pytest.raises(
             collective.InvalidArgumentError,
@@ -79,46 +82,46 @@ def test_pieces_are_as_many_as_ranks() -> None:
     ],
     ids=["split", "norm", "replicated"],
 )
-def test_modules_that_are_refused(module: nn.Module, text: str) -> None:
+def test_split_of_unsupported_module_raises(module: nn.Module, text: str) -> None:
     with pytest.raises(collective.UnsupportedError, match=text):
         Split(module, data=(2,))
 
 
-def test_axes_that_the_input_has_not() -> None:
+def test_split_of_missing_data_axes_raises_shape_error() -> None:
     with pytest.raises(
         collective.ShapeError, match=r"data=\(2, 2\), but the input has 1 data axes"
     ):
         Split(nn.Conv1d(1, 1, 3), data=(2, 2))(torch.ones(1, 1, 8))
 
 
-# -- what it tells ---------------------------------------------------------------------------
+# -- memory reports --------------------------------------------------------------------------
 
 
-def test_memory_report_counts_what_is_kept() -> None:
+def test_memory_report_counts_kept_activations() -> None:
     model = nn.Sequential(nn.Conv2d(1, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU())
     x = torch.randn(1, 1, 32, 32)
     report = Split(model, data=(4,)).memory_report(x)
     assert report.whole == {"1 (ReLU)": 8 * 30 * 30 * 4, "3 (ReLU)": 8 * 28 * 28 * 4}
     assert report.split == {}
-    assert report.piece == 8 * 9 * 30 * 4 + 8 * 7 * 28 * 4  # and the two rows of the overlap
+    assert report.piece == 8 * 9 * 30 * 4 + 8 * 7 * 28 * 4  # with the two rows of overlap
     assert report.ratio == report.piece / sum(report.whole.values())
 
 
-def test_memory_report_counts_a_piece_within_a_piece() -> None:
+def test_memory_report_counts_channel_piece_within_data_piece() -> None:
     model = nn.Sequential(nn.Conv2d(1, 8, 3), nn.ReLU(), nn.Conv2d(8, 2, 3), nn.ReLU())
     report = Split(model, data=(2,), channels=4).memory_report(torch.randn(1, 1, 32, 32))
-    # Two of the eight channels of 16 rows, and the result of the last convolution.
+    # A piece has two of the eight channels with 16 rows, and the result of the last convolution.
     assert report.piece == 2 * 16 * 30 * 4 + 2 * 14 * 28 * 4
 
 
-def test_memory_report_counts_what_is_kept_without_recomputing() -> None:
+def test_memory_report_without_recompute_counts_all_pieces() -> None:
     model = nn.Sequential(nn.Conv2d(1, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3))
     report = Split(model, data=(2,), recompute=False).memory_report(torch.randn(1, 1, 32, 32))
     assert report.piece == 0
     assert sum(report.split.values()) == 2 * 8 * 16 * 30 * 4
 
 
-def test_split_in_an_optimizer_has_the_modules_parameters() -> None:
+def test_split_exposes_parameters_of_module() -> None:
     module, _ = made("unet")
     split = Split(module, data=(2,))
     assert {f"module.{name}" for name in module.state_dict()} == set(split.state_dict())
@@ -147,7 +150,7 @@ def _train(model: nn.Module, x: Any) -> None:
 
 
 @pytest.mark.parametrize("how", [{"data": (2,)}, {"channels": 2, "filters": "own"}], ids=str)
-def test_split_within_data_parallel_training(how: dict[str, Any]) -> None:
+def test_split_within_data_parallel_equals_module(how: dict[str, Any]) -> None:
     module, x = made("pairs")
     _train(module, x)
     for found in run_ranks(4, _within_data_parallel, how):
@@ -163,16 +166,16 @@ def _replicas(comm: collective.Communicator) -> dict[str, np.ndarray[Any, Any]]:
     return state_of(split)
 
 
-def test_data_parallel_training_of_splits_begins_with_the_weights_of_rank_0() -> None:
+def test_data_parallel_of_splits_starts_from_weights_of_rank_0() -> None:
     for found in run_ranks(4, _replicas):
         assert far(found, state_of(made("pairs")[0])) == 0
 
 
-# -- what the ranks have in common -----------------------------------------------------------
+# -- parameters and buffers shared by the ranks ----------------------------------------------
 
 
 class Mixed(nn.Module):
-    """Parameters and buffers of several dtypes: one frozen, one shared, one that is not saved."""
+    """A module with tensors of several dtypes: one is frozen, one shared, one not persistent."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -198,14 +201,14 @@ def _mixed(comm: collective.Communicator) -> list[Any]:
     return [each.detach().clone() for each in (*split.parameters(), *split.buffers())]
 
 
-def test_tensors_of_all_dtypes_become_those_of_rank_0() -> None:
+def test_split_broadcasts_tensors_of_all_dtypes_from_rank_0() -> None:
     for found in run_ranks(2, _mixed, check="always"):
         assert len(found) == 5 + 3
         for each in found:
             assert (each == (each.dtype != torch.bool)).all()
 
 
-def test_parameters_frozen_on_some_ranks_are_refused() -> None:
+def test_split_with_parameter_frozen_on_one_rank_raises() -> None:
     def run(comm: collective.Communicator) -> None:
         module = nn.Conv2d(1, 1, 3)
         module.bias.requires_grad_(comm.rank == 0)
@@ -218,7 +221,7 @@ def test_parameters_frozen_on_some_ranks_are_refused() -> None:
     run_ranks(2, run)
 
 
-# -- channels, and the filters of a rank's own -----------------------------------------------
+# -- channels, and filters that differ between ranks -----------------------------------------
 
 
 def _middle_axis(comm: collective.Communicator, module: nn.Module, x: Any) -> list[Any]:
@@ -227,7 +230,7 @@ def _middle_axis(comm: collective.Communicator, module: nn.Module, x: Any) -> li
     return [each.grad for each in module.parameters()]
 
 
-def test_a_linear_layer_along_rows_of_some_channels_has_the_gradient_of_all() -> None:
+def test_split_linear_on_channel_rows_has_whole_gradient() -> None:
     torch.manual_seed(0)
     module = nn.Sequential(nn.Conv1d(1, 4, 3), nn.Linear(6, 5), nn.Conv1d(4, 2, 1)).double()
     x = torch.randn(2, 1, 8, dtype=torch.float64)
@@ -246,12 +249,12 @@ def _loaded_pieces(comm: collective.Communicator) -> str:
     return str(caught.value)
 
 
-def test_a_state_of_pieces_is_refused() -> None:
+def test_split_load_state_dict_of_pieces_raises_shape_error() -> None:
     for text in run_ranks(2, _loaded_pieces):
         assert "module.0.weight of shape (3, 1, 3, 3); (6, 1, 3, 3), the whole parameter" in text
 
 
-def test_filters_are_those_of_channels() -> None:
+def test_split_own_filters_without_channels_raises() -> None:
     def run(comm: collective.Communicator) -> None:
         with pytest.raises(collective.InvalidArgumentError, match=r"own.*with channels=1"):
             Split(nn.Conv2d(1, 4, 3), data=(2,), comm=comm, filters="own")
@@ -260,7 +263,7 @@ def test_filters_are_those_of_channels() -> None:
 
 
 class Writing(nn.Module):
-    """A layer whose weights its parent changes in forward."""
+    """A module that modifies the weight of its layer in ``forward``."""
 
     def __init__(self, write: Callable[[Any], Any]) -> None:
         super().__init__()
@@ -279,7 +282,7 @@ _WRITES: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("how", _WRITES)
-def test_writing_into_a_piece_within_forward(how: str) -> None:
+def test_split_write_to_weight_piece_in_forward_raises(how: str) -> None:
     def run(comm: collective.Communicator) -> None:
         split = Split(Writing(_WRITES[how]), channels=2, comm=comm, filters="own")
         with pytest.raises(collective.UnsupportedError, match="behind autograd's back"):

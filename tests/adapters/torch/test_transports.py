@@ -31,18 +31,20 @@ def pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
 
 
 def test_ddp_equals_one_process_on_joined_batch(pool: RankPool) -> None:
-    case = test_torch_ddp.test_equals_one_process_on_the_joined_batch
+    case = test_torch_ddp.test_ddp_equals_one_process_on_joined_batch
     pool.run(case.program, 0.001, True)
 
 
 def test_ddp_finds_unused_parameters(pool: RankPool) -> None:
-    pool.run(test_torch_ddp.test_unused_parameters_are_found.program)
+    pool.run(test_torch_ddp.test_ddp_finds_unused_parameters.program)
 
 
 def test_ddp_handles_uneven_inputs_and_sparse_gradients(pool: RankPool) -> None:
-    pool.run(test_torch_ddp_inputs.test_join.program, False, True)
-    pool.run(test_torch_ddp_inputs.test_sparse_sums.program)
-    pool.run(test_torch_ddp_inputs.test_sparse_embeddings.program, True)
+    pool.run(
+        test_torch_ddp_inputs.test_ddp_join_averages_over_present_or_all_ranks.program, False, True
+    )
+    pool.run(test_torch_ddp_inputs.test_all_reduce_sparse_equals_dense_sum.program)
+    pool.run(test_torch_ddp_inputs.test_ddp_sparse_embeddings_train_as_dense.program, True)
 
 
 def test_differentiable_collectives_have_right_derivatives(pool: RankPool) -> None:
@@ -57,6 +59,8 @@ def test_sync_batch_norm_equals_joined_batch(pool: RankPool) -> None:
 
 
 def test_manual_loop_and_sharded_optimizer_equal_one_process(pool: RankPool) -> None:
-    pool.run(test_torch_loops.test_a_hand_written_loop.program)
-    pool.run(test_torch_loops.test_equals_the_optimizer_that_is_spread.program, "adam")
-    pool.run(test_torch_loops.test_states_of_any_number_of_ranks.program, "groups")
+    pool.run(test_torch_loops.test_manual_loop_with_synced_gradients_equals_one_process.program)
+    pool.run(test_torch_loops.test_sharded_optimizer_equals_unsharded.program, "adam")
+    pool.run(
+        test_torch_loops.test_sharded_optimizer_state_loads_on_any_number_of_ranks.program, "groups"
+    )
