@@ -76,10 +76,10 @@ def test_strided_copies_on_user_stream_are_exact(framework):
         x = framework.transposed(framework.of(VALUES))
         array, dtype = adapter_of(x).view(x)
         assert array.stream == adapter_of(x).current_stream(array.device)
-        made = adapter_of(x).empty((6, 4), dtype, array.device)
-        made[...] = array
-        np.testing.assert_array_equal(framework.get(adapter_of(x).wrap(made, dtype)), VALUES.T)
-        part = adapter_of(x).wrap(made[1:, ::2], dtype)
+        target = adapter_of(x).empty((6, 4), dtype, array.device)
+        target[...] = array
+        np.testing.assert_array_equal(framework.get(adapter_of(x).wrap(target, dtype)), VALUES.T)
+        part = adapter_of(x).wrap(target[1:, ::2], dtype)
         np.testing.assert_array_equal(framework.get(part), VALUES.T[1:, ::2])
 
 
@@ -103,11 +103,11 @@ def test_strided_copies_on_library_stream_are_exact(framework):
 
 
 def test_wrap_of_cuda_memory_gives_framework_array(framework):
-    made = adapter_like("cuda").empty((4, 6), BY_NAME["float32"], cuda.device(0))
-    made.fill_from_host(VALUES)
-    made.stream.synchronize()
-    x = adapter_like(framework.name).wrap(made, BY_NAME["float32"])
-    del made
+    array = adapter_like("cuda").empty((4, 6), BY_NAME["float32"], cuda.device(0))
+    array.fill_from_host(VALUES)
+    array.stream.synchronize()
+    x = adapter_like(framework.name).wrap(array, BY_NAME["float32"])
+    del array
     gc.collect()
     np.testing.assert_array_equal(framework.get(x), VALUES)
 

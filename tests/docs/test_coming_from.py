@@ -45,12 +45,12 @@ def _tables(page: str) -> list[list[str]]:
 def rows(page: str) -> list[Row]:
     """Return the rows of the table of calls."""
     (table,) = (lines for lines in _tables(page) if lines[0].endswith("| here | gives |"))
-    found = []
+    parsed = []
     for line in table[2:]:
         (theirs,), (ours,), gives = _cells(line)
         values = [ast.literal_eval(text) for text in gives]
-        found.append(Row(page, theirs, ours, (values[0], values[-1])))
-    return found
+        parsed.append(Row(page, theirs, ours, (values[0], values[-1])))
+    return parsed
 
 
 def names(page: str) -> dict[str, str]:
@@ -100,12 +100,12 @@ def our_side(comm: Any, page: str) -> list[Any]:
     """Run our calls of a page on one rank of two."""
     import collective
 
-    given: dict[str, Any] = {"np": np, "collective": collective, "comm": comm, "rank": comm.rank}
+    scope: dict[str, Any] = {"np": np, "collective": collective, "comm": comm, "rank": comm.rank}
     if "torch." in "".join(names(page).values()):
         import torch
 
-        given["torch"] = torch
-    return results(page, [row.ours for row in rows(page)], given)
+        scope["torch"] = torch
+    return results(page, [row.ours for row in rows(page)], scope)
 
 
 def side_of_torch(comm: Any, page: str, meeting: str) -> list[Any]:
@@ -113,10 +113,10 @@ def side_of_torch(comm: Any, page: str, meeting: str) -> list[Any]:
     import torch
     import torch.distributed as dist
 
-    given = {"torch": torch, "dist": dist, "rank": comm.rank}
+    scope = {"torch": torch, "dist": dist, "rank": comm.rank}
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=comm.rank, world_size=2)
     try:
-        return results(page, [row.theirs for row in rows(page)], given, OUTPUTS)
+        return results(page, [row.theirs for row in rows(page)], scope, OUTPUTS)
     finally:
         dist.destroy_process_group()
 
@@ -130,14 +130,14 @@ def under_mpiexec(page: str) -> None:
 
         communicator = chainermn.create_communicator("naive")
         world = communicator.mpi_comm
-        given = {"np": np, "comm": communicator, "rank": communicator.rank}
+        scope = {"np": np, "comm": communicator, "rank": communicator.rank}
     else:
         from mpi4py import MPI
 
         world = MPI.COMM_WORLD
-        given = {"np": np, "MPI": MPI, "comm": world, "rank": world.Get_rank()}
-    mine = results(page, [row.theirs for row in rows(page)], given, OUTPUTS)
-    every = world.gather(mine, root=0)
+        scope = {"np": np, "MPI": MPI, "comm": world, "rank": world.Get_rank()}
+    own = results(page, [row.theirs for row in rows(page)], scope, OUTPUTS)
+    every = world.gather(own, root=0)
     if every is not None:
         print(json.dumps(every))
 
@@ -182,11 +182,11 @@ def torch_distributed(tmp_path_factory: pytest.TempPathFactory) -> list[list[Any
     with RankPool(2, "shm") as pool:
         for attempt in range(3):
             store = str(meeting / f"store.{attempt}")
-            found = pool.run(side_of_torch, "torch-distributed", store)
+            outcome = pool.run(side_of_torch, "torch-distributed", store)
             # On a busy machine Gloo sometimes closes one of its own connections.
-            if "connectFullMesh failed" not in str(found):
+            if "connectFullMesh failed" not in str(outcome):
                 break
-        return found
+        return outcome
 
 
 def hold(row: Row, results: list[list[Any]]) -> None:

@@ -60,32 +60,32 @@ class Command:
 
 
 def blocks_of(document: Path) -> list[Block]:
-    found: list[Block] = []
+    blocks: list[Block] = []
     inside = False
     name = document.relative_to(ROOT).as_posix().removeprefix("docs/")
     for number, line in enumerate(document.read_text().splitlines(), 1):
         if line.startswith("```"):
             inside = not inside
             if inside:
-                found.append(Block(name, number, line[3:].strip()))
+                blocks.append(Block(name, number, line[3:].strip()))
         elif inside:
-            found[-1].lines.append(line)
-    return found
+            blocks[-1].lines.append(line)
+    return blocks
 
 
 BLOCKS = [block for document in DOCUMENTS for block in blocks_of(document)]
 
 
 def commands() -> list[Command]:
-    found: list[Command] = []
+    listed: list[Command] = []
     for block in BLOCKS:
         if block.language == "console":
             for number, line in enumerate(block.lines, block.line + 1):
                 if line.startswith("$ "):
-                    found.append(Command(block.document, number, line[2:]))
+                    listed.append(Command(block.document, number, line[2:]))
                 else:
-                    found[-1].expected.append(line)
-    return found
+                    listed[-1].expected.append(line)
+    return listed
 
 
 COMMANDS = commands()

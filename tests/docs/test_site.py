@@ -89,9 +89,7 @@ def test_site_pages_load_nothing_external(site: Path) -> None:
     loads = re.compile(
         r"<(?:script|img|iframe|source|link)\b[^>]*?\b(?:src|href)=[\"']?(?:https?:)?//"
     )
-    loaded = [
-        f"{page.name}: {found}" for page in pages for found in loads.findall(page.read_text())
-    ]
+    loaded = [f"{page.name}: {url}" for page in pages for url in loads.findall(page.read_text())]
     assert loaded == []
 
 
@@ -99,7 +97,7 @@ def test_site_styles_load_nothing_external(site: Path) -> None:
     styles = sorted(site.rglob("*.css"))
     assert styles
     loads = re.compile(r"(?:url\(|@import)\s*[\"']?(?:https?:)?//[^)]*")
-    assert [found for style in styles for found in loads.findall(style.read_text())] == []
+    assert [url for style in styles for url in loads.findall(style.read_text())] == []
 
 
 def test_reference_contains_no_sphinx_roles(site: Path) -> None:

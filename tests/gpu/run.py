@@ -88,12 +88,12 @@ def versions(environ: dict[str, str]) -> dict[str, object]:
     )
     if done.returncode:
         raise SystemExit(_lacks(f"what collective needs:\n{done.stderr}"))
-    found: dict[str, object] = json.loads(done.stdout)
-    if not found["NCCL"]:
+    report: dict[str, object] = json.loads(done.stdout)
+    if not report["NCCL"]:
         raise SystemExit(_lacks(f"NCCL: {done.stderr.strip()}"))
-    if not found.pop("frameworks", False):
+    if not report.pop("frameworks", False):
         raise SystemExit(_lacks("a framework: PyTorch with CUDA, or CuPy (cupy-cuda12x, -cuda13x)"))
-    return found
+    return report
 
 
 def _lacks(what: str) -> str:
@@ -105,16 +105,16 @@ def _lacks(what: str) -> str:
 
 def driver_version() -> dict[str, str]:
     """Return the driver's version and the newest CUDA version that the driver supports."""
-    found = {}
+    report = {}
     file = Path("/proc/driver/nvidia/version")
     if file.exists():
         match = re.search(r"Kernel Module\s.*?(\d+\.\d+(?:\.\d+)?)", file.read_text())
-        found["driver"] = match[1] if match else file.read_text().splitlines()[0]
+        report["driver"] = match[1] if match else file.read_text().splitlines()[0]
     driver = ctypes.CDLL(os.environ.get("COLLECTIVE_CUDA_LIBRARY", "libcuda.so.1"))
     version = ctypes.c_int()
     driver.cuDriverGetVersion(ctypes.byref(version))
-    found["CUDA of the driver"] = f"{version.value // 1000}.{version.value % 1000 // 10}"
-    return found
+    report["CUDA of the driver"] = f"{version.value // 1000}.{version.value % 1000 // 10}"
+    return report
 
 
 def run(
@@ -196,7 +196,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         tested += counts.get("passed", 0)
         cells = [str(counts.get(kind, "–")) for kind in ("passed", "failed", "skipped")]
         lines.append(f"| {name} | {how} | {' | '.join(cells)} |")
-        problems += [f"* failed: `{each}`" for each in failed]
+        problems += [f"* failed: `{test}`" for test in failed]
     lines += ["", *problems, *[""] * bool(problems)]
     print("test-gpu: what a call costs on the host", flush=True)
     lines += [overhead(environ, options.folder, real)]

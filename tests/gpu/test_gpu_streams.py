@@ -76,9 +76,9 @@ class Gpu:
         """Return a new array filled with one value."""
         stream = stream or self.stream
         address, owner = PlainSpace().empty(4 * COUNT, self.device, stream)
-        made = DeviceArray(address, (COUNT,), "float32", self.device, stream, owner=owner)
-        made.fill_from_host(np.full(COUNT, value, np.float32))
-        return made
+        new = DeviceArray(address, (COUNT,), "float32", self.device, stream, owner=owner)
+        new.fill_from_host(np.full(COUNT, value, np.float32))
+        return new
 
     def later(self, value: float) -> DeviceArray:
         """Return the same as :meth:`array`, but do not let the host wait for the stream."""

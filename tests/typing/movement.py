@@ -55,5 +55,5 @@ def groups(comm: Communicator, color: int | None) -> None:
 def memory(comm: Communicator, x: Floats) -> None:
     assert_type(comm.empty((2, 3), like=x), Floats)
     comm.empty(3, np.float32).fill(0)
-    with collective.init("shm", timeout=3.0, check="always") as made:
-        assert_type(made, Communicator)
+    with collective.init("shm", timeout=3.0, check="always") as world:
+        assert_type(world, Communicator)

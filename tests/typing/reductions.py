@@ -35,9 +35,9 @@ def results_go_to_out(comm: Communicator, x: Floats, z: Tensor) -> None:
 
 
 def only_the_root_has_it(comm: Communicator, x: Floats) -> Floats:
-    found = comm.reduce(x, root=1)
-    assert_type(found, Floats | None)
-    return x if found is None else found
+    total = comm.reduce(x, root=1)
+    assert_type(total, Floats | None)
+    return x if total is None else total
 
 
 def in_the_background(comm: Communicator, x: Floats, later: bool) -> Floats:

@@ -29,13 +29,13 @@ ranks = ranks_of(("threads", 2), ("shm", 2))
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "int32", "int64", "bool"])
 def test_variable_view_is_its_array(dtype: str) -> None:
     x = Variable(np.zeros((3, 4), dtype).T)
-    array, found = adapter_of(x).view(x)
+    array, seen_dtype = adapter_of(x).view(x)
     assert array is x.array
-    assert found.name == dtype
-    made = adapter_of(x).wrap(array, found)
-    assert type(made) is Variable
-    assert made.array is array
-    assert not made.requires_grad
+    assert seen_dtype.name == dtype
+    wrapped = adapter_of(x).wrap(array, seen_dtype)
+    assert type(wrapped) is Variable
+    assert wrapped.array is array
+    assert not wrapped.requires_grad
 
 
 def test_parameters_and_subclasses_use_chainer_adapter() -> None:
@@ -98,8 +98,12 @@ def in_place(comm: Any) -> None:
 
 def structures(comm: Any) -> None:
     model = L.Linear(3, 2, initialW=comm.rank + 1, initial_bias=comm.rank)
-    found = comm.all_reduce({"W": model.W, "rest": [model.b, np.ones(2)]})
-    assert [type(each) for each in (found["W"], *found["rest"])] == [Variable, Variable, np.ndarray]
+    reduced = comm.all_reduce({"W": model.W, "rest": [model.b, np.ones(2)]})
+    assert [type(leaf) for leaf in (reduced["W"], *reduced["rest"])] == [
+        Variable,
+        Variable,
+        np.ndarray,
+    ]
     parameters = dict(model.namedparams())
     comm.broadcast(parameters, root=1, out=parameters)
     np.testing.assert_array_equal(model.W.array, np.full((2, 3), 2))
@@ -109,17 +113,19 @@ def structures(comm: Any) -> None:
 def mixed(comm: Any) -> None:
     """Check that a rank with variables and a rank with NumPy arrays each get their own kind."""
     x = np.arange(3.0)
-    found = comm.all_reduce(Variable(x) if comm.rank else x)
-    assert type(found) is (Variable if comm.rank else np.ndarray)
-    np.testing.assert_array_equal(found.array if comm.rank else found, 2 * x)
-    got = comm.broadcast(x if comm.rank == 0 else None, like="chainer")
-    assert isinstance(got, np.ndarray if comm.rank == 0 else Variable)
+    total = comm.all_reduce(Variable(x) if comm.rank else x)
+    assert type(total) is (Variable if comm.rank else np.ndarray)
+    np.testing.assert_array_equal(total.array if comm.rank else total, 2 * x)
+    copy = comm.broadcast(x if comm.rank == 0 else None, like="chainer")
+    assert isinstance(copy, np.ndarray if comm.rank == 0 else Variable)
 
 
 def objects(comm: Any) -> None:
-    got = comm.broadcast_object({"x": Variable(np.arange(2)), "n": 1} if comm.rank == 0 else None)
-    assert type(got["x"]) is Variable
-    np.testing.assert_array_equal(got["x"].array, [0, 1])
+    received = comm.broadcast_object(
+        {"x": Variable(np.arange(2)), "n": 1} if comm.rank == 0 else None
+    )
+    assert type(received["x"]) is Variable
+    np.testing.assert_array_equal(received["x"].array, [0, 1])
 
 
 def symmetric(comm: Any) -> None:
@@ -142,8 +148,8 @@ def one_is_not_initialized(comm: Any) -> None:
     if comm.rank == 1:
         with pytest.raises(InvalidArgumentError, match="Parameter 'W' is not initialized"):
             comm.all_reduce(Parameter(name="W"))
-    found = comm.all_reduce(Parameter(np.ones(1)))
-    assert found.array[0] == 2
+    total = comm.all_reduce(Parameter(np.ones(1)))
+    assert total.array[0] == 2
 
 
 # testing/test_kinds.py checks that every call accepts and returns variables.

@@ -37,19 +37,19 @@ def nothing_stays() -> Any:
 
 def parameters(count: int) -> list[Any]:
     draw = np.random.RandomState(1).standard_normal
-    found = [chainer.Parameter(draw((4, 4))) for _ in range(count)]
-    for each in found:
-        each.cleargrad()
-    return found
+    leaves = [chainer.Parameter(draw((4, 4))) for _ in range(count)]
+    for leaf in leaves:
+        leaf.cleargrad()
+    return leaves
 
 
 def watched(leaves: list[Any], loss: Any) -> list[tuple[int, Any]]:
     """Run a backward pass; return the reported leaf numbers with copies of their gradients."""
-    heard: list[tuple[int, Any]] = []
+    reports: list[tuple[int, Any]] = []
     nodes = {leaf.node: number for number, leaf in enumerate(leaves)}
-    with watching(nodes, lambda number, gradient: heard.append((number, np.array(gradient)))):
+    with watching(nodes, lambda number, gradient: reports.append((number, np.array(gradient)))):
         loss.backward()
-    return heard
+    return reports
 
 
 # A program: each step multiplies by a parameter, adds one, or joins an earlier value.
@@ -81,13 +81,13 @@ def run(program: list[tuple[str, int]], leaves: list[Any]) -> Any:
 def test_watching_reports_final_gradients(program: list[tuple[str, int]]) -> None:
     alone, leaves = parameters(4), parameters(4)
     run(program, alone).backward()
-    heard = dict(watched(leaves, run(program, leaves)))
+    reports = dict(watched(leaves, run(program, leaves)))
     for number, (a, b) in enumerate(zip(alone, leaves, strict=True)):
         if a.grad is None:
             assert b.grad is None
-            assert number not in heard
+            assert number not in reports
         else:
-            assert a.grad.tobytes() == b.grad.tobytes() == heard[number].tobytes()
+            assert a.grad.tobytes() == b.grad.tobytes() == reports[number].tobytes()
 
 
 @given(STEPS)
@@ -160,9 +160,9 @@ def test_watching_reports_gradient_before_earlier_functions_run() -> None:
 def test_watching_reports_reused_parameter_after_its_last_use() -> None:
     (leaf,) = parameters(1)
     h = F.tanh(F.matmul(F.tanh(F.matmul(np.eye(4), leaf)), leaf))
-    heard = watched([leaf], F.sum(h))
-    assert [number for number, _ in heard] == [0]
-    np.testing.assert_array_equal(heard[0][1], leaf.grad)
+    reports = watched([leaf], F.sum(h))
+    assert [number for number, _ in reports] == [0]
+    np.testing.assert_array_equal(reports[0][1], leaf.grad)
 
 
 class Cut(chainer.FunctionNode):
@@ -176,31 +176,31 @@ class Cut(chainer.FunctionNode):
 
 
 def test_watching_reports_no_gradient_of_cut_branch() -> None:
-    cut, kept = parameters(2)
-    heard = watched([cut, kept], F.sum(Cut().apply((F.tanh(cut), kept))[0]))
-    assert [number for number, _ in heard] == [1]
+    cut, whole = parameters(2)
+    reports = watched([cut, whole], F.sum(Cut().apply((F.tanh(cut), whole))[0]))
+    assert [number for number, _ in reports] == [1]
     assert cut.grad is None
     # This parameter is also used before the cut, so it has a gradient. It is not reported, because
     # the pass could not know that no further gradient would follow.
-    cut, kept = parameters(2)
-    heard = watched([cut, kept], F.sum(Cut().apply((F.tanh(cut), kept))[0] + cut))
-    assert [number for number, _ in heard] == [1]
+    cut, whole = parameters(2)
+    reports = watched([cut, whole], F.sum(Cut().apply((F.tanh(cut), whole))[0] + cut))
+    assert [number for number, _ in reports] == [1]
     np.testing.assert_array_equal(cut.grad, np.ones((4, 4)))
 
 
 def test_watching_includes_existing_gradient() -> None:
     (leaf,) = parameters(1)
     leaf.grad = np.full((4, 4), 5.0)
-    heard = watched([leaf], F.sum(leaf))
-    np.testing.assert_array_equal(heard[0][1], np.full((4, 4), 6.0))
+    reports = watched([leaf], F.sum(leaf))
+    np.testing.assert_array_equal(reports[0][1], np.full((4, 4), 6.0))
 
 
 def test_watching_callback_result_replaces_gradient() -> None:
     (leaf,) = parameters(1)
-    mine = np.zeros((4, 4))
-    with watching({leaf.node: 0}, lambda *_: mine):
+    replacement = np.zeros((4, 4))
+    with watching({leaf.node: 0}, lambda *_: replacement):
         F.sum(leaf).backward()
-    assert leaf.grad is mine
+    assert leaf.grad is replacement
 
 
 def test_watching_ignores_nested_backward_passes() -> None:
@@ -211,34 +211,34 @@ def test_watching_ignores_nested_backward_passes() -> None:
         return F.sum(F.forget(lambda h: F.matmul(h, inner), F.tanh(outer)))
 
     lossof(*alone).backward()
-    heard = watched([inner, outer], lossof(inner, outer))
-    assert [number for number, _ in heard] == [1]
+    reports = watched([inner, outer], lossof(inner, outer))
+    assert [number for number, _ in reports] == [1]
     np.testing.assert_array_equal(inner.grad, alone[0].grad)
     np.testing.assert_array_equal(outer.grad, alone[1].grad)
 
 
 def test_watching_ignores_other_threads() -> None:
     (leaf,) = parameters(1)
-    heard: list[int] = []
+    reports: list[int] = []
 
     def other() -> None:
         F.sum(leaf).backward()
 
-    with watching({leaf.node: 0}, lambda number, _: heard.append(number)):
+    with watching({leaf.node: 0}, lambda number, _: reports.append(number)):
         thread = threading.Thread(target=other)
         thread.start()
         thread.join()
-    assert heard == []
+    assert reports == []
     np.testing.assert_array_equal(leaf.grad, np.ones((4, 4)))
 
 
 def test_watching_in_two_threads_reports_to_each() -> None:
     leaves = parameters(2)
     barrier = threading.Barrier(2, timeout=20)
-    heard: dict[int, list[int]] = {0: [], 1: []}
+    reports: dict[int, list[int]] = {0: [], 1: []}
 
     def work(number: int) -> None:
-        with watching({leaves[number].node: number}, lambda n, _: heard[number].append(n)):
+        with watching({leaves[number].node: number}, lambda n, _: reports[number].append(n)):
             barrier.wait()
             F.sum(F.tanh(leaves[number])).backward()
             barrier.wait()
@@ -248,7 +248,7 @@ def test_watching_in_two_threads_reports_to_each() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert heard == {0: [0], 1: [1]}
+    assert reports == {0: [0], 1: [1]}
 
 
 def test_watching_with_double_backprop_raises() -> None:

@@ -81,29 +81,29 @@ def test_sync_batch_norm_equals_joined_batch(world: str, name: str, finetune: bo
     compare(run(world, joined, name, "float64", finetune), name, finetune)
 
 
-def compare(found: list[Any], name: str, finetune: bool) -> None:
+def compare(ranks: list[Any], name: str, finetune: bool) -> None:
     """Compare what :func:`joined` returned on each rank with the joined batch on one process."""
     shape, size, axis = SHAPES[name]
-    x, gy = inputs(len(found), shape, "float64")
+    x, gy = inputs(len(ranks), shape, "float64")
     link = made(size, axis, "float64")
     for _ in range(2):
-        whole = results(link, np.concatenate(x), np.concatenate(gy), finetune=finetune)
+        expected = results(link, np.concatenate(x), np.concatenate(gy), finetune=finetune)
     for key in ("y", "gx"):
-        parts = np.concatenate([each[key] for each in found])
-        np.testing.assert_allclose(parts, whole[key], rtol=1e-9, atol=1e-9, err_msg=key)
+        parts = np.concatenate([rank[key] for rank in ranks])
+        np.testing.assert_allclose(parts, expected[key], rtol=1e-9, atol=1e-9, err_msg=key)
     for key in ("ggamma", "gbeta"):
         np.testing.assert_allclose(
-            sum(each[key] for each in found), whole[key], rtol=1e-9, atol=1e-9, err_msg=key
+            sum(rank[key] for rank in ranks), expected[key], rtol=1e-9, atol=1e-9, err_msg=key
         )
-    for each in found:
+    for rank in ranks:
         for key in ("mean", "var", "N"):
-            np.testing.assert_allclose(each[key], whole[key], rtol=1e-12, err_msg=key)
-            assert np.array_equal(each[key], found[0][key]), "ranks differ"
+            np.testing.assert_allclose(rank[key], expected[key], rtol=1e-12, err_msg=key)
+            assert np.array_equal(rank[key], ranks[0][key]), "ranks differ"
 
 
 def joined(comm: Any, name: str, dtype: str, finetune: bool) -> Any:
     shape, size, axis = SHAPES[name]
-    x, gy = (each[comm.rank] for each in inputs(comm.size, shape, dtype))
+    x, gy = (batches[comm.rank] for batches in inputs(comm.size, shape, dtype))
     link = made(size, axis, dtype, comm)
     results(link, x, gy, finetune=finetune)
     return results(link, x, gy, finetune=finetune)
@@ -113,17 +113,17 @@ def joined(comm: Any, name: str, dtype: str, finetune: bool) -> Any:
 def test_sync_batch_norm_in_lower_precision_is_close(dtype: str, tolerance: float) -> None:
     # The inputs are far from zero: a variance computed as a difference of squares would be mere
     # rounding error.
-    found = run("threads-2", half, dtype)
-    x, gy = (np.concatenate(each) for each in inputs(2, (3, 4, 5), dtype))
-    whole = results(made(3, None, "float64"), x.astype("f8"), gy.astype("f8"))
+    ranks = run("threads-2", half, dtype)
+    x, gy = (np.concatenate(batches) for batches in inputs(2, (3, 4, 5), dtype))
+    expected = results(made(3, None, "float64"), x.astype("f8"), gy.astype("f8"))
     for key in ("y", "gx"):
-        parts = np.concatenate([each[key] for each in found])
+        parts = np.concatenate([batches[key] for batches in ranks])
         assert parts.dtype == dtype
-        np.testing.assert_allclose(parts, whole[key], rtol=tolerance, atol=tolerance)
+        np.testing.assert_allclose(parts, expected[key], rtol=tolerance, atol=tolerance)
 
 
 def half(comm: Any, dtype: str) -> Any:
-    x, gy = (each[comm.rank] for each in inputs(2, (3, 4, 5), dtype))
+    x, gy = (batches[comm.rank] for batches in inputs(2, (3, 4, 5), dtype))
     return results(made(3, None, "float32", comm), x, gy)
 
 
@@ -141,7 +141,7 @@ def test_sync_batch_norm_evaluation_needs_no_other_rank(comm: Any) -> None:
 @on("threads-2")
 def test_sync_batch_norm_backward_without_gradient_on_rank_completes(comm: Any) -> None:
     link = SyncBatchNormalization(3, comm, use_gamma=False, use_beta=False)
-    x, gy = (each[comm.rank] for each in inputs(2, (3,), "float32"))
+    x, gy = (batches[comm.rank] for batches in inputs(2, (3,), "float32"))
     x = chainer.Variable(x, requires_grad=comm.rank == 0)
     y = link(x)
     y.grad = gy
@@ -150,12 +150,12 @@ def test_sync_batch_norm_backward_without_gradient_on_rank_completes(comm: Any) 
 
 
 def test_convert_batch_normalization_converts_in_place() -> None:
-    found = run("threads-2", converted)
+    outputs = run("threads-2", converted)
     x, _ = inputs(2, (6,), "float32")
     model = Net()
     model.cleargrads()
     expected = model(np.concatenate(x)).array
-    np.testing.assert_allclose(np.concatenate(found), expected, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(np.concatenate(outputs), expected, rtol=1e-4, atol=1e-4)
 
 
 class Net(chainer.Chain):

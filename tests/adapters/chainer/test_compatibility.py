@@ -38,8 +38,8 @@ ON_NUMPY_2 = int(np.__version__.split(".")[0]) >= 2
 
 def python(text: str, *options: str, path: Any = None) -> str:
     """Run a program with ``path`` and this project on its import path; return its output."""
-    found = os.pathsep.join(str(each) for each in (path, ROOT) if each)
-    done = run_python(*options, "-c", textwrap.dedent(text), PYTHONPATH=found)
+    paths = os.pathsep.join(str(folder) for folder in (path, ROOT) if folder)
+    done = run_python(*options, "-c", textwrap.dedent(text), PYTHONPATH=paths)
     return done.stdout + done.stderr
 
 
@@ -99,15 +99,15 @@ def edits_with(numpy: str, setuptools: str, monkeypatch: Any) -> dict[str, list[
 
 
 def test_older_numpy_and_setuptools_need_fewer_edits(monkeypatch: Any) -> None:
-    found = edits_with("1.24.4", "65.5.0", monkeypatch)
-    assert "chainer.functions.array.as_strided" not in found
-    assert "chainer.distributions.categorical" not in found
-    assert "chainermn.iterators.multi_node_iterator" not in found
-    assert ("chainer.testing.helper" in found) == (sys.version_info >= (3, 12))
-    assert "chainer.links.activation.maxout" not in found
-    assert "chainer.functions.array.resize_images" in found
-    assert set(found) == {
-        name for name in found if all("NumPy 2" not in e.reason for e in found[name])
+    edits = edits_with("1.24.4", "65.5.0", monkeypatch)
+    assert "chainer.functions.array.as_strided" not in edits
+    assert "chainer.distributions.categorical" not in edits
+    assert "chainermn.iterators.multi_node_iterator" not in edits
+    assert ("chainer.testing.helper" in edits) == (sys.version_info >= (3, 12))
+    assert "chainer.links.activation.maxout" not in edits
+    assert "chainer.functions.array.resize_images" in edits
+    assert set(edits) == {
+        name for name in edits if all("NumPy 2" not in e.reason for e in edits[name])
     }
 
 
@@ -166,7 +166,7 @@ def test_edited_module_shows_installed_source_lines(tmp_path: Path) -> None:
 def test_import_after_chainer_warns_about_unedited_modules() -> None:
     seen = python("""
         import numpy as np, sys, types
-        # As programs do that mend it themselves.
+        # Programs that repair the import themselves do this.
         np.sctypes = {"int": [np.int32], "float": [np.float32]}
         for name in ("pkg_resources", "numpy.distutils", "numpy.distutils.system_info"):
             sys.modules[name] = types.ModuleType(name)
@@ -300,10 +300,10 @@ def test_nccl_query_imports_no_mpi_and_recognises_pure_nccl(
         optimizers.create_multi_node_optimizer(object(), object(), double_buffering=True)
     assert name not in sys.modules
 
-    made = ModuleType(name)
-    made.PureNcclCommunicator = type("PureNcclCommunicator", (), {})  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, name, made)
-    assert normalization.get_communication_backend(made.PureNcclCommunicator()) == "nccl"
+    module = ModuleType(name)
+    module.PureNcclCommunicator = type("PureNcclCommunicator", (), {})  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, name, module)
+    assert normalization.get_communication_backend(module.PureNcclCommunicator()) == "nccl"
 
 
 # -- an environment --------------------------------------------------------------------------

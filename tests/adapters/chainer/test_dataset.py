@@ -33,7 +33,7 @@ def flat(parts: Iterable[list[int]]) -> list[int]:
 
 def scattered(comm: Any, length: int, **options: Any) -> list[int]:
     shard = scatter_dataset(range(length), comm, **options)
-    return [int(each) for each in shard[:]]
+    return [int(sample) for sample in shard[:]]
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -61,10 +61,10 @@ def test_scatter_dataset_equals_chainermn_shards(world: str) -> None:
     from chainermn.datasets.scatter import _scatter_index
 
     for padded in (False, True):
-        found = run(world, scattered, 13, shuffle=True, seed=9, padded=padded)
+        shards = run(world, scattered, 13, shuffle=True, seed=9, padded=padded)
         order = np.random.RandomState(9).permutation(13)
         expected = [order[b:e].tolist() for _, b, e in _scatter_index(13, int(world[-1]), padded)]
-        assert found == expected
+        assert shards == expected
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -111,17 +111,17 @@ def test_sharded_iterators_together_equal_serial_iterator(
         if not shuffle:
             assert sorted(flat(parts)) == sorted(expected)
         seen.update(flat(parts))
-        for each in iterators:
-            assert (each.epoch, each.is_new_epoch) == (serial.epoch, serial.is_new_epoch)
-            assert each.epoch_detail == pytest.approx(serial.epoch_detail)
-            assert each.previous_epoch_detail == pytest.approx(serial.previous_epoch_detail)
+        for sharded in iterators:
+            assert (sharded.epoch, sharded.is_new_epoch) == (serial.epoch, serial.is_new_epoch)
+            assert sharded.epoch_detail == pytest.approx(serial.epoch_detail)
+            assert sharded.previous_epoch_detail == pytest.approx(serial.previous_epoch_detail)
         # Each sample has occurred once per complete epoch, or once more.
         assert all(serial.epoch <= seen[n] <= serial.epoch + 1 for n in range(length))
 
 
 @given(st.integers(0, 40), st.integers(1, 6), st.integers(1, 5))
 def test_sharded_iterator_epoch_has_each_sample_once(length: int, batch: int, size: int) -> None:
-    parts = [flat(each) for each in of(length, batch, size, repeat=False)]
+    parts = [flat(iterator) for iterator in of(length, batch, size, repeat=False)]
     assert sorted(flat(parts)) == list(range(length))
 
 
@@ -140,13 +140,13 @@ def test_sharded_iterator_resumes_on_other_number_of_ranks(size: int) -> None:
     done = flat(together(before, 3))  # 24 samples, the last one from the second epoch
     state = chainer.serializers.npz.serialize(before[1])
     after = of(23, 2, size, seed=5)
-    for each in after:
-        chainer.serializers.NpzDeserializer(state).load(each)
-        assert (each.epoch, each.current_position, each.is_new_epoch) == (1, 1, True)
-        assert each.epoch_detail == before[0].epoch_detail
+    for iterator in after:
+        chainer.serializers.NpzDeserializer(state).load(iterator)
+        assert (iterator.epoch, iterator.current_position, iterator.is_new_epoch) == (1, 1, True)
+        assert iterator.epoch_detail == before[0].epoch_detail
     seen = list(done)
     while after[0].epoch == 1:
-        seen += flat(each.next() for each in after)
+        seen += flat(iterator.next() for iterator in after)
     extra = after[0].current_position
     assert len(seen) == 2 * 23 + extra
     assert all(count >= 2 for count in Counter(seen).values())

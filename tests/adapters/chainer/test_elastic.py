@@ -111,11 +111,15 @@ def by_hand(comm) -> bytes:
 
 
 def test_elastic_loop_equals_fixed_groups_and_covers_every_sample():
-    found, expected = run("threads-3", elastically), run("threads-3", by_hand)
-    assert [bytes_ for _, bytes_ in found] == expected
+    results, expected = run("threads-3", elastically), run("threads-3", by_hand)
+    assert [bytes_ for _, bytes_ in results] == expected
     assert expected[1] != b""
     counted = collections.Counter(
-        int(index) for taken, _ in found for epoch, batch in taken for index in batch if epoch == 0
+        int(index)
+        for taken, _ in results
+        for epoch, batch in taken
+        for index in batch
+        if epoch == 0
     )
     assert set(counted) == set(range(SAMPLES))
 
@@ -189,14 +193,14 @@ def test_finished_trainer_runs_again_after_restore(comm, tmp_path: Path):
     log = chainer.training.extensions.LogReport(trigger=(1, "epoch"), log_name=None)
     trainer.extend(log)
     state = elastic.State(comm, trainer=trainer)
-    found = []
+    runs = []
     for _ in range(2):
         trainer.run()
-        entries = [[each["epoch"], each["iteration"], each["main/loss"]] for each in log.log]
-        found.append([entries, optimizer.t, b"".join(p.array.tobytes() for p in link.params())])
+        entries = [[entry["epoch"], entry["iteration"], entry["main/loss"]] for entry in log.log]
+        runs.append([entries, optimizer.t, b"".join(p.array.tobytes() for p in link.params())])
         state.restore()
-    assert len(found[0][0]) == 2
-    assert found[0] == found[1]
+    assert len(runs[0][0]) == 2
+    assert runs[0] == runs[1]
 
 
 @on("threads-1")

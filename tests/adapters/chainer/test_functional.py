@@ -80,7 +80,7 @@ def test_collective_third_derivative_equals_finite_differences(name: str) -> Non
 
 def test_jacobian_check_detects_wrong_adjoint(monkeypatch: pytest.MonkeyPatch) -> None:
     right = differentiable.reduce_scatter
-    monkeypatch.setattr(differentiable, "reduce_scatter", lambda *given: 2 * right(*given))
+    monkeypatch.setattr(differentiable, "reduce_scatter", lambda *args: 2 * right(*args))
     by_backward, by_differences = run_ranks(2, TAPE.jacobians, "all_gather", 1)[0]
     assert not np.allclose(by_backward, by_differences)
 
@@ -160,10 +160,10 @@ def test_delegate_off_root_and_from_send_carries_graph(
     comm: Any,
 ) -> None:
     x = Variable(np.ones(3, np.float16))
-    found = [C.reduce(x, comm), C.gather(x, comm)]
-    found.append(C.send(x, 0, comm) if comm.rank else C.recv(comm, 1))
-    assert [y.shape for y in found] == ([()] * 3 if comm.rank else [(3,), (6,), (3,)])
-    assert {(y.dtype.name, y.requires_grad, y.creator is None) for y in found} == {
+    results = [C.reduce(x, comm), C.gather(x, comm)]
+    results.append(C.send(x, 0, comm) if comm.rank else C.recv(comm, 1))
+    assert [y.shape for y in results] == ([()] * 3 if comm.rank else [(3,), (6,), (3,)])
+    assert {(y.dtype.name, y.requires_grad, y.creator is None) for y in results} == {
         ("float16", True, False)
     }
 
@@ -172,10 +172,10 @@ def test_delegate_off_root_and_from_send_carries_graph(
 def test_collective_without_gradients_records_no_graph(comm: Any) -> None:
     x = Variable(np.ones(2))
     with chainer.no_backprop_mode():
-        found = [C.all_reduce(x, comm), C.all_reduce(x, comm, "max"), C.broadcast(x, comm)]
-    found.append(C.all_reduce(np.arange(3), comm))
-    found.append(C.all_gather(Variable(np.arange(3)), comm))
-    assert [y.creator for y in found] == [None] * 5
+        results = [C.all_reduce(x, comm), C.all_reduce(x, comm, "max"), C.broadcast(x, comm)]
+    results.append(C.all_reduce(np.arange(3), comm))
+    results.append(C.all_gather(Variable(np.arange(3)), comm))
+    assert [y.creator for y in results] == [None] * 5
 
 
 @on("threads-1", "threads-2")
@@ -221,16 +221,16 @@ def test_model_split_over_two_ranks_has_gradients_of_whole() -> None:
     expected = [whole[0].W.grad, whole[2].W.grad]
 
     def program(comm: Any) -> Any:
-        mine = layers[comm.rank].copy(mode="copy")
-        mine.cleargrads()
+        layer = layers[comm.rank].copy(mode="copy")
+        layer.cleargrads()
         if comm.rank == 0:
-            C.send(F.tanh(mine(x)), 1, comm).backward()
+            C.send(F.tanh(layer(x)), 1, comm).backward()
         else:
-            F.sum(mine(C.recv(comm, 0)) ** 2).backward()
-        return mine.W.grad
+            F.sum(layer(C.recv(comm, 0)) ** 2).backward()
+        return layer.W.grad
 
-    for found, wanted in zip(run_ranks(2, program), expected):
-        np.testing.assert_allclose(found, wanted, rtol=1e-5)
+    for gradient, reference in zip(run_ranks(2, program), expected):
+        np.testing.assert_allclose(gradient, reference, rtol=1e-5)
 
 
 # -- errors ---------------------------------------------------------------------------------

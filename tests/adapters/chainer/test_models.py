@@ -27,14 +27,14 @@ def seeded() -> None:
 def steps(model: Any, loss: Any, optimizer: Any, count: int) -> list[float]:
     """Return the losses of some steps on the same batch."""
     optimizer.setup(model)
-    found = []
+    losses = []
     for _ in range(count):
         model.cleargrads()
         value = loss()
         value.backward()
         optimizer.update()
-        found.append(float(value.array))
-    return found
+        losses.append(float(value.array))
+    return losses
 
 
 def check_gradients(loss: Any, model: Any, step: float = 1e-5, close: float = 1e-5) -> None:
@@ -163,12 +163,12 @@ OPTIMIZERS = {
 
 
 def test_optimizer_list_is_complete() -> None:
-    there = {
+    installed = {
         name
-        for name, found in vars(chainer.optimizers).items()
-        if isinstance(found, type) and issubclass(found, chainer.GradientMethod)
+        for name, value in vars(chainer.optimizers).items()
+        if isinstance(value, type) and issubclass(value, chainer.GradientMethod)
     }
-    assert there == set(OPTIMIZERS)
+    assert installed == set(OPTIMIZERS)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -224,8 +224,8 @@ def trainer_of(folder: Any, epochs: int, seen: io.StringIO | None = None) -> Any
 
 def parameters_of(trainer: Any) -> dict[str, Any]:
     model = trainer.updater.get_optimizer("main").target
-    found = {name: parameter.array for name, parameter in model.namedparams()}
-    return {**found, "mean": model.predictor[1].avg_mean, "var": model.predictor[1].avg_var}
+    arrays = {name: parameter.array for name, parameter in model.namedparams()}
+    return {**arrays, "mean": model.predictor[1].avg_mean, "var": model.predictor[1].avg_var}
 
 
 def test_trainer_learns_reports_and_resumes(tmp_path: Any, capsys: Any) -> None:
@@ -300,9 +300,9 @@ def test_resize_images_returns_values_and_gradient(mode: str) -> None:
 def test_categorical_log_prob_accepts_arrays_and_variables(given: Any) -> None:
     p = np.random.dirichlet(np.ones(4), (2, 3))
     chosen = np.array([[0, 1, 2], [3, 0, 1]])
-    found = chainer.distributions.Categorical(p=p).log_prob(given(chosen))
+    result = chainer.distributions.Categorical(p=p).log_prob(given(chosen))
     np.testing.assert_allclose(
-        found.array, np.log(np.take_along_axis(p, chosen[..., None], 2)[..., 0])
+        result.array, np.log(np.take_along_axis(p, chosen[..., None], 2)[..., 0])
     )
 
 

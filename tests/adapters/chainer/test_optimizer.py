@@ -42,16 +42,16 @@ WORLDS = ["shm-2", "shm-4", "gloo-2", "threads-2", "threads-4"]
 def test_optimizer_equals_one_process_on_joined_batch(
     world: str, bucket_mib: float, way: str
 ) -> None:
-    found = run(world, training, "momentum", bucket_mib, way)
-    assert_same(found)
-    assert_close(found[0], trained_alone(5))
+    results = run(world, training, "momentum", bucket_mib, way)
+    assert_same(results)
+    assert_close(results[0], trained_alone(5))
 
 
 @pytest.mark.parametrize("kind", ["adam", "weight decay", "clipping"])
 def test_optimizer_hooks_receive_average_gradients(kind: str) -> None:
-    found = run("shm-2", training, kind, 0.0002, "lossfun")
-    assert_same(found)
-    assert_close(found[0], trained_alone(5, kind))
+    results = run("shm-2", training, kind, 0.0002, "lossfun")
+    assert_same(results)
+    assert_close(results[0], trained_alone(5, kind))
 
 
 def set_up(comm: Any, optimizer: Any, model: Any = None, **options: Any) -> tuple[Any, Any]:
@@ -62,7 +62,7 @@ def set_up(comm: Any, optimizer: Any, model: Any = None, **options: Any) -> tupl
 
 def first_batch(comm: Any) -> tuple[Any, ...]:
     """Return this rank's part of the first batch."""
-    return tuple(shard(comm, each) for each in batches(1)[0])
+    return tuple(shard(comm, array) for array in batches(1)[0])
 
 
 def training(comm: Any, kind: str, bucket_mib: float, way: str) -> Any:
@@ -91,9 +91,9 @@ def training(comm: Any, kind: str, bucket_mib: float, way: str) -> Any:
 @pytest.mark.parametrize("world", ["shm-2", "shm-4"])
 def test_equal_gradients_give_exact_results_of_one_process(world: str) -> None:
     # With 2 or 4 ranks, the average of equal numbers is exactly that number.
-    found = run(world, training_on_equal_batches)
+    results = run(world, training_on_equal_batches)
     expected = trained_alone(4, "adam", Model(dtype=np.float32), dtype=np.float32)
-    assert_same([expected, *found])
+    assert_same([expected, *results])
 
 
 def training_on_equal_batches(comm: Any) -> Any:
@@ -136,13 +136,13 @@ def test_gradients_are_reduced_during_backward_pass(comm: Any) -> None:
 @on("shm-2")
 def test_dense_layer_gradients_are_computed_in_buckets(comm: Any) -> None:
     model, optimizer = set_up(comm, chainer.optimizers.SGD(0.1))
-    shapes = []  # of gradients that are computed outside the buckets
+    shapes = []  # shapes of the gradients that are computed outside the buckets
     original = LinearGradWeight.forward
 
     def noting(node: Any, inputs: Any) -> Any:
-        found = original(node, inputs)
-        shapes.append(found[0].shape)
-        return found
+        result = original(node, inputs)
+        shapes.append(result[0].shape)
+        return result
 
     LinearGradWeight.forward = noting
     try:
@@ -167,20 +167,20 @@ class Branches(Model):
 
 
 def test_unused_parameters_contribute_zeros() -> None:
-    found = run("shm-2", branches, None)
-    assert_same(found)
+    results = run("shm-2", branches, None)
+    assert_same(results)
     expected = {}
     for rank in range(2):
         model = Branches()
         model.middle_too = rank == 0
-        x, y = (np.array_split(each, 2)[rank] for each in batches(1)[0])
+        x, y = (np.array_split(array, 2)[rank] for array in batches(1)[0])
         model.cleargrads()
         loss_of(model, x, y).backward()
         for name, p in model.namedparams():
             part = 0.0 if p.grad is None else p.grad / 2
             expected[name] = expected.get(name, 0.0) + part
     for name, p in Branches().namedparams():
-        np.testing.assert_allclose(found[0][name], p.array - 0.5 * expected[name], atol=1e-12)
+        np.testing.assert_allclose(results[0][name], p.array - 0.5 * expected[name], atol=1e-12)
 
 
 @pytest.mark.parametrize("way", ["lossfun", "plain"])
@@ -203,8 +203,8 @@ def branches(comm: Any, scale: float | None, way: str = "lossfun") -> Any:
 
 
 def test_no_sync_accumulates_gradients() -> None:
-    found = run("shm-2", accumulating)
-    assert_same(found)
+    results = run("shm-2", accumulating)
+    assert_same(results)
     model = Model()
     optimizer = chainer.optimizers.SGD(0.1).setup(model)
     for first in (0, 2):
@@ -212,7 +212,7 @@ def test_no_sync_accumulates_gradients() -> None:
         for x, y in batches(4)[first : first + 2]:
             loss_of(model, x, y).backward()
         optimizer.update()
-    assert_close(found[0], weights(model))
+    assert_close(results[0], weights(model))
 
 
 def accumulating(comm: Any) -> Any:
@@ -265,13 +265,13 @@ def test_two_models_train_in_turn() -> None:
 
 def two_models(comm: Any) -> Any:
     kind = chainer.optimizers.MomentumSGD
-    models, made = zip(
+    models, wrapped = zip(
         *(set_up(comm, kind(0.1), Model(seed), bucket_mib=0.0002) for seed in (3, 4)), strict=True
     )
     for x, y in batches(3):
         x, y = shard(comm, x), shard(comm, y)
         # The second model's loss passes through the first model. The second optimizer must not
         # reduce the first model's gradients.
-        made[1].update(lambda x, y: loss_of(models[1], x, models[0](x)), x, y)
-        made[0].update(loss_of, models[0], x, y)
+        wrapped[1].update(lambda x, y: loss_of(models[1], x, models[0](x)), x, y)
+        wrapped[0].update(loss_of, models[0], x, y)
     return weights(models[0]), weights(models[1])

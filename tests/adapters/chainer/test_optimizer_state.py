@@ -68,7 +68,7 @@ def test_lazy_parameters_get_values_of_rank_0_before_use(comm: Any) -> None:
     if not comm.backend.startswith("threads"):  # threads share one generator
         np.random.seed(comm.rank)
     model, optimizer = set_up(comm, chainer.optimizers.SGD(0.1), Lazy())
-    x, y = (shard(comm, each) for each in batches(1, rows=16, dtype=np.float32)[0])
+    x, y = (shard(comm, array) for array in batches(1, rows=16, dtype=np.float32)[0])
     loss = loss_of(model, x, y)
     before = weights(model)
     model.cleargrads()

@@ -72,8 +72,8 @@ def test_parallel_updater_equals_one_device_on_whole_batch(
     devices: list[str], tmp_path: Any
 ) -> None:
     expected, _ = trained(chainer.training.updaters.StandardUpdater, out=tmp_path)
-    found, trainer = trained(lambda i, o: ParallelUpdater(i, o, devices), out=tmp_path)
-    assert_close(found, expected)
+    result, trainer = trained(lambda i, o: ParallelUpdater(i, o, devices), out=tmp_path)
+    assert_close(result, expected)
     links = trainer.updater.replicas.links
     assert len({id(link) for link in links}) == len(devices)
     assert len(set().union(*(link.threads for link in links))) >= min(2, len(devices))
@@ -84,15 +84,15 @@ def test_parallel_updater_equals_one_device_on_whole_batch(
 def test_parallel_updater_with_sum_equals_chainer(tmp_path: Any) -> None:
     devices = {"main": "@numpy", "second": "@numpy"}
 
-    def theirs(iterator: Any, optimizer: Any) -> Any:
-        given = {name: chainer.get_device(device) for name, device in devices.items()}
-        return chainer.training.updaters.ParallelUpdater(iterator, optimizer, devices=given)
+    def chainer_updater(iterator: Any, optimizer: Any) -> Any:
+        resolved = {name: chainer.get_device(device) for name, device in devices.items()}
+        return chainer.training.updaters.ParallelUpdater(iterator, optimizer, devices=resolved)
 
-    expected, _ = trained(theirs, batch=8, out=tmp_path)
-    found, trainer = trained(
+    expected, _ = trained(chainer_updater, batch=8, out=tmp_path)
+    result, trainer = trained(
         lambda i, o: ParallelUpdater(i, o, devices, op="sum"), batch=8, out=tmp_path
     )
-    assert_close(found, expected)
+    assert_close(result, expected)
     assert set(trainer.observation) == {"main/loss", "second/loss"}
 
 
@@ -127,19 +127,19 @@ def test_replicas_of_lazy_link_copy_its_initial_values() -> None:
     before = weights(model)
     assert_close(weights(replicas.links[1]), before)
     alone = Net(lazy=True)
-    whole = chainer.dataset.concat_examples(samples(32)[:8])
+    batch = chainer.dataset.concat_examples(samples(32)[:8])
     for name, p in alone.namedparams():
         p.initialize(before[name].shape)
         p.array = before[name]
     alone.cleargrads()
-    alone(*whole).backward()
+    alone(*batch).backward()
     assert_same_gradients(model, alone)
     optimizer.update()
     replicas.close()
 
 
 def test_replicas_divide_gradients_by_loss_scale() -> None:
-    found = []
+    results = []
     for scale in (None, 64.0):
         model = Net()
         optimizer = chainer.optimizers.SGD(0.1).setup(model)
@@ -147,8 +147,8 @@ def test_replicas_divide_gradients_by_loss_scale() -> None:
         replicas.backward(converted(replicas), loss_scale=scale)
         optimizer.update()
         replicas.close()
-        found.append(weights(model))
-    assert_close(*found)
+        results.append(weights(model))
+    assert_close(*results)
 
 
 def test_replica_error_is_raised_after_all_have_ended() -> None:

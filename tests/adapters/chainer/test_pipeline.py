@@ -118,12 +118,12 @@ def piped(
     # Only the first stage needs inputs, and only the last stage needs targets.
     x, target = batch(samples)
     for _ in range(steps):
-        found = pipe.step(
+        result = pipe.step(
             x if comm.rank == 0 else None,
             target if comm.rank == comm.size - 1 else None,
             loss,
         )
-    return found, gradients(pipe.stage)
+    return result, gradients(pipe.stage)
 
 
 def whole(
@@ -132,23 +132,25 @@ def whole(
     """Return the loss and each stage's gradients, computed by one process on the whole batch."""
     stages = model(size)
     x, target = batch(samples)
-    found: Any = (chainer.Variable(x),)
+    outputs: Any = (chainer.Variable(x),)
     for stage in stages:
-        found = stage(*found)
-        found = found if isinstance(found, tuple) else (found,)
-    loss = LOSSES[reduction](*found, target)
+        outputs = stage(*outputs)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    loss = LOSSES[reduction](*outputs, target)
     for stage in stages:
         stage.cleargrads()
     loss.backward()
     return float(loss.array), [gradients(stage) for stage in stages]
 
 
-def assert_close(found: list[Any], expected: tuple[float, list[list[Any]]], times: int = 1) -> None:
+def assert_close(
+    results: list[Any], expected: tuple[float, list[list[Any]]], times: int = 1
+) -> None:
     loss, arrays = expected
-    assert [each for each, _ in found[:-1]] == [None] * (len(found) - 1)
-    assert found[-1][0] == pytest.approx(loss, rel=_CLOSE)
-    for (_, mine), theirs in zip(found, arrays, strict=True):
-        for a, b in zip(mine, theirs, strict=True):
+    assert [output for output, _ in results[:-1]] == [None] * (len(results) - 1)
+    assert results[-1][0] == pytest.approx(loss, rel=_CLOSE)
+    for (_, own), reference in zip(results, arrays, strict=True):
+        for a, b in zip(own, reference, strict=True):
             assert a.dtype == np.float64
             assert np.abs(a - times * b).max() <= _CLOSE * max(1, np.abs(b).max())
 
@@ -168,24 +170,24 @@ CASES = [
 
 @pytest.mark.parametrize(("size", "how"), CASES, ids=str)
 def test_pipeline_step_equals_one_process(size: int, how: dict[str, Any]) -> None:
-    found = run_ranks(size, piped, plain, 10, **how)
-    assert_close(found, whole(plain, size, 10, how.get("reduction", "mean")))
+    results = run_ranks(size, piped, plain, 10, **how)
+    assert_close(results, whole(plain, size, 10, how.get("reduction", "mean")))
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_pipeline_step_on_process_ranks_equals_one_process(schedule: str) -> None:
-    found = run("shm-2", piped, plain, 10, schedule=schedule, microbatches=4)
-    assert_close(found, whole(plain, 2, 10))
+    results = run("shm-2", piped, plain, 10, schedule=schedule, microbatches=4)
+    assert_close(results, whole(plain, 2, 10))
 
 
 def test_pipeline_step_with_tuples_between_stages_equals_one_process() -> None:
     # Nine samples make three micro-batches, and each has the same integers.
-    found = run_ranks(3, piped, with_tuples, 9, microbatches=3)
-    assert_close(found, whole(with_tuples, 3, 9))
+    results = run_ranks(3, piped, with_tuples, 9, microbatches=3)
+    assert_close(results, whole(with_tuples, 3, 9))
 
 
 def test_pipeline_step_with_aliased_gradient_equals_one_process() -> None:
-    found = run_ranks(3, piped, handed_on, 8, **HOW)
+    results = run_ranks(3, piped, handed_on, 8, **HOW)
     # A micro-batch has two samples, and the shift applies to each micro-batch in the same way.
     x, target = batch(8)
     stages = handed_on(3)
@@ -196,7 +198,7 @@ def test_pipeline_step_with_aliased_gradient_equals_one_process() -> None:
     for stage in stages:
         stage.cleargrads()
     total.backward()
-    assert_close(found, (float(total.array), [gradients(stage) for stage in stages]))
+    assert_close(results, (float(total.array), [gradients(stage) for stage in stages]))
 
 
 def test_pipeline_steps_accumulate_gradients() -> None:
@@ -223,9 +225,9 @@ def predicted(comm: Any) -> Any:
 
 
 def test_pipeline_predict_equals_one_process() -> None:
-    others, found = run_ranks(2, predicted)
+    others, outputs = run_ranks(2, predicted)
     assert others == [None, None]
-    for y, samples in zip(found, (10, 3)):
+    for y, samples in zip(outputs, (10, 3)):
         expected = batch(samples)[0]
         for stage in plain(2):
             expected = stage(expected)
@@ -326,10 +328,10 @@ def failing(comm: Any) -> tuple[str, int]:
     return first.type.__name__, int(comm.all_reduce(np.array([1]))[0])
 
 
-def check_failure(found: list[Any]) -> None:
-    expected = ["PeerFailedError"] * len(found)
+def check_failure(results: list[Any]) -> None:
+    expected = ["PeerFailedError"] * len(results)
     expected[1] = "ValueError"
-    assert found == [(name, len(found)) for name in expected]
+    assert results == [(name, len(results)) for name in expected]
 
 
 @pytest.mark.parametrize("world", ["threads-3", "shm-2"])
@@ -365,10 +367,10 @@ REFUSED_STEPS = {
 @on("threads-2")
 @pytest.mark.parametrize("name", REFUSED_STEPS)
 def test_pipeline_step_with_bad_batch_raises_on_all_ranks(comm: Any, name: str) -> None:
-    given, match = REFUSED_STEPS[name]
+    arguments, match = REFUSED_STEPS[name]
     pipe = Pipeline(plain(2), comm, **HOW)
     with pytest.raises(collective.InvalidArgumentError, match=match):
-        pipe.step(*given)
+        pipe.step(*arguments)
     # The pipeline remains usable.
     assert (pipe.step(*batch(10), squares) is None) == (comm.rank == 0)
 
@@ -408,8 +410,8 @@ REFUSED = {
 @on("threads-1")
 @pytest.mark.parametrize("name", REFUSED)
 def test_pipeline_with_bad_argument_raises_invalid_argument_error(comm: Any, name: str) -> None:
-    given, match = REFUSED[name]
-    how = {**HOW, "stages": plain(1), **given}
+    options, match = REFUSED[name]
+    how = {**HOW, "stages": plain(1), **options}
     with pytest.raises(collective.InvalidArgumentError, match=match):
         Pipeline(how.pop("stages"), comm, **how)
 
@@ -440,7 +442,7 @@ def test_pipeline_skip_connection_across_stages_raises() -> None:
         with pytest.raises(collective.CollectiveError) as caught:
             pipe.step(*batch(12), squares)
         assert "of stage 0: a skip connection across stages" in str(caught.value)
-        wanted = collective.UnsupportedError if comm.rank else collective.PeerFailedError
-        assert caught.type is wanted
+        expected = collective.UnsupportedError if comm.rank else collective.PeerFailedError
+        assert caught.type is expected
 
     run_ranks(2, skipping)

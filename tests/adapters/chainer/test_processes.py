@@ -70,8 +70,8 @@ RUNNER = ["-m", "collective.adapters.chainer"]
 
 @ANEW
 def test_spawned_process_of_unmodified_program_runs(method: str, tmp_path: Path) -> None:
-    found = run(tmp_path, *RUNNER, "program.py", method, program=PROGRAM + ITERATING)
-    assert found == "0\n[[(0, 0)], [(1, 1)]]\n"
+    output = run(tmp_path, *RUNNER, "program.py", method, program=PROGRAM + ITERATING)
+    assert output == "0\n[[(0, 0)], [(1, 1)]]\n"
 
 
 def test_spawned_process_of_unmodified_program_in_package_runs(tmp_path: Path) -> None:
@@ -105,8 +105,8 @@ def test_chainer_workers_run_for_main_module_without_chainer(tmp_path: Path) -> 
             writer.finalize()
             print(np.load(kind.__name__)["x"].tolist())
     """
-    found = run(tmp_path, "program.py", program=body).splitlines()
-    assert found == ["[[(1, 4), (2, 5)], [(3, 6)]]", *["[0, 1, 2]"] * 2]
+    lines = run(tmp_path, "program.py", program=body).splitlines()
+    assert lines == ["[[(1, 4), (2, 5)], [(3, 6)]]", *["[0, 1, 2]"] * 2]
 
 
 def test_pickled_process_names_adapter_module_before_chainer() -> None:
@@ -195,7 +195,7 @@ def outcome(failure, **options):
 def written(kind, failure):
     writer = getattr(snapshot_writers, kind)(savefun=failure)
     for name in "ab":
-        # More than a pipe holds.
+        # The array is larger than a pipe's buffer.
         writer(name, ".", {"x": np.zeros(10**5)})
     try:
         writer.finalize()
@@ -222,10 +222,10 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             "process exits": written("ProcessQueueWriter", lambda *args: sys.exit(0)),
         })
     """)
-    found: dict[str, Any] = ast.literal_eval(
+    results: dict[str, Any] = ast.literal_eval(
         run(tmp_path_factory.mktemp("failing"), "program.py", program=body).splitlines()[-1]
     )
-    return found
+    return results
 
 
 @pytest.mark.parametrize(

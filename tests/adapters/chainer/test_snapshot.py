@@ -68,11 +68,11 @@ def trainer_of(comm: Any, steps: int, out: str, kind: str) -> Any:
 
 
 def state_of(trainer: Any) -> dict[str, bytes]:
-    found = chainer.serializers.npz.serialize(trainer)
-    # Times are left out, and so are extensions that only one of the runs has.
+    state = chainer.serializers.npz.serialize(trainer)
+    # The result excludes times, and extensions that only one of the runs has.
     return {
         name: np.asarray(value).tobytes()
-        for name, value in found.items()
+        for name, value in state.items()
         if name.startswith("updater/")
     }
 
@@ -100,11 +100,11 @@ def test_snapshot_on_same_number_of_ranks_resumes_exactly(
     size: int, kind: str, tmp_path: Path
 ) -> None:
     expected = run(f"shm-{size}", whole, str(tmp_path / "out"), kind)
-    found = run(f"shm-{size}", resumed, str(tmp_path / "out"), kind)
+    results = run(f"shm-{size}", resumed, str(tmp_path / "out"), kind)
     for rank in range(size):
-        assert found[rank].keys() == expected[rank].keys()
+        assert results[rank].keys() == expected[rank].keys()
         for name, value in expected[rank].items():
-            assert found[rank][name] == value, (rank, name)
+            assert results[rank][name] == value, (rank, name)
     mean = "updater/model:main/norm/avg_mean"
     assert expected[0][mean] != expected[1][mean], "both ranks have the same statistics"
 
@@ -113,13 +113,13 @@ def test_snapshot_on_other_number_of_ranks_resumes(tmp_path: Path) -> None:
     out = str(tmp_path / "out")
     expected = run("shm-2", whole, out, "plain")[0]
     for size in (1, 4):
-        for found in run(f"shm-{size}", resumed, out, "plain"):
-            assert found.keys() == expected.keys()
+        for state in run(f"shm-{size}", resumed, out, "plain"):
+            assert state.keys() == expected.keys()
             for name in ("updater/iterator:main/current_position", "updater/optimizer:main/t"):
-                assert found[name] == expected[name]
+                assert state[name] == expected[name]
             for name in expected:
                 if "model" in name:
-                    a, b = (np.frombuffer(each[name], "f8") for each in (found, expected))
+                    a, b = (np.frombuffer(values[name], "f8") for values in (state, expected))
                     np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12, err_msg=name)
 
 
@@ -153,9 +153,9 @@ def test_snapshot_file_loads_in_plain_chainer(tmp_path: Path) -> None:
 def test_autoload_takes_newest_snapshot_and_removes_old_files(tmp_path: Path) -> None:
     out = str(tmp_path / "out")
     assert run("shm-2", auto, out, 4) == [(0, 4)] * 2
-    assert sorted(each.name for each in (tmp_path / "out").glob("snap*")) == ["snap-3", "snap-4"]
+    assert sorted(file.name for file in (tmp_path / "out").glob("snap*")) == ["snap-3", "snap-4"]
     assert run("shm-2", auto, out, 6) == [(4, 6)] * 2
-    assert sorted(each.name for each in (tmp_path / "out").glob("snap*")) == ["snap-5", "snap-6"]
+    assert sorted(file.name for file in (tmp_path / "out").glob("snap*")) == ["snap-5", "snap-6"]
 
 
 def auto(comm: Any, out: str, steps: int) -> Any:

@@ -89,10 +89,10 @@ def test_split_half_precision_sums_use_single_precision(size: int) -> None:
         link = L.BatchNormalization(4)
     x = (np.random.RandomState(0).randn(2, 4, 64, 64) + 10).astype(np.float16)
     expected = link(x).array  # the sum over a channel overflows half precision
-    found = [Split(link, data=(4,))(x).array] if size == 1 else run_ranks(size, _normalised, x)
-    for each in found:
-        assert each.dtype == np.float16
-        np.testing.assert_allclose(each.astype(float), expected.astype(float), atol=5e-3)
+    outputs = [Split(link, data=(4,))(x).array] if size == 1 else run_ranks(size, _normalised, x)
+    for output in outputs:
+        assert output.dtype == np.float16
+        np.testing.assert_allclose(output.astype(float), expected.astype(float), atol=5e-3)
 
 
 def _normalised(comm: collective.Communicator, x: Any) -> Any:

@@ -96,9 +96,9 @@ def test_trainer_reports_equal_one_process(world: str, tmp_path: Path) -> None:
         assert_close(net, expected, 1e-9)
     together = json.loads((tmp_path / "together" / "log").read_text())
     assert len(together) == len(log) == 4
-    for mine, theirs in zip(together, log, strict=True):
+    for entry, reference in zip(together, log, strict=True):
         for name in ("main/loss", "validation/main/loss", "validation/main/accuracy", "iteration"):
-            assert mine[name] == pytest.approx(theirs[name], rel=1e-6), name
+            assert entry[name] == pytest.approx(reference[name], rel=1e-6), name
 
 
 @on("shm-2")
@@ -174,11 +174,11 @@ def evaluated(comm: Any, count: int, batch: int, iterator: str) -> Any:
 @pytest.mark.parametrize("iterator", ["sharded", "scattered"])
 def test_evaluator_means_are_exact_on_uneven_shards(world: str, count: int, iterator: str) -> None:
     data = values(count)
-    found = run(world, evaluated, count, 4, iterator)
-    assert all(each == found[0] for each in found)
-    assert set(found[0]) == {"validation/main/mean", "validation/main/large"}
-    assert found[0]["validation/main/mean"] == pytest.approx(data.mean(), rel=1e-14)
-    assert found[0]["validation/main/large"] == pytest.approx(data[data > 0].mean(), rel=1e-14)
+    reports = run(world, evaluated, count, 4, iterator)
+    assert all(report == reports[0] for report in reports)
+    assert set(reports[0]) == {"validation/main/mean", "validation/main/large"}
+    assert reports[0]["validation/main/mean"] == pytest.approx(data.mean(), rel=1e-14)
+    assert reports[0]["validation/main/large"] == pytest.approx(data[data > 0].mean(), rel=1e-14)
 
 
 @on(*WORLDS)
@@ -195,9 +195,9 @@ class Strange(chainer.Link):
 @on(*WORLDS)
 def test_evaluator_reports_infinity_and_nan(comm: Any) -> None:
     it = ShardedIterator(np.arange(comm.size), 1, comm, repeat=False, shuffle=False)
-    found = create_multi_node_evaluator(Evaluator(it, Strange()), comm)()
-    assert math.isnan(found["main/nan"])
-    assert found["main/inf"] == math.inf
+    report = create_multi_node_evaluator(Evaluator(it, Strange()), comm)()
+    assert math.isnan(report["main/nan"])
+    assert report["main/inf"] == math.inf
 
 
 class Own(Evaluator):

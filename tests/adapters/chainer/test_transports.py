@@ -35,15 +35,15 @@ _WORLDS = [("gloo", 4), ("openmpi", 2), ("mpich", 4)]
 
 @pytest.fixture(scope="module", params=[world_of(*world) for world in _WORLDS])
 def pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
-    with pool_of(request.param, chainer) as made:
-        yield made
+    with pool_of(request.param, chainer) as ranks:
+        yield ranks
 
 
 @pytest.mark.parametrize("way", ["lossfun", "backward", "plain"])
 def test_optimizer_trains_as_one_process(pool: RankPool, way: str) -> None:
-    found = pool.run(test_chainer_optimizer.training, "momentum", 0.0002, way)
-    assert_same(found)
-    assert_close(found[0], trained_alone(5))
+    results = pool.run(test_chainer_optimizer.training, "momentum", 0.0002, way)
+    assert_same(results)
+    assert_close(results[0], trained_alone(5))
 
 
 def test_dense_layer_gradients_are_computed_in_buckets(pool: RankPool) -> None:
@@ -53,8 +53,8 @@ def test_dense_layer_gradients_are_computed_in_buckets(pool: RankPool) -> None:
 
 @pytest.mark.parametrize("name", test_chainer_batch_normalization.SHAPES)
 def test_batch_normalization_equals_joined_batch(pool: RankPool, name: str) -> None:
-    found = pool.run(test_chainer_batch_normalization.joined, name, "float64", False)
-    test_chainer_batch_normalization.compare(found, name, False)
+    results = pool.run(test_chainer_batch_normalization.joined, name, "float64", False)
+    test_chainer_batch_normalization.compare(results, name, False)
 
 
 def test_differentiable_collectives_have_right_derivatives(pool: RankPool) -> None:
@@ -64,9 +64,9 @@ def test_differentiable_collectives_have_right_derivatives(pool: RankPool) -> No
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_pipeline_step_equals_one_process(pool: RankPool, schedule: str) -> None:
     how = {"schedule": schedule, "microbatches": 5}
-    found = pool.run(test_chainer_pipeline.piped, test_chainer_pipeline.plain, 12, **how)
+    results = pool.run(test_chainer_pipeline.piped, test_chainer_pipeline.plain, 12, **how)
     expected = test_chainer_pipeline.whole(test_chainer_pipeline.plain, pool.size, 12)
-    test_chainer_pipeline.assert_close(found, expected)
+    test_chainer_pipeline.assert_close(results, expected)
 
 
 def test_pipeline_stage_error_raises_on_all_ranks(pool: RankPool) -> None:
@@ -74,9 +74,9 @@ def test_pipeline_stage_error_raises_on_all_ranks(pool: RankPool) -> None:
 
 
 def test_evaluator_averages_over_all_samples(pool: RankPool) -> None:
-    for found in pool.run(test_chainer_trainer.evaluated, 13, 4, "sharded"):
+    for report in pool.run(test_chainer_trainer.evaluated, 13, 4, "sharded"):
         data = test_chainer_trainer.values(13)
-        assert found["validation/main/mean"] == pytest.approx(data.mean(), rel=1e-14)
+        assert report["validation/main/mean"] == pytest.approx(data.mean(), rel=1e-14)
 
 
 def test_snapshot_resumes_training_exactly(pool: RankPool, tmp_path: Path) -> None:

@@ -68,13 +68,13 @@ def test_dtype_unknown_to_cupy_raises_dtype_error(monkeypatch):
         raise TypeError("Unsupported dtype")
 
     adapter = adapter_like("cupy")
-    made = adapter.empty((3,), BY_NAME["float32"], cuda.device(0))
+    array = adapter.empty((3,), BY_NAME["float32"], cuda.device(0))
     monkeypatch.setattr(cupy, "empty", refuse)
     with pytest.raises(DtypeError, match="update it, or pass like='cuda'"):
         adapter.empty((3,), BY_NAME["float32"], cuda.device(0))
     monkeypatch.setattr(cupy, "ndarray", type("ndarray", (), {"__init__": refuse}))
     with pytest.raises(DtypeError, match="update it, or pass like='cuda'"):
-        adapter.wrap(made[1:], BY_NAME["float32"])
+        adapter.wrap(array[1:], BY_NAME["float32"])
 
 
 @pytest.mark.parametrize(
@@ -102,10 +102,10 @@ def test_view_stream_is_current_cupy_stream_of_device(runtime, gpu: Fake):
 def test_empty_allocates_cupy_array_on_given_device(runtime, ordinal):
     dtype = BY_NAME["float64"]
     adapter = adapter_like("cupy")
-    made = adapter.empty((2, 3), dtype, cuda.device(ordinal))
-    x = adapter.wrap(made, dtype)
-    assert x is made.owner
-    assert made.device is cuda.device(ordinal)
+    array = adapter.empty((2, 3), dtype, cuda.device(ordinal))
+    x = adapter.wrap(array, dtype)
+    assert x is array.owner
+    assert array.device is cuda.device(ordinal)
     assert (x.shape, x.dtype) == ((2, 3), np.float64)
     assert runtime.device == 0
 
@@ -167,8 +167,8 @@ def test_copies_run_on_active_stream(runtime, gpu: Fake):
 def test_legacy_stream_maps_to_cupy_null_stream(runtime, handle):
     adapter = adapter_like("cupy")
     with cuda.on(cuda.device(0).stream(handle)):
-        made = adapter.empty((3,), BY_NAME["float32"], cuda.device(0))
-    assert made.owner.data.mem._owner.stream == 0
+        array = adapter.empty((3,), BY_NAME["float32"], cuda.device(0))
+    assert array.owner.data.mem._owner.stream == 0
     assert runtime.streams == {}
 
 

@@ -88,14 +88,14 @@ def run(request: pytest.FixtureRequest, gpu: Fake) -> Iterator[Run]:
 
 def _late(comm: Communicator) -> None:
     rank = comm.rank
-    mine = np.arange(24, dtype=np.float32).reshape(4, 6)
+    values = np.arange(24, dtype=np.float32).reshape(4, 6)
     with cupy.cuda.Device(rank), Fake().turned("delay_us", 20_000):
         stream = Fake().stream(rank)
         with cupy.cuda.ExternalStream(stream, rank):
-            found = comm.all_reduce(over(FakeArray.of(mine + 100 * rank, rank, stream)))
-            assert isinstance(found, cupy.ndarray), type(found)
-            assert found.data.device_id == rank
-            np.testing.assert_array_equal(values_of(found), 2 * mine + 100)
+            total = comm.all_reduce(over(FakeArray.of(values + 100 * rank, rank, stream)))
+            assert isinstance(total, cupy.ndarray), type(total)
+            assert total.data.device_id == rank
+            np.testing.assert_array_equal(values_of(total), 2 * values + 100)
 
 
 def test_all_reduce_waits_for_work_on_current_cupy_stream(run: Run) -> None:

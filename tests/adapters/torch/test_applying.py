@@ -50,8 +50,8 @@ def test_parallel_apply_calls_each_module_in_own_thread():
         meeting.wait(timeout=10)  # passes only if all three calls run at once
         return args, kwargs, threading.current_thread().name
 
-    found = parallel_apply([call] * 3, [(1, 2), [3], "one"], [{"a": 1}, None, {}])
-    assert found == [
+    results = parallel_apply([call] * 3, [(1, 2), [3], "one"], [{"a": 1}, None, {}])
+    assert results == [
         ((1, 2), {"a": 1}, "replica-0"),
         ((3,), {}, "replica-1"),
         (("one",), {}, "replica-2"),
@@ -107,9 +107,9 @@ def test_parallel_apply_threads_copy_context_variables():
     variable.set("mine")
 
     def call():
-        found = variable.get()
+        inherited = variable.get()
         variable.set("the replica's")
-        return found
+        return inherited
 
     assert parallel_apply([call] * 2, [(), ()]) == ["mine", "mine"]
     assert variable.get() == "mine"
@@ -186,18 +186,18 @@ def test_parallel_apply_raises_after_all_modules_have_ended():
 
 
 def test_parallel_apply_handled_error_leaves_no_references():
-    kept = []
+    references = []
 
     def broken(x):
         activation = x * 2
-        kept.append(weakref.ref(activation))
+        references.append(weakref.ref(activation))
         raise ValueError("bad")
 
     gc.disable()
     try:
         with contextlib.suppress(ValueError):
             parallel_apply([broken, broken], [torch.ones(1)] * 2)
-        assert [reference() for reference in kept] == [None, None]
+        assert [reference() for reference in references] == [None, None]
     finally:
         gc.enable()
 

@@ -49,20 +49,20 @@ def prepared(norm: Any) -> Any:
 
 def steps(norm: Any, inputs: list[Any], weight: float = 1.0) -> list[Any]:
     """Train on the batches, then evaluate the first; return outputs and input gradients."""
-    found = []
+    results = []
     for x in inputs:
         leaf = x.clone().requires_grad_()
         y = norm(leaf)
         # The loss is nonlinear, and normalisation does not make its gradient vanish.
         (y.double() ** 3 + y.double() * leaf.detach().double()).sum().mul(weight).backward()
-        found.append((y.detach(), leaf.grad))
+        results.append((y.detach(), leaf.grad))
     norm.eval()
     x = inputs[0].clone().requires_grad_()
     y = norm(x)
     y.double().pow(2).sum().backward()
-    found.append((y.detach(), x.grad))
+    results.append((y.detach(), x.grad))
     norm.train()
-    return found
+    return results
 
 
 def one_rank(
@@ -70,8 +70,8 @@ def one_rank(
 ) -> Any:
     norm = prepared(SyncBatchNorm(3, comm, **options))
     inputs = [batches(counts, rest, dtype, step)[comm.rank] for step in range(3)]
-    found = steps(norm, inputs)
-    return found, [p.grad for p in norm.parameters()], list(norm.buffers())
+    outputs = steps(norm, inputs)
+    return outputs, [p.grad for p in norm.parameters()], list(norm.buffers())
 
 
 def compare(results: Any, counts: list[int], rest: Any, dtype: Any, options: Any) -> None:
@@ -80,10 +80,10 @@ def compare(results: Any, counts: list[int], rest: Any, dtype: Any, options: Any
     expected = steps(reference, joined)
     close = TOLERANCES[dtype]
     for step, (y, dx) in enumerate(expected):
-        got = torch.cat([found[step][0] for found, _, _ in results])
+        got = torch.cat([outputs[step][0] for outputs, _, _ in results])
         assert got.dtype == dtype
         torch.testing.assert_close(got, y, **close)
-        got = torch.cat([found[step][1] for found, _, _ in results])
+        got = torch.cat([outputs[step][1] for outputs, _, _ in results])
         torch.testing.assert_close(got, dx, rtol=close["rtol"] * 4, atol=close["atol"] * 50)
     for index, parameter in enumerate(reference.parameters()):
         total = sum(gradients[index] for _, gradients, _ in results)
@@ -126,10 +126,10 @@ def test_sync_batch_norm_with_large_mean_keeps_precision(comm: Any) -> None:
     x = torch.randn(64, 3, generator=generator, dtype=torch.float64) * 1e-2 + 1e3
     wide = x.float().double()
     expected = (wide - wide.mean(0)) / wide.std(0, correction=0)
-    mine = slice(comm.rank * 32, comm.rank * 32 + 32)
-    got = SyncBatchNorm(3, comm, eps=1e-12)(x[mine].float()).double()
+    rows = slice(comm.rank * 32, comm.rank * 32 + 32)
+    output = SyncBatchNorm(3, comm, eps=1e-12)(x[rows].float()).double()
     # E[x²] - E[x]² in float32 would have an error as large as the variance itself.
-    torch.testing.assert_close(got, expected[mine], rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(output, expected[rows], rtol=2e-2, atol=2e-2)
 
 
 @on_ranks("two")
@@ -260,8 +260,8 @@ def test_convert_sync_batchnorm_changes_only_class(comm: Any) -> None:
     before = dict(net.state_dict(keep_vars=True))
     called = []
     net.frozen.register_forward_hook(lambda *args: called.append(args))
-    found = convert_sync_batchnorm(net, comm)
-    assert found is net
+    converted = convert_sync_batchnorm(net, comm)
+    assert converted is net
     after = net.state_dict(keep_vars=True)
     assert list(after) == list(before)
     assert all(after[name] is before[name] for name in before)
@@ -306,10 +306,10 @@ def test_convert_sync_batchnorm_net_equals_plain_net_on_joined_batch() -> None:
 @on_ranks("one")
 def test_convert_sync_batchnorm_replaces_single_norm(comm: Any) -> None:
     norm = nn.BatchNorm1d(3)
-    made = convert_sync_batchnorm(norm, comm)
-    assert type(made) is SyncBatchNorm
+    converted = convert_sync_batchnorm(norm, comm)
+    assert type(converted) is SyncBatchNorm
     assert type(norm) is nn.BatchNorm1d
-    assert type(convert_sync_batchnorm(made, comm)) is SyncBatchNorm
+    assert type(convert_sync_batchnorm(converted, comm)) is SyncBatchNorm
     assert type(convert_sync_batchnorm(nn.Linear(2, 2), comm)) is nn.Linear
     assert convert_sync_batchnorm(nn.SyncBatchNorm(3), comm).comm is comm
 

@@ -29,13 +29,13 @@ SEEDS = st.integers(0, 2**32)
 
 
 def shards(length: int, size: int, epoch: int = 0, **options: Any) -> list[list[int]]:
-    found = []
+    lists = []
     for rank in range(size):
         sampler = ShardedSampler(length, (rank, size), **options)
         sampler.set_epoch(epoch)
-        found.append(list(sampler))
-        assert len(found[-1]) == len(sampler)
-    return found
+        lists.append(list(sampler))
+        assert len(lists[-1]) == len(sampler)
+    return lists
 
 
 @quick
@@ -43,9 +43,9 @@ def shards(length: int, size: int, epoch: int = 0, **options: Any) -> list[list[
 def test_sharded_sampler_gives_each_sample_to_one_rank(
     length: int, size: int, epoch: int, seed: int, shuffle: bool
 ) -> None:
-    found = shards(length, size, epoch, seed=seed, shuffle=shuffle)
-    assert sorted(chain(*found)) == list(range(length))
-    lengths = [len(shard) for shard in found]
+    lists = shards(length, size, epoch, seed=seed, shuffle=shuffle)
+    assert sorted(chain(*lists)) == list(range(length))
+    lengths = [len(shard) for shard in lists]
     assert max(lengths) - min(lengths) <= 1
     assert lengths == sorted(lengths, reverse=True)
 
@@ -55,23 +55,25 @@ def test_sharded_sampler_gives_each_sample_to_one_rank(
 def test_sharded_sampler_padded_equals_distributed_sampler(
     length: int, size: int, epoch: int, seed: int, shuffle: bool, drop_last: bool
 ) -> None:
-    ours = shards(length, size, epoch, seed=seed, shuffle=shuffle, padded=True, drop_last=drop_last)
-    for rank, shard in enumerate(ours):
-        theirs = DistributedSampler(
+    lists = shards(
+        length, size, epoch, seed=seed, shuffle=shuffle, padded=True, drop_last=drop_last
+    )
+    for rank, shard in enumerate(lists):
+        reference = DistributedSampler(
             range(length), size, rank, shuffle=shuffle, seed=seed, drop_last=drop_last
         )
-        theirs.set_epoch(epoch)
-        assert shard == list(theirs)
-        assert len(shard) == len(theirs)
+        reference.set_epoch(epoch)
+        assert shard == list(reference)
+        assert len(shard) == len(reference)
 
 
 @quick
 @given(LENGTHS, SIZES, SEEDS)
 def test_sharded_sampler_drop_last_gives_equal_lengths(length: int, size: int, seed: int) -> None:
-    found = shards(length, size, seed=seed, drop_last=True)
-    assert {len(shard) for shard in found} == {length // size}
-    everything = list(chain(*found))
-    assert len(set(everything)) == len(everything) > length - size
+    lists = shards(length, size, seed=seed, drop_last=True)
+    assert {len(shard) for shard in lists} == {length // size}
+    samples = list(chain(*lists))
+    assert len(set(samples)) == len(samples) > length - size
 
 
 def test_sharded_sampler_shuffles_each_epoch_reproducibly() -> None:
@@ -84,8 +86,8 @@ def test_sharded_sampler_shuffles_each_epoch_reproducibly() -> None:
 
 def test_sharded_sampler_accepts_communicator_and_dataset() -> None:
     dataset = TensorDataset(torch.arange(7))
-    found = run_ranks(3, lambda comm: list(ShardedSampler(dataset, comm)))
-    assert found == shards(7, 3)
+    lists = run_ranks(3, lambda comm: list(ShardedSampler(dataset, comm)))
+    assert lists == shards(7, 3)
 
 
 @quick
@@ -210,21 +212,21 @@ def test_prefetch_loader_yields_batches_unchanged_in_order() -> None:
     loader = PrefetchLoader(nested)
     assert len(loader) == len(nested)
     for _ in range(2):  # each iteration starts from the beginning
-        found = list(loader)
-        assert repr(found) == repr(nested)
-        assert type(found[2]["b"]["c"]) is Pair
+        batches = list(loader)
+        assert repr(batches) == repr(nested)
+        assert type(batches[2]["b"]["c"]) is Pair
 
 
 def test_prefetch_loader_moves_nested_tensors() -> None:
     x = torch.ones(2)
-    ((found,), kept) = list(
+    ((moved,), text) = list(
         PrefetchLoader([[(x, {"a": [Pair(x, 1)]}, OrderedDict(b=x))], "x"], device="meta")
     )
-    tensors = [found[0], found[1]["a"][0].x, found[2]["b"]]
+    tensors = [moved[0], moved[1]["a"][0].x, moved[2]["b"]]
     assert [t.device.type for t in tensors] == ["meta"] * 3
-    assert found[1]["a"][0].y == 1
-    assert type(found[2]) is OrderedDict
-    assert kept == "x"
+    assert moved[1]["a"][0].y == 1
+    assert type(moved[2]) is OrderedDict
+    assert text == "x"
 
 
 @pytest.mark.parametrize("ahead", [1, 3])
@@ -329,7 +331,7 @@ def test_prefetch_loader_releases_used_batches() -> None:
     for batch in PrefetchLoader((Batch() for _ in range(20)), ahead=1):
         most = max(most, Batch.alive)
         del batch
-    # One batch is in use, one waits in the queue and one is held by the thread.
+    # One batch is in use, one waits in the queue, and the thread holds one.
     assert most <= 3
     assert Batch.alive == 0
 

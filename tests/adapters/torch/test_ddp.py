@@ -23,12 +23,12 @@ two = ranks_of(("threads", 2))
 
 def mlp(seed: int = 3) -> nn.Module:
     generator = torch.Generator().manual_seed(seed)
-    made = nn.Sequential(
+    model = nn.Sequential(
         nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 2)
     )
-    for parameter in made.parameters():
+    for parameter in model.parameters():
         parameter.data = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) / 4
-    return made
+    return model
 
 
 def batches(steps: int, rows: int = 8) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -66,8 +66,8 @@ def train(
     return [parameter.detach() for parameter in model.parameters()]
 
 
-def compare(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
-    for a, b in zip(found, expected, strict=True):
+def compare(results: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    for a, b in zip(results, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
@@ -210,12 +210,12 @@ def test_ddp_broadcasts_buffers_of_rank_0_on_request(comm: Any, broadcast: bool)
     ddp = DistributedDataParallel(model, comm, broadcast_buffers=broadcast)
     for _ in range(2):
         ddp(torch.randn(5, 3) + comm.rank).sum().backward()
-    mine = model[0].running_mean.clone()
+    mean = model[0].running_mean.clone()
     with torch.no_grad():
         ddp.eval()(torch.zeros(2, 3))  # evaluation makes no collective call
     ddp.train()(torch.randn(5, 3)).sum().backward()
-    zeros = comm.broadcast(mine, root=0)
-    assert bool((mine == zeros).all()) == (comm.rank == 0)
+    mean_of_rank_0 = comm.broadcast(mean, root=0)
+    assert bool((mean == mean_of_rank_0).all()) == (comm.rank == 0)
     assert model[0].num_batches_tracked.item() == 3
 
 

@@ -90,15 +90,15 @@ def test_ddp_deepcopy_has_separate_parameters(comm: Communicator) -> None:
 @on_ranks("two")
 def test_ddp_copy_averages_separate_gradients(comm: Communicator, saved: bool) -> None:
     model = _trained(comm)
-    theirs = [parameter.grad.clone() for parameter in model.parameters()]
+    originals = [parameter.grad.clone() for parameter in model.parameters()]
     twin = _loaded(_saved(model)) if saved else copy.deepcopy(model)
     if saved:
         twin.rebind(comm)
-    found = _gradients(twin, _batch(comm.rank, 1))
-    for mine in found:  # both ranks have identical gradients although their batches differ
-        assert torch.equal(*comm.all_gather(mine[None]))
-    assert _equal([parameter.grad for parameter in model.parameters()], theirs)
-    assert _equal(found, _gradients(model, _batch(comm.rank, 1)))
+    gradients = _gradients(twin, _batch(comm.rank, 1))
+    for gradient in gradients:  # both ranks have identical gradients although their batches differ
+        assert torch.equal(*comm.all_gather(gradient[None]))
+    assert _equal([parameter.grad for parameter in model.parameters()], originals)
+    assert _equal(gradients, _gradients(model, _batch(comm.rank, 1)))
 
 
 @on_ranks("two")
@@ -188,17 +188,17 @@ def test_ddp_loaded_without_ranks_computes_as_bare_module(two: RankPool) -> None
     data, _ = two.run(_averaged)[0]
     model = _loaded(data)
     with model.join():
-        found = _gradients(model, _batch(0))
-    assert _equal(found, _gradients(_model(), _batch(0)))
+        gradients = _gradients(model, _batch(0))
+    assert _equal(gradients, _gradients(_model(), _batch(0)))
     with torch.no_grad():
         assert torch.equal(model.eval()(_batch(0)), model.module(_batch(0)))
 
 
 @on_ranks("two")
 def test_ddp_loaded_averages_over_current_communicator(comm: Communicator) -> None:
-    data, wanted = _averaged(comm)
+    data, expected = _averaged(comm)
     set_current(comm)
-    assert _equal(_gradients(_loaded(data), _batch(comm.rank)), wanted)
+    assert _equal(_gradients(_loaded(data), _batch(comm.rank)), expected)
 
 
 @on_ranks("two")

@@ -86,14 +86,14 @@ def test_all_reduce_sparse_equals_dense_sum(comm: Any) -> None:
     rank, size = comm.rank, comm.size
     # Ranks have different numbers of elements. Rank 0 has none, and rank 3 some indices twice.
     indices = torch.tensor([[i % 4 for i in range(2 * rank)], [i % 2 for i in range(2 * rank)]])
-    mine = torch.sparse_coo_tensor(
+    own = torch.sparse_coo_tensor(
         indices.long(), torch.arange(2.0 * rank) + 1, (4, 2), check_invariants=True
     )
-    expected = comm.all_reduce(mine.to_dense())
-    got = all_reduce_sparse(mine, comm)
-    assert got.is_coalesced()
-    torch.testing.assert_close(got.to_dense(), expected)
-    torch.testing.assert_close(all_reduce_sparse(mine, comm, "avg").to_dense(), expected / size)
+    expected = comm.all_reduce(own.to_dense())
+    total = all_reduce_sparse(own, comm)
+    assert total.is_coalesced()
+    torch.testing.assert_close(total.to_dense(), expected)
+    torch.testing.assert_close(all_reduce_sparse(own, comm, "avg").to_dense(), expected / size)
     rows = torch.sparse_coo_tensor(
         [[rank, 0]], torch.ones(2, 3), (size, 3), check_invariants=True
     )  # whole rows
@@ -139,7 +139,7 @@ class Words(nn.Module):
 def test_ddp_sparse_embeddings_train_as_dense(comm: Any, unused: bool) -> None:
     model, alone = Words(sparse=True), Words(sparse=False)
     ddp = DistributedDataParallel(model, comm, find_unused_parameters=unused)
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, alone)]
+    optimizers = [torch.optim.SGD(module.parameters(), lr=0.1) for module in (model, alone)]
     generator = torch.Generator().manual_seed(6)
     for _ in range(3):
         x = torch.randint(9, (2 * comm.size, 3), generator=generator)

@@ -127,5 +127,5 @@ def in_order(comm: Any, name: str, ours: bool) -> list[Any]:
 @pytest.mark.parametrize("name", ORDERS)
 def test_ddp_gradients_after_each_pass_equal_torch_ddp(gradients: Any, name: str) -> None:
     for rank in gradients:
-        ours, theirs = rank[name]
-        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
+        ours, reference = rank[name]
+        torch.testing.assert_close(ours, reference, rtol=1e-10, atol=1e-10)

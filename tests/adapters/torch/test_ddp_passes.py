@@ -104,19 +104,19 @@ class Replica:
 
     def _take(self, which: list[int], retain: bool) -> list[tuple[torch.Tensor, bool]]:
         numbers = {number % len(self.pending) for number in which} if self.pending else set()
-        found = [self.pending[number] for number in sorted(numbers)]
+        passes = [self.pending[number] for number in sorted(numbers)]
         if not retain:
-            self.pending = [each for each in self.pending if each not in found]
-        return found
+            self.pending = [item for item in self.pending if item not in passes]
+        return passes
 
     def backward(self, which: list[int], retain: bool, within: bool) -> bool:
-        found = self._take(which, retain)
-        if not found:
+        passes = self._take(which, retain)
+        if not passes:
             return False
         no_sync = within and self.wrapped is not self.net
         with self.wrapped.no_sync() if no_sync else contextlib.nullcontext():
-            sum(loss for loss, _ in found).backward(retain_graph=retain)
-        return any(reduced for _, reduced in found)
+            sum(loss for loss, _ in passes).backward(retain_graph=retain)
+        return any(reduced for _, reduced in passes)
 
     def derivative(self, which: int) -> None:
         for loss, _ in self._take([which], True):
@@ -148,14 +148,14 @@ def expected(kind: str, program: list[Any], size: int = SIZE) -> list[list[Any]]
     """Return the gradients of each rank after each step."""
     nets = [Net(kind) for _ in range(size)]
     replicas = [Replica(net, net, rank) for rank, net in enumerate(nets)]
-    found: list[list[Any]] = [[] for _ in replicas]
+    gradients: list[list[Any]] = [[] for _ in replicas]
     for step in program:
         reduced = [replica.do(step) for replica in replicas]
         if any(reduced):
             average(replicas)
-        for mine, replica in zip(found, replicas, strict=True):
-            mine.append(replica.gradients())
-    return found
+        for own, replica in zip(gradients, replicas, strict=True):
+            own.append(replica.gradients())
+    return gradients
 
 
 def run(comm: Any, kind: str, program: list[Any]) -> list[Any]:
@@ -167,17 +167,19 @@ def run(comm: Any, kind: str, program: list[Any]) -> list[Any]:
 
 def after_each(replica: Replica, program: list[Any]) -> list[Any]:
     """Return the gradients of one rank after each step."""
-    found = []
+    gradients = []
     for step in program:
         replica.do(step)
-        found.append(replica.gradients())
-    return found
+        gradients.append(replica.gradients())
+    return gradients
 
 
 def check(two: RankPool, kind: str, program: list[Any]) -> None:
-    for rank, found in enumerate(two.run(run, kind, program)):
-        for step, mine, theirs in zip(program, found, expected(kind, program)[rank], strict=True):
-            for a, b in zip(mine, theirs, strict=True):
+    for rank, gradients in enumerate(two.run(run, kind, program)):
+        for step, own, reference in zip(
+            program, gradients, expected(kind, program)[rank], strict=True
+        ):
+            for a, b in zip(own, reference, strict=True):
                 assert (a is None) == (b is None), step
                 if a is not None:
                     torch.testing.assert_close(
@@ -294,11 +296,11 @@ def test_ddp_loss_outside_output_is_reduced(comm: Any, unused: bool) -> None:
     # final gradient is right.
     ddp.zero_grad()
     ddp(input_of(1, comm.rank))
-    one = net.loss
+    first_loss = net.loss
     with ddp.no_sync():
         ddp(input_of(2, comm.rank))
     net.loss.backward()
-    one.backward()
+    first_loss.backward()
     expect = sum(input_of(number, rank).sum(0) for number in (1, 2) for rank in (0, 1)) / 2
     torch.testing.assert_close(net.layer.weight.grad, expect[None])
 
@@ -398,11 +400,11 @@ def test_ddp_rank_without_used_parameters_takes_part(comm: Any) -> None:
     for _ in range(2):
         ddp.zero_grad()
         x = torch.ones(3, requires_grad=True)
-        found = ddp(x, [0] * comm.rank)
+        outputs = ddp(x, [0] * comm.rank)
         if comm.rank:
-            found[0].backward()
+            outputs[0].backward()
         else:
-            assert found == []
+            assert outputs == []
         assert net.weights[0].grad.tolist() == [0.5] * 3
         assert net.weights[1].grad is None
 
@@ -431,17 +433,17 @@ def test_ddp_failed_pass_makes_next_pass_raise(comm: Any, static: bool) -> None:
     ddp = DistributedDataParallel(net, comm, bucket_mib=0.0001, static_graph=static)
 
     def loss() -> torch.Tensor:
-        found: torch.Tensor = ddp(input_of(1, comm.rank), 0)["out"][0].sum()
-        return found
+        total: torch.Tensor = ddp(input_of(1, comm.rank), 0)["out"][0].sum()
+        return total
 
     def fail(gradient: torch.Tensor) -> None:
         raise ValueError("on purpose")
 
-    kept = loss()
-    for again in (loss, lambda: kept.backward(retain_graph=True)):
+    retained = loss()
+    for again in (loss, lambda: retained.backward(retain_graph=True)):
         handle = net.first.weight.register_hook(fail)
         with pytest.raises(ValueError, match="on purpose") as caught:
-            kept.backward(retain_graph=True)
+            retained.backward(retain_graph=True)
         handle.remove()
         with pytest.raises(collective.GradientError, match="did not come to its end"):
             again()

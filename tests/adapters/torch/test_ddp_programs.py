@@ -119,10 +119,10 @@ def test_ddp_with_input_gradient_penalty_equals_one_process(comm: Any, unused: b
     model, alone = mlp(), mlp()
     ddp = DistributedDataParallel(model, comm, bucket_mib=SMALL, find_unused_parameters=unused)
     for x, _ in batches(3):
-        for each, part in ((ddp, shard(comm, x)), (alone, x)):
-            each.zero_grad()
+        for module, part in ((ddp, shard(comm, x)), (alone, x)):
+            module.zero_grad()
             part = part.clone().requires_grad_()
-            out = each(part)
+            out = module(part)
             (slope,) = torch.autograd.grad(out.sum(), part, create_graph=True)
             (out.square().mean() + slope.square().sum(1).mean()).backward()
         for a, b in zip(model.parameters(), alone.parameters(), strict=True):
@@ -160,8 +160,8 @@ def test_ddp_with_grad_scaler_skips_overflow_step_on_all_ranks(
         scaler.step(optimizer)
         scaler.update()
         scales.append(scaler.get_scale())
-        kept = all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
-        assert kept == (step == 1)
+        unchanged = all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
+        assert unchanged == (step == 1)
         if step == 0:
             torch.nn.functional.mse_loss(alone(x.float()), y.float()).backward()
             for a, b in zip(model.parameters(), alone.parameters(), strict=True):
@@ -185,7 +185,7 @@ def test_ddp_rank_death_in_backward_raises_peer_lost_error(shm: RankPool, where:
     assert "AssertionError" not in str(caught.value)
     assert "rank 1" in str(errors[0])
     assert isinstance(errors[0], collective.PeerLostError)
-    # Nothing is left behind: the pool starts new ranks that work.
+    # The dead rank leaves nothing behind: the pool starts new ranks that work.
     shm.run(healthy)
 
 

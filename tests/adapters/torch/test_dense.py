@@ -85,9 +85,9 @@ def accumulated_passes(model: Any, net: Net) -> None:
 
 
 def autograd_grad(model: Any, net: Net) -> Any:
-    found = torch.autograd.grad(loss_of(model, batch(2)), list(net.parameters()))
+    gradients = torch.autograd.grad(loss_of(model, batch(2)), list(net.parameters()))
     loss_of(model, batch(3)).backward()  # must not overwrite the gradients returned above
-    return found
+    return gradients
 
 
 def backward_with_inputs(model: Any, net: Net) -> None:
@@ -98,17 +98,17 @@ def second_derivatives(model: Any, net: Net) -> Any:
     gradients = torch.autograd.grad(
         loss_of(model, batch(2)), list(net.parameters()), create_graph=True
     )
-    sum(each.square().sum() for each in gradients).backward()
-    return [each.detach() for each in gradients]
+    sum(gradient.square().sum() for gradient in gradients).backward()
+    return [gradient.detach() for gradient in gradients]
 
 
 def hook_keeping_gradients(model: Any, net: Net) -> Any:
-    kept: list[Any] = []
-    net.first.weight.register_hook(kept.append)
+    gradients: list[Any] = []
+    net.first.weight.register_hook(gradients.append)
     loss_of(model, batch(2)).backward()
     net.zero_grad()
     loss_of(model, batch(3)).backward()
-    return kept
+    return gradients
 
 
 def checkpoints(model: Any, net: Net) -> None:
@@ -171,12 +171,12 @@ PROGRAMS = [
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 def test_ddp_dense_gradients_equal_those_without_wrapper(program: Callable[..., Any]) -> None:
-    def ours(comm: Any) -> Any:
+    def run(comm: Any) -> Any:
         torch.set_num_threads(1)
         net = Net()
         static = "reentrant" in program.__name__
-        found = program(DistributedDataParallel(net, comm, static_graph=static), net)
-        return found, [parameter.grad.clone() for parameter in net.parameters()]
+        result = program(DistributedDataParallel(net, comm, static_graph=static), net)
+        return result, [parameter.grad.clone() for parameter in net.parameters()]
 
     net = Net()
     # With several threads the partition of a matrix product depends on how many threads are free.
@@ -184,18 +184,18 @@ def test_ddp_dense_gradients_equal_those_without_wrapper(program: Callable[..., 
     torch.set_num_threads(1)
     expected = program(net, net)
     torch.set_num_threads(threads)
-    for found, gradients in run_ranks(2, ours):
-        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    for result, gradients in run_ranks(2, run):
+        torch.testing.assert_close(result, expected, rtol=0, atol=0)
         for gradient, parameter in zip(gradients, net.parameters()):
             torch.testing.assert_close(gradient, parameter.grad, rtol=0, atol=0)
 
 
 def test_ddp_large_weight_gradient_is_computed_in_bucket() -> None:
-    def ours(comm: Any) -> tuple[list[int], list[int]]:
+    def run(comm: Any) -> tuple[list[int], list[int]]:
         net = Net()
         seen: list[int] = []
-        for each in net.parameters():  # these hooks run before the wrapper's hooks
-            each.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.data_ptr()))
+        for parameter in net.parameters():  # these hooks run before the wrapper's hooks
+            parameter.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.data_ptr()))
         wrapped = DistributedDataParallel(net, comm)
         for _ in range(2):
             seen.clear()
@@ -203,21 +203,21 @@ def test_ddp_large_weight_gradient_is_computed_in_bucket() -> None:
             loss_of(wrapped, batch()).backward()
         return seen, [p.grad.data_ptr() for p in (net.second.weight, net.first.weight)]
 
-    ((seen, final),) = run_ranks(1, ours)
+    ((seen, final),) = run_ranks(1, run)
     assert [address for address in seen if address in final] == final
 
 
 @pytest.mark.parametrize("width", [8, WIDTH])
 def test_dense_weights_selects_only_large_dense_weights(width: int) -> None:
     layers = nn.Sequential(nn.Linear(width, width), nn.Conv1d(width, width, 3), nn.ReLU())
-    found = dense_weights(layers, list(layers.parameters()))
-    assert list(found) == ([id(layers[0].weight)] if width == WIDTH else [])
+    weights = dense_weights(layers, list(layers.parameters()))
+    assert list(weights) == ([id(layers[0].weight)] if width == WIDTH else [])
 
 
 def test_ddp_of_compiled_module_keeps_full_graph() -> None:
     """Check that the wrapper adds no code that the compiler cannot trace: ``fullgraph`` raises."""
 
-    def ours(comm: Any) -> list[Any]:
+    def run(comm: Any) -> list[Any]:
         net = Net()
         compiled = torch.compile(net, backend="aot_eager", fullgraph=True)
         loss_of(DistributedDataParallel(compiled, comm), batch()).backward()
@@ -225,6 +225,6 @@ def test_ddp_of_compiled_module_keeps_full_graph() -> None:
 
     net = Net()
     once(net, net)
-    ((*gradients,),) = run_ranks(1, ours)
+    ((*gradients,),) = run_ranks(1, run)
     for gradient, parameter in zip(gradients, net.parameters()):
         torch.testing.assert_close(gradient, parameter.grad, rtol=1e-5, atol=1e-7)

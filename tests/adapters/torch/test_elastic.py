@@ -115,11 +115,11 @@ def by_hand(comm) -> bytes:
 
 
 def test_elastic_loop_equals_fixed_groups_and_uses_each_sample_once(ranks):
-    found, expected = ranks.run(elastically), ranks.run(by_hand)
-    assert [bytes_ for _, bytes_ in found] == expected
+    results, expected = ranks.run(elastically), ranks.run(by_hand)
+    assert [bytes_ for _, bytes_ in results] == expected
     assert expected[1] == expected[2] != b""
     counted = collections.Counter(
-        (epoch, int(index)) for taken, _ in found for epoch, batch in taken for index in batch
+        (epoch, int(index)) for taken, _ in results for epoch, batch in taken for index in batch
     )
     for epoch in (0, 1):
         assert [counted[epoch, index] for index in range(SAMPLES)] == [1] * SAMPLES
@@ -130,11 +130,11 @@ def rebound(comm) -> list[float]:
     """Rebind a wrapper to a group during an unfinished backward pass; return gradient sums."""
     module = nn.Sequential(nn.Linear(2, 2, bias=False), SyncBatchNorm(2, comm))
     ddp = DistributedDataParallel(module, comm, reduce=Cast(comm.dup(), "float16"))
-    kept = ddp(torch.ones(3, 2) * comm.rank).sum()
+    pending = ddp(torch.ones(3, 2) * comm.rank).sum()
     ddp._gradients.ready(0)  # a failed pass leaves such a state: one of several gradients is ready
     group = comm.group([0, 2]) if comm.rank in (0, 2) else comm.group([1, 3])
     ddp.rebind(group)
-    del kept
+    del pending
     assert all(p.grad is None for p in ddp.parameters())
     x = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]]) * (comm.rank + 1)
     ddp(x).square().sum().backward()
@@ -143,10 +143,10 @@ def rebound(comm) -> list[float]:
 
 
 def test_ddp_rebind_continues_over_other_ranks(ranks):
-    found = ranks.run(rebound)
-    assert found[0] == found[2]
-    assert found[1] == found[3]
-    assert found[0] != found[1]
+    sums = ranks.run(rebound)
+    assert sums[0] == sums[2]
+    assert sums[1] == sums[3]
+    assert sums[0] != sums[1]
 
 
 # -- the sampler ---------------------------------------------------------------------
@@ -160,19 +160,19 @@ def test_reshard_distributes_rest_of_epoch(length: int, options: dict[str, bool]
     before = [ShardedSampler(length, (rank, 4), seed=5, **options) for rank in range(4)]
     order = torch.randperm(length, generator=torch.Generator().manual_seed(5)).tolist()
     iterators = [iter(sampler) for sampler in before]
-    assert [next(each) for _ in range(2) for each in iterators] == order[:8]
+    assert [next(part) for _ in range(2) for part in iterators] == order[:8]
     after = [ShardedSampler(length, (rank, 4), seed=5, **options) for rank in range(3)]
     for rank, sampler in enumerate(after):
         sampler.reshard((rank, 3), 8)
     rests = [list(sampler) for sampler in after]
     rest = [index for row in zip(*rests) for index in row]
     if options:
-        assert len({len(each) for each in rests}) == 1
+        assert len({len(part) for part in rests}) == 1
         left = length - 8
         expected = left // 3 * 3 if "drop_last" in options else -(-left // 3) * 3
         assert rest == (order + order)[8 : 8 + expected]
     else:
-        assert sorted(index for each in rests for index in each) == sorted(order[8:])
+        assert sorted(index for part in rests for index in part) == sorted(order[8:])
     # The next epoch is complete.
     assert sum(len(list(sampler)) for sampler in after) >= length // 3 * 3
 

@@ -81,7 +81,7 @@ def test_collective_third_derivative_equals_finite_differences(name: str) -> Non
 
 def test_jacobian_check_detects_wrong_adjoint(monkeypatch: pytest.MonkeyPatch) -> None:
     right = differentiable.reduce_scatter
-    monkeypatch.setattr(differentiable, "reduce_scatter", lambda *given: 2 * right(*given))
+    monkeypatch.setattr(differentiable, "reduce_scatter", lambda *args: 2 * right(*args))
     by_backward, by_differences = run_ranks(2, TAPE.jacobians, "all_gather", 1)[0]
     assert not np.allclose(by_backward, by_differences)
 
@@ -138,22 +138,24 @@ def test_delegate_off_root_and_from_send_carries_graph(
     comm: Any,
 ) -> None:
     x = torch.ones(3, dtype=torch.float16, requires_grad=True)
-    found = [F.reduce(x, comm), F.gather(x, comm)]
-    found.append(F.send(x, 0, comm) if comm.rank else F.recv(comm, 1))
-    assert [tuple(y.shape) for y in found] == ([()] * 3 if comm.rank else [(3,), (6,), (3,)])
-    assert {(y.dtype, y.requires_grad, y.is_leaf) for y in found} == {(torch.float16, True, False)}
+    results = [F.reduce(x, comm), F.gather(x, comm)]
+    results.append(F.send(x, 0, comm) if comm.rank else F.recv(comm, 1))
+    assert [tuple(y.shape) for y in results] == ([()] * 3 if comm.rank else [(3,), (6,), (3,)])
+    assert {(y.dtype, y.requires_grad, y.is_leaf) for y in results} == {
+        (torch.float16, True, False)
+    }
 
 
 @on_ranks("two")
 def test_collective_without_gradients_records_no_graph(comm: Any) -> None:
     x = torch.ones(2, requires_grad=True)
     with torch.no_grad():
-        found = [F.all_reduce(x, comm), F.all_reduce(x, comm, "max"), F.broadcast(x, comm)]
+        results = [F.all_reduce(x, comm), F.all_reduce(x, comm, "max"), F.broadcast(x, comm)]
     with torch.inference_mode():
-        found.append(F.all_gather(x, comm))
-    found.append(F.all_reduce(torch.arange(3), comm))
-    found.append(F.all_gather(torch.arange(3), comm))
-    assert [y.requires_grad for y in found] == [False] * 6
+        results.append(F.all_gather(x, comm))
+    results.append(F.all_reduce(torch.arange(3), comm))
+    results.append(F.all_gather(torch.arange(3), comm))
+    assert [y.requires_grad for y in results] == [False] * 6
 
 
 def test_collective_result_never_aliases_input() -> None:

@@ -18,10 +18,10 @@ pool = ranks_of(("threads", 2), ("shm", 3), ("gloo", 2))
 
 def model_of(seed: int = 1) -> nn.Module:
     generator = torch.Generator().manual_seed(seed)
-    made = nn.Sequential(nn.Linear(5, 9), nn.Tanh(), nn.Linear(9, 9), nn.Tanh(), nn.Linear(9, 1))
-    for parameter in made.parameters():
+    model = nn.Sequential(nn.Linear(5, 9), nn.Tanh(), nn.Linear(9, 9), nn.Tanh(), nn.Linear(9, 1))
+    for parameter in model.parameters():
         parameter.data = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) / 3
-    return made
+    return model
 
 
 def batch(step: int, rows: int = 12) -> torch.Tensor:
@@ -37,9 +37,9 @@ def test_manual_loop_with_synced_gradients_equals_one_process(comm: Any) -> None
     sync_initial_weights(model, comm)
     for step in range(4):
         x = batch(step)
-        for each, part in ((model, x.chunk(comm.size)[comm.rank]), (alone, x)):
-            each.zero_grad()
-            each(part).square().mean().backward()
+        for module, part in ((model, x.chunk(comm.size)[comm.rank]), (alone, x)):
+            module.zero_grad()
+            module(part).square().mean().backward()
         sync_gradients(model, comm)
         with torch.no_grad():
             for a, b in zip(model.parameters(), alone.parameters(), strict=True):
@@ -83,14 +83,14 @@ def optimizer_of(kind: str, model: nn.Module, comm: Any = None) -> Any:
     """Return an optimizer, a sharded one if a communicator is given."""
     parameters: Any = list(model.parameters())
     options: dict[str, Any] = {"lr": 0.05}
-    made: Any = torch.optim.Adam
+    optimizer_class: Any = torch.optim.Adam
     if kind == "sgd":
-        made, options = torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}
+        optimizer_class, options = torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}
     if kind == "groups":
         parameters = [{"params": parameters[:2], "lr": 0.01}, {"params": parameters[2:]}]
     if comm is None:
-        return made(parameters, **options)
-    return ShardedOptimizer(parameters, made, comm, **options)
+        return optimizer_class(parameters, **options)
+    return ShardedOptimizer(parameters, optimizer_class, comm, **options)
 
 
 def trained(model: nn.Module, optimizer: Any, steps: range, scheduler: Any = None) -> None:
@@ -129,9 +129,9 @@ def test_sharded_optimizer_equals_unsharded(comm: Any, kind: str) -> None:
 @on_ranks("pool")
 def test_sharded_optimizer_state_loads_on_any_number_of_ranks(comm: Any, kind: str) -> None:
     first, alone = model_of(), model_of()
-    optimizer, whole = optimizer_of(kind, first, comm), optimizer_of(kind, alone)
+    optimizer, unsharded = optimizer_of(kind, first, comm), optimizer_of(kind, alone)
     trained(first, optimizer, range(3))
-    trained(alone, whole, range(6))
+    trained(alone, unsharded, range(6))
     state = copy.deepcopy(optimizer.state_dict())
     # First resume with the plain optimizer class on one rank.
     single = copy.deepcopy(first)

@@ -95,19 +95,19 @@ def test_tensor_view_resolves_lazy_conjugate_and_negative(pretended):
 @pytest.mark.parametrize("name", IN_TORCH)
 def test_empty_allocates_torch_tensor_on_given_device(pretended, name):
     dtype = BY_NAME[name]
-    made = adapter_like("torch").empty((2, 3), dtype, cuda.device(1))
+    array = adapter_like("torch").empty((2, 3), dtype, cuda.device(1))
     assert pretended.allocated == 1
-    assert made.flags.carray
-    tensor = adapter_like("torch").wrap(made, dtype)
-    assert tensor is made.owner
+    assert array.flags.carray
+    tensor = adapter_like("torch").wrap(array, dtype)
+    assert tensor is array.owner
     assert (tensor.shape, tensor.dtype) == ((2, 3), getattr(torch, name))
     assert tensor.device == torch.device("cuda:1")
 
 
 def test_empty_without_device_allocates_numpy_array():
-    made = adapter_like("torch").empty((2, 3), BY_NAME["bfloat16"], None)
-    assert type(made) is np.ndarray
-    assert adapter_like("torch").wrap(made, BY_NAME["bfloat16"]).dtype is torch.bfloat16
+    array = adapter_like("torch").empty((2, 3), BY_NAME["bfloat16"], None)
+    assert type(array) is np.ndarray
+    assert adapter_like("torch").wrap(array, BY_NAME["bfloat16"]).dtype is torch.bfloat16
 
 
 @pytest.mark.parametrize("name", ["float32", "bfloat16", "uint8", "complex128"])
@@ -189,10 +189,12 @@ def test_copies_run_on_active_stream(pretended, gpu: Fake):
         with cuda.on(side):
             # A copy on torch's current stream would read poison, because it would not wait.
             target[...] = source
-            made = target.copy()
+            copied = target.copy()
     assert x.values.tolist() == late.get().tolist()
-    assert made.stream == side
-    assert adapter_like("torch").wrap(made, BY_NAME["float32"]).values.tolist() == x.values.tolist()
+    assert copied.stream == side
+    assert (
+        adapter_like("torch").wrap(copied, BY_NAME["float32"]).values.tolist() == x.values.tolist()
+    )
 
 
 def test_copy_into_inference_tensor_succeeds(pretended):

@@ -35,41 +35,44 @@ def batch() -> tuple[Any, Any]:
 
 def step(rank: int, size: int, name: str) -> Any:
     """Return the gradients of this rank's stages by stage number, and the last stage's losses."""
-    each = SCHEDULES[name]
-    modules = stages(each * size)
-    mine = [
-        pipelining.PipelineStage(modules[at], at, each * size, torch.device("cpu"))
-        for at in range(rank, each * size, size)
+    stages_per_rank = SCHEDULES[name]
+    modules = stages(stages_per_rank * size)
+    own_stages = [
+        pipelining.PipelineStage(modules[at], at, stages_per_rank * size, torch.device("cpu"))
+        for at in range(rank, stages_per_rank * size, size)
     ]
     kind = pipelining.schedules.get_schedule_class(name)
     schedule = kind(
-        mine[0] if each == 1 else mine, MICROBATCHES, loss_fn=torch.nn.functional.mse_loss
+        own_stages[0] if stages_per_rank == 1 else own_stages,
+        MICROBATCHES,
+        loss_fn=torch.nn.functional.mse_loss,
     )
     x, target = batch()
     losses: list[Any] = []
-    given = (x,) if rank == 0 else ()
+    inputs = (x,) if rank == 0 else ()
     if rank == size - 1:
-        schedule.step(*given, target=target, losses=losses)
+        schedule.step(*inputs, target=target, losses=losses)
     else:
-        schedule.step(*given)
-    found = {
-        stage.stage_index: [p.grad.numpy() for p in stage.submod.parameters()] for stage in mine
+        schedule.step(*inputs)
+    gradients = {
+        stage.stage_index: [p.grad.numpy() for p in stage.submod.parameters()]
+        for stage in own_stages
     }
-    return found, [loss.item() for loss in losses]
+    return gradients, [loss.item() for loss in losses]
 
 
-def check(found: list[Any], name: str) -> None:
+def check(results: list[Any], name: str) -> None:
     modules = stages(2 * SCHEDULES[name])
     x, target = batch()
     loss = torch.nn.functional.mse_loss(torch.nn.Sequential(*modules)(x), target)
     loss.backward()
-    assert sum(found[-1][1]) / MICROBATCHES == pytest.approx(loss.item(), rel=CLOSE)
-    gradients = found[0][0] | found[1][0]
+    assert sum(results[-1][1]) / MICROBATCHES == pytest.approx(loss.item(), rel=CLOSE)
+    gradients = results[0][0] | results[1][0]
     assert sorted(gradients) == list(range(len(modules)))
     for at, module in enumerate(modules):
-        for mine, parameter in zip(gradients[at], module.parameters(), strict=True):
+        for gradient, parameter in zip(gradients[at], module.parameters(), strict=True):
             expected = parameter.grad.numpy()
-            assert abs(mine - expected).max() <= CLOSE * abs(expected).max()
+            assert abs(gradient - expected).max() <= CLOSE * abs(expected).max()
 
 
 @pytest.mark.parametrize("transport", ["shm", "gloo"])

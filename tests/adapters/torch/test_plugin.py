@@ -25,10 +25,13 @@ def numbers(rank: int, count: int, dtype: Any) -> Any:
     return ((torch.arange(count) * 3 + rank) % 4 + (rank == 0)).to(dtype)
 
 
-def same(found: Any, wanted: Any) -> None:
-    assert found.dtype == wanted.dtype
-    assert found.shape == wanted.shape
-    assert torch.equal(found.to(torch.complex128), wanted.to(torch.complex128)), (found, wanted)
+def same(result: Any, expected: Any) -> None:
+    assert result.dtype == expected.dtype
+    assert result.shape == expected.shape
+    assert torch.equal(result.to(torch.complex128), expected.to(torch.complex128)), (
+        result,
+        expected,
+    )
 
 
 def folded(op: Any, size: int, count: int, dtype: Any) -> Any:
@@ -93,24 +96,24 @@ def test_reductions_average_integers_exactly(rank: int, size: int) -> None:
     op = dist.ReduceOp.AVG
     # The integers exceed the precision of floats, and the number of ranks does not
     # divide all sums.
-    wanted = torch.tensor([2**60 + 1, -((size - 1) // 2 + 1), 5 // size])
-    mine = torch.tensor([2**60 + 1, -rank - 1, 5 * (rank == 0)])
-    x = mine.clone()
+    expected = torch.tensor([2**60 + 1, -((size - 1) // 2 + 1), 5 // size])
+    own = torch.tensor([2**60 + 1, -rank - 1, 5 * (rank == 0)])
+    x = own.clone()
     dist.all_reduce(x, op)
-    same(x, wanted)
-    xs = [mine.clone(), mine[:2].clone()]
+    same(x, expected)
+    xs = [own.clone(), own[:2].clone()]
     with dist._coalescing_manager():
         for x in xs:
             dist.all_reduce(x, op)
-    same(torch.cat(xs), torch.cat([wanted, wanted[:2]]))
-    x = mine.clone()
+    same(torch.cat(xs), torch.cat([expected, expected[:2]]))
+    x = own.clone()
     dist.reduce(x, dst=1, op=op)
-    same(x, wanted if rank == 1 else mine)
-    x = torch.empty_like(mine)
-    dist.reduce_scatter_tensor(x, mine.repeat(size), op=op)
-    same(x, wanted)
-    dist.reduce_scatter(x.zero_(), [mine] * size, op=op)
-    same(x, wanted)
+    same(x, expected if rank == 1 else own)
+    x = torch.empty_like(own)
+    dist.reduce_scatter_tensor(x, own.repeat(size), op=op)
+    same(x, expected)
+    dist.reduce_scatter(x.zero_(), [own] * size, op=op)
+    same(x, expected)
     x = torch.sparse_coo_tensor([[1]], [2**60 + 1 - rank], (3,))
     dist.all_reduce(x, op)
     same(x.to_dense(), torch.tensor([0, 2**60 + 1 - size // 2, 0]))
@@ -139,24 +142,24 @@ def test_collectives_on_strided_tensors_are_right(rank: int, size: int) -> None:
 def test_data_movement_of_every_dtype_is_right(rank: int, size: int) -> None:
     for dtype in MOVED:
         for count in COUNTS:
-            mine = [numbers(r, count, dtype) for r in range(size)]
-            x = mine[rank].clone()
+            inputs = [numbers(r, count, dtype) for r in range(size)]
+            x = inputs[rank].clone()
             dist.broadcast(x, src=size - 1)
-            same(x, mine[-1])
-            outs = [torch.empty_like(mine[0]) for _ in range(size)]
-            dist.all_gather(outs, mine[rank])
-            for found, wanted in zip(outs, mine):
-                same(found, wanted)
+            same(x, inputs[-1])
+            outs = [torch.empty_like(inputs[0]) for _ in range(size)]
+            dist.all_gather(outs, inputs[rank])
+            for result, expected in zip(outs, inputs):
+                same(result, expected)
             whole = torch.empty(size, count, dtype=dtype)
-            dist.all_gather_into_tensor(whole, mine[rank])
-            same(whole, torch.stack(mine))
-            outs = [torch.empty_like(mine[0]) for _ in range(size)] if rank == 1 else None
-            dist.gather(mine[rank], outs, dst=1)
-            for found, wanted in zip(outs or (), mine):
-                same(found, wanted)
-            x = torch.empty_like(mine[0])
-            dist.scatter(x, mine if rank == 1 else None, src=1)
-            same(x, mine[rank])
+            dist.all_gather_into_tensor(whole, inputs[rank])
+            same(whole, torch.stack(inputs))
+            outs = [torch.empty_like(inputs[0]) for _ in range(size)] if rank == 1 else None
+            dist.gather(inputs[rank], outs, dst=1)
+            for result, expected in zip(outs or (), inputs):
+                same(result, expected)
+            x = torch.empty_like(inputs[0])
+            dist.scatter(x, inputs if rank == 1 else None, src=1)
+            same(x, inputs[rank])
 
 
 @in_groups(*WORLDS)
@@ -168,15 +171,15 @@ def test_reduce_and_reduce_scatter_are_right(rank: int, size: int) -> None:
             if rank == 1:
                 same(x, folded("MAX", size, count, dtype))
             pieces = [numbers(rank, count, dtype) * (r + 1) for r in range(size)]
-            wanted = folded("SUM", size, count, dtype) * (rank + 1)
+            expected = folded("SUM", size, count, dtype) * (rank + 1)
             x = torch.empty(count, dtype=dtype)
             dist.reduce_scatter(x, pieces)
-            same(x, wanted)
+            same(x, expected)
             dist.reduce_scatter_tensor(x.zero_(), torch.cat(pieces))
-            same(x, wanted)
+            same(x, expected)
             if dtype.is_floating_point:
                 dist.reduce_scatter_tensor(x, torch.cat(pieces), op=dist.ReduceOp.AVG)
-                torch.testing.assert_close(x, (wanted.double() / size).to(dtype))
+                torch.testing.assert_close(x, (expected.double() / size).to(dtype))
 
 
 @in_groups(*WORLDS)
@@ -195,8 +198,8 @@ def test_all_to_all_with_even_and_uneven_splits_is_right(rank: int, size: int) -
     lists = [torch.full((s + 1,), 10 * rank + s) for s in range(size)]
     outs = [torch.empty(rank + 1, dtype=torch.int64) for _ in range(size)]
     dist.all_to_all(outs, lists)
-    for s, found in enumerate(outs):
-        same(found, torch.full((rank + 1,), 10 * s + rank))
+    for s, result in enumerate(outs):
+        same(result, torch.full((rank + 1,), 10 * s + rank))
     with pytest.raises(InvalidArgumentError, match="cannot be cut"):
         dist.all_to_all_single(torch.empty(size + 1), torch.empty(size + 1))
 

@@ -51,13 +51,13 @@ def test_p2p_messages_arrive_in_order_for_each_tag(rank: int, size: int) -> None
 @in_groups(*WORLDS)
 def test_all_to_all_in_place_succeeds(rank: int, size: int) -> None:
     for count in (1, 50_000):
-        wanted = torch.arange(1.0 * size).repeat_interleave(count)
+        expected = torch.arange(1.0 * size).repeat_interleave(count)
         single = torch.full((size * count,), 1.0 * rank)
         dist.all_to_all_single(single, single)
-        assert torch.equal(single, wanted)
+        assert torch.equal(single, expected)
         listed = list(torch.full((size * count,), 1.0 * rank).chunk(size))
         dist.all_to_all(listed, listed)
-        assert torch.equal(torch.cat(listed), wanted)
+        assert torch.equal(torch.cat(listed), expected)
 
 
 @in_groups(*WORLDS)
@@ -73,12 +73,12 @@ def test_p2p_messages_to_same_rank_arrive(rank: int, size: int) -> None:
     assert received.source_rank() == rank
     dist.irecv(out, rank, tag=3).wait()
     assert torch.equal(out, torch.full((3, 2), rank + 1.0))
-    whole = torch.zeros(size)
+    gathered = torch.zeros(size)
     ops = [dist.P2POp(dist.isend, torch.tensor([1.0 * rank]), r) for r in range(size)]
-    ops += [dist.P2POp(dist.irecv, whole[r : r + 1], r) for r in range(size)]
+    ops += [dist.P2POp(dist.irecv, gathered[r : r + 1], r) for r in range(size)]
     for work in dist.batch_isend_irecv(ops):
         work.wait()
-    assert torch.equal(whole, torch.arange(1.0 * size))
+    assert torch.equal(gathered, torch.arange(1.0 * size))
     dist.isend(torch.zeros(3), rank)
     with pytest.raises(InvalidArgumentError):
         dist.irecv(torch.zeros(4), rank).wait()
@@ -113,12 +113,12 @@ def test_recv_from_any_source_returns_sender(rank: int, size: int) -> None:
     if rank:
         dist.send(torch.tensor([10 * rank]), 0)
         return
-    found = {}
+    received = {}
     for _ in range(size - 1):
-        got = torch.zeros(1, dtype=torch.int64)
-        source = dist.recv(got)
-        found[source] = got.item()
-    assert found == {r: 10 * r for r in range(1, size)}
+        out = torch.zeros(1, dtype=torch.int64)
+        source = dist.recv(out)
+        received[source] = out.item()
+    assert received == {r: 10 * r for r in range(1, size)}
 
 
 @in_groups(*WORLDS)
@@ -157,7 +157,7 @@ def test_async_work_reports_completion_and_result(rank: int, size: int) -> None:
         y += 0
         works.append(dist.all_reduce(x, async_op=True))
     works[-1].wait()
-    assert all(each.is_completed() for each in works)
+    assert all(work_before.is_completed() for work_before in works)
     assert x[0] == float(size) ** 21
     dist.all_reduce(y.fill_(1))
     assert y.item() == size

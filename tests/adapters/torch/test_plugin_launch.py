@@ -63,29 +63,29 @@ def warm_launches(tmp_path: Path) -> Iterator[Launches]:
 @pytest.mark.parametrize("transport", ["auto", "gloo"])
 def test_collective_run_starts_unmodified_program(warm_launches: Launches, transport: str) -> None:
     launches = warm_launches
-    found = launches.run("-n", "2", "--backend", transport, launches.script(PROGRAM))
-    assert found.returncode == 0, found.stderr
+    done = launches.run("-n", "2", "--backend", transport, launches.script(PROGRAM))
+    assert done.returncode == 0, done.stderr
     name = "shm" if transport == "auto" else transport
     for rank in range(2):
-        assert f"rank {rank}: 4 over {name}" in found.stdout
+        assert f"rank {rank}: 4 over {name}" in done.stdout
     launches.assert_nothing_left()
 
 
 def test_torchrun_starts_unmodified_program(warm_launches: Launches) -> None:
     warm_launches.script(PROGRAM)
-    found = warm_launches.execute(
+    done = warm_launches.execute(
         "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "script.py"
     )
-    assert found.returncode == 0, found.stderr
+    assert done.returncode == 0, done.stderr
     for rank in range(2):
-        assert f"rank {rank}: 4 over shm" in found.stdout
+        assert f"rank {rank}: 4 over shm" in done.stdout
 
 
 def test_rank_error_reaches_other_ranks_with_traceback(warm_launches: Launches) -> None:
-    found = warm_launches.run("-n", "2", warm_launches.script(FAILING))
-    assert found.returncode != 0
-    assert "ValueError: the reason" in found.stderr
-    assert "told" in found.stdout
+    done = warm_launches.run("-n", "2", warm_launches.script(FAILING))
+    assert done.returncode != 0
+    assert "ValueError: the reason" in done.stderr
+    assert "told" in done.stdout
 
 
 def python(
@@ -126,13 +126,13 @@ print([name for name in set(sys.modules) - before if name.startswith("torch")])
 def test_entry_point_registers_backend_and_imports_nothing_else(
     tmp_path: Path,
 ) -> None:
-    found = python(BY_THE_ENTRY_POINT + NO_MORE_OF_TORCH + ALONE, installed(tmp_path))
-    assert found.stdout.splitlines() == [
+    done = python(BY_THE_ENTRY_POINT + NO_MORE_OF_TORCH + ALONE, installed(tmp_path))
+    assert done.stdout.splitlines() == [
         "['collective_autoload']",  # modules of this project
         "collective",
         "[]",  # modules of PyTorch that the adapter's import adds; it registers again harmlessly
         "[1.0, 1.0] threads",
-    ], found.stderr
+    ], done.stderr
 
 
 # The warm interpreter differs from a fresh one only in having imported PyTorch before.
@@ -146,8 +146,8 @@ def test_backend_is_found_by_entry_point_or_adapter(
     tmp_path: Path, first: str, entry_point: bool
 ) -> None:
     paths = [installed(tmp_path)] if entry_point else []
-    found = python(first + ALONE, *paths, interpreter=warm.python())
-    assert found.stdout == "[1.0, 1.0] threads\n", found.stderr
+    done = python(first + ALONE, *paths, interpreter=warm.python())
+    assert done.stdout == "[1.0, 1.0] threads\n", done.stderr
 
 
 def test_adapter_imports_with_broken_torch(tmp_path: Path) -> None:
@@ -161,8 +161,8 @@ def test_adapter_imports_with_broken_torch(tmp_path: Path) -> None:
         except ImportError as error:
             print(error)
     """
-    found = python("if True:" + program, tmp_path, ROOT)
-    assert found.stdout == "broken\n", found.stderr
+    done = python("if True:" + program, tmp_path, ROOT)
+    assert done.stdout == "broken\n", done.stderr
 
 
 STARTED_BY_HAND = """
@@ -176,11 +176,11 @@ def main(rank, size):
     dist.destroy_process_group()
 
 if __name__ == "__main__":
-    # What a launcher would say, but for the rank.
+    # A launcher would set these variables, and the rank.
     os.environ.update(WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT="0")
     listening = dist.TCPStore("localhost", 0, is_master=True)
     os.environ["MASTER_PORT"] = str(listening.port)
-    # The store is there already.
+    # This process already serves the store.
     os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0")
     processes.spawn(main, (2,), nprocs=2)
     print("both")
@@ -190,6 +190,6 @@ if __name__ == "__main__":
 def test_ranks_spawned_by_program_communicate(warm_launches: Launches, tmp_path: Path) -> None:
     paths = os.pathsep.join([str(ROOT), installed(tmp_path)])
     (warm_launches.directory / "spawning.py").write_text(STARTED_BY_HAND)
-    found = warm_launches.execute("spawning.py", PYTHONPATH=paths)
-    assert found.stdout == "both\n", found.stderr
+    done = warm_launches.execute("spawning.py", PYTHONPATH=paths)
+    assert done.stdout == "both\n", done.stderr
     warm_launches.assert_nothing_left()

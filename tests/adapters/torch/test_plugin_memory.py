@@ -55,8 +55,8 @@ def trained(rank: int, size: int, **options: Any) -> Any:
         steps.zero_grad()
         model(batch(step, rank)).square().mean().backward()
         steps.step()
-    for found, wanted in zip(model.parameters(), trained_alone(size).parameters()):
-        torch.testing.assert_close(found, wanted)
+    for weight, expected in zip(model.parameters(), trained_alone(size).parameters()):
+        torch.testing.assert_close(weight, expected)
     return model
 
 
@@ -106,9 +106,9 @@ def test_tensor_with_shape_of_bucket_is_not_adopted(rank: int, size: int) -> Non
         .set_(next(model.parameters()).grad.untyped_storage())
         .fill_(1.0 + rank)
     )
-    given = flat if rank == 0 else flat.clone()
-    dist.all_reduce(given)
-    assert given.unique().tolist() == [size * (size + 1) / 2]
+    tensor = flat if rank == 0 else flat.clone()
+    dist.all_reduce(tensor)
+    assert tensor.unique().tolist() == [size * (size + 1) / 2]
 
 
 @in_groups(("shm", 2))
@@ -123,8 +123,8 @@ def test_ddp_join_with_adopted_buckets_keeps_ranks_equal(rank: int, size: int) -
     states: list[Any] = [None] * size
     dist.all_gather_object(states, [p.detach() for p in model.parameters()])
     for state in states:
-        for found, wanted in zip(state, states[0]):
-            torch.testing.assert_close(found, wanted)
+        for weight, expected in zip(state, states[0]):
+            torch.testing.assert_close(weight, expected)
 
 
 def extent(array: Any) -> range:
@@ -159,11 +159,11 @@ def test_numpy_views_of_moved_gradients_stay_valid(rank: int, size: int) -> None
     # The arrays stay readable and writable, and no new tensor gets their memory.
     others = [torch.full((WIDTH * WIDTH,), 7.0, dtype=torch.float64).numpy() for _ in range(20)]
     for array in arrays:
-        mine = extent(array)
-        assert is_mapped(mine)
+        own = extent(array)
+        assert is_mapped(own)
         array[:] = 1.0
-        for theirs in map(extent, others):
-            assert mine.stop <= theirs.start or theirs.stop <= mine.start
+        for other in map(extent, others):
+            assert own.stop <= other.start or other.stop <= own.start
     assert before() is not None
     del array
     arrays.clear()
@@ -177,10 +177,10 @@ def refused(*args: Any) -> Any:
 @in_groups(("shm", 2))
 def test_ddp_trains_when_rank_cannot_share_memory(rank: int, size: int) -> None:
     for where, name in ((torch.UntypedStorage, "_share_fd_cpu_"), (memory, "map_shared")):
-        one = mock.patch.object(where, name, refused if name[0] == "_" else mock.Mock(
+        failure = mock.patch.object(where, name, refused if name[0] == "_" else mock.Mock(
             side_effect=OSError("gone")
         ))  # fmt: skip
-        with one if rank == 1 else contextlib.nullcontext():
+        with failure if rank == 1 else contextlib.nullcontext():
             trained(rank, size, gradient_as_bucket_view=True)
         dist.barrier()
 
@@ -199,8 +199,8 @@ def test_adopt_shares_memory_only_over_shm(rank: int, size: int) -> None:
     nbytes = 1 << 20
     descriptor = os.memfd_create("theirs")
     os.ftruncate(descriptor, nbytes)
-    mine = memoryview(mmap.mmap(descriptor, nbytes)).cast("d")
-    mine[-1] = rank + 1.0
+    own = memoryview(mmap.mmap(descriptor, nbytes)).cast("d")
+    own[-1] = rank + 1.0
     adopted = comm.adopt(nbytes, lambda: descriptor)
     if comm.backend != "shm":
         assert adopted is None
@@ -208,7 +208,7 @@ def test_adopt_shares_memory_only_over_shm(rank: int, size: int) -> None:
     os.close(descriptor)
     numbers = adopted.view("float64")
     comm.all_reduce(numbers, out=numbers)
-    assert mine[-1] == size * (size + 1) / 2
+    assert own[-1] == size * (size + 1) / 2
     comm.broadcast(numbers[-4:], root=1, out=numbers[-4:])
     numbers[:] = rank
     assert comm.all_gather(numbers[:2]).tolist() == [r for r in range(size) for _ in (0, 1)]

@@ -73,14 +73,14 @@ def over_gloo(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     script.write_text(
         OVER_GLOO.format(folder=folder, examples_folder=ROOT / "examples", examples=EXAMPLES)
     )
-    found: dict[str, list[str]] = {}
+    outputs: dict[str, list[str]] = {}
     current: list[str] = []
     for line in printed(folder, "torchrun", script):
         if line.startswith("end of "):
-            found[line.removeprefix("end of ")], current = current, []
+            outputs[line.removeprefix("end of ")], current = current, []
         else:
             current.append(line)
-    return found
+    return outputs
 
 
 # One example also runs under torchrun, which imports PyTorch itself.

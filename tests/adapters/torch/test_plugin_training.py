@@ -59,21 +59,21 @@ def train(model: Any, steps: Any, rank: int, size: int) -> None:
         steps.step()
 
 
-def agree(found: Any, wanted: Any, tolerance: float = 1e-5) -> None:
-    for ours, theirs in zip(found, wanted, strict=True):
-        torch.testing.assert_close(ours.detach(), theirs, rtol=tolerance, atol=tolerance)
+def agree(results: Any, expected: Any, tolerance: float = 1e-5) -> None:
+    for result, reference in zip(results, expected, strict=True):
+        torch.testing.assert_close(result.detach(), reference, rtol=tolerance, atol=tolerance)
 
 
 @in_groups(("shm", 2), ("gloo", 2), ("shm", 3))
 def test_ddp_training_equals_one_process(rank: int, size: int) -> None:
-    wanted = alone(size)
+    expected = alone(size)
     for options in (
         {}, {"gradient_as_bucket_view": True}, {"find_unused_parameters": True},
         {"static_graph": True}, {"bucket_cap_mb": 0.01, "broadcast_buffers": False},
     ):  # fmt: skip
         model = torch.nn.parallel.DistributedDataParallel(network(), **options)
         train(model, torch.optim.SGD(model.parameters(), lr=0.1), rank, size)
-        agree(model.parameters(), wanted)
+        agree(model.parameters(), expected)
 
 
 @in_groups(("shm", 2), ("gloo", 2))
@@ -143,10 +143,10 @@ def test_ddp_reduces_sparse_embedding_gradients(rank: int, size: int) -> None:
     for _ in range(2):
         model.zero_grad()
         model(torch.tensor([rank, 7])).sum().backward()
-    wanted = torch.zeros(8, 3)
-    wanted[:size] = 1.0 / size
-    wanted[7] += 1
-    torch.testing.assert_close(model.module.weight.grad.to_dense(), wanted)
+    expected = torch.zeros(8, 3)
+    expected[:size] = 1.0 / size
+    expected[7] += 1
+    torch.testing.assert_close(model.module.weight.grad.to_dense(), expected)
 
 
 @in_groups(("shm", 2), ("shm", 3))
@@ -223,7 +223,7 @@ def test_functional_collectives_return_expected_values(rank: int, size: int) -> 
     assert torch.equal(swapped, torch.arange(1.0 * size).repeat_interleave(2))
     assert torch.equal(functional.broadcast(x, 1, group) + 0, torch.ones_like(x))
     several = functional.all_reduce_coalesced([x, x[:1]], "max", group)
-    assert [each.max().item() for each in several] == [size - 1] * 2
+    assert [tensor.max().item() for tensor in several] == [size - 1] * 2
 
 
 @in_groups(("shm", 2))
@@ -243,9 +243,9 @@ def test_compiled_ddp_gradients_equal_eager(rank: int, size: int) -> None:
     for step in range(2):
         x = mine(step, rank, size)
         grads = []
-        for each in (model, compiled):
+        for wrapper in (model, compiled):
             model.zero_grad()
-            loss(each, x).backward()
+            loss(wrapper, x).backward()
             grads.append([p.grad.clone() for p in model.parameters()])
         agree(*grads)
     same: list[Any] = [None] * size
@@ -261,8 +261,8 @@ def test_compiled_functional_all_reduce_is_right(rank: int, size: int) -> None:
     def doubled(x: Any) -> Any:
         return functional.all_reduce(x * 2, "sum", dist.group.WORLD) + 1
 
-    found = torch.compile(doubled, backend="eager")(torch.full((3,), 1.0 * rank))
-    assert torch.equal(found, torch.full((3,), size * (size - 1) + 1.0))
+    result = torch.compile(doubled, backend="eager")(torch.full((3,), 1.0 * rank))
+    assert torch.equal(result, torch.full((3,), size * (size - 1) + 1.0))
 
 
 @in_groups(("shm", 2))

@@ -58,10 +58,10 @@ def test_group_reductions_on_four_ranks_are_exact(comm: Any) -> None:
             assert x.unique().tolist() == [total]
         group.allreduce([x.fill_(rank)], dist.ReduceOp.MAX).wait()
         assert x.unique().tolist() == [size - 1]
-        mine = torch.empty(count, dtype=torch.int64)
+        piece = torch.empty(count, dtype=torch.int64)
         whole = torch.arange(size).repeat_interleave(count) + rank
-        group.reduce_scatter_single(mine, whole).wait()
-        assert mine.unique().tolist() == [rank * size + total - size]
+        group.reduce_scatter_single(piece, whole).wait()
+        assert piece.unique().tolist() == [rank * size + total - size]
         x = torch.full((count,), rank + 1.0, dtype=torch.bfloat16)
         group.reduce([x], 1, dist.ReduceOp.SUM).wait()
         assert x.unique().tolist() == [total if rank == 1 else rank + 1]
@@ -85,14 +85,14 @@ def test_group_data_movement_on_four_ranks_is_exact(comm: Any) -> None:
         group.all_gather_single(x, torch.full((count,), rank)).wait()
         assert x[:, -1].tolist() == list(range(size))
         out = torch.empty(size * count, dtype=torch.int64)
-        given = torch.arange(size).repeat_interleave(count) + 10 * rank
-        group.all_to_all_single(out, given).wait()
+        source = torch.arange(size).repeat_interleave(count) + 10 * rank
+        group.all_to_all_single(out, source).wait()
         assert out[::count].tolist() == [10 * r + rank for r in range(size)]
         outs = [torch.empty(count, dtype=torch.int64) for _ in range(size)] if rank == 3 else []
         group.gather([outs], [torch.full((count,), rank)], 3).wait()
         assert [out[0].item() for out in outs] == (list(range(size)) if rank == 3 else [])
-        given = [torch.full((count,), 7 * r) for r in range(size)] if rank == 1 else []
-        group.scatter([x[0]], [given], 1).wait()
+        source = [torch.full((count,), 7 * r) for r in range(size)] if rank == 1 else []
+        group.scatter([x[0]], [source], 1).wait()
         assert x[0].unique().tolist() == [7 * rank]
     group.barrier().wait()
     group.shutdown()
@@ -102,15 +102,15 @@ def test_group_data_movement_on_four_ranks_is_exact(comm: Any) -> None:
 def test_group_messages_on_four_ranks_arrive(comm: Any) -> None:
     group, rank, size = made(comm), comm.rank, comm.size
     for count in (1, 40_000):
-        got = torch.empty(count)
+        out = torch.empty(count)
         sent = group.send([torch.full((count,), 1.0 * rank)], (rank + 1) % size, 3)
-        received = group.recv([got], (rank - 1) % size, 3)
+        received = group.recv([out], (rank - 1) % size, 3)
         # A collective runs while the messages are in flight.
         x = torch.ones(count)
         group.allreduce([x]).wait()
         sent.wait()
         received.wait()
-        assert got.unique().tolist() == [(rank - 1) % size]
+        assert out.unique().tolist() == [(rank - 1) % size]
         assert x.unique().tolist() == [size]
     pair = group.split_group([1, 3])
     assert (pair is None) == (rank in (0, 2))

@@ -81,8 +81,8 @@ def test_data_parallel_training_equals_single_module(build, devices):
         ends.append(losses)
     assert ends[1] == pytest.approx(ends[0], rel=1e-4)
     assert ends[0][0] != ends[0][-1]
-    for expected, found in zip(alone.parameters(), wrapped.parameters()):
-        assert torch.allclose(expected, found, **CLOSE)
+    for expected, parameter in zip(alone.parameters(), wrapped.parameters()):
+        assert torch.allclose(expected, parameter, **CLOSE)
 
 
 class Echo(nn.Module):
@@ -145,8 +145,8 @@ def test_data_parallel_without_tensors_calls_module_directly():
 def test_data_parallel_splits_along_dim():
     x = torch.randn(2, 4, 3)
     module = Echo()
-    (found,), _ = DataParallel(module, CPUS, dim=1)(x)
-    assert torch.equal(found, x)
+    (gathered,), _ = DataParallel(module, CPUS, dim=1)(x)
+    assert torch.equal(gathered, x)
     assert len(module.calls) == 2
 
 
@@ -169,10 +169,10 @@ def test_data_parallel_gathers_scalar_losses_as_vector():
     assert wrapped(x[:1]).shape == (1,)
     assert DataParallel(module, ["cpu"])(x).shape == ()
     losses.mean().backward()
-    found = module.linear.weight.grad.clone()
+    gradient = module.linear.weight.grad.clone()
     module.zero_grad()
     module(x).backward()
-    assert torch.allclose(found, module.linear.weight.grad, **CLOSE)
+    assert torch.allclose(gradient, module.linear.weight.grad, **CLOSE)
 
 
 def test_data_parallel_keeps_running_statistics_of_first_part():
@@ -191,13 +191,13 @@ def test_data_parallel_keeps_running_statistics_of_first_part():
 def test_data_parallel_second_derivatives_equal_module():
     module = nn.Sequential(nn.Linear(8, 4), nn.Tanh(), nn.Linear(4, 1))
     x = torch.randn(5, 8)
-    found = []
+    gradients = []
     for model in (module, DataParallel(module, CPUS)):
         module.zero_grad()
         first = torch.autograd.grad(model(x).sum(), list(module.parameters()), create_graph=True)
         sum(grad.square().sum() for grad in first).backward()
-        found.append([parameter.grad.clone() for parameter in list(module.parameters())[:-1]])
-    assert all(torch.allclose(a, b, **CLOSE) for a, b in zip(*found))
+        gradients.append([parameter.grad.clone() for parameter in list(module.parameters())[:-1]])
+    assert all(torch.allclose(a, b, **CLOSE) for a, b in zip(*gradients))
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
@@ -275,9 +275,9 @@ def test_data_parallel_default_devices_are_gpus_or_module_device(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     same = types.SimpleNamespace(total_memory=1, multi_processor_count=1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: same)
-    found = DataParallel(nn.Linear(1, 1))
-    assert found.devices == [torch.device("cuda:0"), torch.device("cuda:1")]
-    assert found.output_device == torch.device("cuda:0")
+    wrapped = DataParallel(nn.Linear(1, 1))
+    assert wrapped.devices == [torch.device("cuda:0"), torch.device("cuda:1")]
+    assert wrapped.output_device == torch.device("cuda:0")
 
 
 def test_data_parallel_misuse_raises():
@@ -309,8 +309,8 @@ def gpu(memory: int, cores: int) -> Any:
     ids="alike one none memory cores".split(),
 )
 def test_imbalance_describes_unequal_gpus(gpus, text):
-    found = imbalance("abc"[: len(gpus)], gpus)
-    assert (found is None) if text is None else (text in found)
+    description = imbalance("abc"[: len(gpus)], gpus)
+    assert (description is None) if text is None else (text in description)
 
 
 def test_data_parallel_on_unequal_gpus_warns(monkeypatch):

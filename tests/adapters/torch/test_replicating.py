@@ -81,8 +81,8 @@ def test_copies_keep_values_strides_and_layouts(buffer_bytes):
     st.lists(st.tuples(st.sampled_from(["float32", "int8"]), st.integers(0, 40)), max_size=12),
     st.integers(1, 100),
 )
-def test_buckets_hold_each_tensor_once_by_dtype_within_limit(given, limit):
-    tensors = [torch.zeros(n, dtype=getattr(torch, name)) for name, n in given]
+def test_buckets_hold_each_tensor_once_by_dtype_within_limit(shapes, limit):
+    tensors = [torch.zeros(n, dtype=getattr(torch, name)) for name, n in shapes]
     buckets = replicating._buckets(tensors, limit)
     assert sorted(index for bucket in buckets for index in bucket) == list(range(len(tensors)))
     for bucket in buckets:

@@ -142,7 +142,7 @@ def test_scatter_shares_objects_and_copies_containers():
 
 def test_scatter_keeps_container_subclasses():
     batch = torch.arange(4)
-    found = scatter(
+    piece = scatter(
         {
             "user": UserDict(x=batch),
             "default": defaultdict(list, x=batch),
@@ -151,12 +151,12 @@ def test_scatter_keeps_container_subclasses():
         },
         ["cpu", "cpu"],
     )[1]
-    assert type(found["user"]) is UserDict
-    assert found["user"]["x"].tolist() == [2, 3]
-    assert found["default"]["new"] == []
-    assert found["default"]["x"].tolist() == [2, 3]
-    assert (found["row"].owner, found["row"][0].tolist()) == ("me", [2, 3])
-    assert type(found["size"]) is torch.Size
+    assert type(piece["user"]) is UserDict
+    assert piece["user"]["x"].tolist() == [2, 3]
+    assert piece["default"]["new"] == []
+    assert piece["default"]["x"].tolist() == [2, 3]
+    assert (piece["row"].owner, piece["row"][0].tolist()) == ("me", [2, 3])
+    assert type(piece["size"]) is torch.Size
 
 
 def test_scatter_without_tensors_gives_one_piece_per_device():
@@ -238,9 +238,9 @@ def test_gather_of_scalars_gives_vector_and_warns_once():
     scattering._warn_of_scalars.cache_clear()
     losses = [torch.tensor(float(i), requires_grad=True) for i in range(3)]
     with pytest.warns(UserWarning, match="every replica returned a scalar") as caught:
-        found = gather([{"loss": loss, "again": loss} for loss in losses], "cpu", 1)
+        gathered = gather([{"loss": loss, "again": loss} for loss in losses], "cpu", 1)
     assert len(caught) == 1
-    assert found["loss"].tolist() == [0, 1, 2]
+    assert gathered["loss"].tolist() == [0, 1, 2]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert gather(losses[:1], "cpu").shape == (1,)
@@ -252,9 +252,9 @@ def test_gather_of_scalars_gives_vector_and_warns_once():
 def test_gather_of_equal_objects_returns_first():
     thing, nan = object(), float("nan")
     item = {"none": None, "n": 3, "what": thing, "nan": nan}
-    found = gather([item, dict(reversed(item.items()))], "cpu")
-    assert found == item
-    assert list(found) == list(item)
+    gathered = gather([item, dict(reversed(item.items()))], "cpu")
+    assert gathered == item
+    assert list(gathered) == list(item)
 
 
 @pytest.mark.parametrize(

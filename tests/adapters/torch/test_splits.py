@@ -52,11 +52,11 @@ def test_split_half_precision_sums_use_single_precision(size: int) -> None:
     # The sum over a channel overflows half precision.
     expected = nn.BatchNorm2d(4)(x.float()).detach().half()
     if size == 1:
-        found = [Split(nn.BatchNorm2d(4), data=(4,))(x).detach()]
+        outputs = [Split(nn.BatchNorm2d(4), data=(4,))(x).detach()]
     else:
-        found = run_ranks(size, _normalised, x)
-    for each in found:
-        torch.testing.assert_close(each, expected, rtol=0, atol=2e-3)
+        outputs = run_ranks(size, _normalised, x)
+    for output in outputs:
+        torch.testing.assert_close(output, expected, rtol=0, atol=2e-3)
 
 
 # -- errors ----------------------------------------------------------------------------------
@@ -153,8 +153,8 @@ def _train(model: nn.Module, x: Any) -> None:
 def test_split_within_data_parallel_equals_module(how: dict[str, Any]) -> None:
     module, x = made("pairs")
     _train(module, x)
-    for found in run_ranks(4, _within_data_parallel, how):
-        assert far(found, state_of(module)) < CLOSE
+    for state in run_ranks(4, _within_data_parallel, how):
+        assert far(state, state_of(module)) < CLOSE
 
 
 def _replicas(comm: collective.Communicator) -> dict[str, np.ndarray[Any, Any]]:
@@ -167,8 +167,8 @@ def _replicas(comm: collective.Communicator) -> dict[str, np.ndarray[Any, Any]]:
 
 
 def test_data_parallel_of_splits_starts_from_weights_of_rank_0() -> None:
-    for found in run_ranks(4, _replicas):
-        assert far(found, state_of(made("pairs")[0])) == 0
+    for state in run_ranks(4, _replicas):
+        assert far(state, state_of(made("pairs")[0])) == 0
 
 
 # -- parameters and buffers shared by the ranks ----------------------------------------------
@@ -194,18 +194,18 @@ class Mixed(nn.Module):
 def _mixed(comm: collective.Communicator) -> list[Any]:
     module = Mixed()
     with torch.no_grad():
-        for each in (*module.parameters(), *module.buffers()):
-            each.fill_(comm.rank + 1 if each.dtype != torch.bool else comm.rank == 1)
+        for tensor in (*module.parameters(), *module.buffers()):
+            tensor.fill_(comm.rank + 1 if tensor.dtype != torch.bool else comm.rank == 1)
     split = Split(module, data=(2,), comm=comm)
     split(torch.ones(1, 1, 12, 9)).sum().backward()
-    return [each.detach().clone() for each in (*split.parameters(), *split.buffers())]
+    return [tensor.detach().clone() for tensor in (*split.parameters(), *split.buffers())]
 
 
 def test_split_broadcasts_tensors_of_all_dtypes_from_rank_0() -> None:
-    for found in run_ranks(2, _mixed, check="always"):
-        assert len(found) == 5 + 3
-        for each in found:
-            assert (each == (each.dtype != torch.bool)).all()
+    for tensors in run_ranks(2, _mixed, check="always"):
+        assert len(tensors) == 5 + 3
+        for tensor in tensors:
+            assert (tensor == (tensor.dtype != torch.bool)).all()
 
 
 def test_split_with_parameter_frozen_on_one_rank_raises() -> None:
@@ -227,23 +227,23 @@ def test_split_with_parameter_frozen_on_one_rank_raises() -> None:
 def _middle_axis(comm: collective.Communicator, module: nn.Module, x: Any) -> list[Any]:
     module = copy.deepcopy(module)
     Split(module, channels=2, comm=comm)(x).square().sum().backward()
-    return [each.grad for each in module.parameters()]
+    return [parameter.grad for parameter in module.parameters()]
 
 
 def test_split_linear_on_channel_rows_has_whole_gradient() -> None:
     torch.manual_seed(0)
     module = nn.Sequential(nn.Conv1d(1, 4, 3), nn.Linear(6, 5), nn.Conv1d(4, 2, 1)).double()
     x = torch.randn(2, 1, 8, dtype=torch.float64)
-    for found in run_ranks(2, _middle_axis, module, x):
+    for gradients in run_ranks(2, _middle_axis, module, x):
         module.zero_grad()
         module(x).square().sum().backward()
-        for gradient, parameter in zip(found, module.parameters(), strict=True):
+        for gradient, parameter in zip(gradients, module.parameters(), strict=True):
             torch.testing.assert_close(gradient, parameter.grad, rtol=1e-12, atol=1e-12)
 
 
 def _loaded_pieces(comm: collective.Communicator) -> str:
     split, _ = split_of(comm, "pairs")
-    pieces = {name: each.detach() for name, each in split.named_parameters()}
+    pieces = {name: parameter.detach() for name, parameter in split.named_parameters()}
     with pytest.raises(collective.ShapeError) as caught:
         split.load_state_dict(pieces)
     return str(caught.value)

@@ -26,8 +26,8 @@ _WORLDS = [("threads", 4), ("shm", 4), ("gloo", 4), ("openmpi", 2), ("mpich", 4)
 def pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
-        with pool_of(request.param, torch) as made:
-            yield made
+        with pool_of(request.param, torch) as ranks:
+            yield ranks
 
 
 def test_ddp_equals_one_process_on_joined_batch(pool: RankPool) -> None:

@@ -35,10 +35,10 @@ def array(rank: int, dtype: str, ndim: int | None = None) -> Any:
     return np.asarray(counted + np.asarray(rank, dtype))
 
 
-def same(found: Any, wanted: Any) -> None:
-    assert isinstance(found, np.ndarray)
-    assert (found.dtype, found.shape) == (wanted.dtype, wanted.shape)
-    assert np.array_equal(found, wanted)
+def same(result: Any, expected: Any) -> None:
+    assert isinstance(result, np.ndarray)
+    assert (result.dtype, result.shape) == (expected.dtype, expected.shape)
+    assert np.array_equal(result, expected)
 
 
 @on(*EVERYWHERE, chainermn=True)
@@ -47,27 +47,27 @@ def test_array_collectives_handle_every_dtype_and_uneven_shapes(comm: Any) -> No
     everything = (comm.comm.backend, comm.size) == ("shm", 2)
     for dtype in DTYPES if everything else ("float16", "int64"):
         every = [array(rank, dtype) for rank in range(comm.size)]
-        mine = every[comm.rank]
-        for found, wanted in zip(comm.allgather(mine), every):
-            same(found, wanted)
+        own = every[comm.rank]
+        for result, expected in zip(comm.allgather(own), every):
+            same(result, expected)
         for root in range(comm.size):
-            got = comm.gather(mine, root)
-            assert (got is not None) == (comm.rank == root)
-            for found, wanted in zip(got or (), every):
-                same(found, wanted)
+            gathered = comm.gather(own, root)
+            assert (gathered is not None) == (comm.rank == root)
+            for result, expected in zip(gathered or (), every):
+                same(result, expected)
             if comm.rank == root:
-                assert comm.bcast(mine, root) is mine
-                same(comm.scatter(tuple(every), root), mine)
+                assert comm.bcast(own, root) is own
+                same(comm.scatter(tuple(every), root), own)
                 assert np.array_equal(comm.scatter(np.arange(comm.size).astype(dtype), root), root)
             else:
                 same(comm.bcast(None, root), every[root])
-                same(comm.scatter("ignored", root), mine)
+                same(comm.scatter("ignored", root), own)
                 assert comm.scatter(None, root) == np.asarray(comm.rank, dtype)
         sent = [array(comm.rank + other, dtype) for other in range(comm.size)]
         received = comm.alltoall(tuple(sent))
         assert isinstance(received, tuple)
-        for other, found in enumerate(received):
-            same(found, array(comm.rank + other, dtype))
+        for other, result in enumerate(received):
+            same(result, array(comm.rank + other, dtype))
         total = comm.allreduce(array(1, dtype, 2) * np.asarray(comm.rank + 1, dtype))
         same(total, array(1, dtype, 2) * np.asarray(sum(range(1, comm.size + 1)), dtype))
     same(comm.allreduce(np.array(2.0)), np.array(2.0 * comm.size))
@@ -81,15 +81,15 @@ def test_send_and_recv_carry_single_array_and_tuple(comm: Any) -> None:
         for sent in (array(2, dtype), (array(1, dtype), array(3, dtype)), [array(0, dtype)]):
             if comm.rank == 0:
                 comm.send(sent, after, 7)
-                found = comm.recv(before, 7)
+                received = comm.recv(before, 7)
             else:
-                found = comm.recv(before, 7)
-                comm.send(found, after, 7)
-            assert isinstance(found, np.ndarray if isinstance(sent, np.ndarray) else tuple)
+                received = comm.recv(before, 7)
+                comm.send(received, after, 7)
+            assert isinstance(received, np.ndarray if isinstance(sent, np.ndarray) else tuple)
             if isinstance(sent, np.ndarray):
-                sent, found = [sent], [found]
-            assert len(found) == len(sent)
-            for a, b in zip(found, sent):
+                sent, received = [sent], [received]
+            assert len(received) == len(sent)
+            for a, b in zip(received, sent):
                 same(a, b)
 
 
@@ -99,11 +99,11 @@ def test_object_collectives_return_equal_objects(comm: Any) -> None:
     assert comm.bcast_obj(None) is None
     assert comm.bcast_obj("mine" if comm.rank else None) is None
     root = comm.size - 1
-    found = comm.bcast_obj(data if comm.rank == root else None, max_buf_len=1, root=root)
-    assert found[3] == (3, "d")
+    dataset = comm.bcast_obj(data if comm.rank == root else None, max_buf_len=1, root=root)
+    assert dataset[3] == (3, "d")
     assert comm.allreduce_obj([comm.rank]) == list(range(comm.size))
-    got = comm.gather_obj({comm.rank}, root=root)
-    assert got == ([{rank} for rank in range(comm.size)] if comm.rank == root else None)
+    gathered = comm.gather_obj({comm.rank}, root=root)
+    assert gathered == ([{rank} for rank in range(comm.size)] if comm.rank == root else None)
 
 
 class Status:
@@ -141,11 +141,11 @@ def test_recv_obj_from_any_source_sets_status(comm: Any) -> None:
     if comm.rank:
         comm.send_obj(comm.rank, 0)
     else:
-        status, found = Status(), set()
+        status, sources = Status(), set()
         for _ in range(1, comm.size):
-            found.add(comm.recv_obj(-1, status))
-            assert status.source in found
-        assert found == set(range(1, comm.size))
+            sources.add(comm.recv_obj(-1, status))
+            assert status.source in sources
+        assert sources == set(range(1, comm.size))
 
 
 @on("shm-2", chainermn=True)
@@ -166,10 +166,10 @@ def test_object_calls_without_pickle_refuse_pickled_objects(comm: Any) -> None:
 @on("shm-2", chainermn=True)
 def test_bad_arguments_raise_before_communication(comm: Any) -> None:
     x = np.ones(2, "f")
-    for given in (chainer.Variable(x), [1.0, 2.0], "text", 3.0, None):
+    for argument in (chainer.Variable(x), [1.0, 2.0], "text", 3.0, None):
         for call in (comm.allreduce, comm.allgather, comm.gather):
             with pytest.raises(TypeError, match="NumPy or CuPy"):
-                call(given)
+                call(argument)
     for dtype in ("int8", "uint8", "int16", "complex64", "bool"):
         with pytest.raises(TypeError, match=f"does not support dtype {dtype}"):
             comm.allreduce(x.astype(dtype))
@@ -185,9 +185,9 @@ def test_bad_arguments_raise_before_communication(comm: Any) -> None:
     with pytest.raises(ValueError, match="reserved for objects"):
         comm.send(x, 0, 2**31 - 1)
     if comm.rank == 0:
-        for given in ((x,), np.ones((comm.size + 1, 2), "f"), np.array(1.0)):
+        for argument in ((x,), np.ones((comm.size + 1, 2), "f"), np.array(1.0)):
             with pytest.raises(ValueError, match="scatter"):
-                comm.scatter(given)
+                comm.scatter(argument)
         with pytest.raises(TypeError, match="a tuple of arrays"):
             comm.bcast((x, x))
         with pytest.raises(ValueError, match="no arrays"):

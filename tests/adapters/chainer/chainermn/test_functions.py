@@ -100,9 +100,9 @@ def test_send_and_recv_functions_return_values_and_gradients(comm: Any) -> None:
 
 
 def linear(seed: int) -> Any:
-    made = chainer.links.Linear(3, 3)
-    made.W.array[...] = np.random.RandomState(seed).randn(3, 3)
-    return made
+    link = chainer.links.Linear(3, 3)
+    link.W.array[...] = np.random.RandomState(seed).randn(3, 3)
+    return link
 
 
 class Parts(chainermn.MultiNodeChainList):  # type: ignore[misc]
@@ -129,23 +129,23 @@ def test_chain_over_ranks_equals_chain_on_one_rank(comm: Any) -> None:
     loss = chainer.functions.sum(whole(x) ** 2)
     loss.backward()
     if comm.rank == 0:
-        found = chainer.functions.sum(parts(x) ** 2)
-        found.backward()
-        np.testing.assert_allclose(found.array, loss.array, rtol=1e-5)
-        mine = [(parts[0], whole[0]), (parts[1], whole[2])]
+        result = chainer.functions.sum(parts(x) ** 2)
+        result.backward()
+        np.testing.assert_allclose(result.array, loss.array, rtol=1e-5)
+        pairs = [(parts[0], whole[0]), (parts[1], whole[2])]
     else:
         parts().backward()
-        mine = [(parts[0], whole[1])]
-    for own, reference in mine:
+        pairs = [(parts[0], whole[1])]
+    for own, reference in pairs:
         np.testing.assert_allclose(own.W.grad, reference.W.grad, rtol=1e-4)
 
 
 def lstm() -> Any:
-    made = chainer.links.NStepLSTM(1, 2, 3, 0)
+    link = chainer.links.NStepLSTM(1, 2, 3, 0)
     rng = np.random.RandomState(4)
-    for _, param in sorted(made.namedparams()):
+    for _, param in sorted(link.namedparams()):
         param.array[...] = rng.randn(*param.shape) / 2
-    return made
+    return link
 
 
 @on(*FEW, chainermn=True)
@@ -163,37 +163,39 @@ def test_recurrent_network_over_ranks_equals_network_on_one_rank(comm: Any) -> N
         reference = first
     elif comm.rank == 1:
         link = chainermn.links.create_multi_node_n_step_rnn(lstm(), comm, rank_in=0)
-        found, *_ = link(steps[1])
-        np.testing.assert_allclose(found.array, hy.array, rtol=1e-5)
-        chainer.functions.sum(found).backward()
+        result, *_ = link(steps[1])
+        np.testing.assert_allclose(result.array, hy.array, rtol=1e-5)
+        chainer.functions.sum(result).backward()
         reference = second
     else:
         return
-    for (name, own), (_, wanted) in zip(
+    for (name, own), (_, expected) in zip(
         sorted(link.actual_rnn.namedparams()), sorted(reference.namedparams())
     ):
-        np.testing.assert_allclose(own.grad, wanted.grad, rtol=1e-4, atol=1e-6, err_msg=name)
+        np.testing.assert_allclose(own.grad, expected.grad, rtol=1e-4, atol=1e-6, err_msg=name)
 
 
 @on(*EVERYWHERE, chainermn=True)
 def test_batch_normalization_covers_batches_of_all_ranks(comm: Any) -> None:
     rng = np.random.RandomState(7)
     for dtype, tolerance in (("float32", 1e-4), ("float64", 1e-9)):
-        whole = rng.randn(4 * comm.size, 3, 2).astype(dtype)
-        upstream = rng.randn(*whole.shape).astype(dtype)
+        joined = rng.randn(4 * comm.size, 3, 2).astype(dtype)
+        upstream = rng.randn(*joined.shape).astype(dtype)
         part = slice(4 * comm.rank, 4 * comm.rank + 4)
         reference = chainer.links.BatchNormalization(3, dtype=dtype)
         net = chainer.Sequential(chainer.links.BatchNormalization(3, dtype=dtype))
         spread = chainermn.links.create_mnbn_model(net, comm)
         own = spread[0]
         assert isinstance(own, chainermn.links.MultiNodeBatchNormalization)
-        one, many = chainer.Variable(whole), chainer.Variable(whole[part])
-        expected, found = reference(one), spread(many)
-        np.testing.assert_allclose(found.array, expected.array[part], rtol=tolerance, atol=1e-5)
-        expected.grad, found.grad = upstream, upstream[part]
+        joined_input, own_input = chainer.Variable(joined), chainer.Variable(joined[part])
+        expected, result = reference(joined_input), spread(own_input)
+        np.testing.assert_allclose(result.array, expected.array[part], rtol=tolerance, atol=1e-5)
+        expected.grad, result.grad = upstream, upstream[part]
         expected.backward()
-        found.backward()
-        np.testing.assert_allclose(many.grad, one.grad[part], rtol=tolerance, atol=1e-5)
+        result.backward()
+        np.testing.assert_allclose(
+            own_input.grad, joined_input.grad[part], rtol=tolerance, atol=1e-5
+        )
         # ChainerMN's gradient is a mean over ranks, and the reference's is a sum over examples.
         np.testing.assert_allclose(
             own.gamma.grad * comm.size, reference.gamma.grad, rtol=tolerance, atol=1e-5

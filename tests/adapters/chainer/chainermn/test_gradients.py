@@ -26,12 +26,12 @@ SHAPES = {"a": (3, 5), "b": (), "c": (0, 2), "d": (70_000,)}
 
 def model(dtype: str = "float32", **shapes: tuple[int, ...]) -> Any:
     """Return a link with one parameter for each name and shape."""
-    made = chainer.Link()
-    with made.init_scope():
+    link = chainer.Link()
+    with link.init_scope():
         for name, shape in (shapes or SHAPES).items():
-            setattr(made, name, chainer.Parameter(np.zeros(shape, dtype)))
-    made.cleargrads()
-    return made
+            setattr(link, name, chainer.Parameter(np.zeros(shape, dtype)))
+    link.cleargrads()
+    return link
 
 
 def gradient(rank: int, shape: tuple[int, ...], dtype: str) -> Any:
@@ -174,9 +174,9 @@ def test_multi_node_mean_averages_arrays(comm: Any) -> None:
         comm._multi_node_mean(None, x.T[1:])
         assert (x[:, 1:] == half).all()
         assert (x[:, 0] == comm.rank).all()
-        found = np.zeros(2, dtype)
-        comm._multi_node_mean(np.full(2, comm.rank, dtype), found)
-        assert (found == half).all()
+        out = np.zeros(2, dtype)
+        comm._multi_node_mean(np.full(2, comm.rank, dtype), out)
+        assert (out == half).all()
     with pytest.raises(DtypeError):
         comm._multi_node_mean(None, np.zeros(2, int))
     with chainer.using_config("debug", True), pytest.raises(ValueError, match="not finite"):
@@ -198,14 +198,14 @@ def test_gradient_missing_on_rank_is_named_on_all_ranks(comm: Any) -> None:
         return {name: param.grad for name, param in link.namedparams()}
 
     # Each rank contributes equally many elements, but of different parameters.
-    given = fill("/" + "abc"[comm.rank])
+    gradients = fill("/" + "abc"[comm.rank])
     with pytest.raises(MismatchError, match="zero_fill=True") as caught:
         comm.multi_node_mean_grad(link)
     for rank in range(comm.size):
         assert f"rank {rank}: None for /{'abc'[rank]}\n" in str(caught.value)
     for name, param in link.namedparams():
-        assert param.grad is given[name]
-        assert given[name] is None or given[name].tolist() == [comm.rank + 1] * 2
+        assert param.grad is gradients[name]
+        assert gradients[name] is None or gradients[name].tolist() == [comm.rank + 1] * 2
     fill("/a" if comm.rank == 1 else None)
     with pytest.raises(MismatchError, match=r"0: None for no parameter\n  rank 1: None for /a\n"):
         comm.multi_node_mean_grad(link)
@@ -329,9 +329,9 @@ def test_double_buffering_applies_mean_one_step_late(comm: Any) -> None:
             expected = w
         else:
             # The next step applies the mean gradient of this step, taken at this step's parameters.
-            now = (w - of_all).mean(axis=0)
+            current = (w - of_all).mean(axis=0)
             expected = w if late is None else w - 0.5 * late
-            late, w = now, expected
+            late, w = current, expected
         np.testing.assert_allclose(link.w.array, expected, rtol=1e-14)
         assert not link.unused.array.any()
     assert plain.t == len(targets) - 2

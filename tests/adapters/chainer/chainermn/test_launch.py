@@ -177,8 +177,8 @@ def test_other_communicator_names_reach_chainermn_with_mpi4py(tmp_path: Path) ->
     fake.mkdir(parents=True)
     (fake / "__init__.py").write_text("")
     (fake / "MPI.py").write_text("raise ImportError('of the fake')\n")
-    wanted = "ImportError: of the fake: ChainerMN requires mpi4py"
-    there = {"naive": wanted, "dummy": wanted, "misspelt": wanted, "False": wanted}
+    refusal = "ImportError: of the fake: ChainerMN requires mpi4py"
+    there = {"naive": refusal, "dummy": refusal, "misspelt": refusal, "False": refusal}
     # A None in sys.modules makes the import fail as if mpi4py were not installed.
     hide = "import sys; sys.modules['mpi4py'] = None\n"
     gone = {"naive": "CollectiveCommunicator", "dummy": "ImportError: No module named 'mpi4py"}
@@ -188,9 +188,9 @@ def test_other_communicator_names_reach_chainermn_with_mpi4py(tmp_path: Path) ->
     ):
         done = start([sys.executable, "program.py"], tmp_path, text, PYTHONPATH=path)
         assert done.returncode == 0, done.stdout
-        found = dict(line.split(" ", 1) for line in done.stdout.splitlines())
+        outcomes = dict(line.split(" ", 1) for line in done.stdout.splitlines())
         for name, words in {**expected, **more}.items():
-            assert found[name].startswith(words), done.stdout
+            assert outcomes[name].startswith(words), done.stdout
 
 
 @pytest.mark.parametrize("hook", ["", "1"], ids=["plain", "exception hook"])

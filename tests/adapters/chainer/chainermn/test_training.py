@@ -131,14 +131,14 @@ def test_multi_node_evaluator_covers_all_shards(comm: Any) -> None:
     shard = chainermn.scatter_dataset(data, comm)
     iterator = chainer.iterators.SerialIterator(shard, 6, repeat=False, shuffle=False)
     evaluator = chainermn.create_multi_node_evaluator(extensions.Evaluator(iterator, model), comm)
-    found = evaluator()
+    report = evaluator()
     with chainer.using_config("train", False):
         x, y = chainer.dataset.concat_examples(data)
         loss = float(model(x, y).array)
-    assert found["main/accuracy"] == pytest.approx(float(model.accuracy.array))
-    assert found["main/loss"] == pytest.approx(loss)
-    values = [comm.allreduce_obj([value]) for _, value in sorted(found.items())]
-    assert all(len(set(map(float, each))) == 1 for each in values)
+    assert report["main/accuracy"] == pytest.approx(float(model.accuracy.array))
+    assert report["main/loss"] == pytest.approx(loss)
+    values = [comm.allreduce_obj([value]) for _, value in sorted(report.items())]
+    assert all(len(set(map(float, column))) == 1 for column in values)
     # Each rank has a different number of batches.
     uneven = np.arange(3 * comm.rank + 1, dtype="f")
     iterator = chainer.iterators.SerialIterator(uneven, 2, repeat=False, shuffle=False)
@@ -179,10 +179,10 @@ def test_trainer_extensions_aggregate_over_ranks(comm: Any, tmp_path: Path) -> N
     assert len(entries) == 3
     every = comm.allreduce_obj([entries])
     for epoch in range(3):
-        losses = [each[epoch]["all/loss"] for each in every]
+        losses = [entry[epoch]["all/loss"] for entry in every]
         assert losses == pytest.approx([losses[0]] * comm.size)
-        assert losses[0] == pytest.approx(np.mean([each[epoch]["main/loss"] for each in every]))
-        assert len({each[epoch]["validation/main/accuracy"] for each in every}) == 1
+        assert losses[0] == pytest.approx(np.mean([entry[epoch]["main/loss"] for entry in every]))
+        assert len({entry[epoch]["validation/main/accuracy"] for entry in every}) == 1
     assert (model.running == (comm.size - 1) / 2).all()
     assert entries[-1]["all/loss"] < entries[0]["all/loss"]
 
