@@ -69,7 +69,7 @@ def test_link_as_array_raises_invalid_argument_error() -> None:
 
 
 def test_numpy_array_does_not_import_chainer() -> None:
-    """Check this also for a class ``Variable`` of another module."""
+    """Check NumPy arrays and a class ``Variable`` of another module."""
     program = """
 import sys, numpy as np
 from collective.memory.arrays import adapter_of, is_array

@@ -125,7 +125,7 @@ def test_elastic_loop_equals_fixed_groups_and_covers_every_sample():
 
 
 class Gone(Exception):
-    """Raised by a rank that plays dead."""
+    """An error that ends a rank which the other ranks then count as lost."""
 
 
 def with_a_trainer(comm, folder: str) -> Any:
@@ -237,7 +237,7 @@ def test_reshard_to_bad_position_raises(where: Any, error: type[Exception]):
 
 @on("threads-1")
 def test_restore_brings_back_exact_optimizer_state(comm):
-    """Check this also before the first step, when the optimizer's rules have no state yet."""
+    """Check restores before the first step, when the optimizer's rules have no state, and later."""
     link, inputs, targets = made()
     optimizer = chainer.optimizers.Adam()
     optimizer.setup(link)

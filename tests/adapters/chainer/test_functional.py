@@ -25,7 +25,7 @@ Variable = chainer.Variable
 
 
 class Chainer(Tape):
-    """Chainer's graph."""
+    """Chainer's graph as a tape."""
 
     calls = C
 

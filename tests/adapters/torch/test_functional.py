@@ -28,7 +28,7 @@ three = ranks_of(("threads", 3))
 
 
 class Torch(Tape):
-    """Autograd."""
+    """PyTorch's autograd as a tape."""
 
     calls = F
 
