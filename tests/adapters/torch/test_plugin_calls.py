@@ -102,7 +102,7 @@ def test_functional_batch_p2p_ops_exchange_values(rank: int, size: int) -> None:
 
 @in_groups(*WORLDS)
 def test_c10d_op_that_bypasses_group_raises(rank: int, size: int) -> None:
-    # C++ code finds a backend below the group. That backend must raise, not pretend success.
+    # C++ code finds a backend below the group. This backend must raise, not pretend success.
     with pytest.raises(RuntimeError, match=r"error_on_collective|does not support|No backend"):
         torch.ops.c10d.barrier(torch.empty(1), dist.group.WORLD.boxed(), [], timeout=-1)
     dist.barrier()
