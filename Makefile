@@ -1,7 +1,7 @@
 # The first use of a target builds .venv; later uses find it there.
 #
-#   make demo     train LeNet on MNIST digits on 4 ranks over shared memory, or over another
-#                 transport: make demo BACKEND=gloo (mpi, threads)
+#   make demo     train LeNet on MNIST digits over shared memory, on as many ranks as there are cores,
+#                 at most 4; or choose: make demo BACKEND=gloo DEMO_RANKS=4 (mpi, threads)
 #   make demo-chainer   train LeNet in Chainer
 #   make demo-splits    train a U-Net; each of 2 ranks computes half of every picture's rows
 #   make test     run all tests; the MPI tests use two MPI libraries (installed into .mpi)
@@ -31,23 +31,32 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.10 python3; 
 # Pinned, because other versions install gigabytes for GPUs, which nothing here uses.
 TORCH ?= torch==2.13.0
 
-# The transport that carries the data in the demo.
+# The transport that carries the data in the demo, and the number of ranks. With more ranks than
+# cores the demo would only show that ranks wait for a core. One rank alone would show nothing.
 BACKEND ?= shm
+DEMO_RANKS ?= $(shell n=$$(nproc); echo $$((n < 2 ? 2 : n > 4 ? 4 : n)))
 
 BIN := .venv/bin
 # Show errors only: pip and setuptools print long warnings about things that are as intended.
 INSTALL := -m pip install --quiet --quiet --disable-pip-version-check
 PIP := $(BIN)/python $(INSTALL)
+# Runs a command that takes minutes and prints nothing, and prints every ten seconds that it runs.
+define with_progress
+$(1) & job=$$!; trap 'kill $$job 2>/dev/null || true' EXIT; SECONDS=0; \
+while sleep 1; kill -0 $$job 2>/dev/null; do \
+	if ((SECONDS % 10 == 0)); then echo "  still installing, $$SECONDS s"; fi; done; \
+wait $$job
+endef
 
 .PHONY: demo demo-chainer demo-splits clients docs test quick test-gpu check format lint types soak sanitize parity bench release-check wheels clean
 .DEFAULT_GOAL := demo
 
 demo: .venv/.demo $(if $(filter mpi,$(BACKEND)),.mpi/mpich/.done)
-	$(if $(filter mpi,$(BACKEND)),.mpi/mpich/bin,$(BIN))/python -m collective run -n 4 \
+	$(if $(filter mpi,$(BACKEND)),.mpi/mpich/bin,$(BIN))/python -m collective run -n $(DEMO_RANKS) \
 	--backend $(BACKEND) examples/mnist_sgd.py
 
 demo-chainer: .venv/.demo .venv/.chainer $(if $(filter mpi,$(BACKEND)),.mpi/mpich/.done)
-	$(if $(filter mpi,$(BACKEND)),.mpi/mpich/bin,$(BIN))/python -m collective run -n 4 \
+	$(if $(filter mpi,$(BACKEND)),.mpi/mpich/bin,$(BIN))/python -m collective run -n $(DEMO_RANKS) \
 	--backend $(BACKEND) examples/mnist_chainer.py
 
 demo-splits: .venv/.demo $(if $(filter mpi,$(BACKEND)),.mpi/mpich/.done)
@@ -180,8 +189,8 @@ wheels: .wheels/.done
 # The installation also builds the native core, beside its sources, if there is a C compiler.
 NATIVE := $(wildcard collective/native/*.[ch])
 .venv/.demo: pyproject.toml $(NATIVE) | .venv/bin/python
-	@echo "Installing $(TORCH)"
-	@$(PIP) '$(TORCH)'
+	@echo "Installing $(TORCH): some 200 MB to download if pip has no copy, one to three minutes"
+	@$(call with_progress,$(PIP) '$(TORCH)')
 	@echo "Installing collective-comm[torch,examples]"
 	@$(PIP) --editable '.[torch,examples]'
 	@touch $@

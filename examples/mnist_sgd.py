@@ -313,6 +313,51 @@ def plot(path: str, together: Record, alone: Record, ranks: int) -> None:
     figure.savefig(path, dpi=120)
 
 
+def criterion(ratio: float, ranks: int) -> str:
+    """Return what T_sync and T_comp predict, for a rank that computes as fast as one process."""
+    pays = ratio < ranks - 1
+    prediction = "should be faster" if pays else "should not be faster"
+    return (
+        f"T_sync / T_comp = {ratio:.2f} {'<' if pays else '>='} R - 1 = {ranks - 1}: {prediction} "
+        "than one process, if T_comp is as in one process"
+    )
+
+
+def verdict(
+    together: Record, alone: Record, comp: float, sync: float, ranks: int, cores: int
+) -> str:
+    """Return whether the ranks were faster than one process, and the main reason if they were not.
+
+    Args:
+        together, alone: the runs of all ranks and of the one process.
+        comp, sync: T_comp and T_sync, in milliseconds.
+        ranks, cores: the numbers of ranks and cores.
+    """
+    gain = alone.seconds / together.seconds
+    if ranks == 1:
+        return "one rank computes what one process computes: start more ranks to compare"
+    if gain >= 1:
+        return f"{ranks} ranks are {gain:.2f} x as fast as one process"
+    # One process computes the mini-batches of all ranks, one after the other.
+    share = sum(alone.steps[1:]) / len(alone.steps[1:]) * 1e3 / ranks
+    if comp - share < sync:
+        reason = (
+            f"a rank spends {sync:.1f} ms of a step on the all-reduce, waiting included, and "
+            f"{comp:.1f} ms computing; larger mini-batches (--batch) shift this"
+        )
+    elif ranks > cores:
+        reason = (
+            f"{ranks} ranks share {cores} core(s), so a mini-batch takes a rank {comp:.1f} ms and "
+            f"one process {share:.1f} ms"
+        )
+    else:
+        reason = (
+            f"a mini-batch takes a rank {comp:.1f} ms and one process {share:.1f} ms: the cores "
+            "slow each other down, or other programs use them"
+        )
+    return f"{ranks} ranks are only {gain:.2f} x as fast as one process: {reason}"
+
+
 def arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description="Synchronous SGD: LeNet on MNIST digits.")
@@ -369,17 +414,15 @@ def main() -> int:
     difference = float(np.abs(weights - flat_weights(start)).max())
     plot(options.output, record, alone, comm.size)
 
-    ratio, gain = t_sync / t_comp, alone.seconds / record.seconds
-    pays = ratio < comm.size - 1
     console.print(
         f"\ntest accuracy  {record.accuracies[-1]:.1%}\n"
         f"T_comp         {t_comp:.2f} ms  forward and backward of {plan.batch} digits\n"
         f"T_sync         {t_sync:.2f} ms  all-reduce of {weights.nbytes / 1e3:.0f} kB, waiting for "
         f"peers included\n               {t_reduce:.2f} ms  of it once all ranks are there\n"
-        f"criterion      T_sync / T_comp = {ratio:.2f} {'<' if pays else '>='} R - 1 = "
-        f"{comm.size - 1}: {'pays off' if pays else 'does not pay off'}\n"
+        f"criterion      {criterion(t_sync / t_comp, comm.size)}\n"
         f"measured       {record.seconds:.1f} s by {comm.size} rank(s) on {cores} core(s), "
-        f"{alone.seconds:.1f} s by one process: {gain:.1f} x\n"
+        f"{alone.seconds:.1f} s by one process\n"
+        f"verdict        {verdict(record, alone, t_comp, t_sync, comm.size, cores or 1)}\n"
         f"loss curve     {options.output}"
     )
     strays = [rank for rank, digest in enumerate(digests) if digest != digests[0]]

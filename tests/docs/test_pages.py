@@ -156,7 +156,8 @@ def test_program_without_output_runs(block: Block, tmp_path: Path) -> None:
 
 
 def test_readme_shows_hello_example_verbatim() -> None:
-    example = (ROOT / "examples" / "hello.py").read_text()
+    docstring, _, example = (ROOT / "examples" / "hello.py").read_text().partition("\n\n")
+    assert docstring.startswith('"""')
     assert example in [block.text for block in BLOCKS if block.document == "README.md"]
 
 
