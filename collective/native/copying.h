@@ -15,7 +15,7 @@ extern size_t cached_bytes;
 
 /* Whether a call that reads and writes nbytes writes its results around the caches. A call in place
    has just read the cache lines that it writes, so it writes to the caches up to a larger nbytes
-   (docs/decisions.md has the figures). */
+   (docs/decisions/0069-copies-around-the-caches.md has the figures). */
 static inline int beyond_caches(size_t nbytes, int in_place)
 {
     size_t few = (size_t)32 << 20;

@@ -23,6 +23,7 @@ from tests.support.interpreter import ROOT, run
 
 OUTSIDE = "README.md CONTRIBUTING.md SECURITY.md CODE_OF_CONDUCT.md changes/README.md".split()
 DOCUMENTS = [*map(ROOT.joinpath, OUTSIDE), *sorted((ROOT / "docs").rglob("*.md"))]
+DECISIONS = sorted((ROOT / "docs" / "decisions").glob("[0-9]*.md"))
 LANGUAGES = {"console", "python", "sh", "text", "toml"}
 
 
@@ -171,20 +172,47 @@ def test_block_names_known_language(block: Block) -> None:
     assert block.language in LANGUAGES
 
 
-@pytest.mark.parametrize(
-    "document", [*DOCUMENTS, ROOT / "CHANGELOG.md"], ids=lambda path: str(path.relative_to(ROOT))
-)
-def test_local_links_point_to_existing_files(document: Path) -> None:
+def broken_links(document: Path) -> list[str]:
     links = re.findall(r"\]\(([^)#]+)", document.read_text())
     local = [link for link in links if not link.startswith("https://")]
-    assert [link for link in local if not (document.parent / link).exists()] == []
+    return [link for link in local if not (document.parent / link).exists()]
 
 
-def test_every_page_is_in_site_navigation() -> None:
+@pytest.mark.parametrize(
+    "document",
+    [*(d for d in DOCUMENTS if d not in DECISIONS), ROOT / "CHANGELOG.md"],
+    ids=lambda path: str(path.relative_to(ROOT)),
+)
+def test_local_links_point_to_existing_files(document: Path) -> None:
+    assert broken_links(document) == []
+
+
+def test_links_of_decisions_lead_to_files() -> None:
+    assert {d.name: broken_links(d) for d in DECISIONS if broken_links(d)} == {}
+
+
+def test_every_page_is_in_navigation_or_index_of_decisions() -> None:
     pages = [str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")]
     navigation = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
     listed = set(re.findall(r"[ :-] (\S+\.md)$", navigation, re.MULTILINE))
+    index = (ROOT / "docs" / "decisions" / "README.md").read_text()
+    listed |= {f"decisions/{name}" for name in re.findall(r"\]\((\d{4}-\S+\.md)\)", index)}
     assert sorted(set(pages) - listed) == []
+
+
+def _has_the_form_of_a_decision(path: Path) -> bool:
+    heading, _, status, *_ = lines = path.read_text().splitlines()
+    sections = [line[3:] for line in lines if line.startswith("## ")]
+    return (
+        heading.startswith(f"# {path.stem[:4]}: ")
+        and re.match(r"Status: (accepted|rejected|replaced)\b", status) is not None
+        and [name for name in sections if name != "Measurement"]
+        == ["Context", "Decision", "Consequences"]
+    )
+
+
+def test_every_decision_has_number_status_and_sections() -> None:
+    assert [d.name for d in DECISIONS if not _has_the_form_of_a_decision(d)] == []
 
 
 def test_calls_in_table_are_communicator_methods() -> None:
