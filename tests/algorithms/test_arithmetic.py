@@ -1,4 +1,4 @@
-"""The arithmetic of reductions; that of bfloat16 is in ``test_bfloat16``."""
+"""The arithmetic of reductions. ``test_bfloat16`` tests the arithmetic of bfloat16."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ def fold(op: ReduceOp | str, dtype: DType, a: Array, b: Array) -> Array:
 
 
 def scaled(scale: arithmetic.Scale | None, x: Array) -> Array:
-    """Scale ``x``; compared are bits, as some values may not equal themselves."""
+    """Return ``x`` scaled, after checking that scaling in place gives the same bits.
+
+    The checks compare bytes, because a NaN does not equal itself.
+    """
     assert scale is not None
     out, before, in_place = np.empty_like(x), x.tobytes(), x.copy()
     scale(x, out)
@@ -71,7 +74,7 @@ FOLDS = [
     ("name", "dtype", "a", "b", "expected"), FOLDS, ids=[f"{case[0]}-{case[1]}" for case in FOLDS]
 )
 @pytest.mark.parametrize("out", ["new", "left", "right"])
-def test_fold(
+def test_fold_matches_expected_values(
     name: str, dtype: str, a: list[Any], b: list[Any], expected: list[Any], out: str
 ) -> None:
     left, right = np.array(a, dtype), np.array(b, dtype)
@@ -83,7 +86,7 @@ def test_fold(
 
 # -- minimum and maximum of floats --------------------------------------------------
 
-# Each dtype's bits: infinity, and the one NaN that comes of any.
+# The bits of each dtype's infinity, and of the NaN that min and max return for every NaN.
 INFINITY = {
     "float16": 0x7C00,
     "bfloat16": 0x7F80,
@@ -99,7 +102,7 @@ NAN = {
 
 
 def special(dtype: str) -> list[int]:
-    """Return zeros, infinities, numbers at both ends, and NaN, quiet and signalling; as bits."""
+    """Return the bits of zeros, infinities, extreme numbers, and quiet and signalling NaNs."""
     infinity = INFINITY[dtype]
     quiet = NAN[dtype]
     sizes = [0, 1, infinity - 1, infinity, infinity + 1, quiet, quiet + 7, 2 * infinity // 3]
@@ -108,12 +111,12 @@ def special(dtype: str) -> list[int]:
 
 
 def extreme(name: str, dtype: str, a: int, b: int) -> int:
-    """Return IEEE 754-2019's minimum or maximum of two numbers; as bits."""
+    """Return the bits of IEEE 754-2019's minimum or maximum of two numbers, given as bits."""
     sign = 1 << (8 * BY_NAME[dtype].itemsize - 1)
     if max(a % sign, b % sign) > INFINITY[dtype]:
         return NAN[dtype]
     choose = min if name == "min" else max
-    # Bits of numbers are ordered as their sizes are, and -0 comes before +0.
+    # The bits of two positive numbers compare as the numbers do; -0 sorts before +0.
     return choose(a, b, key=lambda bits: bits if bits < sign else sign - 1 - bits)
 
 
@@ -121,10 +124,10 @@ def extreme(name: str, dtype: str, a: int, b: int) -> int:
 @pytest.mark.parametrize("out", ["new", "left", "right"])
 @pytest.mark.parametrize("dtype", INFINITY)
 @pytest.mark.parametrize("name", ["min", "max"])
-def test_extremes_are_those_of_ieee_754_with_one_nan(
+def test_min_max_of_floats_follow_ieee_754_with_one_nan(
     name: str, dtype: str, out: str, count: int
 ) -> None:
-    """All pairs of special values: the shortest and the longest way through the arithmetic."""
+    """Compare all pairs of special values, on the shortest and the longest path of the fold."""
     kind = BY_NAME[dtype]
     unsigned = np.dtype(f"u{kind.itemsize}")
     pairs = list(itertools.product(special(dtype), repeat=2))
@@ -132,30 +135,30 @@ def test_extremes_are_those_of_ieee_754_with_one_nan(
     expected = np.array([extreme(name, dtype, *pair) for pair in pairs], unsigned)
     repeats = -(-count // len(pairs))
     a, b, expected = (np.tile(array, repeats) for array in (a, b, expected))
-    found = np.empty_like(expected)
+    results = np.empty_like(expected)
     with np.errstate(all="raise"):
         for start in range(0, a.size, count):
             left, right = a[start : start + count].copy(), b[start : start + count].copy()
             target = {"new": np.empty_like(left), "left": left, "right": right}[out]
             arithmetic.fold(as_op(name), kind)(left, right, out=target)
-            found[start : start + count] = target.view(unsigned)
-    np.testing.assert_array_equal(found, expected)
+            results[start : start + count] = target.view(unsigned)
+    np.testing.assert_array_equal(results, expected)
 
 
 @pytest.mark.parametrize("dtype", INFINITY)
 @pytest.mark.parametrize("name", ["min", "max"])
-def test_the_extreme_of_a_single_rank_has_the_one_nan_too(name: str, dtype: str) -> None:
+def test_min_max_of_single_rank_normalise_nan(name: str, dtype: str) -> None:
     kind = BY_NAME[dtype]
     unsigned = np.dtype(f"u{kind.itemsize}")
-    given = np.array(special(dtype), unsigned)
-    result = scaled(arithmetic.post(as_op(name), kind, 1), given.view(kind.storage))
+    values = np.array(special(dtype), unsigned)
+    result = scaled(arithmetic.post(as_op(name), kind, 1), values.view(kind.storage))
     expected = [extreme(name, dtype, bits, bits) for bits in special(dtype)]
     np.testing.assert_array_equal(result.view(unsigned), np.array(expected, unsigned))
 
 
-# -- what has a meaning -------------------------------------------------------------
+# -- operators and dtypes -----------------------------------------------------------
 
-# MPI 4.1, section 6.9.2, written out once more.
+# The dtypes of each operator, copied from MPI 4.1, section 6.9.2.
 MEANING = {
     "sum": "int uint float complex",
     "prod": "int uint float complex",
@@ -174,7 +177,7 @@ MEANING = {
 
 @pytest.mark.parametrize("dtype", BY_NAME.values(), ids=BY_NAME)
 @pytest.mark.parametrize("name", MEANING)
-def test_check(name: str, dtype: DType) -> None:
+def test_check_accepts_only_dtypes_of_mpi_table(name: str, dtype: DType) -> None:
     op = {"premul_sum": premul_sum(2), "user": user_op(np.add)}.get(name) or as_op(name)
     families = {"b": "bool", "i": "int", "u": "uint", "f": "float", "c": "complex"}
     family = families[dtype.kind]
@@ -186,7 +189,7 @@ def test_check(name: str, dtype: DType) -> None:
             arithmetic.check(op, dtype)
 
 
-def test_check_knows_every_named_operator() -> None:
+def test_check_table_lists_every_named_operator() -> None:
     assert set(NAMES) | {"premul_sum", "user"} == set(MEANING)
 
 
@@ -194,7 +197,7 @@ def test_check_knows_every_named_operator() -> None:
     ("factor", "dtype"),
     [(70_000, "float16"), (3.4e38, "bfloat16"), (1e39, "float32"), (-1e300, "complex64")],
 )
-def test_a_factor_that_the_dtype_cannot_hold_is_refused(factor: float, dtype: str) -> None:
+def test_premul_sum_factor_infinite_in_dtype_raises_dtype_error(factor: float, dtype: str) -> None:
     with pytest.raises(DtypeError, match=f"infinite in dtype {dtype}"):
         arithmetic.check(premul_sum(factor), BY_NAME[dtype])
     arithmetic.check(premul_sum(factor), BY_NAME["float64"])
@@ -205,14 +208,14 @@ def test_a_factor_that_the_dtype_cannot_hold_is_refused(factor: float, dtype: st
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "complex64", "int32"])
 @pytest.mark.parametrize("name", ["sum", "prod", "bxor", "min"])
-def test_most_operators_scale_nothing(name: str, dtype: str) -> None:
+def test_operators_without_factor_have_no_scaling(name: str, dtype: str) -> None:
     assert arithmetic.pre(as_op(name), BY_NAME[dtype], 3) is None
     assert arithmetic.post(as_op(name), BY_NAME[dtype], 3) is None
 
 
 @pytest.mark.parametrize("size", [1, 3, 8])
 @pytest.mark.parametrize("dtype", ["float32", "float64", "complex64", "complex128"])
-def test_avg_divides_the_sum(dtype: str, size: int) -> None:
+def test_avg_divides_sum_by_size(dtype: str, size: int) -> None:
     kind = BY_NAME[dtype]
     assert arithmetic.pre(as_op("avg"), kind, size) is None
     x = (np.array([6, 1, -7.5, 1e-40]) * (1 + (2j if kind.kind == "c" else 0))).astype(dtype)
@@ -238,7 +241,7 @@ def test_avg_of_float16_rounds_once(size: int) -> None:
     expected = (x.astype(np.float64) / size).astype(np.float16)
     result = scaled(arithmetic.pre(as_op("avg"), F16, size), x)
     np.testing.assert_allclose(result, expected, rtol=0, atol=6e-8)
-    if size <= 2048:  # with NumPy 1 the size is rounded to float16
+    if size <= 2048:  # NumPy 1 rounds a larger size to float16
         np.testing.assert_array_equal(result, expected)
 
 
@@ -260,7 +263,7 @@ def test_premul_sum_rounds_its_factor_to_the_dtype(dtype: str, factor: float) ->
     assert arithmetic.post(premul_sum(0.1), kind, 4) is None
 
 
-def test_a_real_factor_does_not_make_nan_of_a_complex_infinity() -> None:
+def test_real_factor_keeps_complex_infinity_without_nan() -> None:
     x = np.array([complex(np.inf, 1), complex(1, -np.inf)], np.complex64)
     result = scaled(arithmetic.pre(premul_sum(2), BY_NAME["complex64"], 2), x)
     np.testing.assert_array_equal(result.view(np.float32), [np.inf, 2, 2, -np.inf])
@@ -270,7 +273,7 @@ def test_a_real_factor_does_not_make_nan_of_a_complex_infinity() -> None:
 
 @pytest.mark.parametrize("name", ["land", "lor"])
 @pytest.mark.parametrize("dtype", ["bool", "int8", "uint64", "float16", "float32", "bfloat16"])
-def test_a_logical_result_of_one_rank_is_0_or_1_too(name: str, dtype: str) -> None:
+def test_logical_result_of_single_rank_is_0_or_1(name: str, dtype: str) -> None:
     post = arithmetic.post(as_op(name), BY_NAME[dtype], 1)
     if dtype == "bool":
         result = scaled(post, np.array([5, 0, 1], np.uint8).view(bool))
@@ -283,7 +286,7 @@ def test_a_logical_result_of_one_rank_is_0_or_1_too(name: str, dtype: str) -> No
 
 
 @pytest.mark.parametrize("dtype", ["complex64", "complex128"])
-def test_a_product_of_one_complex_number_has_the_bits_of_a_long_one(dtype: str) -> None:
+def test_complex_product_has_same_bits_alone_and_in_long_array(dtype: str) -> None:
     product = arithmetic.fold(as_op("prod"), BY_NAME[dtype])
     drawn = np.random.default_rng(7).normal(size=(100, 4))
     left, right = drawn.copy().view(np.complex128).T.astype(dtype)
@@ -294,20 +297,20 @@ def test_a_product_of_one_complex_number_has_the_bits_of_a_long_one(dtype: str) 
         product(a, b, out=out)
         product(into_left, b, out=into_left)
         product(a, into_right, out=into_right)
-        found = {out[0], into_left[0], into_right[0]}
-        assert found == {expected}, f"{a[0]} * {b[0]}, number {index}"
+        products = {out[0], into_left[0], into_right[0]}
+        assert products == {expected}, f"{a[0]} * {b[0]}, number {index}"
 
 
 # -- functions of users -------------------------------------------------------------
 
 
-def test_a_user_function_gets_lower_ranks_left_and_its_result_is_cast() -> None:
+def test_user_op_gets_lower_rank_left_and_casts_result() -> None:
     op = user_op(lambda a, b: a.astype(float) - b)
     result = fold(op, BY_NAME["int16"], np.array([5, 7], np.int16), np.array([2, 9], np.int16))
     np.testing.assert_array_equal(result, np.array([3, -2], np.int16))
 
 
-def test_a_user_function_sees_bfloat16_as_float32() -> None:
+def test_user_op_sees_bfloat16_as_float32() -> None:
     seen: list[Any] = []
 
     def hypot(a: Array, b: Array) -> Array:
@@ -329,7 +332,7 @@ def test_a_user_function_sees_bfloat16_as_float32() -> None:
         pytest.param(lambda a, b: None, r"\(\)", id="nothing"),
     ],
 )
-def test_a_user_function_that_returns_another_shape(
+def test_user_op_returning_other_shape_raises_invalid_argument(
     dtype: DType, returned: Any, shape: str
 ) -> None:
     a = np.zeros(3, dtype.storage)
@@ -339,7 +342,7 @@ def test_a_user_function_that_returns_another_shape(
         fold(user_op(returned), dtype, a, a.copy())
 
 
-def test_a_user_function_cannot_change_its_inputs() -> None:
+def test_user_op_cannot_write_its_inputs() -> None:
     def in_place(a: Array, b: Array) -> Array:
         a += b
         return a
@@ -352,7 +355,7 @@ def test_a_user_function_cannot_change_its_inputs() -> None:
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @pytest.mark.parametrize("which", [0, 1])
-def test_a_user_function_may_return_an_input(dtype: DType, which: int) -> None:
+def test_user_op_may_return_its_input(dtype: DType, which: int) -> None:
     inputs = [bf16(1, 2), bf16(3, 4)]
     if dtype is F32:
         inputs = [bfloat16_to_float32(x) for x in inputs]
@@ -360,7 +363,7 @@ def test_a_user_function_may_return_an_input(dtype: DType, which: int) -> None:
     np.testing.assert_array_equal(result, inputs[which])
 
 
-def test_a_user_function_need_not_be_hashable() -> None:
+def test_user_op_accepts_unhashable_function() -> None:
     class Add:
         __hash__ = None  # type: ignore[assignment]
 
@@ -370,7 +373,7 @@ def test_a_user_function_need_not_be_hashable() -> None:
     np.testing.assert_array_equal(fold(user_op(Add()), F32, np.ones(2, "f4"), np.ones(2, "f4")), 2)
 
 
-def test_a_user_function_is_not_kept_alive() -> None:
+def test_user_op_does_not_keep_function_alive() -> None:
     def add(a: Array, b: Array) -> Array:
         return a + b
 

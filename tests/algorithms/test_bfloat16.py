@@ -1,4 +1,4 @@
-"""bfloat16 in NumPy: against torch, ml_dtypes and cases worked out by hand."""
+"""bfloat16 in NumPy, compared with torch, with ml_dtypes and with cases worked out by hand."""
 
 from __future__ import annotations
 
@@ -60,19 +60,19 @@ ROUNDING = {
 
 
 @pytest.mark.parametrize(("wide", "narrow"), ROUNDING.values(), ids=ROUNDING)
-def test_rounding_to_bfloat16(wide: int, narrow: int) -> None:
+def test_bfloat16_rounding_matches_cases_by_hand(wide: int, narrow: int) -> None:
     bits = float32_to_bfloat16(np.array([wide], np.uint32).view(np.float32))
     assert bits.dtype == np.uint16
     assert hex(bits[0]) == hex(narrow)
 
 
-def test_widening_bfloat16_is_exact() -> None:
+def test_bfloat16_widening_is_exact() -> None:
     wide = bfloat16_to_float32(EVERY_BFLOAT16)
     assert wide.dtype == np.float32
     np.testing.assert_array_equal(wide.view(np.uint32), EVERY_BFLOAT16.astype(np.uint32) << 16)
 
 
-def test_every_bfloat16_survives_the_way_to_float32_and_back() -> None:
+def test_bfloat16_round_trip_through_float32_keeps_every_value() -> None:
     wide = bfloat16_to_float32(EVERY_BFLOAT16)
     back = float32_to_bfloat16(wide)
     number = ~np.isnan(wide)
@@ -80,21 +80,21 @@ def test_every_bfloat16_survives_the_way_to_float32_and_back() -> None:
     assert np.isnan(bfloat16_to_float32(back[~number])).all()
 
 
-def test_rounding_is_that_of_ml_dtypes() -> None:
+def test_bfloat16_rounding_matches_ml_dtypes() -> None:
     ml_dtypes = pytest.importorskip("ml_dtypes")
     bits = np.random.default_rng(1).integers(0, 1 << 32, 200_000, dtype=np.uint64)
     values = bits.astype(np.uint32).view(np.float32)
     with np.errstate(all="ignore"):
-        theirs = values.astype(ml_dtypes.bfloat16).view(np.uint16)
-    same_values(float32_to_bfloat16(values), theirs)
+        reference = values.astype(ml_dtypes.bfloat16).view(np.uint16)
+    same_values(float32_to_bfloat16(values), reference)
 
 
 @settings(deadline=None)  # the first example imports torch
 @given(arrays(np.float32, 50, elements=st.floats(width=32)))
-def test_rounding_is_that_of_torch(values: Array) -> None:
+def test_bfloat16_rounding_matches_torch(values: Array) -> None:
     torch = pytest.importorskip("torch")
-    theirs = torch.from_numpy(values).to(torch.bfloat16).view(torch.int16).numpy()
-    same_values(float32_to_bfloat16(values), theirs.view(np.uint16))
+    reference = torch.from_numpy(values).to(torch.bfloat16).view(torch.int16).numpy()
+    same_values(float32_to_bfloat16(values), reference.view(np.uint16))
 
 
 # -- folds of bfloat16 --------------------------------------------------------------
@@ -118,36 +118,38 @@ def test_rounding_is_that_of_torch(values: Array) -> None:
         ("lor", 0.0, -7.0, 1.0),
     ],
 )
-def test_fold_of_bfloat16_by_hand(name: str, a: float, b: float, expected: float) -> None:
+def test_fold_of_bfloat16_matches_cases_by_hand(
+    name: str, a: float, b: float, expected: float
+) -> None:
     with np.errstate(all="ignore"):
         result = fold(name, BF16, bf16(a), bf16(b))
     np.testing.assert_array_equal(bfloat16_to_float32(result), np.float32(expected))
 
 
 @pytest.mark.parametrize("name", ["sum", "prod", "min", "max"])
-def test_fold_of_bfloat16_is_that_of_ml_dtypes(name: str) -> None:
+def test_fold_of_bfloat16_matches_ml_dtypes(name: str) -> None:
     ml_dtypes = pytest.importorskip("ml_dtypes")
     a, b = some_bfloat16(1), some_bfloat16(2)
     function = {"sum": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum}[name]
     with np.errstate(all="ignore"):
-        theirs = function(a.view(ml_dtypes.bfloat16), b.view(ml_dtypes.bfloat16))
-        same_values(fold(name, BF16, a, b), theirs.view(np.uint16))
+        reference = function(a.view(ml_dtypes.bfloat16), b.view(ml_dtypes.bfloat16))
+        same_values(fold(name, BF16, a, b), reference.view(np.uint16))
 
 
 @pytest.mark.parametrize("name", ["sum", "prod", "min", "max"])
-def test_fold_of_bfloat16_is_that_of_torch(name: str) -> None:
+def test_fold_of_bfloat16_matches_torch(name: str) -> None:
     torch = pytest.importorskip("torch")
     a, b = some_bfloat16(3), some_bfloat16(4)
     x, y = (torch.from_numpy(v.view(np.int16)).view(torch.bfloat16) for v in (a, b))
     function = {"sum": torch.add, "prod": torch.mul, "min": torch.minimum, "max": torch.maximum}
-    theirs = function[name](x, y).view(torch.int16).numpy().view(np.uint16)
+    reference = function[name](x, y).view(torch.int16).numpy().view(np.uint16)
     with np.errstate(all="ignore"):
-        same_values(fold(name, BF16, a, b), theirs)
+        same_values(fold(name, BF16, a, b), reference)
 
 
 @pytest.mark.parametrize("out", ["new", "left", "right"])
 @pytest.mark.parametrize("count", [0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 7])
-def test_fold_of_bfloat16_goes_block_by_block(count: int, out: str) -> None:
+def test_fold_of_bfloat16_is_right_around_block_length(count: int, out: str) -> None:
     a = bf16(*(np.arange(count) % 100))
     b = bf16(*(np.arange(count) % 90))
     expected = bf16(*(np.arange(count) % 100 + np.arange(count) % 90))
@@ -160,13 +162,13 @@ def test_fold_of_bfloat16_goes_block_by_block(count: int, out: str) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3, 7, 256, 257, 300, 1000])
-def test_avg_of_bfloat16_divides_by_the_size_itself(size: int) -> None:
+def test_avg_of_bfloat16_divides_by_unrounded_size(size: int) -> None:
     torch = pytest.importorskip("torch")
     x = some_bfloat16(size)
-    theirs = (torch.from_numpy(x.view(np.int16)).view(torch.bfloat16) / size).view(torch.int16)
+    reference = (torch.from_numpy(x.view(np.int16)).view(torch.bfloat16) / size).view(torch.int16)
     with np.errstate(all="ignore"):
         same_values(
-            scaled(arithmetic.post(as_op("avg"), BF16, size), x), theirs.numpy().view(np.uint16)
+            scaled(arithmetic.post(as_op("avg"), BF16, size), x), reference.numpy().view(np.uint16)
         )
 
 
@@ -174,11 +176,11 @@ def test_avg_of_bfloat16_divides_by_the_size_itself(size: int) -> None:
     ("total", "size", "mean"),
     [(9, 3, 3), (1, 3, 0.333984375), (900, 300, 3), (256, 257, 0.99609375)],
 )
-def test_avg_of_bfloat16_by_hand(total: float, size: int, mean: float) -> None:
+def test_avg_of_bfloat16_matches_cases_by_hand(total: float, size: int, mean: float) -> None:
     result = scaled(arithmetic.post(as_op("avg"), BF16, size), bf16(total))
     assert bfloat16_to_float32(result)[0] == mean
 
 
-def test_premul_sum_of_bfloat16_by_hand() -> None:
+def test_premul_sum_of_bfloat16_matches_cases_by_hand() -> None:
     result = scaled(arithmetic.pre(premul_sum(-1.5), BF16, 2), bf16(1, 3, 0.0078125))
     np.testing.assert_array_equal(bfloat16_to_float32(result), [-1.5, -4.5, -0.01171875])

@@ -1,4 +1,4 @@
-"""The model of costs: its formulas, and how it is fitted."""
+"""The cost model: its formulas, and the fit of its parameters."""
 
 import math
 
@@ -24,7 +24,7 @@ SIZES = [8**exponent for exponent in range(1, 9)]
 
 
 @pytest.mark.parametrize("p", [2, 4, 8, 64, 1024])
-def test_all_reduce_costs_what_the_papers_say(p):
+def test_all_reduce_costs_match_published_formulas(p):
     def seconds(algorithm):
         return coefficients("all_reduce", N, p, p, algorithm) @ NEAR
 
@@ -41,7 +41,7 @@ def test_all_reduce_costs_what_the_papers_say(p):
 
 
 @pytest.mark.parametrize("p", [3, 6, 7, 12, 1000])
-def test_ranks_beyond_a_power_of_two_take_two_messages_more(p):
+def test_all_reduce_beyond_power_of_two_adds_two_messages(p):
     below = 1 << (p.bit_length() - 1)
     for algorithm in ("recursive doubling", "Rabenseifner"):
         more = coefficients("all_reduce", N, p, p, algorithm)
@@ -49,7 +49,7 @@ def test_ranks_beyond_a_power_of_two_take_two_messages_more(p):
         assert (more - less).tolist() == [2, 2 * N, 0, 0, N]
 
 
-def test_hosts_are_told_from_what_is_inside_them():
+def test_coefficients_separate_links_between_and_inside_hosts():
     # 4 hosts of 8.
     ring = coefficients("all_reduce", N, 32, 8, "ring")
     assert ring.tolist() == [0, 0, 62, 62 * N / 32, N * 31 / 32]
@@ -69,13 +69,13 @@ def test_hosts_are_told_from_what_is_inside_them():
 @settings(deadline=None)
 @given(st.sampled_from(operations()), st.sampled_from(sorted(ALGORITHMS)),
        st.integers(1, 5000), st.integers(1, 64), st.integers(0, 1 << 30))  # fmt: skip
-def test_counts_are_sound(op, algorithm, ranks, per_host, nbytes):
+def test_coefficients_respect_lower_bounds(op, algorithm, ranks, per_host, nbytes):
     counts = coefficients(op, nbytes, ranks, per_host, algorithm)
     assert (counts >= 0).all()
     if ranks == 1:
         assert not counts.any()
         return
-    assert counts[0] + counts[2] >= 1  # who is not alone sends
+    assert counts[0] + counts[2] >= 1  # with two or more ranks there is a message
     if ranks <= per_host:
         assert counts[2] == counts[3] == 0
     else:
@@ -87,7 +87,7 @@ def test_counts_are_sound(op, algorithm, ranks, per_host, nbytes):
         assert counts[1] + counts[3] >= least * nbytes * (1 - 1e-12)
 
 
-def made(algorithm, alpha, beta, gamma, ops=("all_reduce", "all_gather"), counts=(2, 4)):
+def synthetic(algorithm, alpha, beta, gamma, ops=("all_reduce", "all_gather"), counts=(2, 4)):
     return [
         Measured(op, n, p, float(coefficients(op, n, p, p, algorithm)
                                  @ [alpha, beta, alpha, beta, gamma]))
@@ -98,78 +98,79 @@ def made(algorithm, alpha, beta, gamma, ops=("all_reduce", "all_gather"), counts
 @settings(max_examples=20, deadline=None)
 @given(st.sampled_from(sorted(ALGORITHMS)), st.floats(1e-7, 1e-3), st.floats(1e-11, 1e-8),
        st.floats(0.1, 3))  # fmt: skip
-def test_what_was_made_by_the_model_is_found_again(algorithm, alpha, beta, folding):
+def test_fit_recovers_parameters_of_synthetic_data(algorithm, alpha, beta, folding):
     gamma = beta * folding
-    found = fit(made(algorithm, alpha, beta, gamma), algorithm)
-    assert found.separate
-    assert [*found.link, found.gamma] == pytest.approx([alpha, beta, gamma], rel=1e-6)
-    assert found.typical < 1e-9
-    assert found.r2 == pytest.approx(1)
+    fitted = fit(synthetic(algorithm, alpha, beta, gamma), algorithm)
+    assert fitted.separate
+    assert [*fitted.link, fitted.gamma] == pytest.approx([alpha, beta, gamma], rel=1e-6)
+    assert fitted.typical < 1e-9
+    assert fitted.r2 == pytest.approx(1)
     counts = coefficients("all_reduce", N, 64, 8, algorithm)
     far = LinkSpeed(1e-5, 1 / 12e9)
     expected = counts @ [alpha, beta, *far, gamma]
-    assert found.seconds(counts, far) == pytest.approx(expected, rel=1e-6)
-    assert found.interval(counts, far) == pytest.approx((expected, expected), rel=1e-6)
+    assert fitted.seconds(counts, far) == pytest.approx(expected, rel=1e-6)
+    assert fitted.interval(counts, far) == pytest.approx((expected, expected), rel=1e-6)
 
 
-def test_one_operation_does_not_tell_folding_from_sending():
-    measured = made("ring", ALPHA, BETA, GAMMA, ops=("all_reduce",))
-    found = fit(measured, "ring")
-    assert not found.separate
-    assert found.gamma == 0
+def test_fit_of_single_operation_does_not_separate_gamma():
+    measured = synthetic("ring", ALPHA, BETA, GAMMA, ops=("all_reduce",))
+    fitted = fit(measured, "ring")
+    assert not fitted.separate
+    assert fitted.gamma == 0
     # n (p - 1) / p of each byte is sent twice and folded once: beta takes half of gamma.
-    assert found.link.beta == pytest.approx(BETA + GAMMA / 2)
-    assert found.typical < 1e-9
+    assert fitted.link.beta == pytest.approx(BETA + GAMMA / 2)
+    assert fitted.typical < 1e-9
 
 
-def test_the_error_is_stated():
-    measured = made("ring", ALPHA, BETA, GAMMA)
-    off = [m._replace(seconds=m.seconds * (2 if m.bytes == 8**5 else 1)) for m in measured]
-    found = fit(off, "ring")
-    # What took twice as long is seen as half of what it took.
-    assert found.worst == pytest.approx(-0.5, abs=0.1)
-    assert found.typical == pytest.approx(np.sqrt(np.mean(found.errors**2)))
-    assert 0.1 < found.typical < 0.5
-    assert 0.9 < found.r2 < 1
-    # Another algorithm than that by which it was made explains it worse.
+def test_fit_reports_its_error():
+    measured = synthetic("ring", ALPHA, BETA, GAMMA)
+    distorted = [m._replace(seconds=m.seconds * (2 if m.bytes == 8**5 else 1)) for m in measured]
+    fitted = fit(distorted, "ring")
+    # The fit predicts about half of the time that the slowed measurements took.
+    assert fitted.worst == pytest.approx(-0.5, abs=0.1)
+    assert fitted.typical == pytest.approx(np.sqrt(np.mean(fitted.errors**2)))
+    assert 0.1 < fitted.typical < 0.5
+    assert 0.9 < fitted.r2 < 1
+    # An algorithm that did not produce the measurements fits them worse.
     assert fit(measured, "ring").typical < 1e-9 < fit(measured, "tree").typical
 
 
-def test_intervals_hold_as_often_as_they_say():
-    held = 0
+def test_fit_intervals_have_stated_coverage():
+    hits = 0
     counts = coefficients("all_reduce", N, 4, 4, "ring")
     truth = counts @ NEAR
-    exact = made("ring", ALPHA, BETA, GAMMA)
+    exact = synthetic("ring", ALPHA, BETA, GAMMA)
     for seed in range(60):
         draws = np.random.default_rng(seed)
         noisy = [m._replace(seconds=m.seconds * (1 + 0.1 * draws.uniform(-1, 1))) for m in exact]
         low, high = fit(noisy, "ring").interval(counts)
-        held += low <= truth * (1 + 0.1 * draws.uniform(-1, 1)) <= high
-    assert held >= 48  # 54 expected
+        hits += low <= truth * (1 + 0.1 * draws.uniform(-1, 1)) <= high
+    assert hits >= 48  # 54 expected
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10**6), st.integers(3, 12))
-def test_the_least_squares_are_the_best_that_are_not_negative(seed, count):
+def test_non_negative_least_squares_solution_is_optimal(seed, count):
     draws = np.random.default_rng(seed)
     rows, target = draws.uniform(0, 1, (count, 3)), draws.uniform(-1, 2, count)
-    (found,) = model._non_negative(rows, target[None])
-    assert (found >= 0).all()
-    # Karush, Kuhn and Tucker: no slope where it may move, none inwards where it may not.
-    slope = rows.T @ (rows @ found - target)
-    assert slope[found > 0] == pytest.approx(0, abs=1e-8)
-    assert (slope[found == 0] >= -1e-8).all()
+    (solution,) = model._non_negative(rows, target[None])
+    assert (solution >= 0).all()
+    # The conditions of Karush, Kuhn and Tucker: a positive parameter has slope zero, and a
+    # parameter at the bound 0 has no slope towards positive values.
+    slope = rows.T @ (rows @ solution - target)
+    assert slope[solution > 0] == pytest.approx(0, abs=1e-8)
+    assert (slope[solution == 0] >= -1e-8).all()
 
 
 @settings(max_examples=20, deadline=None)
 @given(st.lists(st.floats(1e-6, 1.0), min_size=8, max_size=8))
-def test_nothing_costs_less_than_nothing(seconds):
+def test_fit_never_gives_negative_costs(seconds):
     assume(len(set(seconds)) > 1)
     measured = [Measured("all_reduce", n, 2, s) for n, s in zip(SIZES, seconds)]
     for algorithm in ALGORITHMS:
-        found = fit(measured, algorithm)
-        assert min(*found.link, found.gamma) >= 0
-        low, high = found.interval(coefficients("all_reduce", N, 64, 64, algorithm))
+        fitted = fit(measured, algorithm)
+        assert min(*fitted.link, fitted.gamma) >= 0
+        low, high = fitted.interval(coefficients("all_reduce", N, 64, 64, algorithm))
         assert 0 <= low <= high
 
 
@@ -183,12 +184,12 @@ def test_nothing_costs_less_than_nothing(seconds):
         [Measured("all_reduce", n, 2, 0.0) for n in SIZES],
     ],
 )
-def test_too_little_to_fit_is_refused(measured):
+def test_fit_of_too_few_measurements_raises_value_error(measured):
     with pytest.raises(ValueError, match=r"\d usable measurements of \d lengths"):
         fit(measured, "ring")
 
 
-# What chooses an algorithm, and the two ways between which it does, as the model has them.
+# Each function that chooses an algorithm, with the steps of its two alternatives in the model.
 CHOICES = {
     costs.tree_beats_ring: (["broadcast"], ["scatter", "all_gather"]),
     costs.doubling_beats_parts: (["all_reduce"], ["reduce_scatter", "all_gather"]),
@@ -199,12 +200,12 @@ CHOICES = {
 @given(st.sampled_from(sorted(CHOICES, key=str)), st.integers(1, 7), st.integers(1, 1 << 24))
 def test_algorithms_are_chosen_by_the_model_at_fixed_prices(choice, exponent, nbytes):
     size = 1 << exponent
-    prices = np.array([costs.START_BYTES, 1, 0, 0, 1])  # folding a byte costs what carrying does
+    prices = np.array([costs.START_BYTES, 1, 0, 0, 1])  # folding a byte costs as much as sending it
 
     def price(steps):
         ways = [coefficients(op, nbytes, size, size, "recursive doubling") for op in steps]
         return float(sum(ways) @ prices)
 
     first, second = map(price, CHOICES[choice])
-    assume(abs(first - second) > 4)  # whole bytes are reckoned with
+    assume(abs(first - second) > 4)  # the functions round to whole bytes
     assert choice(size, nbytes) == (first < second)

@@ -1,6 +1,6 @@
-"""The default algorithms that fold, over nothing but send and recv.
+"""The default algorithms that fold, over a transport that has only send and recv.
 
-Regimes, guards and references are those of ``test_algorithms``.
+``tests.support.algorithm_cases`` has the regimes, the guards around outputs and the references.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from tests.support.loopback import Loopback, Rendezvous, run
 
 
 def fold_in_order(op: ReduceOp, dtype: DType, values: list[Array]) -> Array:
-    """Fold with NumPy, one rank after the other."""
+    """Fold with NumPy, one rank after the other, in rank order."""
     join = arithmetic.fold(op, dtype)
 
     def step(a: Array, b: Array) -> Array:
@@ -71,7 +71,12 @@ def check_reduction(
     counts: list[int] | None = None,
     compare: Callable[[Array, Array], None] = same,
 ) -> None:
-    """Check one reduction; ``op`` may be the rank's own; ``expected`` is the total's."""
+    """Check one reduction on every rank.
+
+    Args:
+        op: the operator, or a function from the rank to the rank's operator.
+        expected: the total of all inputs; for ``reduce_scatter`` each rank's part is a slice of it.
+    """
     size, count = len(inputs), len(inputs[0])
     parts = counts if counts is not None else pieces.even(count, size)
     limits = pieces.limits(parts)
@@ -127,7 +132,7 @@ reductions = pytest.mark.parametrize("operation", ["reduce", "all_reduce", "redu
 @places
 @pytest.mark.parametrize("count", [1, 33])
 @sizes
-def test_fold_of_an_operator_that_does_not_commute(
+def test_fold_with_noncommutative_op_keeps_rank_order(
     kind: type[Backend],
     regime: str,
     operation: str,
@@ -150,7 +155,7 @@ def test_fold_of_an_operator_that_does_not_commute(
 @orders
 @pytest.mark.parametrize("op", ["sum", "user"])
 @pytest.mark.parametrize(("size", "root"), ROOTS)
-def test_reduce_to_every_root(
+def test_reduce_to_every_root_matches_numpy(
     kind: type[Backend], regime: str, ordered: bool, op: str, size: int, root: int
 ) -> None:
     inputs = [maps(33, rank) for rank in range(size)]
@@ -167,7 +172,7 @@ def test_reduce_to_every_root(
 @reductions
 @sizes
 @pytest.mark.parametrize("op", [as_op("sum"), SUBTRACT], ids=["sum", "subtract"])
-def test_ordered_fold_has_the_bits_of_a_sequential_one(
+def test_ordered_fold_has_bits_of_sequential_fold(
     kind: type[Backend], regime: str, operation: str, size: int, op: ReduceOp
 ) -> None:
     rng = np.random.default_rng(5)
@@ -179,16 +184,18 @@ def test_ordered_fold_has_the_bits_of_a_sequential_one(
 
 @reductions
 @pytest.mark.parametrize("size", [4, 16])
-def test_ordered_fold_too_long_to_collect_and_too_short_to_cut(operation: str, size: int) -> None:
+def test_ordered_fold_of_middle_length_has_bits_of_sequential_fold(
+    operation: str, size: int
+) -> None:
     rng = np.random.default_rng(6)
     inputs = [rng.standard_normal(101).astype(np.float32) for _ in range(size)]
     expected = fold_in_order(SUBTRACT, FLOAT32, inputs)
-    with mock.patch.object(costs, "START_BYTES", 256):  # of 404 a rank
+    with mock.patch.object(costs, "START_BYTES", 256):  # a rank's array has 404 bytes
         check_reduction(Rendezvous, operation, inputs, FLOAT32, SUBTRACT, expected, ordered=True)
 
 
 def expected_of(name: str, dtype: DType, inputs: list[Array]) -> Array:
-    """Return the average, or the sum in which each rank has a factor, as float64 or complex128."""
+    """Return the average, or the sum with a factor for each rank, as float64 or complex128."""
     wide = [arithmetic.bfloat16_to_float32(x) if dtype.name == "bfloat16" else x for x in inputs]
     factors = [1 / len(inputs) if name == "avg" else 2.0**rank for rank in range(len(inputs))]
     kind = np.complex128 if dtype.kind == "c" else np.float64
@@ -211,7 +218,7 @@ def close(dtype: DType) -> Callable[[Array, Array], None]:
 @pytest.mark.parametrize("size", [1, 2, 5])
 @pytest.mark.parametrize("name", ["avg", "premul_sum"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "complex64"])
-def test_scaling_is_applied_once(
+def test_reductions_apply_scaling_once(
     regime: str, operation: str, ordered: bool, in_place: bool, size: int, name: str, dtype: str
 ) -> None:
     kind = BY_NAME[dtype]
@@ -233,7 +240,7 @@ def test_scaling_is_applied_once(
 @pytest.mark.parametrize("count", [0, 33])
 @sizes
 @pytest.mark.parametrize("name", ["sum", "compose", "subtract", "premul_sum", "lor"])
-def test_scan(
+def test_scan_matches_prefixes_of_numpy(
     kind: type[Backend], regime: str, in_place: bool, count: int, size: int, name: str
 ) -> None:
     ops = {"compose": COMPOSE, "subtract": SUBTRACT, "lor": as_op("lor")}
@@ -263,7 +270,7 @@ def test_scan(
 
 @reductions
 @orders
-def test_overflow_and_nan_travel_without_warnings(operation: str, ordered: bool) -> None:
+def test_reductions_of_overflow_and_nan_emit_no_warnings(operation: str, ordered: bool) -> None:
     inputs = [
         np.array([3e38, np.inf, np.nan, 1.0] * 3, np.float32) * (-1) ** (r == 2) for r in range(3)
     ]
@@ -274,7 +281,7 @@ def test_overflow_and_nan_travel_without_warnings(operation: str, ordered: bool)
 
 @regimes
 @orders
-def test_all_ranks_get_the_same_bits(regime: str, ordered: bool) -> None:
+def test_all_reduce_gives_same_bits_on_all_ranks(regime: str, ordered: bool) -> None:
     def body(backend: Backend) -> bytes:
         x = np.random.default_rng(backend.rank).standard_normal(1001).astype(np.float32)
         dst = Buffer.empty(1001, FLOAT32)
@@ -294,7 +301,7 @@ def test_all_ranks_get_the_same_bits(regime: str, ordered: bool) -> None:
     st.booleans(),
     st.booleans(),
 )
-def test_uneven_reduce_scatter(
+def test_reduce_scatter_with_uneven_counts_matches_numpy(
     kind: type[Backend], regime: str, counts: list[int], ordered: bool, commutes: bool
 ) -> None:
     inputs = [maps(sum(counts), rank) for rank in range(len(counts))]

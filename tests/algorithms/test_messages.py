@@ -1,4 +1,4 @@
-"""How the default algorithms use a transport: exchanges, deadlines, rounds, bytes, scratch."""
+"""How the default algorithms use a transport: exchanges, deadlines, rounds, bytes and scratch."""
 
 from __future__ import annotations
 
@@ -47,7 +47,9 @@ def number(value: int) -> Buffer:
 @pytest.mark.parametrize(
     "shift", [pytest.param((n, d), id=f"{n}-by-{d}") for n in (2, 3, 5, 6, 8) for d in range(n)]
 )
-def test_shift(kind: type[Backend], tag: int, shift: tuple[int, int]) -> None:
+def test_sendrecv_shifts_by_every_distance(
+    kind: type[Backend], tag: int, shift: tuple[int, int]
+) -> None:
     size, distance = shift
 
     def body(backend: Backend) -> int:
@@ -61,7 +63,9 @@ def test_shift(kind: type[Backend], tag: int, shift: tuple[int, int]) -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(2, 9).flatmap(lambda n: st.permutations(range(n))))
-def test_any_permutation_passes_a_send_that_waits(targets: Sequence[int]) -> None:
+def test_sendrecv_of_any_permutation_completes_with_synchronous_send(
+    targets: Sequence[int],
+) -> None:
     def body(backend: Backend) -> int:
         got = number(-1)
         source = targets.index(backend.rank)
@@ -82,7 +86,7 @@ def test_any_permutation_passes_a_send_that_waits(targets: Sequence[int]) -> Non
 @kinds
 @pytest.mark.parametrize("first", ["send", "recv"])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_sendrecv_meets_a_send_and_a_recv(kind: type[Backend], first: str, rank: int) -> None:
+def test_sendrecv_matches_peer_send_and_recv(kind: type[Backend], first: str, rank: int) -> None:
     def body(backend: Backend) -> int:
         peer, got = 1 - backend.rank, number(-1)
         calls: dict[str, Callable[[], Any]] = {
@@ -100,13 +104,13 @@ def test_sendrecv_meets_a_send_and_a_recv(kind: type[Backend], first: str, rank:
 
 
 @pytest.mark.parametrize(("to", "source"), [(0, 1), (1, 0)])
-def test_half_an_exchange_with_oneself_is_refused(to: int, source: int) -> None:
+def test_sendrecv_half_with_self_raises_rank_error(to: int, source: int) -> None:
     backend = connect_all(2)[0]
     with pytest.raises(RankError, match=r"to rank \d, from rank \d; .* \[rank 0 of 2\]"):
         backend.sendrecv(number(1), to, number(2), source, 0, Deadline(TIMEOUT))
 
 
-def test_sendrecv_raises_what_its_send_raised() -> None:
+def test_sendrecv_raises_error_of_its_send() -> None:
     class Broken(Loopback):
         def send(self, src: Buffer, dst: int, tag: int, deadline: Deadline) -> None:
             super().send(src, dst, tag, deadline)
@@ -126,13 +130,15 @@ def test_sendrecv_raises_what_its_send_raised() -> None:
 
 @kinds
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
-def test_equal_calls_agree(kind: type[Backend], size: int) -> None:
+def test_agree_on_equal_calls_returns(kind: type[Backend], size: int) -> None:
     run(size, lambda b: b.agree(Request("reduce", root=1), Deadline(TIMEOUT)), kind)
 
 
 @kinds
 @pytest.mark.parametrize("odd", [0, 2, 3])
-def test_every_rank_learns_all_calls_and_goes_on(kind: type[Backend], odd: int) -> None:
+def test_agree_on_different_calls_gives_every_rank_all_headers(
+    kind: type[Backend], odd: int
+) -> None:
     def body(backend: Backend) -> tuple[list[Any], int]:
         call = Request("reduce", INT64, (3,), root=7 if backend.rank == odd else 1)
         with pytest.raises(Disagreement) as caught:
@@ -160,7 +166,9 @@ COLLECTIVES: dict[str, Callable[[Backend, Deadline], Any]] = {
 
 @kinds
 @pytest.mark.parametrize("name", COLLECTIVES)
-def test_nobody_waits_past_the_deadline_for_an_absent_rank(kind: type[Backend], name: str) -> None:
+def test_collectives_stop_waiting_for_absent_rank_at_deadline(
+    kind: type[Backend], name: str
+) -> None:
     ended = threading.Barrier(3)
 
     def body(backend: Backend) -> float:
@@ -174,7 +182,7 @@ def test_nobody_waits_past_the_deadline_for_an_absent_rank(kind: type[Backend], 
     assert max(run(3, body, kind)) < 1.0
 
 
-def test_every_message_of_a_call_has_its_deadline() -> None:
+def test_messages_of_call_share_its_deadline() -> None:
     class Noting(Loopback):
         deadlines: list[Deadline]
 
@@ -192,7 +200,7 @@ def test_every_message_of_a_call_has_its_deadline() -> None:
     run(8, body, Noting)
 
 
-def test_a_message_after_the_deadline_is_received_if_it_has_come() -> None:
+def test_recv_after_deadline_returns_arrived_message() -> None:
     def body(backend: Backend) -> int:
         if backend.rank == 0:
             backend.send(number(7), 1, 0, Deadline(TIMEOUT))
@@ -209,7 +217,7 @@ def test_a_message_after_the_deadline_is_received_if_it_has_come() -> None:
 
 
 class Counting(Rendezvous):
-    """Counts what a rank sends."""
+    """Transport that records the number of bytes of each message that its rank sends."""
 
     sent: list[int]
 
@@ -248,30 +256,30 @@ def call(operation: str, count: int, ordered: bool = False) -> Callable[[Backend
 @pytest.mark.parametrize("operation", ["barrier", "all_reduce", "all_gather"])
 @pytest.mark.parametrize("ordered", [False, True], ids=["any_order", "ordered"])
 @pytest.mark.parametrize("size", [4, 8])
-def test_short_messages_take_log2_size_rounds(operation: str, ordered: bool, size: int) -> None:
+def test_short_collectives_take_log2_size_rounds(operation: str, ordered: bool, size: int) -> None:
     rounds = size.bit_length() - 1
     assert [len(of) for of in sent(size, call(operation, 8, ordered))] == [rounds] * size
 
 
 @pytest.mark.parametrize("operation", ["gather", "reduce"])
-def test_short_messages_climb_a_tree(operation: str) -> None:
+def test_short_gather_and_reduce_send_one_message_per_rank(operation: str) -> None:
     assert [len(of) for of in sent(8, call(operation, 8))] == [0, 1, 1, 1, 1, 1, 1, 1]
 
 
 @pytest.mark.parametrize("ordered", [False, True], ids=["any_order", "ordered"])
-def test_long_all_reduce_sends_twice_its_length_and_no_more(ordered: bool) -> None:
+def test_long_all_reduce_sends_two_parts_of_each_byte(ordered: bool) -> None:
     nbytes = 4 << 20
     totals = [sum(of) for of in sent(4, call("all_reduce", nbytes, ordered))]
     assert totals == [2 * nbytes * 3 // 4] * 4
 
 
-def test_long_broadcast_sends_at_most_twice_its_length_from_any_rank() -> None:
+def test_long_broadcast_sends_at_most_twice_its_length_per_rank() -> None:
     nbytes = 4 << 20
     assert max(sum(of) for of in sent(8, call("broadcast", nbytes))) <= 2 * nbytes
 
 
 @pytest.mark.parametrize("ordered", [False, True], ids=["any_order", "ordered"])
-def test_scratch_of_a_long_all_reduce_does_not_grow_with_it(ordered: bool) -> None:
+def test_long_all_reduce_scratch_is_bounded(ordered: bool) -> None:
     count = 16 << 20
     data = [(Buffer(np.zeros(count, np.uint8), UINT8), Buffer.empty(count, UINT8)) for _ in "abcd"]
 
@@ -292,7 +300,7 @@ def test_scratch_of_a_long_all_reduce_does_not_grow_with_it(ordered: bool) -> No
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 8, 13])
-def test_binomial_tree_is_one_tree(size: int) -> None:
+def test_binomial_nodes_form_one_tree(size: int) -> None:
     nodes = [binomial.node(position, size) for position in range(size)]
     children = sorted(child for node in nodes for child, _ in node.children)
     assert children == list(range(1, size))
@@ -301,7 +309,7 @@ def test_binomial_tree_is_one_tree(size: int) -> None:
     assert nodes[0].stop == size
 
 
-def test_copy_onto_itself_is_nothing() -> None:
+def test_copy_onto_itself_writes_nothing() -> None:
     data = np.arange(4)
     data.flags.writeable = False
     pieces.copy(Buffer(data, INT64), Buffer(data[:], INT64))

@@ -1,9 +1,9 @@
-"""The default algorithms that move elements, over nothing but send and recv.
+"""The default algorithms that move elements, over a transport that has only send and recv.
 
-Every operation runs in both regimes: ``rounds`` makes starting a message so dear that
-the algorithms with few rounds are chosen at any size, ``bytes`` makes it free. Results
-are compared with NumPy's, inputs and the memory around outputs with what they were. Long arrays,
-for which algorithms are chosen as they are, are the public suite's, in ``test_conformance``.
+Every operation runs in both regimes. ``rounds`` makes starting a message so expensive that the
+algorithms with few rounds are chosen at any size; ``bytes`` makes it free. The tests compare
+results with NumPy's, and check that inputs and the memory around outputs are unchanged. The
+public suite, in ``test_conformance``, tests long arrays with the real choice of algorithms.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from tests.support.loopback import Loopback, Rendezvous, run
 
 @kinds
 @sizes
-def test_barrier_holds_everybody_until_the_last_has_come(kind: type[Backend], size: int) -> None:
+def test_barrier_returns_after_last_rank_has_entered(kind: type[Backend], size: int) -> None:
     inside: list[int] = []
 
     def body(backend: Backend) -> int:
@@ -55,7 +55,9 @@ def test_barrier_holds_everybody_until_the_last_has_come(kind: type[Backend], si
 @regimes
 @counts_
 @pytest.mark.parametrize(("size", "root"), ROOTS)
-def test_broadcast(kind: type[Backend], regime: str, count: int, size: int, root: int) -> None:
+def test_broadcast_delivers_root_array(
+    kind: type[Backend], regime: str, count: int, size: int, root: int
+) -> None:
     def body(backend: Backend) -> Array:
         out = Output(count, INT64)
         if backend.rank == root:
@@ -69,7 +71,7 @@ def test_broadcast(kind: type[Backend], regime: str, count: int, size: int, root
 
 
 def blocks(counts: list[int]) -> list[Array]:
-    """Return what each rank contributes: no value twice."""
+    """Return each rank's contribution; no value occurs twice."""
     ends = list(itertools.accumulate(counts))
     return [np.arange(end - n, end, dtype=np.int64) for n, end in zip(counts, ends, strict=True)]
 
@@ -77,7 +79,7 @@ def blocks(counts: list[int]) -> list[Array]:
 def check_gather(
     kind: type[Backend], counts: list[int], root: int | None, in_place: bool = False
 ) -> None:
-    """Check gather to ``root``, or all-gather if that is None."""
+    """Check ``gather`` to ``root``, or ``all_gather`` if ``root`` is None."""
     mine, whole = blocks(counts), np.arange(sum(counts))
 
     def body(backend: Backend) -> Array | None:
@@ -121,7 +123,7 @@ def check_scatter(kind: type[Backend], counts: list[int], root: int) -> None:
 
 
 def check_all_to_all(kind: type[Backend], table: list[list[int]]) -> None:
-    """``table[i][j]``: how many elements rank i sends to rank j."""
+    """Check ``all_to_all`` where rank i sends ``table[i][j]`` elements to rank j."""
     size = len(table)
 
     def pieces_of(rank: int) -> list[Array]:
@@ -147,7 +149,7 @@ def check_all_to_all(kind: type[Backend], table: list[list[int]]) -> None:
 @counts_
 @places
 @pytest.mark.parametrize(("size", "root"), ROOTS)
-def test_gather(
+def test_gather_of_uneven_counts_matches_numpy(
     kind: type[Backend], regime: str, count: int, in_place: bool, size: int, root: int
 ) -> None:
     with in_regime(regime):
@@ -159,7 +161,7 @@ def test_gather(
 @counts_
 @places
 @sizes
-def test_all_gather(
+def test_all_gather_of_uneven_counts_matches_numpy(
     kind: type[Backend], regime: str, count: int, in_place: bool, size: int
 ) -> None:
     with in_regime(regime):
@@ -170,7 +172,9 @@ def test_all_gather(
 @regimes
 @counts_
 @pytest.mark.parametrize(("size", "root"), ROOTS)
-def test_scatter(kind: type[Backend], regime: str, count: int, size: int, root: int) -> None:
+def test_scatter_of_uneven_counts_matches_numpy(
+    kind: type[Backend], regime: str, count: int, size: int, root: int
+) -> None:
     with in_regime(regime):
         check_scatter(kind, uneven(size, count), root)
 
@@ -178,7 +182,9 @@ def test_scatter(kind: type[Backend], regime: str, count: int, size: int, root: 
 @kinds
 @counts_
 @sizes
-def test_all_to_all(kind: type[Backend], count: int, size: int) -> None:
+def test_all_to_all_of_uneven_counts_matches_numpy(
+    kind: type[Backend], count: int, size: int
+) -> None:
     check_all_to_all(kind, [[max(0, count + i - 2 * j) for j in range(size)] for i in range(size)])
 
 
@@ -192,7 +198,7 @@ examples = settings(max_examples=25, deadline=None)
 
 @examples
 @given(any_kind, any_regime, any_counts, st.data())
-def test_uneven_gather_and_scatter(
+def test_gather_and_scatter_of_random_counts_match_numpy(
     kind: type[Backend], regime: str, counts: list[int], data: st.DataObject
 ) -> None:
     root = data.draw(st.integers(0, len(counts) - 1))
@@ -204,6 +210,8 @@ def test_uneven_gather_and_scatter(
 
 @examples
 @given(any_kind, st.integers(1, 5), st.data())
-def test_uneven_all_to_all(kind: type[Backend], size: int, data: st.DataObject) -> None:
+def test_all_to_all_of_random_counts_matches_numpy(
+    kind: type[Backend], size: int, data: st.DataObject
+) -> None:
     row = st.lists(st.integers(0, 20), min_size=size, max_size=size)
     check_all_to_all(kind, data.draw(st.lists(row, min_size=size, max_size=size)))

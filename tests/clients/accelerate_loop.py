@@ -1,4 +1,4 @@
-"""accelerate: a loop with its data loader, gradient accumulation, clipping and gathered metrics."""
+"""accelerate: a training loop with accumulated, clipped gradients and gathered metrics."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 
 def main() -> None:
-    """Train over the backend that the command line names."""
+    """Train over the backend named on the command line."""
     options = outcome.options(__doc__)
     dist.init_process_group(options.backend)  # the line to add
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)

@@ -1,4 +1,4 @@
-"""The shape of PyTorch's DDP tutorial: processes by ``spawn``, a group by hand, a checkpoint."""
+"""The steps of PyTorch's DDP tutorial: ``spawn``, an explicit process group, a checkpoint."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def work(rank: int, size: int, options: argparse.Namespace) -> None:
     """Train on one rank."""
     torch.set_num_threads(1)
     dist.init_process_group(options.backend, rank=rank, world_size=size)  # the name to change
-    torch.manual_seed(rank)  # rank 0's weights go to all
+    torch.manual_seed(rank)  # DDP copies rank 0's weights to all ranks
     model = DistributedDataParallel(nn.Sequential(nn.Linear(10, 10), nn.ReLU(), nn.Linear(10, 5)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     generator = torch.Generator().manual_seed(rank)
@@ -41,7 +41,7 @@ def work(rank: int, size: int, options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Start two processes over the backend that the command line names."""
+    """Start two processes over the backend named on the command line."""
     options = outcome.options(__doc__)
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "29501")

@@ -1,4 +1,4 @@
-"""DeepSpeed on the CPU: its engine with ZeRO of stage 1, 2 or 3, and a checkpoint."""
+"""DeepSpeed on the CPU: its engine with ZeRO stages 1, 2 and 3, and a checkpoint."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 
 def main() -> None:
-    """Train over the backend that the command line names."""
+    """Train over the backend named on the command line."""
     options = outcome.options(__doc__)
     deepspeed.init_distributed(options.backend)  # the argument to add
     weights, losses = {}, {}

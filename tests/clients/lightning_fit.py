@@ -1,4 +1,4 @@
-"""Lightning: DDP with synchronised logs, uneven data, a checkpoint and a test."""
+"""Lightning: DDP with synchronised logs, uneven data, a checkpoint and a test run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 
 class Classifier(lightning.LightningModule):
-    """A small network whose logs are means over the ranks."""
+    """Small network that logs means over the ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Classifier(lightning.LightningModule):
 
 
 def main() -> None:
-    """Train over the backend that the command line names."""
+    """Train over the backend named on the command line."""
     options = outcome.options(__doc__)
     lightning.seed_everything(0, verbose=False)
     x = torch.randn(70, 8)

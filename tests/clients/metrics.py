@@ -1,4 +1,4 @@
-"""torchmetrics: states that are summed, joined and of unlike lengths, over the ranks' samples."""
+"""torchmetrics: states that are summed or concatenated, also of different lengths per rank."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torchmetrics.classification import (
 
 
 def main() -> None:
-    """Compute metrics over the backend that the command line names."""
+    """Compute metrics over the backend named on the command line."""
     options = outcome.options(__doc__)
     dist.init_process_group(options.backend)
     rank = dist.get_rank()

@@ -1,4 +1,7 @@
-"""What a client's program leaves for the test: weights and metrics, and what they came over."""
+"""The command line and the result file of a client's program.
+
+The programs in this folder use it to hand weights, metrics and the transport's name to the test.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +16,16 @@ __all__ = ["options", "save"]
 
 
 def options(description: str) -> argparse.Namespace:
-    """Read the command line: the backend's name, and the folder for what the program found."""
+    """Parse the command line: the backend's name, and the folder for the results."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--backend", default="collective")
     parser.add_argument("--out", type=Path, required=True)
     return parser.parse_args()
 
 
-def save(folder: Path, **found: Any) -> None:
-    """Write what this rank found, while the group is there."""
+def save(folder: Path, **results: Any) -> None:
+    """Write this rank's results, and the transport's name, while the process group exists."""
     group: Any = dist.group.WORLD
     comm = getattr(group, "comm", None)
-    found["over"] = dist.get_backend() if comm is None else comm.backend
-    torch.save(found, folder / f"rank-{dist.get_rank()}.pt")
+    results["over"] = dist.get_backend() if comm is None else comm.backend
+    torch.save(results, folder / f"rank-{dist.get_rank()}.pt")

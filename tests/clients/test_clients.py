@@ -1,6 +1,6 @@
-"""Libraries that stand on torch.distributed, over our process group and over PyTorch's Gloo.
+"""Libraries built on torch.distributed, over this package's process group and PyTorch's Gloo.
 
-``make clients`` installs them beside and runs this; docs/clients.md says what came of it.
+``make clients`` installs these libraries and runs this file. docs/clients.md lists the results.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from tests.support.interpreter import ROOT, printed
 from tests.support.network_hosts import free_port
 
 HERE = Path(__file__).parent
-# Of a busy machine, whose imports alone can take a minute.
+# For a busy machine, where the imports alone can take a minute.
 DEADLINE_S = 280.0
-# Programs, what they need, and how they are started.
+# For each program: the package that it needs, and its launcher.
 CLIENTS = {
     "ddp_tutorial": ("torch", "python"),
     "accelerate_loop": ("accelerate", "collective run"),
@@ -44,19 +44,19 @@ LAUNCHERS = {
 
 
 def outcomes(client: str, backend: str, folder: Path) -> list[dict[str, Any]]:
-    """Run a client's program and return what each rank found."""
+    """Run a client's program and return each rank's results."""
     folder.mkdir()
-    kept = {k: v for k, v in os.environ.items() if not k.startswith("COLLECTIVE_")}
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("COLLECTIVE_")}
     printed(
         *LAUNCHERS[CLIENTS[client][1]], HERE / f"{client}.py", "--backend", backend,
-        "--out", folder, cwd=folder, env=kept, timeout=DEADLINE_S,
+        "--out", folder, cwd=folder, env=environment, timeout=DEADLINE_S,
         PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", MASTER_PORT=str(free_port()),
     )  # fmt: skip
     return [torch.load(folder / f"rank-{rank}.pt", weights_only=False) for rank in range(2)]
 
 
 def same(found: Any, wanted: Any, where: str) -> None:
-    """Hold two outcomes to the same bits."""
+    """Check that two outcomes have the same bits."""
     assert type(found) is type(wanted), where
     if isinstance(wanted, dict):
         assert found.keys() == wanted.keys(), where
@@ -75,17 +75,17 @@ def same(found: Any, wanted: Any, where: str) -> None:
 
 @pytest.mark.timeout(2 * DEADLINE_S + 20)
 @pytest.mark.parametrize("client", CLIENTS)
-def test_a_client_ends_as_over_gloo(client: str, tmp_path: Path) -> None:
+def test_client_has_same_outcome_as_over_gloo(client: str, tmp_path: Path) -> None:
     package = CLIENTS[client][0]
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed; `make clients` does that")
-    ours = outcomes(client, "collective", tmp_path / "ours")
-    gloo = outcomes(client, "gloo", tmp_path / "gloo")
-    assert [found.pop("over") for found in ours] == ["shm"] * 2
-    assert [found.pop("over") for found in gloo] == ["gloo"] * 2
-    assert ours[0]["processes"] == 2
-    # Two ranks' numbers have one sum, whoever adds them: the same bits are right to ask for.
-    same(ours, gloo, client)
-    # A wrapper that reduced nothing would leave each rank with weights of its own.
-    if "weights" in ours[0]:
-        same(ours[1]["weights"], ours[0]["weights"], "rank 1 and rank 0")
+    over_collective = outcomes(client, "collective", tmp_path / "ours")
+    over_gloo = outcomes(client, "gloo", tmp_path / "gloo")
+    assert [outcome.pop("over") for outcome in over_collective] == ["shm"] * 2
+    assert [outcome.pop("over") for outcome in over_gloo] == ["gloo"] * 2
+    assert over_collective[0]["processes"] == 2
+    # The sum of two numbers does not depend on their order, so with two ranks the bits are equal.
+    same(over_collective, over_gloo, client)
+    # With a wrapper that reduces nothing, the ranks' weights would differ.
+    if "weights" in over_collective[0]:
+        same(over_collective[1]["weights"], over_collective[0]["weights"], "rank 1 and rank 0")

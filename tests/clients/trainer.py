@@ -12,7 +12,7 @@ LENGTH = 12
 
 
 class Sequences(Dataset[dict[str, torch.Tensor]]):
-    """Numbers that count up from a random one."""
+    """Sequences of numbers that count up from a random start."""
 
     def __init__(self, count: int, seed: int) -> None:
         start = torch.randint(32, (count, 1), generator=torch.Generator().manual_seed(seed))
@@ -26,7 +26,7 @@ class Sequences(Dataset[dict[str, torch.Tensor]]):
 
 
 def main() -> None:
-    """Train over the backend that the command line names."""
+    """Train over the backend named on the command line."""
     options = outcome.options(__doc__)
     dist.init_process_group(options.backend)  # the line to add
     set_seed(0)

@@ -1,4 +1,4 @@
-"""A rank that fails between the rounds of a call: its peers hear of it, and nothing is mixed up."""
+"""A rank that fails between the rounds of a call: its peers get an error and never mixed data."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.on_ranks import on_ranks, ranks_of
 
 pair = ranks_of(("shm", 2), ("threads", 2))
 
-COUNT = 300_000  # elements or bytes that rank 1 has no room for
+COUNT = 300_000  # elements or bytes from which rank 1's allocation fails
 CALLS: dict[str, Callable[[Communicator, Any], Any]] = {
     "recv": lambda comm, x: comm.recv(None, 0) if comm.rank else comm.send(x, 1),
     "sendrecv": lambda comm, x: comm.sendrecv(x, 1 - comm.rank, 1 - comm.rank),
@@ -39,31 +39,31 @@ def _call(comm: Communicator, call: str) -> list[str]:
             raise MemoryError("there is none left")
         return real(shape, *args, **options)
 
-    heard = []
+    outcomes = []
     if comm.rank:
         np.empty = empty
     try:
         for make in (lambda: CALLS[call](comm, x), lambda: comm.all_gather(np.ones(1))):
             try:
                 make()
-                heard.append("returned")
+                outcomes.append("returned")
             except (CollectiveError, MemoryError) as error:
-                heard.append(type(error).__name__)
+                outcomes.append(type(error).__name__)
     finally:
         np.empty = real
-    return heard
+    return outcomes
 
 
 @pytest.mark.parametrize("transport", ["shm", "gloo"])
 @pytest.mark.parametrize("call", CALLS)
-def test_call_without_memory_for_its_result_fails_on_every_rank(call: str, transport: str) -> None:
+def test_call_without_memory_for_result_fails_on_every_rank(call: str, transport: str) -> None:
     if transport == "gloo":
         pytest.importorskip("torch", reason="gloo stands on PyTorch")
     with RankPool(2, transport) as pool:
         sender, receiver = pool.run(_call, call, call_timeout=20.0)
     assert receiver[0] == "MemoryError"
     assert receiver[1] != "returned"
-    # A sender may be through with a short call before, and hears of it in the next.
+    # A sender may complete a short call before rank 1 fails; then its next call raises the error.
     assert PeerFailedError.__name__ in sender
     assert sender[1] == PeerFailedError.__name__
 
@@ -77,20 +77,20 @@ BETWEEN = {
 
 @pytest.mark.parametrize("call", BETWEEN)
 @on_ranks("pair")
-def test_rank_that_goes_on_to_another_call_between_rounds_is_a_mismatch(
+def test_rank_making_other_call_between_rounds_raises_mismatch_error(
     comm: Communicator, call: str
 ) -> None:
     kind, name = BETWEEN[call]
-    whole = getattr(kind, name)
+    original = getattr(kind, name)
 
-    def part(self: Any, *args: Any) -> Any:
-        if self.path.rank == 1:  # a class is the other rank's, too, if ranks are threads
+    def failing(self: Any, *args: Any) -> Any:
+        if self.path.rank == 1:  # ranks that are threads share the class
             raise LookupError("another thing to do")
-        return whole(self, *args)
+        return original(self, *args)
 
     comm = comm.dup()
     if comm.rank == 1:
-        with mock.patch.object(kind, name, part), pytest.raises(LookupError):
+        with mock.patch.object(kind, name, failing), pytest.raises(LookupError):
             getattr(comm, call)(np.ones(7) if call == "all_gather" else None)
         with pytest.raises(MismatchError, match=call):
             comm.reduce(np.ones(5))

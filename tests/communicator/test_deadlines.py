@@ -1,4 +1,4 @@
-"""One deadline for all steps of a call."""
+"""All steps of a call share one deadline."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ STEP_S = 0.02
 
 
 class Slow:
-    """Takes a while in each step, and notes how long the steps may take."""
+    """Mixin that delays each step, and records the time that the deadline leaves for it."""
 
-    def _slowly(self, made: Callable[..., Any], *args: Any) -> Any:
+    def _slowly(self, step: Callable[..., Any], *args: Any) -> Any:
         self.__dict__.setdefault("given", []).append(args[-1].left())
         time.sleep(STEP_S)
-        return made(*args)
+        return step(*args)
 
     def plan(self, request: Request) -> Any:
         return functools.partial(self._slowly, super().plan(request))  # type: ignore[misc]
@@ -36,11 +36,11 @@ class Slow:
 
 
 class Comparing(Slow, ThreadsBackend):
-    """Compares calls as it makes them."""
+    """Slow transport that compares calls by itself while it makes them."""
 
 
 class NotComparing(Slow, Loopback):
-    """Compares nothing by itself."""
+    """Slow transport that does not compare calls by itself."""
 
 
 def lengths(comm: Communicator) -> np.ndarray[Any, Any]:
@@ -57,20 +57,20 @@ CALLS: dict[str, Callable[[Communicator], Any]] = {
 }
 
 
-def given(comm: Communicator, name: str) -> list[float]:
+def seconds_left(comm: Communicator, name: str) -> list[float]:
     CALLS[name](comm)
     return list(comm.transport.__dict__["given"])
 
 
 @pytest.mark.parametrize("kind", [Comparing, NotComparing])
 @pytest.mark.parametrize("name", CALLS)
-def test_later_steps_have_what_is_left(kind: type[Any], name: str) -> None:
-    for rank in run_ranks(2, given, name, backend=kind):
+def test_later_steps_have_remaining_time_of_deadline(kind: type[Any], name: str) -> None:
+    for rank in run_ranks(2, seconds_left, name, backend=kind):
         assert rank[0] > rank[1] + STEP_S / 2, rank
         assert rank == sorted(rank, reverse=True)
 
 
-def test_a_comparison_before_a_call_is_a_step_of_it() -> None:
+def test_comparison_before_call_shares_its_deadline() -> None:
     def program(comm: Communicator) -> list[float]:
         comm.all_reduce(np.ones(2))
         return list(comm.transport.__dict__["given"])

@@ -1,4 +1,4 @@
-"""A communicator that is collected, and was never closed, is not taken for a rank's death."""
+"""A communicator that is garbage-collected without a close does not count as its rank's death."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ from collective.errors import PeerLostError
 from collective.testing import run_ranks
 from tests.support.mpi_launches import VENDORS, launch_of, needs
 
-# By its name: ranks of MPI import this module, and need no PyTorch.
+# A name and not an import, because MPI ranks import this module without needing PyTorch.
 PAIRS = "tests.support.simulated_hosts:Pairs"
 
 
 def _lost(comm: Communicator) -> str:
-    """Return what the others hear when the last rank drops a communicator, and see it live on."""
+    """Return this rank's error text after the last rank has dropped a communicator.
+
+    The barrier of ``comm`` at the end shows that the last rank is still alive.
+    """
     group: Any = comm.dup()
     group.barrier()
     if comm.rank == comm.size - 1:
@@ -41,7 +44,7 @@ def _repeat(call: Callable[[], Any]) -> None:
     "transport",
     ["threads", "shm", "gloo", PAIRS, *(pytest.param(v, marks=needs(v)) for v in VENDORS)],
 )
-def test_who_dropped_it_is_said_to_have_done_so(transport: str) -> None:
+def test_peer_lost_error_names_rank_that_dropped_communicator(transport: str) -> None:
     if transport in ("gloo", PAIRS):
         pytest.importorskip("torch", reason="Gloo stands on PyTorch")
     if transport in VENDORS:
