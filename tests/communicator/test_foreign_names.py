@@ -1,4 +1,4 @@
-"""Names that people bring from other libraries are answered with ours, and are no attributes."""
+"""Names from other libraries: errors recommend this library's name, and no attribute exists."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def comm() -> Any:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_recommended_is_there(name: str) -> None:
+def test_foreign_name_remedy_names_existing_attribute(name: str) -> None:
     for of, owner in (("comm", Communicator), ("collective", collective)):
         remedy = foreign_names.remedy_of(name, of) or ""
         for word in remedy.replace("collective.current().", "comm.").split():
             if word.startswith(f"{of}."):
-                found = word.removeprefix(f"{of}.").partition("(")[0].strip(",`")
-                assert hasattr(owner, found) or found in ("rank", "size"), remedy
+                attribute = word.removeprefix(f"{of}.").partition("(")[0].strip(",`")
+                assert hasattr(owner, attribute) or attribute in ("rank", "size"), remedy
     assert not hasattr(collective, name)
 
 
@@ -54,7 +54,7 @@ def test_what_is_recommended_is_there(name: str) -> None:
         (lambda c: collective.ReduceOp.SUM, "use op='sum'"),
     ],
 )  # fmt: skip
-def test_a_foreign_name_says_what_is_meant(comm: Any, call: Any, text: str) -> None:
+def test_foreign_attribute_error_recommends_equivalent(comm: Any, call: Any, text: str) -> None:
     with pytest.raises(AttributeError) as raised:
         call(comm)
     assert text in str(raised.value)
@@ -84,13 +84,13 @@ KEYWORDS = [
 
 
 @pytest.mark.parametrize(("call", "text"), KEYWORDS)
-def test_a_foreign_keyword_says_what_is_meant(comm: Any, call: Any, text: str) -> None:
+def test_foreign_keyword_error_recommends_equivalent(comm: Any, call: Any, text: str) -> None:
     with pytest.raises(TypeError) as raised:
         call(comm)
     assert text in str(raised.value)
 
 
-def test_a_foreign_keyword_says_what_is_meant_where_the_core_is_not_built() -> None:
+def test_foreign_keyword_error_recommends_equivalent_without_core() -> None:
     program = """
         import sys
         sys.modules["collective.native._core"] = None  # there is none
@@ -111,7 +111,7 @@ def test_a_foreign_keyword_says_what_is_meant_where_the_core_is_not_built() -> N
     assert (done.stdout, done.stderr) == (f"{len(KEYWORDS)}\n", "")
 
 
-def test_a_type_error_from_within_a_call_is_as_it_was() -> None:
+def test_explained_keeps_type_error_raised_inside_call() -> None:
     def inside() -> None:
         raise TypeError("unexpected keyword argument 'dest'")
 
@@ -120,7 +120,7 @@ def test_a_type_error_from_within_a_call_is_as_it_was() -> None:
 
 
 class _Odd:
-    """An array, to look at, which says what a call with a wrong keyword would."""
+    """Array that raises the same TypeError as a call with an unknown keyword argument."""
 
     def __dlpack__(self) -> None: ...
 
@@ -128,13 +128,13 @@ class _Odd:
         raise TypeError("unexpected keyword argument 'dest'")
 
 
-def test_a_type_error_from_within_a_call_that_c_was_asked_for_is_as_it_was(comm: Any) -> None:
+def test_all_reduce_keeps_type_error_raised_by_array(comm: Any) -> None:
     with pytest.raises(TypeError, match=r"^unexpected keyword argument 'dest'$"):
         comm.all_reduce(_Odd(), op="sum")
 
 
 class _Mpi4pys:
-    """As ``MPI.SUM``: a predefined operator is pickled by its name."""
+    """Stand-in for ``MPI.SUM``: mpi4py pickles a predefined operator by its name."""
 
     def __reduce__(self) -> str:
         return "SUM"
@@ -150,18 +150,18 @@ _Mpi4pys.__module__ = "mpi4py.MPI"
         (_Mpi4pys(), "sum"),
     ],
 )  # fmt: skip
-def test_a_foreign_operator_says_what_is_meant(op: Any, meant: str) -> None:
+def test_foreign_operator_error_recommends_equivalent(op: Any, meant: str) -> None:
     with pytest.raises(InvalidArgumentError, match=f"Use op='{meant}'"):
         as_op(op)
 
 
-def test_operators_of_torch_say_what_is_meant() -> None:
+def test_torch_operator_error_recommends_equivalent() -> None:
     dist = pytest.importorskip("torch.distributed")
     with pytest.raises(InvalidArgumentError, match="Use op='max'"):
         as_op(dist.ReduceOp.MAX)
 
 
-def test_foreign_names_are_seen_by_nobody(comm: Communicator) -> None:
+def test_foreign_names_are_hidden_from_introspection(comm: Communicator) -> None:
     names = {*foreign_names._CALL_OF, *foreign_names._OF_BOTH}
     assert not names & set(dir(comm))
     assert {"all_reduce", "rank", "grid"} <= set(dir(comm))
@@ -180,9 +180,9 @@ def test_foreign_names_are_seen_by_nobody(comm: Communicator) -> None:
         ("collective.backends.nccl", ["NcclBackend"]),
     ],
 )
-def test_packages_show_what_they_import_when_asked(name: str, some: list[str]) -> None:
+def test_dir_of_package_lists_lazy_imports(name: str, some: list[str]) -> None:
     if "adapters" in name and importlib.util.find_spec(name.rpartition(".")[2]) is None:
         pytest.skip("the framework is not installed")
     module = importlib.import_module(name)
     assert set(some) <= set(dir(module))
-    assert [each for each in dir(module) if not hasattr(module, each)] == []
+    assert [attribute for attribute in dir(module) if not hasattr(module, attribute)] == []

@@ -15,7 +15,7 @@ from collective.testing import run_ranks
 
 
 def grid(rank: int, size: int, shape: Any, periodic: Any = False) -> Any:
-    """Return a rank's grid: of a communicator it needs no more than this."""
+    """Return a rank's grid, built without a communicator: a grid needs only rank and size."""
     ranks: Any = SimpleNamespace(rank=rank, size=size)
     return Grid(ranks, shape, periodic)
 
@@ -36,7 +36,7 @@ def grid(rank: int, size: int, shape: Any, periodic: Any = False) -> Any:
         (1, (), ()),
     ],
 )
-def test_what_is_none_in_a_shape_is_computed(size: int, shape: Any, wanted: Any) -> None:
+def test_grid_shape_with_none_is_completed(size: int, shape: Any, wanted: Any) -> None:
     assert grid(0, size, shape).shape == wanted
 
 
@@ -48,15 +48,15 @@ def test_what_is_none_in_a_shape_is_computed(size: int, shape: Any, wanted: Any)
         ((2, 3), "tf"),
     ],
 )  # fmt: skip
-def test_a_grid_that_the_ranks_are_not_is_refused(shape: Any, periodic: Any) -> None:
+def test_grid_with_unsuitable_shape_raises_invalid_argument(shape: Any, periodic: Any) -> None:
     with pytest.raises(InvalidArgumentError, match=r"^grid: .*\[rank 0 of 6\]"):
         grid(0, 6, shape, periodic)
 
 
-def test_the_last_axis_is_the_fastest() -> None:
+def test_grid_last_axis_varies_fastest() -> None:
     ranks = [grid(rank, 6, (2, 3)) for rank in range(6)]
-    assert [each.coords for each in ranks] == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
-    assert [ranks[0].rank_at(each.coords) for each in ranks] == list(range(6))
+    assert [member.coords for member in ranks] == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
+    assert [ranks[0].rank_at(member.coords) for member in ranks] == list(range(6))
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_the_last_axis_is_the_fastest() -> None:
         (1, 1, 0, (1, 1)),
     ],
 )
-def test_neighbours_end_in_null_or_go_round(
+def test_neighbours_are_null_at_ends_or_wrap_around(
     rank: int, axis: int, distance: int, wanted: tuple[int, int]
 ) -> None:
     assert grid(rank, 6, (2, 3), (False, True)).neighbours(axis, distance) == wanted
@@ -87,7 +87,7 @@ def test_neighbours_end_in_null_or_go_round(
         (RankError, lambda g: g.coords_of(6)),
     ],
 )
-def test_what_is_not_on_the_grid_is_refused(error: type[Exception], call: Any) -> None:
+def test_grid_arguments_out_of_range_raise(error: type[Exception], call: Any) -> None:
     with pytest.raises(error, match=r"^grid: "):
         call(grid(0, 6, (2, 3)))
 
@@ -100,18 +100,21 @@ def _lines(comm: Communicator) -> list[list[int]]:
     return [line.all_gather(mine).tolist() for line in lines]
 
 
-def test_along_an_axis_are_the_ranks_that_differ_in_it() -> None:
-    everybody = [0, 1, 2, 3]
+def test_along_returns_ranks_that_differ_in_given_axes() -> None:
+    all_ranks = [0, 1, 2, 3]
     assert run_ranks(4, _lines) == [
-        [[0, 2], [0], [0, 1], everybody],
-        [[1, 3], [1], [0, 1], everybody],
-        [[0, 2], [2], [2, 3], everybody],
-        [[1, 3], [3], [2, 3], everybody],
+        [[0, 2], [0], [0, 1], all_ranks],
+        [[1, 3], [1], [0, 1], all_ranks],
+        [[0, 2], [2], [2, 3], all_ranks],
+        [[1, 3], [3], [2, 3], all_ranks],
     ]
 
 
 def _diffuse(comm: Communicator, whole: Any, steps: int) -> Any:
-    """Take steps of a five-point stencil, each rank on its block: 0 beyond the first axis' ends."""
+    """Take steps of a five-point stencil, each rank on its own block.
+
+    Values beyond the ends of the first axis are 0; the second axis is periodic.
+    """
     grid = comm.grid((None, None), periodic=(False, True))
     rows, columns = (length // parts for length, parts in zip(whole.shape, grid.shape))
     top, left = grid.coords[0] * rows, grid.coords[1] * columns
@@ -130,16 +133,16 @@ def _diffuse(comm: Communicator, whole: Any, steps: int) -> Any:
     return top, left, u[1:-1, 1:-1]
 
 
-def test_a_halo_exchange_needs_no_if() -> None:
+def test_halo_exchange_with_null_neighbours_matches_single_rank() -> None:
     whole = np.random.default_rng(0).random((9, 12))
     ((_, _, wanted),) = run_ranks(1, _diffuse, whole, 5)
-    found = np.zeros_like(whole)
+    result = np.zeros_like(whole)
     for top, left, block in run_ranks(6, _diffuse, whole, 5):
-        found[top : top + block.shape[0], left : left + block.shape[1]] = block
-    np.testing.assert_array_equal(found, wanted)
+        result[top : top + block.shape[0], left : left + block.shape[1]] = block
+    np.testing.assert_array_equal(result, wanted)
 
 
-def test_a_group_of_others_says_who_calls_it() -> None:
+def test_group_with_wrong_ranks_raises_rank_error() -> None:
     def program(comm: Communicator) -> None:
         with pytest.raises(RankError, match=r"only these call it.*split\(color\), with None"):
             comm.group([1 - comm.rank])

@@ -1,4 +1,7 @@
-"""Heads of messages that no sender of this version writes: an error, and no memory for them."""
+"""Malformed heads of messages: ``recv`` raises an error, and allocates no memory for the message.
+
+No sender of this version writes such a head.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from collective.deadline import Deadline
 from collective.errors import CollectiveError
 from collective.testing import run_ranks
 
-# Kind, dtype, bytes, dimensions, shape; these go together:
+# The fields are kind, dtype, bytes, number of dimensions, and shape. This head is consistent:
 SOUND = [0, 11, 8, 1, 1]
 HEADS = {
     "kind": [3, 11, 8, 1, 1],
@@ -45,11 +48,11 @@ def receives(comm: Any, words: list[int]) -> str:
 
 
 @pytest.mark.parametrize("words", HEADS.values(), ids=HEADS)
-def test_a_head_that_is_none_is_an_error(words: list[int]) -> None:
+def test_malformed_head_raises_error(words: list[int]) -> None:
     text = run_ranks(2, receives, words)[0]
     assert text.startswith(f"recv: a message begins with {', '.join(map(str, words))}")
 
 
-def test_a_head_that_is_one_is_received() -> None:
-    """So what is changed in the others is what makes them wrong."""
+def test_sound_head_is_received() -> None:
+    """Show that the changed field alone makes each malformed head wrong."""
     assert run_ranks(2, receives, SOUND)[0] == "received"

@@ -1,4 +1,4 @@
-"""Listeners: what programs hook into a communicator's calls."""
+"""Listeners and hooks: functions of the program that a communicator runs around its calls."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from tests.support.on_ranks import on_ranks, ranks_of
 pair = ranks_of(("threads", 2))
 
 
-def heard(comm: Communicator, call: Any) -> list[tuple[CallEvent, BaseException | None]]:
-    """Make a call; return what was heard of it, after it."""
-    found: list[tuple[CallEvent, BaseException | None]] = []
+def events_of(comm: Communicator, call: Any) -> list[tuple[CallEvent, BaseException | None]]:
+    """Make a call; return the event and the error of each run of the hook after it."""
+    events: list[tuple[CallEvent, BaseException | None]] = []
     begun: list[CallEvent] = []
-    end = comm.hook(before=begun.append, after=lambda event, error: found.append((event, error)))
+    end = comm.hook(before=begun.append, after=lambda event, error: events.append((event, error)))
     try:
         call(comm)
     finally:
         end()
-    assert [event for event, _ in found] == begun
-    return found
+    assert [event for event, _ in events] == begun
+    return events
 
 
 def once(operation: str, nbytes: int, call: Any, how: str = "") -> Any:
@@ -57,7 +57,7 @@ CALLS = [
     ),
     once(
         "all_reduce", 32, lambda comm: comm.all_reduce(np.ones(4), op=user_op(np.add)),
-        " with an operator of the program's",
+        " with a user operator",
     ),
     once("sendrecv", 32, lambda comm: comm.sendrecv(np.ones(4), 1 - comm.rank, 1 - comm.rank)),
 ]  # fmt: skip
@@ -65,20 +65,20 @@ CALLS = [
 
 @pytest.mark.parametrize(("operation", "nbytes", "call"), CALLS)
 @on_ranks("pair")
-def test_a_call_is_heard_of_once(
+def test_hook_runs_once_for_each_kind_of_call(
     comm: Communicator, operation: str, nbytes: int, call: Any
 ) -> None:
-    ((event, error),) = heard(comm, call)
+    ((event, error),) = events_of(comm, call)
     assert (event.operation, event.nbytes, error) == (operation, nbytes, None)
 
 
 @on_ranks("pair")
-def test_a_call_that_is_made_again_is_heard_of_again(comm: Communicator) -> None:
+def test_hook_runs_for_each_repetition_of_call(comm: Communicator) -> None:
     x = np.ones(4)
-    assert len(heard(comm, lambda comm: [comm.all_reduce(x, out=x) for _ in range(3)])) == 3
+    assert len(events_of(comm, lambda comm: [comm.all_reduce(x, out=x) for _ in range(3)])) == 3
 
 
-def test_a_hook_that_comes_while_a_call_is_under_way_keeps_their_order() -> None:
+def test_hook_added_during_call_keeps_order_of_calls() -> None:
     hooked = threading.Event()
 
     def program(comm: Communicator) -> list[float]:
@@ -94,52 +94,52 @@ def test_a_hook_that_comes_while_a_call_is_under_way_keeps_their_order() -> None
 
 
 @on_ranks("pair")
-def test_messages_tell_their_ends(comm: Communicator) -> None:
+def test_hook_event_of_message_has_peer_and_tag(comm: Communicator) -> None:
     if comm.rank == 0:
-        ((sent, _),) = heard(comm, lambda comm: comm.send(np.ones(2), 1, tag=5))
+        ((sent, _),) = events_of(comm, lambda comm: comm.send(np.ones(2), 1, tag=5))
         ends = (sent.operation, sent.nbytes, sent.dst, sent.src, sent.tag)
         assert ends == ("send", 16, 1, None, 5)
     else:
-        ((received, _),) = heard(comm, lambda comm: comm.recv(None, 0, tag=5))
+        ((received, _),) = events_of(comm, lambda comm: comm.recv(None, 0, tag=5))
         assert (received.operation, received.src, received.tag) == ("recv", 0, 5)
         assert received.nbytes == -1
 
 
 @on_ranks("pair")
-def test_what_a_call_raised_is_heard_of(comm: Communicator) -> None:
-    found: list[BaseException | None] = []
-    comm.hook(after=lambda _, error: found.append(error))
+def test_hook_after_call_receives_its_error(comm: Communicator) -> None:
+    errors: list[BaseException | None] = []
+    comm.hook(after=lambda _, error: errors.append(error))
     with pytest.raises(MismatchError):
         comm.all_reduce(np.ones(4 + comm.rank))
-    assert type(found[0]) is MismatchError
+    assert type(errors[0]) is MismatchError
 
 
-def test_what_is_compared_first_is_heard_of_within() -> None:
+def test_hook_sees_comparison_inside_call() -> None:
     def program(comm: Communicator) -> list[tuple[str, bool]]:
         begun: list[CallEvent] = []
         comm.hook(before=begun.append)
         comm.all_reduce(np.ones(2))
         return [(event.operation, event.compares) for event in begun]
 
-    found = run_ranks(2, program, backend="tests.support.loopback:Loopback", check="always")
-    assert found == [[("all_reduce", False), ("all_reduce", True)]] * 2
+    events = run_ranks(2, program, backend="tests.support.loopback:Loopback", check="always")
+    assert events == [[("all_reduce", False), ("all_reduce", True)]] * 2
 
 
 @on_ranks("pair")
-def test_nothing_is_heard_of_after_the_end(comm: Communicator) -> None:
-    found: list[CallEvent] = []
-    end = comm.hook(before=found.append)
+def test_hook_does_not_run_after_removal(comm: Communicator) -> None:
+    events: list[CallEvent] = []
+    end = comm.hook(before=events.append)
     comm.barrier()
     end()
     comm.barrier()
-    assert len(found) == 1
+    assert len(events) == 1
 
 
 # -- hooks that raise --------------------------------------------------------------------------
 
 
 class _Vain(Exception):
-    """What a hook raises."""
+    """Error that the hooks of these tests raise."""
 
 
 def _raising(error: BaseException) -> Any:
@@ -149,21 +149,21 @@ def _raising(error: BaseException) -> Any:
     return hook
 
 
-def test_hook_that_raises_ends_the_call_of_all_ranks() -> None:
+def test_hook_error_ends_call_on_all_ranks() -> None:
     def program(comm: Communicator) -> str:
         end = comm.hook(before=_raising(_Vain("not now")) if comm.rank == 0 else None)
         try:
             comm.all_reduce(np.ones(1))
         except (_Vain, PeerFailedError) as error:
             end()
-            found = f"{type(error).__name__}: {'not now' in str(error)}"
+            outcome = f"{type(error).__name__}: {'not now' in str(error)}"
             with pytest.raises(PeerFailedError, match=r"(?s)rank 0 failed.*not now"):
                 comm.barrier()
-            return found
+            return outcome
         return "returned"
 
-    found = run_ranks(2, program, backend="threads")
-    assert found == ["_Vain: True", "PeerFailedError: True"]
+    outcome = run_ranks(2, program, backend="threads")
+    assert outcome == ["_Vain: True", "PeerFailedError: True"]
 
 
 @pytest.mark.parametrize(
@@ -178,7 +178,7 @@ def test_hook_that_raises_ends_the_call_of_all_ranks() -> None:
         )
     ],
 )
-def test_hook_may_raise_any_error(error: BaseException) -> None:
+def test_hook_error_of_any_class_reaches_all_ranks(error: BaseException) -> None:
     def program(comm: Communicator) -> bool:
         if comm.rank == 0:
             comm.hook(before=_raising(error))
@@ -193,7 +193,7 @@ def test_hook_may_raise_any_error(error: BaseException) -> None:
 
 
 @on_ranks("pair")
-def test_hook_that_raises_after_a_failed_call_keeps_its_error(comm: Communicator) -> None:
+def test_hook_error_after_failed_call_keeps_call_error_as_context(comm: Communicator) -> None:
     group = comm.dup()
     group.hook(after=_raising(_Vain("the log is full")))
     with pytest.raises(_Vain) as caught:
@@ -202,7 +202,7 @@ def test_hook_that_raises_after_a_failed_call_keeps_its_error(comm: Communicator
 
 
 @on_ranks("pair")
-def test_hooks_that_raise_keep_each_others_errors(comm: Communicator) -> None:
+def test_hook_errors_are_chained_as_context(comm: Communicator) -> None:
     group = comm.dup()
     for text in ("first", "second"):
         group.hook(after=_raising(_Vain(text)))
@@ -212,16 +212,16 @@ def test_hooks_that_raise_keep_each_others_errors(comm: Communicator) -> None:
 
 
 @on_ranks("pair")
-def test_hook_that_raises_ends_those_that_began(comm: Communicator) -> None:
-    group, found = comm.dup(), []
-    group.hook(before=found.append, after=lambda event, error: found.append(error))
+def test_hook_error_ends_hooks_that_began(comm: Communicator) -> None:
+    group, events = comm.dup(), []
+    group.hook(before=events.append, after=lambda event, error: events.append(error))
     group.hook(before=_raising(error := _Vain("not now")), after=_raising(_Vain("not begun")))
     with pytest.raises(_Vain, match="not now"):
         group.barrier()
-    assert found[1:] == [error]
+    assert events[1:] == [error]
 
 
-def test_listener_that_raises_of_a_group_ends_the_calls_of_its_members() -> None:
+def test_listener_error_in_group_ends_calls_of_members() -> None:
     class Listening(Listener):
         def group(self, child: Any, ranks: Any) -> None:
             raise _Vain("no groups")
@@ -239,7 +239,7 @@ def test_listener_that_raises_of_a_group_ends_the_calls_of_its_members() -> None
     assert run_ranks(2, program, backend="threads") == [True, True]
 
 
-def test_listener_that_raises_at_the_end_leaves_the_communicator_closed() -> None:
+def test_listener_error_in_close_leaves_communicator_closed() -> None:
     class Listening(Listener):
         def close(self) -> None:
             raise _Vain("not yet")

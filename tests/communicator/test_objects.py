@@ -1,4 +1,4 @@
-"""Objects as bytes: they come back as they were, and nothing else can come."""
+"""Objects as bytes: decoding restores each object, and malformed bytes raise an error."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ OBJECTS = st.recursive(
 
 
 @given(OBJECTS)
-def test_objects_come_back_as_they_were(value):
+def test_object_round_trip_restores_value(value):
     raw = encode(value)
     assert raw.dtype == np.uint8
     assert _same(decode(raw), value)
@@ -92,23 +92,23 @@ def test_objects_come_back_as_they_were(value):
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_objects_at_the_edges_come_back_as_they_were(value):
+def test_object_round_trip_restores_extreme_values(value):
     got = decode(encode(value))
     assert _same(got, value) or repr(got) == repr(value)
 
 
-def test_a_bytearray_comes_back_as_bytes():
+def test_bytearray_is_decoded_as_bytes():
     assert decode(encode(bytearray(b"ab"))) == b"ab"
 
 
-def test_strided_arrays_come_back_contiguous_and_writable():
+def test_strided_array_is_decoded_contiguous_and_writable():
     x = np.arange(12.0).reshape(3, 4)[::-1, ::2].T
     got = decode(encode([b"x", x]))[1]
     np.testing.assert_array_equal(got, x)
     got[:] = 0
 
 
-def test_tensors_come_back_as_tensors():
+def test_tensor_round_trip_restores_tensor():
     torch = pytest.importorskip("torch")
     for x in (torch.arange(6).reshape(2, 3).t(), torch.ones(2, dtype=torch.bfloat16)):
         got = decode(encode({"x": x}))["x"]
@@ -125,13 +125,13 @@ class Custom:
     [Custom(), object, len, range(3), 1j.conjugate, {"a": [Custom()]}, type],
     ids=["object", "class", "builtin", "range", "method", "nested", "type"],
 )
-def test_other_objects_are_refused_with_the_remedy(value):
+def test_encode_of_other_object_recommends_pickle(value):
     with pytest.raises(InvalidArgumentError, match="pickle=True"):
         encode(value)
 
 
 @pytest.mark.parametrize("value", [np.array(["text"]), np.array([None]), np.str_("x")], ids=repr)
-def test_arrays_that_cannot_travel_are_refused(value):
+def test_encode_of_unsupported_dtype_raises_dtype_error(value):
     with pytest.raises(DtypeError):
         encode(value)
 
@@ -146,7 +146,7 @@ class Attack:
         return _ran.append, ("it ran",)
 
 
-def test_a_pickle_is_not_read_unless_asked_for():
+def test_decode_refuses_pickle_by_default():
     raw = encode(Attack(), use_pickle=True)
     with pytest.raises(InvalidArgumentError, match="any code"):
         decode(raw)
@@ -154,11 +154,11 @@ def test_a_pickle_is_not_read_unless_asked_for():
     assert decode(encode(Custom, use_pickle=True), use_pickle=True) is Custom
 
 
-def test_plain_data_is_read_where_pickle_is_allowed():
+def test_decode_reads_plain_data_with_pickle_allowed():
     assert decode(encode([1, 2]), use_pickle=True) == [1, 2]
 
 
-def test_a_bare_pickle_is_not_taken_for_an_object():
+def test_decode_refuses_unframed_pickle():
     raw = np.frombuffer(pickle.dumps(Attack()), np.uint8)
     with pytest.raises(CollectiveError):
         decode(raw, use_pickle=True)
@@ -175,7 +175,7 @@ def _written(node, blob: bytes = b"") -> np.ndarray:
     return np.frombuffer(head + b"\0" * (-len(head) % 16) + blob, np.uint8)
 
 
-def test_the_test_writes_what_the_decoder_reads():
+def test_written_bytes_are_readable_by_decode():
     assert decode(_written(["bytes", 3], b"abc")) == b"abc"
 
 
@@ -224,7 +224,7 @@ def test_the_test_writes_what_the_decoder_reads():
     ],
     ids=lambda node: str(node)[:60],
 )
-def test_malformed_structures_are_refused(node):
+def test_decode_of_malformed_structure_raises_collective_error(node):
     with pytest.raises(CollectiveError):
         decode(_written(node, b"\0" * 32))
 
@@ -236,7 +236,7 @@ def _framed(text: bytes, length: int | None = None) -> np.ndarray:
 
 
 @pytest.mark.parametrize("length", [5, 2**31, 2**63, 2**64 - 1])
-def test_a_structure_that_is_longer_than_the_bytes_is_refused(length):
+def test_decode_of_too_long_structure_raises_collective_error(length):
     with pytest.raises(CollectiveError, match=f"has 13 bytes; its header announces {length} more"):
         decode(_framed(b"1234", length))
 
@@ -244,12 +244,12 @@ def test_a_structure_that_is_longer_than_the_bytes_is_refused(length):
 DEEP = b'["list",' * 100_000 + b"1" + b"]" * 100_000
 
 
-def test_deep_nesting_is_refused_and_not_a_crash():
+def test_decode_of_deep_nesting_raises_collective_error():
     with pytest.raises(CollectiveError, match="nested too deeply"):
         decode(_framed(DEEP))
 
 
-def test_deep_nesting_is_no_crash_where_calls_may_nest_as_they_like():
+def test_decode_of_deep_nesting_with_high_recursion_limit_raises():
     program = """
 import sys
 import numpy as np
@@ -269,14 +269,14 @@ except CollectiveError as error:
     assert done.stdout.endswith(b"nested more than 10000 times\n")
 
 
-def test_brackets_in_texts_are_no_nesting(monkeypatch):
+def test_decode_ignores_brackets_in_texts(monkeypatch):
     monkeypatch.setattr(sys, "getrecursionlimit", lambda: 10**7)
     value = ['"\\[' * 20_000, [1, ["]["]]]
     assert decode(encode(value)) == value
 
 
 @pytest.mark.parametrize("nested", [False, True], ids=["itself", "too deep"])
-def test_what_is_nested_without_an_end_is_refused_where_it_is_sent(nested):
+def test_encode_of_endless_nesting_raises_invalid_argument(nested):
     value = []
     if nested:
         for _ in range(100_000):
@@ -287,7 +287,7 @@ def test_what_is_nested_without_an_end_is_refused_where_it_is_sent(nested):
         encode(value)
 
 
-def test_long_integers_are_not_read_digit_by_digit(monkeypatch):
+def test_decode_of_long_integer_raises_collective_error(monkeypatch):
     # Python refuses them as well, unless a program has switched that off.
     monkeypatch.setattr(sys, "get_int_max_str_digits", lambda: 0, raising=False)
     with pytest.raises(CollectiveError, match="an integer of 5000 decimal digits"):
@@ -297,16 +297,16 @@ def test_long_integers_are_not_read_digit_by_digit(monkeypatch):
 
 # -- work in proportion to the bytes -----------------------------------------------------------
 
-# Integers with this in common have one hash, and so has what is made of them alike.
+# Multiples of this number have the same hash, and so have containers built of them alike.
 MODULUS = sys.hash_info.modulus
 
 
 def _nested(depth: int, width: int, number: int) -> list:
-    """Return a set of sets, to the depth given, that differs in one number from others."""
+    """Return sets nested ``depth`` deep; different ``number`` means one different leaf."""
     last = number + width if depth == 1 else _nested(depth - 1, width, number + width)
     if depth == 1:
-        return ["frozenset", *(MODULUS * each for each in [*range(width), last])]
-    return ["frozenset", *(_nested(depth - 1, width, each) for each in range(width)), last]
+        return ["frozenset", *(MODULUS * multiple for multiple in [*range(width), last])]
+    return ["frozenset", *(_nested(depth - 1, width, multiple) for multiple in range(width)), last]
 
 
 HOSTILE = {
@@ -321,7 +321,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("node", HOSTILE.values(), ids=list(HOSTILE))
-def test_what_was_made_to_be_compared_without_an_end_is_refused(node):
+def test_decode_of_hash_collisions_raises_collective_error(node):
     with pytest.raises(CollectiveError, match="so many elements or keys with the same hash"):
         decode(_written(node))
 
@@ -338,28 +338,28 @@ def test_what_was_made_to_be_compared_without_an_end_is_refused(node):
     ],
     ids=["floats", "integers", "grid", "edges", "nested", "few"],
 )
-def test_what_has_one_hash_by_chance_comes_back(value):
+def test_decode_accepts_accidental_hash_collisions(value):
     assert decode(encode(value)) == value
 
 
-def test_the_cost_of_a_set_deep_below_is_counted_once():
-    # At each level something is to be compared, for which all that is there is looked at.
+def test_decode_counts_cost_of_nested_set_once():
+    # Each level has equal hashes to compare, whose cost includes everything below that level.
     node = ["frozenset", *range(1000)]
     for _ in range(100):
         node = ["frozenset", node, MODULUS, 2 * MODULUS]
     raw = _written(node)
-    looked_at = []
+    counted = []
 
     def look(frame, event, argument):
         if event == "call" and frame.f_code.co_name == "_cost":
-            looked_at.append(frame)
+            counted.append(frame)
 
     sys.setprofile(look)
     try:
         decode(raw)
     finally:
         sys.setprofile(None)
-    assert 1000 < len(looked_at) < 4000  # and not 100 times as many
+    assert 1000 < len(counted) < 4000  # and not 100 times as many
 
 
 TOKENS = [b"[", b"]", b",", b'"', b"{}", b"null", b"-", b"0", b"9" * 30, b"1e999", b"NaN", b"\\u",
@@ -368,7 +368,7 @@ TOKENS = [b"[", b"]", b",", b'"', b"{}", b"null", b"-", b"0", b"9" * 30, b"1e999
 
 
 def _mutated(raw: bytes, random: Random) -> bytes:
-    """Return a message of the right frame, most often, that somebody has worked on."""
+    """Return a mutated message, in most cases with a correct length in its frame."""
     body = bytearray(raw[9:])
     for _ in range(random.randint(1, 4)):
         start = random.randint(0, len(body))
@@ -388,7 +388,7 @@ def _mutated(raw: bytes, random: Random) -> bytes:
 
 @settings(max_examples=100)
 @given(OBJECTS, st.randoms(use_true_random=False))
-def test_ten_thousand_mutations_give_an_object_or_our_error(value, random):
+def test_mutated_bytes_give_object_or_collective_error(value, random):
     raw = encode(value).tobytes()
     for _ in range(100):
         mutated = _mutated(raw, Random(random.random()))
@@ -399,7 +399,7 @@ def test_ten_thousand_mutations_give_an_object_or_our_error(value, random):
 
 
 @given(st.binary(max_size=60))
-def test_any_bytes_give_an_object_or_our_error(data):
+def test_arbitrary_bytes_give_object_or_collective_error(data):
     try:
         decode(np.frombuffer(data, np.uint8) if data else np.empty(0, np.uint8))
     except CollectiveError:
@@ -407,7 +407,7 @@ def test_any_bytes_give_an_object_or_our_error(data):
 
 
 @given(OBJECTS, st.data())
-def test_damaged_bytes_give_an_object_or_our_error(value, data):
+def test_damaged_bytes_give_object_or_collective_error(value, data):
     raw = encode(value).copy()
     position = data.draw(st.integers(0, raw.size - 1))
     raw[position] ^= data.draw(st.integers(1, 255))

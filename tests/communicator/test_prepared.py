@@ -42,7 +42,7 @@ def numbers(rank: int, turn: int) -> np.ndarray[Any, Any]:
 
 @pytest.mark.parametrize("operation", CALLS)
 @on_ranks("each")
-def test_it_does_what_the_call_does_on_what_is_there_by_then(
+def test_prepared_call_matches_plain_call_on_current_values(
     comm: Communicator, operation: str
 ) -> None:
     x = numbers(comm.rank, 0)
@@ -55,7 +55,7 @@ def test_it_does_what_the_call_does_on_what_is_there_by_then(
 
 
 @on_ranks("pair")
-def test_ranks_with_and_without_a_plan_meet(comm: Communicator) -> None:
+def test_prepared_call_meets_plain_call_of_peer(comm: Communicator) -> None:
     x = np.ones(3)
     step = comm.plan("all_reduce", x, out=x)
     for _ in range(TURNS):
@@ -68,7 +68,7 @@ def test_ranks_with_and_without_a_plan_meet(comm: Communicator) -> None:
 
 
 @on_ranks("pair")
-def test_in_the_background_it_has_its_turn(comm: Communicator) -> None:
+def test_prepared_calls_in_background_keep_order(comm: Communicator) -> None:
     x, y = np.full(2, comm.rank + 1.0), np.empty(2)
     step = comm.plan("all_reduce", x, out=y)
     first = step(async_op=True)
@@ -79,28 +79,28 @@ def test_in_the_background_it_has_its_turn(comm: Communicator) -> None:
 
 
 @on_ranks("pair")
-def test_planning_sends_nothing_and_differences_are_found_by_the_call(comm: Communicator) -> None:
+def test_prepared_call_reports_mismatch_when_called(comm: Communicator) -> None:
     step = comm.plan("all_reduce", np.ones(2 + comm.rank))
     with pytest.raises(MismatchError, match=r"float64\[2\]"):
         step()
 
 
 def with_core(comm: Communicator, on: bool) -> Communicator:
-    """Return another communicator of these ranks, with the native core or without."""
+    """Return a duplicate of ``comm`` that uses the native core, or Python if ``on`` is false."""
     comm.barrier()  # ranks that are threads share the switch
     native.switch(on)
-    made = comm.dup()
+    duplicate = comm.dup()
     native.switch(True)
     comm.barrier()
-    return made
+    return duplicate
 
 
 def move(x: np.ndarray[Any, Any]) -> None:
-    """Have NumPy move an array's elements to other memory, and fill the memory that it leaves."""
+    """Make NumPy move an array's elements to other memory, and fill the old memory with -1."""
     before, shape = x.ctypes.data, x.shape
     for attempt in range(400):
-        # Of the heap, where an array that has grown and shrunk leaves a gap behind it: what fills
-        # the gap keeps the array from growing where it is the next time.
+        # These lengths live on the heap. An array that has grown and shrunk leaves a gap behind
+        # it. The arrays that fill the gap keep it from growing in place the next time.
         length = 64 << attempt % 8
         x.resize(length, refcheck=False)
         KEPT.extend(np.full(shape, -1.0) for _ in range(20))
@@ -116,29 +116,29 @@ cores = pytest.mark.parametrize("core", [True, False], ids=["core", "python"])
 ways = pytest.mark.parametrize("async_op", [False, True], ids=["now", "async"])
 
 
-def made(step: Any, async_op: bool) -> Any:
+def run_step(step: Any, async_op: bool) -> Any:
     return step(async_op=True).wait() if async_op else step()
 
 
 def move_and_call(comm: Communicator, async_op: bool) -> None:
-    """Make each call on an array that moves before every turn."""
+    """Make each call repeatedly, on an array that moves before every repetition."""
     for operation, options in CALLS.items():
         x = numbers(comm.rank, 0)
         step = comm.plan(operation, x, **options)
         for turn in range(TURNS):
             move(x)
             x[:] = numbers(comm.rank, turn)
-            planned = made(step, async_op)
+            planned = run_step(step, async_op)
             plain = getattr(comm, operation)(numbers(comm.rank, turn), **options)
             np.testing.assert_array_equal(planned, plain)
-    comm.barrier()  # ranks that are threads share what is kept
-    assert all(np.all(kept == -1) for kept in KEPT)
+    comm.barrier()  # ranks that are threads share KEPT
+    assert all(np.all(filler == -1) for filler in KEPT)
 
 
 @cores
 @ways
 @on_ranks("each")
-def test_prepared_call_follows_an_array_that_numpy_moves(
+def test_prepared_call_follows_array_moved_by_numpy(
     comm: Communicator, async_op: bool, core: bool
 ) -> None:
     move_and_call(with_core(comm, core), async_op)
@@ -149,22 +149,20 @@ def test_prepared_call_follows_an_array_that_numpy_moves(
 @on_ranks("each")
 def test_prepared_call_follows_its_output(comm: Communicator, async_op: bool, core: bool) -> None:
     comm = with_core(comm, core)
-    x, given = np.full(8, comm.rank + 1.0), np.empty(8)
-    for step in (comm.plan("all_reduce", x, out=given), comm.plan("all_reduce", x)):
-        first = made(step, async_op)
+    x, out = np.full(8, comm.rank + 1.0), np.empty(8)
+    for step in (comm.plan("all_reduce", x, out=out), comm.plan("all_reduce", x)):
+        first = run_step(step, async_op)
         for _ in range(TURNS):
             move(first)
-            assert made(step, async_op) is first
+            assert run_step(step, async_op) is first
             assert first.tolist() == [3.0] * 8
     comm.barrier()
-    assert all(np.all(kept == -1) for kept in KEPT)
+    assert all(np.all(filler == -1) for filler in KEPT)
 
 
 @cores
 @on_ranks("each")
-def test_prepared_call_returns_one_array_after_its_input_has_moved(
-    comm: Communicator, core: bool
-) -> None:
+def test_prepared_call_returns_same_array_after_input_moves(comm: Communicator, core: bool) -> None:
     comm = with_core(comm, core)
     x = np.full(8, comm.rank + 1.0)
     step = comm.plan("all_reduce", x)
@@ -179,7 +177,7 @@ def test_prepared_call_returns_one_array_after_its_input_has_moved(
 @cores
 @ways
 @on_ranks("each")
-def test_prepared_call_refuses_another_shape_or_dtype(
+def test_prepared_call_with_changed_shape_or_dtype_raises(
     comm: Communicator, async_op: bool, core: bool
 ) -> None:
     comm = with_core(comm, core)
@@ -187,20 +185,20 @@ def test_prepared_call_refuses_another_shape_or_dtype(
     for step in (comm.plan("all_reduce", x, out=out), comm.plan("all_gather", x)):
         x.resize(6, refcheck=False)
         with pytest.raises(ShapeError, match=r"x has shape \(6,\) now .*\(8,\)"):
-            made(step, async_op)
+            run_step(step, async_op)
         x.resize(8, refcheck=False)
         x[:] = 1
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
             x.dtype = np.dtype("int64")  # type: ignore[misc]
             with pytest.raises(DtypeError, match=r"x has dtype int64 now .*float64"):
-                made(step, async_op)
+                run_step(step, async_op)
             x.dtype = np.dtype("float64")  # type: ignore[misc]
-        assert np.sum(made(step, async_op)) == 16
+        assert np.sum(run_step(step, async_op)) == 16
     step = comm.plan("all_reduce", x, out=out)
     out.resize(6, refcheck=False)
     with pytest.raises(ShapeError, match=r"out has shape \(6,\)"):
-        made(step, async_op)
+        run_step(step, async_op)
     assert comm.all_reduce(1) == 2
 
 
@@ -209,7 +207,7 @@ def test_prepared_call_refuses_another_shape_or_dtype(
 @pytest.mark.parametrize("how", ["set_", "data", "resize_"])
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="it is about tensors")
 @on_ranks("each")
-def test_prepared_call_follows_a_tensor_with_another_storage(
+def test_prepared_call_follows_tensor_with_new_storage(
     comm: Communicator, how: str, async_op: bool, core: bool
 ) -> None:
     import torch
@@ -218,22 +216,22 @@ def test_prepared_call_follows_a_tensor_with_another_storage(
     x, out = torch.full((8,), comm.rank + 1.0), torch.empty(8)
     for step in (comm.plan("all_reduce", x, out=out), comm.plan("all_reduce", x)):
         old = x.view(-1)
-        assert made(step, async_op).tolist() == [3.0] * 8
+        assert run_step(step, async_op).tolist() == [3.0] * 8
         for array, value in ((x, 10.0 * (comm.rank + 1)), (out, -1.0)):
             new = torch.full((8,), value)
             if how == "set_":
                 array.set_(new)
             elif how == "data":
                 array.data = new
-            else:  # the storage cannot be resized once NumPy has seen it, but another one can
+            else:  # NumPy has a view of the storage, so only a fresh storage can be resized
                 array.set_(torch.empty(0))
                 array.resize_(8).copy_(new)
-        result = made(step, async_op)
+        result = run_step(step, async_op)
         assert result.tolist() == [30.0] * 8
         assert old.tolist() == [comm.rank + 1.0] * 8
         x.set_(torch.ones(6))
         with pytest.raises(ShapeError, match=r"x has shape"):
-            made(step, async_op)
+            run_step(step, async_op)
         x.set_(torch.full((8,), comm.rank + 1.0))
 
 
@@ -254,12 +252,14 @@ REFUSED: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("arguments", "options", "says"), REFUSED)
-def test_what_would_be_of_one_moment_is_refused(arguments: Any, options: Any, says: str) -> None:
+def test_plan_with_unusable_argument_raises_invalid_argument(
+    arguments: Any, options: Any, says: str
+) -> None:
     with collective.init() as comm, pytest.raises(InvalidArgumentError, match=says):
         comm.plan(*arguments, **options)
 
 
-def test_a_tensor_that_is_looked_at_through_a_copy_is_refused() -> None:
+def test_plan_with_lazily_conjugated_tensor_raises_invalid_argument() -> None:
     torch = pytest.importorskip("torch")
     x = torch.ones(3, dtype=torch.complex64).conj()
     with collective.init() as comm, pytest.raises(InvalidArgumentError, match="x is a lazily conj"):
@@ -267,7 +267,7 @@ def test_a_tensor_that_is_looked_at_through_a_copy_is_refused() -> None:
 
 
 class OnlyDLPack:
-    """An array that speaks DLPack, and has no other attributes."""
+    """Array that has the methods of DLPack and no other attribute of arrays."""
 
     def __init__(self, length: int) -> None:
         self.array = np.ones(length)
@@ -279,7 +279,7 @@ class OnlyDLPack:
         return self.array.__dlpack_device__()
 
 
-def test_prepared_call_takes_an_array_that_only_speaks_dlpack() -> None:
+def test_prepared_call_accepts_array_with_dlpack_only() -> None:
     with collective.init() as comm:
         x, out = OnlyDLPack(3), np.empty(3)
         step = comm.plan("all_reduce", x, out=out)
@@ -288,13 +288,13 @@ def test_prepared_call_takes_an_array_that_only_speaks_dlpack() -> None:
         assert step().tolist() == [5.0] * 3
 
 
-def test_an_array_of_no_dimensions_is_one() -> None:
+def test_plan_accepts_array_without_dimensions() -> None:
     with collective.init() as comm:
         assert comm.plan("all_reduce", np.array(3), op="max")() == 3
 
 
 @on_ranks("pair")
-def test_a_closed_communicator_says_so(comm: Communicator) -> None:
+def test_prepared_call_of_closed_communicator_raises_closed_error(comm: Communicator) -> None:
     mine, x = comm.dup(), np.ones(2)
     steps = [mine.plan("all_reduce", x), mine.plan("all_reduce", x, out=np.empty(2))]
     mine.close()
@@ -307,6 +307,6 @@ def test_a_closed_communicator_says_so(comm: Communicator) -> None:
 
 @pytest.mark.parametrize("counts", [3, [[1], [2]], ["a", "b"]])
 @on_ranks("pair")
-def test_lengths_that_are_none_are_refused_in_words(comm: Communicator, counts: Any) -> None:
+def test_all_gather_with_invalid_counts_raises_shape_error(comm: Communicator, counts: Any) -> None:
     with pytest.raises(ShapeError, match="one non-negative integer for each of 2 ranks"):
         comm.all_gather(np.ones(2), counts=counts)

@@ -1,4 +1,4 @@
-"""Arrays that only speak DLPack: every rank gets results of one kind from every call."""
+"""Arrays that have only DLPack: every rank gets results of the same class from every call."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ranks = ranks_of(("threads", 3), ("shm", 2))
 
 
 class Producer:
-    """An array of a framework that has no adapter, and whose module has no ``from_dlpack``."""
+    """Array of a framework without an adapter, whose module has no ``from_dlpack``."""
 
     def __init__(self, array: Any) -> None:
         self.array = np.asarray(array)
@@ -31,13 +31,13 @@ class Producer:
 
 
 def _frozen(array: Any) -> Producer:
-    """Return a producer whose memory may not be written to, as JAX's."""
-    made = Producer(array)
-    made.array.flags.writeable = False
-    return made
+    """Return a producer whose memory is read-only, like JAX's."""
+    producer = Producer(array)
+    producer.array.flags.writeable = False
+    return producer
 
 
-# Each takes this rank's array, or a structure of such, and returns what the call does.
+# Each function takes this rank's array, or a structure of arrays, and returns the call's result.
 CALLS: dict[str, Callable[[Communicator, Any], Any]] = {
     "all_reduce": lambda comm, x: comm.all_reduce(x),
     "reduce": lambda comm, x: comm.reduce(x, root=1),
@@ -70,25 +70,25 @@ def test_producer_results_are_numpy_on_every_rank(
     x: Any = make(np.arange(6.0) + comm.rank)
     if structure:
         x = {"a": x, "b": [make(np.arange(6, dtype=np.int32)), np.ones(6, np.float32)]}
-    found = CALLS[call](comm, x)
-    leaves = [] if found is None else nested.flatten(found)
+    result = CALLS[call](comm, x)
+    leaves = [] if result is None else nested.flatten(result)
     assert {type(leaf) for leaf in leaves} <= {np.ndarray}
     for leaf in leaves:
-        leaf += 1  # as a result may be, whoever has it
+        leaf += 1  # a result is writable on every rank
 
 
 @on_ranks("ranks")
-def test_producer_broadcast_has_the_values_of_the_root(comm: Communicator) -> None:
+def test_producer_broadcast_has_values_of_root(comm: Communicator) -> None:
     for make in (Producer, _frozen):
-        found = comm.broadcast(make(np.arange(6.0) + comm.rank), root=1)
-        assert found.tolist() == [1, 2, 3, 4, 5, 6]
+        result = comm.broadcast(make(np.arange(6.0) + comm.rank), root=1)
+        assert result.tolist() == [1, 2, 3, 4, 5, 6]
 
 
 @on_ranks("ranks")
-def test_producer_broadcast_returns_the_roots_writable_memory(comm: Communicator) -> None:
+def test_producer_broadcast_shares_writable_memory_at_root_only(comm: Communicator) -> None:
     x = Producer(np.arange(6.0))
-    found = comm.broadcast(x, root=0)
-    assert np.may_share_memory(found, x.array) == (comm.rank == 0)
+    result = comm.broadcast(x, root=0)
+    assert np.may_share_memory(result, x.array) == (comm.rank == 0)
 
 
 @on_ranks("ranks")
@@ -99,13 +99,13 @@ def test_producer_given_as_out_is_returned(comm: Communicator) -> None:
 
 
 @on_ranks("ranks")
-def test_structure_without_producers_is_returned_by_the_root_itself(comm: Communicator) -> None:
+def test_broadcast_of_structure_returns_same_object_at_root(comm: Communicator) -> None:
     x = {"a": np.arange(3.0)}
     assert (comm.broadcast(x, root=1) is x) == (comm.rank == 1)
     assert (comm.broadcast_object(x, root=1) is x) == (comm.rank == 1)
 
 
-def test_producer_of_a_module_with_from_dlpack_is_returned_by_the_root_itself(
+def test_producer_with_from_dlpack_is_same_object_at_root(
     monkeypatch: pytest.MonkeyPatch, ranks: Any
 ) -> None:
     module: Any = types.ModuleType("a_module_that_takes")
@@ -119,9 +119,9 @@ def test_producer_of_a_module_with_from_dlpack_is_returned_by_the_root_itself(
 
     def program(comm: Communicator) -> None:
         x = Taking(np.arange(3.0))
-        found = comm.broadcast(x, root=0)
-        assert type(found) is Taking
-        assert (found is x) == (comm.rank == 0)
+        result = comm.broadcast(x, root=0)
+        assert type(result) is Taking
+        assert (result is x) == (comm.rank == 0)
 
     from collective.testing import run_ranks
 

@@ -1,4 +1,4 @@
-"""How arrays are cut into the ranks' pieces and joined again."""
+"""Cutting an array into one piece for each rank, and joining the pieces."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ SHAPES = st.lists(st.integers(0, 5), min_size=1, max_size=4).map(tuple)
 
 
 @given(st.integers(0, 40), st.integers(1, 9))
-def test_an_array_is_cut_as_numpy_array_split_does(length, size):
+def test_split_sizes_match_numpy_array_split(length, size):
     sizes = split_sizes("scatter", length, size, None)
     assert sizes == [piece.size for piece in np.array_split(np.arange(length), size)]
 
 
 @given(SHAPES, st.integers(-4, 3), st.integers(1, 5))
-def test_pieces_joined_again_are_the_array(shape, axis, size):
+def test_rows_restore_pieces_of_array(shape, axis, size):
     if not -len(shape) <= axis < len(shape):
         axis = 0
     x = np.arange(np.prod(shape, dtype=int)).reshape(shape)
@@ -40,7 +40,7 @@ def test_pieces_joined_again_are_the_array(shape, axis, size):
         assert rows.shape_with(sizes[rank]) == expected.shape
 
 
-def test_the_first_axis_of_a_contiguous_array_is_cut_in_place():
+def test_rows_of_first_axis_share_memory_of_contiguous_array():
     x = np.arange(12.0).reshape(4, 3)
     rows = Rows("scatter", x, 0)
     assert np.shares_memory(rows.array, x)
@@ -50,7 +50,7 @@ def test_the_first_axis_of_a_contiguous_array_is_cut_in_place():
     assert rows.inner == 3
 
 
-def test_an_array_without_dimensions_is_one_row():
+def test_rows_treat_array_without_dimensions_as_one_row():
     rows = Rows("gather", np.array(5), 0)
     assert (rows.length, rows.inner, rows.axis) == (1, 1, 0)
     assert rows.shape_with(3) == (3,)
@@ -58,13 +58,13 @@ def test_an_array_without_dimensions_is_one_row():
 
 
 @pytest.mark.parametrize("axis", [2, -3, 1.0, "0", None])
-def test_an_axis_that_is_not_there_is_refused(axis):
+def test_rows_with_invalid_axis_raise_shape_error(axis):
     with pytest.raises(ShapeError, match=r"all_gather: no axis .* in an array of 2 dimensions"):
         Rows("all_gather", np.zeros((2, 2)), axis)
 
 
 @pytest.mark.parametrize("counts", [[2, 1], (2, 1), np.array([2, 1]), [2.0, 1], iter([2, 1])])
-def test_counts_are_integers_of_any_kind(counts):
+def test_split_sizes_accept_integers_of_any_class(counts):
     if not hasattr(counts, "__len__"):
         counts = list(counts)
     assert split_sizes("scatter", 3, 2, counts) == [2, 1]
@@ -74,22 +74,22 @@ def test_counts_are_integers_of_any_kind(counts):
 @pytest.mark.parametrize(
     "counts", [[1], [1, 2, 0], [-1, 4], [1.5, 1.5], ["a", "b"], 3, [None, 3], []], ids=str
 )
-def test_counts_that_are_none_are_refused(counts):
+def test_split_sizes_with_invalid_counts_raise_shape_error(counts):
     with pytest.raises(ShapeError, match="one non-negative integer for each of 2 ranks"):
         split_sizes("scatter", 3, 2, counts)
 
 
-def test_counts_that_do_not_add_up_are_refused_with_both_sums():
+def test_split_sizes_with_wrong_total_name_both_sums():
     with pytest.raises(ShapeError, match=r"counts \[2, 2\] add up to 4; the axis has 3"):
         split_sizes("scatter", 3, 2, [2, 2])
 
 
 class _Kept:
-    """Something whose end can be seen."""
+    """Object whose collection a weak reference can observe."""
 
 
 def _uneven(comm: Any, operation: str) -> bool:
-    """Make a call of lengths that differ; return whether it keeps the caller's frame alive."""
+    """Make a call with uneven lengths; return whether the caller's frame stays alive after it."""
     x = np.ones(2 + 2 * comm.rank, np.float32)
     calls = {
         "gather": lambda: comm.gather(x, root=0),
@@ -99,11 +99,11 @@ def _uneven(comm: Any, operation: str) -> bool:
     }
 
     def caller() -> weakref.ref[_Kept]:
-        kept = _Kept()
+        local = _Kept()
         calls[operation]()
-        return weakref.ref(kept)
+        return weakref.ref(local)
 
-    gc.disable()  # a cycle would go by and by
+    gc.disable()  # otherwise the collector could free a cycle before the check
     try:
         return caller()() is not None
     finally:
@@ -111,5 +111,5 @@ def _uneven(comm: Any, operation: str) -> bool:
 
 
 @pytest.mark.parametrize("operation", ["gather", "all_gather", "all_to_all", "broadcast"])
-def test_a_call_of_lengths_that_differ_keeps_no_frame_alive(operation: str) -> None:
+def test_uneven_call_does_not_keep_frame_alive(operation: str) -> None:
     assert run_ranks(2, _uneven, operation, backend="shm") == [False, False]

@@ -1,4 +1,8 @@
-"""A scatter is one call where ranks can tell from their ``out`` what it is, and right elsewhere."""
+"""``scatter`` with ``out`` on all, some or no ranks.
+
+If every rank can derive the root's call from its ``out``, scatter is one call of the transport.
+Otherwise the ranks use the root's header, with the same results.
+"""
 
 from __future__ import annotations
 
@@ -23,26 +27,28 @@ def _inputs(rows: int, strided: bool) -> Any:
 @pytest.mark.parametrize("strided", [False, True], ids=["plain", "strided"])
 @pytest.mark.parametrize("rows", [6, 7, 2, 0, 12_000])
 @on_ranks("pool")
-def test_each_rank_gets_its_piece(comm: Communicator, rows: int, strided: bool, outs: str) -> None:
-    """From each root in turn.
+def test_scatter_gives_each_rank_its_piece(
+    comm: Communicator, rows: int, strided: bool, outs: str
+) -> None:
+    """Scatter from each root in turn.
 
     Args:
-        rows: of the root's array.
-        strided: whether it is, so that the root goes Python's way.
-        outs: which ranks say where their piece goes.
+        rows: number of rows of the root's array.
+        strided: if true, the root's array is strided, so the root takes the path in Python.
+        outs: the ranks that pass ``out``.
     """
     for root in range(comm.size):
         whole = _inputs(rows, strided)
         wanted = np.array_split(whole, comm.size)[comm.rank]
-        given = outs == "all" or (outs == "odd" and comm.rank % 2 == 1)
-        out = np.full(wanted.shape, -1) if given else None
-        found = comm.scatter(whole if comm.rank == root else None, root=root, out=out)
-        assert found.tolist() == wanted.tolist(), f"root {root}"
-        assert out is None or found is out
+        passes_out = outs == "all" or (outs == "odd" and comm.rank % 2 == 1)
+        out = np.full(wanted.shape, -1) if passes_out else None
+        piece = comm.scatter(whole if comm.rank == root else None, root=root, out=out)
+        assert piece.tolist() == wanted.tolist(), f"root {root}"
+        assert out is None or piece is out
 
 
 @on_ranks("pool")
-def test_an_out_that_does_not_fit_is_its_own_ranks_error(comm: Communicator) -> None:
+def test_scatter_with_wrong_out_raises_on_that_rank_only(comm: Communicator) -> None:
     whole, length = np.arange(12.0), 12 // comm.size
     if comm.rank == 1:
         out = np.full(length + 1, -1.0)  # too long for its piece
@@ -57,7 +63,7 @@ def test_an_out_that_does_not_fit_is_its_own_ranks_error(comm: Communicator) -> 
 
 
 @on_ranks("pool")
-def test_two_roots_are_a_mismatch(comm: Communicator) -> None:
-    if comm.capabilities.checks_calls:  # others compare nothing by themselves
+def test_scatter_with_two_roots_raises_mismatch(comm: Communicator) -> None:
+    if comm.capabilities.checks_calls:  # other transports do not compare calls by themselves
         with pytest.raises(CollectiveError, match="different calls"):
             comm.dup().scatter(np.ones(6), root=comm.rank, timeout=5.0)

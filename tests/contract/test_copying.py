@@ -1,4 +1,7 @@
-"""What has a communicator is copied with it, or refuses to be copied and says what to do."""
+"""Copies of objects that hold a communicator: they share it, or the copy raises an error.
+
+The error recommends what to copy or save instead.
+"""
 
 from __future__ import annotations
 
@@ -70,23 +73,23 @@ REFUSING: dict[str, tuple[Callable[[Communicator], Any], str]] = {
 @pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, pickle.dumps])
 @pytest.mark.parametrize("name", REFUSING)
 @on_ranks("two")
-def test_what_is_bound_to_a_process_refuses_to_be_copied(
+def test_copy_of_process_bound_object_raises_invalid_argument(
     comm: Communicator, name: str, way: Callable[[Any], Any]
 ) -> None:
     make, remedy = REFUSING[name]
-    made = make(comm)
+    original = make(comm)
     with pytest.raises(InvalidArgumentError, match=f"neither copied nor pickled.*{remedy}"):
-        way(made)
+        way(original)
     comm.barrier()
 
 
 @on_ranks("two")
-def test_communicator_is_shared_by_deep_copies_of_what_has_it(comm: Communicator) -> None:
+def test_communicator_is_shared_by_deep_copy_of_container(comm: Communicator) -> None:
     assert copy.deepcopy({"comm": comm, "list": [comm]}) == {"comm": comm, "list": [comm]}
 
 
 @on_ranks("two")
-def test_communicator_refuses_to_be_pickled_and_says_what_to_save(comm: Communicator) -> None:
+def test_communicator_pickle_error_recommends_state_dict(comm: Communicator) -> None:
     with pytest.raises(InvalidArgumentError, match="state_dict"):
         pickle.dumps({"comm": comm})
 
@@ -97,25 +100,25 @@ def test_communicator_shallow_copy_makes_calls(comm: Communicator) -> None:
 
 
 @on_ranks("two")
-def test_uninitialised_link_is_pickled_without_its_communicator(comm: Communicator) -> None:
+def test_uninitialised_link_pickle_leaves_communicator_out(comm: Communicator) -> None:
     adapter, chainer, _ = _link()
     link = chainer.links.Linear(None, 2, initialW=chainer.initializers.One())
     adapter.create_multi_node_optimizer(chainer.optimizers.SGD(), comm).setup(link)
     twin = pickle.loads(pickle.dumps(link))
-    if comm.rank == 0:  # nothing that the ranks do together
+    if comm.rank == 0:  # the call involves no other rank
         twin(np.ones((1, 3), np.float32))
         assert twin.W.array.tolist() == [[1, 1, 1]] * 2
     comm.barrier()
 
 
 @on_ranks("two")
-def test_link_copied_within_training_has_gradients_of_its_own(comm: Communicator) -> None:
+def test_link_copied_during_training_has_separate_gradients(comm: Communicator) -> None:
     adapter, chainer, link = _link()
     optimizer = adapter.create_multi_node_optimizer(chainer.optimizers.SGD(), comm).setup(link)
     x = np.full((2, 3), comm.rank + 1, np.float32)
     for _ in range(2):
         optimizer.update(lambda: chainer.functions.sum(link(x)))
-    kept = link.W.grad.copy()
+    gradient = link.W.grad.copy()
     twin = copy.deepcopy(link)
     assert not np.may_share_memory(twin.W.grad, link.W.grad)
     assert not np.may_share_memory(twin.W.array, link.W.array)
@@ -123,12 +126,12 @@ def test_link_copied_within_training_has_gradients_of_its_own(comm: Communicator
         twin.cleargrads()
         chainer.functions.sum(twin(x)).backward()
         assert twin.W.grad.tolist() == [[2, 2, 2]] * 2
-    assert (link.W.grad == kept).all()
+    assert (link.W.grad == gradient).all()
     optimizer.update(lambda: chainer.functions.sum(link(x)))
 
 
 @on_ranks("two")
-def test_split_deep_copy_computes_over_the_same_ranks(comm: Communicator) -> None:
+def test_split_deep_copy_computes_over_same_ranks(comm: Communicator) -> None:
     torch = pytest.importorskip("torch")
     from collective.adapters.torch import Split
 

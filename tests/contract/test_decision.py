@@ -1,4 +1,7 @@
-"""How ranks decide by one key of a store: see also the checks of shrink() in the public suite."""
+"""Decisions that ranks take by one key of a store.
+
+The public suite has further checks, of ``shrink()``.
+"""
 
 from __future__ import annotations
 
@@ -35,47 +38,47 @@ def decide(
 
 
 def together(*calls: Callable[[], Any]) -> list[Any]:
-    """Return what each call returns, all made at once."""
+    """Make all calls at the same time, in threads; return their results in order."""
     with ThreadPoolExecutor(len(calls)) as pool:
-        return [each.result(FAR_S) for each in [pool.submit(call) for call in calls]]
+        return [future.result(FAR_S) for future in [pool.submit(call) for call in calls]]
 
 
-def test_all_who_come_are_decided_on() -> None:
+def test_decision_includes_all_ranks_that_call() -> None:
     store = MemoryStore()
     every = [decision(store, rank, 4) for rank in range(4)]
     assert together(*(lambda each=each: decide(each) for each in every)) == [[0, 1, 2, 3]] * 4
 
 
-def test_the_lost_are_not_waited_for() -> None:
+def test_decision_does_not_wait_for_lost_ranks() -> None:
     store = MemoryStore()
     every = [decision(store, rank, 4, lambda: {0, 2}) for rank in (1, 3)]
     assert together(*(lambda each=each: decide(each) for each in every)) == [[1, 3]] * 2
 
 
-def test_ranks_that_see_different_losses_have_one_verdict() -> None:
-    # Each takes the other for lost: whoever is first decides, for both.
+def test_decision_is_same_for_ranks_that_see_different_losses() -> None:
+    # Each rank believes that the other is lost: the first to write decides for both.
     store = MemoryStore()
     first, second = (decision(store, rank, 2, lambda rank=rank: {1 - rank}) for rank in (0, 1))
-    found = together(lambda: decide(first), lambda: decide(second))
-    assert found[0] == found[1]
+    verdicts = together(lambda: decide(first), lambda: decide(second))
+    assert verdicts[0] == verdicts[1]
 
 
-def test_who_comes_late_reads_what_was_decided() -> None:
+def test_decision_is_read_by_late_rank() -> None:
     store = MemoryStore()
     assert decide(decision(store, 0, 2, lambda: {1})) == [0]
     assert decide(decision(store, 1, 2)) == [0]
 
 
-def test_a_silent_rank_is_out_after_the_grace() -> None:
+def test_decision_leaves_silent_rank_out_after_grace() -> None:
     assert decide(decision(MemoryStore(), 1, 3), grace=0.01) == [1]
 
 
-def test_decision_with_a_deadline_below_the_grace_leaves_silent_ranks_out() -> None:
+def test_decision_with_deadline_below_grace_leaves_silent_ranks_out() -> None:
     assert decide(decision(MemoryStore(), 0, 2), grace=FAR_S, timeout=0.2) == [0]
 
 
 @pytest.mark.parametrize("ahead", [1, 2, 5])
-def test_decision_with_a_deadline_below_the_grace_goes_on_without_stopped_leaders(
+def test_decision_with_deadline_below_grace_skips_stopped_leaders(
     ahead: int,
 ) -> None:
     store = MemoryStore()
@@ -85,23 +88,23 @@ def test_decision_with_a_deadline_below_the_grace_goes_on_without_stopped_leader
     assert decide(decision(store, ahead, ahead + 2), grace=FAR_S, timeout=0.2) == every
 
 
-def test_a_leader_that_stops_is_not_waited_for_for_ever() -> None:
+def test_decision_does_not_wait_for_stopped_leader_after_grace() -> None:
     store = MemoryStore()
     store.set("key.0", b"{}")
     assert decide(decision(store, 1, 2), grace=0.01) == [0, 1]
 
 
-def test_an_excluded_rank_is_not_waited_for() -> None:
+def test_decision_does_not_wait_for_excluded_rank() -> None:
     assert decide(decision(MemoryStore(), 0, 2), {"exclude": [1]}) == [0]
 
 
-def test_without_a_grace_it_is_waited_to_the_end() -> None:
+def test_decision_without_grace_times_out_and_names_rank() -> None:
     with pytest.raises(CollectiveTimeoutError, match="rank 1, which did not call it") as caught:
         decide(decision(MemoryStore(), 0, 2), grace=None, timeout=0.05)
     assert caught.value.ranks == (1,)
 
 
-def test_a_leader_that_dies_is_followed_by_the_next() -> None:
+def test_decision_passes_from_dead_leader_to_next_rank() -> None:
     store, lost = MemoryStore(), set[int]()
     store.set("key.0", b"{}")
     looks = []
@@ -113,9 +116,9 @@ def test_a_leader_that_dies_is_followed_by_the_next() -> None:
     assert decide(decision(store, 1, 2, dies)) == [1]
 
 
-def test_what_others_write_when_they_have_the_verdict_is_no_note() -> None:
+def test_decision_ignores_entries_written_after_verdict() -> None:
     class Overtaken(MemoryStore):
-        """Has rank 1 decide, and go on, while rank 0 publishes its note."""
+        """Store in which rank 1 decides, and goes on, while rank 0 publishes its note."""
 
         def set(self, key: str, value: bytes) -> None:
             for name, text in ((key, value), ("key", b"[1]"), ("key.1", b'{"connected": true}')):
@@ -129,7 +132,7 @@ def test_what_others_write_when_they_have_the_verdict_is_no_note() -> None:
     ) == [1]
 
 
-def test_a_store_that_cannot_is_told() -> None:
+def test_decision_raises_unsupported_error_of_store() -> None:
     class Simple(MemoryStore):
         def put_if_absent(self, key: str, value: bytes) -> bytes:
             raise UnsupportedError("put_if_absent: no")
@@ -138,15 +141,15 @@ def test_a_store_that_cannot_is_told() -> None:
         decide(decision(Simple(), 0, 1))
 
 
-def test_what_a_stranger_puts_there_is_told() -> None:
+def test_decision_with_foreign_value_in_store_raises_rendezvous_error() -> None:
     store = MemoryStore()
     store.set("key", b"not JSON")
     with pytest.raises(RendezvousError, match="'key' in the store was not written by a rank"):
         decide(decision(store, 0, 2))
 
 
-def test_the_verdict_is_what_the_store_has() -> None:
-    """A rank that concludes when another has already goes by the other's word."""
+def test_decision_returns_verdict_of_store() -> None:
+    """Check that a rank follows the decision of a rank that decided first."""
 
     class Overtaken(MemoryStore):
         def put_if_absent(self, key: str, value: bytes) -> bytes:

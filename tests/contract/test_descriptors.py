@@ -1,4 +1,4 @@
-"""Where file descriptors run out, all ranks are told so, and before anything is begun."""
+"""When file descriptors run out, all ranks get an error, before any rank begins."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from collective.start.file_store import FileStore
 from collective.testing import run_ranks
 from tests.support.simulated_hosts import Pairs
 
-ROOM = 40  # descriptors: for some groups, beside those that are left to others
+ROOM = 40  # free descriptors: enough for some groups and for the reserve
 
 
 def _until_they_run_out(comm: Communicator) -> tuple[int, str]:
-    """Make groups until there is no room on the last rank; return how many, and what is said."""
+    """Make groups until the last rank has no descriptors; return their number and the error."""
     groups: list[Any] = []
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     if comm.rank == comm.size - 1:
@@ -33,9 +33,9 @@ def _until_they_run_out(comm: Communicator) -> tuple[int, str]:
     try:
         with pytest.raises(AllocationError) as caught:
             _fill(comm, groups)
-        for each in (comm, *groups):
-            assert each.all_reduce(np.ones(2)).tolist() == [comm.size] * 2
-        # One that is given back is enough for another.
+        for group in (comm, *groups):
+            assert group.all_reduce(np.ones(2)).tolist() == [comm.size] * 2
+        # Closing one group frees enough descriptors for another group.
         groups.pop().close()
         comm.dup().close()
     finally:
@@ -49,11 +49,11 @@ def _fill(comm: Communicator, groups: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("transport", ["shm", "gloo", Pairs])
-def test_a_group_too_many_is_refused_on_every_rank(transport: Any) -> None:
+def test_group_without_free_descriptors_raises_on_every_rank(transport: Any) -> None:
     if transport != "shm":
         pytest.importorskip("torch", reason="Gloo stands on PyTorch")
     outcomes = run_ranks(3, _until_they_run_out, backend=transport)
-    assert len({made for made, _ in outcomes}) == 1
+    assert len({count for count, _ in outcomes}) == 1
     for _, text in outcomes:
         assert "rank 2: " in text
         assert "file descriptors are in use" in text
@@ -63,7 +63,7 @@ def test_a_group_too_many_is_refused_on_every_rank(transport: Any) -> None:
 def _few_at_the_start(rank: int, room: int) -> None:
     if rank == 0:
         used = {int(name) for name in os.listdir("/dev/fd")}
-        # Limited are the numbers, of which some below the highest may be free.
+        # The limit applies to descriptor numbers, and numbers below the highest may be free.
         free = (number for number in itertools.count() if number not in used)
         limit = next(itertools.islice(free, room, None))
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
@@ -75,9 +75,9 @@ def _call_the_roll(comm: Communicator) -> str:
 
     if comm.rank == 1:
         address = comm.broadcast_object(None)
-        held = [knock(address) for _ in range(10)]
+        connections = [knock(address) for _ in range(10)]
         comm.barrier()
-        return f"{len(held)} have knocked"
+        return f"{len(connections)} have knocked"
     hub = Hub(2, None, Deadline(FAR), KEY)
     _few_at_the_start(comm.rank, 5)
     comm.broadcast_object(hub.address)
@@ -88,7 +88,7 @@ def _call_the_roll(comm: Communicator) -> str:
     return str(hub.refusal)
 
 
-def test_a_roll_call_that_has_no_room_says_so() -> None:
+def test_hub_without_free_descriptors_names_cause() -> None:
     text = run_ranks(2, _call_the_roll, backend="shm")[0]
     assert "have not arrived; rank 0 could not accept them: [Errno 24]" in text
     assert "ulimit -n" in text
@@ -106,7 +106,7 @@ def _connect(comm: Communicator, directory: str) -> str:
     return str(caught.value)
 
 
-def test_gloo_does_not_start_without_room(tmp_path: Path) -> None:
+def test_gloo_start_without_free_descriptors_raises_rendezvous_error(tmp_path: Path) -> None:
     pytest.importorskip("torch", reason="Gloo stands on PyTorch")
     for text in run_ranks(3, _connect, str(tmp_path), backend="shm"):
         assert "rank 0: " in text

@@ -1,4 +1,4 @@
-"""Programs whose ranks fork: the children's ends are their own, whatever way they end."""
+"""Programs whose ranks fork: the end of a child, of any kind, does not affect the ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests import warm
 from tests.support.interpreter import run_python
 from tests.support.mpi_launches import INSTALLED, VENDORS, mpirun
 
-# Long enough for some imports of PyTorch on a busy machine; a hang is some minutes.
+# Enough for several imports of PyTorch on a busy machine; a hang lasts minutes.
 ENDS_S = 120
 
 PROGRAM = """
@@ -89,7 +89,7 @@ LOADER = """
     for batch in loader:
         hold("a batch")
 """
-# The child has all that its parent has open, and lives longer.
+# The child inherits all open descriptors of its parent, and outlives the parent.
 OUTLIVED = """
     try:
         comm.barrier()  # in which the other may still be when this one is gone
@@ -119,16 +119,17 @@ def _run(directory: Path, transport: str, children: str, python: str = sys.execu
 
 
 @pytest.mark.parametrize("transport", ["shm", "gloo", *INSTALLED])
-def test_children_end_and_the_ranks_go_on(tmp_path: Path, transport: str) -> None:
+def test_fork_children_may_end_while_ranks_go_on(tmp_path: Path, transport: str) -> None:
     _needs_torch(transport)
-    # Those of shm are of Python as it is; what is to be seen of Gloo is its threads and sockets.
+    # Over shm the ranks run plain Python. Over Gloo the test is about threads and sockets, so a
+    # warm Python will do.
     python = warm.python() if transport == "gloo" else sys.executable
     output = _run(tmp_path, transport, ENDING_CHILDREN, python)
     assert "all right" in output, output
 
 
 @pytest.mark.parametrize("transport", ["shm", "gloo"])
-def test_a_data_loader_may_fork_its_workers(tmp_path: Path, transport: str) -> None:
+def test_data_loader_may_fork_workers(tmp_path: Path, transport: str) -> None:
     _needs_torch("gloo")
     output = _run(tmp_path, transport, LOADER, warm.python())
     assert "all right" in output, output
@@ -136,7 +137,7 @@ def test_a_data_loader_may_fork_its_workers(tmp_path: Path, transport: str) -> N
 
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("transport", ["shm", "gloo"])
-def test_a_child_does_not_hide_the_death_of_its_parent(
+def test_fork_child_does_not_hide_death_of_parent(
     tmp_path: Path, transport: str, victim: int
 ) -> None:
     _needs_torch(transport)
@@ -150,7 +151,7 @@ def _needs_torch(transport: str) -> None:
 
 
 def _collects(comm: Communicator) -> int:
-    """Return how a child ends that collects what its parent has dropped."""
+    """Return the exit code of a child that collects the garbage of its parent."""
     gc.disable()
     for _ in range(3):
         group = comm.dup()
@@ -165,6 +166,6 @@ def _collects(comm: Communicator) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def test_a_child_may_collect_its_parents_garbage() -> None:
+def test_fork_child_may_collect_garbage_of_parent() -> None:
     _needs_torch("gloo")
     assert run_ranks(2, _collects, backend="gloo") == [7, 7]

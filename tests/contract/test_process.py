@@ -1,4 +1,4 @@
-"""How it is seen of a process of this host that it has ended."""
+"""Detecting that a process of this host has ended."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ PRINTING = "from collective.contract.process import RankProcess as P; print(P.ow
 
 @pytest.fixture
 def other() -> Iterator[tuple[subprocess.Popen[str], RankProcess]]:
-    """Another process, as it says itself."""
+    """Yield a running process, and the identity that it reports about itself."""
     with started("-c", PRINTING + "input()") as running:
         assert running.stdout is not None
-        found = RankProcess.parse(running.stdout.readline().strip())
-        assert found is not None
-        yield running, found
+        process = RankProcess.parse(running.stdout.readline().strip())
+        assert process is not None
+        yield running, process
 
 
-def test_one_that_runs_has_not_ended(other: tuple[subprocess.Popen[str], RankProcess]) -> None:
+def test_running_process_has_not_ended(other: tuple[subprocess.Popen[str], RankProcess]) -> None:
     assert not other[1].has_ended()
 
 
-def test_one_that_its_parent_has_not_looked_at_has_ended(
+def test_zombie_process_has_ended(
     other: tuple[subprocess.Popen[str], RankProcess],
 ) -> None:
     running, process = other
@@ -39,31 +39,31 @@ def test_one_that_its_parent_has_not_looked_at_has_ended(
     assert process.has_ended()
 
 
-def test_one_that_is_gone_has_ended(other: tuple[subprocess.Popen[str], RankProcess]) -> None:
+def test_reaped_process_has_ended(other: tuple[subprocess.Popen[str], RankProcess]) -> None:
     running, process = other
     running.kill()
     running.wait()
     assert process.has_ended()
 
 
-def test_another_of_the_same_number_is_not_it() -> None:
+def test_process_with_reused_pid_has_ended() -> None:
     own = RankProcess.own()
     assert own is not None
     assert own._replace(started=own.started - 1).has_ended()
 
 
-def test_nothing_is_known_of_other_hosts() -> None:
+def test_process_of_other_host_has_not_ended() -> None:
     own = RankProcess.own()
     assert own is not None
     assert not own._replace(host="another", pid=2**22 + 1).has_ended()
 
 
 @pytest.mark.parametrize("text", [None, "", "None", "host", "host 12", "host x-y", 7])
-def test_what_is_none_is_not_believed(text: object) -> None:
+def test_parse_of_malformed_text_returns_none(text: object) -> None:
     assert RankProcess.parse(text) is None
 
 
-def test_a_process_that_cannot_be_looked_at_has_not_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_with_unreadable_state_has_not_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     own = RankProcess.own()
     assert own is not None
 

@@ -1,4 +1,4 @@
-"""The flight recorder: what it keeps, what it tells, and the signal."""
+"""The flight recorder: its entries, its text, and the signal that prints it."""
 
 import re
 import signal
@@ -15,25 +15,25 @@ from collective.testing import run_ranks
 from tests.support.interpreter import started
 
 
-def test_it_keeps_the_last_calls_with_their_places():
+def test_recorder_keeps_last_calls_with_their_places():
     recorder = Recorder("mine")
     first = Request("barrier")
     recorder.begin(first)
     recorder.end()
     recorder.begin(Request("scan"), True)
-    one, two = recorder.entries()
-    assert (one.sequence, one.request, one.compares) == (1, first, False)
-    assert re.search(r"test_recorder\.py:\d+ in test_it_keeps_the_last", one.site)
-    assert one.seconds >= 0
-    assert two.seconds is None
-    assert two.began >= one.began
-    assert str(two).startswith("#2 compare scan() at ")
-    assert "not finished" in str(two)
-    assert recorder.entries(1) == [two]
+    finished, unfinished = recorder.entries()
+    assert (finished.sequence, finished.request, finished.compares) == (1, first, False)
+    assert re.search(r"test_recorder\.py:\d+ in test_recorder_keeps_last", finished.site)
+    assert finished.seconds >= 0
+    assert unfinished.seconds is None
+    assert unfinished.began >= finished.began
+    assert str(unfinished).startswith("#2 compare scan() at ")
+    assert "not finished" in str(unfinished)
+    assert recorder.entries(1) == [unfinished]
     assert str(recorder).startswith("mine: 2 collective calls, the last 2:\n  #1 barrier() at")
 
 
-def test_old_calls_make_room():
+def test_recorder_drops_oldest_calls():
     recorder = Recorder()
     for number in range(2000):
         recorder.begin(Request("barrier") if number == 0 else Request("scan"))
@@ -43,7 +43,7 @@ def test_old_calls_make_room():
     assert {entry.request.operation for entry in entries} == {"scan"}
 
 
-def test_the_line_is_the_caller_s():
+def test_recorder_site_is_line_of_caller():
     recorder = Recorder()
     recorder.begin(Request("a"))
     first = line() - 1
@@ -65,12 +65,12 @@ def _calls(comm):
     return [str(entry) for entry in comm.recorder.entries()]
 
 
-def test_a_communicator_records_its_calls():
+def test_communicator_records_its_calls():
     for entries in run_ranks(2, _calls):
         assert [re.match(r"#\d+ (\w+)", text)[1] for text in entries] == [
             "all_reduce", "all_gather", "barrier",
         ]  # fmt: skip
-        # Also of the one in the background.
+        # The entry of the background call has a place and a time, too.
         assert all("test_recorder.py" in text and "µs" in text for text in entries)
 
 
@@ -100,7 +100,7 @@ with collective.init() as comm:
 
 
 @pytest.mark.parametrize("name", ["SIGUSR2", "SIGUSR1"])
-def test_a_signal_dumps_it(tmp_path, name):
+def test_signal_prints_flight_recorder(tmp_path, name):
     script = tmp_path / "program.py"
     script.write_text(_PROGRAM)
     with started(script, COLLECTIVE_DUMP_SIGNAL=name) as process:
@@ -109,12 +109,12 @@ def test_a_signal_dumps_it(tmp_path, name):
         assert process.stderr.readline().startswith("[flight recorder, process ")
         assert "1 collective calls" in process.stderr.readline()
         assert re.search(r"#1 barrier\(\) at .*program.py:5", process.stderr.readline())
-        # It goes on.
+        # The program keeps running.
         time.sleep(0.05)
         assert process.poll() is None
 
 
-def test_a_handler_of_the_program_s_own_stays(monkeypatch):
+def test_init_keeps_signal_handler_of_program(monkeypatch):
     def mine(number, frame):
         pass
 

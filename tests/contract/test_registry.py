@@ -1,4 +1,4 @@
-"""Transports by name: built-in ones, third parties', and what is wrong with the others."""
+"""Transports by name: built-in transports, third parties' transports, and errors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ METADATA = "Metadata-Version: 2.1\nName: some-distribution\nVersion: 1.0\n"
 
 @pytest.fixture
 def distribution(tmp_path, monkeypatch):
-    """Install a distribution with these entry points."""
+    """Return a function that installs a distribution with the given entry points."""
 
     def install(**points: str) -> None:
         (tmp_path / "some_third_party.py").write_text(MODULE)
@@ -41,45 +41,45 @@ def distribution(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", sorted(registry.BUILT_IN))
-def test_built_in_transports_are_found_under_their_names(name):
+def test_built_in_transport_is_found_by_name(name):
     assert registry.find(name).name == name
     assert name in registry.names()
 
 
-def test_a_third_partys_transport_is_found_by_its_entry_point(distribution):
+def test_third_party_transport_is_found_by_entry_point(distribution):
     distribution(third="some_third_party:ThirdParty")
     assert registry.find("third").__name__ == "ThirdParty"
     assert registry.names() == sorted({*registry.BUILT_IN, "third"})
 
 
-def test_nothing_of_a_third_party_is_imported_before_it_is_asked_for(distribution):
+def test_third_party_transport_is_imported_on_demand_only(distribution):
     distribution(third="some_third_party:ThirdParty")
     registry.names()
     registry.find("threads")
     assert "some_third_party" not in sys.modules
 
 
-def test_a_third_party_cannot_take_the_name_of_a_built_in_transport(distribution):
+def test_third_party_cannot_replace_built_in_transport(distribution):
     distribution(threads="some_third_party:ThirdParty", shm="some_third_party:ThirdParty")
     assert registry.find("threads") is ThreadsBackend
     assert registry.find("shm").__name__ == "ShmBackend"
     assert registry.names() == sorted(registry.BUILT_IN)
 
 
-def test_a_third_partys_transport_that_cannot_be_imported_carries_the_remedy(distribution):
+def test_third_party_import_error_recommends_installation(distribution):
     distribution(third="some_third_party_that_is_not_there:X")
     with pytest.raises(BackendUnavailableError, match="pip install some-distribution") as caught:
         registry.find("third")
     assert isinstance(caught.value.__cause__, ImportError)
 
 
-def test_an_entry_point_that_is_no_transport_is_refused(distribution):
+def test_entry_point_without_backend_raises_unavailable_error(distribution):
     distribution(third="some_third_party:not_a_backend")
     with pytest.raises(BackendUnavailableError, match="is no Backend"):
         registry.find("third")
 
 
-def test_a_class_is_found_by_its_path():
+def test_transport_is_found_by_path_of_class():
     assert registry.find("collective.backends.threads:ThreadsBackend") is ThreadsBackend
 
 
@@ -87,13 +87,13 @@ def test_a_class_is_found_by_its_path():
     "path",
     ["no.such.module:X", "collective.backends.threads:Missing", "json:loads", ":X", "json:"],
 )
-def test_a_path_that_leads_nowhere_says_so(path):
+def test_transport_with_wrong_path_raises_unavailable_error(path):
     with pytest.raises(BackendUnavailableError, match=r"backend '.*'"):
         registry.find(path)
 
 
 @pytest.mark.parametrize("name", ["treads", "smh", "", "nonsense"])
-def test_an_unknown_name_lists_the_known_ones(name):
+def test_unknown_transport_name_lists_known_names(name):
     with pytest.raises(BackendNotFoundError) as caught:
         registry.find(name)
     assert "shm, threads" in str(caught.value)

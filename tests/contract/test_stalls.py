@@ -1,4 +1,4 @@
-"""Communicators that ranks use in different orders: a mismatch, and no wait for each other."""
+"""Communicators that ranks use in different orders: a mismatch instead of a deadlock."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from collective.testing import RankPool, run_ranks
 from tests.support.mpi_launches import VENDORS, launch_of, needs
 
 Run = Callable[..., list[Any]]
-# By its name: ranks of MPI import this module, and need no PyTorch.
+# A name and not an import, because MPI ranks import this module without needing PyTorch.
 PAIRS = "tests.support.simulated_hosts:Pairs"
 
 # -- ranks ----------------------------------------------------------------------------------------
 
 
 def _crosswise(comm: Communicator) -> str:
-    """Use two dups, the last rank in the other order; return what the error says."""
+    """Use two duplicates, the last rank in the opposite order; return the error's text."""
     first, second = comm.dup(), comm.dup()
     order = (first, second) if comm.rank < comm.size - 1 else (second, first)
     with pytest.raises(MismatchError) as caught:
@@ -36,15 +36,15 @@ def _crosswise(comm: Communicator) -> str:
 
 
 def _all_reduce(order: Sequence[Communicator]) -> None:
-    for each in order:
-        each.all_reduce(np.ones(3))
+    for comm in order:
+        comm.all_reduce(np.ones(3))
 
 
 def _around(comm: Communicator) -> str:
-    """Use groups of neighbours, each rank first that with the next one."""
+    """Use groups of two neighbours, each rank first its group with the next rank."""
     size, rank = comm.size, comm.rank
-    pairs = [sorted((each, (each + 1) % size)) for each in range(size)]
-    groups = {each: comm.group(pairs[each]) for each in range(size) if rank in pairs[each]}
+    pairs = [sorted((first, (first + 1) % size)) for first in range(size)]
+    groups = {first: comm.group(pairs[first]) for first in range(size) if rank in pairs[first]}
     with pytest.raises(MismatchError) as caught:
         groups[rank].barrier()
     return str(caught.value)
@@ -54,15 +54,18 @@ CASES = [
     pytest.param(transport, function, marks=needs(transport) if transport in VENDORS else ())
     for transport in ("shm", "gloo", PAIRS, *VENDORS)
     for function in (_crosswise, _around)
-    # Hierarchical's groups of one host and of several are of two transports, which do not let
-    # each other know what they wait for.
+    # Hierarchical uses one transport for groups of one host and another for groups of several
+    # hosts. The two transports do not exchange what they wait for.
     if (transport, function) != (PAIRS, _around)
 ]
 
 
 @pytest.fixture(scope="module")
 def run_on() -> Iterator[Callable[[str], Run]]:
-    """Return what runs a function on three ranks of a transport, which stay for the next one."""
+    """Yield a function that returns a runner on three ranks of a transport.
+
+    The ranks stay alive for the module's other tests.
+    """
     with contextlib.ExitStack() as opened:
 
         @functools.cache
@@ -77,7 +80,7 @@ def run_on() -> Iterator[Callable[[str], Run]]:
 
 
 @pytest.mark.parametrize(("transport", "function"), CASES)
-def test_ranks_that_wait_for_each_other_get_an_error(
+def test_ranks_in_deadlock_get_mismatch_error(
     run_on: Callable[[str], Run], transport: str, function: Any
 ) -> None:
     for text in run_on(transport)(function):
@@ -90,7 +93,7 @@ def test_ranks_that_wait_for_each_other_get_an_error(
 
 
 def _with_a_deadline(comm: Communicator) -> list[float]:
-    """Let the last rank give up its wait on purpose, and go on with what the others wait in."""
+    """Let the last rank's wait time out on purpose, then make the call that the others wait in."""
     first, second = comm.dup(), comm.dup()
     if comm.rank == comm.size - 1:
         with pytest.raises(CollectiveTimeoutError):
@@ -100,58 +103,58 @@ def _with_a_deadline(comm: Communicator) -> list[float]:
 
 
 @pytest.mark.parametrize("transport", ["shm", "gloo"])
-def test_a_wait_with_a_deadline_of_its_own_is_left_alone(
+def test_wait_with_explicit_deadline_is_not_a_deadlock(
     run_on: Callable[[str], Run], transport: str
 ) -> None:
     assert run_on(transport)(_with_a_deadline) == [[3.0]] * 3
 
 
-# -- who could make calls -------------------------------------------------------------------------
+# -- ranks with other sources of calls -----------------------------------------------------------
 
 
 def _others(comm: Communicator) -> list[bool]:
-    found = [alone()]
+    results = [alone()]
     over = threading.Event()
     thread = threading.Thread(target=over.wait)
     thread.start()
-    found.append(alone())
+    results.append(alone())
     over.set()
     thread.join()
-    found.append(alone())
+    results.append(alone())
     signal.signal(signal.SIGUSR2, lambda *_: None)
-    found.append(alone())
+    results.append(alone())
     signal.signal(signal.SIGUSR2, signal.SIG_DFL)
     if comm.rank == 0:
         work = comm.recv(None, 1, async_op=True)
-        found.append(alone())
+        results.append(alone())
         comm.send(np.ones(1), 1)
         work.wait()
     else:
         comm.recv(None, 0)
         comm.send(np.ones(1), 0)
-        found.append(False)
-    found.append(alone())
-    return found
+        results.append(False)
+    results.append(alone())
+    return results
 
 
-def test_a_rank_with_threads_handlers_or_calls_in_the_background_is_not_alone() -> None:
-    for found in run_ranks(2, _others, backend="shm"):
-        assert found == [True, False, True, False, False, True]
+def test_rank_with_threads_handlers_or_background_calls_is_not_alone() -> None:
+    for results in run_ranks(2, _others, backend="shm"):
+        assert results == [True, False, True, False, False, True]
 
 
 # -- circles --------------------------------------------------------------------------------------
 
 
 class Ranks:
-    """Ranks that make barriers of several communicators, and note now and then what they are in.
+    """Model of ranks that make barriers of several communicators, and publish notes about them.
 
     Args:
-        plans: for each rank the communicators that it uses, one after the other.
+        plans: for each rank the names of the communicators that it uses, in order.
     """
 
     def __init__(self, plans: Sequence[Sequence[str]]) -> None:
         self.plans = plans
-        self.at = [0] * len(plans)  # how many calls are over
+        self.at = [0] * len(plans)  # number of completed calls of each rank
         self.waits = [False] * len(plans)
         self.begun = [dict.fromkeys(sorted(set(plan)), 0) for plan in plans]
         self.beats = [0] * len(plans)
@@ -161,7 +164,7 @@ class Ranks:
         return self.at[rank] == len(self.plans[rank])
 
     def go_on(self, rank: int) -> None:
-        """Begin the next call, or leave the one that all have come to."""
+        """Begin the rank's next call, or leave its call if all members have entered it."""
         if self.over(rank):
             return
         name = self.plans[rank][self.at[rank]]
@@ -187,16 +190,20 @@ class Ranks:
             }
 
     def stuck(self) -> bool:
-        """Let all go on as far as they can; tell whether some are not through."""
-        everybody = range(len(self.plans))
+        """Advance all ranks as far as possible; return whether some plan is not complete."""
+        all_ranks = range(len(self.plans))
         for _ in range(2 * sum(map(len, self.plans))):
-            for rank in everybody:
+            for rank in all_ranks:
                 self.go_on(rank)
-        return not all(map(self.over, everybody))
+        return not all(map(self.over, all_ranks))
 
 
 def _plans(random_: random.Random, legal: bool) -> list[list[str]]:
-    """Return what ranks do: in parts of one order of calls, or else in orders of their own."""
+    """Return the ranks' plans.
+
+    Args:
+        legal: if true, all plans follow one order of calls; otherwise each has an order of its own.
+    """
     size, names = random_.randint(2, 5), "ABCD"[: random_.randint(2, 4)]
     members = {name: random_.sample(range(size), random_.randint(2, size)) for name in names}
     calls = [random_.choice(names) for _ in range(12)]
@@ -208,32 +215,32 @@ def _plans(random_: random.Random, legal: bool) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_ranks_that_are_late_are_no_circle(seed: int) -> None:
+def test_circles_are_not_found_among_late_ranks(seed: int) -> None:
     random_ = random.Random(seed)
     ranks, circles = Ranks(_plans(random_, legal=True)), Circles()
-    everybody = range(len(ranks.plans))
-    while not all(map(ranks.over, everybody)):
-        random_.choice((ranks.go_on, ranks.note))(random_.choice(everybody))
-        # As a reader finds them: some old, some new.
+    all_ranks = range(len(ranks.plans))
+    while not all(map(ranks.over, all_ranks)):
+        random_.choice((ranks.go_on, ranks.note))(random_.choice(all_ranks))
+        # A reader may see stale notes of some ranks beside recent notes of others.
         assert circles.found(ranks.notes) == ([], "")
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_circle_is_found_where_nobody_can_go_on(seed: int) -> None:
+def test_circles_are_found_among_deadlocked_ranks(seed: int) -> None:
     random_ = random.Random(seed)
     ranks, circles = Ranks(_plans(random_, legal=False)), Circles()
-    everybody = range(len(ranks.plans))
+    all_ranks = range(len(ranks.plans))
     calls: list[list[Any]] = []
     for _ in range(1500):
-        random_.choice((ranks.go_on, ranks.note))(random_.choice(everybody))
+        random_.choice((ranks.go_on, ranks.note))(random_.choice(all_ranks))
         calls, _ = circles.found(ranks.notes)
         if calls:
             break
     inside = [
         (rank, ranks.at[rank])
-        for rank in everybody
+        for rank in all_ranks
         if ranks.waits[rank] and ranks.plans[rank][ranks.at[rank]] in [name for name, _ in calls]
     ]
     assert bool(inside) == ranks.stuck()
-    # Whatever the others do, those in it do not get out.
+    # Ranks inside the circle do not advance, whatever the other ranks do.
     assert all(ranks.at[rank] == at for rank, at in inside)

@@ -1,4 +1,4 @@
-"""Handles of operations, and the lanes that run them."""
+"""Handles of operations (``Work``), and the lanes that run the operations."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from collective.request import in_thread
 
 @pytest.fixture
 def lane():
-    made = Lane("a-lane")
-    yield made
-    made.close(Deadline(5.0))
+    new_lane = Lane("a-lane")
+    yield new_lane
+    new_lane.close(Deadline(5.0))
 
 
 def _threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "a-lane"]
 
 
-def test_work_gives_its_result_again_and_again(lane):
+def test_work_wait_returns_result_repeatedly(lane):
     work = lane.submit("all_reduce", lambda: 42)
     assert work.wait() == 42
     assert work.wait(timeout=1) == 42
@@ -35,7 +35,7 @@ def test_work_gives_its_result_again_and_again(lane):
     assert repr(work) == "<Work all_reduce: done>"
 
 
-def test_work_raises_what_the_operation_raised(lane):
+def test_work_wait_raises_error_of_operation(lane):
     def fail():
         raise CollectiveError("broken")
 
@@ -48,7 +48,7 @@ def test_work_raises_what_the_operation_raised(lane):
     assert lane.submit("next", lambda: 1).wait() == 1, "a failure stops the lane"
 
 
-def test_a_wait_that_times_out_cancels_nothing(lane):
+def test_work_wait_timeout_does_not_cancel_operation(lane):
     go = threading.Event()
     work = lane.submit("gather", lambda: go.wait(5))
     with pytest.raises(CollectiveTimeoutError, match=r"gather is still running after 0\.05 s"):
@@ -60,14 +60,14 @@ def test_a_wait_that_times_out_cancels_nothing(lane):
     assert work.wait(timeout=5) is True
 
 
-def test_a_lane_keeps_the_order(lane):
+def test_lane_keeps_order_of_submission(lane):
     seen = []
     works = [lane.submit(str(k), lambda k=k: seen.append(k)) for k in range(200)]
     works[-1].wait()
     assert seen == list(range(200))
 
 
-def test_a_lane_is_busy_until_all_is_done(lane):
+def test_lane_is_busy_until_all_work_is_done(lane):
     assert lane.idle
     go = threading.Event()
     works = [lane.submit("first", go.wait), lane.submit("second", lambda: None)]
@@ -79,7 +79,7 @@ def test_a_lane_is_busy_until_all_is_done(lane):
     assert lane.idle
 
 
-def test_a_lane_is_not_idle_until_its_last_work_is_over(lane):
+def test_lane_is_not_idle_while_last_work_runs(lane):
     running, go = threading.Event(), threading.Event()
     work = lane.submit("step", lambda: (running.set(), go.wait(5)))
     assert running.wait(5)
@@ -91,7 +91,7 @@ def test_a_lane_is_not_idle_until_its_last_work_is_over(lane):
     assert lane.idle
 
 
-def test_a_lane_has_one_thread_and_only_when_it_is_used(lane):
+def test_lane_has_one_thread_after_first_use(lane):
     assert _threads() == []
     for _ in range(3):
         lane.submit("x", lambda: None).wait()
@@ -99,7 +99,7 @@ def test_a_lane_has_one_thread_and_only_when_it_is_used(lane):
     assert _threads()[0].daemon, "a hanging operation would keep the interpreter from leaving"
 
 
-def test_a_closed_lane_leaves_no_thread():
+def test_lane_close_ends_its_thread():
     lane = Lane("a-lane")
     work = lane.submit("slow", lambda: time.sleep(0.05))
     lane.close(Deadline(5.0))
@@ -108,7 +108,7 @@ def test_a_closed_lane_leaves_no_thread():
     lane.close(Deadline(5.0))
 
 
-def test_closing_a_lane_that_hangs_waits_as_long_as_it_is_told():
+def test_lane_close_waits_until_deadline_for_hanging_work():
     lane, go = Lane("a-lane"), threading.Event()
     lane.submit("hangs", go.wait)
     began = time.monotonic()
@@ -120,7 +120,7 @@ def test_closing_a_lane_that_hangs_waits_as_long_as_it_is_told():
     assert _threads() == []
 
 
-def test_a_lane_that_lay_idle_starts_again(monkeypatch):
+def test_lane_restarts_after_idle_thread_ended(monkeypatch):
     monkeypatch.setattr("collective.contract.work._LINGER_S", 0.02)
     lane = Lane("a-lane")
     for _ in range(3):
@@ -130,7 +130,7 @@ def test_a_lane_that_lay_idle_starts_again(monkeypatch):
         assert _threads() == []
 
 
-def test_a_lane_keeps_nothing_of_what_it_ran(lane):
+def test_lane_does_not_keep_finished_work_alive(lane):
     class Array:
         pass
 
@@ -143,7 +143,7 @@ def test_a_lane_keeps_nothing_of_what_it_ran(lane):
     assert gone() is None
 
 
-def test_a_lane_that_ends_keeps_nothing_of_where_its_calls_came_from(lane):
+def test_lane_close_releases_site_of_last_call(lane):
     class Site(str):
         pass
 
@@ -156,7 +156,7 @@ def test_a_lane_that_ends_keeps_nothing_of_where_its_calls_came_from(lane):
     assert gone() is None
 
 
-def test_exceptions_that_are_none_of_ours_reach_the_waiter_too(lane):
+def test_work_wait_raises_system_exit_of_operation(lane):
     def leave():
         raise SystemExit(3)
 
