@@ -1,4 +1,4 @@
-"""grow(), waiting() and join beside what the public suite says: who is refused, and why."""
+"""``grow()``, ``waiting()`` and ``join``, beyond the public suite: refusals and errors."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ WORLD = World(0, 1, 0, 1, "a", "none", "job", MemoryStore())
 
 
 def join(store: Any, backend: Any = "threads", seconds: float = FAR_S, **settings: Any) -> Any:
-    """Return the communicator of a process that joins, or what it got instead."""
+    """Return the communicator of a process that joins, or the error that it got."""
     world = replace(WORLD, store=store)
     try:
         return collective.connect(
@@ -55,7 +55,7 @@ def join(store: Any, backend: Any = "threads", seconds: float = FAR_S, **setting
 
 
 def joined(store: Any) -> Any:
-    """Join, and return the same as :func:`grown`, with the own rank."""
+    """Join; return the origin, this process's rank, and a sum over the ranks."""
     with join(store) as comm:
         return comm.origin, comm.rank, float(comm.all_reduce(np.ones(1))[0])
 
@@ -65,24 +65,24 @@ def members(store: Any, program: Callable[[Communicator], Any], size: int = 2) -
 
 
 def grown(comm: Communicator, wanted: int = 1) -> tuple[Any, ...]:
-    """Grow once so many wait; return who is there, and their sum."""
+    """Grow when ``wanted`` processes wait; return origin, lost ranks and a sum over the ranks."""
     while comm.waiting() < wanted:
         time.sleep(0.001)
     with comm.grow() as new:
         return new.origin, new.lost, float(new.all_reduce(np.ones(1))[0])
 
 
-def test_two_may_join_at_once_and_each_has_a_number_of_its_own() -> None:
+def test_grow_admits_two_processes_with_separate_numbers() -> None:
     store = MemoryStore()
     with ThreadPoolExecutor(2) as pool:
         joining = [pool.submit(joined, store) for _ in range(2)]
-        found = members(store, lambda comm: grown(comm, 2))
-        seen = sorted(each.result(FAR_S) for each in joining)
-    assert seen == [((0, 1, 2, 3), rank, 4.0) for rank in (2, 3)]
-    assert found == [((0, 1, 2, 3), frozenset(), 4.0)] * 2
+        results = members(store, lambda comm: grown(comm, 2))
+        joined_results = sorted(future.result(FAR_S) for future in joining)
+    assert joined_results == [((0, 1, 2, 3), rank, 4.0) for rank in (2, 3)]
+    assert results == [((0, 1, 2, 3), frozenset(), 4.0)] * 2
 
 
-def test_a_number_is_never_given_twice() -> None:
+def test_grow_never_reuses_origin_number() -> None:
     store = MemoryStore()
 
     def program(comm: Communicator) -> Any:
@@ -109,7 +109,7 @@ def test_a_number_is_never_given_twice() -> None:
         assert (first.result(FAR_S), second.result(FAR_S)) == ((0, 1, 2), (0, 1, 3))
 
 
-def test_nobody_joins_a_group() -> None:
+def test_grow_of_group_raises_unsupported_error() -> None:
     def program(comm: Communicator) -> Any:
         group = comm.dup()
         with pytest.raises(UnsupportedError, match="grow: processes cannot join a group"):
@@ -120,7 +120,7 @@ def test_nobody_joins_a_group() -> None:
     assert members(MemoryStore(), program) == ["goes on"] * 2
 
 
-def test_one_that_is_alone_grows() -> None:
+def test_grow_of_single_rank_admits_process() -> None:
     store = MemoryStore()
     with ThreadPoolExecutor(1) as pool, alone(store) as comm:
         joining = pool.submit(joined, store)
@@ -128,7 +128,7 @@ def test_one_that_is_alone_grows() -> None:
         assert joining.result(FAR_S) == ((0, 1), 1, 2.0)
 
 
-def test_a_rank_that_does_not_call_it_is_named_and_breaks_it() -> None:
+def test_grow_timeout_names_silent_rank_and_aborts() -> None:
     def program(comm: Communicator) -> Any:
         if comm.rank == 1:
             return comm.barrier()
@@ -137,22 +137,22 @@ def test_a_rank_that_does_not_call_it_is_named_and_breaks_it() -> None:
         assert caught.value.ranks == (1,)
         comm.barrier()
 
-    found = members(MemoryStore(), program)
-    assert [type(error) for error in found] == [collective.CommunicatorAbortedError] * 2
+    errors = members(MemoryStore(), program)
+    assert [type(error) for error in errors] == [collective.CommunicatorAbortedError] * 2
 
 
-def test_a_store_that_is_gone_is_told_on_all_ranks() -> None:
+def test_waiting_without_store_raises_rendezvous_error_on_all() -> None:
     class Gone(MemoryStore):
         def set(self, key: str, value: bytes) -> None:
             raise RendezvousError("it is gone")
 
-    found = members(Gone(), lambda comm: comm.waiting())
-    assert [type(error) for error in found] == [RendezvousError] * 2
-    assert "rank 0 cannot read the store in which the ranks met [rank 1 of 2]" in str(found[1])
+    errors = members(Gone(), lambda comm: comm.waiting())
+    assert [type(error) for error in errors] == [RendezvousError] * 2
+    assert "rank 0 cannot read the store in which the ranks met [rank 1 of 2]" in str(errors[1])
 
 
-def test_one_that_joined_is_told_that_the_store_ended_with_rank_0() -> None:
-    """The first ranks serve it in that one's stead, and it has no part in that."""
+def test_shrink_of_joined_process_after_end_of_store_raises() -> None:
+    """The first ranks replace rank 0 as the server, but the joined process cannot reach them."""
 
     class Theirs(MemoryStore):
         served_by_rank = True
@@ -164,13 +164,13 @@ def test_one_that_joined_is_told_that_the_store_ended_with_rank_0() -> None:
             return super().put_if_absent(key, value)
 
     store = MemoryStore()
-    theirs = Theirs()
-    theirs._values = store._values
+    store_of_joiner = Theirs()
+    store_of_joiner._values = store._values
 
     def joining() -> Any:
-        with join(theirs) as comm:
+        with join(store_of_joiner) as comm:
             comm.barrier()
-            theirs.ended = True
+            store_of_joiner.ended = True
             with pytest.raises(RendezvousError) as caught:
                 comm.shrink()
             return str(caught.value)
@@ -189,7 +189,7 @@ def test_one_that_joined_is_told_that_the_store_ended_with_rank_0() -> None:
         assert "joined later, so it has no access to the store" in joined.result(FAR_S)
 
 
-# -- whom nobody lets in ----------------------------------------------------------------------
+# -- processes that are not admitted ------------------------------------------------------------
 
 
 def knock(store: MemoryStore, process: RankProcess) -> None:
@@ -197,7 +197,7 @@ def knock(store: MemoryStore, process: RankProcess) -> None:
     store.put_if_absent("join.0", json.dumps(entry).encode())
 
 
-def test_one_that_died_after_it_knocked_is_not_let_in(other: Other) -> None:  # noqa: F811
+def test_grow_leaves_out_process_that_died_while_waiting(other: Other) -> None:  # noqa: F811
     store = MemoryStore()
     knock(store, other[1])
 
@@ -214,7 +214,7 @@ def test_one_that_died_after_it_knocked_is_not_let_in(other: Other) -> None:  # 
     assert members(store, program) == [(1, 0, (0, 1), 1)] * 2
 
 
-def test_one_that_dies_before_it_connects_is_left_out_at_once(other: Other) -> None:  # noqa: F811
+def test_grow_leaves_out_process_that_dies_before_connecting(other: Other) -> None:  # noqa: F811
     store = MemoryStore()
     knock(store, other[1])
 
@@ -233,9 +233,9 @@ def test_one_that_dies_before_it_connects_is_left_out_at_once(other: Other) -> N
     assert members(store, program) == [((0, 1), 2)] * 2
 
 
-def test_one_with_another_secret_is_not_seen_and_told_what_may_be_wrong() -> None:
+def test_join_with_other_secret_times_out_and_names_secret() -> None:
     store = MemoryStore()
-    ours, theirs = (seal(store, Secret(letter * 16)) for letter in (b"a", b"b"))
+    store_of_ranks, store_of_joiner = (seal(store, Secret(letter * 16)) for letter in (b"a", b"b"))
     done = threading.Event()
 
     def program(comm: Communicator) -> Any:
@@ -244,10 +244,10 @@ def test_one_with_another_secret_is_not_seen_and_told_what_may_be_wrong() -> Non
         return first, comm.waiting()
 
     with ThreadPoolExecutor(1) as pool:
-        found = pool.submit(members, ours, program)
-        error = join(theirs, seconds=0.1)
+        counts = pool.submit(members, store_of_ranks, program)
+        error = join(store_of_joiner, seconds=0.1)
         done.set()
-        assert found.result(FAR_S) == [(0, 0)] * 2
+        assert counts.result(FAR_S) == [(0, 0)] * 2
     assert isinstance(error, CollectiveTimeoutError)
     assert "another secret (COLLECTIVE_SECRET), or with none, cannot be seen" in str(error)
 
@@ -261,7 +261,7 @@ def test_one_with_another_secret_is_not_seen_and_told_what_may_be_wrong() -> Non
     ],
     ids=["protocol", "transport", "ended"],
 )
-def test_ranks_that_cannot_be_joined_are_told(says: Any, kind: type, text: str) -> None:
+def test_join_of_unsuitable_ranks_raises_error(says: Any, kind: type, text: str) -> None:
     store = MemoryStore()
     store.set("join", json.dumps(says).encode())
     error = join(store, shrink_grace=0.01)
@@ -269,7 +269,7 @@ def test_ranks_that_cannot_be_joined_are_told(says: Any, kind: type, text: str) 
     assert text in str(error)
 
 
-def test_ranks_that_died_without_a_word_have_ended(other: Other) -> None:  # noqa: F811
+def test_join_after_death_of_ranks_raises_excluded_error(other: Other) -> None:  # noqa: F811
     store = MemoryStore()
     entry = {"protocol": 1, "backend": "threads", "process": str(other[1])}
     store.set("join", json.dumps(entry).encode())
@@ -278,7 +278,7 @@ def test_ranks_that_died_without_a_word_have_ended(other: Other) -> None:  # noq
     assert type(join(store, shrink_grace=0.01)) is ExcludedError
 
 
-def test_who_waits_is_told_when_the_ranks_end() -> None:
+def test_join_raises_excluded_error_when_ranks_end() -> None:
     store = MemoryStore()
     knocked = Arrivals(store, "threads")
 
@@ -293,22 +293,22 @@ def test_who_waits_is_told_when_the_ranks_end() -> None:
         assert type(joining.result(FAR_S)) is ExcludedError
 
 
-def test_the_floor_holds_for_those_who_grow() -> None:
+def test_grow_below_min_ranks_raises_peer_lost() -> None:
     def program(comm: Communicator) -> Any:
         return comm.grow() if comm.rank else None  # rank 0 leaves
 
-    found = on_threads(3, program, min_ranks=3)[1:]
-    assert [type(error) for error in found] == [PeerLostError] * 2
+    errors = on_threads(3, program, min_ranks=3)[1:]
+    assert [type(error) for error in errors] == [PeerLostError] * 2
 
 
-def test_what_a_stranger_writes_is_no_process_that_waits() -> None:
+def test_arrivals_ignore_malformed_entries() -> None:
     store = MemoryStore()
     for number, text in enumerate([b"not JSON", b"[]", b'{"host": "a"}']):
         store.set(f"join.{number}", text)
     assert Arrivals(store, "threads").waiting() == []
 
 
-def test_who_is_let_in_is_known_by_its_process() -> None:
+def test_arrivals_report_pid_of_admitted_process() -> None:
     store, own = MemoryStore(), RankProcess.own()
     assert own is not None
     knock(store, own)
@@ -341,7 +341,7 @@ print(comm.rank, comm.origin, collective.current() is comm, comm.all_reduce(np.o
 
 @pytest.mark.parametrize("how", ["on", "late"])
 @pytest.mark.parametrize("store_kind", ["directory", "tcp"])
-def test_a_process_joins_by_init(how: str, store_kind: str, tmp_path: Path) -> None:
+def test_init_with_join_enters_running_ranks(how: str, store_kind: str, tmp_path: Path) -> None:
     store = str(tmp_path / "store")
     if store_kind == "tcp":
         store = f"tcp://127.0.0.1:{free_port()}"
@@ -350,15 +350,15 @@ def test_a_process_joins_by_init(how: str, store_kind: str, tmp_path: Path) -> N
         timeout=2 * FAR_S, COLLECTIVE_SECRET="a" * 32,
     )  # fmt: skip
     expected = [f"{rank} (0, 1, 2) True 3.0\n" for rank in range(3)]
-    assert [each.stdout for each in done] == expected, [each.stderr for each in done]
+    assert [process.stdout for process in done] == expected, [process.stderr for process in done]
 
 
-def test_one_that_joins_has_to_know_where() -> None:
+def test_init_with_join_without_store_raises_config_error() -> None:
     with pytest.raises(ConfigError, match="no setting tells where the ranks to join have met"):
         collective.init(join=True)
 
 
-def test_a_transport_says_whether_it_grows() -> None:
+def test_waiting_on_transport_that_cannot_grow_raises_unsupported() -> None:
     class Still(ThreadsBackend):
         capabilities = replace(ThreadsBackend.capabilities, grows=False)
 

@@ -1,4 +1,4 @@
-"""Elastic training that processes join: they get the state, and each step counts once."""
+"""Elastic training that new processes join: they receive the state, and each step counts once."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ STEPS, JOINS_AT = 6, 3
 
 
 def together(program: Program, joining: int = 1, size: int = 2) -> tuple[list[Any], list[Any]]:
-    """Return what ``program(comm, hold)`` returns on ranks, and on those that join them.
+    """Return the results of ``program(comm, hold)`` on the ranks, and on the processes that join.
 
-    At step ``JOINS_AT``, and not before, ``hold(step)`` has those come who want to join.
+    The new processes arrive in the call ``hold(JOINS_AT)``, and not before.
     """
     store, begun = MemoryStore(), threading.Event()
     queue = Arrivals(store, "threads")
@@ -56,12 +56,12 @@ def together(program: Program, joining: int = 1, size: int = 2) -> tuple[list[An
 
     with ThreadPoolExecutor(max(1, joining)) as pool:
         joined = [pool.submit(join) for _ in range(joining)]
-        found = on_threads(size, partial(program, hold=hold), store)
-        return found, [each.result(FAR_S) for each in joined]
+        results = on_threads(size, partial(program, hold=hold), store)
+        return results, [future.result(FAR_S) for future in joined]
 
 
 def trained(comm: Communicator, hold: Any, grow: bool = True) -> Any:
-    """Return the sizes of the ranks in each generation, and the steps of each."""
+    """Train; return the number of ranks in each step, the total, and the number of commits."""
     state = elastic.State(comm, total=np.zeros(1), step=0, sizes=[])
     for generation in elastic.generations(comm, state, grow=grow):
         with generation as comm:
@@ -74,25 +74,25 @@ def trained(comm: Communicator, hold: Any, grow: bool = True) -> Any:
     return state.sizes, float(state.total[0]), state.commits
 
 
-def test_who_joins_gets_the_state_and_each_step_counts_once() -> None:
-    found, joined = together(trained)
-    # The commit of the step in which somebody waits is that of all.
-    assert found + joined == [([2, 2, 2, 2, 3, 3], 14.0, STEPS)] * 3
+def test_generations_give_state_to_joining_process() -> None:
+    results, joined = together(trained)
+    # The ranks grow at the commit of the step in which a process waits.
+    assert results + joined == [([2, 2, 2, 2, 3, 3], 14.0, STEPS)] * 3
 
 
-def test_several_join_at_once() -> None:
-    found, joined = together(trained, joining=2)
-    assert found + joined == [([2, 2, 2, 2, 4, 4], 16.0, STEPS)] * 4
+def test_generations_admit_several_processes_at_once() -> None:
+    results, joined = together(trained, joining=2)
+    assert results + joined == [([2, 2, 2, 2, 4, 4], 16.0, STEPS)] * 4
 
 
-def test_without_growing_nobody_is_let_in_and_its_program_ends() -> None:
+def test_generations_without_grow_end_joining_program() -> None:
     def program(comm: Communicator, hold: Any) -> Any:
         if not comm.joins:
-            comm.waiting()  # or it would not know that there is anybody
+            comm.waiting()  # otherwise the joining process could not tell that ranks are running
         return trained(comm, hold, grow=False)
 
-    found, joined = together(program)
-    assert found == [([2] * STEPS, 12.0, STEPS)] * 2
+    results, joined = together(program)
+    assert results == [([2] * STEPS, 12.0, STEPS)] * 2
     assert isinstance(joined[0], SystemExit)
     assert joined[0].code == 0
 
@@ -111,13 +111,13 @@ def grown_by_hand(comm: Communicator, hold: Any) -> Any:
         return state.step, state.commits
 
 
-def test_what_one_had_committed_alone_does_not_count() -> None:
-    found, joined = together(grown_by_hand)
-    assert found + joined == [(0, 0)] * 3
+def test_state_sync_discards_commits_of_joining_process() -> None:
+    results, joined = together(grown_by_hand)
+    assert results + joined == [(0, 0)] * 3
 
 
 def sharded(comm: Communicator, hold: Any) -> Any:
-    """Return the weights of steps whose gradients are the same on all ranks."""
+    """Train with gradients that are equal on all ranks; return the weights."""
     import torch
 
     from collective.adapters.torch import ShardedOptimizer
@@ -137,10 +137,10 @@ def sharded(comm: Communicator, hold: Any) -> Any:
     return [weight.detach().numpy().tobytes() for weight in weights]
 
 
-def test_shards_are_shared_out_anew_among_all() -> None:
+def test_sharded_optimizer_is_redistributed_after_join() -> None:
     torch = pytest.importorskip("torch")
-    importlib.import_module("collective.adapters.torch")  # and not by several threads at once
-    found, joined = together(sharded)
+    importlib.import_module("collective.adapters.torch")  # before several threads import it at once
+    results, joined = together(sharded)
     alone = [torch.full((3,), float(n), requires_grad=True) for n in range(4)]
     optimizer = torch.optim.Adam(alone, lr=0.1)
     for step in range(STEPS):
@@ -148,11 +148,11 @@ def test_shards_are_shared_out_anew_among_all() -> None:
             weight.grad = torch.full((3,), float(n + step + 1))
         optimizer.step()
     expected = [weight.detach().numpy().tobytes() for weight in alone]
-    assert found + joined == [expected] * 3
+    assert results + joined == [expected] * 3
 
 
 def with_chainer(comm: Communicator, hold: Any) -> Any:
-    """Return the weights of a model that is updated by a loss function, as updaters do."""
+    """Train with a loss function passed to ``update``, as updaters do; return the weights."""
     from collective.adapters.chainer import create_multi_node_optimizer
 
     import chainer  # isort: skip
@@ -172,17 +172,17 @@ def with_chainer(comm: Communicator, hold: Any) -> Any:
     return model.W.array.tolist()
 
 
-def test_a_chainer_optimizer_makes_its_first_step_among_others_that_have() -> None:
+def test_chainer_optimizer_of_joining_process_takes_state() -> None:
     if importlib.util.find_spec("chainer") is None:
         pytest.skip("chainer is not installed")
     importlib.import_module("collective.adapters.chainer")
-    found, joined = together(with_chainer)
-    np.testing.assert_allclose(found + joined, [[[0.5 - 0.1 * STEPS] * 2]] * 3, rtol=1e-5)
+    results, joined = together(with_chainer)
+    np.testing.assert_allclose(results + joined, [[[0.5 - 0.1 * STEPS] * 2]] * 3, rtol=1e-5)
 
 
 # -- the launcher -----------------------------------------------------------------------------
 
-# It ends when all three are there again, or as soon as the argument says.
+# The program ends when three ranks are together again, or at the step given as argument.
 PROGRAM = """
 import os, signal, sys
 import numpy as np
@@ -216,7 +216,7 @@ def run(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-def test_the_launcher_starts_another_which_joins(tmp_path: Path) -> None:
+def test_launcher_replaces_lost_rank(tmp_path: Path) -> None:
     done = run(tmp_path, "-1", "0")
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == [
@@ -226,7 +226,7 @@ def test_the_launcher_starts_another_which_joins(tmp_path: Path) -> None:
     assert "collective run: 1 of 3 ranks was lost:" in done.stderr
 
 
-def test_one_that_is_there_too_late_ends_in_peace(tmp_path: Path) -> None:
+def test_launcher_replacement_that_is_late_ends_without_traceback(tmp_path: Path) -> None:
     done = run(tmp_path, "5", "1")
     assert done.returncode == 0, done.stderr
     assert "[1] collective: join: the ranks that met at" in done.stderr
@@ -236,7 +236,7 @@ def test_one_that_is_there_too_late_ends_in_peace(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_one_that_waits_does_not_count_for_the_floor(tmp_path: Path) -> None:
+def test_launcher_does_not_count_waiting_process_for_min_ranks(tmp_path: Path) -> None:
     done = run(tmp_path, "-1", "0", "1")
     assert done.returncode == 128 + 9
     assert "ranks were lost, but 2 must be left to continue: rank" in done.stderr
@@ -251,7 +251,7 @@ def test_one_that_waits_does_not_count_for_the_floor(tmp_path: Path) -> None:
     ],
     ids=["floor", "threads", "mpi"],
 )
-def test_what_cannot_be_is_refused(
+def test_launcher_refuses_replace_with_unsuitable_options(
     options: list[str], text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from collective.tools.cli.main import main

@@ -1,4 +1,4 @@
-"""A state that is cut over the ranks outlives those of which others have copies."""
+"""Sharded optimizer state survives the loss of ranks whose shards have copies on other ranks."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ ranks = ranks_of(("threads", 4))
 
 
 def network() -> nn.Module:
-    own = torch.Generator().manual_seed(3)  # threads share the global one
-    made = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 6), nn.Tanh(), nn.Linear(6, 2))
-    for parameter in made.parameters():
-        nn.init.uniform_(parameter, -0.5, 0.5, generator=own)
-    return made
+    generator = torch.Generator().manual_seed(3)  # threads share the global generator
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 6), nn.Tanh(), nn.Linear(6, 2))
+    for parameter in model.parameters():
+        nn.init.uniform_(parameter, -0.5, 0.5, generator=generator)
+    return model
 
 
 def trained(comm, losses: dict[int, int], copies: int, where: str = "step") -> Any:
-    """Train with a state of Adam's; with ``copies`` 0 it is whole on each rank."""
+    """Train with Adam, whose state is sharded, or whole on each rank if ``copies`` is 0."""
     origin, network_ = comm.rank, network()
     model = DistributedDataParallel(network_, comm)
     parameters = model.parameters()
@@ -44,10 +44,10 @@ def trained(comm, losses: dict[int, int], copies: int, where: str = "step") -> A
     keep = getattr(optimizer, "keep_shards", None)
 
     def keep_and_leave():
-        kept = keep()
+        shards = keep()
         if losses.get(origin) == state.step:
             state.comm.close()
-        return kept
+        return shards
 
     if where == "commit":
         optimizer.keep_shards = keep_and_leave
@@ -75,33 +75,33 @@ def trained(comm, losses: dict[int, int], copies: int, where: str = "step") -> A
     ("losses", "copies"),
     [({}, 1), ({1: 3}, 2), ({0: 1, 2: 4}, 2), ({3: 2, 0: 2}, 3), ({0: 2, 2: 2}, 2)],
 )
-def test_a_loss_costs_nothing_of_which_there_is_a_copy(ranks, losses, copies, where):
-    found = ranks.run(trained, losses, copies, where)
-    # What is lost in a commit is the step before it.
+def test_training_after_loss_matches_unsharded_training(ranks, losses, copies, where):
+    weights = ranks.run(trained, losses, copies, where)
+    # A loss within a commit undoes the step before the commit.
     undone = {rank: step - (where == "commit") for rank, step in losses.items()}
-    whole = ranks.run(trained, undone, 0)
-    assert [each is None for each in found] == [rank in losses for rank in range(4)]
-    assert found == whole
+    expected = ranks.run(trained, undone, 0)
+    assert [result is None for result in weights] == [rank in losses for rank in range(4)]
+    assert weights == expected
 
 
 @pytest.mark.parametrize(
     ("losses", "copies", "gone"), [({1: 3}, 1, "[1]"), ({1: 3, 2: 3}, 2, "[1]")]
 )
-def test_what_only_lost_ranks_had_is_named(ranks, losses, copies, gone):
-    found = ranks.run(trained, losses, copies)
-    for rank, text in enumerate(found):
+def test_state_lost_error_names_ranks_without_copies(ranks, losses, copies, gone):
+    results = ranks.run(trained, losses, copies)
+    for rank, text in enumerate(results):
         if rank not in losses:
             assert isinstance(text, str), text
             assert "ShardedOptimizer: the state of parameter " in text
             assert f"was on ranks {gone} alone" in text
 
 
-def test_before_the_first_step_there_is_nothing_to_lose(ranks):
+def test_loss_before_first_step_loses_no_state(ranks):
     assert ranks.run(trained, {1: 0}, 1) == ranks.run(trained, {1: 0}, 0)
 
 
 def half_way(comm) -> Any:
-    """A rank meets a loss in the barrier of a commit that the others have got through."""
+    """Commit four times, where some ranks see a loss in a barrier that other ranks have passed."""
     parameters = list(network().parameters())
     optimizer = ShardedOptimizer(parameters, torch.optim.SGD, comm, lr=1.0, momentum=0.9)
     state = elastic.State(comm, optimizer=optimizer, weights=torch.zeros(2), step=0)
@@ -128,17 +128,17 @@ def half_way(comm) -> Any:
     commit(3, 2)
     before = state.commits
     state.sync(comm)
-    found = [before, state.commits, state.step, len(optimizer.state_dict()["state"])]
-    commit(4, *range(comm.size))  # which is not to be written where the third is
+    counters = [before, state.commits, state.step, len(optimizer.state_dict()["state"])]
+    commit(4, *range(comm.size))  # must not overwrite the memory of the third commit
     state.restore()
-    return [*found, *state.weights.tolist()]
+    return [*counters, *state.weights.tolist()]
 
 
-def test_a_commit_that_some_rank_has_is_that_of_all(ranks):
-    found = ranks.run(half_way)
-    assert found == [[before, 3, 3, 6, 3.0, 3.0] for before in (3, 3, 2, 3)]
+def test_commit_completed_by_some_rank_holds_on_all(ranks):
+    results = ranks.run(half_way)
+    assert results == [[before, 3, 3, 6, 3.0, 3.0] for before in (3, 3, 2, 3)]
 
 
-def test_copies_that_are_none(ranks):
+def test_sharded_optimizer_with_zero_copies_raises_invalid_argument(ranks):
     with collective.init(size=1, rank=0) as comm, pytest.raises(InvalidArgumentError, match="1 or"):
         ShardedOptimizer(network().parameters(), torch.optim.SGD, comm, copies=0, lr=1.0)

@@ -1,4 +1,4 @@
-"""shrink() and agree() beside what the public suite says: arguments, settings, leftovers."""
+"""``shrink()`` and ``agree()``, beyond the public suite: arguments, settings, leftovers."""
 
 from __future__ import annotations
 
@@ -46,13 +46,16 @@ def on_threads(
     size: int, program: Callable[[Communicator], Any], store: Any = None,
     hosts: str = "", **settings: Any,
 ) -> list[Any]:  # fmt: skip
-    """Return what ``program`` returned or raised on each of some ranks that meet in ``store``."""
-    found = MemoryStore() if store is None else store
+    """Run ``program`` on ranks that are threads and meet in ``store``; return results and errors.
+
+    Use it for tests of ``shrink``, ``grow`` and ``agree`` that need a store or hosts of their own.
+    """
+    rendezvous = MemoryStore() if store is None else store
     hosts = hosts or "a" * size
 
     def run(rank: int) -> Any:
         local = hosts[:rank].count(hosts[rank]), hosts.count(hosts[rank])
-        world = World(rank, size, *local, hosts[rank], "none", "job", found)
+        world = World(rank, size, *local, hosts[rank], "none", "job", rendezvous)
         try:
             with collective.connect(world, "threads", timeout=FAR_S, **settings) as comm:
                 return program(comm)
@@ -74,14 +77,16 @@ def on_threads(
     ],
     ids=str,
 )
-def test_a_bad_argument_breaks_nothing(arguments: dict[str, Any], kind: type) -> None:
+def test_shrink_with_bad_argument_leaves_communicator_usable(
+    arguments: dict[str, Any], kind: type
+) -> None:
     with alone() as comm:
         with pytest.raises(kind):
             comm.shrink(**arguments)
         assert comm.all_reduce(np.ones(1))[0] == 1
 
 
-def test_a_closed_one_does_not_go_on() -> None:
+def test_shrink_of_closed_communicator_raises_closed_error() -> None:
     comm = alone()
     comm.close()
     for call in (comm.shrink, comm.agree):
@@ -89,22 +94,24 @@ def test_a_closed_one_does_not_go_on() -> None:
             call()
 
 
-def test_one_of_unknown_descent_does_not_go_on() -> None:
+def test_shrink_of_communicator_without_origin_raises_unsupported() -> None:
     with alone() as comm:
-        made = Communicator(comm.transport, local_rank=0, local_size=1, host="here", timeout=FAR_S)
+        communicator = Communicator(
+            comm.transport, local_rank=0, local_size=1, host="here", timeout=FAR_S
+        )
         with pytest.raises(UnsupportedError, match=r"Use collective\.init\(\)"):
-            made.shrink()
+            communicator.shrink()
 
 
-def test_the_floor_may_be_a_setting() -> None:
+def test_shrink_respects_min_ranks_setting() -> None:
     def program(comm: Communicator) -> Any:
         return comm.shrink() if comm.rank else None  # rank 0 leaves
 
-    found = on_threads(3, program, min_ranks=3)[1:]
-    assert [type(error) for error in found] == [PeerLostError] * 2
+    errors = on_threads(3, program, min_ranks=3)[1:]
+    assert [type(error) for error in errors] == [PeerLostError] * 2
 
 
-def test_the_grace_may_be_a_setting() -> None:
+def test_shrink_respects_grace_setting() -> None:
     released = threading.Event()
 
     def program(comm: Communicator) -> Any:
@@ -118,7 +125,7 @@ def test_the_grace_may_be_a_setting() -> None:
     assert on_threads(2, program, shrink_grace=0.01)[0] == 1
 
 
-def test_ranks_of_a_host_are_counted_anew() -> None:
+def test_shrink_renumbers_local_ranks() -> None:
     def program(comm: Communicator) -> Any:
         if comm.rank == 0:
             return None
@@ -128,7 +135,7 @@ def test_ranks_of_a_host_are_counted_anew() -> None:
     assert on_threads(4, program, hosts="abab")[1:] == [(0, 2), (0, 1), (1, 2)]
 
 
-def test_two_communicators_of_one_store_do_not_mix() -> None:
+def test_shrink_of_two_communicators_in_one_store_does_not_mix() -> None:
     def program(comm: Communicator) -> Any:
         with comm.shrink() as new:
             return new.origin
@@ -138,7 +145,7 @@ def test_two_communicators_of_one_store_do_not_mix() -> None:
         assert on_threads(2, program, store) == [(0, 1)] * 2
 
 
-def test_a_store_that_is_gone_is_told(tmp_path: Path) -> None:
+def test_shrink_without_store_raises_rendezvous_error(tmp_path: Path) -> None:
     together = threading.Barrier(2)
     store = FileStore(tmp_path / "store")
 
@@ -148,50 +155,50 @@ def test_a_store_that_is_gone_is_told(tmp_path: Path) -> None:
         together.wait(FAR_S)
         comm.shrink()
 
-    found = on_threads(2, program, store)
-    assert [type(error) for error in found] == [RendezvousError] * 2
-    assert "COLLECTIVE_STORE" in str(found[0])
+    errors = on_threads(2, program, store)
+    assert [type(error) for error in errors] == [RendezvousError] * 2
+    assert "COLLECTIVE_STORE" in str(errors[0])
 
 
-def test_hooks_are_told_of_the_next_generation() -> None:
-    heard = []
+def test_shrink_reports_new_group_to_listener() -> None:
+    groups = []
 
     class Listening(collective.communicator.listener.Listener):  # type: ignore[name-defined]
         def group(self, child: Any, ranks: Any) -> None:
-            heard.append((child.size, list(ranks)))
+            groups.append((child.size, list(ranks)))
 
     with alone() as comm:
         comm.listen(Listening())
         comm.shrink().close()
-    assert heard == [(1, [0])]
+    assert groups == [(1, [0])]
 
 
 def _many(comm: Communicator) -> list[tuple[int, int]]:
-    """Return how many descriptors and threads there are, generation after generation."""
-    found = []
+    """Return the numbers of descriptors and threads, generation after generation."""
+    counts = []
     comm.barrier()  # all have come out of init()
     for _ in range(8):
         comm = comm.shrink()
-        # Whoever is out of it first shrinks, and breaks it for the other.
+        # The rank that leaves the barrier first shrinks, which aborts the barrier of the other.
         with contextlib.suppress(collective.CommunicatorAbortedError):
             comm.barrier()
-        found.append((len(os.listdir("/proc/self/fd")), threading.active_count()))
+        counts.append((len(os.listdir("/proc/self/fd")), threading.active_count()))
     comm.close()
-    return found
+    return counts
 
 
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
-def test_generations_leave_nothing_open(backend: str) -> None:
+def test_shrink_leaves_no_descriptors_or_threads(backend: str) -> None:
     if backend == "gloo":
         pytest.importorskip("torch")
     for counts in run_ranks(2, _many, backend=backend, timeout=FAR_S):
-        for each in zip(*counts, strict=True):
-            # Threads of the last one may take a moment to end; what is left would add up.
-            assert min(each[4:]) <= max(each[:4]), counts
+        for series in zip(*counts, strict=True):
+            # Threads of the previous generation may take a moment to end; a leak would add up.
+            assert min(series[4:]) <= max(series[:4]), counts
 
 
 def _loses_one_that_was_to_connect(comm: Communicator, marks: str) -> Any:
-    """Shrink; rank 1 dies when the others know its address, and before it connects to them."""
+    """Shrink; rank 1 dies after it has published its address, and before it connects."""
     from collective.backends.gloo.engine import AddressStore
 
     with contextlib.suppress(collective.CommunicatorAbortedError):
@@ -199,7 +206,7 @@ def _loses_one_that_was_to_connect(comm: Communicator, marks: str) -> Any:
     rank, offer, read = comm.rank, AddressStore.set, AddressStore.get
 
     def offer_and_die(self: AddressStore, key: str, value: Any) -> None:
-        # Of two ranks that with the greater port connects: so both others wait for this one.
+        # Of two ranks the rank with the greater port connects, so both others wait for rank 1.
         address = bytearray(bytes(value))
         port = 8 + int.from_bytes(address[:8], "little") + 8 + 2
         address[port : port + 2] = b"\xff\xff"
@@ -208,10 +215,10 @@ def _loses_one_that_was_to_connect(comm: Communicator, marks: str) -> Any:
         os.kill(os.getpid(), signal.SIGKILL)
 
     def read_and_mark(self: AddressStore, key: str) -> bytes:
-        found = read(self, key)
-        if key.endswith("/2"):  # the last one; now it connects
+        address = read(self, key)
+        if key.endswith("/2"):  # the last address; the rank connects after it
             Path(marks, str(rank)).touch()
-        return found
+        return address
 
     if rank == 1:
         AddressStore.set = offer_and_die  # type: ignore[method-assign]
@@ -219,23 +226,23 @@ def _loses_one_that_was_to_connect(comm: Communicator, marks: str) -> Any:
         AddressStore.get = read_and_mark  # type: ignore[method-assign]
     with comm.shrink() as new:
         total = float(new.all_reduce(np.full(1, 2.0**rank))[0])
-        # One that still waited for the dead would have had another take its work.
+        # If a thread still waited for the dead rank, a second thread would have taken its work.
         waiting = [each.name for each in threading.enumerate() if "gloo-wait" in each.name]
         return new.origin, new.generation, total, len(waiting)
 
 
-def test_gloo_does_not_wait_for_one_that_has_died_before_it_connected(tmp_path: Path) -> None:
-    """Nor does anybody go on without a rank that is only held up by it."""
+def test_gloo_shrink_does_not_wait_for_rank_dead_before_connecting(tmp_path: Path) -> None:
+    """Check also that the survivors do not exclude a rank that the dead rank has delayed."""
     pytest.importorskip("torch")
     with pytest.raises(RanksFailedError) as caught:
         run_ranks(3, _loses_one_that_was_to_connect, str(tmp_path), backend="gloo", timeout=FAR_S)
     assert caught.value.results == dict.fromkeys((0, 2), ((0, 2), 2, 5.0, 1))
 
 
-def test_a_rank_may_shrink_before_another_has_heard_that_all_are_connected(
+def test_shrink_before_peer_knows_that_all_are_connected_succeeds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other's init() returns a communicator that is broken, as if it had heard before."""
+    """The other rank's ``init()`` then returns a communicator that is already aborted."""
     pytest.importorskip("torch")
     hear = Channel._hear
 
@@ -259,7 +266,7 @@ def test_a_rank_may_shrink_before_another_has_heard_that_all_are_connected(
         assert list(pool.map(rank, range(2))) == [(1, 2.0)] * 2
 
 
-def test_the_next_generation_is_the_current_one(tmp_path: Path) -> None:
+def test_shrink_makes_next_generation_current(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(
         textwrap.dedent("""

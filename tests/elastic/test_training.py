@@ -1,4 +1,4 @@
-"""`collective.elastic` without frameworks: what a state keeps, and who goes on with what."""
+"""``collective.elastic`` without frameworks: copies, sync and generations of a state."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from collective.errors import InvalidArgumentError, MismatchError
 from collective.testing import RankPool
 from tests.support.on_ranks import on_ranks, ranks_of
 
-LARGE = 1 << 17  # float64, so that its MiB stands out from what ranks say to each other
+LARGE = 1 << 17  # float64, so 1 MiB, which stands out from the ranks' control messages
 
 
 ranks = ranks_of(("threads", 3))
 
 
 def sizes_of_calls(comm: collective.Communicator) -> list[int]:
-    """Return what is filled with the sizes of ``comm``'s calls, and of groups made of it."""
-    found: list[int] = []
+    """Return a list to which later calls of ``comm``, and of groups made of it, add their sizes."""
+    sizes: list[int] = []
     make = comm.group
 
     def group(ranks):
         child = make(ranks)
-        child.hook(lambda event: found.append(event.nbytes))
+        child.hook(lambda event: sizes.append(event.nbytes))
         return child
 
     comm.group = group
-    comm.hook(lambda event: found.append(event.nbytes))
-    return found
+    comm.hook(lambda event: sizes.append(event.nbytes))
+    return sizes
 
 
 # -- copies --------------------------------------------------------------------------
@@ -51,10 +51,10 @@ def one():
         yield comm
 
 
-def test_a_copy_is_nobodys_memory(one):
+def test_state_commit_shares_no_memory_with_parts(one):
     weights, nested = np.arange(3.0), {"a": [np.zeros(2), (1, 2)], "b": {}}
     state = elastic.State(one, weights=weights, nested=nested, step=0)
-    for _ in range(2):  # what was restored may be changed as what was committed
+    for _ in range(2):  # a restored value may be changed like a committed value
         weights += 1
         state.nested["a"][0] += 1
         state.nested["b"]["c"] = 1
@@ -66,7 +66,7 @@ def test_a_copy_is_nobodys_memory(one):
         assert (state.nested["b"], state.step) == ({}, 0)
 
 
-def test_commits_take_turns_in_two_sets_of_arrays(one):
+def test_state_commits_alternate_between_two_sets_of_arrays(one):
     state = elastic.State(one, weights=np.zeros(LARGE), other=[np.ones(3, np.int8)])
     state.commit()
     tracemalloc.start()
@@ -85,7 +85,7 @@ def test_commits_take_turns_in_two_sets_of_arrays(one):
     assert state.other[0].tolist() == [7, 7, 7]
 
 
-def test_arrays_of_other_shapes_and_dtypes_are_kept(one):
+def test_state_commit_accepts_changed_shapes_and_dtypes(one):
     state = elastic.State(one, history=np.zeros(1), kind=np.zeros(2, np.int8))
     for length in range(2, 6):
         state.history = np.arange(float(length))
@@ -98,7 +98,7 @@ def test_arrays_of_other_shapes_and_dtypes_are_kept(one):
 
 
 class Unlucky:
-    """Its state cannot be had for as long as it fails."""
+    """Object whose ``state_dict`` raises while ``fails`` is set."""
 
     fails = False
 
@@ -107,11 +107,11 @@ class Unlucky:
             raise KeyboardInterrupt
         return {}
 
-    def load_state_dict(self, kept):
+    def load_state_dict(self, state):
         pass
 
 
-def test_a_commit_that_is_interrupted_harms_no_other(one):
+def test_state_interrupted_commit_keeps_previous_commit(one):
     state = elastic.State(one, weights=np.zeros(3), unlucky=Unlucky())
     for turn in range(1, 6):
         state.weights[:] = turn
@@ -130,12 +130,12 @@ class Counter:
     value = 0
 
 
-def test_a_kind_that_was_registered_holds_for_what_is_derived_from_it(one):
+def test_register_applies_to_derived_classes(one):
     class Derived(Counter):
         pass
 
-    def load(counter, kept):
-        counter.value = kept
+    def load(counter, value):
+        counter.value = value
         return counter
 
     elastic.register(Counter, lambda counter: counter.value, load)
@@ -159,19 +159,19 @@ def test_a_kind_that_was_registered_holds_for_what_is_derived_from_it(one):
         ),
     ],
 )
-def test_parts_that_are_refused(one, parts: dict[str, Any], said: str):
+def test_state_with_unsuitable_part_raises_invalid_argument(one, parts: dict[str, Any], said: str):
     with pytest.raises(InvalidArgumentError) as caught:
         elastic.State(one, **parts)
     assert said in str(caught.value)
 
 
-def test_a_part_that_is_not_there(one):
+def test_state_access_to_missing_part_raises_error(one):
     state = elastic.State(one, step=0)
     with pytest.raises(AttributeError, match="no part 'stop'; it has"):
         state.stop = 1
     with pytest.raises(AttributeError, match="no part 'stop'; it has"):
         _ = state.stop
-    assert copy.copy(state).step == 0  # while a copy is made there are no parts to look for
+    assert copy.copy(state).step == 0  # copy() looks up attributes before the copy has any parts
     with pytest.raises(InvalidArgumentError, match="no part sampler; there are step"):
         state.commit(sampler=3)
 
@@ -182,26 +182,26 @@ def test_a_part_that_is_not_there(one):
 @pytest.mark.parametrize(
     ("commits", "found"),
     [
-        ([1, 2, 2], (2, 11.0, 2)),  # the lowest of those that are furthest, not rank 0
+        ([1, 2, 2], (2, 11.0, 2)),  # rank 1 is the lowest rank with the most commits
         ([0, 0, 1], (1, 2.0, 1)),
         ([2, 1, 1], (2, 10.0, 2)),
         ([0, 0, 0], (0, 0.0, 0)),
     ],
 )
 @on_ranks("ranks")
-def test_all_go_back_to_whoever_is_furthest(comm, commits, found):
+def test_state_sync_takes_lowest_rank_with_most_commits(comm, commits, found):
     state = elastic.State(comm, weights=np.zeros(2), step=0)
     for _ in range(commits[comm.rank]):
         state.weights[:] = comm.rank + 10 * state.commits
         state.step += 1
         state.commit()
-    state.weights[:] = -1  # of a step that nobody has committed
+    state.weights[:] = -1  # changed in a step that no rank has committed
     state.sync(comm)
     assert (state.step, float(state.weights[0]), state.commits) == found
 
 
 def sent(comm, differ: list[int], large: bool) -> int:
-    """Return the bytes of the longest call of a sync that gives ranks what differs there."""
+    """Return the bytes of the longest call of a sync where the ranks ``differ`` differ."""
     parts = {"weights": np.ones(LARGE), "buffers": np.ones(LARGE), "step": 3}
     state = elastic.State(comm, **parts)
     if comm.rank in differ:
@@ -209,38 +209,38 @@ def sent(comm, differ: list[int], large: bool) -> int:
         state.step = 3 if large else comm.rank
         state.commit()
         state.__dict__["_kept"].number = 0
-    found = sizes_of_calls(comm)
+    call_sizes = sizes_of_calls(comm)
     state.sync(comm)
     expected = state.step, float(state.weights.sum()), float(state.buffers.sum())
     assert comm.all_gather_object(expected) == [expected] * comm.size
-    return max(found)
+    return max(call_sizes)
 
 
 @on_ranks("ranks")
-def test_nothing_is_sent_to_whoever_has_it(comm):
+def test_state_sync_sends_nothing_to_ranks_with_same_values(comm):
     assert sent(comm, [], False) < 4096
 
 
 @on_ranks("ranks")
-def test_only_what_differs_is_sent_to_whom_it_differs_at(comm):
+def test_state_sync_sends_only_differing_array(comm):
     most, arrays = sent(comm, [2], True), comm.rank != 1
     assert 8 * LARGE * arrays <= most < 8 * LARGE * arrays + 4096  # one of the two arrays
 
 
 @on_ranks("ranks")
-def test_a_number_that_differs_takes_no_array_along(comm):
+def test_state_sync_of_differing_number_sends_no_array(comm):
     assert sent(comm, [1, 2], False) < 4096
 
 
 @on_ranks("ranks")
-def test_other_parts_on_another_rank(comm):
+def test_state_sync_with_different_parts_raises_mismatch_error(comm):
     with pytest.raises(MismatchError, match=r"rank 2 has parts \['step1'\], rank 0 \['step0'\]"):
         elastic.State(comm, **{f"step{comm.rank // 2}": 0}).sync(comm)
 
 
 @on_ranks("ranks")
-def test_a_structure_is_sent_with_its_values(comm):
-    """Structures that differ: an optimizer's before and after its first step, say."""
+def test_state_sync_sends_structure_with_values(comm):
+    """Sync structures that differ, such as an optimizer's before and after its first step."""
     own = {} if comm.rank == 2 else {0: {"momentum": np.full(3, comm.rank + 1.0)}, "n": (1, None)}
     state = elastic.State(comm, optimizer=own)
     if comm.rank == 1:
@@ -251,7 +251,7 @@ def test_a_structure_is_sent_with_its_values(comm):
 
 
 @on_ranks("ranks")
-def test_numbers_of_numpy_are_restored(comm):
+def test_state_sync_restores_numpy_numbers(comm):
     state = elastic.State(comm, best=1.0, done=False)
     state.best, state.done = np.float64(comm.rank), np.bool_(False)
     state.commit()
@@ -264,7 +264,7 @@ def test_numbers_of_numpy_are_restored(comm):
 
 
 def trained(comm, losses: dict[int, int], min_ranks: int = 1) -> Any:
-    """Six steps, of which a rank is lost in ``losses[rank]``, by its first number."""
+    """Train six steps; rank ``r`` of the first generation is lost in step ``losses[r]``."""
     origin = comm.rank
     state = elastic.State(comm, weights=np.zeros(2), step=0)
     sizes = []
@@ -288,20 +288,20 @@ def trained(comm, losses: dict[int, int], min_ranks: int = 1) -> Any:
         ({2: 4}, [3, 2]),
         ({0: 2}, [3, 2]),
         ({0: 0, 1: 5}, [3, 2, 1]),
-        ({1: 3, 2: 3}, [3, 1]),  # or one after the other
+        ({1: 3, 2: 3}, [3, 1]),  # or [3, 2, 1], if the ranks see the losses one after the other
     ],
 )
-def test_the_rest_goes_on_and_each_step_counts_once(ranks, losses, sizes):
+def test_generations_continue_after_loss_and_count_each_step_once(ranks, losses, sizes):
     total = sum(losses.get(rank, 6) * 10.0**rank for rank in range(3))
-    for rank, found in enumerate(ranks.run(trained, losses)):
+    for rank, result in enumerate(ranks.run(trained, losses)):
         if rank in losses:
-            assert found == "lost"
+            assert result == "lost"
             continue
-        *had, weights, steps = found
+        *observed_sizes, weights, steps = result
         assert weights == total
         assert steps == [6] * sizes[-1]
-        assert (had[0], had[-1]) == (sizes[0], sizes[-1])
-        assert len(losses) == 2 or had == sizes
+        assert (observed_sizes[0], observed_sizes[-1]) == (sizes[0], sizes[-1])
+        assert len(losses) == 2 or observed_sizes == sizes
 
 
 def too_few(comm) -> Any:
@@ -311,12 +311,12 @@ def too_few(comm) -> Any:
         return error.ranks
 
 
-def test_below_the_floor_all_get_the_error_that_starts_all_again(ranks):
+def test_generations_below_min_ranks_raise_peer_lost_on_all(ranks):
     assert ranks.run(too_few) == [(1,), "lost", (1,)]
 
 
 @on_ranks("ranks")
-def test_nobody_ends_while_another_has_to_go_back(comm):
+def test_generations_do_not_end_while_any_rank_has_to_repeat(comm):
     state = elastic.State(comm, step=0)
     steps = []
     for generation in elastic.generations(comm, state):
@@ -343,7 +343,7 @@ def stuck(comm) -> str:
     return "through"
 
 
-def test_a_body_that_always_ends_so_is_not_run_for_ever(ranks):
+def test_generations_without_progress_raise_the_error(ranks):
     names = ranks.run(stuck)
     assert names[1] == "CollectiveTimeoutError"
     assert "through" not in names
@@ -367,12 +367,12 @@ def failing(comm) -> Any:
     return comm.size
 
 
-def test_any_other_error_passes_and_its_rank_is_lost(ranks):
+def test_generations_pass_other_errors_and_lose_the_rank(ranks):
     assert ranks.run(failing) == [1, "failed", "lost"]
 
 
 @on_ranks("ranks")
-def test_a_body_that_does_not_enter_is_refused(comm):
+def test_generations_with_body_that_does_not_enter_raise_error(comm):
     with pytest.raises(InvalidArgumentError, match="`with generation as comm:`"):
         list(elastic.generations(comm, elastic.State(comm)))
 
@@ -401,7 +401,7 @@ def silent(comm) -> Any:
     return [state.step, comm.size]
 
 
-def test_who_is_silent_is_left_behind_and_learns_it(ranks):
+def test_generations_exclude_silent_rank(ranks):
     AWAKE.clear()
     assert ranks.run(silent) == [[1, 2], [1, 2], "excluded"]
 
@@ -432,38 +432,38 @@ def stopped(comm, marks: str) -> Any:
 
 
 @pytest.mark.parametrize("transport", ["shm", "gloo", "hierarchical"])
-def test_generations_go_on_without_a_stopped_rank_whatever_the_timeout(transport, tmp_path):
+def test_generations_exclude_stopped_rank_with_any_timeout(transport, tmp_path):
     if transport != "shm":
         pytest.importorskip("torch", reason="gloo stands on PyTorch")
     with RankPool(3, transport, timeout=120.0) as pool:
-        found = pool.run(stopped, str(tmp_path), shrink_grace=2.0)
-    assert found == [[1, 2], [1, 2], "excluded"]
+        results = pool.run(stopped, str(tmp_path), shrink_grace=2.0)
+    assert results == [[1, 2], [1, 2], "excluded"]
 
 
 def given_up(comm) -> Any:
-    """Rank 0 gives up an agreement in which rank 1 waits; rank 2 never comes to it."""
+    """Let rank 0 time out in an agreement in which rank 1 waits; rank 2 never calls it."""
     if comm.rank == 2:
         AWAKE.wait(60)
         return None
     try:
         comm.agree(timeout=0.1 if comm.rank == 0 else 60.0)
     except (collective.CollectiveTimeoutError, collective.CommunicatorAbortedError) as error:
-        heard = type(error).__name__
+        outcome = type(error).__name__
     following = comm.shrink()
     size = following.size
     following.barrier()
     AWAKE.set()
-    return heard, size
+    return outcome, size
 
 
 def test_agree_ends_when_another_rank_shrinks(ranks):
     AWAKE.clear()
-    found = ranks.run(given_up, shrink_grace=2.0)
-    assert found[:2] == [("CollectiveTimeoutError", 2), ("CommunicatorAbortedError", 2)]
+    results = ranks.run(given_up, shrink_grace=2.0)
+    assert results[:2] == [("CollectiveTimeoutError", 2), ("CommunicatorAbortedError", 2)]
 
 
 class Lasting(ThreadsBackend):
-    """A transport that cannot go on without a rank."""
+    """Transport that does not support ``shrink``."""
 
     capabilities = replace(ThreadsBackend.capabilities, shrinks=False)
 
@@ -482,6 +482,6 @@ def once(comm, loss: bool) -> Any:
 
 
 @pytest.mark.parametrize(("loss", "found"), [(False, 1), (True, "as it is")])
-def test_what_cannot_shrink_runs_once(loss, found):
+def test_generations_run_once_on_transport_without_shrink(loss, found):
     with RankPool(2, Lasting, timeout=60.0) as pool:
         assert pool.run(once, loss) == [found] * 2

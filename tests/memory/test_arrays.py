@@ -1,4 +1,4 @@
-"""Arrays of frameworks as NumPy over the same memory, and back."""
+"""Conversion of frameworks' arrays to NumPy arrays over the same memory, and back."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _shares(a: np.ndarray, b: np.ndarray) -> bool:
 
 
 @pytest.mark.parametrize("name", NATIVE)
-def test_numpy_is_seen_where_it_is_and_comes_back_as_itself(name):
+def test_numpy_view_and_wrap_return_same_array(name):
     x = np.zeros((3, 4), name)
     adapter = adapter_of(x)
     array, dtype = adapter.view(x)
@@ -42,7 +42,7 @@ def test_numpy_is_seen_where_it_is_and_comes_back_as_itself(name):
 @pytest.mark.parametrize(
     "cut", [np.s_[::2], np.s_[::-1], np.s_[:, 1], np.s_[..., None], np.s_[0, 0]], ids=str
 )
-def test_numpy_keeps_strides(cut):
+def test_numpy_view_keeps_strides(cut):
     x = np.arange(24.0).reshape(4, 6)
     view = x[cut]
     array, _ = adapter_of(view).view(view)
@@ -52,14 +52,14 @@ def test_numpy_keeps_strides(cut):
 
 
 @pytest.mark.parametrize("scalar", [np.float32(2.5), np.int8(-3), np.bool_(True), np.array(7)])
-def test_numpy_scalars_have_no_dimensions(scalar):
+def test_numpy_scalar_view_has_no_dimensions(scalar):
     array, dtype = adapter_of(scalar).view(scalar)
     assert array.shape == ()
     assert dtype.name == np.asarray(scalar).dtype.name
     assert array[()] == scalar
 
 
-def test_numpy_read_only_may_be_read_and_not_written():
+def test_numpy_read_only_array_is_refused_as_output():
     x = np.zeros(3)
     x.flags.writeable = False
     assert adapter_of(x).view(x)[0] is x
@@ -69,7 +69,7 @@ def test_numpy_read_only_may_be_read_and_not_written():
         adapter_of(np.float32(1)).output(np.float32(1))
 
 
-def test_numpy_subclasses_are_seen_as_plain_arrays():
+def test_numpy_subclass_is_viewed_as_plain_array():
     class Mine(np.ndarray):
         pass
 
@@ -79,7 +79,7 @@ def test_numpy_subclasses_are_seen_as_plain_arrays():
     assert _shares(array, x)
 
 
-def test_masked_arrays_are_refused():
+def test_numpy_masked_array_raises_invalid_argument():
     x = np.ma.masked_array([1.0, 2.0], [True, False])
     with pytest.raises(InvalidArgumentError, match="filled"):
         adapter_of(x)
@@ -87,13 +87,13 @@ def test_masked_arrays_are_refused():
 
 
 @on_ranks("pair")
-def test_foreign_endianness_is_refused_by_a_call_and_not_reduced_as_if_native(comm):
+def test_all_reduce_of_foreign_endianness_raises_dtype_error(comm):
     with pytest.raises(DtypeError):
         comm.all_reduce(np.ones(3, np.dtype("f8").newbyteorder()))
     assert comm.all_reduce(np.ones(3))[0] == 2.0
 
 
-def test_numpy_bfloat16_of_ml_dtypes():
+def test_numpy_bfloat16_round_trip_keeps_values():
     x = np.array([[1.0, -2.5], [3.0, 0.0]], ml_dtypes.bfloat16)
     for view in (x, x[::-1, ::-1], x[:, 0], x[0, 1]):
         adapter = adapter_of(view)
@@ -106,7 +106,7 @@ def test_numpy_bfloat16_of_ml_dtypes():
 
 
 @on_ranks("pair")
-def test_unaligned_memory_is_reduced(comm):
+def test_all_reduce_of_unaligned_memory_succeeds(comm):
     raw = np.zeros(8 * 50_000 + 1, np.uint8)[1:].view(np.float64)
     raw[:] = comm.rank + 1
     assert not raw.flags.aligned
@@ -118,7 +118,7 @@ def test_unaligned_memory_is_reduced(comm):
 
 
 @pytest.mark.parametrize("name", IN_TORCH)
-def test_torch_is_seen_where_it_is_and_comes_back_as_itself(name):
+def test_torch_view_and_wrap_share_memory(name):
     x = torch.ones((3, 4), dtype=getattr(torch, name))
     adapter = adapter_of(x)
     array, dtype = adapter.view(x)
@@ -130,12 +130,12 @@ def test_torch_is_seen_where_it_is_and_comes_back_as_itself(name):
     assert back.data_ptr() == x.data_ptr()
 
 
-def test_torch_knows_all_the_types():
+def test_torch_has_every_dtype():
     assert set(IN_TORCH) == set(BY_NAME)
 
 
 @pytest.mark.parametrize("name", ["float32", "bfloat16"])
-def test_torch_keeps_strides(name):
+def test_torch_view_keeps_strides(name):
     x = torch.arange(24, dtype=getattr(torch, name)).reshape(4, 6)
     for view in (x.t(), x[::2, 1::3], x[0], x[1, 2], x[:0]):
         array, _ = adapter_of(view).view(view)
@@ -144,7 +144,7 @@ def test_torch_keeps_strides(name):
         np.testing.assert_array_equal(values.astype("f4"), view.float().numpy())
 
 
-def test_torch_that_requires_a_gradient_is_taken_for_its_values():
+def test_torch_parameter_is_viewed_by_its_values():
     x = torch.nn.Parameter(torch.ones(3))
     adapter = adapter_of(x)
     array, dtype = adapter.view(x)
@@ -154,7 +154,7 @@ def test_torch_that_requires_a_gradient_is_taken_for_its_values():
     assert x.tolist() == [2, 2, 2]
 
 
-def test_torch_lazy_conjugates_and_negatives_are_resolved():
+def test_torch_lazy_conjugates_and_negatives_are_resolved_in_view():
     x = torch.tensor([1 + 2j, 3 - 4j])
     for lazy in (x.conj(), x.conj().imag):
         array, _ = adapter_of(lazy).view(lazy)
@@ -174,7 +174,7 @@ def test_torch_lazy_conjugates_and_negatives_are_resolved():
     ids=["sparse", "csr", "meta", "mkldnn"],
 )
 @pytest.mark.filterwarnings("ignore:Sparse")
-def test_torch_that_is_not_dense_on_the_cpu_is_refused(make):
+def test_torch_tensor_not_dense_on_cpu_raises_device_error(make):
     if "mkldnn" in repr(make.__code__.co_names) and not torch.backends.mkldnn.is_available():
         pytest.skip("this build of PyTorch has no mkldnn")
     x = make()
@@ -183,7 +183,7 @@ def test_torch_that_is_not_dense_on_the_cpu_is_refused(make):
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_torch_nested_tensors_are_refused():
+def test_torch_nested_tensor_raises_device_error():
     x = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
     with pytest.raises(DeviceError, match="torch"):
         adapter_of(x).view(x)
@@ -191,7 +191,7 @@ def test_torch_nested_tensors_are_refused():
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
 @pytest.mark.parametrize("dtype", [torch.complex32, torch.float8_e8m0fnu], ids=str)
-def test_torch_types_that_cannot_travel_are_refused(dtype):
+def test_torch_unsupported_dtype_raises_dtype_error(dtype):
     x = torch.empty(3, dtype=dtype)
     with pytest.raises(DtypeError, match="cannot travel"):
         adapter_of(x).view(x)
@@ -199,12 +199,12 @@ def test_torch_types_that_cannot_travel_are_refused(dtype):
 
 @pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2"])
 @on_ranks("pair")
-def test_types_of_eight_bits_travel_and_are_not_folded_here(comm, name):
+def test_float8_moves_but_all_reduce_raises_unsupported(comm, name):
     x = torch.arange(6).to(getattr(torch, name))
     with pytest.raises(UnsupportedError, match=r"float8.*'threads'.*'nccl'"):
         comm.all_reduce(x)
-    got = comm.broadcast(x if comm.rank == 0 else None, like="torch")
-    assert (got.dtype, got.float().tolist()) == (x.dtype, [0, 1, 2, 3, 4, 5])
+    received = comm.broadcast(x if comm.rank == 0 else None, like="torch")
+    assert (received.dtype, received.float().tolist()) == (x.dtype, [0, 1, 2, 3, 4, 5])
     plain = np.arange(6).astype(getattr(ml_dtypes, name))
     joined = comm.all_gather(plain)
     assert joined.dtype == plain.dtype
@@ -212,7 +212,7 @@ def test_types_of_eight_bits_travel_and_are_not_folded_here(comm, name):
 
 
 @on_ranks("pair")
-def test_torch_expanded_tensors_go_in_and_not_out(comm):
+def test_torch_expanded_tensor_is_refused_as_output(comm):
     x = torch.full((1,), comm.rank + 1.0).expand(5)
     with pytest.raises(InvalidArgumentError, match="expanded"):
         comm.all_reduce(torch.ones(5), out=x)
@@ -223,7 +223,7 @@ def test_torch_expanded_tensors_go_in_and_not_out(comm):
 
 
 class Exporter:
-    """An array of a framework that nobody knows, which speaks DLPack."""
+    """Array of an unknown framework that supports DLPack."""
 
     def __init__(self, array: np.ndarray) -> None:
         self.array = array
@@ -235,7 +235,7 @@ class Exporter:
         return (1, 0)
 
 
-def test_dlpack_is_seen_where_it_is():
+def test_dlpack_view_shares_memory():
     x = Exporter(np.arange(6.0).reshape(2, 3)[:, ::2])
     array, dtype = adapter_of(x).view(x)
     assert dtype is BY_NAME["float64"]
@@ -244,13 +244,13 @@ def test_dlpack_is_seen_where_it_is():
 
 
 @on_ranks("pair")
-def test_dlpack_comes_back_as_numpy_if_its_module_has_no_from_dlpack(comm):
+def test_dlpack_result_is_numpy_without_from_dlpack(comm):
     total = comm.all_reduce(Exporter(np.full(3, comm.rank + 1.0)))
     assert type(total) is np.ndarray
     assert total.tolist() == [3, 3, 3]
 
 
-def test_dlpack_comes_back_as_its_own_kind_if_its_module_has_from_dlpack(monkeypatch):
+def test_dlpack_result_is_same_class_with_from_dlpack(monkeypatch):
     module = types.ModuleType("framework_of_a_stranger")
     module.from_dlpack = lambda array: Stranger(np.from_dlpack(array))
 
@@ -266,19 +266,19 @@ def test_dlpack_comes_back_as_its_own_kind_if_its_module_has_from_dlpack(monkeyp
     assert back.array.tolist() == [0, 1, 2]
 
 
-def test_dlpack_cannot_hold_bfloat16_and_numpy_takes_its_place():
+def test_dlpack_bfloat16_result_is_numpy():
     adapter = adapter_of(Exporter(np.zeros(1)))
     back = adapter.wrap(np.zeros(2, np.uint16), BY_NAME["bfloat16"])
     assert back.dtype == ml_dtypes.bfloat16
 
 
-def test_dlpack_that_cannot_be_exported_is_refused():
+def test_dlpack_unsupported_export_raises_dtype_error():
     x = Exporter(np.zeros(2, "U1"))
     with pytest.raises(DtypeError, match="DLPack"):
         adapter_of(x).view(x)
 
 
-def test_dlpack_of_a_module_that_is_gone():
+def test_dlpack_result_of_missing_module_is_numpy():
     class Orphan(Exporter):
         __module__ = "a_module_that_is_not_there"
 
@@ -290,13 +290,13 @@ def test_dlpack_of_a_module_that_is_gone():
 
 
 @pytest.mark.parametrize("thing", [1, 1.5, "text", None, [1.0], object(), {"a": 1}])
-def test_what_is_no_array_is_refused(thing):
+def test_adapter_of_non_array_raises_invalid_argument(thing):
     assert not is_array(thing)
     with pytest.raises(InvalidArgumentError, match="is no array; pass a NumPy array"):
         adapter_of(thing)
 
 
-def test_like_is_a_name_or_an_array():
+def test_adapter_like_accepts_name_or_array():
     assert adapter_like("numpy") is adapter_of(np.zeros(1))
     assert adapter_like("torch") is adapter_of(torch.zeros(1))
     assert adapter_like(torch.zeros(1)) is adapter_like("torch")
@@ -304,7 +304,7 @@ def test_like_is_a_name_or_an_array():
         adapter_like("tensorflow")
 
 
-def test_like_of_a_framework_that_is_not_installed(monkeypatch):
+def test_adapter_like_of_missing_framework_recommends_installation(monkeypatch):
     import collective.memory.arrays as arrays
 
     monkeypatch.setitem(arrays._FRAMEWORKS, "absent", ("collective.adapters.absent", "Adapter"))
