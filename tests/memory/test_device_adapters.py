@@ -1,4 +1,4 @@
-"""Arrays on GPUs of whatever framework: seen where they are, and given back."""
+"""Adapters for any framework's arrays on GPUs: views without copies, and results."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NATIVE = sorted(set(BY_NAME) - set(FOREIGN))
 
 
 class Stranger(FakeArray):
-    """A FakeArray whose __cuda_array_interface__ says what a test wants."""
+    """FakeArray whose ``__cuda_array_interface__`` a test can change by ``says``."""
 
     says: dict | None = None
 
@@ -48,7 +48,7 @@ def stranger(values, **says) -> Stranger:
 
 
 @pytest.mark.parametrize("name", NATIVE)
-def test_an_unknown_array_is_seen_where_it_is(name):
+def test_cuda_interface_view_shares_memory(name):
     values = np.arange(12).astype(name).reshape(3, 4)
     x = FakeArray.of(values)
     array, dtype = adapter_of(x).view(x)
@@ -63,7 +63,7 @@ def test_an_unknown_array_is_seen_where_it_is(name):
 @pytest.mark.parametrize(
     "cut", [np.s_[::2], np.s_[:, 1], np.s_[::-1], np.s_[..., None], np.s_[0, 0]], ids=str
 )
-def test_its_strides_are_kept(cut):
+def test_cuda_interface_view_keeps_strides(cut):
     values = np.asarray(np.arange(24.0).reshape(4, 6)[cut])
     x = FakeArray.of(values)
     array, _ = adapter_of(x).view(x)
@@ -75,27 +75,27 @@ def test_its_strides_are_kept(cut):
 
 
 @pytest.mark.parametrize("ordinal", [0, 2])
-def test_its_device_is_that_of_the_memory(ordinal):
+def test_cuda_interface_view_has_device_of_memory(ordinal):
     x = FakeArray((3,), device=ordinal)
     assert adapter_of(x).view(x)[0].device is cuda.device(ordinal)
 
 
-def test_its_stream_is_used(gpu: Fake):
+def test_cuda_interface_view_uses_stream_of_array(gpu: Fake):
     with gpu.turned("delay_us", 20_000):
         x = FakeArray.of(np.full(100, 3.0), stream=gpu.stream(0))
         array, _ = adapter_of(x).view(x)
         assert array.stream.handle == x.stream
-        # Poison, if read on another.
+        # On another stream the copy would read poison.
         assert array.to_host().tolist() == [3.0] * 100
 
 
 @pytest.mark.parametrize(("says", "handle"), [(None, 0), (1, 0), (2, 2)])
-def test_streams_without_a_handle(says, handle):
+def test_cuda_interface_special_streams_are_understood(says, handle):
     x = stranger(np.zeros(3), stream=says)
     assert adapter_of(x).view(x)[0].stream.handle == handle
 
 
-def test_version_2_says_nothing_of_streams():
+def test_cuda_interface_version_2_means_default_stream():
     class Two(FakeArray):
         @property
         def __cuda_array_interface__(self):
@@ -120,7 +120,7 @@ def test_version_2_says_nothing_of_streams():
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
 )
-def test_what_it_cannot_be_is_refused(says, error, text):
+def test_cuda_interface_with_unsupported_field_raises(says, error, text):
     x = stranger(np.zeros(3), **says)
     if "V8" in str(says):
         x.dtype = np.dtype([("a", "f8")])
@@ -128,14 +128,14 @@ def test_what_it_cannot_be_is_refused(says, error, text):
         adapter_of(x).view(x)
 
 
-def test_memory_of_the_host_is_no_gpus():
+def test_cuda_interface_of_host_memory_raises_device_error():
     host = np.zeros(3)
     x = stranger(np.zeros(3), data=(host.ctypes.data, False))
     with pytest.raises(DeviceError, match="host memory"):
         adapter_of(x).view(x)
 
 
-def test_read_only_memory_may_be_read_and_not_written():
+def test_cuda_interface_read_only_array_is_refused_as_output():
     x = FakeArray.of(np.arange(3.0))
     adapter_of(x).output(x)[0][...] = adapter_of(x).view(FakeArray.of(np.ones(3)))[0]
     assert x.get().tolist() == [1, 1, 1]
@@ -146,7 +146,7 @@ def test_read_only_memory_may_be_read_and_not_written():
 
 
 @pytest.mark.parametrize("shape", [(0,), (2, 0, 3)])
-def test_an_array_of_no_elements_is_nowhere(shape):
+def test_cuda_interface_view_accepts_empty_array(shape):
     x = FakeArray(shape)
     array, dtype = adapter_of(x).view(x)
     assert array.shape == shape
@@ -155,7 +155,7 @@ def test_an_array_of_no_elements_is_nowhere(shape):
 
 
 @pytest.mark.parametrize("name", sorted(FOREIGN))
-def test_types_that_numpy_lacks_are_seen_by_the_arrays_dtype(name):
+def test_cuda_interface_view_recognises_foreign_dtypes(name):
     ml_dtypes = pytest.importorskip("ml_dtypes")
     values = np.array([1.0, -2.0, 0.5]).astype(getattr(ml_dtypes, name))
     x = Stranger.of(values)
@@ -164,12 +164,12 @@ def test_types_that_numpy_lacks_are_seen_by_the_arrays_dtype(name):
     np.testing.assert_array_equal(array.to_host(), values.view(FOREIGN[name]))
     back = adapter_of(x).wrap(array, dtype)
     assert back.dtype == values.dtype
-    again, found = adapter_of(back).view(back)
-    assert found is dtype
+    again, dtype_again = adapter_of(back).view(back)
+    assert dtype_again is dtype
     assert again.address == x.address
 
 
-def test_it_lives_as_long_as_what_was_seen_of_it():
+def test_cuda_interface_view_keeps_array_alive():
     x = FakeArray.of(np.arange(4.0))
     watched = weakref.ref(x)
     part = adapter_of(x).view(x)[0][1:]
@@ -182,7 +182,7 @@ def test_it_lives_as_long_as_what_was_seen_of_it():
     assert watched() is None
 
 
-def test_a_device_array_is_itself():
+def test_device_array_view_is_same_array():
     x = FakeArray.of(np.arange(3.0))
     array, _ = adapter_of(x).view(x)
     adapter = adapter_of(array)
@@ -196,7 +196,7 @@ def test_a_device_array_is_itself():
 
 
 def module_with(monkeypatch, **functions) -> type:
-    """Return an array type of a framework with these functions."""
+    """Return an array class of a framework whose module has these functions."""
     name = "framework_of_" + "_and_".join(functions or ["nothing"])
     module = types.ModuleType(name)
     vars(module).update(functions)
@@ -204,64 +204,64 @@ def module_with(monkeypatch, **functions) -> type:
     return type("Theirs", (FakeArray,), {"__module__": f"{name}.arrays"})
 
 
-def test_results_come_back_as_their_own_kind_if_its_module_takes_dlpack(monkeypatch):
-    taken = []
+def test_result_is_passed_to_from_dlpack_of_module(monkeypatch):
+    imports = []
 
     def from_dlpack(x):
-        taken.append(dlpack.take(x.__dlpack__(stream=1, max_version=(1, 0))))
+        imports.append(dlpack.take(x.__dlpack__(stream=1, max_version=(1, 0))))
         assert x.__dlpack_device__() == (2, 0)
         assert x.__cuda_array_interface__["version"] == 3
         return "theirs"
 
     x = module_with(monkeypatch, from_dlpack=from_dlpack)((3,))
     adapter = adapter_of(x)
-    made = adapter.empty((3,), BY_NAME["float32"], cuda.device(0))
-    assert adapter.wrap(made, BY_NAME["float32"]) == "theirs"
-    assert taken[0].address == made.address
+    memory = adapter.empty((3,), BY_NAME["float32"], cuda.device(0))
+    assert adapter.wrap(memory, BY_NAME["float32"]) == "theirs"
+    assert imports[0].address == memory.address
 
 
-def test_bfloat16_is_handed_over_by_its_name(monkeypatch):
+def test_bfloat16_result_is_exported_with_its_dtype(monkeypatch):
     def from_dlpack(x):
         assert not hasattr(x, "__cuda_array_interface__")
         return dlpack.take(x.__dlpack__()).dtype.name
 
     x = module_with(monkeypatch, from_dlpack=from_dlpack)((3,))
     bfloat16 = BY_NAME["bfloat16"]
-    made = adapter_of(x).empty((3,), bfloat16, cuda.device(0))
-    assert adapter_of(x).wrap(made, bfloat16) == "bfloat16"
+    memory = adapter_of(x).empty((3,), bfloat16, cuda.device(0))
+    assert adapter_of(x).wrap(memory, bfloat16) == "bfloat16"
 
 
-def test_results_come_back_as_device_arrays_from_modules_that_take_nothing(monkeypatch):
+def test_result_is_device_array_without_from_dlpack(monkeypatch):
     def refuse(x):
         raise BufferError("not these")
 
     for functions in ({}, {"from_dlpack": refuse}):
         x = module_with(monkeypatch, **functions)((3,))
-        made = adapter_of(x).empty((3,), BY_NAME["float32"], cuda.device(0))
-        assert adapter_of(x).wrap(made, BY_NAME["float32"]) is made
+        memory = adapter_of(x).empty((3,), BY_NAME["float32"], cuda.device(0))
+        assert adapter_of(x).wrap(memory, BY_NAME["float32"]) is memory
 
 
-def test_numba_is_asked_its_own_way(monkeypatch):
+def test_numba_result_is_made_by_as_cuda_array(monkeypatch):
     numba = types.ModuleType("numba")
     numba.cuda = types.ModuleType("numba.cuda")
     numba.cuda.as_cuda_array = lambda x: x.__cuda_array_interface__["data"][0]
     monkeypatch.setitem(sys.modules, "numba", numba)
     monkeypatch.setitem(sys.modules, "numba.cuda", numba.cuda)
-    made = adapter_like("cuda").empty((3,), BY_NAME["float32"], cuda.device(0))
-    assert CudaArrayAdapter("numba").wrap(made, BY_NAME["float32"]) == made.address
+    memory = adapter_like("cuda").empty((3,), BY_NAME["float32"], cuda.device(0))
+    assert CudaArrayAdapter("numba").wrap(memory, BY_NAME["float32"]) == memory.address
 
 
-def test_new_memory_is_freed_after_the_streams_that_use_it(gpu: Fake):
+def test_new_memory_is_freed_after_streams_that_use_it(gpu: Fake):
     adapter = adapter_like("cuda")
-    made = adapter.empty((2, 3), BY_NAME["float64"], cuda.device(1))
-    assert made.shape == (2, 3)
-    assert made.device is cuda.device(1)
-    assert cuda.owner_of(made.address) == 1
+    memory = adapter.empty((2, 3), BY_NAME["float64"], cuda.device(1))
+    assert memory.shape == (2, 3)
+    assert memory.device is cuda.device(1)
+    assert cuda.owner_of(memory.address) == 1
     side = cuda.device(1).new_stream()
-    adapter.used_on(made[1:], side)
+    adapter.used_on(memory[1:], side)
     gpu.clear_log()
-    address = made.address
-    del made
+    address = memory.address
+    del memory
     gc.collect()
     log = gpu.log()
     freed = [n for n, line in enumerate(log) if "cuMemFreeAsync" in line and f"{address:x}" in line]
@@ -270,30 +270,30 @@ def test_new_memory_is_freed_after_the_streams_that_use_it(gpu: Fake):
     assert waited[0] < freed[0]
 
 
-def test_new_memory_is_of_the_stream_of_the_calls_arrays(gpu: Fake):
+def test_new_memory_belongs_to_stream_of_input(gpu: Fake):
     x = FakeArray.of(np.arange(3.0), stream=gpu.stream(0))
     array, dtype = adapter_of(x).view(x)
     adapter = adapter_of(x)
     assert adapter.current_stream(array.device, array.stream) is array.stream
-    made = adapter.empty((3,), dtype, array.device, array.stream)
-    assert made.stream is array.stream
-    assert made.owner.stream is array.stream
+    memory = adapter.empty((3,), dtype, array.device, array.stream)
+    assert memory.stream is array.stream
+    assert memory.owner.stream is array.stream
     assert adapter.current_stream(array.device) == array.device.stream(0)
 
 
-def test_numpy_has_no_memory_of_gpus():
+def test_numpy_empty_on_gpu_raises_device_error():
     with pytest.raises(DeviceError, match="like='cuda'"):
         adapter_like("numpy").empty((3,), BY_NAME["float32"], cuda.device(0))
-    made = adapter_like("numpy").empty((3,), BY_NAME["bfloat16"], None)
-    assert (made.shape, made.dtype) == ((3,), np.uint16)
+    memory = adapter_like("numpy").empty((3,), BY_NAME["bfloat16"], None)
+    assert (memory.shape, memory.dtype) == ((3,), np.uint16)
 
 
-def test_the_names_of_likes_are_listed():
+def test_adapter_like_unknown_name_lists_known_names():
     with pytest.raises(InvalidArgumentError, match="cuda, cupy, numpy, torch"):
         adapter_like("gpu")
 
 
-def test_arrays_of_the_cpu_bring_nothing_of_cuda_along():
+def test_cpu_arrays_import_no_cuda_module():
     pytest.importorskip("torch")
     program = """
 import sys

@@ -1,4 +1,4 @@
-"""DeviceArray against NumPy, method by method, over the ABI fake."""
+"""``DeviceArray`` compared with NumPy, method by method, over the ABI fake."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def fake():
         for name, value in fakes.environment().items():
             patch.setenv(name, value)
         patch.setattr(cuda, "_devices", {})
-        found = fakes.Fake()
-        found.knob("delay_us", 0)
-        yield found
+        fake_cuda = fakes.Fake()
+        fake_cuda.knob("delay_us", 0)
+        yield fake_cuda
         gc.collect()
-        found.knob("delay_us", 40)
+        fake_cuda.knob("delay_us", 40)
 
 
 @pytest.fixture(scope="module")
@@ -50,26 +50,26 @@ def stream(device) -> cuda.Stream:
 
 @pytest.fixture
 def gate(fake):
-    found = Gate()
-    yield found
-    found.open()
+    new_gate = Gate()
+    yield new_gate
+    new_gate.open()
 
 
 def on_device(x: np.ndarray, stream: cuda.Stream, **options: Any) -> DeviceArray:
-    """Return an array with the values and the strides of a NumPy array, gaps included."""
+    """Return a device array with the values, strides and gaps of a NumPy array."""
     low, high = np.lib.array_utils.byte_bounds(x) if x.size else (0, 0)
     memory = cuda.allocate(stream.device, high - low, stream)
     address = memory.address
     if x.size:
         address += x.__array_interface__["data"][0] - low
-    made = DeviceArray(
+    array = DeviceArray(
         address, x.shape, x.dtype, stream.device, stream, strides=x.strides, owner=memory, **options
     )
     if x.size:
         span = np.ctypeslib.as_array((np.ctypeslib.ctypes.c_uint8 * (high - low)).from_address(low))
         whole = DeviceArray(memory.address, (high - low,), np.uint8, stream.device, stream)
         whole.fill_from_host(span)
-    return made
+    return array
 
 
 def numbers(shape: tuple[int, ...] | int, dtype: Any = "float32") -> np.ndarray:
@@ -77,16 +77,16 @@ def numbers(shape: tuple[int, ...] | int, dtype: Any = "float32") -> np.ndarray:
     return (np.arange(count) % 251).astype(dtype).reshape(shape)
 
 
-def same(found: DeviceArray, expected: np.ndarray) -> None:
-    assert type(found) is DeviceArray
-    assert found.shape == expected.shape
-    assert found.dtype == expected.dtype
-    np.testing.assert_array_equal(found.to_host(), expected)
+def same(result: DeviceArray, expected: np.ndarray) -> None:
+    assert type(result) is DeviceArray
+    assert result.shape == expected.shape
+    assert result.dtype == expected.dtype
+    np.testing.assert_array_equal(result.to_host(), expected)
 
 
 @st.composite
 def arrays(draw: Any, zero_strides: bool = False, max_dims: int = 4) -> np.ndarray:
-    """Views of any strides, with gaps between the elements."""
+    """Draw NumPy views of any strides, with gaps between the elements."""
     shape = tuple(draw(st.lists(st.integers(0, 4), max_size=max_dims)))
     steps = [draw(st.sampled_from([1, 1, 2, -1, -2])) for _ in shape]
     order = draw(st.permutations(range(len(shape))))
@@ -105,34 +105,34 @@ DTYPE = st.sampled_from(DTYPES)
 few = settings(max_examples=60, deadline=None)
 
 
-# -- what it is ------------------------------------------------------------------------------
+# -- attributes ------------------------------------------------------------------------------
 
 
 @few
 @given(x=arrays(zero_strides=True))
-def test_it_tells_of_itself_as_numpy_does(x, stream):
-    found = on_device(x, stream)
+def test_device_array_attributes_match_numpy(x, stream):
+    array = on_device(x, stream)
     for name in "shape ndim size nbytes itemsize dtype".split():
-        assert getattr(found, name) == getattr(x, name), name
-    assert found.flags.c_contiguous == x.flags.c_contiguous
+        assert getattr(array, name) == getattr(x, name), name
+    assert array.flags.c_contiguous == x.flags.c_contiguous
     if not x.flags.c_contiguous:
-        assert found.strides == x.strides
-    assert found.flags.aligned
-    assert found.flags.carray == x.flags.c_contiguous
+        assert array.strides == x.strides
+    assert array.flags.aligned
+    assert array.flags.carray == x.flags.c_contiguous
     if x.ndim:
-        assert len(found) == len(x)
+        assert len(array) == len(x)
 
 
-def test_a_contiguous_array_is_made_in_a_step_without_copies(fake, device, stream):
+def test_device_array_construction_makes_no_driver_call(fake, device, stream):
     fake.clear_log()
-    found = DeviceArray(4096, (2, 3), "float32", device, stream)
-    assert found.strides == (12, 4)
-    assert found.flags.carray
-    assert found.ravel().view(np.uint8)[3:7].address == 4099
+    array = DeviceArray(4096, (2, 3), "float32", device, stream)
+    assert array.strides == (12, 4)
+    assert array.flags.carray
+    assert array.ravel().view(np.uint8)[3:7].address == 4099
     assert not fake.log()
 
 
-def test_flags_of_what_is_odd_or_read_only(device, stream):
+def test_flags_reflect_alignment_and_writeability(device, stream):
     odd = DeviceArray(4097, (3,), "float32", device, stream)
     assert not odd.flags.aligned
     assert not odd.flags.carray
@@ -142,10 +142,10 @@ def test_flags_of_what_is_odd_or_read_only(device, stream):
     assert fixed.flags.c_contiguous
 
 
-def test_the_owner_lives_as_long_as_a_view(fake, device, stream):
-    found = on_device(numbers(10), stream)
-    owner = found.owner
-    copied = found.copy()
+def test_memory_is_freed_after_last_view(fake, device, stream):
+    array = on_device(numbers(10), stream)
+    owner = array.owner
+    copied = array.copy()
     assert copied.owner is not owner
     fake.clear_log()
     view = copied[2:].reshape(2, 4)
@@ -217,17 +217,17 @@ def transpose(draw: Any, x: np.ndarray) -> Any:
 @pytest.mark.parametrize("change", [index, reshape, moveaxis, split, ravel, transpose])
 @few
 @given(data=st.data(), x=arrays(zero_strides=True))
-def test_it_gives_what_numpy_gives_a_view_where_that_is_one(change, data, x, stream):
+def test_view_methods_match_numpy_and_share_memory(change, data, x, stream):
     changed = change(data.draw, x)
     mine, expected = on_device(x, stream), changed(x)
-    found = changed(mine)
-    same(found, np.asarray(expected))
+    result = changed(mine)
+    same(result, np.asarray(expected))
     if expected.size and isinstance(expected, np.ndarray):
-        assert np.may_share_memory(found, mine) == np.may_share_memory(expected, x)
+        assert np.may_share_memory(result, mine) == np.may_share_memory(expected, x)
 
 
 @pytest.mark.parametrize("key", [(0, 0, 0), 3, -4, (..., ...), None, True, [0, 1], "a", 1.0])
-def test_indices_that_numpy_refuses_or_that_are_not_views_are_refused(key, stream):
+def test_index_that_is_not_a_view_raises_index_error(key, stream):
     with pytest.raises(IndexError):
         on_device(numbers((3, 2)), stream)[key]
 
@@ -236,7 +236,7 @@ def test_indices_that_numpy_refuses_or_that_are_not_views_are_refused(key, strea
     ("shape", "is_view"),
     [((6, 2), True), ((3, 2, 2), True), ((1, 6, 1, 2), True), ((12,), False), ((4, 3), False)],
 )
-def test_axes_are_joined_and_cut_without_a_copy_where_they_can_be(shape, is_view, stream):
+def test_reshape_copies_only_when_numpy_would(shape, is_view, stream):
     x = numbers((2, 3, 5))[:, :, :4:2]
     mine = on_device(x, stream)
     same(mine.reshape(shape), x.reshape(shape))
@@ -245,19 +245,19 @@ def test_axes_are_joined_and_cut_without_a_copy_where_they_can_be(shape, is_view
 
 @few
 @given(x=arrays(), dtype=DTYPE)
-def test_view_of_another_dtype_is_numpys(x, dtype, stream):
-    found = on_device(x, stream)
+def test_view_of_other_dtype_matches_numpy(x, dtype, stream):
+    array = on_device(x, stream)
     if x.dtype == bool or dtype == "bool":
-        dtype = "uint8"  # other bytes are no truth values
+        dtype = "uint8"  # arbitrary bytes are not valid bools
     try:
         expected = x.view(dtype)
     except (ValueError, TypeError):
         with pytest.raises(ShapeError, match="last axis"):
-            found.view(dtype)
+            array.view(dtype)
         return
-    got = found.view(dtype)
-    assert (got.shape, got.dtype, got.size) == (expected.shape, expected.dtype, expected.size)
-    assert got.to_host().tobytes() == expected.tobytes()
+    view = array.view(dtype)
+    assert (view.shape, view.dtype, view.size) == (expected.shape, expected.dtype, expected.size)
+    assert view.to_host().tobytes() == expected.tobytes()
 
 
 # -- assignment and copies -------------------------------------------------------------------
@@ -265,7 +265,7 @@ def test_view_of_another_dtype_is_numpys(x, dtype, stream):
 
 @few
 @given(data=st.data(), source=arrays(zero_strides=True))
-def test_assignment_between_any_strides(data, source, stream):
+def test_assignment_between_any_strides_matches_numpy(data, source, stream):
     target = data.draw(arrays().filter(lambda x: x.ndim == source.ndim)) if source.ndim else None
     steps = [data.draw(st.sampled_from([1, 2, -1])) for _ in source.shape]
     whole = np.full(tuple(n * abs(step) for n, step in zip(source.shape, steps)), 17).astype(
@@ -274,16 +274,16 @@ def test_assignment_between_any_strides(data, source, stream):
     order = data.draw(st.permutations(range(source.ndim)))
     whole = whole.transpose(order).copy().transpose(np.argsort(order))
     key = tuple(slice(None, None, step) for step in steps)
-    mine, theirs = on_device(whole, stream), on_device(source, stream)
-    mine[key] = theirs
+    mine, values = on_device(whole, stream), on_device(source, stream)
+    mine[key] = values
     whole[key] = source
-    same(mine, whole)  # and nothing between the elements was touched
+    same(mine, whole)  # the gaps between the elements are unchanged, too
     del target
 
 
 @few
 @given(data=st.data(), x=arrays())
-def test_assignment_repeats_as_numpys_broadcasting(data, x, stream):
+def test_assignment_broadcasts_like_numpy(data, x, stream):
     lead = data.draw(st.sampled_from([(), (1,), (3,), (2, 2)]))
     shape = lead + tuple(data.draw(st.integers(0, 5)) if n == 1 else n for n in x.shape)
     mine, expected = on_device(numbers(shape, x.dtype), stream), numbers(shape, x.dtype)
@@ -292,7 +292,7 @@ def test_assignment_repeats_as_numpys_broadcasting(data, x, stream):
     same(mine, expected)
 
 
-def test_a_row_that_repeats_costs_few_copies(fake, stream):
+def test_assignment_of_repeated_row_takes_few_copies(fake, stream):
     target = on_device(numbers((1000, 64)), stream)
     source = on_device(numbers((1, 64)), stream)
     fake.clear_log()
@@ -312,7 +312,7 @@ def test_a_row_that_repeats_costs_few_copies(fake, stream):
     ],
     ids=["all", "columns", "rows", "transposed", "reversed", "every third column"],
 )
-def test_strided_copies_are_made_of_few_copies(fake, stream, change, copies):
+def test_strided_copy_takes_few_driver_copies(fake, stream, change, copies):
     x = numbers((20, 30))
     source = change(on_device(x, stream))
     stream.synchronize()
@@ -321,7 +321,7 @@ def test_strided_copies_are_made_of_few_copies(fake, stream, change, copies):
     assert len(fake.log("cuMemcpy")) == copies
 
 
-def test_what_both_go_through_backwards_is_one_copy(fake, stream):
+def test_assignment_of_two_reversed_views_is_one_copy(fake, stream):
     target, source = on_device(numbers((4, 5)), stream), on_device(numbers((4, 6)), stream)
     fake.clear_log()
     target[::-1] = source[::-1, 1:]
@@ -329,7 +329,7 @@ def test_what_both_go_through_backwards_is_one_copy(fake, stream):
     same(target, numbers((4, 6))[:, 1:])
 
 
-def test_rows_further_apart_than_the_device_skips_are_copied_one_by_one(fake, stream, monkeypatch):
+def test_copy_beyond_max_pitch_uses_no_2d_copy(fake, stream, monkeypatch):
     x = numbers((20, 30))
     source = on_device(x, stream)[:, :5]
     monkeypatch.setattr(stream.device, "max_pitch", 119)
@@ -339,7 +339,7 @@ def test_rows_further_apart_than_the_device_skips_are_copied_one_by_one(fake, st
 
 
 @pytest.mark.parametrize("key", [slice(2, 9), slice(0, 7), slice(None, None, -1)])
-def test_overlapping_elements_are_read_before_they_are_written(key, stream):
+def test_assignment_of_overlapping_elements_matches_numpy(key, stream):
     x = numbers(12)
     mine = on_device(x, stream)
     start, stop = (0, 7) if key.start == 2 else (2, 9) if key.start == 0 else (0, 12)
@@ -348,7 +348,7 @@ def test_overlapping_elements_are_read_before_they_are_written(key, stream):
     same(mine, x)
 
 
-def test_an_array_assigned_to_itself_costs_nothing(fake, stream):
+def test_assignment_to_itself_makes_no_driver_call(fake, stream):
     mine = on_device(numbers(12), stream)
     fake.clear_log()
     mine[...] = mine
@@ -358,7 +358,7 @@ def test_an_array_assigned_to_itself_costs_nothing(fake, stream):
 
 @few
 @given(data=st.data(), first=arrays(zero_strides=True))
-def test_concatenate(data, first, stream):
+def test_concatenate_matches_numpy(data, first, stream):
     if not first.ndim:
         return
     axis = data.draw(st.integers(-first.ndim, first.ndim - 1))
@@ -386,15 +386,15 @@ def test_may_share_memory_compares_bounds(data, stream):
     one, other = (data.draw(keys(x.shape)) for _ in range(2))
     a, b = x[one], x[other]
     if a.size and b.size and isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
-        found = np.may_share_memory(mine[one], mine[other])
-        assert found == np.may_share_memory(a, b)
-        assert np.shares_memory(mine[one], mine[other]) == found
+        shares = np.may_share_memory(mine[one], mine[other])
+        assert shares == np.may_share_memory(a, b)
+        assert np.shares_memory(mine[one], mine[other]) == shares
     assert not np.may_share_memory(mine, x)
     assert not np.may_share_memory(x, mine)
     assert not np.may_share_memory(mine[3:3], mine)
 
 
-def test_the_other_functions(stream):
+def test_other_numpy_functions_work_on_device_array(stream):
     x = numbers((4, 6))
     mine = on_device(x, stream)
     assert np.atleast_1d(mine[1, 2]).shape == (1,)
@@ -409,12 +409,12 @@ def test_the_other_functions(stream):
 
 
 @pytest.mark.parametrize("function", [np.sum, np.stack, np.array_split])
-def test_functions_that_are_not_there_are_type_errors_not_copies(function, stream):
+def test_unsupported_numpy_function_raises_type_error(function, stream):
     with pytest.raises(TypeError, match="no implementation found"):
         function(on_device(numbers((4, 6)), stream), *([2] if function is np.array_split else []))
 
 
-# -- what is refused --------------------------------------------------------------------------
+# -- errors -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -422,13 +422,13 @@ def test_functions_that_are_not_there_are_type_errors_not_copies(function, strea
     [np.asarray, np.array, bool, lambda x: np.add.at(np.zeros(3), [0], x), lambda x: x.__array__()],
     ids=["asarray", "array", "bool", "ufunc.at", "__array__"],
 )
-def test_nothing_is_copied_to_the_host_silently(use: Callable[[Any], Any], stream):
+def test_implicit_conversion_to_host_raises(use: Callable[[Any], Any], stream):
     with pytest.raises((DeviceError, TypeError)):
         use(on_device(numbers(3), stream))
 
 
 @pytest.mark.parametrize("other", [numbers(3), 1.0, np.float32(2)])
-def test_there_is_no_arithmetic(other, stream):
+def test_arithmetic_raises_type_error(other, stream):
     mine = on_device(numbers(3), stream)
     with pytest.raises(TypeError):
         mine + other
@@ -490,7 +490,7 @@ def assign(to: DeviceArray, value: Any) -> None:
         (lambda of: wide(of).to_host(numbers((2, 3), "int64")), DtypeError, "int64 on the host"),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_is_refused(use, error, text, stream):
+def test_unsuitable_operands_raise_error(use, error, text, stream):
     with pytest.raises(error, match=text):
         use(lambda x, **options: on_device(x, stream, **options))
 
@@ -500,7 +500,7 @@ def test_what_does_not_fit_is_refused(use, error, text, stream):
 
 @few
 @given(x=arrays(zero_strides=True), data=st.data())
-def test_to_host_fills_what_is_given(x, data, stream):
+def test_to_host_fills_given_array(x, data, stream):
     out = data.draw(st.sampled_from([np.zeros(x.shape, x.dtype), np.zeros(x.T.shape, x.dtype).T]))
     assert on_device(x, stream).to_host(out) is out
     np.testing.assert_array_equal(out, x)
@@ -508,7 +508,7 @@ def test_to_host_fills_what_is_given(x, data, stream):
 
 @few
 @given(x=arrays(), y=arrays())
-def test_fill_from_host_takes_any_strides(x, y, stream):
+def test_fill_from_host_accepts_any_strides(x, y, stream):
     mine = on_device(x, stream)
     values = np.resize(y.real.astype(x.dtype), x.T.shape).T
     mine.fill_from_host(values)
@@ -517,7 +517,7 @@ def test_fill_from_host_takes_any_strides(x, y, stream):
 
 @pytest.mark.parametrize("size", [0, 1, 63, 64, 65, 128, 129, 1000])
 @pytest.mark.parametrize("locked", [False, True])
-def test_long_copies_go_in_steps_and_short_ones_in_one(fake, stream, monkeypatch, size, locked):
+def test_host_copies_are_split_into_steps(fake, stream, monkeypatch, size, locked):
     monkeypatch.setattr(device_copies, "_STEP", 64)
     fake.knob("delay_us", 20)
     x = numbers(size, "uint8")
@@ -526,7 +526,7 @@ def test_long_copies_go_in_steps_and_short_ones_in_one(fake, stream, monkeypatch
     source[:] = x
     fake.clear_log()
     mine.fill_from_host(source)
-    source[:] = 0  # it may be used again
+    source[:] = 0  # the caller may overwrite the source after the call
     assert len(fake.log("cuMemcpy")) == ((size > 0) if locked else -(-size // 64))
     out = cuda.pinned(size) if locked else np.zeros(size, "uint8")
     mine.to_host(out)
@@ -534,31 +534,31 @@ def test_long_copies_go_in_steps_and_short_ones_in_one(fake, stream, monkeypatch
     np.testing.assert_array_equal(out, x)
 
 
-def test_what_is_new_on_the_host_is_page_locked_unless_it_is_large(stream, monkeypatch):
+def test_to_host_returns_pinned_memory_unless_large(stream, monkeypatch):
     mine = on_device(numbers(1000), stream)
     assert pinned.is_pinned(mine.to_host())
     monkeypatch.setattr(device_copies, "LARGEST", 1000)
     assert not pinned.is_pinned(mine.to_host())
 
 
-def test_to_host_waits_for_the_work_on_its_stream(stream, gate, device):
+def test_to_host_waits_for_work_on_stream(stream, gate, device):
     import threading
 
     mine, other = on_device(numbers(100), stream), on_device(numbers(100)[::-1], stream)
     gate.hold(stream)
     mine[...] = other
-    got: list[np.ndarray] = []
-    thread = threading.Thread(target=lambda: got.append(mine.to_host()))
+    copies: list[np.ndarray] = []
+    thread = threading.Thread(target=lambda: copies.append(mine.to_host()))
     thread.start()
     thread.join(0.05)
-    assert not got
+    assert not copies
     gate.open()
     thread.join()
-    np.testing.assert_array_equal(got[0], numbers(100)[::-1])
+    np.testing.assert_array_equal(copies[0], numbers(100)[::-1])
 
 
-def test_a_failed_copy_leaves_no_block_in_flight(fake, stream, gate, monkeypatch):
-    """Given back too early, the block would be overwritten by the copy that still runs."""
+def test_failed_host_copy_synchronizes_before_freeing_block(fake, stream, gate, monkeypatch):
+    """Check that a failed copy ends before its block is freed, as the copy still writes to it."""
     monkeypatch.setattr(device_copies, "_STEP", 4096)
     mine = on_device(numbers(3000), stream)
     order: list[str] = []
@@ -585,12 +585,12 @@ def test_a_failed_copy_leaves_no_block_in_flight(fake, stream, gate, monkeypatch
 
 
 def peek(array: DeviceArray) -> np.ndarray:
-    """Return the bytes as they are now, whatever is under way."""
+    """Return a copy of the bytes in memory, without waiting for any stream."""
     memory = np.ctypeslib.ctypes.c_uint8 * array.nbytes
     return np.ctypeslib.as_array(memory.from_address(array.address)).copy()
 
 
-def test_an_assignment_is_done_later_on_the_stream(stream, gate):
+def test_assignment_is_asynchronous_on_stream(stream, gate):
     target, source = on_device(numbers((4, 6)), stream), on_device(numbers((6, 4)), stream)
     gate.hold(stream)
     target[...] = source.T
@@ -599,7 +599,7 @@ def test_an_assignment_is_done_later_on_the_stream(stream, gate):
     same(target, numbers((6, 4)).T)
 
 
-def test_another_stream_sees_the_elements_only_after_an_event(device, stream, gate):
+def test_other_stream_sees_elements_only_after_event(device, stream, gate):
     other = device.new_stream()
     source = on_device(numbers(16), stream)
     early, late = cuda.pinned(64), cuda.pinned(64)
@@ -616,37 +616,37 @@ def test_another_stream_sees_the_elements_only_after_an_event(device, stream, ga
     np.testing.assert_array_equal(late.view(np.float32), numbers(16))
 
 
-def test_arrays_of_two_streams_are_ordered_both_ways(device, stream, gate):
+def test_assignment_between_two_streams_is_ordered_both_ways(device, stream, gate):
     other = device.new_stream()
     source, target = on_device(numbers(16), other), on_device(numbers(16)[::-1], stream)
     written = on_device(numbers(16) + 1, other)
     later = on_device(numbers(16) + 2, other)
     gate.hold(other)
-    source[...] = written  # late
-    target[...] = source  # must wait for it
+    source[...] = written  # delayed by the gate
+    target[...] = source  # must wait for the line above
     assert not stream.query()
     gate.open()
     same(target, numbers(16) + 1)
     gate.hold(stream)
     target[...] = source
-    source[...] = later  # must not come before
+    source[...] = later  # must wait for the line above
     assert not other.query()
     gate.open()
     other.synchronize()
     same(target, numbers(16) + 1)
 
 
-def test_an_override_takes_the_work_and_new_memory_to_its_stream(fake, device, stream, gate):
+def test_cuda_on_moves_work_and_new_memory_to_stream(fake, device, stream, gate):
     side = device.new_stream()
     mine = on_device(numbers((3, 4)), stream)
     gate.hold(stream)
     with cuda.on(side):
         assert mine.effective_stream is side
         fake.clear_log()
-        made = mine.T.ravel()
+        flat = mine.T.ravel()
         copied = mine.to_host()
         assert mine.__cuda_array_interface__["stream"] == side.handle
-    assert made.stream is side
+    assert flat.stream is side
     assert not fake.log(f"stream={stream.handle:#x}")
     np.testing.assert_array_equal(copied, numbers((3, 4)))
     assert mine.stream is mine.effective_stream is stream
@@ -669,18 +669,18 @@ class Recording(PlainSpace):
         super().assign(dst, src)
 
 
-def test_a_frameworks_space_makes_the_memory_and_the_strided_copies(device, stream):
+def test_space_allocates_memory_and_makes_strided_copies(device, stream):
     space = Recording()
     mine = on_device(numbers((3, 4)), stream, space=space)
     flat = mine.T.ravel()
     assert space.calls == [("empty", 48, device, stream), ("assign", (4, 3), (4, 16))]
     assert flat.space is flat[1:].reshape(11, 1).copy().space is space
     space.calls.clear()
-    mine[...] = flat.reshape(3, 4)  # nothing has gaps
+    mine[...] = flat.reshape(3, 4)  # neither array has gaps
     assert not space.calls
 
 
-def test_cuda_array_interface(stream, device):
+def test_cuda_array_interface_describes_memory(stream, device):
     x = numbers((4, 6))
     mine = on_device(x, stream, writeable=False)
     assert mine.__cuda_array_interface__ == {
@@ -698,7 +698,7 @@ def test_cuda_array_interface(stream, device):
     assert default.__cuda_array_interface__["stream"] == 1
 
 
-def test_dlpack_lends_the_memory(stream):
+def test_dlpack_shares_memory(stream):
     from collective.memory import dlpack
 
     mine = on_device(numbers((4, 6), "int16"), stream)[:, ::2]

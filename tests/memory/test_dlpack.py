@@ -1,4 +1,4 @@
-"""DLPack capsules, read and made here, against those of NumPy and PyTorch."""
+"""DLPack capsules: imports from NumPy and PyTorch, and exports to them."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ NATIVE = sorted(set(BY_NAME) - set(FOREIGN))
 
 
 class Owner:
-    """What keeps memory alive, and can be watched."""
+    """Owner of memory that accepts weak references."""
 
 
 class Exporter:
-    """An array of an unknown framework: a capsule and where it is."""
+    """Array of an unknown framework, made of a capsule and a device."""
 
     def __init__(self, capsule, device=CPU):
         self.capsule = capsule
@@ -54,16 +54,16 @@ def lent(array: np.ndarray, owner, device=CPU) -> dlpack.Lent:
     return dlpack.Lent(address, array.shape, array.strides, dtype, device, True, owner)
 
 
-def seen(found: dlpack.Lent) -> np.ndarray:
-    """Return a copy of what was lent, by address and strides alone."""
-    if 0 in found.shape:
-        return np.empty(found.shape, found.dtype.storage)
-    size = found.dtype.itemsize
-    reach = [(n - 1) * s for n, s in zip(found.shape, found.strides)]
+def seen(loan: dlpack.Lent) -> np.ndarray:
+    """Return a copy of the lent elements, read by address and strides alone."""
+    if 0 in loan.shape:
+        return np.empty(loan.shape, loan.dtype.storage)
+    size = loan.dtype.itemsize
+    reach = [(n - 1) * s for n, s in zip(loan.shape, loan.strides)]
     low = sum(r for r in reach if r < 0)
     high = sum(r for r in reach if r > 0) + size
-    raw = ctypes.string_at(found.address + low, high - low)
-    return np.ndarray(found.shape, found.dtype.storage, raw, -low, found.strides).copy()
+    raw = ctypes.string_at(loan.address + low, high - low)
+    return np.ndarray(loan.shape, loan.dtype.storage, raw, -low, loan.strides).copy()
 
 
 # -- reading -----------------------------------------------------------------------------
@@ -71,74 +71,74 @@ def seen(found: dlpack.Lent) -> np.ndarray:
 
 @pytest.mark.parametrize("version", [None, (1, 0)], ids=["0", "1"])
 @pytest.mark.parametrize("name", NATIVE)
-def test_numpy_is_read_where_it_is(name, version):
+def test_take_of_numpy_capsule_shares_memory(name, version):
     x = np.arange(12).astype(name).reshape(3, 4)
-    found = dlpack.take(x.__dlpack__(max_version=version))
-    assert found.dtype is BY_NAME[name]
-    assert found.address == x.ctypes.data
-    assert (found.shape, found.strides) == (x.shape, x.strides)
-    assert found.device == CPU
-    assert found.writeable
-    np.testing.assert_array_equal(seen(found), x)
+    loan = dlpack.take(x.__dlpack__(max_version=version))
+    assert loan.dtype is BY_NAME[name]
+    assert loan.address == x.ctypes.data
+    assert (loan.shape, loan.strides) == (x.shape, x.strides)
+    assert loan.device == CPU
+    assert loan.writeable
+    np.testing.assert_array_equal(seen(loan), x)
 
 
 @pytest.mark.parametrize(
     "cut", [np.s_[::2], np.s_[:, 1], np.s_[::-1, ::-2], np.s_[..., None], np.s_[1, 1]], ids=str
 )
-def test_strides_and_offsets_are_read(cut):
+def test_take_reads_strides_and_offsets(cut):
     x = np.arange(24.0).reshape(4, 6)[cut]
-    found = dlpack.take(np.asarray(x).__dlpack__())
-    np.testing.assert_array_equal(seen(found), x)
+    loan = dlpack.take(np.asarray(x).__dlpack__())
+    np.testing.assert_array_equal(seen(loan), x)
 
 
-def test_an_array_of_no_elements_and_one_of_no_axes_are_read():
-    found = dlpack.take(np.empty((0, 3), np.float32).__dlpack__())
-    assert found.shape == (0, 3)
+def test_take_reads_empty_array_and_zero_dimensions():
+    loan = dlpack.take(np.empty((0, 3), np.float32).__dlpack__())
+    assert loan.shape == (0, 3)
     assert seen(dlpack.take(np.array(2.5).__dlpack__())) == 2.5
 
 
-def test_read_only_memory_is_told_of():
+def test_take_reports_read_only_memory():
     x = np.zeros(3)
     x.flags.writeable = False
     assert not dlpack.take(x.__dlpack__(max_version=(1, 0))).writeable
 
 
 @pytest.mark.parametrize("name", ["float32", "bool", "complex64", *sorted(FOREIGN)])
-def test_torch_is_read_where_it_is(name):
+def test_take_of_torch_capsule_shares_memory(name):
     torch = pytest.importorskip("torch")
     x = torch.ones((3, 4)).to(getattr(torch, name)).t()[1:]
-    found = dlpack.take(x.__dlpack__())
-    assert found.dtype is BY_NAME[name]
-    assert found.address == x.data_ptr()
-    assert found.shape == tuple(x.shape)
-    assert found.strides == tuple(s * x.element_size() for s in x.stride())
+    loan = dlpack.take(x.__dlpack__())
+    assert loan.dtype is BY_NAME[name]
+    assert loan.address == x.data_ptr()
+    assert loan.shape == tuple(x.shape)
+    assert loan.strides == tuple(s * x.element_size() for s in x.stride())
 
 
 @pytest.mark.parametrize("version", [None, (1, 0)], ids=["0", "1"])
-def test_the_memory_is_given_back_when_it_is_dropped_and_not_before(version):
+def test_take_releases_memory_when_dropped(version):
     x = np.arange(1000.0)
     watched = weakref.ref(x)
-    found = dlpack.take(x.__dlpack__(max_version=version))
+    loan = dlpack.take(x.__dlpack__(max_version=version))
     del x
     gc.collect()
     assert watched() is not None
-    assert seen(found)[-1] == 999
-    del found
+    assert seen(loan)[-1] == 999
+    del loan
     gc.collect()
     assert watched() is None
 
 
-def test_a_capsule_is_used_up():
+def test_take_consumes_capsule():
     capsule = np.zeros(3).__dlpack__()
-    kept = dlpack.take(capsule)
+    loan = dlpack.take(capsule)
     assert "used_dltensor" in repr(capsule)
     with pytest.raises(InvalidArgumentError, match="no unused DLPack capsule"):
         dlpack.take(capsule)
-    assert seen(kept).tolist() == [0, 0, 0]
+    assert seen(loan).tolist() == [0, 0, 0]
 
 
 @pytest.mark.parametrize("thing", [None, 3, object()])
-def test_what_is_no_capsule_is_refused(thing):
+def test_take_of_non_capsule_raises_invalid_argument(thing):
     with pytest.raises(InvalidArgumentError, match="no unused DLPack capsule"):
         dlpack.take(thing)
 
@@ -146,7 +146,7 @@ def test_what_is_no_capsule_is_refused(thing):
 @pytest.mark.parametrize(
     ("field", "value"), [("lanes", 4), ("code", 3), ("bits", 4)], ids=["lanes", "code", "bits"]
 )
-def test_elements_that_cannot_travel_are_refused_and_the_capsule_stays_whole(field, value):
+def test_take_of_unsupported_elements_leaves_capsule_unused(field, value):
     owner = Owner()
     watched = weakref.ref(owner)
     capsule = dlpack.lend(lent(np.zeros(3, np.float32), owner), 0)
@@ -160,7 +160,7 @@ def test_elements_that_cannot_travel_are_refused_and_the_capsule_stays_whole(fie
     assert watched() is None
 
 
-def test_a_later_major_version_is_refused():
+def test_take_of_later_major_version_raises_invalid_argument():
     capsule = dlpack.lend(lent(np.zeros(3), Owner()), 0)
     address = dlpack._pointer_in(id(capsule), dlpack._Versioned.name)
     dlpack._Versioned.from_address(address).major = 2
@@ -173,7 +173,7 @@ def test_a_later_major_version_is_refused():
 
 @pytest.mark.parametrize("flags", [None, 0], ids=["version 0", "version 1"])
 @pytest.mark.parametrize("name", NATIVE)
-def test_numpy_takes_what_is_lent(name, flags):
+def test_numpy_imports_lent_memory(name, flags):
     x = np.arange(12).astype(name).reshape(3, 4)[:, ::2].T
     owner = Owner()
     watched = weakref.ref(owner)
@@ -191,7 +191,7 @@ def test_numpy_takes_what_is_lent(name, flags):
     assert watched() is None
 
 
-def test_torch_takes_what_is_lent():
+def test_torch_imports_lent_memory():
     torch = pytest.importorskip("torch")
     x = np.arange(12.0).reshape(3, 4).T
     owner = Owner()
@@ -208,7 +208,7 @@ def test_torch_takes_what_is_lent():
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (2, 0, 3), (1, 1)])
-def test_shapes_without_strides_to_speak_of_are_lent(shape):
+def test_lend_accepts_empty_and_single_element_shapes(shape):
     x = np.ones(shape, np.float32)
     y = np.from_dlpack(Exporter(dlpack.lend(lent(x, Owner()), 0)))
     assert y.shape == shape
@@ -216,7 +216,7 @@ def test_shapes_without_strides_to_speak_of_are_lent(shape):
 
 
 @pytest.mark.parametrize("flags", [None, 0, 1])
-def test_a_capsule_that_nobody_takes_gives_the_memory_back(flags):
+def test_unused_capsule_releases_memory(flags):
     owner = Owner()
     watched = weakref.ref(owner)
     capsule = dlpack.lend(lent(np.zeros(3), owner), flags)
@@ -226,15 +226,15 @@ def test_a_capsule_that_nobody_takes_gives_the_memory_back(flags):
     assert watched() is None
 
 
-def test_what_is_lent_comes_back_as_it_was():
+def test_lend_and_take_round_trip_keeps_array():
     x = np.arange(6.0)[::-2]
-    found = dlpack.take(dlpack.lend(lent(x, Owner()), 1))
-    np.testing.assert_array_equal(seen(found), x)
-    assert not found.writeable
-    assert found.dtype is BY_NAME["float64"]
+    loan = dlpack.take(dlpack.lend(lent(x, Owner()), 1))
+    np.testing.assert_array_equal(seen(loan), x)
+    assert not loan.writeable
+    assert loan.dtype is BY_NAME["float64"]
 
 
-def test_a_taker_that_raises_is_heard_and_gives_the_memory_back():
+def test_failed_import_raises_its_error_and_releases_memory():
     owner = Owner()
     watched = weakref.ref(owner)
     capsule = dlpack.lend(lent(np.zeros(3), owner, (dlpack.CUDA, 0)), None)
@@ -242,29 +242,29 @@ def test_a_taker_that_raises_is_heard_and_gives_the_memory_back():
     del owner, capsule
 
     class Forgetful(Exporter):
-        """Has no reference to the capsule left when the taker raises over it."""
+        """Exporter that holds no reference to the capsule when the importer raises."""
 
         def __dlpack__(self, **options):
             return exporter.__dict__.pop("capsule")
 
-    # Not a SystemError, as when the exception under way is lost in the capsule's destructor.
+    # If the capsule's destructor lost the pending exception, this would be a SystemError.
     with pytest.raises((RuntimeError, BufferError), match=r"[Uu]nsupported device"):
         np.from_dlpack(Forgetful(None))
     assert watched() is None
 
 
-def test_the_deleter_may_be_called_by_threads_that_python_did_not_start():
+def test_deleter_may_be_called_by_foreign_threads():
     owners = [Owner() for _ in range(50)]
     watched = [weakref.ref(owner) for owner in owners]
-    taken = [dlpack.take(dlpack.lend(lent(np.zeros(3), owner), None)) for owner in owners]
-    addresses = [found.owner._address for found in taken]
-    for found in taken:
-        found.owner._deleter = None
-    del owners, taken, found
+    loans = [dlpack.take(dlpack.lend(lent(np.zeros(3), owner), None)) for owner in owners]
+    addresses = [loan.owner._address for loan in loans]
+    for loan in loans:
+        loan.owner._deleter = None
+    del owners, loans, loan
     assert None not in [w() for w in watched]
     threads = []
     for address in addresses:
-        # Without the GIL, as a framework's own threads would.
+        # Call the deleter without the GIL, as a framework's own threads would.
         deleter = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(
             dlpack._Managed.from_address(address).deleter
         )
@@ -306,11 +306,11 @@ print("end", flush=True)
 
 
 @pytest.mark.parametrize("keeper", ["tensor", "capsule", "for ever", "dropped"])
-def test_takers_may_outlive_the_interpreter(keeper):
+def test_lent_memory_may_outlive_interpreter(keeper):
     pytest.importorskip("torch")
     done = run_python("-X", "faulthandler", "-c", PROGRAM, keeper)
     assert done.returncode == 0, done.stderr
-    # The end of the process frees what nobody can call Python for by then.
+    # After the end of the interpreter the deleter cannot call Python: the process frees the memory.
     assert done.stdout.split() == (["freed", "end"] if keeper == "dropped" else ["end"])
     assert done.stderr == ""
 
@@ -323,7 +323,7 @@ def on_gpu(values: np.ndarray, stream: int | None = None) -> DeviceArray:
     return adapter_of(x).view(x)[0]
 
 
-def test_an_array_on_a_gpu_is_read_where_it_is(gpu: Fake):
+def test_gpu_array_import_shares_memory(gpu: Fake):
     x = on_gpu(np.arange(12, dtype=np.float32).reshape(3, 4)[:, ::2])
     y, dtype = read_dlpack(x)
     assert dtype is BY_NAME["float32"]
@@ -333,20 +333,20 @@ def test_an_array_on_a_gpu_is_read_where_it_is(gpu: Fake):
     np.testing.assert_array_equal(y.to_host(), [[0, 2], [4, 6], [8, 10]])
 
 
-def test_the_producer_is_told_the_legacy_stream_and_waits_for_its_own(gpu: Fake):
+def test_gpu_import_waits_for_stream_of_producer(gpu: Fake):
     with gpu.turned("delay_us", 20_000):
         x = on_gpu(np.full(1000, 3.0))
         y, _ = read_dlpack(x)
-        # Would be poison without the wait.
+        # Without the wait the values would be poison.
         np.testing.assert_array_equal(y.to_host(), np.full(1000, 3.0))
 
 
-def test_a_stream_of_the_takers_waits_for_the_arrays(gpu: Fake):
+def test_gpu_export_makes_stream_of_importer_wait(gpu: Fake):
     with gpu.turned("delay_us", 20_000):
         x = on_gpu(np.full(1000, 3.0))
         taker = gpu.stream(0)
-        found = dlpack.take(x.__dlpack__(stream=taker))
-        y = DeviceArray(found.address, (1000,), "f8", x.device, x.device.stream(taker))
+        loan = dlpack.take(x.__dlpack__(stream=taker))
+        y = DeviceArray(loan.address, (1000,), "f8", x.device, x.device.stream(taker))
         np.testing.assert_array_equal(y.to_host(), np.full(1000, 3.0))
 
 
@@ -354,7 +354,7 @@ def waits(gpu: Fake) -> int:
     return len(gpu.log("cuStreamWaitEvent"))
 
 
-def test_no_wait_is_made_for_the_same_stream_or_none(gpu: Fake):
+def test_gpu_export_to_same_or_no_stream_does_not_wait(gpu: Fake):
     x = on_gpu(np.zeros(3))
     before = waits(gpu)
     x.__dlpack__(stream=-1)
@@ -366,12 +366,12 @@ def test_no_wait_is_made_for_the_same_stream_or_none(gpu: Fake):
 
 
 @pytest.mark.parametrize("stream", [0, -2, True, "1", 1.0])
-def test_streams_that_are_none_are_refused(gpu: Fake, stream):
+def test_gpu_export_to_invalid_stream_raises_invalid_argument(gpu: Fake, stream):
     with pytest.raises(InvalidArgumentError, match="stream"):
         on_gpu(np.zeros(3)).__dlpack__(stream=stream)
 
 
-def test_memory_on_a_gpu_is_not_lent_to_the_cpu(gpu: Fake):
+def test_gpu_export_to_cpu_raises_buffer_error(gpu: Fake):
     x = on_gpu(np.zeros(3))
     assert x.__dlpack_device__() == (2, 0)
     x.__dlpack__(dl_device=(2, 0))
@@ -379,7 +379,7 @@ def test_memory_on_a_gpu_is_not_lent_to_the_cpu(gpu: Fake):
         x.__dlpack__(dl_device=(1, 0))
 
 
-def test_read_only_memory_is_lent_only_to_who_knows_the_flag(gpu: Fake):
+def test_gpu_export_of_read_only_needs_version_1_or_copy(gpu: Fake):
     x = on_gpu(np.zeros(3))
     x.writeable = False
     with pytest.raises(BufferError, match="read-only"):
@@ -389,13 +389,13 @@ def test_read_only_memory_is_lent_only_to_who_knows_the_flag(gpu: Fake):
     assert copied.address != x.address
 
 
-def test_version_1_is_lent_to_who_reads_it(gpu: Fake):
+def test_gpu_export_uses_version_1_if_importer_reads_it(gpu: Fake):
     x = on_gpu(np.zeros(3))
     assert '"dltensor"' in repr(x.__dlpack__(max_version=(0, 8)))
     assert '"dltensor_versioned"' in repr(x.__dlpack__(max_version=(1, 2)))
 
 
-def test_a_copy_is_marked_as_one(gpu: Fake):
+def test_gpu_export_marks_copy(gpu: Fake):
     x = on_gpu(np.arange(3.0))
     capsule = x.__dlpack__(copy=True, max_version=(1, 0))
     address = dlpack._pointer_in(id(capsule), dlpack._Versioned.name)
@@ -404,7 +404,7 @@ def test_a_copy_is_marked_as_one(gpu: Fake):
     np.testing.assert_array_equal(read_dlpack(Exporter(capsule))[0].to_host(), [0.0, 1.0, 2.0])
 
 
-def test_the_array_lives_until_the_taker_is_done(gpu: Fake):
+def test_gpu_export_keeps_array_alive(gpu: Fake):
     x = on_gpu(np.zeros(3))
     watched = weakref.ref(x)
     y, _ = read_dlpack(x)
@@ -419,23 +419,23 @@ def test_the_array_lives_until_the_taker_is_done(gpu: Fake):
     assert watched() is None
 
 
-def test_bfloat16_is_lent_by_its_name(gpu: Fake):
+def test_gpu_export_of_bfloat16_keeps_dtype(gpu: Fake):
     x = on_gpu(np.array([1.0, 2.0], ml_dtypes.bfloat16).view(np.uint16))
     assert dlpack.take(x.__dlpack__()).dtype.name == "uint16"
-    found = dlpack.take(dlpack.export(x, dtype=BY_NAME["bfloat16"]))
-    assert found.dtype.name == "bfloat16"
+    loan = dlpack.take(dlpack.export(x, dtype=BY_NAME["bfloat16"]))
+    assert loan.dtype.name == "bfloat16"
 
 
 @pytest.mark.parametrize("kind", [dlpack.CUDA_MANAGED, dlpack.CUDA])
-def test_managed_memory_is_read_as_a_gpus(gpu: Fake, kind):
+def test_managed_memory_is_viewed_as_gpu_memory(gpu: Fake, kind):
     x = on_gpu(np.arange(3.0))
     cuda.device(0).stream(x.stream.handle).synchronize()
-    made = dlpack.Lent(x.address, (3,), (8,), BY_NAME["float64"], (kind, 0), True, x)
-    array, _ = adapter_of(Exporter(None)).view(Exporter(dlpack.lend(made, 0), (kind, 0)))
+    loan = dlpack.Lent(x.address, (3,), (8,), BY_NAME["float64"], (kind, 0), True, x)
+    array, _ = adapter_of(Exporter(None)).view(Exporter(dlpack.lend(loan, 0), (kind, 0)))
     np.testing.assert_array_equal(array.to_host(), [0, 1, 2])
 
 
-def test_page_locked_host_memory_is_the_cpus():
+def test_page_locked_host_memory_is_viewed_as_numpy():
     x = np.arange(3.0)
     device = (dlpack.CUDA_HOST, 0)
     exporter = Exporter(dlpack.lend(lent(x, Owner(), device), 0), device)
@@ -446,19 +446,19 @@ def test_page_locked_host_memory_is_the_cpus():
 
 
 @pytest.mark.parametrize("device", [(10, 0), (8, 0), (4, 0)], ids=["ROCm", "Metal", "OpenCL"])
-def test_other_devices_are_refused(device):
+def test_import_from_unsupported_device_raises_device_error(device):
     exporter = Exporter(None, device)
     with pytest.raises(DeviceError, match=rf"\({device[0]}, 0\).*NVIDIA"):
         adapter_of(exporter).view(exporter)
 
 
-def test_a_producer_that_says_one_device_and_lends_another_is_refused(gpu: Fake):
+def test_import_with_contradicting_device_raises_device_error(gpu: Fake):
     exporter = Exporter(dlpack.lend(lent(np.zeros(3), Owner()), 0), (2, 0))
     with pytest.raises(DeviceError, match="DLPack device"):
         adapter_of(exporter).view(exporter)
 
 
-def test_producers_older_than_version_1_are_asked_their_way(gpu: Fake):
+def test_import_from_old_producer_passes_stream_only(gpu: Fake):
     class Old(Exporter):
         def __dlpack__(self, *, stream=None):
             self.asked.append(stream)
@@ -470,7 +470,7 @@ def test_producers_older_than_version_1_are_asked_their_way(gpu: Fake):
     assert old.asked == [dlpack.LEGACY]
 
 
-def test_a_producer_that_cannot_lend_is_told_of(gpu: Fake):
+def test_import_error_names_reason_of_producer(gpu: Fake):
     class Unwilling(Exporter):
         def __dlpack__(self, **options):
             raise BufferError("it requires a gradient")
@@ -480,7 +480,7 @@ def test_a_producer_that_cannot_lend_is_told_of(gpu: Fake):
         adapter_of(x).view(x)
 
 
-def test_read_only_arrays_are_no_outputs(gpu: Fake):
+def test_import_of_read_only_array_is_refused_as_output(gpu: Fake):
     x = on_gpu(np.zeros(3))
     x.writeable = False
 

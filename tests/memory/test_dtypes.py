@@ -1,4 +1,4 @@
-"""Element types: NumPy's and back, what cannot travel, and codes that must not move."""
+"""Element types: conversion from NumPy, unsupported types, and codes that must not change."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ NATIVE = [name for name in dtypes.BY_NAME if name not in dtypes.FOREIGN]
 
 
 @pytest.mark.parametrize("name", NATIVE)
-def test_a_numpy_type_is_found_and_kept_as_it_is(name: str) -> None:
-    found = dtypes.from_numpy(np.dtype(name))
-    assert found is dtypes.named(name)
-    assert found.storage == np.dtype(name)
-    assert found.itemsize == np.dtype(name).itemsize
-    assert str(found) == name
+def test_from_numpy_of_native_dtype_keeps_storage(name: str) -> None:
+    dtype = dtypes.from_numpy(np.dtype(name))
+    assert dtype is dtypes.named(name)
+    assert dtype.storage == np.dtype(name)
+    assert dtype.itemsize == np.dtype(name).itemsize
+    assert str(dtype) == name
 
 
-def test_codes_are_those_on_the_wire() -> None:
+def test_dtype_codes_match_wire_format() -> None:
     order = (
         "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 "
         "float16 float32 float64 complex64 complex128 bfloat16 float8_e4m3fn float8_e5m2"
@@ -30,15 +30,15 @@ def test_codes_are_those_on_the_wire() -> None:
     }
 
 
-def test_bfloat16_is_held_in_the_bits_of_uint16() -> None:
-    found = dtypes.named("bfloat16")
-    assert (found.storage, found.kind, found.itemsize) == (np.dtype("uint16"), "f", 2)
+def test_bfloat16_storage_is_uint16() -> None:
+    dtype = dtypes.named("bfloat16")
+    assert (dtype.storage, dtype.kind, dtype.itemsize) == (np.dtype("uint16"), "f", 2)
 
 
-def test_foreign_types_are_those_of_ml_dtypes() -> None:
+def test_from_numpy_recognises_ml_dtypes() -> None:
     ml_dtypes = pytest.importorskip("ml_dtypes")
-    found = dtypes.from_numpy(np.dtype(ml_dtypes.bfloat16))
-    assert found is dtypes.named("bfloat16")
+    dtype = dtypes.from_numpy(np.dtype(ml_dtypes.bfloat16))
+    assert dtype is dtypes.named("bfloat16")
     assert dtypes.from_numpy(np.dtype(np.uint16)) is dtypes.named("uint16")
     for name in dtypes.FOREIGN:
         assert dtypes.from_numpy(np.dtype(getattr(ml_dtypes, name))) is dtypes.named(name)
@@ -55,7 +55,7 @@ def test_foreign_types_are_those_of_ml_dtypes() -> None:
         pytest.param(np.dtype("f4", metadata={"unit": "m"}), "float32", id="with-metadata"),
     ],
 )
-def test_other_spellings_of_a_type_are_that_type(given: type, name: str) -> None:
+def test_from_numpy_accepts_other_spellings(given: type, name: str) -> None:
     assert dtypes.from_numpy(np.dtype(given)) is dtypes.named(name)
 
 
@@ -72,11 +72,11 @@ def test_other_spellings_of_a_type_are_that_type(given: type, name: str) -> None
         pytest.param(np.longdouble, id="longdouble"),
     ],
 )
-def test_what_cannot_travel_is_refused_with_the_list_and_a_remedy(given: object) -> None:
+def test_from_numpy_of_unsupported_dtype_lists_names_and_remedy(given: object) -> None:
     with pytest.raises(DtypeError, match=r"cannot travel; one of bool, .*astype"):
         dtypes.from_numpy(np.dtype(given))  # type: ignore[call-overload]
 
 
-def test_an_unknown_name_is_refused_with_the_list() -> None:
+def test_named_with_unknown_name_lists_names() -> None:
     with pytest.raises(DtypeError, match="'float8' cannot travel; one of bool, int8"):
         dtypes.named("float8")

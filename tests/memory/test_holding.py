@@ -1,4 +1,4 @@
-"""Arrays that another thread gives other memory while a call works on them."""
+"""Arrays whose memory another thread tries to replace while a call works on them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Array = np.ndarray[Any, Any]
 WAIT_S = 60.0
 MORE = 1 << 20
 
-#: Calls on an array of 64 elements or more that end when the other ranks make them, too.
+#: Calls on an array of at least 64 elements that return only when the other ranks make them, too.
 CALLS: dict[str, Callable[[Communicator, Any, bool], Any]] = {
     "all_reduce": lambda comm, x, later: comm.all_reduce(x, out=x, async_op=later),
     "all_reduce of a dict": lambda comm, x, later: comm.all_reduce({"a": [x]}, async_op=later),
@@ -38,13 +38,16 @@ LENGTHS = {"short": 64, "long": 1 << 17}
 
 
 def refused(x: Array) -> None:
-    """Check that NumPy leaves an array where it is, which another one may be a view of."""
+    """Check that NumPy refuses to resize an array, because a call holds a view of it."""
     with pytest.raises(ValueError, match="cannot resize"):
         x.resize(MORE, refcheck=False)
 
 
 def while_it_runs(x: Array, told: Callable[[], object]) -> threading.Thread:
-    """Start a thread that tries to resize an array as soon as a call holds it."""
+    """Start a thread that tries to resize an array as soon as a call holds it, then calls ``told``.
+
+    The thread's attribute ``seen`` is not empty if NumPy refused.
+    """
 
     def run() -> None:
         end = time.monotonic() + WAIT_S
@@ -64,17 +67,17 @@ def while_it_runs(x: Array, told: Callable[[], object]) -> threading.Thread:
 
 
 def tell(signals: Communicator) -> None:
-    """Have the other ranks make the call."""
+    """Signal the other ranks to make the call."""
     for other in range(1, signals.size):
         signals.send(np.zeros(1), other)
 
 
 def hold(comm: Communicator, name: str, length: int, later: bool) -> None:
-    """Make a call in which rank 0 waits until it has tried to resize its array meanwhile."""
+    """Make a call in which rank 0 waits until another thread has tried to resize its array."""
     call, signals = CALLS[name], comm.dup()
     whole = np.ones(length)
-    x = whole[: length // 2] if length == LENGTHS["short"] else whole  # of another array's memory
-    call(comm, x.copy(), False)  # what is prepared once is
+    x = whole[: length // 2] if length == LENGTHS["short"] else whole  # the short x is a view
+    call(comm, x.copy(), False)  # preparations for the first call are done
     signals.barrier()
     if comm.rank:
         signals.recv(np.zeros(1), 0)
@@ -91,22 +94,22 @@ def hold(comm: Communicator, name: str, length: int, later: bool) -> None:
         assert thread.seen, f"{name} of {length} elements held nothing"
     signals.barrier()
     del x
-    whole.resize(MORE, refcheck=False)  # and lets go of it at the end
+    whole.resize(MORE, refcheck=False)  # after the call nothing holds the array
 
 
 def hold_all(comm: Communicator, later: bool) -> None:
     for core in (True, False) if comm.backend != "threads" else (True,):
         native.switch(core)
-        ours = comm.dup()
+        group = comm.dup()
         native.switch(True)
         for name in CALLS:
             for length in LENGTHS.values():
-                hold(ours, name, length, later)
-        ours.close()
+                hold(group, name, length, later)
+        group.close()
 
 
 def storages(comm: Communicator, later: bool) -> None:
-    """Give tensors other storages during a call: the old ones stay until the call is over."""
+    """Replace the storages of tensors during a call; check that the old ones outlive the call."""
     import torch
     from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -116,20 +119,20 @@ def storages(comm: Communicator, later: bool) -> None:
             time.sleep(1e-4)
         x.set_(torch.empty(0))
         y.data = torch.empty(0)
-        alive.append(not any(each.expired() for each in kept))
+        alive.append(not any(storage.expired() for storage in kept))
         tell(signals)
 
     signals = comm.dup()
     for length in LENGTHS.values():
         x, y = torch.ones(length), torch.ones(length)
-        comm.all_reduce(x, out=y)  # what is prepared once is
+        comm.all_reduce(x, out=y)  # preparations for the first call are done
         x, y, alive = torch.ones(length), torch.ones(length), []
         if comm.rank:
             signals.recv(np.zeros(1), 0)
             comm.all_reduce(x, out=y)
         else:
             before = comm.recorder.started
-            kept = [StorageWeakRef(each.untyped_storage()) for each in (x, y)]
+            kept = [StorageWeakRef(storage.untyped_storage()) for storage in (x, y)]
             thread = threading.Thread(target=replace)
             if later:
                 work = comm.all_reduce(x, out=y, async_op=True)
@@ -144,7 +147,7 @@ def storages(comm: Communicator, later: bool) -> None:
         comm.barrier()
 
 
-# Two hosts of two ranks each, as hierarchical sees them.
+# Simulates two hosts of two ranks each for the hierarchical transport.
 PAIRS = "tests.support.simulated_hosts:Pairs"
 TRANSPORTS = [
     "threads", "shm", "gloo", PAIRS,
@@ -163,16 +166,14 @@ def run(transport: str, program: Callable[..., None], *arguments: Any) -> None:
 
 @pytest.mark.parametrize("later", [False, True], ids=["now", "async"])
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_resize_of_an_array_is_refused_while_a_call_works_on_it(
-    transport: str, later: bool
-) -> None:
+def test_resize_of_array_in_use_is_refused(transport: str, later: bool) -> None:
     run(transport, hold_all, later)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="it is about tensors")
 @pytest.mark.parametrize("later", [False, True], ids=["now", "async"])
 @pytest.mark.parametrize("transport", ["threads", "shm", "gloo"])
-def test_storage_of_a_tensor_lives_until_the_call_is_over(transport: str, later: bool) -> None:
+def test_tensor_storage_lives_until_call_is_over(transport: str, later: bool) -> None:
     run(transport, storages, later)
 
 
@@ -191,5 +192,5 @@ print("all right")
 """
 
 
-def test_arrays_are_held_and_followed_without_the_extension() -> None:
+def test_arrays_are_held_and_followed_without_extension() -> None:
     assert printed("-c", WITHOUT_EXTENSION) == "all right\n"

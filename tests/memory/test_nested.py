@@ -1,4 +1,4 @@
-"""Nested containers of arrays, flattened and built again."""
+"""Nested containers of arrays: flattening and rebuilding."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ TREES = st.recursive(
 
 
 @given(TREES)
-def test_a_rebuilt_tree_is_the_tree(value):
+def test_rebuild_of_flattened_tree_restores_tree(value):
     leaves = nested.flatten(value)
     assert nested.rebuild(value, iter(leaves)) == value
     assert type(nested.rebuild(value, iter(leaves))) is type(value)
 
 
 @given(TREES)
-def test_a_skeleton_that_has_travelled_takes_the_leaves_in_the_same_order(value):
-    """A rank that knows only the skeleton, as JSON, must put each leaf in its own place."""
+def test_skeleton_through_json_keeps_order_of_leaves(value):
+    """Check that a rank that has only the skeleton, as JSON, puts each leaf in its place."""
     leaves = nested.flatten(value)
     skeleton = json.loads(json.dumps(nested.skeleton(value)))
     built = nested.rebuild(skeleton, iter(leaves))
@@ -55,34 +55,34 @@ def test_a_skeleton_that_has_travelled_takes_the_leaves_in_the_same_order(value)
     assert built == plain(value)
 
 
-def test_the_order_of_insertion_does_not_matter():
+def test_flatten_ignores_insertion_order_of_dict():
     a, b = {"x": 1, "y": 2}, {"y": 2, "x": 1}
     assert nested.flatten(a) == nested.flatten(b) == [1, 2]
     assert nested.skeleton(a) == nested.skeleton(b)
     assert list(nested.rebuild(b, iter([10, 20]))) == ["y", "x"]
 
 
-def test_named_tuples_stay_what_they_are():
+def test_rebuild_keeps_named_tuple():
     built = nested.rebuild(Pair([1], 2), iter([3, 4]))
     assert built == Pair([3], 4)
     assert type(built) is Pair
 
 
 @pytest.mark.parametrize("value", [[], (), {}, [[], {}]], ids=str)
-def test_empty_containers(value):
+def test_rebuild_restores_empty_containers(value):
     assert nested.flatten(value) == []
     assert nested.rebuild(value, iter([])) == value
 
 
 @pytest.mark.parametrize("leaf", [0, None, "text", np.zeros(3), 1.5])
-def test_a_leaf_is_no_tree(leaf):
+def test_leaf_is_not_a_tree(leaf):
     assert not nested.is_tree(leaf)
     assert nested.skeleton(leaf) == 0
     assert nested.flatten(leaf)[0] is leaf
 
 
 @pytest.mark.parametrize("function", [nested.flatten, nested.skeleton])
-def test_keys_that_cannot_be_sorted_are_refused(function):
+def test_unsortable_keys_raise_invalid_argument(function):
     with pytest.raises(InvalidArgumentError, match="use strings"):
         function([{1: 0, "a": 0}])
 
@@ -100,22 +100,22 @@ def test_keys_that_cannot_be_sorted_are_refused(function):
     ids=["ordered_dict", "named_tuple", "integer_keys"],
 )
 @on_ranks("pair")
-def test_calls_take_any_kind_of_container(comm, call, make):
+def test_calls_accept_any_kind_of_container(comm, call, make):
     value = make(np.arange(4.0) + comm.rank)
-    got = getattr(comm, call)(value)
+    result = getattr(comm, call)(value)
     alone = [getattr(comm, call)(leaf) for leaf in nested.flatten(value)]
-    assert nested.skeleton(got) == nested.skeleton(value)
-    assert all(map(np.array_equal, nested.flatten(got), alone))
+    assert nested.skeleton(result) == nested.skeleton(value)
+    assert all(map(np.array_equal, nested.flatten(result), alone))
 
 
 @on_ranks("pair")
-def test_scatter_puts_integer_keys_in_their_places_where_nothing_was_known(comm):
+def test_scatter_of_dict_without_template_keeps_integer_keys(comm):
     value = {1: np.array([1, 1]), 2: np.array([2, 2]), 10: np.array([10, 10])}
-    got = comm.scatter(value if comm.rank == 0 else None)
-    assert {int(key): int(piece[0]) for key, piece in got.items()} == {1: 1, 2: 2, 10: 10}
+    received = comm.scatter(value if comm.rank == 0 else None)
+    assert {int(key): int(piece[0]) for key, piece in received.items()} == {1: 1, 2: 2, 10: 10}
 
 
 @on_ranks("pair")
-def test_scatter_with_a_template_of_another_nesting_gives_the_roots(comm):
-    got = comm.scatter([np.arange(2), np.arange(2)] if comm.rank == 0 else [])
-    assert [piece.tolist() for piece in got] == [[comm.rank]] * 2
+def test_scatter_with_different_template_uses_nesting_of_root(comm):
+    received = comm.scatter([np.arange(2), np.arange(2)] if comm.rank == 0 else [])
+    assert [piece.tolist() for piece in received] == [[comm.rank]] * 2

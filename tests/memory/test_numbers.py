@@ -1,4 +1,4 @@
-"""Python's numbers in calls: what comes out of what goes in, over each way that a call takes."""
+"""Python numbers as arguments of calls: the class and value of results, for each kind of call."""
 
 from __future__ import annotations
 
@@ -39,37 +39,37 @@ CASES: dict[str, tuple[Any, list[Any]]] = {
 def _types(x: Any) -> Any:
     if isinstance(x, dict):
         return {key: _types(value) for key, value in x.items()}
-    return type(x), [_types(each) for each in x] if isinstance(x, (list, tuple)) else None
+    return type(x), [_types(item) for item in x] if isinstance(x, (list, tuple)) else None
 
 
 @pytest.mark.parametrize("what", CASES)
 @on_ranks("pair")
-def test_a_number_goes_in_and_one_of_its_type_is_returned(comm: Communicator, what: str) -> None:
+def test_calls_return_number_of_same_class(comm: Communicator, what: str) -> None:
     call, wanted = CASES[what]
-    found = call(comm)
-    assert found == wanted[comm.rank]
-    assert _types(found) == _types(wanted[comm.rank])
+    result = call(comm)
+    assert result == wanted[comm.rank]
+    assert _types(result) == _types(wanted[comm.rank])
 
 
 @on_ranks("pair")
-def test_numbers_travel_beside_arrays(comm: Communicator) -> None:
-    found = comm.all_reduce({"loss": 1.5, "gradient": np.ones(2, np.float32), "seen": 32})
-    assert (found["loss"], found["seen"]) == (3.0, 64)
-    assert (found["gradient"].dtype.name, found["gradient"].tolist()) == ("float32", [2.0, 2.0])
+def test_all_reduce_of_structure_mixes_numbers_and_arrays(comm: Communicator) -> None:
+    result = comm.all_reduce({"loss": 1.5, "gradient": np.ones(2, np.float32), "seen": 32})
+    assert (result["loss"], result["seen"]) == (3.0, 64)
+    assert (result["gradient"].dtype.name, result["gradient"].tolist()) == ("float32", [2.0, 2.0])
 
 
 @on_ranks("pair")
-def test_a_number_and_an_array_of_its_dtype_meet(comm: Communicator) -> None:
-    found: Any = comm.all_reduce(np.array(2) if comm.rank else 3)
-    assert found == 5
+def test_all_reduce_of_number_matches_array_of_same_dtype(comm: Communicator) -> None:
+    result: Any = comm.all_reduce(np.array(2) if comm.rank else 3)
+    assert result == 5
     if comm.rank:
-        assert (found.shape, found.dtype) == ((), np.int64)
+        assert (result.shape, result.dtype) == ((), np.int64)
     else:
-        assert type(found) is int
+        assert type(result) is int
 
 
 @on_ranks("pair")
-def test_ranks_with_numbers_of_different_types_differ(comm: Communicator) -> None:
+def test_all_reduce_of_int_and_float_raises_mismatch_error(comm: Communicator) -> None:
     with pytest.raises(MismatchError) as raised:
         comm.all_reduce(1.0 if comm.rank else 1)
     assert "int64" in str(raised.value)
@@ -77,15 +77,15 @@ def test_ranks_with_numbers_of_different_types_differ(comm: Communicator) -> Non
 
 
 @on_ranks("pair")
-def test_a_sum_that_might_not_fit_is_refused_and_an_array_wraps(comm: Communicator) -> None:
+def test_all_reduce_of_large_int_raises_but_array_wraps(comm: Communicator) -> None:
     with pytest.raises(DtypeError, match=r"2 ranks have as large a .* 64 bits"):
         comm.all_reduce(2**62)
     assert comm.all_reduce(np.array(2**62)) == -(2**63)
 
 
-def test_what_is_no_plain_number_is_none() -> None:
+def test_all_reduce_of_int_subclass_or_text_raises() -> None:
     class Color(int):
-        """As an enumeration's members are."""
+        """Subclass of ``int``, like a member of an ``IntEnum``."""
 
     def program(comm: Communicator) -> None:
         for x in (Color(1), "1", None):
@@ -96,9 +96,9 @@ def test_what_is_no_plain_number_is_none() -> None:
 
 
 @pytest.mark.parametrize("name", ["float32", "int8", "bool", "complex64"])
-def test_a_scalar_of_numpys_stays_one(name: str) -> None:
+def test_all_reduce_of_numpy_scalar_returns_same_class(name: str) -> None:
     def program(comm: Communicator) -> Any:
         return comm.all_reduce(np.dtype(name).type(1), op="bor" if name == "bool" else "prod")
 
-    (found,) = run_ranks(1, program)
-    assert type(found) is np.dtype(name).type
+    (result,) = run_ranks(1, program)
+    assert type(result) is np.dtype(name).type

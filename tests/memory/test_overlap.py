@@ -1,4 +1,4 @@
-"""Which arrays share elements: what decides whether an output is refused."""
+"""Detection of arrays that share elements; calls use it to refuse an output."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ SHARED: dict[str, tuple[list[Any], tuple[int, int]]] = {
 
 
 @pytest.mark.parametrize("case", APART)
-def test_find_overlap_of_elements_that_are_apart_is_none(case: str) -> None:
+def test_find_overlap_of_separate_elements_is_none(case: str) -> None:
     assert find_overlap(APART[case]) is None
 
 
 @pytest.mark.parametrize("case", SHARED)
-def test_find_overlap_names_the_arrays_that_share_memory(case: str) -> None:
+def test_find_overlap_names_arrays_that_share_memory(case: str) -> None:
     arrays, pair = SHARED[case]
     assert find_overlap(arrays) == pair

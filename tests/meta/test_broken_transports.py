@@ -1,4 +1,4 @@
-"""The suite catches broken transports, each by a check of the right kind."""
+"""Deliberately broken transports: the public suite catches each one by the right check."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.loopback import Loopback
 
 
 class Fault(NamedTuple):
-    """A broken transport, what has to catch it, and a check that has nothing to do with it."""
+    """Broken transport, the check that must catch it, and an unrelated check that must pass."""
 
     kind: type[Backend]
     caught_by: str
@@ -103,7 +103,7 @@ FAULTS = [
     Fault(broken.MixedUp, "check_messages_among_collectives", {}, "", "check_send_recv"),
 ]  # fmt: skip
 NAMES = [f"{fault.kind.__name__}-{fault.caught_by}" for fault in FAULTS]
-# Long enough for a busy machine, short enough to wait for a hang.
+# Long enough for a busy machine, and short enough for the tests whose ranks hang.
 TIMEOUT_S = 6.0
 
 
@@ -123,8 +123,8 @@ def test_broken_transport_is_caught(fault: Fault) -> None:
         assert fault.says in str(caught.value)
 
 
-def test_ranks_that_decide_alone_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever goes by what it knows itself goes on without the word of the others."""
+def test_ranks_deciding_alone_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replace the common decision by one from the rank's own view; the check must notice."""
 
     def made(self: Decision, note: Any, conclude: Any, **limits: Any) -> Any:
         return conclude({self.me: note}, self.lost())
@@ -136,13 +136,13 @@ def test_ranks_that_decide_alone_are_caught(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=NAMES)
-def test_what_is_not_broken_passes(fault: Fault) -> None:
+def test_broken_transport_passes_unrelated_check(fault: Fault) -> None:
     with RankFactory(fault.kind, timeout=30.0) as factory:
         all_checks()[fault.passes](factory, fault.size)
 
 
 @pytest.mark.parametrize("kind", [ThreadsBackend, Loopback, ShmBackend])
-def test_the_same_checks_pass_on_a_sound_transport(kind: type[Backend]) -> None:
+def test_sound_transport_passes_all_checks_of_faults(kind: type[Backend]) -> None:
     for size in (3, 4):
         with RankFactory(kind, timeout=30.0) as factory:
             for fault in FAULTS:
@@ -152,14 +152,14 @@ def test_the_same_checks_pass_on_a_sound_transport(kind: type[Backend]) -> None:
 
 
 @pytest.mark.parametrize("kind", [broken.Unwaking, broken.Ignoring])
-def test_abort_that_wakes_nobody_is_said_in_one_sentence(kind: type[Backend]) -> None:
+def test_abort_without_wakeup_is_reported_in_one_line(kind: type[Backend]) -> None:
     with RankFactory(kind, timeout=TIMEOUT_S) as factory, pytest.raises(AssertionError) as caught:
         all_checks()["check_abort"](factory, 2, call="recv")
     assert str(caught.value).startswith("abort() does not wake rank 1 of 2: ")
     assert "\n" not in str(caught.value)
 
 
-def test_expected_failures_are_not_failures_and_stale_ones_are() -> None:
+def test_expected_failures_pass_and_stale_expectations_fail() -> None:
     reasons = {"check_broadcast": "the wrong root", "check_gather[root=1]": "not broken any more"}
     results = run_checks(
         broken.WrongRoot,
@@ -175,14 +175,17 @@ def test_expected_failures_are_not_failures_and_stale_ones_are() -> None:
     assert "root=0" not in gather.text
 
 
-def test_a_wrong_transport_harms_no_later_check() -> None:
+def test_run_checks_continues_after_failed_check() -> None:
     names = ["check_all_reduce", "check_reduce_large", "check_scan"]
     results = run_checks(broken.Raising, (2,), checks=names)
     assert [r.outcome for r in results] == ["passed", "passed", "failed"]
 
 
-def test_one_rank_does_not_count() -> None:
-    """What is broken between ranks is invisible with one: the suite must not call it sound."""
+def test_main_with_single_rank_returns_error() -> None:
+    """Check that the suite does not accept a transport tested with a single rank only.
+
+    A fault between ranks is invisible with one rank.
+    """
     from collective.testing.__main__ import main
 
     assert (
