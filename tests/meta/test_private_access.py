@@ -1,7 +1,7 @@
-"""A name that begins with an underscore is used only in the room that defines it.
+"""A name that begins with an underscore is used only in the folder that defines it.
 
-An AST knows no types. So the test goes by names: on anything but ``self``, ``cls`` and ``super()``,
-a private name must be one that some class, or some module, of the same folder defines.
+A syntax tree has no types, so the test compares names: if code uses a private name on anything but
+``self``, ``cls`` and ``super()``, some class or module of the same folder must define the name.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import pytest
 
 from tests.support.interpreter import ROOT
 
-#: Private names of other packages, by the part of the house that uses them and the reason.
+#: Private names of other packages, by the folder that uses them and the reason.
 THIRD_PARTY = {
     ("", "documented functions of os and sys"): "_current_frames _exit _getframe",
     ("", "documented methods of NamedTuple"): "_asdict _make _replace",
@@ -24,14 +24,14 @@ THIRD_PARTY = {
     ("backends/gloo", "Gloo's options and a message's source have no public name in PyTorch"): (
         "_Options _devices _source_rank _threads _timeout"
     ),
-    ("backends/mpi", "mpi4py gives a handle's address as a pointer by no other name"): "_handleof",
-    ("adapters/chainer", "Chainer is complete, and has no public name for what is kept here"): (
+    ("backends/mpi", "mpi4py has no public name for a handle's address as a pointer"): "_handleof",
+    ("adapters/chainer", "Chainer is complete, and has no public names for this state"): (
         "_backprop_to_all _call_converter _comm _config_use_ideep _done _extensions _fp32_param "
         "_get_reporters _global_except_hook _highprec_dtype _IteratorProgressBar _iterators _local "
         "_loss_scale _not_empty_cond _observer_names _orig_except_hook _persistent _progress_bar "
         "_reduce _retained_output_data _snapshot_elapsed_time _start_at _state _task _w_dtype"
     ),
-    ("adapters/chainer/compatibility", "what multiprocessing's own join() looks at"): (
+    ("adapters/chainer/compatibility", "state that multiprocessing's own join() reads"): (
         "_is_zero _semlock _unfinished_tasks"
     ),
     ("adapters/torch", "the state of a backward pass is in PyTorch's C module alone"): (
@@ -43,26 +43,26 @@ THIRD_PARTY = {
         "_BatchNorm _LazyNormBase _backward_hooks _cdata _cuda_getCurrentRawStream "
         "_lazy_clone _modules _share_fd_cpu_ _values"
     ),
-    ("adapters/torch", "torch.distributed has backends and works of others by these names"): (
+    ("adapters/torch", "torch.distributed registers external backends and works by these"): (
         "_create_internal _create_work_from_future _distributed_c10d "
         "_register_backend _set_default_backend"
     ),
-    ("adapters/torch", "Dynamo takes a function out of its traces by these names alone"): (
+    ("adapters/torch", "only these names exclude a function from Dynamo's traces"): (
         "_FrameAction _FrameExecStrategy"
     ),
 }  # fmt: skip
 
 
 class Use(NamedTuple):
-    """Use of a private name on something else than ``self``.
+    """Use of a private name on anything but ``self``.
 
     Attributes:
         place: file and line.
-        room: folder of the file; a module that stands alone is a room of its own.
+        room: folder of the file; for a module directly in the package, the module.
         text: the expression.
         name: the private name.
-        origin: "house" or "others" if the expression begins with a name that the file imports from
-            there, else "".
+        origin: "house" if the expression begins with a name imported from this package, "others"
+            if the name comes from another package, else "".
     """
 
     place: str
@@ -76,9 +76,9 @@ class Rooms:
     """The private names in the files under a folder.
 
     Attributes:
-        uses: all uses on something else than ``self``.
-        members: by room, the names that its classes define.
-        globals: by room, the names that its modules define.
+        uses: all uses on anything but ``self``.
+        members: for each room, the names that its classes define.
+        globals: for each room, the names that its modules define.
     """
 
     def __init__(self, root: Path) -> None:
@@ -87,7 +87,7 @@ class Rooms:
         self.globals: dict[str, set[str]] = defaultdict(set)
         for folder in ("collective", "backends", "adapters"):
             for path in sorted((root / folder).rglob("*.py")):
-                # collective/backends and collective/adapters are links to the folders beside.
+                # collective/backends and collective/adapters are links to folders of the root.
                 if not any(parent.is_symlink() for parent in path.parents):
                     self._read(path.relative_to(root), ast.parse(path.read_text()))
 
@@ -118,7 +118,7 @@ def _is_private(name: str) -> bool:
 
 
 def _is_own(node: ast.Attribute) -> bool:
-    """Return whether a name is used on the object, or class, whose method uses it."""
+    """Return whether a method uses the name on its own object or class."""
     value = node.value
     if isinstance(value, ast.Call):
         return isinstance(value.func, ast.Name) and value.func.id == "super"
@@ -126,7 +126,7 @@ def _is_own(node: ast.Attribute) -> bool:
 
 
 def _root(node: ast.expr) -> str:
-    """Return the name with which an expression begins, or an empty text."""
+    """Return the name at the start of an expression, or an empty text."""
     while not isinstance(node, ast.Name):
         if isinstance(node, (ast.Attribute, ast.Subscript)):
             node = node.value
@@ -138,7 +138,7 @@ def _root(node: ast.expr) -> str:
 
 
 def _origins(tree: ast.Module) -> dict[str, str]:
-    """Return whether the names that a file imports are the house's or others'."""
+    """Return for each name that a file imports whether it is from this package ("house")."""
     origins = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -187,7 +187,7 @@ def _walk(nodes: list[ast.expr]) -> Iterator[ast.AST]:
 
 @pytest.fixture(scope="module")
 def house() -> Rooms:
-    """Return the rooms of this repository, read when a test wants them: it takes seconds."""
+    """Return the rooms of this repository. Reading them takes seconds, so tests share them."""
     return Rooms(ROOT)
 
 
@@ -204,7 +204,7 @@ def test_private_names_are_used_only_in_their_room(house: Rooms) -> None:
 
 
 @pytest.mark.parametrize("part", THIRD_PARTY, ids=lambda part: part[1])
-def test_every_exception_is_needed(part: tuple[str, str], house: Rooms) -> None:
+def test_third_party_exceptions_are_all_needed(part: tuple[str, str], house: Rooms) -> None:
     needed = {use.name for use in house.reaches() if use.room.startswith(part[0])}
     assert set(THIRD_PARTY[part].split()) <= needed
 
@@ -233,7 +233,7 @@ helper._local()
 
 
 @pytest.mark.parametrize("name", ["_slot", "_field", "_attribute", "_function"])
-def test_a_reach_into_another_room_is_found(name: str, tmp_path: Path) -> None:
+def test_private_name_of_other_room_is_reported(name: str, tmp_path: Path) -> None:
     for room in ("owner", "user"):
         (tmp_path / "collective" / room).mkdir(parents=True)
     (tmp_path / "collective/owner/owner.py").write_text(_OWNER)
@@ -243,6 +243,6 @@ def test_a_reach_into_another_room_is_found(name: str, tmp_path: Path) -> None:
     assert [use.text for use in Rooms(tmp_path).reaches()] == [f"thing.{name}"]
     user.rename(tmp_path / "collective/owner/user.py")
     (tmp_path / "collective/user/helper.py").rename(tmp_path / "collective/owner/helper.py")
-    # A function of a module is no member of an object.
-    left = ["thing._function"] if name == "_function" else []
-    assert [use.text for use in Rooms(tmp_path).reaches()] == left
+    # A module's function is not an attribute of an object.
+    remaining = ["thing._function"] if name == "_function" else []
+    assert [use.text for use in Rooms(tmp_path).reaches()] == remaining

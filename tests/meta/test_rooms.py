@@ -1,4 +1,4 @@
-"""The drawing of ``docs/architecture.md``: which room may import which, and no circles."""
+"""The layers of ``docs/architecture.md``: imports go only to lower layers, without cycles."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.interpreter import ROOT
 
-#: Rooms from the ground up. Whoever is on a floor imports what is below it, and nothing beside it.
+#: Rooms (folders), by layer from the bottom up. A room imports only from lower layers.
 FLOORS = (
     {"deadline", "errors", "install", "lazy"},
     {"ops"},
@@ -31,50 +31,52 @@ FLOORS = (
     {"testing"},
     {"tools"},
 )
-#: Modules that users import, and no module of the house does. They export what stands on any floor:
-#: ``elastic`` lazily, as the package is also the room of the protocol on which communicators stand.
+#: Modules that only users import, and no module of this package. They export from any layer.
+#: ``elastic`` does so lazily, because communicators depend on the protocol in the same folder.
 FACADES = {"compression", "elastic", "gradients", "profile"}
 
 
 def _modules() -> dict[str, Path]:
-    """Return the file of each module, by its name without ``collective.``."""
-    found = {}
+    """Return the file of each module, by the module's name without ``collective.``."""
+    files = {}
     for folder in ("collective", "backends", "adapters"):
         for path in sorted((ROOT / folder).rglob("*.py")):
             if any(parent.is_symlink() for parent in path.parents):
-                continue  # the links to the folders beside
+                continue  # a link to a folder of the repository's root
             parts = path.relative_to(ROOT).with_suffix("").parts
             parts = parts[1:] if folder == "collective" else parts
             parts = parts[:-1] if path.name == "__init__.py" else parts
-            found[".".join(parts)] = path
-    return found
+            files[".".join(parts)] = path
+    return files
 
 
 MODULES = _modules()
 
 
 def _imported(name: str) -> Iterator[str]:
-    """Yield what a module imports of the house, types included, wherever the import stands."""
+    """Yield the modules of this package that a module imports, anywhere and also for types."""
     path = MODULES[name]
     package = ["collective", *name.split(".")]
     package = package if path.name == "__init__.py" else package[:-1]
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            found = [alias.name for alias in node.names]
+            targets = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else []
             base += node.module.split(".") if node.module else []
-            # A name is a module of that package, or something in the module.
-            found = [".".join([*base, alias.name]) for alias in node.names]
-            found = [
-                each if each.removeprefix("collective.") in MODULES else each.rpartition(".")[0]
-                for each in found
+            # An imported name is a module of the package, or defined in the module.
+            targets = [".".join([*base, alias.name]) for alias in node.names]
+            targets = [
+                target
+                if target.removeprefix("collective.") in MODULES
+                else target.rpartition(".")[0]
+                for target in targets
             ]
         else:
             continue
-        for each in found:
-            short = each.removeprefix("collective.")
-            if each != short and short in MODULES and short != name:
+        for target in targets:
+            short = target.removeprefix("collective.")
+            if target != short and short in MODULES and short != name:
                 yield short
 
 
@@ -97,14 +99,14 @@ def _may_import(room: str, other: str) -> bool:
     return _room(other) == room or FLOOR.get(_room(other), 99) < FLOOR[room]
 
 
-def test_every_room_is_on_a_floor() -> None:
+def test_rooms_are_all_on_a_layer() -> None:
     rooms = {_room(name) for name in MODULES if name not in FACADES}
     assert rooms - {"", "__main__"} == FLOOR.keys()
     assert MODULES.keys() >= FACADES
 
 
 @pytest.mark.parametrize("room", [room for rooms in FLOORS for room in sorted(rooms)])
-def test_a_room_imports_only_what_is_below_it(room: str) -> None:
+def test_room_imports_only_from_lower_layers(room: str) -> None:
     wrong = [
         f"{name} imports {other}"
         for name, others in _arrows().items()
@@ -114,17 +116,17 @@ def test_a_room_imports_only_what_is_below_it(room: str) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_no_module_imports_its_own_rooms_facade() -> None:
+def test_modules_do_not_import_facade_of_their_room() -> None:
     wrong = [
         f"{name} imports {other}"
         for name, others in _arrows().items()
         for other in sorted(others)
         if name.startswith(f"{other}.") and MODULES[other].name == "__init__.py"
     ]
-    # The program that is installed as Chainer's start is a process of its own.
+    # The program that is installed as Chainer's startup runs as a separate process.
     assert wrong == ["adapters.chainer.compatibility.startup imports adapters.chainer"]
 
 
-def test_there_are_no_circles() -> None:
-    """Of modules that import each other, types included; the error names those of one."""
+def test_imports_have_no_cycles() -> None:
+    """Check imports for cycles, including imports for types; the error names a cycle's modules."""
     TopologicalSorter(_arrows()).prepare()

@@ -1,7 +1,7 @@
-"""How far a call walks through the house: calls of our functions, and the files they are in.
+"""Length of a call's path through this package: number of Python functions called, and of files.
 
-What is counted is what a reader has to follow, and most of what Python's share of a small call
-costs. The ceilings are what it takes today: lower them when a call gets shorter.
+A reader has to follow these functions, and they cause most of Python's cost of a small call. The
+ceilings are today's numbers: lower them when a call gets shorter.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ HOUSE = collective.__file__.removesuffix("__init__.py")
 
 
 def walk(call: Callable[[], Any]) -> tuple[int, int]:
-    """Return how many functions of ours a call takes, and in how many files."""
+    """Return how many functions of this package a call runs, and in how many files."""
     files: list[str] = []
 
     def see(frame: FrameType, event: str, _: object) -> None:
@@ -55,28 +55,31 @@ def walks(comm: Communicator) -> dict[str, list[tuple[int, int]]]:
         "all_to_all": lambda: comm.all_to_all(x, out=y),
         "barrier": comm.barrier,
     }
-    found = {"first": first, "again": again}
+    paths = {"first": first, "again": again}
     for name, call in calls.items():
         call()
-        found[name] = [walk(call) for _ in range(20)]
-    return {**found, **message_walks(comm)} if comm.backend == "mpi" else found
+        paths[name] = [walk(call) for _ in range(20)]
+    return {**paths, **message_walks(comm)} if comm.backend == "mpi" else paths
 
 
 def message_walks(comm: Communicator) -> dict[str, list[tuple[int, int]]]:
-    """Send to and fro what its head holds, and what it does not, where a send waits for nobody."""
+    """Measure sends and receives, with payloads inside and outside the head of a message.
+
+    Barriers ensure that no call has to wait for its peer.
+    """
     peer = 1 - comm.rank
-    found: dict[str, list[tuple[int, int]]] = {}
+    paths: dict[str, list[tuple[int, int]]] = {}
     for name, x in (("", np.ones(2)), (", long", np.ones(200))):
         send, recv = partial(comm.send, x, peer), partial(comm.recv, np.empty_like(x), peer)
         for turn in range(40):
             sends = turn % 2 == comm.rank
             if sends:
-                found.setdefault(f"send{name}", []).append(walk(send))
-            comm.barrier()  # what was sent is there
+                paths.setdefault(f"send{name}", []).append(walk(send))
+            comm.barrier()  # the message has arrived
             if not sends:
-                found.setdefault(f"recv{name}", []).append(walk(recv))
+                paths.setdefault(f"recv{name}", []).append(walk(recv))
             comm.barrier()
-    return found
+    return paths
 
 
 @pytest.mark.skipif(native.chosen.extension is None, reason="the native core is not in use")
@@ -113,14 +116,16 @@ def message_walks(comm: Communicator) -> dict[str, list[tuple[int, int]]]:
         ),
     ],
 )
-def test_a_call_walks_no_further(backend: str, ceilings: dict[str, tuple[int, int]]) -> None:
+def test_call_path_is_not_longer_than_ceiling(
+    backend: str, ceilings: dict[str, tuple[int, int]]
+) -> None:
     if backend == "gloo":
         pytest.importorskip("torch")
     mpiexec = None if backend in ("shm", "gloo") else launch_of(backend)
     with RankPool(2, backend if mpiexec is None else "mpi", mpiexec=mpiexec) as pool:
         ranks = pool.run(walks)
     for what, ceiling in ceilings.items():
-        # Whoever comes last waits for nobody, and so walks no loops of waiting.
-        calls, files = zip(*(each for rank in ranks for each in rank[what]))
+        # The rank that calls last does not wait, so its path has no polling loop.
+        calls, files = zip(*(path for rank in ranks for path in rank[what]))
         assert min(calls) <= ceiling[0], what
         assert min(files) <= ceiling[1], what

@@ -1,4 +1,4 @@
-"""The warm Python of tests/warm is to a program what Python is."""
+"""The warm Python of tests/warm behaves like Python for a program that runs in it."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ pytest.importorskip("torch")
 
 PROGRAMS = {
     "arguments": "import sys; print(sys.argv, __name__)",
-    "its path": "import os, sys; print([p for p in sys.path if p], os.getcwd(), os.environ['A'])",
+    "path": "import os, sys; print([p for p in sys.path if p], os.getcwd(), os.environ['A'])",
     "standard input": "import sys; print(sys.stdin.read().upper())",
-    "a text as exit code": "import sys; sys.exit('wrong')",
-    "a failure": "def f():\n    raise ValueError('x')\nf()",
-    "what ended it": "import atexit, sys\n"
+    "text as exit code": "import sys; sys.exit('wrong')",
+    "failure": "def f():\n    raise ValueError('x')\nf()",
+    "last exception at exit": "import atexit, sys\n"
     "atexit.register(lambda: print(repr(sys.last_value)))\nraise KeyError(1)",
-    "a signal": "import os, signal; os.kill(os.getpid(), signal.SIGABRT)",
-    "at its end": "import atexit; atexit.register(print, 'over')",
-    "what is imported": "import sys; print(sorted({'torch', 'collective'} & {*sys.modules}))",
+    "signal": "import os, signal; os.kill(os.getpid(), signal.SIGABRT)",
+    "exit handler": "import atexit; atexit.register(print, 'over')",
+    "imported modules": "import sys; print(sorted({'torch', 'collective'} & {*sys.modules}))",
     "torch": "import sys, torch.nn; print(torch.__spec__.origin, 'collective' in sys.modules)",
-    "looked for": "import importlib.util as i; print(i.find_spec('torch').origin); import torch",
+    "module lookup": "import importlib.util as i; print(i.find_spec('torch').origin); import torch",
 }
 
 
@@ -35,7 +35,7 @@ WAYS = {"-c": ["-c", PROGRAMS["arguments"]], "-m": ["-m", "program"], "a file": 
 
 
 def both(folder: Path, *words: str) -> list[tuple[str, str, int]]:
-    """Run a program by Python and by the warm one; return what each printed, and how it ended."""
+    """Run a program by Python and by the warm Python; return both outputs and exit codes."""
     runs = [
         run_python(
             *words,
@@ -51,50 +51,50 @@ def both(folder: Path, *words: str) -> list[tuple[str, str, int]]:
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_a_program_does_the_same(tmp_path: Path, program: str) -> None:
+def test_warm_program_has_same_outcome(tmp_path: Path, program: str) -> None:
     (tmp_path / "program.py").write_text(PROGRAMS[program])
-    expected, found = both(tmp_path, "program.py")
-    assert found == expected
+    expected, outcome = both(tmp_path, "program.py")
+    assert outcome == expected
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_program_is_named_as_always(tmp_path: Path, way: str) -> None:
+def test_warm_program_has_same_arguments(tmp_path: Path, way: str) -> None:
     (tmp_path / "program.py").write_text(PROGRAMS["arguments"])
-    expected, found = both(tmp_path, *WAYS[way])
-    assert found == expected
+    expected, outcome = both(tmp_path, *WAYS[way])
+    assert outcome == expected
 
 
-def test_another_torch_in_a_folder_of_the_program_is_taken(tmp_path: Path) -> None:
+def test_warm_program_imports_torch_of_its_folder(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("here = 1")
     program = "import torch; print(torch.here)"
     assert printed("-c", program, python=warm.python(), cwd=tmp_path) == "1\n"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_signal_ends_both(number: int) -> None:
+def test_warm_program_ends_with_signalled_command(number: int) -> None:
     program = "import os, time; print(os.getpid(), flush=True); time.sleep(1000)"
     with started("-c", program, python=warm.python()) as process:
         assert process.stdout is not None
         pid = int(process.stdout.readline())
         assert pid != process.pid
         process.send_signal(number)
-        # The end of its output: nobody has it open any more.
+        # The output ends, because no process has the pipe open any more.
         assert process.stdout.read() == ""
     assert process.returncode == -number
 
 
 def _stat(pid: int) -> list[str]:
-    """Return what Linux tells of a process: its state, its parent, and more."""
+    """Return the fields of ``/proc/<pid>/stat`` after the name: state, parent, and more."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
-def test_it_goes_on_when_a_program_is_killed_with_its_command() -> None:
+def test_warm_server_survives_kill_of_program_and_command() -> None:
     asleep = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
     with started("-c", asleep, python=warm.python()) as command:
         assert command.stdout is not None
         program = int(command.stdout.readline())
         server = int(_stat(program)[1])
-        os.kill(server, signal.SIGSTOP)  # so that it hears of both at once
+        os.kill(server, signal.SIGSTOP)  # so that the server sees both deaths at once
         try:
             os.kill(program, signal.SIGKILL)
             while _stat(program)[0] != "Z":

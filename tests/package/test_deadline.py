@@ -1,4 +1,4 @@
-"""``collective.deadline.Deadline``, which all steps of an operation share."""
+"""``collective.deadline.Deadline``, shared by all steps of an operation."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-def test_deadline_counts_from_when_it_was_made(clock: list[float]) -> None:
+def test_deadline_counts_from_construction(clock: list[float]) -> None:
     deadline = Deadline(5.0)
     clock[0] += 2.0
     assert (deadline.seconds, deadline.left(), deadline.expired) == (5.0, 3.0, False)
     assert repr(deadline) == "<Deadline of 5 s, 3 s left>"
 
 
-def test_left_after_the_deadline_is_zero(clock: list[float]) -> None:
+def test_left_after_deadline_is_zero(clock: list[float]) -> None:
     deadline = Deadline(5.0)
     clock[0] += 5.0
     assert (deadline.left(), deadline.expired) == (0.0, True)
@@ -35,7 +35,7 @@ def test_left_after_the_deadline_is_zero(clock: list[float]) -> None:
     assert (deadline.left(), deadline.expired) == (0.0, True)
 
 
-def test_never_does_not_expire(clock: list[float]) -> None:
+def test_deadline_never_does_not_expire(clock: list[float]) -> None:
     deadline = Deadline.never()
     clock[0] += 1e12
     assert not deadline.expired
@@ -43,7 +43,7 @@ def test_never_does_not_expire(clock: list[float]) -> None:
     assert deadline.left() > 0.0
 
 
-def test_waits_of_the_standard_library_take_what_is_left_of_never() -> None:
+def test_deadline_never_left_is_valid_timeout_for_stdlib() -> None:
     left = Deadline.never().left()
     done = threading.Event()
     done.set()
@@ -54,7 +54,7 @@ def test_waits_of_the_standard_library_take_what_is_left_of_never() -> None:
 
 
 @pytest.mark.parametrize(("nap", "expected"), [(0.5, 0.5), (9.0, 3.0)])
-def test_at_most_is_bounded_by_what_is_left(
+def test_at_most_is_bounded_by_remaining_time(
     clock: list[float], nap: float, expected: float
 ) -> None:
     deadline = Deadline(5.0)
@@ -62,7 +62,7 @@ def test_at_most_is_bounded_by_what_is_left(
     assert deadline.at_most(nap) == expected
 
 
-def test_within_is_the_earlier_of_two(clock: list[float]) -> None:
+def test_within_returns_earlier_deadline(clock: list[float]) -> None:
     deadline = Deadline(5.0)
     clock[0] += 2.0
     assert deadline.within(4.0) is deadline

@@ -1,4 +1,4 @@
-"""The error tree: what programs written for other libraries catch, and what an error carries."""
+"""The error tree: base classes that other libraries' programs catch, and attributes of errors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collective import errors
 
 KINDS = [getattr(errors, name) for name in errors.__all__]
 every_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-# What an error carries beside its text.
+# The attributes of errors beside their text.
 CARRIED: dict[type[Exception], dict[str, Any]] = {
     errors.PeerLostError: {"ranks": (1, 2)},
     errors.PeerFailedError: {"rank": 1, "traceback": "Traceback …"},
@@ -31,18 +31,18 @@ ALSO = {
 
 
 @every_kind
-def test_every_error_is_a_runtime_error_of_ours(kind: type[Exception]) -> None:
+def test_errors_derive_from_collective_error_and_runtime_error(kind: type[Exception]) -> None:
     assert issubclass(kind, errors.CollectiveError)
     assert issubclass(kind, RuntimeError)
 
 
 @pytest.mark.parametrize(("kind", "other"), ALSO.items(), ids=lambda kind: kind.__name__)
-def test_an_error_is_what_the_standard_library_calls_it(kind: Any, other: Any) -> None:
+def test_errors_derive_from_standard_class(kind: Any, other: Any) -> None:
     assert issubclass(kind, other)
 
 
 @every_kind
-def test_an_error_survives_a_pipe(kind: type[Exception]) -> None:
+def test_errors_survive_pickle(kind: type[Exception]) -> None:
     carried = CARRIED.get(kind, {})
     error = pickle.loads(pickle.dumps(kind("op: given; allowed", **carried)))
     assert type(error) is kind
@@ -51,5 +51,5 @@ def test_an_error_survives_a_pipe(kind: type[Exception]) -> None:
     assert {name: getattr(error, name) for name in carried} == carried
 
 
-def test_an_error_of_import_knows_its_text() -> None:
+def test_import_error_has_message_attribute() -> None:
     assert errors.BackendUnavailableError("mpi: no MPI").msg == "mpi: no MPI"

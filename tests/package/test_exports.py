@@ -1,4 +1,7 @@
-"""What the modules offer: explicit, sorted, documented, and nothing imported unasked."""
+"""Exports of the modules: ``__all__`` is explicit and sorted, exports have docstrings.
+
+Importing the package imports no other package that the user does not have.
+"""
 
 from __future__ import annotations
 
@@ -19,16 +22,16 @@ HEAVY = "torch cupy mpi4py chainer chainermn ml_dtypes pytest hypothesis rich ma
 
 
 def _modules() -> list[str]:
-    found = ["collective"]
+    names = ["collective"]
     for module in pkgutil.walk_packages(collective.__path__, "collective."):
-        # An extension's names stand in the .pyi beside it.
+        # The names of an extension are in the .pyi file beside it.
         if not module.name.endswith(("__main__", "native._core")):
-            found.append(module.name)
-    return found
+            names.append(module.name)
+    return names
 
 
 def _installed(name: str) -> bool:
-    """Whether the framework of an adapter's module is there."""
+    """Return whether the framework of an adapter's module is installed."""
     words = name.split(".")
     adapter = words[1:2] == ["adapters"] and len(words) > 2
     return not adapter or importlib.util.find_spec(words[2]) is not None
@@ -38,19 +41,19 @@ MODULES = list(filter(_installed, _modules()))
 
 
 def _order(name: str) -> tuple[int, str]:
-    """Constants, then classes, then functions; each by name. As the linter has it."""
+    """Return the sort key of ``__all__``: constants, classes, functions; as in the linter."""
     return (0 if name.isupper() else 1 if name[0].isupper() else 2, name)
 
 
-def test_the_folders_beside_the_package_are_looked_at_too():
+def test_modules_include_folders_beside_package():
     assert {"collective.backends.shm.ring", "collective.adapters.torch.arrays"} <= set(MODULES)
 
 
 def _wrong_in_all(name: str) -> str | None:
-    """Return what is wrong with what a module says that it offers, or None."""
+    """Return a text that says what is wrong with a module's ``__all__``, or None."""
     module = importlib.import_module(name)
     own = [thing for thing in vars(module).values() if getattr(thing, "__module__", "") == name]
-    # The functions of checks are found by the decorator they carry; some packages have nothing.
+    # A decorator registers the checks, so they need no export. Some packages define nothing.
     if name.startswith("collective.testing.checks_") or not own:
         return None
     names = getattr(module, "__all__", None)
@@ -62,7 +65,7 @@ def _wrong_in_all(name: str) -> str | None:
     return f"{name} offers {missing}, which it has not" if missing else None
 
 
-def test_all_is_explicit_sorted_and_true():
+def test_all_of_module_is_explicit_sorted_and_true():
     assert [wrong for name in MODULES if (wrong := _wrong_in_all(name))] == []
 
 
@@ -78,42 +81,42 @@ def _offered() -> Iterator[tuple[str, Any]]:
 
 
 def _undocumented(called: str, thing: Any) -> Iterator[str]:
-    """Yield the names of what has no docstring of a class or function and its methods."""
+    """Yield the names without docstring among a class or function and its methods."""
     if not inspect.getdoc(thing):
         yield called
     for name, member in vars(thing).items() if inspect.isclass(thing) else ():
         if name.startswith("_") or not callable(getattr(member, "__func__", member)):
             continue
         if inspect.isfunction(member) or isinstance(member, (classmethod, staticmethod, property)):
-            # That of the method which it overrides serves as well.
+            # The docstring of the overridden method is sufficient.
             docs = [getattr(vars(base).get(name), "__doc__", "") for base in thing.__mro__]
             if not any(docs):
                 yield f"{called}.{name}"
 
 
-def test_what_is_offered_has_a_docstring():
+def test_exports_have_docstrings():
     assert [name for called, thing in _offered() for name in _undocumented(called, thing)] == []
 
 
-def test_every_module_says_what_it_is():
+def test_modules_have_docstrings():
     modules = {name: importlib.import_module(name) for name in MODULES}
-    silent = [name for name, found in modules.items() if not (found.__doc__ or "").strip()]
+    silent = [name for name, module in modules.items() if not (module.__doc__ or "").strip()]
     assert silent == []
 
 
-def test_everything_can_be_imported_by_name_without_a_communicator():
+def test_star_import_gives_all_names_without_communicator():
     namespace: dict[str, object] = {}
     exec("from collective import *", namespace)
     assert set(collective.__all__) <= set(namespace)
     assert not hasattr(collective, "no_such_name")
 
 
-def test_every_error_is_offered():
+def test_errors_are_all_exported():
     errors = importlib.import_module("collective.errors")
     assert set(errors.__all__) <= set(collective.__all__)
 
 
-def test_every_call_of_a_communicator_is_a_call_of_the_module():
+def test_communicator_calls_are_functions_of_package():
     own = {"abort", "close", "closed", "fail", "leave", "listen"}
     calls = {
         name
@@ -133,13 +136,13 @@ def test_every_call_of_a_communicator_is_a_call_of_the_module():
         "import collective.tools.cli.main",
     ],
 )
-def test_nothing_is_imported_that_the_user_has_not(statement, tmp_path):
+def test_import_loads_no_optional_package(statement, tmp_path):
     report = f"import sys; {statement}; print([m for m in {HEAVY} if m in sys.modules])"
     done = run_python("-c", report, env={}, cwd=tmp_path)
     assert (done.stdout, done.stderr) == ("[]\n", "")
 
 
-def test_the_package_says_that_it_is_typed():
+def test_package_has_typed_marker():
     assert Path(collective.__file__).with_name("py.typed").exists()
 
 
@@ -174,5 +177,5 @@ print("all right")
 
 
 @pytest.mark.parametrize("core", ["on", "off"])
-def test_reload_of_any_module_leaves_communicators_usable(core: str) -> None:
+def test_reload_of_any_module_keeps_communicators_usable(core: str) -> None:
     assert printed("-c", RELOAD, COLLECTIVE_NATIVE=core) == "all right\n"

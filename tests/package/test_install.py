@@ -1,4 +1,4 @@
-"""The commands that texts and errors name install this package, and nobody else's."""
+"""Installation commands in texts and errors install this package, and no other package."""
 
 from __future__ import annotations
 
@@ -31,13 +31,14 @@ TEXTS = [
     *(ROOT / "examples").glob("*.md"),
     *SOURCES,
 ]
-# With an extra, or at the end of a command; the package's own name goes on with "-comm".
+# The name "collective" with an extra or at the end of a command is another project's; this
+# package's name continues with "-comm".
 ANOTHERS = re.compile(r"(?<![\w./-])collective\[[a-z]|install[^\n`]*\scollective(?=['\"`\s]|$)")
 
 
 @pytest.fixture
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Have the module believe that it is in ``collective`` in the folder that this returns."""
+    """Return a folder in which the module ``install`` believes to be installed."""
     folder = tmp_path / "a folder"
     folder.mkdir()
     monkeypatch.setattr(install, "__file__", str(folder / "collective" / "install.py"))
@@ -46,48 +47,48 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     install._clone.cache_clear()
 
 
-def test_from_a_clone_the_clone_is_installed() -> None:
+def test_hint_in_clone_installs_clone() -> None:
     assert install.hint("torch") == f"pip install -e {shlex.quote(f'{ROOT}[torch]')}"
 
 
-def test_without_an_extra_nothing_is_in_brackets() -> None:
+def test_hint_without_extra_has_no_brackets() -> None:
     assert install.hint() == f"pip install -e {shlex.quote(str(ROOT))}"
 
 
-def test_installed_it_is_called_by_its_name(elsewhere: Path) -> None:
+def test_hint_of_installed_package_uses_its_name(elsewhere: Path) -> None:
     assert install.hint("torch") == "pip install 'collective-comm[torch]'"
 
 
-def test_beside_another_projects_pyproject_it_is_called_by_its_name(elsewhere: Path) -> None:
+def test_hint_beside_foreign_pyproject_uses_package_name(elsewhere: Path) -> None:
     (elsewhere / "pyproject.toml").write_text('[project]\nname = "mine"\n')
     assert install.hint("mpi") == "pip install 'collective-comm[mpi]'"
 
 
-def test_a_folder_whose_name_the_shell_would_read_is_quoted(elsewhere: Path) -> None:
+def test_hint_quotes_folder_for_shell(elsewhere: Path) -> None:
     (elsewhere / "pyproject.toml").write_text(f'[project]\nname = "{install.DISTRIBUTION}"\n')
     assert shlex.split(install.hint("mpi")) == ["pip", "install", "-e", f"{elsewhere}[mpi]"]
 
 
-def test_chainers_own_setup_gets_the_setuptools_that_it_needs() -> None:
+def test_hint_for_chainer_includes_old_setuptools() -> None:
     assert "setuptools<80" in install.hint("chainer")
 
 
-def test_the_distribution_is_called_as_the_constant_says() -> None:
+def test_distribution_name_matches_pyproject() -> None:
     assert PROJECT["name"] == install.DISTRIBUTION
 
 
-def test_every_extra_that_a_hint_names_exists() -> None:
+def test_hint_extras_exist_in_pyproject() -> None:
     named = {
         extra
         for file in SOURCES
         for extra in re.findall(r"\bhint\([\"'](\w+)[\"']\)", file.read_text())
     }
-    assert {"torch", "mpi", "nccl", "bench", "parity"} <= named  # it found them
+    assert {"torch", "mpi", "nccl", "bench", "parity"} <= named  # the regex works
     assert named <= set(PROJECT["optional-dependencies"])
 
 
 @pytest.mark.parametrize("installed", [True, False])
-def test_an_installation_beside_a_clone_is_found(
+def test_installed_beside_finds_installation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, installed: bool
 ) -> None:
     site = tmp_path.resolve() / "site"
@@ -101,17 +102,17 @@ def test_an_installation_beside_a_clone_is_found(
     assert install.installed_beside(tmp_path / "clone") == (site if installed else None)
 
 
-def test_ranks_that_import_a_clone_beside_an_installation_say_so(tmp_path: Path) -> None:
+def test_run_warns_about_installation_beside_clone(tmp_path: Path) -> None:
     clone = tmp_path / "clone"
     clone.mkdir()
     (clone / "pyproject.toml").write_text(f'[project]\nname = "{install.DISTRIBUTION}"\n')
     (clone / "collective").symlink_to(ROOT / "collective")
     script = clone / "program.py"
     script.write_text("import collective; print(collective.__file__)")
-    # What is installed where the tests run is no matter of theirs.
-    found = "from collective import install; install.installed_beside = lambda clone: 'elsewhere'"
+    # Replace the search, so that the result does not depend on what is installed here.
+    patch = "from collective import install; install.installed_beside = lambda clone: 'elsewhere'"
     start = f"from collective.tools.cli.main import main; main(['run', '-n', '1', {str(script)!r}])"
-    done = run_python("-c", f"{found}; {start}")
+    done = run_python("-c", f"{patch}; {start}")
     assert done.stdout == f"[0] {clone / 'collective' / '__init__.py'}\n", done.stderr
     assert f"sources in {clone}," in done.stderr
     assert "installed in elsewhere." in done.stderr
@@ -121,15 +122,15 @@ def test_ranks_that_import_a_clone_beside_an_installation_say_so(tmp_path: Path)
     "text",
     ["pip install 'collective[mpi]'", "pip install collective", "see `pip install -U collective`"],
 )
-def test_another_projects_name_is_recognised(text: str) -> None:
+def test_foreign_install_command_is_recognised(text: str) -> None:
     assert ANOTHERS.search(text)
 
 
-def test_no_text_sends_to_another_projects_package() -> None:
-    found = [
+def test_texts_name_no_foreign_install_command() -> None:
+    lines = [
         f"{file.relative_to(ROOT)}:{number}: {line.strip()}"
         for file in TEXTS
         for number, line in enumerate(file.read_text().splitlines(), 1)
         if ANOTHERS.search(line)
     ]
-    assert found == []
+    assert lines == []

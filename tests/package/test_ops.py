@@ -1,4 +1,4 @@
-"""Operators: their names, their arguments, how they print and compare."""
+"""Operators: names, arguments, printing and comparison."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from collective.ops import NAMES, ReduceOp, as_op, premul_sum, user_op
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_name_is_an_operator(name: str) -> None:
+def test_as_op_of_name_returns_operator(name: str) -> None:
     op = as_op(name)
     assert (op.name, str(op)) == (name, name)
     assert as_op(name) is op
@@ -22,7 +22,7 @@ def test_a_name_is_an_operator(name: str) -> None:
 
 
 @pytest.mark.parametrize("given", ["summ", "", "premul_sum", "user", None, 3, np.add, ["sum"]])
-def test_anything_else_is_refused_with_the_list(given: object) -> None:
+def test_as_op_of_other_object_lists_operators(given: object) -> None:
     with pytest.raises(InvalidArgumentError, match=r"is not a reduction; one of sum, prod, .*lor"):
         as_op(given)  # type: ignore[arg-type]
 
@@ -36,18 +36,18 @@ def test_premul_sum_keeps_its_factor(factor: float) -> None:
 
 
 @pytest.mark.parametrize("factor", [True, "2", None, 1j, np.complex64(2), np.array(2.0), [2.0]])
-def test_premul_sum_takes_real_numbers_only(factor: object) -> None:
+def test_premul_sum_of_non_real_factor_raises_invalid_argument(factor: object) -> None:
     with pytest.raises(InvalidArgumentError, match="not a real number"):
         premul_sum(factor)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("factor", [math.inf, -math.inf, math.nan, np.float32("inf"), 10**400])
-def test_premul_sum_takes_finite_numbers_only(factor: float) -> None:
+def test_premul_sum_of_non_finite_factor_raises_invalid_argument(factor: float) -> None:
     with pytest.raises(InvalidArgumentError, match="not finite"):
         premul_sum(factor)
 
 
-def test_user_op_carries_the_functions_name() -> None:
+def test_user_op_prints_name_of_function() -> None:
     def blend(a: object, b: object) -> object:
         return a
 
@@ -55,7 +55,7 @@ def test_user_op_carries_the_functions_name() -> None:
     assert str(user_op(np.hypot)) == "user_op(hypot)"
 
 
-def test_user_op_of_a_callable_object_carries_its_class() -> None:
+def test_user_op_of_callable_object_prints_name_of_class() -> None:
     class Blend:
         def __call__(self, a: object, b: object) -> object:
             return a
@@ -64,23 +64,23 @@ def test_user_op_of_a_callable_object_carries_its_class() -> None:
 
 
 @pytest.mark.parametrize("commutative", [False, True])
-def test_user_op_keeps_order_unless_told_otherwise(commutative: bool) -> None:
+def test_user_op_is_not_commutative_by_default(commutative: bool) -> None:
     assert user_op(np.add, commutative=commutative).commutative is commutative
     assert user_op(np.add).commutative is False
 
 
 @pytest.mark.parametrize("function", [None, "sum", 3])
-def test_user_op_takes_callables_only(function: object) -> None:
+def test_user_op_of_non_callable_raises_invalid_argument(function: object) -> None:
     with pytest.raises(InvalidArgumentError, match="not callable"):
         user_op(function)  # type: ignore[arg-type]
 
 
-def test_two_user_ops_are_equal_only_if_their_functions_are() -> None:
+def test_user_ops_are_equal_only_if_functions_are() -> None:
     assert user_op(np.add) == user_op(np.add)
     assert user_op(lambda a, b: a) != user_op(lambda a, b: b)
 
 
-def test_an_operator_is_frozen() -> None:
+def test_operator_is_immutable() -> None:
     with pytest.raises(AttributeError):
         as_op("sum").name = "prod"  # type: ignore[misc]
 

@@ -1,6 +1,6 @@
-"""The types of the public API: programs under mypy and pyright, and no ``Any`` that has no reason.
+"""The types of the public API: programs under mypy and pyright, and no ``Any`` without a reason.
 
-A line of a program that ends in ``# error`` is one that both report, and no other is.
+Both checkers must report the lines of the programs that end in ``# error``, and no other line.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ from tests.support.interpreter import ROOT, run, run_python
 PROGRAMS = sorted((ROOT / "tests" / "typing").glob("*.py"))
 Lines = dict[str, list[tuple[int, str]]]
 
-#: What may be Any, and why.
+#: The calls with ``Any`` in their annotations, and the reasons.
 ANYTHING = {
-    "broadcast": "who passes None gets what the root has",
-    "scatter": "who passes None gets what the root has",
-    "broadcast_object": "who passes None gets what the root has",
-    "scatter_object": "who passes None gets what the root has",
-    "recv": "who passes None gets what the sender has",
-    "recv_object": "it is what the sender has",
-    "empty": "of a framework that is named: its types need not be installed",
-    "plan": "its arguments are another method's",
+    "broadcast": "a rank that passes None gets the class of the root's array",
+    "scatter": "a rank that passes None gets the class of the root's array",
+    "broadcast_object": "a rank that passes None gets the class of the root's object",
+    "scatter_object": "a rank that passes None gets the class of the root's object",
+    "recv": "a rank that passes None gets the class of the sender's array",
+    "recv_object": "the result has the class of the sender's object",
+    "empty": "the result is of a named framework, whose types need not be installed",
+    "plan": "its arguments are those of another method",
 }
 
 
 def _mypy() -> Lines:
     done = run_python("-m", "mypy", "--strict", "--no-error-summary", *PROGRAMS)
     assert done.returncode < 2, done.stdout + done.stderr
-    found: Lines = {}
+    errors: Lines = {}
     for line in done.stdout.splitlines():
         match = re.match(r"(.+?):(\d+): error: (.*)", line)
         if match:
-            found.setdefault(Path(match[1]).name, []).append((int(match[2]), match[3]))
-    return found
+            errors.setdefault(Path(match[1]).name, []).append((int(match[2]), match[3]))
+    return errors
 
 
 def _pyright() -> Lines:
@@ -54,61 +54,64 @@ def _pyright() -> Lines:
         pytest.skip("basedpyright is not installed")
     folder = ROOT / "tests" / "typing"
     done = run(command, "-p", folder, "--pythonpath", sys.executable, "--outputjson")
-    found: Lines = {}
-    for each in json.loads(done.stdout)["generalDiagnostics"]:
-        if each["severity"] == "error":
-            number = each["range"]["start"]["line"] + 1
-            found.setdefault(Path(each["file"]).name, []).append((number, each["message"]))
-    return found
+    errors: Lines = {}
+    for diagnostic in json.loads(done.stdout)["generalDiagnostics"]:
+        if diagnostic["severity"] == "error":
+            number = diagnostic["range"]["start"]["line"] + 1
+            errors.setdefault(Path(diagnostic["file"]).name, []).append(
+                (number, diagnostic["message"])
+            )
+    return errors
 
 
 @pytest.mark.parametrize("check", [_mypy, _pyright], ids=["mypy", "pyright"])
-def test_checkers_report_the_lines_that_say_so_and_no_others(check: Any) -> None:
-    found = check()
+def test_checkers_report_exactly_marked_lines(check: Any) -> None:
+    errors = check()
     wrong = []
     for program in PROGRAMS:
         lines = program.read_text().splitlines()
         expected = {n for n, line in enumerate(lines, 1) if line.endswith("# error")}
-        reported = dict(found.get(program.name, []))
+        reported = dict(errors.get(program.name, []))
         wrong += [f"{program.name}:{n}: no error: {lines[n - 1]}" for n in expected - set(reported)]
         wrong += [f"{program.name}:{n}: {reported[n]}" for n in set(reported) - expected]
     assert wrong == []
-    assert "wrong.py" in found
+    assert "wrong.py" in errors
 
 
 def _annotations(function: ast.FunctionDef) -> list[str]:
     arguments = function.args
-    given = [*arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg]
+    parameters = [*arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg]
     return [
-        ast.unparse(each)
-        for each in [*(a.annotation for a in given if a is not None), function.returns]
-        if each is not None
+        ast.unparse(annotation)
+        for annotation in [*(a.annotation for a in parameters if a is not None), function.returns]
+        if annotation is not None
     ]
 
 
 def _of_anything(tree: ast.AST, typed: set[str]) -> set[str]:
-    """Return the public functions of a module one of whose annotations is Any.
+    """Return the public functions of a module that have ``Any`` in an annotation.
 
     Args:
-        typed: is added those that have overloads, behind which the function itself is not seen.
+        typed: names of functions with overloads, which hide the function's own annotations. The
+            function adds to this set the overloaded functions that it meets.
     """
-    found = set()
+    names = set()
     for node in ast.walk(tree):
         if not isinstance(node, ast.FunctionDef) or node.name.startswith("_"):
             continue
-        overloaded = any(ast.unparse(each) == "overload" for each in node.decorator_list)
+        overloaded = any(ast.unparse(decorator) == "overload" for decorator in node.decorator_list)
         if node.name in typed and not overloaded:
             continue
         if overloaded:
             typed.add(node.name)
         texts = [re.sub(r"np\.ndarray\[Any, .*?\]\]?", "", text) for text in _annotations(node)]
         if any(re.search(r"\bAny\b", text) for text in texts):
-            found.add(node.name)
-    return found
+            names.add(node.name)
+    return names
 
 
 def _sources() -> list[Path]:
-    """Return the files that have what is public: of the signatures first."""
+    """Return the files that define the public API; the file of signatures comes first."""
     folder = Path(communicator.__file__).parent
     classes = [each for each in Communicator.__mro__ if each.__module__.startswith("collective.")]
     public = [getattr(collective, name) for name in collective.__all__]
@@ -119,29 +122,29 @@ def _sources() -> list[Path]:
     return [folder / "signatures.pyi", *sorted(each for each in files if each.suffix == ".py")]
 
 
-def test_nothing_that_a_user_calls_is_any_without_a_reason() -> None:
+def test_public_api_has_any_only_with_reason() -> None:
     typed: set[str] = set()
-    found: set[str] = set()
+    with_any: set[str] = set()
     for path in _sources():
         tree = ast.parse(path.read_text())
-        if path.suffix == ".pyi":  # which stands before the methods
+        if path.suffix == ".pyi":  # comes first, and overrides the methods' annotations
             typed |= {n.name for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)}
-            found |= _of_anything(tree, set())
+            with_any |= _of_anything(tree, set())
         else:
-            found |= _of_anything(tree, typed)
+            with_any |= _of_anything(tree, typed)
     names = {*collective.__all__, *dir(Communicator)}
-    assert {name for name in found if name in names} == set(ANYTHING)
+    assert {name for name in with_any if name in names} == set(ANYTHING)
 
 
-def test_every_call_on_arrays_has_overloads() -> None:
+def test_signatures_match_functions_of_package() -> None:
     text = (Path(communicator.__file__).parent / "signatures.pyi").read_text()
     methods = re.findall(r"def (\w+)\(", text)
     assert "# type: ignore[override]" in text
     missing = [name for name in methods if name not in collective.__all__]
     assert missing == []
     for name in {*methods}:
-        theirs = inspect.signature(inspect.unwrap(getattr(collective, name))).parameters
+        expected = inspect.signature(inspect.unwrap(getattr(collective, name))).parameters
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.FunctionDef) and node.name == name:
-                ours = [each.arg for each in (*node.args.args, *node.args.kwonlyargs)]
-                assert sorted(ours) == sorted(theirs), name
+                annotated = [argument.arg for argument in (*node.args.args, *node.args.kwonlyargs)]
+                assert sorted(annotated) == sorted(expected), name
