@@ -1,4 +1,4 @@
-"""``python -m tests.soak``: random calls, kills, aliases and messages, for as long as asked.
+"""``python -m tests.soak``: random calls, kills, aliases and messages, as many as requested.
 
 ::
 
@@ -8,9 +8,9 @@
     python -m tests.soak messages --mutations 100000
     python -m tests.soak elastic --kills 200 --spares 4
 
-Each prints what it did, and ends with 1 if anything was wrong. Not part of the tests: they take
-hours on a small machine; ``--seconds`` ends a part early, and the seed, which is printed, goes on
-elsewhere or repeats it.
+Each part prints a summary, and ends with exit code 1 if it found a problem. The parts are not part
+of the tests, because they take hours on a small machine. ``--seconds`` ends a part early. Each part
+prints its seed; ``--seed`` repeats a run.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from .findings import Findings
 from .kills import kills
 from .messages import TARGETS
 
-# Calls a job, after which it says how many were made so far.
+# Calls per job; after each job the part prints the number of calls so far.
 _TURNS_A_JOB = 50_000
 _CASES_A_JOB = 5_000
-# Messages after which it is asked how late it is.
+# Messages between two looks at the clock.
 _MUTATIONS_AT_ONCE = 1_000
-# A rank that hangs is shown with its stack, after that.
+# After this time a rank counts as hanging, and the failure shows its stack.
 _CALL_S = 120.0
 
 
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str]) -> int:
     """Run one part; return the exit code."""
     parser = argparse.ArgumentParser("python -m tests.soak", description=__doc__.split("\n")[0])
     parts = parser.add_subparsers(required=True)
-    part = parts.add_parser("calls", help="random calls, held against NumPy")
+    part = parts.add_parser("calls", help="random calls, compared with NumPy")
     part.add_argument("--backend", default="shm", help="a transport, mpich or openmpi")
     part.add_argument("--size", type=int, default=2)
     part.add_argument("--turns", type=int, default=1_000_000)
@@ -55,20 +55,20 @@ def main(arguments: Sequence[str]) -> int:
     part = parts.add_parser("aliasing", help="random calls whose arrays share memory")
     part.add_argument("--backend", default="shm,threads,gloo,hierarchical,mpich,openmpi")
     part.add_argument("--size", type=int, default=3)
-    part.add_argument("--cases", type=int, default=100_000, help="of all transports together")
+    part.add_argument("--cases", type=int, default=100_000, help="for all transports together")
     part.set_defaults(run=_aliasing)
     part = parts.add_parser("kills", help="random kills of jobs and ranks")
     part.add_argument("--backend", default="shm,gloo,hierarchical,threads,mpich,openmpi")
     part.add_argument("--runs", type=int, default=200)
     part.set_defaults(run=_kills)
-    part = parts.add_parser("messages", help="mutated messages at all that listens or decodes")
-    part.add_argument("--target", choices=TARGETS, action="append", help="all by default")
+    part = parts.add_parser("messages", help="mutated messages for each listener and decoder")
+    part.add_argument("--target", choices=TARGETS, action="append", help="default: all targets")
     part.add_argument("--mutations", type=int, default=100_000)
     part.set_defaults(run=_messages)
-    part = parts.add_parser("elastic", help="random kills of ranks that go on without")
+    part = parts.add_parser("elastic", help="random kills of ranks, whose job continues")
     part.add_argument("--backend", default="shm,gloo,hierarchical")
     part.add_argument("--kills", type=int, default=200)
-    part.add_argument("--spares", type=int, default=0, help="of a job, which join for the lost")
+    part.add_argument("--spares", type=int, default=0, help="processes that replace lost ranks")
     part.set_defaults(run=_elastic)
     for part in parts.choices.values():
         part.add_argument("--seed", type=int, default=time.time_ns() % 1_000_000)
@@ -80,14 +80,14 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _pool(name: str, size: int) -> RankPool:
-    """Return ranks of a transport, or of a vendor's MPI library."""
+    """Return a pool of ranks over a transport, or over a vendor's MPI library."""
     backend = "mpi" if name in VENDORS else Pairs if name == "hierarchical" else name
     return RankPool(size, backend, mpiexec=launch_of(name) if name in VENDORS else None)
 
 
 def _aliasing(options: argparse.Namespace) -> int:
     names = options.backend.split(",")
-    made: Counter[str] = Counter()
+    done: Counter[str] = Counter()
     since = time.monotonic()
     for number, name in enumerate(names):
         share = options.cases * (number + 1) // len(names) - options.cases * number // len(names)
@@ -95,104 +95,104 @@ def _aliasing(options: argparse.Namespace) -> int:
         cases = 0
         with _pool(name, options.size) as pool:
             while cases < share and time.monotonic() < end:
-                many, seed = min(share - cases, _CASES_A_JOB), options.seed + cases
+                batch, seed = min(share - cases, _CASES_A_JOB), options.seed + cases
                 try:
-                    found = pool.run(aliasing, seed, many, timeout=600, call_timeout=_CALL_S)
+                    results = pool.run(aliasing, seed, batch, timeout=600, call_timeout=_CALL_S)
                 except RanksFailedError as failure:
                     print(f"aliasing over {name}, {options.size} ranks, seed {seed}: {failure}")
                     return 1
-                made.update(found[0])
-                cases += many
+                done.update(results[0])
+                cases += batch
         print(
             f"{cases} cases over {name}, {options.size} ranks, all right, "
             f"{time.monotonic() - since:.0f} s",
             flush=True,
         )
-    print(", ".join(f"{count} {what}" for what, count in made.most_common()))
+    print(", ".join(f"{count} {what}" for what, count in done.most_common()))
     return 0
 
 
 def _calls(options: argparse.Namespace) -> int:
     name = options.backend
-    made: Counter[str] = Counter()
+    done: Counter[str] = Counter()
     since = time.monotonic()
     with _pool(name, options.size) as pool:
-        while (left := options.turns - made.total()) > 0:
+        while (left := options.turns - done.total()) > 0:
             seconds = options.seconds - (time.monotonic() - since)
             if seconds <= 0:
                 break
-            seed = options.seed + made.total()
+            seed = options.seed + done.total()
             try:
-                found = pool.run(
+                results = pool.run(
                     soak, seed, min(left, _TURNS_A_JOB), min(seconds, 1e6),
                     timeout=min(seconds, 1e6) + 2 * _CALL_S, call_timeout=_CALL_S,
                 )  # fmt: skip
             except RanksFailedError as failure:
                 print(f"calls over {name}, {options.size} ranks, seed {seed}: {failure}")
                 return 1
-            made.update(found[0])
+            done.update(results[0])
             print(
-                f"{made.total()} calls over {name}, {options.size} ranks, all right, "
+                f"{done.total()} calls over {name}, {options.size} ranks, all right, "
                 f"{time.monotonic() - since:.0f} s",
                 flush=True,
             )
-    print(", ".join(f"{count} {operation}" for operation, count in made.most_common()))
+    print(", ".join(f"{count} {operation}" for operation, count in done.most_common()))
     return 0
 
 
 def _kills(options: argparse.Namespace) -> int:
     since = time.monotonic()
-    found = kills(options.backend.split(","), options.runs, options.seed, options.seconds)
-    for problem in found.problems:
+    result = kills(options.backend.split(","), options.runs, options.seed, options.seconds)
+    for problem in result.problems:
         print(problem)
     print(
-        f"{found.runs.total()} kills, {found.early} of them before there was a rank; "
-        f"{len(found.problems)} left something; the last process ended {found.longest_s:.1f} s "
+        f"{result.runs.total()} kills, {result.early} of them before there was a rank; "
+        f"{len(result.problems)} left something; the last process ended {result.longest_s:.1f} s "
         f"after the kill at most; {time.monotonic() - since:.0f} s"
     )
-    print(", ".join(f"{count} {whom}" for whom, count in found.runs.most_common()))
-    if found.segments:
-        print("left in /dev/shm by MPI libraries:", *sorted(found.segments))
-    return 1 if found.problems else 0
+    print(", ".join(f"{count} {whom}" for whom, count in result.runs.most_common()))
+    if result.segments:
+        print("left in /dev/shm by MPI libraries:", *sorted(result.segments))
+    return 1 if result.problems else 0
 
 
 def _elastic(options: argparse.Namespace) -> int:
-    preload(["torch.distributed"])  # every job begins with new processes
+    preload(["torch.distributed"])  # every job starts new processes, which need it
     since = time.monotonic()
-    found = lives(
+    result = lives(
         options.backend.split(","), options.kills, options.seed, options.seconds, options.spares
     )
-    for problem in found.problems:
+    for problem in result.problems:
         print(problem)
     print(
-        f"{found.kills.total()} ranks killed, {found.joined} joined, {found.generations} "
-        f"generations, {found.calls} sums; {len(found.problems)} problems; "
-        f"the next generation added up {found.longest_s:.2f} s "
+        f"{result.kills.total()} ranks killed, {result.joined} joined, {result.generations} "
+        f"generations, {result.calls} sums; {len(result.problems)} problems; "
+        f"the next generation added up {result.longest_s:.2f} s "
         f"after an error at most; {time.monotonic() - since:.0f} s"
     )
-    print(", ".join(f"{count} {how}" for how, count in found.kills.most_common()))
-    return 1 if found.problems else 0
+    print(", ".join(f"{count} {how}" for how, count in result.kills.most_common()))
+    return 1 if result.problems else 0
 
 
 def _messages(options: argparse.Namespace) -> int:
     code = 0
     for name in options.target or TARGETS:
         since = time.monotonic()
-        together = Findings()
-        while (left := options.mutations - together.made) > 0:
+        findings = Findings()
+        while (left := options.mutations - findings.made) > 0:
             if time.monotonic() - since > options.seconds:
                 break
-            dice = random.Random(options.seed + together.made)
-            together.add(TARGETS[name](dice, min(left, _MUTATIONS_AT_ONCE)))
-        for problem in together.problems[:10]:
+            dice = random.Random(options.seed + findings.made)
+            findings.add(TARGETS[name](dice, min(left, _MUTATIONS_AT_ONCE)))
+        for problem in findings.problems[:10]:
             print(problem)
         print(
-            f"{name}: {together.made} mutated messages, {len(together.problems)} problems, "
+            f"{name}: {findings.made} mutated messages, {len(findings.problems)} problems, "
             f"{time.monotonic() - since:.0f} s; "
-            + ", ".join(f"{count} {end}" for end, count in together.ends.most_common()),
+            + ", ".join(f"{count} {end}" for end, count in findings.ends.most_common()),
             flush=True,
         )
-        code = code or bool(together.problems)
+        code = code or bool(findings.problems)
     return int(code)
 
 

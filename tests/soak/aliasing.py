@@ -1,9 +1,9 @@
-"""Random calls whose inputs and outputs share memory, each held against NumPy on copies.
+"""Random calls whose inputs and outputs share memory, each compared with NumPy on copies.
 
-Each call of each rank has a *pool*: a stretch of bytes of which ``x`` and ``out`` are views: apart,
-equal, shifted, interleaved, reversed, of another dtype, or without elements. All ranks draw the
-same case from the seed, and know the pools of all ranks. So every rank computes with NumPy what
-its result must be, and what its whole pool must hold afterwards.
+Each call of each rank has a *pool* of bytes, in which ``x`` and ``out`` are views. The views are
+separate, equal, shifted, interleaved, reversed, of another dtype, or without elements. All ranks
+draw the same case from the seed, and know the pools of all ranks. So every rank computes with NumPy
+its expected result, and the expected content of its whole pool after the call.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ __all__ = ["soak"]
 
 Array = np.ndarray[Any, Any]
 
-# Elements: around the lengths in bytes at which transports change their way, as in calls.py.
+# Numbers of elements, around the lengths in bytes at which transports change their algorithm (as
+# in calls.py), and the weights of these numbers.
 _COUNTS = (0, 1, 2, 3, 7, 30, 31, 200, 1000, 4100, 9000, 40_000)
 _LIKELY = (4, 3, 4, 4, 6, 6, 4, 4, 4, 3, 2, 1)
 _DTYPES = ("uint8", "int16", "int32", "int64")
@@ -36,25 +37,25 @@ _TAGS = 3
 
 @dataclass
 class _Case:
-    """One call, drawn alike by all ranks.
+    """Parameters of a call; all ranks draw the same ones.
 
     Attributes:
         operation: name of the method.
-        dtypes: of each leaf; one if ``x`` is an array.
+        dtypes: dtype of each leaf; one dtype if ``x`` is an array.
         nested: true if ``x`` is a list of arrays.
         counts: number of elements of each leaf.
         uneven: true if ranks have different numbers of elements, where the call allows it.
-        layouts: of each rank, how ``out`` lies relative to ``x``.
-        shifts: of each rank, a number for the layouts that take one.
+        layouts: for each rank, the position of ``out`` relative to ``x``.
+        shifts: for each rank, a number that some layouts use.
         how: "now", "later" (async_op) or "planned".
-        tensors: true if ``x`` and ``out`` are PyTorch's, where their strides allow it.
-        root: a rank.
-        op: the operator of a reduction.
-        step: the distance of ``sendrecv``.
-        tag: of a message.
-        messages: messages with this tag that are in the background when the call is made.
-        in_flight: calls that may still be in the background after this one.
-        seed: of the pools' contents.
+        tensors: true if ``x`` and ``out`` are PyTorch tensors, where their strides allow it.
+        root: rank of the root.
+        op: operator of a reduction.
+        step: distance between the ranks of ``sendrecv``.
+        tag: tag of a message.
+        messages: number of messages with this tag in the background during the call.
+        in_flight: number of calls that may still be in the background after this call.
+        seed: seed of the pools' contents.
     """
 
     operation: str
@@ -76,15 +77,15 @@ class _Case:
 
 
 def soak(comm: Communicator, seed: int, cases: int) -> dict[str, int]:
-    """Make random calls; return how often each operation and layout was made and was right.
+    """Make random calls; return the number of correct calls for each operation and layout.
 
     Args:
-        comm: of all ranks.
-        seed: decides all that is drawn.
+        comm: communicator of all ranks.
+        seed: seed of all random choices.
         cases: number of calls.
 
     Raises:
-        AssertionError: a result, or memory beside it, is wrong. The text has the case.
+        AssertionError: A result, or memory beside it, is wrong. The text contains the case.
     """
     return _Soak(comm, seed).run(cases)
 
@@ -110,7 +111,7 @@ class _Soak:
         return dict(self._done)
 
     def _settle(self, left: int) -> None:
-        """Wait for calls in the background, the first ones first, until ``left`` are there."""
+        """Wait for calls in the background, oldest first, until ``left`` of them remain."""
         while len(self._pending) > left:
             case, settle = self._pending.popleft()
             try:
@@ -176,7 +177,7 @@ class _Soak:
             settle()
 
     def _message(self, case: _Case, number: int) -> Callable[[], None]:
-        """Exchange a message in the background, in the direction in which the call's goes."""
+        """Exchange a message in the background, in the same direction as the call's message."""
         comm = self._comm
         to, source = _ends(case, comm)
         x = np.full(case.counts[0], number + 5 * comm.rank)
@@ -190,7 +191,10 @@ class _Soak:
 
 
 def _ends(case: _Case, comm: Communicator) -> tuple[int, int]:
-    """Return the destination and the source of a message; the last step is a line with ends."""
+    """Return the destination and the source of a message.
+
+    The ranks form a ring; for the largest step they form a line, whose ends have no neighbour.
+    """
     if case.step == comm.size:
         after, before = comm.rank + 1, comm.rank - 1
         return after if after < comm.size else NULL, before if before >= 0 else NULL
@@ -198,13 +202,13 @@ def _ends(case: _Case, comm: Communicator) -> tuple[int, int]:
 
 
 def _start(comm: Communicator, case: _Case, call: tuple[Any, ...]) -> Callable[[], Any]:
-    """Make a call; return what waits for its result."""
+    """Make a call; return a function that waits for the result and returns it."""
     name, x, options = call
     if case.how == "planned" and name != "sendrecv":
         try:
             plan = comm.plan(name, x, **options)
         except InvalidArgumentError:
-            pass  # of a structure, of strides, of arrays that overlap: the plain call is made
+            pass  # plan() refuses structures, strides and overlapping arrays: make the plain call
         else:
             result = plan()
             return lambda: result
@@ -218,10 +222,10 @@ def _start(comm: Communicator, case: _Case, call: tuple[Any, ...]) -> Callable[[
 
 
 class _Pool:
-    """The memory of one rank's call.
+    """Memory of one rank's call, in which its inputs and outputs are views.
 
     Attributes:
-        memory: all of it, as bytes.
+        memory: the whole memory, as bytes.
     """
 
     def __init__(self, case: _Case, rank: int, size: int) -> None:
@@ -263,7 +267,7 @@ class _Pool:
         ]
 
     def _output_length(self, k: int) -> int:
-        """Return how many elements the result of leaf ``k`` has at this rank."""
+        """Return the number of elements of leaf ``k``'s result on this rank."""
         case, count = self._case, self._case.counts[k]
         mine = len(np.array_split(np.arange(count), self._size)[self._rank])
         every = [self._input_length(count, rank) for rank in range(self._size)]
@@ -287,7 +291,7 @@ class _Pool:
     def _place(
         self, k: int, n: int, m: int, dtype: np.dtype[Any], at: int
     ) -> tuple[Array, Any, int]:
-        """Return views for ``x`` and ``out`` of ``n`` and ``m`` elements, and where they end."""
+        """Return views for ``x`` (``n`` elements) and ``out`` (``m`` elements), and their end."""
         span = 2 * max(n, m) + 44
         pool = self.memory[at : at + span * dtype.itemsize].view(dtype)
         end = at + -(-span * dtype.itemsize // 8) * 8
@@ -297,7 +301,7 @@ class _Pool:
         if layout in ("same", "view") and n == m:
             out = x if layout == "same" else x[:]
         elif layout in ("start", "same", "view"):
-            # Cut from each other, as NumPy begins an empty slice where the array begins.
+            # Both views begin at the start of one array, as NumPy's empty slices do.
             both = pool[2 : 2 + max(n, m)]
             x, out = both[:n], both[:m]
         elif layout == "end":
@@ -316,7 +320,7 @@ class _Pool:
         return x, out, end
 
     def _as_piece(self, k: int, pool: Array, n: int, m: int) -> tuple[Array, Array]:
-        """Return ``x`` as its piece of ``out``, or ``out`` as its piece of ``x``."""
+        """Return views where ``x`` is this rank's piece of ``out``, or ``out`` a piece of ``x``."""
         if m >= n:
             count = self._case.counts[k]
             before = sum(self._input_length(count, rank) for rank in range(self._rank))
@@ -326,19 +330,19 @@ class _Pool:
         return pool[2 : 2 + n], pool[begin : begin + m]
 
     def _cross(self, results: Sequence[int], dtypes: Sequence[np.dtype[Any]]) -> None:
-        """Let the outs lie in the memory of other leaves' inputs, whatever their dtype."""
+        """Move the outputs into the memory of other leaves' inputs, which may have other dtypes."""
         starts = [x.ctypes.data - self.memory.ctypes.data for x in self.xs]
         starts = starts[1:] + starts[:1]
-        taken: list[tuple[int, int]] = []
+        occupied: list[tuple[int, int]] = []
         for k, (m, dtype) in enumerate(zip(results, dtypes)):
             start, nbytes = starts[k] // 8 * 8, m * dtype.itemsize
-            clear = all(start >= high or start + nbytes <= low for low, high in taken)
+            clear = all(start >= high or start + nbytes <= low for low, high in occupied)
             own = self.outs[k].ctypes.data - self.memory.ctypes.data
             if not clear or start + nbytes > self.memory.size:
                 start = own
-            taken.append((start, start + nbytes))
+            occupied.append((start, start + nbytes))
             self.outs[k] = self.memory[start : start + nbytes].view(dtype)
-        spans = sorted(taken)
+        spans = sorted(occupied)
         if any(a[1] > b[0] for a, b in itertools.pairwise(spans)):
             self.outs = [None] * len(self.outs)
 
@@ -347,10 +351,10 @@ class _Pool:
         return self._inputs
 
     def expected(self, every: list[list[Array]]) -> list[Array] | None:
-        """Return the leaves of this rank's result; None if it gets none.
+        """Return the leaves of this rank's result, or None if the rank gets no result.
 
         Args:
-            every: of each rank, its inputs.
+            every: inputs of each rank.
         """
         case = self._case
         if not self._gets:
@@ -383,8 +387,8 @@ class _Pool:
         case = self._case
         xs, outs = self.xs, self.outs
         if case.tensors:
-            made = {id(each): _tensor(each) for each in (*xs, *outs) if each is not None}
-            xs, outs = ([made.get(id(each)) for each in leaves] for leaves in (xs, outs))
+            tensors = {id(each): _tensor(each) for each in (*xs, *outs) if each is not None}
+            xs, outs = ([tensors.get(id(each)) for each in leaves] for leaves in (xs, outs))
         x: Any = xs if case.nested else xs[0]
         out: Any = None
         if self._gets and all(each is not None for each in outs):
@@ -405,7 +409,7 @@ class _Pool:
         return (case.operation, x, options), out
 
     def after(self, wanted: list[Array] | None) -> Array:
-        """Return what the memory must hold after the call."""
+        """Return the expected content of the memory after the call."""
         memory = self._before
         if wanted is not None and self._out is not None:
             start = self.memory.ctypes.data
@@ -418,7 +422,7 @@ class _Pool:
 
 
 def _tensor(array: Array) -> Any:
-    """Return a tensor over an array's memory; the array if its strides are not PyTorch's."""
+    """Return a tensor over an array's memory, or the array if PyTorch lacks its strides."""
     import torch
 
     return array if min(array.strides) < 0 else torch.from_numpy(array)
@@ -428,5 +432,5 @@ _OPERATIONS = (
     "all_reduce", "reduce", "scan", "reduce_scatter", "broadcast", "scatter", "gather",
     "all_gather", "all_to_all", "sendrecv",
 )  # fmt: skip
-# Calls that take one array here: a structure is one message, which is received as a copy.
+# Calls that take only single arrays here: sendrecv receives a structure as a copy.
 _SINGLE = ("sendrecv",)

@@ -1,4 +1,4 @@
-"""Random calls, all ranks alike, each result held against NumPy's."""
+"""Random calls, the same on all ranks; each result is compared with NumPy's."""
 
 from __future__ import annotations
 
@@ -19,26 +19,27 @@ from collective.testing import samples
 
 __all__ = ["soak"]
 
-# Lengths in bytes around which transports change their way: what fits a head, is folded whole,
-# goes to Gloo's own operations, is read from the peer's memory, or fits a slot.
+# Lengths in bytes at which transports change their algorithm. They limit the payloads that fit a
+# message's head, are folded whole, use Gloo's own operations, are read from the peer's memory, or
+# fit a slot.
 _THRESHOLDS = (256, 1 << 10, 4 << 10, 8 << 10, 32 << 10, 64 << 10, 256 << 10)
 _LARGEST = 600 << 10
-# How far the ranks' inputs may be moved along the numbers that were made beforehand.
+# Upper bound of the offset of a call's inputs in the numbers that are made beforehand.
 _OFFSETS = 997
-# Calls in the background that are under way at once.
+# Upper bound of the number of calls in the background.
 _IN_FLIGHT = 6
 
 
 @dataclass
 class _Among:
-    """A communicator, and which ranks of the world are in it, in its order."""
+    """Communicator, and the world ranks of its members in the communicator's order."""
 
     comm: Communicator
     ranks: list[int]
 
 
 class _Numbers:
-    """What the ranks contribute, made once: a call takes a stretch of it."""
+    """Contributions of the ranks, made once; each call uses a slice of them."""
 
     def __init__(self, seed: int, size: int) -> None:
         self._seed = seed
@@ -46,27 +47,29 @@ class _Numbers:
         self._made: dict[tuple[str, str, int], Any] = {}
 
     def of(self, rank: int, dtype: str, op: str, offset: int, count: int) -> Any:
-        """Return what ``rank`` contributes to a call: numbers of which every fold is exact."""
+        """Return the contribution of ``rank`` to a call: numbers whose folds are exact."""
         kind = op if op in ("prod", "avg") else "sum"
-        known = self._made.get((dtype, kind, rank))
-        if known is None:
+        numbers = self._made.get((dtype, kind, rank))
+        if numbers is None:
             length = _LARGEST // dtypes.BY_NAME[dtype].itemsize + 2 * _OFFSETS
-            known = samples.values(dtype, length, rank, self._seed, kind)
+            numbers = samples.values(dtype, length, rank, self._seed, kind)
             if kind == "avg":
-                known = known * known.dtype.type(2 * self._size)
-            elif known.dtype.kind in "iu" and kind == "sum":
-                # All bits: sums and products wrap around, as NumPy's do.
-                limits = np.iinfo(known.dtype)
+                numbers = numbers * numbers.dtype.type(2 * self._size)
+            elif numbers.dtype.kind in "iu" and kind == "sum":
+                # Use all bits: sums and products wrap around, as in NumPy.
+                limits = np.iinfo(numbers.dtype)
                 random = np.random.default_rng([self._seed, rank])
-                known = random.integers(limits.min, limits.max, length, known.dtype, endpoint=True)
-            known.flags.writeable = False
-            self._made[dtype, kind, rank] = known
-        return known[offset : offset + count]
+                numbers = random.integers(
+                    limits.min, limits.max, length, numbers.dtype, endpoint=True
+                )
+            numbers.flags.writeable = False
+            self._made[dtype, kind, rank] = numbers
+        return numbers[offset : offset + count]
 
 
 @dataclass
 class _Turn:
-    """What one turn is to do, drawn alike by all ranks."""
+    """Parameters of one turn; all ranks draw the same ones."""
 
     among: _Among
     operation: str
@@ -88,16 +91,16 @@ class _Turn:
 
 
 def soak(comm: Communicator, seed: int, turns: int, seconds: float) -> dict[str, int]:
-    """Make random calls; return how many of each operation were made and were right.
+    """Make random calls; return the number of correct calls for each operation.
 
     Args:
-        comm: of all ranks; the same calls are made on groups of it.
-        seed: decides all that is drawn.
-        turns: how many calls.
-        seconds: after which no more are made; the ranks agree on it.
+        comm: communicator of all ranks; some calls use groups made of it.
+        seed: seed of all random choices.
+        turns: number of calls.
+        seconds: time limit; the ranks agree on when it is reached.
 
     Raises:
-        AssertionError: a result is not NumPy's; tells the turn, which the seed repeats.
+        AssertionError: A result differs from NumPy's. The text has the turn; the seed repeats it.
     """
     return _Soak(comm, seed).run(turns, seconds)
 
@@ -107,22 +110,22 @@ class _Soak:
         self._random = np.random.default_rng(seed)
         self._numbers = _Numbers(seed, comm.size)
         self._rank = comm.rank
-        everybody = list(range(comm.size))
-        parity = [rank for rank in everybody if rank % 2 == comm.rank % 2]
+        all_ranks = list(range(comm.size))
+        parity = [rank for rank in all_ranks if rank % 2 == comm.rank % 2]
         half = comm.split(comm.rank % 2)
         assert half is not None
-        self._world = _Among(comm, everybody)
+        self._world = _Among(comm, all_ranks)
         self._all = [
             self._world,
-            _Among(comm.dup(), everybody),
-            _Among(comm.group(everybody[::-1]), everybody[::-1]),
+            _Among(comm.dup(), all_ranks),
+            _Among(comm.group(all_ranks[::-1]), all_ranks[::-1]),
             _Among(half, parity),
         ]
         self._symmetric = [among.comm.empty(_LARGEST, "uint8") for among in self._all]
         self._pending: deque[tuple[Any, Callable[[Any], None]]] = deque()
         self._dice: list[list[float]] = []
         self._done: Counter[str] = Counter()
-        # What NumPy has: bfloat16 is the conformance suite's.
+        # Only NumPy's own dtypes: the conformance suite tests bfloat16.
         able = comm.capabilities.dtypes - {"bfloat16"}
         self._dtypes = samples.dtypes_of(frozenset(able))
 
@@ -147,11 +150,11 @@ class _Soak:
             among.comm.close()
         return dict(self._done)
 
-    # -- what is drawn -----------------------------------------------------------------------
+    # -- drawing turns -----------------------------------------------------------------------
 
     def _draw(self) -> _Turn:
         if not self._dice:
-            # Many at once: one at a time they cost more than a short call.
+            # Draw many numbers at once: drawing a turn's numbers costs more than a short call.
             self._dice = self._random.random((4096, _DICE)).tolist()
         dice = iter(self._dice.pop())
         among = self._all[max(0, int(14 * next(dice)) - 10)]
@@ -172,7 +175,7 @@ class _Soak:
             in_flight=int(_IN_FLIGHT * next(dice)),
         )
 
-    # -- what is made --------------------------------------------------------------------------
+    # -- making calls --------------------------------------------------------------------------
 
     def _make(self, turn: _Turn) -> None:
         if turn.operation == "barrier":
@@ -190,13 +193,13 @@ class _Soak:
         ]
 
     def hold(self, turn: _Turn, call: Callable[..., Any], wanted: Any, **options: Any) -> None:
-        """Make ``call`` and hold its result, now or when it is waited for."""
+        """Make ``call`` and check its result, now or when the background call is settled."""
 
-        def check(found: Any) -> None:
+        def check(result: Any) -> None:
             if wanted is None:
-                assert found is None, f"{turn}: got {found!r} instead of None"
+                assert result is None, f"{turn}: got {result!r} instead of None"
             else:
-                samples.assert_same(found, wanted, str(turn))
+                samples.assert_same(result, wanted, str(turn))
 
         if turn.background:
             self._pending.append((call(async_op=True, **options), check))
@@ -204,7 +207,7 @@ class _Soak:
             check(call(**options))
 
     def mine(self, turn: _Turn, inputs: list[Any]) -> Any:
-        """Return this rank's input, where the turn says that it is."""
+        """Return this rank's input in the memory that the turn demands."""
         x = inputs[turn.among.comm.rank]
         if turn.where == "strided":
             return samples.laid_out("strided", x)
@@ -232,7 +235,7 @@ def _reduction(name: str) -> Callable[[_Soak, _Turn], None]:
             root = options["root"] = turn.root % comm.size
             wanted = wanted if comm.rank == root else None
         elif name == "scan":
-            # Of an average there is none: of how many ranks would it be?
+            # A scan has no average, because the prefixes have different numbers of ranks.
             op = "sum" if turn.op == "avg" else turn.op
             options = {"op": op}
             wanted = samples.expected(op, inputs[: comm.rank + 1])
@@ -276,8 +279,8 @@ def _sendrecv(soak: _Soak, turn: _Turn) -> None:
     to, source = (comm.rank + step) % comm.size, (comm.rank - step) % comm.size
     x = soak.mine(turn, inputs)
     out = np.empty_like(inputs[0])
-    found = comm.sendrecv(x, to, source, tag=turn.offset, out=out)
-    samples.assert_same(found, inputs[source], str(turn))
+    received = comm.sendrecv(x, to, source, tag=turn.offset, out=out)
+    samples.assert_same(received, inputs[source], str(turn))
 
 
 def _message(soak: _Soak, turn: _Turn) -> None:
@@ -286,8 +289,8 @@ def _message(soak: _Soak, turn: _Turn) -> None:
         return
     to, source = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     work = comm.send(soak.mine(turn, inputs), to, tag=turn.offset, async_op=True)
-    anybody = comm.size == 2 and turn.ordered and comm.capabilities.any_source
-    origin = collective.ANY_SOURCE if anybody else source
+    from_any = comm.size == 2 and turn.ordered and comm.capabilities.any_source
+    origin = collective.ANY_SOURCE if from_any else source
     samples.assert_same(comm.recv(None, origin, tag=turn.offset), inputs[source], str(turn))
     work.wait()
 
@@ -295,8 +298,8 @@ def _message(soak: _Soak, turn: _Turn) -> None:
 def _objects(soak: _Soak, turn: _Turn) -> None:
     comm = turn.among.comm
     mine = {"rank": comm.rank, "numbers": list(range(turn.root)), "text": "é" * turn.offset}
-    found = comm.all_gather_object(mine)
-    assert found == [{**mine, "rank": rank} for rank in range(comm.size)], f"{turn}: {found}"
+    gathered = comm.all_gather_object(mine)
+    assert gathered == [{**mine, "rank": rank} for rank in range(comm.size)], f"{turn}: {gathered}"
 
 
 def _pick(things: list[str], dice: float) -> str:
@@ -304,17 +307,17 @@ def _pick(things: list[str], dice: float) -> str:
 
 
 def _length(kind: float, which: float, many: float) -> int:
-    """Return how many bytes: mostly few, sometimes about a threshold, now and then many."""
+    """Return a number of bytes: mostly small, sometimes near a threshold, rarely large."""
     if kind < 0.85:
         return int(70 * many) * 4
     if kind < 0.98:
-        # Up to two elements are added: once it is below, once at, once above.
+        # The caller adds up to two elements, so the length is below, at or above the threshold.
         return max(0, _THRESHOLDS[int((len(_THRESHOLDS) - 1) * which)] - 8)
     return int(_LARGEST * many * 0.9) if kind < 0.99 else _THRESHOLDS[-1] - 8
 
 
 _Made = Callable[[_Soak, _Turn], None]
-# How often each operation is drawn, and how it is made.
+# The weight of each operation in the draw, and the function that makes it.
 _OPERATIONS: dict[str, tuple[float, _Made]] = {
     "all_reduce": (30, _reduction("all_reduce")),
     "reduce": (8, _reduction("reduce")),
@@ -334,5 +337,5 @@ _NAMES = list(_OPERATIONS)
 _SUMS = list(itertools.accumulate(weight for weight, _ in _OPERATIONS.values()))
 _OPS = {kind: [name for name, kinds in samples.OPS.items() if kind in kinds] for kind in "biufc"}
 _WHERE = ["new", "out", "in place", "symmetric", "strided"]
-# How many random numbers a turn takes.
+# Random numbers per turn.
 _DICE = 14

@@ -1,11 +1,11 @@
-"""Random kills of ranks that go on without: is there a hang, a wrong sum, or anything left?
+"""Random kills of ranks whose job continues: is there a hang, a wrong sum, or anything left over?
 
-Each job begins with some ranks and ends with one, which the seed says. In each generation one or
-two are to die at a random moment: while they call, or while the others shrink, or both. Each adds
-two to the power of its first number, so that every sum tells who was in it.
+Each job begins with several ranks and ends with one, which the seed decides. In each generation one
+or two ranks die at a random moment: during calls, while the others shrink, or both. Each rank adds
+two to the power of its original rank, so every sum identifies the ranks in it.
 
-With spares the job keeps its size for as long as there are any: after a loss as many are let go as
-ranks are missing, and join; ranks die while they wait for those, and while they grow, too.
+With spares the job keeps its size while spares remain. After a loss as many spares are released as
+ranks are missing, and they join. Ranks also die while they wait for spares, and while they grow.
 """
 
 from __future__ import annotations
@@ -41,26 +41,26 @@ from tests.support.simulated_hosts import Pairs
 __all__ = ["Lives", "lives"]
 
 SIZE = 4
-# A rank that hangs is shown with its stack, after that; and how long one call may take.
+# After _JOB_S a rank counts as hanging, and the failure shows its stack. _CALL_S limits one call.
 _JOB_S, _CALL_S = 180.0, 45.0
-# How long what is ending may take to.
+# Time for ending threads to end.
 _SETTLE_S = 5.0
 _SHARED_MEMORY = Path("/dev/shm")
-# In how many of the generations that grow a rank is to die meanwhile.
+# Probability that a rank dies while its generation grows.
 _LOST_WHILE_GROWING = 0.4
 
 
 @dataclass
 class Lives:
-    """What came of it.
+    """Result of :func:`lives`.
 
     Attributes:
-        kills: how many ranks were killed, by what they were killed in.
-        generations: how many began.
-        calls: how many sums were held.
-        problems: a paragraph a job that did not end well.
-        longest_s: the longest time from an error to the first sum of the next generation.
-        joined: how many processes joined.
+        kills: number of killed ranks, by the phase in which they were killed.
+        generations: number of generations that began.
+        calls: number of sums that were checked.
+        problems: a paragraph for each job that failed.
+        longest_s: longest time from an error to the first sum of the next generation, in seconds.
+        joined: number of processes that joined.
     """
 
     kills: Counter[str] = field(default_factory=Counter)
@@ -73,7 +73,7 @@ class Lives:
 
 @dataclass
 class _Life:
-    """What a rank that was left to the end tells."""
+    """Result of the rank that survives a job."""
 
     kills: Counter[str]
     generations: int
@@ -83,20 +83,20 @@ class _Life:
     threads: list[int]  # beyond one of each name
 
     def count(self, comm: Communicator) -> None:
-        """Count whom a generation has lost."""
+        """Count the ranks that a generation has lost."""
         if comm.lost:
             self.kills[f"{len(comm.lost)} at once"] += len(comm.lost)
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """One job.
+    """Parameters of one job.
 
     Attributes:
-        transport: a registered name, or a class.
-        seed: of what is random.
-        spares: how many processes there are that join.
-        marks: a directory for what ranks and spares let each other know.
+        transport: registered name or class of the transport.
+        seed: seed of the random choices.
+        spares: number of processes that can join.
+        marks: directory of the files by which ranks and spares signal each other.
     """
 
     transport: str | type[Backend]
@@ -108,34 +108,34 @@ class _Plan:
 def lives(
     transports: Sequence[str], kills: int, seed: int, seconds: float, spares: int = 0
 ) -> Lives:
-    """Kill ``kills`` ranks, or some more, of jobs over the transports in turn.
+    """Kill at least ``kills`` ranks of jobs over the transports in turn.
 
     Args:
-        seed: of what is random.
-        seconds: after which it ends early.
-        spares: of each job, which join in place of lost ranks.
+        seed: seed of the random choices.
+        seconds: time after which no further job starts.
+        spares: number of each job's spare processes, which replace lost ranks.
     """
-    found, since, turn = Lives(), time.monotonic(), 0
-    while found.kills.total() < kills and time.monotonic() - since < seconds:
+    result, since, turn = Lives(), time.monotonic(), 0
+    while result.kills.total() < kills and time.monotonic() - since < seconds:
         name = transports[turn % len(transports)]
         before = _shared_memory()
         try:
-            _job(name, seed + turn, spares, found)
+            _job(name, seed + turn, spares, result)
         except AssertionError as error:
-            found.problems.append(f"{name}, seed {seed + turn}: {error}")
-            found.kills["a job that failed"] += SIZE - 1
+            result.problems.append(f"{name}, seed {seed + turn}: {error}")
+            result.kills["a job that failed"] += SIZE - 1
         if left := _shared_memory() - before:
-            found.problems.append(f"{name}, seed {seed + turn}: {sorted(left)} in /dev/shm")
+            result.problems.append(f"{name}, seed {seed + turn}: {sorted(left)} in /dev/shm")
         turn += 1
-    return found
+    return result
 
 
 def _shared_memory() -> set[str]:
-    """Return what there is of ours: others of this machine may be running MPI."""
+    """Return this package's names in /dev/shm; other programs may be running MPI there."""
     return {name for name in os.listdir(_SHARED_MEMORY) if "collective" in name}
 
 
-def _job(transport: str, seed: int, spares: int, found: Lives) -> None:
+def _job(transport: str, seed: int, spares: int, result: Lives) -> None:
     backend = Pairs if transport == "hierarchical" else transport
     with contextlib.ExitStack() as stack:
         marks = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="soak-")))
@@ -146,17 +146,17 @@ def _job(transport: str, seed: int, spares: int, found: Lives) -> None:
         outcomes = _outcomes(ranks, _begin, plan)
         Path(marks, "over").touch()
         outcomes += others.result()
-    ended = [each for each in outcomes if isinstance(each, _Life)]
-    killed = [each for each in outcomes if "signal 9" in str(each)]
+    ended = [outcome for outcome in outcomes if isinstance(outcome, _Life)]
+    killed = [outcome for outcome in outcomes if "signal 9" in str(outcome)]
     assert (len(ended), len(killed)) == (1, SIZE - 1 + spares), "\n".join(map(str, outcomes))
     (last,) = ended
-    found.kills.update(last.kills)
+    result.kills.update(last.kills)
     if unseen := len(killed) - last.kills.total():
-        found.kills["as soon as they had joined"] += unseen
-    found.generations += last.generations
-    found.joined += spares
-    found.calls += last.calls
-    found.longest_s = max(found.longest_s, last.longest_s)
+        result.kills["as soon as they had joined"] += unseen
+    result.generations += last.generations
+    result.joined += spares
+    result.calls += last.calls
+    result.longest_s = max(result.longest_s, last.longest_s)
     for what, counts in (("descriptors", last.open), ("threads", last.threads)):
         assert counts[-1] <= max(counts[:2]), f"{what} from generation to generation: {counts}"
 
@@ -169,7 +169,7 @@ def _outcomes_of_spares(plan: _Plan) -> list[Any]:
 
 
 def _outcomes(pool: RankPool, function: Callable[..., Any], plan: _Plan) -> list[Any]:
-    """Return what each rank returned or raised."""
+    """Return the result or the error of each rank."""
     try:
         return pool.run(function, plan, call_timeout=_CALL_S)
     except RanksFailedError as failure:
@@ -180,8 +180,8 @@ def _outcomes(pool: RankPool, function: Callable[..., Any], plan: _Plan) -> list
 
 
 def _begin(comm: Communicator, plan: _Plan) -> _Life:
-    """Live as one of the first ranks."""
-    comm.barrier()  # or somebody would die in another's init()
+    """Publish the world for spares, and run as one of the first ranks."""
+    comm.barrier()  # otherwise a rank could die while another is still in init()
     if comm.rank == 0:
         assert comm.succession.lineage is not None
         Path(plan.marks, "new").write_bytes(pickle.dumps(comm.succession.lineage.root))
@@ -190,7 +190,7 @@ def _begin(comm: Communicator, plan: _Plan) -> _Life:
 
 
 def _join(spares: Communicator, plan: _Plan) -> _Life | str:
-    """Join when it is time, and live as one of the ranks."""
+    """Wait for the release of this spare, join, and run as one of the ranks."""
     mark = Path(plan.marks, f"spare-{spares.rank}")
     spares.close()
     while not mark.exists():
@@ -205,24 +205,24 @@ def _join(spares: Communicator, plan: _Plan) -> _Life | str:
 
 
 def _live(comm: Communicator, plan: _Plan, number: int) -> _Life:
-    """Call, lose ranks, shrink and grow until this rank is killed, or the last one.
+    """Call, lose ranks, shrink and grow until this rank is killed or alone.
 
     Args:
-        number: this rank's, for ever.
+        number: this rank's original number, which never changes.
     """
     life = _Life(Counter(), 0, 0, 0.0, [], [])
     since = time.monotonic()
     while True:
-        gc.collect()  # an error holds frames, and they what they had open, in a circle
+        gc.collect()  # an error keeps its frames, and their open files, alive in a cycle
         life.threads.append(_threads_too_many())
         life.open.append(len(os.listdir("/proc/self/fd")))
         life.generations += 1
-        # The same on all ranks of this generation.
+        # All ranks of this generation draw the same numbers.
         dice = random.Random(f"{plan.seed} {comm.generation}")
         mortal = [rank for rank in comm.origin if rank != plan.seed % SIZE]
         dying = dice.sample(mortal, min(dice.choice((1, 1, 2)), len(mortal)))
         within = {rank: dice.choice(("calls", "shrink")) for rank in dying}
-        within.update(dict.fromkeys(dying[:1], "calls"))  # or nobody would shrink
+        within.update(dict.fromkeys(dying[:1], "calls"))  # without a loss no rank would shrink
         lost_while_growing = dice.random() < _LOST_WHILE_GROWING
         spread = dice.random() * 0.01
         try:
@@ -236,7 +236,7 @@ def _live(comm: Communicator, plan: _Plan, number: int) -> _Life:
                 life.count(comm)
                 continue
         except CollectiveError:
-            within.clear()  # it has died already whom this generation was to lose
+            within.clear()  # this generation has already had its loss
         else:
             if comm.size == 1:
                 comm.close()
@@ -252,7 +252,7 @@ def _live(comm: Communicator, plan: _Plan, number: int) -> _Life:
 
 
 def _let_go(comm: Communicator, plan: _Plan) -> int:
-    """Let as many spares go as ranks are missing; return how many are to be waited for, on all."""
+    """Release as many spares as ranks are missing; return on all ranks how many to wait for."""
     outside = 0
     if comm.rank == 0 and plan.spares:
         assert comm.succession.lineage is not None
@@ -262,14 +262,14 @@ def _let_go(comm: Communicator, plan: _Plan) -> int:
             Path(plan.marks, f"spare-{nth}").touch()
             outside += 1
     awaited = int(comm.all_reduce(np.array([outside]))[0])
-    # One that was let in by a decision that was not made waits once more.
+    # A spare that was admitted by a decision that failed waits once more.
     return max(awaited, comm.waiting()) if plan.spares else 0
 
 
 def _threads_too_many() -> int:
-    """Return how many threads there are beyond one of each name, when those are over that end.
+    """Return the number of threads beyond one of each name, after ending threads have ended.
 
-    Rank 0 of a generation has a hub, whose thread ends once it has heard of the last that left.
+    Rank 0 of a generation has a hub, whose thread ends after the last rank has left.
     """
     end = time.monotonic() + _SETTLE_S
     while True:
@@ -286,7 +286,7 @@ def _die_after(seconds: float) -> None:
 
 
 def _call(comm: Communicator, number: int, life: _Life, since: float) -> int:
-    """Make calls until one of this communicator's ranks is lost; return how many."""
+    """Make calls until a rank of this communicator is lost; return the number of calls."""
     mine, total = np.full(1000, 2.0**number), sum(2.0**rank for rank in comm.origin)
     calls = 0
     while True:

@@ -1,4 +1,4 @@
-"""Mutated messages, and what came of them."""
+"""Mutations of messages, and a record of their effects. The targets in ``messages`` use it."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from tests.backends.peers.test_strangers import ENTRY
 __all__ = ["EDGES", "Findings", "framed", "mutated", "watched"]
 
 _SLOW_S = 20.0
-#: Numbers at which something begins or ends.
+#: Numbers at the limits of fields, lengths and buffers.
 EDGES = (0, 1, 2, 7, 63, 64, 127, 128, 255, 1023, 1024, 4096, 1 << 31, 1 << 32, 1 << 62, 1 << 63)
 
 
 class Findings:
-    """What one target did that it must not.
+    """Record of the effects of mutated messages on one target.
 
     Attributes:
-        made: how many messages it was given.
-        ends: what came of them, as far as it can be seen, and how often.
-        problems: what must not be, and the message.
+        made: number of messages sent to the target.
+        ends: number of messages for each visible effect.
+        problems: for each forbidden effect a text with the effect and the message.
     """
 
     def __init__(self) -> None:
@@ -36,13 +36,13 @@ class Findings:
         self.problems: list[str] = []
 
     def add(self, other: Findings) -> None:
-        """Take in what another run of the same target found."""
+        """Add the findings of another run of the same target."""
         self.made += other.made
         self.ends.update(other.ends)
         self.problems += other.problems
 
     def hold(self, message: object, call: Callable[[], object]) -> None:
-        """Hold that ``call`` raises one of our errors, or none, and soon."""
+        """Record a problem if ``call`` raises a foreign error or is slow."""
         since = time.monotonic()
         self.made += 1
         try:
@@ -57,11 +57,11 @@ class Findings:
 
 
 @contextlib.contextmanager
-def watched(found: Findings) -> Iterator[None]:
-    """Take note of exceptions that end a thread."""
+def watched(findings: Findings) -> Iterator[None]:
+    """Record exceptions that end a thread as problems."""
 
     def note(arguments: Any) -> None:
-        found.problems.append(f"thread {arguments.thread}: {arguments.exc_value!r}")
+        findings.problems.append(f"thread {arguments.thread}: {arguments.exc_value!r}")
 
     before, threading.excepthook = threading.excepthook, note
     try:
@@ -74,7 +74,7 @@ def watched(found: Findings) -> Iterator[None]:
 
 
 def mutated(data: bytes, dice: random.Random) -> bytes:
-    """Return ``data`` with some of its bytes changed, lost, doubled or exchanged."""
+    """Return ``data`` with some of its bytes changed, removed, duplicated or replaced."""
     new = bytearray(data)
     for _ in range(dice.choice((1, 1, 1, 2, 4))):
         at = dice.randrange(len(new) + 1)
@@ -99,7 +99,7 @@ def mutated(data: bytes, dice: random.Random) -> bytes:
 
 
 def mutated_json(message: Any, dice: random.Random) -> Any:
-    """Return a value of JSON with something in it put in the place of something else."""
+    """Return a JSON value in which one part is replaced or removed."""
     if dice.random() < 0.15 or not isinstance(message, (dict, list)) or not message:
         return dice.choice(
             (None, True, -1, dice.choice(EDGES), 0.5, "", "world", [], {}, [0], ENTRY, "\ud800")
@@ -114,7 +114,7 @@ def mutated_json(message: Any, dice: random.Random) -> Any:
 
 
 def framed(message: Any, dice: random.Random) -> bytes:
-    """Return the bytes of a message after the proof, changed in one way or the other."""
+    """Return a message for an authenticated connection, mutated as JSON or as bytes."""
     if dice.random() < 0.7:
         text = json.dumps(mutated_json(message, dice)).encode()
         return len(text).to_bytes(4, "little") + text

@@ -1,7 +1,8 @@
-"""Random kills of whole jobs, of their parts and of ranks: is anything left that runs?
+"""Random kills of whole jobs, of their parts and of ranks: does any process remain?
 
-Each run starts `collective run` with a short program, kills somebody at a random moment between
-the start of the launcher and the end of the program, and waits until nobody of the job is left.
+Each run starts ``collective run`` with a short program. It kills one or more processes at a random
+moment between the launcher's start and the program's end, and waits until no process of the job is
+left.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from tests.support.mpi_launches import ROOT, VENDORS, launch_of
 __all__ = ["Kills", "kills"]
 
 SIZE = 3
-# Until it is said that something is left: on a busy machine a kill takes its time, too.
+# Time before a remaining process counts as a problem; on a busy machine a kill takes time, too.
 _PATIENCE_S = 30.0
-# No run takes longer, undisturbed, on the busiest machine.
+# An undisturbed run is faster than this, even on the busiest machine.
 _DEADLINE_S = 120.0
 _PROGRAM = """
 import time
@@ -40,7 +41,7 @@ with collective.init() as comm:
         assert comm.all_reduce(x)[0] == comm.size
 print("done", flush=True)
 """
-#: Who is killed. "all" and its reverse are every process of the job, one after the other.
+#: Victims of a kill. "all" and its reverse kill every process of the job, one after the other.
 VICTIMS = (
     "launcher",
     "launcher's group",
@@ -56,14 +57,14 @@ VICTIMS = (
 
 @dataclass
 class Kills:
-    """What came of it.
+    """Result of :func:`kills`.
 
     Attributes:
-        runs: how many there were, by who was killed.
-        early: in how many there was no rank yet.
-        problems: a paragraph a run of which something was left, or that did not end.
-        segments: files of MPI libraries in /dev/shm that nobody was left to remove.
-        longest_s: the longest time from a kill to the end of the last process.
+        runs: number of runs, by victim.
+        early: number of runs that had no rank yet at the kill.
+        problems: a paragraph for each run that left a process or did not end.
+        segments: files of MPI libraries in /dev/shm that no process was left to remove.
+        longest_s: longest time from a kill to the end of the last process, in seconds.
     """
 
     runs: Counter[str] = field(default_factory=Counter)
@@ -77,34 +78,34 @@ def kills(transports: Sequence[str], runs: int, seed: int, seconds: float) -> Ki
     """Make ``runs`` runs, over the transports in turn.
 
     Args:
-        transports: names of transports, or of MPI libraries that tests have.
-        runs: how many.
-        seed: decides who is killed; when, it decides as far as time can be repeated.
-        seconds: after which no more are made.
+        transports: names of transports, or of MPI libraries that the tests know.
+        runs: number of runs.
+        seed: decides the victims, and the moments as far as timing is reproducible.
+        seconds: time after which no further run starts.
     """
     random_ = random.Random(seed)
-    found = Kills()
+    result = Kills()
     end = time.monotonic() + seconds
     before = {name: _Run(name).undisturbed() for name in transports}
     for number in range(runs):
         if time.monotonic() > end:
             break
         name = transports[number % len(transports)]
-        # Half of them before the ranks do anything.
+        # In half of the runs the kill comes before the ranks do anything.
         latest = before[name] * random_.choice((0.4, 1.0))
-        _Run(name).killed(random_.uniform(0.0, latest), random_, found)
-    return found
+        _Run(name).killed(random_.uniform(0.0, latest), random_, result)
+    return result
 
 
 class _Run:
-    """One launch, in a directory of its own."""
+    """One run of the launcher, in a separate directory."""
 
     def __init__(self, transport: str) -> None:
         self._transport = transport
         self._marked = Marked()
 
     def undisturbed(self) -> float:
-        """Return how long a run takes that nobody disturbs."""
+        """Return the duration of a run without a kill, in seconds."""
         with tempfile.TemporaryDirectory(prefix="soak-") as directory:
             since = time.monotonic()
             launcher = self._start(Path(directory))
@@ -117,8 +118,8 @@ class _Run:
                 raise RuntimeError(f"{self._transport}: exit code {launcher.returncode}\n{text}")
             return time.monotonic() - since
 
-    def killed(self, moment: float, random_: random.Random, found: Kills) -> None:
-        """Kill somebody after so many seconds, and see what becomes of the others."""
+    def killed(self, moment: float, random_: random.Random, result: Kills) -> None:
+        """Kill a random victim after ``moment`` seconds, and record the end of the others."""
         segments = set(os.listdir("/dev/shm"))
         with tempfile.TemporaryDirectory(prefix="soak-", ignore_cleanup_errors=True) as name:
             directory = Path(name)
@@ -126,21 +127,21 @@ class _Run:
             time.sleep(moment)
             living = self._marked.living()
             ranks = [pid for pid, variables in living.items() if b"COLLECTIVE_RANK=" in variables]
-            whom = random_.choice(VICTIMS)
-            for pid in self._victims(whom, launcher.pid, list(living), ranks, random_):
+            victim = random_.choice(VICTIMS)
+            for pid in self._victims(victim, launcher.pid, list(living), ranks, random_):
                 kill(pid)
             since = time.monotonic()
             problem = self._wait(launcher, directory)
-            found.longest_s = max(found.longest_s, time.monotonic() - since)
-        found.runs[whom] += 1
-        found.early += not ranks
-        found.segments |= {
-            each for each in set(os.listdir("/dev/shm")) - segments
-            if each.startswith(("mpich_shm_", "sm_segment."))
+            result.longest_s = max(result.longest_s, time.monotonic() - since)
+        result.runs[victim] += 1
+        result.early += not ranks
+        result.segments |= {
+            segment for segment in set(os.listdir("/dev/shm")) - segments
+            if segment.startswith(("mpich_shm_", "sm_segment."))
         }  # fmt: skip
         if problem:
-            found.problems.append(
-                f"{self._transport}, {whom} after {moment:.3f} s, when it had {len(living)} "
+            result.problems.append(
+                f"{self._transport}, {victim} after {moment:.3f} s, when it had {len(living)} "
                 f"processes, {len(ranks)} of them ranks: {problem}"
             )
 
@@ -167,29 +168,34 @@ class _Run:
             )
 
     def _victims(
-        self, whom: str, launcher: int, living: list[int], ranks: list[int], random_: random.Random
+        self,
+        victim: str,
+        launcher: int,
+        living: list[int],
+        ranks: list[int],
+        random_: random.Random,
     ) -> list[int]:
         supervisor = [pid for pid in living if pid != launcher and _parent(pid) == launcher]
-        if whom == "launcher's group":
+        if victim == "launcher's group":
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(launcher, signal.SIGKILL)
             return []
-        if whom == "any process":
+        if victim == "any process":
             return random_.sample(living, min(1, len(living)))
-        if whom.endswith(("rank", "ranks")):
-            # Before there is one, whoever is there.
+        if victim.endswith(("rank", "ranks")):
+            # If there is no rank yet, choose among the processes that exist.
             some = ranks or living
-            return random_.sample(some, min(len(some), 2 if whom == "two ranks" else 1))
+            return random_.sample(some, min(len(some), 2 if victim == "two ranks" else 1))
         return {
             "launcher": [launcher],
             "supervisor": supervisor[:1],
             "launcher and supervisor": [launcher, *supervisor[:1]],
             "all": living,
             "all, the last one first": living[::-1],
-        }[whom]
+        }[victim]
 
     def _wait(self, launcher: subprocess.Popen[bytes], directory: Path) -> str:
-        """Return what is wrong with the end of the run, or an empty text."""
+        """Return a description of the problem at the end of the run, or an empty text."""
         problem = ""
         try:
             launcher.wait(_DEADLINE_S)

@@ -1,8 +1,7 @@
-"""Mutated messages at everything that listens or decodes: what gets out that must not?
+"""Mutated messages for every listener and decoder: does any cause a forbidden effect?
 
-What may come of one is an error of ours, or the end of the connection that it came by. Anything
-else is told: another exception, in whatever thread; a listener that serves nobody any more; a
-decoder that takes long.
+A message may cause a ``CollectiveError``, or the end of its connection. Every other effect is a
+problem: another exception in any thread, a listener that stops serving, or a slow decoder.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from .findings import EDGES, Findings, framed, mutated, watched
 
 __all__ = ["TARGETS"]
 
-# Longer than anything here takes on the busiest machine.
+# No step here takes longer, even on the busiest machine.
 _FAR_S = 60.0
 
 
@@ -46,22 +45,22 @@ _FAR_S = 60.0
 
 
 def _strangers(address: str | None, dice: random.Random, mutations: int) -> Findings:
-    """Whoever knows no key, with what almost proves that he does."""
-    found = Findings()
-    with watched(found):
+    """Connect to the hub without its key, and send almost correct proofs."""
+    findings = Findings()
+    with watched(findings):
         hub = Hub(2, address, Deadline(_FAR_S * 1000), KEY)
         rank = join(hub.address, 0, 2)
-        while found.made < mutations:
+        while findings.made < mutations:
             with contextlib.suppress(OSError), knock(hub.address) as sock:
                 proof = answer_to(sock.recv(1000)) if dice.random() < 0.1 else bytes(64)
                 other = mutated(proof, dice)
                 sock.sendall(b"GET / HTTP/1.1\r\n" if other == proof else other)
-            found.made += 1
+            findings.made += 1
         for link in (rank, join(hub.address, 1, 2)):
             if link.expect(Deadline(_FAR_S))["kind"] != "complete":
-                found.problems.append("the ranks do not meet any more")
+                findings.problems.append("the ranks do not meet any more")
             link.close()
-    return found
+    return findings
 
 
 _TO_HUB = (
@@ -76,29 +75,29 @@ _TO_HUB = (
 
 
 def _liars(dice: random.Random, mutations: int) -> Findings:
-    """Ranks that say to the hub what no rank says."""
-    found, size = Findings(), 60
-    with watched(found):
-        while found.made < mutations:
+    """Send the hub, from authenticated ranks, messages that no rank sends."""
+    findings, size = Findings(), 60
+    with watched(findings):
+        while findings.made < mutations:
             hub = Hub(size, None, Deadline(_FAR_S), KEY)
             honest, *others = complete(hub.address, size)
             for link in others:
                 with contextlib.suppress(OSError):
                     for _ in range(5):
-                        found.made += 1
+                        findings.made += 1
                         link.write(framed(dice.choice(_TO_HUB), dice))
-            # It is still served: asked, the hub asks in turn.
+            # The hub still serves the honest rank: it answers the stall with a message.
             honest.send({"kind": "stall", "channel": "here", "members": [0], "asks": None})
             message: Message = {}
             while message.get("channel") != "here":
                 message = honest.expect(Deadline(_FAR_S))
-                found.ends[message["kind"]] += 1
+                findings.ends[message["kind"]] += 1
             for link in (honest, *others):
                 link.close()
-    return found
+    return findings
 
 
-# -- what a rank hears and reads ---------------------------------------------------------------
+# -- messages to a rank, and values that it reads ------------------------------------------------
 
 _FROM_HUB = (
     {"kind": "lost", "rank": 1, "why": "x"},
@@ -113,32 +112,32 @@ _FROM_HUB = (
 
 
 def _monitors(dice: random.Random, mutations: int) -> Findings:
-    """A hub that says to a rank what no hub says."""
-    found = Findings()
-    with watched(found), tempfile.TemporaryDirectory() as directory:
+    """Send a rank's monitor messages that no hub sends."""
+    findings = Findings()
+    with watched(findings), tempfile.TemporaryDirectory() as directory:
         store = FileStore(directory)
-        while found.made < mutations:
-            ours, theirs = socket.socketpair()
-            monitor = Monitor(world(0, 2, store), Link(ours), ["here", "here"], Secret(KEY))
+        while findings.made < mutations:
+            near, far = socket.socketpair()
+            monitor = Monitor(world(0, 2, store), Link(near), ["here", "here"], Secret(KEY))
             data = framed(dice.choice(_FROM_HUB), dice)
-            with theirs:
-                theirs.sendall(data)
-                theirs.shutdown(socket.SHUT_WR)
-                # It reads to the end, and then takes the hub for gone.
-                theirs.settimeout(_FAR_S)
+            with far:
+                far.sendall(data)
+                far.shutdown(socket.SHUT_WR)
+                # The monitor reads to the end, and then concludes that the hub is gone.
+                far.settimeout(_FAR_S)
                 with contextlib.suppress(OSError):
-                    while theirs.recv(1 << 16):
+                    while far.recv(1 << 16):
                         pass
-            found.hold(data, lambda: monitor.channel.check("all_reduce"))  # noqa: B023
+            findings.hold(data, lambda: monitor.channel.check("all_reduce"))  # noqa: B023
             monitor.channel.close()
-    return found
+    return findings
 
 
 def _published(dice: random.Random, mutations: int) -> Findings:
-    """A store that holds what rank 0 does not publish."""
-    found = Findings()
+    """Connect by a store with values that rank 0 never publishes."""
+    findings = Findings()
     meeting = {"address": "collective-none", "key": "00" * 32}
-    with watched(found), tempfile.TemporaryDirectory() as directory:
+    with watched(findings), tempfile.TemporaryDirectory() as directory:
         store = FileStore(directory)
         with contextlib.ExitStack() as files:
             large = files.enter_context(open(f"{directory}/large", "wb"))
@@ -148,20 +147,20 @@ def _published(dice: random.Random, mutations: int) -> Findings:
                 if number % 2:
                     data = framed(meeting, dice)[4:]
                     store.set("monitor", data)
-                    found.hold(data, lambda: Monitor.start(world(1, 2, store), Deadline(0.002)))
+                    findings.hold(data, lambda: Monitor.start(world(1, 2, store), Deadline(0.002)))
                 else:
                     paths = (path, b"/dev/null", b"/", large.name.encode(), directory.encode())
                     data = dice.choice(paths)
                     data = data if dice.random() < 0.1 else mutated(data, dice)
                     store.set("shm-test", data)
-                    found.hold(
+                    findings.hold(
                         data,
                         lambda: ShmBackend.connect(world(1, 2, store), Deadline(0.002)).close(),
                     )
-    return found
+    return findings
 
 
-# -- the store that rank 0 serves, and sealed ones -------------------------------------------------
+# -- the store served by rank 0, and sealed stores ------------------------------------------------
 
 _QUESTIONS = (
     {"kind": "set", "key": "other", "value": "00ff", "number": 1},
@@ -172,33 +171,33 @@ _QUESTIONS = (
 
 
 def _tcp_store(dice: random.Random, mutations: int) -> Findings:
-    """Whoever reaches the store that rank 0 serves, with a proof that is wrong, or a question."""
-    found = Findings()
+    """Send rank 0's store a wrong proof, or mutated requests on an authenticated connection."""
+    findings = Findings()
     where = free_address()
-    with watched(found), contextlib.closing(tcp_store(where, serve=True)) as first:
+    with watched(findings), contextlib.closing(tcp_store(where, serve=True)) as first:
         first.set("key", b"value")
-        while found.made < mutations:
+        while findings.made < mutations:
             with contextlib.suppress(OSError):
                 if dice.random() < 0.5:
                     with knock(f"{where.host} {where.port}") as sock:
-                        found.made += 1
+                        findings.made += 1
                         sock.sendall(mutated(bytes(64), dice))
                     continue
                 with contextlib.closing(asks(where)) as link:
                     for _ in range(5):
-                        found.made += 1
-                        question = dice.choice(_QUESTIONS)
-                        # One may well delete the key that is looked for.
-                        link.write(framed({**question, "key": "other"}, dice))
+                        findings.made += 1
+                        request = dice.choice(_QUESTIONS)
+                        # A request could delete the key that is checked below, so use another.
+                        link.write(framed({**request, "key": "other"}, dice))
         first.set("key", b"value")
         if not holds_its_value(where):
-            found.problems.append("the store has lost a value")
-    return found
+            findings.problems.append("the store has lost a value")
+    return findings
 
 
 def _sealed_store(dice: random.Random, mutations: int) -> Findings:
-    """A store whose values somebody has changed who does not know the secret."""
-    found = Findings()
+    """Read from a sealed store a value that was changed without the secret."""
+    findings = Findings()
     with tempfile.TemporaryDirectory() as directory:
         inner = FileStore(directory)
         store = SealedStore(inner, Secret(KEY))
@@ -209,12 +208,12 @@ def _sealed_store(dice: random.Random, mutations: int) -> Findings:
         for _ in range(mutations):
             data = mutated(sealed, dice)
             inner.set(name, data)
-            found.hold(data, lambda: store.try_get("key"))
-            if data != sealed and found.ends["accepted"]:
-                found.problems.append(f"taken for the value: {data!r}")
+            findings.hold(data, lambda: store.try_get("key"))
+            if data != sealed and findings.ends["accepted"]:
+                findings.problems.append(f"accepted a changed value: {data!r}")
                 break
-            found.ends.pop("accepted", None)
-    return found
+            findings.ends.pop("accepted", None)
+    return findings
 
 
 # -- objects --------------------------------------------------------------------------------------
@@ -229,35 +228,35 @@ _OBJECTS: tuple[Any, ...] = (
 
 
 def _objects(dice: random.Random, mutations: int) -> Findings:
-    """Bytes that are almost those of an object."""
-    found = Findings()
+    """Decode mutated bytes of encoded objects."""
+    findings = Findings()
     encoded = [objects.encode(value).tobytes() for value in _OBJECTS]
-    while found.made < mutations:
+    while findings.made < mutations:
         data = mutated(dice.choice(encoded), dice)
-        found.hold(data, lambda: objects.decode(np.frombuffer(data, np.uint8)))  # noqa: B023
-    return found
+        findings.hold(data, lambda: objects.decode(np.frombuffer(data, np.uint8)))  # noqa: B023
+    return findings
 
 
 # -- the rings of shm -----------------------------------------------------------------------------
 
 
 def _rings(dice: random.Random, mutations: int) -> Findings:
-    """A peer that writes to its ring what no sender writes."""
-    found = Findings()
+    """Receive from a peer that writes to its ring what no sender writes."""
+    findings = Findings()
     with RankPool(2, "shm", timeout=_FAR_S * 1000) as pool:
-        while found.made < mutations:
-            count = min(2000, mutations - found.made)
+        while findings.made < mutations:
+            count = min(2000, mutations - findings.made)
             outcome = pool.run(damaged_rings, dice.randrange(1 << 30), count)[0]
-            found.made += count
-            found.ends.update(outcome[0])
-            found.problems += outcome[1]
-    return found
+            findings.made += count
+            findings.ends.update(outcome[0])
+            findings.problems += outcome[1]
+    return findings
 
 
 def damaged_rings(comm: Communicator, seed: int, count: int) -> tuple[dict[str, int], list[str]]:
-    """Receive, on rank 0, what rank 1 puts into a ring; a new communicator each time."""
-    dice = random.Random(seed)  # the ranks draw alike
-    found = Findings()
+    """Receive on rank 0 what rank 1 writes into a ring; each message has a new communicator."""
+    dice = random.Random(seed)  # both ranks draw the same numbers
+    findings = Findings()
     for _ in range(count):
         group = comm.dup()
         header, data = _header(dice), dice.randbytes(dice.choice((0, 8, 1024, 4096)))
@@ -267,23 +266,23 @@ def damaged_rings(comm: Communicator, seed: int, count: int) -> tuple[dict[str, 
             backend: Any = group.transport
             ring = Ring(backend._control, 1, 0)
             words = np.array(header, np.int64).view(np.uint8)
-            # All of it is in the ring at once, and nothing has to wait.
+            # The whole message fits into the ring, so write() never waits.
             assert not [*ring.write(np.concatenate([words, np.frombuffer(data, np.uint8)]))]
             if head is not None:
                 ring._counts[0] = head
         comm.barrier()
         if comm.rank == 0:
-            found.hold(
+            findings.hold(
                 (header, data[:16]),
                 lambda: group.recv(into, 1, tag=3, timeout=0.002),  # noqa: B023
             )
         comm.barrier()
         group.leave()
-    return dict(found.ends), found.problems
+    return dict(findings.ends), findings.problems
 
 
 def _header(dice: random.Random) -> list[int]:
-    """Return length, tag and address."""
+    """Return the length, the tag and the address of a header, some of them unusual."""
 
     def number(*usual: int) -> int:
         edges = (*EDGES[:-1], dice.getrandbits(63), -1, -(1 << 63))
@@ -293,7 +292,7 @@ def _header(dice: random.Random) -> list[int]:
     return [number(8, 1024), number(*tags), number(0, 4096)]
 
 
-#: What is given mutated messages: a name, and what gives as many as asked.
+#: The targets of mutated messages: a name, and the function that sends a number of them.
 TARGETS: dict[str, Callable[[random.Random, int], Findings]] = {
     "hub, strangers over TCP": lambda dice, count: _strangers(LOOPBACK, dice, count),
     "hub, strangers on the host": lambda dice, count: _strangers(None, dice, count),

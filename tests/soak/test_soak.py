@@ -1,4 +1,7 @@
-"""The parts of `make soak`, a little of each, so that they do not rot: see docs/failures.md."""
+"""Short runs of all parts of ``make soak``, so that the parts keep working.
+
+See docs/failures.md.
+"""
 
 from __future__ import annotations
 
@@ -17,29 +20,30 @@ from tests.soak.messages import TARGETS
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="abstract sockets, /proc")
 
-# The others start processes, or make as many as a hundred times more at least.
+# Targets that are quick. The others start processes, or make at least a hundred times as many
+# messages.
 QUICK = sorted(TARGETS.keys() - {"rings"})
 
 
-def test_random_calls() -> None:
-    made, again = run_ranks(2, soak, 7, 300, 60.0)
-    assert made == again
-    assert sum(made.values()) == 300
+def test_random_calls_give_same_counts_on_all_ranks() -> None:
+    first, second = run_ranks(2, soak, 7, 300, 60.0)
+    assert first == second
+    assert sum(first.values()) == 300
 
 
-def test_random_aliases() -> None:
-    made, again = run_ranks(2, aliasing, 7, 200)
-    assert sum(made.values()) == sum(again.values()) == 2 * 200
+def test_random_aliases_are_all_correct() -> None:
+    first, second = run_ranks(2, aliasing, 7, 200)
+    assert sum(first.values()) == sum(second.values()) == 2 * 200
 
 
-def test_random_losses() -> None:
-    found = lives(["shm"], 1, 7, 60.0, spares=1)
-    assert found.problems == []
-    assert (found.kills.total(), found.joined) == (4, 1)
+def test_random_losses_leave_no_problems() -> None:
+    result = lives(["shm"], 1, 7, 60.0, spares=1)
+    assert result.problems == []
+    assert (result.kills.total(), result.joined) == (4, 1)
 
 
 @pytest.mark.parametrize("target", QUICK)
-def test_mutated_messages(target: str) -> None:
-    found = TARGETS[target](random.Random(7), 50)
-    assert found.made >= 50
-    assert found.problems == []
+def test_mutated_messages_cause_no_problems(target: str) -> None:
+    findings = TARGETS[target](random.Random(7), 50)
+    assert findings.made >= 50
+    assert findings.problems == []
