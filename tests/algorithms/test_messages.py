@@ -267,7 +267,7 @@ def test_short_gather_and_reduce_send_one_message_per_rank(operation: str) -> No
 
 
 @pytest.mark.parametrize("ordered", [False, True], ids=["any_order", "ordered"])
-def test_long_all_reduce_sends_two_parts_of_each_byte(ordered: bool) -> None:
+def test_long_all_reduce_sends_minimum_of_bytes(ordered: bool) -> None:
     nbytes = 4 << 20
     totals = [sum(of) for of in sent(4, call("all_reduce", nbytes, ordered))]
     assert totals == [2 * nbytes * 3 // 4] * 4

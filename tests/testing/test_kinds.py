@@ -1,4 +1,4 @@
-"""The axis ``kind=`` of the suite: calls get arrays of a kind, and have to return such arrays."""
+"""The option ``kind=`` of the suite: calls get arrays of a kind, and must return the same kind."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support import broken_transport as broken
 
 Check = Any
 
-# What a kind of array can do wrong, and nothing about the transport: one call of each sort.
+# One check of each sort that depends on the kind of array, and not on the transport.
 PART = (
     "check_all_reduce", "check_async", "check_moves_of_layouts", "check_reductions_of_layouts",
     "check_reduce_scatter_counts", "check_repeated", "check_scatter", "check_send_recv",
@@ -32,33 +32,33 @@ CHAINER = "chainer" if module.has("chainer") else "numpy"
 
 @needs_torch
 @parametrize_with_checks("threads", sizes=(2,), kind=TORCH)
-def test_torch(check: Check) -> None:
+def test_torch_arrays_pass_all_checks(check: Check) -> None:
     check()
 
 
 @needs_torch
 @parametrize_with_checks("shm", sizes=(3,), kind=TORCH, checks=PART)
-def test_torch_over_shared_memory(check: Check) -> None:
+def test_torch_arrays_pass_checks_over_shared_memory(check: Check) -> None:
     check()
 
 
 @needs_chainer
 @parametrize_with_checks("threads", sizes=(2,), kind=CHAINER, checks=PART)
-def test_chainer(check: Check) -> None:
+def test_chainer_arrays_pass_checks(check: Check) -> None:
     check()
 
 
 @parametrize_with_checks("threads", sizes=(2,), kind="dlpack", checks=PART)
-def test_dlpack(check: Check) -> None:
+def test_dlpack_arrays_pass_checks(check: Check) -> None:
     check()
 
 
-# -- the axis itself --------------------------------------------------------------------------
+# -- the option itself ------------------------------------------------------------------------
 
 
 @dataclass
 class Box:
-    """An array that speaks DLPack, and counts."""
+    """Array that supports DLPack; the class counts its instances in ``made``."""
 
     array: np.ndarray[Any, Any]
     made = 0
@@ -83,31 +83,31 @@ def unboxed(x: Any) -> np.ndarray[Any, Any]:
     return x.array if isinstance(x, Box) else np.asarray(x)
 
 
-def test_calls_get_arrays_of_a_kind_of_a_users_own() -> None:
+def test_run_checks_uses_custom_kind() -> None:
     Box.made = 0
     mine = Kind("box", of=boxed, read=unboxed, type=np.ndarray, like="numpy")
-    (found,) = run_checks("threads", (2,), kind=mine, checks=["check_scan"])
-    assert found.outcome == "passed", found.text
+    (result,) = run_checks("threads", (2,), kind=mine, checks=["check_scan"])
+    assert result.outcome == "passed", result.text
     assert Box.made > 100
 
 
-def test_a_result_of_another_kind_is_wrong() -> None:
+def test_run_checks_fails_on_result_of_other_kind() -> None:
     mine = Kind("box", of=boxed, read=unboxed, type=Box, like="numpy")
-    (found,) = run_checks("threads", (2,), kind=mine, checks=["check_scan"])
-    assert found.outcome == "failed"
-    assert "scan: got ndarray for arrays of box" in found.text
+    (result,) = run_checks("threads", (2,), kind=mine, checks=["check_scan"])
+    assert result.outcome == "failed"
+    assert "scan: got ndarray for arrays of box" in result.text
 
 
 @pytest.mark.parametrize("kind", ["torch", "chainer", "dlpack"])
-def test_a_broken_transport_is_caught_with_any_kind(kind: str) -> None:
+def test_run_checks_catches_broken_transport_with_any_kind(kind: str) -> None:
     if kind != "dlpack" and not module.has(kind):
         pytest.skip(f"needs {kind}")
-    (found,) = run_checks(broken.WrongRoot, (3,), kind=kind, checks=["check_broadcast"])
-    assert found.outcome == "failed"
-    assert "root=1" in found.text
+    (result,) = run_checks(broken.WrongRoot, (3,), kind=kind, checks=["check_broadcast"])
+    assert result.outcome == "failed"
+    assert "root=1" in result.text
 
 
-def test_what_is_about_no_array_is_run_without_a_kind_and_not_missed(
+def test_command_with_kind_skips_checks_without_arrays(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     names = ["check_barrier", "check_scan", "check_killed_peer", "check_dlpack"]
@@ -117,7 +117,7 @@ def test_what_is_about_no_array_is_run_without_a_kind_and_not_missed(
     assert lines[-1].startswith("conforms: 2 passed, 2 skipped")
 
 
-def test_the_command_lists_the_checks_of_a_kind(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_lists_checks_of_kind(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["threads", "--sizes", "2", "--kind", "dlpack", "--list"]) == 0
     lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
     assert set(lines) == set(all_checks())
@@ -125,7 +125,7 @@ def test_the_command_lists_the_checks_of_a_kind(capsys: pytest.CaptureFixture[st
     assert "  0  skipped: does not depend on the kind of array" in lines["check_fork"]
 
 
-def test_kinds_that_are_none_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_checks_with_unknown_or_missing_kind_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         InvalidArgumentError, match="kind: unknown name 'jax'; pass one of numpy, torch"
     ):

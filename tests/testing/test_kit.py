@@ -1,4 +1,4 @@
-"""run_ranks, pools, faults, and the suite as tests and as a command."""
+"""``run_ranks``, pools, faults, and the suite as tests and as a command."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ BOTH = pytest.mark.parametrize("backend", ["threads", "shm"])
 
 
 class Unpicklable(Exception):
-    """An exception that is pickled without complaint and cannot be read back."""
+    """Exception that can be pickled but not unpickled."""
 
     def __init__(self, what: str, why: str) -> None:
         super().__init__(what)
 
 
 class Unreadable:
-    """An argument that is pickled without complaint and cannot be read back."""
+    """Argument that can be pickled but not unpickled."""
 
     def __reduce__(self) -> Any:
         return int, ("no number",)
@@ -53,8 +53,8 @@ def total(comm: Communicator, scale: int = 1) -> int:
 
 
 def through_the_module(comm: Communicator) -> tuple[int, int, int]:
-    found = collective.all_reduce(np.array([1]))
-    return collective.rank(), collective.size(), int(found[0])
+    total_ = collective.all_reduce(np.array([1]))
+    return collective.rank(), collective.size(), int(total_[0])
 
 
 def process(comm: Communicator) -> int:
@@ -94,12 +94,12 @@ def returning_oddly(comm: Communicator) -> Any:
 
 
 @BOTH
-def test_results_come_in_rank_order(backend: str) -> None:
+def test_run_ranks_returns_results_in_rank_order(backend: str) -> None:
     assert run_ranks(3, total, 2, backend=backend) == [6, 6, 6]
     assert run_ranks(3, total, backend=backend, scale=3) == [9, 9, 9]
 
 
-def test_ranks_that_are_threads_take_any_function() -> None:
+def test_run_ranks_on_threads_accepts_any_function() -> None:
     seen = {}
 
     def note(comm: Communicator) -> None:
@@ -110,12 +110,12 @@ def test_ranks_that_are_threads_take_any_function() -> None:
 
 
 @BOTH
-def test_module_level_calls_use_the_ranks_communicator(backend: str) -> None:
+def test_package_calls_use_communicator_of_rank(backend: str) -> None:
     assert run_ranks(3, through_the_module, backend=backend) == [(r, 3, 3) for r in range(3)]
 
 
 @BOTH
-def test_the_cause_comes_first_with_its_traceback(backend: str) -> None:
+def test_ranks_failed_error_begins_with_cause_and_traceback(backend: str) -> None:
     with pytest.raises(RanksFailedError) as caught:
         run_ranks(3, raising, 1, backend=backend)
     failure = caught.value
@@ -129,7 +129,7 @@ def test_the_cause_comes_first_with_its_traceback(backend: str) -> None:
 
 
 @BOTH
-def test_a_rank_that_hangs_is_reported_with_its_stack(backend: str) -> None:
+def test_run_ranks_reports_stack_of_hanging_rank(backend: str) -> None:
     with pytest.raises(RanksFailedError) as caught:
         run_ranks(2, hanging, 8.0, backend=backend, timeout=1.0)
     hung = caught.value.errors[1]
@@ -138,7 +138,7 @@ def test_a_rank_that_hangs_is_reported_with_its_stack(backend: str) -> None:
     assert "in hanging" in hung.stack
 
 
-def test_ranks_that_cannot_load_a_job_take_the_next() -> None:
+def test_pool_continues_after_unreadable_job() -> None:
     with RankPool(2, "shm") as pool:
         before = pool.run(process)
         with pytest.raises(RanksFailedError) as caught:
@@ -151,26 +151,26 @@ def setting(comm: Communicator) -> str | None:
     return os.environ.get("A_SETTING_OF_THIS_TEST")
 
 
-def test_ranks_have_the_variables_of_when_they_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    # The server that processes are forked from is older than this variable, or gets older.
+def test_run_ranks_passes_current_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The server that forks the processes started before this variable was set.
     for value in ("one", "two"):
         monkeypatch.setenv("A_SETTING_OF_THIS_TEST", value)
         assert run_ranks(2, setting, backend="shm") == [value, value]
 
 
 @pytest.mark.parametrize("name", ["short", "long" * 25])
-def test_ranks_are_forked_wherever_temporary_files_are(tmp_path: Path, name: str) -> None:
+def test_run_ranks_forks_with_any_temporary_directory(tmp_path: Path, name: str) -> None:
     directory = tmp_path / name
     directory.mkdir()
     program = (
         "from operator import attrgetter\nfrom collective.testing import preload, run_ranks\n"
         "preload(['json'])\nprint(run_ranks(2, attrgetter('size'), backend='shm'))"
     )
-    found = run_python("-c", program, TMPDIR=str(directory))
-    assert found.stdout == "[2, 2]\n", found.stderr
+    done = run_python("-c", program, TMPDIR=str(directory))
+    assert done.stdout == "[2, 2]\n", done.stderr
 
 
-def test_a_process_that_dies_is_reported_and_replaced() -> None:
+def test_pool_reports_and_replaces_dead_process() -> None:
     with RankPool(3, "shm") as pool:
         before = pool.run(process)
         with pytest.raises(RanksFailedError) as caught:
@@ -183,7 +183,7 @@ def test_a_process_that_dies_is_reported_and_replaced() -> None:
         assert pool.run(total) == [3, 3, 3]
 
 
-def test_processes_and_directories_end_with_the_pool() -> None:
+def test_pool_close_ends_processes_and_removes_directory() -> None:
     with RankPool(2, "shm") as pool:
         pids = pool.run(process)
         directory = pool._directory
@@ -196,7 +196,7 @@ def test_processes_and_directories_end_with_the_pool() -> None:
 
 
 @BOTH
-def test_a_shared_communicator_lasts_until_a_job_fails(backend: str) -> None:
+def test_pool_shared_communicator_lasts_until_job_fails(backend: str) -> None:
     with RankPool(2, backend) as pool:
         first = [pool.run(job_of, shared=True) for _ in range(3)]
         assert first[0] == first[1] == first[2]
@@ -207,7 +207,7 @@ def test_a_shared_communicator_lasts_until_a_job_fails(backend: str) -> None:
 
 
 def job_of(comm: Communicator) -> int:
-    """Return a number that two communicators of a process do not have in common."""
+    """Return a number that identifies the communicator within its process."""
     _kept.append(comm)
     return [c is comm for c in _kept].index(True)
 
@@ -221,7 +221,7 @@ def _forget() -> Iterator[None]:
     _kept.clear()
 
 
-def test_what_cannot_be_pickled_is_told() -> None:
+def test_pool_reports_unpicklable_function_error_and_result() -> None:
     with RankPool(2, "shm") as pool:
         with pytest.raises(TypeError, match="top of a module"):
             pool.run(lambda comm: 1)
@@ -235,7 +235,7 @@ def test_what_cannot_be_pickled_is_told() -> None:
         assert pool.run(total) == [1, 1]
 
 
-def test_sizes_and_backends_are_checked() -> None:
+def test_run_ranks_checks_size_and_backend() -> None:
     with pytest.raises(collective.InvalidArgumentError, match="size 0"):
         run_ranks(0, total)
     with pytest.raises(collective.BackendNotFoundError, match="shm"):
@@ -243,22 +243,22 @@ def test_sizes_and_backends_are_checked() -> None:
 
 
 @BOTH
-def test_kill(backend: str) -> None:
+def test_fault_kill_ends_rank_at_call(backend: str) -> None:
     with pytest.raises(RanksFailedError) as caught:
         run_ranks(3, barriers, backend=backend, faults=[faults.kill(1, at_call=3)])
     assert isinstance(caught.value.cause, RankDiedError)
     assert {type(caught.value.errors[rank]) for rank in (0, 2)} == {PeerLostError}
-    # Too early to come to the call: nothing happens.
+    # The ranks make fewer calls than ``at_call``, so the fault never occurs.
     plan = [faults.kill(1, at_call=5)]
     assert run_ranks(3, barriers, backend=backend, faults=plan) == ["done"] * 3
 
 
 @BOTH
-def test_delay(backend: str) -> None:
+def test_fault_delay_delays_calls(backend: str) -> None:
     start = time.monotonic()
     run_ranks(2, barriers, backend=backend, faults=[faults.delay(0, 0.1)])
-    every = time.monotonic() - start
-    assert every > 0.4
+    elapsed = time.monotonic() - start
+    assert elapsed > 0.4
     with pytest.raises(RanksFailedError) as caught:
         run_ranks(
             2, barriers, backend=backend, call_timeout=0.2,
@@ -268,7 +268,7 @@ def test_delay(backend: str) -> None:
 
 
 @BOTH
-def test_fail(backend: str) -> None:
+def test_fault_fail_raises_error_at_call(backend: str) -> None:
     plan = [faults.fail(1, OSError("unplugged"), at_call=2)]
     with pytest.raises(RanksFailedError) as caught:
         run_ranks(2, barriers, backend=backend, faults=plan)
@@ -276,13 +276,13 @@ def test_fail(backend: str) -> None:
     assert "unplugged" in str(caught.value.errors[0])
 
 
-def test_a_faulty_backend_is_made_of_a_connected_one() -> None:
+def test_faulty_backend_connect_raises_type_error() -> None:
     world: Any = None
     with pytest.raises(TypeError, match="connected"):
         FaultyBackend.connect(world, 1.0)
 
 
-def test_checks_have_names_documents_and_cases() -> None:
+def test_checks_have_names_docstrings_and_cases() -> None:
     for name, check in all_checks().items():
         assert name == check.name
         assert name.startswith("check_")
@@ -291,14 +291,14 @@ def test_checks_have_names_documents_and_cases() -> None:
         assert check.cases(3), name
 
 
-def test_an_unknown_check_is_an_error() -> None:
+def test_unknown_check_raises_value_error() -> None:
     with pytest.raises(ValueError, match="check_reduce"):
         run_checks("threads", (2,), checks=["check_red"])
     with pytest.raises(ValueError, match="check_gone"):
         parametrize_with_checks("threads", expected_failures={"check_gone[root=1]": "it is gone"})
 
 
-def test_ids_tell_the_transport_the_size_and_the_case() -> None:
+def test_parametrize_ids_name_transport_size_and_case() -> None:
     mark = parametrize_with_checks("shm", sizes=(1, 3), checks=["check_broadcast", "check_tags"])
     assert mark.kwargs["ids"] == [
         "shm-1-check_broadcast[root=0]",
@@ -309,18 +309,18 @@ def test_ids_tell_the_transport_the_size_and_the_case() -> None:
     ]
 
 
-def test_checks_are_in_one_order_whatever_was_imported_first() -> None:
+def test_checks_keep_order_for_any_import_order() -> None:
     program = (
         "import collective.testing.checks_fork, collective.testing.checks_p2p\n"
         "from collective.testing import all_checks\n"
         "print(*all_checks())"
     )
-    found = run_python("-c", program)
-    assert found.stdout.split() == list(all_checks()), found.stderr
-    assert found.stdout.split()[-1] == "check_fork"
+    done = run_python("-c", program)
+    assert done.stdout.split() == list(all_checks()), done.stderr
+    assert done.stdout.split()[-1] == "check_fork"
 
 
-def test_as_a_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_prints_table_and_json(capsys: pytest.CaptureFixture[str]) -> None:
     names = ["check_barrier", "check_scan"]
     assert main(["threads", "--sizes", "1,2", "--checks", *names]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -329,8 +329,8 @@ def test_as_a_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[2].split() == ["check_barrier", "-", "pass"]
     assert lines[-1].startswith("conforms: 3 passed, 1 skipped")
     assert main(["threads", "--sizes", "2", "--checks", *names, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert [(r["check"], r["size"], r["outcome"]) for r in found] == [
+    results = json.loads(capsys.readouterr().out)
+    assert [(r["check"], r["size"], r["outcome"]) for r in results] == [
         ("check_scan", 2, "passed"),
         ("check_barrier", 2, "passed"),
     ]
@@ -345,7 +345,7 @@ LOOPBACK = "tests.support.loopback:Loopback"
      ["--sizes", "1", "2", "threads", "--checks", "check_barrier", "check_scan"],
      ["threads", "--checks", "check_barrier,", "check_scan", "--sizes", "1,", "2"]],
 )  # fmt: skip
-def test_the_command_takes_spaces_and_commas(
+def test_command_accepts_spaces_and_commas(
     words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(words) == 0
@@ -354,7 +354,7 @@ def test_the_command_takes_spaces_and_commas(
     assert [line[0] for line in lines] == ["check_scan", "check_barrier"]
 
 
-def test_what_was_not_tested_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_lists_untested_properties(capsys: pytest.CaptureFixture[str]) -> None:
     names = ["check_barrier", "check_timeout_tells_last_call"]
     assert main([LOOPBACK, "--sizes", "1,2", "--checks", *names]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -363,7 +363,9 @@ def test_what_was_not_tested_is_said(capsys: pytest.CaptureFixture[str]) -> None
     assert lines[-1].startswith("conforms in what was tested: 1 passed, 3 skipped; 1 ")
 
 
-def test_what_the_communicator_refuses_is_not_missed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_does_not_list_refused_calls_as_untested(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     names = ["check_barrier", "check_bad_argument"]
     assert main(["shm", "--sizes", "2", "--checks", *names]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -371,7 +373,7 @@ def test_what_the_communicator_refuses_is_not_missed(capsys: pytest.CaptureFixtu
     assert lines[-1].startswith("conforms: 1 passed, 1 skipped")
 
 
-def test_the_command_lists_the_checks(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_lists_checks(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([LOOPBACK, "--sizes", "2,3", "--list"]) == 0
     lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
     assert set(lines) == set(all_checks())
@@ -388,16 +390,16 @@ def test_the_command_lists_the_checks(capsys: pytest.CaptureFixture[str]) -> Non
         (["threads", "--checks", "check_everything"], "no check is called"),
     ],
 )
-def test_the_command_refuses(
+def test_command_with_bad_arguments_exits_with_2(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as left:
+    with pytest.raises(SystemExit) as caught:
         main(arguments)
-    assert left.value.code == 2
+    assert caught.value.code == 2
     assert message in capsys.readouterr().err
 
 
-def test_pytest_is_imported_by_parametrize_alone() -> None:
+def test_import_loads_neither_pytest_nor_torch() -> None:
     program = (
         "import sys, collective.testing as t; t.all_checks(); "
         "sys.exit('pytest' in sys.modules or 'torch' in sys.modules)"

@@ -1,4 +1,4 @@
-"""Pools of ranks that ``mpiexec`` starts."""
+"""Pools of ranks started by ``mpiexec``."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _hangs(comm: Communicator) -> None:
 
 
 @by_vendor
-def test_ranks_stay_until_one_is_gone(vendor: str) -> None:
+def test_pool_keeps_mpi_ranks_until_one_is_gone(vendor: str) -> None:
     with RankPool(2, "mpi", timeout=20.0, mpiexec=launch_of(vendor)) as pool:
         first = pool.run(_total)
         assert [total for total, _ in first] == [1, 1]
@@ -64,7 +64,7 @@ def _runs(pid: int) -> bool:
     return state != "Z"
 
 
-def test_no_mpiexec(tmp_path: Path) -> None:
+def test_pool_without_mpiexec_recommends_installation(tmp_path: Path) -> None:
     missing = str(tmp_path / "mpiexec")
     with (
         RankPool(2, "mpi", mpiexec=Mpiexec(program=missing)) as pool,
@@ -74,7 +74,7 @@ def test_no_mpiexec(tmp_path: Path) -> None:
 
 
 @by_vendor
-def test_a_python_that_cannot_start(vendor: str, tmp_path: Path) -> None:
+def test_pool_with_broken_python_raises_unavailable_error(vendor: str, tmp_path: Path) -> None:
     broken = tmp_path / "python"
     broken.write_text("#!/bin/sh\necho no such Python >&2\nexit 3\n")
     broken.chmod(0o755)

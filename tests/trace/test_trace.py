@@ -1,4 +1,4 @@
-"""Traces: the files, what is in them, and what happens where they cannot be written."""
+"""Traces: the files, their content, and errors when a file cannot be written."""
 
 import json
 import os
@@ -31,7 +31,7 @@ from collective.trace.clocks import offsets
 from collective.training.gradients import Gradients, Parameter
 from tests.support.interpreter import run_python
 
-# Keys of an event by its phase: "Trace Event Format", sections on each kind of events.
+# Required keys of an event, by its phase, from the document "Trace Event Format".
 REQUIRED = {
     "B": {"name", "cat", "ts", "pid", "tid"},
     "E": {"ts", "pid", "tid"},
@@ -51,10 +51,10 @@ def traced_ranks(
     program: Callable[[Communicator], Any],
     traces: Callable[[int], bool] = lambda rank: True,
 ) -> list[Any]:
-    """Run ``program`` on every rank; return what came of each, an exception if it raised.
+    """Run ``program`` on every rank; return the result or the exception of each rank.
 
     Args:
-        traces: which ranks trace.
+        traces: function that returns whether a rank traces.
     """
     results: list[Any] = [None] * size
     job, store = f"traced-{secrets.token_hex(4)}", MemoryStore()
@@ -73,7 +73,7 @@ def traced_ranks(
         thread.start()
     for thread in threads:
         thread.join(60)
-    for tracer in [one for one in tracers._open if one.directory == str(directory)]:
+    for tracer in [tracer_ for tracer_ in tracers._open if tracer_.directory == str(directory)]:
         tracer.close()
     return results
 
@@ -108,7 +108,7 @@ def contents(directory):
     return [json.loads(path.read_text()) for path in sorted(directory.glob("rank-*.json"))]
 
 
-def test_the_files_keep_to_the_format(traced):
+def test_trace_files_follow_format(traced):
     for rank, content in enumerate(contents(traced)):
         assert content["otherData"]["rank"] == rank
         assert content["otherData"]["size"] == 3
@@ -126,13 +126,13 @@ def test_the_files_keep_to_the_format(traced):
             elif event["ph"] == "E":
                 open_[event["tid"]] -= 1
                 assert open_[event["tid"]] >= 0
-            elif event["ph"] in "stf":  # an arrow is tied to the slice that is open
+            elif event["ph"] in "stf":  # an arrow belongs to the open slice
                 assert open_[event["tid"]] > 0
         assert set(open_.values()) == {0}
         assert {e["tid"] for e in events if e.get("name") == "thread_name"} >= set(last)
 
 
-def test_arrows_go_from_the_call_over_the_background_to_the_wait(traced):
+def test_trace_arrows_link_call_background_and_wait(traced):
     for content in contents(traced):
         events = content["traceEvents"]
         arrows = {}
@@ -149,15 +149,17 @@ def test_arrows_go_from_the_call_over_the_background_to_the_wait(traced):
             assert by_phase["s"][1] < trace.FIRST_LANE <= by_phase["t"][1]
 
 
-def test_ranks_share_no_numbers(traced):
-    """Perfetto takes ids and processes together, and track 0 for the process's own."""
-    numbers = [{e["id"] for e in one["traceEvents"] if e["ph"] == "s"} for one in contents(traced)]
+def test_trace_ids_differ_between_ranks(traced):
+    """Check for distinct ids: Perfetto mixes processes' ids, and reserves track 0."""
+    numbers = [
+        {e["id"] for e in content["traceEvents"] if e["ph"] == "s"} for content in contents(traced)
+    ]
     assert not numbers[0] & numbers[1]
-    tracks = {e["tid"] for one in contents(traced) for e in one["traceEvents"]}
+    tracks = {e["tid"] for content in contents(traced) for e in content["traceEvents"]}
     assert min(tracks) > 16384
 
 
-def test_calls_tell_what_they_are(traced):
+def test_trace_events_describe_calls(traced):
     ranks = read(traced)
     first = next(
         s for s in ranks[0].slices if s.name == "all_reduce" and s.category != "background"
@@ -176,25 +178,25 @@ def test_calls_tell_what_they_are(traced):
     assert (sent.args["dst"], received.args["src"]) == (1, 0)
 
 
-def test_one_call_has_one_key_on_all_its_ranks(traced):
+def test_trace_call_has_same_key_on_all_its_ranks(traced):
     keys = [[call.key for call in rank.calls()] for rank in read(traced)]
     world = [[key for key in of_rank if "/" not in key[0]] for of_rank in keys]
     assert world[0] == world[1] == world[2]
     assert len(set(world[0])) == len(world[0])
     groups = [[key for key in of_rank if "/" in key[0]] for of_rank in keys]
     assert groups[0] == groups[2] != groups[1]
-    # Each call is there once, though all_gather had to learn the sizes first.
+    # The trace has each call once, although all_gather first exchanged the sizes.
     assert [name for _, _, name in world[0]].count("broadcast") == 1
 
 
-def test_all_ranks_in_one_file(traced, tmp_path, capsys):
+def test_trace_command_merges_all_ranks(traced, tmp_path, capsys):
     assert main(["trace", str(traced), "-o", str(tmp_path / "all.json")]) == 0
     assert "events of 3 rank(s)" in capsys.readouterr().out
-    together = json.loads((tmp_path / "all.json").read_text())["traceEvents"]
-    assert together == [e for one in contents(traced) for e in one["traceEvents"]]
+    merged = json.loads((tmp_path / "all.json").read_text())["traceEvents"]
+    assert merged == [e for content in contents(traced) for e in content["traceEvents"]]
 
 
-def test_files_of_another_run_are_left_out(tmp_path):
+def test_read_ignores_files_of_other_run(tmp_path):
     traced_ranks(tmp_path, 3, lambda comm: comm.barrier())
     for path in tmp_path.glob("rank-*.json"):
         os.utime(path, (1, 1))
@@ -207,17 +209,19 @@ def test_files_of_another_run_are_left_out(tmp_path):
 
 @settings(max_examples=25, deadline=None)
 @given(share=st.floats(0.05, 1.0))
-def test_what_is_cut_off_anywhere_can_be_read(traced, tmp_path_factory, share):
+def test_read_accepts_truncated_file(traced, tmp_path_factory, share):
     text = (traced / "rank-00000.json").read_bytes()
     directory = tmp_path_factory.mktemp("cut")
     (directory / "rank-00000.json").write_bytes(text[: round(len(text) * share)])
-    (found,) = read(directory)
-    whole = read(traced)[0]
-    assert [s.name for s in found.slices] == [s.name for s in whole.slices][: len(found.slices)]
-    assert all(s.end >= s.start for s in found.slices)
+    (truncated,) = read(directory)
+    complete = read(traced)[0]
+    assert [s.name for s in truncated.slices] == [s.name for s in complete.slices][
+        : len(truncated.slices)
+    ]
+    assert all(s.end >= s.start for s in truncated.slices)
 
 
-def test_gradients_show_their_buckets_and_steps(tmp_path):
+def test_trace_shows_buckets_and_steps_of_gradients(tmp_path):
     def train(comm):
         parameters = [Parameter(f"p{n}", (100,), "float32") for n in range(4)]
         gradients = Gradients(comm, parameters, bucket_bytes=800, first_bytes=400)
@@ -238,10 +242,10 @@ def test_gradients_show_their_buckets_and_steps(tmp_path):
         assert halves == ["b", "e"] * 3
 
 
-# -- what goes wrong ----------------------------------------------------------------------------
+# -- errors -------------------------------------------------------------------------------------
 
 
-def test_a_directory_that_one_rank_cannot_write_is_an_error_on_all(tmp_path):
+def test_unwritable_trace_file_raises_config_error_on_all(tmp_path):
     (tmp_path / "rank-00001.json").mkdir()
     for error in traced_ranks(tmp_path, 3, lambda comm: comm.barrier()):
         assert isinstance(error, ConfigError)
@@ -250,7 +254,7 @@ def test_a_directory_that_one_rank_cannot_write_is_an_error_on_all(tmp_path):
         )
 
 
-def test_a_file_that_is_being_written_is_refused(tmp_path):
+def test_trace_file_in_use_raises_config_error(tmp_path):
     other = trace.Tracer(str(tmp_path), 0, 1)
     try:
         (error, _) = traced_ranks(tmp_path, 2, lambda comm: comm.barrier())
@@ -264,13 +268,13 @@ def test_a_file_that_is_being_written_is_refused(tmp_path):
     ("put", "says"),
     [
         (lambda path: path.write_text('{"chapter": 1}'), r"is no trace.*rank-00000\.json"),
-        # What would pass for a trace that was just begun.
+        # The target of the link looks like a trace that has just begun.
         (lambda path: path.symlink_to(path.with_name("empty")), "a link is there"),
         (os.mkfifo, "is no trace"),
     ],
-    ids=["another file", "a link", "a pipe"],
+    ids=["other file", "link", "pipe"],
 )
-def test_what_is_no_trace_is_left_as_it_is(tmp_path, put, says):
+def test_tracer_does_not_overwrite_other_files(tmp_path, put, says):
     (tmp_path / "empty").touch()
     path = tmp_path / "rank-00000.json"
     put(path)
@@ -287,7 +291,7 @@ def test_what_is_no_trace_is_left_as_it_is(tmp_path, put, says):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to other users")
-def test_a_trace_of_somebody_elses_is_left_as_it_is(tmp_path):
+def test_tracer_does_not_overwrite_trace_of_other_user(tmp_path):
     trace.Tracer(str(tmp_path), 0, 1).close()
     os.chown(tmp_path / "rank-00000.json", 54321, 54321)
     with pytest.raises(PermissionError, match="belongs to uid 54321"):
@@ -295,7 +299,7 @@ def test_a_trace_of_somebody_elses_is_left_as_it_is(tmp_path):
 
 
 @pytest.mark.parametrize("size", [0, 5, 1000], ids=["empty", "begun", "whole"])
-def test_a_trace_of_an_earlier_run_is_overwritten(tmp_path, size):
+def test_tracer_overwrites_trace_of_earlier_run(tmp_path, size):
     traced_ranks(tmp_path, 1, calls_alone)
     path = tmp_path / "rank-00000.json"
     os.truncate(path, size)
@@ -307,12 +311,12 @@ def calls_alone(comm):
     comm.all_reduce(np.ones(3))
 
 
-def test_a_trace_is_its_users_alone(tmp_path):
+def test_trace_file_is_readable_by_owner_only(tmp_path):
     trace.Tracer(str(tmp_path), 0, 1).close()
     assert (tmp_path / "rank-00000.json").stat().st_mode & 0o777 == 0o600
 
 
-def test_the_joined_trace_does_not_follow_a_link_that_nobody_named(tmp_path, capsys):
+def test_merge_does_not_follow_link_at_default_output(tmp_path, capsys):
     traced_ranks(tmp_path, 1, calls_alone)
     (tmp_path / "thesis").write_text("chapter 1")
     (tmp_path / "all.json").symlink_to("thesis")
@@ -321,22 +325,22 @@ def test_the_joined_trace_does_not_follow_a_link_that_nobody_named(tmp_path, cap
     assert (tmp_path / "thesis").read_text() == "chapter 1"
 
 
-def test_the_joined_trace_replaces_a_longer_one(tmp_path):
+def test_merge_replaces_longer_file(tmp_path):
     traced_ranks(tmp_path, 1, calls_alone)
     path, ranks, _ = merge(tmp_path)
-    whole = path.read_text()
-    path.write_text(whole + " " * 100_000)
+    expected = path.read_text()
+    path.write_text(expected + " " * 100_000)
     assert merge(tmp_path)[1] == ranks
-    assert path.read_text() == whole
+    assert path.read_text() == expected
 
 
-def test_what_is_no_file_is_no_ranks_trace(tmp_path):
+def test_read_ignores_non_files(tmp_path):
     traced_ranks(tmp_path, 1, calls_alone)
     os.mkfifo(tmp_path / "rank-00001.json")
-    assert [one.rank for one in read(tmp_path)] == [0]
+    assert [rank_trace.rank for rank_trace in read(tmp_path)] == [0]
 
 
-def test_tracing_on_some_ranks_only_is_an_error(tmp_path):
+def test_tracing_on_some_ranks_only_raises_error(tmp_path):
     results = traced_ranks(tmp_path, 2, lambda comm: comm.barrier(), lambda rank: rank == 0)
     assert isinstance(results[0], ConfigError)
     assert "COLLECTIVE_TRACE for all ranks or for none" in str(results[0])
@@ -344,15 +348,15 @@ def test_tracing_on_some_ranks_only_is_an_error(tmp_path):
 
 
 def program(tmp_path, body, **environ):
-    """Run a program of one or more ranks and return it."""
+    """Run a program of one or more ranks; return the finished process."""
     (tmp_path / "program.py").write_text(body)
-    kept = {k: v for k, v in os.environ.items() if not k.startswith("COLLECTIVE_")}
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("COLLECTIVE_")}
     return run_python(
-        *environ.pop("run", "").split(), "program.py", cwd=tmp_path, env=kept, **environ
+        *environ.pop("run", "").split(), "program.py", cwd=tmp_path, env=environment, **environ
     )
 
 
-def test_a_disc_that_is_full_ends_the_trace_and_not_the_program(tmp_path):
+def test_full_disc_ends_trace_but_not_program(tmp_path):
     body = """
 import resource
 import collective
@@ -374,7 +378,7 @@ print("done")
     assert next(e for e in content["traceEvents"] if e["ph"] == "B")["name"] == "span 0"
 
 
-def test_a_rank_that_is_killed_leaves_a_trace(tmp_path):
+def test_killed_rank_leaves_readable_trace(tmp_path):
     body = """
 import os, signal, time
 import numpy as np
@@ -395,16 +399,16 @@ with collective.init() as comm:
         tmp_path, body, run="-m collective run -n 2 --backend shm", COLLECTIVE_TRACE="here"
     )
     assert done.returncode != 0
-    left, killed = read(tmp_path / "here")
+    survivor, killed = read(tmp_path / "here")
     for path in (tmp_path / "here").iterdir():
         json.loads(path.read_text())
     assert [c.args["bytes"] for c in killed.calls()] == [24]
     assert [(s.name, s.over) for s in killed.slices if s.category == "span"] == [("dying", False)]
-    assert [c.args["bytes"] for c in left.calls()] == [24, 40]
-    assert left.calls()[1].args["error"] == "PeerLostError"
+    assert [c.args["bytes"] for c in survivor.calls()] == [24, 40]
+    assert survivor.calls()[1].args["error"] == "PeerLostError"
 
 
-def test_nothing_of_it_runs_where_nothing_is_traced(tmp_path):
+def test_untraced_program_imports_no_tracing_code(tmp_path):
     body = """
 import sys
 import numpy as np
@@ -426,7 +430,7 @@ with collective.init() as comm:
     assert [path.name for path in tmp_path.iterdir()] == ["program.py"]
 
 
-def test_a_forked_child_writes_nothing(tmp_path):
+def test_forked_child_writes_no_events(tmp_path):
     body = """
 import os
 import collective
@@ -444,16 +448,18 @@ trace.current().flush()
     done = program(tmp_path, f"import warnings\nwarnings.simplefilter('ignore')\n{body}",
                    COLLECTIVE_TRACE="here")  # fmt: skip
     assert done.returncode == 0, done.stderr
-    (found,) = read(tmp_path / "here")
-    assert [(s.name, s.over) for s in found.slices if s.category == "span"] == [("parent", True)]
+    (rank_trace,) = read(tmp_path / "here")
+    assert [(s.name, s.over) for s in rank_trace.slices if s.category == "span"] == [
+        ("parent", True)
+    ]
 
 
-def test_the_setting(tmp_path, monkeypatch):
+def test_trace_setting_is_resolved_against_its_source(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert load({}).trace == ""
     assert load({"trace": "here"}).trace == str(tmp_path / "here")
     (tmp_path / "collective.toml").write_text('trace = "traces"')
-    (tmp_path / "collective.toml").chmod(0o600)  # or it could not name a file to write
+    (tmp_path / "collective.toml").chmod(0o600)  # else the settings may not name a file to write
     (tmp_path / "below").mkdir()
     monkeypatch.chdir(tmp_path / "below")
     assert load({}).trace == str(tmp_path / "traces")
@@ -472,20 +478,20 @@ def _offsets(comm):
     return offsets(comm, clocks, lambda: time.monotonic() + mine)
 
 
-def test_clocks_of_other_hosts_are_measured():
-    found = run_ranks(5, _offsets)
-    assert all(one == found[0] for one in found)
-    for clock, (offset, error) in zip(["a", "b", "a", "c", "b"], found[0]):
-        # What the algorithm promises: the answer was given between question and arrival.
+def test_offsets_of_other_clocks_are_within_error():
+    results = run_ranks(5, _offsets)
+    assert all(result == results[0] for result in results)
+    for clock, (offset, error) in zip(["a", "b", "a", "c", "b"], results[0]):
+        # The bound of the algorithm: the peer answered between the request and the reply's arrival.
         assert abs(offset + AHEAD[clock]) <= error + 1e-9
         assert error < 1.0
-    assert found[0][1] == found[0][4]
-    assert found[0][0] == (0.0, 0.0)
+    assert results[0][1] == results[0][4]
+    assert results[0][0] == (0.0, 0.0)
 
 
 def _alike(comm):
     return offsets(comm, ["a"] * comm.size, lambda: 1 / 0)
 
 
-def test_one_host_needs_no_messages():
+def test_offsets_on_one_host_need_no_messages():
     assert run_ranks(2, _alike) == [[(0.0, 0.0)] * 2] * 2

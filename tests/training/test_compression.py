@@ -1,4 +1,4 @@
-"""Compressed averages of gradients: what arrives, what is kept, what is sent."""
+"""Compressed averages of gradients: results, and residuals that are sent later."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def engine(comm: Any, like: str, reduce: Any, dtype: str = "float32") -> Gradien
 
 
 def passed(gradients: Gradients, given: list[Any]) -> list[Any]:
-    """Return what a pass makes of some gradients, as NumPy arrays."""
-    for number, (view, each) in enumerate(zip(gradients.views, given)):
-        view[...] = torch.from_numpy(each) if isinstance(view, torch.Tensor) else each
+    """Run a pass over some gradients; return the reduced gradients as NumPy arrays."""
+    for number, (view, values) in enumerate(zip(gradients.views, given)):
+        view[...] = torch.from_numpy(values) if isinstance(view, torch.Tensor) else values
         gradients.ready(number)
     gradients.finish()
     return [np.array(np.asarray(view)) for view in gradients.views]
@@ -43,7 +43,7 @@ def drawn(comm: Any, step: int, rank: int | None = None) -> list[Any]:
 
 def averages(comm: Any, step: int) -> list[Any]:
     every = [drawn(comm, step, rank) for rank in range(comm.size)]
-    return [np.mean(each, axis=0) for each in zip(*every)]
+    return [np.mean(gradients, axis=0) for gradients in zip(*every)]
 
 
 # -- fewer bits -----------------------------------------------------------------------------------
@@ -54,19 +54,21 @@ def averages(comm: Any, step: int) -> list[Any]:
     [("numpy", "float16", 1e-3), ("torch", "float16", 1e-3), ("torch", "bfloat16", 1e-2)],
 )
 @on_ranks("pool")
-def test_cast(comm: Any, like: str, dtype: str, tolerance: float) -> None:
+def test_cast_average_is_close_to_exact_average(
+    comm: Any, like: str, dtype: str, tolerance: float
+) -> None:
     gradients = engine(comm, like, Cast(comm, dtype))
     for step in range(2):
-        got = passed(gradients, drawn(comm, step))
-        for a, b in zip(got, averages(comm, step), strict=True):
+        reduced = passed(gradients, drawn(comm, step))
+        for a, b in zip(reduced, averages(comm, step), strict=True):
             np.testing.assert_allclose(a, b, atol=4 * tolerance)
-        assert any((a != b).any() for a, b in zip(got, averages(comm, step)))
+        assert any((a != b).any() for a, b in zip(reduced, averages(comm, step)))
     large = [np.full(shape, 4e4, np.float32) for shape in _SHAPES]  # float16 ends at 65504
-    assert all(np.isfinite(each).all() for each in passed(gradients, large))
+    assert all(np.isfinite(result).all() for result in passed(gradients, large))
 
 
 @on_ranks("pool")
-def test_what_cannot_be_cast_to(comm: Any) -> None:
+def test_compression_with_bad_options_raises(comm: Any) -> None:
     with pytest.raises(collective.InvalidArgumentError, match="'float16' or 'bfloat16'"):
         Cast(comm, "int8")
     gradients = engine(comm, "numpy", Cast(comm, "bfloat16"))
@@ -77,7 +79,9 @@ def test_what_cannot_be_cast_to(comm: Any) -> None:
             make()
 
 
-def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cast_without_array_api_compat_recommends_installation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     real = builtins.__import__
 
     def fails(name: str, *args: Any, **options: Any) -> Any:
@@ -97,37 +101,38 @@ def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("like", ["numpy", "torch"])
 @on_ranks("pool")
-def test_all_of_the_elements(comm: Any, like: str) -> None:
+def test_top_k_of_all_elements_is_exact(comm: Any, like: str) -> None:
     gradients = engine(comm, like, TopK(comm, 1.0))
     for step in range(2):
-        got = passed(gradients, drawn(comm, step))
-        for a, b in zip(got, averages(comm, step), strict=True):
+        reduced = passed(gradients, drawn(comm, step))
+        for a, b in zip(reduced, averages(comm, step), strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("like", ["numpy", "torch"])
 @pytest.mark.parametrize("kind", [TopK, PowerSGD])
 @on_ranks("pool")
-def test_what_is_left_out_comes_later(comm: Any, kind: Any, like: str) -> None:
-    """What arrived in all passes, and the mean of what ranks keep, is the mean of what was given.
+def test_compression_sends_residual_in_later_passes(comm: Any, kind: Any, like: str) -> None:
+    """Check that the results of all passes add up to the mean of all gradients.
 
-    The first pass may lay out the buckets anew, so nothing is kept in it: zeros.
+    Later passes send what the earlier passes have left out. The first pass may change the layout of
+    the buckets, so its gradients are zeros and leave no residual.
     """
     reduce = kind(comm, 0.05) if kind is TopK else kind(comm, 1)
     gradients = engine(comm, like, reduce)
     passed(gradients, [np.zeros(shape, np.float32) for shape in _SHAPES])
-    arrived = [np.zeros(shape) for shape in _SHAPES]
-    given = [np.zeros(shape) for shape in _SHAPES]
+    received = [np.zeros(shape) for shape in _SHAPES]
+    expected = [np.zeros(shape) for shape in _SHAPES]
     for step in range(4):
-        got = passed(gradients, drawn(comm, step))
-        arrived = [a + b for a, b in zip(arrived, got)]
-        given = [a + b for a, b in zip(given, averages(comm, step))]
-    short = [np.abs(a - b).max() for a, b in zip(arrived, given)]
-    assert max(short) > 0.5  # a lot is missing yet
+        reduced = passed(gradients, drawn(comm, step))
+        received = [a + b for a, b in zip(received, reduced)]
+        expected = [a + b for a, b in zip(expected, averages(comm, step))]
+    missing = [np.abs(a - b).max() for a, b in zip(received, expected)]
+    assert max(missing) > 0.5  # the first passes have left a lot out
     for _ in range(400):
-        got = passed(gradients, [np.zeros(shape, np.float32) for shape in _SHAPES])
-        arrived = [a + b for a, b in zip(arrived, got)]
-    for a, b in zip(arrived, given):
+        reduced = passed(gradients, [np.zeros(shape, np.float32) for shape in _SHAPES])
+        received = [a + b for a, b in zip(received, reduced)]
+    for a, b in zip(received, expected):
         np.testing.assert_allclose(a, b, atol=2e-2)
 
 
@@ -136,15 +141,15 @@ def test_what_is_left_out_comes_later(comm: Any, kind: Any, like: str) -> None:
 
 @pytest.mark.parametrize("like", ["numpy", "torch"])
 @on_ranks("pool")
-def test_matrices_of_a_low_rank_are_exact(comm: Any, like: str) -> None:
+def test_powersgd_of_low_rank_matrix_is_exact(comm: Any, like: str) -> None:
     left = np.random.default_rng(1).standard_normal((64, 2)).astype(np.float32)
     right = np.random.default_rng(2).standard_normal((2, 64)).astype(np.float32)
     gradients = engine(comm, like, PowerSGD(comm, 2))
-    given = drawn(comm, 0)
-    given[3] = left @ right * (comm.rank + 1)
-    got = passed(gradients, given)
-    np.testing.assert_allclose(got[3], left @ right * 1.5, rtol=1e-4, atol=1e-4)
-    np.testing.assert_allclose(got[1], averages(comm, 0)[1], rtol=1e-6)  # a vector
+    values = drawn(comm, 0)
+    values[3] = left @ right * (comm.rank + 1)
+    reduced = passed(gradients, values)
+    np.testing.assert_allclose(reduced[3], left @ right * 1.5, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(reduced[1], averages(comm, 0)[1], rtol=1e-6)  # a vector
 
 
 # -- training -------------------------------------------------------------------------------------
@@ -152,8 +157,8 @@ def test_matrices_of_a_low_rank_are_exact(comm: Any, like: str) -> None:
 
 @pytest.mark.parametrize("kind", ["float16", "bfloat16", "top-k", "powersgd"])
 @on_ranks("pool")
-def test_training(comm: Any, kind: str) -> None:
-    made = {
+def test_training_with_compression_converges(comm: Any, kind: str) -> None:
+    reduction = {
         "float16": lambda: Cast(comm, "float16"),
         "bfloat16": lambda: Cast(comm),
         "top-k": lambda: TopK(comm, 0.1),
@@ -163,7 +168,7 @@ def test_training(comm: Any, kind: str) -> None:
     model = nn.Sequential(nn.Linear(12, 32), nn.Tanh(), nn.Linear(32, 3))
     for parameter in model.parameters():
         parameter.data = torch.randn(parameter.shape, generator=generator) / 4
-    ddp = DistributedDataParallel(model, comm, bucket_mib=0.001, reduce=made)
+    ddp = DistributedDataParallel(model, comm, bucket_mib=0.001, reduce=reduction)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
     x = torch.randn(16 * comm.size, 12, generator=generator)
     y = torch.tanh(x[:, :3])
@@ -176,5 +181,5 @@ def test_training(comm: Any, kind: str) -> None:
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < 0.3 * losses[0], losses[::30]
-    every = comm.all_gather(model[0].weight.detach()[None])
-    assert (every == every[0]).all()
+    weights = comm.all_gather(model[0].weight.detach()[None])
+    assert (weights == weights[0]).all()

@@ -1,4 +1,4 @@
-"""The gradient engine by itself, on NumPy arrays."""
+"""The gradient engine on NumPy arrays, without a framework."""
 
 from __future__ import annotations
 
@@ -31,15 +31,17 @@ _shapes = st.lists(
 )
 
 
-# With two types the second bucket was filled as if it were the first one.
+# A former defect: with two dtypes the second bucket got the size limit of the first bucket.
 @example(
     shapes=[((), dtype) for dtype in ("float32", "float32", "float64", "float64", "float32")],
     first=128, limit=1, data=None,
 )  # fmt: skip
 @settings(max_examples=80, deadline=None)
 @given(shapes=_shapes, first=st.integers(1, 400), limit=st.integers(1, 2000), data=st.data())
-def test_layout(shapes: Any, first: int, limit: int, data: Any) -> None:
-    """Each gradient has a place of its own in one bucket, in any order of arrival."""
+def test_buckets_contain_each_gradient_once_within_limits(
+    shapes: Any, first: int, limit: int, data: Any
+) -> None:
+    """Check that each gradient has memory of its own in one bucket, in any order of arrival."""
     with collective.init("threads") as comm:
         engine = Gradients(
             comm, parameters_of(shapes), like="numpy", first_bytes=first, bucket_bytes=limit
@@ -76,7 +78,7 @@ def test_layout(shapes: Any, first: int, limit: int, data: Any) -> None:
 
 
 @on_ranks("two")
-def test_buckets_go_in_one_order_whatever_comes_first(comm: Any) -> None:
+def test_buckets_are_reduced_in_same_order_on_all_ranks(comm: Any) -> None:
     shapes = [((40,), "float32")] * 6
     launched: list[int] = []
 
@@ -102,7 +104,7 @@ def test_buckets_go_in_one_order_whatever_comes_first(comm: Any) -> None:
 
 
 @on_ranks("two")
-def test_after_the_first_pass_the_order_is_rank_0s(comm: Any) -> None:
+def test_buckets_follow_order_of_rank_0_after_first_pass(comm: Any) -> None:
     engine = Gradients(
         comm, parameters_of([((3,), "float64")] * 3), like="numpy", first_bytes=1, bucket_bytes=1
     )
@@ -122,7 +124,7 @@ def test_after_the_first_pass_the_order_is_rank_0s(comm: Any) -> None:
 
 
 @on_ranks("two")
-def test_gradients_that_are_missing_or_come_twice(comm: Any) -> None:
+def test_missing_or_repeated_gradients_raise_gradient_error(comm: Any) -> None:
     engine = Gradients(comm, parameters_of([((3,), "float32")] * 14), like="numpy")
     engine.ready(1)
     with pytest.raises(collective.GradientError, match="p1 was ready twice"):
@@ -130,7 +132,7 @@ def test_gradients_that_are_missing_or_come_twice(comm: Any) -> None:
     assert engine.missing() == [0, *range(2, 14)]
     with pytest.raises(collective.GradientError, match=r"p0, p2, .*p10 and 3 more \[rank"):
         engine.finish()
-    for _ in range(2):  # it goes on
+    for _ in range(2):  # the engine is usable after the errors
         for number in range(14):
             engine.views[number][...] = comm.rank
             engine.ready(number)
@@ -140,7 +142,7 @@ def test_gradients_that_are_missing_or_come_twice(comm: Any) -> None:
 
 @pytest.mark.parametrize("name", ["bucket_bytes", "first_bytes"])
 @pytest.mark.parametrize("value", [0, -1, 1.5, True])
-def test_bad_limits(name: str, value: Any) -> None:
+def test_gradients_with_bad_limit_raise_invalid_argument(name: str, value: Any) -> None:
     with (
         collective.init("threads") as comm,
         pytest.raises(collective.InvalidArgumentError, match=name),
@@ -149,7 +151,7 @@ def test_bad_limits(name: str, value: Any) -> None:
 
 
 @on_ranks("two")
-def test_a_reduction_that_fails_ends_the_pass(comm: Any) -> None:
+def test_failed_reduction_ends_pass(comm: Any) -> None:
     def reduce(bucket: Any) -> Any:
         raise ValueError("cannot")
 
@@ -161,7 +163,7 @@ def test_a_reduction_that_fails_ends_the_pass(comm: Any) -> None:
 
 
 @pytest.mark.parametrize(("cores", "buckets"), [(4, 2), (3, 1)])
-def test_a_first_bucket_goes_early_where_every_rank_has_an_idle_core(
+def test_first_bucket_is_separate_if_ranks_have_idle_cores(
     cores: int, buckets: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))

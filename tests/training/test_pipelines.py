@@ -1,4 +1,4 @@
-"""Schedules of pipelines: what may be promised of them without running any."""
+"""Schedules of pipelines: their properties, checked without running a pipeline."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ def orders(schedule: str, stages: int, microbatches: int) -> list[list[Action]]:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_each_pass_is_there_once_and_backward_after_forward(
+def test_schedule_has_each_pass_once_and_backward_after_forward(
     schedule: str, stages: int, microbatches: int
 ) -> None:
     for actions in orders(schedule, stages, microbatches):
         both = itertools.product(("forward", "backward"), range(microbatches))
         assert sorted(actions) == sorted(itertools.starmap(Action, both))
-        for each in range(microbatches):
-            forward, backward = Action("forward", each), Action("backward", each)
+        for microbatch in range(microbatches):
+            forward, backward = Action("forward", microbatch), Action("backward", microbatch)
             assert actions.index(forward) < actions.index(backward)
 
 
-def test_of_how_many_microbatches_activations_are_kept(stages: int, microbatches: int) -> None:
-    kept = [most_kept(actions) for actions in orders("1f1b", stages, microbatches)]
-    assert kept == [min(microbatches, stages - rank) for rank in range(stages)]
-    kept = [most_kept(actions) for actions in orders("gpipe", stages, microbatches)]
-    assert kept == [microbatches] * stages
+def test_schedule_keeps_expected_number_of_microbatches(stages: int, microbatches: int) -> None:
+    counts = [most_kept(actions) for actions in orders("1f1b", stages, microbatches)]
+    assert counts == [min(microbatches, stages - rank) for rank in range(stages)]
+    counts = [most_kept(actions) for actions in orders("gpipe", stages, microbatches)]
+    assert counts == [microbatches] * stages
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_equal_stages_wait_for_the_least_share(
+def test_schedule_of_equal_stages_has_least_idle_share(
     schedule: str, stages: int, microbatches: int
 ) -> None:
     seconds = [{"forward": 1.0, "backward": 2.0}] * stages
@@ -55,19 +55,19 @@ def test_equal_stages_wait_for_the_least_share(
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_a_pass_waits_for_what_it_needs(schedule: str, stages: int, microbatches: int) -> None:
+def test_replay_starts_pass_after_its_input(schedule: str, stages: int, microbatches: int) -> None:
     seconds = [{"forward": 1.0 + rank, "backward": 3.0 / (1 + rank)} for rank in range(stages)]
     spans = replay(orders(schedule, stages, microbatches), seconds)
-    at = {(rank, *span[:2]): span for rank, each in enumerate(spans) for span in each}
-    for rank, each in enumerate(spans):
-        assert all(before.end <= after.start for before, after in itertools.pairwise(each))
-        for span in each:
-            nearer = rank - 1 if span.kind == "forward" else rank + 1
-            if 0 <= nearer < stages:
-                assert at[nearer, span.kind, span.microbatch].end <= span.start
+    at = {(rank, *span[:2]): span for rank, rank_spans in enumerate(spans) for span in rank_spans}
+    for rank, rank_spans in enumerate(spans):
+        assert all(before.end <= after.start for before, after in itertools.pairwise(rank_spans))
+        for span in rank_spans:
+            neighbour = rank - 1 if span.kind == "forward" else rank + 1
+            if 0 <= neighbour < stages:
+                assert at[neighbour, span.kind, span.microbatch].end <= span.start
 
 
-def test_ranks_that_wait_for_each_other(stages: int, microbatches: int) -> None:
+def test_replay_of_deadlock_raises_invalid_argument(stages: int, microbatches: int) -> None:
     actions = orders("1f1b", stages, microbatches)
     actions[-1].reverse()
     with pytest.raises(InvalidArgumentError, match="deadlock: these ranks wait for each other"):

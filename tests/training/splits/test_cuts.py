@@ -1,6 +1,7 @@
-"""Modules and links computed in pieces, in turn and over ranks, against the same ones whole.
+"""Modules and links computed in pieces, in turn or over ranks, compared with the unsplit ones.
 
-What one framework alone has: adapters/torch/test_splits.py, adapters/chainer/test_splits.py.
+Properties of a single framework are tested in adapters/torch/test_splits.py and
+adapters/chainer/test_splits.py.
 """
 
 from __future__ import annotations
@@ -28,23 +29,28 @@ Outcome = list[np.ndarray[Any, Any]]
 
 def whole(of: ModuleType, name: str) -> Outcome:
     module, x = of.made(name)
-    found: Outcome = of.outcome(module, x, module)
-    return found
+    outcome: Outcome = of.outcome(module, x, module)
+    return outcome
 
 
 def layers(of: ModuleType, seed: int, count: int) -> Iterator[tuple[Any, Any]]:
-    """Yield random convolutions and transposed ones, of one to three data axes, and inputs."""
+    """Yield random convolutions, plain and transposed, with one to three data axes, and inputs."""
     of.seed(seed)
     chance = random.Random(seed)
     while count:
         axes, groups = chance.randint(1, 3), chance.choice([1, 1, 2, 4])
 
-        def each(most: int, least: int = 1, axes: int = axes) -> tuple[int, ...]:
+        def lengths(most: int, least: int = 1, axes: int = axes) -> tuple[int, ...]:
             return tuple(chance.randint(least, most) for _ in range(axes))
 
-        how = {"stride": each(4), "dilation": each(3), "padding": each(4, 0), "groups": groups}
-        layer = of.convolution(chance, each(5), **how)
-        x = of.inputs(2, 4, *each(14 if axes < 3 else 7, 2))
+        how = {
+            "stride": lengths(4),
+            "dilation": lengths(3),
+            "padding": lengths(4, 0),
+            "groups": groups,
+        }
+        layer = of.convolution(chance, lengths(5), **how)
+        x = of.inputs(2, 4, *lengths(14 if axes < 3 else 7, 2))
         if of.fits(layer, x):
             count -= 1
             yield layer, x
@@ -67,7 +73,9 @@ def layers(of: ModuleType, seed: int, count: int) -> Iterator[tuple[Any, Any]]:
     ids=str,
 )
 @pytest.mark.parametrize("name", NAMES)
-def test_in_turn(of: ModuleType, name: str, how: dict[str, Any], recompute: bool) -> None:
+def test_split_in_turn_matches_whole_model(
+    of: ModuleType, name: str, how: dict[str, Any], recompute: bool
+) -> None:
     module, x = of.made(name)
     split = of.Split(module, recompute=recompute, **how)
     assert far(of.outcome(module, x, split), whole(of, name)) < CLOSE
@@ -75,7 +83,7 @@ def test_in_turn(of: ModuleType, name: str, how: dict[str, Any], recompute: bool
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_random_layers_in_turn(of: ModuleType, seed: int) -> None:
+def test_split_in_turn_of_random_layers_matches_whole(of: ModuleType, seed: int) -> None:
     chance = random.Random(seed)
     for layer, x in layers(of, seed, 30):
         expected = of.outcome(layer, x, layer)
@@ -85,12 +93,12 @@ def test_random_layers_in_turn(of: ModuleType, seed: int) -> None:
             "batch": chance.randint(1, 2),
             "recompute": chance.random() < 0.5,
         }
-        found = of.outcome(layer, x, of.Split(layer, **how))
-        assert far(found, expected) < CLOSE, (layer, x.shape, how)
+        outcome = of.outcome(layer, x, of.Split(layer, **how))
+        assert far(outcome, expected) < CLOSE, (layer, x.shape, how)
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_random_towers_in_turn(of: ModuleType, seed: int) -> None:
+def test_split_in_turn_of_random_towers_matches_whole(of: ModuleType, seed: int) -> None:
     of.seed(seed)
     chance = random.Random(seed)
     for _ in range(8):
@@ -100,20 +108,22 @@ def test_random_towers_in_turn(of: ModuleType, seed: int) -> None:
             "data": chance.choice([(1,), (3,), (2, 2)]),
             "recompute": chance.random() < 0.7,
         }
-        found = of.outcome(tower, x, of.Split(tower, **how))
-        assert far(found, of.outcome(tower, x, tower)) < CLOSE, (tower, how)
+        outcome = of.outcome(tower, x, of.Split(tower, **how))
+        assert far(outcome, of.outcome(tower, x, tower)) < CLOSE, (tower, how)
 
 
 @pytest.mark.parametrize(("name", "most"), [("apart", 0.3), ("pooled", 0.5)])
-def test_channels_that_stay_apart_are_not_kept(of: ModuleType, name: str, most: float) -> None:
+def test_split_of_separate_channels_does_not_keep_them(
+    of: ModuleType, name: str, most: float
+) -> None:
     module, x = of.made(name)
     assert of.Split(module, channels=4).memory_report(x).ratio < most
-    found = of.outcome(module, x, of.Split(module, channels=4))
-    assert far(found, of.outcome(module, x, module)) < CLOSE
+    outcome = of.outcome(module, x, of.Split(module, channels=4))
+    assert far(outcome, of.outcome(module, x, module)) < CLOSE
 
 
 @pytest.mark.parametrize("how", [{"data": (3,)}, {"channels": 2}, {"batch": 2}], ids=str)
-def test_dropout_drops_what_the_model_drops(of: ModuleType, how: dict[str, Any]) -> None:
+def test_split_dropout_uses_mask_of_whole_model(of: ModuleType, how: dict[str, Any]) -> None:
     module, x = of.made("dropout")
     of.seed(3)
     expected = of.outcome(module, x, module)
@@ -121,7 +131,7 @@ def test_dropout_drops_what_the_model_drops(of: ModuleType, how: dict[str, Any])
     assert far(of.outcome(module, x, of.Split(module, **how)), expected) < CLOSE
 
 
-def test_a_function_without_a_rule_gets_the_whole_array(of: ModuleType) -> None:
+def test_split_joins_array_for_function_without_rule(of: ModuleType) -> None:
     module, x = of.made("sorted")
     split = of.Split(module, data=(3,))
     assert far(of.outcome(module, x, split), of.outcome(module, x, module)) == 0
@@ -138,8 +148,8 @@ def _on_a_rank(
     comm: collective.Communicator, of: ModuleType, module: Any, x: Any, how: dict[str, Any]
 ) -> Outcome:
     module = copy.deepcopy(module)  # ranks are threads here
-    found: Outcome = of.outcome(module, x, of.Split(module, comm=comm, **how))
-    return found
+    outcome: Outcome = of.outcome(module, x, of.Split(module, comm=comm, **how))
+    return outcome
 
 
 @pytest.mark.parametrize(
@@ -149,7 +159,7 @@ def _on_a_rank(
         (3, {"data": (1, 3)}),
         (4, {"data": (2, 2)}),
         (3, {"channels": 3}),
-        (3, {"batch": 3}),  # of two samples: a rank has none
+        (3, {"batch": 3}),  # the batch has two samples, so one rank has none
         (4, {"data": (2, 2), "halo": "chain"}),
         (4, {"batch": 2, "data": (2,), "halo": "chain", "recompute": False}),
         (8, {"batch": 2, "channels": 2, "data": (2,)}),
@@ -157,14 +167,16 @@ def _on_a_rank(
     ids=str,
 )
 @pytest.mark.parametrize("name", NAMES)
-def test_over_ranks(of: ModuleType, name: str, size: int, how: dict[str, Any]) -> None:
+def test_split_over_ranks_matches_whole_model(
+    of: ModuleType, name: str, size: int, how: dict[str, Any]
+) -> None:
     expected = whole(of, name)
-    for found in run_ranks(size, _on_a_rank, of, *of.made(name), how):
-        assert far(found, expected) < CLOSE
+    for outcome in run_ranks(size, _on_a_rank, of, *of.made(name), how):
+        assert far(outcome, expected) < CLOSE
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_random_layers_over_ranks(of: ModuleType, seed: int) -> None:
+def test_split_over_ranks_of_random_layers_matches_whole(of: ModuleType, seed: int) -> None:
     chance = random.Random(seed)
     for layer, x in layers(of, seed + 50, 12):
         size = chance.choice([2, 3, 4])
@@ -172,54 +184,54 @@ def test_random_layers_over_ranks(of: ModuleType, seed: int) -> None:
             [{"data": (size,)}, {"channels": size}, {"data": (size,), "halo": "chain"}]
         )
         expected = of.outcome(layer, x, layer)
-        for found in run_ranks(size, _on_a_rank, of, layer, x, how):
-            assert far(found, expected) < CLOSE, (layer, x.shape, size, how)
+        for outcome in run_ranks(size, _on_a_rank, of, layer, x, how):
+            assert far(outcome, expected) < CLOSE, (layer, x.shape, size, how)
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_random_towers_over_ranks(of: ModuleType, seed: int) -> None:
+def test_split_over_ranks_of_random_towers_matches_whole(of: ModuleType, seed: int) -> None:
     of.seed(seed)
     chance = random.Random(seed)
     for _ in range(6):
         tower, x = of.tower(chance), of.inputs(2, 4, 12, 11)
         size = chance.choice([2, 3, 4])
         expected = of.outcome(tower, x, tower)
-        for found in run_ranks(size, _on_a_rank, of, tower, x, {"channels": size}):
-            assert far(found, expected) < CLOSE, (tower, size)
+        for outcome in run_ranks(size, _on_a_rank, of, tower, x, {"channels": size}):
+            assert far(outcome, expected) < CLOSE, (tower, size)
 
 
 def _messages(comm: collective.Communicator, of: ModuleType) -> list[str]:
     module, x = of.made("apart")
     split = of.Split(module, channels=2, comm=comm)
-    found: list[str] = []
-    remove = comm.hook(before=lambda event: found.append(event.operation))
+    operations: list[str] = []
+    remove = comm.hook(before=lambda event: operations.append(event.operation))
     y = split(x)
     remove()
     del y
-    return found
+    return operations
 
 
-def test_channels_that_stay_apart_are_not_exchanged(of: ModuleType) -> None:
-    for found in run_ranks(2, _messages, of):
-        assert found == ["all_reduce"]  # of what the last layer makes of each rank's channels
+def test_split_of_separate_channels_does_not_exchange_them(of: ModuleType) -> None:
+    for operations in run_ranks(2, _messages, of):
+        assert operations == ["all_reduce"]  # sums the last layer's results of each rank's channels
 
 
 def _pieces(comm: collective.Communicator, of: ModuleType, module: Any, x: Any) -> Outcome:
     module = copy.deepcopy(module)
-    # Not as the library would cut.
+    # These pieces differ from the library's own.
     mine, rows = [(slice(15), slice(11)), (slice(15, None), slice(11, None))][comm.rank]
     split = of.Split(module, data=(2,), comm=comm, inputs="pieces", outputs="pieces")
-    found: Outcome = of.outcome(module, x[:, :, mine], split, (2, 1, 21, 18), rows)
-    return found
+    outcome: Outcome = of.outcome(module, x[:, :, mine], split, (2, 1, 21, 18), rows)
+    return outcome
 
 
-def test_pieces_go_in_and_come_out(of: ModuleType) -> None:
+def test_split_accepts_and_returns_pieces(of: ModuleType) -> None:
     y, x_gradient, *gradients = whole(of, "unet")
     ranks = run_ranks(2, _pieces, of, *of.made("unet"))
-    assert far([np.concatenate([found[0] for found in ranks], 2)], [y]) < CLOSE
-    assert far([np.concatenate([found[1] for found in ranks], 2)], [x_gradient]) < CLOSE
-    for _, _, *found in ranks:
-        assert far(found, gradients) < CLOSE
+    assert far([np.concatenate([outcome[0] for outcome in ranks], 2)], [y]) < CLOSE
+    assert far([np.concatenate([outcome[1] for outcome in ranks], 2)], [x_gradient]) < CLOSE
+    for _, _, *outcome in ranks:
+        assert far(outcome, gradients) < CLOSE
 
 
 def _masks(comm: collective.Communicator, of: ModuleType) -> Any:
@@ -229,22 +241,22 @@ def _masks(comm: collective.Communicator, of: ModuleType) -> Any:
     return y
 
 
-def test_ranks_drop_by_one_mask(of: ModuleType) -> None:
+def test_split_over_ranks_uses_one_dropout_mask(of: ModuleType) -> None:
     first, second = run_ranks(2, _masks, of)
     np.testing.assert_array_equal(first, second)
     assert set(np.unique(first)) == {0.0, 2.0}
 
 
-# -- what it tells ---------------------------------------------------------------------------
+# -- reports ---------------------------------------------------------------------------------
 
 
-def test_verify_finds_nothing(of: ModuleType) -> None:
+def test_verify_of_correct_split_reports_no_difference(of: ModuleType) -> None:
     verification = of.Split(of.single("batch norm"), data=(3,)).verify(of.made("batch norm")[1])
     assert verification
     assert verification.largest < 1e-9
 
 
-def test_verify_names_the_first_layer_that_differs(of: ModuleType) -> None:
+def test_verify_names_first_differing_layer(of: ModuleType) -> None:
     module, x = of.made("differing")
     verification = of.Split(module, data=(2,)).verify(x)
     assert not verification
@@ -254,12 +266,12 @@ def test_verify_names_the_first_layer_that_differs(of: ModuleType) -> None:
 @pytest.mark.parametrize(
     ("how", "most"), [({"batch": 2}, 1), ({"channels": 2}, 1), ({"data": (4,)}, 1.3)], ids=str
 )
-def test_padding_keeps_no_copy(of: ModuleType, how: dict[str, Any], most: float) -> None:
+def test_split_padding_keeps_no_copy(of: ModuleType, how: dict[str, Any], most: float) -> None:
     split = of.Split(of.padding(), recompute=False, **how)
-    assert split.memory_report(of.inputs(2, 1, 32, 32)).ratio <= most  # with the rows of overlap
+    assert split.memory_report(of.inputs(2, 1, 32, 32)).ratio <= most  # includes overlapping rows
 
 
-# -- what is refused -------------------------------------------------------------------------
+# -- errors ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -280,31 +292,33 @@ def test_padding_keeps_no_copy(of: ModuleType, how: dict[str, Any], most: float)
     ],
     ids=str,
 )
-def test_options_that_are_refused(of: ModuleType, how: dict[str, Any], text: str) -> None:
+def test_split_with_bad_options_raises_invalid_argument(
+    of: ModuleType, how: dict[str, Any], text: str
+) -> None:
     with pytest.raises(collective.InvalidArgumentError, match=text):
         of.Split(of.made("unet")[0], **how)
 
 
 @pytest.mark.parametrize("how", [{"data": (2,)}, {"channels": 2}, {"batch": 2}], ids=str)
-def test_wrong_channels_are_refused_with_both_numbers(of: ModuleType, how: dict[str, Any]) -> None:
+def test_split_of_wrong_channels_names_both_numbers(of: ModuleType, how: dict[str, Any]) -> None:
     module, _ = of.made("pairs")
     expected = r"the input has 3 channels \(expected 1, as the weights of shape \(6, 1, 3, 3\) read"
     with pytest.raises(collective.ShapeError, match=expected):
         of.Split(module, **how)(of.inputs(2, 3, 10, 10))
 
 
-def test_wrong_channels_between_layers_are_refused(of: ModuleType) -> None:
-    # A part of the channels fits some of the weights.
+def test_split_of_wrong_channels_between_layers_raises_shape_error(of: ModuleType) -> None:
+    # Each part of the channels alone would fit a part of the weights.
     with pytest.raises(collective.ShapeError, match=r"the input has 4 channels \(expected 5"):
         of.Split(of.unfitting(), channels=2)(of.inputs(2, 1, 10, 10))
 
 
-def test_wrong_channels_of_a_normalisation_are_refused(of: ModuleType) -> None:
+def test_split_of_wrong_channels_in_normalisation_raises(of: ModuleType) -> None:
     with pytest.raises(Exception, match=r"(?s)6.*4"):  # Chainer's own type check, or ShapeError
         of.Split(of.norm(4), data=(2,))(of.inputs(2, 6, 10, 10))
 
 
-def test_an_input_smaller_than_a_window_is_refused(of: ModuleType) -> None:
+def test_split_of_input_smaller_than_window_raises_shape_error(of: ModuleType) -> None:
     module, _ = of.made("pairs")
     with pytest.raises(collective.ShapeError, match=r"data axis 1 has 2 rows \(expected enough"):
         of.Split(module, data=(2,))(of.inputs(2, 1, 10, 2))

@@ -1,4 +1,4 @@
-"""Ranks that split one model: they have the same weights, or hear that they have not."""
+"""Ranks that split one model: their weights are equal, or every rank gets an error."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def _usable(comm: collective.Communicator) -> bool:
 
 
 def _refused(comm: collective.Communicator, make: Any) -> str:
-    """Return the MismatchError that ``make`` raises, whose communicator is usable after it."""
+    """Check that ``make`` raises MismatchError and leaves ``comm`` usable; return the text."""
     with pytest.raises(collective.MismatchError) as caught:
         make()
     assert _usable(comm)
     return str(caught.value)
 
 
-# -- when the split is made ------------------------------------------------------------------
+# -- construction of the split ---------------------------------------------------------------
 
 
 def _differing(comm: collective.Communicator, of: ModuleType, how: dict[str, Any]) -> list[Any]:
@@ -47,15 +47,17 @@ def _differing(comm: collective.Communicator, of: ModuleType, how: dict[str, Any
 
 
 @pytest.mark.parametrize("how", WAYS, ids=str)
-def test_split_of_differing_models_is_rank_0s(of: ModuleType, how: dict[str, Any]) -> None:
+def test_split_of_differing_models_takes_values_of_rank_0(
+    of: ModuleType, how: dict[str, Any]
+) -> None:
     module, x = of.made("batch norm")
     of.disturb(module, 0)
     expected = [of.result(module, x), *of.state_of(module).values()]
-    for found in run_ranks(2, _differing, of, how):
-        assert far(found, expected) < CLOSE
+    for outcome in run_ranks(2, _differing, of, how):
+        assert far(outcome, expected) < CLOSE
 
 
-def test_split_without_broadcast_refuses_differing_values(of: ModuleType) -> None:
+def test_split_without_broadcast_of_differing_values_raises_mismatch(of: ModuleType) -> None:
     def on_a_rank(comm: collective.Communicator) -> str:
         module, _ = of.made("pairs")
         of.disturb(module, int(comm.rank == 2), of.NAMES[2])
@@ -65,18 +67,20 @@ def test_split_without_broadcast_refuses_differing_values(of: ModuleType) -> Non
         assert f"the values of {of.NAMES[2]} on rank 2 differ from those on rank 0" in text
 
 
-def test_split_without_broadcast_takes_equal_values(of: ModuleType) -> None:
+def test_split_without_broadcast_accepts_equal_values(of: ModuleType) -> None:
     def on_a_rank(comm: collective.Communicator) -> Any:
         module, x = of.made("pairs")
         return of.result(of.Split(module, data=(2,), comm=comm, broadcast=False), x)
 
     expected = of.result(*of.made("pairs"))
-    for found in run_ranks(2, on_a_rank):
-        assert far([found], [expected]) < CLOSE
+    for outcome in run_ranks(2, on_a_rank):
+        assert far([outcome], [expected]) < CLOSE
 
 
 @pytest.mark.parametrize("broadcast", [True, False])
-def test_split_refuses_models_of_other_shapes(of: ModuleType, broadcast: bool) -> None:
+def test_split_of_models_with_different_shapes_raises_mismatch(
+    of: ModuleType, broadcast: bool
+) -> None:
     def on_a_rank(comm: collective.Communicator) -> str:
         module, _ = of.made("pairs" if comm.rank != 1 else "uneven")
         return _refused(comm, lambda: of.Split(module, data=(3,), comm=comm, broadcast=broadcast))
@@ -86,7 +90,7 @@ def test_split_refuses_models_of_other_shapes(of: ModuleType, broadcast: bool) -
         assert f"{of.NAMES[0]} float64[6, 1, 3, 3], trained on rank 0" in text
 
 
-def test_split_refuses_models_of_other_dtypes(of: ModuleType) -> None:
+def test_split_of_models_with_different_dtypes_raises_mismatch(of: ModuleType) -> None:
     def on_a_rank(comm: collective.Communicator) -> str:
         module = of.single("batch norm") if comm.rank else of.made("batch norm")[0]
         return _refused(comm, lambda: of.Split(module, data=(2,), comm=comm))
@@ -96,7 +100,7 @@ def test_split_refuses_models_of_other_dtypes(of: ModuleType) -> None:
         assert "on rank 1" in text
 
 
-def test_split_refuses_settings_that_differ(of: ModuleType) -> None:
+def test_split_with_different_settings_raises_mismatch(of: ModuleType) -> None:
     def on_a_rank(comm: collective.Communicator) -> str:
         module, _ = of.made("pairs")
         how: Any = {"data": (2,)} if comm.rank else {"channels": 2}
@@ -113,13 +117,13 @@ def _lazy(comm: collective.Communicator, of: ModuleType, broadcast: bool) -> lis
 
 
 @pytest.mark.parametrize("broadcast", [True, False])
-def test_parameters_that_get_values_later_get_rank_0s(of: ModuleType, broadcast: bool) -> None:
+def test_lazy_parameters_take_values_of_rank_0(of: ModuleType, broadcast: bool) -> None:
     first, second = run_ranks(2, _lazy, of, broadcast)
     assert len(first) == 4
     assert far(second, first) == 0
 
 
-def test_verify_refuses_parameters_without_values(of: ModuleType) -> None:
+def test_verify_of_parameters_without_values_raises_invalid_argument(of: ModuleType) -> None:
     def on_a_rank(comm: collective.Communicator) -> None:
         split = of.Split(of.lazy(comm.rank), data=(2,), comm=comm)
         with pytest.raises(collective.InvalidArgumentError, match="has no values yet"):
@@ -129,11 +133,11 @@ def test_verify_refuses_parameters_without_values(of: ModuleType) -> None:
     run_ranks(2, on_a_rank)
 
 
-# -- later -----------------------------------------------------------------------------------
+# -- changes after construction --------------------------------------------------------------
 
 
 @pytest.mark.parametrize("how", WAYS, ids=str)
-def test_verify_names_a_parameter_that_differs(of: ModuleType, how: dict[str, Any]) -> None:
+def test_verify_names_differing_parameter(of: ModuleType, how: dict[str, Any]) -> None:
     def on_a_rank(comm: collective.Communicator) -> str:
         module, x = of.made("pairs")
         split = of.Split(module, comm=comm, **how)
@@ -144,7 +148,7 @@ def test_verify_names_a_parameter_that_differs(of: ModuleType, how: dict[str, An
         assert f"the values of {of.WHOLE} on rank 1 differ from those on rank 0" in text
 
 
-def test_call_names_the_first_parameter_that_differs_where_calls_are_compared(
+def test_checked_call_names_first_differing_parameter(
     of: ModuleType,
 ) -> None:
     def on_a_rank(comm: collective.Communicator) -> str:
@@ -159,7 +163,7 @@ def test_call_names_the_first_parameter_that_differs_where_calls_are_compared(
         assert f"the values of {of.NAMES[1]} on rank 1 differ from those on rank 0" in text
 
 
-def test_a_rank_s_own_filters_are_compared_with_the_same_piece(of: ModuleType) -> None:
+def test_checked_call_compares_ranks_with_same_filters(of: ModuleType) -> None:
     def on_a_rank(comm: collective.Communicator) -> str:
         split, x = of.split_of(comm, "pairs", channels=2, data=(2,))
         split(x)
@@ -167,13 +171,13 @@ def test_a_rank_s_own_filters_are_compared_with_the_same_piece(of: ModuleType) -
         return _refused(comm, lambda: split(x))
 
     for text in run_ranks(4, on_a_rank, check="always"):
-        # The ranks 2 and 3 have the second half of the filters.
+        # Ranks 2 and 3 have the second half of the filters.
         assert f"the values of {of.NAMES[0]} on rank 3 differ from those on rank 2" in text
 
 
 @pytest.mark.parametrize("how", WAYS, ids=str)
 @pytest.mark.parametrize("name", ["batch norm", "vgg"])
-def test_training_leaves_the_ranks_equal(of: ModuleType, name: str, how: dict[str, Any]) -> None:
+def test_training_leaves_ranks_equal(of: ModuleType, name: str, how: dict[str, Any]) -> None:
     def on_a_rank(comm: collective.Communicator) -> bool:
         module, x = of.made(name)
         of.trained(of.Split(module, comm=comm, **how), x)
@@ -185,7 +189,7 @@ def test_training_leaves_the_ranks_equal(of: ModuleType, name: str, how: dict[st
 # -- inputs ----------------------------------------------------------------------------------
 
 
-def test_inputs_that_differ_are_refused_where_calls_are_compared(of: ModuleType) -> None:
+def test_checked_call_with_different_inputs_raises_mismatch(of: ModuleType) -> None:
     def on_a_rank(comm: collective.Communicator) -> str:
         module, x = of.made("pairs")
         split = of.Split(module, data=(2,), comm=comm)
@@ -195,7 +199,7 @@ def test_inputs_that_differ_are_refused_where_calls_are_compared(of: ModuleType)
         assert "the values of the input on rank 1 differ from those on rank 0" in text
 
 
-def test_verify_refuses_inputs_that_differ(of: ModuleType) -> None:
+def test_verify_with_different_inputs_raises_mismatch(of: ModuleType) -> None:
     def on_a_rank(comm: collective.Communicator) -> str:
         module, x = of.made("pairs")
         split = of.Split(module, data=(2,), comm=comm)
@@ -205,7 +209,7 @@ def test_verify_refuses_inputs_that_differ(of: ModuleType) -> None:
         assert "the values of the input on rank 1 differ from those on rank 0" in text
 
 
-def test_arguments_that_differ_are_refused_where_calls_are_compared(of: ModuleType) -> None:
+def test_checked_call_with_different_arguments_raises_mismatch(of: ModuleType) -> None:
     def on_a_rank(comm: collective.Communicator) -> str:
         x = of.inputs(1, 1, 6, 4)
         split = of.Split(of.Scaled(), data=(2,), comm=comm)
@@ -215,7 +219,7 @@ def test_arguments_that_differ_are_refused_where_calls_are_compared(of: ModuleTy
         assert "the values of by on rank 1 differ from those on rank 0" in text
 
 
-def test_pieces_of_the_input_that_are_one_piece_are_compared(of: ModuleType) -> None:
+def test_checked_call_compares_ranks_with_same_input_piece(of: ModuleType) -> None:
     def on_a_rank(comm: collective.Communicator) -> str:
         module, x = of.made("uneven")
         rows = [slice(5), slice(5, None)][comm.rank % 2]

@@ -1,4 +1,4 @@
-"""Which rows a layer needs, compared with counting them."""
+"""The rows that a layer needs, compared with a direct count."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from collective.training.splits.windows import (
 
 def _windows(seed: int, count: int) -> list[tuple[Window, int]]:
     chance = random.Random(seed)
-    found = []
-    while len(found) < count:
+    cases = []
+    while len(cases) < count:
         window = Window(
             kernel=chance.randint(1, 6),
             stride=chance.randint(1, 4),
@@ -31,41 +31,43 @@ def _windows(seed: int, count: int) -> list[tuple[Window, int]]:
         )
         n = chance.randint(1, 24)
         if n + window.before + window.after > 0:
-            found.append((window, n))
-    return found
+            cases.append((window, n))
+    return cases
 
 
 def _correlate(x: np.ndarray, weights: np.ndarray, window: Window) -> np.ndarray:
-    """Compute a whole correlation the plain way, from zeros around ``x``."""
+    """Compute the correlation directly, with zeros around ``x``."""
     far = 40
     padded = np.concatenate([np.zeros(far), x, np.zeros(far)])
     rows = range(window.length(len(x)))
     at = [[i * window.stride - window.before + window.dilation * j + far
            for j in range(window.kernel)] for i in rows]  # fmt: skip
-    return np.array([padded[each] @ weights for each in at])
+    return np.array([padded[indices] @ weights for indices in at])
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_piece_of_a_correlation_is_computed_from_the_rows_that_it_needs(seed: int) -> None:
+def test_window_needs_all_rows_of_piece(seed: int) -> None:
     chance = np.random.default_rng(seed)
     for window, n in _windows(seed, 1250):
         x, weights = chance.standard_normal(n), chance.standard_normal(window.kernel)
         whole = _correlate(x, weights, window)
         parts = int(chance.integers(1, 9))
-        found = []
+        results = []
         for out in pieces(len(whole), parts):
-            there, before, after = clip(window.needs(out), n)
-            piece = np.concatenate([np.zeros(before), x[there.start : there.stop], np.zeros(after)])
+            inside, before, after = clip(window.needs(out), n)
+            piece = np.concatenate(
+                [np.zeros(before), x[inside.start : inside.stop], np.zeros(after)]
+            )
             alone = window._replace(before=0, after=0)
-            found.append(_correlate(piece, weights, alone)[: len(out)] if out else piece)
+            results.append(_correlate(piece, weights, alone)[: len(out)] if out else piece)
             assert alone.length(len(piece)) == len(out) or not out, (window, n, out)
         np.testing.assert_allclose(
-            np.concatenate(found), whole, atol=1e-12, err_msg=f"{window} {n}"
+            np.concatenate(results), whole, atol=1e-12, err_msg=f"{window} {n}"
         )
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_transposed_window_needs_every_row_that_writes_into_a_piece(seed: int) -> None:
+def test_transposed_window_needs_all_rows_that_write_into_piece(seed: int) -> None:
     chance = random.Random(seed)
     for window, n in _windows(seed + 10, 1250):
         rule = Transposed(*window, extra=chance.randint(0, max(window.stride, window.dilation) - 1))
@@ -83,19 +85,19 @@ def test_a_transposed_window_needs_every_row_that_writes_into_a_piece(seed: int)
             assert len(needs) == len(writes), (rule, n, out)
 
 
-def test_a_window_is_as_long_as_its_formula() -> None:
+def test_window_length_matches_formula() -> None:
     assert Window(3, before=1, after=1).length(10) == 10
     assert Window(2, stride=2).length(9) == 4
     assert Window(3, dilation=2).length(5) == 1
 
 
 @pytest.mark.parametrize("n", [1, 2, 4])
-def test_a_kernel_longer_than_the_axis_has_no_output(n: int) -> None:
+def test_window_longer_than_axis_has_no_output(n: int) -> None:
     assert Window(5).length(n) == 0
     assert Window(5).needs(range(0)) == range(0)
 
 
-def test_rows_taken_one_by_one_need_the_hull_of_what_they_are_made_of() -> None:
+def test_taken_rows_need_hull_of_their_sources() -> None:
     mirrored = Taken([(2,), (1,), (0,), (1,), (2,)].__getitem__, 5)
     assert mirrored.needs(range(2)) == range(1, 3)
     assert mirrored.length(3) == 5
@@ -113,17 +115,17 @@ def test_rows_taken_one_by_one_need_the_hull_of_what_they_are_made_of() -> None:
     ],
     ids=["before", "behind", "both", "wholly before", "wholly behind", "within"],
 )
-def test_rows_are_parted_from_their_padding(rows: range, expected: tuple[range, int, int]) -> None:
+def test_clip_separates_rows_from_padding(rows: range, expected: tuple[range, int, int]) -> None:
     assert clip(rows, 5) == expected
 
 
 @pytest.mark.parametrize(("n", "parts"), [(10, 3), (2, 5), (0, 2), (7, 7)])
-def test_pieces_are_cut_as_everywhere_else(n: int, parts: int) -> None:
-    expected = [each.tolist() for each in np.array_split(np.arange(n), parts)]
-    assert [list(each) for each in pieces(n, parts)] == expected
+def test_pieces_match_numpy_array_split(n: int, parts: int) -> None:
+    expected = [piece.tolist() for piece in np.array_split(np.arange(n), parts)]
+    assert [list(piece) for piece in pieces(n, parts)] == expected
 
 
-def test_rows_are_exchanged_from_any_number_of_ranks_away() -> None:
+def test_exchange_reaches_distant_ranks() -> None:
     have = pieces(4, 4)
     want = [range(4), range(-1, 2), range(0), range(2, 9)]
     sent = exchange(have, want)
@@ -132,5 +134,5 @@ def test_rows_are_exchanged_from_any_number_of_ranks_away() -> None:
         assert received == [row for row in rows if 0 <= row < 4]
 
 
-def test_ranges_apart_have_no_rows_in_common() -> None:
+def test_overlap_of_separate_ranges_is_empty() -> None:
     assert not overlap(range(2), range(5, 9))
