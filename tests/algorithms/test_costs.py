@@ -155,8 +155,8 @@ def test_non_negative_least_squares_solution_is_optimal(seed, count):
     rows, target = draws.uniform(0, 1, (count, 3)), draws.uniform(-1, 2, count)
     (solution,) = model._non_negative(rows, target[None])
     assert (solution >= 0).all()
-    # The conditions of Karush, Kuhn and Tucker: a positive parameter has slope zero, and a
-    # parameter at the bound 0 has no slope towards positive values.
+    # The conditions of Karush, Kuhn and Tucker: the slope of a positive parameter is zero, and a
+    # parameter at the bound 0 does not reduce the error by becoming positive.
     slope = rows.T @ (rows @ solution - target)
     assert slope[solution > 0] == pytest.approx(0, abs=1e-8)
     assert (slope[solution == 0] >= -1e-8).all()

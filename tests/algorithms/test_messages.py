@@ -54,9 +54,9 @@ def test_sendrecv_shifts_by_every_distance(
 
     def body(backend: Backend) -> int:
         to, source = (backend.rank + distance) % size, (backend.rank - distance) % size
-        got = number(-1)
-        backend.sendrecv(number(backend.rank), to, got, source, tag, Deadline(TIMEOUT))
-        return int(got.array[0])
+        inbox = number(-1)
+        backend.sendrecv(number(backend.rank), to, inbox, source, tag, Deadline(TIMEOUT))
+        return int(inbox.array[0])
 
     assert run(size, body, kind) == [(rank - distance) % size for rank in range(size)]
 
@@ -67,17 +67,17 @@ def test_sendrecv_of_any_permutation_completes_with_synchronous_send(
     targets: Sequence[int],
 ) -> None:
     def body(backend: Backend) -> int:
-        got = number(-1)
+        inbox = number(-1)
         source = targets.index(backend.rank)
         backend.sendrecv(
             number(backend.rank),
             targets[backend.rank],
-            got,
+            inbox,
             source,
             COLLECTIVE_TAG,
             Deadline(TIMEOUT),
         )
-        return int(got.array[0])
+        return int(inbox.array[0])
 
     received = run(len(targets), body, Rendezvous)
     assert received == [targets.index(rank) for rank in range(len(targets))]
@@ -88,17 +88,17 @@ def test_sendrecv_of_any_permutation_completes_with_synchronous_send(
 @pytest.mark.parametrize("rank", [0, 1])
 def test_sendrecv_matches_peer_send_and_recv(kind: type[Backend], first: str, rank: int) -> None:
     def body(backend: Backend) -> int:
-        peer, got = 1 - backend.rank, number(-1)
+        peer, inbox = 1 - backend.rank, number(-1)
         calls: dict[str, Callable[[], Any]] = {
             "send": lambda: backend.send(number(backend.rank), peer, 3, Deadline(TIMEOUT)),
-            "recv": lambda: backend.recv(got, peer, 3, Deadline(TIMEOUT)),
+            "recv": lambda: backend.recv(inbox, peer, 3, Deadline(TIMEOUT)),
         }
         if backend.rank == rank:
-            backend.sendrecv(number(backend.rank), peer, got, peer, 3, Deadline(TIMEOUT))
+            backend.sendrecv(number(backend.rank), peer, inbox, peer, 3, Deadline(TIMEOUT))
         else:
             for name in sorted(calls, reverse=first == "send"):
                 calls[name]()
-        return int(got.array[0])
+        return int(inbox.array[0])
 
     assert run(2, body, kind) == [1, 0]
 
@@ -195,7 +195,7 @@ def test_messages_of_call_share_its_deadline() -> None:
         backend.plan(BARRIER)(None, None, deadline)
         deadlines = backend.__dict__["deadlines"]
         assert len(deadlines) == 3
-        assert all(each is deadline for each in deadlines)
+        assert all(used is deadline for used in deadlines)
 
     run(8, body, Noting)
 
@@ -205,10 +205,10 @@ def test_recv_after_deadline_returns_arrived_message() -> None:
         if backend.rank == 0:
             backend.send(number(7), 1, 0, Deadline(TIMEOUT))
         backend.plan(BARRIER)(None, None, Deadline(TIMEOUT))
-        got = number(0)
+        inbox = number(0)
         if backend.rank == 1:
-            backend.recv(got, 0, 0, Deadline(0.0))
-        return int(got.array[0])
+            backend.recv(inbox, 0, 0, Deadline(0.0))
+        return int(inbox.array[0])
 
     assert run(2, body) == [0, 7]
 

@@ -80,11 +80,11 @@ def check_gather(
     kind: type[Backend], counts: list[int], root: int | None, in_place: bool = False
 ) -> None:
     """Check ``gather`` to ``root``, or ``all_gather`` if ``root`` is None."""
-    mine, whole = blocks(counts), np.arange(sum(counts))
+    mine, expected = blocks(counts), np.arange(sum(counts))
 
     def body(backend: Backend) -> Array | None:
         rank = backend.rank
-        out = Output(len(whole), INT64) if root in (None, rank) else None
+        out = Output(len(expected), INT64) if root in (None, rank) else None
         src = Buffer(mine[rank].copy(), INT64)
         if in_place and out is not None:
             start = sum(counts[:rank])
@@ -104,22 +104,22 @@ def check_gather(
         if result is None:
             assert root not in (None, rank)
         else:
-            same(result, whole)
+            same(result, expected)
 
 
 def check_scatter(kind: type[Backend], counts: list[int], root: int) -> None:
-    whole = np.arange(sum(counts))
+    expected = np.arange(sum(counts))
 
     def body(backend: Backend) -> Array:
-        src = Buffer(whole.copy(), INT64) if backend.rank == root else None
+        src = Buffer(expected.copy(), INT64) if backend.rank == root else None
         out = Output(counts[backend.rank], INT64)
         request = Request("scatter", root=root, elements=counts)
         backend.plan(request)(src, out.buffer, Deadline(TIMEOUT))
         if src is not None:
-            same(src.array, whole)
+            same(src.array, expected)
         return out.checked()
 
-    same(np.concatenate(run(len(counts), body, kind)), whole)
+    same(np.concatenate(run(len(counts), body, kind)), expected)
 
 
 def check_all_to_all(kind: type[Backend], table: list[list[int]]) -> None:

@@ -55,22 +55,22 @@ def outcomes(client: str, backend: str, folder: Path) -> list[dict[str, Any]]:
     return [torch.load(folder / f"rank-{rank}.pt", weights_only=False) for rank in range(2)]
 
 
-def same(found: Any, wanted: Any, where: str) -> None:
+def same(outcome: Any, wanted: Any, where: str) -> None:
     """Check that two outcomes have the same bits."""
-    assert type(found) is type(wanted), where
+    assert type(outcome) is type(wanted), where
     if isinstance(wanted, dict):
-        assert found.keys() == wanted.keys(), where
+        assert outcome.keys() == wanted.keys(), where
         for name in wanted:
-            same(found[name], wanted[name], f"{where}: {name}")
+            same(outcome[name], wanted[name], f"{where}: {name}")
     elif isinstance(wanted, (list, tuple)):
-        assert len(found) == len(wanted), where
-        for index, pair in enumerate(zip(found, wanted)):
+        assert len(outcome) == len(wanted), where
+        for index, pair in enumerate(zip(outcome, wanted)):
             same(*pair, f"{where}[{index}]")
     elif isinstance(wanted, torch.Tensor):
-        assert found.dtype == wanted.dtype, where
-        assert torch.equal(found, wanted), where
+        assert outcome.dtype == wanted.dtype, where
+        assert torch.equal(outcome, wanted), where
     else:
-        assert found == wanted, where
+        assert outcome == wanted, where
 
 
 @pytest.mark.timeout(2 * DEADLINE_S + 20)

@@ -110,16 +110,16 @@ def test_along_returns_ranks_that_differ_in_given_axes() -> None:
     ]
 
 
-def _diffuse(comm: Communicator, whole: Any, steps: int) -> Any:
+def _diffuse(comm: Communicator, field: Any, steps: int) -> Any:
     """Take steps of a five-point stencil, each rank on its own block.
 
     Values beyond the ends of the first axis are 0; the second axis is periodic.
     """
     grid = comm.grid((None, None), periodic=(False, True))
-    rows, columns = (length // parts for length, parts in zip(whole.shape, grid.shape))
+    rows, columns = (length // parts for length, parts in zip(field.shape, grid.shape))
     top, left = grid.coords[0] * rows, grid.coords[1] * columns
     u = np.zeros((rows + 2, columns + 2))
-    u[1:-1, 1:-1] = whole[top : top + rows, left : left + columns]
+    u[1:-1, 1:-1] = field[top : top + rows, left : left + columns]
     for _ in range(steps):
         above, below = grid.neighbours(0)
         comm.sendrecv(u[-2], below, above, out=u[0])
@@ -134,10 +134,10 @@ def _diffuse(comm: Communicator, whole: Any, steps: int) -> Any:
 
 
 def test_halo_exchange_with_null_neighbours_matches_single_rank() -> None:
-    whole = np.random.default_rng(0).random((9, 12))
-    ((_, _, wanted),) = run_ranks(1, _diffuse, whole, 5)
-    result = np.zeros_like(whole)
-    for top, left, block in run_ranks(6, _diffuse, whole, 5):
+    field = np.random.default_rng(0).random((9, 12))
+    ((_, _, wanted),) = run_ranks(1, _diffuse, field, 5)
+    result = np.zeros_like(field)
+    for top, left, block in run_ranks(6, _diffuse, field, 5):
         result[top : top + block.shape[0], left : left + block.shape[1]] = block
     np.testing.assert_array_equal(result, wanted)
 

@@ -93,8 +93,8 @@ def test_object_round_trip_restores_value(value):
     ids=lambda value: type(value).__name__,
 )
 def test_object_round_trip_restores_extreme_values(value):
-    got = decode(encode(value))
-    assert _same(got, value) or repr(got) == repr(value)
+    decoded = decode(encode(value))
+    assert _same(decoded, value) or repr(decoded) == repr(value)
 
 
 def test_bytearray_is_decoded_as_bytes():
@@ -103,17 +103,17 @@ def test_bytearray_is_decoded_as_bytes():
 
 def test_strided_array_is_decoded_contiguous_and_writable():
     x = np.arange(12.0).reshape(3, 4)[::-1, ::2].T
-    got = decode(encode([b"x", x]))[1]
-    np.testing.assert_array_equal(got, x)
-    got[:] = 0
+    decoded = decode(encode([b"x", x]))[1]
+    np.testing.assert_array_equal(decoded, x)
+    decoded[:] = 0
 
 
 def test_tensor_round_trip_restores_tensor():
     torch = pytest.importorskip("torch")
     for x in (torch.arange(6).reshape(2, 3).t(), torch.ones(2, dtype=torch.bfloat16)):
-        got = decode(encode({"x": x}))["x"]
-        assert torch.equal(got, x)
-        assert got.dtype == x.dtype
+        decoded = decode(encode({"x": x}))["x"]
+        assert torch.equal(decoded, x)
+        assert decoded.dtype == x.dtype
 
 
 class Custom:
@@ -373,12 +373,12 @@ def _mutated(raw: bytes, random: Random) -> bytes:
     for _ in range(random.randint(1, 4)):
         start = random.randint(0, len(body))
         end = start + random.randint(0, 8)
-        what = random.randrange(4)
-        if what == 0:
+        choice = random.randrange(4)
+        if choice == 0:
             body[start:end] = b""
-        elif what == 1:
+        elif choice == 1:
             body[start:start] = body[start:end] * random.randint(1, 5)
-        elif what == 2:
+        elif choice == 2:
             body[start:end] = random.choice(TOKENS)
         elif start < len(body):
             body[start] ^= 1 << random.randrange(8)

@@ -108,7 +108,7 @@ def move(x: np.ndarray[Any, Any]) -> None:
         KEPT.append(np.full(length - 2 * shape[0], -1.0))
         if x.ctypes.data != before:
             return
-    raise AssertionError("realloc() moves nothing here")
+    raise AssertionError("realloc() did not move the array")
 
 
 KEPT: list[Any] = []

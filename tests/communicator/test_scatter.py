@@ -19,8 +19,8 @@ pool = ranks_of(("shm", 2), ("shm", 3), ("threads", 3), ("gloo", 2))
 
 
 def _inputs(rows: int, strided: bool) -> Any:
-    whole = np.arange(rows * 4, dtype=np.int64).reshape(rows, 4)
-    return np.repeat(whole, 2, axis=1)[:, ::2] if strided else whole
+    array = np.arange(rows * 4, dtype=np.int64).reshape(rows, 4)
+    return np.repeat(array, 2, axis=1)[:, ::2] if strided else array
 
 
 @pytest.mark.parametrize("outs", ["all", "none", "odd"])
@@ -38,18 +38,18 @@ def test_scatter_gives_each_rank_its_piece(
         outs: the ranks that pass ``out``.
     """
     for root in range(comm.size):
-        whole = _inputs(rows, strided)
-        wanted = np.array_split(whole, comm.size)[comm.rank]
+        array = _inputs(rows, strided)
+        wanted = np.array_split(array, comm.size)[comm.rank]
         passes_out = outs == "all" or (outs == "odd" and comm.rank % 2 == 1)
         out = np.full(wanted.shape, -1) if passes_out else None
-        piece = comm.scatter(whole if comm.rank == root else None, root=root, out=out)
+        piece = comm.scatter(array if comm.rank == root else None, root=root, out=out)
         assert piece.tolist() == wanted.tolist(), f"root {root}"
         assert out is None or piece is out
 
 
 @on_ranks("pool")
 def test_scatter_with_wrong_out_raises_on_that_rank_only(comm: Communicator) -> None:
-    whole, length = np.arange(12.0), 12 // comm.size
+    array, length = np.arange(12.0), 12 // comm.size
     if comm.rank == 1:
         out = np.full(length + 1, -1.0)  # too long for its piece
         with pytest.raises(ShapeError):
@@ -57,8 +57,8 @@ def test_scatter_with_wrong_out_raises_on_that_rank_only(comm: Communicator) -> 
         assert (out == -1.0).all()
     else:
         out = np.empty(length)
-        comm.scatter(whole if comm.rank == 0 else None, out=out)
-        assert out.tolist() == np.array_split(whole, comm.size)[comm.rank].tolist()
+        comm.scatter(array if comm.rank == 0 else None, out=out)
+        assert out.tolist() == np.array_split(array, comm.size)[comm.rank].tolist()
     comm.barrier()
 
 

@@ -31,10 +31,10 @@ def decision(
 
 
 def decide(
-    each: Decision, note: Note | None = None, *, grace: float | None = FAR_S,
+    member: Decision, note: Note | None = None, *, grace: float | None = FAR_S,
     timeout: float = FAR_S,
 ) -> Any:  # fmt: skip
-    return each.made(note or {}, members, grace=grace, deadline=Deadline(timeout))
+    return member.made(note or {}, members, grace=grace, deadline=Deadline(timeout))
 
 
 def together(*calls: Callable[[], Any]) -> list[Any]:
@@ -46,13 +46,15 @@ def together(*calls: Callable[[], Any]) -> list[Any]:
 def test_decision_includes_all_ranks_that_call() -> None:
     store = MemoryStore()
     every = [decision(store, rank, 4) for rank in range(4)]
-    assert together(*(lambda each=each: decide(each) for each in every)) == [[0, 1, 2, 3]] * 4
+    assert (
+        together(*(lambda member=member: decide(member) for member in every)) == [[0, 1, 2, 3]] * 4
+    )
 
 
 def test_decision_does_not_wait_for_lost_ranks() -> None:
     store = MemoryStore()
     every = [decision(store, rank, 4, lambda: {0, 2}) for rank in (1, 3)]
-    assert together(*(lambda each=each: decide(each) for each in every)) == [[1, 3]] * 2
+    assert together(*(lambda member=member: decide(member) for member in every)) == [[1, 3]] * 2
 
 
 def test_decision_is_same_for_ranks_that_see_different_losses() -> None:
@@ -125,7 +127,7 @@ def test_decision_ignores_entries_written_after_verdict() -> None:
                 super().set(name, text)
 
     def conclude(notes: Mapping[int, Note], lost: Set[int]) -> Any:
-        pytest.fail(f"concluded of {notes}")
+        pytest.fail(f"rank 0 drew a conclusion from {notes}")
 
     assert decision(Overtaken(), 0, 2).made(
         {}, conclude, grace=FAR_S, deadline=Deadline(FAR_S)

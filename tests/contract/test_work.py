@@ -96,7 +96,7 @@ def test_lane_has_one_thread_after_first_use(lane):
     for _ in range(3):
         lane.submit("x", lambda: None).wait()
     assert len(_threads()) == 1
-    assert _threads()[0].daemon, "a hanging operation would keep the interpreter from leaving"
+    assert _threads()[0].daemon, "a hanging operation would keep the interpreter from exiting"
 
 
 def test_lane_close_ends_its_thread():
@@ -150,7 +150,7 @@ def test_lane_close_releases_site_of_last_call(lane):
     sites = [Site("here")]
     gone = weakref.ref(sites[0])
     lane.submit("x", lambda: setattr(in_thread, "site", sites.pop())).wait()
-    assert in_thread.site is None, "it is the lane's thread's"
+    assert in_thread.site is None, "the site belongs to the lane's thread"
     assert gone() is not None
     lane.close(Deadline(5.0))
     assert gone() is None

@@ -152,7 +152,7 @@ def test_waiting_without_store_raises_rendezvous_error_on_all() -> None:
 
 
 def test_shrink_of_joined_process_after_end_of_store_raises() -> None:
-    """The first ranks replace rank 0 as the server, but the joined process cannot reach them."""
+    """The first ranks take over the store, but the joined process has no access to the new one."""
 
     class Theirs(MemoryStore):
         served_by_rank = True

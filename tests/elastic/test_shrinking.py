@@ -227,7 +227,7 @@ def _loses_one_that_was_to_connect(comm: Communicator, marks: str) -> Any:
     with comm.shrink() as new:
         total = float(new.all_reduce(np.full(1, 2.0**rank))[0])
         # If a thread still waited for the dead rank, a second thread would have taken its work.
-        waiting = [each.name for each in threading.enumerate() if "gloo-wait" in each.name]
+        waiting = [thread.name for thread in threading.enumerate() if "gloo-wait" in thread.name]
         return new.origin, new.generation, total, len(waiting)
 
 

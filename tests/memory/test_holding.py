@@ -43,8 +43,8 @@ def refused(x: Array) -> None:
         x.resize(MORE, refcheck=False)
 
 
-def while_it_runs(x: Array, told: Callable[[], object]) -> threading.Thread:
-    """Start a thread that tries to resize an array as soon as a call holds it, then calls ``told``.
+def while_it_runs(x: Array, notify: Callable[[], object]) -> threading.Thread:
+    """Start a thread that tries to resize an array once a call holds it, then calls ``notify``.
 
     The thread's attribute ``seen`` is not empty if NumPy refused.
     """
@@ -57,7 +57,7 @@ def while_it_runs(x: Array, told: Callable[[], object]) -> threading.Thread:
             refused(x)
             seen.append(True)
         finally:
-            told()
+            notify()
 
     seen: list[bool] = []
     thread = threading.Thread(target=run)
@@ -77,7 +77,7 @@ def hold(comm: Communicator, name: str, length: int, later: bool) -> None:
     call, signals = CALLS[name], comm.dup()
     whole = np.ones(length)
     x = whole[: length // 2] if length == LENGTHS["short"] else whole  # the short x is a view
-    call(comm, x.copy(), False)  # preparations for the first call are done
+    call(comm, x.copy(), False)  # does the preparations that only the first call needs
     signals.barrier()
     if comm.rank:
         signals.recv(np.zeros(1), 0)
@@ -119,20 +119,20 @@ def storages(comm: Communicator, later: bool) -> None:
             time.sleep(1e-4)
         x.set_(torch.empty(0))
         y.data = torch.empty(0)
-        alive.append(not any(storage.expired() for storage in kept))
+        alive.append(not any(storage.expired() for storage in weak_storages))
         tell(signals)
 
     signals = comm.dup()
     for length in LENGTHS.values():
         x, y = torch.ones(length), torch.ones(length)
-        comm.all_reduce(x, out=y)  # preparations for the first call are done
+        comm.all_reduce(x, out=y)  # does the preparations that only the first call needs
         x, y, alive = torch.ones(length), torch.ones(length), []
         if comm.rank:
             signals.recv(np.zeros(1), 0)
             comm.all_reduce(x, out=y)
         else:
             before = comm.recorder.started
-            kept = [StorageWeakRef(storage.untyped_storage()) for storage in (x, y)]
+            weak_storages = [StorageWeakRef(storage.untyped_storage()) for storage in (x, y)]
             thread = threading.Thread(target=replace)
             if later:
                 work = comm.all_reduce(x, out=y, async_op=True)

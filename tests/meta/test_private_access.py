@@ -138,7 +138,7 @@ def _root(node: ast.expr) -> str:
 
 
 def _origins(tree: ast.Module) -> dict[str, str]:
-    """Return for each name that a file imports whether it is from this package ("house")."""
+    """Return for each imported name "house" if it is from this package, or else "others"."""
     origins = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):

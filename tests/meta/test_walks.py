@@ -124,8 +124,8 @@ def test_call_path_is_not_longer_than_ceiling(
     mpiexec = None if backend in ("shm", "gloo") else launch_of(backend)
     with RankPool(2, backend if mpiexec is None else "mpi", mpiexec=mpiexec) as pool:
         ranks = pool.run(walks)
-    for what, ceiling in ceilings.items():
+    for name, ceiling in ceilings.items():
         # The rank that calls last does not wait, so its path has no polling loop.
-        calls, files = zip(*(path for rank in ranks for path in rank[what]))
-        assert min(calls) <= ceiling[0], what
-        assert min(files) <= ceiling[1], what
+        calls, files = zip(*(path for rank in ranks for path in rank[name]))
+        assert min(calls) <= ceiling[0], name
+        assert min(files) <= ceiling[1], name

@@ -1,6 +1,6 @@
 """Exports of the modules: ``__all__`` is explicit and sorted, exports have docstrings.
 
-Importing the package imports no other package that the user does not have.
+Importing the package imports no optional package.
 """
 
 from __future__ import annotations

@@ -113,13 +113,13 @@ def _of_anything(tree: ast.AST, typed: set[str]) -> set[str]:
 def _sources() -> list[Path]:
     """Return the files that define the public API; the file of signatures comes first."""
     folder = Path(communicator.__file__).parent
-    classes = [each for each in Communicator.__mro__ if each.__module__.startswith("collective.")]
+    classes = [item for item in Communicator.__mro__ if item.__module__.startswith("collective.")]
     public = [getattr(collective, name) for name in collective.__all__]
-    classes += [each for each in public if inspect.isclass(each)]
-    functions = [inspect.unwrap(each) for each in public if inspect.isfunction(each)]
-    modules: list[ModuleType | None] = [inspect.getmodule(each) for each in [*classes, *functions]]
+    classes += [item for item in public if inspect.isclass(item)]
+    functions = [inspect.unwrap(item) for item in public if inspect.isfunction(item)]
+    modules: list[ModuleType | None] = [inspect.getmodule(item) for item in [*classes, *functions]]
     files = {Path(str(module.__file__)) for module in modules if module is not None}
-    return [folder / "signatures.pyi", *sorted(each for each in files if each.suffix == ".py")]
+    return [folder / "signatures.pyi", *sorted(item for item in files if item.suffix == ".py")]
 
 
 def test_public_api_has_any_only_with_reason() -> None:

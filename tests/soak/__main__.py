@@ -10,7 +10,7 @@
 
 Each part prints a summary, and ends with exit code 1 if it found a problem. The parts are not part
 of the tests, because they take hours on a small machine. ``--seconds`` ends a part early. Each part
-prints its seed; ``--seed`` repeats a run.
+prints its seed. ``--seed`` with the same number repeats a run; another number makes other choices.
 """
 
 from __future__ import annotations

@@ -164,7 +164,7 @@ class _Soak:
                 assert result is None, f"got {result!r}, not None"
             else:
                 if out is not None:
-                    assert result is out or case.nested, "what was returned is not out"
+                    assert result is out or case.nested, "the call did not return out"
                 leaves = result if case.nested else [result]
                 assert len(leaves) == len(wanted), f"{len(leaves)} leaves, not {len(wanted)}"
                 for leaf, right in zip(leaves, wanted):
@@ -301,7 +301,7 @@ class _Pool:
         if layout in ("same", "view") and n == m:
             out = x if layout == "same" else x[:]
         elif layout in ("start", "same", "view"):
-            # Both views begin at the start of one array, as NumPy's empty slices do.
+            # Slice one array twice, because NumPy's empty slices begin where their array begins.
             both = pool[2 : 2 + max(n, m)]
             x, out = both[:n], both[:m]
         elif layout == "end":

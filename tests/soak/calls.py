@@ -154,7 +154,7 @@ class _Soak:
 
     def _draw(self) -> _Turn:
         if not self._dice:
-            # Draw many numbers at once: drawing a turn's numbers costs more than a short call.
+            # Draw many turns' numbers at once: drawn singly, they cost more than a short call.
             self._dice = self._random.random((4096, _DICE)).tolist()
         dice = iter(self._dice.pop())
         among = self._all[max(0, int(14 * next(dice)) - 10)]

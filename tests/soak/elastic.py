@@ -2,7 +2,7 @@
 
 Each job begins with several ranks and ends with one, which the seed decides. In each generation one
 or two ranks die at a random moment: during calls, while the others shrink, or both. Each rank adds
-two to the power of its original rank, so every sum identifies the ranks in it.
+two to the power of its number in ``comm.origin``, so every sum identifies the ranks in it.
 
 With spares the job keeps its size while spares remain. After a loss as many spares are released as
 ranks are missing, and they join. Ranks also die while they wait for spares, and while they grow.
@@ -43,7 +43,7 @@ __all__ = ["Lives", "lives"]
 SIZE = 4
 # After _JOB_S a rank counts as hanging, and the failure shows its stack. _CALL_S limits one call.
 _JOB_S, _CALL_S = 180.0, 45.0
-# Time for ending threads to end.
+# Time limit for the end of threads that are ending.
 _SETTLE_S = 5.0
 _SHARED_MEMORY = Path("/dev/shm")
 # Probability that a rank dies while its generation grows.

@@ -152,7 +152,7 @@ def setting(comm: Communicator) -> str | None:
 
 
 def test_run_ranks_passes_current_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    # The server that forks the processes started before this variable was set.
+    # The server that forks the processes may have started before the variable was set.
     for value in ("one", "two"):
         monkeypatch.setenv("A_SETTING_OF_THIS_TEST", value)
         assert run_ranks(2, setting, backend="shm") == [value, value]

@@ -26,9 +26,9 @@ def engine(comm: Any, like: str, reduce: Any, dtype: str = "float32") -> Gradien
     return Gradients(comm, parameters, like=like, bucket_bytes=4096, first_bytes=64, reduce=reduce)
 
 
-def passed(gradients: Gradients, given: list[Any]) -> list[Any]:
+def passed(gradients: Gradients, inputs: list[Any]) -> list[Any]:
     """Run a pass over some gradients; return the reduced gradients as NumPy arrays."""
-    for number, (view, values) in enumerate(zip(gradients.views, given)):
+    for number, (view, values) in enumerate(zip(gradients.views, inputs)):
         view[...] = torch.from_numpy(values) if isinstance(view, torch.Tensor) else values
         gradients.ready(number)
     gradients.finish()
@@ -113,10 +113,10 @@ def test_top_k_of_all_elements_is_exact(comm: Any, like: str) -> None:
 @pytest.mark.parametrize("kind", [TopK, PowerSGD])
 @on_ranks("pool")
 def test_compression_sends_residual_in_later_passes(comm: Any, kind: Any, like: str) -> None:
-    """Check that the results of all passes add up to the mean of all gradients.
+    """Check that all passes' results and the mean residual add up to the mean of all gradients.
 
-    Later passes send what the earlier passes have left out. The first pass may change the layout of
-    the buckets, so its gradients are zeros and leave no residual.
+    Later passes send the residuals of earlier passes. The first pass may change the layout of the
+    buckets, so its gradients are zeros and leave no residual.
     """
     reduce = kind(comm, 0.05) if kind is TopK else kind(comm, 1)
     gradients = engine(comm, like, reduce)

@@ -66,7 +66,8 @@ def test_distributed_filters_divide_memory_between_ranks(of: ModuleType, size: i
         return of.bytes_of(split, x), split.memory_report(x).weights
 
     total = of.bytes_of(*of.made("pairs"))
-    # The last layer's bias, with its gradient and momentum; the other layer has no bias.
+    # Every rank has the last layer's whole bias, with its gradient and momentum. The other layer
+    # whose bias would be replicated has no bias.
     replicated = 3 * 8 * 3
     ranks = run_ranks(size, on_a_rank)
     assert sum(nbytes for nbytes, _ in ranks) == total + (size - 1) * replicated

@@ -50,10 +50,10 @@ def test_window_needs_all_rows_of_piece(seed: int) -> None:
     chance = np.random.default_rng(seed)
     for window, n in _windows(seed, 1250):
         x, weights = chance.standard_normal(n), chance.standard_normal(window.kernel)
-        whole = _correlate(x, weights, window)
+        complete = _correlate(x, weights, window)
         parts = int(chance.integers(1, 9))
         results = []
-        for out in pieces(len(whole), parts):
+        for out in pieces(len(complete), parts):
             inside, before, after = clip(window.needs(out), n)
             piece = np.concatenate(
                 [np.zeros(before), x[inside.start : inside.stop], np.zeros(after)]
@@ -62,7 +62,7 @@ def test_window_needs_all_rows_of_piece(seed: int) -> None:
             results.append(_correlate(piece, weights, alone)[: len(out)] if out else piece)
             assert alone.length(len(piece)) == len(out) or not out, (window, n, out)
         np.testing.assert_allclose(
-            np.concatenate(results), whole, atol=1e-12, err_msg=f"{window} {n}"
+            np.concatenate(results), complete, atol=1e-12, err_msg=f"{window} {n}"
         )
 
 
