@@ -643,10 +643,10 @@ def test_cuda_on_moves_work_and_new_memory_to_stream(fake, device, stream, gate)
     with cuda.on(side):
         assert mine.effective_stream is side
         fake.clear_log()
-        flat = mine.T.ravel()
+        raveled = mine.T.ravel()
         copied = mine.to_host()
         assert mine.__cuda_array_interface__["stream"] == side.handle
-    assert flat.stream is side
+    assert raveled.stream is side
     assert not fake.log(f"stream={stream.handle:#x}")
     np.testing.assert_array_equal(copied, numbers((3, 4)))
     assert mine.stream is mine.effective_stream is stream
