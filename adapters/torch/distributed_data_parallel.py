@@ -1,7 +1,8 @@
 """Data-parallel training in several processes: one replica a rank, gradients averaged.
 
-The reduction of a bucket of gradients starts from a hook as soon as the bucket is full, beside
-the rest of the backward pass. What is not PyTorch's own is in :mod:`collective.gradients`.
+A hook starts the reduction of a bucket of gradients as soon as the bucket is full, while the rest
+of the backward pass runs. The parts that do not depend on PyTorch are in
+:mod:`collective.gradients`.
 """
 
 from __future__ import annotations
@@ -36,48 +37,51 @@ _MIB = 1 << 20
 
 
 class DistributedDataParallel(Copyable):
-    """A module whose gradients are averaged over the ranks in each backward pass.
+    """Wrapper of a module whose gradients are averaged over the ranks in each backward pass.
 
-    Every rank makes it, of the same module. Rank 0's parameters and buffers go to all others
-    then. ``parameter.grad`` is a view of a bucket in memory that the transport reduces without
-    copies. A gradient is averaged over the ranks, as if the loss were the mean over all their
-    samples (if each rank has as many). Gradients become the same bits on all ranks, so that
-    the replicas stay equal as long as the optimizers do the same.
+    Every rank makes the wrapper, with the same module. Rank 0 then sends its parameters and
+    buffers to all other ranks. ``parameter.grad`` is a view of a bucket, in memory that the
+    transport reduces without copies. If each rank has the same number of samples, the averaged
+    gradient is that of the mean loss over all ranks' samples. All ranks get the same bits, so the
+    replicas stay equal as long as their optimizers make the same steps.
 
-    Forward and backward passes may come in any order; all ranks make the same. A backward pass
-    reduces if one of the forward passes that it goes back through was outside of
+    Forward and backward passes may come in any order, which must be the same on all ranks. A
+    backward pass reduces the gradients if at least one of its forward passes ran outside of
     :meth:`no_sync`.
 
-    ``state_dict()`` is that of the bare module; ``load_state_dict`` also takes one with
-    ``module.`` before each name, as PyTorch's own wrapper writes it.
+    ``state_dict()`` returns the state of the bare module. ``load_state_dict`` takes such a state,
+    or a state with ``module.`` before each name, as PyTorch's own wrapper writes it.
 
-    It can be copied (``copy.deepcopy``, ``AveragedModel``) and pickled (``torch.save``), without
-    gradients, by any rank alone. A copy belongs to the same communicator; one that has been loaded
-    belongs to the communicator that is current when it trains (:func:`collective.init`). It
-    averages gradients from its first forward pass on that is outside of ``torch.no_grad()`` and
-    :meth:`no_sync`. That pass is collective: the ranks compare the parameters' shapes; their values
-    are not sent. Without a communicator it computes what the bare module computes, until
-    :meth:`rebind` gives it one.
+    A single rank can copy the wrapper (``copy.deepcopy``, ``AveragedModel``) or pickle it
+    (``torch.save``), without its gradients. A copy belongs to the same communicator. A loaded
+    wrapper belongs to the communicator that is current when it trains (:func:`collective.init`). A
+    copied or loaded wrapper begins to average gradients in its first forward pass outside of
+    ``torch.no_grad()`` and :meth:`no_sync`. That forward pass is collective: the ranks compare the
+    parameters' shapes, but do not send their values. Without a communicator, a loaded wrapper
+    computes the same as the bare module, until :meth:`rebind` gives it a communicator.
 
     Args:
-        module: on the CPU or a GPU; all of its parameters on one device. Freeze parameters
-            before, not afterwards.
-        comm: connects the ranks.
-        bucket_mib: MiB of gradients that are reduced together; the first bucket is of 1 MiB
-            at most, so that it is on its way early, where a core is idle to reduce it.
-        find_unused_parameters: there are passes in which the outputs, or the loss, do not depend
-            on all parameters. A gradient that does not come counts as zeros where another rank
-            has one, and stays None where nobody has.
-        broadcast_buffers: whether rank 0's buffers (running statistics) go to all ranks before
-            each forward pass that is followed by a reduction.
-        static_graph: the same parameters are used in every pass, equally often. Then they may
-            be used several times, in nested backward passes (reentrant checkpoints).
-        reduce: what to do with a full bucket, see :data:`collective.training.gradients.Reduce`; by
-            default the average over the ranks.
+        module: module on the CPU or a GPU, with all parameters on one device. Freeze parameters
+            before you wrap the module, not afterwards.
+        comm: communicator that connects the ranks.
+        bucket_mib: size of a bucket, the gradients that are reduced together, in MiB. The first
+            bucket has at most 1 MiB, so that its reduction starts early, if a core is idle to
+            reduce it.
+        find_unused_parameters: if true, there may be passes in which the outputs, or the loss, do
+            not depend on all parameters. A missing gradient counts as zeros if another rank has
+            that gradient, and stays None if no rank has it.
+        broadcast_buffers: if true, rank 0 sends its buffers (running statistics) to all ranks
+            before each forward pass whose gradients will be reduced.
+        static_graph: if true, every pass uses the same parameters, each of them equally often. A
+            pass may then use a parameter several times, also in nested backward passes (reentrant
+            checkpoints).
+        reduce: function that reduces a full bucket, see
+            :data:`collective.training.gradients.Reduce`; by default the average over the ranks.
 
     Raises:
         MismatchError: the ranks' modules differ.
-        InvalidArgumentError: no parameter requires a gradient, or they are on several devices.
+        InvalidArgumentError: no parameter requires a gradient, or the parameters are on several
+            devices.
 
     See Also:
         torch.nn.parallel.DistributedDataParallel.
@@ -125,18 +129,18 @@ class DistributedDataParallel(Copyable):
             reduce=self._reduce,
             counts=self._static,
         )
-        self._attendance: Attendance | None = None  # inside of join()
+        self._attendance: Attendance | None = None  # set inside of join()
         self._passes = self._new_passes()
         self._gradients.moved = weakly(self._point)
         dense = dense_weights(module, self._trained)
         self._in_buckets = InBuckets(dense, weakly(self._target)) if dense else None
-        self._written: set[int] = set()  # gradients in their place that have not arrived yet
+        self._written: set[int] = set()  # gradients computed in their buckets, not yet arrived
         weak = weakref.ref(self)
 
         def arrived(number: int, parameter: nn.Parameter) -> None:
-            found = weak()
-            if found is not None:
-                found._arrived(number, parameter)
+            wrapper = weak()
+            if wrapper is not None:
+                wrapper._arrived(number, parameter)
 
         untyped: Any
         for number, untyped in enumerate(self._trained):
@@ -150,14 +154,14 @@ class DistributedDataParallel(Copyable):
         """Call the module.
 
         Raises:
-            GradientError: the backward pass before broke off; or, inside of :meth:`join`, the
-                forward pass before had none.
+            GradientError: the previous backward pass did not finish; or, inside of :meth:`join`,
+                the previous forward pass had no backward pass.
         """
         if not torch.is_grad_enabled():
             return self.module(*args, **kwargs)
         if not self._connected and not (self._sync and self._find_ranks()):
             return self.module(*args, **kwargs)
-        # Within a backward pass a checkpoint computes once again what has been computed before.
+        # Within a backward pass, this call is a checkpoint that recomputes an earlier forward pass.
         if self._passes.under_way:
             return self.module(*args, **kwargs)
         self._refuse_broken()
@@ -177,19 +181,20 @@ class DistributedDataParallel(Copyable):
             used = leaves_behind(tensors)
             unused = [number for number, p in enumerate(self._trained) if p not in used]
             if len(unused) == len(self._trained) and not used.intersection(self._sparse):
-                self._finish()  # no gradient will come
+                self._finish()  # this pass will not produce any gradient
             if self._static:
-                unused = ()  # what it uses is counted in its first pass
+                unused = ()  # a static graph's first pass counts the uses of each parameter
         self._passes.add(tensors, reduced, unused)
         return outputs
 
     def rebind(self, comm: Communicator) -> None:
-        """Go on over another communicator, such as one of the ranks that are left after a loss.
+        """Continue over another communicator, such as that of the survivors after a loss.
 
-        Gradients are None then, and a pass that was under way is forgotten. Parameters and buffers
-        are not sent: they have to be the same on all ranks, as :class:`collective.elastic.State`
-        makes them. A ``reduce`` function that looks for the communicator at ``self.comm`` finds
-        this one. ``SyncBatchNorm`` in the module goes on over it, too.
+        All gradients become None, and a pass in progress is discarded. Parameters and buffers are
+        not sent: they have to be the same on all ranks already, as
+        :class:`collective.elastic.State` makes them. A ``reduce`` function that reads ``self.comm``
+        gets the new communicator. Each ``SyncBatchNorm`` in the module also continues over the new
+        communicator.
 
         Collective: every rank of ``comm`` calls it.
 
@@ -216,10 +221,11 @@ class DistributedDataParallel(Copyable):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Let gradients of the forward passes in the body add up on this rank alone.
+        """Add up the gradients of forward passes in the body on this rank, without reducing them.
 
-        It is the forward pass that counts, wherever its backward pass is. The next backward pass
-        through one from outside reduces the sum.
+        Only the place of the forward pass matters; its backward pass may be inside or outside of
+        the body. The next backward pass through a forward pass from outside the body reduces the
+        sum.
         """
         before, self._sync = self._sync, False
         try:
@@ -229,23 +235,24 @@ class DistributedDataParallel(Copyable):
 
     @contextlib.contextmanager
     def join(self, by_all: bool = True) -> Iterator[None]:
-        """Let ranks have different numbers of batches in the body, a loop over them.
+        """Allow ranks to have different numbers of batches in the body, a loop over the batches.
 
-        A rank whose body has ended takes part, with gradients of zero, in the passes of those
-        that still have batches. At the end all ranks get the state of one that was among the
-        last; optimizers of others have made fewer steps.
+        A rank whose body has ended takes part in the other ranks' passes, with gradients of zero,
+        as long as a rank has batches. At the end all ranks get the parameters and buffers of a
+        rank that was among the last to finish. Optimizers of ranks that finished earlier have made
+        fewer steps.
 
-        Collective: every rank enters it; inside, every forward pass whose gradients are
+        Collective: every rank enters the context. Inside, every forward pass whose gradients are
         reduced has one backward pass, before the next forward pass.
 
         Args:
-            by_all: averages stay over all ranks, so that samples count alike; else they are
-                over those that still have batches. Then gradients have to be zeroed between
-                passes that are reduced: what one has left is averaged once more, with the zeros
-                of those that are through.
+            by_all: if true, averages are over all ranks, so that every sample has the same weight.
+                If false, averages are over the ranks that still have batches. Gradients then have
+                to be zeroed between reduced passes: gradients that an earlier pass left would be
+                averaged again, with the zeros of the ranks that have finished.
 
         Raises:
-            GradientError: passes came in another order.
+            GradientError: forward and backward passes came in another order.
         """
         if not self._connected and not self._find_ranks():
             yield
@@ -268,26 +275,27 @@ class DistributedDataParallel(Copyable):
     # -- the backward pass ----------------------------------------------------------------
 
     def _refuse_broken(self) -> None:
-        """Refuse a pass while that before is half done."""
+        """Check that no earlier backward pass is unfinished."""
         if self._gradients.begun:
             self._gradients.drop()
             raise GradientError(
-                "DistributedDataParallel: the backward pass before this pass did not come to its "
-                f"end [rank {self.comm.rank} of {self.comm.size}]. Its gradients are void: call "
-                "zero_grad(), and begin with a forward pass, on all ranks."
+                "DistributedDataParallel: the previous backward pass did not finish "
+                f"[rank {self.comm.rank} of {self.comm.size}]. Its gradients are invalid: call "
+                "zero_grad(), and begin again with a forward pass, on all ranks."
             )
 
     def _reached(self, forward: ForwardPass, gradient: torch.Tensor) -> None:
-        """Take note that a backward pass comes by an output."""
+        """Record that a backward pass has reached an output of a forward pass."""
         for number in self._passes.reach(forward):
             self._ready(number)
 
     def _target(self, number: int, node: Any) -> torch.Tensor | None:
-        """Return where a gradient may be computed, if what is computed will be all of it.
+        """Return the bucket's view for a gradient, if ``node`` computes the complete gradient.
 
-        A second contribution before the first has arrived would be written over it; autograd adds
-        up those that are not given a place. What a pass that broke off has left here costs the
-        parameter one copy in the next one.
+        Only the first contribution gets the view. A second one, computed before the first has
+        arrived, would overwrite it. Autograd adds up the contributions that do not get the view.
+        A number that an unfinished pass has left in ``_written`` costs the next pass one copy of
+        that parameter's gradient.
         """
         parameter = self._trained[number]
         untyped: Any = parameter
@@ -300,16 +308,18 @@ class DistributedDataParallel(Copyable):
         return view
 
     def _arrived(self, number: int, parameter: nn.Parameter) -> None:
-        """Have a gradient in its place; called when autograd has added to it."""
+        """Move a gradient to its bucket if necessary; called when autograd has added to it."""
         view, grad = self._gradients.views[number], parameter.grad
         self._written.discard(number)
         if grad is not view:
-            # Made anew, as it was None: autograd adds to it in its place from now on.
+            # The gradient was None, so autograd made a new tensor. Once `parameter.grad` is the
+            # view, autograd adds to the view in place.
             assert grad is not None
             grad = grad.detach()
             if grad.layout is not torch.strided:
                 grad = grad.to_dense()
-            # Of a large dense layer it was computed in its place (dense.py), by another tensor.
+            # The gradient of a large dense layer is already in the view's memory, as another
+            # tensor (see dense.py).
             if grad.data_ptr() != view.data_ptr() or not grad.is_contiguous():
                 view.copy_(grad)
             parameter.grad = view
@@ -326,7 +336,10 @@ class DistributedDataParallel(Copyable):
         self._gradients.ready(number)
 
     def _stand_in(self, number: int) -> None:
-        """Have in its place what counts for a gradient that does not come in this pass."""
+        """Fill the bucket's view for a parameter that gets no gradient in this pass.
+
+        The view gets the parameter's earlier gradient, or zeros if there is none.
+        """
         view, parameter = self._gradients.views[number], self._trained[number]
         if parameter.grad is None:
             view.zero_()
@@ -336,12 +349,15 @@ class DistributedDataParallel(Copyable):
         self._gradients.ready(number)
 
     def _ended(self, backward: BackwardPass) -> None:
-        """Finish, unless the pass was ``torch.autograd.grad`` of something else."""
+        """Finish the reduction, unless the pass added to no gradient of this module.
+
+        ``torch.autograd.grad`` of other tensors makes such passes.
+        """
         if backward.reduced and backward.any_arrived:
             self._finish()
 
     def _finish(self) -> None:
-        """Reduce what is not on its way yet, and wait."""
+        """Start the reductions that have not started yet, and wait for all of them."""
         if self._attendance is not None:
             self._attendance.backward()
         if self.find_unused_parameters:
@@ -361,7 +377,7 @@ class DistributedDataParallel(Copyable):
                     parameter.grad.mul_(self._attendance.factor)
 
     def _reduce_sparse(self, absent: bool = False) -> None:
-        """Average the gradients that are not in buckets, as they are sparse."""
+        """Average the sparse gradients, which are not in buckets."""
         for parameter in self._sparse:
             grad = None if absent else parameter.grad
             if grad is None:
@@ -371,7 +387,7 @@ class DistributedDataParallel(Copyable):
                 parameter.grad = reduced
 
     def _point(self) -> None:
-        """Have the parameters' gradients where the engine has laid them out anew."""
+        """Point the parameters' gradients at the buckets that the engine has laid out again."""
         for parameter, view in zip(self._trained, self._gradients.views):
             if parameter.grad is not None:
                 parameter.grad = view

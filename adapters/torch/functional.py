@@ -1,21 +1,22 @@
-"""Collectives that PyTorch differentiates: the backward of each is its adjoint collective.
+"""Collectives that PyTorch differentiates: the backward pass of each is its adjoint collective.
 
-With ``x_r``, ``y_r`` and ``L_r`` the input, result and loss of rank ``r``, what is differentiated
-is ``L = Σ_r L_r``, and ``g_r = ∂L/∂y_r``. Each docstring says what ``∂L/∂x_r`` is.
+``x_r``, ``y_r`` and ``L_r`` are the input, result and loss of rank ``r``. PyTorch differentiates
+``L = Σ_r L_r``, and ``g_r = ∂L/∂y_r``. Each docstring gives ``∂L/∂x_r``.
 
-- Every rank's result has to contribute to its loss, or that rank does not take part in the
-  backward collective and the others wait for it. What has no result on a rank (:func:`send`;
-  :func:`reduce` and :func:`gather` off the root) returns a *delegate* there, a zero of no
-  dimensions, to be added to the loss.
-- Results depend on other ranks' tensors. So where gradients are enabled they require one on
-  every rank, whether ``x`` does or not, and a rank with a frozen ``x`` takes part all the same.
-- Backward collectives run in the reverse order of the forward calls, which therefore have to be
-  made in one order on all ranks. Autograd runs, of the nodes that are ready, the one created
-  last; a node is created after those it depends on, so on one device that is the reverse order of
-  creation, however the results were combined afterwards.
-- ``backward()`` visits every node. ``torch.autograd.grad(loss, inputs)`` visits those that lead to
-  ``inputs``: on each rank an input of the collective has to be among them or before them.
-- Backwards are made of these same functions, so that derivatives of any order are there.
+- Every rank's result has to contribute to its loss. Otherwise that rank does not take part in the
+  backward collective, and the other ranks wait for it. A call without a result on a rank
+  (:func:`send`; :func:`reduce` and :func:`gather` off the root) returns a *delegate* there: a zero
+  without dimensions, which has to be added to the loss.
+- Results depend on other ranks' tensors. So if gradients are enabled, results require a gradient
+  on every rank, whether ``x`` does or not. A rank with a frozen ``x`` takes part as well.
+- Backward collectives run in the reverse order of the forward calls. So all ranks have to make the
+  forward calls in the same order. Among the nodes that are ready, autograd runs the node that was
+  created last. A node is created after the nodes that it depends on. So on one device the backward
+  order is the reverse order of creation, however the results are combined later.
+- ``backward()`` visits every node. ``torch.autograd.grad(loss, inputs)`` visits only the nodes that
+  lead to ``inputs``. So on each rank, an input of the collective has to be among ``inputs`` or
+  depend on them.
+- Backward passes consist of these same functions. So derivatives of any order are available.
 """
 
 from __future__ import annotations
@@ -42,27 +43,27 @@ _TAPE: differentiable.Tape[torch.Tensor] = Tape()
 def all_reduce(x: torch.Tensor, comm: Communicator, op: Op = "sum") -> torch.Tensor:
     """Fold the ranks' tensors elementwise and give every rank the result.
 
-    With ``G = Σ_r g_r``, an all-reduce itself, the gradient is for
+    With ``G = Σ_r g_r``, which is itself an all-reduce, the gradient is for
 
     - ``sum``: ``G``; ``avg``: ``G / size``;
-    - ``min``, ``max``: ``G`` where ``x_r`` is the extreme, divided by how many ranks hold it, as
-      ``torch.amax`` shares it; zero elsewhere;
-    - ``prod``: ``G · Π_{s≠r} x̄_s``, zeros among the factors included. All ranks' ``x`` are
-      gathered for it: backward needs ``size`` times the memory of ``x``.
+    - ``min``, ``max``: ``G`` where ``x_r`` is the extreme, divided by the number of ranks that hold
+      it, as ``torch.amax`` divides it; zero elsewhere;
+    - ``prod``: ``G · Π_{s≠r} x̄_s``, correct even if factors are zero. The backward pass gathers
+      all ranks' ``x`` for it, and so needs ``size`` times the memory of ``x``.
 
-    Collective: every rank calls it, with one op, shape and dtype.
+    Collective: every rank calls it, with the same op, shape and dtype.
 
     Args:
-        x: of any shape and strides; floating point or complex to be differentiated.
-        comm: the ranks.
+        x: tensor of any shape and strides; it is differentiated if it is floating point or complex.
+        comm: ranks that take part.
         op: ``"sum"``, ``"avg"``, ``"prod"``, ``"min"`` or ``"max"``.
 
     Returns:
         A new tensor like ``x``.
 
     Raises:
-        InvalidArgumentError: another op, or ``x`` is no tensor; and as
-            :meth:`Communicator.all_reduce`, then and in the backward pass.
+        InvalidArgumentError: the op is another one, or ``x`` is no tensor. Other errors are those
+            of :meth:`Communicator.all_reduce`, in this call and in the backward pass.
     """
     return differentiable.all_reduce(_TAPE, x, comm, op)
 
@@ -72,14 +73,14 @@ def reduce(x: torch.Tensor, comm: Communicator, root: int = 0, op: Op = "sum") -
 
     The gradient is that of :func:`all_reduce` with ``G = g_root``, a broadcast.
 
-    Collective: every rank calls it, with one root, op, shape and dtype.
+    Collective: every rank calls it, with the same root, op, shape and dtype.
 
     Args:
         x, comm, op: as in :func:`all_reduce`.
-        root: the rank that gets the result.
+        root: rank that gets the result.
 
     Returns:
-        At the root a new tensor like ``x``; elsewhere a delegate, of the dtype of ``x``.
+        At the root a new tensor like ``x``; on other ranks a delegate, of the dtype of ``x``.
 
     Raises:
         As :func:`all_reduce`.
@@ -92,17 +93,18 @@ def broadcast(
 ) -> torch.Tensor:
     """Give every rank the tensor of ``root``.
 
-    The gradient at the root is ``Σ_r g_r``, a reduction to it; that of another's ``x`` is zero.
+    The gradient at the root is ``Σ_r g_r``, a reduce; that of another rank's ``x`` is zero.
 
-    Collective: every rank calls it, with one root.
+    Collective: every rank calls it, with the same root.
 
     Args:
-        x: at the root, a tensor. Elsewhere one of its shape and dtype, whose values do not
-            matter, or None, which costs a message on some transports. Derivatives of higher
-            order need it everywhere: they go by the zero gradient.
-        comm: the ranks.
-        root: the rank whose tensor it is.
-        like: where ``x`` is None, a tensor on the device where the result is to be.
+        x: at the root, a tensor. On other ranks None, or a tensor of the root's shape and dtype,
+            whose values do not matter and which gets the zero gradient. None costs one more message
+            on some transports. Derivatives of higher order need a tensor on every rank, because
+            they pass through the zero gradient.
+        comm: ranks that take part.
+        root: rank whose tensor is sent.
+        like: if ``x`` is None, a tensor whose device is also the result's device.
 
     Returns:
         A new tensor on every rank, the root included.
@@ -120,14 +122,14 @@ def all_gather(
 
     The gradient is piece ``r`` of ``Σ_s g_s``, a reduce-scatter.
 
-    Collective: every rank calls it, with one dtype and axis; shapes may differ along the axis.
+    Collective: every rank calls it, with the same dtype and axis; shapes may differ along the axis.
 
     Args:
-        x: a tensor; one of no dimensions counts as one of length 1.
-        comm: the ranks.
-        axis: the axis to join along.
-        counts: the ranks' lengths along ``axis``, where all ranks know them. Without them the
-            first backward exchanges them, in a message of 8 bytes a rank.
+        x: tensor; one without dimensions counts as one of length 1.
+        comm: ranks that take part.
+        axis: axis to join along.
+        counts: lengths of the ranks' tensors along ``axis``, if all ranks know them. Without
+            ``counts`` the first backward pass exchanges them, in a message of 8 bytes a rank.
 
     Returns:
         A new tensor.
@@ -150,14 +152,14 @@ def gather(
 
     The gradient is piece ``r`` of ``g_root``, a scatter.
 
-    Collective: every rank calls it, with one root, dtype and axis.
+    Collective: every rank calls it, with the same root, dtype and axis.
 
     Args:
         x, comm, axis, counts: as in :func:`all_gather`.
-        root: the rank that gets the result.
+        root: rank that gets the result.
 
     Returns:
-        At the root a new tensor; elsewhere a delegate, of the dtype of ``x``.
+        At the root a new tensor; on other ranks a delegate, of the dtype of ``x``.
 
     Raises:
         As :meth:`Communicator.gather`.
@@ -174,20 +176,20 @@ def scatter(
     counts: Sequence[int] | None = None,
     like: Any = "torch",
 ) -> torch.Tensor:
-    """Cut the tensor of ``root`` into pieces and give each rank one.
+    """Cut the tensor of ``root`` into pieces and give each rank one piece.
 
     The gradient at the root is the ``g_r`` joined, a gather; that of another rank's ``x`` is zero.
 
-    Collective: every rank calls it, with one root and axis.
+    Collective: every rank calls it, with the same root and axis.
 
     Args:
-        x: at the root, a tensor. Elsewhere None, or any tensor to which the zero gradient is to
-            go; derivatives of higher order need one.
-        comm: the ranks.
-        root: the rank whose tensor is cut.
-        axis: the axis that is cut.
+        x: at the root, a tensor. On other ranks None, or any tensor, which gets the zero gradient;
+            derivatives of higher order need a tensor.
+        comm: ranks that take part.
+        root: rank whose tensor is cut.
+        axis: axis that is cut.
         counts: at the root, lengths of the pieces; by default as ``numpy.array_split`` cuts.
-        like: where ``x`` is None, a tensor on the device where the result is to be.
+        like: if ``x`` is None, a tensor whose device is also the result's device.
 
     Returns:
         Piece ``rank``, a new tensor.
@@ -210,11 +212,11 @@ def reduce_scatter(
 
     The gradient is that of :func:`all_reduce` with ``G`` the ``g_r`` joined, an all-gather.
 
-    Collective: every rank calls it, with one op, shape, dtype, axis and counts.
+    Collective: every rank calls it, with the same op, shape, dtype, axis and counts.
 
     Args:
         x, comm, op: as in :func:`all_reduce`.
-        axis: the axis that is cut.
+        axis: axis that is cut.
         counts: lengths of the pieces; by default as ``numpy.array_split`` cuts.
 
     Returns:
@@ -234,21 +236,21 @@ def all_to_all(
     counts: Sequence[int] | None = None,
     recv_counts: Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """Cut every rank's tensor into pieces, send piece ``j`` to rank ``j``, join what comes.
+    """Cut every rank's tensor into pieces, send piece ``j`` to rank ``j``, join received pieces.
 
-    The gradient is the all-to-all that takes each piece of ``g`` back to where it came from: its
-    counts are the transpose of these.
+    The gradient is the all-to-all that returns each piece of ``g`` to its sender. Its counts are
+    the transpose of the forward counts.
 
-    Collective: every rank calls it, with one dtype and axis; shapes may differ along the axis.
+    Collective: every rank calls it, with the same dtype and axis; shapes may differ along the axis.
 
     Args:
-        x: a tensor; one of no dimensions counts as one of length 1.
-        comm: the ranks.
-        axis: the axis to cut and to join along.
+        x: tensor; one without dimensions counts as one of length 1.
+        comm: ranks that take part.
+        axis: axis to cut and to join along.
         counts: lengths of the pieces that this rank sends; ranks may differ. By default as
             ``numpy.array_split`` cuts.
-        recv_counts: lengths of the pieces that this rank receives, given on all ranks or none.
-            Without them the first backward exchanges them.
+        recv_counts: lengths of the pieces that this rank receives; all ranks pass them, or none
+            does. Without them the first backward pass exchanges them.
 
     Returns:
         The pieces for this rank, in the order of their senders, as a new tensor.
@@ -262,16 +264,16 @@ def all_to_all(
 def send(x: torch.Tensor, dst: int, comm: Communicator, tag: int = 0) -> torch.Tensor:
     """Send a tensor to rank ``dst``.
 
-    The gradient is ``g_dst``, received from there in the backward pass, with the same tag.
+    The gradient is ``g_dst``, which the backward pass receives from ``dst``, with the same tag.
 
     Args:
-        x: a tensor of at most 12 dimensions.
+        x: tensor of at most 12 dimensions.
         dst: another rank, which calls :func:`recv`.
-        comm: the ranks.
-        tag: the receiver's.
+        comm: ranks that take part.
+        tag: tag that the receiver uses.
 
     Returns:
-        A delegate of the dtype of ``x``: backward receives when it comes to it.
+        A delegate of the dtype of ``x``. The backward pass receives when it reaches the delegate.
 
     Raises:
         As :meth:`Communicator.send`.
@@ -289,22 +291,23 @@ def recv(
 ) -> torch.Tensor:
     """Receive a tensor from rank ``src``.
 
-    Backward sends ``g`` to ``src``, where it is the gradient of what was sent.
+    The backward pass sends ``g`` to ``src``, where it is the gradient of the tensor that was sent.
 
     Args:
-        comm: the ranks.
+        comm: ranks that take part.
         src: another rank, which calls :func:`send`; not ``ANY_SOURCE``.
-        tag: the sender's.
-        like: a tensor on the device where the result is to be.
-        after: a tensor, as a delegate of an earlier :func:`send`, on which this result is made to
-            depend, with gradient zero. Backward of what led to it waits for this one's, and
-            ``torch.autograd.grad`` and derivatives of higher order find the way through it.
+        tag: tag that the sender uses.
+        like: tensor whose device is also the result's device.
+        after: tensor, such as the delegate of an earlier :func:`send`, on which this result is made
+            to depend, with gradient zero. The backward pass of the operations that led to ``after``
+            waits for this result's. ``torch.autograd.grad`` and derivatives of higher order find
+            the way through this result.
 
     Returns:
         A new tensor of the sender's shape and dtype.
 
     Raises:
-        RankError: ``src`` is ``ANY_SOURCE``, to whom no gradient could be sent. And as
-            :meth:`Communicator.recv`.
+        RankError: ``src`` is ``ANY_SOURCE``, so there is no rank to send the gradient to. Other
+            errors are those of :meth:`Communicator.recv`.
     """
     return differentiable.recv(_TAPE, comm, src, tag, like, after)

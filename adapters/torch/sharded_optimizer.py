@@ -1,8 +1,8 @@
-"""An optimizer whose state is spread over the ranks: stage 1 of ZeRO.
+"""Optimizer whose state is spread over the ranks: stage 1 of ZeRO.
 
-Rajbhandari, Rasley, Ruwase, He, "ZeRO: Memory optimizations toward training trillion parameter
-models", SC 2020: gradients and parameters stay whole on each rank, and each updates a share of
-the parameters, of which alone it keeps the optimizer's state.
+Each rank keeps all gradients and parameters whole. It updates only its share of the parameters,
+and keeps only that share's optimizer state. Source: Rajbhandari, Rasley, Ruwase, He, "ZeRO: Memory
+optimizations toward training trillion parameter models", SC 2020.
 """
 
 from __future__ import annotations
@@ -26,20 +26,21 @@ _Base: Any = torch.optim.Optimizer
 
 
 class ShardedOptimizer(NotCopied, _Base):  # type: ignore[misc]  # torch's is not typed
-    """An optimizer of which each rank keeps and does its share.
+    """Optimizer whose state and updates are divided among the ranks.
 
-    Gradients have to be the same on all ranks when :meth:`step` is called, as
-    :class:`DistributedDataParallel` leaves them; the parameters are the same afterwards. It is
-    for optimizers that treat each parameter by itself: SGD, Adam, Adagrad, …, not LBFGS.
+    Gradients have to be the same on all ranks when :meth:`step` is called, as after a backward pass
+    of :class:`DistributedDataParallel`. After the step the parameters are the same on all ranks.
+    The wrapped optimizer must treat each parameter by itself: SGD, Adam, Adagrad, …, not LBFGS.
 
     Args:
-        parameters: as for any optimizer: parameters or groups of them, the same on all ranks.
-        optimizer: the class of what is spread.
-        comm: connects the ranks.
-        copies: how many ranks have each share of the state at a
-            :meth:`collective.elastic.State.commit`: its own and those after it. With 1 a lost
-            rank's share is lost.
-        defaults: what the class takes besides.
+        parameters: parameters, or groups of parameters, as for any optimizer; the same on all
+            ranks.
+        optimizer: class of the optimizer whose state is divided.
+        comm: communicator that connects the ranks.
+        copies: number of ranks that hold each share of the state after a
+            :meth:`collective.elastic.State.commit`: the share's own rank and the ranks after it.
+            With 1, the share of a lost rank is lost.
+        defaults: further arguments of the optimizer's class.
 
     Raises:
         MismatchError: the ranks' parameters differ.
@@ -48,7 +49,10 @@ class ShardedOptimizer(NotCopied, _Base):  # type: ignore[misc]  # torch's is no
         torch.distributed.optim.ZeroRedundancyOptimizer.
     """
 
-    instead = "Take its state_dict(), on all ranks, and load it into one for the other parameters."
+    instead = (
+        "Call its state_dict() on all ranks, and load the result into a ShardedOptimizer of the "
+        "other parameters."
+    )
 
     def __init__(
         self,
@@ -60,7 +64,9 @@ class ShardedOptimizer(NotCopied, _Base):  # type: ignore[misc]  # torch's is no
         **defaults: Any,
     ) -> None:
         if isinstance(copies, bool) or not isinstance(copies, int) or copies < 1:
-            raise InvalidArgumentError(f"ShardedOptimizer: copies {copies!r}; 1 or more.")
+            raise InvalidArgumentError(
+                f"ShardedOptimizer: copies is {copies!r} (expected an integer of at least 1)."
+            )
         self._comm = comm
         self._copies = copies
         self._made = functools.partial(optimizer, **defaults)
@@ -71,22 +77,23 @@ class ShardedOptimizer(NotCopied, _Base):  # type: ignore[misc]  # torch's is no
         self._share_out()
 
     def _share_out(self) -> None:
-        """Give each parameter an owner, and make the optimizer of this rank's share."""
+        """Assign each parameter to a rank, and make the optimizer of this rank's share."""
         self._owners: dict[Any, int] = {}
         self._loads = [0] * self._comm.size  # elements of each rank's share
         shares = [self._shared(group) for group in self.param_groups]
-        # A class that wants at least one parameter gets one that it never sees a gradient of.
+        # Optimizer classes need at least one parameter. A rank without a share passes an empty
+        # one, which never gets a gradient.
         self._nothing = torch.zeros(0, requires_grad=True)
         if not any(share["params"] for share in shares):
             shares[0]["params"] = [self._nothing]
         self._local = self._made(shares)
-        # The class's own defaults, too: a scheduler sees these groups alone.
+        # Copy the class's own defaults as well: a scheduler reads and writes only these groups.
         for group, local in zip(self.param_groups, self._local.param_groups):
             for key, value in local.items():
                 group.setdefault(key, value)
 
     def _agree(self) -> None:
-        """Refuse parameters that are not the same on all ranks."""
+        """Check that the ranks have parameters of the same shapes and types."""
         mine = [
             [[list(p.shape), str(p.dtype)] for p in group["params"]] for group in self.param_groups
         ]
@@ -95,30 +102,31 @@ class ShardedOptimizer(NotCopied, _Base):  # type: ignore[misc]  # torch's is no
             if theirs != every[0]:
                 raise MismatchError(
                     f"ShardedOptimizer: rank {rank} has other parameters than rank 0 "
-                    f"[rank {self._comm.rank} of {self._comm.size}]. Pass the same on all ranks, "
-                    "in the same order."
+                    f"[rank {self._comm.rank} of {self._comm.size}]. Pass the same parameters on "
+                    "all ranks, in the same order."
                 )
 
     def _shared(self, group: dict[str, Any]) -> dict[str, Any]:
-        """Return a group with this rank's share of its parameters, once all have owners."""
+        """Assign the parameters of a group to ranks; return the group with this rank's share."""
         every = group["params"]
         self._owners.update(zip(every, shards.owners([p.numel() for p in every], self._loads)))
         mine = [p for p in every if self._owners[p] == self._comm.rank]
         return {**group, "params": mine}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters, on all ranks alike."""
+        """Add a group of parameters; every rank adds the same group."""
         super().add_param_group(param_group)
         if self._local is not None:
             self._local.add_param_group(self._shared(self.param_groups[-1]))
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update this rank's share of the parameters, and get the others' from their owners.
+        """Update this rank's share of the parameters, and receive the other ranks' shares.
 
         Collective: every rank calls it.
 
         Args:
-            closure: computes the loss anew and returns it; called once, before the update.
+            closure: function that recomputes the loss and returns it. It is called once, before the
+                update.
         """
         loss = None
         if closure is not None:
@@ -126,7 +134,7 @@ class ShardedOptimizer(NotCopied, _Base):  # type: ignore[misc]  # torch's is no
                 loss = closure()
         assert self._local is not None
         for group, local in zip(self.param_groups, self._local.param_groups):
-            # Schedulers write to ours.
+            # Schedulers change the options in this optimizer's groups.
             local.update(_options(group))
         self._local.step()
         self._has_state = True
@@ -135,7 +143,7 @@ class ShardedOptimizer(NotCopied, _Base):  # type: ignore[misc]  # torch's is no
 
     @torch.no_grad()
     def _exchange(self) -> None:
-        """Give every rank the parameters that others have updated: one message a type."""
+        """Send each rank's updated parameters to all ranks, in one message for each dtype."""
         every = list(self._numbers())
         for dtype in dict.fromkeys(p.dtype for p in every):
             owned: list[list[Any]] = [[] for _ in range(self._comm.size)]
@@ -144,7 +152,7 @@ class ShardedOptimizer(NotCopied, _Base):  # type: ignore[misc]  # torch's is no
                     owned[self._owners[parameter]].append(parameter)
             counts = [sum(p.numel() for p in share) for share in owned]
             mine = owned[self._comm.rank]
-            nothing = every[0].new_empty(0, dtype=dtype)  # torch.cat takes no empty list
+            nothing = every[0].new_empty(0, dtype=dtype)  # torch.cat refuses an empty list
             packed = torch.cat([nothing, *(p.detach().reshape(-1) for p in mine)])
             whole = self._comm.all_gather(packed, counts=counts)
             start = 0
@@ -158,16 +166,16 @@ class ShardedOptimizer(NotCopied, _Base):  # type: ignore[misc]  # torch's is no
     # -- checkpoints ----------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the whole state, as the class itself would have it on one rank.
+        """Return the whole state, in the form of the wrapped class's state on a single rank.
 
-        Collective: every rank calls it, and gets all of it on the CPU.
+        Collective: every rank calls it, and gets the whole state, on the CPU.
         """
         every = self._comm.all_gather_object(self._share(_to_host), pickle=True)
         state = {number: kept for part in every for number, kept in part.items()}
         return {"state": dict(sorted(state.items())), "param_groups": self._groups()}
 
     def _share(self, copied: Callable[[Any], Any]) -> dict[int, dict[str, Any]]:
-        """Return copies of what this rank has of the state, by the parameters' numbers."""
+        """Return copies of this rank's part of the state, by the parameters' numbers."""
         assert self._local is not None
         numbers = self._numbers()
         return {
@@ -177,17 +185,18 @@ class ShardedOptimizer(NotCopied, _Base):  # type: ignore[misc]  # torch's is no
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a whole state, of this class or the one that is spread, on any ranks.
+        """Load a whole state, from this class or the wrapped class, from any number of ranks.
 
         Raises:
-            InvalidArgumentError: its groups have other numbers of parameters.
+            InvalidArgumentError: the numbers of parameters in the state's groups differ from this
+                optimizer's.
         """
         assert self._local is not None
         given = [len(group["params"]) for group in state_dict["param_groups"]]
         mine = [len(group["params"]) for group in self.param_groups]
         if given != mine:
             raise InvalidArgumentError(
-                f"ShardedOptimizer: a state of groups of {given} parameters; these are of {mine}."
+                f"ShardedOptimizer: the state has groups of {given} parameters (expected {mine})."
             )
         names = [name for group in state_dict["param_groups"] for name in group["params"]]
         numbers = {number: parameter for parameter, number in self._numbers().items()}
@@ -209,7 +218,9 @@ class ShardedOptimizer(NotCopied, _Base):  # type: ignore[misc]  # torch's is no
     # -- losses of ranks ------------------------------------------------------------------
 
     def keep_shards(self) -> dict[str, Any]:
-        """Return this rank's share of the state and copies of others'; nobody's memory.
+        """Return this rank's share of the state, and copies of other ranks' shares.
+
+        The result shares no memory with the optimizer.
 
         Collective: every rank calls it, as :meth:`collective.elastic.State.commit` does.
         """
@@ -223,20 +234,21 @@ class ShardedOptimizer(NotCopied, _Base):  # type: ignore[misc]  # torch's is no
         }
 
     def restore_shards(self, kept: dict[str, Any]) -> None:
-        """Make this rank's share of the state what it was when it was kept."""
+        """Restore this rank's share of the state from a result of :meth:`keep_shards`."""
         self._load(kept["held"][kept["rank"]], kept)
 
     def regain_shards(self, comm: Communicator, kept: dict[str, Any] | None) -> None:
-        """Share out what the ranks of another communicator hold of the state.
+        """Divide the state among the ranks of another communicator, from the shares they hold.
 
         Collective: every rank of ``comm`` calls it, as :meth:`collective.elastic.State.sync` does.
 
         Args:
-            comm: the ranks.
-            kept: what :meth:`keep_shards` has returned; None of a rank that holds nothing.
+            comm: communicator that connects the ranks from now on.
+            kept: result of :meth:`keep_shards`; None on a rank that holds no shares.
 
         Raises:
-            StateLostError: the share of a lost rank is on no other; names its parameters.
+            StateLostError: no remaining rank has the share of a lost rank. The text names the
+                share's parameters.
         """
         known = kept and {name: value for name, value in kept.items() if name != "held"}
         every = comm.all_gather_object(known)
@@ -249,9 +261,9 @@ class ShardedOptimizer(NotCopied, _Base):  # type: ignore[misc]  # torch's is no
             listed = ", ".join(names[:10]) + f" and {len(names) - 10} more" * (len(names) > 10)
             gone = sorted(set(range(kept["size"])) - set(giver))
             raise StateLostError(
-                f"ShardedOptimizer: the state of {listed} was on ranks {gone} alone, which are "
-                f"lost [rank {comm.rank} of {comm.size}]. Pass copies={len(gone) + 1} or more to "
-                "outlive such a loss; now start all ranks again, from a checkpoint."
+                f"ShardedOptimizer: the state of {listed} was only on ranks {gone}, which are "
+                f"lost [rank {comm.rank} of {comm.size}]. Start all ranks again, from a "
+                f"checkpoint. Pass copies={len(gone) + 1} or more to survive such a loss."
             )
         self._comm = comm
         self._share_out()
@@ -259,8 +271,8 @@ class ShardedOptimizer(NotCopied, _Base):  # type: ignore[misc]  # torch's is no
         self._load(shards.shared_out(comm, kept["held"], giver, owners), kept)
 
     def _load(self, states: Mapping[int, Any], kept: dict[str, Any]) -> None:
-        # An optimizer takes the tensors of a state as its own and changes them in place, and what
-        # was kept may have to be gone back to once more.
+        # An optimizer changes the tensors of a loaded state in place, and the shares in `kept` may
+        # have to be restored once more. So it gets copies.
         own = {
             number: {key: _copy(value) for key, value in state.items()}
             for number, state in states.items()
@@ -269,7 +281,7 @@ class ShardedOptimizer(NotCopied, _Base):  # type: ignore[misc]  # torch's is no
         self._has_state = kept["has_state"]
 
     def _groups(self) -> list[dict[str, Any]]:
-        """Return the groups as a state has them: parameters by their numbers."""
+        """Return the groups in the form of a state, with numbers in place of parameters."""
         numbers = self._numbers()
         return [
             {**_options(group), "params": [numbers[parameter] for parameter in group["params"]]}
@@ -277,7 +289,7 @@ class ShardedOptimizer(NotCopied, _Base):  # type: ignore[misc]  # torch's is no
         ]
 
     def _name(self, number: int) -> str:
-        """Return a parameter's name, where the optimizer was given names, or what tells it."""
+        """Return a parameter's name, or its number and shape if the parameters have no names."""
         names = [name for group in self.param_groups for name in group.get("param_names", ())]
         if len(names) == len(self._owners):
             return str(names[number])

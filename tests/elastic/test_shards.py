@@ -93,7 +93,7 @@ def test_state_lost_error_names_ranks_without_copies(ranks, losses, copies, gone
         if rank not in losses:
             assert isinstance(text, str), text
             assert "ShardedOptimizer: the state of parameter " in text
-            assert f"was on ranks {gone} alone" in text
+            assert f"was only on ranks {gone}" in text
 
 
 def test_loss_before_first_step_loses_no_state(ranks):

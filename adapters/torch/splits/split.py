@@ -1,4 +1,4 @@
-"""``Split``: a module computed in pieces."""
+"""``Split``: a module that computes its results in pieces."""
 
 from __future__ import annotations
 
@@ -31,83 +31,93 @@ _FRAMEWORK = Framework(
 
 
 class Split(torch.nn.Module):  # type: ignore[misc, unused-ignore]
-    """A module that computes the same in pieces: in turn on one device, or over ranks.
+    """Module that computes its results in pieces: in turn on one device, or over ranks.
 
     ::
 
         model = Split(UNet(), data=(8,))              # eight stripes, one after another
         model = Split(UNet(), data=(2,), comm=comm)   # one half on each of two ranks
 
-    The module's own forward is run, unmodified, with a tensor that stands for the cut one.
-    PyTorch's functions that read windows of rows (convolutions and their transposes, pooling,
-    resizing, padding, slices), row for row (activations, sums, concatenated channels), or rows with
-    statistics (batch, group and instance normalisation) are computed piece by piece, exactly: the
-    results and all gradients are those of the module, but for the order of sums. Other functions
-    get whole tensors, and the cut ends there (:attr:`joined` names them). Parameters, buffers and
-    ``state_dict`` are the module's, under ``module.``.
+    The module's own forward method runs unmodified, with a stand-in for the tensor that is cut.
+    Split computes three kinds of PyTorch's functions piece by piece:
 
-    **In turn** (``comm=None``), the rows of ``data`` and ``batch`` go through all layers piece by
-    piece, with ``recompute`` each once more in the backward pass, so that only one piece's
-    activations exist at a time; ``channels`` does the same between two layers that mix channels.
-    Normalisation with statistics needs its whole input, which is kept.
+    - functions that read windows of rows: convolutions and their transposes, pooling, resizing,
+      padding, slices;
+    - functions that work row by row: activations, sums, concatenated channels;
+    - functions of rows with statistics: batch, group and instance normalisation.
 
-    **Over ranks**, every rank has the whole module, or with ``filters="own"`` its part of the
-    weights, and a piece of every activation. The pieces' product is ``comm.size``. Rows that a
-    window needs of other ranks are exchanged before each layer (``halo="layer"``), or once for all
-    layers up to the next normalisation, the inner rows being computed twice (``halo="chain"``).
-    Gradients of parameters that ranks have in common are summed over them, in one call for all. If
-    the result is whole, every rank computes the same loss of it, and everything is as in one
-    process; if it is in pieces, the loss is the sum of the ranks' losses. For data-parallel
-    training beside it, wrap this in ``DistributedDataParallel`` over a communicator of the ranks
-    that have the same piece.
+    These are exact: the results and all gradients are those of the module, except for the order of
+    sums. Other functions get whole tensors, and the cut ends there (:attr:`joined` names them).
+    Parameters, buffers and ``state_dict`` are the module's, with names that begin with
+    ``module.``.
 
-    Dropout masks are drawn whole and cut. In turn that is the draw of the module itself; over ranks
-    all ranks draw from one generator, whose seed rank 0 takes from PyTorch's.
+    **In turn** (``comm=None``), ``data`` and ``batch`` cut the rows into pieces that go through all
+    layers one after another. With ``recompute``, each piece goes through the layers once more in
+    the backward pass, so that only one piece's activations exist at a time. ``channels`` does the
+    same between two layers that mix channels. Normalisation with statistics needs its whole input,
+    which is kept.
 
-    Collective: over ranks, making it, ``forward``, the backward pass and :meth:`verify` are. All
-    ranks have the same module and settings. They pass the same input, or their pieces of one.
-    Rank 0's parameters and buffers go to all ranks when the split is made; a layer that PyTorch
-    initialises in its first call (``nn.LazyConv2d``) takes rank 0's values then. ``verify``, and
-    every forward pass with ``COLLECTIVE_CHECK=always``, compare the ranks' parameters, buffers and
-    inputs bit by bit.
+    **Over ranks**, every rank has a piece of every activation, and the whole module, or with
+    ``filters="own"`` its part of the weights. The product of the numbers of pieces is
+    ``comm.size``. With ``halo="layer"``, the ranks exchange the rows that a window needs from other
+    ranks before each layer. With ``halo="chain"``, the ranks exchange these rows once for all
+    layers up to the next normalisation, and compute the inner rows twice. Gradients of parameters
+    that several ranks have are summed over these ranks, in one call for all parameters. If the
+    result is whole, every rank computes the same loss from it, as a single process would. If the
+    result is in pieces, the loss is the sum of the ranks' losses. To add data-parallel training,
+    wrap the Split in ``DistributedDataParallel`` over a communicator of the ranks that have the
+    same piece.
+
+    Dropout masks are drawn whole and then cut. In turn, the draw is that of the module itself. Over
+    ranks, all ranks draw from generators with the same seed, which rank 0 takes from PyTorch's
+    generator.
+
+    Collective: over ranks, every rank makes the split, and calls ``forward``, the backward pass and
+    :meth:`verify`. All ranks have the same module and settings. They pass the same input, or their
+    pieces of one. When the split is made, rank 0's parameters and buffers go to all ranks. A layer
+    that PyTorch initialises in its first call (``nn.LazyConv2d``) takes rank 0's values in that
+    call. ``verify``, and every forward pass with ``COLLECTIVE_CHECK=always``, compare the ranks'
+    parameters, buffers and inputs bit by bit.
 
     Args:
-        module: takes ``(batch, channels, ...)`` as first argument; that one is cut.
-        batch: pieces of the batch.
-        channels: pieces of the channels between layers that mix them.
-        data: pieces of each data axis; further ones are not cut.
-        comm: the ranks, in the order of batch, channels and data axes, the last fastest; None: in
-            turn.
-        recompute: whether pieces are computed again in the backward pass instead of being kept;
-            over ranks only with ``halo="chain"``.
-        halo: ``"layer"`` or ``"chain"``.
-        inputs: over ranks ``"whole"``: every rank passes the same tensor, and gets all of its
-            gradient; ``"pieces"``: every rank passes its own rows, joined in the order of ranks.
-        outputs: over ranks ``"whole"``, or ``"pieces"``: every rank's own rows, cut as
-            ``numpy.array_split`` cuts.
-        filters: over ranks with ``channels``: ``"all"``: every rank keeps all weights, and computes
-            with those of its channels; ``"own"``: it keeps of convolutions and linear layers those
-            of its channels alone (groups of several channels, and layers of fewer channels than
-            ranks, it keeps whole). :attr:`module` is then this rank's part, to be called through
-            this alone, ``parameters()`` and their gradients are this rank's, and ``state_dict`` and
-            ``load_state_dict`` give and take the whole weights, so that they do not depend on the
-            number of ranks; ``state_dict`` is collective. Clip gradients by a norm that is
-            computed over the ranks, or replicated parameters part ways.
-        strict: refuse calls that would end the cut.
-        broadcast: over ranks, whether rank 0's parameters and buffers go to all ranks when the
+        module: module that takes ``(batch, channels, ...)`` as its first argument, which is cut.
+        batch: number of pieces of the batch.
+        channels: number of pieces of the channels, between layers that mix channels.
+        data: number of pieces of each data axis; axes beyond these are not cut.
+        comm: communicator of the ranks, which are in the order of batch, channels and data axes,
+            with the last axis fastest. None: the pieces are computed in turn.
+        recompute: if true, the backward pass computes pieces again instead of keeping their
+            activations; over ranks only with ``halo="chain"``.
+        halo: over ranks, ``"layer"`` or ``"chain"``, as above.
+        inputs: over ranks, form of the input. ``"whole"``: every rank passes the same tensor, and
+            gets its whole gradient. ``"pieces"``: every rank passes its own rows, which are joined
+            in the order of ranks.
+        outputs: over ranks, form of the result: ``"whole"``, or ``"pieces"``, the rank's own rows,
+            cut as ``numpy.array_split`` cuts.
+        filters: over ranks with ``channels``, weights that a rank keeps. ``"all"``: every rank
+            keeps all weights, and computes with the weights of its channels. ``"own"``: every rank
+            keeps only the weights of its own channels, in convolutions and linear layers. Groups of
+            several channels, and layers with fewer channels than ranks, stay whole. :attr:`module`
+            is then this rank's part, and may be called only through this Split. ``parameters()``
+            and their gradients are this rank's. ``state_dict`` returns and ``load_state_dict``
+            takes the whole weights, which do not depend on the number of ranks; ``state_dict`` is
+            collective. If you clip gradients, compute the norm over all ranks; otherwise the
+            replicas of common parameters diverge.
+        strict: if true, calls that would end the cut raise an error.
+        broadcast: over ranks, if true, rank 0's parameters and buffers go to all ranks when the
             split is made. If false, they have to be equal already, and the ranks compare them.
 
     Attributes:
-        joined: of the last forward, the calls that took whole tensors.
+        joined: names of the calls that took whole tensors in the last forward pass.
 
     Raises:
-        InvalidArgumentError: the numbers are not positive integers, the pieces are not as many as
-            the ranks, or another option is none of its values; or a layer that is to be cut has no
-            weights yet.
-        MismatchError: the ranks' settings or modules differ, or with ``broadcast=False`` their
-            values; on every rank.
-        UnsupportedError: the module contains one that communicates or that PyTorch compiled, or a
-            weight that is to be cut belongs to two layers.
+        InvalidArgumentError: the numbers are not positive integers, the number of pieces is not the
+            number of ranks, or another option has an unknown value; or a layer that is to be cut
+            has no weights yet.
+        MismatchError: the ranks' settings or modules differ, or, with ``broadcast=False``, their
+            values; every rank raises it.
+        UnsupportedError: the module contains a module that communicates or that PyTorch compiled,
+            or a weight that is to be cut belongs to two layers.
     """
 
     def __init__(
@@ -141,45 +151,46 @@ class Split(torch.nn.Module):  # type: ignore[misc, unused-ignore]
         self._filters = self._cuts.prepare(module)
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Return what the module returns.
+        """Return the result of the module.
 
         Raises:
-            InvalidArgumentError: ``x`` is no tensor of two dimensions or more.
+            InvalidArgumentError: ``x`` is no tensor of at least two dimensions.
             MismatchError: with ``COLLECTIVE_CHECK=always``, parameters, buffers or inputs differ
-                between ranks; on every rank.
-            ShapeError: it has fewer data axes than are cut, or a layer gets other channels, or
-                fewer rows, than its weights are for.
-            UnsupportedError: a function cannot be called on a tensor that is cut; the text names
-                the layer.
+                between ranks; every rank raises it.
+            ShapeError: ``x`` has fewer data axes than are cut; or a layer gets another number of
+                channels, or fewer rows, than its weights need.
+            UnsupportedError: a function cannot take a tensor that is cut; the text names the layer.
         """
         if not isinstance(x, torch.Tensor) or isinstance(x, Cut) or x.dim() < 2:
-            given = "a tensor of another Split" if isinstance(x, Cut) else type(x).__name__
-            raise InvalidArgumentError(f"Split: {given} as input; a tensor (batch, channels, ...).")
-        found, self.joined = self._cuts.computed(self.module, self._filters, x, args, kwargs)
-        return found
+            described = "a tensor of another Split" if isinstance(x, Cut) else type(x).__name__
+            raise InvalidArgumentError(
+                f"Split: {described} as input (expected a tensor of shape (batch, channels, ...))."
+            )
+        result, self.joined = self._cuts.computed(self.module, self._filters, x, args, kwargs)
+        return result
 
     def memory_report(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> MemoryReport:
-        """Count what is kept for the backward pass, of the module and of this.
+        """Count the memory that is kept for the backward pass, by the module and by this Split.
 
-        Both are run, the module whole, so that ``x`` has to be small enough for that. Random
-        numbers and buffers are as before afterwards.
+        The call runs both, the module with the whole ``x``, which has to be small enough for that.
+        The call leaves random numbers and buffers as they were.
 
         Args:
-            x, args, kwargs: as of ``forward``; over ranks the whole ``x``.
+            x, args, kwargs: arguments of ``forward``; over ranks the whole ``x``.
         """
         return memory_report(self._cuts.copies(self.module, self._filters), x, args, kwargs)
 
     def verify(self, x: torch.Tensor, *args: Any, tolerance: float = 1e-10) -> Verification:
         """Compare with the module itself: each layer's output, then all gradients, in float64.
 
-        Parameters, their gradients, buffers and random numbers are as before afterwards.
+        The call leaves parameters, their gradients, buffers and random numbers as they were.
 
         Args:
-            x, args: as of ``forward``; over ranks the whole ``x``, the same on all.
-            tolerance: what counts as equal, relative to the largest element.
+            x, args: arguments of ``forward``; over ranks the whole ``x``, the same on all ranks.
+            tolerance: largest difference that counts as equal, relative to the largest element.
 
         Raises:
-            MismatchError: parameters, buffers or inputs differ between ranks; on every rank.
+            MismatchError: parameters, buffers or inputs differ between ranks; every rank raises it.
             InvalidArgumentError: over ranks, a parameter has no values yet.
         """
         self._cuts.check_replicas(self.module, self._filters)
@@ -188,7 +199,7 @@ class Split(torch.nn.Module):  # type: ignore[misc, unused-ignore]
 
 
 def _enter(name: str, module: torch.nn.Module, args: Any) -> None:
-    """Say which layer is running."""
+    """Record that a layer begins to run."""
     names.stack.append(name)
 
 
@@ -198,7 +209,9 @@ def _leave(module: torch.nn.Module, args: Any, result: Any) -> None:
 
 def _check_module(module: Any) -> None:
     if not isinstance(module, torch.nn.Module):
-        raise InvalidArgumentError(f"Split: {type(module).__name__}; a torch.nn.Module.")
+        raise InvalidArgumentError(
+            f"Split: module is a {type(module).__name__} (expected a torch.nn.Module)."
+        )
     for name, layer in module.named_modules():
         kind = type(layer).__name__
         if isinstance(layer, Split):
@@ -207,9 +220,9 @@ def _check_module(module: Any) -> None:
             remedy = "Split the module that it was compiled from."
         elif kind in ("DistributedDataParallel", "DataParallel", "SyncBatchNorm"):
             remedy = (
-                "Wrap the split in it."
+                "Split the module inside the wrapper, and wrap the Split instead."
                 if kind != "SyncBatchNorm"
-                else "Take the BatchNorm that it replaces: Split computes its statistics over all "
+                else "Use the BatchNorm that it replaces: Split computes its statistics over all "
                 "pieces."
             )
         else:

@@ -78,7 +78,7 @@ def test_split_with_pieces_unequal_to_ranks_raises() -> None:
     [
         (nn.Sequential(Split(nn.Conv2d(1, 1, 3))), "0 is a Split.*in one call"),
         (nn.Sequential(nn.SyncBatchNorm(3)), "0 is a SyncBatchNorm.*BatchNorm that it replaces"),
-        (nn.parallel.DataParallel(nn.Sequential(nn.ReLU())), "Wrap the split in it"),
+        (nn.parallel.DataParallel(nn.Sequential(nn.ReLU())), "wrap the Split instead"),
     ],
     ids=["split", "norm", "replicated"],
 )
