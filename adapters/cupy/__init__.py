@@ -1,1 +1,1 @@
-"""CuPy: its arrays as arrays of ``collective``."""
+"""Adapter for CuPy's arrays."""

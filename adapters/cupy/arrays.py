@@ -1,4 +1,4 @@
-"""CuPy arrays as DeviceArrays over the same memory."""
+"""Views of CuPy arrays as DeviceArrays."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ __all__ = ["CupyAdapter"]
 
 
 class CupyAdapter(Adapter):
-    """CuPy's arrays, in memory of any kind, managed memory too.
+    """Adapter for CuPy's arrays, in any kind of memory, including managed memory.
 
-    CuPy's memory pools do not know that other streams use an array: what is still worked on
-    must be kept.
+    CuPy's memory pools do not know that other streams use an array. So the program has to keep an
+    array until the work on it has completed.
     """
 
     name = "cupy"
@@ -62,7 +62,7 @@ class CupyAdapter(Adapter):
         return new_spot((address, x.size, dtype, x.shape, stream, device))
 
     def wrap(self, array: Any, dtype: DType) -> Any:
-        """Return CuPy over an array's memory; what is in host memory is copied to the GPU."""
+        """Return a CuPy array over an array's memory; a host array is copied to the GPU."""
         kind = _named(dtype)
         if isinstance(array, np.ndarray):
             return cupy.asarray(array).view(kind)
@@ -87,12 +87,12 @@ class CupyAdapter(Adapter):
         device: Device | None,
         stream: Stream | None = None,
     ) -> DeviceArray:
-        """Return memory of CuPy's pool, on its current device if ``device`` is None."""
+        """Return memory of CuPy's pool, on CuPy's current device if ``device`` is None."""
         device = device or cuda.device(cupy.cuda.Device().id)
         kind = _named(dtype)
         with _current(cuda.effective_stream(self.current_stream(device))):
-            made = _allocate(shape, kind)
-        return self.view(made)[0]
+            owner = _allocate(shape, kind)
+        return self.view(owner)[0]
 
     def current_stream(self, device: Device, stream: Stream | None = None) -> Stream:
         return device.stream(_current_handle(device.ordinal))
@@ -104,23 +104,23 @@ class CupyAdapter(Adapter):
 
 
 class CupySpace:
-    """Memory of CuPy's pool, copied by CuPy's kernels."""
+    """Memory from CuPy's pool, copied by CuPy's kernels."""
 
     def empty(self, nbytes: int, device: Device, stream: Stream) -> tuple[int, Any]:
-        """Return an address, and what owns it, for use in ``stream``'s order."""
+        """Return the address and the owner of new memory, for use in the order of ``stream``."""
         with _current(stream):
             owner = _allocate((nbytes,), np.dtype("uint8"))
         return owner.data.ptr, owner
 
     def assign(self, dst: DeviceElements, src: DeviceElements) -> None:
-        """Copy between arrays of one shape and item size, with any strides."""
+        """Copy between arrays of the same shape and item size, with any strides."""
         kind = _MOVED[dst.dtype.itemsize]
         with _current(cuda.effective_stream(dst.stream)):
             _over(dst, kind)[...] = _over(src, kind)
 
 
 _SPACE = CupySpace()
-# Types by the size of an element, in which bits are moved.
+# Types for copies of bits, by the size of an element.
 _MOVED = {n: np.dtype(f"uint{8 * n}") for n in (1, 2, 4, 8)} | {16: np.dtype("complex128")}
 
 
@@ -138,37 +138,37 @@ def _allocate(shape: tuple[int, ...], kind: np.dtype[Any]) -> Any:
 
 
 def _named(dtype: DType) -> np.dtype[Any]:
-    """Return CuPy's dtype, which is that of NumPy or of ml_dtypes."""
+    """Return CuPy's dtype, which is a dtype of NumPy or of ml_dtypes."""
     numpy = adapter_like("numpy")
     assert isinstance(numpy, NumpyAdapter)
     try:
         return numpy.named(dtype)
     except DtypeError as error:
-        raise DtypeError(f"cupy: {dtype} is not there without ml_dtypes: {error}") from error
+        raise DtypeError(f"cupy: {dtype} needs the package ml_dtypes: {error}") from error
 
 
 @contextlib.contextmanager
 def _current(stream: Stream) -> Any:
-    """Make a stream and its device CuPy's current ones."""
+    """Make a stream and its device CuPy's current stream and device in the body."""
     ordinal = stream.device.ordinal
     with cupy.cuda.Device(ordinal):
         if (stream.handle or 1) == (_current_handle(ordinal) or 1):
             yield
             return
         if stream.handle <= 1:
-            theirs = cupy.cuda.Stream.null
+            cupy_stream = cupy.cuda.Stream.null
         else:
-            theirs = cupy.cuda.ExternalStream(stream.handle, ordinal)
-        with theirs:
+            cupy_stream = cupy.cuda.ExternalStream(stream.handle, ordinal)
+        with cupy_stream:
             yield
 
 
 def _over(array: DeviceElements, kind: np.dtype[Any]) -> Any:
-    """Return CuPy over an array's memory, as ``kind``."""
+    """Return a CuPy array of type ``kind`` over an array's memory."""
     owner = root_owner(array)
     memory = owner.data.mem if isinstance(owner, cupy.ndarray) else None
     if memory is None:
-        # Strides may lead to lower addresses, so that the length says nothing.
+        # The size has no meaning here: with negative strides, elements lie below `array.address`.
         memory = cupy.cuda.UnownedMemory(
             array.address, array.nbytes, array, device_id=array.device.ordinal
         )
@@ -181,5 +181,5 @@ def _over(array: DeviceElements, kind: np.dtype[Any]) -> Any:
 
 def _unknown(kind: np.dtype[Any]) -> DtypeError:
     return DtypeError(
-        f"cupy: version {cupy.__version__} has no {kind}; update it, or pass like='cuda'."
+        f"cupy: CuPy {cupy.__version__} has no {kind}. Update CuPy, or pass like='cuda'."
     )

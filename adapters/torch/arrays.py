@@ -1,4 +1,4 @@
-"""PyTorch tensors as NumPy over the same memory; those on GPUs as DeviceArrays."""
+"""Views of PyTorch tensors as NumPy arrays, or as DeviceArrays if the tensors are on GPUs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _DTYPES: dict[torch.dtype, DType] = {
     getattr(torch, name): dtype for name, dtype in BY_NAME.items() if hasattr(torch, name)
 }
 _KINDS = {dtype: kind for kind, dtype in _DTYPES.items()}
-# The types that NumPy lacks: by name, what torch and NumPy both have for their bits.
+# Types that NumPy lacks: by name, types of torch and of NumPy that hold their bits.
 _BITS = {
     "bfloat16": (torch.int16, np.dtype("int16")),
     "float8_e4m3fn": (torch.uint8, np.dtype("uint8")),
@@ -34,9 +34,9 @@ native.see_tensors(torch.Tensor, torch.nn.Parameter)
 
 
 class TorchAdapter(Adapter):
-    """Dense tensors on the CPU and on GPUs of NVIDIA's.
+    """Adapter for dense tensors on the CPU and on NVIDIA GPUs.
 
-    Collectives are not differentiable: a tensor that requires a gradient is taken for its
+    Collectives are not differentiable. If a tensor requires a gradient, the adapter uses only its
     values, as ``tensor.detach()``.
     """
 
@@ -51,21 +51,21 @@ class TorchAdapter(Adapter):
         on_gpu = x.is_cuda
         if not (on_gpu or x.is_cpu) or x.layout is not _STRIDED or x.is_nested:
             raise DeviceError(
-                f"torch: a {'nested' if x.is_nested else x.layout} tensor on {x.device}; "
-                "allowed are dense tensors on the CPU and on GPUs of NVIDIA's. Use x.cpu() or "
+                f"torch: got a {'nested' if x.is_nested else x.layout} tensor on {x.device} "
+                "(expected a dense tensor on the CPU or an NVIDIA GPU). Use x.cpu() or "
                 "x.to_dense()."
             )
         dtype = _DTYPES.get(x.dtype)
         if dtype is None:
             raise DtypeError(
-                f"torch: {x.dtype} cannot travel; one of {', '.join(map(str, _DTYPES))}. "
-                "Convert with x.to(...)."
+                f"torch: tensors of {x.dtype} cannot be sent (expected one of "
+                f"{', '.join(map(str, _DTYPES))}). Convert the tensor with x.to(...)."
             )
         if x.is_neg() or (dtype.kind == "c" and x.is_conj()):
             if writes:
                 raise InvalidArgumentError(
-                    "out: a lazily conjugated or negated tensor has no memory of its own to write "
-                    "to; pass x.resolve_conj().resolve_neg()."
+                    "out: the storage of a lazily conjugated or negated tensor does not hold its "
+                    "values, so it cannot be an output. Pass x.resolve_conj().resolve_neg()."
                 )
             x = x.resolve_conj().resolve_neg()
         if on_gpu:
@@ -114,7 +114,7 @@ def _kind(dtype: DType) -> torch.dtype:
         return _KINDS[dtype]
     except KeyError:
         raise DtypeError(
-            f"torch: this version has no {dtype}; update it, or pass like='numpy'."
+            f"torch: this version of torch has no {dtype}. Update torch, or pass like='numpy'."
         ) from None
 
 

@@ -18,35 +18,36 @@ _LazyNorm: Any = torch.nn.modules.batchnorm._LazyNormBase
 _normalise: Any = torch.nn.functional.batch_norm
 _NOT_PICKLED = (
     "SyncBatchNorm: a module with a communicator cannot be pickled. Save its state_dict(), which "
-    "is that of a BatchNorm."
+    "a BatchNorm can load."
 )
 
 
 class SyncBatchNorm(_Norm):  # type: ignore[misc, unused-ignore]
-    """Batch normalisation equal to ``torch.nn.BatchNorm`` over the ranks' batches joined.
+    """Batch normalisation equal to ``torch.nn.BatchNorm`` over the joined batches of all ranks.
 
-    Forward gathers the channels' means, sums of squared deviations and counts, once; backward
-    all-reduces two sums a channel, once. Statistics are computed in float32 (in float64 for
-    float64 inputs), and merged in float64 by the formula of Chan, Golub and LeVeque, "Updating
-    Formulae and a Pairwise Algorithm for Computing Sample Variances" (1979), extended to many
-    sets: no large squares are subtracted from each other.
+    The forward pass gathers the channels' means, sums of squared deviations and counts, in one
+    call. The backward pass all-reduces two sums for each channel, in one call. Statistics are
+    computed in float32 (in float64 for float64 inputs), and merged in float64. The formula is that
+    of Chan, Golub and LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample
+    Variances" (1979), extended to many sets: it never subtracts large squares from each other.
 
-    Batches may be of any lengths, 0 included. Gradients of weight and bias are this rank's part:
-    their sum over the ranks is the joined batch's, as for any parameter, if the loss is the sum of
-    the ranks' losses. There are no second derivatives.
+    Batches may be of any lengths, 0 included. Gradients of weight and bias are this rank's part. If
+    the loss is the sum of the ranks' losses, the sum of these parts is the gradient of the joined
+    batch, as for any parameter. There are no second derivatives.
 
-    Collective: all ranks call it in one order, in training, and in evaluation too if it has no
-    running statistics. If some rank's input requires a gradient, every rank's result has to
-    contribute to its loss; backward calls come in the reverse order of the forward ones.
+    Collective: all ranks call it in the same order, in training; without running statistics also
+    in evaluation. If some rank's input requires a gradient, every rank's result has to contribute
+    to its loss. Backward passes run in the reverse order of the forward passes.
 
     Args:
-        num_features: channels, the length of the input's second dimension.
-        comm: the ranks. Copies of the module share it; it is not pickled.
-        eps: added to the variance.
-        momentum: the weight of the new in the running statistics; None for their plain average.
-        affine: whether there are a weight and a bias.
-        track_running_stats: whether there are running statistics, which evaluation uses.
-        device, dtype: of parameters and statistics.
+        num_features: number of channels, the length of the input's second dimension.
+        comm: ranks whose batches are joined. Copies of the module share the communicator; it is not
+            pickled.
+        eps: number that is added to the variance.
+        momentum: weight of the new batch in the running statistics; None: their plain average.
+        affine: if true, the module has a weight and a bias.
+        track_running_stats: if true, the module has running statistics, which evaluation uses.
+        device, dtype: device and dtype of parameters and statistics.
     """
 
     def __init__(
@@ -66,27 +67,30 @@ class SyncBatchNorm(_Norm):  # type: ignore[misc, unused-ignore]
         self._ranks = SharedCommunicator(comm, _NOT_PICKLED)
 
     def rebind(self, comm: Communicator) -> None:
-        """Go on over another communicator, as all copies of the module do then."""
+        """Continue over another communicator; all copies of the module do so, too."""
         self._ranks.comm = comm
 
     @property
     def comm(self) -> Communicator:
-        """The ranks whose batches are one."""
+        """Ranks whose batches are joined."""
         return self._ranks.comm
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalise a batch.
 
         Args:
-            x: ``(N, C, ...)``, floating point; ``N`` and what follows ``C`` may differ by rank.
+            x: floating-point batch of shape ``(N, C, ...)``; ranks may differ in all lengths
+                except ``C``.
 
         Returns:
             A tensor of the shape and dtype of ``x``.
 
         Raises:
-            ShapeError: ``x`` has another number of channels (before anything is sent), or all
-                ranks together one value a channel, of which there is no variance (on all).
-            MismatchError: the ranks' modules differ in their number of channels; on all ranks.
+            ShapeError: ``x`` has another number of channels; raised before anything is sent. Or
+                the joined batch has a single value per channel, which has no variance; every rank
+                raises it.
+            MismatchError: the ranks' modules differ in their number of channels; every rank raises
+                it.
         """
         self._check_input(x)
         tracks = self.training and self.track_running_stats
@@ -97,21 +101,21 @@ class SyncBatchNorm(_Norm):  # type: ignore[misc, unused-ignore]
         weight, bias = (None if p is None else p.to(kind) for p in (self.weight, self.bias))
         if known and not self.training:
             mean, var = self.running_mean.to(kind), self.running_var.to(kind)
-            found: torch.Tensor = _normalise(x, mean, var, weight, bias, False, 0.0, self.eps)
-            return found
+            y: torch.Tensor = _normalise(x, mean, var, weight, bias, False, 0.0, self.eps)
+            return y
         comm = self.comm
         wanted = torch.is_grad_enabled() and x.requires_grad
         with torch.no_grad():
             joined = _joined(x.detach(), comm, wanted)
             if joined.count == 1:
                 raise ShapeError(
-                    f"SyncBatchNorm: one value a channel in all batches together; two or more "
-                    f"when training [rank {comm.rank} of {comm.size}]. Pass larger batches, or "
-                    "call eval()."
+                    f"SyncBatchNorm: the batches of all ranks have one value per channel together "
+                    f"(expected at least 2 in training) [rank {comm.rank} of {comm.size}]. Pass "
+                    "larger batches, or call eval()."
                 )
             if tracks and known and joined.count:
                 self._track(joined)
-        # A rank that needs no gradient is in the graph all the same if a peer needs one.
+        # If a peer needs a gradient, this rank is in the graph as well, even if it needs none.
         token = torch.zeros((), requires_grad=joined.wanted and torch.is_grad_enabled())
         mean, var = joined.mean.to(kind), joined.var.to(kind)
         normalise: Any = _Normalise.apply
@@ -121,14 +125,16 @@ class SyncBatchNorm(_Norm):  # type: ignore[misc, unused-ignore]
     def _check_input(self, x: torch.Tensor) -> None:
         if x.dim() < 2 or x.shape[1] != self.num_features:
             raise ShapeError(
-                f"SyncBatchNorm: an input of shape {tuple(x.shape)}; (N, {self.num_features}, ...) "
-                f"[rank {self.comm.rank} of {self.comm.size}]."
+                f"SyncBatchNorm: the input has shape {tuple(x.shape)} (expected "
+                f"(N, {self.num_features}, ...)) [rank {self.comm.rank} of {self.comm.size}]."
             )
         if not x.is_floating_point():
-            raise InvalidArgumentError(f"SyncBatchNorm: {x.dtype}; floating point. Use x.float().")
+            raise InvalidArgumentError(
+                f"SyncBatchNorm: the input is {x.dtype} (expected floating point). Use x.float()."
+            )
 
     def _track(self, joined: JoinedBatch) -> None:
-        """Move the running statistics towards a batch's; its variance as an unbiased estimate."""
+        """Update the running statistics by those of a batch, with its unbiased variance."""
         share = self.momentum
         if share is None:
             share = 1.0 / float(self.num_batches_tracked)
@@ -155,7 +161,7 @@ def _but_channels(x: torch.Tensor) -> list[int]:
 
 
 class _Normalise(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
-    """``(x - mean) / sqrt(var + eps) · weight + bias``, where mean and var are of all ranks' x."""
+    """``(x - mean) / sqrt(var + eps) · weight + bias``, with mean and var of all ranks' ``x``."""
 
     @staticmethod
     def forward(
@@ -179,12 +185,13 @@ class _Normalise(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
         x, weight, mean, inverse = ctx.saved_tensors
         shape = [1, -1] + [1] * (x.dim() - 2)
         scale = inverse if weight is None else inverse * weight
-        found = ctx.joined.gradients(
+        gradients = ctx.joined.gradients(
             dy.to(mean.dtype), x.to(mean.dtype) - mean.view(shape), inverse.view(shape),
             scale.view(shape), _but_channels(x), torch.stack,
         )  # fmt: skip
         dx, dweight, dbias = (
-            each if needed else None for each, needed in zip(found, ctx.needs_input_grad)
+            gradient if needed else None
+            for gradient, needed in zip(gradients, ctx.needs_input_grad)
         )
         return (
             dx.to(x.dtype) if dx is not None else None,
@@ -203,28 +210,30 @@ _CONVERTED = (
 
 
 def convert_sync_batchnorm(module: torch.nn.Module, comm: Communicator) -> torch.nn.Module:
-    """Make every batch normalisation in ``module`` a :class:`SyncBatchNorm`.
+    """Replace every batch normalisation in ``module`` by a :class:`SyncBatchNorm`.
 
-    Parameters, buffers, hooks, the training flag and the names in ``state_dict()`` stay, as do
-    references to parameters in an optimizer. A module used in several places stays one.
+    Parameters, buffers, hooks, the training flag and the names in ``state_dict()`` stay the same.
+    An optimizer's references to parameters stay valid. A batch normalisation that is used in
+    several places becomes a single SyncBatchNorm in these places.
 
     Args:
-        module: of any nesting, or a batch normalisation itself. It is changed where it contains
-            one, and not touched if anything is refused.
-        comm: the ranks whose batches are one.
+        module: module of any nesting, changed in place, or a batch normalisation itself. If the
+            call raises an error, nothing is changed.
+        comm: ranks whose batches are joined.
 
     Returns:
-        ``module``, or what takes its place if it is a batch normalisation itself.
+        ``module``, or its replacement if it is a batch normalisation itself.
 
     Raises:
-        InvalidArgumentError: a lazy one, whose channels are not known yet, or an own subclass of
-            a batch normalisation, whose forward would be lost; names them.
+        InvalidArgumentError: a batch normalisation is lazy, so that its number of channels is
+            unknown; or it is of a custom subclass, whose forward method would be lost. The text
+            names all of these.
     """
-    found: dict[torch.nn.Module, str] = {
+    norms: dict[torch.nn.Module, str] = {
         child: name for name, child in module.named_modules() if isinstance(child, _Norm)
     }
     refused = []
-    for child, name in found.items():
+    for child, name in norms.items():
         at = f"{name or 'the module'} ({type(child).__name__})"
         if isinstance(child, _LazyNorm):
             refused.append(f"{at} is lazy: run a batch through the module first")
@@ -232,21 +241,22 @@ def convert_sync_batchnorm(module: torch.nn.Module, comm: Communicator) -> torch
             refused.append(f"{at} is a subclass: replace it by hand")
     if refused:
         raise InvalidArgumentError(f"convert_sync_batchnorm: {'; '.join(refused)}.")
-    made = {child: _converted(child, comm) for child in found}
+    converted = {child: _converted(child, comm) for child in norms}
     for parent in list(module.modules()):
         for name, part in parent._modules.items():
-            if part in made:
-                parent._modules[name] = made[part]
-    return made.get(module, module)
+            if part in converted:
+                parent._modules[name] = converted[part]
+    return converted.get(module, module)
 
 
 def _converted(norm: torch.nn.Module, comm: Communicator) -> SyncBatchNorm:
-    """Return a SyncBatchNorm that has all that ``norm`` has."""
-    made = SyncBatchNorm.__new__(SyncBatchNorm)
-    # Shallow but for the tables: the parameters are the same, a later register_… is not.
-    made.__dict__.update(
+    """Return a SyncBatchNorm with the attributes of ``norm``."""
+    sync = SyncBatchNorm.__new__(SyncBatchNorm)
+    # The copy is shallow except for the dicts: both modules share the parameters, but a later
+    # register_…() affects only one of them.
+    sync.__dict__.update(
         (key, copy.copy(value) if isinstance(value, dict) else value)
         for key, value in norm.__dict__.items()
     )
-    made._ranks = SharedCommunicator(comm, _NOT_PICKLED)
-    return made
+    sync._ranks = SharedCommunicator(comm, _NOT_PICKLED)
+    return sync

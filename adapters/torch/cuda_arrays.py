@@ -1,4 +1,4 @@
-"""PyTorch tensors on GPUs as DeviceArrays over the same memory."""
+"""Views of PyTorch tensors on GPUs as DeviceArrays."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from collective.memory.dtypes import BY_NAME, DType
 __all__ = ["current_stream", "empty", "spot", "used_on", "view", "wrap"]
 
 try:
-    # Private, and ten times as fast as the public way; torch's own compiler uses it.
+    # This private function is ten times as fast as the public one. torch's own compiler uses it.
     _current_handle: Any = torch._C._cuda_getCurrentRawStream
 except AttributeError:  # pragma: no cover
 
@@ -31,10 +31,10 @@ except AttributeError:  # pragma: no cover
 
 if torch.cuda.is_available():
     _init: Any = torch.cuda.init
-    _init()  # the functions used here do not do it themselves
+    _init()  # the private functions used here do not initialise CUDA themselves
 
 _FOR_AMD = torch.version.hip is not None
-# Types by the size of an element, in which bits are moved.
+# Types for copies of bits, by the size of an element: torch's type, and the name of the dtype.
 _MOVED = {
     1: (torch.uint8, "uint8"),
     2: (torch.int16, "int16"),
@@ -53,15 +53,17 @@ def current_stream(device: Device) -> Stream:
 def view(x: Any, dtype: DType) -> DeviceArray:
     """Return the memory of a dense tensor that requires no gradient."""
     if _FOR_AMD:
-        raise DeviceError("torch: this build is for AMD's GPUs; only NVIDIA's are reached.")
+        raise DeviceError(
+            "torch: this build of torch is for AMD GPUs (expected NVIDIA GPUs). Use x.cpu()."
+        )
     try:
         address = x.data_ptr()
     except RuntimeError:
         address = 0
     if not address and x.numel():
         raise DeviceError(
-            f"torch: a {type(x).__name__} has no memory of its own; pass the tensor inside, as "
-            "x.to_local() of a DTensor."
+            f"torch: a {type(x).__name__} has no memory of its own. Pass the tensor that it wraps, "
+            "such as x.to_local() of a DTensor."
         )
     ordinal = x.get_device()
     device = cuda.device(ordinal)
@@ -83,11 +85,11 @@ def view(x: Any, dtype: DType) -> DeviceArray:
 
 
 def spot(x: Any, dtype: DType) -> Spot | None:
-    """Return where a tensor on a GPU is; see :meth:`Adapter.spot`."""
+    """Return the location of a tensor on a GPU; see :meth:`Adapter.spot`."""
     if _FOR_AMD or not x.is_contiguous() or x.is_neg() or (dtype.kind == "c" and x.is_conj()):
         return None
     try:
-        # Of a sparse tensor the first of these raises, of a nested one the other.
+        # `data_ptr()` raises for a sparse tensor, `shape` for a nested one.
         address, shape = x.data_ptr(), x.shape
     except RuntimeError:
         return None
@@ -106,17 +108,24 @@ def empty(
     device: Device,
     stream: Stream | None,
 ) -> DeviceArray:
-    """Return a new tensor's memory, on the stream in force, for use on ``stream`` afterwards."""
+    """Return the memory of a new tensor, allocated for later use on ``stream``.
+
+    The allocation is ordered on the stream of :class:`collective.cuda.on`, or, outside of it, on
+    torch's current stream.
+    """
     forced = cuda.effective_stream(current_stream(device))
     with _current(forced):
-        made = view(_allocate(shape, kind, device), dtype)
+        array = view(_allocate(shape, kind, device), dtype)
     if stream is not None and stream != forced:
-        used_on(made, stream)
-    return made
+        used_on(array, stream)
+    return array
 
 
 def wrap(array: DeviceArray, kind: torch.dtype) -> Any:
-    """Return a tensor of type ``kind`` over an array's memory; its owner, if it is that."""
+    """Return a tensor of type ``kind`` over an array's memory.
+
+    If the memory belongs to such a tensor, return that tensor itself.
+    """
     owner = root_owner(array)
     if (
         isinstance(owner, torch.Tensor)
@@ -129,14 +138,14 @@ def wrap(array: DeviceArray, kind: torch.dtype) -> Any:
         )
     ):
         return owner
-    found = _tensor(array)
-    if found is None:
-        found = _tensor(array.copy())
-    return found.view(kind)
+    bits = _tensor(array)
+    if bits is None:
+        bits = _tensor(array.copy())
+    return bits.view(kind)
 
 
 def used_on(x: Any, stream: Stream) -> None:
-    """Tell torch's allocator of another stream that uses a tensor's memory."""
+    """Tell torch's allocator that another stream uses a tensor's memory."""
     owner = root_owner(x)
     if isinstance(owner, torch.Tensor):
         if owner.is_cuda:
@@ -149,18 +158,18 @@ class TorchSpace:
     """Memory of torch's caching allocator, copied by torch's kernels."""
 
     def empty(self, nbytes: int, device: Device, stream: Stream) -> tuple[int, Any]:
-        """Return an address, and what owns it, for use in ``stream``'s order."""
+        """Return the address and the owner of new memory, for use in the order of ``stream``."""
         with _current(stream):
             owner = _allocate((nbytes,), torch.uint8, device)
         return owner.data_ptr(), owner
 
     def assign(self, dst: DeviceElements, src: DeviceElements) -> None:
-        """Copy between arrays of one shape and item size, with any strides."""
+        """Copy between arrays of the same shape and item size, with any strides."""
         target, source = _tensor(dst), _tensor(src)
         if target is None or source is None:
             PLAIN.assign(dst, src)
             return
-        # A tensor made in inference mode must not be written to outside of it.
+        # A tensor made in inference mode may be written to only in inference mode.
         with _current(cuda.effective_stream(dst.stream)), torch.inference_mode():
             target.copy_(source)
 
@@ -183,7 +192,7 @@ def _allocate(shape: tuple[int, ...], kind: torch.dtype, device: Device) -> Any:
 
 
 def _current(stream: Stream) -> contextlib.AbstractContextManager[Any]:
-    """Make a stream torch's current one, if it is not."""
+    """Return a context in which a stream is torch's current stream."""
     if stream == current_stream(stream.device):
         return contextlib.nullcontext()
     context: contextlib.AbstractContextManager[Any] = torch.cuda.stream(_torch_stream(stream))
@@ -191,17 +200,18 @@ def _current(stream: Stream) -> contextlib.AbstractContextManager[Any]:
 
 
 def _torch_stream(stream: Stream) -> Any:
-    found = _streams.get(stream)
-    if found is None:
+    torch_stream = _streams.get(stream)
+    if torch_stream is None:
         ordinal = stream.device.ordinal
         if stream.handle <= dlpack.LEGACY:
-            # Odd handles are torch's own numbers to torch.
-            found = torch.cuda.default_stream(ordinal)
+            # torch interprets odd handles as its own stream numbers, so this handle cannot be an
+            # external stream.
+            torch_stream = torch.cuda.default_stream(ordinal)
         else:
             external: Any = torch.cuda.ExternalStream
-            found = external(stream.handle, device=ordinal)
-        _streams[stream] = found
-    return found
+            torch_stream = external(stream.handle, device=ordinal)
+        _streams[stream] = torch_stream
+    return torch_stream
 
 
 def _tensor(array: DeviceElements) -> Any:
@@ -212,10 +222,10 @@ def _tensor(array: DeviceElements) -> Any:
     owner = root_owner(array)
     kind, name = _MOVED[size]
     if isinstance(owner, torch.Tensor):
-        found = _part(owner, array, kind)
-        if found is not None:
-            return found
-    # Its owner is kept by the capsule, and by whatever is made of it.
+        part = _part(owner, array, kind)
+        if part is not None:
+            return part
+    # The capsule keeps the array's owner alive, and so does every tensor made from the capsule.
     lent = dlpack.lend(
         dlpack.Lent(
             array.address,
@@ -232,7 +242,7 @@ def _tensor(array: DeviceElements) -> Any:
 
 
 def _part(owner: Any, array: DeviceElements, kind: torch.dtype) -> Any:
-    """Return the part of a tensor's storage that an array covers; None if torch cannot."""
+    """Return the part of a tensor's storage that an array covers; None if torch has no view."""
     size, unit = array.dtype.itemsize, owner.element_size()
     start = array.address - owner.data_ptr() + owner.storage_offset() * unit
     strides = [stride // size for stride in array.strides]
@@ -240,7 +250,7 @@ def _part(owner: Any, array: DeviceElements, kind: torch.dtype) -> Any:
         return None
     if size == unit:
         return owner.as_strided(array.shape, strides, start // size).view(kind)
-    # As a row of the owner's elements, then of ours.
+    # View the memory as a row of the owner's elements, then as a row of the array's.
     extent = size + sum((n - 1) * s for n, s in zip(array.shape, array.strides))
     if not array.size or extent % unit:
         return None

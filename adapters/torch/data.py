@@ -1,4 +1,4 @@
-"""Which samples a rank takes, and batches on the device before they are needed."""
+"""Division of samples among ranks, and batches that are on the device before they are needed."""
 
 from __future__ import annotations
 
@@ -21,28 +21,29 @@ _Sampler: Any = torch.utils.data.Sampler
 class ShardedSampler(_Sampler):  # type: ignore[misc, unused-ignore]
     """Indices of this rank's samples, for a ``DataLoader``.
 
-    As it is, each sample is some rank's, once. Lengths then differ by at most one, so the ranks may
-    take unequal numbers of steps: wrap the loop in ``join()`` of ``DistributedDataParallel``, or
-    evaluate without collectives in the loop. With ``padded=True`` samples at the start are
-    repeated until the lengths are equal, exactly as ``torch.utils.data.DistributedSampler`` does;
-    with ``drop_last=True`` some at the end are left out instead.
+    By default each sample belongs to exactly one rank. The ranks' lengths then differ by at most
+    one, so the ranks may make different numbers of steps. Wrap such a training loop in ``join()``
+    of ``DistributedDataParallel``; an evaluation loop should contain no collectives. With
+    ``padded=True`` samples from the start are repeated until the lengths are equal, exactly as
+    ``torch.utils.data.DistributedSampler`` does. With ``drop_last=True`` some samples at the end
+    are dropped instead.
 
-    Shuffling depends on seed and epoch alone, and not on the number of ranks.
+    Shuffling depends only on the seed and the epoch, not on the number of ranks.
 
     Args:
-        dataset_or_length: what has a ``len()``, or that number.
-        comm_or_rank_size: a communicator, of which rank and size are taken, or these two.
-        shuffle: whether to permute the samples, anew for each epoch.
-        seed: the same on all ranks.
-        padded: whether to repeat samples.
-        drop_last: whether to leave out samples.
+        dataset_or_length: dataset with a ``len()``, or the number of samples.
+        comm_or_rank_size: communicator, whose rank and size are used, or a tuple of the two.
+        shuffle: if true, each epoch has a new permutation of the samples.
+        seed: seed of the permutations; the same on all ranks.
+        padded: if true, samples are repeated until the ranks' lengths are equal.
+        drop_last: if true, samples are dropped until the ranks' lengths are equal.
 
     Attributes:
-        epoch: as :meth:`set_epoch` was told.
-        rank, size, seed, shuffle, padded, drop_last: as given.
+        epoch: epoch from the last call of :meth:`set_epoch`, or from a loaded state.
+        rank, size, seed, shuffle, padded, drop_last: values of the arguments.
 
     Raises:
-        RankError: the rank is not one from 0 to ``size - 1``.
+        RankError: the rank is not from 0 to ``size - 1``.
         InvalidArgumentError: the length is no integer, or negative.
     """
 
@@ -61,25 +62,25 @@ class ShardedSampler(_Sampler):  # type: ignore[misc, unused-ignore]
             length = len(length)
         if isinstance(length, bool) or not isinstance(length, int) or length < 0:
             raise InvalidArgumentError(
-                f"ShardedSampler: {dataset_or_length!r}; something with a len(), or a length. A "
-                "dataset that is only iterable has to part its samples itself."
+                f"ShardedSampler: {dataset_or_length!r} (expected a dataset with a len(), or a "
+                "length). An iterable dataset has to divide its samples among the ranks itself."
             )
         self.rank, self.size = rank, size
         self.shuffle, self.seed = shuffle, seed
         self.padded, self.drop_last = padded, drop_last
         self.epoch = 0
         self._length = length
-        # In samples of all ranks: where the next iteration starts, where the last one did, and
-        # how far that one is.
+        # Positions in the samples of all ranks: the start of the next iteration, the start of the
+        # current iteration, and the current iteration's progress.
         self._next = self._start = self._taken = 0
 
     def __len__(self) -> int:
-        """Return how many samples this rank has in a whole epoch."""
+        """Return the number of samples that this rank has in a whole epoch."""
         return len(shards.turns(0, self._dealt(), self.rank, self.size))
 
     def __iter__(self) -> Iterator[int]:
-        """Yield this rank's indices: the rest of the epoch, if a state was loaded."""
-        # Noted now, not with the first sample: loaders may take that one late.
+        """Return an iterator over this rank's indices: the rest of the epoch after a load."""
+        # The positions change here, not with the first sample, which loaders may take late.
         self._start = self._taken = self._next
         self._next = 0
         return self._indices(self._start)
@@ -87,13 +88,14 @@ class ShardedSampler(_Sampler):  # type: ignore[misc, unused-ignore]
     def _indices(self, start: int) -> Iterator[int]:
         order = self._order(start)
         for index in shards.turns(start, len(order), self.rank, self.size):
-            # What is taken ends with a row of one sample a rank, or with the last sample.
+            # Samples are taken in rows of one sample per rank; the last row may be shorter.
             self._taken = min(self._taken + self.size, len(order))
             yield order[index]
-        self._taken = max(self._taken, len(order))  # also where this rank had none of the last row
+        # The last row counts even if it had no sample for this rank.
+        self._taken = max(self._taken, len(order))
 
     def _order(self, start: int) -> list[int]:
-        """Return the samples of all ranks; from ``start`` on they take them in turn."""
+        """Return the samples of all ranks; from ``start`` on, the ranks take them in turn."""
         if self.shuffle:
             generator = torch.Generator()
             generator.manual_seed(self.seed + self.epoch)
@@ -104,98 +106,102 @@ class ShardedSampler(_Sampler):  # type: ignore[misc, unused-ignore]
         return (order * -(-total // len(order)))[:total] if order else []
 
     def _dealt(self, start: int = 0) -> int:
-        """Return how many samples all ranks have together from ``start`` to the epoch's end."""
+        """Return the number of samples of all ranks from ``start`` to the end of the epoch."""
         return shards.dealt(self._length - start, self.size, self.padded, self.drop_last)
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the shuffle of an epoch; call it before each, on all ranks.
+        """Set the epoch, which selects the permutation; call it before each epoch, on all ranks.
 
-        A position that was loaded stays if the epoch is that of the state.
+        A loaded position stays valid if ``epoch`` is the epoch of the loaded state.
         """
         if epoch != self.epoch:
             self.epoch = epoch
             self._next = self._start = self._taken = 0
 
     def state_dict(self, taken: int | None = None) -> dict[str, int]:
-        """Return where this sampler is, to go on from there.
+        """Return the position of this sampler, from which a sampler can continue.
 
         Args:
-            taken: how many samples of this iteration have been used on this rank. By default as
-                many as were asked for, which is more where a ``DataLoader`` has workers: they
-                work ahead. There, count ``batches * batch_size``.
+            taken: number of samples of this iteration that this rank has used. By default the
+                number that the sampler has yielded. With a ``DataLoader`` whose workers prefetch,
+                that number is too large: pass ``batches * batch_size``.
 
         Returns:
-            Plain numbers, the same on all ranks that have taken equally many: one rank's will do
-            for all. Without padding, another number of ranks can go on from it as well.
+            Plain numbers, the same on all ranks that have taken the same number of samples, so one
+            rank's state is enough for all ranks. Without padding, another number of ranks can
+            continue from the state as well.
         """
         done = self._taken if taken is None else self._start + taken * self.size
         return {"epoch": self.epoch, "seed": self.seed, "length": self._length, "taken": done}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on where a sampler was: the next iteration is the rest of its epoch.
+        """Continue at the position of a sampler: the next iteration is the rest of its epoch.
 
         Args:
-            state: of :meth:`state_dict`; the epoch and the seed are taken from it.
+            state: result of :meth:`state_dict`; it also sets the epoch and the seed.
 
         Raises:
-            InvalidArgumentError: it is of a dataset of another length; nothing is changed.
+            InvalidArgumentError: the state belongs to a dataset of another length; this sampler
+                is not changed.
         """
         if state["length"] != self._length:
             raise InvalidArgumentError(
-                f"load_state_dict: the state of {state['length']} samples; this sampler has "
-                f"{self._length}. Positions among others mean nothing."
+                f"load_state_dict: the state is for {state['length']} samples (expected "
+                f"{self._length} samples, as in this sampler). Load a state of the same dataset."
             )
         self.epoch, self.seed = state["epoch"], state["seed"]
         self._next = self._start = self._taken = state["taken"]
 
     def reshard(self, comm_or_rank_size: Communicator | tuple[int, int], consumed: int) -> None:
-        """Share out the rest of the epoch anew: the next iteration is this rank's part of it.
+        """Divide the rest of the epoch again: the next iteration is this rank's part of the rest.
 
-        Each sample that is left is some rank's, once. With ``padded`` or ``drop_last`` the rest is
-        made even as a whole epoch would be.
+        Each remaining sample belongs to exactly one rank. With ``padded`` or ``drop_last`` the
+        ranks' parts of the rest are made equally long, like those of a whole epoch.
 
         Args:
-            comm_or_rank_size: the ranks that are left, as when the sampler was made.
-            consumed: how many samples of the epoch all ranks together have done with, the same
-                on all of them.
+            comm_or_rank_size: the remaining ranks, in the form of the constructor's argument.
+            consumed: number of samples of the epoch that all ranks together have used; the same on
+                all ranks.
 
         Raises:
-            RankError: the rank is not one from 0 to ``size - 1``.
+            RankError: the rank is not from 0 to ``size - 1``.
             InvalidArgumentError: ``consumed`` is negative.
         """
         rank, size = shards.rank_and_size("reshard", comm_or_rank_size)
         if consumed < 0:
-            raise InvalidArgumentError(f"reshard: consumed {consumed}; 0 or more samples.")
+            raise InvalidArgumentError(
+                f"reshard: consumed is {consumed} (expected a number of samples of at least 0)."
+            )
         self.rank, self.size = rank, size
         self._next = self._start = self._taken = consumed
 
     def rebind(self, comm: Communicator) -> None:
-        """Share out what is left from where this sampler is, after ``load_state_dict`` say."""
+        """Divide the rest of the epoch from the next iteration's start, as after a load."""
         self.reshard(comm, self._next)
 
 
 class PrefetchLoader:
-    """Batches of a loader on a device, the next one on its way while one is used.
+    """Loader that copies the next batches to a device while the program uses one batch.
 
-    A thread takes batches from the loader. For a GPU it pins those that are not, and copies them
-    on a stream of its own; the consumer's current stream waits for that copy alone. On
-    ``"cpu"`` it only takes them early.
+    A thread takes batches from the loader. For a GPU, the thread pins tensors that are not pinned
+    yet, and copies them on its own stream. The consumer's current stream waits only for the copy of
+    its batch. For ``"cpu"`` the thread only takes the batches early.
 
-    Tensors are found in any nesting of lists, tuples, named tuples and mappings; other objects pass
-    as they are. An error of the loader is raised after the batches before it. Leaving an iteration
-    early ends its thread, as soon as the batch in progress is there.
+    Tensors may be in any nesting of lists, tuples, named tuples and mappings; other objects are
+    passed on unchanged. If the loader raises an error, it is raised after the earlier batches. If
+    the consumer leaves an iteration early, the thread ends when its current batch is complete.
 
-    The loader's code runs in the thread. If it draws from this process's global random numbers
-    (a ``DataLoader`` without workers, of random transforms), the order of draws is no longer
-    certain: give it a generator of its own.
+    The loader's code runs in the thread. If it uses the global random number generator of the
+    process, the order of draws is undefined. A ``DataLoader`` without workers, with random
+    transforms, is such a loader: give it its own generator.
 
     Args:
-        loader: a ``DataLoader``, or any iterable.
-        device: where batches are to be.
-        ahead: how many batches wait there at most; each takes memory of the device.
+        loader: ``DataLoader``, or any iterable.
+        device: device for the batches.
+        ahead: largest number of batches that wait on the device; each uses the device's memory.
 
     Attributes:
-        loader, device, ahead: as given.
+        loader, device, ahead: values of the arguments.
 
     Raises:
         InvalidArgumentError: ``ahead`` is less than 1.
@@ -205,23 +211,24 @@ class PrefetchLoader:
         self, loader: Iterable[Any], device: torch.device | str | int = "cpu", ahead: int = 1
     ) -> None:
         if ahead < 1:
-            raise InvalidArgumentError(f"PrefetchLoader: ahead {ahead}; 1 or more.")
+            raise InvalidArgumentError(f"PrefetchLoader: ahead is {ahead} (expected at least 1).")
         self.loader = loader
         self.device = torch.device(device)
         self.ahead = ahead
 
     def __len__(self) -> int:
-        return len(self.loader)  # type: ignore[arg-type]  # its TypeError is the right one
+        return len(self.loader)  # type: ignore[arg-type]  # its TypeError is the right error
 
     def __iter__(self) -> Iterator[Any]:
         copies = _DeviceCopies(self.device) if self.device.type == "cuda" else None
         prepare: Callable[[Any], Any] = copies.start if copies else self._moved
-        # Here, so that what it draws for its workers' seeds is drawn in the caller's order.
+        # The iterator is created in this thread, so that a loader draws its workers' seeds in the
+        # order of the caller's draws.
         feed = _Feed(iter(self.loader), prepare, self.ahead)
         try:
             for batch in feed:
                 yield copies.finish(batch) if copies else batch
-                # Not kept while the next one is waited for.
+                # Release the batch before waiting for the next one.
                 del batch
         finally:
             feed.close()
@@ -231,19 +238,22 @@ class PrefetchLoader:
 
 
 class _Feed:
-    """A thread that takes items from an iterator, some ahead of whoever iterates over this."""
+    """Thread that takes items from an iterator before the consumer asks for them."""
 
     def __init__(self, source: Iterator[Any], prepare: Callable[[Any], Any], ahead: int) -> None:
         self._source, self._prepare = source, prepare
         self._items: queue.SimpleQueue[tuple[bool, Any]] = queue.SimpleQueue()
         self._room = threading.Semaphore(ahead)
         self._stop = threading.Event()
-        # An interpreter that exits is not held up by a loader that waits for ever.
+        # A daemon thread: a loader that never returns does not keep the interpreter from exiting.
         self._thread = threading.Thread(target=self._fill, name="prefetch", daemon=True)
         self._thread.start()
 
     def _fill(self) -> None:
-        """Take items until there are none, or :meth:`close`; tell the end, or the error, last."""
+        """Take items until there are no more, or until :meth:`close`.
+
+        The last entry of the queue is the end of the items, or the loader's error.
+        """
         error: BaseException | None = None
         try:
             while True:
@@ -253,7 +263,7 @@ class _Feed:
                 self._items.put((True, self._prepare(next(self._source))))
         except StopIteration:
             pass
-        except BaseException as failure:  # raised where it belongs in the order
+        except BaseException as failure:  # the consumer raises it after the earlier items
             error = failure
         self._items.put((False, error))
 
@@ -266,20 +276,20 @@ class _Feed:
                 try:
                     raise item
                 finally:
-                    del item  # which has this frame in its traceback
+                    del item  # break the cycle exception → traceback → frame → exception
             self._room.release()
             yield item
             del item
 
     def close(self) -> None:
-        """End the thread, which may be in the middle of an item."""
+        """End the thread, and wait until it has finished its current item."""
         self._stop.set()
         self._room.release()
         self._thread.join()
 
 
 class _DeviceCopies:
-    """Copies to a GPU, on a stream beside the consumer's."""
+    """Copies to a GPU, on a separate stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -287,14 +297,16 @@ class _DeviceCopies:
         self._stream = stream(device)
 
     def start(self, batch: Any) -> Any:
-        """Start the copies of a batch; return it with the event that they are over."""
+        """Start the copies of a batch; return the copies and the event of their completion."""
         made_on = torch.cuda.current_stream(self._stream.device)
 
         def copy(x: torch.Tensor) -> torch.Tensor:
-            if x.is_cuda:  # else not: that may be the consumer's stream, at work
+            # Only tensors that are on a GPU need the wait. Other tensors must not wait for
+            # `made_on`: it may be the consumer's stream, which is busy.
+            if x.is_cuda:
                 self._stream.wait_stream(made_on)
             elif x.device.type == "cpu" and x.layout is torch.strided and not x.is_pinned():
-                # Torch's allocator of pinned memory knows how long the copy needs it.
+                # Torch's allocator keeps the pinned memory until the copy has completed.
                 x = x.pin_memory()
             return x.to(self._device, non_blocking=True)
 
@@ -308,19 +320,21 @@ class _DeviceCopies:
         current.wait_event(copied)
 
         def used(x: torch.Tensor) -> torch.Tensor:
-            x.record_stream(current)  # allocated on the other stream, which may reuse it else
+            # The memory belongs to the copy stream, which could otherwise reuse it while the
+            # consumer's stream still reads it.
+            x.record_stream(current)
             return x
 
         return _mapped(batch, used)
 
 
 def _mapped(batch: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return the batch with ``function`` of each of its tensors in their place."""
+    """Return the batch with each tensor replaced by the result of ``function``."""
     if isinstance(batch, torch.Tensor):
         return function(batch)
     if isinstance(batch, Mapping):
-        found = {key: _mapped(value, function) for key, value in batch.items()}
-        return found if type(batch) is dict else _like(batch, found)
+        items = {key: _mapped(value, function) for key, value in batch.items()}
+        return items if type(batch) is dict else _like(batch, items)
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*(_mapped(value, function) for value in batch))
     if isinstance(batch, (list, tuple)):
@@ -329,9 +343,9 @@ def _mapped(batch: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any
     return batch
 
 
-def _like(batch: Any, found: Any) -> Any:
-    """Return ``found`` as the type of ``batch``, if that can be made of it; torch does the same."""
+def _like(batch: Any, items: Any) -> Any:
+    """Convert ``items`` to the type of ``batch``, if possible; torch does the same."""
     try:
-        return type(batch)(found)
+        return type(batch)(items)
     except TypeError:
-        return found
+        return items

@@ -1,4 +1,4 @@
-"""One process, several devices: a replica of the module on each, and a thread each."""
+"""Data parallelism in a single process: a replica of the module and a thread for each device."""
 
 from __future__ import annotations
 
@@ -20,46 +20,45 @@ from .replicating import check_replicable, replicate
 
 __all__ = ["DataParallel", "data_parallel", "imbalance", "parallel_apply"]
 
-# Below this share of the largest device, the smallest one holds the others up.
+# If the smallest device has less than this share of the largest one, it slows down every pass.
 _BALANCED = 0.75
 
 
 class DataParallel(nn.Module):
-    """Call a module on several devices of this process, each with a part of the batch.
+    """Wrapper that calls a module on several devices of this process, each with a part of a batch.
 
-    Each forward pass cuts the arguments along ``dim`` (:func:`~.scattering.scatter`), copies
-    the module to the devices (:func:`~.replicating.replicate`), calls the copies in a thread
-    each (:func:`parallel_apply`) and concatenates what they return
-    (:func:`~.scattering.gather`). The backward pass adds up the copies' gradients in the
-    parameters of ``module``, so that a training loop stays as it is. The four steps are methods
-    that a subclass may replace.
+    Each forward pass has four steps, which are methods that a subclass may replace. It cuts the
+    arguments along ``dim`` (:func:`~.scattering.scatter`), copies the module to the devices
+    (:func:`~.replicating.replicate`), calls each copy in its own thread (:func:`parallel_apply`)
+    and concatenates their results (:func:`~.scattering.gather`). The backward pass adds up the
+    copies' gradients in the parameters of ``module``, so a training loop needs no changes.
 
-    What a copy changes in itself is gone after the pass, but for in-place changes of the buffers
-    in the first copy: running statistics are those of the first part of the batch. Every thread
-    of Python waits for the interpreter's lock: where several processes can be had,
+    Changes that a copy makes to itself are lost after the pass, except for in-place changes of the
+    buffers in the first copy. So running statistics are those of the first part of the batch. All
+    Python threads share the interpreter's lock: where several processes are possible,
     ``DistributedDataParallel`` is faster.
 
-    Checkpoints are those of the module with ``module.`` before each name.
+    Checkpoints are those of the module, with ``module.`` before each name.
 
     Args:
-        module: any module but compiled and scripted ones; its parameters and buffers are on
-            the first device.
-        devices: ``torch.device``, texts or numbers of GPUs; by default all GPUs, or the
-            module's device where there are none. A device may come more than once, and with
-            ``["cpu", "cpu"]`` no GPU is needed.
-        output_device: where the outputs are collected; by default on the first device.
-        dim: the dimension of the samples in arguments and outputs.
+        module: any module that is not compiled or scripted; its parameters and buffers are on the
+            first device.
+        devices: sequence of ``torch.device``, device names or numbers of GPUs; by default all GPUs,
+            or the module's device if there is no GPU. A device may appear more than once, so
+            ``["cpu", "cpu"]`` needs no GPU.
+        output_device: device of the outputs; by default the first device.
+        dim: dimension of the samples in arguments and outputs.
 
     Attributes:
-        module: the module.
-        devices: the devices.
-        output_device: where the outputs are.
-        dim: the dimension of the samples.
+        module: wrapped module.
+        devices: list of devices.
+        output_device: device of the outputs.
+        dim: dimension of the samples.
 
     Raises:
-        InvalidArgumentError: ``module`` is none, or not initialized yet.
+        InvalidArgumentError: ``module`` is no module, or is not initialised yet.
         UnsupportedError: a part of the module is compiled or scripted.
-        DeviceError: a device is none.
+        DeviceError: an entry of ``devices``, or ``output_device``, is no device.
     """
 
     def __init__(
@@ -72,7 +71,7 @@ class DataParallel(nn.Module):
         super().__init__()
         if not isinstance(module, nn.Module):
             raise InvalidArgumentError(
-                f"DataParallel: a {type(module).__name__}; allowed is a torch.nn.Module."
+                f"DataParallel: module is a {type(module).__name__} (expected a torch.nn.Module)."
             )
         if devices is None:
             devices = _all_devices(module)
@@ -87,25 +86,26 @@ class DataParallel(nn.Module):
             _warn_of_imbalance(self.devices)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Return what the module returns for the whole batch, on ``output_device``.
+        """Return the module's result for the whole batch, on ``output_device``.
 
-        With one device the module itself is called, and what it returns stays as it is.
+        With one device, the call runs the module itself, and returns its result unchanged.
 
         Args:
             inputs: positional arguments; tensors in them are cut (:func:`~.scattering.scatter`).
-            kwargs: arguments by keyword, likewise.
+            kwargs: keyword arguments; tensors in them are cut as well.
 
         Raises:
             DeviceError: the module is not on the first device.
-            ShapeError, InvalidArgumentError: the arguments cannot be cut, or the outputs not
-                be concatenated.
-            Exception: the first replica's that raised one, with its number and device.
+            ShapeError, InvalidArgumentError: the arguments cannot be cut, or the outputs cannot be
+                concatenated.
+            Exception: error of the first replica that raised one, with the replica's number and
+                device.
         """
         self._check_place()
         args, keywords = self.scatter(inputs, kwargs, self.devices)
         if len(self.devices) == 1:
             return self.module(*args[0], **keywords[0])
-        # The module itself does for one part, on the device where it is.
+        # A single part needs no copy: the module itself computes it, on its own device.
         replicas = [self.module]
         if len(args) > 1:
             replicas = self.replicate(self.module, self.devices[: len(args)])
@@ -115,7 +115,7 @@ class DataParallel(nn.Module):
     def scatter(
         self, inputs: tuple[Any, ...], kwargs: Mapping[str, Any], devices: Sequence[torch.device]
     ) -> tuple[Sequence[Any], Sequence[Any]]:
-        """Return the arguments of each replica's call, positional and by keyword."""
+        """Return the positional and the keyword arguments of each replica's call."""
         return scattering.scatter_kwargs(inputs, kwargs, devices, self.dim)
 
     def replicate(self, module: nn.Module, devices: Sequence[torch.device]) -> list[nn.Module]:
@@ -125,11 +125,11 @@ class DataParallel(nn.Module):
     def parallel_apply(
         self, replicas: Sequence[nn.Module], inputs: Sequence[Any], kwargs: Sequence[Any]
     ) -> list[Any]:
-        """Return what each copy returns."""
+        """Call the copies, and return their results."""
         return parallel_apply(replicas, inputs, kwargs, self.devices[: len(replicas)])
 
     def gather(self, outputs: Sequence[Any], output_device: torch.device) -> Any:
-        """Return the copies' outputs as one."""
+        """Concatenate the copies' outputs."""
         return scattering.gather(outputs, output_device, self.dim)
 
     def extra_repr(self) -> str:
@@ -142,9 +142,9 @@ class DataParallel(nn.Module):
         for tensor in itertools.chain(self.module.parameters(), self.module.buffers()):
             if tensor.device != home:
                 raise DeviceError(
-                    f"DataParallel: a parameter or buffer of the module is on {tensor.device}; "
-                    f"allowed is {home}, the first of the devices. Call "
-                    f"module.to({str(home)!r}) before making the optimizer."
+                    f"DataParallel: a parameter or buffer of the module is on {tensor.device} "
+                    f"(expected {home}, the first device). Call "
+                    f"module.to({str(home)!r}) before you make the optimizer."
                 )
 
 
@@ -159,32 +159,32 @@ def data_parallel(
     """Call a module once on several devices, each with a part of the batch.
 
     Args:
-        module: the module.
-        inputs: a tuple of positional arguments, or the only one.
+        module: module to call.
+        inputs: tuple of positional arguments, or a single argument.
         devices, output_device, dim: as in :class:`DataParallel`.
-        module_kwargs: arguments by keyword.
+        module_kwargs: keyword arguments.
 
     Returns:
-        What the module returns for the whole batch, on ``output_device``.
+        The module's result for the whole batch, on ``output_device``.
 
     Raises:
-        Exception: as :meth:`DataParallel.forward` does.
+        Exception: errors of :class:`DataParallel` and :meth:`DataParallel.forward`.
     """
     args = inputs if isinstance(inputs, tuple) else (inputs,)
     return DataParallel(module, devices, output_device, dim)(*args, **(module_kwargs or {}))
 
 
 def imbalance(devices: Sequence[Any], properties: Sequence[Any]) -> str | None:
-    """Tell of GPUs so unequal that the smallest one holds the others up.
+    """Check whether GPUs are so unequal that the smallest one slows down every pass.
 
     Args:
-        devices: the GPUs.
-        properties: for each, an object with ``total_memory`` in bytes and
-            ``multi_processor_count``, as of ``torch.cuda.get_device_properties``.
+        devices: GPUs to compare.
+        properties: for each GPU, an object with ``total_memory`` in bytes and
+            ``multi_processor_count``, such as a result of ``torch.cuda.get_device_properties``.
 
     Returns:
-        What to warn of: that one has less than 75 % of another's memory or cores, and which;
-        None if all have more.
+        The text of a warning that names two GPUs, if one has less than 75 % of the other's memory
+        or cores; else None.
     """
     for name, what in (("total_memory", "memory"), ("multi_processor_count", "cores")):
         values = [getattr(item, name) for item in properties]
@@ -192,9 +192,9 @@ def imbalance(devices: Sequence[Any], properties: Sequence[Any]) -> str | None:
             continue
         small, large = (devices[values.index(pick(values))] for pick in (min, max))
         return (
-            f"DataParallel: {small} has {min(values) / max(values):.0%} of the {what} of {large}, "
-            f"and every pass waits for it; balanced are {_BALANCED:.0%} and more. Leave it out "
-            "of devices=, or with CUDA_VISIBLE_DEVICES."
+            f"DataParallel: {small} has {min(values) / max(values):.0%} of the {what} of {large} "
+            f"(expected at least {_BALANCED:.0%}), and every pass waits for {small}. Exclude it by "
+            "devices= or CUDA_VISIBLE_DEVICES."
         )
     return None
 
@@ -224,14 +224,14 @@ def parallel_apply(
 ) -> list[Any]:
     """Call each module with its own arguments, all at the same time.
 
-    The threads have the caller's grad mode, inference mode, autocast state, context variables
-    and current streams. One module alone is called in the caller's thread.
+    The threads have the caller's grad mode, inference mode, autocast state, context variables and
+    current streams. A single module is called in the caller's thread.
 
     Args:
         modules: modules, or other callables.
-        inputs: for each, a tuple or list of positional arguments, or the only one.
-        kwargs: for each, the arguments by keyword, or None.
-        devices: for each, the device that is current in its thread; by default that of its
+        inputs: for each module, a tuple or list of positional arguments, or a single argument.
+        kwargs: for each module, the keyword arguments, or None.
+        devices: for each module, the current device of its thread; by default the device of its
             first tensor.
 
     Returns:
@@ -239,14 +239,15 @@ def parallel_apply(
 
     Raises:
         InvalidArgumentError: the lists have different lengths.
-        Exception: the first replica's that raised one, of its type and with its traceback,
-            after all have ended; its text begins with the replica's number and device.
+        Exception: error of the first replica that raised one, after all replicas have ended. It
+            keeps its type and its traceback; its text begins with the replica's number and device.
     """
     count = len(modules)
     for name, given in (("inputs", inputs), ("kwargs", kwargs), ("devices", devices)):
         if given is not None and len(given) != count:
             raise InvalidArgumentError(
-                f"parallel_apply: {len(given)} {name} for {count} modules; allowed is one each."
+                f"parallel_apply: got {len(given)} {name} for {count} modules (expected one for "
+                "each module)."
             )
     arguments = [tuple(x) if isinstance(x, (tuple, list)) else (x,) for x in inputs]
     keywords = [dict(given or {}) for given in kwargs or [{}] * count]
@@ -271,12 +272,12 @@ def parallel_apply(
         try:
             with ambience.entered(places[index]):
                 results[index] = call(index)
-        except BaseException as error:  # also SystemExit: it is the caller's to end
+        except BaseException as error:  # also SystemExit, which the caller's thread raises
             errors[index] = error
 
     threads = [
         threading.Thread(
-            # A context each: one cannot be entered twice at a time.
+            # Each thread needs its own copy: two threads cannot run in one context at a time.
             target=contextvars.copy_context().run,
             args=(work, index),
             name=f"replica-{index}",
@@ -297,7 +298,7 @@ def _device_of(tree: Any) -> torch.device | None:
 
 
 class _Ambience:
-    """What torch keeps by thread, as it is where this is made."""
+    """Copy of torch's thread-local state, taken in the thread that makes this object."""
 
     def __init__(self, devices: Sequence[torch.device | None]) -> None:
         self._grad = torch.is_grad_enabled()
@@ -318,7 +319,7 @@ class _Ambience:
 
     @contextlib.contextmanager
     def entered(self, device: torch.device | None) -> Any:
-        """Make it this thread's as well."""
+        """Apply the state to the current thread in the body."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.inference_mode(self._inference))
             stack.enter_context(torch.set_grad_enabled(self._grad))
@@ -339,16 +340,18 @@ def _raise_first(
             try:
                 raise located.with_traceback(error.__traceback__)
             finally:
-                # An exception holds this frame: held by it, it would keep the replicas' memory.
+                # Break the cycle exception → traceback → frame → exception, which would keep the
+                # replicas' memory.
                 errors.clear()
                 del error, located
 
 
 def _located(error: BaseException, where: str) -> BaseException:
-    """Return an exception of the same type, and with the same attributes, that says where.
+    """Return an exception of the same type, with the same attributes, whose text begins with where.
 
-    Only a plain text is changed, in a copy: modules may raise one object again and again, and
-    programs read the other arguments, as the number of an OSError.
+    Only an exception without arguments, or with a text as its only argument, gets a new text. The
+    text changes in a copy, because a module may raise the same object repeatedly. Programs read
+    other arguments, such as the number of an OSError, so other exceptions get a note instead.
     """
     args = error.args
     if isinstance(error, Exception) and (not args or (len(args) == 1 and type(args[0]) is str)):
@@ -358,13 +361,13 @@ def _located(error: BaseException, where: str) -> BaseException:
             located.__dict__.update(error.__dict__)
             located.args = (text,)
             fits = where in str(located)
-        except Exception:  # a type with rules of its own
+        except Exception:  # the type has its own constructor or `__str__`
             fits = False
         if fits:
             located.__cause__ = error.__cause__
             located.__context__ = error.__context__
             located.__suppress_context__ = error.__suppress_context__
             return located
-    # What Python 3.11 shows below the message; earlier ones keep it.
+    # Python 3.11 and later show the notes below the message; earlier versions only store them.
     error.__dict__.setdefault("__notes__", []).append(where)
     return error

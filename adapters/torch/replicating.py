@@ -1,7 +1,7 @@
-"""Modules and tensors copied to several devices in few messages, and added up there.
+"""Copies of modules and tensors on several devices, and sums over devices, in few transfers.
 
-Tensors are laid side by side in flat buckets of one dtype, and each bucket travels as one. The
-backward pass of a module's copies adds up their gradients, which travel the same way.
+Tensors of one dtype are laid side by side in flat buckets, and each bucket is one transfer. The
+backward pass of a module's copies adds up their gradients, which are transferred in the same way.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from .scattering import as_device, as_devices, move
 
 __all__ = ["broadcast_coalesced", "check_replicable", "reduce_add_coalesced", "replicate"]
 
-# A module's own dicts and sets, which every copy has for itself: one that registers or removes
-# something while it runs does so for itself alone.
+# Names of a module's own dicts and sets. Every copy gets its own, so that registering or removing
+# something in a running copy affects only that copy.
 _OWN = [name for name, value in vars(nn.Module()).items() if isinstance(value, (dict, set))]
 _CONTAINERS = (list, tuple, dict, OrderedDict)
-# Longer lists are taken for data, as vocabularies: to search them would outlast a forward pass.
+# Longer lists count as data, such as vocabularies: a search in them could take longer than a
+# forward pass.
 _LONGEST = 1000
 _DEEPEST = 3
 BUFFER_BYTES = 10 << 20
@@ -33,24 +34,26 @@ BUFFER_BYTES = 10 << 20
 def replicate(module: nn.Module, devices: Sequence[Any], detach: bool = False) -> list[nn.Module]:
     """Return a copy of a module for each device.
 
-    The copies' parameters are no leaves: their gradients flow back into the module's. Submodules,
-    parameters and buffers that are shared stay shared within a copy; plain attributes are
-    shared with the module, save for those that refer to its parts.
+    The copies' parameters are no leaves: their gradients flow back into the module's parameters.
+    Submodules, parameters and buffers that are used in several places of the module stay shared
+    within a copy. Plain attributes are shared with the module, except for those that refer to its
+    parts.
 
     Args:
-        module: any module, its parameters and buffers on one device.
-        devices: a device a copy; one may come more than once.
-        detach: whether the copies are cut off the graph, as they are in no_grad mode.
+        module: any module whose parameters and buffers are on one device.
+        devices: device of each copy; a device may appear more than once.
+        detach: if true, the copies are detached from the graph, as in no_grad mode.
 
     Returns:
-        The copies. Parameters share the module's memory where they are on its device. The first
-        copy there has the module's buffers themselves, so that running statistics that are
-        updated in place are kept; those of the others are copies, and go with them.
+        The copies. A copy on the module's device shares the memory of its parameters. The first
+        copy on that device also has the module's buffers themselves, so that in-place updates of
+        running statistics are kept. The other copies' buffers are copies, whose changes are lost.
 
     Raises:
-        UnsupportedError: a part of it is a ScriptModule, or compiled.
-        InvalidArgumentError: a parameter is not initialized yet.
-        DeviceError: its tensors are on several devices, or ``devices`` are no list of them.
+        UnsupportedError: a part of the module is a ScriptModule, or compiled.
+        InvalidArgumentError: a parameter is not initialised yet.
+        DeviceError: the module's tensors are on several devices, or ``devices`` is no list of
+            devices.
     """
     check_replicable(module)
     places = as_devices(devices)
@@ -68,7 +71,7 @@ def replicate(module: nn.Module, devices: Sequence[Any], detach: bool = False) -
 
 
 def check_replicable(module: nn.Module) -> None:
-    """Refuse a module that cannot be copied.
+    """Check that a module can be copied.
 
     Raises:
         UnsupportedError, InvalidArgumentError: as in :func:`replicate`.
@@ -77,24 +80,27 @@ def check_replicable(module: nn.Module) -> None:
         where = f"{type(part).__name__} ({name or 'the module itself'})"
         if isinstance(part, torch.jit.ScriptModule):
             raise UnsupportedError(
-                f"replicate: {where} is a ScriptModule, whose parts are fixed; allowed are "
-                "modules of Python. Wrap the module before it is scripted or traced."
+                f"replicate: {where} is a ScriptModule, which cannot be copied (expected Python "
+                "modules). Wrap the module before it is scripted or traced."
             )
         if type(part).__name__ == "OptimizedModule" or getattr(part, "_compiled_call_impl", None):
             raise UnsupportedError(
-                f"replicate: {where} is compiled for its own parameters; allowed are modules "
-                "that are not. Wrap the module without torch.compile."
+                f"replicate: {where} is compiled for its own parameters, so it cannot be copied. "
+                "Wrap the module without torch.compile."
             )
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         if nn.parameter.is_lazy(tensor):
             raise InvalidArgumentError(
-                f"replicate: {name!r} is not initialized; allowed are modules that know their "
-                "shapes. Call the module once with a batch before it is wrapped."
+                f"replicate: {name!r} is not initialized, so its shape is unknown. Call the module "
+                "once with a batch before you wrap it."
             )
 
 
 def _own_rows(buffers: list[Tensor], places: list[torch.device]) -> list[list[Tensor]]:
-    """Return the buffers themselves for the first place that is theirs, and copies elsewhere."""
+    """Return the buffers for each device: themselves for the first entry of their device.
+
+    All other entries get copies.
+    """
     home = buffers[0].device if buffers else None
     first = places.index(home) if home in places else -1
     return [
@@ -104,14 +110,20 @@ def _own_rows(buffers: list[Tensor], places: list[torch.device]) -> list[list[Te
 
 
 def _copies_of(module: nn.Module, known: list[dict[int, Any]]) -> list[nn.Module]:
-    """Return copies of a module, each with the tensors that stand for its own by their ids."""
+    """Return copies of a module.
+
+    Args:
+        module: module to copy.
+        known: for each copy, the tensors that replace the module's, by the ids of the latter. The
+            function adds the copies of the module's parts.
+    """
     parts = list(module.modules())
     for found in known:
         found.update((id(part), object.__new__(type(part))) for part in parts)
     for part in parts:
         attributes = vars(part)
         own = {name: attributes[name] for name in _OWN if name in attributes}
-        # Looked for once, not for each copy.
+        # The search for references is slow, so it runs once, not for each copy.
         live = {
             name: value
             for name, value in attributes.items()
@@ -129,7 +141,7 @@ def _copies_of(module: nn.Module, known: list[dict[int, Any]]) -> list[nn.Module
 
 
 def _refers(value: Any, found: Mapping[int, Any], depth: int) -> bool:
-    """Tell whether an attribute refers to parts of the module, as an RNN's list of weights."""
+    """Return whether an attribute refers to parts of the module, like an RNN's list of weights."""
     if id(value) in found:
         return True
     if isinstance(value, types.MethodType):
@@ -160,21 +172,21 @@ def _mapped(value: Any, found: Mapping[int, Any], depth: int = _DEEPEST) -> Any:
 def broadcast_coalesced(
     tensors: Sequence[Tensor], devices: Sequence[Any], buffer_bytes: int = BUFFER_BYTES
 ) -> list[list[Tensor]]:
-    """Give each device the tensors, copied in buckets.
+    """Copy tensors to each device, in buckets.
 
-    The backward pass adds up the copies' gradients on the tensor's device, those there are.
+    The backward pass adds up the existing gradients of the copies, on the tensors' device.
 
     Args:
-        tensors: dense or sparse, of any dtypes, all on one device.
-        devices: where they are needed; a device may come more than once.
-        buffer_bytes: how large a bucket grows, in bytes; a larger tensor travels by itself.
+        tensors: dense or sparse tensors of any dtypes, all on one device.
+        devices: devices for the copies; a device may appear more than once.
+        buffer_bytes: largest size of a bucket, in bytes; a larger tensor has its own bucket.
 
     Returns:
-        A list a device, of the tensors there. On the device where they are, they share the
-        memory of ``tensors``; elsewhere they have their own.
+        For each device, a list of the tensors on it. On the device of ``tensors``, they share the
+        memory of ``tensors``; on other devices they have their own memory.
 
     Raises:
-        DeviceError: the tensors are on several devices, or ``devices`` are no list of them.
+        DeviceError: the tensors are on several devices, or ``devices`` is no list of devices.
         InvalidArgumentError: ``buffer_bytes`` is not positive.
     """
     places = as_devices(devices)
@@ -185,12 +197,12 @@ def broadcast_coalesced(
     graph = torch.is_grad_enabled()
     with_grad = [at for at, tensor in enumerate(tensors) if graph and tensor.requires_grad]
     plain = [at for at, tensor in enumerate(tensors) if not (graph and tensor.requires_grad)]
-    # A node in the graph for each bucket: its gradients are added up, and their memory is
-    # freed, as soon as they are there.
+    # Each bucket is a node of the graph. So its gradients are added up, and their memory is freed,
+    # as soon as they have arrived.
     for bucket in _buckets([tensors[index] for index in with_grad], buffer_bytes):
         indices = [with_grad[at] for at in bucket]
-        found = _broadcast(places, buffer_bytes, *[tensors[index] for index in indices])
-        for at, tensor in enumerate(found):
+        copies = _broadcast(places, buffer_bytes, *[tensors[index] for index in indices])
+        for at, tensor in enumerate(copies):
             rows[at // len(indices)][indices[at % len(indices)]] = tensor
     for row, placed in zip(rows, _placed([tensors[at] for at in plain], places, buffer_bytes)):
         for index, tensor in zip(plain, placed):
@@ -203,37 +215,39 @@ def reduce_add_coalesced(
 ) -> list[Tensor]:
     """Add up lists of tensors, element by element, on one device.
 
-    The backward pass gives each the gradient of the sum, on its device.
+    In the backward pass, each tensor gets the gradient of its sum, on the tensor's device.
 
     Args:
-        inputs: lists of one length; those of one list are on one device. Tensors in the same
-            place have one shape and dtype, and are dense or sparse.
-        device: where the sums go; by default to the first list's device.
+        inputs: lists of the same length. The tensors of a list are on one device. Tensors in the
+            same place of the lists have one shape and dtype; each is dense or sparse.
+        device: device of the sums; by default the first list's device.
         buffer_bytes: as in :func:`broadcast_coalesced`.
 
     Returns:
-        The sums, added in the order of ``inputs``, in memory of their own. Those of sparse
-        tensors alone are sparse.
+        The sums, added in the order of ``inputs``, in new memory. A sum of sparse tensors only is
+        sparse.
 
     Raises:
-        InvalidArgumentError: no list is given, or ``buffer_bytes`` is not positive.
-        ShapeError: the lists or the tensors in one place differ in length or shape.
+        InvalidArgumentError: ``inputs`` is empty, or ``buffer_bytes`` is not positive.
+        ShapeError: the lists differ in length, or tensors in the same place differ in shape.
         DeviceError: the tensors of a list are on several devices.
     """
     rows = [list(row) for row in inputs]
     _check_size(buffer_bytes)
     if not rows:
-        raise InvalidArgumentError("reduce_add_coalesced: no lists of tensors; give one or more.")
+        raise InvalidArgumentError(
+            "reduce_add_coalesced: got no lists of tensors (expected at least one)."
+        )
     if len({len(row) for row in rows}) > 1:
         raise ShapeError(
-            f"reduce_add_coalesced: lists of {[len(row) for row in rows]} tensors; allowed are "
-            "lists of one length."
+            f"reduce_add_coalesced: got lists of {[len(row) for row in rows]} tensors (expected "
+            "lists of the same length)."
         )
     for column in zip(*rows):
         if len({tensor.shape for tensor in column}) > 1:
             raise ShapeError(
-                "reduce_add_coalesced: tensors of shapes "
-                f"{[tuple(tensor.shape) for tensor in column]} in one place; allowed is one shape."
+                "reduce_add_coalesced: tensors in the same place of the lists have shapes "
+                f"{[tuple(tensor.shape) for tensor in column]} (expected equal shapes)."
             )
     for row in rows:
         _refuse_several_devices("reduce_add_coalesced", row)
@@ -249,14 +263,14 @@ class _Broadcast(torch.autograd.Function):
     def forward(
         ctx: Any, places: list[torch.device], buffer_bytes: int, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)  # a parameter that nobody used gets no gradient
+        ctx.set_materialize_grads(False)  # a parameter that no copy used gets no gradient
         ctx.home, ctx.count, ctx.buffer_bytes = tensors[0].device, len(tensors), buffer_bytes
         return tuple(t for row in _placed(list(tensors), places, buffer_bytes) for t in row)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         rows = [grads[at : at + ctx.count] for at in range(0, len(grads), ctx.count)]
-        # Tensors whose gradients come from the same copies travel together.
+        # Gradients that exist in the same copies are transferred together.
         groups: dict[tuple[int, ...], list[int]] = {}
         for index, column in enumerate(zip(*rows)):
             present = tuple(at for at, grad in enumerate(column) if grad is not None)
@@ -265,8 +279,8 @@ class _Broadcast(torch.autograd.Function):
         for present, indices in groups.items():
             if present:
                 picked: Any = [[rows[at][index] for index in indices] for at in present]
-                found = reduce_add_coalesced(picked, ctx.home, ctx.buffer_bytes)
-                for index, tensor in zip(indices, found):
+                totals = reduce_add_coalesced(picked, ctx.home, ctx.buffer_bytes)
+                for index, tensor in zip(indices, totals):
                     sums[index] = tensor
         return (None, None, *sums)
 
@@ -276,15 +290,15 @@ class _ReduceAdd(torch.autograd.Function):
     def forward(
         ctx: Any, device: torch.device, buffer_bytes: int, count: int, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        each = len(tensors) // count
-        rows = [list(tensors[at : at + each]) for at in range(0, len(tensors), each)]
+        length = len(tensors) // count
+        rows = [list(tensors[at : at + length]) for at in range(0, len(tensors), length)]
         ctx.homes, ctx.buffer_bytes = [row[0].device for row in rows], buffer_bytes
         if count == 1:
             return tuple(_copied(rows[0], device, buffer_bytes))
         sums = _placed(rows[0], [device], buffer_bytes)[0]
         for at, row in enumerate(rows[1:]):
             arrived = _placed(row, [device], buffer_bytes)[0]
-            # The first sum is new memory, to which the others are added.
+            # The first addition allocates the sum; later ones add to it in place.
             sums = [_added(total, tensor, at > 0) for total, tensor in zip(sums, arrived)]
         return tuple(sums)
 
@@ -300,17 +314,18 @@ _reduce_add: Callable[..., tuple[Tensor, ...]] = _ReduceAdd.apply
 
 def _added(total: Tensor, tensor: Tensor, in_place: bool) -> Tensor:
     if total.layout is not tensor.layout and total.is_sparse:
-        return tensor + total  # only a dense tensor takes a sparse one
+        return tensor + total  # torch adds a sparse tensor to a dense one, not the reverse
     return total.add_(tensor) if in_place else total + tensor
 
 
 def _placed(
     tensors: list[Tensor], places: list[torch.device], buffer_bytes: int
 ) -> list[list[Tensor]]:
-    """Return the tensors on each device, as aliases where they are there."""
+    """Return the tensors on each device; on their own device, as aliases."""
     return [
-        # Their version is kept, to notice a step before the backward pass; as views they could
-        # not be changed in place, as an embedding with max_norm does.
+        # Detached tensors share the version counter, so autograd notices an optimizer's step
+        # before the backward pass. Views would not allow in-place changes, which an embedding with
+        # max_norm makes.
         [t.detach() for t in tensors]
         if tensors and tensors[0].device == device
         else _copied(tensors, device, buffer_bytes)
@@ -321,13 +336,13 @@ def _placed(
 def _copied(
     tensors: list[Tensor], device: torch.device, buffer_bytes: int = BUFFER_BYTES
 ) -> list[Tensor]:
-    """Return copies on a device, that came there in buckets.
+    """Return copies on a device, transferred in buckets.
 
-    Each has a version of its own, as tensors that are not of one bucket: a buffer may be
-    written to in place while another is saved for the backward pass.
+    Each copy has its own version counter, although a bucket's copies share its memory. So a buffer
+    may be changed in place while another one is saved for the backward pass.
     """
     with torch.no_grad():
-        # A sparse tensor is two dense ones.
+        # A sparse tensor consists of two dense ones.
         parts: list[Tensor] = []
         for tensor in tensors:
             sparse = tensor.layout is torch.sparse_coo
@@ -335,8 +350,8 @@ def _copied(
         arrived: list[Any] = [None] * len(parts)
         for bucket in _buckets(parts, buffer_bytes):
             if len(bucket) == 1:
-                one = parts[bucket[0]]
-                arrived[bucket[0]] = one.to(device, non_blocking=device.type == "cuda", copy=True)
+                part = parts[bucket[0]]
+                arrived[bucket[0]] = part.to(device, non_blocking=device.type == "cuda", copy=True)
                 continue
             rows = [_in_memory_order(parts[index]) for index in bucket]
             flat = move(torch.cat([row.reshape(-1) for row, _ in rows]), device)
@@ -349,8 +364,8 @@ def _copied(
 
 def _rebuilt(tensor: Tensor, parts: Any) -> Tensor:
     if tensor.layout is not torch.sparse_coo:
-        found: Tensor = next(parts)
-        return found
+        dense: Tensor = next(parts)
+        return dense
     indices, values = next(parts), next(parts)
     return torch.sparse_coo_tensor(
         indices, values, tensor.shape, is_coalesced=tensor.is_coalesced(), check_invariants=False
@@ -358,9 +373,10 @@ def _rebuilt(tensor: Tensor, parts: Any) -> Tensor:
 
 
 def _in_memory_order(tensor: Tensor) -> tuple[Tensor, list[int]]:
-    """Return a tensor with its dimensions as they lie in memory, and the way back.
+    """Return a tensor with its dimensions in memory order, and the permutation to undo that.
 
-    Flattened so, one that is dense in another order, as channels_last, keeps its strides.
+    In this order a tensor that is dense in another order, such as channels_last, keeps its strides
+    in a flat bucket.
     """
     order = sorted(range(tensor.dim()), key=lambda at: -tensor.stride()[at])
     back = sorted(range(tensor.dim()), key=order.__getitem__)
@@ -368,12 +384,12 @@ def _in_memory_order(tensor: Tensor) -> tuple[Tensor, list[int]]:
 
 
 def _buckets(tensors: Sequence[Tensor], buffer_bytes: int) -> list[list[int]]:
-    """Return the tensors' indices by the bucket in which they travel."""
+    """Return the tensors' indices, in a list for each bucket."""
     done: list[list[int]] = []
     filling: dict[torch.dtype, tuple[list[int], int]] = {}
     for index, tensor in enumerate(tensors):
         if not _is_plain(tensor):
-            done.append([index])  # not memory that can be laid beside another's
+            done.append([index])  # its memory cannot be part of a flat bucket
             continue
         size = tensor.numel() * tensor.element_size()
         bucket, filled = filling.get(tensor.dtype, ([], 0))
@@ -390,17 +406,17 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _refuse_several_devices(call: str, tensors: Sequence[Tensor]) -> None:
-    """Raise DeviceError, in the name of ``call``, where the tensors are on several devices."""
+    """Check that the tensors are on one device; the DeviceError names ``call``."""
     devices = list(dict.fromkeys(str(tensor.device) for tensor in tensors))
     if len(devices) > 1:
         raise DeviceError(
-            f"{call}: tensors on {' and '.join(devices)}; allowed is one device. Move them with "
-            ".to(device)."
+            f"{call}: the tensors are on {' and '.join(devices)} (expected a single device). Move "
+            "them with .to(device)."
         )
 
 
 def _check_size(buffer_bytes: int) -> None:
     if buffer_bytes < 1:
         raise InvalidArgumentError(
-            f"buffer_bytes: {buffer_bytes}; allowed is a positive number of bytes."
+            f"buffer_bytes: {buffer_bytes} (expected a positive number of bytes)."
         )

@@ -70,10 +70,10 @@ def test_dtype_unknown_to_cupy_raises_dtype_error(monkeypatch):
     adapter = adapter_like("cupy")
     array = adapter.empty((3,), BY_NAME["float32"], cuda.device(0))
     monkeypatch.setattr(cupy, "empty", refuse)
-    with pytest.raises(DtypeError, match="update it, or pass like='cuda'"):
+    with pytest.raises(DtypeError, match="Update CuPy, or pass like='cuda'"):
         adapter.empty((3,), BY_NAME["float32"], cuda.device(0))
     monkeypatch.setattr(cupy, "ndarray", type("ndarray", (), {"__init__": refuse}))
-    with pytest.raises(DtypeError, match="update it, or pass like='cuda'"):
+    with pytest.raises(DtypeError, match="Update CuPy, or pass like='cuda'"):
         adapter.wrap(array[1:], BY_NAME["float32"])
 
 

@@ -235,7 +235,7 @@ def test_sync_batch_norm_bad_input_on_one_rank_ends_other_ranks() -> None:
 
 @on_ranks("two", call_timeout=5)
 def test_sync_batch_norm_of_single_value_raises_on_all_ranks(comm: Any) -> None:
-    with pytest.raises(ValueError, match="one value a channel"):
+    with pytest.raises(ValueError, match="one value per channel"):
         SyncBatchNorm(3, comm)(torch.ones(int(comm.rank == 0), 3))
 
 

@@ -281,13 +281,13 @@ def test_data_parallel_default_devices_are_gpus_or_module_device(monkeypatch):
 
 
 def test_data_parallel_misuse_raises():
-    with pytest.raises(InvalidArgumentError, match="a function"):
+    with pytest.raises(InvalidArgumentError, match="is a function"):
         DataParallel(test_data_parallel_misuse_raises, CPUS)
     with pytest.raises(DeviceError, match="a list"):
         DataParallel(nn.ReLU(), [])
     with pytest.raises(InvalidArgumentError, match="not initialized"):
         DataParallel(nn.LazyLinear(1), CPUS)
-    with pytest.raises(DeviceError, match=r"on meta; allowed is cpu.*module\.to\('cpu'\)"):
+    with pytest.raises(DeviceError, match=r"on meta \(expected cpu.*module\.to\('cpu'\)"):
         DataParallel(nn.Linear(1, 1, device="meta"), CPUS)(torch.ones(2, 1))
     with pytest.raises(ShapeError, match="pieces"):
         DataParallel(Echo(), CPUS)(torch.ones(4), torch.ones(1))

@@ -181,8 +181,8 @@ def test_scatter_repeats_empty_tensor_in_each_piece():
     ("inputs", "options", "error", "text"),
     [
         ((torch.ones(4, 2), torch.ones(1, 2)), {}, ShapeError, r"\(1, 2\) and \(4, 2\).* 1 and 2"),
-        (torch.tensor(1.0), {}, ShapeError, r"shape \(\).*item\(\)"),
-        (torch.ones(3), {"dim": 1}, ShapeError, "dim 1"),
+        (torch.tensor(1.0), {}, ShapeError, r"shape \(\) has no dim.*item\(\)"),
+        (torch.ones(3), {"dim": 1}, ShapeError, "no dim 1"),
         (torch.ones(3), {"chunk_sizes": [1, 1]}, ShapeError, "add up to 3"),
         (torch.ones(3), {"chunk_sizes": [3]}, ShapeError, "as many"),
         (torch.ones(3), {"chunk_sizes": [3, 0]}, ShapeError, "positive"),
@@ -263,17 +263,17 @@ def test_gather_of_equal_objects_returns_first():
         ([torch.ones(2, 3), torch.ones(2, 4)], ShapeError, r"\(2, 3\) and \(2, 4\).*Pad"),
         ([torch.ones(2), torch.tensor(1.0)], ShapeError, r"\(2,\) and \(\)"),
         ([torch.ones(2), torch.ones(2, dtype=torch.int32)], DtypeError, "float32 and torch.int32"),
-        ([1, 2], InvalidArgumentError, r"int that differ.*\(1, 2\)"),
-        ([object(), object()], InvalidArgumentError, "object that differ"),
+        ([1, 2], InvalidArgumentError, r"int differ.*\(1, 2\)"),
+        ([object(), object()], InvalidArgumentError, "object differ"),
         ([None, torch.ones(1)], InvalidArgumentError, "NoneType, Tensor"),
         ([{"a": 1}, {"b": 1}], InvalidArgumentError, r"\['a', 'b'\]"),
         ([[1], [1, 1]], InvalidArgumentError, r"lengths \[1, 2\]"),
-        ([], InvalidArgumentError, "one replica or more"),
+        ([], InvalidArgumentError, "at least one replica"),
     ],
     ids="shapes ranks dtypes values objects types keys lengths none".split(),
 )
 def test_gather_of_incompatible_outputs_raises(outputs, error, text):
     with pytest.raises(error, match=text):
         gather(outputs, "cpu")
-    with pytest.raises(ShapeError, match="dim 1 of tensors"):
+    with pytest.raises(ShapeError, match="dim 1 and tensors"):
         gather([torch.ones(2), torch.ones(2)], "cpu", 1)
