@@ -1,7 +1,7 @@
-"""PyTorch: its tensors as arrays of ``collective``, and data-parallel training.
+"""Adapter for PyTorch: its tensors as arrays of ``collective``, and data-parallel training.
 
-What is exported is imported when it is first asked for: a program that only passes tensors to a
-communicator does without.
+Each exported name is imported at its first use. So a program that only passes tensors to a
+communicator does not import the rest.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
         sync_gradients,
         sync_initial_weights,
     )
-else:  # to a type checker it would mean that there is any name
+else:  # for a type checker, a __getattr__ would mean that the module has every name
     __getattr__, __dir__ = _on_demand(
         __name__,
         {

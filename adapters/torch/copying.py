@@ -1,4 +1,4 @@
-"""Copies of a wrapper, which are connected when they train."""
+"""Copies of a wrapper, which connect to the other ranks when they train."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ __all__ = ["Copyable"]
 
 
 class Copyable(nn.Module):
-    """Base of a wrapper whose copies and pickles leave out what it has made over a communicator.
+    """Base of a wrapper whose copies and pickles omit the objects that belong to a communicator.
 
-    To connect is collective, and often one rank alone makes a copy, for a checkpoint or for weights
-    that are averaged. So a copy connects in the first pass that all ranks make.
+    Connecting is collective, but often a single rank makes a copy, for a checkpoint or for averaged
+    weights. So a copy connects in the first forward pass that all ranks make.
 
     Attributes:
-        module: the module in the wrapper.
-        comm: connects the ranks; None in a wrapper that has been loaded and has not trained.
+        module: wrapped module.
+        comm: communicator that connects the ranks; None in a loaded wrapper that has not trained.
     """
 
-    #: Names of the attributes that :meth:`_connect` makes.
+    #: Names of the attributes that :meth:`_connect` creates.
     _of_connection: ClassVar[frozenset[str]]
     module: nn.Module
     comm: Communicator
@@ -39,10 +39,15 @@ class Copyable(nn.Module):
 
     @abstractmethod
     def _connect(self) -> None:
-        """Make what reduces the gradients, over ``self.comm``; collective."""
+        """Create the objects that reduce the gradients, over ``self.comm``. Collective."""
 
     def _find_ranks(self) -> bool:
-        """Connect a copy that is about to train; return False if it trains alone, or not at all."""
+        """Connect a copy that is about to train.
+
+        Returns:
+            False if the copy is not connected: there is no communicator, or no parameter requires a
+            gradient.
+        """
         if not any(parameter.requires_grad for parameter in self.module.parameters()):
             return False
         if self.comm is None:
@@ -54,7 +59,7 @@ class Copyable(nn.Module):
         return True
 
     def __copy__(self) -> Self:
-        """Return a wrapper of the same module that shares all else, too."""
+        """Return a wrapper of the same module that shares all other attributes, too."""
         twin = self.__class__.__new__(self.__class__)
         vars(twin).update(vars(self))
         return twin
@@ -67,13 +72,13 @@ class Copyable(nn.Module):
         return twin
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what is copied and pickled."""
+        """Return the attributes that are copied and pickled."""
         left_out = {"comm", *self._of_connection}
         return {name: value for name, value in vars(self).items() if name not in left_out}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         untyped: Any = super()
         untyped.__setstate__(state)
-        self.comm = None  # type: ignore[assignment]  # what uses it connects before
+        self.comm = None  # type: ignore[assignment]  # the wrapper connects before any use
         self._connected = False
         self._sync = True

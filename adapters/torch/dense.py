@@ -1,15 +1,15 @@
-"""Gradients of dense layers, computed where they are reduced.
+"""Gradients of dense layers that are computed directly in the buckets that reduce them.
 
-Autograd makes a new tensor of every gradient, which a wrapper has to copy to its bucket. The large
-ones are mostly those of dense layers' weights. While a wrapped module's forward pass runs,
-``linear`` is one with the same bits, whose backward pass computes the gradient of the weight in
-the bucket; autograd takes it from there without a copy.
+Autograd makes a new tensor for every gradient, which a wrapper has to copy to its bucket. Most
+large gradients are those of dense layers' weights. While a wrapped module's forward pass runs, this
+module replaces ``linear`` by a function with the same bits. Its backward pass computes the gradient
+of the weight in the bucket, and autograd takes that gradient without a copy.
 
-What is written there must be the gradient, all of it and nothing else. So the wrapper gives the
-place to one contribution in a pass only, and to none where a gradient is already, or where it is
-not for the parameter (``torch.autograd.grad``); and what records functions, or calls them in a way
-of its own, gets PyTorch's: autocast, checkpoints, function transforms, forward-mode derivatives,
-tracers.
+The bucket must then hold the complete gradient and nothing else. So the wrapper gives the bucket's
+view to only one contribution in a pass. It gives the view to none if the parameter already has a
+gradient, or if the gradient is not for the parameter (``torch.autograd.grad``). PyTorch's own
+``linear`` runs under autocast, checkpoints, function transforms, forward-mode derivatives and
+tracers, which record functions or call them in their own way.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ from .untraced import untraced
 
 __all__ = ["InBuckets", "Target", "dense_weights", "is_for"]
 
-#: Returns the tensor in which a gradient may be computed, or None; of a parameter's number, and
-#: the node of the graph that takes it.
+#: Function of a parameter's number and of the graph's node that takes the gradient. It returns the
+#: tensor in which the gradient may be computed, or None.
 Target = Callable[[int, Any], "torch.Tensor | None"]
 
-# Below, a gradient is still in the second-level cache when it is copied, and the calls cost more.
+# A smaller gradient is still in the second-level cache when it is copied, so that the additional
+# calls would cost more than the copy.
 _LEAST_BYTES = 1 << 20
 _core: Any = torch._C
-# What is asked of torch here has no public name; where one is missing, gradients are copied.
+# These functions of torch are private. If one of them is missing, gradients are copied.
 _COMPLETE = all(
     hasattr(_core, name)
     for name in ("_will_engine_execute_node", "_are_functorch_transforms_active", "_is_tracing")
@@ -59,23 +60,23 @@ def dense_weights(module: nn.Module, parameters: Sequence[nn.Parameter]) -> dict
 
 
 def is_for(node: Any, parameter: nn.Parameter) -> bool:
-    """Tell whether a node of the graph is about to add to a parameter's gradient, in this pass."""
+    """Return whether a node of the graph will add to a parameter's gradient in this pass."""
     if getattr(node, "variable", None) is not parameter:
         return False
     try:
-        found: bool = _core._will_engine_execute_node(node)
-    except RuntimeError:  # torch.autograd.grad hands it to its caller
+        executed: bool = _core._will_engine_execute_node(node)
+    except RuntimeError:  # torch.autograd.grad returns the gradient to its caller instead
         return False
-    return found
+    return executed
 
 
 @untraced
 class InBuckets(TorchFunctionMode):
-    """In the body, ``linear`` with some weights computes their gradients in their buckets.
+    """Context in which ``linear`` with some weights computes their gradients in their buckets.
 
     Args:
-        numbers: of :func:`dense_weights`; the parameters outlive this.
-        target: asked in the backward pass.
+        numbers: result of :func:`dense_weights`; the parameters must outlive this context.
+        target: function that the backward pass calls for the place of a gradient.
     """
 
     def __init__(self, numbers: dict[int, int], target: Target) -> None:
@@ -86,8 +87,9 @@ class InBuckets(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Call a function, or what stands for it."""
-        if torch.compiler.is_compiling():  # which a compiler reads as True: it sees no more of us
+        """Call a function, or its replacement."""
+        # A compiler evaluates this condition as true, and so does not trace the rest.
+        if torch.compiler.is_compiling():
             return func(*args, **(kwargs or {}))
         if func is functional.linear and not kwargs and len(args) in (2, 3):
             number = self._numbers.get(id(args[1]))
@@ -98,7 +100,7 @@ class InBuckets(TorchFunctionMode):
 
 
 def _is_plain(x: Any, weight: torch.Tensor) -> bool:
-    """Tell whether the backward pass of ``linear`` is the one that :class:`_LinearInBucket` has."""
+    """Return whether :class:`_LinearInBucket` computes the same as ``linear`` for an input."""
     return (
         type(x) in (torch.Tensor, nn.Parameter)
         and x.dtype == weight.dtype
@@ -107,7 +109,7 @@ def _is_plain(x: Any, weight: torch.Tensor) -> bool:
         and x.is_contiguous()
         and torch.is_grad_enabled()
         and not torch.is_autocast_enabled(x.device.type)
-        # A checkpoint computes the pass again without this, and has to find the same in it.
+        # A checkpoint recomputes the pass without this context, and must save the same tensors.
         and _core._autograd._top_saved_tensors_default_hooks(True) is None
         and not _core._are_functorch_transforms_active()
         and _forward_ad._current_level < 0
@@ -140,13 +142,15 @@ class _LinearInBucket(torch.autograd.Function):
             of_x = (rows @ weight).view(x.shape)
         if ctx.needs_input_grad[1]:
             into = None
-            if not torch.is_grad_enabled():  # or the gradient has a graph of its own
+            # With gradients enabled, the gradient gets a graph, and cannot be computed in place.
+            if not torch.is_grad_enabled():
                 into = ctx.target(ctx.number, ctx.next_functions[1][0])
             x_rows = x.reshape(-1, x.shape[-1])
             if into is None:
                 of_weight = rows.t() @ x_rows
             else:
-                # Another tensor of the same memory: autograd keeps one that nobody else has.
+                # Return another tensor over the same memory. Autograd takes a tensor without a
+                # copy only if there is no other reference to that tensor.
                 of_weight = torch.mm(rows.t(), x_rows, out=into).detach()
         if ctx.needs_input_grad[2]:
             of_bias = rows.sum(0)

@@ -1,4 +1,4 @@
-"""What torch.distributed gets back from a call: works, with futures, and the queue they wait in."""
+"""Results of calls for torch.distributed: works, their futures, and the queue of the calls."""
 
 from __future__ import annotations
 
@@ -30,14 +30,15 @@ __all__ = [
     "in_backward",
 ]
 
-# Its types change from version to version of torch.
+# Untyped, because the type annotations of this class differ between versions of torch.
 _Base: Any = dist.distributed_c10d.Work
-#: Returns -1 but while a backward pass calls.
+#: Function that returns -1, except within a backward pass.
 in_backward: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: -1)
-# Before torch 2.7 C++ does not keep the Python part of a work that it is given, as by DDP's first
-# broadcast, and waits for ever once that is gone (pull request 146376 of pytorch).
-LOSES_WORKS: bool = torch.__version__ < (2, 7)  # type: ignore[operator]  # tuples are understood
-# Whose frames a program's call is not in.
+# Before torch 2.7, C++ code does not keep the Python part of a work alive, for example in the first
+# broadcast of DDP. Once the Python part is gone, C++ waits without end (pytorch pull request
+# 146376).
+LOSES_WORKS: bool = torch.__version__ < (2, 7)  # type: ignore[operator]  # it compares with tuples
+# Folders of libraries whose frames are skipped in the search for the program's line that called.
 _PASSED_OVER = tuple(
     os.path.dirname(os.path.abspath(str(package.__file__))) + os.sep
     for package in (collective, torch)
@@ -45,11 +46,11 @@ _PASSED_OVER = tuple(
 
 
 class FutureCall(Work[Any]):
-    """A call in the background that tells a future when it is over.
+    """Call in the background that completes a future at its end.
 
     Args:
-        what: the operation, for errors.
-        value: what the future holds in the end.
+        what: name of the operation, for errors.
+        value: value of the future.
     """
 
     def __init__(self, what: str, value: Any) -> None:
@@ -70,7 +71,7 @@ class FutureCall(Work[Any]):
         return self._future
 
     def run(self, function: Callable[[], Any]) -> None:
-        """Make the call in this thread, as a lane does in its own."""
+        """Make the call in this thread, in the way that a lane makes it in the lane's thread."""
         self._run(function)
 
     def _end(self) -> None:
@@ -78,7 +79,8 @@ class FutureCall(Work[Any]):
         self._tell()
 
     def _tell(self) -> None:
-        # Once: what ends the call and who asks for the future may both come here.
+        # The thread that ends the call and a thread that requests the future may both get here, but
+        # only one of them may complete the future.
         with self._guard:
             future = None if self._resolved else self._future
             self._resolved = future is not None or self._resolved
@@ -92,13 +94,13 @@ class FutureCall(Work[Any]):
 
 @untraced
 class GroupWork(_Base):  # type: ignore[misc]
-    """A call of torch.distributed's: over, or in the background.
+    """Call of torch.distributed that has completed, or runs in the background.
 
     Args:
-        tensors: what it writes to.
-        work: the call, if it is in the background.
-        source: the rank that a message is received from, or what tells it afterwards.
-        event: what the current stream of a GPU has to wait for.
+        tensors: tensors that the call writes to.
+        work: the call, if it runs in the background.
+        source: rank that sends the message, or a function that returns this rank afterwards.
+        event: event that a GPU's current stream has to wait for.
     """
 
     def __init__(
@@ -116,14 +118,14 @@ class GroupWork(_Base):  # type: ignore[misc]
         self._future: torch.futures.Future[Any] | None = None
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Wait until the results may be used; raise what the call raised.
+        """Wait until the results may be used; if the call raised an error, raise it here.
 
         Args:
-            timeout: zero waits for as long as the call's own deadline allows.
+            timeout: longest time to wait; zero waits until the call's own deadline.
 
         Raises:
-            CollectiveTimeoutError: ``timeout`` passed and the call goes on.
-            CollectiveError: whatever the call raised.
+            CollectiveTimeoutError: ``timeout`` has expired, and the call continues.
+            CollectiveError: error of the call.
         """
         if self._work is not None:
             seconds = timeout.total_seconds()
@@ -136,33 +138,33 @@ class GroupWork(_Base):  # type: ignore[misc]
         self.wait()
 
     def is_completed(self) -> bool:
-        """Tell whether the call is over, well or badly, without waiting."""
+        """Return whether the call has completed, with or without an error; do not wait."""
         if self._work is not None and not self._work.done():
             return False
         return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def is_success(self) -> bool:
-        """Tell whether the call is over and went well."""
+        """Return whether the call has completed without an error."""
         return self.is_completed() and self.exception() is None
 
     def exception(self) -> BaseException | None:
-        """Return what the call raised, None if it went well or is running."""
+        """Return the error of the call; None if there was no error, or if the call still runs."""
         return None if self._work is None else self._work.exception()
 
     def result(self) -> list[torch.Tensor]:
-        """Wait, and return the tensors that were written to."""
+        """Wait, and return the tensors that the call has written to."""
         self.wait()
         return self._tensors
 
     def source_rank(self) -> int:
-        """Return the rank that a message came from; -1 for anything else."""
+        """Return the rank that sent the message; -1 if the call is no receive."""
         return self._source() if callable(self._source) else self._source
 
     def _source_rank(self) -> int:
         return self.source_rank()
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Return a future whose value are the tensors that are written to."""
+        """Return a future whose value is the list of tensors that the call writes to."""
         devices: list[Any] = sorted({t.device for t in self._tensors if t.is_cuda}, key=str)
         if isinstance(self._work, FutureCall):
             future = self._work.future(devices)
@@ -172,7 +174,7 @@ class GroupWork(_Base):  # type: ignore[misc]
         return self._future
 
     def _over(self, devices: list[Any]) -> torch.futures.Future[Any]:
-        """Return a future that is over."""
+        """Wait for the call, and return a completed future."""
         future: torch.futures.Future[Any] = torch.futures.Future(devices=devices)
         try:
             self.wait()
@@ -180,8 +182,8 @@ class GroupWork(_Base):  # type: ignore[misc]
             future.set_exception(error)
             return future
         if in_backward() != -1 and self._tensors and not devices:
-            # What set_result() leaves to C++ is an object of Python's, of which DDP's hooks in
-            # C++ do not know that it is a list of tensors.
+            # set_result() stores a Python object in the C++ future, and DDP's C++ hooks do not
+            # recognise this object as a list of tensors. fork() stores a typed list.
             return cast("torch.futures.Future[Any]", torch._C.fork(lambda: self._tensors))
         future.set_result(self._tensors)
         return future
@@ -189,10 +191,10 @@ class GroupWork(_Base):  # type: ignore[misc]
 
 @untraced
 class JoinedCalls(GroupWork):
-    """Several calls as one.
+    """Several calls that are waited for together.
 
     Args:
-        answers: the calls.
+        answers: works of the calls.
     """
 
     def __init__(self, answers: Sequence[GroupWork]) -> None:
@@ -208,15 +210,15 @@ class JoinedCalls(GroupWork):
         return all(answer.is_completed() for answer in self._answers)
 
     def exception(self) -> BaseException | None:
-        return next((e for e in (each.exception() for each in self._answers) if e), None)
+        return next((e for e in (answer.exception() for answer in self._answers) if e), None)
 
 
 class Queue:
-    """Runs calls in the order in which they were made: in the background, or here and now.
+    """Queue that runs calls in the order in which they are made, in a thread or synchronously.
 
     Args:
-        name: of its thread.
-        timeout: seconds that :meth:`close` waits for what is still running.
+        name: name of the queue's thread.
+        timeout: seconds that :meth:`close` waits for running calls.
     """
 
     def __init__(self, name: str, timeout: float) -> None:
@@ -226,14 +228,14 @@ class Queue:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is queued or running."""
+        """Whether no call is queued or running."""
         return self._lane.idle
 
     def run(self, what: str, function: Callable[[], Any]) -> None:
-        """Run a call and return when it is over.
+        """Run a call, and return when it has completed.
 
-        A callback of a future may make calls, too. They come right after the call whose future
-        it is, on every rank alike.
+        A callback of a future may make calls as well. On every rank, these calls run immediately
+        after the call that the future belongs to.
         """
         if self._lane.idle or getattr(self._inside, "thread", False):
             outside = in_thread.site
@@ -246,7 +248,7 @@ class Queue:
             self.start(what, function, None).wait()
 
     def start(self, what: str, function: Callable[[], Any], value: Any) -> Work[Any]:
-        """Run a call after those made before, in the background."""
+        """Run a call in the background, after all earlier calls."""
         task, site = FutureCall(what, value), call_site(_PASSED_OVER)
 
         def turn() -> Any:
@@ -260,13 +262,13 @@ class Queue:
         return self._lane.submit(what, turn, task)
 
     def close(self) -> None:
-        """Wait for what is running, and see the thread off."""
+        """Wait for running calls, and end the thread."""
         if not getattr(self._inside, "thread", False):
             self._lane.close(Deadline(self._timeout))
 
 
 def called_by_torch() -> bool:
-    """Tell whether the asker's file was entered from torch.distributed's Python, and not by C++."""
+    """Return whether torch.distributed's Python code called into the caller's file, and not C++."""
     frame = sys._getframe(1)
     entered = frame.f_code.co_filename
     while frame.f_code.co_filename == entered and frame.f_back is not None:
@@ -275,13 +277,13 @@ def called_by_torch() -> bool:
 
 
 def as_cpp_work(answer: GroupWork) -> Any:
-    """Return an answer as a work of C++'s own, with a result or a RuntimeError and nothing else."""
+    """Return a C++ work for an answer; it holds only a result or a RuntimeError."""
     make: Any = torch._C._distributed_c10d._create_work_from_future  # type: ignore[attr-defined]
     future = answer.get_future()
     return make(future if answer._work is None else _checked(future))
 
 
 def _checked(future: torch.futures.Future[Any]) -> torch.futures.Future[Any]:
-    # DDP's reducer takes the value for tensors and crashes on an exception, which is what
-    # set_exception() leaves to C++. What a callback raises is an error there, too.
+    # set_exception() stores the exception as the value of the C++ future. DDP's reducer would use
+    # this value as tensors, and crash. If a callback raises the exception, C++ gets an error.
     return future.then(lambda done: done.value())

@@ -1,4 +1,4 @@
-"""What torch passes to the methods of a process group: a list or a tensor, options or a root."""
+"""Arguments that torch passes to the methods of a process group, in one form each."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ Tensor = torch.Tensor
 
 
 def listed(tensors: Any) -> Sequence[Tensor]:
-    """Return the tensors of a call that may have been given one alone."""
+    """Return the tensors of a call as a list, also if the call got a single tensor."""
     return [tensors] if isinstance(tensors, Tensor) else tensors
 
 
 def options_of(opts: Any, timeout: timedelta | None) -> Any:
-    """Return the options of a call, which may be something else, and a timeout beside it."""
+    """Return the options of a call, or options with ``timeout`` if ``opts`` has none."""
     return opts if hasattr(opts, "timeout") else SimpleNamespace(timeout=timeout)
 
 
 def seconds_of(opts: Any) -> float | None:
-    """Return the seconds that a call may take, None for the group's own timeout."""
+    """Return the timeout of a call in seconds; None for the group's own timeout."""
     timeout = getattr(opts, "timeout", None)
-    if timeout is None or timeout <= timedelta(0):  # torch says "unset" with a negative one
+    if timeout is None or timeout <= timedelta(0):  # in torch a negative timeout means "not set"
         return None
     return float(timeout.total_seconds())
 
 
 def op_of(opts: Any) -> Any:
-    """Return the operator that options hold, or that stands in their place."""
+    """Return the operator in the options, or passed in place of the options."""
     if isinstance(opts, (dist.ReduceOp, dist.ReduceOp.RedOpType)):
         return opts
     return dist.ReduceOp.SUM if opts is None else opts.reduceOp
 
 
 def root_of(opts: Any) -> int:
-    """Return the root that options hold, or that stands in their place."""
+    """Return the root in the options, or passed in place of the options."""
     if opts is None or isinstance(opts, int):
         return opts or 0
     return int(opts.rootRank)

@@ -1,7 +1,7 @@
-"""The calls of torch.distributed, made of a communicator's: each runs here and now.
+"""Synchronous versions of torch.distributed's calls, by calls of a communicator.
 
-torch.distributed speaks of lists of tensors of any strides; a communicator joins and cuts arrays
-along an axis. So what is collected or cut travels flat.
+torch.distributed takes lists of tensors of any strides. A communicator joins and cuts arrays along
+an axis. So tensors that are joined or cut are flattened before they are sent.
 """
 
 from __future__ import annotations
@@ -54,9 +54,10 @@ _OPS = {
     "BOR": "bor",
     "BXOR": "bxor",
 }
-# What NCCL averages beyond our own ``avg``, by a division that drops the remainder.
+# Integer types that NCCL averages, by a division that drops the remainder. This library's ``avg``
+# does not take integers.
 _WHOLE = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
-# torch counts True as 1 and anything but 0 as True.
+# Operators for booleans: torch counts True as 1, and any result other than 0 as True.
 _OF_TRUTHS = {"sum": "lor", "max": "lor", "prod": "land", "min": "land"}
 
 
@@ -64,24 +65,27 @@ def _sum_of_average(a: Any, b: Any) -> Any:
     return a + b
 
 
-# Another operator than ``sum``, so that ranks which differ in it are found out.
+# A separate operator from ``sum``. So a comparison of the ranks' calls detects that some ranks
+# average and others sum.
 _SUMMED = user_op(_sum_of_average, commutative=True)
 
 
 def operator_of(op: Any, dtype: torch.dtype) -> ReduceOp:
-    """Return our operator for one of torch's; for an average of integers, that of its sum.
+    """Return this library's operator for an operator of torch.
+
+    For an average of integers it is a sum; the caller divides the sum by :func:`_divided`.
 
     Raises:
-        UnsupportedError: a ``PREMUL_SUM`` by a tensor of several factors.
+        UnsupportedError: ``PREMUL_SUM`` has a tensor of several factors.
     """
     kind = getattr(op, "op", op)
     if kind == dist.ReduceOp.PREMUL_SUM:
-        factor = op.__getstate__()[1]  # op.factor is of newer versions
+        factor = op.__getstate__()[1]  # older versions have no op.factor
         if isinstance(factor, Tensor):
             if factor.numel() != 1:
                 raise UnsupportedError(
-                    f"PREMUL_SUM: a tensor of {factor.numel()} factors; one factor is possible. "
-                    "Multiply before the call."
+                    f"PREMUL_SUM: got a tensor of {factor.numel()} factors (expected a single "
+                    "factor). Multiply the tensor before the call."
                 )
             factor = factor.item()
         return premul_sum(factor)
@@ -96,7 +100,7 @@ def _averages_integers(op: Any, dtype: torch.dtype) -> bool:
 
 
 def _divided(comm: Communicator, tensor: Tensor, op: Any) -> None:
-    """Make the average of integers, rounded toward zero, of their sum."""
+    """Divide a sum of integers in place, rounded toward zero, if ``op`` averages integers."""
     if _averages_integers(op, tensor.dtype):
         tensor.div_(comm.size, rounding_mode="trunc")
 
@@ -105,13 +109,13 @@ def _divided(comm: Communicator, tensor: Tensor, op: Any) -> None:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """Return the elements in order, as what can travel: a view wherever possible."""
+    """Return the elements in order, as a type that can be sent; a view wherever possible."""
     flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
     return flat if flat.dtype in _KNOWN else flat.view(torch.uint8)
 
 
 class _Target:
-    """What a result is received in: the tensor's own memory, or a copy that it takes over."""
+    """Destination of a result: a tensor's own memory, or a buffer that finish() copies to it."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor.detach()
@@ -137,7 +141,7 @@ def _unpack(joined: Tensor, tensors: Sequence[Tensor]) -> None:
 
 
 def _joined(tensors: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
-    """Return the tensors as one, flat, and their lengths."""
+    """Return one flat tensor of all elements, and the tensors' lengths in it."""
     flats = [_flat(tensor) for tensor in tensors]
     return torch.cat(flats), [flat.numel() for flat in flats]
 
@@ -146,7 +150,7 @@ def _joined(tensors: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
 
 
 def all_reduce(comm: Communicator, tensor: Tensor, op: Any, seconds: float | None) -> None:
-    """Reduce a tensor, dense or of coordinates (COO), in place on every rank."""
+    """Reduce a dense tensor, or a sparse one in COO format, in place on every rank."""
     if tensor.layout is not torch.strided:
         _all_reduce_sparse(comm, tensor, op, seconds)
         return
@@ -164,7 +168,7 @@ def all_reduce(comm: Communicator, tensor: Tensor, op: Any, seconds: float | Non
 def all_reduce_together(
     comm: Communicator, tensors: Sequence[Tensor], op: Any, seconds: float | None
 ) -> None:
-    """Reduce several tensors, in few messages where they allow it."""
+    """Reduce several tensors in place, in few messages if they have one dtype and device."""
     alike = len({(tensor.dtype, tensor.device) for tensor in tensors}) == 1
     if not alike or any(
         t.layout is not torch.strided or t.is_conj() or t.is_neg() for t in tensors
@@ -184,21 +188,21 @@ def _all_reduce_sparse(comm: Communicator, tensor: Tensor, op: Any, seconds: flo
     averages = kind == dist.ReduceOp.AVG
     if tensor.layout is not torch.sparse_coo or not (averages or kind == dist.ReduceOp.SUM):
         raise UnsupportedError(
-            f"all_reduce: op {operator_of(op, tensor.dtype)} of a {tensor.layout} tensor; of "
-            "sparse tensors, the sum and the average of those of coordinates (COO) [rank "
+            f"all_reduce: got op {operator_of(op, tensor.dtype)} and a {tensor.layout} tensor "
+            "(expected sum or average for a sparse tensor, in COO format) [rank "
             f"{comm.rank} of {comm.size}]. Use to_dense() first."
         )
     total = sum_sparse(tensor, comm, seconds)
     if averages:
         whole = "trunc" if tensor.dtype in _WHOLE else None
         total = torch.div(total, comm.size, rounding_mode=whole)
-    # Of a sparse tensor, detach() would be a copy.
+    # For a sparse tensor, detach() would make a copy.
     with torch.no_grad():
         tensor.copy_(total)
 
 
 def reduce(comm: Communicator, tensor: Tensor, root: int, op: Any, seconds: float | None) -> None:
-    """Reduce a tensor in place at ``root``; elsewhere it stays as it is."""
+    """Reduce a tensor in place at ``root``; other ranks' tensors are not changed."""
     target = _Target(tensor) if comm.rank == root else None
     out = None if target is None else target.flat
     comm.reduce(
@@ -212,7 +216,7 @@ def reduce(comm: Communicator, tensor: Tensor, root: int, op: Any, seconds: floa
 def reduce_scatter(
     comm: Communicator, output: Tensor, inputs: Sequence[Tensor], op: Any, seconds: float | None
 ) -> None:
-    """Reduce lists of tensors and give each rank its entry."""
+    """Reduce the ranks' lists of tensors and give each rank its entry of the result."""
     joined, counts = _joined(inputs)
     target = _Target(output)
     comm.reduce_scatter(
@@ -225,7 +229,7 @@ def reduce_scatter(
 def reduce_scatter_single(
     comm: Communicator, output: Tensor, tensor: Tensor, op: Any, seconds: float | None
 ) -> None:
-    """Reduce a tensor that is made of the ranks' parts and give each rank its part."""
+    """Reduce tensors that consist of a part for each rank, and give each rank its part."""
     target = _Target(output)
     comm.reduce_scatter(
         _flat(tensor), op=operator_of(op, output.dtype), counts=[output.numel()] * comm.size,
@@ -260,7 +264,7 @@ def all_gather(
 def all_gather_single(
     comm: Communicator, output: Tensor, tensor: Tensor, seconds: float | None
 ) -> None:
-    """Give every rank the ranks' tensors, one after the other in one tensor."""
+    """Give every rank the ranks' tensors, one after another in a single tensor."""
     target, flat = _Target(output), _flat(tensor)
     comm.all_gather(flat, counts=[flat.numel()] * comm.size, out=target.flat, timeout=seconds)
     target.finish()
@@ -286,7 +290,7 @@ def scatter(
     root: int,
     seconds: float | None,
 ) -> None:
-    """Give each rank its entry of a list that ``root`` has."""
+    """Give each rank its entry of the list of ``root``."""
     target = _Target(output)
     joined, counts = _joined(inputs) if comm.rank == root else (None, None)
     comm.scatter(joined, root=root, counts=counts, out=target.flat, timeout=seconds)
@@ -312,10 +316,12 @@ def all_to_all_single(
     """Cut every rank's tensor along its first dimension and give each rank its pieces.
 
     Args:
-        receives, sends: lengths along that dimension; empty for equal ones.
+        receives, sends: lengths of the pieces along that dimension; if empty, the pieces have
+            equal lengths.
 
     Raises:
-        InvalidArgumentError: they do not add up, or the dimension cannot be cut equally.
+        InvalidArgumentError: the lengths do not add up to the dimension, or the dimension cannot be
+            cut into equal pieces.
     """
     _widths(comm, "output", output, receives)
     widths = _widths(comm, "input", tensor, sends)
@@ -326,31 +332,34 @@ def all_to_all_single(
     target.finish()
 
 
-def _widths(comm: Communicator, name: str, tensor: Tensor, given: Sequence[int]) -> list[int]:
-    """Return how many elements each rank's piece has."""
+def _widths(comm: Communicator, name: str, tensor: Tensor, splits: Sequence[int]) -> list[int]:
+    """Return the number of elements in each rank's piece."""
     length = tensor.shape[0] if tensor.ndim else 1
-    if not given:
+    if not splits:
         if length % comm.size:
             raise InvalidArgumentError(
-                f"all_to_all_single: {name} of shape {tuple(tensor.shape)}; its first dimension "
-                f"cannot be cut in {comm.size} equal parts [rank {comm.rank} of {comm.size}]. "
-                f"Give {name}_split_sizes."
+                f"all_to_all_single: {name} has shape {tuple(tensor.shape)}, whose first dimension "
+                f"cannot be cut into {comm.size} equal parts [rank {comm.rank} of {comm.size}]. "
+                f"Pass {name}_split_sizes."
             )
-        given = [length // comm.size] * comm.size
-    if len(given) != comm.size or sum(given) != length:
+        splits = [length // comm.size] * comm.size
+    if len(splits) != comm.size or sum(splits) != length:
         raise InvalidArgumentError(
-            f"all_to_all_single: {name}_split_sizes {list(given)} for a first dimension of "
-            f"{length}; {comm.size} numbers that add up to it "
+            f"all_to_all_single: {name}_split_sizes is {list(splits)} (expected {comm.size} "
+            f"numbers that add up to {length}, the first dimension of {name}) "
             f"[rank {comm.rank} of {comm.size}]."
         )
-    return [rows * math.prod(tensor.shape[1:]) for rows in given]
+    return [rows * math.prod(tensor.shape[1:]) for rows in splits]
 
 
 def monitored_barrier(comm: Communicator, everyone: bool, seconds: float | None) -> None:
-    """Wait for all ranks; name those that do not come, or the first, in Gloo's words.
+    """Wait for all ranks; the error has Gloo's text.
+
+    Args:
+        everyone: if true, the text begins with all missing ranks; if false, with the first.
 
     Raises:
-        CollectiveTimeoutError: with all of them, whatever its text begins with.
+        CollectiveTimeoutError: ranks are missing; its ``ranks`` are all of them.
     """
     try:
         comm.barrier(timeout=seconds)
@@ -376,14 +385,17 @@ def send(comm: Communicator, tensor: Tensor, dst: int, tag: int) -> None:
 def recv(
     comm: Communicator, tensor: Tensor, src: int, tag: int, status: Status | None = None
 ) -> None:
-    """Receive a tensor of this size from rank ``src``, or from anybody."""
+    """Receive a tensor of the size of ``tensor`` from rank ``src``, or from any rank."""
     target = _Target(tensor)
     comm.recv(target.flat, src, tag=tag, status=status)
     target.finish()
 
 
 def recv_own(comm: Communicator, sent: Tensor, tensor: Tensor) -> None:
-    """Give a tensor what this rank has sent to itself, which is to have its size and type."""
+    """Copy a message of this rank to itself into a tensor.
+
+    The tensor must have the size and type of the message.
+    """
     target = _Target(tensor)
     comm.sendrecv(_flat(sent), comm.rank, comm.rank, out=target.flat)
     target.finish()

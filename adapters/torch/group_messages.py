@@ -1,4 +1,4 @@
-"""The messages of a process group: each in its turn among those of its direction, peer and tag."""
+"""Messages of a process group, in order for each direction, peer and tag."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from .futures import GroupWork, Queue
 __all__ = ["GroupMessages"]
 
 Tensor = torch.Tensor
-# Queues that are kept; each may have a thread for some seconds.
+# Number of queues that are kept. Each of them may have a thread for some seconds.
 _QUEUES = 64
 
 
 class GroupMessages:
-    """Sends and receives in the background.
+    """Sends and receives of a group in the background.
 
-    A rank may send to itself, as programs do that treat all ranks alike: no transport carries
-    that, so a copy is kept until it is received.
+    A rank may send to itself, as programs do that treat all ranks alike. No transport sends such a
+    message, so this object keeps a copy until the rank receives it.
 
     Args:
-        comm: the group's ranks.
+        comm: communicator of the group.
     """
 
     def __init__(self, comm: Communicator) -> None:
@@ -62,15 +62,15 @@ class GroupMessages:
         return self._start("recv", src, tag, tensor, run, source=src)
 
     def recv_any(self, tensor: Tensor, tag: int) -> GroupWork:
-        """Start to receive a tensor from another rank, whoever sends first."""
+        """Start to receive a tensor from the rank that sends first."""
         status = Status()
         run = partial(group_calls.recv, self._comm, tensor, ANY_SOURCE, tag, status)
         return self._start("recv", ANY_SOURCE, tag, tensor, run, source=lambda: status.source)
 
     def close(self) -> None:
-        """Wait for what is under way."""
-        for each in self._queues.values():
-            each.close()
+        """Wait for all messages in flight."""
+        for messages in self._queues.values():
+            messages.close()
 
     def _start(
         self,
@@ -85,8 +85,9 @@ class GroupMessages:
             key = direction, peer, tag
             turns = self._queues.get(key)
             if turns is None:
-                if len(self._queues) >= _QUEUES:  # a program may never use a tag twice
-                    for idle in [k for k, kept in self._queues.items() if kept.idle]:
+                # A program may use each tag only once, so idle queues are dropped.
+                if len(self._queues) >= _QUEUES:
+                    for idle in [k for k, other in self._queues.items() if other.idle]:
                         del self._queues[idle]
                 name = f"collective-torch-{direction}-{peer}-{tag}"
                 turns = self._queues[key] = Queue(name, self._comm.timeout)
@@ -104,7 +105,7 @@ class GroupMessages:
             raise CollectiveTimeoutError(
                 f"recv(tag={tag}): timed out: waited {comm.timeout:g} s for a message of this rank "
                 f"to itself [rank {comm.rank} of {comm.size}]. Start isend to rank {comm.rank} "
-                "with this tag before waiting.",
+                "with this tag before you wait for recv.",
                 (comm.rank,),
             ) from None
         group_calls.recv_own(comm, sent, tensor)

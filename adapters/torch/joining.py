@@ -1,4 +1,4 @@
-"""Training on uneven inputs: ranks that have run out take part with zeros until all have."""
+"""Training on uneven inputs: ranks without inputs take part with zeros until no rank has any."""
 
 from __future__ import annotations
 
@@ -14,60 +14,61 @@ __all__ = ["Attendance"]
 
 
 class Attendance:
-    """Who still has inputs.
+    """Record of the ranks that still have inputs.
 
     Args:
-        comm: connects the ranks.
-        by_all: whether averages are over all ranks, whoever is there; else over those.
+        comm: communicator that connects the ranks.
+        by_all: if true, averages are over all ranks; if false, over the ranks that still have
+            inputs.
     """
 
     def __init__(self, comm: Communicator, by_all: bool) -> None:
         self._comm = comm
         self._by_all = by_all
         self._here = [True] * comm.size
-        self._due = False  # whether gradients are expected of this rank in this step
+        self._due = False  # whether this rank still has to reduce gradients in this step
 
     def forward(self) -> None:
-        """Take part in a step, of which there will be gradients.
+        """Take part in a step whose gradients will be reduced.
 
         Collective: every rank calls it, or is in :meth:`rest`.
 
         Raises:
-            GradientError: there were none in the step before.
+            GradientError: the previous step had no gradients.
         """
         self.leave()
         self.step(True)
         self._due = True
 
     def backward(self) -> None:
-        """Take note that the gradients of this step are about to be reduced.
+        """Record that the gradients of this step are about to be reduced.
 
         Raises:
-            GradientError: they were before.
+            GradientError: the gradients of this step have been reduced already.
         """
         if not self._due:
-            raise self._error("a second backward pass reduces gradients of one step")
+            raise self._error("a second backward pass reduces the gradients of one step")
         self._due = False
 
     def leave(self) -> None:
-        """Take note that this step is over.
+        """Record that this step is over.
 
         Raises:
-            GradientError: there were no gradients in it.
+            GradientError: the step had no gradients.
         """
         if self._due:
-            raise self._error("a forward pass has had no backward pass")
+            raise self._error("a forward pass had no backward pass")
 
     def _error(self, what: str) -> GradientError:
-        # The ranks that are through take part in one reduction a forward pass.
+        # The ranks without inputs take part in exactly one reduction for each forward pass.
         return GradientError(
             f"join: {what} [rank {self._comm.rank} of {self._comm.size}]. Inside of join() each "
-            "forward pass has one backward pass, before the next forward pass; but for those "
-            "within no_sync() or torch.no_grad()."
+            "forward pass must have one backward pass, before the next forward pass. Forward "
+            "passes within no_sync() or torch.no_grad() are exempt."
         )
 
     def step(self, here: bool) -> bool:
-        """Tell whether this rank has inputs for a step; return whether any rank has.
+        """Announce whether this rank has inputs for a step; return whether any rank has inputs.
 
         Collective: every rank calls it.
         """
@@ -76,16 +77,16 @@ class Attendance:
 
     @property
     def root(self) -> int:
-        """A rank that has inputs in this step; the last of them once none is left."""
+        """Lowest rank with inputs in this step; after the loop, in the last step with inputs."""
         return self._here.index(True)
 
     @property
     def factor(self) -> float:
-        """What an average over all ranks has to be multiplied with."""
+        """Factor that turns an average over all ranks into the required average."""
         return 1.0 if self._by_all else len(self._here) / sum(self._here)
 
     def rest(self) -> Iterator[None]:
-        """Yield once for each step that other ranks still make; this one has none left."""
+        """Yield once for each step that other ranks still make, while this rank has no inputs."""
         before = self._here
         while self.step(False):
             before = self._here

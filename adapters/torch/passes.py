@@ -1,8 +1,9 @@
-"""Which forward passes a backward pass goes back through, and so whether it is one to reduce.
+"""Detection of the forward passes that a backward pass goes through, and so whether it reduces.
 
-That belongs to the forward pass which made the graph, whatever has been called since. A gradient
-does not tell: autograd adds up those of all graphs in one node a parameter, and that node is what
-calls. So each forward pass leaves a hook at its outputs, by which a backward pass comes first.
+The forward pass that made the graph determines whether its gradients are reduced; later calls do
+not matter. A gradient's hook does not know the forward pass: autograd adds up the gradients of all
+graphs in one node for each parameter, and that node calls the hook. So each forward pass registers
+hooks on its outputs, which a backward pass reaches before the parameters.
 """
 
 from __future__ import annotations
@@ -18,17 +19,19 @@ from torch.autograd import Variable
 
 __all__ = ["BackwardPass", "ForwardPass", "Passes", "leaves_behind", "tensors_in", "weakly"]
 
-_current_task: Callable[[], int] = torch._C._current_graph_task_id  # -1 outside of a backward pass
+# Returns -1 outside of a backward pass.
+_current_task: Callable[[], int] = torch._C._current_graph_task_id
 _keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
 
 
 class ForwardPass:
-    """One forward pass. The hooks at its outputs keep it alive, and so its graph does.
+    """Record of a forward pass. The hooks on the outputs, and so the graph, keep the record alive.
 
     Attributes:
-        reduced: whether gradients that come through it are reduced.
-        unused: numbers of the parameters on which no output depends, where that was looked for.
-        spent: whether a backward pass has come by that has freed the graph.
+        reduced: whether gradients of this forward pass are reduced.
+        unused: numbers of the parameters on which no output depends; empty if the module has not
+            searched for them.
+        spent: whether a backward pass has reached an output and has freed the graph.
     """
 
     __slots__ = ("__weakref__", "reduced", "spent", "unused")
@@ -40,17 +43,17 @@ class ForwardPass:
 
 
 class BackwardPass:
-    """One backward pass under way; those of reentrant checkpoints within it are part of it.
+    """Record of the current backward pass, including nested passes of reentrant checkpoints.
 
-    Autograd's engine alone keeps it alive, by the call at the end that it has queued there. So
-    one that breaks off by an exception leaves nothing behind.
+    Only autograd's engine keeps the record alive, by the callback that is queued for the end of the
+    pass. So a backward pass that ends with an exception leaves nothing behind.
 
     Attributes:
-        reduced: whether its gradients are reduced; None until it is known.
-        presumed: whether that is known by no output.
-        forward: the forward passes by whose outputs it has come.
-        arrived: numbers of the gradients that came before it was known to be one that is reduced.
-        any_arrived: whether a gradient has come.
+        reduced: whether the gradients of this pass are reduced; None until it is known.
+        presumed: true until an output hook has confirmed ``reduced``.
+        forward: forward passes whose outputs this pass has reached.
+        arrived: numbers of the gradients that arrived before ``reduced`` became true.
+        any_arrived: whether a gradient has arrived.
     """
 
     def __init__(self) -> None:
@@ -62,14 +65,17 @@ class BackwardPass:
 
 
 class Passes:
-    """The passes of one module.
+    """Forward and backward passes of one module.
+
+    None of the three functions may keep its object alive, because ``reached`` lives as long as the
+    graph.
 
     Args:
-        began: called when a backward pass comes by the module.
-        reached: called with a :class:`ForwardPass` and a gradient when a backward pass comes by
-            an output of it.
-        ended: called with a :class:`BackwardPass` at its end. None of the three may keep its
-            object alive: ``reached`` lives as long as the graph.
+        began: function that is called when a backward pass first reaches the module.
+        reached: function that is called when a backward pass reaches an output of a forward pass,
+            with the :class:`ForwardPass` and a gradient.
+        ended: function that is called at the end of a backward pass, with the
+            :class:`BackwardPass`.
     """
 
     def __init__(
@@ -82,7 +88,7 @@ class Passes:
         self._reached = reached
         self._ended = ended
         self._alive: weakref.WeakSet[ForwardPass] = weakref.WeakSet()
-        # Forward passes whose graph is not known to be spent: of those that are reduced, and not.
+        # Numbers of forward passes whose graphs may not be freed yet, by `ForwardPass.reduced`.
         self._open = {True: 0, False: 0}
         self._backward: Callable[[], BackwardPass | None] = _nothing
 
@@ -90,7 +96,7 @@ class Passes:
 
     @property
     def under_way(self) -> bool:
-        """Whether this is within a backward pass, as when a checkpoint computes once again."""
+        """Whether the caller runs inside a backward pass, as a recomputing checkpoint does."""
         if _current_task() >= 0:
             return self._backward() is not None
         self._backward = _nothing
@@ -99,23 +105,24 @@ class Passes:
     def add(
         self, outputs: Iterable[torch.Tensor], reduced: bool, unused: Sequence[int] = ()
     ) -> None:
-        """Take note of a forward pass; see :class:`ForwardPass`."""
-        made = ForwardPass(reduced, unused)
-        hook = functools.partial(self._reached, made)
+        """Record a forward pass; see :class:`ForwardPass`."""
+        forward = ForwardPass(reduced, unused)
+        hook = functools.partial(self._reached, forward)
         untyped: Any
         for untyped in outputs:
             if untyped.grad_fn is not None:
                 untyped.register_hook(hook)
-        self._alive.add(made)
+        self._alive.add(forward)
         self._open[reduced] += 1
 
     # -- backward -------------------------------------------------------------------------
 
     def reach(self, forward: ForwardPass) -> list[int]:
-        """Take note that the backward pass under way comes by an output of a forward pass.
+        """Record that the current backward pass has reached an output of a forward pass.
 
         Returns:
-            The numbers of gradients that have come in it and turn out now to be reduced.
+            The numbers of gradients that arrived earlier in this backward pass, if this call
+            determines that they are reduced.
         """
         backward = self._backward() or self._begin()
         if not (forward.spent or _keeps_graph()):
@@ -131,18 +138,20 @@ class Passes:
         return late
 
     def arrive(self, number: int | None, outside: bool) -> bool:
-        """Take note of a parameter's gradient; return whether it is reduced in this pass.
+        """Record a parameter's gradient; return whether it is reduced in this pass.
 
         Args:
-            number: the parameter's; None if its gradients are in no bucket.
-            outside: whether one is of a graph that no forward pass has made.
+            number: number of the parameter; None if its gradients are in no bucket.
+            outside: whether the gradient is reduced if no recorded forward pass can have made its
+                graph.
         """
         backward = self._backward() or self._begin()
         backward.any_arrived = True
         if backward.reduced is None:
-            # It has come by no output: of a loss kept elsewhere, or a second derivative. In doubt
-            # it is reduced, which is right within no_sync(), too, only earlier than it had to be:
-            # the average of a sum is the same if parts of it have been averaged before.
+            # The pass has reached no output: its loss comes from elsewhere, or it computes a
+            # second derivative. In doubt the gradients are reduced. That is also correct within
+            # no_sync(), only earlier than necessary: the average of a sum is the same if parts of
+            # the sum have been averaged before.
             known = any(self._open.values())
             backward.reduced = self._open[True] > 0 if known else outside
             backward.presumed = True
@@ -151,9 +160,9 @@ class Passes:
         return backward.reduced
 
     def unused(self) -> Sequence[int]:
-        """Return the numbers of gradients that cannot come in the backward pass under way.
+        """Return the numbers of gradients that cannot arrive in the current backward pass.
 
-        None where it may yet come by the outputs of another forward pass.
+        The result is empty if the pass may still reach the outputs of another forward pass.
         """
         backward = self._backward()
         if backward is None or len(backward.forward) != 1:
@@ -165,16 +174,18 @@ class Passes:
 
     def _begin(self) -> BackwardPass:
         self._began()
-        made = BackwardPass()
-        self._backward = weakref.ref(made)
+        backward = BackwardPass()
+        self._backward = weakref.ref(backward)
         engine: Any = Variable._execution_engine
-        engine.queue_callback(functools.partial(self._end, made))
-        return made
+        engine.queue_callback(functools.partial(self._end, backward))
+        return backward
 
     def _end(self, backward: BackwardPass) -> None:
         self._backward = _nothing  # also if an error's traceback keeps it alive
         if backward.presumed and not _keeps_graph():
-            self._close(not self._open[False])  # in doubt the one to reduce is still to come
+            # It is unknown which graph the pass has freed. If a forward pass within no_sync() is
+            # open, count that one, so that the reduction is still to come.
+            self._close(not self._open[False])
         self._ended(backward)
 
     def _close(self, reduced: bool) -> None:
@@ -182,15 +193,15 @@ class Passes:
 
 
 def _nothing() -> None:
-    """Stand for a reference to what is gone."""
+    """Return None, like a weak reference whose object is gone."""
 
 
 def leaves_behind(outputs: Iterable[torch.Tensor]) -> set[Any]:
     """Return the leaves of the graph behind some tensors."""
-    found, todo = set(), []
+    leaves, todo = set(), []
     for tensor in outputs:
         if tensor.grad_fn is None:
-            found.add(tensor)
+            leaves.add(tensor)
         else:
             todo.append(tensor.grad_fn)
     seen = set(todo)
@@ -198,16 +209,16 @@ def leaves_behind(outputs: Iterable[torch.Tensor]) -> set[Any]:
         node = todo.pop()
         leaf = getattr(node, "variable", None)
         if leaf is not None:
-            found.add(leaf)
+            leaves.add(leaf)
         for following, _ in node.next_functions:
             if following is not None and following not in seen:
                 seen.add(following)
                 todo.append(following)
-    return found
+    return leaves
 
 
 def tensors_in(outputs: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in what a module has returned."""
+    """Yield the tensors in a module's result."""
     if isinstance(outputs, torch.Tensor):
         yield outputs
     elif isinstance(outputs, dict):
@@ -222,11 +233,11 @@ def tensors_in(outputs: Any) -> Iterator[torch.Tensor]:
 
 
 def weakly(method: Any) -> Callable[..., Any]:
-    """Return a call of ``method`` that does not keep its object alive, as hooks would."""
+    """Return a function that calls ``method`` without keeping its object alive."""
     weak = weakref.WeakMethod(method)
 
     def call(*args: Any) -> Any:
-        found = weak()
-        return None if found is None else found(*args)
+        bound = weak()
+        return None if bound is None else bound(*args)
 
     return call

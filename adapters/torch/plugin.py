@@ -1,4 +1,4 @@
-"""Makes process groups of torch.distributed: how the ranks meet and what connects them.
+"""Creation of process groups for torch.distributed: rendezvous and connection of the ranks.
 
 ::
 
@@ -6,8 +6,9 @@
 
     torch.distributed.init_process_group("collective")
 
-The import registers the backend, and with the package installed torch does so itself. The
-transport is what ``COLLECTIVE_BACKEND`` says, as for :func:`collective.init`.
+The import registers the backend. If the package is installed, torch registers the backend itself,
+and the import is not needed. ``COLLECTIVE_BACKEND`` selects the transport, as for
+:func:`collective.init`.
 """
 
 from __future__ import annotations
@@ -43,11 +44,11 @@ __all__ = ["TorchStore", "create"]
 
 
 def create(given: Any, more: Any = None) -> ProcessGroup:
-    """Make a process group; torch calls this on every member of it.
+    """Make a process group; torch calls this function on every member of the group.
 
     Args:
         given: torch's ``_DistributedBackendOptions``: store, rank, size, timeout, members.
-        more: ``pg_options``, of which there are none.
+        more: torch's ``pg_options``; they are ignored, because this backend has no options.
     """
     from .process_group import ProcessGroup
 
@@ -80,17 +81,18 @@ def _communicator(
     dump_on_signal(config.dump_signal)
     chosen = choice.choose(config)
     if members and _over_mpi(chosen):
-        whole = _world_group()
-        if whole is not None:
-            # Processes of one MPI world meet there only as a whole.
-            made: Communicator = whole.comm.group(members)
-            made.timeout = _deadline(config, timeout)
-            return made
+        world_group = _world_group()
+        if world_group is not None:
+            # A subset of an MPI world cannot connect on its own. It needs a group of the world's
+            # communicator.
+            subgroup: Communicator = world_group.comm.group(members)
+            subgroup.timeout = _deadline(config, timeout)
+            return subgroup
     open_ = secret is None and local_size < size
     if open_:
         warn_of_open(config, str(meeting))
-    asked = local_size < size and not config.interface
-    endpoint = from_environment(os.environ, config.launched) if asked else None
+    needs_address = local_size < size and not config.interface
+    endpoint = from_environment(os.environ, config.launched) if needs_address else None
     world = World(
         rank, size, local_rank, local_size, socket.gethostname(),
         config.launched.launcher if config.launched else "none",
@@ -108,26 +110,26 @@ def _communicator(
 
 @functools.cache
 def _trace_steps() -> None:
-    """Have the trace show where an optimizer has stepped: torch's own wrappers do not tell."""
+    """Record optimizers' steps in the trace, because torch's own wrappers do not report them."""
     optimizers = importlib.import_module("torch.optim.optimizer")
     optimizers.register_optimizer_step_post_hook(lambda *_: trace.step("optimizer"))
 
 
 def _meet(store: Store, rank: int, size: int, deadline: Deadline) -> tuple[str, int, int]:
-    """Return the group's own name, and this rank's place among those of its host."""
+    """Return a unique name of the group, this rank's local rank, and its host's number of ranks."""
     if size == 1:
         return f"torch-{secrets.token_hex(8)}", 0, 1
     if rank == 0:
         store.set("job", f"torch-{secrets.token_hex(8)}".encode())
-    mine = f"{socket.gethostname()} {_boot()}".encode()
-    store.set(f"host-{rank}", mine)
+    host = f"{socket.gethostname()} {_boot()}".encode()
+    store.set(f"host-{rank}", host)
     hosts = [store.get(f"host-{other}", deadline) for other in range(size)]
     job = store.get("job", deadline).decode()
-    return job, hosts[:rank].count(mine), hosts.count(mine)
+    return job, hosts[:rank].count(host), hosts.count(host)
 
 
 def _boot() -> str:
-    """Return what tells hosts of one name apart."""
+    """Return the kernel's boot id, which distinguishes hosts of the same name."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -140,15 +142,19 @@ def _over_mpi(chosen: choice.Choice) -> bool:
 
 
 def _world_group() -> ProcessGroup | None:
-    """Return the group of all ranks, if it is one of ours."""
+    """Return torch's group of all ranks, if it is a group of this backend."""
     from .process_group import ProcessGroup
 
-    whole = importlib.import_module("torch.distributed").group.WORLD
-    return whole if isinstance(whole, ProcessGroup) else None
+    group = importlib.import_module("torch.distributed").group.WORLD
+    return group if isinstance(group, ProcessGroup) else None
 
 
 def _deadline(config: Config, timeout: timedelta) -> float:
-    """Return the seconds that a call may take: torch's, unless only ours was ever chosen."""
+    """Return the timeout of a call, in seconds.
+
+    It is torch's timeout for the group. If that is torch's default, and this library's configuration
+    sets a timeout, the latter is used.
+    """
     default = importlib.import_module("torch.distributed.constants").default_pg_timeout
     if timeout == default and config.origin("timeout") != "default":
         return config.timeout

@@ -1,7 +1,7 @@
-"""A process group of torch.distributed over a communicator.
+"""Process group of torch.distributed over a communicator.
 
-torch's own front, from ``dist.all_reduce`` to DDP's reducer in C++, calls the methods of
-:class:`ProcessGroup`; what each does is in :mod:`collective.adapters.torch.group_calls`.
+torch's own interface, from ``dist.all_reduce`` to DDP's reducer in C++, calls the methods of
+:class:`ProcessGroup`. The calls themselves are in :mod:`collective.adapters.torch.group_calls`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ from .untraced import untraced
 __all__ = ["ProcessGroup"]
 
 Tensor = torch.Tensor
-# Its types change from version to version of torch, and some are wrong.
+# Untyped, because the type annotations of this class differ between versions of torch, and some
+# annotations are wrong.
 _Base: Any = dist.ProcessGroup
 _AT_ONCE_S = 1e-3
 _SHUTS_DOWN = hasattr(_Base, "shutdown")
@@ -44,26 +45,26 @@ _SHUTS_DOWN = hasattr(_Base, "shutdown")
 
 @untraced
 class ProcessGroup(_Base):  # type: ignore[misc]
-    """The ranks of a communicator as a group of torch.distributed.
+    """Process group of torch.distributed whose ranks are those of a communicator.
 
-    Synchronous calls run at once, asynchronous ones in a thread, all in the order in which they
-    were made. Messages have a queue of their own for each direction, peer and tag.
+    Synchronous calls run at once, asynchronous calls run in a thread, all in the order in which the
+    program makes them. Messages have separate queues for each direction, peer and tag.
 
     Args:
-        comm: the communicator, which the group closes when it is destroyed.
+        comm: communicator, which the group closes when it is destroyed.
         store: torch's store for the group.
 
     Attributes:
-        comm: the same; for what torch.distributed has no call for.
+        comm: the communicator, for calls that torch.distributed does not have.
     """
 
-    # What torch asks a transport of its own.
+    # Capabilities that torch reads from its transports.
     supports_splitting = False
     supports_coalescing = False
     supports_time_estimate = False
 
     def __init__(self, comm: Communicator, store: Any = None) -> None:
-        super().__init__(comm.rank, comm.size)  # with the store, it could not be derived from
+        super().__init__(comm.rank, comm.size)  # the overload with a store forbids subclasses
         self.comm = comm
         self._names = {"name": "", "description": "undefined"}
         self._store = store
@@ -91,10 +92,13 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         """Make a call: at once, or in the background.
 
         Args:
-            function: called with the communicator, ``args`` and the seconds that it may take.
-            tensors: what is written to.
-            value: what the future holds; the tensors by default.
-            now: whether it has to be over on return.
+            what: name of the operation, for errors.
+            function: function of the communicator, ``args`` and a timeout in seconds.
+            args: further arguments of ``function``.
+            tensors: tensors that the call writes to.
+            opts: torch's options of the call.
+            value: value of the call's future; by default the tensors.
+            now: if true, the call has completed on return.
         """
         comm, seconds = self.comm, seconds_of(opts)
 
@@ -123,19 +127,19 @@ class ProcessGroup(_Base):  # type: ignore[misc]
     def _enqueue(
         self, what: str, run: Callable[[], None], tensors: Sequence[Tensor], asynchronous: bool
     ) -> GroupWork:
-        """Make a call on tensors of a GPU, which runs beside the caller's stream or in it."""
+        """Make a call on a GPU's tensors, on a side stream or on the caller's stream."""
         device, events = tensors[0].device, []
         current = torch.cuda.current_stream(device)
         stream = self._staging.side_stream(device) if asynchronous else current
 
         def run_on_stream() -> None:
-            # In the queue's thread, too, which has a current stream of its own.
+            # This function may run in the queue's thread, which has another current stream.
             with torch.cuda.stream(stream):
                 if asynchronous:
                     stream.wait_stream(current)
                 run()
-                # Or torch's allocator would give the memory to others as soon as the caller drops
-                # it: it knows of the stream alone on which it was allocated.
+                # torch's allocator only knows the stream on which it allocated the memory. Without
+                # this call, it could reuse the memory as soon as the caller drops the tensor.
                 for tensor in tensors:
                     tensor.record_stream(stream)
                 events.append(stream.record_event())
@@ -147,9 +151,10 @@ class ProcessGroup(_Base):  # type: ignore[misc]
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> GroupWork:
         (tensor,), op, opts = listed(tensors), op_of(opts), options_of(opts, timeout)
-        # DDP's buckets, and what its hooks reduce: on shared memory it is over before a thread
-        # would have woken up, and an error comes out of backward() as it is.
-        # So are those of DDP's hook in C++ for float16, which takes no future of Python's.
+        # Calls within a backward pass come from DDP's reducer and its hooks. In symmetric memory a
+        # reduction completes before a thread would wake up, so it runs at once, and backward()
+        # raises its error unchanged. DDP's C++ hook for float16 cannot take a Python future, so its
+        # calls also run at once.
         now = in_backward() != -1 and (
             self._staging.symmetric or (tensor.dtype is torch.float16 and not called_by_torch())
         )
@@ -215,7 +220,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         self, outputs: Sequence[Sequence[Tensor]], tensors: Sequence[Tensor], opts: Any = None
     ) -> GroupWork:
         def run(comm: Communicator, seconds: float | None) -> None:
-            # torch has one list a rank, with all of its tensors.
+            # torch passes one list for each rank, with all tensors of that rank.
             for pieces, tensor in zip(zip(*outputs), tensors):
                 group_calls.all_gather(comm, pieces, tensor, seconds)
 
@@ -272,7 +277,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         opts, run = options_of(opts, timeout), group_calls.all_to_all_single
         return self._start("all_to_all", run, output, tensor, *splits, tensors=[output], opts=opts)
 
-    # The names of torch before 2.13.
+    # Names of these methods before torch 2.13.
     _allgather_base = all_gather_single
     _reduce_scatter_base = reduce_scatter_single
     alltoall_base = all_to_all_single
@@ -290,13 +295,14 @@ class ProcessGroup(_Base):  # type: ignore[misc]
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
-        """Wait for all ranks; the error has those that did not come, all of them always.
+        """Wait for all ranks; the attributes of the error list all missing ranks.
 
         Args:
-            timeout: the group's by default.
-            wait_all_ranks: whether its text begins with all of them, or with the first.
+            timeout: time to wait; by default the group's timeout.
+            wait_all_ranks: if true, the error's text begins with all missing ranks; if false, with
+                the first of them.
         """
-        # torch lets a caller have no time at all: who is not here is too late.
+        # torch allows a timeout of 0: every rank that is not here yet is too late.
         seconds = None if timeout is None else max(timeout.total_seconds(), _AT_ONCE_S)
         run = group_calls.monitored_barrier
         self._queue.run("barrier", lambda: run(self.comm, wait_all_ranks, seconds))
@@ -315,7 +321,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         (tensor,) = listed(tensors)
         return self._noted(self._messages.recv_any(tensor, tag))
 
-    # -- what torch asks ------------------------------------------------------------------------
+    # -- properties that torch reads ------------------------------------------------------------
 
     def getBackendName(self) -> str:
         return "collective"
@@ -332,7 +338,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]
     def setGroupDesc(self, description: str) -> None:
         self._names["description"] = description
 
-    # The names of torch before 2.8, whose C++ knows no names of a group in Python.
+    # Names of these methods before torch 2.8, whose C++ code does not read names of Python groups.
     group_name = property(getGroupName)
     group_desc = property(getGroupDesc)
     _set_group_name = setGroupName
@@ -347,7 +353,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         return [torch.device(kind) for kind in kinds]
 
     def _get_backend(self, device: torch.device) -> ProcessGroup:
-        # Before 2.6 torch has no other word for a group that it destroys.
+        # Before torch 2.6, this call is the only sign that torch destroys the group.
         if not _SHUTS_DOWN and sys._getframe(1).f_code.co_name == "_shutdown_backend":
             self.shutdown()
         return self
@@ -368,31 +374,31 @@ class ProcessGroup(_Base):  # type: ignore[misc]
     def split_group(
         self, ranks: Sequence[int], timeout: timedelta | None = None, *args: Any, **named: Any
     ) -> ProcessGroup | None:
-        """Return a group of some of the ranks; None on the others, which need not call it."""
+        """Return a group of some of the ranks; None on other ranks, which need not call this."""
         if self.comm.rank not in ranks:
             return None
-        made = ProcessGroup(self.comm.group(sorted(ranks)))
+        group = ProcessGroup(self.comm.group(sorted(ranks)))
         if timeout is not None:
-            made.set_timeout(timeout)
+            group.set_timeout(timeout)
         if named.get("group_name"):
-            made._set_group_name(named["group_name"])
-        return made
+            group._set_group_name(named["group_name"])
+        return group
 
     def merge_remote_group(self, *args: Any, **named: Any) -> ProcessGroup:
         raise UnsupportedError(
-            f"merge_remote_group: a group over {self.comm.backend!r} keeps its ranks [rank "
-            f"{self.comm.rank} of {self.comm.size}]. Destroy it and make a larger one."
+            f"merge_remote_group: a group over {self.comm.backend!r} cannot get more ranks [rank "
+            f"{self.comm.rank} of {self.comm.size}]. Destroy the group and make a larger one."
         )
 
-    # -- life -------------------------------------------------------------------------------
+    # -- end of the group -------------------------------------------------------------------
 
     def shutdown(self) -> None:
-        """Wait for this rank's own calls, and leave."""
+        """Wait for this rank's own calls, and close the communicator."""
         self._queue.close()
         self._messages.close()
         self._staging.drop()
         self.comm.close()
 
     def abort(self) -> None:
-        """Break the group for every rank, at once."""
+        """Abort the group on every rank, at once."""
         self.comm.abort("the process group was aborted")

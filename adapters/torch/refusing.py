@@ -1,9 +1,10 @@
-"""The backend that torch's C++ looks for beneath a process group.
+"""Backend that torch's C++ code looks for beneath a process group.
 
-Under a process group C++ keeps a backend for each kind of device. A group that is written in
-Python has none, since torch calls its methods; but some of what is C++ asks for one all the same:
-``batch_p2p_ops`` of the functional collectives, whether it joins messages; and from torch 2.15 on
-``init_process_group``, whether it tells when it is aborted.
+For a process group, C++ keeps a backend for each kind of device. A group that is written in Python
+has no such backend, since torch calls the group's methods. Two functions ask for a backend all the
+same: ``batch_p2p_ops`` of the functional collectives, to learn whether the backend coalesces
+messages; and, since torch 2.15, ``init_process_group``, to learn whether the backend reports that
+it is aborted.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ _c10d: Any = importlib.import_module("torch._C._distributed_c10d")
 
 
 class _Refusing(_c10d.Backend):  # type: ignore[misc]
-    """A backend that has no calls: C++ refuses each, by this name."""
+    """Backend without calls: C++ raises an error for each call, with this backend's name."""
 
-    # Properties that are not set here would be looked up in C++, which looks them up here.
+    # If a property were missing here, Python would read it from C++, which would read it from here.
     supports_coalescing = False
     supports_reconfigure = False
     supports_shrinking = False
@@ -40,28 +41,28 @@ def _refusing(rank: int, size: int) -> Any:
         options: Any = getattr(getattr(_c10d, "FakeProcessGroup", None), "Options", None)
         if not hasattr(options, "error_on_collective"):
             return None
-        asked = options()
-        asked.error_on_collective = True
-        return _c10d.FakeProcessGroup._create_internal(rank, size, asked)
+        settings = options()
+        settings.error_on_collective = True
+        return _c10d.FakeProcessGroup._create_internal(rank, size, settings)
 
 
 def register(group: Any, rank: int, size: int) -> Any:
-    """Register beneath a group what refuses every collective that goes past the group.
+    """Register a backend beneath a group that refuses every collective which bypasses the group.
 
-    It must not be one that works: among itself it would return numbers, and wrong ones.
+    The backend must not work: a collective within it would return wrong numbers without an error.
 
     Args:
-        group: a process group in Python.
-        rank, size: the group's.
+        group: process group that is written in Python.
+        rank, size: rank in the group and number of its ranks.
 
     Returns:
-        What is to be kept as long as the group; None where torch has no such backend. It has no
-        use for one then: before 2.6 nothing asks.
+        The backend, which the caller has to keep as long as the group. None if torch has no
+        suitable backend; these versions do not need one, as nothing asks for it before torch 2.6.
     """
-    made = _refusing(rank, size)
-    if made is not None:
+    backend = _refusing(rank, size)
+    if backend is not None:
         kind = dist.ProcessGroup.BackendType.CUSTOM
         for device in group._device_types:
-            group._register_backend(device, kind, made)
+            group._register_backend(device, kind, backend)
         group._set_default_backend(kind)
-    return made
+    return backend

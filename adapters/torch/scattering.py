@@ -327,8 +327,8 @@ def _common(values: list[Any]) -> Any:
         return first
     raise InvalidArgumentError(
         f"gather: values of type {type(first).__name__} differ between replicas "
-        f"({', '.join(repr(value)[:40] for value in values[:4])}), and only tensors can be "
-        "concatenated. Return a tensor."
+        f"({', '.join(repr(value)[:40] for value in values[:4])}), but only tensors can be "
+        "concatenated, also in tuples, lists, dicts and dataclasses. Return the value as a tensor."
     )
 
 

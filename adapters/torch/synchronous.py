@@ -1,4 +1,4 @@
-"""Equal weights and equal gradients, made at once: what a loop of synchronous SGD takes."""
+"""Functions for a loop of synchronous SGD: they make weights and gradients equal on all ranks."""
 
 from __future__ import annotations
 
@@ -31,14 +31,15 @@ def broadcast_state(module: nn.Module, comm: Communicator, root: int = 0) -> Non
     """Give every rank the parameters and buffers of ``root``.
 
     Raises:
-        MismatchError: the ranks' modules have not the same.
+        MismatchError: the parameters or buffers of the ranks' modules differ in number, shape or
+            dtype.
     """
     tensors = [p.detach() for p in module.parameters()]
     broadcast_tensors([*tensors, *module.buffers()], comm, root)
 
 
 def broadcast_tensors(tensors: list[torch.Tensor], comm: Communicator, root: int = 0) -> None:
-    """Give every rank some tensors of ``root``, in one message."""
+    """Give every rank the values of ``root`` for some tensors, in one message."""
     if tensors:
         call_in_place(partial(comm.broadcast, tensors, root=root), tensors)
 
@@ -49,7 +50,8 @@ def sync_initial_weights(module: nn.Module, comm: Communicator, root: int = 0) -
     Collective: every rank calls it, with the same module.
 
     Raises:
-        MismatchError: the ranks' modules have not the same.
+        MismatchError: the parameters or buffers of the ranks' modules differ in number, shape or
+            dtype.
     """
     broadcast_state(module, comm, root)
 
@@ -57,21 +59,24 @@ def sync_initial_weights(module: nn.Module, comm: Communicator, root: int = 0) -
 def sync_gradients(
     parameters: nn.Module | Iterable[nn.Parameter], comm: Communicator, op: Op = "avg"
 ) -> None:
-    """Fold the gradients over the ranks, between ``backward()`` and ``step()``.
+    """Average or sum the gradients over the ranks; call it between ``backward()`` and ``step()``.
 
-    Those of one type are one message. :class:`DistributedDataParallel` starts earlier and
-    copies nothing. A parameter without a gradient here counts as one with zeros if any rank
-    has one.
+    Gradients of the same dtype are sent in one message. :class:`DistributedDataParallel` starts
+    earlier and makes no copies. If a parameter has a gradient on some ranks, it counts as zeros on
+    the other ranks.
 
     Collective: every rank calls it, with the same parameters.
 
     Args:
-        parameters: or the module that has them; those that require no gradient are left out.
+        parameters: parameters, or a module that has them. Parameters that require no gradient are
+            ignored.
+        comm: communicator that connects the ranks.
         op: ``"avg"`` or ``"sum"``.
     """
-    given = parameters.parameters() if isinstance(parameters, nn.Module) else parameters
-    trained = [parameter for parameter in given if parameter.requires_grad]
-    # How many axes are indexed by a sparse one, -1 of a dense one, None where there is none.
+    everything = parameters.parameters() if isinstance(parameters, nn.Module) else parameters
+    trained = [parameter for parameter in everything if parameter.requires_grad]
+    # For each parameter: the number of indexed axes of a sparse gradient, -1 for a dense gradient,
+    # None without a gradient.
     mine = [None if p.grad is None else _sparse_dim(p.grad) for p in trained]
     every = zip(*comm.all_gather_object(mine))
     kinds = [next((kind for kind in each if kind is not None), None) for each in every]
@@ -95,11 +100,11 @@ def _sparse_dim(grad: torch.Tensor) -> int:
 
 
 def empty_sparse(like: torch.Tensor, sparse_dim: int = 1) -> torch.Tensor:
-    """Return a sparse tensor without elements, by default as an embedding's gradient is.
+    """Return a sparse tensor without elements, by default in the form of an embedding's gradient.
 
     Args:
-        like: a dense one of its shape, dtype and device.
-        sparse_dim: how many of the first axes are indexed.
+        like: dense tensor with the shape, dtype and device of the result.
+        sparse_dim: number of leading axes that are indexed.
     """
     indices = torch.zeros((sparse_dim, 0), dtype=torch.int64, device=like.device)
     values = like.new_zeros((0, *like.shape[sparse_dim:]))
@@ -107,36 +112,38 @@ def empty_sparse(like: torch.Tensor, sparse_dim: int = 1) -> torch.Tensor:
 
 
 def all_reduce_sparse(x: torch.Tensor, comm: Communicator, op: Op = "sum") -> torch.Tensor:
-    """Return the elementwise sum of the ranks' sparse tensors.
+    """Return the elementwise sum or average of the ranks' sparse tensors.
 
-    Indices and values are gathered, so that what is sent grows with the elements that are
-    there on all ranks, and not with the shape.
+    The ranks gather indices and values. So the amount of data depends on the number of elements on
+    all ranks, not on the shape.
 
-    Collective: every rank calls it, with one shape and dtype.
+    Collective: every rank calls it, with the same shape and dtype.
 
     Args:
-        x: in COO format; coalesced or not; each rank has as many elements as it likes.
+        x: tensor in COO format, coalesced or not. Ranks may have different numbers of elements.
+        comm: communicator that connects the ranks.
         op: ``"sum"`` or ``"avg"``.
 
     Returns:
         A coalesced tensor of the same shape and dtype.
 
     Raises:
-        InvalidArgumentError: another op, or a dense tensor.
+        InvalidArgumentError: the op is another one, or the tensor is not in COO format.
     """
     if op not in ("sum", "avg") or x.layout is not torch.sparse_coo:
         raise InvalidArgumentError(
-            f"all_reduce_sparse: op {op!r} of a {x.layout} tensor; 'sum' or 'avg' of one in COO "
-            f"format [rank {comm.rank} of {comm.size}]. Use x.to_sparse(), or all_reduce."
+            f"all_reduce_sparse: got op {op!r} and a {x.layout} tensor (expected 'sum' or 'avg', "
+            f"and a tensor in COO format) [rank {comm.rank} of {comm.size}]. Use x.to_sparse(), or "
+            "all_reduce."
         )
-    found = sum_sparse(x, comm)
-    return found / comm.size if op == "avg" else found
+    total = sum_sparse(x, comm)
+    return total / comm.size if op == "avg" else total
 
 
 def sum_sparse(x: torch.Tensor, comm: Communicator, timeout: float | None = None) -> torch.Tensor:
-    """Return the sum of the ranks' tensors in COO format, coalesced; collective."""
+    """Return the coalesced sum of the ranks' tensors in COO format. Collective."""
     mine = x.detach().coalesce()
-    # One column an element, so that what is gathered is cut along the first axis.
+    # The indices are transposed to one row per element, because all_gather joins along axis 0.
     indices = comm.all_gather(mine.indices().t().contiguous(), timeout=timeout)
     values = comm.all_gather(mine.values().contiguous(), timeout=timeout)
     return torch.sparse_coo_tensor(indices.t(), values, x.shape, check_invariants=False).coalesce()

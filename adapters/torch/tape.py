@@ -1,4 +1,4 @@
-"""What the differentiable collectives are made of in PyTorch: nodes of autograd's graph."""
+"""PyTorch's part of the differentiable collectives: nodes of autograd's graph."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Tape"]
 
 
 class _Linear(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
-    """A collective that is linear in the ranks' tensors: nothing has to be kept for backward."""
+    """Collective that is linear in the ranks' tensors, so backward needs no saved tensors."""
 
     @staticmethod
     def forward(ctx: Any, step: CollectiveStep, x: Any, token: Any) -> Any:
@@ -26,17 +26,19 @@ class _Linear(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
 
     @staticmethod
     def backward(ctx: Any, g: Any) -> Any:
-        found = ctx.step.backward(g)
+        gradient = ctx.step.backward(g)
         if ctx.like is None:
             return None, None, None
         shape, device, dtype = ctx.like
-        if not ctx.step.linked:  # zero, and tied to the collective that backward was
-            found = found.to(device, dtype).expand(shape)
-        return None, found.reshape(shape), None
+        # No rank's result depends on this tensor, so `gradient` is a delegate: a zero that depends
+        # on the backward collective.
+        if not ctx.step.linked:
+            gradient = gradient.to(device, dtype).expand(shape)
+        return None, gradient.reshape(shape), None
 
 
 class _Nonlinear(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
-    """A collective whose derivative depends on the ranks' tensors."""
+    """Collective whose derivative depends on the ranks' tensors."""
 
     @staticmethod
     def forward(ctx: Any, step: CollectiveStep, x: Any, token: Any) -> Any:
@@ -51,38 +53,41 @@ class _Nonlinear(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
         return None, ctx.step.backward(g, x, y.detach()).reshape(x.shape), None
 
 
-def _or_delegate(found: Any, x: torch.Tensor) -> Any:
-    return x.new_zeros(()) if found is None else found
+def _or_delegate(result: Any, x: torch.Tensor) -> Any:
+    return x.new_zeros(()) if result is None else result
 
 
 class Tape:
-    """Autograd, as :class:`collective.training.differentiable.Tape` describes it."""
+    """Implementation of :class:`collective.training.differentiable.Tape` for autograd."""
 
     @staticmethod
     def record(step: CollectiveStep, x: torch.Tensor | None, near: Any = None) -> torch.Tensor:
-        """Run a step as a node of the graph, wherever gradients are enabled."""
-        # The token makes it one even if x requires no gradient: other ranks' tensors may.
+        """Run a step, as a node of the graph if gradients are enabled."""
+        # With the token, the step is a node even if ``x`` requires no gradient: other ranks'
+        # tensors may require one.
         token = torch.zeros((), requires_grad=torch.is_grad_enabled())
         node: Any = _Nonlinear if step.keeps else _Linear
-        found: torch.Tensor = node.apply(step, x, token)
-        return found
+        y: torch.Tensor = node.apply(step, x, token)
+        return y
 
     @staticmethod
     def check(what: str, x: Any, op: Op = "sum") -> None:
-        """Refuse what is no tensor, or not differentiated.
+        """Check that ``x`` is a tensor and that ``op`` can be differentiated for it.
 
         Raises:
-            InvalidArgumentError: ``x`` is no tensor, or ``op`` another one.
-            DtypeError: an average of integers.
+            InvalidArgumentError: ``x`` is no tensor, or ``op`` is unknown.
+            DtypeError: ``op`` is an average, and ``x`` has integers.
         """
         if not isinstance(x, torch.Tensor):
             raise InvalidArgumentError(
-                f"{what}: {type(x).__name__}; a single tensor. The communicator's own calls take "
-                "structures and other frameworks' arrays, without gradients."
+                f"{what}: got a {type(x).__name__} (expected a single tensor). For structures or "
+                "other frameworks' arrays, use the communicator's own calls, without gradients."
             )
         check_op(what, op)
         if op == "avg" and not (x.is_floating_point() or x.is_complex()):
-            raise DtypeError(f"{what}: op avg of {x.dtype}; floating point or complex.")
+            raise DtypeError(
+                f"{what}: op 'avg' of {x.dtype} (expected floating point or complex numbers)."
+            )
 
     @staticmethod
     def bare(x: Any) -> Any:

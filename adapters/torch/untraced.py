@@ -1,4 +1,4 @@
-"""Keeps ``torch.compile`` out of what is not to be compiled."""
+"""Decorator that keeps ``torch.compile`` from compiling a class."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ Class = TypeVar("Class", bound=type)
 
 
 def untraced(cls: Class) -> Class:
-    """Have the methods of a class, and all that they call, run as they are.
+    """Make the methods of a class, and all functions that they call, run without compilation.
 
-    What is C++ between two compiled pieces of a program calls them, as where DDP broadcasts
-    buffers, and the compiler would take up each. ``torch.compiler.disable`` does the same, and
-    imports the compiler, which takes seconds, for programs that do not use it.
+    C++ code between two compiled pieces of a program calls these methods, for example when DDP
+    broadcasts buffers. The compiler would compile each of them. ``torch.compiler.disable`` has the
+    same effect, but it imports the compiler, which takes seconds, even in programs that do not use
+    the compiler.
     """
     for member in vars(cls).values():
         code = getattr(getattr(member, "fget", None) or member, "__code__", None)

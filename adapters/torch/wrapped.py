@@ -1,4 +1,4 @@
-"""A wrapped module: the parameters that are trained, and names in states."""
+"""Trained parameters of a wrapped module, and names in its ``state_dict``."""
 
 from __future__ import annotations
 
@@ -19,21 +19,22 @@ def trained_parameters(
     """Return the parameters with a dense gradient, by name, and those with a sparse one.
 
     Raises:
-        InvalidArgumentError: there are none, or the module's are on several devices.
+        InvalidArgumentError: no parameter requires a gradient, or the module's parameters are on
+            several devices.
     """
     named = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
     if not named:
         raise InvalidArgumentError(
-            "DistributedDataParallel: no parameter of the module requires a gradient; there is "
-            "nothing to reduce. Use the module as it is."
+            "DistributedDataParallel: no parameter of the module requires a gradient, so there is "
+            "nothing to reduce. Use the module without the wrapper."
         )
     devices = sorted({str(p.device) for p in module.parameters()})
     if len(devices) > 1:
         raise InvalidArgumentError(
-            f"DistributedDataParallel: parameters on {', '.join(devices)}; all must be on one "
-            "device. Move the module there, or give each part a wrapper of its own."
+            f"DistributedDataParallel: the parameters are on {', '.join(devices)} (expected a "
+            "single device). Move the module to one device, or wrap each part by itself."
         )
-    # Gradients mostly arrive in the reverse of the order in which modules were made.
+    # Gradients usually arrive in the reverse of the order in which modules were created.
     named.reverse()
     sparse = {each.weight for each in module.modules() if getattr(each, "sparse", False) is True}
     dense = [(name, parameter) for name, parameter in named if parameter not in sparse]
@@ -43,14 +44,14 @@ def trained_parameters(
 def without_prefix(
     module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]
 ) -> None:
-    """Name what is in a state as the bare module does."""
+    """Rename the entries of a state to the names of the bare module."""
     inner = prefix + _PREFIX
     for name in [name for name in state if name.startswith(inner)]:
         state[prefix + name[len(inner) :]] = state.pop(name)
 
 
 def with_prefix(module: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Name what is in a state as the wrapper does, if it is not."""
+    """Rename the entries of a state to the wrapper's names, if they are the bare module's."""
     inner = prefix + _PREFIX
     bare = {prefix + name for name, _ in module.module.named_parameters()}
     if not any(name in bare for name in state):

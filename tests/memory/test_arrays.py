@@ -193,7 +193,7 @@ def test_torch_nested_tensor_raises_device_error():
 @pytest.mark.parametrize("dtype", [torch.complex32, torch.float8_e8m0fnu], ids=str)
 def test_torch_unsupported_dtype_raises_dtype_error(dtype):
     x = torch.empty(3, dtype=dtype)
-    with pytest.raises(DtypeError, match="cannot travel"):
+    with pytest.raises(DtypeError, match="cannot be sent"):
         adapter_of(x).view(x)
 
 

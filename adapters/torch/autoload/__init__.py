@@ -1,8 +1,8 @@
-"""Tells torch.distributed of the backend ``collective``, at next to no cost.
+"""Registration of the backend ``collective`` with torch.distributed, at almost no cost.
 
-torch calls :func:`autoload` through the entry point group ``torch.backends`` whenever it is
-imported. To import ``collective`` for that would hold up every program, so this package is also
-installed beside it, as ``collective_autoload``, and imports the rest when a group is made.
+torch calls :func:`autoload` through the entry point group ``torch.backends`` whenever torch is
+imported. Importing ``collective`` in this call would slow down every program. So this package is
+also installed separately, as ``collective_autoload``, and imports the rest when a group is made.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ NAME = "collective"
 
 
 def register() -> None:
-    """Register the backend; a second time does nothing.
+    """Register the backend, unless it is registered already.
 
     Raises:
-        ImportError: there is no torch, or one without torch.distributed.
+        ImportError: torch is not installed, or was built without torch.distributed.
     """
     distributed = importlib.import_module("torch.distributed")
     if not distributed.is_available():
-        raise ImportError("torch.distributed: this build of torch has none.")
+        raise ImportError("torch.distributed: this build of torch does not have it.")
     if not hasattr(distributed.Backend, NAME.upper()):
         devices = ["cpu", "cuda"]
         distributed.Backend.register_backend(NAME, create, extended_api=True, devices=devices)
 
 
 def autoload() -> None:
-    """Register the backend or leave it: ``import torch`` must work."""
+    """Register the backend, or ignore any error: ``import torch`` must not fail."""
     with contextlib.suppress(Exception):
         register()
 
 
 def create(given: Any, more: Any = None) -> Any:
-    """Make a process group; as :func:`collective.adapters.torch.plugin.create`."""
+    """Make a process group, by :func:`collective.adapters.torch.plugin.create`."""
     plugin = importlib.import_module("collective.adapters.torch.plugin")
     return plugin.create(given, more)

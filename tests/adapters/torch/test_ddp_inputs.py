@@ -99,7 +99,9 @@ def test_all_reduce_sparse_equals_dense_sum(comm: Any) -> None:
     )  # whole rows
     expected = comm.all_reduce(rows.to_dense())
     torch.testing.assert_close(all_reduce_sparse(rows, comm).to_dense(), expected)
-    with pytest.raises(collective.InvalidArgumentError, match="'sum' or 'avg' of one in COO"):
+    with pytest.raises(
+        collective.InvalidArgumentError, match="'sum' or 'avg', and a tensor in COO"
+    ):
         all_reduce_sparse(expected, comm)
 
 

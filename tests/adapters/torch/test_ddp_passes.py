@@ -459,9 +459,9 @@ def test_ddp_failed_pass_makes_next_pass_raise(comm: Any, static: bool) -> None:
 @pytest.mark.parametrize(
     ("steps", "text"),
     [
-        ("FFBB", "a forward pass has had no backward pass"),
+        ("FFBB", "a forward pass had no backward pass"),
         ("FBB", "a second backward pass"),
-        ("FBF", "a forward pass has had no backward pass"),
+        ("FBF", "a forward pass had no backward pass"),
     ],
 )
 @on_ranks("two")

@@ -345,5 +345,5 @@ def test_documented_limits_still_raise(rank: int, size: int) -> None:
         dist.split_group(split_ranks=[[0], [1]])
     with pytest.raises(ValueError, match="SyncBatchNorm expected input tensor to be on GPU"):
         torch.nn.SyncBatchNorm(3)(torch.ones(4, 3))
-    with pytest.raises(UnsupportedError, match="keeps its ranks"):
+    with pytest.raises(UnsupportedError, match="cannot get more ranks"):
         dist.group.WORLD.merge_remote_group(dist.HashStore(), size + 1)
