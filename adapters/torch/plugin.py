@@ -152,8 +152,8 @@ def _world_group() -> ProcessGroup | None:
 def _deadline(config: Config, timeout: timedelta) -> float:
     """Return the timeout of a call, in seconds.
 
-    It is torch's timeout for the group. If that is torch's default, and this library's configuration
-    sets a timeout, the latter is used.
+    It is torch's timeout for the group. If torch has its default timeout, and this library's
+    configuration sets a timeout, the configured timeout is used.
     """
     default = importlib.import_module("torch.distributed.constants").default_pg_timeout
     if timeout == default and config.origin("timeout") != "default":

@@ -1,4 +1,4 @@
-"""PyTorch modules computed in pieces: see :class:`Split`."""
+"""PyTorch modules that compute their results in pieces: see :class:`Split`."""
 
 from .split import Split
 

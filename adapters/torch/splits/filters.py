@@ -1,4 +1,4 @@
-"""A PyTorch module of which each rank has its own filters alone."""
+"""PyTorch module of which each rank has only its own filters."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _KINDS = nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear, *_TRANSPOSED
 
 
 class ModuleFilters(Filters):
-    """Cuts a module's layers, and has their state whole.
+    """Filters of a PyTorch module: they cut its layers, and join their weights in states.
 
     Args:
-        group: the ranks that share the channels.
-        module: loses what other ranks keep; None: nothing is cut.
+        group: ranks that share the channels.
+        module: module whose layers keep only this rank's filters; None: nothing is cut.
 
     Raises:
         InvalidArgumentError: a layer has no weights yet.
@@ -43,12 +43,13 @@ class ModuleFilters(Filters):
             if isinstance(layer, _KINDS) and weight is not None:
                 owners[id(weight)] = layer, _described(name or type(layer).__name__, layer)
         names = all_names(module.named_parameters(remove_duplicate=False), _memory)
-        for found in self.take([each for _, each in owners.values()], names, _cut):
-            cut: Any = owners[id(found.weight)][0]
-            # Not methods: PyTorch notes something at a hook, which methods cannot have.
-            cut.register_forward_pre_hook(functools.partial(_check, self, found.name))
-            cut.register_state_dict_post_hook(functools.partial(_save, self))
-            cut.register_load_state_dict_pre_hook(functools.partial(_load, self))
+        for cut in self.take([described for _, described in owners.values()], names, _cut):
+            owner: Any = owners[id(cut.weight)][0]
+            # The hooks are no methods, because PyTorch sets an attribute of a hook, which a method
+            # does not allow.
+            owner.register_forward_pre_hook(functools.partial(_check, self, cut.name))
+            owner.register_state_dict_post_hook(functools.partial(_save, self))
+            owner.register_load_state_dict_pre_hook(functools.partial(_load, self))
 
     def whole_parameter(self, share: Share) -> nn.Parameter:
         whole = self.join(share.parameter.detach(), share)
@@ -62,9 +63,10 @@ def _memory(parameter: torch.Tensor) -> int:
 
 def _described(name: str, layer: Any) -> FilterLayer:
     weight, bias = layer.weight, layer.bias
-    if any(isinstance(each, nn.parameter.UninitializedParameter) for each in (weight, bias)):
+    if any(isinstance(p, nn.parameter.UninitializedParameter) for p in (weight, bias)):
         raise InvalidArgumentError(
-            f"Split: filters='own': {name} has no weights yet. Call the module once before."
+            f"Split: filters='own': {name} has no weights yet. Call the module once before you "
+            "split it."
         )
     return FilterLayer(
         name, weight, bias, getattr(layer, "groups", 1), isinstance(layer, _TRANSPOSED)
@@ -72,16 +74,16 @@ def _described(name: str, layer: Any) -> FilterLayer:
 
 
 def _cut(parameter: torch.Tensor, dimension: int, rows: range) -> None:
-    """Keep some rows; the parameter is the same object, which an optimizer may know already."""
+    """Keep some rows in the same parameter object, which an optimizer may hold already."""
 
-    def mine(x: torch.Tensor) -> torch.Tensor:
+    def piece(x: torch.Tensor) -> torch.Tensor:
         part = x.detach().narrow(dimension, rows.start, len(rows))
         return part.clone(memory_format=torch.contiguous_format)
 
     gradient, parameter.grad = parameter.grad, None
-    parameter.data = mine(parameter)
+    parameter.data = piece(parameter)
     if gradient is not None:
-        parameter.grad = mine(gradient)
+        parameter.grad = piece(gradient)
 
 
 # -- hooks of layers -------------------------------------------------------------------------
@@ -92,21 +94,21 @@ def _check(filters: ModuleFilters, name: str, layer: Any, args: Any) -> None:
 
 
 def _shares(filters: ModuleFilters, layer: nn.Module, prefix: str) -> dict[str, Share]:
-    known = {name: filters.share(each) for name, each in layer.named_parameters(recurse=False)}
-    return {f"{prefix}{name}": share for name, share in known.items() if share is not None}
+    shares = {name: filters.share(p) for name, p in layer.named_parameters(recurse=False)}
+    return {f"{prefix}{name}": share for name, share in shares.items() if share is not None}
 
 
 def _save(filters: ModuleFilters, layer: nn.Module, state: Any, prefix: str, metadata: Any) -> None:
-    """Put whole tensors into the state.
+    """Replace the pieces in the state by whole tensors.
 
-    Collective: every rank of the group.
+    Collective: every rank of the group calls it.
     """
     for name, share in _shares(filters, layer, prefix).items():
         state[name] = filters.join(state[name].detach(), share)
 
 
 def _load(filters: ModuleFilters, layer: nn.Module, state: Any, prefix: str, *rest: Any) -> None:
-    """Take pieces out of the state."""
+    """Replace the whole tensors in the state by this rank's pieces."""
     for name, share in _shares(filters, layer, prefix).items():
         if name in state:
             filters.check_whole(name, state[name].shape, share)
@@ -115,14 +117,15 @@ def _load(filters: ModuleFilters, layer: nn.Module, state: Any, prefix: str, *re
 
 
 class Watching(TorchFunctionMode):
-    """Gives a function that gets a parameter of which this rank has a piece to a forward pass.
+    """Context that intercepts functions whose arguments contain a parameter that is cut.
 
-    A layer's own function knows what to do with it. Any other, wherever a forward calls it, would
-    take the piece for the whole.
+    This rank has only a piece of such a parameter. The function of the parameter's own layer
+    handles the piece. Any other function in a forward method would use the piece as the whole
+    parameter.
 
     Args:
-        filters: which parameters these are.
-        call: is called with the function and its arguments, instead of it.
+        filters: record of the parameters that are cut.
+        call: function that is called with an intercepted function and its arguments, in its place.
     """
 
     def __init__(self, filters: Filters, call: Callable[..., Any]) -> None:
@@ -133,7 +136,7 @@ class Watching(TorchFunctionMode):
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        known = kwargs or {}
-        if any(self._filters.share(leaf) for leaf in nested.flatten([list(args), known])):
-            return self._call(function, tuple(args), dict(known))
-        return function(*args, **known)
+        named = kwargs or {}
+        if any(self._filters.share(leaf) for leaf in nested.flatten([list(args), named])):
+            return self._call(function, tuple(args), dict(named))
+        return function(*args, **named)

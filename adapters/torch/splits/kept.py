@@ -1,4 +1,4 @@
-"""What is kept for the backward pass, counted."""
+"""Count of the bytes that are kept for the backward pass."""
 
 from __future__ import annotations
 
@@ -15,20 +15,22 @@ Tensor = torch.Tensor
 
 
 class Kept:
-    """Counts the tensors that are kept for a backward pass, those with one memory once.
+    """Counter of the bytes that a backward pass keeps; tensors with the same memory count once.
 
     Args:
         there: tensors that are not counted.
 
     Attributes:
-        piece: the bytes of the piece that keeps most, of those that are computed again.
+        piece: number of bytes of the recomputed piece that keeps most.
     """
 
     def __init__(self, there: Sequence[Tensor]) -> None:
         self.piece = 0
         self._seen = {tensor.untyped_storage().data_ptr() for tensor in there}
         self._found: dict[str, int] = {}
-        self._alive: list[Tensor] = []  # or another tensor might get the memory, and not count
+        # Keep references to the counted tensors. Otherwise a later tensor could get the same address
+        # and would not be counted.
+        self._alive: list[Tensor] = []
 
     def __call__(self, tensor: Tensor) -> Tensor:
         """Count a tensor, and return it."""
@@ -41,13 +43,13 @@ class Kept:
         return tensor
 
     def sizes(self) -> dict[str, int]:
-        """Return the bytes by layer."""
+        """Return the number of bytes of each layer."""
         return dict(self._found)
 
     def compute_piece(
         self, function: Callable[..., tuple[Any, ...]], arrays: Sequence[Tensor]
     ) -> tuple[Any, ...]:
-        """Compute what otherwise is kept as ``arrays`` alone and computed again from them."""
+        """Compute a piece that keeps only ``arrays``, and count the bytes of its recomputation."""
         for array in arrays:
             self(array)
         outer = self._seen, self._found, self._alive, self.piece

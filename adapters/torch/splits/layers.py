@@ -1,4 +1,4 @@
-"""Convolutions, their transposes and linear layers as steps."""
+"""Steps of convolutions, their transposes and linear layers."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def convolution(
     context: Context, x: Value, weight: Tensor, bias: Tensor | None = None, stride: Any = 1,
     padding: Any = 0, dilation: Any = 1, groups: int = 1,
 ) -> Step | None:  # fmt: skip
-    """Recipe of ``conv1d`` to ``conv3d``."""
+    """Return the step of ``conv1d`` to ``conv3d``."""
     axes = weight.dim() - 2
     strides, dilations = per_axis(stride, axes), per_axis(dilation, axes)
     kernel = weight.shape[2:]
     if padding == "same":
         missing = [d * (k - 1) for k, d in zip(kernel, dilations)]
-        ends = [(each // 2, each - each // 2) for each in missing]
+        ends = [(rows // 2, rows - rows // 2) for rows in missing]
     else:
         ends = [(p, p) for p in per_axis(0 if padding == "valid" else padding, axes)]
     rules = [
@@ -50,9 +50,9 @@ def transposed(
     context: Context, x: Value, weight: Tensor, bias: Tensor | None = None, stride: Any = 1,
     padding: Any = 0, output_padding: Any = 0, groups: int = 1, dilation: Any = 1,
 ) -> Step | None:  # fmt: skip
-    """Recipe of ``conv_transpose1d`` to ``conv_transpose3d``."""
+    """Return the step of ``conv_transpose1d`` to ``conv_transpose3d``."""
     axes = weight.dim() - 2
-    numbers = (per_axis(each, axes) for each in (stride, padding, dilation, output_padding))
+    numbers = (per_axis(value, axes) for value in (stride, padding, dilation, output_padding))
     rules = [
         Transposed(k, s, p, p, d, extra) for k, s, p, d, extra in zip(weight.shape[2:], *numbers)
     ]
@@ -62,7 +62,7 @@ def transposed(
         if all(read.rows):
             y = context.function(x, w, None, strides, 0, 0, groups, dilations)
             y = written(context.arrays, y, rules, read)
-        else:  # holes between and behind what the rows write
+        else:  # no input row writes to these output rows: they are gaps, or behind the last row
             y = nothing(context.arrays, [x, w], read, w.shape[1] * groups)
         return biased(y, *bias)
 
@@ -70,30 +70,31 @@ def transposed(
 
 
 def linear(context: Context, x: Value, weight: Tensor, bias: Tensor | None = None) -> Step | None:
-    """Recipe of ``linear``, of channels or along the last data axis."""
+    """Return the step of ``linear``, for the channels or along the last data axis."""
     if not context.lengths:
 
         def function(x: Tensor, read: Read, groups: int, *parameters: Tensor) -> Any:
             return context.function(x, *parameters)
 
         return layer(context, [None], function, weight, bias, 1, 0)
-    # Along the last data axis every row of the result reads every row of the input.
+    # Along the last data axis, every row of the result reads every row of the input.
     everything = range(context.lengths[len(context.lengths) - 1])
-    given = [context.executor.parameter(each) for each in (weight, bias) if each is not None]
+    arguments = [context.executor.parameter(p) for p in (weight, bias) if p is not None]
 
     def run_of(channels: int, used: slice) -> Run:
         def run(inputs: Sequence[Any], read: Read) -> Any:
             x, *parameters = inputs
-            *_, made = read.out
-            rows = (context.arrays.slice(each, 0, made) for each in parameters[used])
+            *_, out = read.out
+            rows = (context.arrays.slice(parameter, 0, out) for parameter in parameters[used])
             return context.function(x, *rows)
 
         return guarded(context.arrays, run, channels, used)
 
     def along(channels: range) -> Run:
-        # Each rank's channels meet all weights: their gradients are sums over the channels, too.
-        return run_of(len(channels), slice(len(given), None))
+        # All channels use all weights, so the weights' gradients are also sums over the channels of
+        # all ranks.
+        return run_of(len(channels), slice(len(arguments), None))
 
-    rules = [None] * len(context.lengths) + [Taken(lambda i: everything, given[0].shape[0])]
-    run = run_of(context.channels, slice(len(given)))
-    return context.step(rules, run, along=along, uses=context.uses(given))
+    rules = [None] * len(context.lengths) + [Taken(lambda i: everything, arguments[0].shape[0])]
+    run = run_of(context.channels, slice(len(arguments)))
+    return context.step(rules, run, along=along, uses=context.uses(arguments))

@@ -1,4 +1,4 @@
-"""Which of PyTorch's functions have a rule, and which."""
+"""Rules for PyTorch's functions: the functions that have one, and their recipes."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from .windows import adaptive_pool, avg_pool, getitem, interpolate, max_pool, pa
 
 __all__ = ["LAYERS", "in_place", "pointwise", "recipe_of"]
 
-#: Has the signature of the function that it stands for, after the context.
+#: Function that makes the step of a PyTorch function. It takes a context, and then the arguments of
+#: the PyTorch function.
 Recipe = Callable[..., "Step | None"]
 
-#: The recipes that know what to do with a piece of a parameter.
+#: Recipes that can handle a piece of a parameter.
 LAYERS = convolution, transposed, linear
 
 
@@ -85,12 +86,12 @@ _POINTWISE = {
 
 
 def pointwise(function: Any) -> bool:
-    """Return whether a function makes each row of its result of the same rows of its inputs."""
+    """Return whether each row of a function's result depends only on that row of its inputs."""
     return function in _POINTWISE
 
 
 def in_place(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Return the tensor that a call writes into, None if it writes into none."""
+    """Return the tensor that a call writes into; None if it writes into no tensor."""
     name = getattr(function, "__name__", "")
     ends = name.endswith("_") and not name.endswith("__")
     augmented = name.startswith("__i") and name not in ("__invert__", "__index__", "__int__")

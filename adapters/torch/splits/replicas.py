@@ -1,4 +1,4 @@
-"""What all ranks have alike of a module that is split, and how they come to have it."""
+"""State of a split module that all ranks have in common, and its broadcast from rank 0."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ __all__ = ["follow_root", "give_root_state", "state_of"]
 
 
 def state_of(module: nn.Module, filters: Filters | None = None) -> list[StateEntry]:
-    """Return a module's parameters and buffers, each once, those that are not saved included.
+    """Return a module's parameters and buffers, each once, including those that are not saved.
 
     Args:
-        module: the one that is split.
-        filters: which parameters this rank has a piece of; None: none.
+        module: module that is split.
+        filters: record of the parameters of which this rank has a piece; None: there are none.
     """
     tensors = [*module.named_parameters(), *module.named_buffers()]
     return [
@@ -35,30 +35,32 @@ def state_of(module: nn.Module, filters: Filters | None = None) -> list[StateEnt
 
 
 def give_root_state(module: nn.Module, comm: Communicator) -> None:
-    """Give every rank rank 0's parameters and buffers.
+    """Send rank 0's parameters and buffers to every rank.
 
-    Collective: every rank of ``comm``, with the same module.
+    Collective: every rank of ``comm`` calls it, with the same module.
     """
     values = [entry.value for entry in state_of(module)]
     broadcast_tensors([value for value in values if value is not None], comm)
 
 
 def follow_root(module: nn.Module, comm: Communicator) -> None:
-    """Let layers that are not initialised yet get rank 0's values when they are.
+    """Make layers that are not initialised yet take rank 0's values when they are initialised.
 
-    Collective: every rank calls it; and then calls the layers for the first time in the same order.
+    Collective: every rank calls it. All ranks then make the first calls of the layers in the same
+    order.
     """
     for layer in module.modules():
-        lazy = [name for name, each in _own_tensors(layer) if nn.parameter.is_lazy(each)]
+        lazy = [name for name, tensor in _own_tensors(layer) if nn.parameter.is_lazy(tensor)]
         if lazy:
             layer.register_forward_pre_hook(_FollowRoot(lazy, comm))
 
 
 class _FollowRoot:
-    """A hook by which a layer's tensors become rank 0's, once, before its first call.
+    """Hook that gives a layer's tensors rank 0's values once, before the layer's first call.
 
-    PyTorch's own hook, which initialises the layer, is there since the layer was made, and runs
-    before this one. A copy of the layer is nobody's replica, and its hook does nothing.
+    PyTorch registers its own hook, which initialises the layer, when the layer is made. So
+    PyTorch's hook runs before this one. In a copy of the layer, the hook does nothing, because the
+    copy is no replica of a layer on other ranks.
     """
 
     def __init__(self, names: Sequence[str], comm: Communicator | None) -> None:

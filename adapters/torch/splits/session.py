@@ -1,8 +1,8 @@
-"""What becomes of PyTorch's functions that take a tensor which is cut.
+"""Treatment of PyTorch's functions that take a tensor which is cut.
 
-PyTorch asks a :class:`Cut` before every function that it is given to (``__torch_function__``).
-It goes through a model's own forward in place of a tensor: it has the whole tensor's shape and
-dtype and no memory, as it lies on the device ``meta``.
+A :class:`Cut` goes through a model's own forward method in place of a tensor. It has the shape and
+the dtype of the whole tensor, but no memory, because it is on the device ``meta``. PyTorch calls
+its ``__torch_function__`` in place of each function that takes the Cut.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Tensor = torch.Tensor
 
 
 class Cut(torch.Tensor):
-    """Stands for a tensor that is cut; made by :meth:`TensorSession.cut`."""
+    """Stand-in for a tensor that is cut; :meth:`TensorSession.cut` makes it."""
 
     value: Value
     session: TensorSession
@@ -44,12 +44,12 @@ class Cut(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UnsupportedError(
-            "Split: a tensor that is cut cannot be pickled or copied inside forward. Do that to "
-            "the result."
+            "Split: a tensor that is cut cannot be pickled or copied inside forward. Pickle or "
+            "copy the result of the Split."
         )
 
 
-_Property: Any = Tensor  # whose properties are objects that say how to get them
+_Property: Any = Tensor  # the class, untyped: its properties are descriptors with a ``__get__``
 _SIZES = {
     Tensor.dim, Tensor.size, Tensor.numel, Tensor.nelement, Tensor.is_floating_point,
     Tensor.is_complex, Tensor.element_size, Tensor.__len__, Tensor.ndimension,
@@ -63,7 +63,7 @@ _DEVICE = {
     _Property.is_cpu.__get__: lambda device: device.type == "cpu",
     _Property.is_meta.__get__: lambda device: False,
 }
-# What a parameter is read by, and written to, without a gradient of it.
+# Properties through which a program reads or writes a parameter without autograd.
 _BEHIND = {_Property.data.__get__, _Property.grad.__get__}
 _FEATURES = functional.dropout1d, functional.dropout2d, functional.dropout3d
 
@@ -85,14 +85,14 @@ class TensorSession(Session):
             like = torch.empty(tuple(shape), dtype=like.dtype, device="meta")
         elif not like.is_meta:
             like = torch.empty_like(like, device="meta")
-        made: Cut = like.as_subclass(Cut)
-        made.value, made.session = value, self
-        return made
+        cut: Cut = like.as_subclass(Cut)
+        cut.value, cut.session = value, self
+        return cut
 
     # -- a function that was called --------------------------------------------------------
 
     def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Be ``function(*args, **kwargs)``."""
+        """Return the result of ``function(*args, **kwargs)``, which has a cut argument."""
         if function in _SIZES:
             return self._metas(function, args, kwargs)
         if function in _DEVICE:
@@ -111,9 +111,9 @@ class TensorSession(Session):
                 return special(self, name, *args, **kwargs)
             changed = in_place(function, args, kwargs)
             if pointwise(function) or recipe_of(function) is not None:
-                made = self._step(function, name, args, kwargs)
-                if made is not None:
-                    return self._bind(changed, made)
+                result = self._step(function, name, args, kwargs)
+                if result is not None:
+                    return self._bind(changed, result)
         except CollectiveError:
             raise
         except (RuntimeError, TypeError, ValueError) as error:
@@ -121,28 +121,29 @@ class TensorSession(Session):
         if changed is not None:
             raise UnsupportedError(
                 f"Split: {name} writes into a tensor that is cut, which only functions that work "
-                "row for row can. Use the function that returns a new tensor."
+                "row by row can do. Use a function that returns a new tensor."
             )
         return self._whole(function, name, args, kwargs)
 
     def _joined(self, function: Any, name: str, args: Any, kwargs: Any) -> Any:
-        """Return arguments with all of the parameters of which this rank has a piece."""
+        """Return the arguments with whole parameters in place of this rank's pieces."""
         if function in _BEHIND or self.has_piece(in_place(function, args, kwargs)):
             raise UnsupportedError(
-                f"Split: filters='own': {name} reads or writes a parameter behind autograd's back, "
-                "of which this rank has a piece. Do that outside of forward, or pass filters='all'."
+                f"Split: filters='own': {name} reads or writes a parameter without autograd, but "
+                "this rank has only a piece of the parameter. Do that outside of forward, or pass "
+                "filters='all'."
             )
         return _mapped(self._executor.parameter, args, kwargs)
 
-    def _bind(self, changed: Cut | None, made: Cut) -> Cut:
-        """Return the result; a tensor that was written into stands for it from now on."""
+    def _bind(self, changed: Cut | None, result: Cut) -> Cut:
+        """Return the result of a call; a tensor that the call writes into takes the new value."""
         if changed is None:
-            return made
-        changed.value = made.value
+            return result
+        changed.value = result.value
         return changed
 
     def _metas(self, function: Any, args: Any, kwargs: Any) -> Any:
-        """Call a function on tensors without memory."""
+        """Call a function on tensors without memory, to get the shape and dtype of its result."""
         plain_args, plain_kwargs = _mapped(self._meta, args, kwargs)
         disabled: Any = torch._C.DisableTorchFunctionSubclass
         with disabled():
@@ -154,14 +155,15 @@ class TensorSession(Session):
         if isinstance(x, Cut):
             return x.as_subclass(Tensor)
         shape = self._executor.shape(x)
-        if shape != tuple(x.shape):  # of a parameter of which this rank has a piece
+        if shape != tuple(x.shape):  # this rank has only a piece of the parameter
             return torch.empty(shape, dtype=x.dtype, device="meta")
         return x if x.is_meta else torch.empty_like(x, device="meta")
 
     def _step(self, function: Any, name: str, args: Any, kwargs: Any) -> Cut | None:
-        """Record or make a call that has a rule; None where this one has none."""
+        """Record or make a call that has a rule; return None if these arguments have no rule."""
         recipe = recipe_of(function)
-        # A layer goes first: it says how many channels it expects, which PyTorch does not.
+        # The recipe of a layer runs before PyTorch's function, because its error names the number
+        # of channels that the layer expects.
         step = self._recorded(function, name, args, kwargs, ()) if recipe in LAYERS else None
         like = self._metas(function, args, kwargs)
         if not isinstance(like, Tensor):
@@ -178,8 +180,8 @@ class TensorSession(Session):
         """Make the step of a function with a recipe.
 
         Args:
-            function, name, args, kwargs: the call.
-            shape: of the result, which recipes of layers do not look at.
+            function, name, args, kwargs: the function, its name in errors, and its arguments.
+            shape: shape of the result; recipes of layers do not use it.
         """
         cut = _cut_among([args, kwargs])
         values = tuple(x.value for x in cut)
@@ -193,9 +195,9 @@ class TensorSession(Session):
         return recipe(context, *plain_args, **plain_kwargs)
 
     def _row_for_row(self, function: Any, name: str, structure: Any, like: Tensor) -> Step | None:
-        """Make the step of a function that works row for row; None where no row is cut."""
+        """Make the step of a function that works row by row; return None if no row is cut."""
         lengths = lengths_of(like.shape)
-        # What is broadcast along a cut axis is there for every piece.
+        # A tensor that is broadcast along a cut axis is the same for every piece.
         leaves = [
             self.whole(x)
             if isinstance(x, Cut) and (x.value.lengths, x.dim()) != (lengths, like.dim())
@@ -211,10 +213,11 @@ class TensorSession(Session):
         channels = like.shape[1] if like.dim() > 1 else 0
         writes = in_place(function, *structure) is not None
 
-        def call(found: list[Any]) -> Any:
+        def call(operands: list[Any]) -> Any:
             if writes:
-                found[0] = found[0].clone()  # it may be a view of an array that is read again
-            args, kwargs = nested.rebuild(structure, iter(found))
+                # The operand may be a view of an array that is read again.
+                operands[0] = operands[0].clone()
+            args, kwargs = nested.rebuild(structure, iter(operands))
             return function(*args, **kwargs)
 
         def number_a_channel(x: Tensor, read: Read, some: range | None) -> Tensor:
@@ -233,7 +236,7 @@ class TensorSession(Session):
         )
 
     def _whole(self, function: Any, name: str, args: Any, kwargs: Any) -> Any:
-        """Call a function that no rule is known of on whole tensors."""
+        """Call a function without a rule on whole tensors."""
         leaves = nested.flatten([args, kwargs])
         plain_args, plain_kwargs = nested.rebuild([args, kwargs], iter(self._wholes(name, leaves)))
         return self._again(function(*plain_args, **plain_kwargs), _cut_among(leaves)[0])
@@ -279,27 +282,27 @@ class TensorSession(Session):
                 f"{num_groups} groups)."
             )
         mean, var, _ = self._executor.moments(x.value, num_groups, _wide(x))
-        each = x.shape[1] // num_groups
-        mean, var = (x.repeat_interleave(each, 1) for x in (mean, var))
+        width = x.shape[1] // num_groups
+        mean, var = (moment.repeat_interleave(width, 1) for moment in (mean, var))
         return self._normalised(name, x, mean, var, weight, bias, eps)
 
     def _normalised(
         self, name: str, x: Cut, mean: Any, var: Any, weight: Any, bias: Any, eps: float
     ) -> Any:
-        """Record the normalisation by known moments, ``[batch or 1, channels]``."""
+        """Record the normalisation by known moments of shape ``[batch or 1, channels]``."""
         ones = (1,) * (x.dim() - 2)
         scale = (var + eps).rsqrt()
         scale = scale.reshape(*scale.shape, *ones)
         mean = mean.reshape(*mean.shape, *ones)
         affine = [None if p is None else p.reshape(1, -1, *ones) for p in (weight, bias)]
-        made = self._step(_normalise, name, (x, mean, scale, *affine), {})
-        assert made is not None
-        return made
+        result = self._step(_normalise, name, (x, mean, scale, *affine), {})
+        assert result is not None
+        return result
 
     def _dropout(
         self, name: str, x: Cut, p: float = 0.5, training: bool = True, inplace: bool = False
     ) -> Any:
-        """Drop by a mask that is drawn whole, as PyTorch draws it on the CPU, and cut."""
+        """Record dropout by a mask that is drawn whole, as PyTorch draws it on the CPU, and cut."""
         return self._masked(name, x, p, training, inplace, tuple(x.shape))
 
     def _feature_dropout(
@@ -315,42 +318,42 @@ class TensorSession(Session):
             return x
         noise = torch.empty(shape, dtype=x.dtype, device=self.arrays.like.device)
         noise.bernoulli_(1 - p, generator=self._executor.generator())
-        # A byte an element, however often a piece is computed.
-        made = self._step(_mask, name, (x, noise.bool(), 0.0 if p == 1 else 1 / (1 - p)), {})
-        assert made is not None
-        return self._bind(x if inplace else None, made)
+        # The mask needs one byte per element, however often a piece is computed.
+        result = self._step(_mask, name, (x, noise.bool(), 0.0 if p == 1 else 1 / (1 - p)), {})
+        assert result is not None
+        return self._bind(x if inplace else None, result)
 
 
 def _check_channels(name: str, x: Tensor, *tensors: Any) -> None:
-    """Refuse parameters and statistics of another number of channels than the input has.
+    """Check that parameters and statistics have the input's number of channels.
 
     Raises:
-        ShapeError: some are.
+        ShapeError: some have another number of channels.
     """
     for tensor in tensors:
         if tensor is not None and tensor.shape != x.shape[1:2]:
             raise ShapeError(
-                f"Split: {name}: the input has {x.shape[1]} channels (expected {len(tensor)}, as "
-                "the normalisation has)."
+                f"Split: {name}: the input has {x.shape[1]} channels (expected {len(tensor)}, the "
+                "number of channels of the normalisation)."
             )
 
 
 def _wide(x: Tensor) -> Any:
-    """Return the dtype for sums over rows: half precision has no numbers for those of many."""
+    """Return the dtype for sums over rows, at least float32, as float16 cannot hold large sums."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
 def _note(
     running_mean: Any, running_var: Any, mean: Tensor, var: Tensor, count: int, momentum: float
 ) -> None:
-    """Let the statistics of a batch, or the means of each sample's, go into the running ones."""
+    """Update the running statistics by a batch's, or by the mean of the samples' statistics."""
     for kept, new in ((running_mean, mean), (running_var, var * (count / max(1, count - 1)))):
         if kept is not None:
             kept.lerp_(new.detach().mean(0).to(kept.dtype), momentum)
 
 
 def _normalise(x: Tensor, mean: Tensor, scale: Tensor, weight: Any, bias: Any) -> Tensor:
-    # The moments may be of a higher precision, and what is computed with them is, too.
+    # The moments may have a higher precision than ``x``. The result is computed in that precision.
     y = (x - mean) * (scale if weight is None else scale * weight)
     return (y if bias is None else y + bias).to(x.dtype)
 
@@ -382,6 +385,6 @@ def _value_of(x: Any) -> Any:
 
 
 def _mapped(function: Callable[[Any], Any], args: Any, kwargs: Any) -> Any:
-    """Return arguments with ``function`` of each in its place."""
+    """Return the arguments with each leaf replaced by the result of ``function``."""
     leaves = [args, kwargs]
     return nested.rebuild(leaves, map(function, nested.flatten(leaves)))

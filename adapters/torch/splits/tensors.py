@@ -1,4 +1,4 @@
-"""What is done with PyTorch's tensors that are cut, in turn and over ranks."""
+"""Operations on PyTorch's tensors that are cut, in turn and over ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Tensor = torch.Tensor
 
 
 class Tensors(Arrays):
-    """Tensors, on a rank and between ranks."""
+    """Operations on tensors, on one rank and between ranks."""
 
     def entering(self, x: Tensor) -> Tensor:
         return x
@@ -40,7 +40,7 @@ class Tensors(Arrays):
         return torch.is_grad_enabled() and x.requires_grad
 
     def slice(self, array: Tensor, dimension: int, rows: range) -> Tensor:
-        # Of no rows the first one may lie behind the end.
+        # An empty range may start behind the end of the array.
         return array.narrow(dimension, rows.start if rows else 0, len(rows))
 
     def take(self, array: Tensor, dimension: int, rows: Any) -> Tensor:
@@ -73,13 +73,13 @@ class Tensors(Arrays):
     ) -> tuple[Any, ...]:
         if not torch.is_grad_enabled():
             return function(*arrays)
-        found: tuple[Any, ...]
-        if self._kept is not None:  # which has pieces computed once, with all that they keep
-            found = self._kept.compute_piece(function, arrays)
+        results: tuple[Any, ...]
+        if self._kept is not None:  # the counter computes each piece once, and counts its tensors
+            results = self._kept.compute_piece(function, arrays)
         else:
             # Random masks are drawn when a call is recorded, so that there is no state to restore.
-            found = checkpoint(function, *arrays, use_reentrant=False, preserve_rng_state=False)
-        return found
+            results = checkpoint(function, *arrays, use_reentrant=False, preserve_rng_state=False)
+        return results
 
     def moments(
         self,
@@ -98,7 +98,7 @@ class Tensors(Arrays):
             variance, mean = torch.var_mean(y, -1, correction=0)
             return mean, variance
         mean = average(y.sum(-1))
-        # Twice over the rows, so that no two large numbers are subtracted.
+        # A second pass over the rows avoids the subtraction of two large numbers.
         return mean, average((y - near(mean)[..., None]).square().sum(-1))
 
     def seed(self) -> int:
@@ -111,15 +111,15 @@ class Tensors(Arrays):
         if not torch.is_grad_enabled():
             return arrays
         apply: Any = _Used.apply
-        found: tuple[Tensor, ...] = apply(comm, *arrays)
-        return found
+        used: tuple[Tensor, ...] = apply(comm, *arrays)
+        return used
 
     def record(self, node: CollectiveStep, array: Tensor) -> Tensor:
         return Tape.record(node, array)
 
 
 class _Used(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
-    """Tensors that all ranks have and use: their gradients are summed in one call."""
+    """Tensors that all ranks have and use: their gradients are summed over ranks in one call."""
 
     @staticmethod
     def forward(ctx: Any, comm: Communicator, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -129,15 +129,15 @@ class _Used(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
-        # The ranks made the same calls, so that they have gradients of the same tensors.
-        there = [each for each in gradients if each is not None]
-        summed = iter(_summed(there, ctx.comm))
-        return None, *(None if each is None else next(summed) for each in gradients)
+        # All ranks made the same calls, so they have gradients of the same tensors.
+        present = [gradient for gradient in gradients if gradient is not None]
+        summed = iter(_summed(present, ctx.comm))
+        return None, *(None if gradient is None else next(summed) for gradient in gradients)
 
 
 def _summed(gradients: list[Tensor], comm: Communicator) -> list[Tensor]:
     """Return the sums of the ranks' gradients, which can be differentiated again."""
-    if torch.is_grad_enabled() and any(each.requires_grad for each in gradients):
-        return [all_reduce(each, comm) for each in gradients]
-    found: list[Tensor] = comm.all_reduce(gradients) if gradients else []
-    return found
+    if torch.is_grad_enabled() and any(gradient.requires_grad for gradient in gradients):
+        return [all_reduce(gradient, comm) for gradient in gradients]
+    sums: list[Tensor] = comm.all_reduce(gradients) if gradients else []
+    return sums

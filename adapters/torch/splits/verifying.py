@@ -1,4 +1,4 @@
-"""A split module beside the whole one: results, gradients, and what the backward pass keeps."""
+"""Comparison of a split module with the whole one: results, gradients, memory for backward."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Tensor = torch.Tensor
 
 @contextlib.contextmanager
 def _same_numbers(x: Tensor) -> Iterator[None]:
-    """Leave random numbers as they were."""
+    """Restore the state of PyTorch's random number generators after the body."""
     devices = [x.device] if x.is_cuda else []
     with torch.random.fork_rng(devices):
         yield
@@ -35,7 +35,7 @@ def _same_numbers(x: Tensor) -> Iterator[None]:
 def verify(
     copies: Iterable[ModelCopy], x: Tensor, args: Sequence[Any], tolerance: float
 ) -> Verification:
-    """Do what :meth:`Split.verify` says."""
+    """Run the comparison that :meth:`Split.verify` describes."""
 
     def double(value: Any) -> Any:
         is_real = isinstance(value, Tensor) and value.is_floating_point()
@@ -45,11 +45,11 @@ def verify(
     outcomes = []
     for module, filters, compute in copies:
         module.double()
-        given = double(x).requires_grad_()
+        inputs = double(x).requires_grad_()
         with _same_numbers(x), _outputs(module) as outputs:
-            result, joined = compute(given, rest, {})
+            result, joined = compute(inputs, rest, {})
         torch.autograd.backward(_scalar(result))
-        gradients = {"input": given.grad, **whole_gradients(module.named_parameters(), filters)}
+        gradients = {"input": inputs.grad, **whole_gradients(module.named_parameters(), filters)}
         outcomes.append(Computation(outputs, gradients, joined))
     whole, parts = outcomes
     return Verification.of(whole, parts, tolerance)
@@ -57,26 +57,26 @@ def verify(
 
 @contextlib.contextmanager
 def _outputs(module: torch.nn.Module) -> Iterator[list[tuple[str, Tensor]]]:
-    """Note what each layer without layers in it returns."""
-    found: list[tuple[str, Tensor]] = []
+    """Record the outputs of each layer that contains no other layers."""
+    outputs: list[tuple[str, Tensor]] = []
 
-    def note(name: str) -> Callable[..., None]:
-        def hook(layer: Any, given: Any, result: Any) -> None:
+    def recorder(name: str) -> Callable[..., None]:
+        def hook(layer: Any, args: Any, result: Any) -> None:
             for leaf in nested.flatten(result):
                 if isinstance(leaf, Cut):
                     leaf = leaf.session.whole(leaf)
                 if isinstance(leaf, Tensor):
-                    found.append((name, leaf.detach().clone()))
+                    outputs.append((name, leaf.detach().clone()))
 
         return hook
 
     hooks = [
-        layer.register_forward_hook(note(f"{name or 'module'} ({type(layer).__name__})"))
+        layer.register_forward_hook(recorder(f"{name or 'module'} ({type(layer).__name__})"))
         for name, layer in module.named_modules()
         if not any(layer.children())
     ]
     try:
-        yield found
+        yield outputs
     finally:
         for hook in hooks:
             hook.remove()
@@ -98,10 +98,11 @@ def _scalar(result: Any) -> Tensor:
 def memory_report(
     copies: Iterable[ModelCopy], x: Tensor, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> MemoryReport:
-    """Do what :meth:`Split.memory_report` says."""
+    """Count the bytes that :meth:`Split.memory_report` describes."""
     kept, weights = [], []
-    for module, _, compute in copies:  # statistics and the like change in a copy
-        weights.append(sum(each.nbytes for each in module.parameters()))
+    # The modules are copies, so their statistics and other buffers may change.
+    for module, _, compute in copies:
+        weights.append(sum(parameter.nbytes for parameter in module.parameters()))
         count = Kept([x, *module.parameters(), *module.buffers()])
         hooks = torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor)
         with torch.enable_grad(), _same_numbers(x), hooks:

@@ -1,4 +1,4 @@
-"""Pooling, resizing, padding and slices as steps."""
+"""Steps of pooling, resizing, padding and slices."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ __all__ = [
 
 
 def per_axis(value: Any, axes: int) -> tuple[int, ...]:
-    """Return a number for each data axis, given as one for all or as a sequence."""
+    """Return a number for each data axis, from a number for all axes or from a sequence."""
     if isinstance(value, int):
         return (value,) * axes
-    found = tuple(int(each) for each in value)
-    return found * axes if len(found) == 1 else found
+    numbers = tuple(int(number) for number in value)
+    return numbers * axes if len(numbers) == 1 else numbers
 
 
 def _windows(
     context: Context, kernel: Any, stride: Any, padding: Any, dilation: Any = 1
 ) -> list[Window]:
-    given = kernel, kernel if stride is None or stride == [] else stride, padding, dilation
-    numbers = [per_axis(number, len(context.lengths)) for number in given]
+    settings = kernel, kernel if stride is None or stride == [] else stride, padding, dilation
+    numbers = [per_axis(setting, len(context.lengths)) for setting in settings]
     windows = []
     for n, m, k, s, p, d in zip(context.lengths, context.shape[2:], *numbers):
-        # With ceil_mode the last one may hang over the end.
+        # With ceil_mode the last window may extend beyond the end.
         windows.append(Window(k, s, p, p, d).ending(n, m))
     return windows
 
@@ -42,7 +42,7 @@ def max_pool(
     context: Context, x: Value, kernel_size: Any, stride: Any = None, padding: Any = 0,
     dilation: Any = 1, ceil_mode: bool = False, return_indices: bool = False,
 ) -> Step | None:  # fmt: skip
-    """Recipe of ``max_pool1d`` to ``max_pool3d``, without the indices."""
+    """Return the step of ``max_pool1d`` to ``max_pool3d``, without the indices."""
     if return_indices:
         return None
     windows = _windows(context, kernel_size, stride, padding, dilation)
@@ -60,15 +60,15 @@ def avg_pool(
     context: Context, x: Value, kernel_size: Any, stride: Any = None, padding: Any = 0,
     ceil_mode: bool = False, count_include_pad: bool = True, divisor_override: int | None = None,
 ) -> Step | None:  # fmt: skip
-    """Recipe of ``avg_pool1d`` to ``avg_pool3d``."""
+    """Return the step of ``avg_pool1d`` to ``avg_pool3d``."""
     windows = _windows(context, kernel_size, stride, padding)
     kernels, strides = zip(*((w.kernel, w.stride) for w in windows))
     ends = per_axis(padding if count_include_pad else 0, len(windows))
 
     def count(axis: int, rows: range) -> float:
         n, end = context.lengths[axis], ends[axis]
-        there = min(rows.stop, n + end) - max(rows.start, -end)
-        return windows[axis].kernel / there
+        counted = min(rows.stop, n + end) - max(rows.start, -end)
+        return windows[axis].kernel / counted
 
     def run(arrays: Sequence[Any], read: Read) -> Any:
         array = padded(context.arrays, arrays[0], read.padding)
@@ -81,12 +81,12 @@ def avg_pool(
 
 
 def adaptive_pool(context: Context, x: Value, output_size: Any) -> Step | None:
-    """Recipe of ``adaptive_avg_pool1d`` to ``adaptive_avg_pool3d``."""
+    """Return the step of ``adaptive_avg_pool1d`` to ``adaptive_avg_pool3d``."""
     rules = []
     for n, m in zip(context.lengths, context.shape[2:]):
         # Row i is the mean of the rows from floor(i n / m) to ceil((i + 1) n / m).
         ends = [(i * n // m, -(-(i + 1) * n // m)) for i in range(m)]
-        rules.append(Taken([range(*each) for each in ends].__getitem__, m))
+        rules.append(Taken([range(*pair) for pair in ends].__getitem__, m))
 
     def run(arrays: Sequence[Any], read: Read) -> Any:
         y = arrays[0]
@@ -107,7 +107,7 @@ def interpolate(
     align_corners: bool | None = None, recompute_scale_factor: bool | None = None,
     antialias: bool = False,
 ) -> Step | None:  # fmt: skip
-    """Recipe of ``interpolate``, nearest and linear of any number of axes."""
+    """Return the step of ``interpolate``, nearest or linear, for any number of axes."""
     linear = mode in ("linear", "bilinear", "trilinear")
     if antialias or not (linear or mode in ("nearest", "nearest-exact")):
         return None
@@ -116,7 +116,7 @@ def interpolate(
         scale_factor if isinstance(scale_factor, Sequence) else [scale_factor] * axes)  # fmt: skip
     ats = []
     for n, m, scale in zip(context.lengths, context.shape[2:], scales):
-        # PyTorch itself says where each row comes from: of the rows' own numbers it makes them.
+        # PyTorch itself computes where each row comes from: it interpolates the rows' numbers.
         how = {"size": m} if scale is None else {"scale_factor": scale}
         at = functional.interpolate(
             _ramp(n), **how, mode="linear" if linear else mode, align_corners=align_corners,
@@ -127,7 +127,7 @@ def interpolate(
 
 
 def _ramp(n: int) -> torch.Tensor:
-    """Return the numbers of an axis's rows."""
+    """Return the numbers of the rows of an axis, as a tensor."""
     return torch.arange(n, dtype=torch.float64).reshape(1, 1, n)
 
 
@@ -138,7 +138,7 @@ def pad(
     mode: str = "constant",
     value: float | None = None,
 ) -> Step | None:
-    """Recipe of ``pad`` in all its modes, of the data axes."""
+    """Return the step of ``pad`` in all its modes, along data axes."""
     axes = len(context.lengths)
     pairs = [(pad[i], pad[i + 1]) for i in range(0, len(pad), 2)]
     if any(any(pair) for pair in pairs[axes:]):
@@ -146,16 +146,16 @@ def pad(
     ends = [*reversed(pairs[:axes])]
     ends = [(0, 0)] * (axes - len(ends)) + ends
     if mode == "constant":
-        windows = [Window(1, 1, *each) for each in ends]
+        windows = [Window(1, 1, *pair) for pair in ends]
 
         def run(arrays: Sequence[Any], read: Read) -> Any:
             return padded(context.arrays, arrays[0], read.padding, value or 0.0)
 
         return context.by_channel(windows, run)
-    maps = [functional.pad(_ramp(n), each, mode=mode) for n, each in zip(context.lengths, ends)]
-    return taken(context, [each.reshape(-1).long().numpy() for each in maps])
+    maps = [functional.pad(_ramp(n), pair, mode=mode) for n, pair in zip(context.lengths, ends)]
+    return taken(context, [rows.reshape(-1).long().numpy() for rows in maps])
 
 
 def getitem(context: Context, x: Value, index: Any) -> Step | None:
-    """Recipe of slices of the data axes, with the batch and the channels whole."""
+    """Return the step of a slice of data axes that keeps the whole batch and all channels."""
     return sliced(context, index if isinstance(index, tuple) else (index,))

@@ -251,7 +251,7 @@ def _loaded_pieces(comm: collective.Communicator) -> str:
 
 def test_split_load_state_dict_of_pieces_raises_shape_error() -> None:
     for text in run_ranks(2, _loaded_pieces):
-        assert "module.0.weight of shape (3, 1, 3, 3); (6, 1, 3, 3), the whole parameter" in text
+        assert "module.0.weight has shape (3, 1, 3, 3) (expected (6, 1, 3, 3), the shape of" in text
 
 
 def test_split_own_filters_without_channels_raises() -> None:
@@ -285,7 +285,7 @@ _WRITES: dict[str, Callable[[Any], Any]] = {
 def test_split_write_to_weight_piece_in_forward_raises(how: str) -> None:
     def run(comm: collective.Communicator) -> None:
         split = Split(Writing(_WRITES[how]), channels=2, comm=comm, filters="own")
-        with pytest.raises(collective.UnsupportedError, match="behind autograd's back"):
+        with pytest.raises(collective.UnsupportedError, match="without autograd"):
             split(torch.ones(1, 1, 8, 8))
 
     run_ranks(2, run)
