@@ -64,9 +64,9 @@ class DistributedDataParallel(Copyable):
         module: module on the CPU or a GPU, with all parameters on one device. Freeze parameters
             before you wrap the module, not afterwards.
         comm: communicator that connects the ranks.
-        bucket_mib: size of a bucket, the gradients that are reduced together, in MiB. The first
-            bucket has at most 1 MiB, so that its reduction starts early, if a core is idle to
-            reduce it.
+        bucket_mib: size of a bucket, the gradients that are reduced together, in MiB. If a core is
+            idle to reduce it, the first bucket has at most 1 MiB, so that its reduction starts
+            early.
         find_unused_parameters: if true, there may be passes in which the outputs, or the loss, do
             not depend on all parameters. A missing gradient counts as zeros if another rank has
             that gradient, and stays None if no rank has it.
@@ -129,7 +129,7 @@ class DistributedDataParallel(Copyable):
             reduce=self._reduce,
             counts=self._static,
         )
-        self._attendance: Attendance | None = None  # set inside of join()
+        self._attendance: Attendance | None = None  # set within join()
         self._passes = self._new_passes()
         self._gradients.moved = weakly(self._point)
         dense = dense_weights(module, self._trained)
@@ -247,9 +247,9 @@ class DistributedDataParallel(Copyable):
 
         Args:
             by_all: if true, averages are over all ranks, so that every sample has the same weight.
-                If false, averages are over the ranks that still have batches. Gradients then have
-                to be zeroed between reduced passes: gradients that an earlier pass left would be
-                averaged again, with the zeros of the ranks that have finished.
+                If false, averages are over the ranks that still have batches. Zero the gradients
+                between reduced passes: gradients that an earlier pass left would be averaged again,
+                with the zeros of the ranks that have finished.
 
         Raises:
             GradientError: forward and backward passes came in another order.

@@ -184,7 +184,7 @@ class Passes:
         self._backward = _nothing  # also if an error's traceback keeps it alive
         if backward.presumed and not _keeps_graph():
             # It is unknown which graph the pass has freed. If a forward pass within no_sync() is
-            # open, count that one, so that the reduction is still to come.
+            # open, count that one as freed, so that the reduction is still to come.
             self._close(not self._open[False])
         self._ended(backward)
 

@@ -28,7 +28,7 @@ class Kept:
         self.piece = 0
         self._seen = {tensor.untyped_storage().data_ptr() for tensor in there}
         self._found: dict[str, int] = {}
-        # Keep references to the counted tensors. Otherwise a later tensor could get the same address
+        # References to the counted tensors. Without them, a later tensor could get the same address
         # and would not be counted.
         self._alive: list[Tensor] = []
 

@@ -111,9 +111,9 @@ class Split(torch.nn.Module):  # type: ignore[misc, unused-ignore]
         joined: names of the calls that took whole tensors in the last forward pass.
 
     Raises:
-        InvalidArgumentError: the numbers are not positive integers, the number of pieces is not the
-            number of ranks, or another option has an unknown value; or a layer that is to be cut
-            has no weights yet.
+        InvalidArgumentError: the numbers are not positive integers, or the number of pieces is not
+            the number of ranks. Another option has an unknown value. A layer that is to be cut has
+            no weights yet.
         MismatchError: the ranks' settings or modules differ, or, with ``broadcast=False``, their
             values; every rank raises it.
         UnsupportedError: the module contains a module that communicates or that PyTorch compiled,
