@@ -96,10 +96,10 @@ class SyncBatchNorm(_Norm):  # type: ignore[misc, unused-ignore]
         tracks = self.training and self.track_running_stats
         if tracks and self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
-        known = self.running_mean is not None and self.running_var is not None
+        has_statistics = self.running_mean is not None and self.running_var is not None
         kind = torch.float64 if x.dtype is torch.float64 else torch.float32
         weight, bias = (None if p is None else p.to(kind) for p in (self.weight, self.bias))
-        if known and not self.training:
+        if has_statistics and not self.training:
             mean, var = self.running_mean.to(kind), self.running_var.to(kind)
             y: torch.Tensor = _normalise(x, mean, var, weight, bias, False, 0.0, self.eps)
             return y
@@ -113,7 +113,7 @@ class SyncBatchNorm(_Norm):  # type: ignore[misc, unused-ignore]
                     f"(expected at least 2 in training) [rank {comm.rank} of {comm.size}]. Pass "
                     "larger batches, or call eval()."
                 )
-            if tracks and known and joined.count:
+            if tracks and has_statistics and joined.count:
                 self._track(joined)
         # If a peer needs a gradient, this rank is in the graph as well, even if it needs none.
         token = torch.zeros((), requires_grad=joined.wanted and torch.is_grad_enabled())

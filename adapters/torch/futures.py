@@ -38,7 +38,7 @@ in_backward: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lam
 # broadcast of DDP. Once the Python part is gone, C++ waits without end (pytorch pull request
 # 146376).
 LOSES_WORKS: bool = torch.__version__ < (2, 7)  # type: ignore[operator]  # it compares with tuples
-# Folders of libraries whose frames are skipped in the search for the program's line that called.
+# Folders of libraries whose frames are skipped in the search for the program's line of a call.
 _PASSED_OVER = tuple(
     os.path.dirname(os.path.abspath(str(package.__file__))) + os.sep
     for package in (collective, torch)

@@ -194,8 +194,8 @@ def _all_reduce_sparse(comm: Communicator, tensor: Tensor, op: Any, seconds: flo
         )
     total = sum_sparse(tensor, comm, seconds)
     if averages:
-        whole = "trunc" if tensor.dtype in _WHOLE else None
-        total = torch.div(total, comm.size, rounding_mode=whole)
+        rounding = "trunc" if tensor.dtype in _WHOLE else None
+        total = torch.div(total, comm.size, rounding_mode=rounding)
     # For a sparse tensor, detach() would make a copy.
     with torch.no_grad():
         tensor.copy_(total)

@@ -152,8 +152,8 @@ class Passes:
             # second derivative. In doubt the gradients are reduced. That is also correct within
             # no_sync(), only earlier than necessary: the average of a sum is the same if parts of
             # the sum have been averaged before.
-            known = any(self._open.values())
-            backward.reduced = self._open[True] > 0 if known else outside
+            pending = any(self._open.values())
+            backward.reduced = self._open[True] > 0 if pending else outside
             backward.presumed = True
         if not backward.reduced and number is not None:
             backward.arrived.append(number)

@@ -347,7 +347,7 @@ def _raise_first(
 
 
 def _located(error: BaseException, where: str) -> BaseException:
-    """Return an exception of the same type, with the same attributes, whose text begins with where.
+    """Return an exception of the same type and with the same attributes that says ``where``.
 
     Only an exception without arguments, or with a text as its only argument, gets a new text. The
     text changes in a copy, because a module may raise the same object repeatedly. Programs read

@@ -44,17 +44,17 @@ def as_device(device: Any) -> torch.device:
     if isinstance(device, int) and not isinstance(device, bool):
         device = f"cuda:{device}"
     try:
-        found = torch.device(device)
+        place = torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise DeviceError(
             f"device: {device!r} is no device (expected a torch.device, its name, such as "
             "'cuda:1', or the number of a GPU)."
         ) from error
-    if found.type == "cpu":
+    if place.type == "cpu":
         return torch.device("cpu")  # the device of a tensor on "cpu:0" is "cpu"
-    if found.type == "cuda" and found.index is None:
+    if place.type == "cuda" and place.index is None:
         return torch.device("cuda", torch.cuda.current_device())
-    return found
+    return place
 
 
 def as_devices(devices: Sequence[Any]) -> list[torch.device]:

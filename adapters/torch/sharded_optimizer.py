@@ -94,12 +94,12 @@ class ShardedOptimizer(NotCopied, _Base):  # type: ignore[misc]  # torch's is no
 
     def _agree(self) -> None:
         """Check that the ranks have parameters of the same shapes and types."""
-        mine = [
+        layout = [
             [[list(p.shape), str(p.dtype)] for p in group["params"]] for group in self.param_groups
         ]
-        every = self._comm.all_gather_object(mine)
-        for rank, theirs in enumerate(every):
-            if theirs != every[0]:
+        layouts = self._comm.all_gather_object(layout)
+        for rank, peer_layout in enumerate(layouts):
+            if peer_layout != layouts[0]:
                 raise MismatchError(
                     f"ShardedOptimizer: rank {rank} has other parameters than rank 0 "
                     f"[rank {self._comm.rank} of {self._comm.size}]. Pass the same parameters on "
@@ -108,10 +108,12 @@ class ShardedOptimizer(NotCopied, _Base):  # type: ignore[misc]  # torch's is no
 
     def _shared(self, group: dict[str, Any]) -> dict[str, Any]:
         """Assign the parameters of a group to ranks; return the group with this rank's share."""
-        every = group["params"]
-        self._owners.update(zip(every, shards.owners([p.numel() for p in every], self._loads)))
-        mine = [p for p in every if self._owners[p] == self._comm.rank]
-        return {**group, "params": mine}
+        parameters = group["params"]
+        self._owners.update(
+            zip(parameters, shards.owners([p.numel() for p in parameters], self._loads))
+        )
+        share = [p for p in parameters if self._owners[p] == self._comm.rank]
+        return {**group, "params": share}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters; every rank adds the same group."""
@@ -144,23 +146,23 @@ class ShardedOptimizer(NotCopied, _Base):  # type: ignore[misc]  # torch's is no
     @torch.no_grad()
     def _exchange(self) -> None:
         """Send each rank's updated parameters to all ranks, in one message for each dtype."""
-        every = list(self._numbers())
-        for dtype in dict.fromkeys(p.dtype for p in every):
+        parameters = list(self._numbers())
+        for dtype in dict.fromkeys(p.dtype for p in parameters):
             owned: list[list[Any]] = [[] for _ in range(self._comm.size)]
-            for parameter in every:
+            for parameter in parameters:
                 if parameter.dtype is dtype and parameter.requires_grad:
                     owned[self._owners[parameter]].append(parameter)
             counts = [sum(p.numel() for p in share) for share in owned]
-            mine = owned[self._comm.rank]
-            nothing = every[0].new_empty(0, dtype=dtype)  # torch.cat refuses an empty list
-            packed = torch.cat([nothing, *(p.detach().reshape(-1) for p in mine)])
-            whole = self._comm.all_gather(packed, counts=counts)
+            own_share = owned[self._comm.rank]
+            nothing = parameters[0].new_empty(0, dtype=dtype)  # torch.cat refuses an empty list
+            packed = torch.cat([nothing, *(p.detach().reshape(-1) for p in own_share)])
+            joined = self._comm.all_gather(packed, counts=counts)
             start = 0
             for owner, share in enumerate(owned):
                 for parameter in share:
                     stop = start + parameter.numel()
                     if owner != self._comm.rank:
-                        parameter.copy_(whole[start:stop].view_as(parameter))
+                        parameter.copy_(joined[start:stop].view_as(parameter))
                     start = stop
 
     # -- checkpoints ----------------------------------------------------------------------
@@ -170,8 +172,8 @@ class ShardedOptimizer(NotCopied, _Base):  # type: ignore[misc]  # torch's is no
 
         Collective: every rank calls it, and gets the whole state, on the CPU.
         """
-        every = self._comm.all_gather_object(self._share(_to_host), pickle=True)
-        state = {number: kept for part in every for number, kept in part.items()}
+        shares = self._comm.all_gather_object(self._share(_to_host), pickle=True)
+        state = {number: kept for part in shares for number, kept in part.items()}
         return {"state": dict(sorted(state.items())), "param_groups": self._groups()}
 
     def _share(self, copied: Callable[[Any], Any]) -> dict[int, dict[str, Any]]:
@@ -192,11 +194,12 @@ class ShardedOptimizer(NotCopied, _Base):  # type: ignore[misc]  # torch's is no
                 optimizer's.
         """
         assert self._local is not None
-        given = [len(group["params"]) for group in state_dict["param_groups"]]
-        mine = [len(group["params"]) for group in self.param_groups]
-        if given != mine:
+        sizes = [len(group["params"]) for group in state_dict["param_groups"]]
+        own_sizes = [len(group["params"]) for group in self.param_groups]
+        if sizes != own_sizes:
             raise InvalidArgumentError(
-                f"ShardedOptimizer: the state has groups of {given} parameters (expected {mine})."
+                f"ShardedOptimizer: the state has groups of {sizes} parameters (expected "
+                f"{own_sizes}, as in this optimizer). Load a state of the same model."
             )
         names = [name for group in state_dict["param_groups"] for name in group["params"]]
         numbers = {number: parameter for parameter, number in self._numbers().items()}
@@ -250,10 +253,10 @@ class ShardedOptimizer(NotCopied, _Base):  # type: ignore[misc]  # torch's is no
             StateLostError: no remaining rank has the share of a lost rank. The text names the
                 share's parameters.
         """
-        known = kept and {name: value for name, value in kept.items() if name != "held"}
-        every = comm.all_gather_object(known)
+        summary = kept and {name: value for name, value in kept.items() if name != "held"}
+        summaries = comm.all_gather_object(summary)
         if kept is None:
-            kept = {**next(each for each in every if each is not None), "held": {}}
+            kept = {**next(entry for entry in summaries if entry is not None), "held": {}}
         giver = shards.givers(comm, kept["held"])
         lost = [number for number, owner in enumerate(kept["owners"]) if owner not in giver]
         if lost and kept["has_state"]:
@@ -297,8 +300,8 @@ class ShardedOptimizer(NotCopied, _Base):  # type: ignore[misc]  # torch's is no
         return f"parameter {number} {list(parameter.shape)}"
 
     def _numbers(self) -> dict[Any, int]:
-        every = [p for group in self.param_groups for p in group["params"]]
-        return {parameter: number for number, parameter in enumerate(every)}
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        return {parameter: number for number, parameter in enumerate(parameters)}
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -121,8 +121,8 @@ class Staging:
     def _ask(self, comm: Communicator, tensor: Tensor, key: Any, seconds: float | None) -> None:
         """Adopt the storage of a tensor, if every rank has a storage that it could adopt."""
         storage = tensor.untyped_storage()
-        mine = self._possible(tensor, storage)
-        lowest = torch.tensor([mine, -mine], dtype=torch.int8)
+        state = self._possible(tensor, storage)
+        lowest = torch.tensor([state, -state], dtype=torch.int8)
         comm.all_reduce(lowest, op="min", out=lowest, timeout=seconds)
         if lowest.tolist() != [_COULD, -_COULD]:
             return
@@ -143,9 +143,9 @@ class Staging:
         """
         # A tensor that a backward pass reduces, and that covers its whole storage, is a bucket of
         # DDP if the same storage comes again.
-        whole = tensor.ndim == 1 and tensor.is_contiguous() and not tensor.is_neg()
+        is_flat = tensor.ndim == 1 and tensor.is_contiguous() and not tensor.is_neg()
         nbytes = tensor.numel() * tensor.element_size()
-        if in_backward() == -1 or not whole or storage.nbytes() != nbytes:
+        if in_backward() == -1 or not is_flat or storage.nbytes() != nbytes:
             return _NO
         known = self._known.get(storage._cdata)
         if known is not None and known.address == storage.data_ptr():

@@ -77,9 +77,9 @@ def sync_gradients(
     trained = [parameter for parameter in everything if parameter.requires_grad]
     # For each parameter: the number of indexed axes of a sparse gradient, -1 for a dense gradient,
     # None without a gradient.
-    mine = [None if p.grad is None else _sparse_dim(p.grad) for p in trained]
-    every = zip(*comm.all_gather_object(mine))
-    kinds = [next((kind for kind in each if kind is not None), None) for each in every]
+    kinds_here = [None if p.grad is None else _sparse_dim(p.grad) for p in trained]
+    columns = zip(*comm.all_gather_object(kinds_here))
+    kinds = [next((kind for kind in column if kind is not None), None) for column in columns]
     dense = []
     for parameter, kind in zip(trained, kinds):
         if kind is None:
