@@ -56,7 +56,7 @@ class DistributedDataParallel(Copyable):
     (``torch.save``), without its gradients. A copy belongs to the same communicator. A loaded
     wrapper belongs to the communicator that is current when it trains (:func:`collective.init`). A
     copied or loaded wrapper begins to average gradients in its first forward pass outside of
-    ``torch.no_grad()`` and :meth:`no_sync`. That forward pass is collective: the ranks compare the
+    ``torch.no_grad()`` and :meth:`no_sync`. This first pass is collective: the ranks compare the
     parameters' shapes, but do not send their values. Without a communicator, a loaded wrapper
     computes the same as the bare module, until :meth:`rebind` gives it a communicator.
 
@@ -68,8 +68,8 @@ class DistributedDataParallel(Copyable):
             idle to reduce it, the first bucket has at most 1 MiB, so that its reduction starts
             early.
         find_unused_parameters: if true, there may be passes in which the outputs, or the loss, do
-            not depend on all parameters. A missing gradient counts as zeros if another rank has
-            that gradient, and stays None if no rank has it.
+            not depend on all parameters. If another rank has the gradient of a parameter, a
+            missing gradient counts as zeros. If no rank has the gradient, it stays None.
         broadcast_buffers: if true, rank 0 sends its buffers (running statistics) to all ranks
             before each forward pass whose gradients will be reduced.
         static_graph: if true, every pass uses the same parameters, each of them equally often. A

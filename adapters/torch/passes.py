@@ -49,7 +49,8 @@ class BackwardPass:
     pass. So a backward pass that ends with an exception leaves nothing behind.
 
     Attributes:
-        reduced: whether the gradients of this pass are reduced; None until it is known.
+        reduced: whether the gradients of this pass are reduced; None before its first gradient or
+            output hook.
         presumed: true until an output hook has confirmed ``reduced``.
         forward: forward passes whose outputs this pass has reached.
         arrived: numbers of the gradients that arrived before ``reduced`` became true.
@@ -149,9 +150,9 @@ class Passes:
         backward.any_arrived = True
         if backward.reduced is None:
             # The pass has reached no output: its loss comes from elsewhere, or it computes a
-            # second derivative. In doubt the gradients are reduced. That is also correct within
-            # no_sync(), only earlier than necessary: the average of a sum is the same if parts of
-            # the sum have been averaged before.
+            # second derivative. In doubt the gradients are reduced. Within no_sync(), a
+            # reduction is correct as well, only earlier than necessary: the average of a sum is the
+            # same if parts of the sum have been averaged before.
             pending = any(self._open.values())
             backward.reduced = self._open[True] > 0 if pending else outside
             backward.presumed = True

@@ -59,8 +59,8 @@ class _FollowRoot:
     """Hook that gives a layer's tensors rank 0's values once, before the layer's first call.
 
     PyTorch registers its own hook, which initialises the layer, when the layer is made. So
-    PyTorch's hook runs before this one. In a copy of the layer, the hook does nothing, because the
-    copy is no replica of a layer on other ranks.
+    PyTorch's hook runs before this one. In a copy of the layer, the hook has no effect, because
+    the copy is no replica of a layer on other ranks.
     """
 
     def __init__(self, names: Sequence[str], comm: Communicator | None) -> None:
