@@ -139,14 +139,9 @@ def test_commit_completed_by_some_rank_holds_on_all(ranks):
     assert results == [[before, 3, 3, 6, 3.0, 3.0] for before in (3, 3, 2, 3)]
 
 
-<<<<<<< ours
 def test_sharded_optimizer_with_zero_copies_raises_invalid_argument(ranks):
-    with collective.init(size=1, rank=0) as comm, pytest.raises(InvalidArgumentError, match="1 or"):
-=======
-def test_copies_that_are_none(ranks):
     with (
         collective.init(size=1, rank=0) as comm,
         pytest.raises(InvalidArgumentError, match="at least 1"),
     ):
->>>>>>> theirs
         ShardedOptimizer(network().parameters(), torch.optim.SGD, comm, copies=0, lr=1.0)

@@ -52,7 +52,15 @@ def test_mnist_sgd(launch: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout
     assert "all ranks hold the same bits" in done.stdout
     assert re.search(r"  equal to one process on whole batches", done.stdout), done.stdout
-    for line in ("test accuracy", "T_comp", "T_sync", "criterion", "measured", "verdict", "loss curve"):
+    for line in (
+        "test accuracy",
+        "T_comp",
+        "T_sync",
+        "criterion",
+        "measured",
+        "verdict",
+        "loss curve",
+    ):
         assert re.search(rf"^(\[0\] )?{line} ", done.stdout, re.MULTILINE), done.stdout
     assert "epoch  2" in done.stdout
     assert picture.read_bytes().startswith(b"\x89PNG")
