@@ -1,4 +1,4 @@
-"""Every transport of this repository passes the public suite."""
+"""The public conformance suite on the transports threads, shm and loopback."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from collective.testing import parametrize_with_checks
 from tests.support.conformance_parts import BY_PLACE, BY_SIZE, SHRINKING
 from tests.support.loopback import Loopback, Rendezvous
 
-# One rank sends nothing, which one transport shows for all. Eight are more than cores; what default
-# algorithms do with so many is shown by algorithms/test_moves.py.
+# A single rank sends nothing, so one transport is enough for that case. Eight ranks are more than
+# there are cores; algorithms/test_moves.py tests the default algorithms with so many ranks.
 ALONE, SIZES, MANY = (1,), (2, 3), (8,)
 
 Check = Callable[[], None]
 
 
 @parametrize_with_checks("threads", sizes=ALONE + SIZES)
-def test_threads(check: Check) -> None:
+def test_threads_pass_suite(check: Check) -> None:
     check()
 
 
 @parametrize_with_checks("threads", sizes=MANY, checks=BY_SIZE)
-def test_threads_of_8(check: Check) -> None:
+def test_threads_of_8_pass_suite(check: Check) -> None:
     check()
 
 
 @parametrize_with_checks("threads", sizes=(4,), checks=SHRINKING)
-def test_threads_of_4(check: Check) -> None:
+def test_threads_of_4_pass_suite(check: Check) -> None:
     check()
 
 
 @parametrize_with_checks("shm", sizes=SIZES)
-def test_shm(check: Check) -> None:
+def test_shm_passes_suite(check: Check) -> None:
     check()
 
 
@@ -46,19 +46,19 @@ _MESSAGES = (
 
 
 class WithoutTheCore(ShmBackend):
-    """``shm`` in Python, whatever has been built."""
+    """``shm`` in Python, even if the native core is built."""
 
     @classmethod
     def connect(cls, world: World, timeout: float) -> WithoutTheCore:
-        before = native.chosen.extension is not None
+        was_native = native.chosen.extension is not None
         native.switch(False)
         try:
             return super().connect(world, timeout)
         finally:
-            native.switch(before)
+            native.switch(was_native)
 
 
-# All that the core takes over, and what goes wrong in it.
+# The calls that the native core implements, and the failures inside it.
 @parametrize_with_checks(
     WithoutTheCore,
     sizes=(3,),
@@ -68,12 +68,12 @@ class WithoutTheCore(ShmBackend):
     + [*_MESSAGES, "check_tags", "check_sendrecv", "check_given_up_message"]
     + ["check_broken_by_a_late_receiver"],
 )
-def test_shm_without_the_core(check: Check) -> None:
+def test_shm_without_native_core_passes_suite(check: Check) -> None:
     check()
 
 
 class WithoutReading(ShmBackend):
-    """``shm`` where the system forbids to read another process's memory: long contents are sent."""
+    """``shm`` on a system that forbids reading another process's memory: long data is sent."""
 
     @classmethod
     def connect(cls, world: World, timeout: float) -> WithoutReading:
@@ -81,7 +81,7 @@ class WithoutReading(ShmBackend):
         return super().connect(replace(world, options=options), timeout)
 
 
-# What reads other ranks' memory elsewhere, and the messages that then carry all.
+# The calls that otherwise read other ranks' memory, and messages, which then carry all data.
 @parametrize_with_checks(
     WithoutReading,
     sizes=SIZES,
@@ -91,20 +91,20 @@ class WithoutReading(ShmBackend):
         "check_empty_mixed",
     ],
 )
-def test_shm_without_reading(check: Check) -> None:
+def test_shm_without_single_copy_passes_suite(check: Check) -> None:
     check()
 
 
 @parametrize_with_checks("shm", sizes=MANY, checks=BY_SIZE)
-def test_shm_of_8(check: Check) -> None:
+def test_shm_of_8_passes_suite(check: Check) -> None:
     check()
 
 
 @parametrize_with_checks(Loopback, sizes=SIZES)
-def test_loopback(check: Check) -> None:
+def test_loopback_passes_suite(check: Check) -> None:
     check()
 
 
 @parametrize_with_checks(Rendezvous, sizes=(3,), checks=BY_SIZE)
-def test_sends_that_wait(check: Check) -> None:
+def test_rendezvous_sends_pass_suite(check: Check) -> None:
     check()

@@ -1,8 +1,8 @@
-"""Every fault on every transport: who hears what, how soon, what works afterwards, what is left.
+"""Every fault on every transport: which errors the ranks get, how soon, and what remains.
 
-The table is :data:`FAULTS` and :data:`EXCEPTIONS`; what the ranks do is in fault_programs.py. What
-a check of the public suite holds is in :data:`OF_THE_SUITE`: here it is held only that the suite's
-tests run that check on the transport with three ranks.
+The table consists of :data:`FAULTS` and :data:`EXCEPTIONS`. The programs of the ranks are in
+fault_programs.py. The faults in :data:`OF_THE_SUITE` have a check in the public suite: this module
+only checks that the suite's tests run that check on the transport with several ranks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("torch", reason="gloo and hierarchical stand on PyTorch")
+pytest.importorskip("torch", reason="gloo and hierarchical need PyTorch")
 
 from collective import errors
 from collective.launch import process_starter
@@ -37,19 +37,19 @@ from tests.support.mpi_launches import VENDORS, launch_of, needs
 from tests.support.simulated_hosts import Pairs
 
 pytestmark = [
-    pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc"),
-    # The first of a column waits for all faults there: ten seconds, or many times that on a busy
-    # machine.
+    pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),
+    # The first test of a column waits for all faults of that column. That takes ten seconds, or
+    # many times as long on a busy machine.
     pytest.mark.timeout(300),
 ]
 
 SIZE = 3
 COLUMNS = ("threads", "shm", "gloo", *VENDORS, "hierarchical")
-# What is promised, and what a busy machine may add to it.
+# The promised delay of an error, and the delay that a busy machine may add.
 PROMISED_S, BUSY_S = 2.0, 10.0
-# A call that notices nothing gives up, and ranks that do not even that are killed.
+# Deadline of a call that notices no fault, and of the job: then its ranks are killed.
 CALL_S, JOB_S = 25.0, 240.0
-# When calls that are not compared are taken for stalled.
+# Time after which a call that is not compared counts as stalled.
 STALL_S = 1.0
 NUL = b"\0"
 
@@ -59,14 +59,14 @@ class Fault:
     """A row of the table.
 
     Attributes:
-        program: what the ranks do.
-        plan: what the testing package does to them meanwhile.
-        victims: to whom it happens.
-        victim: what they hear: the name of an error, "" if nothing, "dies" if they are gone.
-        others: what the others hear; several where who was faster decides.
-        named: whether that names the victims.
-        usable: whether the communicator is afterwards.
-        seconds: within which they hear it.
+        program: program of the ranks.
+        plan: faults that the testing package injects into it.
+        victims: ranks that the fault hits.
+        victim: name of the victims' error, "" for no error, "dies" if their processes end.
+        others: possible names of the other ranks' error; several if the timing decides.
+        named: whether the error of the other ranks names the victims.
+        usable: whether the communicator is usable after the fault.
+        seconds: time within which the ranks get their errors.
     """
 
     program: Program
@@ -80,7 +80,7 @@ class Fault:
 
     @property
     def lethal(self) -> bool:
-        """Whether processes end, so that the row needs ranks of its own."""
+        """Whether processes end, so that the row needs ranks for itself."""
         return self.victim == "dies"
 
 
@@ -114,7 +114,7 @@ FAULTS = {
     "handler that returns": Fault(fault_programs.handled),
     "SIGALRM again and again": Fault(fault_programs.alarmed, seconds=10.0),
     "SIGSTOP": Fault(fault_programs.stopped, **LATE),
-    # Where rank 0 has the hub of all monitors, nobody else can say who is missing.
+    # Rank 0 runs the hub of all monitors; without the hub no other rank could name the missing one.
     "SIGSTOP of rank 0": Fault(partial(fault_programs.stopped, victim=0), victims=(0,), **LATE),
     "close with work that ends": Fault(fault_programs.closes_with_work, **LOST),
     "close with work that does not": Fault(
@@ -127,9 +127,9 @@ FAULTS = {
     "two killed": Fault(fault_programs.two_killed, victims=(1, 2), victim="dies", **LOST),
 }  # fmt: skip
 
-_A_PROCESS = "it happens to the process, of which all ranks are threads"
-_COMPARED = "calls are compared: check_mismatch_by_itself"
-# Of a column and a row: what is expected there, None if there is no such thing, and why.
+_A_PROCESS = "the fault hits the process, and all ranks are its threads"
+_COMPARED = "the transport compares calls: see check_mismatch_by_itself"
+# For a column and a row: the expected fault (None if it cannot happen there) and the reason.
 EXCEPTIONS: dict[tuple[str, str], tuple[Fault | None, str]] = {
     **{
         ("threads", name): (None, _A_PROCESS)
@@ -143,28 +143,31 @@ EXCEPTIONS: dict[tuple[str, str], tuple[Fault | None, str]] = {
         if name.endswith("not compared") and column not in ("gloo", "hierarchical")
     },
     **{
-        (column, "fd limit"): (Fault(fault_programs.no_descriptor_for_a_group), "it takes none")
+        (column, "fd limit"): (
+            Fault(fault_programs.no_descriptor_for_a_group),
+            "a group takes no descriptor",
+        )
         for column in VENDORS
     },
     **{
         (column, "fd limit of memory"): (
             Fault(fault_programs.no_descriptor_for_memory),
-            "it is ordinary memory",
+            "the memory is ordinary memory",
         )
         for column in ("gloo", *VENDORS)
     },
     ("gloo", "root mismatch, not compared"): (
         replace(FAULTS["root mismatch, not compared"], others=("MismatchError", "")),
-        "who has sent its part is done",
+        "a rank that has sent its part has completed the call",
     ),
-    ("gloo", "SIGINT"): (None, "it is noticed when the wait ends: docs/gloo.md"),
+    ("gloo", "SIGINT"): (None, "the signal is handled when the wait ends: docs/gloo.md"),
     ("threads", "two killed"): (
         replace(FAULTS["two killed"], program=fault_programs.until_it_breaks, plan=KILLS),
-        "a thread that is killed raises",
+        "killing a rank that is a thread raises an error in it",
     ),
 }
 
-# Of a row that a check of the suite holds: the check, and its case if it is one of several.
+# For each fault with a check in the suite: the check, and its case if the check has several.
 OF_THE_SUITE: dict[str, tuple[str, dict[str, str]]] = {
     "kill": ("check_killed_peer", {}),
     "kill in the middle": ("check_killed_in_the_middle", {}),
@@ -183,29 +186,32 @@ OF_THE_SUITE: dict[str, tuple[str, dict[str, str]]] = {
     },
 }
 SUITE = {
-    "threads": [test_conformance.test_threads],
-    "shm": [test_conformance.test_shm],
-    "gloo": [test_gloo_conformance.test_gloo],
-    "mpich": [test_mpi_conformance.test_mpich],
-    "openmpi": [test_mpi_conformance.test_openmpi, test_mpi_conformance.test_openmpi_of_4],
-    "hierarchical": [test_hierarchical.test_pairs],
+    "threads": [test_conformance.test_threads_pass_suite],
+    "shm": [test_conformance.test_shm_passes_suite],
+    "gloo": [test_gloo_conformance.test_gloo_passes_suite],
+    "mpich": [test_mpi_conformance.test_mpich_passes_suite],
+    "openmpi": [
+        test_mpi_conformance.test_openmpi_passes_suite,
+        test_mpi_conformance.test_openmpi_of_4_passes_suite,
+    ],
+    "hierarchical": [test_hierarchical.test_hierarchical_pairs_pass_suite],
 }
 NOT_OF_THE_SUITE = {
     (
         "mpich",
         "kill in the middle",
-    ): "MPICH ends the process: mpi/test_failures.py holds that"
+    ): "MPICH ends the process: mpi/test_failures.py tests that"
 }
 
 
 def rows_of(column: str) -> dict[str, Fault]:
-    """Return what can happen at a column, and what is expected there."""
+    """Return the faults that can happen on a transport, by name."""
     rows = {name: EXCEPTIONS.get((column, name), (row, ""))[0] for name, row in FAULTS.items()}
     return {name: row for name, row in rows.items() if row is not None}
 
 
 class Column:
-    """Ranks at a transport, what they heard of each fault, and what they could leave behind."""
+    """Ranks on one transport: their errors from each fault, and what they could leave behind."""
 
     def __init__(self, name: str, directory: Path, marked: Marked) -> None:
         self.name = name
@@ -218,10 +224,10 @@ class Column:
         self._pool = RankPool(SIZE, backend, timeout=JOB_S, mpiexec=launch)
 
     def survived(self, name: str) -> list[Survived]:
-        """Return what came of a fault that leaves the processes alive.
+        """Return each rank's outcome of a fault that leaves the processes alive.
 
-        All such faults of a column happen in one job, since starting processes takes longer than
-        most of them.
+        All such faults of a column happen in one job, because starting processes takes longer than
+        most faults.
         """
         if self._survived is None:
             programs = {
@@ -240,18 +246,18 @@ class Column:
         return found
 
     def killed(self, fault: Fault) -> dict[int, Any]:
-        """Return what each rank returned or raised in a job that ends processes."""
+        """Return each rank's result or error in a job in which processes end."""
         self.segments.update(path for each in self._pool.run(held) for path in each.segments)
         with pytest.raises(RanksFailedError) as caught:
             self._pool.run(fault.program, call_timeout=CALL_S, faults=fault.plan)
         return {**caught.value.results, **caught.value.errors}
 
     def close(self) -> None:
-        """Let the ranks leave."""
+        """End the ranks."""
         self._pool.close()
 
     def left(self) -> list[str]:
-        """Return what is left of all that was killed, stopped and refused, the last rank gone."""
+        """Return the processes and files that remain after the last rank has ended."""
         self.close()
         end = time.monotonic() + BUSY_S
         while (processes := self._processes()) and time.monotonic() < end:
@@ -260,19 +266,19 @@ class Column:
         return processes + paths + os.listdir(self.directory)
 
     def _processes(self) -> list[str]:
-        """Return the processes that were started here and have not ended."""
-        found = []
+        """Return the processes of this column that are still running."""
+        processes = []
         for pid in self._marked.living():
             with contextlib.suppress(OSError):
                 command = Path(f"/proc/{pid}/cmdline").read_bytes()
-                # multiprocessing's tracker ends with the tests.
+                # The resource tracker of multiprocessing ends together with the tests.
                 if b"tracker" not in command:
-                    found.append(f"{pid}: {command.replace(NUL, b' ').decode()}")
-        return found
+                    processes.append(f"{pid}: {command.replace(NUL, b' ').decode()}")
+        return processes
 
 
 class Columns:
-    """The column where faults happen now, and what was left at those before it."""
+    """The current column, and what the columns before it left behind."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -280,24 +286,24 @@ class Columns:
         self._left: dict[str, list[str]] = {}
 
     def at(self, name: str) -> Column:
-        """Return a column; it is the only one that has ranks."""
+        """Return a column, after ending the ranks of any other column."""
         if self._now is None or self._now.name != name:
             self.leave()
             (self._directory / name).mkdir(exist_ok=True)
             tempfile.tempdir = os.environ["TMPDIR"] = str(self._directory / name)
-            marked = Marked()  # all processes of the column
+            marked = Marked()  # marks all processes of the column
             os.environ[marked.variable] = marked.value
             self._now = Column(name, self._directory / name, marked)
         return self._now
 
     def leave(self) -> None:
-        """Leave the column, and look back."""
+        """End the current column, and record what it left behind."""
         if self._now is not None:
             self._left[self._now.name] = self._now.left()
             self._now = None
 
     def left(self, name: str) -> list[str]:
-        """Return what was left at a column."""
+        """Return what a column left behind."""
         if name not in self._left:
             self.at(name).survived(next(iter(rows_of(name))))
             self.leave()
@@ -307,9 +313,10 @@ class Columns:
 @pytest.fixture(scope="module")
 def columns(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Columns]:
     with pytest.MonkeyPatch.context() as patch:
-        # Ranks start by themselves, with the mark: a server's copies would have its environment.
+        # Start each rank as a new process, which inherits the mark in the environment. Copies of a
+        # preloaded server would have the server's environment.
         patch.setattr(process_starter, "_preloaded", [])
-        # Put back at the end.
+        # These calls only make monkeypatch restore the values at the end.
         patch.setenv(Marked.variable, "")
         patch.setenv("TMPDIR", tempfile.gettempdir())
         patch.setattr(tempfile, "tempdir", None)
@@ -326,7 +333,7 @@ def cells() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("column", "name"), list(cells()))
-def test_fault(columns: Columns, column: str, name: str) -> None:
+def test_fault_raises_expected_errors(columns: Columns, column: str, name: str) -> None:
     fault = rows_of(column)[name]
     if fault.lethal:
         for rank, outcome in columns.at(column).killed(fault).items():
@@ -341,38 +348,39 @@ def test_fault(columns: Columns, column: str, name: str) -> None:
 
 
 def assert_heard(rank: int, heard: Heard, fault: Fault) -> None:
-    """Hold that ``rank`` heard what is expected of it, in time."""
-    what = f"rank {rank}: {heard}"
+    """Check that ``rank`` got the expected error in time."""
+    context = f"rank {rank}: {heard}"
     victim = rank in fault.victims
-    assert isinstance(heard, Heard), what
-    assert heard.error in ((fault.victim,) if victim else fault.others), what
-    assert heard.seconds <= fault.seconds + BUSY_S, what
+    assert isinstance(heard, Heard), context
+    assert heard.error in ((fault.victim,) if victim else fault.others), context
+    assert heard.seconds <= fault.seconds + BUSY_S, context
     if fault.named and not victim:
-        assert heard.ranks, what
-        assert set(heard.ranks) <= set(fault.victims), what
+        assert heard.ranks, context
+        assert set(heard.ranks) <= set(fault.victims), context
     if fault.usable:
-        assert heard.later == "usable", what
+        assert heard.later == "usable", context
         return
     kinds = (
         errors.CommunicatorAbortedError,
-        # Who has not heard of a disagreement yet may hear of it now, as who closed it hears that.
+        # A rank that has not seen a disagreement yet may get it from this call, and a rank that has
+        # closed the communicator gets an error that says so.
         errors.MismatchError,
         errors.CollectiveTimeoutError,
         *((errors.CommunicatorClosedError,) if victim else ()),
     )
-    assert issubclass(getattr(errors, heard.later, object), kinds), what
+    assert issubclass(getattr(errors, heard.later, object), kinds), context
 
 
 @pytest.mark.parametrize(
     "column", [pytest.param(name, marks=needs(name) if name in VENDORS else ()) for name in COLUMNS]
 )
-def test_nothing_is_left(columns: Columns, column: str) -> None:
+def test_faults_leave_nothing_behind(columns: Columns, column: str) -> None:
     assert columns.left(column) == []
 
 
 @pytest.mark.parametrize("row", OF_THE_SUITE)
 @pytest.mark.parametrize("name", COLUMNS)
-def test_the_suite_holds(name: str, row: str) -> None:
+def test_suite_runs_check_of_fault(name: str, row: str) -> None:
     if (name, row) in NOT_OF_THE_SUITE:
         pytest.skip(NOT_OF_THE_SUITE[name, row])
     check, case = OF_THE_SUITE[row]
@@ -387,6 +395,6 @@ def test_the_suite_holds(name: str, row: str) -> None:
     assert runs
 
 
-def test_exceptions_are_of_cells_that_there_are() -> None:
+def test_exceptions_name_existing_cells() -> None:
     assert {column for column, _ in EXCEPTIONS} <= set(COLUMNS)
     assert {name for _, name in EXCEPTIONS} <= set(FAULTS)

@@ -1,4 +1,4 @@
-"""Arrays of GPUs on transports of the CPU: the public suite."""
+"""The public conformance suite with GPU arrays on a CPU transport."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.fakes import environment
 
 
 class StagedShm(ShmBackend):
-    """Shared memory for arrays of the fake's GPUs, which go through the host's."""
+    """Shared memory for arrays on the fake's GPUs, which are staged in host memory."""
 
     name = "shm-staged"
 
@@ -22,7 +22,7 @@ class StagedShm(ShmBackend):
         return super().connect(world, timeout)
 
 
-# Where an array is depends on no number of ranks.
+# Staging does not depend on the number of ranks, so two ranks are enough.
 @parametrize_with_checks(StagedShm, sizes=(2,), kind="cuda")
-def test_staged(check: Callable[[], None]) -> None:
+def test_staged_shm_passes_suite(check: Callable[[], None]) -> None:
     check()

@@ -1,4 +1,4 @@
-"""What goes over the gloo transport, and what it says when ranks disagree or do not come."""
+"""Calls over the gloo transport, and its errors when ranks disagree or do not come."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from collective.testing.checks_shrink import await_files
 from collective.testing.samples import expected, plain, values
 from tests.support.on_ranks import on_ranks, ranks_of
 
-pytest.importorskip("torch", reason="the gloo transport stands on PyTorch")
+pytest.importorskip("torch", reason="the gloo transport needs PyTorch")
 
 from collective.backends.gloo.tensors import gloo_fold
 
@@ -58,7 +58,7 @@ TAGS = (0, 5, 2**31 - 1, 2**31 - 2, 2**31, -2, 2**62 + 1, -(2**63), COLLECTIVE_T
 
 
 @on_ranks("two")
-def test_messages_of_any_tag_do_not_meet(comm: Any) -> None:
+def test_messages_of_different_tags_stay_separate(comm: Any) -> None:
     backend = comm.transport
     numbers = [Buffer(np.array([n]), BY_NAME["int64"]) for n in range(len(TAGS))]
     if comm.rank == 0:
@@ -72,27 +72,27 @@ def test_messages_of_any_tag_do_not_meet(comm: Any) -> None:
             thread.join()
         return
     for number, tag in reversed(list(enumerate(TAGS))):
-        room = Buffer.empty(1, BY_NAME["int64"])
-        assert backend.recv(room, 0, tag, Deadline(20.0)) == 0
-        assert room.array[0] == number
+        out = Buffer.empty(1, BY_NAME["int64"])
+        assert backend.recv(out, 0, tag, Deadline(20.0)) == 0
+        assert out.array[0] == number
 
 
 @on_ranks("two")
-def test_read_only_arrays_are_sent_without_a_warning(comm: Any) -> None:
+def test_read_only_arrays_are_sent_without_warning(comm: Any) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         x = np.frombuffer(np.full(400_000, comm.rank + 1.0).tobytes())
         assert not x.flags.writeable
         other = 1 - comm.rank
-        got = comm.sendrecv(x, other, other)
+        received = comm.sendrecv(x, other, other)
         total = comm.all_reduce(x)
-        both = comm.all_gather(x[:3])
-    assert (got == other + 1.0).all()
+        gathered = comm.all_gather(x[:3])
+    assert (received == other + 1.0).all()
     assert (total == 3.0).all()
-    assert both.tolist() == [1.0] * 3 + [2.0] * 3
+    assert gathered.tolist() == [1.0] * 3 + [2.0] * 3
 
 
-# -- Gloo's own folds -----------------------------------------------------------------------
+# -- reductions that Gloo itself computes ---------------------------------------------------
 
 FOLDS = [
     (op, dtype)
@@ -104,8 +104,8 @@ FOLDS = [
 
 
 @on_ranks("three", timeout=100.0)
-def test_gloos_folds_are_ours(comm: Any) -> None:
-    """Fold 3 MB of each, which goes to Gloo, and compare with NumPy."""
+def test_gloo_reductions_match_numpy(comm: Any) -> None:
+    """Reduce 3 MB of each dtype, so that Gloo computes the result, and compare with NumPy."""
     wrong = []
     assert len(FOLDS) > 40
     for op, dtype in FOLDS:
@@ -115,22 +115,22 @@ def test_gloos_folds_are_ours(comm: Any) -> None:
                   for x in short]  # fmt: skip
         wanted = np.resize(expected(op, short), len(inputs[0]))
         mine = inputs[comm.rank]
-        kept = plain(mine).copy()
+        original = plain(mine).copy()
         for root in (None, comm.size - 1):
             if root is None:
-                found = comm.all_reduce(mine, op=op)
+                result = comm.all_reduce(mine, op=op)
             else:
-                found = comm.reduce(mine, root=root, op=op)
-            if found is not None:
-                got = plain(found)
-                right = wanted.astype(got.dtype)
+                result = comm.reduce(mine, root=root, op=op)
+            if result is not None:
+                values_of_result = plain(result)
+                reference = wanted.astype(values_of_result.dtype)
                 if not (
-                    np.allclose(got, right, 0.02, 0.05)
+                    np.allclose(values_of_result, reference, 0.02, 0.05)
                     if op == "avg"
-                    else np.array_equal(got, right)
+                    else np.array_equal(values_of_result, reference)
                 ):
                     wrong.append(f"{op} of {dtype}, root {root}")
-        if not np.array_equal(plain(mine), kept):
+        if not np.array_equal(plain(mine), original):
             wrong.append(f"the input of {op} of {dtype}")
     assert not wrong
 
@@ -148,7 +148,7 @@ def test_large_folds_wrap_scale_and_keep_nan(comm: Any) -> None:
     assert all(np.isnan(low[rank::1000]).all() for rank in range(comm.size))
 
 
-def test_what_gloo_folds_differently_is_not_given_to_it() -> None:
+def test_gloo_fold_of_unsuitable_operator_and_dtype_is_none() -> None:
     for op, dtype in (("max", "float32"), ("min", "bfloat16"), ("max", "uint32"),
                       ("prod", "complex64"), ("sum", "int16"), ("land", "int32"),
                       ("user", "float32")):  # fmt: skip
@@ -167,8 +167,8 @@ def test_what_gloo_folds_differently_is_not_given_to_it() -> None:
     ids=["length", "op"],
 )
 @on_ranks("two")
-def test_different_calls_of_gloos_own_are_noticed_within_seconds(comm: Any, calls: Any) -> None:
-    """Gloo itself would end the process, or hand out wrong numbers."""
+def test_differing_calls_of_native_gloo_raise_mismatch(comm: Any, calls: Any) -> None:
+    """Gloo itself would end the process or return wrong numbers."""
     name, count, options = calls[comm.rank]
     x = np.full(count, comm.rank + 1.0)
     with pytest.raises(MismatchError, match=r"different calls(?s:.*)test_calls\.py"):
@@ -177,7 +177,7 @@ def test_different_calls_of_gloos_own_are_noticed_within_seconds(comm: Any, call
 
 
 @on_ranks("three")
-def test_a_deadline_names_the_absent_rank_and_what_it_did_last(comm: Any, tmp_path: Path) -> None:
+def test_timeout_names_absent_rank_and_its_last_call(comm: Any, tmp_path: Path) -> None:
     comm.all_reduce(np.ones(2))
     late = comm.rank == 2
     if late:
@@ -192,7 +192,7 @@ def test_a_deadline_names_the_absent_rank_and_what_it_did_last(comm: Any, tmp_pa
 
 
 @on_ranks("two")
-def test_a_receive_from_anybody_ends_with_the_communicator(comm: Any) -> None:
+def test_recv_from_any_source_ends_when_communicator_aborts(comm: Any) -> None:
     if comm.rank == 0:
         with pytest.raises(CommunicatorAbortedError, match="out of patience"):
             comm.recv(None, -1)

@@ -1,4 +1,4 @@
-"""The public suite on ``gloo``."""
+"""The public conformance suite on the ``gloo`` transport."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import pytest
 from collective.testing import parametrize_with_checks
 from tests.support.conformance_parts import BY_SIZE, OF_TWO, all_but
 
-pytest.importorskip("torch", reason="the gloo transport stands on PyTorch")
+pytest.importorskip("torch", reason="the gloo transport needs PyTorch")
 
 
 @parametrize_with_checks("gloo", sizes=(2,), checks=OF_TWO)
-def test_gloo_of_2(check: Callable[[], None]) -> None:
+def test_gloo_of_2_passes_suite(check: Callable[[], None]) -> None:
     check()
 
 
 @parametrize_with_checks("gloo", sizes=(3,), checks=all_but("check_shrink_left"))
-def test_gloo(check: Callable[[], None]) -> None:
+def test_gloo_passes_suite(check: Callable[[], None]) -> None:
     check()
 
 
 @parametrize_with_checks("gloo", sizes=(4,), checks=BY_SIZE)
-def test_gloo_of_4(check: Callable[[], None]) -> None:
+def test_gloo_of_4_passes_suite(check: Callable[[], None]) -> None:
     check()

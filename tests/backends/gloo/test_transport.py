@@ -1,4 +1,4 @@
-"""The gloo transport's life: what it listens on, refuses, leaves alone and behind, and its end."""
+"""Life cycle of the gloo transport: listening, refused settings, cleanup and process exit."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from tests.backends.peers.test_monitor import listening
 from tests.support.interpreter import run_together
 from tests.support.on_ranks import on_ranks, ranks_of
 
-torch = pytest.importorskip("torch", reason="the gloo transport stands on PyTorch")
+torch = pytest.importorskip("torch", reason="the gloo transport needs PyTorch")
 
 from collective.backends.gloo import GlooBackend  # noqa: E402
 from collective.backends.gloo.messages import Messenger  # noqa: E402
@@ -46,11 +46,11 @@ from collective.backends.gloo.waiting import Blocked, watched  # noqa: E402
 
 two = ranks_of(("gloo", 2), timeout=40.0)
 
-# -- what a wait says ---------------------------------------------------------------------
+# -- errors of a wait ---------------------------------------------------------------------
 
 
 class _Broken:
-    """A channel whose communicator is found broken while a call waits."""
+    """Channel that finds its communicator broken while a call waits."""
 
     rank, size, failure = 0, 2, None
 
@@ -65,7 +65,7 @@ class _Broken:
 
 
 class _Silent:
-    """A process group of Gloo's whose messages do not come before ``over`` is set."""
+    """Stand-in for a Gloo process group; its messages do not arrive before ``over`` is set."""
 
     def __init__(self) -> None:
         self.over = threading.Event()
@@ -78,7 +78,7 @@ class _Silent:
 
 
 class _Messages(Messenger):
-    """The part of the transport that sends and receives, without a connection."""
+    """Sending and receiving part of the transport, without a connection."""
 
     @classmethod
     def connect(cls, world: World, timeout: float) -> Any:
@@ -88,7 +88,7 @@ class _Messages(Messenger):
         pass
 
 
-def test_what_a_long_wait_raises_is_not_explained_once_more() -> None:
+def test_long_wait_raises_mismatch_unchanged() -> None:
     messenger, group = _Messages(_Broken()), _Silent()  # type: ignore[arg-type]
     messenger._groups = (group, group)
     try:
@@ -98,30 +98,30 @@ def test_what_a_long_wait_raises_is_not_explained_once_more() -> None:
         group.over.set()
 
 
-# -- where it listens ---------------------------------------------------------------------
+# -- listening addresses ------------------------------------------------------------------
 
 
 @on_ranks("two")
-def test_on_one_host_it_listens_on_loopback_only(comm: Any) -> None:
+def test_single_host_job_listens_on_loopback_only(comm: Any) -> None:
     comm.barrier()
     before = listening()
     comm.dup()
     loopback = socket.inet_aton("127.0.0.1")[::-1].hex().upper()
     assert {each.partition(":")[0] for each in before} == {loopback}
-    assert listening() == before, "a group listens on more"
+    assert listening() == before, "the new group listens on an additional address"
 
 
 @on_ranks("two")
-def test_gloos_thread_pushes_nobody_aside(comm: Any) -> None:
-    found = set()
+def test_gloo_thread_runs_with_batch_scheduling(comm: Any) -> None:
+    schedulers = set()
     for thread in os.listdir("/proc/self/task"):
         if Path(f"/proc/self/task/{thread}/comm").read_text().strip() == "gloo_tcp_loop":
-            found.add(os.sched_getscheduler(int(thread)))
-    assert found == {os.SCHED_BATCH}
+            schedulers.add(os.sched_getscheduler(int(thread)))
+    assert schedulers == {os.SCHED_BATCH}
 
 
 class OverLoopback(GlooBackend):
-    """Ranks that believe that they are on different hosts, with an interface configured."""
+    """Transport whose ranks take themselves for ranks of different hosts, over interface ``lo``."""
 
     @classmethod
     def connect(cls, world: World, timeout: float) -> Any:
@@ -134,7 +134,7 @@ def total_of_ranks(comm: Any) -> float:
     return float(comm.all_reduce(np.array([comm.rank + 1.0]))[0])
 
 
-def test_the_configured_interface_is_used() -> None:
+def test_configured_interface_is_used() -> None:
     with RankPool(2, OverLoopback, timeout=40.0) as pool:
         assert pool.run(total_of_ranks) == [3.0, 3.0]
 
@@ -145,34 +145,34 @@ def _world(directory: Path, rank: int = 0, size: int = 2, **changes: Any) -> Wor
     )  # fmt: skip
 
 
-def test_an_unknown_interface_is_refused_before_anything_is_connected(tmp_path: Path) -> None:
+def test_unknown_interface_is_refused_before_connecting(tmp_path: Path) -> None:
     world = _world(tmp_path / "store", options={"interface": "nonesuch0"})
     with pytest.raises(ConfigError, match=r"interface 'nonesuch0'.*\blo\b.*COLLECTIVE_INTERFACE"):
         GlooBackend.connect(world, 5.0)
     assert os.listdir(tmp_path / "store") == []
 
 
-def test_an_address_of_another_host_is_refused(tmp_path: Path) -> None:
-    world = _world(tmp_path / "store", address="192.0.2.1")  # RFC 5737: nobody's
+def test_address_of_another_host_is_refused(tmp_path: Path) -> None:
+    world = _world(tmp_path / "store", address="192.0.2.1")  # RFC 5737: reserved for documentation
     with pytest.raises(ConfigError, match=r"'192\.0\.2\.1'.*COLLECTIVE_INTERFACE"):
         GlooBackend.connect(world, 5.0)
 
 
-# -- what it leaves alone, and what behind --------------------------------------------------
+# -- the program's process group, and cleanup -----------------------------------------------
 
 
 @on_ranks("two")
-def test_the_programs_own_process_group_is_left_alone(comm: Any, tmp_path: Path) -> None:
+def test_process_group_of_program_stays_usable(comm: Any, tmp_path: Path) -> None:
     import torch.distributed as dist
 
     assert not dist.is_initialized()
     where = f"file://{tmp_path}/theirs"
     dist.init_process_group("gloo", init_method=where, rank=comm.rank, world_size=comm.size)
     try:
-        theirs = torch.full((1,), comm.rank + 1.0)
-        ours = comm.all_reduce(np.array([comm.rank + 10.0]))
-        dist.all_reduce(theirs)
-        assert (ours[0], theirs[0]) == (21.0, 3.0)
+        tensor = torch.full((1,), comm.rank + 1.0)
+        total = comm.all_reduce(np.array([comm.rank + 10.0]))
+        dist.all_reduce(tensor)
+        assert (total[0], tensor[0]) == (21.0, 3.0)
     finally:
         dist.destroy_process_group()
 
@@ -187,16 +187,16 @@ def _left() -> tuple[int, int, list[str]]:
 
 
 def _once(world: World) -> None:
-    other = connect(world, "gloo", timeout=20.0)
-    group = other.dup().dup()
+    comm = connect(world, "gloo", timeout=20.0)
+    group = comm.dup().dup()
     total = group.all_reduce(np.ones(300_000))
-    assert total[0] == total[-1] == other.size
-    group.sendrecv(np.ones(3), (other.rank + 1) % other.size, (other.rank - 1) % other.size)
-    other.close()
+    assert total[0] == total[-1] == comm.size
+    group.sendrecv(np.ones(3), (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size)
+    comm.close()
 
 
 @on_ranks("two")
-def test_nothing_is_left_when_a_communicator_is_closed(comm: Any) -> None:
+def test_closed_communicator_leaves_no_thread_or_socket(comm: Any) -> None:
     backend = comm.transport
     world = dataclasses.replace(backend._world, job="another")
     comm.all_reduce(np.ones(1 << 20))
@@ -206,22 +206,22 @@ def test_nothing_is_left_when_a_communicator_is_closed(comm: Any) -> None:
     before = _left()
     for _ in range(4):
         _once(world)
-    # The other rank's closing ends threads here, a moment later.
+    # When the other rank closes, some threads of this rank end a moment later.
     end = time.monotonic() + 20
     while (after := _left()) > before and time.monotonic() < end:
         time.sleep(0.05)
     comm.barrier()
-    assert after <= before, "threads, sockets, monitors"
+    assert after <= before, "threads, sockets or monitors remain"
     assert os.listdir(world.store.directory) == []
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of fork() beside threads
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # os.fork() in a process with threads
 @on_ranks("two")
-def test_a_forked_child_does_not_wait_for_its_parents_threads(comm: Any) -> None:
+def test_forked_child_does_not_wait_for_threads_of_parent(comm: Any) -> None:
     group = comm.dup()
     pid = os.fork()
     if pid == 0:
-        # A process group whose threads are not there must not be waited for.
+        # The child does not have the threads of the process group, so it must not wait for them.
         held = group.transport
         held._groups = ()
         del group, held
@@ -238,7 +238,7 @@ def test_a_forked_child_does_not_wait_for_its_parents_threads(comm: Any) -> None
 
 
 class _Looked:
-    """Stands for a communicator's channel: says when its wait was looked at."""
+    """Stand-in for a communicator's channel that sets an event when the watcher checks its wait."""
 
     def __init__(self, event: threading.Event) -> None:
         self._event = event
@@ -248,7 +248,7 @@ class _Looked:
         raise RuntimeError("broken")
 
 
-def test_the_thread_that_watches_keeps_nothing_of_a_wait_that_is_over():
+def test_watching_thread_drops_finished_wait():
     looked = threading.Event()
     channel: Any = _Looked(looked)
     kept = weakref.ref(channel)
@@ -264,9 +264,9 @@ def test_the_thread_that_watches_keeps_nothing_of_a_wait_that_is_over():
     assert kept() is None
 
 
-# -- how a program ends: when it is over, whatever its process groups still do -----------------
+# -- the program exits although its process groups are still busy ------------------------------
 
-# Long enough for two imports of PyTorch on a busy machine; a hang is some minutes.
+# Two imports of PyTorch fit into this time on a busy machine. A hang would take minutes.
 ENDS_S = 45
 
 PROGRAM = """
@@ -289,7 +289,7 @@ comm.barrier()
 """
 
 ENDINGS = {
-    # What rank 0 does, what rank 1 does, and with which code rank 0 ends.
+    # Program of rank 0, program of rank 1, and exit code of rank 0.
     "a peer dies in a long call": (
         """
         while True:
@@ -302,7 +302,7 @@ ENDINGS = {
         """,
         1,
     ),
-    "a peer dies in a long call of Gloo's": (
+    "a peer dies in a long call inside Gloo": (
         """
         while True:
             comm.all_reduce(large, out=large)
@@ -314,22 +314,22 @@ ENDINGS = {
         """,
         1,
     ),
-    "a call that nobody waits for": (
+    "pending call": (
         "comm.all_reduce(large, async_op=True)",
         "time.sleep(1)",
         0,
     ),
-    "a message that never comes": (
+    "message that never arrives": (
         "comm.recv(None, 1, async_op=True); time.sleep(0.2)",
         "time.sleep(1)",
         0,
     ),
-    "a message from anybody that never comes": (
+    "message from any source that never arrives": (
         "comm.recv(None, collective.ANY_SOURCE, async_op=True); time.sleep(0.2)",
         "time.sleep(1)",
         0,
     ),
-    "a deadline": (
+    "deadline": (
         """
         try:
             comm.all_reduce(large, timeout=0.3)
@@ -340,7 +340,7 @@ ENDINGS = {
         "until('late')",
         5,
     ),
-    "an abort": (
+    "abort": (
         """
         tell("through")
         try:
@@ -355,30 +355,30 @@ ENDINGS = {
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
-def test_the_interpreter_ends(ending: str, tmp_path: Path) -> None:
+def test_interpreter_exits(ending: str, tmp_path: Path) -> None:
     *parts, code = ENDINGS[ending]
-    # What a start of Python adds to it is seen once.
-    python = sys.executable if ending == "a message that never comes" else warm.python()
+    # One case starts a fresh interpreter. The others start from a warm one, which is faster.
+    python = sys.executable if ending == "message that never arrives" else warm.python()
     ranks = (
         ["-c", PROGRAM + textwrap.dedent(part), rank, tmp_path / "s"]
         for rank, part in enumerate(parts)
     )
-    done = run_together(*ranks, python=python, timeout=ENDS_S)
-    assert done[0].returncode == code, done[0].stderr
+    results = run_together(*ranks, python=python, timeout=ENDS_S)
+    assert results[0].returncode == code, results[0].stderr
     if "dies" in ending:
-        assert "PeerLostError" in done[0].stderr
-        assert "rank 1" in done[0].stderr
-    for each in done:
-        assert "terminate called" not in each.stderr
+        assert "PeerLostError" in results[0].stderr
+        assert "rank 1" in results[0].stderr
+    for result in results:
+        assert "terminate called" not in result.stderr
 
 
-def test_rank_that_fails_while_another_connects_is_heard_in_the_first_call(
+def test_failure_while_peer_connects_is_raised_by_first_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hear = Channel._hear
 
     def hear_late(channel: Channel, message: Any) -> None:
-        # Rank 1 does not hear that all are connected before it hears of the failure.
+        # Rank 1 receives the failure before the notice that all ranks are connected.
         if channel.rank == 0 or message.get("name") != "flaws messages-0":
             hear(channel, message)
 

@@ -1,4 +1,4 @@
-"""The ``hierarchical`` transport, on simulated hosts: see system/test_hosts.py for real ones."""
+"""The ``hierarchical`` transport on simulated hosts. For real hosts see system/test_hosts.py."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 from collective.deadline import Deadline
 
-pytest.importorskip("torch", reason="between hosts there is Gloo, which stands on PyTorch")
+pytest.importorskip("torch", reason="between hosts it uses Gloo, which needs PyTorch")
 
 from collective.backends.hierarchical import HierarchicalBackend, transport
 from collective.backends.hierarchical.topology import Topology
@@ -51,34 +51,34 @@ _exchange = transport._exchange
 
 
 @parametrize_with_checks(Pairs, sizes=(4,), checks=all_but("check_shrink", "check_shrink_left"))
-def test_pairs(check: Check) -> None:
+def test_hierarchical_pairs_pass_suite(check: Check) -> None:
     check()
 
 
 @parametrize_with_checks(Pairs, sizes=(3,), checks=BY_PLACE)
-def test_a_pair_and_one(check: Check) -> None:
+def test_hierarchical_pair_and_single_rank_pass_suite(check: Check) -> None:
     check()
 
 
 @parametrize_with_checks(Interleaved, sizes=(4,), checks=BY_PLACE)
-def test_interleaved(check: Check) -> None:
+def test_hierarchical_interleaved_hosts_pass_suite(check: Check) -> None:
     check()
 
 
 @parametrize_with_checks(Lopsided, sizes=(4,), checks=BY_PLACE)
-def test_lopsided(check: Check) -> None:
+def test_hierarchical_lopsided_hosts_pass_suite(check: Check) -> None:
     check()
 
 
 @parametrize_with_checks(Single, sizes=(2,), checks=BY_PLACE)
-def test_one_host(check: Check) -> None:
+def test_hierarchical_single_host_passes_suite(check: Check) -> None:
     check()
 
 
-# -- who is where -----------------------------------------------------------------------
+# -- ranks and hosts --------------------------------------------------------------------
 
 
-def test_places_of_pairs() -> None:
+def test_topology_of_pairs_is_even_and_in_order() -> None:
     topology = Topology(["a", "a", "b", "b"], 3)
     assert topology.members == [[0, 1], [2, 3]]
     assert (topology.host, topology.local_rank, topology.local) == (1, 1, [2, 3])
@@ -93,7 +93,7 @@ def test_places_of_pairs() -> None:
     assert topology.at(1) == [1, 3]
 
 
-def test_places_out_of_order_and_uneven() -> None:
+def test_topology_of_uneven_hosts_is_not_in_order() -> None:
     topology = Topology(["a", "b", "a", "a"], 2)
     assert topology.members == [[0, 2, 3], [1]]
     assert (topology.common, topology.even, topology.in_order, topology.levels) == (
@@ -105,7 +105,7 @@ def test_places_out_of_order_and_uneven() -> None:
     assert not Topology(["a", "b", "c"], 0).levels
 
 
-def test_parts_are_the_same_on_all_hosts() -> None:
+def test_topology_parts_are_equal_on_all_hosts() -> None:
     uneven = ["a", "a", "a", "b", "b"]
     assert Topology(uneven, 0).parts(7, None) == [4, 3, 0]
     assert Topology(uneven, 3).parts(7, None) == [4, 3]
@@ -119,7 +119,7 @@ pairs = ranks_of(("tests.support.simulated_hosts:Pairs", 4))
 
 
 @on_ranks("pairs")
-def test_groups_take_the_nearest_transport(comm: Communicator) -> None:
+def test_groups_use_nearest_transport(comm: Communicator) -> None:
     two, flat = "hierarchical-pairs", "gloo"
     kinds = {(0, 1): "shm", (2, 3): "shm", (0, 2): flat, (1, 2, 3): two, (3, 1, 0): two}
     for members, kind in kinds.items():
@@ -133,7 +133,7 @@ def test_groups_take_the_nearest_transport(comm: Communicator) -> None:
 
 
 def _heard(call: Callable[[], Any]) -> CollectiveError:
-    """Repeat ``call`` until it raises; return the error."""
+    """Call ``call`` until it raises, and return the error."""
     while True:
         try:
             call()
@@ -148,7 +148,7 @@ def _until_it_breaks(comm: Communicator, count: int) -> CollectiveError:
 
 @pytest.mark.parametrize("count", [3, 1 << 20])
 @pytest.mark.parametrize("victim", range(4))
-def test_a_killed_rank_is_named_on_all_hosts(pairs: RankPool, victim: int, count: int) -> None:
+def test_killed_rank_is_named_on_every_host(pairs: RankPool, victim: int, count: int) -> None:
     plan = [faults.kill(victim, at_call=3)]
     with pytest.raises(RanksFailedError) as failed:
         pairs.run(_until_it_breaks, count, faults=plan)
@@ -161,14 +161,14 @@ def test_a_killed_rank_is_named_on_all_hosts(pairs: RankPool, victim: int, count
 
 
 def _until_heard(folder: Path, count: int) -> None:
-    """Wait until that many ranks have heard of something."""
+    """Wait until ``count`` ranks have left a file in ``folder``, as a sign of their error."""
     while len(os.listdir(folder)) < count:
         time.sleep(0.01)
 
 
 @pytest.mark.parametrize("late", range(4))
 @on_ranks("pairs")
-def test_a_late_rank_is_named_on_all_hosts(comm: Communicator, late: int, tmp_path: Path) -> None:
+def test_late_rank_is_named_on_every_host(comm: Communicator, late: int, tmp_path: Path) -> None:
     comm.barrier()
     if comm.rank == late:
         _until_heard(tmp_path, comm.size - 1)
@@ -183,7 +183,7 @@ def test_a_late_rank_is_named_on_all_hosts(comm: Communicator, late: int, tmp_pa
 
 @pytest.mark.parametrize("leaver", range(4))
 @on_ranks("pairs")
-def test_a_rank_that_left_is_named_on_all_hosts(comm: Communicator, leaver: int) -> None:
+def test_departed_rank_is_named_on_every_host(comm: Communicator, leaver: int) -> None:
     comm.barrier()
     if comm.rank == leaver:
         comm.close()
@@ -201,7 +201,7 @@ def _failing(comm: Communicator, victim: int) -> CollectiveError:
 
 
 @pytest.mark.parametrize("victim", [0, 3])
-def test_a_failed_rank_is_told_to_all_hosts(pairs: RankPool, victim: int) -> None:
+def test_failed_rank_is_named_on_every_host(pairs: RankPool, victim: int) -> None:
     with pytest.raises(RanksFailedError) as failed:
         pairs.run(_failing, victim)
     for error in failed.value.results.values():
@@ -212,9 +212,7 @@ def test_a_failed_rank_is_told_to_all_hosts(pairs: RankPool, victim: int) -> Non
 
 @pytest.mark.parametrize("source", [0, 3])
 @on_ranks("pairs")
-def test_a_message_that_does_not_come_names_its_sender(
-    comm: Communicator, source: int, tmp_path: Path
-) -> None:
+def test_recv_timeout_names_sender(comm: Communicator, source: int, tmp_path: Path) -> None:
     comm.barrier()
     if comm.rank != 1:
         _until_heard(tmp_path, 1)
@@ -231,18 +229,22 @@ def test_a_message_that_does_not_come_names_its_sender(
 
 @pytest.mark.parametrize("others", [[0], [1], [3], [2, 3], [1, 3]])
 @on_ranks("pairs", call_timeout=20.0)
-def test_different_calls_are_found_unasked(comm: Communicator, others: list[int]) -> None:
+def test_different_calls_raise_mismatch_without_setting(
+    comm: Communicator, others: list[int]
+) -> None:
     comm.barrier()
-    # Inside a host at once, between hosts when the call has stalled for a second; too late
-    # in either case for what the other ranks have sent.
+    # The ranks of one host notice the difference at once, ranks of different hosts after the call
+    # has stalled for one second. By then the other ranks have already sent their data.
     error = _heard(comm.barrier if comm.rank in others else lambda: comm.all_reduce(np.ones(5)))
     assert isinstance(error, MismatchError), error
     lines = [line for line in str(error).splitlines() if line.startswith("  rank")]
     by_call = {line.partition(":")[2].split("(")[0].strip(): line for line in lines}
-    # Where two of them differ at once, the others may not have come yet.
+    # If two ranks of one host differ, the error can come before the other host has called.
     late = by_call.pop("has not come so far", "")
     assert set(by_call) == {"barrier", "all_reduce"}, error
-    ranks = {what: re.findall(r"\d+", line.partition(":")[0]) for what, line in by_call.items()}
+    ranks = {
+        operation: re.findall(r"\d+", line.partition(":")[0]) for operation, line in by_call.items()
+    }
     assert {int(rank) for rank in ranks["barrier"]} <= set(others), error
     assert {int(rank) for rank in ranks["all_reduce"]}.isdisjoint(others), error
     named = [*ranks["barrier"], *ranks["all_reduce"], *re.findall(r"\d+", late)]
@@ -255,7 +257,7 @@ def test_different_calls_are_found_unasked(comm: Communicator, others: list[int]
 
 
 @on_ranks("pairs")
-def test_no_memory_on_one_host_is_no_memory_on_all(comm: Communicator) -> None:
+def test_allocation_failure_on_one_host_raises_on_all(comm: Communicator) -> None:
     inner: Any = comm.transport._inner  # type: ignore[attr-defined]
 
     def refuse(nbytes: int, timeout: float) -> None:
@@ -269,7 +271,7 @@ def test_no_memory_on_one_host_is_no_memory_on_all(comm: Communicator) -> None:
 
 
 @on_ranks("pairs")
-def test_memory_of_its_own(comm: Communicator) -> None:
+def test_symmetric_memory_is_reduced_across_hosts(comm: Communicator) -> None:
     x = comm.empty(300_000, "float32")
     x[:] = comm.rank + 1
     y = comm.empty(300_000, "float32")
@@ -283,7 +285,7 @@ def test_memory_of_its_own(comm: Communicator) -> None:
 
 
 class Broken(Pairs):
-    """On the second host shared memory cannot be had; on the first rank 1 hears that early."""
+    """Hosts of which the second has no shared memory; rank 1 learns of that while connecting."""
 
     name = "hierarchical-broken"
 
@@ -303,21 +305,21 @@ class NoShm(ShmBackend):
 
 
 class LateShm(ShmBackend):
-    """Does not join before it has heard of a failure, so never: rank 0 waits for it."""
+    """Shared memory that waits for a failure instead of joining, so that rank 0 waits for it."""
 
     @classmethod
     def connect(cls, world: World, deadline: Deadline) -> LateShm:
         while not deadline.expired:
             world.store.check()
             time.sleep(0.01)
-        raise AssertionError("no failure was heard of")
+        raise AssertionError("no failure was reported")
 
 
 def _nothing(comm: Communicator) -> None:
-    """Get no further than here."""
+    """Do nothing; connecting fails before this function runs."""
 
 
-def test_a_host_without_shared_memory_is_told_to_all() -> None:
+def test_host_without_shared_memory_is_named_on_all_ranks() -> None:
     with pytest.raises(RanksFailedError) as failed:
         run_ranks(4, _nothing, backend=Broken, timeout=15.0)
     errors = failed.value.errors
@@ -329,7 +331,7 @@ def test_a_host_without_shared_memory_is_told_to_all() -> None:
 
 
 class Late(Pairs):
-    """Rank 0 is not through before it has heard of a failure."""
+    """Hosts on which rank 0 finishes connecting only after a failure has been reported."""
 
     name = "hierarchical-late"
 
@@ -341,11 +343,11 @@ class Late(Pairs):
 
 
 def _late_exchange(outer: Any, text: str, deadline: Deadline) -> list[str]:
-    found = _exchange(outer, text, deadline)
+    texts = _exchange(outer, text, deadline)
     while text == "ready" and outer.channel.failure is None and not deadline.expired:
         time.sleep(0.01)
     outer.channel.check("connect")
-    return found
+    return texts
 
 
 def _failing_at_once(comm: Communicator) -> CollectiveError:
@@ -354,7 +356,7 @@ def _failing_at_once(comm: Communicator) -> CollectiveError:
     return _heard(comm.barrier)
 
 
-def test_a_rank_that_fails_while_another_connects_is_told_to_it_in_its_first_call() -> None:
+def test_failure_while_peer_connects_is_raised_by_first_call() -> None:
     with pytest.raises(RanksFailedError) as failed:
         run_ranks(4, _failing_at_once, backend=Late, timeout=15.0)
     assert list(failed.value.errors) == [3]
@@ -362,8 +364,8 @@ def test_a_rank_that_fails_while_another_connects_is_told_to_it_in_its_first_cal
         assert isinstance(error, PeerFailedError), error
 
 
-def test_only_a_watched_transport_can_be_between_the_hosts() -> None:
-    store: Any = None  # refused before anybody is met
+def test_unwatched_transport_between_hosts_is_refused() -> None:
+    store: Any = None  # the transport is refused before the ranks use a store
     world = World(0, 2, 0, 1, "here", "none", "job", store, {"across": "shm"})
     with pytest.raises(UnsupportedError, match=r"hierarchical: 'shm' between the hosts.*'gloo'"):
         HierarchicalBackend.connect(world, 1.0)
