@@ -1,7 +1,7 @@
-"""``mpi`` with arrays of GPUs: given to a CUDA-aware library as they are, staged on others.
+"""``mpi`` with GPU arrays: a CUDA-aware library gets them directly, others via host memory.
 
-The GPUs are the ABI fake's, whose memory every MPI can read. So this proves that MPI is given
-the right memory at the right time, and nothing about CUDA-aware libraries themselves.
+The GPUs are those of the ABI fake, and every MPI can read their memory. So these tests show that
+MPI gets the right memory at the right time. They show nothing about real CUDA-aware libraries.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ Check = Callable[[], None]
 
 needs_compiler = pytest.mark.skipif(compiler() is None, reason="the ABI fake needs a C compiler")
 
-# -- the public suite -----------------------------------------------------------------------------
+# -- the public conformance suite -----------------------------------------------------------------
 
 ON_ODD = OnOddRanks("cuda-on-odd", of=str, read=str, type=object, like=None)
 
@@ -60,7 +60,7 @@ ON_ODD = OnOddRanks("cuda-on-odd", of=str, read=str, type=object, like=None)
 @needs("mpich")
 @needs_compiler
 @parametrize_with_checks(CudaAware, sizes=(2,), kind="cuda", mpiexec=launch_of("mpich"))
-def test_mpich(check: Check) -> None:
+def test_cuda_aware_mpich_passes_suite(check: Check) -> None:
     check()
 
 
@@ -69,7 +69,7 @@ def test_mpich(check: Check) -> None:
 @parametrize_with_checks(
     CudaAware, sizes=(2,), kind="cuda", checks=BY_PLACE, mpiexec=launch_of("openmpi")
 )
-def test_openmpi(check: Check) -> None:
+def test_cuda_aware_openmpi_passes_suite(check: Check) -> None:
     check()
 
 
@@ -78,16 +78,16 @@ def test_openmpi(check: Check) -> None:
 @parametrize_with_checks(
     OnSomeRanks, sizes=(2,), kind=ON_ODD, checks=BY_PLACE, mpiexec=launch_of("mpich")
 )
-def test_ranks_with_arrays_of_gpus_and_ranks_without(check: Check) -> None:
+def test_mixed_gpu_and_cpu_ranks_pass_suite(check: Check) -> None:
     check()
 
 
-# -- every operation, on arrays of the fake -------------------------------------------------------
+# -- every operation, on arrays of the fake GPU ---------------------------------------------------
 
 
 @pytest.fixture(scope="module", params=[pytest.param(v, marks=needs(v)) for v in VENDORS])
 def pools(request: pytest.FixtureRequest) -> Iterator[Callable[[type], RankPool]]:
-    """Return what gives two ranks of a class of ``cuda_aware``."""
+    """Return a function that starts two ranks of a given transport class, and keeps them."""
     if compiler() is None:
         pytest.skip("the ABI fake needs a C compiler")
     with contextlib.ExitStack() as opened:
@@ -110,7 +110,7 @@ def _values(rank: int, *shape: int) -> np.ndarray[Any, Any]:
 
 
 def _operations(comm: Communicator, **how: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Yield operations on arrays of this rank's GPU: their names, results and what is expected."""
+    """Yield name, result and expected result of operations on arrays of this rank's GPU."""
     put = functools.partial(FakeArray.of, device=comm.rank)
     every = [_values(rank, 8, 5) for rank in range(comm.size)]
     uneven = [_values(rank, 2 + 3 * rank, 5) for rank in range(comm.size)]
@@ -124,7 +124,7 @@ def _operations(comm: Communicator, **how: Any) -> Iterator[tuple[str, Any, Any]
     yield "all_reduce of columns", comm.all_reduce(put(mine[:, ::2]), **how), total[:, ::2]
     out = FakeArray((8, 5), np.int32, device=comm.rank)
     yield "all_reduce to out", comm.all_reduce(put(mine), op="max", out=out, **how), every[1]
-    # Takes arithmetic of ours, on the host.
+    # Our own arithmetic computes the average, in host memory.
     average = comm.all_reduce(put(mine.astype(np.float32)), op="avg", **how)
     yield "all_reduce by avg", average, (total / comm.size).astype(np.float32)
     tree = comm.all_reduce({"a": put(mine), "b": put(mine[0])}, **how)
@@ -168,20 +168,20 @@ def _on_host(x: Any) -> Any:
     return x.get() if isinstance(x, FakeArray) else x
 
 
-def _same(name: str, found: Any, expected: Any) -> None:
+def _same(name: str, result: Any, expected: Any) -> None:
     if isinstance(expected, dict):
         for key, value in expected.items():
-            _same(name, found[key], value)
+            _same(name, result[key], value)
     elif expected is None:
-        assert found is None, name
+        assert result is None, name
     else:
-        assert isinstance(found, (FakeArray, DeviceArray)), f"{name}: {type(found)}"
-        np.testing.assert_array_equal(_on_host(found), expected, err_msg=name)
+        assert isinstance(result, (FakeArray, DeviceArray)), f"{name}: {type(result)}"
+        np.testing.assert_array_equal(_on_host(result), expected, err_msg=name)
 
 
 @contextlib.contextmanager
 def _nothing_begins_before_somebody_waits() -> Iterator[None]:
-    """Have the fake do no work before the host waits for it: until then all is poison."""
+    """Let the fake start no work before the host waits for it; until then outputs are poison."""
     fake = Fake()
     fake.knob("hold", 1)
 
@@ -202,13 +202,13 @@ def _nothing_begins_before_somebody_waits() -> Iterator[None]:
 
 
 def _all_operations(comm: Communicator) -> None:
-    for name, found, expected in _operations(comm):
-        _same(name, found, expected)
+    for name, result, expected in _operations(comm):
+        _same(name, result, expected)
     for name, work, expected in _operations(comm, async_op=True):
         _same(f"{name} in the background", work.wait(), expected)
 
 
-def test_every_operation_through_the_host(pools: Callable[[type], RankPool]) -> None:
+def test_staged_operations_return_expected_results(pools: Callable[[type], RankPool]) -> None:
     pools(Staged).run(_all_operations)
 
 
@@ -217,19 +217,19 @@ def _reads_at_once(comm: Communicator) -> None:
     out = FakeArray.of(np.zeros((8, 10), np.int32)[:, ::2], device=comm.rank)
     with Fake().turned("delay_us", 50_000):
         comm.all_reduce(FakeArray.of(mine, device=comm.rank), out=out, async_op=True).wait()
-        found = out.peek()
-    np.testing.assert_array_equal(found, sum(_values(rank, 8, 5) for rank in range(comm.size)))
+        content = out.peek()
+    np.testing.assert_array_equal(content, sum(_values(rank, 8, 5) for rank in range(comm.size)))
 
 
 @pytest.mark.parametrize("how", [Watched, Staged])
-def test_what_has_been_waited_for_may_be_read_on_any_stream(
+def test_waited_result_is_readable_on_any_stream(
     pools: Callable[[type], RankPool], how: type
 ) -> None:
     pools(how).run(_reads_at_once)
 
 
 @on_ranks("watched")
-def test_mpi_reads_nothing_before_the_stream_is_done(comm: Communicator) -> None:
+def test_mpi_reads_input_only_after_stream_is_done(comm: Communicator) -> None:
     operations = _operations(comm)
     while True:
         with _nothing_begins_before_somebody_waits():
@@ -248,41 +248,39 @@ def _entries(comm: Communicator, **how: Any) -> tuple[set[str], set[bool]]:
     return {each.name for each in entered}, {each.current for each in entered}
 
 
-# What MPI gets as it is: everything but the average, which is made on the host.
+# The operations that MPI gets directly: all but the average, which is computed in host memory.
 _MOVES = "Bcast Scatterv Gatherv Allgather Allgatherv Alltoallv".split()
 _FOLDS = "Allreduce Reduce Reduce_scatter Reduce_scatter_block Scan".split()
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_mpi_gets_addresses_of_the_gpu_with_its_context(
-    watched: RankPool, background: bool
-) -> None:
+def test_mpi_gets_gpu_addresses_with_current_context(watched: RankPool, background: bool) -> None:
     how = {"async_op": True} if background else {}
     every = {f"I{name.lower()}" if background else name for name in (*_MOVES, *_FOLDS)}
     every |= {"Isend", "Irecv"}
-    # What rank 0 receives without an out= comes by way of the host.
+    # Results that rank 0 receives without an out= come through host memory.
     expected = every - {"Scatterv", "Iscatterv", "Irecv"}, every
     assert watched.run(_entries, **how) == [(names, {True}) for names in expected]
 
 
-# -- what does not go straight to MPI -------------------------------------------------------------
+# -- calls that do not go straight to MPI ---------------------------------------------------------
 
 
 def _supported(comm: Communicator) -> dict[str, list[str]]:
-    """Return on which types an operator is MPI's own, of those that it has a meaning for."""
-    found: dict[str, list[str]] = {}
+    """Return the types for which MPI has each operator, of the types that the operator allows."""
+    types: dict[str, list[str]] = {}
     for op in (*map(as_op, NAMES), premul_sum(2.0)):
         for name in ("bool", "int32", "float32", "float16", "bfloat16", "complex64"):
-            for what, ordered in (("reduce", False), ("reduce", True), ("scan", False)):
+            for operation, ordered in (("reduce", False), ("reduce", True), ("scan", False)):
                 with contextlib.suppress(DtypeError):
                     arithmetic.check(op, BY_NAME[name])
-                    if comm.transport.supports(what, op, BY_NAME[name], ordered):
-                        key = f"{what} in order" if ordered else what
-                        found.setdefault(f"{key}: {op.name}", []).append(name)
-    return found
+                    if comm.transport.supports(operation, op, BY_NAME[name], ordered):
+                        key = f"{operation} in order" if ordered else operation
+                        types.setdefault(f"{key}: {op.name}", []).append(name)
+    return types
 
 
-def test_what_mpi_folds_itself(watched: RankPool) -> None:
+def test_supports_names_operators_that_mpi_reduces(watched: RankPool) -> None:
     whole = ["bool", "int32"]
     by_op = {"min": whole, "max": whole, "band": whole, "bor": whole, "bxor": whole}
     by_op |= {"sum": ["int32"], "prod": ["int32"], "land": ["bool"], "lor": ["bool"]}
@@ -291,17 +289,17 @@ def test_what_mpi_folds_itself(watched: RankPool) -> None:
         for what in ("reduce", "reduce in order", "scan")
         for op, types in by_op.items()
     }
-    # The first rank's result of a scan is its own input, whose bytes nothing makes 0 and 1.
+    # In a scan rank 0 returns its input unchanged, so nothing converts its bool bytes to 0 and 1.
     for key in [key for key in every if key.startswith("scan")]:
         every[key] = [name for name in every[key] if name != "bool"]
     every = {key: names for key, names in every.items() if names}
-    # In whatever order it likes, which floats would show.
+    # Without a fixed order MPI also reduces floats, whose result depends on the order.
     every |= {f"reduce: {op}": ["int32", "float32", "complex64"] for op in ("sum", "prod")}
     assert watched.run(_supported) == [every, every]
 
 
 @on_ranks("watched")
-def test_more_elements_than_one_call_of_mpi_takes(comm: Communicator) -> None:
+def test_gpu_calls_above_mpi_count_limit_are_split(comm: Communicator) -> None:
     backend = comm.transport
     most, backend._most = backend._most, 7
     comm._path.plans.clear()
@@ -313,7 +311,7 @@ def test_more_elements_than_one_call_of_mpi_takes(comm: Communicator) -> None:
 
 
 @on_ranks("watched")
-def test_a_call_that_is_made_again_waits_again(comm: Communicator) -> None:
+def test_repeated_call_waits_for_stream_each_time(comm: Communicator) -> None:
     x, out = (FakeArray((6,), np.float32, device=comm.rank) for _ in range(2))
     for turn in range(40):
         x.set(np.full(6, turn + comm.rank))
@@ -322,13 +320,13 @@ def test_a_call_that_is_made_again_waits_again(comm: Communicator) -> None:
 
 
 @on_ranks("watched")
-def test_memory_of_gpus_that_is_shared_is_refused(comm: Communicator) -> None:
+def test_shared_gpu_memory_is_refused(comm: Communicator) -> None:
     with pytest.raises(UnsupportedError, match=r"has none that ranks share .* with its framework"):
         comm.empty(4, like=FakeArray((3,), np.int32, device=comm.rank))
 
 
 @on_ranks("watched")
-def test_groups_take_arrays_of_gpus_too(comm: Communicator) -> None:
+def test_groups_take_gpu_arrays(comm: Communicator) -> None:
     for group in (comm.split(0), comm.group([1, 0]), comm.dup()):
         assert type(group.transport) is Watched
         x = FakeArray.of(np.full(3, comm.rank + 1), device=comm.rank)
@@ -336,11 +334,11 @@ def test_groups_take_arrays_of_gpus_too(comm: Communicator) -> None:
 
 
 @on_ranks("watched")
-def test_memory_that_mpi_may_still_write_to_is_kept(comm: Communicator) -> None:
+def test_timed_out_recv_keeps_gpu_memory(comm: Communicator) -> None:
     if comm.rank == 0:
         x = FakeArray((3,), np.int32, device=0)
         with pytest.raises(CollectiveTimeoutError):
-            # Of this length MPI is given the address before there is a message.
+            # For this length MPI gets the address before there is a message.
             comm.transport.recv(
                 Buffer(adapter_of(x).view(x)[0], BY_NAME["int32"]), 1, 5, Deadline(0.2)
             )
@@ -354,7 +352,7 @@ def test_memory_that_mpi_may_still_write_to_is_kept(comm: Communicator) -> None:
 
 
 @on_ranks("watched")
-def test_memory_that_mpi_never_saw_is_not_kept(comm: Communicator) -> None:
+def test_mismatched_call_frees_gpu_memory(comm: Communicator) -> None:
     x = FakeArray((3 + comm.rank,), np.int32, device=comm.rank)
     with pytest.raises(MismatchError):
         comm.all_reduce(x)
@@ -365,7 +363,7 @@ def test_memory_that_mpi_never_saw_is_not_kept(comm: Communicator) -> None:
     assert kept() is None
 
 
-# -- what a library says of itself ----------------------------------------------------------------
+# -- whether a library is CUDA-aware --------------------------------------------------------------
 
 
 _ASK = """
@@ -377,7 +375,7 @@ print("aware:", describe().cuda_aware, type(comm.transport).__name__)
 
 
 @pytest.mark.parametrize("vendor", [pytest.param(v, marks=needs(v)) for v in VENDORS])
-def test_the_wheels_of_pypi_are_not_cuda_aware(vendor: str) -> None:
+def test_pypi_wheels_are_not_cuda_aware(vendor: str) -> None:
     assert "aware: False MpiBackend\n" in mpirun(vendor, 1, _ASK).stdout
 
 
@@ -386,7 +384,7 @@ def _library(monkeypatch: pytest.MonkeyPatch, **functions: Any) -> None:
 
 
 @pytest.mark.parametrize("answer", [0, 1])
-def test_the_library_is_asked_where_it_has_an_answer(
+def test_cuda_query_of_library_takes_precedence(
     monkeypatch: pytest.MonkeyPatch, answer: int
 ) -> None:
     _library(monkeypatch, MPIX_Query_cuda_support=lambda: answer)
@@ -400,7 +398,7 @@ def test_the_library_is_asked_where_it_has_an_answer(
     [("", "cuda", False), ("0", "cuda", False), ("1", "cuda", True), ("2", "CUDA", True),
      ("1", "", False), ("1", "cmaps", False)],
 )  # fmt: skip
-def test_intel_mpi_is_aware_of_cuda_if_it_is_told_so(
+def test_intel_mpi_is_cuda_aware_if_environment_says_so(
     monkeypatch: pytest.MonkeyPatch, offload: str, mode: str, aware: bool
 ) -> None:
     _library(monkeypatch)
@@ -409,7 +407,7 @@ def test_intel_mpi_is_aware_of_cuda_if_it_is_told_so(
     assert library._cuda_aware("libmpi.so") is aware
 
 
-def test_a_library_that_cannot_be_found_is_not_asked() -> None:
+def test_missing_library_is_not_cuda_aware() -> None:
     assert library._cuda_aware("") is False
 
 
@@ -417,5 +415,5 @@ def _chosen(comm: Communicator) -> str:
     return type(comm.transport).__name__
 
 
-def test_a_library_that_says_so_is_given_arrays_of_gpus(pools: Callable[[type], RankPool]) -> None:
+def test_cuda_aware_library_selects_cuda_aware_transport(pools: Callable[[type], RankPool]) -> None:
     assert pools(SaysSo).run(_chosen) == ["CudaAwareMpi"] * 2

@@ -1,4 +1,4 @@
-"""What becomes of a process when MPI, a peer or a launch fails, and how it ends."""
+"""Failures of MPI, of a peer or of a launch, and how the processes end."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from collective.errors import BackendUnavailableError
 from collective.testing.ranks import Opening
 from tests.support.mpi_launches import VENDORS, by_vendor, launch_of, mpirun, needs, run_alone
 
-# One write a line, as ranks share an output.
+# Each line is one write, because the ranks share one output.
 _PRELUDE = """
 import collective, numpy as np, os, signal, sys, time
 def say(*words):
@@ -29,12 +29,12 @@ def _script(text: str) -> str:
     return _PRELUDE + textwrap.dedent(text)
 
 
-# -- ends in good order ----------------------------------------------------------------------
+# -- orderly ends ----------------------------------------------------------------------------
 
 
 @by_vendor
 @pytest.mark.parametrize("how", ["with", "close", "neither"])
-def test_a_program_ends(vendor: str, how: str) -> None:
+def test_program_exits(vendor: str, how: str) -> None:
     script = _script(f"""
         comm = collective.init("mpi")
         if {how!r} == "with":
@@ -52,10 +52,10 @@ def test_a_program_ends(vendor: str, how: str) -> None:
 
 
 @by_vendor
-@pytest.mark.parametrize("whose", ["ours", "the program's"])
-def test_a_program_ends_that_drops_its_communicators(vendor: str, whose: str) -> None:
+@pytest.mark.parametrize("owner", ["library", "program"])
+def test_program_that_drops_communicators_exits(vendor: str, owner: str) -> None:
     script = _script(f"""
-        if {whose!r} != "ours":
+        if {owner!r} != "library":
             from mpi4py import MPI
         from collective.backends.mpi import MpiBackend
         from collective.start.mpi_world import world_of
@@ -71,7 +71,7 @@ def test_a_program_ends_that_drops_its_communicators(vendor: str, whose: str) ->
 
 
 @by_vendor
-def test_a_program_ends_with_calls_in_the_background(vendor: str) -> None:
+def test_program_with_background_calls_exits(vendor: str) -> None:
     script = _script("""
         comm = collective.init("mpi")
         if comm.rank == 0:
@@ -83,7 +83,7 @@ def test_a_program_ends_with_calls_in_the_background(vendor: str) -> None:
 
 
 @by_vendor
-def test_mpi_of_the_program_stays_its_own(vendor: str) -> None:
+def test_mpi_state_of_program_is_unchanged(vendor: str) -> None:
     script = _script("""
         from mpi4py import MPI
         half = MPI.COMM_WORLD.Split(MPI.COMM_WORLD.rank % 2, -MPI.COMM_WORLD.rank)
@@ -110,8 +110,8 @@ def test_mpi_of_the_program_stays_its_own(vendor: str) -> None:
 
 
 @by_vendor
-def test_nothing_of_a_closed_communicator_calls_mpi(vendor: str) -> None:
-    # It would meet the program's own MPI_Finalize.
+def test_closed_communicator_makes_no_mpi_calls(vendor: str) -> None:
+    # Such a call could come after the program's own MPI_Finalize.
     script = _script("""
         from mpi4py import MPI
         from collective.backends.mpi import MpiStore
@@ -136,7 +136,7 @@ def test_nothing_of_a_closed_communicator_calls_mpi(vendor: str) -> None:
 
 
 @by_vendor
-def test_a_world_of_one_needs_no_mpiexec(vendor: str) -> None:
+def test_world_of_one_rank_needs_no_mpiexec(vendor: str) -> None:
     script = _script("""
         with collective.init("mpi") as comm:
             assert comm.size == 1
@@ -149,7 +149,7 @@ def test_a_world_of_one_needs_no_mpiexec(vendor: str) -> None:
 
 
 @by_vendor
-def test_ranks_that_mpi_does_not_connect_make_no_worlds_of_one(vendor: str) -> None:
+def test_init_with_unconnected_mpi_world_is_refused(vendor: str) -> None:
     script = _script("""
         from mpi4py import MPI
         try:
@@ -159,17 +159,17 @@ def test_ranks_that_mpi_does_not_connect_make_no_worlds_of_one(vendor: str) -> N
         # Who names it means it.
         print(collective.init(comm=MPI.COMM_SELF).size)
     """)
-    # One of the two that `torchrun` starts.
+    # The environment of one of two ranks that `torchrun` starts.
     written = run_alone(launch_of(vendor).python, script, RANK="1", WORLD_SIZE="2").stdout
     assert written.startswith("mpi: MPI's world has size 1, but the launcher 'torchrun' started 2")
     assert written.endswith("mpiexec -n 2.\n1\n")
 
 
-# -- ends in bad order ------------------------------------------------------------------------
+# -- ends after a failure ---------------------------------------------------------------------
 
 
 @by_vendor
-def test_a_program_that_raises_ends_all(vendor: str) -> None:
+def test_exception_on_one_rank_ends_job(vendor: str) -> None:
     script = _script("""
         comm = collective.init("mpi")
         if comm.rank == 1:
@@ -181,8 +181,8 @@ def test_a_program_that_raises_ends_all(vendor: str) -> None:
     assert "by nobody" in done.stdout
 
 
-# Rank 0 has come to the call and then does not take part in MPI's operation, in which rank 1 is
-# as soon as the file is there.
+# Rank 0 announces the call and then does not take part in MPI's operation. Rank 1 creates the file
+# when it enters the operation.
 _STOPS_INSIDE = """
     from collective.launch import control
     {prelude}
@@ -213,8 +213,9 @@ def _output(vendor: str, script: str, *arguments: str, **environment: str) -> st
 
 
 @needs("mpich")
-def test_a_peer_that_dies_inside_an_operation_ends_the_process(tmp_path: Path) -> None:
-    # Out of the process group, as in the pools of ranks: mpiexec would end the job at once.
+def test_peer_death_inside_mpich_operation_ends_process(tmp_path: Path) -> None:
+    # The rank leaves the process group, as ranks of a pool do: else mpiexec would end the job at
+    # once.
     prelude = "control.leave_process_group()"
     script = _script(_STOPS_INSIDE.format(prelude=prelude, timeout=60.0, act=_DIE))
     output = _output("mpich", script, "-disable-auto-cleanup", INSIDE=str(tmp_path / "inside"))
@@ -224,20 +225,21 @@ def test_a_peer_that_dies_inside_an_operation_ends_the_process(tmp_path: Path) -
 
 
 @needs("openmpi")
-def test_open_mpi_with_ulfm_returns_an_error_instead(tmp_path: Path) -> None:
+def test_peer_death_with_ulfm_raises_peer_lost(tmp_path: Path) -> None:
     script = _script(_STOPS_INSIDE.format(prelude="", timeout=60.0, act=_DIE))
     output = _output("openmpi", script, "--with-ft", "ulfm", INSIDE=str(tmp_path / "inside"))
     assert re.search(r"heard PeerLostError broadcast\(.*rank 0", output)
 
 
 @needs("openmpi")
-@pytest.mark.parametrize("closes", [False, True], ids=["the operation", "and closed"])
-def test_who_sends_to_one_that_has_left_is_let_go(closes: bool, tmp_path: Path) -> None:
-    # Too long to be sent before the receiver asks for it, as parts of an all_reduce are. MPI says
-    # that it was revoked, or that it is sent. Told by a file: mpiexec may drop what is written.
+@pytest.mark.parametrize("closes", [False, True], ids=["open", "closed"])
+def test_send_to_departed_rank_returns(closes: bool, tmp_path: Path) -> None:
+    # The message is so long that MPI sends it only when the receiver asks for it, as with parts of
+    # an all_reduce. MPI returns that the communicator was revoked, or that the message is sent. A
+    # file reports the end of the call, because mpiexec may drop output.
     over = tmp_path / "over"
     script = _script(f"""
-        inside, closed, over = {[str(tmp_path / each) for each in ("inside", "closed", "over")]!r}
+        inside, closed, over = {[str(tmp_path / name) for name in ("inside", "closed", "over")]!r}
         def wait_for(file):
             while not os.path.exists(file) and time.monotonic() < end:
                 time.sleep(0.01)
@@ -274,7 +276,7 @@ def test_who_sends_to_one_that_has_left_is_let_go(closes: bool, tmp_path: Path) 
 
 
 @needs("openmpi")
-def test_survivors_go_on_with_open_mpi() -> None:
+def test_survivors_shrink_with_open_mpi() -> None:
     script = _script(f"""
         comm = collective.init("mpi")
         first = comm.rank
@@ -294,8 +296,8 @@ def test_survivors_go_on_with_open_mpi() -> None:
             say("rank", first, "is", comm.rank, "of", comm.size, comm.origin, "sum", total)
     """)
     done = mpirun("openmpi", 5, script, arguments=("--with-ft", "ulfm"), check=False)
-    found = sorted(line for line in done.stdout.splitlines() if line.startswith("rank "))
-    assert found == [
+    lines = sorted(line for line in done.stdout.splitlines() if line.startswith("rank "))
+    assert lines == [
         "rank 2 is 0 of 3 (2, 3, 4) sum 28",
         "rank 3 is 0 of 2 (3, 4) sum 24",
         "rank 3 is 1 of 3 (2, 3, 4) sum 28",
@@ -306,7 +308,7 @@ def test_survivors_go_on_with_open_mpi() -> None:
 
 
 @needs("openmpi")
-def test_past_generations_leave_nothing_of_ours() -> None:
+def test_past_generations_leave_no_users_or_threads() -> None:
     script = _script("""
         import gc, threading
         from collective.backends.mpi import library, watchdog
@@ -336,16 +338,14 @@ def test_past_generations_leave_nothing_of_ours() -> None:
 
 
 @by_vendor
-def test_a_deadline_that_passes_inside_an_operation_ends_the_process(
-    vendor: str, tmp_path: Path
-) -> None:
+def test_deadline_inside_operation_ends_process(vendor: str, tmp_path: Path) -> None:
     script = _script(_STOPS_INSIDE.format(prelude="", timeout=1.0, act="time.sleep(100)"))
     output = _output(vendor, script, INSIDE=str(tmp_path / "inside"))
     assert "collective: CollectiveTimeoutError: broadcast(float64[1000]" in output
 
 
 @by_vendor
-def test_the_program_s_own_finalize_does_not_wait_for_the_dead(vendor: str) -> None:
+def test_finalize_of_program_does_not_wait_for_dead_rank(vendor: str) -> None:
     if vendor == "openmpi":
         prelude, arguments = "", ("--with-ft", "ulfm")
     else:
@@ -368,7 +368,7 @@ def test_the_program_s_own_finalize_does_not_wait_for_the_dead(vendor: str) -> N
     assert "the job is aborted instead" in output
 
 
-# What rank 0 waits for, so that it is there and silent for as long as the other needs.
+# Rank 0 waits for this file, so that it lives and stays silent as long as the other rank needs.
 _UNTIL_HEARD = """
 heard = {heard!r}
 def until_heard():
@@ -379,7 +379,7 @@ def until_heard():
 
 
 @by_vendor
-def test_a_rank_that_does_not_come_to_the_store(vendor: str, tmp_path: Path) -> None:
+def test_rank_missing_at_store_raises_rendezvous_error(vendor: str, tmp_path: Path) -> None:
     script = (
         _UNTIL_HEARD.format(heard=str(tmp_path / "heard"))
         + """
@@ -400,7 +400,7 @@ os._exit(0)
 
 
 @by_vendor
-def test_a_process_that_never_calls_init(vendor: str, tmp_path: Path) -> None:
+def test_process_without_init_raises_rendezvous_error(vendor: str, tmp_path: Path) -> None:
     script = (
         _UNTIL_HEARD.format(heard=str(tmp_path / "heard"))
         + """
@@ -418,10 +418,12 @@ finally:
     assert "came through" not in output
 
 
-# -- libraries that are not as they should be ---------------------------------------------------
+# -- unusable libraries -------------------------------------------------------------------------
 
 
-def test_without_mpi4py(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_mpi4py_raises_backend_unavailable(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] == "mpi4py"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "mpi4py", None)
@@ -431,10 +433,11 @@ def test_without_mpi4py(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
 
 
 _LEVEL = "import mpi4py\nmpi4py.rc.thread_level = 'funneled'\nfrom mpi4py import MPI\n"
-# What a program does before it wants a world of one, in which environment, and what the error says.
-# HERE is a folder with a broken library, and with traces of two that are installed.
+# Code that runs before a program asks for a world of one rank, its environment variables, and
+# parts of the expected error. HERE is a folder with a broken library and with the metadata of two
+# installed libraries.
 _UNFIT: dict[str, tuple[str, dict[str, str], tuple[str, ...]]] = {
-    "not there": (
+    "missing": (
         "",
         {"MPI4PY_LIBMPI": "/nowhere/libmpi.so"},
         ("mpi4py cannot load an MPI library", "/nowhere/libmpi.so", "pip install mpich"),
@@ -444,12 +447,12 @@ _UNFIT: dict[str, tuple[str, dict[str, str], tuple[str, ...]]] = {
         {"MPI4PY_LIBMPI": "HERE/libmpi.so"},
         ("mpi4py cannot load an MPI library", "HERE/libmpi.so"),
     ),
-    "two in one environment": (
+    "two libraries installed": (
         "import sys\nsys.path.insert(0, 'HERE')\n",
         {},
         ("this environment has several MPI", "mpich 9.9 and openmpi 9.9", "MPI4PY_LIBMPI"),
     ),
-    "a thread level that is too low": (
+    "thread level too low": (
         _LEVEL,
         {},
         ("MPI's thread level is 'funneled'", "MPI.Init_thread(MPI.THREAD_MULTIPLE)"),
@@ -459,14 +462,16 @@ _UNFIT: dict[str, tuple[str, dict[str, str], tuple[str, ...]]] = {
 
 
 @by_vendor
-@pytest.mark.parametrize("what", _UNFIT)
-def test_a_library_that_will_not_do(vendor: str, what: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", _UNFIT)
+def test_unusable_library_raises_backend_unavailable(
+    vendor: str, case: str, tmp_path: Path
+) -> None:
     (tmp_path / "libmpi.so").write_bytes(b"\x7fELF and then nothing")
     for name in VENDORS:
-        made = tmp_path / f"{name}-9.9.dist-info"
-        made.mkdir()
-        (made / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 9.9\n")
-    before, variables, words = _UNFIT[what]
+        info = tmp_path / f"{name}-9.9.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 9.9\n")
+    before, variables, words = _UNFIT[case]
     script = before.replace("HERE", str(tmp_path)) + _script("""
         try:
             collective.init("mpi")
@@ -482,7 +487,7 @@ def test_a_library_that_will_not_do(vendor: str, what: str, tmp_path: Path) -> N
 
 @needs(*VENDORS)
 @pytest.mark.parametrize(("launcher", "library"), [VENDORS, VENDORS[::-1]])
-def test_the_mpiexec_of_another_library(launcher: str, library: str) -> None:
+def test_mpiexec_of_another_library_is_refused(launcher: str, library: str) -> None:
     script = _script("""
         try:
             collective.init("mpi")
@@ -498,7 +503,7 @@ def test_the_mpiexec_of_another_library(launcher: str, library: str) -> None:
     assert str(Path(python).parent / "mpiexec") in output
 
 
-def test_the_wheels_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wheels_lists_installed_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     versions = {"mpich": "4.3.0", "impi-rt": "2021.16"}
 
     def version(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Plain arrays over ``mpi``, for which nothing is made anew, beside what Python sends and makes."""
+"""Plain arrays over ``mpi``, whose prepared calls are reused, mixed with calls made by Python."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _misfits(comm: Communicator) -> None:
 
 
 @on_ranks("pair")
-def test_no_more_tags_are_remembered_than_a_program_repeats(comm: Communicator) -> None:
+def test_remembered_tags_are_limited_to_64(comm: Communicator) -> None:
     group, peer, x = comm.dup(), 1 - comm.rank, np.ones(1)
     for tag in range(200):
         group.sendrecv(x, peer, peer, out=x, tag=tag)
@@ -52,7 +52,7 @@ def test_no_more_tags_are_remembered_than_a_program_repeats(comm: Communicator) 
 
 
 def _threads(comm: Communicator) -> None:
-    """Messages of several threads at once, one of each tag after the other."""
+    """Exchange messages in several threads at once; each thread uses one tag."""
     peer, failures = 1 - comm.rank, []
 
     def talk(tag: int) -> None:
@@ -75,22 +75,22 @@ def _threads(comm: Communicator) -> None:
 @pytest.mark.parametrize(
     "program", [*plain_messages.PROGRAMS, _misfits, _threads], ids=lambda program: program.__name__
 )
-def test_messages(pair: RankPool, program: Any) -> None:
+def test_plain_messages_program_passes(pair: RankPool, program: Any) -> None:
     pair.run(program)
 
 
 @needs("mpich")
-def test_tensors() -> None:
+def test_tensor_messages_pass_on_mpich() -> None:
     with RankPool(2, "mpi", timeout=30.0, mpiexec=warm_launch_of("mpich")) as pool:
         pool.run(plain_messages.tensors)
 
 
 @pytest.mark.parametrize("operation", ["recv", "sendrecv"])
 @on_ranks("pair")
-def test_a_message_that_was_given_up_keeps_its_memory(comm: Communicator, operation: str) -> None:
-    """Rank 0 waits in vain, and MPI may still write to what it gave."""
+def test_timed_out_recv_keeps_its_memory(comm: Communicator, operation: str) -> None:
+    """Rank 0 waits in vain, and MPI may still write to the memory of the call."""
     side, group, x = comm.dup(), comm.dup(), np.ones(4)
-    kept = len(library._unfinished)
+    unfinished_before = len(library._unfinished)
     if comm.rank == 0:
         calls = {
             "recv": lambda: group.recv(x, 1, tag=5, timeout=0.2),
@@ -100,11 +100,11 @@ def test_a_message_that_was_given_up_keeps_its_memory(comm: Communicator, operat
             calls[operation]()
         assert late.value.ranks == (1,)
     side.barrier()
-    while _transport(group).channel.failure is None:  # the monitor tells the other
+    while _transport(group).channel.failure is None:  # until the monitor has told the other rank
         time.sleep(0.001)
     with pytest.raises((CollectiveTimeoutError, CommunicatorAbortedError), match=r"0\.2 s"):
         group.send(x, 1 - comm.rank)
-    assert len(library._unfinished) - kept == (comm.rank == 0)
+    assert len(library._unfinished) - unfinished_before == (comm.rank == 0)
 
 
 def _send(comm: Communicator, x: Any, dst: int, background: bool, **options: Any) -> None:
@@ -115,10 +115,8 @@ def _send(comm: Communicator, x: Any, dst: int, background: bool, **options: Any
 
 @pytest.mark.parametrize("way", ["in C", "in Python", "in the background"])
 @on_ranks("pair")
-def test_sender_that_gives_up_waits_until_its_receiver_has_heard(
-    comm: Communicator, way: str
-) -> None:
-    """Rank 1 hears of the failure late, as on a busy machine, and receives at once after it."""
+def test_timed_out_send_waits_until_receiver_knows_failure(comm: Communicator, way: str) -> None:
+    """Rank 1 learns of the failure late, as on a busy machine, and then receives at once."""
     side, group, x = comm.dup(), comm.dup(), np.ones(1 << 20)
     if way == "in Python":
         group._path.exchange = None
@@ -139,7 +137,7 @@ def test_sender_that_gives_up_waits_until_its_receiver_has_heard(
             patch.setattr("collective.backends.peers.channel._HEARD_S", 30.0)
             with pytest.raises(CollectiveTimeoutError):
                 _send(group, x, 1, background, timeout=0.2)
-        x[:] = 99.0  # its owner has it back
+        x[:] = 99.0  # the call has ended, so the program may change its array
         side.send_object("go on", 1)
     else:
         side.recv_object(0)
@@ -152,18 +150,18 @@ def test_sender_that_gives_up_waits_until_its_receiver_has_heard(
 
 
 @on_ranks("pair")
-def test_plain_calls_meet_those_in_the_background(comm: Communicator) -> None:
-    """One rank's call is of plain arrays, the other's in a lane: both do as the lane has to."""
-    every = np.arange(4.0) + np.arange(comm.size)[:, None]
-    mine, total, joined = every[comm.rank], every.sum(axis=0), every.ravel()
+def test_plain_calls_match_background_calls(comm: Communicator) -> None:
+    """One rank makes a plain call, the other a background call: both use the lane's way."""
+    inputs = np.arange(4.0) + np.arange(comm.size)[:, None]
+    mine, total, gathered = inputs[comm.rank], inputs.sum(axis=0), inputs.ravel()
     for background in range(comm.size):
         calls: list[tuple[Callable[..., Any], Any]] = [
             (lambda **how: comm.all_reduce(mine, **how), total),
-            (lambda **how: comm.all_gather(mine, **how), joined),
-            (lambda **how: comm.broadcast(mine.copy(), root=1, **how), every[1]),
+            (lambda **how: comm.all_gather(mine, **how), gathered),
+            (lambda **how: comm.broadcast(mine.copy(), root=1, **how), inputs[1]),
             (lambda **how: comm.reduce_scatter(mine, **how), np.array_split(total, 2)[comm.rank]),
             (lambda **how: comm.barrier(**how), None),
         ]
         for call, wanted in calls:
-            got = call(async_op=True).wait() if comm.rank == background else call()
-            assert wanted is None or (got == wanted).all()
+            result = call(async_op=True).wait() if comm.rank == background else call()
+            assert wanted is None or (result == wanted).all()

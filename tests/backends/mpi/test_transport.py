@@ -1,4 +1,4 @@
-"""What is the ``mpi`` transport's own: dtypes, operators, tags, lengths, two ways for each call."""
+"""Parts specific to ``mpi``: dtypes, operators, tags, lengths, and two ways for each call."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _SIZE = 3
 
 @pytest.fixture(scope="module", params=INSTALLED)
 def ranks(request: pytest.FixtureRequest) -> Iterator[RankPool]:
-    """Three ranks of each vendor's MPI, which are kept."""
+    """Start three ranks of each vendor's MPI, and keep them for the module."""
     with RankPool(_SIZE, "mpi", timeout=30.0, mpiexec=launch_of(request.param)) as pool:
         yield pool
 
@@ -59,7 +59,7 @@ def _buffer(array: Array) -> Buffer:
 
 
 class _Silent:
-    """A channel whose waits end at once, with what they say that they wait in."""
+    """Channel whose waits raise at once; the error text is the call that waits."""
 
     def __init__(self) -> None:
         self.heard: list[int] = []
@@ -79,7 +79,8 @@ def _move(late: Any, request: Request) -> None:
     try:
         backend._move(POLLED, request, time.monotonic() + 1.0, "Bcast")
     finally:
-        # Before the caller has its array back, which MPI may go on reading.
+        # The other ranks must know of the failure before the caller gets its array back, because
+        # MPI may go on reading the array.
         assert channel.heard == [0, 1]
 
 
@@ -91,10 +92,10 @@ def _disagree(late: Any, request: Request) -> None:
 
 
 @pytest.mark.parametrize("step", [_move, _disagree])
-def test_the_error_of_what_is_polled_names_the_call(
+def test_timeout_of_polled_request_names_call(
     step: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And not MPI's request, of which the program knows nothing."""
+    """The error does not name the MPI request, which the program does not know."""
     monkeypatch.setattr("collective.backends.mpi.library._unfinished", [])
     late = types.SimpleNamespace(Test=lambda: False)
     with pytest.raises(CollectiveTimeoutError, match=r"^broadcast\("):
@@ -105,7 +106,7 @@ def test_the_error_of_what_is_polled_names_the_call(
 
 
 @on_ranks("ranks", shared=True)
-def test_16_bit_floats_are_summed_as_floats(comm: Communicator) -> None:
+def test_16_bit_floats_sum_exactly(comm: Communicator) -> None:
     for count in (1, 7, 1000, 40_000, 600_001):
         halves = (np.arange(count) % 64 + comm.rank).astype(np.float16) / 2
         total = functools.reduce(
@@ -121,14 +122,14 @@ def test_16_bit_floats_are_summed_as_floats(comm: Communicator) -> None:
 
 
 @on_ranks("ranks", shared=True)
-def test_logic_on_floats(comm: Communicator) -> None:
+def test_logical_operators_treat_floats_as_bools(comm: Communicator) -> None:
     x = np.array([0.5, 0.0, np.nan, comm.rank])
     assert comm.all_reduce(x, op="land").tolist() == [1, 0, 1, 0]
     assert comm.all_reduce(x, op="lor").tolist() == [1, 0, 1, 1]
 
 
 @on_ranks("ranks", shared=True)
-def test_what_is_scaled_is_not_the_input(comm: Communicator) -> None:
+def test_scaling_operators_leave_input_unchanged(comm: Communicator) -> None:
     x = np.arange(10.0) + comm.rank
     original = x.copy()
     total = comm.size * np.arange(10.0) + sum(range(comm.size))
@@ -142,17 +143,17 @@ def test_what_is_scaled_is_not_the_input(comm: Communicator) -> None:
 
 
 @on_ranks("ranks", shared=True)
-def test_a_scan_of_floats_folds_rank_after_rank(comm: Communicator) -> None:
+def test_scan_of_floats_reduces_in_rank_order(comm: Communicator) -> None:
     random = np.random.default_rng(7)
     inputs = [(random.standard_normal(999) * 1e3**r).astype(np.float32) for r in range(comm.size)]
-    found = comm.scan(inputs[comm.rank])
-    wanted = functools.reduce(np.add, inputs[: comm.rank + 1])
-    assert found.tobytes() == wanted.tobytes()
+    result = comm.scan(inputs[comm.rank])
+    expected = functools.reduce(np.add, inputs[: comm.rank + 1])
+    assert result.tobytes() == expected.tobytes()
 
 
 @on_ranks("ranks")
-def test_an_operator_that_deviates_on_one_rank_is_left_alone_by_all(comm: Communicator) -> None:
-    """Pretend that the last rank's processor has another vector unit."""
+def test_operator_deviating_on_one_rank_is_excluded_on_all(comm: Communicator) -> None:
+    """Pretend that the processor of the last rank has a different vector unit."""
     backend = _transport(comm)
     mine = backend.unlike
     flags = folds.deviations(backend._mpi)
@@ -166,7 +167,7 @@ def test_an_operator_that_deviates_on_one_rank_is_left_alone_by_all(comm: Commun
 
 
 class _Operator:
-    """An operator of MPI's that does what a function does, on arrays of NumPy's types."""
+    """Stand-in for an MPI operator that applies a Python function to NumPy arrays."""
 
     def __init__(self, function: Any) -> None:
         self._function = function
@@ -177,7 +178,7 @@ class _Operator:
 
 
 def _saturating_sum(a: Array, b: Array) -> Array:
-    """Add as vector units can, 32 bytes at a time; what is left over wraps."""
+    """Add with saturation in blocks of 32 bytes, as vector units can; the rest wraps."""
     total = a + b
     if a.itemsize < 4:
         whole = a.size - a.size % (32 // a.itemsize)
@@ -187,7 +188,7 @@ def _saturating_sum(a: Array, b: Array) -> Array:
     return total
 
 
-def test_operators_that_do_otherwise_than_numpy_are_found() -> None:
+def test_deviations_name_operators_that_differ_from_numpy() -> None:
     operators = dict(
         SUM=_Operator(_saturating_sum), PROD=_Operator(np.multiply), MIN=_Operator(np.minimum),
         MAX=_Operator(np.maximum), BAND=_Operator(np.bitwise_and), BOR=_Operator(np.bitwise_or),
@@ -195,44 +196,44 @@ def test_operators_that_do_otherwise_than_numpy_are_found() -> None:
         LOR=_Operator(np.bitwise_or), LXOR=_Operator(np.logical_xor),
         **{f"{kind}{bits}_T": None for kind in ("INT", "UINT") for bits in (8, 16, 32, 64)},
     )  # fmt: skip
-    found = folds.of_flags(folds.deviations(type("Module", (), operators)))
+    deviations = folds.of_flags(folds.deviations(type("Module", (), operators)))
     narrow = {"int8", "int16", "uint8", "uint16"}
     integers = narrow | {"int32", "int64", "uint32", "uint64"}
-    assert found == {("sum", name) for name in narrow} | {("lor", name) for name in integers}
+    assert deviations == {("sum", name) for name in narrow} | {("lor", name) for name in integers}
 
 
 # -- functions of the user ------------------------------------------------------------------
 
 
 @on_ranks("ranks", shared=True)
-def test_any_number_of_operators(comm: Communicator) -> None:
-    """MPI libraries and mpi4py stop at some dozens that exist at once."""
+def test_many_user_operators_reduce_correctly(comm: Communicator) -> None:
+    """MPI libraries and mpi4py allow only some dozens of operators at the same time."""
     for turn in range(200):
         op = user_op(lambda a, b, turn=turn: a + b + turn, commutative=True)  # type: ignore[misc]
-        found = comm.all_reduce(np.ones(3, np.int64), op=op)
-        assert found.tolist() == [comm.size + turn * (comm.size - 1)] * 3
+        result = comm.all_reduce(np.ones(3, np.int64), op=op)
+        assert result.tolist() == [comm.size + turn * (comm.size - 1)] * 3
 
 
 @on_ranks("ranks")
-def test_operators_of_ours_in_several_threads(comm: Communicator) -> None:
-    """Fold with functions of ours in two threads, on two communicators, beside messages."""
+def test_operators_in_several_threads_reduce_correctly(comm: Communicator) -> None:
+    """Reduce with our own functions in two threads, on two communicators, beside messages."""
     other = comm.dup()
     wrong: list[str] = []
 
-    def fold(each: Communicator) -> None:
+    def fold(group: Communicator) -> None:
         for turn in range(150):
-            total = each.all_reduce(np.full(500, turn, np.float32), op="max")
+            total = group.all_reduce(np.full(500, turn, np.float32), op="max")
             if total[0] != turn:
                 wrong.append(f"{total[0]} in turn {turn}")
 
-    threads = [threading.Thread(target=fold, args=(each,)) for each in (comm, other)]
+    threads = [threading.Thread(target=fold, args=(group,)) for group in (comm, other)]
     for thread in threads:
         thread.start()
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     for turn in range(150):
-        found = other.sendrecv(np.full(20_000, turn), right, left, tag=2**31 - 1)
-        if found[0] != turn:
-            wrong.append(f"message {found[0]} in turn {turn}")
+        received = other.sendrecv(np.full(20_000, turn), right, left, tag=2**31 - 1)
+        if received[0] != turn:
+            wrong.append(f"message {received[0]} in turn {turn}")
     for thread in threads:
         thread.join()
     other.close()
@@ -240,8 +241,8 @@ def test_operators_of_ours_in_several_threads(comm: Communicator) -> None:
 
 
 @on_ranks("ranks")
-def test_communicators_are_made_while_operators_of_ours_run(comm: Communicator) -> None:
-    """Make communicators in a thread while MPI calls a function of ours in another."""
+def test_dup_while_user_operator_runs_succeeds(comm: Communicator) -> None:
+    """Make communicators in a thread while MPI calls one of our functions in another thread."""
     other = comm.dup()
     done = threading.Event()
 
@@ -262,21 +263,21 @@ def test_communicators_are_made_while_operators_of_ours_run(comm: Communicator) 
     other.close()
 
 
-# -- ways of carrying a call out ----------------------------------------------------------------
+# -- ways to carry out a call -------------------------------------------------------------------
 
 
 @on_ranks("ranks", shared=True)
-def test_ranks_in_the_background_meet_others_in_the_foreground(comm: Communicator) -> None:
+def test_background_calls_match_foreground_calls(comm: Communicator) -> None:
     for turn in range(20):
         x = np.full(100 + turn, comm.rank)
         for op in ("sum", user_op(np.maximum, commutative=True)):
             background = (comm.rank + turn) % 2 == 0
-            found = comm.all_reduce(x, op=op, async_op=background)
-            wanted = sum(range(comm.size)) if op == "sum" else comm.size - 1
-            assert (found.wait() if background else found).tolist() == [wanted] * x.size
+            result = comm.all_reduce(x, op=op, async_op=background)
+            expected = sum(range(comm.size)) if op == "sum" else comm.size - 1
+            assert (result.wait() if background else result).tolist() == [expected] * x.size
         work = comm.broadcast(x, root=1, async_op=True) if comm.rank == 1 else None
-        got = work.wait() if work else comm.broadcast(x, root=1)
-        assert got.tolist() == [1] * x.size
+        received = work.wait() if work else comm.broadcast(x, root=1)
+        assert received.tolist() == [1] * x.size
 
 
 _DIFFERING: dict[str, Callable[[Communicator], Any]] = {
@@ -291,10 +292,8 @@ _DIFFERING: dict[str, Callable[[Communicator], Any]] = {
 
 @pytest.mark.parametrize("name", _DIFFERING)
 @on_ranks("ranks")
-def test_a_late_rank_makes_no_mismatch_of_calls_that_may_differ(
-    comm: Communicator, name: str
-) -> None:
-    """Make a call to which one rank comes when the others have had their calls compared."""
+def test_late_rank_with_differing_sizes_raises_no_mismatch(comm: Communicator, name: str) -> None:
+    """One rank makes its call after the calls of the other ranks have been compared."""
     channel: Any = _transport(comm).channel
     hear, asked = channel._hear, threading.Semaphore(0)
 
@@ -305,13 +304,13 @@ def test_a_late_rank_makes_no_mismatch_of_calls_that_may_differ(
 
     if comm.rank == 1:
         channel._hear = counted
-        for _ in range(2):  # when it is asked once more the first comparison is over
+        for _ in range(2):  # the second request shows that the first comparison is over
             assert asked.acquire(timeout=20.0)
     _DIFFERING[name](comm)
 
 
 class _NoPersistence:
-    """A communicator of an MPI without persistent collectives (before MPI 4)."""
+    """Communicator of an MPI library without persistent collectives (before MPI 4)."""
 
     def __init__(self, comm: Any) -> None:
         self._comm = comm
@@ -323,7 +322,7 @@ class _NoPersistence:
 
 
 @on_ranks("ranks")
-def test_an_mpi_without_persistent_collectives(comm: Communicator) -> None:
+def test_mpi_without_persistent_collectives_makes_calls(comm: Communicator) -> None:
     transport = _transport(comm)
     proxy = _NoPersistence(transport._comm)
 
@@ -340,8 +339,8 @@ def test_an_mpi_without_persistent_collectives(comm: Communicator) -> None:
 
 
 @on_ranks("ranks")
-def test_memory_of_a_call_that_was_given_up_is_kept(comm: Communicator) -> None:
-    """Rank 0 gives it up and drops its communicator; MPI writes to it when the others come."""
+def test_timed_out_barrier_keeps_its_memory(comm: Communicator) -> None:
+    """Rank 0 times out and drops its communicator; MPI writes when the other ranks call."""
     group = comm.dup()
     arrival = _transport(group)._arrival
     memory = [weakref.ref(array) for array in (arrival._words, arrival._found)]
@@ -358,8 +357,8 @@ def test_memory_of_a_call_that_was_given_up_is_kept(comm: Communicator) -> None:
 
 
 @on_ranks("ranks")
-def test_more_elements_than_one_call_takes(comm: Communicator) -> None:
-    """Everything, where MPI takes no more than some elements in a call."""
+def test_calls_above_mpi_count_limit_are_split(comm: Communicator) -> None:
+    """Make every call while MPI takes only a few elements at a time."""
     from collective.backends.mpi import messages
 
     transport = _transport(comm)
@@ -384,7 +383,7 @@ def test_more_elements_than_one_call_takes(comm: Communicator) -> None:
                     same(found, joined if root else total)
             right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
             same(comm.sendrecv(mine, right, left), inputs[left])
-        # Only one rank has more than the limit: all have to do as it does.
+        # Only one rank is above the limit, but all ranks have to split the call.
         table = [12, 0, 0] if comm.rank == 0 else [1, 1, 1]
         assert comm.all_to_all(np.ones(sum(table)), counts=table).size == (14, 2, 2)[comm.rank]
         if comm.rank:
@@ -409,13 +408,13 @@ def _huge(comm: Communicator) -> list[int]:
 
 def _available() -> int:
     with open("/proc/meminfo", encoding="ascii") as file:
-        found = dict(line.split(":") for line in file)
-    return int(found["MemAvailable"].split()[0]) << 10
+        fields = dict(line.split(":") for line in file)
+    return int(fields["MemAvailable"].split()[0]) << 10
 
 
 @pytest.mark.skipif(_available() < 8 << 30, reason="needs 8 GiB of free memory")
 @by_vendor
-def test_more_than_2_to_the_31_elements(vendor: str) -> None:
+def test_broadcast_of_more_than_2_to_the_31_elements_succeeds(vendor: str) -> None:
     with RankPool(2, "mpi", timeout=100.0, mpiexec=launch_of(vendor)) as pool:
         assert pool.run(_huge) == [[1, 0, 2, 3, 4]] * 2
 
@@ -426,7 +425,7 @@ _TAGS = [0, 2**31 - 1, 2**40, -7, -(2**63), 2**63 - 1, 2**28, 5]
 
 
 @on_ranks("ranks")
-def test_tags_of_64_bits(comm: Communicator) -> None:
+def test_tags_of_64_bits_are_distinct(comm: Communicator) -> None:
     transport = _transport(comm)
     for count in (3, 30_000):
         if comm.rank == 0:
@@ -450,11 +449,11 @@ def test_tags_of_64_bits(comm: Communicator) -> None:
 
 
 @on_ranks("ranks")
-def test_any_source_waits_for_those_who_are_there(comm: Communicator) -> None:
+def test_any_source_recv_ignores_departed_rank(comm: Communicator) -> None:
     if comm.rank == 1:
         comm.close()
     elif comm.rank == 2:
-        time.sleep(1.2)  # longer than it takes to miss a rank that has left
+        time.sleep(1.2)  # longer than the time after which a departed rank is reported
         comm.send(np.array([2]), 0)
     else:
         assert comm.recv(None, ANY_SOURCE)[0] == 2
@@ -464,7 +463,7 @@ def test_any_source_waits_for_those_who_are_there(comm: Communicator) -> None:
 
 
 @on_ranks("ranks")
-def test_an_error_of_mpi_keeps_its_class_and_text(comm: Communicator) -> None:
+def test_mpi_error_keeps_its_class_and_text(comm: Communicator) -> None:
     transport = _transport(comm)
     if comm.rank == 0:
         transport.send(_buffer(np.zeros(8)), 1, 3, Deadline(20.0))
@@ -481,19 +480,19 @@ def test_an_error_of_mpi_keeps_its_class_and_text(comm: Communicator) -> None:
 
 
 @on_ranks("ranks", shared=True)
-def test_what_the_library_says_of_itself(comm: Communicator) -> None:
-    found = describe()
-    assert found.vendor in ("MPICH", "Open MPI")
-    assert (found.thread_level, os.path.exists(found.path)) == ("multiple", True)
-    assert isinstance(found.cuda_aware, bool)
+def test_describe_reports_vendor_and_thread_level(comm: Communicator) -> None:
+    library = describe()
+    assert library.vendor in ("MPICH", "Open MPI")
+    assert (library.thread_level, os.path.exists(library.path)) == ("multiple", True)
+    assert isinstance(library.cuda_aware, bool)
 
 
 @on_ranks("ranks", shared=True)
-def test_a_store_over_mpi(comm: Communicator) -> None:
+def test_store_over_mpi_sets_gets_and_deletes(comm: Communicator) -> None:
     store = MpiStore(_transport(comm)._comm, Deadline(10.0))
     last = comm.rank == comm.size - 1
     if last:
-        store.set("a", b"one\0two")  # nobody looks for it, and it returns
+        store.set("a", b"one\0two")  # set() returns although no rank reads the key yet
     comm.barrier()
     deadline = Deadline(10.0)
     assert store.get("a", deadline) == b"one\0two"
@@ -512,7 +511,7 @@ def test_a_store_over_mpi(comm: Communicator) -> None:
 
 
 @on_ranks("ranks")
-def test_the_world_of_a_communicator_of_the_program(comm: Communicator) -> None:
+def test_world_of_program_communicator_matches_its_ranks(comm: Communicator) -> None:
     program = _transport(comm)._comm.Split(comm.rank == 0, -comm.rank)
     before = program.Get_size(), program.Get_errhandler()
     world = world_of(program, timeout=10.0)
