@@ -106,7 +106,7 @@ def test_timeout_of_polled_request_names_call(
 
 
 @on_ranks("ranks", shared=True)
-def test_16_bit_floats_sum_exactly(comm: Communicator) -> None:
+def test_16_bit_floats_match_numpy_sum(comm: Communicator) -> None:
     for count in (1, 7, 1000, 40_000, 600_001):
         halves = (np.arange(count) % 64 + comm.rank).astype(np.float16) / 2
         total = functools.reduce(

@@ -1,7 +1,7 @@
-"""Calls over ``nccl`` on the ABI fake that cannot be, and what goes wrong under way.
+"""Invalid calls over ``nccl`` on the ABI fake, and failures during calls.
 
-What is refused is refused before anything is enqueued, and the communicator goes on. What breaks
-breaks for every rank, within its deadline, and leaves no stream that nobody comes back from.
+An invalid call raises before anything is enqueued, and the communicator stays usable. A failure
+breaks the communicator on every rank within the deadline, and leaves no stream blocked.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ from tests.support.on_ranks import on_ranks
 
 pytestmark = needs_compiler
 
-# What is promised, and what a busy machine may add to it.
+# The promised delay of an error, and the delay that a busy machine may add.
 PROMISED_S, NOISE_S = 3.0, 15.0
 
 
@@ -71,7 +71,7 @@ def ones(comm: Any, count: int = 6) -> FakeArray:
 
 
 def refused(kind: type[BaseException], *texts: str, call: Any) -> None:
-    """See that a call is refused in these words, with nothing enqueued."""
+    """Check that a call raises an error with these texts and enqueues nothing."""
     Fake().clear_log()
     try:
         error: BaseException = error_of(call)
@@ -85,19 +85,19 @@ def refused(kind: type[BaseException], *texts: str, call: Any) -> None:
 
 
 def goes_on(comm: Any) -> None:
-    """See that the communicator is as it was."""
+    """Check that the communicator still works."""
     x = ones(comm)
-    got = comm.all_reduce(x)
-    np.testing.assert_array_equal(read(got), [comm.size] * 6)
+    total = comm.all_reduce(x)
+    np.testing.assert_array_equal(read(total), [comm.size] * 6)
     assert comm.all_gather_object(comm.rank) == list(range(comm.size))
     settled(comm)
 
 
-# -- what is refused ------------------------------------------------------------------------------
+# -- invalid calls --------------------------------------------------------------------------------
 
 
 def with_input(comm: Any, x: Any, good: FakeArray) -> dict[str, Any]:
-    """Return calls with an array that does not do, by their operations."""
+    """Return calls with the unsuitable input ``x``, by operation."""
     peer = (comm.rank + 1) % comm.size
     return {
         "all_reduce": lambda: comm.all_reduce(x),
@@ -119,7 +119,7 @@ def with_input(comm: Any, x: Any, good: FakeArray) -> dict[str, Any]:
 
 
 def with_output(comm: Any, out: Any, half: Any, x: FakeArray) -> dict[str, Any]:
-    """Return calls whose output does not do, nor half of it, by their operations."""
+    """Return calls with the unsuitable output ``out`` or its half ``half``, by operation."""
     peer = (comm.rank + 1) % comm.size
     return {
         "all_reduce": lambda: comm.all_reduce(x, out=out),
@@ -135,9 +135,9 @@ def with_output(comm: Any, out: Any, half: Any, x: FakeArray) -> dict[str, Any]:
 
 
 @on_ranks("nccl")
-def test_an_array_of_the_cpu(comm: Any) -> None:
+def test_cpu_array_is_refused(comm: Any) -> None:
     host, x = np.ones(6, np.float32), ones(comm)
-    for _ in range(2):  # before NCCL has a communicator, and after
+    for _ in range(2):  # the first time without, the second time with a communicator of NCCL
         for name, call in with_input(comm, host, x).items():
             refused(
                 DeviceError,
@@ -154,8 +154,8 @@ def test_an_array_of_the_cpu(comm: Any) -> None:
 
 
 @on_ranks("nccl", shared=True)
-def test_one_rank_whose_output_does_not_do(comm: Any) -> None:
-    """Where sizes are exchanged first, the peers are on their way: it is made, then refused."""
+def test_unsuitable_output_on_one_rank_raises_only_there(comm: Any) -> None:
+    """Peers are in the call when sizes are exchanged, so it completes before it raises here."""
     warm(comm)
     host, x = np.zeros(12, np.float32), ones(comm)
     there = FakeArray.of(np.zeros(12, np.float32), ordinal_of(comm) + 2)
@@ -169,7 +169,7 @@ def test_one_rank_whose_output_does_not_do(comm: Any) -> None:
             if comm.rank == 0:
                 error = error_of(getattr(comm, name), x, out=out)
                 assert type(error) is kind, repr(error)
-            else:  # this rank is all right
+            else:  # the output of this rank is suitable
                 getattr(comm, name)(x)
             goes_on(comm)
     for call in (
@@ -186,7 +186,7 @@ def test_one_rank_whose_output_does_not_do(comm: Any) -> None:
 
 
 @on_ranks("nccl", shared=True)
-def test_arrays_of_two_devices(comm: Any) -> None:
+def test_array_on_another_gpu_is_refused(comm: Any) -> None:
     warm(comm)
     mine = ordinal_of(comm)
     other = mine + 2
@@ -204,7 +204,7 @@ def test_arrays_of_two_devices(comm: Any) -> None:
 
 
 @on_ranks("nccl", shared=True)
-def test_a_read_only_output(comm: Any) -> None:
+def test_read_only_output_is_refused(comm: Any) -> None:
     warm(comm)
     x = ones(comm)
     fixed, half = ones(comm), ones(comm, 3)
@@ -217,7 +217,7 @@ def test_a_read_only_output(comm: Any) -> None:
         calls["in place"] = lambda: comm.all_reduce(pair[0], out=pair[0])  # noqa: B023
         for call in calls.values():
             refused(InvalidArgumentError, "out: the array is read-only; pass a writable", call=call)
-    # It may have been written to in calls before, which are remembered.
+    # The same array may have been writable in earlier calls, whose plans are reused.
     once = of_device(comm, np.ones(6, np.float32))
     comm.all_reduce(once, out=once)
     comm.all_reduce(once, out=once)
@@ -231,35 +231,35 @@ def test_a_read_only_output(comm: Any) -> None:
     refused(InvalidArgumentError, "read-only", call=lambda: comm.all_reduce(x, out=known))
     spread = FakeArray((6,), "float32", (0,), ordinal_of(comm))
     refused(InvalidArgumentError, "expanded view", call=lambda: comm.all_reduce(x, out=spread))
-    # As inputs they are all right.
+    # Read-only and expanded arrays are valid inputs.
     assert read(comm.all_reduce(fixed)).tolist() == [comm.size] * 6
     spread.set(np.ones(6, np.float32))
     assert read(comm.all_reduce(spread)).tolist() == [comm.size] * 6
     goes_on(comm)
 
 
-# -- what the ranks bring -------------------------------------------------------------------------
+# -- libraries, GPUs and versions of the ranks ----------------------------------------------------
 
 
 class NoLibrary(Gpus):
-    """The last rank has no NCCL."""
+    """Transport whose last rank has no NCCL."""
 
     @classmethod
     def connect(cls, world: World, deadline: Deadline) -> NcclBackend:
-        made = super().connect(world, deadline)
+        backend = super().connect(world, deadline)
         if world.rank == world.size - 1:
             os.environ["COLLECTIVE_NCCL_LIBRARY"] = "/nowhere/libnccl.so.2"
-        return made
+        return backend
 
 
 class OneGpu(Gpus):
-    """The ranks are all told to use one GPU."""
+    """Transport whose setting gives all ranks the same GPU."""
 
     options: ClassVar[dict[str, str]] = {"device": "0"}
 
 
 class NoGpu(Gpus):
-    """There is no such GPU for rank 0."""
+    """Transport whose setting names a missing GPU for rank 0."""
 
     @classmethod
     def connect(cls, world: World, deadline: Deadline) -> NcclBackend:
@@ -268,18 +268,18 @@ class NoGpu(Gpus):
 
 
 class OtherVersion(Gpus):
-    """Rank 1 has another version."""
+    """Transport whose rank 1 has a different version of NCCL."""
 
     @classmethod
     def connect(cls, world: World, deadline: Deadline) -> NcclBackend:
-        made = super().connect(world, deadline)
+        backend = super().connect(world, deadline)
         if world.rank == 1:
             os.environ["COLLECTIVE_NCCL_LIBRARY"] = library_path(21903)
-        return made
+        return backend
 
 
 class TooOld(Gpus):
-    """Before messages between two ranks."""
+    """Transport with a version of NCCL that has no send and receive."""
 
     version = 2604
 
@@ -301,7 +301,7 @@ class Version227(Both):
 
 
 class SharedGpu(Both):
-    """Two ranks with one GPU, where NCCL is told that they are on different hosts."""
+    """Two ranks with one GPU; NCCL_HOSTID makes NCCL take them for ranks of different hosts."""
 
     options: ClassVar[dict[str, str]] = {**Both.options, "device": "0"}
 
@@ -312,7 +312,7 @@ class SharedGpu(Both):
 
 
 def cannot(comm: Any, kind: type[BaseException], where: str) -> list[str]:
-    """Make calls that are refused on every rank; see that nothing else is the worse for it."""
+    """Make calls that raise on every rank, check that other calls work, and return the texts."""
     x = FakeArray.of(np.ones(4, np.float32), 0 if where == "0" else comm.rank)
     texts = []
     for call in (
@@ -350,17 +350,17 @@ def cannot(comm: Any, kind: type[BaseException], where: str) -> list[str]:
         (TooOld, BackendUnavailableError, r"NCCL 2\.6\.4; 2\.7\.3 is the oldest.*pip install"),
     ],
 )  # fmt: skip
-def test_what_the_ranks_cannot_do_together(
+def test_unsuitable_library_or_gpu_is_refused_on_all_ranks(
     transport: type[NcclBackend], kind: type[BaseException], text: str
 ) -> None:
     where = "0" if transport is OneGpu else ""
     with Pools(transport) as run:
         reports = run(2, cannot, kind, where)
-        for each in (*reports[0], *reports[1]):
-            assert re.search(text, each), each
-        # In the same words everywhere, but for whom they are told.
-        assert [re.sub(r"\[rank \d\]", "", each) for each in reports[0][:2]] == [
-            re.sub(r"\[rank \d\]", "", each) for each in reports[1][:2]
+        for text_of_rank in (*reports[0], *reports[1]):
+            assert re.search(text, text_of_rank), text_of_rank
+        # The texts of both ranks are equal but for the number of the rank itself.
+        assert [re.sub(r"\[rank \d\]", "", text_of_rank) for text_of_rank in reports[0][:2]] == [
+            re.sub(r"\[rank \d\]", "", text_of_rank) for text_of_rank in reports[1][:2]
         ]
 
 
@@ -369,21 +369,21 @@ def no_gpu(comm: Any) -> str:
         x: Any = FakeArray.of(np.ones(4, np.float32), 0)
         error = error_of(comm.all_reduce, x)
         assert isinstance(error, DeviceError), repr(error)
-        comm.abort("no GPU")  # as the end of the program does
+        comm.abort("no GPU")  # as an exception at the end of the program does
         return str(error)
     error = error_of(lambda: comm.all_reduce(ones(comm)))
     assert isinstance(error, CollectiveError), repr(error)
     return str(error)
 
 
-def test_a_rank_whose_gpu_is_not_there() -> None:
+def test_missing_gpu_raises_device_error() -> None:
     with Pools(NoGpu) as run:
         reports = run(2, no_gpu)
         assert re.search(r"cuda:9: this process sees cuda:0 to cuda:3", reports[0]), reports
 
 
 def too_old_for(comm: Any, op: str, first: bool) -> None:
-    """An operator that this version lacks goes through the host, from the first call on."""
+    """Check that an operator missing in this version is reduced on the host from the first call."""
     reducer = collective.premul_sum(0.5) if op == "premul_sum" else op
     expected = {"avg": 1.0, "premul_sum": comm.size / 2}[op]
     if not first:
@@ -396,13 +396,13 @@ def too_old_for(comm: Any, op: str, first: bool) -> None:
 
 @pytest.mark.parametrize("first", [False, True])
 @pytest.mark.parametrize("op", ["avg", "premul_sum"])
-def test_a_library_too_old_for_an_operator(op: str, first: bool) -> None:
+def test_operator_missing_in_old_nccl_is_reduced_on_host(op: str, first: bool) -> None:
     with Pools(Version27) as run:
         run(2, too_old_for, op, first)
 
 
 def all_calls(comm: Any) -> None:
-    """Calls do without what came later."""
+    """Check that all calls work without the functions of later versions."""
     warm(comm)
     rank, size = comm.rank, comm.size
     x = of_fake(comm, np.arange(4, dtype=np.float32) + 10 * rank)
@@ -412,7 +412,7 @@ def all_calls(comm: Any) -> None:
     mine = of_fake(comm, every[rank, : 2 + rank].astype(np.float32))
     assert read(comm.all_gather(mine)).tolist() == uneven
     assert read(comm.all_to_all(x)).tolist() == every[:, 2 * rank : 2 * rank + 2].ravel().tolist()
-    # Into memory in which the root's part is already, and into other.
+    # Gather into memory that already holds the root's part, and into other memory.
     whole = of_device(comm, np.zeros(8, np.float32))
     part = whole[4 * rank : 4 * rank + 4]
     part.fill_from_host(every[rank].astype(np.float32))
@@ -423,7 +423,7 @@ def all_calls(comm: Any) -> None:
     y = comm.empty(4, like="cuda")
     y.fill_from_host(np.ones(4, np.float32))
     assert read(comm.all_reduce(y, out=y)).tolist() == [size] * 4
-    # From 2.10 on the average is NCCL's own.
+    # From version 2.10 on NCCL computes the average itself.
     Fake().clear_log()
     assert read(comm.all_reduce(x, op="avg")).tolist() == every.mean(0).tolist()
     assert len(calls_of_nccl()) == (comm.transport._comm.library.version >= 21003)
@@ -433,16 +433,16 @@ def all_calls(comm: Any) -> None:
 
 
 @pytest.mark.parametrize("transport", [SharedGpu, Version27, Version210, Version219, Version227])
-def test_versions_and_arrangements_that_work(transport: type[NcclBackend]) -> None:
+def test_supported_versions_make_all_calls(transport: type[NcclBackend]) -> None:
     with Pools(transport) as run:
         run(2, all_calls)
 
 
-# -- ranks that do not do the same ----------------------------------------------------------------
+# -- ranks that make different calls --------------------------------------------------------------
 
 
 def soon(function: Any, seconds: float, *texts: str) -> BaseException:
-    """Return what is raised, in these words; it may take that long and what is promised."""
+    """Return the error of a call; check its texts, and that it takes ``seconds`` plus the delay."""
     since = time.monotonic()
     error = error_of(function)
     took = time.monotonic() - since
@@ -453,20 +453,20 @@ def soon(function: Any, seconds: float, *texts: str) -> BaseException:
 
 
 def to_the_end(comm: Any, call: Any) -> None:
-    """Make a call and wait for it as frameworks do: for the stream, whatever has become of it."""
+    """Make a call and wait for its stream, as frameworks do, even if the call has failed."""
     x = ones(comm)
     try:
         call(x)
     finally:
         Fake().synchronize(x.stream, x.device)
-    # Whoever waits on the stream alone is told by the next call.
+    # A program that waits for the stream only gets the error from its next call.
     until(lambda: comm.transport.channel.failure is not None, 1.0 + PROMISED_S + NOISE_S)
     comm.all_reduce(ones(comm))
 
 
 @pytest.mark.parametrize("name", ["all_reduce", "all_gather", "broadcast", "all_to_all"])
 @on_ranks("both")
-def test_one_rank_on_the_cpu_and_one_on_the_gpu(comm: Any, name: str) -> None:
+def test_cpu_array_on_one_rank_and_gpu_array_on_other_raise(comm: Any, name: str) -> None:
     warm(comm)
     x: Any = np.ones(6, np.float32) if comm.rank == 0 else ones(comm)
 
@@ -484,8 +484,8 @@ def test_one_rank_on_the_cpu_and_one_on_the_gpu(comm: Any, name: str) -> None:
 
 
 @on_ranks("nccl", shared=True)
-def test_calls_that_differ_in_what_may_differ(comm: Any) -> None:
-    """Calls whose sizes may differ are compared in any case."""
+def test_differing_calls_with_variable_sizes_raise_mismatch(comm: Any) -> None:
+    """Calls whose sizes may differ between ranks are compared even where other calls are not."""
     warm(comm)
     x, y = ones(comm), of_fake(comm, np.ones(6, (np.float32, np.int32)[comm.rank]))
     refused(MismatchError, "float32", "int32", call=lambda: comm.all_gather(y))
@@ -499,8 +499,8 @@ def test_calls_that_differ_in_what_may_differ(comm: Any) -> None:
 
 @pytest.mark.parametrize("name", ["shapes", "operators", "calls", "structures"])
 @on_ranks("nccl")
-def test_calls_that_differ_end_within_the_deadline(comm: Any, name: str) -> None:
-    """Without a comparison the ranks are told when NCCL or the deadline notices."""
+def test_uncompared_differing_calls_end_within_deadline(comm: Any, name: str) -> None:
+    """Without a comparison the error comes when NCCL or the deadline notices the difference."""
     warm(comm)
     rank = comm.rank
     calls = {
@@ -516,12 +516,12 @@ def test_calls_that_differ_end_within_the_deadline(comm: Any, name: str) -> None
     ), repr(error)
 
 
-# -- what breaks ----------------------------------------------------------------------------------
+# -- failures during calls ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["stream", "work"])
 @on_ranks("nccl", size=3)
-def test_a_deadline(comm: Any, kind: str) -> None:
+def test_deadline_names_late_rank(comm: Any, kind: str) -> None:
     warm(comm)
     text = "waited 1 s for rank 1: rank 1 last did its call"
     if comm.rank == 1:
@@ -543,14 +543,14 @@ def test_a_deadline(comm: Any, kind: str) -> None:
         assert isinstance(later, (CollectiveTimeoutError, CommunicatorAbortedError)), repr(later)
 
 
-def test_a_deadline_in_a_version_that_blocks() -> None:
+def test_deadline_in_blocking_version_names_late_rank() -> None:
     with Pools(Version27) as run:
-        run(2, test_a_deadline.program, "stream")
+        run(2, test_deadline_names_late_rank.program, "stream")
 
 
 @on_ranks("nccl")
-def test_a_deadline_of_the_first_call_in_the_background(comm: Any) -> None:
-    """The first call, in which the others have to be."""
+def test_deadline_of_first_background_call_raises(comm: Any) -> None:
+    """The first call makes the communicator, so it needs the other ranks."""
     text = "waited 1 s for rank|different"
     if comm.rank == 1:
         soon(lambda: comm.barrier(timeout=10.0), 1.0, text)
@@ -563,7 +563,7 @@ def test_a_deadline_of_the_first_call_in_the_background(comm: Any) -> None:
 
 @pytest.mark.parametrize("async_op", [False, True])
 @on_ranks("nccl")
-def test_a_deadline_of_a_message(comm: Any, async_op: bool) -> None:
+def test_deadline_of_message_names_peer(comm: Any, async_op: bool) -> None:
     warm(comm)
     text = r"waited (1|0\.9\d*) s for rank 1"
     if comm.rank == 1:
@@ -595,7 +595,7 @@ def killed(comm: Any, how: str, marks: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["stream", "work", "message"])
-def test_a_killed_peer(nccl: Pools, how: str, tmp_path: Path) -> None:
+def test_killed_peer_raises_peer_lost(nccl: Pools, how: str, tmp_path: Path) -> None:
     with pytest.raises(RanksFailedError) as caught:
         nccl(3, killed, how, str(tmp_path))
     assert [*caught.value.errors] == [1], str(caught.value)
@@ -605,8 +605,10 @@ def test_a_killed_peer(nccl: Pools, how: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("aborter", "how"), [(1, "stream"), (0, "stream"), (0, "work")])
 @on_ranks("nccl")
-def test_an_abort_from_another_thread(comm: Any, aborter: int, how: str, tmp_path: Path) -> None:
-    """Rank 0 waits for the GPU, and a thread of its own, or of the other rank, has had enough."""
+def test_abort_from_another_thread_ends_waits(
+    comm: Any, aborter: int, how: str, tmp_path: Path
+) -> None:
+    """Rank 0 waits for the GPU while a thread of rank 0 or of rank 1 calls abort()."""
     warm(comm)
     gather(comm, str(tmp_path))
     if comm.rank == aborter:
@@ -619,11 +621,11 @@ def test_an_abort_from_another_thread(comm: Any, aborter: int, how: str, tmp_pat
         x = ones(comm)
         work = comm.all_reduce(x, out=x, async_op=True)
         soon(work.synchronize, 0.5, "had enough")
-        Fake().synchronize(x.stream, x.device)  # it comes back
+        Fake().synchronize(x.stream, x.device)  # the stream ends
 
 
 @on_ranks("nccl")
-def test_an_error_that_nccl_reports_later(comm: Any, tmp_path: Path) -> None:
+def test_late_error_of_nccl_is_raised(comm: Any, tmp_path: Path) -> None:
     warm(comm)
     gather(comm, str(tmp_path))
     if comm.rank == 1:
@@ -633,7 +635,7 @@ def test_an_error_that_nccl_reports_later(comm: Any, tmp_path: Path) -> None:
 
 
 def no_memory(comm: Any) -> str:
-    """A rank's GPU is full: its call is not made, and the others' end."""
+    """Fill the GPU of rank 1, so that its call fails; return the error of each rank."""
     warm(comm)
     x = ones(comm)
     comm.barrier()
@@ -647,7 +649,7 @@ def no_memory(comm: Any) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def test_no_memory_for_one_ranks_result(nccl: Pools) -> None:
+def test_allocation_failure_on_one_rank_is_named_on_others(nccl: Pools) -> None:
     reports = nccl(2, no_memory)
     assert "AllocationError" in reports[1], reports
     assert "rank 1" in reports[0], reports

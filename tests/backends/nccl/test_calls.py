@@ -1,6 +1,6 @@
-"""Calls over ``nccl`` on the ABI fake, with arrays of several libraries: what reaches NCCL.
+"""Calls over ``nccl`` on the ABI fake, with arrays of several libraries: the calls of NCCL.
 
-What they return is held by the public suite, backends/nccl/test_conformance.py.
+The public suite, backends/nccl/test_conformance.py, tests the results of the calls.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ both = pools(Both)
 
 
 def numbers(rank: int, *shape: int, dtype: Any = np.float32) -> np.ndarray[Any, Any]:
-    """Return what a rank contributes: small whole numbers, which every type holds exactly."""
+    """Return the input of a rank: small whole numbers, which every dtype holds exactly."""
     count = int(np.prod(shape, dtype=int))
     return ((np.arange(count) * 7 + rank * 3) % 4 + 1).reshape(shape).astype(dtype)
 
@@ -65,8 +65,8 @@ def everyone(comm: Any, *shape: int, dtype: Any = np.float32) -> np.ndarray[Any,
 
 @pytest.mark.parametrize("kind", KINDS)
 @on_ranks("nccl", size=3, shared=True)
-def test_reductions_that_nccl_lacks(comm: Any, kind: str) -> None:
-    """What NCCL lacks goes through host memory, without a call of NCCL's."""
+def test_reductions_missing_in_nccl_use_host_memory(comm: Any, kind: str) -> None:
+    """Reductions that NCCL lacks go through host memory, without a call of NCCL."""
     warm(comm)
     rank = comm.rank
     ints, floats = everyone(comm, 6, dtype=np.int32), everyone(comm, 6)
@@ -80,7 +80,7 @@ def test_reductions_that_nccl_lacks(comm: Any, kind: str) -> None:
         complexes = floats + 1j * floats
         fw.check(comm.all_reduce(fw.of(complexes[rank])), complexes.sum(0))
         assert not calls_of_nccl(), calls_of_nccl()
-        # Of a structure NCCL gets what it can.
+        # NCCL reduces those leaves of a structure that it can reduce.
         x = {"bits": fw.of(shorts[rank]), "f": fw.of(floats[rank])}
         tree = comm.all_reduce(x, op="max")
         fw.check(tree["bits"], shorts.max(0))
@@ -92,7 +92,7 @@ def test_reductions_that_nccl_lacks(comm: Any, kind: str) -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "float8_e5m2"])
 @pytest.mark.parametrize("kind", KINDS)
 @on_ranks("nccl", shared=True)
-def test_types_that_numpy_lacks(comm: Any, kind: str, dtype: str) -> None:
+def test_dtypes_missing_in_numpy_are_reduced_by_nccl(comm: Any, kind: str, dtype: str) -> None:
     import ml_dtypes
 
     warm(comm)
@@ -115,8 +115,8 @@ def test_types_that_numpy_lacks(comm: Any, kind: str, dtype: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @on_ranks("nccl", shared=True)
-def test_structures(comm: Any, kind: str) -> None:
-    """The leaves of a structure are a call of NCCL's each, started together."""
+def test_structure_is_reduced_in_one_nccl_group(comm: Any, kind: str) -> None:
+    """Each leaf of a structure is one call of NCCL; the calls start together in one group."""
     warm(comm)
     rank, size = comm.rank, comm.size
     every = [[numbers(r, *shape) for shape in [(3,), (2, 2), (), (5,)]] for r in range(size)]
@@ -136,7 +136,7 @@ def test_structures(comm: Any, kind: str) -> None:
 
 @pytest.mark.parametrize(("given", "wanted"), OTHERS)
 @on_ranks("nccl", shared=True)
-def test_results_in_arrays_of_another_library(comm: Any, given: str, wanted: str) -> None:
+def test_results_go_to_arrays_of_another_library(comm: Any, given: str, wanted: str) -> None:
     """``out=`` and ``like=`` of another library, on the same GPU."""
     warm(comm)
     rank, size = comm.rank, comm.size
@@ -166,7 +166,9 @@ def test_results_in_arrays_of_another_library(comm: Any, given: str, wanted: str
         if rank:
             other.check(got, every[0])
         other.check(comm.sendrecv(x, peer, left, like=like), every[left])
-        got = comm.broadcast(x if rank == 0 else None)  # nobody says what it is to be
+        got = comm.broadcast(
+            x if rank == 0 else None
+        )  # without like= and out= the result is a DeviceArray
         if rank:
             assert type(got) is DeviceArray
             np.testing.assert_array_equal(read(got), every[0])
@@ -175,13 +177,13 @@ def test_results_in_arrays_of_another_library(comm: Any, given: str, wanted: str
 
 @pytest.mark.parametrize("kind", KINDS)
 @on_ranks("nccl", shared=True)
-def test_outputs_with_strides_and_repeated_calls(comm: Any, kind: str) -> None:
-    """Outputs with strides, and calls that are repeated on the same arrays."""
+def test_strided_outputs_and_repeated_calls_are_correct(comm: Any, kind: str) -> None:
+    """Make calls with strided outputs, and repeat calls on the same arrays."""
     warm(comm)
     rank, size = comm.rank, comm.size
     every = everyone(comm, 4, 3)
     with framework(comm, kind) as fw:
-        # On streams of their own; on one; and on one where what was prepared before is used.
+        # First with streams of their own, then on one stream, then again with the prepared calls.
         shared = new_stream(comm)
         for step, fw.stream in enumerate((None, shared, shared)):
             x, out = (fw.of(np.ascontiguousarray(every[rank])) for _ in "12")
@@ -205,9 +207,9 @@ def views_in_place(comm: Any, kind: str) -> int:
         adapter: Any = adapter_of(x)
         view, seen = adapter.view, []
 
-        def counting(given: Any) -> Any:
-            seen.append(given)
-            return view(given)
+        def counting(array: Any) -> Any:
+            seen.append(array)
+            return view(array)
 
         adapter.view = counting
         try:
@@ -219,8 +221,8 @@ def views_in_place(comm: Any, kind: str) -> int:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_call_in_place_views_its_array_once(nccl: Pools, kind: str) -> None:
-    # A spot is enough where a plan is there already.
+def test_in_place_call_views_its_array_once(nccl: Pools, kind: str) -> None:
+    # If there is a plan already, looking up the place of the array is enough.
     assert max(nccl(2, views_in_place, kind, shared=True)) <= 1
 
 
@@ -230,8 +232,8 @@ def test_a_call_in_place_views_its_array_once(nccl: Pools, kind: str) -> None:
      "read-only input", "in the background"],
 )  # fmt: skip
 @on_ranks("nccl", shared=True)
-def test_what_is_not_plain_takes_the_long_way(comm: Any, case: str) -> None:
-    """Make a call whose plan is there already, on arrays that are not plain."""
+def test_arrays_outside_plan_are_reduced_correctly(comm: Any, case: str) -> None:
+    """Make a call that has a plan already, on arrays that the plan does not cover."""
     warm(comm)
     every = everyone(comm, 12)
     stream = new_stream(comm)
@@ -257,7 +259,7 @@ def test_what_is_not_plain_takes_the_long_way(comm: Any, case: str) -> None:
             source.writeable = False
         case "in the background":
             got = comm.all_reduce(source, async_op=True)
-            source = x = None  # it keeps them until it is over
+            source = x = None  # the call keeps the arrays until it has completed
             np.testing.assert_array_equal(read(got.wait()), every[:, :8].sum(0))
     if source is not None:
         got = comm.all_reduce(source, out=out)
@@ -271,7 +273,7 @@ def test_what_is_not_plain_takes_the_long_way(comm: Any, case: str) -> None:
     [("shape", ShapeError), ("dtype", DtypeError), ("read-only", InvalidArgumentError)],
 )
 @on_ranks("nccl", shared=True)
-def test_outputs_that_do_not_fit_are_refused_with_a_plan_as_without(
+def test_unsuitable_output_is_refused_despite_plan(
     comm: Any, out: str, error: type[Exception]
 ) -> None:
     warm(comm)
@@ -290,8 +292,8 @@ def test_outputs_that_do_not_fit_are_refused_with_a_plan_as_without(
 
 @pytest.mark.parametrize("what", ["broadcast", "reduce", "gather", "all_gather"])
 @on_ranks("nccl", shared=True)
-def test_repeated_calls_with_results_elsewhere(comm: Any, what: str) -> None:
-    """Calls that join and compute at one rank, in memory that is new, given, or a part of it."""
+def test_repeated_calls_with_different_outputs_are_correct(comm: Any, what: str) -> None:
+    """Repeat rooted and gathering calls with new outputs, given outputs and parts of an output."""
     warm(comm)
     size, rank = comm.size, comm.rank
     every = everyone(comm, 4)
@@ -320,11 +322,11 @@ def test_repeated_calls_with_results_elsewhere(comm: Any, what: str) -> None:
 
 
 def walk_in_place(comm: Any, kind: str) -> int:
-    """Return how many functions of ours a call takes, in which none is made for the first time."""
+    """Return how many of our functions a repeated call runs."""
     warm(comm)
     stream = comm.transport.device.new_stream()
     for event in [stream.record() for _ in range(20)]:
-        event.release()  # there are enough of them now
+        event.release()  # the pool now holds enough events
     with framework(comm, kind) as fw:
         x = fw.of(np.ones(8, np.float32))
         counts = [walk(lambda: comm.all_reduce(x, out=x))[0] for _ in range(10)]
@@ -334,8 +336,8 @@ def walk_in_place(comm: Any, kind: str) -> int:
 
 @pytest.mark.skipif(native.chosen.extension is None, reason="the native core is not in use")
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_call_in_place_walks_no_further(nccl: Pools, kind: str) -> None:
-    # As in tests/meta/test_walks.py: what it takes today, to be lowered when it gets shorter.
+def test_in_place_call_stays_within_function_count(nccl: Pools, kind: str) -> None:
+    # The numbers of today, as in tests/meta/test_walks.py. Lower them when a call gets shorter.
     ceiling = {"fake": 46, "device": 20, "torch": 23}[kind]
     assert max(nccl(2, walk_in_place, kind, shared=True)) <= ceiling
 
@@ -344,7 +346,7 @@ def test_a_call_in_place_walks_no_further(nccl: Pools, kind: str) -> None:
 
 
 @on_ranks("nccl", shared=True)
-def test_symmetric_memory(comm: Any) -> None:
+def test_symmetric_memory_is_registered_and_reduced(comm: Any) -> None:
     warm(comm)
     size = comm.size
     fake = Fake()
@@ -354,7 +356,7 @@ def test_symmetric_memory(comm: Any) -> None:
         x = comm.empty((4, 2), like=likes)
         assert type(x) is DeviceArray
         assert x.shape == (4, 2)
-        assert fake.log("ncclCommWindowRegister"), "NCCL does not know of it"
+        assert fake.log("ncclCommWindowRegister"), "the memory is not registered with NCCL"
         x.fill_from_host(np.ones((4, 2), np.float32))
         comm.all_reduce(x, out=x)
         np.testing.assert_array_equal(read(x), np.full((4, 2), size))
@@ -363,7 +365,7 @@ def test_symmetric_memory(comm: Any) -> None:
         got = comm.all_gather(x[:1])
         np.testing.assert_array_equal(read(got), np.full((size, 2), size))
         assert read(x).tolist() == [[size] * 2, [size**2] * 2, [size**2] * 2, [size] * 2]
-        # Dropped while the GPU still works with it.
+        # Drop the array while the GPU still works with it.
         with fake.turned("delay_us", 3000, back=300):
             work = comm.all_reduce(x, out=x, async_op=True)
             del x, part, work
@@ -383,8 +385,8 @@ def test_symmetric_memory(comm: Any) -> None:
 
 
 @on_ranks("nccl", size=3)
-def test_objects_and_barriers(comm: Any) -> None:
-    """What is not in a GPU's memory needs nothing of NCCL."""
+def test_objects_and_barriers_make_no_nccl_calls(comm: Any) -> None:
+    """Calls without GPU memory make no call of NCCL."""
     Fake().clear_log()
     comm.barrier()
     assert comm.broadcast_object({"from": comm.rank}, root=1) == {"from": 1}
@@ -396,8 +398,8 @@ def test_objects_and_barriers(comm: Any) -> None:
 
 
 @on_ranks("both")
-def test_arrays_of_the_cpu_and_of_gpus_on_one_communicator(comm: Any) -> None:
-    """``"cpu:shm,cuda:nccl"`` takes arrays of both kinds, one kind a call."""
+def test_cpu_and_gpu_arrays_share_one_communicator(comm: Any) -> None:
+    """``"cpu:shm,cuda:nccl"`` takes arrays of both kinds, one kind in each call."""
     rank, size = comm.rank, comm.size
     every = everyone(comm, 4)
     for _ in range(2):
@@ -407,7 +409,7 @@ def test_arrays_of_the_cpu_and_of_gpus_on_one_communicator(comm: Any) -> None:
         np.testing.assert_array_equal(read(comm.all_reduce(of_fake(comm, every[rank]))), got)
         joined = np.concatenate([every[r][: r + 1] for r in range(size)])
         np.testing.assert_array_equal(comm.all_gather(every[rank][: rank + 1]), joined)
-    # Who passes None takes what the root has, wherever that is.
+    # A rank that passes None gets an array of the kind that the root has.
     for there, x in ((np.ndarray, every[rank]), (DeviceArray, of_fake(comm, every[rank]))):
         got = comm.broadcast(x if rank == 0 else None)
         assert rank == 0 or type(got) is there
@@ -418,7 +420,7 @@ def test_arrays_of_the_cpu_and_of_gpus_on_one_communicator(comm: Any) -> None:
             got = comm.recv(None, 0)
             assert type(got) is there
             np.testing.assert_array_equal(read(got), every[0])
-    # Messages from one kind of memory to the other.
+    # Messages from one kind of memory into the other kind.
     if rank == 0:
         comm.send(of_fake(comm, every[0]), 1)
         comm.send(every[0], 1)
@@ -440,8 +442,8 @@ def test_arrays_of_the_cpu_and_of_gpus_on_one_communicator(comm: Any) -> None:
 
 @pytest.mark.skipif(not HAS_TORCH, reason="needs PyTorch")
 @on_ranks("nccl", shared=True)
-def test_the_current_stream_of_torch(comm: Any) -> None:
-    """What torch makes current is where calls go."""
+def test_current_stream_of_torch_is_used(comm: Any) -> None:
+    """Calls are enqueued on the stream that PyTorch has made current."""
     import torch
 
     warm(comm)
@@ -463,13 +465,17 @@ def test_the_current_stream_of_torch(comm: Any) -> None:
         work = comm.all_gather(x, async_op=True)
         gathered = work.wait()
         fw.check(gathered, every.ravel())
-        assert gathered.used_on == [a], "torch gives its memory to others while the program reads"
+        assert gathered.used_on == [a], (
+            "PyTorch could reuse the memory while the program still reads it"
+        )
         assert got.used_on == comm.all_gather(x).used_on == []
         b = new_stream(comm)
         with torch.cuda.stream(torch.cuda.ExternalStream(b, device=ordinal_of(comm))):
             Fake().clear_log()
             comm.all_reduce(x, out=got)
-            assert f"stream={b:#x}" in calls_of_nccl()[0], "a repeated call, on the stream of then"
+            assert f"stream={b:#x}" in calls_of_nccl()[0], (
+                "a repeated call uses the stream of the earlier call"
+            )
             work = comm.all_reduce(x, out=got, async_op=True)
         work.wait()
         np.testing.assert_array_equal(fw.read(got), every.sum(0))

@@ -1,7 +1,7 @@
-"""The public suite on ``nccl`` over the ABI fake, with arrays in the memory of its GPUs.
+"""The public conformance suite on ``nccl`` over the ABI fake, with arrays in GPU memory.
 
-The fake does its work later, as a GPU would. What of its own work the library forgets to order is
-seen: outputs are poisoned until they are written.
+The fake does its work later, as a GPU would, and outputs are poisoned until they are written. So a
+test sees if the library forgets to order some of its own work.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from tests.support.nccl_processes import FakeNccl
 
 
 class NewNccl(FakeNccl):
-    """A library that has all."""
+    """Transport with a library that has all functions."""
 
     name = "nccl-fake"
     knobs = {"delay_us": 20, "log": 0}  # noqa: RUF012
 
 
 class OldNccl(NewNccl):
-    """A library without native all_to_all, gather, scatter, split or windows."""
+    """Transport with a library without native all_to_all, gather, scatter, split or windows."""
 
     name = "nccl-fake-2.14"
     version = 21403
 
 
-# What the old library computes itself; the rest is as with the new one.
+# Checks of the calls that work differently with the old library; the others are the same.
 OLD = [
     f"check_{name}"
     for name in """
@@ -37,7 +37,8 @@ OLD = [
 ]
 
 
-# How a rank dies is the host plane's affair, and the time of grace the decision's.
+# The host plane handles the death of a rank, and the shrink decision has the grace period: neither
+# depends on NCCL.
 LOSSES = [
     *(f"check_shrink_{n}" for n in ("left", "when", "in_the_middle", "without_one_that_is_late")),
     "check_grow_when",
@@ -45,15 +46,15 @@ LOSSES = [
 
 
 @parametrize_with_checks(NewNccl, sizes=(3,), kind="cuda", checks=all_but(*LOSSES))
-def test_nccl(check: Callable[[], None]) -> None:
+def test_nccl_passes_suite(check: Callable[[], None]) -> None:
     check()
 
 
 @parametrize_with_checks(NewNccl, sizes=(2,), kind="cuda", checks=OF_TWO)
-def test_nccl_of_2(check: Callable[[], None]) -> None:
+def test_nccl_of_2_passes_suite(check: Callable[[], None]) -> None:
     check()
 
 
 @parametrize_with_checks(OldNccl, sizes=(3,), kind="cuda", checks=OLD)
-def test_old_nccl(check: Callable[[], None]) -> None:
+def test_old_nccl_passes_suite(check: Callable[[], None]) -> None:
     check()

@@ -1,6 +1,6 @@
-"""NCCL's communicators over the ABI fake: how they come up, fail and go, and what they have.
+"""NCCL communicators over the ABI fake: initialisation, failure, destruction and resources.
 
-What they enqueue, new versions and old ones alike: backends/nccl/test_conformance.py.
+backends/nccl/test_conformance.py tests the enqueued operations, with new and old versions.
 """
 
 from __future__ import annotations
@@ -38,12 +38,14 @@ from tests.support.nccl_threads import (
 __all__ = ["fresh", "ranks"]  # fixtures
 
 
-# -- coming up ----------------------------------------------------------------------------------
+# -- initialisation -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("version", [NEW, OLD, OLDER])
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_ranks_come_up_and_reduce(fresh: Callable[[int], Ranks], version: int, size: int) -> None:
+def test_ranks_initialise_and_reduce(
+    fresh: Callable[[int], Ranks], version: int, size: int
+) -> None:
     ranks = fresh(version)
     comms = ranks.create(size)
     assert [(comm.rank, comm.size) for comm in comms] == [(rank, size) for rank in range(size)]
@@ -53,7 +55,7 @@ def test_ranks_come_up_and_reduce(fresh: Callable[[int], Ranks], version: int, s
     assert not any(comm.handle for comm in comms)
     name = "ncclCommInitRank(" if version == OLDER else "ncclCommInitRankConfig"
     assert len(ranks.fake.log(name)) == size
-    # Those that initialised without blocking have been split.
+    # A communicator that was initialised without blocking has been split into a second one.
     made = 2 * size if version == NEW else size
     assert len(ranks.fake.log("ncclCommFinalize")) == (0 if version == OLDER else made)
     assert len(ranks.fake.log("ncclCommDestroy")) == made
@@ -61,10 +63,12 @@ def test_ranks_come_up_and_reduce(fresh: Callable[[int], Ranks], version: int, s
 
 
 @pytest.mark.parametrize("version", [NEW, OLD])
-def test_a_deadline_during_init_leaves_nothing(fresh: Callable[[int], Ranks], version: int) -> None:
+def test_deadline_during_init_leaves_no_communicator_or_thread(
+    fresh: Callable[[int], Ranks], version: int
+) -> None:
     ranks = fresh(version)
     unique_id, before = ranks.library.unique_id(), set(threading.enumerate())
-    with ranks.fake.turned("init_polls", -1):  # in progress for ever
+    with ranks.fake.turned("init_polls", -1):  # initialisation never completes
         for rank in range(2):
             with pytest.raises(CollectiveTimeoutError, match="the test's deadline"):
                 NcclComm.create(ranks.library, unique_id, rank, 2, cuda.device(rank), within(0.05))
@@ -72,23 +76,23 @@ def test_a_deadline_during_init_leaves_nothing(fresh: Callable[[int], Ranks], ve
     assert set(threading.enumerate()) <= before
 
 
-def test_blocking_init_given_up_is_undone_when_it_returns(fresh: Callable[[int], Ranks]) -> None:
+def test_abandoned_blocking_init_is_aborted_when_it_returns(fresh: Callable[[int], Ranks]) -> None:
     ranks = fresh(OLDER)
     unique_id, before = ranks.library.unique_id(), set(threading.enumerate())
     with pytest.raises(CollectiveTimeoutError):
         NcclComm.create(ranks.library, unique_id, 0, 2, cuda.device(0), within(0.05))
-    (left,) = set(threading.enumerate()) - before
-    assert left.name == "collective-nccl-blocking"
+    (blocking_thread,) = set(threading.enumerate()) - before
+    assert blocking_thread.name == "collective-nccl-blocking"
     assert ranks.fake.log("ncclCommAbort") == []
-    # The other rank comes after all: the call that was given up returns.
+    # When the other rank joins late, the abandoned call returns.
     other = NcclComm.create(ranks.library, unique_id, 1, 2, cuda.device(1), within())
-    left.join(DEADLINE_S)
-    assert not left.is_alive()
+    blocking_thread.join(DEADLINE_S)
+    assert not blocking_thread.is_alive()
     assert len(ranks.fake.log("ncclCommAbort")) == 1
     other.abort()
 
 
-def test_two_ranks_on_one_gpu_are_told_the_remedy(ranks: Ranks) -> None:
+def test_two_ranks_on_one_gpu_raise_error_with_remedy(ranks: Ranks) -> None:
     unique_id = ranks.library.unique_id()
 
     def one(rank: int) -> str:
@@ -104,7 +108,7 @@ def test_two_ranks_on_one_gpu_are_told_the_remedy(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize("version", [NEW, OLDER])
-def test_an_error_during_init_has_nccls_words(fresh: Callable[[int], Ranks], version: int) -> None:
+def test_init_error_contains_nccl_text(fresh: Callable[[int], Ranks], version: int) -> None:
     ranks = fresh(version)
     with (
         ranks.fake.turned("init_error", 2),
@@ -113,7 +117,7 @@ def test_an_error_during_init_has_nccls_words(fresh: Callable[[int], Ranks], ver
         NcclComm.create(ranks.library, ranks.library.unique_id(), 0, 1, cuda.device(0), within())
 
 
-def test_calls_may_block_though_initialisation_does_not(ranks: Ranks) -> None:
+def test_calls_block_after_nonblocking_init(ranks: Ranks) -> None:
     comms = ranks.create(2)
     assert all("blocking=0" in line for line in ranks.fake.log("ncclCommInitRankConfig"))
     x = np.ones(1, np.float32)
@@ -121,11 +125,14 @@ def test_calls_may_block_though_initialisation_does_not(ranks: Ranks) -> None:
     def one(rank: int) -> bool:
         return comms[rank].all_reduce(at(x), at(x), 0, FLOAT32, SUM, ranks.stream(rank))
 
-    assert ranks.run(2, one) == [False, False]  # not even when the ranks connect
+    assert ranks.run(2, one) == [
+        False,
+        False,
+    ]  # no call is left in progress, not even when the ranks connect
     destroy(ranks, comms)
 
 
-def test_a_split_that_is_given_up_leaves_nothing(ranks: Ranks) -> None:
+def test_abandoned_split_aborts_both_communicators(ranks: Ranks) -> None:
     unique_id = ranks.library.unique_id()
 
     def poll() -> None:
@@ -133,7 +140,7 @@ def test_a_split_that_is_given_up_leaves_nothing(ranks: Ranks) -> None:
             raise CollectiveTimeoutError("rank 1 is not there")
 
     def one(rank: int) -> None:
-        if rank == 1:  # never comes to the split
+        if rank == 1:  # rank 1 never calls split
             comm = NcclComm(ranks.library, 1, 2, cuda.device(1))
             comm._initialise(unique_id, within())
             comm.abort()
@@ -145,11 +152,11 @@ def test_a_split_that_is_given_up_leaves_nothing(ranks: Ranks) -> None:
     assert len(ranks.fake.log("ncclCommAbort")) == 2
 
 
-# -- going --------------------------------------------------------------------------------------
+# -- destruction and abort ----------------------------------------------------------------------
 
 
-def test_an_error_of_another_rank_is_seen(fresh: Callable[[int], Ranks]) -> None:
-    ranks = fresh(OLD)  # whose calls do not block
+def test_async_error_reports_error_of_another_rank(fresh: Callable[[int], Ranks]) -> None:
+    ranks = fresh(OLD)  # a version whose calls do not block
     comms = ranks.create(2)
     assert [comm.async_error() for comm in comms] == [None, None]
     x = np.ones(3, np.float32)
@@ -157,12 +164,12 @@ def test_an_error_of_another_rank_is_seen(fresh: Callable[[int], Ranks]) -> None
         for rank, comm in enumerate(comms):
             comm.all_reduce(at(x), at(x), 3, FLOAT32, SUM, ranks.stream(rank))
         text = until(comms[0].async_error)
-    with comms[0]._lock:  # as a call does that is inside NCCL
+    with comms[0]._lock:  # as a call inside NCCL holds the lock
         assert ranks.run(1, lambda _: comms[0].async_error(wait=False)) == [None]
     assert comms[0].async_error(wait=False) == text
     assert "rank 0 of NCCL's communicator: remote process exited" in text
     assert "ncclRemoteError, 6" in text
-    comms[0].destroy(within())  # what is broken is aborted, not destroyed
+    comms[0].destroy(within())  # a broken communicator is aborted instead of destroyed
     comms[1].abort()
     assert ranks.fake.log("ncclCommDestroy") == []
     assert len(ranks.fake.log("ncclCommAbort")) == 2
@@ -179,7 +186,7 @@ def test_abort_frees_once_from_any_thread(ranks: Ranks) -> None:
     assert ranks.fake.log("ncclCommDestroy") == []
 
 
-def test_abort_wakes_a_call_that_waits_for_another_rank(fresh: Callable[[int], Ranks]) -> None:
+def test_abort_wakes_call_waiting_for_another_rank(fresh: Callable[[int], Ranks]) -> None:
     ranks = fresh(OLD)
     comms = ranks.create(2)
     x = np.ones(1, np.float32)
@@ -190,7 +197,9 @@ def test_abort_wakes_a_call_that_waits_for_another_rank(fresh: Callable[[int], R
             begun.wait(DEADLINE_S)
             comms[0].abort()
             return
-        assert comms[0].send(at(x), 1, FLOAT32, 1, ranks.stream(0))  # it has to connect
+        assert comms[0].send(
+            at(x), 1, FLOAT32, 1, ranks.stream(0)
+        )  # true: the call still has to connect
         with pytest.raises(CommunicatorAbortedError, match=r"settle: .* rank 0 was aborted"):
             comms[0].settle(begun.set)
 
@@ -199,7 +208,7 @@ def test_abort_wakes_a_call_that_waits_for_another_rank(fresh: Callable[[int], R
 
 
 @pytest.mark.parametrize("version", [NEW, OLDER])
-def test_abort_wakes_a_call_that_blocks(fresh: Callable[[int], Ranks], version: int) -> None:
+def test_abort_wakes_blocking_call(fresh: Callable[[int], Ranks], version: int) -> None:
     ranks = fresh(version)
     comms = ranks.create(2)
     x = np.ones(1, np.float32)
@@ -217,11 +226,11 @@ def test_abort_wakes_a_call_that_blocks(fresh: Callable[[int], Ranks], version: 
     assert len(ranks.fake.log("ncclCommAbort")) == 2
 
 
-def test_destroy_that_is_given_up_aborts(fresh: Callable[[int], Ranks]) -> None:
+def test_destroy_past_deadline_aborts(fresh: Callable[[int], Ranks]) -> None:
     ranks = fresh(OLD)
     comms = ranks.create(2)
     x = np.ones(1, np.float32)
-    # Its peer never receives, so what is enqueued does not end.
+    # The peer never joins, so the enqueued operation does not end.
     comms[0].all_reduce(at(x), at(x), 1, FLOAT32, SUM, ranks.stream(0))
     with pytest.raises(CollectiveTimeoutError):
         comms[0].destroy(within(0.05))
@@ -230,11 +239,11 @@ def test_destroy_that_is_given_up_aborts(fresh: Callable[[int], Ranks]) -> None:
     comms[1].abort()
 
 
-# -- what it enqueues, and has beside itself ----------------------------------------------------
+# -- operators, groups and memory ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
-def test_premultiplied_sum(ranks: Ranks, dtype: str) -> None:
+def test_premultiplied_sum_scales_and_is_destroyed(ranks: Ranks, dtype: str) -> None:
     kind = BY_NAME[dtype]
     code = ranks.library.dtype(kind)
     assert code is not None
@@ -258,7 +267,7 @@ def test_premultiplied_sum(ranks: Ranks, dtype: str) -> None:
     assert len(ranks.fake.log("ncclRedOpDestroy")) == 2
 
 
-def test_factors_that_vary_do_not_pile_up(ranks: Ranks) -> None:
+def test_premultiplied_operators_are_bounded(ranks: Ranks) -> None:
     (comm,) = ranks.create(1)
     for number in range(200):
         comm.premul_sum(number, BY_NAME["float32"])
@@ -266,7 +275,7 @@ def test_factors_that_vary_do_not_pile_up(ranks: Ranks) -> None:
     comm.destroy(within())
 
 
-def test_a_group_ends_when_its_body_raises(ranks: Ranks) -> None:
+def test_group_ends_when_its_body_raises(ranks: Ranks) -> None:
     (comm,) = ranks.create(1)
     with pytest.raises(ZeroDivisionError), comm.group():
         raise ZeroDivisionError
@@ -275,7 +284,7 @@ def test_a_group_ends_when_its_body_raises(ranks: Ranks) -> None:
     assert ranks.sums([comm]) == [[1.0] * 3]
 
 
-def test_what_nccl_refuses_in_a_group_is_raised_once(ranks: Ranks) -> None:
+def test_invalid_call_in_group_is_raised_once(ranks: Ranks) -> None:
     (comm,) = ranks.create(1)
     refused = pytest.raises(BackendError, match="ncclAllReduce of rank 0: invalid argument")
     with refused, comm.group():
@@ -283,7 +292,7 @@ def test_what_nccl_refuses_in_a_group_is_raised_once(ranks: Ranks) -> None:
     assert ranks.sums([comm]) == [[1.0] * 3]
 
 
-def test_memory_of_nccls_own_is_registered(ranks: Ranks) -> None:
+def test_nccl_memory_is_registered_and_freed(ranks: Ranks) -> None:
     comms = ranks.create(2)
 
     def one(rank: int) -> None:
@@ -296,7 +305,7 @@ def test_memory_of_nccls_own_is_registered(ranks: Ranks) -> None:
         assert window
         comm.close_window(window)
         comm.destroy(within())
-        comm.close_window(window)  # nothing is left to take back
+        comm.close_window(window)  # the window is already closed
         comm.mem_free(address)
 
     ranks.run(2, one)

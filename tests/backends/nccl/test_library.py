@@ -1,4 +1,4 @@
-"""NCCL's library: that the table is what nccl.h says, and how it is found and loaded."""
+"""The NCCL library: agreement of our tables with nccl.h, and finding and loading the library."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.support.interpreter import ROOT, printed
 
 
 def wheel() -> Path | None:
-    """Return the folder of an installed wheel of NVIDIA's, if there is one."""
+    """Return the folder of NVIDIA's installed wheel, or None."""
     try:
         spec = importlib.util.find_spec("nvidia.nccl")
     except ModuleNotFoundError:
@@ -45,20 +45,20 @@ def header() -> str:
 
 
 def enum(header: str, name: str) -> dict[str, int]:
-    """Return the names and values of an enum that the header spells out."""
+    """Return the names and values of an enum in the header."""
     body = re.search(r"typedef\s+enum\s*\{([^{}]*)\}\s*" + name + r"\s*;", header)
     assert body is not None, name
     return {key: int(value) for key, value in re.findall(r"(\w+)\s*=\s*(\d+)\s*[,}\s]", body[1])}
 
 
 def constant(header: str, name: str) -> int:
-    found = re.search(rf"#define\s+{name}\s+(-?\w+)", header)
-    assert found is not None, name
-    return int(found[1], 0)
+    definition = re.search(rf"#define\s+{name}\s+(-?\w+)", header)
+    assert definition is not None, name
+    return int(definition[1], 0)
 
 
 def ctype(spelt: str) -> object:
-    """Return what our table has for a type of the header."""
+    """Return the ctypes type that our table should have for a type in the header."""
     if "*" in spelt or re.search(r"ncclComm_t|ncclWindow_t|cudaStream_t", spelt):
         return ctypes.c_char_p if spelt == "const char*" else ctypes.c_void_p
     words = spelt.replace("const", "").split()
@@ -72,22 +72,26 @@ def ctype(spelt: str) -> object:
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_prototype_is_that_of_the_header(header: str, name: str) -> None:
-    found = re.search(rf"([\w ]+[\w*])\s+{name}\s*\(([^)]*)\)\s*;", header)
-    assert found is not None, f"{name} is not declared"
-    # The parameters' names, which every pointer's star may be attached to.
-    declared = [re.sub(r"\w+$", "", each.strip()) for each in found[2].split(",") if each.strip()]
-    result = re.sub(r"\s+", " ", found[1]).strip()
-    assert [ctype(each) for each in declared] == list(FUNCTIONS[name].arguments)
+def test_prototype_matches_header(header: str, name: str) -> None:
+    declaration = re.search(rf"([\w ]+[\w*])\s+{name}\s*\(([^)]*)\)\s*;", header)
+    assert declaration is not None, f"{name} is not declared"
+    # Remove the names of the parameters, which a pointer's star may be attached to.
+    declared = [
+        re.sub(r"\w+$", "", parameter.strip())
+        for parameter in declaration[2].split(",")
+        if parameter.strip()
+    ]
+    result = re.sub(r"\s+", " ", declaration[1]).strip()
+    assert [ctype(parameter) for parameter in declared] == list(FUNCTIONS[name].arguments)
     assert ctype(result) == FUNCTIONS[name].result
 
 
-def test_codes_are_those_of_the_header(header: str) -> None:
+def test_codes_match_header(header: str) -> None:
     results = enum(header, "ncclResult_t")
     results.pop("ncclNumResults")
     assert {code: name for name, code in results.items()} == prototypes.RESULTS
     types = enum(header, "ncclDataType_t")
-    # NCCL's float8_e4m3fn is ncclFloat8e4m3.
+    # NCCL calls float8_e4m3fn ncclFloat8e4m3.
     codes = {name.lower(): code for name, code in types.items()}
     for name, code in prototypes.DTYPES.items():
         assert codes[f"nccl{name.replace('_', '').removesuffix('fn')}"] == code, name
@@ -105,7 +109,7 @@ def test_codes_are_those_of_the_header(header: str) -> None:
     assert constant(header, "NCCL_UNIQUE_ID_BYTES") == ctypes.sizeof(UniqueId)
 
 
-def test_configuration_begins_as_the_headers_struct(header: str) -> None:
+def test_config_struct_matches_header(header: str) -> None:
     struct = re.search(r"typedef\s+struct\s+ncclConfig_v\d+\s*\{([^}]*)\}", header)
     assert struct is not None
     spelt = [" ".join(line.split()) for line in struct[1].split(";") if line.strip()]
@@ -131,7 +135,7 @@ def test_configuration_begins_as_the_headers_struct(header: str) -> None:
 @pytest.mark.parametrize(
     ("code", "text"), [(23203, "2.32.3"), (21005, "2.10.5"), (2708, "2.7.8"), (2804, "2.8.4")]
 )
-def test_version_in_words(code: int, text: str) -> None:
+def test_version_text_formats_code(code: int, text: str) -> None:
     assert version_text(code) == text
 
 
@@ -140,42 +144,44 @@ def loaded(version: int) -> NcclLibrary:
     return NcclLibrary(ctypes.CDLL(path), path)
 
 
-def test_a_new_version_has_all() -> None:
-    found = loaded(22907)
-    assert (found.version, found.text) == (22907, "2.29.7")
-    assert all(found.features().values())
-    assert found.op("avg") == 4
-    assert [found.dtype(BY_NAME[name]) for name in ("bfloat16", "float16", "int64")] == [9, 6, 4]
-    assert [found.dtype(BY_NAME[name]) for name in ("bool", "int16", "complex64")] == [None] * 3
-    assert found.op("band") is None
+def test_new_version_has_all_features() -> None:
+    library = loaded(22907)
+    assert (library.version, library.text) == (22907, "2.29.7")
+    assert all(library.features().values())
+    assert library.op("avg") == 4
+    assert [library.dtype(BY_NAME[name]) for name in ("bfloat16", "float16", "int64")] == [9, 6, 4]
+    assert [library.dtype(BY_NAME[name]) for name in ("bool", "int16", "complex64")] == [None] * 3
+    assert library.op("band") is None
 
 
-def test_an_old_version_says_what_it_lacks_and_which_has_it() -> None:
-    found = loaded(21403)
-    lacking = {name for name, there in found.features().items() if not there}
+def test_old_version_names_missing_feature_and_needed_version() -> None:
+    library = loaded(21403)
+    lacking = {name for name, present in library.features().items() if not present}
     assert lacking == {"split", "register", "fp8", "shrink", "windows", "alltoall"}
     with pytest.raises(UnsupportedError, match=r"ncclCommSplit: NCCL 2\.14\.3 .* 2\.18\.1 brings"):
-        found.function("ncclCommSplit")
+        library.function("ncclCommSplit")
     with pytest.raises(UnsupportedError, match=r"2\.28\.3 brings it.* pip install nvidia-nccl-cu"):
-        found.function("ncclAlltoAll")
+        library.function("ncclAlltoAll")
 
 
-def test_a_very_old_version_averages_not() -> None:
-    found = loaded(2804)
-    assert found.op("avg") is None
-    assert found.dtype(BY_NAME["bfloat16"]) is None
-    assert not found.has("ncclCommInitRankConfig")
+def test_very_old_version_lacks_average() -> None:
+    library = loaded(2804)
+    assert library.op("avg") is None
+    assert library.dtype(BY_NAME["bfloat16"]) is None
+    assert not library.has("ncclCommInitRankConfig")
 
 
-def test_each_function_came_when_the_table_says() -> None:
-    # Of the fake, which was written from NCCL's release notes: the table is not its source.
+def test_functions_exist_since_version_in_table() -> None:
+    # The fake was written from the release notes of NCCL and not from the table.
     for version in (2804, 21403, 21904, 22703, 22907):
-        found = loaded(version)
-        has = {name for name in FUNCTIONS if found.has(name)}
-        assert has == {name for name, each in FUNCTIONS.items() if each.since <= version}, version
+        library = loaded(version)
+        has = {name for name in FUNCTIONS if library.has(name)}
+        assert has == {
+            name for name, prototype in FUNCTIONS.items() if prototype.since <= version
+        }, version
 
 
-# -- finding ---------------------------------------------------------------------------------------
+# -- finding the library ---------------------------------------------------------------------------
 
 
 @pytest.fixture(autouse=True)
@@ -190,24 +196,28 @@ def absent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(libraries, "_SONAME", "libnccl-that-is-not-there.so.2")
 
 
-def test_the_named_library_is_loaded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_named_library_is_loaded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     path = fakes.library_path()
     monkeypatch.setenv("COLLECTIVE_NCCL_LIBRARY", path)
     assert load().path == find() == path
     assert load() is load()
     old = fakes.library_path(21403)
-    assert load(old).text == "2.14.3"  # an argument is stronger
+    assert load(old).text == "2.14.3"  # an argument takes precedence over the variable
 
 
-def test_a_library_that_is_named_wrongly_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(libraries, "_in_wheel", fakes.library_path)  # which would do
+def test_wrongly_named_library_raises_backend_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        libraries, "_in_wheel", fakes.library_path
+    )  # a usable library that must not be used instead
     monkeypatch.setenv("COLLECTIVE_NCCL_LIBRARY", "/no/such/libnccl.so.2")
     assert find() is None
     with pytest.raises(BackendUnavailableError, match=r"names, /no/such/libnccl\.so\.2, cannot be"):
         load()
 
 
-def test_the_wheel_comes_before_the_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wheel_takes_precedence_over_system(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     there = tmp_path / "libnccl.so.2"
     there.touch()
     monkeypatch.setenv("LD_LIBRARY_PATH", f"/nowhere:{tmp_path}")
@@ -217,9 +227,7 @@ def test_the_wheel_comes_before_the_system(tmp_path: Path, monkeypatch: pytest.M
     assert find() == load().path == fakes.library_path()
 
 
-def test_the_wheel_is_found_without_importing_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wheel_is_found_without_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "nvidia" / "nccl"
     (package / "lib").mkdir(parents=True)
     (package / "__init__.py").write_text("raise RuntimeError('imported')")
@@ -234,7 +242,7 @@ def test_the_wheel_is_found_without_importing_it(
     assert found() == str(path)
 
 
-def test_no_library_says_where_it_looked_and_how_one_comes(absent: None) -> None:
+def test_missing_library_error_lists_places_and_remedy(absent: None) -> None:
     assert find() is None
     with pytest.raises(BackendUnavailableError) as caught:
         load()
@@ -248,7 +256,7 @@ def test_no_library_says_where_it_looked_and_how_one_comes(absent: None) -> None
 
 
 @pytest.mark.parametrize(("driver", "package"), [(13000, "cu13"), (12040, "cu12")])
-def test_the_command_fits_the_driver(
+def test_install_command_matches_driver(
     monkeypatch: pytest.MonkeyPatch, driver: int, package: str
 ) -> None:
     class Cuda:
@@ -275,7 +283,7 @@ def test_the_command_fits_the_driver(
         (6, "see the other ranks' errors"),
     ],
 )
-def test_codes_become_errors_with_a_remedy(code: int, words: str) -> None:
+def test_error_codes_raise_error_with_remedy(code: int, words: str) -> None:
     with pytest.raises(BackendError) as caught:
         loaded(22907).check(code, "ncclAllReduce of rank 1")
     assert str(caught.value).startswith("ncclAllReduce of rank 1: ")
@@ -283,16 +291,16 @@ def test_codes_become_errors_with_a_remedy(code: int, words: str) -> None:
     assert (caught.value.code, caught.value.backend) == (code, "nccl")
 
 
-def test_success_and_in_progress_are_no_errors() -> None:
+def test_success_and_in_progress_raise_nothing() -> None:
     for code in (0, 7):
         loaded(22907).check(code, "ncclAllReduce")
 
 
 def test_unique_ids_are_unique() -> None:
-    found = loaded(22907)
-    made = {found.unique_id() for _ in range(3)}
-    assert {len(each) for each in made} == {128}
-    assert len(made) == 3
+    library = loaded(22907)
+    ids = {library.unique_id() for _ in range(3)}
+    assert {len(unique_id) for unique_id in ids} == {128}
+    assert len(ids) == 3
 
 
 # -- the real library, where it is installed ------------------------------------------------------
@@ -306,7 +314,7 @@ def real() -> Callable[[str], str]:
         pytest.skip("no NCCL: install collective-comm[nccl], or name the file in NCCL_LIBRARY")
 
     def run(program: str) -> str:
-        # In a process of its own: it is not to be had in this one again.
+        # Use a separate process, because a process cannot unload the library.
         return printed(
             "-c", program, COLLECTIVE_NCCL_LIBRARY=str(path), NCCL_SOCKET_IFNAME="lo",
             env={"PATH": os.environ["PATH"]},
@@ -315,7 +323,7 @@ def real() -> Callable[[str], str]:
     return run
 
 
-def test_the_real_library_has_all_and_answers(real: Callable[[str], str]) -> None:
+def test_real_library_has_all_functions(real: Callable[[str], str]) -> None:
     words = real(
         "from collective.backends.nccl.library import load\n"
         "from collective.backends.nccl.prototypes import FUNCTIONS\n"
@@ -326,7 +334,7 @@ def test_the_real_library_has_all_and_answers(real: Callable[[str], str]) -> Non
     assert words.splitlines()[-1] == "128 set()"
 
 
-def test_the_real_library_without_a_gpu_fails_with_our_error(real: Callable[[str], str]) -> None:
+def test_real_library_without_gpu_raises_backend_error(real: Callable[[str], str]) -> None:
     if os.path.exists("/dev/nvidia0"):
         pytest.skip("there is a GPU here")
     words = real(

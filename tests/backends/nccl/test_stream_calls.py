@@ -1,4 +1,4 @@
-"""Calls of a communicator over ``nccl`` on the ABI fake: what is on which stream, and when."""
+"""Calls over ``nccl`` on the ABI fake: the streams of their operations, and the order."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ nccl = pools(Gpus)
 
 
 def mine(comm: Any, count: int = 6) -> np.ndarray[Any, Any]:
-    """Return what a rank contributes."""
+    """Return the input of a rank."""
     return np.arange(count, dtype=np.float32) + 10 * comm.rank
 
 
@@ -54,12 +54,12 @@ def total(comm: Any, count: int = 6) -> list[float]:
     return (np.arange(count) * comm.size + 10 * sum(range(comm.size))).tolist()
 
 
-# -- calls that return when they are enqueued -------------------------------------------------
+# -- calls that return once they are enqueued -------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", MAKERS)
 @on_ranks("nccl", shared=True)
-def test_a_call_is_enqueued_on_the_callers_stream(comm: Any, kind: str) -> None:
+def test_call_is_enqueued_on_stream_of_caller(comm: Any, kind: str) -> None:
     make = MAKERS[kind]
     warm(comm)
     a = new_stream(comm)
@@ -80,8 +80,8 @@ def test_a_call_is_enqueued_on_the_callers_stream(comm: Any, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", MAKERS)
 @on_ranks("nccl", shared=True)
-def test_results_are_ready_on_the_callers_stream(comm: Any, kind: str) -> None:
-    """Results that the library allocates are on the caller's stream, too."""
+def test_results_are_ready_on_stream_of_caller(comm: Any, kind: str) -> None:
+    """Results that the library allocates are also ordered on the caller's stream."""
     make = MAKERS[kind]
     warm(comm)
     a = new_stream(comm)
@@ -118,9 +118,9 @@ def test_results_are_ready_on_the_callers_stream(comm: Any, kind: str) -> None:
         if got is None:
             assert name in ("reduce", "gather")
             assert comm.rank != 1
-            settled(comm)  # the others' calls end when this rank's have
+            settled(comm)  # the calls of the other ranks end when this rank's calls have ended
         elif name != "scatter" or comm.rank == 0:
-            Fake().synchronize(a, ordinal_of(comm))  # for nothing but the caller's
+            Fake().synchronize(a, ordinal_of(comm))  # wait for the caller's stream only
             assert peek(got).tolist() == expected[name].tolist(), name
         else:
             assert read(got).tolist() == expected[name].tolist(), name
@@ -128,8 +128,8 @@ def test_results_are_ready_on_the_callers_stream(comm: Any, kind: str) -> None:
 
 
 @on_ranks("nccl", size=3, shared=True)
-def test_a_call_sees_what_was_enqueued_before_it(comm: Any) -> None:
-    """What is on the stream before the call is seen by it."""
+def test_call_reads_results_of_earlier_work_on_stream(comm: Any) -> None:
+    """A call reads the results of earlier work on its stream, and not of later work."""
     warm(comm)
     a = new_stream(comm)
     x = FakeArray((6,), "float32", device=ordinal_of(comm), stream=a)
@@ -146,8 +146,8 @@ def test_a_call_sees_what_was_enqueued_before_it(comm: Any) -> None:
 
 @pytest.mark.parametrize("async_op", [False, True])
 @on_ranks("nccl", shared=True)
-def test_an_output_on_another_stream(comm: Any, async_op: bool) -> None:
-    """The input is on one stream and the output on another, as __cuda_array_interface__ says."""
+def test_output_on_another_stream_is_ordered(comm: Any, async_op: bool) -> None:
+    """Input and output name different streams in their __cuda_array_interface__."""
     warm(comm)
     a, b = new_stream(comm), new_stream(comm)
     x = FakeArray((6,), "float32", device=ordinal_of(comm), stream=a)
@@ -155,21 +155,21 @@ def test_an_output_on_another_stream(comm: Any, async_op: bool) -> None:
     settled(comm)
     with held():
         x.set(mine(comm))
-        for _ in range(20):  # so that it is the later one
+        for _ in range(20):  # more work, so that this stream finishes later
             y.set(np.full(6, -1, np.float32))
         work = comm.all_reduce(x, out=y, async_op=async_op)
         if async_op:
             work.wait()
         after = copied(comm, y, b)
     settled(comm)
-    assert read(y).tolist() == total(comm), "it did not wait for the output's own stream"
-    assert read(after).tolist() == total(comm), "the output's own stream did not wait"
+    assert read(y).tolist() == total(comm), "the call did not wait for the stream of the output"
+    assert read(after).tolist() == total(comm), "the stream of the output did not wait for the call"
 
 
 @pytest.mark.parametrize("async_op", [False, True])
 @on_ranks("nccl", shared=True)
-def test_a_structure_of_arrays_on_several_streams(comm: Any, async_op: bool) -> None:
-    """A structure whose arrays are on streams of their own."""
+def test_structure_on_several_streams_is_reduced(comm: Any, async_op: bool) -> None:
+    """Reduce a structure whose arrays are on different streams."""
     warm(comm)
     streams = [new_stream(comm) for _ in range(3)]
     leaves = [FakeArray((4,), "float32", device=ordinal_of(comm), stream=s) for s in streams]
@@ -188,8 +188,8 @@ def test_a_structure_of_arrays_on_several_streams(comm: Any, async_op: bool) -> 
 
 
 @on_ranks("nccl", shared=True)
-def test_calls_on_several_streams(comm: Any) -> None:
-    """Calls on two streams of the program are each ordered on their own."""
+def test_calls_on_several_streams_are_ordered(comm: Any) -> None:
+    """Calls on two streams of the program are ordered on each stream separately."""
     warm(comm)
     a, b = new_stream(comm), new_stream(comm)
     x, y = of_fake(comm, mine(comm), a), of_fake(comm, 100 + mine(comm), b)
@@ -206,7 +206,7 @@ def test_calls_on_several_streams(comm: Any) -> None:
 
 @pytest.mark.parametrize("kind", MAKERS)
 @on_ranks("nccl", shared=True)
-def test_wait_orders_the_callers_stream_and_not_the_host(comm: Any, kind: str) -> None:
+def test_wait_orders_stream_of_caller_and_not_host(comm: Any, kind: str) -> None:
     make = MAKERS[kind]
     warm(comm)
     a = new_stream(comm)
@@ -243,7 +243,7 @@ def test_synchronize_waits_on_the_host(comm: Any) -> None:
         work = comm.all_reduce(x, async_op=True)
         assert peek(work.synchronize()).tolist() == total(comm)
         assert work.done()
-    # A wait for a stream that is current in another thread orders that.
+    # A wait in another thread orders the stream that is current there.
     with held():
         work = comm.all_reduce(x, out=x, async_op=True)
     thread_got: list[Any] = []
@@ -254,8 +254,8 @@ def test_synchronize_waits_on_the_host(comm: Any) -> None:
 
 
 @on_ranks("nccl", size=3, shared=True)
-def test_several_calls_in_the_background_come_in_order(comm: Any) -> None:
-    """Several at once, each of which takes the result of the one before it."""
+def test_background_calls_complete_in_order(comm: Any) -> None:
+    """Run several calls at once, each of which uses the result of the call before."""
     warm(comm)
     a = new_stream(comm)
     x = of_fake(comm, np.ones(4, np.float32), a)
@@ -268,7 +268,7 @@ def test_several_calls_in_the_background_come_in_order(comm: Any) -> None:
         turned = comm.all_reduce(strided, out=strided, async_op=True)
         along = comm.all_gather(wide, axis=1, async_op=True)
         assert not any(work.done() for work in (*works, gathered, turned, along))
-        along.wait()  # the last one: so all are
+        along.wait()  # the last call, so all calls are ordered before the copy
         copy = copied(comm, x, a)
     Fake().synchronize(a, ordinal_of(comm))
     assert peek(copy).tolist() == [comm.size**6] * 4
@@ -277,12 +277,12 @@ def test_several_calls_in_the_background_come_in_order(comm: Any) -> None:
     assert peek(strided).tolist() == [[comm.size] * 3] * 4
     assert peek(along.wait()).tolist() == [[r for r in range(comm.size) for _ in "123"]] * 4
     between = strided.memory().view(np.uint32)[1::2]
-    assert set(between.tolist()) == {0xCBCBCBCB}, "it wrote between the elements"
+    assert set(between.tolist()) == {0xCBCBCBCB}, "the call wrote between the elements"
 
 
 @on_ranks("nccl", shared=True)
-def test_calls_of_all_kinds_beside_each_other(comm: Any) -> None:
-    """A call that is not in the background, between some that are, and one on the host."""
+def test_mixed_foreground_and_background_calls_are_correct(comm: Any) -> None:
+    """Mix calls in the background, calls in the foreground, and calls on the host."""
     warm(comm)
     a = new_stream(comm)
     x, y = of_fake(comm, mine(comm), a), of_fake(comm, mine(comm), a)
@@ -302,12 +302,12 @@ def test_calls_of_all_kinds_beside_each_other(comm: Any) -> None:
 
 
 @on_ranks("nccl", size=3, shared=True)
-def test_the_first_call_in_the_background(comm: Any) -> None:
-    """A communicator's first call may be in the background: it returns without the peers."""
+def test_first_background_call_returns_without_peers(comm: Any) -> None:
+    """The first call of a communicator in the background returns without the peers."""
     child = comm.dup()
     x = of_fake(comm, mine(comm))
     if comm.rank:
-        comm.recv_object(0)  # rank 0 has made its call, and come back
+        comm.recv_object(0)  # rank 0 has made its call, and the call has returned
     work = child.all_reduce(x, async_op=True)
     again = child.all_reduce(x, out=x, async_op=True)
     if comm.rank == 0:
@@ -321,13 +321,15 @@ def test_the_first_call_in_the_background(comm: Any) -> None:
     child.close()
 
 
-# -- what is dropped while it is in use ---------------------------------------------------------
+# -- arrays that are dropped while in use -------------------------------------------------------
 
 
 @pytest.mark.parametrize("async_op", [False, True])
 @pytest.mark.parametrize("kind", MAKERS)
 @on_ranks("nccl", shared=True)
-def test_arrays_and_works_dropped_before_their_end(comm: Any, kind: str, async_op: bool) -> None:
+def test_dropped_arrays_and_works_stay_valid_until_completion(
+    comm: Any, kind: str, async_op: bool
+) -> None:
     warm(comm)
     rank, size = comm.rank, comm.size
     a = new_stream(comm)
@@ -360,7 +362,7 @@ def test_arrays_and_works_dropped_before_their_end(comm: Any, kind: str, async_o
         with held():
             call()
             gc.collect()
-            # Memory that was freed too early is somebody else's now.
+            # Memory that was freed too early now belongs to these arrays.
             taken = [x() for _ in range(4)]
             del taken
         try:
@@ -371,8 +373,8 @@ def test_arrays_and_works_dropped_before_their_end(comm: Any, kind: str, async_o
 
 @pytest.mark.parametrize("structure", [False, True])
 @on_ranks("nccl", shared=True)
-def test_a_result_dropped_while_the_callers_stream_reads_it(comm: Any, structure: bool) -> None:
-    """What the caller's stream still reads is not freed, though nobody refers to it any more."""
+def test_dropped_result_stays_valid_while_stream_reads_it(comm: Any, structure: bool) -> None:
+    """A result that the caller's stream still reads is not freed when its last reference goes."""
     warm(comm)
     a = new_stream(comm)
     x: Any = of_fake(comm, mine(comm), a)
@@ -380,7 +382,9 @@ def test_a_result_dropped_while_the_callers_stream_reads_it(comm: Any, structure
     for name in ("all_gather", "all_reduce"):
         work = getattr(comm, name)([x] if structure else x, async_op=True)
         got = work.wait()[0] if structure else work.wait()
-        assert got.stream.handle == a, "its next use would not wait for the program's"
+        assert got.stream.handle == a, (
+            "the next use of the memory would not wait for the program's stream"
+        )
         settled(comm)
         watched = weakref.ref(got)
         with held():
@@ -393,8 +397,8 @@ def test_a_result_dropped_while_the_callers_stream_reads_it(comm: Any, structure
 
 @pytest.mark.parametrize("async_op", [False, True])
 @on_ranks("nccl", shared=True)
-def test_arrays_dropped_by_calls_through_the_host(comm: Any, async_op: bool) -> None:
-    """Calls that go through the host's memory."""
+def test_dropped_arrays_of_host_calls_stay_valid(comm: Any, async_op: bool) -> None:
+    """Drop arrays of calls that go through host memory."""
     warm(comm)
     with Fake().turned("delay_us", 2000, back=300):
         comm.scan(of_fake(comm, mine(comm)), async_op=async_op)
@@ -412,7 +416,7 @@ def test_arrays_dropped_by_calls_through_the_host(comm: Any, async_op: bool) -> 
 
 @pytest.mark.parametrize("kind", MAKERS)
 @on_ranks("nccl", shared=True)
-def test_messages_on_the_callers_stream(comm: Any, kind: str) -> None:
+def test_messages_are_ordered_on_stream_of_caller(comm: Any, kind: str) -> None:
     make = MAKERS[kind]
     warm(comm)
     a = new_stream(comm)
@@ -434,7 +438,7 @@ def test_messages_on_the_callers_stream(comm: Any, kind: str) -> None:
                 comm.recv(got, peer)
                 comm.send(x, peer)
             after = copied(comm, got, a)
-            enqueue_copy(comm, x, zeros, a)  # comes behind the send
+            enqueue_copy(comm, x, zeros, a)  # runs after the send
             enqueue_copy(comm, got, zeros, a)
             Fake().synchronize(a, ordinal_of(comm))
             assert peek(after).tolist() == theirs
@@ -446,8 +450,8 @@ def test_messages_on_the_callers_stream(comm: Any, kind: str) -> None:
 
 @pytest.mark.parametrize("both", [False, True])
 @on_ranks("nccl", shared=True)
-def test_receives_posted_before_a_collective(comm: Any, both: bool) -> None:
-    """MPI_Irecv, MPI_Allreduce, MPI_Irecv, with the second sent after the collective."""
+def test_receives_posted_before_collective_complete(comm: Any, both: bool) -> None:
+    """As MPI_Irecv, MPI_Allreduce, MPI_Irecv; the second message is sent after the collective."""
     warm(comm)
     a = new_stream(comm)
     x = of_fake(comm, mine(comm), a)
@@ -472,8 +476,8 @@ def test_receives_posted_before_a_collective(comm: Any, both: bool) -> None:
 
 
 @on_ranks("nccl", shared=True)
-def test_messages_in_the_background(comm: Any) -> None:
-    """A receive waits for what is on the stream; its wait orders the stream, not the host."""
+def test_background_messages_are_ordered_on_stream(comm: Any) -> None:
+    """A receive waits for earlier work on the stream; its wait orders the stream, not the host."""
     warm(comm)
     a = new_stream(comm)
     peer = 1 - comm.rank
@@ -492,7 +496,7 @@ def test_messages_in_the_background(comm: Any) -> None:
     new = comm.recv(None, peer, tag=7, like=x, async_op=True)
     assert read(new.wait()).tolist() == theirs
     sent.wait()
-    # Messages that are dropped on their way.
+    # Drop messages that are in flight.
     with Fake().turned("delay_us", 4000, back=300):
         comm.send(of_fake(comm, mine(comm), a), peer, tag=8, async_op=True)
         comm.recv(of_fake(comm, mine(comm), a), peer, tag=8, async_op=True)

@@ -1,4 +1,4 @@
-"""``nccl`` on the ABI fake: ranks that are threads, a GPU each, and calls from other threads."""
+"""``nccl`` on the ABI fake: ranks as threads with one GPU each, and calls from other threads."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ pytestmark = needs_compiler
 
 
 class AsThreads(NcclBackend):
-    """``"cpu:threads,cuda:nccl"``: ranks are threads, and each has the GPU of its number."""
+    """``"cpu:threads,cuda:nccl"``: ranks are threads, and each rank has the GPU of its number."""
 
     capabilities = replace(NcclBackend.capabilities, in_process=True)
 
@@ -69,16 +69,16 @@ class AsThreads(NcclBackend):
 @pytest.fixture
 def threads(gpu: Fake) -> Iterator[Any]:
     """Run a function on ranks that are threads of this process."""
-    made: list[RankPool] = []
+    started: list[RankPool] = []
 
     def run(size: int, function: Any, *args: Any, **options: Any) -> list[Any]:
         pool = RankPool(size, AsThreads, timeout=40.0)
-        made.append(pool)
+        started.append(pool)
         return pool.run(function, *args, **options)
 
     gpu.clear_log()
     yield run
-    for pool in made:
+    for pool in started:
         pool.close()
     until(lambda: not [t for t in threading.enumerate() if "nccl" in t.name], 10.0)
 
@@ -93,7 +93,7 @@ def everyone(comm: Any, count: int = 6) -> np.ndarray[Any, Any]:
 # -- ranks that are threads -----------------------------------------------------------------------
 
 
-# Calls of each kind, and how one ends that a rank does not come to.
+# Checks of each kind of call, and of a call in which one rank is missing.
 CHECKS = tuple(
     f"check_{name}"
     for name in """
@@ -105,12 +105,12 @@ CHECKS = tuple(
 
 @pytest.mark.usefixtures("gpu")
 @parametrize_with_checks(AsThreads, sizes=(3,), kind="cuda", checks=CHECKS)
-def test_threads(check: Callable[[], None]) -> None:
+def test_nccl_with_thread_ranks_passes_suite(check: Callable[[], None]) -> None:
     check()
 
 
 def streams_of_threads(comm: Any) -> None:
-    """Each thread has its own current stream and its own GPU, and is put in nobody else's way."""
+    """Check that each thread has its own current stream and GPU, and disturbs no other thread."""
     warm_up = of_fake(comm, np.ones(1, np.float32))
     comm.all_reduce(warm_up, out=warm_up)
     read(warm_up)
@@ -130,19 +130,19 @@ def streams_of_threads(comm: Any) -> None:
     works[-1].wait()
     copy = copied(comm, x, x.stream)
     np.testing.assert_array_equal(copy.get(), every.sum(0) * comm.size**2)
-    # Whatever context a thread of the program had is the current one afterwards.
+    # After the call the thread has the same current context as before.
     fake = Fake()
     with fake.active((rank + 1) % 4):
         comm.all_reduce(x)
-        found = ctypes.c_void_p()
-        fake.cuda("cuCtxGetCurrent", ctypes.byref(found))
-        assert found.value == fake.context((rank + 1) % 4)
+        context = ctypes.c_void_p()
+        fake.cuda("cuCtxGetCurrent", ctypes.byref(context))
+        assert context.value == fake.context((rank + 1) % 4)
     set_current_stream(None, rank)
     comm.barrier()
     settled(comm)
 
 
-def test_streams_and_contexts_of_ranks_that_are_threads(threads: Any) -> None:
+def test_thread_ranks_keep_own_streams_and_contexts(threads: Any) -> None:
     threads(3, streams_of_threads)
 
 
@@ -158,12 +158,12 @@ def another_threads_gpu(comm: Any) -> None:
     assert read(comm.all_reduce(x)).tolist() == [comm.size] * 3
 
 
-def test_the_gpu_of_another_thread(threads: Any) -> None:
+def test_gpu_of_another_thread_is_refused(threads: Any) -> None:
     threads(2, another_threads_gpu)
 
 
-def test_launched_as_threads(launches: Any) -> None:  # noqa: F811
-    """``collective run --backend cpu:threads,cuda:nccl``, as a user has it."""
+def test_thread_ranks_run_under_launcher(launches: Any) -> None:  # noqa: F811
+    """Run ``collective run`` with ``cpu:threads,cuda:nccl``, as a user would."""
     path = launches.directory / "program.py"
     path.write_text(
         f"import os, sys, tempfile\nsys.path[:0] = [{str(ROOT)!r}]\n"
@@ -187,7 +187,7 @@ def test_launched_as_threads(launches: Any) -> None:  # noqa: F811
 
 
 def in_thread(function: Any) -> Any:
-    """Run a function in a thread of its own; return what it returns, or raise."""
+    """Run a function in a new thread; return its result or raise its error."""
     results: list[Any] = []
 
     def run() -> None:
@@ -199,7 +199,7 @@ def in_thread(function: Any) -> Any:
     thread = threading.Thread(target=run)
     thread.start()
     thread.join(2 * FAR)
-    assert results, "it hangs"
+    assert results, "the thread hangs"
     value, error = results[0]
     if error is not None:
         raise error
@@ -207,7 +207,7 @@ def in_thread(function: Any) -> Any:
 
 
 def from_elsewhere(comm: Any) -> None:
-    """The first call, and others, from a thread that has no context of CUDA's."""
+    """Make the first call and later calls from a thread that has no CUDA context."""
     every = everyone(comm)
     x = of_fake(comm, every[comm.rank])
 
@@ -240,12 +240,12 @@ def from_elsewhere(comm: Any) -> None:
     settled(comm)
 
 
-def test_calls_from_another_thread_than_connected(nccl: Pools) -> None:
+def test_calls_from_another_thread_succeed(nccl: Pools) -> None:
     nccl(2, from_elsewhere)
 
 
 def waits_elsewhere(comm: Any) -> None:
-    """``wait()`` orders the stream that is current where it is called."""
+    """Check that ``wait()`` orders the stream that is current in the thread that calls it."""
     warm(comm)
     import torch
 
@@ -275,12 +275,12 @@ def waits_elsewhere(comm: Any) -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs PyTorch")
-def test_a_wait_in_another_thread(nccl: Pools) -> None:
+def test_wait_orders_current_stream_of_waiting_thread(nccl: Pools) -> None:
     nccl(2, waits_elsewhere)
 
 
 def forked(comm: Any) -> int:
-    """A child of the program's leaves the GPU alone."""
+    """Fork, and return the exit code of a child that drops its copies of the arrays."""
     warm(comm)
     x = of_fake(comm, np.ones(3, np.float32))
     y = comm.all_reduce(x)
@@ -300,5 +300,5 @@ def forked(comm: Any) -> int:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_fork_leaves_the_gpu_alone(nccl: Pools) -> None:
+def test_forked_child_leaves_gpu_alone(nccl: Pools) -> None:
     assert nccl(2, forked) == [0, 0]

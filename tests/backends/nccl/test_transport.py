@@ -1,4 +1,4 @@
-"""The ``nccl`` transport over the ABI fake: what no call of test_conformance.py shows."""
+"""The ``nccl`` transport over the ABI fake: cases that test_conformance.py does not cover."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ nccl = pools(FakeNccl)
 
 
 def numbers(rank: int, count: int, dtype: str = "float32") -> np.ndarray[Any, Any]:
-    """Return what a rank contributes: small whole numbers, which every type holds exactly."""
+    """Return the input of a rank: small whole numbers, which every dtype holds exactly."""
     return ((np.arange(count) * 7 + rank * 3) % 5 + 1).astype(dtype)
 
 
@@ -60,8 +60,8 @@ def numbers(rank: int, count: int, dtype: str = "float32") -> np.ndarray[Any, An
 
 
 def adds(caller: Caller, timeout: float = FAR) -> Any:
-    """Make a call that takes all ranks; return what it writes to."""
-    x = caller.buffer(np.ones(4))  # to make one waits for the stream
+    """Make a call that needs all ranks; return its output."""
+    x = caller.buffer(np.ones(4))  # making a buffer waits for the stream
     caller.call("all_reduce", x, x, op=ops.as_op("sum"), timeout=timeout)
     return x
 
@@ -75,11 +75,11 @@ def connect(caller: Caller) -> None:
 
 @pytest.mark.parametrize(
     "table",
-    # The first looks even to rank 0, and to nobody else.
+    # To rank 0 the first table looks even, to the other ranks it does not.
     [[[2, 2, 2], [2, 0, 5], [2, 1, 0]], [[0] * 3] * 3, [[0, 3, 0], [0] * 3, [0] * 3]],
 )
 @on_ranks("nccl", size=3, shared=True)
-def test_all_to_all(comm: Any, table: list[list[int]]) -> None:
+def test_all_to_all_with_table_moves_pieces(comm: Any, table: list[list[int]]) -> None:
     caller = Caller(comm)
     rank, size = caller.rank, caller.size
     sends, receives = table[rank], [table[source][rank] for source in range(size)]
@@ -95,16 +95,16 @@ def test_all_to_all(comm: Any, table: list[list[int]]) -> None:
 
 
 @on_ranks("nccl")
-def test_what_nccl_lacks_is_known(comm: Any) -> None:
+def test_supports_excludes_reductions_missing_in_nccl(comm: Any) -> None:
     caller = Caller(comm)
     backend, kind = caller.backend, named("float32")
-    able = [
+    supported = [
         (op, dtype)
         for op in (*ops.NAMES,)
         for dtype in ("float32", "bfloat16", "int32", "bool", "uint16", "complex64")
         if backend.supports("all_reduce", ops.as_op(op), named(dtype), False)
     ]
-    assert able == [
+    assert supported == [
         (op, dtype)
         for op in ("sum", "prod", "min", "max", "avg")
         for dtype in ("float32", "bfloat16", "int32")
@@ -124,7 +124,7 @@ def test_what_nccl_lacks_is_known(comm: Any) -> None:
 
 
 @on_ranks("nccl", size=3, shared=True)
-def test_batches(comm: Any) -> None:
+def test_batch_runs_all_its_calls(comm: Any) -> None:
     caller = Caller(comm)
     size, one = caller.size, ops.as_op("sum")
     buffers = [caller.buffer(numbers(caller.rank, n)) for n in (5, 1, 300)]
@@ -142,7 +142,7 @@ def test_batches(comm: Any) -> None:
 
 
 class NoGpu(FakeNccl):
-    """Ranks where neither CUDA nor NCCL can be loaded."""
+    """Transport on ranks where neither CUDA nor NCCL can be loaded."""
 
     options: ClassVar[dict[str, str]] = {"devices": "cpu, cuda"}
 
@@ -150,9 +150,9 @@ class NoGpu(FakeNccl):
     def connect(cls, world: Any, deadline: Deadline) -> Any:
         import os
 
-        made = super().connect(world, deadline)
+        backend = super().connect(world, deadline)
         os.environ["COLLECTIVE_CUDA_LIBRARY"] = os.environ["COLLECTIVE_NCCL_LIBRARY"] = "/none"
-        return made
+        return backend
 
 
 def on_host(comm: Any) -> None:
@@ -173,7 +173,7 @@ def on_host(comm: Any) -> None:
     assert half.all_reduce(np.ones(1)).item() == half.size
 
 
-def test_host_memory_needs_no_gpu() -> None:
+def test_host_calls_need_no_gpu() -> None:
     with Pools(NoGpu) as run:
         run(3, on_host)
 
@@ -182,7 +182,7 @@ def test_host_memory_needs_no_gpu() -> None:
 
 
 @on_ranks("nccl")
-def test_tags_out_of_order(comm: Any) -> None:
+def test_tags_are_received_out_of_order(comm: Any) -> None:
     caller = Caller(comm)
     tags = [5, 0, 2**31 - 1, 7, 2**40, -9]
     sent = {tag: numbers(at, 3 + at) for at, tag in enumerate(tags)}
@@ -202,8 +202,8 @@ def test_tags_out_of_order(comm: Any) -> None:
 
 
 @on_ranks("nccl")
-def test_sendrecv_meets_plain_calls(comm: Any) -> None:
-    """Nothing goes one way, something the other; the peers use plain calls."""
+def test_sendrecv_matches_plain_calls(comm: Any) -> None:
+    """An empty message goes one way, data the other way; the peer uses send and recv."""
     caller = Caller(comm)
     some, nothing = caller.buffer(np.arange(3)), caller.empty(0, "int64")
     if caller.rank == 0:
@@ -221,8 +221,8 @@ def test_sendrecv_meets_plain_calls(comm: Any) -> None:
 
 
 @on_ranks("nccl", size=3)
-def test_all_pairs_and_tags_at_once(comm: Any) -> None:
-    """All pairs and several tags at once, in threads that each wait for their message."""
+def test_messages_of_all_pairs_and_tags_arrive(comm: Any) -> None:
+    """Use all pairs and several tags at once, in threads that each wait for their message."""
     caller = Caller(comm)
     rank, size, tags = caller.rank, caller.size, range(3)
     others = [peer for peer in range(size) if peer != rank]
@@ -260,7 +260,7 @@ def test_all_pairs_and_tags_at_once(comm: Any) -> None:
 
 
 @on_ranks("nccl", size=3)
-def test_any_source(comm: Any) -> None:
+def test_any_source_recv_returns_source(comm: Any) -> None:
     caller = Caller(comm)
     if caller.rank:
         caller.backend.send(caller.buffer(np.full(2, caller.rank)), 0, 0, Deadline(FAR))
@@ -276,11 +276,11 @@ def test_any_source(comm: Any) -> None:
 
 
 @on_ranks("nccl")
-def test_receives_in_two_threads(comm: Any) -> None:
-    """A message behind work that waits for another message of the same direction.
+def test_receives_in_two_threads_do_not_block_each_other(comm: Any) -> None:
+    """Receive a message whose stream waits for another message of the same direction.
 
-    Rank 1's stream for tag 1 gets to its call only when tag 2 has been received: were tag 1
-    issued before it is ready, tag 2 would wait behind it for ever.
+    On rank 1 the stream of tag 1 reaches its call only when tag 2 has been received. If tag 1 were
+    issued before it is ready, tag 2 would never be received.
     """
     caller = Caller(comm)
     if caller.rank == 0:
@@ -312,8 +312,8 @@ def test_receives_in_two_threads(comm: Any) -> None:
 
 
 @on_ranks("nccl")
-def test_streams_beside_the_callers(comm: Any) -> None:
-    """Within ``cuda.on`` the other stream is used."""
+def test_side_streams_are_reused_and_bounded(comm: Any) -> None:
+    """Calls within ``cuda.on`` use the other stream."""
     caller = Caller(comm)
     connect(caller)
     side = caller.backend.side_stream(caller.device)
@@ -328,15 +328,15 @@ def test_streams_beside_the_callers(comm: Any) -> None:
     assert f"{side.handle:#x}" in fake.log("ncclAllReduce")[-1]
     caller.stream.wait(side.record())
     assert read(x).tolist() == [caller.size] * 10
-    # There are not more of them than that, however many tags there are.
+    # The number of side streams is bounded, for any number of tags.
     kept = [caller.backend.side_stream(caller.device, tag) for tag in range(1000)]
     assert len(caller.backend._sides) <= 128
     assert caller.backend.side_stream(caller.device, 999) is kept[-1]
 
 
 @on_ranks("nccl")
-def test_what_is_over_is_let_go(comm: Any) -> None:
-    """Events go back to the pool, and the thread goes to sleep."""
+def test_completed_calls_release_their_events(comm: Any) -> None:
+    """Events of completed calls go back to the pool, and the watching thread sleeps."""
     caller = Caller(comm)
     connect(caller)
     x = caller.buffer(np.ones(10))
@@ -346,18 +346,18 @@ def test_what_is_over_is_let_go(comm: Any) -> None:
     watch = caller.backend._watch
     until(lambda: watch.asleep and not watch._new and not watch._pending)
     assert watch.unfinished() is None
-    made = len(caller.device.events)
+    events_before = len(caller.device.events)
     for _ in range(3):
         caller.call("all_reduce", x, x, op=ops.as_op("sum"))
         caller.finish()
-    assert len(caller.device.events) <= made + 1
+    assert len(caller.device.events) <= events_before + 1
 
 
 # -- memory -----------------------------------------------------------------------------
 
 
 @on_ranks("nccl")
-def test_memory_for_all_ranks(comm: Any) -> None:
+def test_symmetric_memory_outlives_transport(comm: Any) -> None:
     caller = Caller(comm)
     backend = caller.backend
     array = backend.empty_device(4096 * 8, CALL, Deadline(FAR))
@@ -372,7 +372,7 @@ def test_memory_for_all_ranks(comm: Any) -> None:
     gc.collect()
     until(lambda: len(backend._blocks._out) == 1 and not backend._blocks._dropped)
     backend.close()
-    # Arrays stay valid until they are dropped, and go without a communicator.
+    # Arrays stay valid until they are dropped, and can be freed without a communicator.
     kept.fill_from_host(np.arange(64, dtype=np.uint8))
     assert kept.to_host()[-1] == 63
     del kept
@@ -385,7 +385,7 @@ def test_memory_for_all_ranks(comm: Any) -> None:
 
 
 class OverGloo(FakeNccl):
-    """With a host plane that has a monitor of its own."""
+    """Transport with gloo as its host plane, which has its own monitor."""
 
     options: ClassVar[dict[str, str]] = {"host": "gloo"}
 
@@ -394,32 +394,32 @@ def over_gloo(comm: Any) -> None:
     caller = Caller(comm)
     assert caller.backend.channel is caller.backend._plane.channel
     assert caller.backend.capabilities.across_hosts
-    test_tags_out_of_order.program(comm)
-    test_all_pairs_and_tags_at_once.program(comm)
+    test_tags_are_received_out_of_order.program(comm)
+    test_messages_of_all_pairs_and_tags_arrive.program(comm)
     half = Caller(caller.backend.group([1, 0], Deadline(FAR)))
     assert read(adds(half)).tolist() == [2] * 4
     half.backend.close()
 
 
-def test_over_gloo() -> None:
+def test_nccl_over_gloo_exchanges_messages() -> None:
     pytest.importorskip("torch")
     with Pools(OverGloo) as run:
         run(2, over_gloo)
 
 
-# -- when things go wrong ---------------------------------------------------------------
-# Peers that die, abort or do not come, as a program hears of them: test_conformance.py and
-# test_bad_input.py.
+# -- failures ---------------------------------------------------------------------------
+# test_conformance.py and test_bad_input.py test the errors of a program whose peers die, abort or
+# are missing.
 
 
 def broken(caller: Caller) -> BaseException:
-    """Wait until the transport is broken; return what a call raises then."""
+    """Wait until the transport is broken; return the error of a call."""
     until(lambda: caller.backend.channel.failure is not None)
     return error_of(lambda: adds(caller))
 
 
 @on_ranks("nccl")
-def test_a_message_of_another_length(comm: Any) -> None:
+def test_message_of_another_length_raises(comm: Any) -> None:
     caller = Caller(comm)
     x = caller.buffer(np.ones(3 + caller.rank))
     call = (caller.backend.send, caller.backend.recv)[caller.rank]
@@ -428,8 +428,8 @@ def test_a_message_of_another_length(comm: Any) -> None:
 
 
 @on_ranks("nccl")
-def test_close_waits_for_what_is_under_way(comm: Any) -> None:
-    """Who has done its part may go: the others' calls end well."""
+def test_close_waits_for_running_call(comm: Any) -> None:
+    """A rank that has done its part may close; the calls of the others succeed."""
     caller = Caller(comm)
     if caller.rank == 0:
         x = caller.buffer(np.full(3, 7))
@@ -446,7 +446,7 @@ def closes_alone(comm: Any) -> float:
     connect(caller)
     since = time.monotonic()
     if caller.rank == 0:
-        adds(caller)  # to which nobody comes
+        adds(caller)  # no other rank joins this call
         caller.backend.close()
         caller.stream.synchronize()
         names = [thread.name for thread in threading.enumerate()]
@@ -454,13 +454,13 @@ def closes_alone(comm: Any) -> float:
     return time.monotonic() - since
 
 
-def test_close_with_work_that_nobody_joins(nccl: Pools) -> None:
+def test_close_with_unjoined_call_returns(nccl: Pools) -> None:
     assert max(nccl(2, closes_alone)) < FAR
 
 
 @on_ranks("nccl", size=3)
-def test_a_failure_of_the_host_plane_breaks_both(comm: Any) -> None:
-    """What breaks the host plane breaks NCCL's, also for ranks that are only in that."""
+def test_host_failure_breaks_nccl_too(comm: Any) -> None:
+    """A failure of the host plane breaks NCCL's part, also on ranks that only use NCCL."""
     caller = Caller(comm)
     connect(caller)
     if caller.rank == 0:
@@ -470,7 +470,7 @@ def test_a_failure_of_the_host_plane_breaks_both(comm: Any) -> None:
 
 
 @on_ranks("nccl", size=3)
-def test_no_memory_on_one_rank(comm: Any) -> None:
+def test_allocation_failure_on_one_rank_raises_on_all(comm: Any) -> None:
     caller = Caller(comm)
     connect(caller)
     if caller.rank == 1:
@@ -478,25 +478,25 @@ def test_no_memory_on_one_rank(comm: Any) -> None:
     error = error_of(lambda: caller.backend.empty_device(1 << 20, Request("empty"), Deadline(FAR)))
     assert isinstance(error, AllocationError), error
     assert "not enough memory on the GPU of rank 1" in str(error)
-    adds(caller)  # it stays usable
+    adds(caller)  # the transport stays usable
     caller.finish()
 
 
 class NoDriver(FakeNccl):
-    """Rank 0 has no GPU."""
+    """Transport whose rank 0 has no driver."""
 
     @classmethod
     def connect(cls, world: World, deadline: Deadline) -> NcclBackend:
-        made = super().connect(world, deadline)
+        backend = super().connect(world, deadline)
         if world.rank == 0:
             os.environ["COLLECTIVE_CUDA_LIBRARY"] = "/nowhere/libcuda.so.1"
-        return made
+        return backend
 
 
 def cannot(comm: Any) -> str:
-    """Make a call that is refused on every rank, and another on the host."""
+    """Make a call that raises on every rank, and another one on the host; return the text."""
     backend = comm.transport
-    # Whoever has no GPU has no array on one either; all ranks are in the call all the same.
+    # A rank without a GPU has no GPU array to pass, so all ranks call _open() directly.
     texts = set()
     for _ in range(2):
         error = error_of(lambda: backend._open("all_reduce()", Deadline(FAR)))
@@ -507,16 +507,16 @@ def cannot(comm: Any) -> str:
     return texts.pop()
 
 
-# What else does not go together: test_bad_input.py::test_what_the_ranks_cannot_do_together.
-def test_a_rank_without_a_driver_is_named_everywhere() -> None:
+# test_bad_input.py::test_unsuitable_library_or_gpu_is_refused_on_all_ranks has the other cases.
+def test_rank_without_driver_is_named_on_all_ranks() -> None:
     with Pools(NoDriver) as run:
         for refusal in run(2, cannot):
             assert re.search(r"all_reduce\(\): rank 0: cuda: .*/nowhere/libcuda", refusal), refusal
 
 
 @on_ranks("nccl", size=1)
-def test_a_transport_that_is_dropped(comm: Any) -> None:
-    """A transport that is not closed leaves no thread."""
+def test_dropped_transport_leaves_no_thread(comm: Any) -> None:
+    """A transport that is dropped without close() leaves no thread."""
     job = f"dropped-{os.getpid()}-{time.monotonic_ns()}"
     options = {"host": "threads"}
     world = World(0, 1, 0, 1, "here", "none", job, store=MemoryStore(), options=options)
@@ -525,6 +525,6 @@ def test_a_transport_that_is_dropped(comm: Any) -> None:
     del backend
     gc.collect()
     watching = [each for each in threading.enumerate() if "nccl" in each.name]
-    for thread in watching:  # one that is ending may have been seen
+    for thread in watching:  # the list may contain a thread that is just ending
         thread.join(10)
     assert not [thread.name for thread in watching if thread.is_alive()]
