@@ -1,4 +1,4 @@
-"""The monitor: who is there, who has gone and who called what, apart from any transport."""
+"""The monitor, without a transport: presence, failures, departures and calls of the ranks."""
 
 import contextlib
 import gc
@@ -49,7 +49,7 @@ def world(rank, size, store, **changes):
 
 
 def start(ranks, size, directory, timeout=FAR, **changes):
-    """Start the monitors of ``ranks`` side by side; return them, or what each raised."""
+    """Start the monitors of ``ranks`` in parallel; return each monitor or its error."""
     store = FileStore(directory)
 
     def one(rank):
@@ -64,7 +64,7 @@ def start(ranks, size, directory, timeout=FAR, **changes):
 
 @pytest.fixture
 def monitors(tmp_path):
-    """Three ranks' monitors, whose recorders are there."""
+    """Start the monitors of three ranks, each with a recorder."""
     started = start(range(3), 3, tmp_path / "store")
     for monitor in started:
         monitor.channel.recorder = Recorder()
@@ -76,12 +76,12 @@ def monitors(tmp_path):
 def until(condition, seconds=10.0):
     end = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < end, "it did not happen"
+        assert time.monotonic() < end, "the condition did not become true"
         time.sleep(0.002)
 
 
 def wait_for_error(channel, timeout=FAR, awaited=None, any_of=False):
-    """Wait as a call does until there is an error; return it."""
+    """Wait as a call does until there is an error, and return the error."""
     waiting = channel.wait("all_reduce", Deadline(timeout), awaited, any_of)
     since = time.monotonic()
     while True:
@@ -93,14 +93,14 @@ def wait_for_error(channel, timeout=FAR, awaited=None, any_of=False):
         assert time.monotonic() - since < 2 * FAR
 
 
-def test_all_ranks_meet_and_nothing_stays_in_the_store(monitors, tmp_path):
+def test_all_ranks_connect_and_leave_store_empty(monitors, tmp_path):
     assert [monitor.hosts for monitor in monitors] == [["here"] * 3] * 3
     assert os.listdir(tmp_path / "store") == []
     for monitor in monitors:
         monitor.channel.check("all_reduce")
 
 
-def test_the_same_store_serves_again(tmp_path):
+def test_store_is_reusable(tmp_path):
     for _ in range(3):
         for monitor in start(range(2), 2, tmp_path):
             monitor.channel.close()
@@ -113,12 +113,12 @@ def test_missing_ranks_are_named(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-def test_a_missing_rank_0_is_named(tmp_path):
+def test_missing_rank_0_is_named(tmp_path):
     for error in start([1, 2], 3, tmp_path, timeout=0.3):
         assert "rank 0 of 3 did not arrive" in str(error)
 
 
-def test_ranks_that_disagree_on_the_size_are_told(tmp_path):
+def test_different_sizes_raise_rendezvous_error(tmp_path):
     store = FileStore(tmp_path)
 
     def one(rank, size):
@@ -130,13 +130,13 @@ def test_ranks_that_disagree_on_the_size_are_told(tmp_path):
             done.result()
 
 
-def test_two_processes_of_one_rank_are_told(tmp_path):
+def test_two_processes_with_same_rank_raise_rendezvous_error(tmp_path):
     for error in start([0, 1, 1], 3, tmp_path):
         assert "two processes say that they are rank 1" in str(error)
 
 
-def test_rank_0_may_come_when_its_roll_call_is_over(tmp_path, monkeypatch):
-    """Its hub is there before it is, and others may have ended the roll call by then."""
+def test_rank_0_after_end_of_roll_call_raises_rendezvous_error(tmp_path, monkeypatch):
+    """The hub exists before rank 0 connects, and the other ranks may have ended the roll call."""
 
     def late(address, key, deadline, tls):
         raise ConnectionRefusedError("nobody listens any more")
@@ -148,7 +148,7 @@ def test_rank_0_may_come_when_its_roll_call_is_over(tmp_path, monkeypatch):
 
 
 def listening() -> set[str]:
-    """Return where this process listens to TCP, as /proc has addresses and ports."""
+    """Return the TCP addresses and ports on which this process listens, in the format of /proc."""
     mine = set()
     for descriptor in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
@@ -158,29 +158,29 @@ def listening() -> set[str]:
     return {row[1] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in mine}
 
 
-def test_across_hosts_it_listens_on_the_given_address_until_all_have_come(tmp_path):
+def test_hub_listens_on_given_address_until_all_ranks_joined(tmp_path):
     before = listening()
     hub = Hub(2, "127.0.0.1", Deadline(FAR), KEY)
-    (found,) = listening() - before
-    assert found.split(":")[0] == "0100007F"
+    (address,) = listening() - before
+    assert address.split(":")[0] == "0100007F"
     links = [connect(hub.address, KEY, Deadline(FAR)) for _ in range(2)]
     for rank, link in enumerate(links):
         link.send({"kind": "here", "rank": rank, "size": 2, "host": "here"})
     complete = {"kind": "complete", "hosts": ["here", "here"], "session": hub.session}
-    complete["processes"] = complete["contacts"] = ["", ""]  # they did not say
+    complete["processes"] = complete["contacts"] = ["", ""]  # the ranks did not send these fields
     assert [link.expect(Deadline(FAR)) for link in links] == [complete] * 2
-    assert found not in listening()
+    assert address not in listening()
     for link in links:
         link.close()
 
 
-def test_on_one_host_nothing_listens_on_the_network(tmp_path):
+def test_hub_on_single_host_opens_no_network_port(tmp_path):
     before = listening()
     Hub(2, None, Deadline(0.1), KEY)
     assert listening() <= before
 
 
-def test_a_world_across_hosts_hears_of_failures(tmp_path):
+def test_failure_reaches_ranks_on_other_hosts(tmp_path):
     monitors = start(range(2), 2, tmp_path, local_size=1, address="127.0.0.1")
     monitors[0].channel.abort(Failure("aborted", 0, "enough"))
     until(lambda: monitors[1].channel.failure)
@@ -188,25 +188,25 @@ def test_a_world_across_hosts_hears_of_failures(tmp_path):
         monitor.channel.close()
 
 
-def test_an_address_of_another_host_is_refused_with_the_remedy(tmp_path):
+def test_address_of_another_host_is_refused_with_remedy(tmp_path):
     error, *_ = start([0], 2, tmp_path, timeout=0.5, local_size=1, address="192.0.2.1")
     assert "cannot listen on 192.0.2.1" in str(error)
     assert "COLLECTIVE_INTERFACE" in str(error)
 
 
-def test_an_abort_reaches_everybody(monitors):
+def test_abort_reaches_all_ranks(monitors):
     monitors[2].channel.abort(Failure("failed", 2, "Traceback: no more milk"))
     for monitor in monitors[:2]:
         error = wait_for_error(monitor.channel)
         assert isinstance(error, PeerFailedError)
         assert error.rank == 2
         assert "no more milk" in str(error)
-    # The first failure counts.
+    # Later failures do not replace the first one.
     monitors[0].channel.abort(Failure("aborted", 0, "late"))
     assert monitors[0].channel.failure.kind == "failed"
 
 
-def test_a_rank_that_gives_up_waits_until_the_others_have_heard(monitors, monkeypatch):
+def test_await_heard_returns_after_peers_know_failure(monitors, monkeypatch):
     monkeypatch.setattr(channel_module, "_HEARD_S", FAR)
     giving_up, slow, _ = (monitor.channel for monitor in monitors)
     hear = slow._hear
@@ -221,8 +221,8 @@ def test_a_rank_that_gives_up_waits_until_the_others_have_heard(monitors, monkey
     assert slow.failure is not None
 
 
-def test_a_rank_that_gives_up_tells_those_who_have_not_heard_of_the_cause(monitors, monkeypatch):
-    """The cause is another rank's, of which this one has heard before the others."""
+def test_await_heard_forwards_cause_to_uninformed_ranks(monitors, monkeypatch):
+    """Another rank failed, and this rank learned of that before the other ranks."""
     monkeypatch.setattr(channel_module, "_HEARD_S", FAR)
     giving_up, other, _ = (monitor.channel for monitor in monitors)
     giving_up._break(Failure("lost", 2, "rank 2 is gone", (2,)))
@@ -230,7 +230,7 @@ def test_a_rank_that_gives_up_tells_those_who_have_not_heard_of_the_cause(monito
     assert other.failure == giving_up.failure
 
 
-def test_a_rank_that_gives_up_does_not_wait_for_the_dead(tmp_path, monkeypatch):
+def test_await_heard_does_not_wait_for_dead_rank(tmp_path, monkeypatch):
     monkeypatch.setattr(channel_module, "_HEARD_S", 2 * FAR)
     with started("-c", _DIES.format(rank=1, store=str(tmp_path))) as victim:
         channel, *others = (monitor.channel for monitor in start([0, 2], 3, tmp_path))
@@ -239,12 +239,12 @@ def test_a_rank_that_gives_up_does_not_wait_for_the_dead(tmp_path, monkeypatch):
         channel.abort(Failure("aborted", 0, "enough"))
         since = time.monotonic()
         channel.await_heard([1])
-        assert time.monotonic() - since < FAR, "it has waited as for a rank that is stopped"
-        for each in (channel, *others):
-            each.close()
+        assert time.monotonic() - since < FAR, "the rank has waited as long as for a stopped rank"
+        for channel_to_close in (channel, *others):
+            channel_to_close.close()
 
 
-def test_a_rank_that_gives_up_does_not_wait_for_one_that_has_closed(monitors, monkeypatch):
+def test_await_heard_does_not_wait_for_closed_rank(monitors, monkeypatch):
     monkeypatch.setattr(channel_module, "_HEARD_S", 2 * FAR)
     giving_up, other, _ = (monitor.channel for monitor in monitors)
     other.abort(Failure("aborted", 1, "enough"))
@@ -255,7 +255,7 @@ def test_a_rank_that_gives_up_does_not_wait_for_one_that_has_closed(monitors, mo
     assert time.monotonic() - since < FAR
 
 
-def test_a_hook_is_called_on_failure(monitors):
+def test_failure_hook_is_called(monitors):
     called = threading.Event()
     monitors[1].channel.on_failure.append(called.set)
     monitors[0].channel.abort(Failure("aborted", 0, "enough"))
@@ -276,8 +276,8 @@ os._exit(0)
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_rank_that_dies_is_named(tmp_path, victim):
-    """Rank 0 has the hub in its process: its death is noticed as well."""
+def test_dead_rank_is_named(tmp_path, victim):
+    """The death of rank 0, whose process runs the hub, is noticed as well."""
     with started("-c", _DIES.format(rank=victim, store=str(tmp_path))) as process:
         monitors = start([rank for rank in range(3) if rank != victim], 3, tmp_path)
         assert process.stdout.readline() == "here\n"
@@ -290,12 +290,12 @@ def test_a_rank_that_dies_is_named(tmp_path, victim):
             monitor.channel.close()
 
 
-def test_a_rank_that_left_is_missed_by_who_needs_it(monitors):
+def test_departed_rank_raises_peer_lost_in_next_call(monitors):
     monitors[2].channel.recorder.begin(Request("barrier"))
     monitors[2].channel.recorder.end()
     monitors[2].channel.close()
     until(lambda: 2 in monitors[0].channel.left)
-    # Its part of the call that runs here is done.
+    # Rank 2 has completed its part of the call that runs here.
     monitors[0].channel.recorder.begin(Request("barrier"))
     time.sleep(0.6)
     monitors[0].channel.check("barrier")
@@ -304,7 +304,7 @@ def test_a_rank_that_left_is_missed_by_who_needs_it(monitors):
     error = wait_for_error(monitors[0].channel)
     assert isinstance(error, PeerLostError)
     assert error.ranks == (2,)
-    # That breaks it for all: nobody can tell how far the call has come elsewhere.
+    # The error breaks all ranks, because no rank knows how far the call has come elsewhere.
     until(lambda: monitors[1].channel.failure is not None)
     with pytest.raises(PeerLostError):
         monitors[1].channel.check("recv", [0])
@@ -312,7 +312,7 @@ def test_a_rank_that_left_is_missed_by_who_needs_it(monitors):
         monitors[0].channel.check("recv", [2])
 
 
-def test_of_several_of_whom_one_is_enough_none_is_missed_before_all_have_left(monitors):
+def test_any_source_wait_raises_after_all_sources_left(monitors):
     first = monitors[0].channel
     monitors[2].channel.close()
     until(lambda: 2 in first.left)
@@ -324,7 +324,7 @@ def test_of_several_of_whom_one_is_enough_none_is_missed_before_all_have_left(mo
     assert error.ranks == (1, 2)
 
 
-def test_rank_0_may_leave_first(monitors):
+def test_rank_0_leaving_first_keeps_monitor_working(monitors):
     monitors[0].channel.close()
     until(lambda: 0 in monitors[1].channel.left)
     monitors[1].channel.check("recv", [2])
@@ -332,14 +332,14 @@ def test_rank_0_may_leave_first(monitors):
     until(lambda: monitors[2].channel.failure)
 
 
-def test_who_has_left_before_rank_0_ended_is_not_lost_when_it_ends(tmp_path):
+def test_departed_rank_is_not_lost_when_rank_0_ends(tmp_path):
     started = start(range(4), 4, tmp_path)
     here = started[2]
     for monitor in started[:2]:
         monitor.channel.close()
     until(lambda: here.channel.left == {0, 1})
     here.processes = [None, RankProcess.own()._replace(started=0), None, None]
-    here._link.cut()  # as rank 0's end does
+    here._link.cut()  # as the end of rank 0 does
     until(lambda: here.hub_gone)
     here.channel.check("recv", [3])
     assert here.gone() == {0, 1}
@@ -353,7 +353,7 @@ def record(monitor, *operations):
         monitor.channel.recorder.begin(Request(operation, named("float32"), (4,)))
 
 
-def test_different_calls_are_found_when_one_stalls(monitors):
+def test_stalled_differing_calls_raise_mismatch(monitors):
     for monitor in monitors[:2]:
         record(monitor, "all_reduce", "all_reduce")
     record(monitors[2], "all_reduce", "barrier")
@@ -367,7 +367,7 @@ def test_different_calls_are_found_when_one_stalls(monitors):
             monitor.channel.check("barrier")
 
 
-def test_a_deadline_names_who_is_late_and_what_it_did(monitors):
+def test_timeout_names_late_rank_and_its_last_call(monitors):
     for monitor in monitors:
         record(monitor, "all_gather")
     for monitor in monitors[:2]:
@@ -383,14 +383,14 @@ def test_a_deadline_names_who_is_late_and_what_it_did(monitors):
     assert type(late) is CommunicatorAbortedError
 
 
-def test_a_deadline_of_a_message_names_the_sender(monitors):
+def test_timeout_of_message_names_sender(monitors):
     error = wait_for_error(monitors[0].channel, timeout=0.2, awaited=[1])
     assert isinstance(error, CollectiveTimeoutError)
     assert error.ranks == (1,)
     assert "rank 1 has made no collective call" in str(error)
 
 
-def test_a_slow_transport_is_told_as_such(monitors):
+def test_timeout_of_slow_transport_names_no_rank(monitors):
     for monitor in monitors:
         record(monitor, "all_reduce")
     error = wait_for_error(monitors[0].channel, timeout=0.2)
@@ -399,25 +399,25 @@ def test_a_slow_transport_is_told_as_such(monitors):
 
 
 def offer_one_after_the_other(monitors):
-    """Have each rank offer its number; return what each was given before the next one did."""
-    seen = []
+    """Let the ranks offer their numbers in turn; return the offers that each rank saw then."""
+    offers = []
     for monitor in monitors:
         monitor.channel.offer("numbers", str(monitor.rank))
         until(lambda m=monitor: len(m.channel.offered("numbers")) == m.rank + 1)
-        seen.append(monitor.channel.offered("numbers"))
-    return seen
+        offers.append(monitor.channel.offered("numbers"))
+    return offers
 
 
-def test_what_a_rank_offers_reaches_those_before_and_after_it(monitors):
-    whole = {0: "0", 1: "1", 2: "2"}
-    assert offer_one_after_the_other(monitors) == [{0: "0"}, {0: "0", 1: "1"}, whole]
+def test_offers_reach_earlier_and_later_ranks(monitors):
+    offers = {0: "0", 1: "1", 2: "2"}
+    assert offer_one_after_the_other(monitors) == [{0: "0"}, {0: "0", 1: "1"}, offers]
     for monitor in monitors:
-        until(lambda m=monitor: m.channel.offered("numbers") == whole)
+        until(lambda m=monitor: m.channel.offered("numbers") == offers)
         monitor.channel.withdraw("numbers")
         assert monitor.channel.offered("numbers") == {}
 
 
-def test_members_of_a_group_offer_by_its_ranks(monitors):
+def test_group_offers_use_group_ranks(monitors):
     one, other = (monitors[rank].channel.group([2, 0]) for rank in (0, 2))
     one.offer("name", "of rank 0")
     other.offer("name", "of rank 2")
@@ -425,7 +425,7 @@ def test_members_of_a_group_offer_by_its_ranks(monitors):
         until(lambda c=channel: c.offered("name") == {1: "of rank 0", 0: "of rank 2"})
 
 
-def test_where_rank_0_has_ended_nothing_is_waited_for(monitors):
+def test_offered_after_end_of_rank_0_raises(monitors):
     monitors[0].channel.close()
     monitors[1].channel.offer("name", "nobody passes it on")
     monitors[1]._link.cut()
@@ -434,10 +434,10 @@ def test_where_rank_0_has_ended_nothing_is_waited_for(monitors):
         monitors[1].channel.offered("name")
 
 
-def test_groups_break_apart_from_their_parent(monitors):
+def test_group_abort_leaves_parent_intact(monitors):
     one = monitors[0].channel.group([0, 2])
     one.abort(Failure("aborted", 0, "enough of the group"))
-    # The other member makes it later, and hears of it then.
+    # The other member makes the group later, and learns of the abort then.
     other = monitors[2].channel.group([0, 2])
     until(lambda: other.failure)
     assert other.name == one.name != monitors[0].channel.name
@@ -447,13 +447,13 @@ def test_groups_break_apart_from_their_parent(monitors):
         monitor.channel.check("all_reduce")
 
 
-def test_an_engine_s_error_is_explained(monitors):
+def test_engine_error_is_replaced_by_known_failure(monitors):
     native = RuntimeError("connection closed by peer")
     monitors[1].channel.abort(Failure("failed", 1, "Traceback: no more milk"))
     assert isinstance(monitors[0].channel.explain("all_reduce", native), PeerFailedError)
 
 
-def test_an_engine_s_error_that_nobody_explains_breaks_the_communicator(monitors):
+def test_unexplained_engine_error_breaks_communicator(monitors):
     error = monitors[0].channel.explain("all_reduce", RuntimeError("out of order"))
     assert isinstance(error, BackendError)
     assert "out of order" in str(error)
@@ -462,7 +462,7 @@ def test_an_engine_s_error_that_nobody_explains_breaks_the_communicator(monitors
 
 
 @pytest.mark.parametrize("group", [False, True], ids=["all", "a group"])
-def test_a_communicator_that_is_collected_says_so(tmp_path, group):
+def test_collected_communicator_raises_peer_lost_on_peer(tmp_path, group):
     first, second = start(range(2), 2, tmp_path)
     channels = [first.channel, second.channel]
     if group:
@@ -482,13 +482,13 @@ def test_a_communicator_that_is_collected_says_so(tmp_path, group):
         second.channel.close()
 
 
-def test_a_monitor_that_is_collected_says_goodbye_though_something_comes(tmp_path, monkeypatch):
+def test_collected_monitor_says_goodbye_despite_late_message(tmp_path, monkeypatch):
     first, second, third = start(range(3), 3, tmp_path)
     group = first.channel.group([0, 1])
     threads = [each for each in threading.enumerate() if each.name == "collective-monitor"]
 
     def after_the_group(*arguments):
-        group.close()  # which the other is told; its thread finds that nobody is there
+        group.close()  # notifies the other rank, whose thread finds its monitor gone
         until(lambda: not all(thread.is_alive() for thread in threads))
         tell_dropped(*arguments)
 
@@ -502,7 +502,7 @@ def test_a_monitor_that_is_collected_says_goodbye_though_something_comes(tmp_pat
     first.channel.close()
 
 
-def test_a_forked_child_leaves_the_connection_alone(tmp_path):
+def test_forked_child_leaves_connection_alone(tmp_path):
     first, second = start(range(2), 2, tmp_path)
     pid = os.fork()
     if pid == 0:
@@ -517,7 +517,7 @@ def test_a_forked_child_leaves_the_connection_alone(tmp_path):
         monitor.channel.close()
 
 
-def test_no_thread_stays(tmp_path):
+def test_closed_monitors_leave_no_thread(tmp_path):
     before = set(threading.enumerate())
     for monitor in start(range(3), 3, tmp_path):
         monitor.channel.close()
@@ -532,30 +532,30 @@ def report(*entries, finished=0):
     }  # fmt: skip
 
 
-def test_what_counts_as_a_disagreement():
+def test_disagreement_compares_open_calls():
     a, b = (1, 7, False, "scan"), (1, 8, False, "barrier")
     assert disagreement([0, 1], {0: report(a), 1: report(a)}) is None
     assert "rank 1: barrier()" in disagreement([0, 1], {0: report(a), 1: report(b)})
-    # Ranks are told as the communicator numbers them.
+    # The text numbers the ranks as the communicator does.
     assert "rank 0: barrier()" in disagreement([5, 3], {3: report(a), 5: report(b)})
     third = disagreement([0, 1, 2], {0: report(a), 1: report(b), 2: report()})
     assert "rank 2: has not come so far" in third
-    # A rank that has not come that far, or does not answer, does not disagree.
+    # A rank that is not that far yet, or does not answer, does not disagree.
     assert disagreement([0, 1], {0: report(a), 1: report()}) is None
     assert disagreement([0, 1], {0: report(a)}) is None
-    # Over, without harm.
+    # Completed calls do no harm any more.
     assert disagreement([0, 1], {0: report(a, finished=1), 1: report(b, finished=1)}) is None
-    # Two comparisons settle it between them; a comparison and a call do not.
+    # Two comparisons settle the difference themselves; a comparison and a call do not.
     asks = (1, 9, True, "gather")
     assert disagreement([0, 1], {0: report(asks), 1: report((1, 5, True, "scan"))}) is None
     assert "gather()" in disagreement([0, 1], {0: report(asks), 1: report(a)})
 
 
-def test_a_goodbye_is_heard_of_one_who_has_not_listened_to_the_end() -> None:
+def test_goodbye_is_received_despite_connection_reset() -> None:
     ours, theirs = map(Link, socket.socketpair())
     ours.send({"kind": "left"})
     theirs.send({"kind": "bye"})
-    theirs.close()  # with something unread: the connection is reset
+    theirs.close()  # data is still unread, so the connection is reset
     assert ours.receive() == [{"kind": "bye"}]
     with pytest.raises(EOFError):
         ours.receive()

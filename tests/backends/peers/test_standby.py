@@ -1,4 +1,4 @@
-"""A store that outlives the rank who serves it: who serves next, and what it knows."""
+"""A store that outlives the rank that serves it: the next server and its data."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DEADLINE_S = 60.0
 
 
 class Served:
-    """What rank 0 serves, and whether it lives."""
+    """The data of the store on rank 0, and whether rank 0 lives."""
 
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}
@@ -31,13 +31,13 @@ class Served:
 
 
 class First(Store):
-    """One rank's connection to it."""
+    """Connection of one rank to the store on rank 0."""
 
     served_by_rank = True
 
     def __init__(self, served: Served) -> None:
         self._served = served
-        # Called with each answer, before the rank has it.
+        # Called for each answer, before the rank gets the answer.
         self.answering: Callable[[], None] = lambda: None
 
     def __str__(self) -> str:
@@ -52,9 +52,9 @@ class First(Store):
         self._living()[key] = value
 
     def try_get(self, key: str) -> bytes | None:
-        found = self._living().get(key)
+        value = self._living().get(key)
         self.answering()
-        return found
+        return value
 
     def put_if_absent(self, key: str, value: bytes) -> bytes:
         return self._living().setdefault(key, value)
@@ -67,7 +67,7 @@ class First(Store):
 
 
 class Ranks:
-    """Ranks of one process: their standbys and stores."""
+    """Standbys and stores of ranks that are all in this process."""
 
     def __init__(self, size: int) -> None:
         self.served = Served()
@@ -78,7 +78,7 @@ class Ranks:
             standby.begin([each.address for each in self.standbys], KEY)
 
     def end(self, *ranks: int) -> None:
-        """End the process of some ranks, as far as others can tell."""
+        """Let some ranks look to the others as if their processes had ended."""
         for rank in ranks:
             self.served.lives = self.served.lives and rank != 0
             self.standbys[rank].close()
@@ -86,13 +86,13 @@ class Ranks:
 
 @pytest.fixture
 def ranks() -> Iterator[Ranks]:
-    made = Ranks(4)
-    yield made
-    for store in made.stores:
+    started = Ranks(4)
+    yield started
+    for store in started.stores:
         store.close()
 
 
-def test_what_a_rank_has_read_outlives_the_server(ranks: Ranks) -> None:
+def test_read_value_outlives_server(ranks: Ranks) -> None:
     ranks.stores[0].put_if_absent("decision", b"the first")
     assert ranks.stores[3].try_get("decision") == b"the first"
     ranks.end(0)
@@ -100,7 +100,7 @@ def test_what_a_rank_has_read_outlives_the_server(ranks: Ranks) -> None:
     assert ranks.stores[2].try_get("decision") == b"the first"
 
 
-def test_what_a_rank_has_set_is_newer_than_what_others_have_read_of_it(ranks: Ranks) -> None:
+def test_last_set_value_outlives_older_reads(ranks: Ranks) -> None:
     ranks.stores[2].set("note", b"here")
     assert [ranks.stores[rank].try_get("note") for rank in (1, 3)] == [b"here"] * 2
     ranks.stores[2].set("note", b"connected")
@@ -109,27 +109,27 @@ def test_what_a_rank_has_set_is_newer_than_what_others_have_read_of_it(ranks: Ra
 
 
 @pytest.mark.parametrize("ends", [[(0,), (1,)], [(0, 1)], [(1,), (0,)], [(0, 1, 2)]], ids=str)
-def test_the_lowest_that_lives_serves(ranks: Ranks, ends: list[tuple[int, ...]]) -> None:
+def test_lowest_surviving_rank_serves(ranks: Ranks, ends: list[tuple[int, ...]]) -> None:
     for number, together in enumerate(ends):
         ranks.stores[3].put_if_absent(f"decision {number}", b"of 3")
         ranks.end(*together)
-    left = [rank for rank in range(4) if all(rank not in each for each in ends)]
-    for rank in left:
+    survivors = [rank for rank in range(4) if all(rank not in each for each in ends)]
+    for rank in survivors:
         for number in range(len(ends)):
             assert ranks.stores[rank].put_if_absent(f"decision {number}", b"no") == b"of 3"
-    found = {ranks.stores[rank].put_if_absent("next", str(rank).encode()) for rank in left}
-    assert found == {str(left[0]).encode()}
-    assert [ranks.standbys[rank]._service._values is not None for rank in left] == [
-        rank == left[0] for rank in left
+    decisions = {ranks.stores[rank].put_if_absent("next", str(rank).encode()) for rank in survivors}
+    assert decisions == {str(survivors[0]).encode()}
+    assert [ranks.standbys[rank]._service._values is not None for rank in survivors] == [
+        rank == survivors[0] for rank in survivors
     ]
 
 
-def test_nobody_serves_before_one_who_lives(ranks: Ranks) -> None:
+def test_rank_refuses_to_serve_while_lower_rank_lives(ranks: Ranks) -> None:
     link = ranks.standbys[3].link(2)
     link.send({"kind": "get", "key": "decision", "number": 0})
-    why = link.expect(Deadline(DEADLINE_S))["why"]
+    reason = link.expect(Deadline(DEADLINE_S))["why"]
     link.close()
-    assert why == "rank 0 lives, and serves before rank 2"
+    assert reason == "rank 0 lives, and serves before rank 2"
 
 
 def test_server_whose_port_closes_after_its_connections_has_ended(ranks: Ranks) -> None:
@@ -140,18 +140,18 @@ def test_server_whose_port_closes_after_its_connections_has_ended(ranks: Ranks) 
     assert ranks.stores[2].put_if_absent("decision", b"another") == b"the first"
 
 
-def test_nobody_goes_on_while_the_server_may_live(ranks: Ranks) -> None:
+def test_takeover_is_refused_while_server_may_live(ranks: Ranks) -> None:
     ranks.firsts[2].has_ended = lambda: False  # type: ignore[method-assign]
     ranks.served.lives = False
     with pytest.raises(RendezvousError, match="rendezvous: gone"):
         ranks.stores[2].put_if_absent("decision", b"of 2")
 
 
-def test_nobody_decides_without_one_who_lives_and_says_nothing(
+def test_decision_without_silent_living_rank_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("collective.backends.peers.standby._TELL_S", 0.05)
-    stopped = Standby(2, None, None)  # its process does not get to anything
+    stopped = Standby(2, None, None)  # a rank whose process is stopped
     ranks = Ranks(2)
     contacts = [ranks.standbys[0].address, ranks.standbys[1].address, stopped.address]
     for standby in ranks.standbys:
@@ -160,15 +160,15 @@ def test_nobody_decides_without_one_who_lives_and_says_nothing(
     ranks.end(0)
     with pytest.raises(RendezvousError, match="rank 2 cannot be reached, and may still live"):
         ranks.stores[1].put_if_absent("decision", b"of 1")
-    # By a decision that rank 1 was part of it is out, and has nothing to say any more.
+    # After a decision with rank 1 has excluded rank 2, rank 2 is not needed any more.
     ranks.stores[1].without({2})
     assert ranks.stores[1].put_if_absent("decision", b"of 1") == b"of 1"
     stopped.close()
     ranks.stores[1].close()
 
 
-def test_an_answer_that_is_late_is_not_taken(ranks: Ranks) -> None:
-    """Rank 3 has an answer in its hands when it says what it knows; another is decided then."""
+def test_late_answer_is_discarded(ranks: Ranks) -> None:
+    """Rank 3 holds an old answer when it reports its values; the others then decide differently."""
     ranks.served.values["decision"] = b"of the dead"
 
     def others_decide() -> None:
@@ -180,30 +180,30 @@ def test_an_answer_that_is_late_is_not_taken(ranks: Ranks) -> None:
     assert ranks.stores[3].try_get("decision") == b"of the living"
 
 
-def test_all_who_ask_at_once_get_one_answer(ranks: Ranks) -> None:
+def test_concurrent_decisions_agree(ranks: Ranks) -> None:
     ranks.end(0)
-    found: list[bytes] = []
+    answers: list[bytes] = []
 
     def decide(rank: int) -> None:
-        found.append(ranks.stores[rank].put_if_absent("decision", str(rank).encode()))
+        answers.append(ranks.stores[rank].put_if_absent("decision", str(rank).encode()))
 
     threads = [threading.Thread(target=decide, args=(rank,)) for rank in (1, 2, 3)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(DEADLINE_S)
-    assert len(found) == 3
-    assert len(set(found)) == 1
+    assert len(answers) == 3
+    assert len(set(answers)) == 1
 
 
-def test_a_stranger_is_refused(ranks: Ranks) -> None:
+def test_connection_with_wrong_key_is_refused(ranks: Ranks) -> None:
     with pytest.raises(ProofError):
         connect(ranks.standbys[1].address, b"something else", Deadline(DEADLINE_S))
     ranks.end(0)
     assert ranks.stores[1].put_if_absent("decision", b"of 1") == b"of 1"
 
 
-def test_nothing_is_left_of_it(ranks: Ranks) -> None:
+def test_closed_stores_leave_no_descriptor(ranks: Ranks) -> None:
     before = set(os.listdir("/proc/self/fd"))
     more = Ranks(3)
     more.end(0)
@@ -216,8 +216,8 @@ def test_nothing_is_left_of_it(ranks: Ranks) -> None:
         more.stores[1].try_get("key")
 
 
-def test_a_forked_child_does_not_keep_the_socket_open(ranks: Ranks) -> None:
-    """Or its parent would not be known to have ended."""
+def test_forked_child_does_not_keep_socket_open(ranks: Ranks) -> None:
+    """An open socket would hide the end of the parent from the other ranks."""
     standby = Standby(1, None, None)
     ranks.standbys[0]._contacts = ["", standby.address]
     (there, tell), (until, end) = os.pipe(), os.pipe()
@@ -228,7 +228,7 @@ def test_a_forked_child_does_not_keep_the_socket_open(ranks: Ranks) -> None:
         os._exit(0)
     try:
         os.read(there, 1)
-        standby._listening.close()  # as the end of a process does it
+        standby._listening.close()  # as the end of a process does
         with pytest.raises(ConnectionRefusedError):
             ranks.standbys[0].link(1)
     finally:
@@ -266,27 +266,33 @@ comm.close()
 """
 
 
-@pytest.mark.parametrize("secret", ["", "of this test, and of nobody else"], ids=["open", "secret"])
 @pytest.mark.parametrize(
-    "losses", [((0,), (1,)), ((0, 1),), ((2,), (0,), (1,))], ids=["in a row", "at once", "later"]
+    "secret", ["", "of this test, and of nobody else"], ids=["no secret", "secret"]
 )
-def test_ranks_go_on_without_the_one_that_served_the_store(
+@pytest.mark.parametrize(
+    "losses",
+    [((0,), (1,)), ((0, 1),), ((2,), (0,), (1,))],
+    ids=["in sequence", "at once", "after another rank"],
+)
+def test_shrink_after_death_of_store_server_succeeds(
     tmp_path: Path, secret: str, losses: tuple[tuple[int, ...], ...]
 ) -> None:
     pytest.importorskip("torch")
     program = tmp_path / "program.py"
     program.write_text(_PROGRAM)
     port = free_port()
-    done = run_together(
+    results = run_together(
         *([program, rank, 4, port, losses] for rank in range(4)), python=warm.python(),
         timeout=DEADLINE_S, **({"COLLECTIVE_SECRET": secret} if secret else {}),
     )  # fmt: skip
-    left = tuple(rank for rank in range(4) if all(rank not in each for each in losses))
-    for new, rank in enumerate(left):
-        error = done[rank].stderr
-        expected = f"through {new} {len(left)} {left} {len(losses)}\n"
-        assert (done[rank].stdout, done[rank].returncode) == (expected, 0), error
-        assert "recvVector" not in error, error  # as torch's client writes of a server that died
+    survivors = tuple(rank for rank in range(4) if all(rank not in each for each in losses))
+    for new, rank in enumerate(survivors):
+        error = results[rank].stderr
+        expected = f"through {new} {len(survivors)} {survivors} {len(losses)}\n"
+        assert (results[rank].stdout, results[rank].returncode) == (expected, 0), error
+        assert "recvVector" not in error, (
+            error
+        )  # text that PyTorch's store client writes when its server has died
 
 
 _WITHOUT_A_HUB = """
@@ -319,13 +325,13 @@ except collective.PeerLostError as error:
 """
 
 
-def test_a_death_is_known_when_rank_0_has_left(tmp_path: Path) -> None:
-    """Its process is where deaths are noticed; then each looks for itself."""
+def test_death_is_noticed_after_rank_0_has_left(tmp_path: Path) -> None:
+    """The process of rank 0 notices deaths; after it has left each rank looks itself."""
     pytest.importorskip("torch")
     program = tmp_path / "program.py"
     program.write_text(_WITHOUT_A_HUB)
     store = tmp_path / "store"
     store.mkdir(mode=0o700)
     ranks = ([program, rank, store] for rank in range(3))
-    done = run_together(*ranks, python=warm.python(), timeout=DEADLINE_S)
-    assert done[1].stdout == "heard of (1,)\n", done[1].stderr
+    results = run_together(*ranks, python=warm.python(), timeout=DEADLINE_S)
+    assert results[1].stdout == "heard of (1,)\n", results[1].stderr

@@ -1,4 +1,4 @@
-"""Strangers: whoever reaches the ports of a job and knows nothing of it."""
+"""Strangers: programs that reach the ports of a job without knowing its key."""
 
 from __future__ import annotations
 
@@ -38,32 +38,32 @@ LOOPBACK = "127.0.0.1"
 
 
 def knock(address: str) -> socket.socket:
-    """Connect as a stranger does, who knows the address alone."""
+    """Connect as a stranger does, who knows only the address."""
     host, _, port = address.partition(" ")
     if port:
         return socket.create_connection((host, int(port)), FAR)
     sock = socket.socket(socket.AF_UNIX)
     sock.connect(f"\0{host}")
-    sock.settimeout(FAR)  # not before: it would wait for no room in the queue
+    sock.settimeout(FAR)  # not before connect(), which would then fail if the queue has no room
     return sock
 
 
 def say(address: str, data: bytes) -> socket.socket:
     sock = knock(address)
-    with contextlib.suppress(OSError):  # it may have hung up in the middle
+    with contextlib.suppress(OSError):  # the listener may have closed the connection meanwhile
         sock.sendall(data)
     return sock
 
 
 def join(address: str, rank: int, size: int) -> Link:
-    """Connect as a rank does that has read where the hub is."""
+    """Connect to the hub as a rank does, and announce the rank."""
     link = connect(address, KEY, Deadline(FAR))
     link.send({"kind": "here", "rank": rank, "size": size, "host": "here"})
     return link
 
 
 def complete(address: str, size: int) -> list[Link]:
-    """Join as all ranks of a hub, which then has them all."""
+    """Join as every rank of a hub, and check that the hub reports all of them."""
     links = [join(address, rank, size) for rank in range(size)]
     for link in links:
         assert link.expect(Deadline(FAR))["hosts"] == ["here"] * size
@@ -72,13 +72,13 @@ def complete(address: str, size: int) -> list[Link]:
 
 @pytest.fixture(params=[LOOPBACK, None], ids=["tcp", "abstract"])
 def hub(request: pytest.FixtureRequest) -> Iterator[Hub]:
-    """The hub of two ranks that have not come yet."""
-    made = Hub(2, request.param, Deadline(FAR), KEY)
-    yield made
+    """Start the hub of two ranks that have not connected yet."""
+    running_hub = Hub(2, request.param, Deadline(FAR), KEY)
+    yield running_hub
     until(lambda: "collective-hub" not in {thread.name for thread in threading.enumerate()})
 
 
-# -- before anything is proved ----------------------------------------------------------------
+# -- connections without a proof --------------------------------------------------------------
 
 FIRST_WORDS = {
     "a letter that is not ASCII": b'\x14\0\0\0{"proof":"\xc3\xa9"}',
@@ -92,16 +92,14 @@ FIRST_WORDS = {
 
 
 @pytest.mark.parametrize("words", FIRST_WORDS.values(), ids=FIRST_WORDS)
-def test_what_a_stranger_says_first_ends_no_more_than_its_connection(
-    hub: Hub, words: bytes
-) -> None:
+def test_first_words_of_stranger_end_only_its_connection(hub: Hub, words: bytes) -> None:
     with say(hub.address, words):
         for link in complete(hub.address, 2):
             link.close()
 
 
 def answer_to(greeting: bytes) -> bytes:
-    """Return what somebody who knows the key answers to a listener's greeting."""
+    """Return the answer of a rank that knows the key to the greeting of a listener."""
     ours, theirs = socket.socketpair()
     with ours, theirs, ThreadPoolExecutor(1) as pool:
         peer = pool.submit(Link(ours).prove, KEY, Deadline(FAR))
@@ -112,7 +110,7 @@ def answer_to(greeting: bytes) -> bytes:
     return answer
 
 
-def test_a_proof_is_good_for_one_connection(hub: Hub) -> None:
+def test_proof_is_valid_for_one_connection(hub: Hub) -> None:
     with knock(hub.address) as first, knock(hub.address) as second:
         recorded = answer_to(first.recv(1000))
         second.recv(1000)
@@ -124,21 +122,21 @@ def test_a_proof_is_good_for_one_connection(hub: Hub) -> None:
         link.close()
 
 
-def test_a_listener_cannot_have_its_challenge_answered_by_another_rank() -> None:
-    """One that poses as the hub gets proofs of connecting, and needs one of listening."""
+def test_listener_cannot_relay_challenge_to_another_rank() -> None:
+    """A false hub gets proofs of connecting ranks, but it needs the proof of a listening rank."""
     ours, theirs = socket.socketpair()
     with ours, theirs, ThreadPoolExecutor(1) as pool:
         rank = pool.submit(Link(ours).prove, KEY, Deadline(FAR))
         greeting = Challenge().greeting
         theirs.sendall(greeting)
         nonce = theirs.recv(1000)[:32]
-        # The answer of a second rank to the first one's nonce.
+        # The answer of a second rank to the nonce of the first rank.
         theirs.sendall(answer_to(greeting[:-32] + nonce)[32:])
         with pytest.raises(ProofError, match="does not know this job's key"):
             rank.result(FAR)
 
 
-def test_a_hub_that_says_a_byte_now_and_then_holds_nobody_past_the_deadline() -> None:
+def test_slowly_sending_hub_times_out_at_deadline() -> None:
     over = threading.Event()
     listening, address = listen(None)
 
@@ -149,14 +147,15 @@ def test_a_hub_that_says_a_byte_now_and_then_holds_nobody_past_the_deadline() ->
 
     with ThreadPoolExecutor(1) as pool:
         pool.submit(drip)
-        # With 45 bytes it would be another error.
+        # The hub must send fewer than 45 bytes by the deadline: with 45 the error would be
+        # different.
         with pytest.raises(OSError, match="timed out"):
             connect(address, KEY, Deadline(0.3))
         over.set()
 
 
 @pytest.mark.parametrize("greeting", [b"SSH-2.0-OpenSSH_9.6\r\n" + bytes(40), b"", b"[" * 4000])
-def test_a_program_that_listens_in_the_hub_s_stead_is_no_hub(greeting: bytes) -> None:
+def test_false_hub_is_refused(greeting: bytes) -> None:
     listening, address = listen(LOOPBACK)
     with listening, ThreadPoolExecutor(1) as pool:
         link = pool.submit(connect, address, KEY, Deadline(FAR))
@@ -172,9 +171,7 @@ def test_a_program_that_listens_in_the_hub_s_stead_is_no_hub(greeting: bytes) ->
      b'{"address": "127.0.0.1 1", "key": 7}', b'{"address": 1, "address": 2, "key": ""}',
      b'{"address": NaN, "key": ""}'],
 )  # fmt: skip
-def test_what_somebody_else_has_put_into_the_store_is_told_as_such(
-    tmp_path: Path, published: bytes
-) -> None:
+def test_foreign_store_entry_raises_rendezvous_error(tmp_path: Path, published: bytes) -> None:
     store = FileStore(tmp_path)
     store.set("monitor", published)
     with pytest.raises(RendezvousError, match="is not what rank 0 publishes"):
@@ -184,16 +181,16 @@ def test_what_somebody_else_has_put_into_the_store_is_told_as_such(
 @pytest.mark.parametrize(
     "address", ["127.0.0.1 99999", "a..b 1", "x" * 300, "127.0.0.1 x", "\ud800"]
 )
-def test_an_address_that_is_none_is_tried_until_the_deadline(tmp_path: Path, address: str) -> None:
+def test_invalid_address_is_retried_until_deadline(tmp_path: Path, address: str) -> None:
     store = FileStore(tmp_path)
     store.set("monitor", json.dumps({"address": address, "key": "00"}).encode())
     with pytest.raises(RendezvousError, match="rank 1 of 2 cannot reach rank 0"):
         Monitor.start(world(1, 2, store), Deadline(0.1))
 
 
-# -- many of them -----------------------------------------------------------------------------
+# -- many strangers ---------------------------------------------------------------------------
 
-# Apart from the hub's process, so that its descriptors can be counted.
+# This program is a separate process, so that the descriptors of the hub's process can be counted.
 HOLDS = """
     import resource, socket, sys
     address, count = sys.argv[1], int(sys.argv[2])
@@ -209,7 +206,7 @@ HOLDS = """
     sys.stdin.read()
     """
 
-# A hub that has no room for many more connections.
+# A hub whose process is limited to a few more descriptors.
 POOR = """
     import os, resource, sys, threading
     from collective.backends.peers.hub import Hub
@@ -229,7 +226,7 @@ POOR = """
 def program(
     body: str, *arguments: object
 ) -> contextlib.AbstractContextManager[subprocess.Popen[str]]:
-    """Run a program until the end of the ``with``."""
+    """Run a program until the end of the ``with`` block."""
     return started("-c", textwrap.dedent(body), *arguments)
 
 
@@ -238,7 +235,7 @@ def heard(running: subprocess.Popen[str]) -> str:
     return running.stdout.readline().strip()
 
 
-def test_strangers_who_hold_a_thousand_connections_keep_no_rank_out(hub: Hub) -> None:
+def test_thousand_stranger_connections_do_not_block_ranks(hub: Hub) -> None:
     before = len(os.listdir("/proc/self/fd"))
     with program(HOLDS, hub.address, 1000) as strangers:
         assert heard(strangers) == "held"
@@ -249,19 +246,19 @@ def test_strangers_who_hold_a_thousand_connections_keep_no_rank_out(hub: Hub) ->
     assert most <= 128 + 5
 
 
-def test_a_hub_without_descriptors_turns_strangers_away() -> None:
+def test_hub_without_descriptors_refuses_strangers() -> None:
     with program(POOR) as poor:
         address = heard(poor)
         with program(HOLDS, address, 40) as strangers:
             assert heard(strangers) == "held"
             for link in complete(address, 2):
                 link.close()
-        # It has waited for its peers, and not run in circles.
+        # The hub has slept while waiting for its ranks instead of spinning.
         assert float(heard(poor)) < 1.0
 
 
-def test_what_strangers_send_is_not_kept() -> None:
-    """A mebibyte of each of 200: what the hub allocates meanwhile is below one for all."""
+def test_hub_does_not_store_data_of_strangers() -> None:
+    """While 100 strangers send 1 MiB each, the hub allocates less than 1 MiB in total."""
     hub = Hub(1, LOOPBACK, Deadline(FAR), KEY)
     words = bytes(1 << 20)
     strangers = [knock(hub.address) for _ in range(100)]
@@ -281,8 +278,8 @@ def test_what_strangers_send_is_not_kept() -> None:
     assert most < 1 << 20
 
 
-def test_ten_thousand_random_strings(hub: Hub) -> None:
-    """No exception escapes in the hub's thread, and the ranks connect meanwhile."""
+def test_random_strings_do_not_stop_hub(hub: Hub) -> None:
+    """No exception ends the thread of the hub, and the ranks connect meanwhile."""
     rank = join(hub.address, 0, 2)
     chance = random.Random(8)
     for _ in range(5000):
@@ -293,8 +290,8 @@ def test_ten_thousand_random_strings(hub: Hub) -> None:
         link.close()
 
 
-def test_nothing_but_the_proof_is_a_proof() -> None:
-    """Whatever is done to one: shortened, lengthened, changed in a place."""
+def test_altered_proof_is_refused() -> None:
+    """A proof that is lengthened, or changed in one byte, is refused."""
     hub = Hub(1, None, Deadline(FAR), KEY)
 
     @settings(max_examples=200, deadline=None, database=None)
@@ -313,7 +310,7 @@ def test_nothing_but_the_proof_is_a_proof() -> None:
     complete(hub.address, 1)[0].close()
 
 
-# -- who knows the key and says what is wrong ---------------------------------------------------
+# -- malformed messages of ranks that know the key ----------------------------------------------
 
 ENTRY = [
     1,
@@ -326,15 +323,15 @@ REPORT = {"kind": "report", "channel": "world", "entries": [ENTRY], "finished": 
 WRONG: dict[str, object] = {
     "no kind": {},
     "an unknown kind": {"kind": "hello"},
-    "a kind that is a list": {"kind": []},
+    "kind is a list": {"kind": []},
     "no fields": {"kind": "failure"},
     "a list": [],
-    "members that are no ranks": {**LEFT, "members": "01"},
+    "members are no ranks": {**LEFT, "members": "01"},
     "a negative member": {**LEFT, "members": [-1]},
     "a huge number": {**LEFT, "finished": 1 << 64},
-    "a number that is none": {**LEFT, "finished": True},
-    "a flag that is none": {**LEFT, "dropped": 1},
-    "a channel that is a list": {"kind": "stall", "channel": [], "members": [0], "asks": None},
+    "number is a bool": {**LEFT, "finished": True},
+    "flag is an integer": {**LEFT, "dropped": 1},
+    "channel is a list": {"kind": "stall", "channel": [], "members": [0], "asks": None},
     "an unfinished failure": {"kind": "failure", "channel": "world", "members": [0],
                               "failure": {"kind": "lost", "rank": 0}, "finished": None},
     "a short entry": {**REPORT, "entries": [ENTRY[:3]]},
@@ -361,8 +358,8 @@ def framed(text: bytes) -> bytes:
         pytest.param(b"\xff" * 4, "a message of 4294967295 bytes", id="no end"),
     ],
 )
-def test_what_is_no_message_ends_its_sender_s_connection(said: bytes, why: str) -> None:
-    """The hub still serves, and tells rank 0 what was wrong with rank 1."""
+def test_malformed_message_ends_connection_of_its_sender(said: bytes, why: str) -> None:
+    """The hub keeps serving, and tells rank 0 what was wrong with the message of rank 1."""
     hub = Hub(2, None, Deadline(FAR), KEY)
     links = complete(hub.address, 2)
     links[1].write(said)
@@ -386,8 +383,8 @@ FIELDS = st.dictionaries(
 )
 
 
-def test_no_message_of_a_peer_ends_the_hub() -> None:
-    """Whatever its fields are: rank 0 hears of the end of each rank but its own."""
+def test_random_messages_of_peers_do_not_stop_hub() -> None:
+    """Rank 0 is still served, whatever the fields of the other ranks' messages are."""
     size = 60
     hub = Hub(size, None, Deadline(FAR), KEY)
     links = complete(hub.address, size)
@@ -413,7 +410,7 @@ def test_no_message_of_a_peer_ends_the_hub() -> None:
 
 
 class FakeHub:
-    """A hub that lets a rank in, and then answers with what it was given."""
+    """Hub that admits a rank, and then answers with a given message."""
 
     def __init__(self, message: object) -> None:
         self.listening, self.address = listen(None)
@@ -442,7 +439,7 @@ class FakeHub:
      {"kind": "late", "channel": "world", "late": {"x": None}}],
     ids=str,
 )  # fmt: skip
-def test_a_hub_that_says_what_is_wrong_counts_as_lost(tmp_path: Path, message: object) -> None:
+def test_malformed_message_of_hub_counts_as_lost_rank_0(tmp_path: Path, message: object) -> None:
     hub = FakeHub(message)
     store = FileStore(tmp_path)
     store.set("monitor", json.dumps({"address": hub.address, "key": KEY.hex()}).encode())
@@ -455,8 +452,8 @@ def test_a_hub_that_says_what_is_wrong_counts_as_lost(tmp_path: Path, message: o
         monitor.channel.close()
 
 
-def test_what_is_known_of_a_link_that_was_dropped_meanwhile_is_forgotten() -> None:
-    """A stranger says something at the moment in which the last rank completes the roll."""
+def test_event_of_dropped_link_is_ignored() -> None:
+    """A stranger sends data at the moment at which the last rank completes the roll call."""
     entered, free = threading.Event(), threading.Event()
 
     class Waits(FakeHub):
@@ -479,7 +476,7 @@ def test_what_is_known_of_a_link_that_was_dropped_meanwhile_is_forgotten() -> No
         stranger.recv(100)
         waiting.send({"kind": "wait"})
         entered.wait(FAR)
-        # Both are there when the selector is asked next.
+        # Both messages are ready when the selector is polled next.
         last.send({"kind": "stop"})
         stranger.sendall(bytes(Challenge.length))
         free.set()
@@ -490,11 +487,11 @@ def test_what_is_known_of_a_link_that_was_dropped_meanwhile_is_forgotten() -> No
     waiting.close()
 
 
-# -- in a peer's stead, at a port of Gloo's -----------------------------------------------------
+# -- at a port of Gloo, in place of a peer ------------------------------------------------------
 
 
 class PortScanner:
-    """A stranger who finds the ports of Gloo's and connects to them before the peers do."""
+    """Stranger that finds the ports of Gloo, and connects to them before the peers do."""
 
     def __init__(self, attempts: int, then: Callable[[socket.socket], None]) -> None:
         self.ports: list[int] = []
@@ -503,7 +500,7 @@ class PortScanner:
         self._then = then
 
     def see(self, address: bytes) -> None:
-        """Take in what Gloo lets the peers know: a sockaddr_in after a name and two lengths."""
+        """Read the port from an address of Gloo: a sockaddr_in after a name and two lengths."""
         at = 8 + int.from_bytes(address[:8], "little") + 8 + 2
         port = int.from_bytes(address[at : at + 2], "big")
         if port not in self.ports:
@@ -512,7 +509,7 @@ class PortScanner:
                 self._take_all_numbers(port)
 
     def _take_all_numbers(self, port: int) -> None:
-        for number in range(4):  # of two groups with two ranks each
+        for number in range(4):  # ranks of two groups with two ranks each
             sock = socket.create_connection((LOOPBACK, port))
             sock.sendall(number.to_bytes(8, "little"))
             self._then(sock)
@@ -522,7 +519,7 @@ class PortScanner:
 def over_gloo(
     directory: Path, stranger: PortScanner, monkeypatch: pytest.MonkeyPatch, timeout: float
 ) -> list[Any]:
-    """Connect two ranks over Gloo; return what they added up to, or what each raised."""
+    """Connect two ranks over Gloo; return each rank's sum or the text of its error."""
     from collective.start.connecting import connect as connect_ranks
 
     store, offer = FileStore(directory), Channel.offer
@@ -542,10 +539,10 @@ def over_gloo(
             return str(error)
 
     with ThreadPoolExecutor(2) as pool:
-        found = list(pool.map(rank, range(2)))
+        outcomes = list(pool.map(rank, range(2)))
     for sock in stranger.held:
         sock.close()
-    return found
+    return outcomes
 
 
 THEN: dict[str, Callable[[socket.socket], None]] = {
@@ -556,7 +553,7 @@ THEN: dict[str, Callable[[socket.socket], None]] = {
 
 
 @pytest.mark.parametrize("then", THEN.values(), ids=THEN)
-def test_a_stranger_at_a_port_of_gloo_s_is_refused_and_the_job_goes_on(
+def test_stranger_at_gloo_port_is_refused_and_job_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, then: Callable[[socket.socket], None]
 ) -> None:
     connecting = pytest.importorskip("collective.backends.gloo.connecting")
@@ -564,23 +561,23 @@ def test_a_stranger_at_a_port_of_gloo_s_is_refused_and_the_job_goes_on(
     stranger = PortScanner(1, then)
     with pytest.warns(RuntimeWarning, match="reconnecting"):
         assert over_gloo(tmp_path, stranger, monkeypatch, FAR) == [3.0, 3.0]
-    assert len(stranger.ports) > 2  # they did connect anew
+    assert len(stranger.ports) > 2  # the ranks did connect again
     assert os.listdir(tmp_path) == []
 
 
-def test_a_stranger_who_is_there_each_time_is_named(
+def test_persistent_stranger_at_gloo_port_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     connecting = pytest.importorskip("collective.backends.gloo.connecting")
     monkeypatch.setattr(connecting, "_PROOF_S", 0.5)
     stranger = PortScanner(1000, THEN["is silent"])
     with pytest.warns(RuntimeWarning):
-        found = over_gloo(tmp_path, stranger, monkeypatch, 3.0)
-    assert any("has not proved that it knows this job's secret" in text for text in found)
-    gc.collect()  # the errors' tracebacks hold Gloo's sockets
+        texts = over_gloo(tmp_path, stranger, monkeypatch, 3.0)
+    assert any("has not proved that it knows this job's secret" in text for text in texts)
+    gc.collect()  # the tracebacks of the errors hold Gloo's sockets
 
 
-# -- at torchrun's store, with a program of its own -----------------------------------------------
+# -- at torchrun's store, with a separate program -------------------------------------------------
 
 RANK = """
     import numpy as np
@@ -592,7 +589,7 @@ TEXT = "5ca1ab1e" * 8
 
 
 def rank_of_two(number: int, port: int) -> contextlib.AbstractContextManager[subprocess.Popen[str]]:
-    """Run a rank, alone on its host, as torchrun starts it, whose agent serves at ``port``."""
+    """Run a rank as torchrun would, alone on its host, with the agent's store at ``port``."""
     return started(
         "-c", textwrap.dedent(RANK), python=warm.python(),
         RANK=str(number), WORLD_SIZE="2", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1",
@@ -602,8 +599,8 @@ def rank_of_two(number: int, port: int) -> contextlib.AbstractContextManager[sub
     )  # fmt: skip
 
 
-def test_a_stranger_at_torchrun_s_store_cannot_use_what_it_reads_and_the_job_goes_on() -> None:
-    """It reads all that rank 0 has published, while rank 1 is missing, and talks to the hub."""
+def test_stranger_at_torchrun_store_cannot_reach_hub() -> None:
+    """The stranger reads all that rank 0 has published before rank 1 starts, and tries the hub."""
     dist = pytest.importorskip("torch.distributed")
     served = dist.TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
     with rank_of_two(0, served.port) as rank_0:
