@@ -33,12 +33,12 @@ def fake(monkeypatch: pytest.MonkeyPatch):
     for name, value in fakes.environment().items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(cuda, "_devices", {})
-    found = fakes.Fake()
-    found.clear_log()
-    found.knob("delay_us", 0)
-    yield found
+    handle = fakes.Fake()
+    handle.clear_log()
+    handle.knob("delay_us", 0)
+    yield handle
     gc.collect()
-    found.knob("delay_us", 40)
+    handle.knob("delay_us", 40)
 
 
 @pytest.fixture
@@ -48,9 +48,9 @@ def device(fake: fakes.Fake) -> cuda.Device:
 
 @pytest.fixture
 def gate(fake: fakes.Fake):
-    found = Gate()
-    yield found
-    found.open()
+    opened_later = Gate()
+    yield opened_later
+    opened_later.open()
 
 
 def address(array: np.ndarray) -> int:
@@ -58,14 +58,14 @@ def address(array: np.ndarray) -> int:
 
 
 def run(code: str, **environment: str) -> str:
-    """Run Python in a process of its own; return what it prints."""
+    """Run Python code in a new process, and return its output."""
     return printed("-c", code, PYTHONPATH=os.pathsep.join(sys.path), **environment)
 
 
 # -- the driver ------------------------------------------------------------------------------
 
 
-def test_without_a_driver_there_are_no_gpus_and_the_error_has_a_remedy(monkeypatch, tmp_path):
+def test_missing_driver_has_no_gpus_and_error_has_remedy(monkeypatch, tmp_path):
     monkeypatch.setenv("COLLECTIVE_CUDA_LIBRARY", str(tmp_path / "libcuda.so.1"))
     assert cuda.device_count() == 0
     with pytest.raises(BackendUnavailableError, match=r"NVIDIA's driver.*nvidia-smi") as caught:
@@ -73,7 +73,7 @@ def test_without_a_driver_there_are_no_gpus_and_the_error_has_a_remedy(monkeypat
     assert isinstance(caught.value.__cause__, OSError)
 
 
-def test_a_driver_that_shows_no_gpu_says_what_may_hide_them():
+def test_driver_without_gpus_error_names_possible_cause():
     printed = run(
         "from collective import cuda\n"
         "print(cuda.device_count())\n"
@@ -85,12 +85,12 @@ def test_a_driver_that_shows_no_gpu_says_what_may_hide_them():
     assert re.search(r"no CUDA-capable device.*CUDA_VISIBLE_DEVICES", printed)
 
 
-def test_the_driver_is_loaded_once_and_its_version_told(fake):
+def test_driver_is_loaded_once_and_has_version(fake):
     assert cuda.driver() is cuda.driver()
     assert cuda.driver().version == 13000
 
 
-def test_the_package_does_not_load_the_driver():
+def test_package_import_does_not_load_driver():
     code = (
         "import collective\n"
         "from collective.cuda import library as cuda_driver\n"
@@ -99,7 +99,7 @@ def test_the_package_does_not_load_the_driver():
     assert run(code, **fakes.environment()) == "{} False\n"
 
 
-def test_a_function_that_the_driver_lacks_is_missed_when_it_is_called(fake, monkeypatch):
+def test_missing_driver_function_raises_when_called(fake, monkeypatch):
     prototypes = {**cuda_driver._PROTOTYPES, "cuNothing": ()}
     monkeypatch.setattr(cuda_driver, "_PROTOTYPES", prototypes)
     loaded = cuda_driver.Driver(fakes.library_path())
@@ -107,13 +107,13 @@ def test_a_function_that_the_driver_lacks_is_missed_when_it_is_called(fake, monk
         loaded.cuNothing()  # type: ignore[attr-defined]
 
 
-def test_errors_carry_the_drivers_words_and_code(device):
+def test_driver_errors_contain_text_and_code(device):
     with pytest.raises(BackendError, match=r"cuda:0.*invalid resource handle") as caught:
         device.stream(0xDEAD0).record()
     assert (caught.value.backend, caught.value.code) == ("cuda", 400)
 
 
-def test_a_broken_context_is_told_plainly():
+def test_broken_context_error_says_so():
     code = (
         "from tests.support.fake_stream_gate import Gate\n"
         "from collective import cuda\n"
@@ -137,7 +137,7 @@ def test_a_broken_context_is_told_plainly():
 # -- devices ---------------------------------------------------------------------------------
 
 
-def test_a_device_is_one_object_and_knows_what_it_is(fake):
+def test_device_is_cached_and_has_properties(fake):
     second = cuda.device(1)
     assert cuda.device(1) is second
     assert second.ordinal == 1
@@ -147,12 +147,12 @@ def test_a_device_is_one_object_and_knows_what_it_is(fake):
 
 
 @pytest.mark.parametrize("ordinal", [4, -1])
-def test_a_device_that_is_not_there_is_refused_with_those_that_are(fake, ordinal):
+def test_missing_device_error_lists_existing_devices(fake, ordinal):
     with pytest.raises(DeviceError, match=rf"cuda:{ordinal}: .* cuda:0 to cuda:3"):
         cuda.device(ordinal)
 
 
-def test_active_restores_what_was_current_before(fake):
+def test_active_restores_previous_context(fake):
     loaded = cuda.driver()
     first, second = cuda.device(0), cuda.device(1)
     assert loaded.current() == 0
@@ -164,13 +164,13 @@ def test_active_restores_what_was_current_before(fake):
     assert loaded.current() == 0
 
 
-def test_active_restores_after_an_error(fake):
+def test_active_restores_context_after_error(fake):
     with pytest.raises(ZeroDivisionError), cuda.device(1).active():
         raise ZeroDivisionError
     assert cuda.driver().current() == 0
 
 
-def test_looking_at_a_device_makes_no_context(monkeypatch):
+def test_device_repr_makes_no_context(monkeypatch):
     code = (
         "from tests import fakes\n"
         "from collective import cuda\n"
@@ -186,7 +186,7 @@ def test_looking_at_a_device_makes_no_context(monkeypatch):
 # -- streams and events ------------------------------------------------------------------------
 
 
-def test_streams_are_equal_where_they_are_the_same_queue(device):
+def test_streams_of_same_queue_are_equal(device):
     mine = device.new_stream()
     assert device.stream(mine.handle) == mine
     assert hash(device.stream(mine.handle)) == hash(mine)
@@ -195,7 +195,7 @@ def test_streams_are_equal_where_they_are_the_same_queue(device):
     assert device.stream(mine.handle) is device.stream(mine.handle)
 
 
-def test_an_event_is_done_when_the_work_before_it_is(fake, device, gate):
+def test_event_is_done_after_earlier_work(fake, device, gate):
     stream = device.new_stream()
     gate.hold(stream)
     event = stream.record()
@@ -208,7 +208,7 @@ def test_an_event_is_done_when_the_work_before_it_is(fake, device, gate):
     assert stream.query()
 
 
-def test_a_stream_waits_for_an_event_of_another_device(fake, gate):
+def test_stream_waits_for_event_of_another_device(fake, gate):
     first, second = cuda.device(0), cuda.device(1)
     one, other = first.new_stream(), second.new_stream()
     gate.hold(one)
@@ -221,14 +221,14 @@ def test_a_stream_waits_for_an_event_of_another_device(fake, gate):
     assert one.query()
 
 
-def test_a_released_event_is_used_again_and_who_waits_for_it_is_not_misled(fake, device, gate):
+def test_released_event_is_reused_without_ending_waits(fake, device, gate):
     stream, other = device.new_stream(), device.new_stream()
     gate.hold(stream)
     event = stream.record()
     handle = event.handle
     other.wait(event)
     event.release()
-    event.release()  # once is enough
+    event.release()  # a second release has no effect
     again = device.new_stream().record()
     assert again.handle == handle
     again.synchronize()
@@ -238,21 +238,21 @@ def test_a_released_event_is_used_again_and_who_waits_for_it_is_not_misled(fake,
     other.synchronize()
 
 
-def test_a_released_event_is_no_more_the_callers(device):
+def test_released_event_is_invalid(device):
     event = device.new_stream().record()
     event.release()
     with pytest.raises(BackendError, match="invalid resource handle"):
         event.query()
 
 
-def test_a_dropped_event_goes_back_to_the_pool(fake, device):
+def test_dropped_event_returns_to_pool(fake, device):
     stream = device.new_stream()
     for _ in range(50):
         stream.record()
     assert len(fake.log("cuEventCreate")) == 1
 
 
-def test_a_dropped_stream_is_destroyed_and_one_of_the_callers_is_not(fake, device):
+def test_dropped_own_stream_is_destroyed(fake, device):
     mine = device.new_stream()
     handle = mine.handle
     device.stream(handle)
@@ -262,7 +262,7 @@ def test_a_dropped_stream_is_destroyed_and_one_of_the_callers_is_not(fake, devic
 
 
 @pytest.mark.parametrize("handle", [0, 1, 2])
-def test_default_streams_are_those_of_their_device_whatever_is_current(fake, handle, gate):
+def test_default_streams_belong_to_their_device(fake, handle, gate):
     first, second = cuda.device(0), cuda.device(1)
     stream = second.stream(handle)
     with first.active():
@@ -278,7 +278,7 @@ def test_default_streams_are_those_of_their_device_whatever_is_current(fake, han
         assert cuda.driver().current() == first.context
 
 
-def test_threads_without_a_context_can_do_everything(fake, device):
+def test_threads_without_context_can_use_all_calls(fake, device):
     stream = device.new_stream()
     problems: list[BaseException] = []
 
@@ -307,8 +307,8 @@ def test_threads_without_a_context_can_do_everything(fake, device):
     assert not problems
 
 
-def test_a_call_refused_for_want_of_a_context_is_made_again_with_one(device, monkeypatch):
-    """The real driver may ask for a context where the fake does not."""
+def test_call_without_context_is_repeated_with_context(device, monkeypatch):
+    """The real driver may require a context where the fake does not."""
     loaded, stream = cuda.driver(), device.new_stream()
     memory, host = cuda.allocate(device, 64, stream), cuda.pinned(64)
     event = stream.record()
@@ -339,7 +339,7 @@ def test_a_call_refused_for_want_of_a_context_is_made_again_with_one(device, mon
     assert loaded.current() == 0
 
 
-def test_an_override_is_of_its_thread_and_ends_with_its_body(device):
+def test_stream_override_is_limited_to_thread_and_block(device):
     usual, other = device.new_stream(), device.new_stream()
     seen = []
     with cuda.on(other):
@@ -356,7 +356,7 @@ def test_an_override_is_of_its_thread_and_ends_with_its_body(device):
 # -- copies and memory -------------------------------------------------------------------------
 
 
-def test_a_copy_is_done_later_in_the_streams_order(fake, device, gate):
+def test_copy_runs_later_in_stream_order(fake, device, gate):
     stream = device.new_stream()
     memory = cuda.allocate(device, 1000, stream)
     host, back = cuda.pinned(1000), cuda.pinned(1000)
@@ -364,13 +364,13 @@ def test_a_copy_is_done_later_in_the_streams_order(fake, device, gate):
     gate.hold(stream)
     cuda.copy(memory.address, address(host), 1000, stream)
     cuda.copy(address(back), memory.address, 1000, stream)
-    assert (back == POISON).all()  # read too early
+    assert (back == POISON).all()  # the host reads before the copy is done
     gate.open()
     stream.synchronize()
     assert (back == host).all()
 
 
-def test_copy_2d_leaves_what_is_between_the_rows(device):
+def test_copy_2d_leaves_bytes_between_rows(device):
     stream = device.new_stream()
     source, target = cuda.pinned(60), cuda.pinned(60)
     source[:], target[:] = np.arange(60), 99
@@ -381,7 +381,7 @@ def test_copy_2d_leaves_what_is_between_the_rows(device):
     assert (target.reshape(3, 20) == expected).all()
 
 
-def test_copies_of_nothing_are_not_made(fake, device):
+def test_empty_copies_make_no_driver_calls(fake, device):
     stream = device.new_stream()
     cuda.copy(0, 0, 0, stream)
     cuda.copy_2d(0, 4, 0, 4, 4, 0, stream)
@@ -389,7 +389,7 @@ def test_copies_of_nothing_are_not_made(fake, device):
     assert not fake.log("cuMemcpy")
 
 
-def test_the_owner_of_an_address_is_its_gpu(fake):
+def test_owner_of_address_is_its_gpu(fake):
     second = cuda.device(1)
     memory = cuda.allocate(second, 16, second.new_stream())
     assert cuda.owner_of(memory.address) == 1
@@ -398,7 +398,7 @@ def test_the_owner_of_an_address_is_its_gpu(fake):
     assert cuda.owner_of(address(np.empty(16))) is None
 
 
-def test_the_owner_of_a_stream_is_its_gpu(fake):
+def test_owner_of_stream_is_its_gpu(fake):
     second = cuda.device(1)
     stream = second.new_stream()
     assert cuda.owner_of_stream(stream.handle) == 1
@@ -410,7 +410,7 @@ def test_the_owner_of_a_stream_is_its_gpu(fake):
     assert cuda.owner_of_stream(0) is None
 
 
-def test_memory_is_freed_in_the_order_of_the_streams_that_use_it(fake, device, gate):
+def test_memory_is_freed_after_streams_that_use_it(fake, device, gate):
     stream, other = device.new_stream(), device.new_stream()
     memory = cuda.allocate(device, 64, stream)
     host = cuda.pinned(64)
@@ -433,21 +433,21 @@ def test_memory_is_freed_in_the_order_of_the_streams_that_use_it(fake, device, g
     assert (host == 5).all()
 
 
-def test_no_bytes_need_no_memory(fake, device):
+def test_empty_allocation_makes_no_driver_calls(fake, device):
     memory = cuda.allocate(device, 0, device.new_stream())
     assert (memory.address, memory.nbytes) == (0, 0)
     del memory
     assert not fake.log("cuMem")
 
 
-def test_an_exhausted_gpu_is_an_allocation_error(fake, device):
+def test_full_gpu_raises_allocation_error(fake, device):
     stream = device.new_stream()
     with pytest.raises(AllocationError, match=r"cuda:0: 8589934592 bytes: out of memory"):
         cuda.allocate(device, 8 << 30, stream)
     assert cuda.allocate(device, 8, stream).address
 
 
-def test_gpus_without_memory_pools_allocate_and_free_all_the_same(fake, device, monkeypatch):
+def test_gpu_without_memory_pools_allocates_and_frees(fake, device, monkeypatch):
     monkeypatch.setattr(device, "has_pools", False)
     stream = device.new_stream()
     memory = cuda.allocate(device, 64, stream)
@@ -466,7 +466,7 @@ def pool(fake: fakes.Fake, monkeypatch: pytest.MonkeyPatch):
     return pinned._pool
 
 
-def test_pinned_memory_is_used_again_once_its_last_view_is_dropped(fake, pool):
+def test_pinned_memory_is_reused_after_last_view_is_dropped(fake, pool):
     first = cuda.pinned(5000)
     where = address(first)
     view = first[100:].view(np.uint16).reshape(-1, 2)
@@ -484,7 +484,7 @@ def test_pinned_blocks_are_powers_of_two(fake, pool, nbytes, block):
     assert f"bytes={block}" in fake.log("cuMemHostAlloc")[0]
 
 
-def test_the_pool_is_bounded(fake, pool, monkeypatch):
+def test_pinned_pool_is_bounded(fake, pool, monkeypatch):
     monkeypatch.setattr(pinned, "_KEPT", 3 * 4096)
     held = [cuda.pinned(1) for _ in range(5)]
     held.clear()
@@ -492,7 +492,7 @@ def test_the_pool_is_bounded(fake, pool, monkeypatch):
     assert len(fake.log("cuMemFreeHost")) == 2
 
 
-def test_large_blocks_are_not_kept(fake, pool, monkeypatch):
+def test_large_pinned_blocks_are_not_kept(fake, pool, monkeypatch):
     monkeypatch.setattr(pinned, "LARGEST", 1 << 16)
     held = cuda.pinned((1 << 16) + 1)
     assert "bytes=65537" in fake.log("cuMemHostAlloc")[0]
@@ -501,30 +501,30 @@ def test_large_blocks_are_not_kept(fake, pool, monkeypatch):
     assert len(fake.log("cuMemFreeHost")) == 1
 
 
-def test_where_no_page_can_be_locked_memory_is_ordinary(fake, pool):
+def test_pinned_without_lockable_pages_returns_ordinary_memory(fake, pool):
     held = cuda.pinned(9000)
-    del held  # lies in the pool, and is given up before anything else
+    del held  # the block is in the pool, and is freed first when memory runs out
     loaded = cuda.driver()
-    real, asked = loaded.cuMemHostAlloc, []
+    real, requests = loaded.cuMemHostAlloc, []
 
     def refuse(*args: object) -> int:
-        asked.append(args)
+        requests.append(args)
         return 2
 
     loaded.cuMemHostAlloc = refuse
     try:
-        found = cuda.pinned(100)
+        memory = cuda.pinned(100)
     finally:
         loaded.cuMemHostAlloc = real
-    assert len(asked) == 2
+    assert len(requests) == 2
     assert pool.nbytes == 0
-    assert found.shape == (100,)
-    assert cuda.owner_of(address(found)) is None
-    assert not pinned.is_pinned(found)
+    assert memory.shape == (100,)
+    assert cuda.owner_of(address(memory)) is None
+    assert not pinned.is_pinned(memory)
     assert pinned.is_pinned(cuda.pinned(100)[3:7])
 
 
-def test_without_any_memory_pinned_is_an_allocation_error(fake, pool, monkeypatch):
+def test_pinned_without_memory_raises_allocation_error(fake, pool, monkeypatch):
     def full(*_: object) -> np.ndarray:
         raise MemoryError
 
@@ -534,7 +534,7 @@ def test_without_any_memory_pinned_is_an_allocation_error(fake, pool, monkeypatc
         cuda.pinned(100)
 
 
-def test_pinned_memory_of_a_thread_makes_no_context_on_another_gpu():
+def test_pinned_in_thread_makes_no_context_on_another_gpu():
     code = (
         "import threading\n"
         "from tests import fakes\n"
@@ -552,7 +552,7 @@ def test_pinned_memory_of_a_thread_makes_no_context_on_another_gpu():
 
 def _in_child(pipe) -> None:
     printed = []
-    device = cuda.device(0)  # known from before
+    device = cuda.device(0)  # the device object of the parent
     for use in (
         cuda.driver,
         cuda.device_count,
@@ -571,21 +571,21 @@ def _in_child(pipe) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_forked_child_is_told_that_cuda_does_not_work_there(fake):
+def test_forked_child_raises_error_about_fork(fake):
     device = cuda.device(0)
     stream = device.new_stream()
     held = [cuda.allocate(device, 10, stream), cuda.pinned(10), stream.record()]
     device.stream(0).record()
     device.stream(1)
     context = multiprocessing.get_context("fork")
-    ours, theirs = context.Pipe()
-    child = context.Process(target=_in_child, args=(theirs,))
+    receiver, sender = context.Pipe()
+    child = context.Process(target=_in_child, args=(sender,))
     child.start()
-    assert ours.poll(60)
-    printed = ours.recv()
+    assert receiver.poll(60)
+    texts = receiver.recv()
     child.join()
     assert child.exitcode == 0
-    assert len(printed) == 7
-    assert all(re.search(r"fork.*'spawn'", text) for text in printed), printed
+    assert len(texts) == 7
+    assert all(re.search(r"fork.*'spawn'", text) for text in texts), texts
     stream.synchronize()
-    assert held[2].query()  # the parent goes on
+    assert held[2].query()  # the parent can still use CUDA

@@ -147,8 +147,7 @@ def test_slowly_sending_hub_times_out_at_deadline() -> None:
 
     with ThreadPoolExecutor(1) as pool:
         pool.submit(drip)
-        # The hub must send fewer than 45 bytes by the deadline: with 45 the error would be
-        # different.
+        # A complete greeting of 45 bytes would end in a different error.
         with pytest.raises(OSError, match="timed out"):
             connect(address, KEY, Deadline(0.3))
         over.set()

@@ -1,9 +1,9 @@
-"""A rank of ``shm`` that is late, in a call that another has given up, hands out no wrong number.
+"""A late rank of ``shm`` returns no wrong result from a call that another rank has given up.
 
-These are calls in Python, which can be stopped anywhere; tests/native has those in C.
+These tests make calls in Python, which can be stopped anywhere. tests/native tests calls in C.
 
-The late rank is stopped at the point in question until the other has its arrays back and has
-written to them; a second communicator says when.
+A test stops the late rank at a given point, until the other rank has its arrays back and has
+written to them. A second communicator tells the late rank when to continue.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _CALLS: dict[str, Callable[[Communicator, Any, float | None], Any]] = {
 
 
 def _in_python(comm: Communicator) -> Communicator:
-    """Return a communicator of the same ranks that does without the native core."""
+    """Return a communicator of the same ranks that does not use the native core."""
     native.switch(False)
     group = comm.dup()
     native.switch(True)
@@ -60,7 +60,7 @@ def _in_python(comm: Communicator) -> Communicator:
 
 
 def _stop_before(owner: Any, name: str, side: Communicator) -> None:
-    """Have this rank wait for a message on ``side`` before it first goes on to ``owner.name``."""
+    """Make this rank wait for a message on ``side`` before its first call of ``owner.name``."""
     method, stops = getattr(owner, name), [side.recv_object]
 
     def stopped(*args: Any, **options: Any) -> Any:
@@ -78,7 +78,7 @@ def _allow(x: Array, how: int) -> None:
 @pytest.mark.parametrize("unmapped", [False, True], ids=["written", "unmapped"])
 @pytest.mark.parametrize("call", _CALLS)
 @on_ranks("two")
-def test_memory_that_its_owner_has_back_is_not_a_result(
+def test_memory_returned_to_owner_is_not_read_as_result(
     comm: Communicator, call: str, unmapped: bool
 ) -> None:
     side, comm = comm.dup(), _in_python(comm)
@@ -101,7 +101,7 @@ def test_memory_that_its_owner_has_back_is_not_a_result(
 
 
 @on_ranks("two")
-def test_a_call_on_a_broken_communicator_leaves_the_slots_alone(comm: Communicator) -> None:
+def test_call_on_broken_communicator_leaves_slots_alone(comm: Communicator) -> None:
     side, comm = comm.dup(), _in_python(comm)
     comm.barrier()
     if comm.rank == 1:
@@ -119,7 +119,7 @@ def test_a_call_on_a_broken_communicator_leaves_the_slots_alone(comm: Communicat
 
 
 @on_ranks("two")
-def test_a_late_rank_writes_nothing_to_memory_that_its_owner_has_back(comm: Communicator) -> None:
+def test_late_rank_does_not_write_to_returned_memory(comm: Communicator) -> None:
     side, comm = comm.dup(), _in_python(comm)
     x = comm.empty(LONG, "float64")
     x[:] = 1.0
@@ -144,7 +144,7 @@ def test_a_late_rank_writes_nothing_to_memory_that_its_owner_has_back(comm: Comm
     assert (x == 7.0).all(), f"the late rank wrote {x[x != 7.0][:3]}"
 
 
-# -- ranks that die while others connect ---------------------------------------------------------
+# -- ranks that die while other ranks connect ----------------------------------------------------
 
 
 def _connect_anew(comm: Communicator, store: str) -> Communicator:
@@ -162,7 +162,7 @@ _CONNECTIONS: dict[str, Callable[[Communicator, str], Communicator]] = {
 def _connect_while_a_rank_dies(
     comm: Communicator, how: str, victim: int, point: str, store: str
 ) -> tuple[tuple[int, ...], str]:
-    """Return whom a survivor's error names, and its text."""
+    """Return the ranks that a survivor's error names, and its text."""
     processes = [RankProcess.parse(text) for text in comm.all_gather_object(str(RankProcess.own()))]
     dying = processes[victim]
     assert dying is not None
@@ -177,7 +177,7 @@ def _connect_while_a_rank_dies(
         return function(*args, **options)
 
     setattr(owner, name, die_or_outlive)
-    if point == "open" and comm.rank == victim:  # the one whose segment the others open
+    if point == "open" and comm.rank == victim:  # the victim, whose segment the other ranks open
         comm.transport._attach = die_or_outlive  # type: ignore[attr-defined]
     try:
         _CONNECTIONS[how](comm, store)
@@ -191,7 +191,7 @@ def _connect_while_a_rank_dies(
     [(how, victim, "probe") for how in _CONNECTIONS for victim in (0, 2)]
     + [("dup", 0, "open"), ("split in reverse", 2, "open")],
 )
-def test_connecting_with_a_rank_that_dies_names_it_on_all_others(
+def test_rank_death_while_connecting_is_named_on_all_others(
     how: str, victim: int, point: str, tmp_path: Path
 ) -> None:
     with (
@@ -206,7 +206,7 @@ def test_connecting_with_a_rank_that_dies_names_it_on_all_others(
 
 
 @on_ranks("two")
-def test_a_rank_that_fails_to_connect_says_why(comm: Communicator) -> None:
+def test_connect_failure_of_peer_includes_its_reason(comm: Communicator) -> None:
     if comm.rank == 1:
 
         def read(*args: Any) -> bool:

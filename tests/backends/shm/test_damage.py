@@ -1,7 +1,7 @@
-"""Shared memory of ``shm`` in which a rank has written what no rank writes.
+"""Shared memory of ``shm`` with damaged values.
 
-A test has the ends of two ranks in one process, of which rank 1 writes what the test says.
-tests/native has the same for what is read in C, and backends/shm/test_ring.py for the rings.
+Each test has the ends of two ranks in one process, and writes damaged values in place of rank 1.
+tests/native tests the memory that C reads, and backends/shm/test_ring.py tests the rings.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tests.support.on_ranks import on_ranks, ranks_of
 
 two = ranks_of(("shm", 2))
 GARBAGE = (1 << 40, -1, (1 << 63) - 1, -(1 << 63))
-# The words of rank 1's line, as in control.py.
+# Indices of the words in rank 1's line, as in control.py.
 _PEER = 2 * LINE
 _STEP, _PID, _EXCHANGED, _FAILED_AT, _LENGTH = _PEER, *(_PEER + at for at in (33, 35, 36, 37))
 
@@ -44,7 +44,7 @@ def control() -> Iterator[Control]:
 
 
 @pytest.mark.parametrize("step", GARBAGE)
-def test_a_step_that_a_peer_cannot_have_made_is_refused(control: Control, step: int) -> None:
+def test_impossible_step_of_peer_is_refused(control: Control, step: int) -> None:
     control.words[_STEP] = step
     with pytest.raises(BackendError, match="rank 1's words in shared memory are damaged: a count"):
         control.sync(5.0)
@@ -52,13 +52,13 @@ def test_a_step_that_a_peer_cannot_have_made_is_refused(control: Control, step: 
 
 
 @pytest.mark.parametrize("length", GARBAGE)
-def test_a_note_that_is_longer_than_memory_is_refused(control: Control, length: int) -> None:
+def test_note_longer_than_memory_is_refused(control: Control, length: int) -> None:
     control.words[_STEP], control.words[_EXCHANGED] = 1, length
     with pytest.raises(BackendError, match=f"damaged: a note of {length} bytes"):
         control.exchange(b"mine", 5.0)
 
 
-def test_a_call_that_is_described_by_no_json_is_refused(control: Control) -> None:
+def test_call_description_without_json_is_refused(control: Control) -> None:
     control.words[_STEP], control.words[_EXCHANGED] = 2, 4
     at = control.layout.notes[1]
     control.segment.map[at : at + 4] = b"\xff{[}"
@@ -69,7 +69,7 @@ def test_a_call_that_is_described_by_no_json_is_refused(control: Control) -> Non
 
 @pytest.mark.parametrize("report", [b"\xff\xfe", b"[]\n", b"7\nx", b'["lost", "x", 3]\n'])
 @pytest.mark.parametrize("length", [None, *GARBAGE])
-def test_a_damaged_report_of_a_failure_is_a_failure(
+def test_damaged_failure_report_raises_aborted(
     control: Control, report: bytes, length: int | None
 ) -> None:
     at = control.layout.failures[1]
@@ -80,14 +80,14 @@ def test_a_damaged_report_of_a_failure_is_a_failure(
         control.refuse_broken("barrier")
 
 
-def test_a_broken_communicator_of_which_nobody_says_why_is_aborted(control: Control) -> None:
+def test_broken_communicator_without_report_raises_aborted(control: Control) -> None:
     control.words[BROKEN] = 1
     with pytest.raises(CommunicatorAbortedError, match="shared memory is damaged"):
         control.refuse_broken("barrier")
 
 
 @pytest.mark.parametrize("notice", [b"\xff[}", b"7", b'{"a": 1}', b'["0", {}]'])
-def test_a_damaged_notice_is_no_note(control: Control, notice: bytes) -> None:
+def test_damaged_notice_is_ignored(control: Control, notice: bytes) -> None:
     backend: Any = object.__new__(ShmBackend)
     backend._board = Board(control)
     control.words[control.version_of_notice(1)] = 2
@@ -97,7 +97,7 @@ def test_a_damaged_notice_is_no_note(control: Control, notice: bytes) -> None:
 
 
 @pytest.mark.parametrize("offset", [*GARBAGE, 4096 - 8, 4])
-def test_a_place_outside_of_symmetric_memory_is_refused(control: Control, offset: int) -> None:
+def test_offset_outside_symmetric_memory_is_refused(control: Control, offset: int) -> None:
     heap, root = Heap(control), np.zeros(2 * 4096, np.uint8)
     heap._know(_Part(1, root, 0, 4096), root)
     with pytest.raises(BackendError, match="rank 1's words in shared memory are damaged: 16 bytes"):
@@ -105,7 +105,7 @@ def test_a_place_outside_of_symmetric_memory_is_refused(control: Control, offset
 
 
 @on_ranks("two")
-def test_the_process_of_a_rank_is_the_one_that_joined(comm: Communicator) -> None:
+def test_pid_of_rank_is_that_of_joined_process(comm: Communicator) -> None:
     control = comm.transport._control  # type: ignore[attr-defined]
     pids = comm.all_gather(np.array([os.getpid()]))
     before = control.words[(1 + comm.rank) * LINE + 33]
@@ -117,13 +117,13 @@ def test_the_process_of_a_rank_is_the_one_that_joined(comm: Communicator) -> Non
 
 @pytest.mark.parametrize("core", [True, False], ids=["in C", "in Python"])
 @on_ranks("two")
-def test_ranks_name_the_one_that_has_damaged_its_words(comm: Communicator, core: bool) -> None:
+def test_rank_with_damaged_words_is_named_on_both_ranks(comm: Communicator, core: bool) -> None:
     native.switch(core and native.chosen.extension is not None)
     group = comm.dup()
     native.switch(True)
     control = group.transport._control  # type: ignore[attr-defined]
     group.barrier()
-    comm.barrier()  # both have left the other one
+    comm.barrier()  # both ranks have left the barrier of the group
     if comm.rank == 1:
         control.words[_STEP] = 1 << 40
         comm.barrier()
@@ -139,7 +139,7 @@ def test_ranks_name_the_one_that_has_damaged_its_words(comm: Communicator, core:
     ("offsets", "count"),
     [([-4, 0, 8], 4), ([0, 5, 8], 4), ([0, 4, 3], 4), ([1 << 40, 1 << 41, 1 << 42], 4)],
 )
-def test_pieces_that_a_peer_cannot_have_are_refused(offsets: list[int], count: int) -> None:
+def test_impossible_pieces_of_peer_are_refused(offsets: list[int], count: int) -> None:
     aborted: list[Failure] = []
     backend: Any = object.__new__(ThreadsBackend)
     backend.rank, backend.size, backend.abort = 0, 2, aborted.append
@@ -163,25 +163,25 @@ with open(sys.argv[1], "r+b") as file:
 
 
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="segments are files")
-@pytest.mark.parametrize("what", ["control", "symmetric"])
-def test_another_process_cannot_change_the_length_of_a_segment(what: str) -> None:
-    nbytes = Layout(2).nbytes if what == "control" else 8192
+@pytest.mark.parametrize("kind", ["control", "symmetric"])
+def test_segment_length_is_sealed_against_other_processes(kind: str) -> None:
+    nbytes = Layout(2).nbytes if kind == "control" else 8192
     segment = Segment.create(nbytes)
-    words = [sys.executable, "-c", _SHORTENS, segment.path, str(2 * nbytes)]
-    said = subprocess.run(words, capture_output=True, text=True, check=True, timeout=60).stdout
-    assert said.split() == ["1", "1"], "EPERM of each"
-    segment.map[nbytes - 1] = 1  # SIGBUS, if it were shorter
+    command = [sys.executable, "-c", _SHORTENS, segment.path, str(2 * nbytes)]
+    output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    assert output.split() == ["1", "1"], "expected EPERM twice"
+    segment.map[nbytes - 1] = 1  # a shorter segment would raise SIGBUS
     segment.close_descriptor()
 
 
-def test_a_segment_that_is_too_short_is_not_opened() -> None:
+def test_too_short_segment_is_not_opened() -> None:
     segment = Segment.create(8192)
     with pytest.raises(OSError, match="shorter than 8193 bytes"):
         Segment.open(segment.path, 8193)
     segment.close_descriptor()
 
 
-def test_a_system_without_seals_has_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_segment_is_created_without_seal_support(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(descriptor: int, command: int, seals: int) -> int:
         raise OSError(22, "Invalid argument")
 

@@ -1,6 +1,6 @@
-"""Who may read a rank's memory under Yama, which these tests pretend: processes are real.
+"""Permission to read a rank's memory under Yama. The tests simulate Yama; the processes are real.
 
-``prctl`` is recorded and not called, as most machines have no Yama and would not tell a difference.
+``prctl`` is recorded and not called, because most machines have no Yama and would show no effect.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from collective.communicator import Communicator
 from tests.support.on_ranks import on_ranks, ranks_of
 
 two = ranks_of(("shm", 2))
-#: Starts two children and writes their numbers, and its own.
+#: Program that starts two children, and prints its own process ID and theirs.
 _PARENT = """
 import os, subprocess, sys
 words = [sys.executable, "-c", "input()"]
@@ -36,7 +36,7 @@ for child in children:
 
 
 class Family:
-    """A process and its two children, which end with it."""
+    """A process and its two children, which end together with the process."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -52,26 +52,24 @@ class Family:
 
 @pytest.fixture
 def family() -> Iterator[Family]:
-    made = Family()
-    yield made
-    made.close()
+    started = Family()
+    yield started
+    started.close()
 
 
 @pytest.fixture
 def allowed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
-    """Return what prctl is called with, under a scope of 1."""
+    """Record the arguments of prctl, under a ptrace scope of 1."""
     scope = tmp_path / "ptrace_scope"
     scope.write_text("1\n")
-    found: list[int] = []
+    arguments: list[int] = []
     monkeypatch.setattr(permission, "_SCOPE", scope)
-    monkeypatch.setattr(permission, "_allow", found.append)
+    monkeypatch.setattr(permission, "_allow", arguments.append)
     monkeypatch.setattr(permission, "_granted", type(permission._granted)())
-    return found
+    return arguments
 
 
-def test_siblings_are_read_by_the_descendants_of_their_parent(
-    allowed: list[int], family: Family
-) -> None:
+def test_siblings_grant_permission_to_parent(allowed: list[int], family: Family) -> None:
     kept = Permission(family.children)
     assert allowed == [family.parent]
     kept.withdraw()
@@ -79,17 +77,13 @@ def test_siblings_are_read_by_the_descendants_of_their_parent(
     assert allowed == [family.parent, 0]
 
 
-def test_a_rank_that_started_the_others_is_their_ancestor(
-    allowed: list[int], family: Family
-) -> None:
+def test_rank_that_started_others_is_common_ancestor(allowed: list[int], family: Family) -> None:
     kept = Permission([family.parent, *family.children])
     assert allowed == [family.parent]
     kept.withdraw()
 
 
-def test_the_permission_is_as_wide_as_the_widest_communicator(
-    allowed: list[int], family: Family
-) -> None:
+def test_permission_follows_widest_open_communicator(allowed: list[int], family: Family) -> None:
     wide = Permission([os.getpid(), *family.children])
     narrow = Permission(family.children)
     wide.withdraw()
@@ -97,7 +91,7 @@ def test_the_permission_is_as_wide_as_the_widest_communicator(
     assert allowed == [os.getpid(), os.getpid(), family.parent, 0]
 
 
-def test_a_communicator_that_is_dropped_widens_nothing(allowed: list[int], family: Family) -> None:
+def test_dropped_permission_widens_nothing(allowed: list[int], family: Family) -> None:
     dropped = Permission([os.getpid(), *family.children])
     del dropped
     kept = Permission(family.children)
@@ -105,21 +99,21 @@ def test_a_communicator_that_is_dropped_widens_nothing(allowed: list[int], famil
     kept.withdraw()
 
 
-def test_processes_without_a_common_ancestor_get_no_permission(
+def test_processes_without_common_ancestor_get_no_permission(
     allowed: list[int], family: Family, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept = Permission(family.children)
-    found = permission._ancestors
-    monkeypatch.setattr(permission, "_ancestors", lambda pid: [7] if pid == 7 else found(pid))
+    find_ancestors = permission._ancestors
+    monkeypatch.setattr(
+        permission, "_ancestors", lambda pid: [7] if pid == 7 else find_ancestors(pid)
+    )
     Permission([os.getpid(), 7]).withdraw()
     assert allowed == [family.parent], "the permission of another communicator has changed"
     kept.withdraw()
 
 
 @pytest.mark.parametrize("scope", ["0", "2", "3", None])
-def test_nothing_is_permitted_where_that_changes_nothing(
-    allowed: list[int], scope: str | None
-) -> None:
+def test_scope_other_than_1_needs_no_permission(allowed: list[int], scope: str | None) -> None:
     if scope is None:
         permission._SCOPE.unlink()
     else:
@@ -128,7 +122,7 @@ def test_nothing_is_permitted_where_that_changes_nothing(
     assert allowed == []
 
 
-def test_a_forked_child_has_no_permission_of_its_parents(allowed: list[int]) -> None:
+def test_forked_child_inherits_no_permission(allowed: list[int]) -> None:
     kept = Permission([os.getpid()])
     child = os.fork()
     if child == 0:
@@ -139,20 +133,20 @@ def test_a_forked_child_has_no_permission_of_its_parents(allowed: list[int]) -> 
 
 @contextlib.contextmanager
 def _pretended() -> Iterator[list[int]]:
-    """Have this process take Yama's scope for 1, and record what it permits."""
-    before, found = (permission._SCOPE, permission._allow), list[int]()
+    """Let this process see a ptrace scope of 1, and record the permissions that it grants."""
+    original, permitted = (permission._SCOPE, permission._allow), list[int]()
     with tempfile.NamedTemporaryFile("w") as scope:
         scope.write("1")
         scope.flush()
-        permission._SCOPE, permission._allow = Path(scope.name), found.append
+        permission._SCOPE, permission._allow = Path(scope.name), permitted.append
         try:
-            yield found
+            yield permitted
         finally:
-            permission._SCOPE, permission._allow = before
+            permission._SCOPE, permission._allow = original
 
 
 @on_ranks("two")
-def test_a_communicator_permits_its_ranks_ancestor_until_it_is_closed(comm: Communicator) -> None:
+def test_communicator_grants_permission_until_closed(comm: Communicator) -> None:
     with _pretended() as found:
         group = comm.dup()
         pids = group.all_gather(np.array([os.getpid()])).tolist()
@@ -163,7 +157,7 @@ def test_a_communicator_permits_its_ranks_ancestor_until_it_is_closed(comm: Comm
 
 
 @on_ranks("two")
-def test_a_communicator_without_single_copy_permits_nothing(comm: Communicator) -> None:
+def test_communicator_without_single_copy_grants_nothing(comm: Communicator) -> None:
     backend: Any = comm.transport
     wanted = backend._wanted
     backend._wanted = wanted._replace(single_copy=comm.rank == 1)

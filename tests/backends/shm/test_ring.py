@@ -1,6 +1,6 @@
-"""Messages in Python over the rings of shm, all ends in one process.
+"""Messages in Python over the rings of shm, with all ends in one process.
 
-Nothing waits, so that a test can make every interleaving.
+No step waits, so a test can choose every interleaving.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from collective.errors import BackendError, CommunicatorAbortedError
 
 
 class Peers:
-    """Memory of all ranks, which is this process's."""
+    """Access to the memory of all ranks, which is the memory of this process."""
 
     def fetch(self, rank: int, address: int, out: np.ndarray) -> None:
         ctypes.memmove(out.ctypes.data, address, out.nbytes)
 
 
 class Step:
-    """A message under way; ``advance`` until it is ``over``.
+    """A message in flight; call ``advance`` until the message is ``over``.
 
     Attributes:
-        out: what it is received into.
-        source: the rank that it is from, once it is over.
+        out: array that receives the message.
+        source: rank that sent the message, once the message is over.
     """
 
     def __init__(self, steps: Generator[None, None, Any], out: np.ndarray | None = None) -> None:
@@ -48,14 +48,14 @@ class Step:
         try:
             next(self._steps)
         except StopIteration as stop:
-            # A generator that has ended before returns nothing.
+            # A generator that had ended before returns None.
             self.source = self.source if self.over else stop.value
             self.over = True
         return self.over
 
 
 class Ends:
-    """The messages of all ranks; of the first two, the ring from rank 0 to rank 1."""
+    """The message ends of all ranks, and the ring from rank 0 to rank 1."""
 
     def __init__(self, size: int = 2, single_copy: bool = False) -> None:
         self.segment = Segment.create(Layout(size).nbytes)
@@ -79,7 +79,7 @@ class Ends:
         return Step(self.ranks[rank]._receive(out, source, tag), out)
 
     def move_to(self, position: int) -> None:
-        """Let both ends be ``position`` bytes further on: where the ring wraps round."""
+        """Move both ends ``position`` bytes ahead, so that the ring wraps around."""
         self.sender._counts[0] = self.sender._counts[64] = position
 
 
@@ -92,7 +92,7 @@ def pair() -> Iterator[Ends]:
 
 @pytest.fixture
 def reading() -> Iterator[Ends]:
-    """Return two ranks that read each other's memory."""
+    """Return the ends of two ranks that read each other's memory."""
     ends = Ends(single_copy=True)
     yield ends
     ends.segment.close_descriptor()
@@ -107,12 +107,12 @@ def _exchange(*messages: Step) -> None:
         states = [message.advance() for message in messages]
         if all(states):
             return
-    raise AssertionError("the messages do not get on")
+    raise AssertionError("the messages make no progress")
 
 
 @pytest.mark.parametrize("length", [0, 1, 7, 8, 9, 4095, 4096, 30_000])
 @pytest.mark.parametrize("back", [8, 16, 24, 32, 48, 4096])
-def test_a_message_across_the_end_of_the_ring(pair, length, back):
+def test_message_across_ring_end_arrives(pair, length, back):
     pair.move_to(pair.sender.capacity - back)
     data = _data(length)
     receive = pair.receive(length)
@@ -120,7 +120,7 @@ def test_a_message_across_the_end_of_the_ring(pair, length, back):
     np.testing.assert_array_equal(receive.out, data)
 
 
-def test_a_message_longer_than_the_ring_streams_through(pair):
+def test_message_longer_than_ring_arrives(pair):
     data = _data(5 * pair.sender.capacity + 13)
     receive = pair.receive(data.size)
     _exchange(pair.send(data), receive)
@@ -129,7 +129,7 @@ def test_a_message_longer_than_the_ring_streams_through(pair):
 
 
 @pytest.mark.parametrize("length", range(18))
-def test_what_follows_a_message_of_any_length_is_not_shifted(pair, length):
+def test_message_after_any_length_is_not_shifted(pair, length):
     sends = [pair.send(_data(n, k)) for k, n in enumerate((length, 11, length))]
     receives = [pair.receive(n) for n in (length, 11, length)]
     for message in sends:
@@ -140,7 +140,7 @@ def test_what_follows_a_message_of_any_length_is_not_shifted(pair, length):
     assert pair.is_empty
 
 
-def test_a_full_ring_takes_nothing_and_loses_nothing(pair):
+def test_full_ring_accepts_and_loses_nothing(pair):
     capacity, data = pair.sender.capacity, _data(pair.sender.capacity + 100)
     writing = pair.sender.write(data)
     assert next(writing, "over") is None
@@ -156,7 +156,7 @@ def test_a_full_ring_takes_nothing_and_loses_nothing(pair):
     np.testing.assert_array_equal(np.concatenate([start, rest]), data)
 
 
-def test_a_header_waits_for_room_for_all_of_it(pair):
+def test_header_waits_for_room_for_whole_header(pair):
     filled = pair.sender.capacity - 16
     assert list(pair.sender.write(np.zeros(filled, np.uint8))) == []
     sending = pair.send(_data(3), tag=7)
@@ -169,24 +169,24 @@ def test_a_header_waits_for_room_for_all_of_it(pair):
     np.testing.assert_array_equal(receive.out, _data(3))
 
 
-def test_a_fetched_message_holds_its_sender_until_it_is_fetched(reading):
+def test_fetched_message_blocks_sender_until_fetched(reading):
     data = _data(3 << 20)
     sending, receive = reading.send(data, tag=2), reading.receive(data.size, tag=2)
     assert not sending.advance()
-    assert not sending.advance(), "its buffer may not be changed yet"
-    assert reading.sender.filled() == 24, "no byte of it is in the ring"
+    assert not sending.advance(), "the sender must keep its buffer for now"
+    assert reading.sender.filled() == 24, "the data of the message is in the ring"
     data[:] = 9
     assert receive.advance()
     assert (receive.out == 9).all()
     assert sending.advance()
 
 
-def test_a_fetched_message_of_another_tag_is_kept(reading):
+def test_fetched_message_of_another_tag_is_kept(reading):
     data = _data(3 << 20)
     sending, other = reading.send(data, tag=2), reading.receive(1, tag=5)
     assert not sending.advance()
     assert not other.advance()
-    assert sending.advance(), "nobody needs its buffer any more"
+    assert sending.advance(), "the sender still waits for its buffer"
     wanted = data.copy()
     data[:] = 9
     receive = reading.receive(data.size, tag=2)
@@ -194,7 +194,7 @@ def test_a_fetched_message_of_another_tag_is_kept(reading):
     np.testing.assert_array_equal(receive.out, wanted)
 
 
-def test_what_is_fetched_when_a_rank_has_given_up_is_not_a_result(reading):
+def test_data_fetched_after_failure_is_not_returned(reading):
     sending, receive = reading.send(_data(3 << 20)), reading.receive(3 << 20)
     assert not sending.advance()
     reading.controls[0].words[0] = 1
@@ -202,8 +202,8 @@ def test_what_is_fetched_when_a_rank_has_given_up_is_not_a_result(reading):
         receive.advance()
 
 
-def test_many_fetched_messages_come_in_their_order(reading):
-    """The ring has one of them at a time: the next one waits until the receiver has read it."""
+def test_many_fetched_messages_arrive_in_order(reading):
+    """The ring holds one of them at a time: the next waits until the receiver has read it."""
     length = reading.sender.capacity // 2 + 1
     sends = [reading.send(_data(length, k), tag=1) for k in range(5)]
     receives = [reading.receive(length, tag=1) for _ in range(5)]
@@ -216,7 +216,7 @@ def test_many_fetched_messages_come_in_their_order(reading):
         assert sending.advance()
 
 
-def test_unexpected_messages_wait_in_order_beside_each_other(pair):
+def test_unexpected_messages_are_kept_in_order(pair):
     lengths = (5, 40_000, 0, 3)
     sends = [pair.send(_data(n, k), tag=k % 2) for k, n in enumerate(lengths)]
     late = pair.receive(1, tag=99)
@@ -232,8 +232,8 @@ def test_unexpected_messages_wait_in_order_beside_each_other(pair):
     assert not any(pair.kept.values())
 
 
-def test_a_message_that_was_half_kept_comes_before_the_next_of_its_tag(pair):
-    """The first is longer than the ring, so that a receive of another tag has a part of it."""
+def test_partly_kept_message_precedes_next_of_its_tag(pair):
+    """The first is longer than the ring, so a receive of another tag keeps a part of it."""
     first, second = _data(pair.sender.capacity + 8), _data(4)
     sending, late = pair.send(first, tag=5), pair.receive(1, tag=9)
     assert not sending.advance()
@@ -246,7 +246,7 @@ def test_a_message_that_was_half_kept_comes_before_the_next_of_its_tag(pair):
         np.testing.assert_array_equal(receive.out, data)
 
 
-def test_of_several_rings_the_one_with_a_message_is_taken():
+def test_any_source_recv_takes_ring_with_message():
     ends = Ends(3)
     receive = ends.receive(4, rank=1, source=ANY_SOURCE)
     assert not receive.advance()
@@ -257,8 +257,8 @@ def test_of_several_rings_the_one_with_a_message_is_taken():
     ends.segment.close_descriptor()
 
 
-def test_a_message_behind_one_of_another_thread_is_not_mixed_up_with_it(pair):
-    """Two threads receive from one rank; the second has to wait for the end of the first's."""
+def test_receives_of_two_threads_are_not_mixed_up(pair):
+    """Two threads receive from one rank; the second waits for the end of the first's message."""
     long, short = _data(pair.sender.capacity + 8), _data(5)
     sends = [pair.send(long, tag=1), pair.send(short, tag=2)]
     first, second = pair.receive(long.size, tag=1), pair.receive(short.size, tag=2)
@@ -271,21 +271,21 @@ def test_a_message_behind_one_of_another_thread_is_not_mixed_up_with_it(pair):
     np.testing.assert_array_equal(second.out, short)
 
 
-# Length, tag, address or 0; the tag that is asked for is 0.
+# Headers are length, tag, and address or 0. The receive asks for tag 0.
 _MEMORY = np.zeros(64, np.uint8)
 _ADDRESS = _MEMORY.ctypes.data
 DAMAGED = {
     "negative length": Header(-1, 0, 0),
     "negative length of another tag": Header(-8, 1, 0),
-    "length of another tag that no memory has": Header(1 << 60, 1, 0),
-    "shorter than what is asked for": Header(8, 0, 0),
-    "longer than what is asked for": Header(24, 0, 0),
+    "length of another tag above all memory": Header(1 << 60, 1, 0),
+    "shorter than the output": Header(8, 0, 0),
+    "longer than the output": Header(24, 0, 0),
     "longer in the sender's memory": Header(24, 0, _ADDRESS),
 }
 
 
 @pytest.mark.parametrize("header", DAMAGED.values(), ids=DAMAGED)
-def test_a_header_that_no_sender_writes_breaks_the_communicator(pair, header):
+def test_invalid_header_breaks_communicator(pair, header):
     assert list(pair.sender.put(header)) == []
     with pytest.raises(BackendError, match="rank 0's messages to rank 1 are damaged"):
         pair.receive(16).advance()
@@ -293,15 +293,15 @@ def test_a_header_that_no_sender_writes_breaks_the_communicator(pair, header):
         pair.controls[0].refuse_broken("send")
 
 
-def test_a_kept_message_of_another_length_than_is_asked_for_breaks_the_communicator(pair):
+def test_kept_message_of_wrong_length_breaks_communicator(pair):
     assert pair.send(_data(8), tag=1).advance()
     assert not pair.receive(1, tag=2).advance()
     with pytest.raises(BackendError, match="8 bytes in place of 16"):
         pair.receive(16, tag=1).advance()
 
 
-@pytest.mark.parametrize("after", [0, 24], ids=["before a header", "after one"])
-def test_a_ring_that_holds_more_than_it_can_breaks_the_communicator(pair, after):
+@pytest.mark.parametrize("after", [0, 24], ids=["before a header", "after a header"])
+def test_ring_above_capacity_breaks_communicator(pair, after):
     receive = pair.receive(16)
     if after:
         assert list(pair.sender.put(Header(16, 0, 0))) == []
@@ -312,20 +312,20 @@ def test_a_ring_that_holds_more_than_it_can_breaks_the_communicator(pair, after)
 
 
 @pytest.mark.parametrize("end", [0, 64], ids=["sender", "receiver"])
-def test_an_end_that_has_gone_through_half_a_word_breaks_the_communicator(pair, end):
+def test_unaligned_ring_count_breaks_communicator(pair, end):
     pair.move_to(24)
     pair.sender._counts[end] += 4 if end == 0 else -4
     with pytest.raises(BackendError, match="4 bytes in a ring of"):
         pair.receive(16).advance()
 
 
-def test_a_part_of_a_header_is_not_read(pair):
+def test_partial_header_is_not_read(pair):
     pair.sender._counts[0] = 16
     assert not pair.receive(16).advance()
     assert pair.sender.filled() == 16
 
 
-def test_a_receiver_that_has_read_more_than_was_sent_breaks_the_communicator(pair):
+def test_read_count_above_sent_count_breaks_communicator(pair):
     pair.sender._counts[64] = 8
     with pytest.raises(BackendError, match="rank 1's messages to rank 0 are damaged: -8 bytes"):
         pair.send(_data(4)).advance()
@@ -344,10 +344,8 @@ MESSAGES = st.lists(
     single_copy=st.booleans(),
     turns=st.randoms(use_true_random=False),
 )
-def test_any_interleaving_delivers_every_message_once_and_in_order(
-    messages, start, single_copy, turns
-):
-    """Sends and receives of three tags, each tag in its order, advanced in any order."""
+def test_any_interleaving_delivers_each_message_once_in_order(messages, start, single_copy, turns):
+    """Advance sends and receives of three tags in any order, but each tag in its own order."""
     ends = Ends(single_copy=single_copy)
     ends.move_to(start - start % 8)
     sends: list[tuple[Step, int]] = []
@@ -360,7 +358,7 @@ def test_any_interleaving_delivers_every_message_once_and_in_order(
     for _ in range(100_000):
         if not to_send and not to_receive:
             break
-        # Of each tag only the first that is not over: what the communicator's lanes do.
+        # Advance only the first open message of each tag, as the communicator's lanes do.
         firsts_out = {tag: message for message, tag in reversed(to_send)}
         firsts_in = {tag: message for message, tag in reversed(to_receive)}
         step = turns.choice([*firsts_out.values(), *firsts_in.values()])

@@ -1,4 +1,4 @@
-"""Calls on symmetric memory of shm, which are made in place from 24 KiB up."""
+"""Calls on symmetric memory of shm, which work in place from 24 KiB up."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from tests.support.on_ranks import on_ranks, ranks_of
 
 some = ranks_of(("shm", 2), ("shm", 3), timeout=20.0)
 
-# Above the size from which symmetric memory is read in place, and not a multiple of the sizes.
+# Above the size from which symmetric memory is read in place; no multiple of the numbers of ranks.
 N = 20_011
 
 
 @on_ranks("some")
-def test_all_gather_from_its_own_part_of_the_output(comm) -> None:
+def test_all_gather_from_own_part_of_output_succeeds(comm) -> None:
     full = comm.empty(comm.size * N)
     mine = full[comm.rank * N : (comm.rank + 1) * N]
     for step in range(4):
@@ -33,13 +33,13 @@ def test_all_gather_from_its_own_part_of_the_output(comm) -> None:
 
 
 @on_ranks("some")
-def test_uneven_lengths_after_even_ones_with_the_same_arrays(comm) -> None:
+def test_uneven_lengths_after_even_lengths_are_noticed(comm) -> None:
     x, out = comm.empty(N)[:], comm.empty(comm.size * N)[:]
     x[:] = comm.rank
     for _ in range(2):
         comm.all_gather(x, out=out)
     short = np.full(N - 1, comm.rank, np.float32)
-    if comm.rank == 0:  # the same arrays as before, but the others' are shorter
+    if comm.rank == 0:  # the same arrays as before, while the arrays of the other ranks are shorter
         with pytest.raises(collective.ShapeError):
             comm.all_gather(x, out=out)
     else:
@@ -50,7 +50,7 @@ def test_uneven_lengths_after_even_ones_with_the_same_arrays(comm) -> None:
 
 
 @on_ranks("some")
-def test_calls_go_on_after_a_mismatch(comm) -> None:
+def test_calls_succeed_after_mismatch(comm) -> None:
     x = comm.empty(N)[:]
     for step in range(6):
         x[:] = comm.rank + 1
@@ -63,7 +63,7 @@ def test_calls_go_on_after_a_mismatch(comm) -> None:
 
 
 @on_ranks("some")
-def test_averages_and_factors(comm) -> None:
+def test_averages_and_factors_are_applied(comm) -> None:
     x = comm.empty(N, "float16")[:]
     for step in range(3):
         x[:] = comm.rank + step
@@ -75,7 +75,7 @@ def test_averages_and_factors(comm) -> None:
         np.testing.assert_allclose(x, sum((r + 1) * (r + step) for r in range(comm.size)))
 
 
-def test_tensors_in_symmetric_memory_are_known_as_such(tmp_path):
+def test_tensors_in_symmetric_memory_are_located(tmp_path):
     torch = pytest.importorskip("torch")
     world = World(0, 1, 0, 1, "here", "none", "job", FileStore(tmp_path / "store"))
     with collective.connect(world, "shm") as comm:

@@ -1,4 +1,4 @@
-"""The shm transport among real processes: life, death, memory, groups, waiting."""
+"""The shm transport on real processes: deaths, failures, cleanup, groups and waiting."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ three = ranks_of(("shm", 3), timeout=20.0)
 
 
 def _mapped() -> int:
-    """Bytes of shared segments that this process has mapped."""
+    """Return how many bytes of shared segments this process has mapped."""
     total = 0
     for line in Path("/proc/self/maps").read_text().splitlines():
         if "/memfd:collective" in line:
@@ -51,7 +51,7 @@ def _mapped() -> int:
 
 
 def _left() -> tuple[list[str], list[str], int]:
-    """What a communicator could leave behind in this process."""
+    """Return the descriptors, threads and mapped bytes of communicators in this process."""
     gc.collect()
     descriptors = sorted(
         link
@@ -62,7 +62,7 @@ def _left() -> tuple[list[str], list[str], int]:
     return descriptors, threads, _mapped()
 
 
-# -- death -------------------------------------------------------------------------------
+# -- deaths ------------------------------------------------------------------------------
 
 
 def reads_of_a_survivor_that_left(comm, marks: str) -> tuple[str, tuple]:
@@ -83,7 +83,7 @@ def reads_of_a_survivor_that_left(comm, marks: str) -> tuple[str, tuple]:
     return str(caught.value), caught.value.ranks
 
 
-def test_the_first_to_die_is_named_also_when_who_noticed_is_gone(three, tmp_path):
+def test_first_death_is_named_after_its_witness_died(three, tmp_path):
     with pytest.raises(RanksFailedError) as caught:
         three.run(reads_of_a_survivor_that_left, str(tmp_path))
     text, lost = caught.value.results[2]
@@ -104,7 +104,7 @@ def killed_before_a_group(comm, marks: str) -> str:
     return "nothing was noticed"
 
 
-def test_a_peer_that_died_before_a_group_was_made_is_noticed(three, tmp_path):
+def test_dup_after_peer_death_reports_death(three, tmp_path):
     with pytest.raises(RanksFailedError) as caught:
         three.run(killed_before_a_group, str(tmp_path))
     for rank in (0, 2):
@@ -112,7 +112,7 @@ def test_a_peer_that_died_before_a_group_was_made_is_noticed(three, tmp_path):
 
 
 def killed_with_a_message_under_way(comm, sends: bool, reading: bool, marks: str) -> tuple:
-    """Rank 1 is killed when a part of its message is in the ring, or before it receives."""
+    """Kill rank 1 when a part of its message is in the ring, or before it receives."""
     comm.transport._wanted = comm.transport._wanted._replace(single_copy=reading)
     native.switch(False)
     group, x = comm.dup(), np.ones(1 << 20)
@@ -136,9 +136,7 @@ def killed_with_a_message_under_way(comm, sends: bool, reading: bool, marks: str
 
 @pytest.mark.parametrize("reading", [False, True])
 @pytest.mark.parametrize("sends", [False, True])
-def test_without_the_core_a_peer_that_dies_with_a_message_under_way_is_named(
-    sends, reading, tmp_path
-):
+def test_death_with_message_in_flight_is_named_without_core(sends, reading, tmp_path):
     program = killed_with_a_message_under_way
     with pytest.raises(RanksFailedError) as caught:
         run_ranks(2, program, sends, reading, str(tmp_path), backend="shm")
@@ -147,7 +145,7 @@ def test_without_the_core_a_peer_that_dies_with_a_message_under_way_is_named(
 
 
 @on_ranks("two")
-def test_a_member_that_does_not_come_to_a_group_is_named(comm):
+def test_member_missing_at_group_is_named(comm):
     if comm.rank == 1:
         time.sleep(0.6)
         return
@@ -157,7 +155,7 @@ def test_a_member_that_does_not_come_to_a_group_is_named(comm):
     assert caught.value.ranks == (1,)
 
 
-# -- failure -------------------------------------------------------------------------------
+# -- failures ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -171,7 +169,7 @@ def test_a_member_that_does_not_come_to_a_group_is_named(comm):
     ids=["plain", "control_characters", "long", "lone_surrogate"],
 )
 @on_ranks("two")
-def test_any_text_of_a_failure_reaches_the_peers(comm, text, expected):
+def test_failure_with_any_text_reaches_peers(comm, text, expected):
     if comm.rank == 0:
         with contextlib.suppress(ValueError), comm:
             raise ValueError(text)
@@ -183,8 +181,8 @@ def test_any_text_of_a_failure_reaches_the_peers(comm, text, expected):
 
 
 @on_ranks("three")
-def test_the_late_rank_hears_that_it_was_late(comm, tmp_path):
-    """Rank 1 comes when the others have given up, each telling its own story."""
+def test_late_rank_gets_error_that_names_it(comm, tmp_path):
+    """Rank 1 calls after the others have given up, each with a different error."""
     late = comm.rank == 1
     if late:
         await_files(tmp_path / "0", tmp_path / "2")
@@ -195,16 +193,16 @@ def test_the_late_rank_hears_that_it_was_late(comm, tmp_path):
     (tmp_path / str(comm.rank)).touch()
 
 
-# -- what is left --------------------------------------------------------------------------
+# -- cleanup -------------------------------------------------------------------------------
 
 
 def segments() -> list[str]:
-    """Return the files of ours that shared memory is in; MPI's of tests beside this come and go."""
+    """Return our files of shared memory, without those that MPI makes in other tests."""
     return sorted(name for name in os.listdir("/dev/shm") if "collective" in name)
 
 
 @on_ranks("two")
-def test_a_closed_communicator_leaves_no_descriptor_thread_or_mapping(comm):
+def test_closed_communicator_leaves_no_descriptor_thread_or_mapping(comm):
     comm.all_reduce(np.ones(3))
     before, listing = _left(), segments()
     with comm.dup() as other:
@@ -215,13 +213,13 @@ def test_a_closed_communicator_leaves_no_descriptor_thread_or_mapping(comm):
         for w in work:
             w.wait()
         other.empty(1000)
-        assert _left()[0] != before[0], "the test is void: a group shows no descriptor"
+        assert _left()[0] != before[0], "the test is void: the group has no descriptor"
     del other, work, w
     assert (_left(), segments()) == (before, listing)
 
 
 @on_ranks("two")
-def test_groups_that_were_dropped_unclosed_leave_no_descriptor(comm):
+def test_dropped_groups_leave_no_descriptor(comm):
     counts = []
     for _ in range(3):
         for _ in range(5):
@@ -241,7 +239,7 @@ def test_segments_are_private():
     assert not os.path.exists(segment.path)
 
 
-def test_a_path_that_now_leads_to_another_file_is_not_opened(tmp_path):
+def test_path_to_another_file_is_not_opened(tmp_path):
     with open(tmp_path / "precious", "w+b") as file:
         file.write(b"x" * 8192)
         file.flush()
@@ -250,7 +248,7 @@ def test_a_path_that_now_leads_to_another_file_is_not_opened(tmp_path):
 
 
 @on_ranks("two")
-def test_symmetric_memory_goes_with_its_last_array(comm):
+def test_symmetric_memory_is_unmapped_with_last_array(comm):
     gc.collect()
     count = 1 << 20
     start = _mapped()
@@ -275,7 +273,7 @@ def test_symmetric_memory_goes_with_its_last_array(comm):
 
 
 @on_ranks("two")
-def test_twenty_communicators_one_after_the_other_over_one_store(comm, tmp_path):
+def test_twenty_connects_over_one_store_leave_it_empty(comm, tmp_path):
     directory = tmp_path / "store"
     for step in range(20):
         store = FileStore(directory)
@@ -290,16 +288,16 @@ def test_twenty_communicators_one_after_the_other_over_one_store(comm, tmp_path)
 
 
 @on_ranks("two")
-def test_ranks_that_do_not_come_are_named_with_the_whole_time(comm, tmp_path):
+def test_missing_ranks_are_named_with_whole_timeout(comm, tmp_path):
     if comm.rank == 1:
-        time.sleep(0.3)  # rank 0's segment is there by then, and less of the time is left
+        time.sleep(0.3)  # by then the segment of rank 0 exists, and less of the time remains
     world = World(comm.rank, 3, comm.rank, 3, "h", "none", "job", FileStore(tmp_path / "store"))
     with pytest.raises(RendezvousError, match=r"after 1 s ranks \[2\] of 3 have not arrived"):
         collective.connect(world, "shm", start_timeout=1.0)
 
 
 @on_ranks("two")
-def test_many_groups_side_by_side(comm):
+def test_many_open_groups_reduce_separately(comm):
     groups = [comm.dup() for _ in range(30)]
     for i, group in enumerate(reversed(groups)):
         assert group.all_reduce(np.array([i]))[0] == 2 * i
@@ -311,11 +309,11 @@ def test_many_groups_side_by_side(comm):
 
 
 @on_ranks("two")
-def test_notes_of_any_length(comm) -> None:
-    mine = {"rank": comm.rank, "bulk": "x" * (1_200_000 + 70_000 * comm.rank)}
-    found = comm.all_gather_object(mine)
-    assert [f["rank"] for f in found] == list(range(comm.size))
-    assert [len(f["bulk"]) for f in found] == [1_200_000 + 70_000 * r for r in range(comm.size)]
+def test_long_notes_are_exchanged(comm) -> None:
+    note = {"rank": comm.rank, "bulk": "x" * (1_200_000 + 70_000 * comm.rank)}
+    notes = comm.all_gather_object(note)
+    assert [f["rank"] for f in notes] == list(range(comm.size))
+    assert [len(f["bulk"]) for f in notes] == [1_200_000 + 70_000 * r for r in range(comm.size)]
     tree = {f"key_{k:06}": np.ones(1) for k in range(6000)}
     if comm.rank == 1:
         tree["key_005999"] = np.ones(2)
@@ -327,7 +325,7 @@ def test_notes_of_any_length(comm) -> None:
 
 @pytest.mark.parametrize("how", ["barrier", "recv"])
 @on_ranks("two")
-def test_waiting_for_a_second_takes_a_tenth_of_a_core(comm, how):
+def test_wait_of_one_second_uses_at_most_a_tenth_of_a_core(comm, how):
     comm.barrier()
     if comm.rank == 1:
         time.sleep(1.0)
@@ -342,7 +340,7 @@ def test_waiting_for_a_second_takes_a_tenth_of_a_core(comm, how):
 
 
 @on_ranks("two")
-def test_what_was_sent_before_a_close_still_arrives(comm):
+def test_message_sent_before_close_arrives(comm):
     if comm.rank == 0:
         comm.send(np.arange(10), 1, tag=4)
         comm.close()
@@ -353,7 +351,7 @@ def test_what_was_sent_before_a_close_still_arrives(comm):
         comm.recv(None, 0, tag=4)
 
 
-def test_ranks_that_are_threads_of_one_process_are_refused(tmp_path):
+def test_ranks_as_threads_of_one_process_are_refused(tmp_path):
     def join(rank):
         world = World(rank, 2, rank, 2, "here", "none", "job", FileStore(tmp_path / "store"))
         with pytest.raises(UnsupportedError, match=r"2 ranks in 1 processes.*backend='threads'"):
@@ -365,18 +363,18 @@ def test_ranks_that_are_threads_of_one_process_are_refused(tmp_path):
 
 
 @on_ranks("two")
-def test_a_closed_communicator_is_freed_without_the_garbage_collector(comm):
+def test_closed_communicator_is_freed_without_garbage_collector(comm):
     gc.collect()
     gc.disable()
     try:
-        found = []
+        descriptor_counts = []
         for _ in range(3):
             group = comm.dup()
             group.all_reduce(np.ones(3))
             group.barrier()
             group.close()
             del group
-            found.append(len(os.listdir("/proc/self/fd")))
+            descriptor_counts.append(len(os.listdir("/proc/self/fd")))
     finally:
         gc.enable()
-    assert found == found[:1] * 3
+    assert descriptor_counts == descriptor_counts[:1] * 3

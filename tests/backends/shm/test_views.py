@@ -1,7 +1,7 @@
-"""Arrays over shared memory that a program keeps: the mapping goes with the last, not before.
+"""Arrays over shared memory that a program keeps: the last array keeps the memory mapped.
 
-Memory that is no longer mapped could not be read: that would end the process. So these tests look
-at what is mapped, and write to it.
+A read of unmapped memory would end the process. So these tests check which memory is mapped, and
+write to it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ two = ranks_of(("shm", 2))
 
 
 def segments() -> dict[tuple[int, int], str]:
-    """Return what shared segments are mapped, by their addresses: their inodes."""
+    """Return the inodes of the mapped shared segments, by address range."""
     found = {}
     for line in Path("/proc/self/maps").read_text().splitlines():
         if "/memfd:collective" in line:
@@ -39,7 +39,7 @@ def segments() -> dict[tuple[int, int], str]:
 
 
 def segment_of(array: Any) -> str | None:
-    """Return the inode of the segment that all of a NumPy array is in."""
+    """Return the inode of the segment that contains a NumPy array, or None."""
     low = array.__array_interface__["data"][0]
     high = low + array.nbytes
     return next((i for (a, b), i in segments().items() if a <= low and high <= b), None)
@@ -48,7 +48,7 @@ def segment_of(array: Any) -> str | None:
 @pytest.mark.parametrize("end", ["closed", "dropped", "aborted"])
 @pytest.mark.parametrize("like", ["numpy", "torch"])
 @on_ranks("two")
-def test_an_array_outlives_its_communicator(comm: Any, like: str, end: str) -> None:
+def test_array_outlives_its_communicator(comm: Any, like: str, end: str) -> None:
     group = comm.dup()
     memory = group.empty(N, like=like)
     memory[...] = 1.0
@@ -64,7 +64,7 @@ def test_an_array_outlives_its_communicator(comm: Any, like: str, end: str) -> N
     del group, memory
     gc.collect()
     assert gone() is None
-    comm.barrier()  # the peer's is gone, too
+    comm.barrier()  # the communicator of the peer is gone, too
     assert segment_of(array) == segment
     assert (array == 2.0).all()
     array[:] = 3.0
@@ -74,7 +74,7 @@ def test_an_array_outlives_its_communicator(comm: Any, like: str, end: str) -> N
 
 
 class Backwards(torch.nn.Module):  # type: ignore[misc, unused-ignore]
-    """Uses its layers in the reverse of the order in which they were made."""
+    """Module that uses its layers in reverse order of their creation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,11 +87,11 @@ class Backwards(torch.nn.Module):  # type: ignore[misc, unused-ignore]
 
 
 @on_ranks("two")
-def test_an_array_over_a_gradient_outlives_the_wrapper(comm: Any) -> None:
+def test_array_over_gradient_outlives_wrapper(comm: Any) -> None:
     group, model = comm.dup(), Backwards()
     x = torch.full((2, 50), comm.rank + 1.0)
     model(x).sum().backward()
-    ordinary = model.layers[0].weight.grad.numpy()  # of before the wrapper
+    ordinary = model.layers[0].weight.grad.numpy()  # a gradient from before the wrapper
     ddp = DistributedDataParallel(model, group, bucket_mib=0.001)
     arrays: list[Any] = []
     for parameter in model.parameters():
@@ -100,7 +100,7 @@ def test_an_array_over_a_gradient_outlives_the_wrapper(comm: Any) -> None:
     value = ordinary.copy()
     addresses = {array.__array_interface__["data"][0] for array in arrays[::2]}
     after = {p.grad.data_ptr() for p in list(model.parameters())[::2]}
-    assert addresses == after, "the layout is not that of the test"
+    assert addresses == after, "the test is void: the gradients have another layout"
     first = arrays[0].__array_interface__["data"][0]
     assert model.layers[0].weight.grad.data_ptr() != first, "the test is void: nothing has moved"
     ddp.zero_grad()
@@ -122,7 +122,7 @@ def test_an_array_over_a_gradient_outlives_the_wrapper(comm: Any) -> None:
     assert segment not in segments().values()
 
 
-def test_an_array_outlives_what_the_process_does_at_its_end(launches: Any) -> None:  # noqa: F811
+def test_array_stays_valid_during_process_exit(launches: Any) -> None:  # noqa: F811
     program = launches.script("""
         import atexit
         import numpy as np
