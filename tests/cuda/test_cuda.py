@@ -48,9 +48,9 @@ def device(fake: fakes.Fake) -> cuda.Device:
 
 @pytest.fixture
 def gate(fake: fakes.Fake):
-    opened_later = Gate()
-    yield opened_later
-    opened_later.open()
+    new_gate = Gate()
+    yield new_gate
+    new_gate.open()
 
 
 def address(array: np.ndarray) -> int:

@@ -1,4 +1,4 @@
-"""The way in C from a communicator's methods to plans: what it leaves to Python, and failures."""
+"""The path in C from a communicator's methods to plans: calls left to Python, and failures."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Array = np.ndarray[Any, Any]
 
 
 class Own(np.ndarray):  # type: ignore[type-arg]
-    """A class of the program's."""
+    """Subclass of ndarray, as a program may define it."""
 
 
 def _x(rank: int = 0) -> Array:
@@ -53,7 +53,7 @@ def _overlapping(comm: Communicator) -> Array:
     return comm.all_reduce(memory[:8], out=memory[1:])  # type: ignore[no-any-return]
 
 
-#: What C does not take, of which Python makes the same call.
+#: Calls that C leaves to Python, and that do the same as the plain call.
 OTHERS: dict[str, Callable[[Communicator], Any]] = {
     "strides": lambda comm: comm.all_reduce(_strided(comm.rank)),
     "strides of out": lambda comm: comm.all_reduce(_x(comm.rank), out=_strided(0)),
@@ -72,15 +72,15 @@ pool = ranks_of(("threads", 2), ("shm", 2))
 
 @pytest.mark.parametrize("name", OTHERS)
 @on_ranks("pool")
-def test_a_rank_that_goes_by_python_meets_one_that_goes_by_c(comm: Communicator, name: str) -> None:
+def test_call_by_python_matches_call_by_c(comm: Communicator, name: str) -> None:
     way = OTHERS[name if comm.rank else "plain"]
-    if "operator" in name:  # which is part of the call
+    if "operator" in name:  # the operator is part of the call, so both ranks use it
         way = OTHERS[name]
     assert [*way(comm)] == [*(_x(0) + _x(1))]
 
 
-#: Calls of every operation that C makes, plain but for a timeout on ranks that are to use Python;
-#: and such of which C finds out only by the ranks' comparison that lengths differ.
+#: Calls of every operation that C makes. They are plain, except that ranks that should use Python
+#: pass a timeout. In some calls C learns only from the comparison of ranks that lengths differ.
 CALLS: dict[str, Callable[[Communicator, float | None], Any]] = {
     "all_reduce": lambda c, t: c.all_reduce(_x(c.rank), op="max", timeout=t),
     "reduce": lambda c, t: c.reduce(_x(c.rank), root=1, timeout=t),
@@ -122,17 +122,17 @@ def _counted_in_place(comm: Communicator, timeout: float | None) -> Array:
 
 
 @on_ranks("pool")
-def test_counts_are_part_of_the_call(comm: Communicator) -> None:
-    for counts in ([3, 4], [4, 4]):  # the plan of the first is not that of the second
-        found = comm.all_gather(_x(comm.rank)[: counts[comm.rank]], counts=counts)
-        assert found.tolist() == [*_x(0)[: counts[0]], *_x(1)[: counts[1]]]
-    for counts in ([2, 9], [5, 5]):  # of neither rank
+def test_counts_distinguish_plans(comm: Communicator) -> None:
+    for counts in ([3, 4], [4, 4]):  # the second call must not use the plan of the first
+        gathered = comm.all_gather(_x(comm.rank)[: counts[comm.rank]], counts=counts)
+        assert gathered.tolist() == [*_x(0)[: counts[0]], *_x(1)[: counts[1]]]
+    for counts in ([2, 9], [5, 5]):  # no rank has arrays of these lengths
         with pytest.raises(ShapeError):
             comm.all_gather(_rows(comm.rank), counts=counts)
 
 
 @on_ranks("pool")
-def test_counts_that_differ_are_a_mismatch_and_nothing_is_written(comm: Communicator) -> None:
+def test_differing_counts_raise_mismatch_and_write_nothing(comm: Communicator) -> None:
     out = np.zeros(9, np.float32)
     counts = [3, 4] if comm.rank == 0 else [5, 4]
     with pytest.raises(MismatchError) as caught:
@@ -148,12 +148,14 @@ def _made(comm: Communicator, name: str, by_python: tuple[int, ...]) -> list[flo
 
 @pytest.mark.parametrize("by_python", [(), (0,), (1,)], ids=["none", "0", "1"])
 @pytest.mark.parametrize("name", CALLS)
-def test_results_are_those_of_python(pool: RankPool, name: str, by_python: tuple[int, ...]) -> None:
+def test_results_equal_those_of_python(
+    pool: RankPool, name: str, by_python: tuple[int, ...]
+) -> None:
     assert pool.run(_made, name, by_python) == pool.run(_made, name, (0, 1))
 
 
 def _taken(comm: Communicator, *arguments: Any, **options: Any) -> bool:
-    """Return whether C makes an all-reduce; it must have done nothing where not."""
+    """Return whether C makes an all-reduce; if not, check that C has done nothing."""
     before, seen = comm.recorder.started, []
     code = inspect.unwrap(Communicator.all_reduce).__code__
 
@@ -165,7 +167,7 @@ def _taken(comm: Communicator, *arguments: Any, **options: Any) -> bool:
     try:
         comm.all_reduce(*arguments, **options)
     except (CollectiveError, TypeError):
-        pass  # what Python says is tested elsewhere
+        pass  # other tests check the errors of Python
     finally:
         sys.setprofile(None)
     assert seen in ([], [0])
@@ -198,7 +200,9 @@ def _read_only() -> Array:
         pytest.param(False, _x(), {"async_op": 0}, id="async-0"),
     ],
 )
-def test_what_is_not_plain_is_left_to_python(taken: bool, x: Any, options: dict[str, Any]) -> None:
+def test_call_that_is_not_plain_is_left_to_python(
+    taken: bool, x: Any, options: dict[str, Any]
+) -> None:
     with collective.init(size=1, rank=0) as comm:
         assert _taken(comm, x, **options) is taken
 
@@ -208,12 +212,14 @@ def test_what_is_not_plain_is_left_to_python(taken: bool, x: Any, options: dict[
     [
         pytest.param((), {}, "missing 1 required positional argument: 'x'", id="none"),
         pytest.param((_x(), "sum"), {}, "takes 2 positional arguments but 3", id="two"),
-        pytest.param((_x(),), {"root": 0}, "unexpected keyword argument 'root'", id="another's"),
+        pytest.param(
+            (_x(),), {"root": 0}, "unexpected keyword argument 'root'", id="of-another-call"
+        ),
         pytest.param((_x(),), {f"k{i}": i for i in range(40)}, "argument 'k0'", id="forty"),
         pytest.param((_x(),), {"x": _x()}, "multiple values for argument 'x'", id="twice"),
     ],
 )
-def test_arguments_that_do_not_fit_are_refused_as_by_python(
+def test_unsuitable_arguments_raise_type_error_as_in_python(
     arguments: tuple[Any, ...], options: dict[str, Any], words: str
 ) -> None:
     with collective.init(size=1, rank=0) as comm, pytest.raises(TypeError, match=words):
@@ -221,7 +227,7 @@ def test_arguments_that_do_not_fit_are_refused_as_by_python(
 
 
 @pytest.mark.parametrize("name", [*(each for each in CALLS if " " not in each), "send", "recv"])
-def test_method_in_c_shows_what_its_function_in_python_is(name: str) -> None:
+def test_method_in_c_has_doc_signature_and_source_of_python(name: str) -> None:
     in_front = getattr(Communicator, name)
     function = inspect.unwrap(in_front)
     assert function is not in_front
@@ -233,7 +239,7 @@ def test_method_in_c_shows_what_its_function_in_python_is(name: str) -> None:
     assert f"def {name}(" in source
 
 
-def test_a_call_waits_for_those_in_the_background() -> None:
+def test_call_is_queued_behind_background_calls() -> None:
     with collective.init(size=1, rank=0) as comm:
         taken = []
         lane: Any = comm._path.lane
@@ -246,7 +252,7 @@ def test_a_call_waits_for_those_in_the_background() -> None:
         assert taken == [False, True]
 
 
-def test_errors_are_those_of_python() -> None:
+def test_invalid_arguments_raise_errors_of_python() -> None:
     with collective.init(size=1, rank=0) as comm:
         with pytest.raises(InvalidArgumentError, match="read-only"):
             comm.all_reduce(_x(), out=_read_only())
@@ -256,11 +262,11 @@ def test_errors_are_those_of_python() -> None:
 
 
 @on_ranks("pool")
-def test_a_mismatch_tells_where_the_calls_were_made(comm: Communicator) -> None:
+def test_mismatch_names_source_of_each_call(comm: Communicator) -> None:
     before = comm.recorder.finished
     with pytest.raises(MismatchError) as caught:
         comm.all_reduce(_x()[: 4 + comm.rank])
-    comm.all_reduce(_x())  # nothing was sent
+    comm.all_reduce(_x())  # the refused call has sent nothing
     assert str(caught.value).count("test_door.py") == 2
     assert comm.recorder.finished == before + 2
 
@@ -278,7 +284,7 @@ def _broken(comm: Communicator) -> str:
 
 
 class _Planned:
-    """A plan that raises."""
+    """Plan that raises."""
 
     def __init__(self, plan: Any) -> None:
         self.request = Request("all_reduce")
@@ -293,7 +299,7 @@ def _key(comm: Communicator, x: Array) -> tuple[Any, ...]:
     return dtype, array.shape, "sum", None, True, None
 
 
-def test_a_plan_that_raises_breaks_the_communicator() -> None:
+def test_raising_plan_breaks_communicator() -> None:
     assert run_ranks(2, _broken) == ["ZeroDivisionError False", "PeerFailedError True"]
 
 
@@ -314,7 +320,7 @@ def _kept_by_a_failure(comm: Communicator) -> bool:
         gc.enable()
 
 
-def test_a_message_that_fails_tells_the_peers_where() -> None:
+def test_failed_message_sends_traceback_to_peers() -> None:
     def breaks(*_: Any) -> None:
         raise OSError("in the wires")
 
@@ -328,29 +334,29 @@ def test_a_message_that_fails_tells_the_peers_where() -> None:
         assert "in breaks" in abort.call_args.args[0].text
 
 
-def test_a_failure_keeps_no_array() -> None:
+def test_failed_call_keeps_no_array() -> None:
     assert run_ranks(1, _kept_by_a_failure) == [False]
 
 
-def test_it_is_open_while_nobody_listens() -> None:
+def test_door_is_closed_while_hook_is_registered() -> None:
     comm = collective.init(size=1, rank=0)
     states = [comm._path.door is not None]
-    heard: list[Any] = []
-    end = comm.hook(before=heard.append)
+    events: list[Any] = []
+    remove_hook = comm.hook(before=events.append)
     states.append(comm._path.door is not None)
     comm.all_reduce(_x())
-    end()
+    remove_hook()
     states.append(comm._path.door is not None)
     comm.all_reduce(_x())
     comm.close()
     states.append(comm._path.door is not None)
     assert states == [True, False, True, False]
-    assert len(heard) == 1
+    assert len(events) == 1
     with pytest.raises(CommunicatorClosedError):
         comm.all_reduce(_x())
 
 
-def test_comparing_always_goes_by_python() -> None:
+def test_check_always_disables_door() -> None:
     with collective.init(size=1, rank=0, check="never") as comm:
         assert comm._path.door is not None
     comm = Communicator(
@@ -369,7 +375,7 @@ def _not_comparing() -> Any:
 
 
 @pytest.mark.parametrize("on", [True, False], ids=["C", "Python"])
-def test_a_call_is_recorded_where_the_program_made_it(on: bool) -> None:
+def test_call_is_recorded_at_its_line_in_program(on: bool) -> None:
     was = native.chosen.extension is not None
     native.switch(on)
     try:
@@ -384,13 +390,13 @@ def test_a_call_is_recorded_where_the_program_made_it(on: bool) -> None:
     finally:
         native.switch(was)
     assert [entry.site for entry in entries] == [
-        f"{__file__}:{line + more} in test_a_call_is_recorded_where_the_program_made_it"
+        f"{__file__}:{line + more} in test_call_is_recorded_at_its_line_in_program"
         for more in range(1, 6)
     ]
     assert all(entry.seconds is not None for entry in entries)
 
 
-def test_it_keeps_no_array() -> None:
+def test_door_keeps_no_array() -> None:
     with collective.init(size=1, rank=0, backend="shm") as comm:
         x, out = _x(), _x()
         counts = sys.getrefcount(x), sys.getrefcount(out)
@@ -403,10 +409,10 @@ def test_it_keeps_no_array() -> None:
         assert (sys.getrefcount(x), sys.getrefcount(out)) == counts
 
 
-def test_a_dropped_communicator_is_freed_at_once() -> None:
+def test_dropped_communicator_is_freed_at_once() -> None:
     with collective.init(size=1, rank=0) as comm:
         group = comm.dup()
-        for length in range(300):  # more than are remembered in C
+        for length in range(300):  # more calls than C remembers
             group.all_reduce(np.ones(length))
         group.close()
         alive = weakref.ref(group)
@@ -414,7 +420,7 @@ def test_a_dropped_communicator_is_freed_at_once() -> None:
         assert alive() is None
 
 
-def test_a_circle_by_what_c_looks_at_is_found_by_the_garbage_collector() -> None:
+def test_cycle_through_c_members_is_collected() -> None:
     with collective.init(size=1, rank=0) as comm:
         group = comm.dup()
         group.close()

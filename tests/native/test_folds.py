@@ -1,4 +1,4 @@
-"""The folds in C have the bits of the Python ones, which are the reference."""
+"""Folds (elementwise reductions) in C: they have the same bits as the Python reference."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ core = pytest.importorskip("collective.native._core", reason="the native core is
 Array = np.ndarray[Any, Any]
 
 NAMES = ("sum", "prod", "min", "max", "band", "bor", "bxor", "land", "lor")
-# Around the widths of vectors, and what is left of them.
+# Lengths around the widths of vectors, so that all remainders occur.
 COUNTS = (0, 1, 2, 7, 8, 9, 31, 32, 33, 63, 64, 65, 1001)
 
 
@@ -45,33 +45,33 @@ def refused(*arguments: Any, **options: Any) -> None:
 
 
 def floating(dtype: DType) -> tuple[int, int, int]:
-    """Return the bytes of a real number, the bits of its fraction and those of infinity."""
+    """Return the bytes of a real number, the bits of its fraction, and the pattern of infinity."""
     nbytes = dtype.itemsize // (2 if dtype.kind == "c" else 1)
     fraction = 7 if dtype.name == "bfloat16" else {2: 10, 4: 23, 8: 52}[nbytes]
     return nbytes, fraction, (1 << (8 * nbytes - 1)) - (1 << fraction)
 
 
 def drawn(dtype: DType, count: int, seed: int) -> Array:
-    """Return elements of any bits, every other of floats near an end: zeros, infinities, NaN."""
+    """Return elements of random bits; of floats every other one is a zero, an infinity, NaN etc."""
     random = np.random.default_rng(seed)
     raw = random.integers(0, 256, count * dtype.itemsize, np.uint8)
     if dtype.kind in "fc":
         nbytes, fraction, infinity = floating(dtype)
         words = raw.view(f"u{nbytes}")
         sign = 1 << (8 * nbytes - 1)
-        one = (infinity >> 1) & infinity
-        ends = [0, 1, (1 << fraction) - 1, 1 << fraction, one, infinity - 1, infinity]
+        pattern_of_one = (infinity >> 1) & infinity
+        ends = [0, 1, (1 << fraction) - 1, 1 << fraction, pattern_of_one, infinity - 1, infinity]
         ends += [infinity + 1, infinity | (1 << (fraction - 1)), sign - 1]
         special = np.array([*ends, *(end + sign for end in ends)], words.dtype)
         words[::2] = random.choice(special, words[::2].size)
-        # Numbers of like size, whose sums and products need rounding.
+        # Numbers of similar size, whose sums and products need rounding.
         words[3::4] = words[3::4] % np.array(1 << (fraction + 1), words.dtype)
-        words[3::4] += np.array(one, words.dtype)
+        words[3::4] += np.array(pattern_of_one, words.dtype)
     return raw.view(dtype.storage)
 
 
 def expected(name: str, dtype: DType, a: Array, b: Array) -> Array:
-    """Return what the reference says, and where a sum or product has two NaNs the left one."""
+    """Return the result of the reference, but the left NaN if both operands are NaN."""
     out = np.empty_like(a)
     with np.errstate(all="ignore"):
         arithmetic.reference(name, dtype)(a, b, out=out)
@@ -94,9 +94,7 @@ def folded(function: Any, a: Array, b: Array, where: str) -> Array:
 @pytest.mark.parametrize("where", ["new", "left", "right"])
 @levels
 @pytest.mark.parametrize(("name", "dtype"), FOLDS)
-def test_every_fold_has_the_bits_of_the_reference(
-    name: str, dtype: DType, level: int, where: str
-) -> None:
+def test_fold_has_same_bits_as_reference(name: str, dtype: DType, level: int, where: str) -> None:
     function = core.make_fold(name, dtype.code, refused, level)
     assert function is not refused, "there is no such fold in C"
     a, b = drawn(dtype, 20_011, 1), drawn(dtype, 20_011, 2)
@@ -107,9 +105,7 @@ def test_every_fold_has_the_bits_of_the_reference(
 @levels
 @pytest.mark.parametrize("name", ["sum", "prod", "min", "land"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_every_16_bit_float_is_folded_as_by_the_reference(
-    dtype: str, name: str, level: int
-) -> None:
+def test_fold_of_every_16_bit_float_equals_reference(dtype: str, name: str, level: int) -> None:
     kind = BY_NAME[dtype]
     function = core.make_fold(name, kind.code, refused, level)
     every = np.arange(1 << 16, dtype=np.uint16)
@@ -121,9 +117,7 @@ def test_every_16_bit_float_is_folded_as_by_the_reference(
 @pytest.mark.parametrize("count", COUNTS)
 @levels
 @pytest.mark.parametrize("dtype", ["int8", "float16", "bfloat16", "float32", "complex128"])
-def test_lengths_and_places_change_no_bit_and_nothing_outside(
-    dtype: str, level: int, count: int
-) -> None:
+def test_fold_of_any_length_and_offset_writes_only_out(dtype: str, level: int, count: int) -> None:
     kind = BY_NAME[dtype]
     function = core.make_fold("sum", kind.code, refused, level)
     for first, second, third in itertools.product((0, 1, 3), repeat=3):
@@ -133,7 +127,7 @@ def test_lengths_and_places_change_no_bit_and_nothing_outside(
         inside = around[third : third + count].tobytes()
         assert inside == expected("sum", kind, a, b).tobytes(), (first, second, third)
         outside = around[:third].tobytes() + around[third + count :].tobytes()
-        assert set(outside) == {0xA5}, "wrote outside of out"
+        assert set(outside) == {0xA5}, "the fold wrote outside of out"
 
 
 def _arrays(case: str) -> tuple[Array, Array, Array]:
@@ -143,7 +137,7 @@ def _arrays(case: str) -> tuple[Array, Array, Array]:
         "strides": (a[::2], b[::2], out[::2]),
         "alignment": (raw[1:97].view(np.float32), b, out),
         "another dtype": (a.astype(np.float64), b, out),
-        "another dtype of that size": (a.astype(np.int32), b, out),
+        "another dtype of the same size": (a.astype(np.int32), b, out),
         "part of an input": (out[:20], b[:20], out[1:21]),
         "two dimensions": (a.reshape(4, 6), b.reshape(4, 6), out.reshape(4, 6)),
         "lists": (list(a), b, out),
@@ -152,20 +146,20 @@ def _arrays(case: str) -> tuple[Array, Array, Array]:
 
 @pytest.mark.parametrize(
     "case",
-    ["strides", "alignment", "another dtype", "another dtype of that size", "part of an input",
+    ["strides", "alignment", "another dtype", "another dtype of the same size", "part of an input",
      "two dimensions", "lists"],
 )  # fmt: skip
-def test_arrays_that_are_not_plain_are_folded_as_by_numpy(case: str) -> None:
-    wanted, found = _arrays(case), _arrays(case)
+def test_fold_of_other_arrays_equals_numpy(case: str) -> None:
+    reference, arrays = _arrays(case), _arrays(case)
     function = core.make_fold("sum", BY_NAME["float32"].code, np.add)
     options = {"casting": "unsafe"} if "dtype" in case else {}
-    np.add(*wanted[:2], out=wanted[2], **options)
-    function(*found[:2], out=found[2], **options)
-    np.testing.assert_array_equal(found[2], wanted[2])
+    np.add(*reference[:2], out=reference[2], **options)
+    function(*arrays[:2], out=arrays[2], **options)
+    np.testing.assert_array_equal(arrays[2], reference[2])
 
 
 @pytest.mark.parametrize("error", ["read-only", "length", "arguments"])
-def test_what_numpy_refuses_is_refused_and_nothing_written(error: str) -> None:
+def test_fold_refuses_invalid_arguments_and_writes_nothing(error: str) -> None:
     function = core.make_fold("sum", BY_NAME["float32"].code, np.add)
     a, b, out = np.ones(8, np.float32), np.ones(8, np.float32), np.zeros(8, np.float32)
     if error == "read-only":
@@ -177,13 +171,13 @@ def test_what_numpy_refuses_is_refused_and_nothing_written(error: str) -> None:
     assert not out.any()
 
 
-def test_the_product_of_complex_numbers_is_numpys() -> None:
-    # Its last bit depends on whether NumPy's loops have fused multiply-add here.
+def test_fold_of_complex_product_is_left_to_numpy() -> None:
+    # Its last bit depends on whether NumPy's loops use fused multiply-add on this machine.
     assert core.make_fold("prod", BY_NAME["complex64"].code, refused) is refused
 
 
 @pytest.mark.skipif(not native.chosen.extension, reason="switched off")
 @pytest.mark.parametrize("name", ["avg", "max", "lor"])
-def test_the_arithmetic_of_the_house_hands_out_c(name: str) -> None:
+def test_arithmetic_fold_returns_c_function(name: str) -> None:
     function = arithmetic.fold(as_op(name), BY_NAME["float32"])
     assert inspect.isbuiltin(function)

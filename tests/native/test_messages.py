@@ -1,4 +1,4 @@
-"""Messages in C, both ends in one process: sizes, tags, heads, what is kept or damaged."""
+"""Messages in C, with both ends in one process: sizes, tags, heads, kept and damaged messages."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ HEAD_ROOM, CLAIMED = 896, 64 << 10
 
 
 class Damaged(Exception):
-    """What the callback raises."""
+    """Error that the callback raises."""
 
 
 class Ends:
-    """The ends of all ranks' rings, in one piece of memory.
+    """The ends of the rings of all ranks, in one piece of memory.
 
     Attributes:
-        waits: what ``wait`` was asked for.
-        fetched: how many bytes ``fetch`` was asked for.
-        patient: whether a wait goes on, or raises.
+        waits: arguments of each call of ``wait``.
+        fetched: number of bytes that ``fetch`` has copied.
+        patient: whether a wait continues; if false, a wait raises.
     """
 
     def __init__(self, size: int = 2, looks: int = 20, patient: bool = True) -> None:
@@ -87,7 +87,7 @@ EDGES = [0, 8, HEAD_ROOM, RING_BYTES - 24, RING_BYTES, CLAIMED, 3 * RING_BYTES, 
 
 @pytest.mark.parametrize("heads", [False, True])
 @pytest.mark.parametrize("nbytes", [max(0, n + more) for n in EDGES for more in (-1, 0, 1)])
-def test_a_message_of_any_length(nbytes: int, heads: bool) -> None:
+def test_message_of_any_length_arrives(nbytes: int, heads: bool) -> None:
     ends = Ends()
     x, y = data(nbytes), data(nbytes, 1)
     out, back = np.empty_like(x), np.empty_like(x)
@@ -101,7 +101,7 @@ def test_a_message_of_any_length(nbytes: int, heads: bool) -> None:
 
 @pytest.mark.parametrize("shape", [(), (3,), (2, 3), (0, 4), (1, 1, 1, 1, 1, 1, 1, 2), (30, 40)])
 @pytest.mark.parametrize("dtype", ["float32", "bool", "complex128", "int8"])
-def test_a_head_says_what_an_array_is(shape: tuple[int, ...], dtype: str) -> None:
+def test_head_describes_array(shape: tuple[int, ...], dtype: str) -> None:
     ends, x = Ends(), (np.random.default_rng(1).random(shape) * 9).astype(dtype)
     x, out = np.asarray(x), np.empty(shape, dtype)
     thread = in_thread(lambda: ends.send(x, heads=True))
@@ -112,19 +112,19 @@ def test_a_head_says_what_an_array_is(shape: tuple[int, ...], dtype: str) -> Non
 
 @pytest.mark.parametrize("out", [np.zeros(5), np.zeros(6, np.int64), np.zeros((2, 3))], ids=repr)
 @pytest.mark.parametrize("first", [False, True], ids=["on the ring", "kept"])
-def test_what_does_not_fit_is_left(out: Array, first: bool) -> None:
-    ends, x, right = Ends(patient=False), np.arange(6.0), np.empty(6)
+def test_message_for_unsuitable_output_stays(out: Array, first: bool) -> None:
+    ends, x, suitable = Ends(patient=False), np.arange(6.0), np.empty(6)
     ends.send(x, heads=True)
     if first:
         with pytest.raises(TimeoutError):
-            ends.receive(np.empty(1), tag=9)  # which has it kept
+            ends.receive(np.empty(1), tag=9)  # this receive keeps the message of tag 0
     assert ends.receive(out, heads=True) is NotImplemented
     assert not out.any()
-    assert ends.receive(right, heads=True) == 0
-    assert right.tobytes() == x.tobytes()
+    assert ends.receive(suitable, heads=True) == 0
+    assert suitable.tobytes() == x.tobytes()
 
 
-def test_an_array_with_a_head_is_received_in_two_by_who_asks_for_bytes() -> None:
+def test_array_with_head_is_received_as_two_byte_messages() -> None:
     ends, x = Ends(), np.arange(300.0)
     ends.send(x, heads=True)
     head, out = np.empty(1024, np.uint8), np.empty(300)
@@ -133,13 +133,13 @@ def test_an_array_with_a_head_is_received_in_two_by_who_asks_for_bytes() -> None
     assert out.tobytes() == x.tobytes()
 
 
-def test_messages_of_other_tags_are_kept_in_their_order() -> None:
+def test_messages_of_other_tags_are_kept_in_order() -> None:
     ends = Ends()
     lengths = [5, 3000, 0, RING_BYTES * 3, 3, 64 << 10]
     thread = in_thread(lambda: [ends.send(data(n, k), k % 3) for k, n in enumerate(lengths)])
     last = np.empty(1, np.uint8)
     asking = in_thread(lambda: ends.receive(last, tag=99))
-    thread.join()  # nobody asks for these, and they are on their way
+    thread.join()  # the sends complete although no receive asks for them
     for k in (2, 5, 0, 3, 1, 4):
         out = np.empty(lengths[k], np.uint8)
         assert ends.receive(out, k % 3) == 0
@@ -150,53 +150,55 @@ def test_messages_of_other_tags_are_kept_in_their_order() -> None:
 
 
 @pytest.mark.parametrize("heads", [False, True])
-def test_any_source_is_whoever_has_sent(heads: bool) -> None:
+def test_any_source_recv_returns_senders(heads: bool) -> None:
     ends, out = Ends(4), np.empty(4)
     for source in (2, 0, 3):
         ends.send(np.full(4, float(source)), 1, heads, source, 1)
-    got = [(ends.receive(out, 1, heads, ANY), out[0]) for _ in range(3)]
-    assert sorted(got) == [(0, 0.0), (2, 2.0), (3, 3.0)]
+    received = [(ends.receive(out, 1, heads, ANY), out[0]) for _ in range(3)]
+    assert sorted(received) == [(0, 0.0), (2, 2.0), (3, 3.0)]
 
 
 @pytest.mark.parametrize("nbytes", [8, 10_000, 1 << 20])
-@pytest.mark.parametrize("kind", ["into", "no out", "over itself", "a misfit"])
-def test_two_that_exchange_do_not_wait_for_each_other(kind: str, nbytes: int) -> None:
-    ends, got, left = Ends(), [np.empty(nbytes, np.uint8) for _ in range(2)], []
+@pytest.mark.parametrize("kind", ["into", "no out", "in place", "unsuitable out"])
+def test_mutual_exchange_does_not_deadlock(kind: str, nbytes: int) -> None:
+    ends, outputs, results = Ends(), [np.empty(nbytes, np.uint8) for _ in range(2)], []
 
     def rank(me: int) -> None:
-        x, out = data(nbytes, me), got[me]
-        sent = out if kind == "over itself" else x
+        x, out = data(nbytes, me), outputs[me]
+        sent = out if kind == "in place" else x
         sent[:] = x
-        into: Any = {"no out": None, "a misfit": np.empty(3)}.get(kind, out)
-        left.append(ends.each[me](sent, 1 - me, into, 1 - me, 0, 5.0, True))
-        if left[-1] is None:
+        into: Any = {"no out": None, "unsuitable out": np.empty(3)}.get(kind, out)
+        results.append(ends.each[me](sent, 1 - me, into, 1 - me, 0, 5.0, True))
+        if results[-1] is None:
             ends.receive(out, 0, True, 1 - me, me)
 
     other = in_thread(lambda: rank(1))
     rank(0)
     other.join()
-    assert (left == [None, None]) == (kind != "into")
-    assert [each.tobytes() for each in got] == [data(nbytes, 1 - me).tobytes() for me in range(2)]
+    assert (results == [None, None]) == (kind != "into")
+    assert [each.tobytes() for each in outputs] == [
+        data(nbytes, 1 - me).tobytes() for me in range(2)
+    ]
 
 
-def test_the_rest_of_a_message_whose_sender_has_no_processor_is_fetched() -> None:
+def test_rest_of_message_of_stopped_sender_is_fetched() -> None:
     ends, x = Ends(patient=False), data(1 << 20)
     with pytest.raises(TimeoutError):
-        ends.send(x)  # what fits into the ring
+        ends.send(x)  # writes the part that fits into the ring
     out = np.empty_like(x)
     assert ends.receive(out) == 0
     assert ends.fetched > x.nbytes // 2
     assert out.tobytes() == x.tobytes()
 
 
-def test_what_a_wait_raises_leaves_a_call_that_is_over() -> None:
+def test_error_in_wait_ends_call() -> None:
     ends = Ends(patient=False)
     with pytest.raises(TimeoutError, match="late"):
         ends.receive(np.empty(1), tag=4)
     with pytest.raises(TimeoutError, match="late"):
         ends.send(data(RING_BYTES), tag=2)
     assert ends.waits == [(NOBODY, 0, 4, 5.0), (1, NOBODY, 2, 5.0)]
-    assert ends.advance() == 0, "a call that has been given up goes on"
+    assert ends.advance() == 0, "the abandoned call still makes progress"
 
 
 BOOL: Any = True
@@ -209,20 +211,20 @@ BOOL: Any = True
         pytest.param(([1.0], 1, None, NOBODY, 0), id="no array"),
         pytest.param((np.ones(8), 0, None, NOBODY, 0), id="itself"),
         pytest.param((np.ones(8), 2, None, NOBODY, 0), id="no such rank"),
-        pytest.param((np.ones(8), ANY, None, NOBODY, 0), id="to anybody"),
+        pytest.param((np.ones(8), ANY, None, NOBODY, 0), id="to any rank"),
         pytest.param((np.ones(8), BOOL, None, NOBODY, 0), id="a bool"),
-        pytest.param((np.ones(8), 1 << 70, None, NOBODY, 0), id="a rank like none"),
+        pytest.param((np.ones(8), 1 << 70, None, NOBODY, 0), id="rank above 64 bits"),
         pytest.param((np.ones(8), 1, None, NOBODY, 1 << 31), id="tag"),
         pytest.param((np.ones(8), 1, None, NOBODY, -1), id="negative tag"),
         pytest.param((np.ones(8), 1, None, NOBODY, 0.0), id="no integer"),
         pytest.param((None, NOBODY, np.frombuffer(bytes(8)), 1, 0), id="read-only"),
     ],
 )
-def test_what_python_has_words_for_is_left_to_it(arguments: tuple[Any, ...]) -> None:
+def test_invalid_arguments_are_left_to_python(arguments: tuple[Any, ...]) -> None:
     assert Ends().each[0](*arguments, 5.0, True) is NotImplemented
 
 
-def test_nothing_is_sent_when_a_rank_has_failed() -> None:
+def test_send_after_failure_writes_nothing() -> None:
     ends = Ends()
     ends.words[0] = 1
     assert ends.send(np.ones(8)) is NotImplemented
@@ -234,12 +236,12 @@ def test_nothing_is_sent_when_a_rank_has_failed() -> None:
     [
         pytest.param((-1, 0, 0), id="negative length"),
         pytest.param((-8, 1, 0), id="negative length of another tag"),
-        pytest.param((1 << 60, 1, 0), id="length of another tag that no memory has"),
-        pytest.param((8, 0, 0), id="shorter than what is asked for"),
-        pytest.param((24, 0, 0), id="longer than what is asked for"),
+        pytest.param((1 << 60, 1, 0), id="length of another tag above all memory"),
+        pytest.param((8, 0, 0), id="shorter than the output"),
+        pytest.param((24, 0, 0), id="longer than the output"),
     ],
 )
-def test_a_header_that_no_sender_writes_is_refused(header: tuple[int, int, int]) -> None:
+def test_invalid_header_is_refused(header: tuple[int, int, int]) -> None:
     ends = Ends()
     at = (RINGS + PAGE) // 8
     ends.words[at : at + 3] = memoryview(np.array(header)).cast("B").cast("q")
@@ -249,7 +251,7 @@ def test_a_header_that_no_sender_writes_is_refused(header: tuple[int, int, int])
 
 
 @pytest.mark.parametrize("count", [RING_BYTES + 8, 1 << 62])
-def test_a_ring_that_holds_more_than_it_can_is_refused(count: int) -> None:
+def test_ring_above_capacity_is_refused(count: int) -> None:
     ends = Ends()
     ends.words[RINGS // 8] = count
     with pytest.raises(Damaged, match="more bytes"):
@@ -257,7 +259,7 @@ def test_a_ring_that_holds_more_than_it_can_is_refused(count: int) -> None:
 
 
 @pytest.mark.parametrize("end", [0, 64], ids=["sender", "receiver"])
-def test_an_end_that_has_gone_through_half_a_word_is_refused(end: int) -> None:
+def test_unaligned_ring_count_is_refused(end: int) -> None:
     ends = Ends(patient=False)
     ends.words[RINGS // 8 + end] = 12
     message = data(RING_BYTES)
@@ -265,7 +267,7 @@ def test_an_end_that_has_gone_through_half_a_word_is_refused(end: int) -> None:
         _ = ends.send(message) if end else ends.receive(message)
 
 
-def test_a_receiver_that_has_read_more_than_was_sent_is_refused() -> None:
+def test_read_count_above_sent_count_is_refused() -> None:
     ends = Ends(patient=False)
     ends.words[RINGS // 8 + 64] = 1 << 20
     with pytest.raises(Damaged, match="rank 1"):
@@ -277,7 +279,7 @@ def test_a_receiver_that_has_read_more_than_was_sent_is_refused() -> None:
     [(2, 2, 4096, 4096), (0, 1, 4096, 4096), (0, 3, 4096, 4096), (0, 2, 4095, 4096),
      (0, 2, 4096, 4000), (0, 2, 8192, 8192), (0, 2, -4096, 4096)],
 )  # fmt: skip
-def test_rings_outside_of_the_segment_are_refused(
+def test_rings_outside_segment_are_refused(
     rank: int, size: int, rings: int, ring_bytes: int
 ) -> None:
     memory = bytearray(4096 + 2 * 8192)

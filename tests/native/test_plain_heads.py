@@ -1,4 +1,4 @@
-"""Heads in C, for transports whose messages are their own: what ``send`` in Python writes."""
+"""Heads in C, for transports that send messages themselves: same bytes as ``send`` in Python."""
 
 from __future__ import annotations
 
@@ -28,33 +28,33 @@ IDS = [f"{x.dtype}{list(x.shape)}" for x in ARRAYS]
 
 
 def _heads() -> native.Heads:
-    found = native.heads()
-    assert found is not None
-    return found
+    heads = native.heads()
+    assert heads is not None
+    return heads
 
 
 def _by_python(comm: Communicator) -> list[bytes]:
     return [message_of(comm._path, "send", x)[0].buffer.array.tobytes() for x in ARRAYS]
 
 
-def test_a_head_is_what_python_writes() -> None:
+def test_head_equals_head_of_python() -> None:
     (expected,) = run_ranks(1, _by_python, backend="threads")
-    for x, wanted in zip(ARRAYS, expected, strict=True):
+    for x, expected_bytes in zip(ARRAYS, expected, strict=True):
         head = np.zeros(native.HEAD_BYTES, np.uint8)
         assert _heads().write_head(x, head) == x.nbytes
         written = 128 + (x.nbytes if x.nbytes <= native.HEAD_ROOM else 0)
-        assert head.tobytes()[:written] == wanted[:written]
+        assert head.tobytes()[:written] == expected_bytes[:written]
 
 
 @pytest.mark.parametrize("x", ARRAYS, ids=IDS)
-def test_what_is_short_is_in_its_head(x: Any) -> None:
+def test_head_contains_short_array(x: Any) -> None:
     head, out = np.zeros(native.HEAD_BYTES, np.uint8), np.zeros_like(x)
     _heads().write_head(x, head)
     assert _heads().read_head(head, out)
     assert (out == (x if x.nbytes <= native.HEAD_ROOM else 0)).all()
 
 
-def test_an_output_takes_one_shape_and_dtype() -> None:
+def test_read_head_refuses_unsuitable_output() -> None:
     head = np.zeros(native.HEAD_BYTES, np.uint8)
     _heads().write_head(np.arange(6.0), head)
     fixed = np.zeros(6)
@@ -64,7 +64,7 @@ def test_an_output_takes_one_shape_and_dtype() -> None:
         assert not out.any()
 
 
-def test_what_is_not_plain_is_left_to_python() -> None:
+def test_array_that_is_not_plain_is_left_to_python() -> None:
     head = np.zeros(native.HEAD_BYTES, np.uint8)
     for x in (np.zeros(12)[::2], [1.0], None, 1.0, np.array(["text"])):
         assert _heads().write_head(x, head) is None
@@ -78,7 +78,7 @@ def test_what_is_not_plain_is_left_to_python() -> None:
 
 
 @pytest.mark.parametrize("head", [np.zeros(127, np.uint8), b"x" * 1024, None])
-def test_a_head_needs_memory(head: Any) -> None:
+def test_head_without_memory_raises_type_error(head: Any) -> None:
     with pytest.raises(TypeError, match="128 bytes"):
         _heads().write_head(np.ones(1), head)
     with pytest.raises(TypeError, match="128 bytes"):

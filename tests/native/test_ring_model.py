@@ -1,8 +1,8 @@
-"""The protocol of ``messages.c`` in all interleavings of a sender and a receiver, and few bytes.
+"""Model of the protocol of ``messages.c``: all interleavings of one sender and one receiver.
 
-Each end does what the C does, at one word or one piece of data at a time, and all states that can
-be reached are tried. The receiver may claim a message at any time, as if the sender
-had no processor.
+Each end makes the same steps as the C code, with one word or one piece of data at a time, and the
+test visits every reachable state. The receiver may claim a message at any time, as if the sender
+were not scheduled.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import pytest
 
 
 class Rules(NamedTuple):
-    """What the protocol is, and what it must not be.
+    """Rules of the protocol; a false value makes the protocol wrong.
 
     Attributes:
-        capacity: pieces that a ring holds.
-        looks_for_a_claim: whether a sender that has written all looks whether it was claimed.
-        looks_again: whether a receiver that claims looks what has been announced by then.
-        waits_for_room: whether the sender does.
-        announces_after: whether what is announced has been written, or read, before.
+        capacity: number of pieces that a ring holds.
+        looks_for_a_claim: whether a sender that has written all checks for a claim.
+        looks_again: whether a receiver reads ``head`` again after its claim.
+        waits_for_room: whether the sender waits for room in the ring.
+        announces_after: whether the sender announces each piece after writing it.
     """
 
     capacity: int = 2
@@ -32,14 +32,14 @@ class Rules(NamedTuple):
 
 
 class State(NamedTuple):
-    """Shared words and data, and where both ends are.
+    """Shared words and data, and the positions of both ends.
 
     Attributes:
-        head, tail, claim: as in a ring.
-        ring: what each place holds: a message's number and a piece's.
-        memory: the message that the sender's array holds.
-        sender: the step it takes next, of which message, and how many pieces it has written.
-        receiver: the step, of which message, and how many pieces it has.
+        head, tail, claim: words as in a ring.
+        ring: content of each place: number of the message and number of the piece.
+        memory: number of the message in the sender's array.
+        sender: next step, number of its message, and number of pieces written.
+        receiver: next step, number of its message, and number of pieces received.
     """
 
     head: int = 0
@@ -52,17 +52,17 @@ class State(NamedTuple):
 
 
 class Wrong(Exception):
-    """A receiver has something that was not sent."""
+    """A receiver has data that was not sent."""
 
 
 def sends(state: State, pieces: int, messages: int, rules: Rules) -> Iterator[State]:
-    """Yield what a step of the sender makes of a state."""
+    """Yield the states that can follow a step of the sender."""
     step, message, written = state.sender
     end = message * pieces
     position = end - pieces + written
     if step == "look":
         if state.claim == end:
-            # The array is the receiver's until it has read all of it.
+            # The receiver owns the array until it has read all of it.
             if state.tail == end:
                 yield state._replace(sender=("return", message, pieces))
         elif written == pieces:
@@ -83,14 +83,14 @@ def sends(state: State, pieces: int, messages: int, rules: Rules) -> Iterator[St
 
 
 def receives(state: State, pieces: int, messages: int, rules: Rules) -> Iterator[State]:
-    """Yield what the steps of the receiver make of a state: it may read, or claim."""
+    """Yield the states that can follow a step of the receiver: a read or a claim."""
     step, message, taken = state.receiver
     end = message * pieces
     position = end - pieces + taken
     if step == "look":
         if state.head > position:
             yield state._replace(receiver=("read", message, taken))
-        # It knows of a message when there is its first piece.
+        # The receiver knows of a message once it has the first piece.
         if taken and taken < pieces and state.claim != end:
             yield state._replace(claim=end, receiver=("claimed", message, taken))
     elif step == "claimed":
@@ -112,7 +112,7 @@ def receives(state: State, pieces: int, messages: int, rules: Rules) -> Iterator
 
 
 def first_failure(pieces: int, messages: int, rules: Rules) -> str:
-    """Try all interleavings; return what goes wrong in one of them, or nothing."""
+    """Try all interleavings; return the first failure as text, or an empty text."""
     start = State(ring=((0, 0),) * rules.capacity)
     found, ahead = {start}, [start]
     while ahead:
@@ -133,13 +133,13 @@ def first_failure(pieces: int, messages: int, rules: Rules) -> str:
 
 @pytest.mark.parametrize("capacity", [1, 2, 3])
 @pytest.mark.parametrize(("pieces", "messages"), [(1, 4), (2, 3), (3, 3), (5, 2)])
-def test_every_piece_is_read_once_and_in_order(pieces: int, messages: int, capacity: int) -> None:
+def test_receiver_reads_each_piece_once_in_order(pieces: int, messages: int, capacity: int) -> None:
     assert first_failure(pieces, messages, Rules(capacity)) == ""
 
 
 @pytest.mark.parametrize(
     "rule", ["looks_for_a_claim", "looks_again", "waits_for_room", "announces_after"]
 )
-def test_every_rule_is_needed(rule: str) -> None:
+def test_protocol_without_rule_fails(rule: str) -> None:
     rules = Rules()._replace(**{rule: False})
     assert first_failure(3, 3, rules) != ""

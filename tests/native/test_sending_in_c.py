@@ -1,4 +1,4 @@
-"""``send``, ``recv`` and ``sendrecv`` in C: beside those of Python, and when something is wrong."""
+"""``send``, ``recv`` and ``sendrecv`` in C: mixed with those of Python, and with failures."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _any_source(comm: Communicator) -> None:
 
 
 def _lanes(comm: Communicator) -> None:
-    """Messages in the background come first; when they are over, C has its way again."""
+    """Check that background messages come first, and that C sends again after them."""
     group, peer, x = comm.dup(), 1 - comm.rank, np.full(300_000, 1.0)
     outs = [np.empty_like(x) for _ in range(4)]
     works = [group.send(x * k, peer, tag=4, async_op=True) for k in range(3)]
@@ -75,38 +75,40 @@ def _lanes(comm: Communicator) -> None:
 
 
 def _heard(comm: Communicator) -> list[str]:
-    group, peer, heard = comm.dup(), 1 - comm.rank, []
-    hook = group.hook(before=lambda event: heard.append(event.operation))
+    group, peer, operations = comm.dup(), 1 - comm.rank, []
+    hook = group.hook(before=lambda event: operations.append(event.operation))
     group.sendrecv(np.ones(2), peer, peer, out=np.empty(2))
     hook()
     group.sendrecv(np.ones(2), peer, peer, out=np.empty(2))
-    assert heard == ["sendrecv"]
+    assert operations == ["sendrecv"]
 
 
 @pytest.mark.parametrize(
     "program", [*PROGRAMS, tensors, _any_source, _lanes, _heard], ids=lambda each: each.__name__
 )
-def test_messages(pair: RankPool, program: Any) -> None:
+def test_messages_in_c_program_passes(pair: RankPool, program: Any) -> None:
     pair.run(program)
 
 
 @pytest.mark.parametrize("without", [0, 1])
 @on_ranks("pair")
-def test_ranks_of_which_one_has_no_core_do_without(comm: Communicator, without: int) -> None:
+def test_rank_without_core_makes_all_use_python(comm: Communicator, without: int) -> None:
     native.switch(comm.rank != without)
-    group = comm.dup()  # which finds out anew what its ranks have
+    group = comm.dup()  # the new group checks again which ranks have the core
     native.switch(True)
     assert group.transport.exchange is None
     peer = 1 - comm.rank
     for nbytes in LENGTHS:
-        got = group.sendrecv(data(nbytes, comm.rank), peer, peer, out=np.empty(nbytes, np.uint8))
-        assert got.tobytes() == data(nbytes, peer).tobytes(), nbytes
+        received = group.sendrecv(
+            data(nbytes, comm.rank), peer, peer, out=np.empty(nbytes, np.uint8)
+        )
+        assert received.tobytes() == data(nbytes, peer).tobytes(), nbytes
 
 
 @pytest.mark.parametrize("operation", ["send", "recv", "sendrecv"])
 @on_ranks("pair")
-def test_a_peer_that_is_late_is_named(comm: Communicator, operation: str) -> None:
-    """Rank 1 does nothing; who waits for it says so, and neither goes on."""
+def test_late_peer_is_named(comm: Communicator, operation: str) -> None:
+    """Rank 1 does nothing; rank 0 names it, and the communicator is broken on both ranks."""
     side, group, x = comm.dup(), comm.dup(), np.ones(1 << 20)
     if comm.rank == 0:
         calls = {
@@ -122,14 +124,14 @@ def test_a_peer_that_is_late_is_named(comm: Communicator, operation: str) -> Non
             group.send(np.ones(1), 1)
     else:
         side.recv_object(0)
-        # The beginning of what was sent is there, but its sender has its array back.
+        # The start of the message is in the ring, but the sender has its array back.
         with pytest.raises(CommunicatorAbortedError, match=r"0\.2 s"):
             group.recv(x, 0, tag=5)
 
 
 @on_ranks("pair")
-def test_a_wait_can_be_interrupted(comm: Communicator) -> None:
-    """An exception from a signal's handler while rank 0 waits breaks the communicator."""
+def test_interrupted_wait_breaks_communicator(comm: Communicator) -> None:
+    """An exception in a signal handler while rank 0 waits breaks the communicator."""
     group, side = comm.dup(), comm.dup()
     if comm.rank == 0:
 
@@ -151,7 +153,7 @@ def test_a_wait_can_be_interrupted(comm: Communicator) -> None:
 
 
 def _killed(comm: Communicator, sends: bool, marks: str) -> tuple[int, ...]:
-    """Rank 1 is killed when its message fills the ring, or before it receives."""
+    """Kill rank 1 when its message fills the ring, or before it receives."""
     group, x = comm.dup(), np.ones(1 << 20)
     gather(comm, marks)
     if comm.rank == 1:
@@ -173,7 +175,7 @@ def _killed(comm: Communicator, sends: bool, marks: str) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize("sends", [False, True])
-def test_a_peer_that_dies_with_a_message_under_way_is_named(sends: bool, tmp_path: Path) -> None:
+def test_death_with_message_in_flight_is_named(sends: bool, tmp_path: Path) -> None:
     with pytest.raises(RanksFailedError) as caught:
         run_ranks(2, _killed, sends, str(tmp_path), backend="shm")
     assert isinstance(caught.value.errors[1], RankDiedError)

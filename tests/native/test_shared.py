@@ -1,7 +1,6 @@
-"""The collectives over shared memory in C: under the sanitizers, and what they ask of Python.
+"""Collectives over shared memory in C: under the sanitizers, and with their callbacks to Python.
 
-That they are right on every type, operation and length is in the conformance kit and in
-test_shm_in_c.
+The conformance kit and test_shm_in_c check the results for every type, operation and length.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ DIGEST, LOCATION, POSTED, FOLDED, READ = 1, 8, 40, 48, 56
     [("shared", "2 3 5", "1024 4096"), ("messages", "2 3", "4096")],
     ids=["shared", "messages"],
 )
-def test_the_sanitizers_find_nothing(program: str, ranks: str, areas: str, sanitizer: str) -> None:
-    # As make sanitize does, but shorter.
+def test_sanitizers_report_no_error(program: str, ranks: str, areas: str, sanitizer: str) -> None:
+    # The same as `make sanitize`, but shorter.
     few = ["--calls", "150", "--ranks", *ranks.split(), "--areas", *areas.split()]
     few += ["--programs", program]
     done = run_python(
@@ -45,11 +44,11 @@ def test_the_sanitizers_find_nothing(program: str, ranks: str, areas: str, sanit
 
 
 class Damaged(Exception):
-    """What the callback raises."""
+    """Error that the callback raises."""
 
 
 class Host:
-    """Rank 0 of two, whose peer does what a test says when this one waits for it."""
+    """Rank 0 of two ranks; its peer acts as the test defines when rank 0 waits."""
 
     def __init__(self) -> None:
         self.memory = bytearray(64 + 2 * LINE_BYTES + 4 * AREA_BYTES)
@@ -98,7 +97,7 @@ def floats(count: int, value: float = 1.0) -> Buffer:
     return Buffer(np.full(count, value, np.float32), FLOAT32)
 
 
-def test_python_is_asked_to_wait_and_what_it_raises_ends_the_call() -> None:
+def test_error_in_wait_callback_ends_call() -> None:
     host = Host()
 
     def late() -> None:
@@ -110,7 +109,7 @@ def test_python_is_asked_to_wait_and_what_it_raises_ends_the_call() -> None:
     assert host.asked == [("request", 1.5, 1, 64 + LINE_BYTES, 1, 2)]
 
 
-def test_a_peers_block_is_waited_for_as_its_arrival_is() -> None:
+def test_call_waits_for_block_of_peer() -> None:
     host = Host()
 
     def arrives_and_is_late() -> None:
@@ -124,7 +123,7 @@ def test_a_peers_block_is_waited_for_as_its_arrival_is() -> None:
     assert host.asked[1][:-1] == ("request", 1.5, 1, 64 + LINE_BYTES + 8 * POSTED, 1)
 
 
-def test_ranks_that_do_different_things_find_out_and_write_nothing() -> None:
+def test_differing_calls_raise_and_write_nothing() -> None:
     host, out = Host(), floats(5, 3.0)
     host.meanwhile = lambda: host.arrives(digest=8)
     with pytest.raises(LookupError, match="request differs"):
@@ -132,22 +131,22 @@ def test_ranks_that_do_different_things_find_out_and_write_nothing() -> None:
     assert out.array.tolist() == [3.0] * 5
 
 
-def test_a_call_on_a_broken_communicator_leaves_the_areas_alone() -> None:
+def test_call_on_broken_communicator_leaves_areas_alone() -> None:
     host = Host()
     host.memory[0] = 1
     with pytest.raises(ConnectionError, match="request is broken"):
         host.plan(BROADCAST, None)(floats(5), floats(5), 1.0)
     assert not any(host.memory[64 + 2 * LINE_BYTES :])
-    assert host.words[0] == 0, "it has made a step"
+    assert host.words[0] == 0, "the call has made a step"
 
 
-def test_a_call_leaves_alone_what_a_peer_may_still_read_of_the_last_one() -> None:
+def test_call_keeps_area_of_previous_call_intact() -> None:
     host = Host()
     host.peer[DIGEST], host.peer[DIGEST + 1] = 7, 7
     plan, drawn = host.plan(ALL_REDUCE, "sum"), np.random.default_rng(0)
     last, at = b"", 0
     for call in range(2000):
-        host.peer[0] = call + 1  # it is there already: whatever it reads, it has not read it yet
+        host.peer[0] = call + 1  # the peer has arrived already, but has not read anything yet
         x = floats(int(drawn.integers(1, 96 if drawn.integers(2) else 20)), call + 1.0)
         plan(x, floats(len(x.array)), 1.0)
         assert host.memory[at : at + len(last)] == last, f"call {call} of {len(x.array)} elements"
@@ -156,7 +155,7 @@ def test_a_call_leaves_alone_what_a_peer_may_still_read_of_the_last_one() -> Non
 
 
 @pytest.mark.parametrize("count", [400, 4000], ids=["one piece", "several"])
-def test_nothing_is_written_to_memory_that_a_peer_has_back(count: int) -> None:
+def test_memory_returned_to_peer_is_not_written(count: int) -> None:
     host = Host()
     memory = np.ones(2 * count, np.float32)
     mine, theirs = memory[:count], memory[count:]
@@ -177,7 +176,7 @@ def test_nothing_is_written_to_memory_that_a_peer_has_back(count: int) -> None:
 
 @pytest.mark.parametrize("location", [LOCATION, LOCATION + 2], ids=["input", "output"])
 @pytest.mark.parametrize("offset", [1600, 4, 1 << 40, (1 << 64) - 1600, 2])
-def test_a_peers_place_outside_of_its_segment_is_refused(location: int, offset: int) -> None:
+def test_peer_offset_outside_segment_is_refused(location: int, offset: int) -> None:
     host, count = Host(), 400
     memory = np.ones(2 * count, np.float32)
     mine = Buffer(memory[:count], FLOAT32)
@@ -198,7 +197,7 @@ def test_a_peers_place_outside_of_its_segment_is_refused(location: int, offset: 
 
 
 @pytest.mark.parametrize("step", [3, 1 << 40, (1 << 64) - 1])
-def test_a_step_that_a_peer_cannot_have_made_is_no_arrival(step: int) -> None:
+def test_impossible_step_of_peer_is_no_arrival(step: int) -> None:
     host = Host()
     host.peer[0], host.peer[DIGEST], host.peer[DIGEST + 1] = step, 7, 7
 
@@ -211,7 +210,7 @@ def test_a_step_that_a_peer_cannot_have_made_is_no_arrival(step: int) -> None:
 
 
 @pytest.mark.parametrize("word", [POSTED, FOLDED, READ])
-def test_a_block_that_a_peer_cannot_have_staged_is_no_block(word: int) -> None:
+def test_impossible_block_of_peer_is_not_accepted(word: int) -> None:
     host = Host()
 
     def arrives_and_is_damaged() -> None:
@@ -225,17 +224,17 @@ def test_a_block_that_a_peer_cannot_have_staged_is_no_block(word: int) -> None:
     host.meanwhile = arrives_and_is_damaged
     with pytest.raises(Damaged):
         host.plan(ALL_REDUCE, "sum")(floats(5000), floats(5000), 1.0)
-    assert host.asked[1][-1] == 5, "the test takes other blocks than the call"
+    assert host.asked[1][-1] == 5, "the call uses other blocks than the test"
 
 
-def test_a_segment_is_not_forgotten_while_a_call_uses_it() -> None:
+def test_segment_in_use_is_not_forgotten() -> None:
     host, memory = Host(), np.ones(800, np.float32)
     start = memory.__array_interface__["data"][0]
     for number, at in ((5, start), (6, 4096)):
         assert host.shared.know(number, 1600, [at, at + 1600])
 
     def forgets() -> None:
-        assert host.shared.know(6), "a segment that the call does not use"
+        assert host.shared.know(6), "a segment that the call does not use cannot be forgotten"
         host.shared.know(5)
 
     host.meanwhile = forgets
@@ -245,7 +244,7 @@ def test_a_segment_is_not_forgotten_while_a_call_uses_it() -> None:
     assert host.shared.know(5)
 
 
-def test_a_short_call_uses_no_segment() -> None:
+def test_short_call_uses_no_segment() -> None:
     host, memory = Host(), np.ones(800, np.float32)
     start = memory.__array_interface__["data"][0]
     assert host.shared.know(5, 1600, [start, start + 1600])
@@ -268,7 +267,7 @@ def test_arrays_of_other_lengths_are_refused() -> None:
     assert not any(host.words)
 
 
-def test_a_call_within_a_call_is_refused() -> None:
+def test_nested_call_is_refused() -> None:
     host = Host()
     plan = host.plan(ALL_REDUCE, "sum")
     host.meanwhile = lambda: plan(floats(5), floats(5), 1.0)
@@ -286,7 +285,7 @@ def test_a_call_within_a_call_is_refused() -> None:
         pytest.param(lambda x: (x[:8].view(np.recarray), x[20:28]), id="subclass"),
     ],
 )
-def test_arrays_that_do_not_do_are_handed_over_before_anything_is_done(arrays: Any) -> None:
+def test_unsuitable_arrays_are_left_to_python_first(arrays: Any) -> None:
     host = Host()
     src, dst = (Buffer(array, FLOAT32) for array in arrays(np.ones(40, np.float32)))
     with pytest.raises(NotImplementedError):
@@ -297,12 +296,12 @@ def test_arrays_that_do_not_do_are_handed_over_before_anything_is_done(arrays: A
 @pytest.mark.parametrize(
     ("lines", "areas"), [(-8, 1088), (4, 1088), (64, 1092), (64, 1 << 20), (15_500, 1088)]
 )
-def test_places_outside_of_the_segment_are_refused(lines: int, areas: int) -> None:
+def test_offsets_outside_segment_are_refused(lines: int, areas: int) -> None:
     with pytest.raises(ValueError, match="not in the segment"):
         core.Shared(bytearray(16 << 10), 0, 2, lines, areas, 1024, 96, 20, print)
 
 
-def test_a_segment_that_is_unmapped_is_known_no_more() -> None:
+def test_forgotten_segment_makes_room_for_another() -> None:
     shared = Host().shared
     assert [shared.know(number, 64, [4096, 8192]) for number in range(1, 66)] == [True] * 64 + [
         False

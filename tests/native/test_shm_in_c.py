@@ -1,4 +1,4 @@
-"""``shm`` with its collectives in C: right at every length, and beside ranks without the core."""
+"""``shm`` with collectives in C: correct at every length, and with ranks without the core."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from tests.support.on_ranks import on_ranks, ranks_of
 
 pytest.importorskip("collective.native._core", reason="the native core is not built")
 
-# Elements of float32 around where a call takes another way, and some blocks of pieces.
+# Bytes at which a call changes its method. COUNTS has float32 elements around these limits, and a
+# length of several blocks of pieces.
 _LIMITS = (16, 24 << 10, 64 << 10, SLOT_BYTES)
-# Bytes of what only moves, up to which it is staged.
+# Bytes up to which calls that only move data are staged.
 _LONGEST = 4 << 20
 COUNTS = [nbytes // 4 + more for nbytes in _LIMITS for more in (-1, 0, 1)] + [0, 1, 7, 300_003]
 
@@ -30,7 +31,7 @@ pool = ranks_of(("shm", 2), ("shm", 3))
 
 
 def _wanted(name: str, inputs: list[Any], rank: int, root: int) -> Any:
-    """Return what a rank gets of the ranks' inputs, of which all folds are exact."""
+    """Return the result of a rank for the given inputs, whose sums are exact."""
     size, total = len(inputs), sum(inputs)
     if name in ("all_reduce", "reduce"):
         return total
@@ -55,10 +56,10 @@ _NAMES = (
 
 
 def _calls(comm: Communicator, name: str, where: str) -> list[str]:
-    """Make calls of all lengths; return which are wrong.
+    """Make calls of all lengths; return the wrong ones.
 
     Args:
-        where: the inputs, in ordinary or symmetric memory, or one rank's in the other.
+        where: memory of the inputs: "ordinary", "symmetric", or "mixed" (rank 0 symmetric).
     """
     wrong = []
     memory = comm.empty(max(COUNTS), "float32")
@@ -73,35 +74,35 @@ def _calls(comm: Communicator, name: str, where: str) -> list[str]:
             memory[:count] = x
             x = memory[:count]
         options = {"root": root} if name in _ROOTED else {}
-        found = getattr(comm, name)(x, **options)
-        wanted = _wanted(name, inputs, comm.rank, root)
-        wrong += [f"{count}"] * (found is not None and found.tobytes() != wanted.tobytes())
+        result = getattr(comm, name)(x, **options)
+        expected = _wanted(name, inputs, comm.rank, root)
+        wrong += [f"{count}"] * (result is not None and result.tobytes() != expected.tobytes())
         if where == "symmetric" and name in ("all_gather", "all_to_all", "reduce_scatter"):
-            out = results[: wanted.size]
+            out = results[: expected.size]
             getattr(comm, name)(x, out=out)
-            wrong += [f"{count} to symmetric memory"] * (out.tobytes() != wanted.tobytes())
+            wrong += [f"{count} to symmetric memory"] * (out.tobytes() != expected.tobytes())
         if name in ("all_reduce", "broadcast", "scan"):
             getattr(comm, name)(x, out=x, **options)
-            wrong += [f"{count} in place"] * (x.tobytes() != wanted.tobytes())
+            wrong += [f"{count} in place"] * (x.tobytes() != expected.tobytes())
     return wrong
 
 
 @pytest.mark.parametrize("where", ["ordinary", "symmetric", "mixed"])
 @pytest.mark.parametrize("name", _NAMES)
 @on_ranks("pool")
-def test_every_call_at_every_length(comm: Communicator, name: str, where: str) -> None:
+def test_calls_of_every_length_are_correct(comm: Communicator, name: str, where: str) -> None:
     assert _calls(comm, name, where) == []
 
 
 @on_ranks("pool")
-def test_pieces_of_different_lengths(comm: Communicator) -> None:
+def test_pieces_of_different_lengths_are_moved(comm: Communicator) -> None:
     wrong = []
     for count in COUNTS:
         lengths = [count * rank // comm.size for rank in range(comm.size)]
         inputs = [np.full(length, rank, np.int16) for rank, length in enumerate(lengths)]
         found = comm.all_gather(inputs[comm.rank])
         wrong += [f"all_gather of {count}"] * (found.tolist() != np.concatenate(inputs).tolist())
-        # Every rank cuts the other way round than the next.
+        # Odd and even ranks cut in opposite order.
         cut = lengths if comm.rank % 2 else lengths[::-1]
         sent = np.repeat(np.arange(comm.size, dtype=np.int16), cut)
         found = comm.all_to_all(sent, counts=cut)
@@ -112,20 +113,22 @@ def test_pieces_of_different_lengths(comm: Communicator) -> None:
     assert wrong == []
 
 
-@pytest.mark.parametrize("without", [(), (0,), (1,)], ids=["all", "not the first", "not another"])
+@pytest.mark.parametrize(
+    "without", [(), (0,), (1,)], ids=["all", "all but rank 0", "all but rank 1"]
+)
 @on_ranks("pool")
-def test_ranks_take_python_together_if_one_lacks_the_core(
+def test_rank_without_core_makes_all_use_python(
     comm: Communicator, without: tuple[int, ...]
 ) -> None:
     native.switch(comm.rank not in without)
-    group = comm.dup()  # which finds out anew what its ranks have
+    group = comm.dup()  # the new group checks again which ranks have the core
     native.switch(True)
     assert (group.transport._compiled is not None) == (not without)  # type: ignore[attr-defined]
     assert _calls(group, "all_reduce", "ordinary") == []
 
 
 @on_ranks("pool")
-def test_more_ranks_than_cores_gather_in_c_as_others_do(comm: Communicator) -> None:
+def test_crowded_ranks_gather_in_c(comm: Communicator) -> None:
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(cores)})
     try:
@@ -137,14 +140,14 @@ def test_more_ranks_than_cores_gather_in_c_as_others_do(comm: Communicator) -> N
     request = Request("gather", BY_NAME["float32"], x.shape, root=1, elements=elements)
     assert group.transport._control.crowded
     assert type(group.transport.plan(request)) is native.chosen.extension.Plan
-    found = group.gather(x, root=1)
-    whole = np.concatenate([x - comm.rank + rank for rank in range(comm.size)])
-    assert found is None if comm.rank != 1 else found.tobytes() == whole.tobytes()
+    result = group.gather(x, root=1)
+    expected = np.concatenate([x - comm.rank + rank for rank in range(comm.size)])
+    assert result is None if comm.rank != 1 else result.tobytes() == expected.tobytes()
 
 
 @on_ranks("pool")
-def test_a_late_peers_last_call_is_told_after_many(comm: Communicator) -> None:
-    """There are more kinds of calls than are noted, and one of the first again, too late."""
+def test_timeout_names_last_call_after_many_calls(comm: Communicator) -> None:
+    """Make more kinds of calls than are remembered; the last call repeats one of the first."""
     for count in [*range(1, 100), 1]:
         comm.all_reduce(np.ones(count, np.float32))
     if comm.rank != 1:
@@ -153,15 +156,15 @@ def test_a_late_peers_last_call_is_told_after_many(comm: Communicator) -> None:
 
 
 @on_ranks("pool")
-def test_a_switch_after_connecting_does_not_part_the_ranks(comm: Communicator) -> None:
+def test_native_switch_after_connecting_keeps_ranks_consistent(comm: Communicator) -> None:
     native.switch(comm.rank != 1)
-    found = comm.all_reduce(np.ones(300_000))
+    total = comm.all_reduce(np.ones(300_000))
     native.switch(True)
-    assert found[-1] == comm.size
+    assert total[-1] == comm.size
 
 
 def _move_a_large_one(comm: Communicator) -> bool:
-    """Broadcast and send what is written around the caches, to an odd address."""
+    """Broadcast and send data so large that stores bypass the caches, to an odd address."""
     inputs = np.resize(np.arange(251, dtype=np.uint8), (48 << 20) + 5)
     moved = np.zeros(inputs.size + 1, np.uint8)[1:]
     comm.broadcast(inputs if comm.rank == 0 else None, root=0, out=moved if comm.rank else None)
@@ -173,5 +176,5 @@ def _move_a_large_one(comm: Communicator) -> bool:
     return np.array_equal(moved, inputs)
 
 
-def test_what_no_cache_holds_is_moved_whole() -> None:
+def test_data_larger_than_caches_is_moved_completely() -> None:
     assert run_ranks(2, _move_a_large_one, backend="shm") == [True, True]

@@ -1,4 +1,4 @@
-"""Naps of ranks that have waited for long: they are woken by what they wait for."""
+"""Naps of ranks that have waited for long: the awaited event wakes them."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from tests.support.on_ranks import on_ranks, ranks_of
 
 core = pytest.importorskip("collective.native._core", reason="the native core is not built")
 
-# Where a segment says how many nap, and where a rank says that it does, in words.
+# Index of the word that counts the napping ranks, and of the word in which a rank says that it
+# naps.
 SLEEPERS, ASLEEP = 8, 16
-# Longer than a test waits for its ranks, five times over.
+# Five naps of this length take longer than a test waits for its ranks.
 NAP_S = 30.0
-# Whose naps last all their time are not through before they are given up.
+# If each nap lasts its full time, the ranks time out before they finish.
 pair = ranks_of(("shm", 2), timeout=2 * NAP_S)
 
 
@@ -31,20 +32,20 @@ def _nap(memory: Any, ready: Callable[[], bool]) -> bool:
     return bool(core.nap(memory, 8 * ASLEEP, NAP_S, ready))
 
 
-def test_a_nap_ends_when_it_is_woken() -> None:
-    memory, found = mmap.mmap(-1, 4096), []
+def test_wake_ends_nap() -> None:
+    memory, woken = mmap.mmap(-1, 4096), []
     words = memoryview(memory).cast("q")
-    thread = threading.Thread(target=lambda: found.append(_nap(memory, lambda: False)))
+    thread = threading.Thread(target=lambda: woken.append(_nap(memory, lambda: False)))
     thread.start()
     while not words[SLEEPERS]:
         time.sleep(1e-3)
     core.wake(memory, [8 * ASLEEP])
     thread.join()
-    assert found == [True]
+    assert woken == [True]
     assert (words[SLEEPERS], words[ASLEEP]) == (0, 0)
 
 
-def test_who_is_ready_does_not_nap() -> None:
+def test_nap_of_ready_rank_returns_at_once() -> None:
     memory = mmap.mmap(-1, 4096)
     words, seen = memoryview(memory).cast("q"), []
 
@@ -53,11 +54,11 @@ def test_who_is_ready_does_not_nap() -> None:
         return True
 
     assert _nap(memory, ready) is False
-    assert seen == [(1, 1)]  # or what was announced meanwhile would wake nobody
+    assert seen == [(1, 1)]  # otherwise an event announced meanwhile would wake no rank
     assert (words[SLEEPERS], words[ASLEEP]) == (0, 0)
 
 
-def test_what_is_asked_before_a_nap_may_raise() -> None:
+def test_nap_passes_on_error_of_ready() -> None:
     memory = mmap.mmap(-1, 4096)
     with pytest.raises(ZeroDivisionError):
         _nap(memory, lambda: bool(1 // 0))
@@ -65,7 +66,7 @@ def test_what_is_asked_before_a_nap_may_raise() -> None:
 
 
 @pytest.mark.parametrize("at", [0, 64, 132, 4096])
-def test_words_that_are_not_in_the_segment_are_refused(at: int) -> None:
+def test_words_outside_segment_are_refused(at: int) -> None:
     memory = mmap.mmap(-1, 4096)
     with pytest.raises(ValueError, match="no rank's word"):
         core.nap(memory, at, 1.0, lambda: False)
@@ -77,7 +78,7 @@ def _user_op(a: Any, b: Any) -> Any:
     return a + b
 
 
-#: What rank 0 waits in until rank 1, which comes when rank 0 naps, does its part.
+#: Calls in which rank 0 waits for rank 1. Rank 1 makes its call once rank 0 naps.
 CALLS: dict[str, Callable[[Communicator, Any], object]] = {
     "short": lambda comm, x: comm.all_reduce(x[:16], out=x[:16]),
     "staged": lambda comm, x: comm.all_reduce(x[: 1 << 16], out=x[: 1 << 16]),
@@ -91,7 +92,7 @@ CALLS: dict[str, Callable[[Communicator, Any], object]] = {
 
 @pytest.mark.parametrize("name", CALLS)
 @on_ranks("pair")
-def test_a_rank_that_naps_is_woken_by_what_it_waits_for(comm: Communicator, name: str) -> None:
+def test_napping_rank_is_woken_by_awaited_event(comm: Communicator, name: str) -> None:
     words = comm.transport._control.words  # type: ignore[attr-defined]
     x = np.zeros(4 << 20, np.float32)
     with mock.patch.multiple(control, _NAP_SHARE=1e6, _NAP_LAST_S=NAP_S):

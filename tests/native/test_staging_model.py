@@ -1,9 +1,9 @@
-"""The protocols of ``staging.c`` and ``shared.c`` in all interleavings of few ranks and blocks.
+"""Model of the protocols of ``staging.c`` and ``shared.c``: all interleavings of a few ranks.
 
-Each rank is a list of steps, as the C makes them: it waits for a counter, writes or reads one slot
-of one area, or announces. A slot holds what was written there last. A read of anything but what it
-is for is a failure, and so is a state in which nobody can go on. What a call leaves behind is tried
-by a small call after it, through the same areas, into which ranks write before they have arrived.
+Each rank is a list of steps like those of the C code: the rank waits for a counter, writes or reads
+one slot of one area, or announces a counter. A slot holds the content that was written last. A read
+of wrong content is a failure, and so is a state in which no rank can continue. A small call follows
+each call to test what it leaves behind: ranks write into the same areas before they have arrived.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ POSTED, FOLDED, READ, ARRIVED = range(4)
 
 
 class Wait(NamedTuple):
-    """Until a peer's counter is at least ``value``."""
+    """Wait until a peer's counter is at least ``value``."""
 
     rank: int
     counter: int
@@ -25,7 +25,7 @@ class Wait(NamedTuple):
 
 
 class Write(NamedTuple):
-    """Into a slot of one's own."""
+    """Write into a slot of the rank itself."""
 
     area: str
     slot: int
@@ -33,7 +33,7 @@ class Write(NamedTuple):
 
 
 class Look(NamedTuple):
-    """At a peer's slot, for what was written there."""
+    """Read a peer's slot, and expect ``content`` there."""
 
     rank: int
     area: str
@@ -42,7 +42,7 @@ class Look(NamedTuple):
 
 
 class Announce(NamedTuple):
-    """A counter of one's own."""
+    """Set a counter of the rank itself."""
 
     counter: int
     value: int
@@ -52,12 +52,12 @@ Step = Wait | Write | Look | Announce
 
 
 class Rules(NamedTuple):
-    """What the protocol is, and what it must not be.
+    """Rules of the protocol; with some values the protocol is wrong.
 
     Attributes:
-        depth: how many blocks an area holds.
-        ahead: how many blocks a rank posts before it takes one.
-        without: the wait that is left out.
+        depth: number of blocks in an area.
+        ahead: number of blocks that a rank posts before it takes one.
+        without: wait that is left out.
     """
 
     depth: int = 2
@@ -66,7 +66,7 @@ class Rules(NamedTuple):
 
 
 class Operation(NamedTuple):
-    """Which ranks do what with a block; a number is a rank, None all of them."""
+    """The parts of the ranks in a block; a number is a rank, None stands for all ranks."""
 
     name: str
     sender: int | None = None
@@ -75,7 +75,7 @@ class Operation(NamedTuple):
     collector: int | None = None
 
     def sends(self, rank: int) -> bool:
-        # Who alone takes has its own where it is.
+        # A rank that is the only taker already has its own data in place.
         return self.sender in (None, rank) and rank != self.taker
 
     def takes(self, rank: int) -> bool:
@@ -85,10 +85,12 @@ class Operation(NamedTuple):
         return self.folds and self.collector in (None, rank)
 
 
-# What all want or all get pieces of is read alike; so is what is folded where it ends.
+# Operations that read in the same way are tried once.
 OPERATIONS = (
-    Operation("all_gather"),  # and all_to_all, reduce_scatter; scan, of which some read less
-    Operation("broadcast", sender=0),  # and scatter
+    Operation(
+        "all_gather"
+    ),  # also stands for all_to_all, reduce_scatter, and scan, in which some ranks read less
+    Operation("broadcast", sender=0),  # also stands for scatter
     Operation("gather", taker=0),
     Operation("all_reduce", folds=True),
     Operation("reduce", folds=True, collector=0),
@@ -138,7 +140,7 @@ def staged(operation: Operation, rank: int, size: int, blocks: int, rules: Rules
 
 
 def small(rank: int, size: int) -> Iterator[Step]:
-    """Yield the steps of a small call after it: write, arrive, read."""
+    """Yield the steps of a small call that follows a staged one: write, arrive, read."""
     for area in ("given", "results"):
         yield Write(area, 0, "small")
     yield Announce(ARRIVED, 1)
@@ -149,7 +151,7 @@ def small(rank: int, size: int) -> Iterator[Step]:
 
 
 def small_calls(rank: int, size: int, calls: int, areas: int) -> Iterator[Step]:
-    """Yield the steps of calls through areas, one after the other, in areas in turn."""
+    """Yield the steps of several small calls that use the areas in turn."""
     for call in range(1, calls + 1):
         yield Write("area", call % areas, call)
         yield Announce(ARRIVED, call)
@@ -162,10 +164,10 @@ def small_calls(rank: int, size: int, calls: int, areas: int) -> Iterator[Step]:
 
 
 def in_place(rank: int, size: int, calls: int, departs: bool) -> Iterator[Step]:
-    """Yield the steps of all_reduces in symmetric memory, and where that is, in words in turn.
+    """Yield the steps of all_reduces in symmetric memory, whose locations use two words in turn.
 
-    Each rank's memory has a slot for each rank, which alone reads inputs there and writes results;
-    that is shown for the writer's own memory alone.
+    Each rank's memory has a slot for each rank. Only that rank reads inputs from the slot and
+    writes results to it. The model has the writes to the rank's own memory only.
     """
     step = 0
     for call in range(calls):
@@ -187,10 +189,10 @@ def in_place(rank: int, size: int, calls: int, departs: bool) -> Iterator[Step]:
 
 
 def first_failure(programs: list[list[Step]]) -> str:
-    """Try all interleavings; return what goes wrong in one of them, or nothing.
+    """Try all interleavings; return the first failure as text, or an empty text.
 
-    What a rank has written and announced depends on how far it is alone, so that this is all the
-    state there is.
+    What a rank has written and announced depends only on its position in its program, so the
+    positions of all ranks are the whole state.
     """
     slots: list[list[dict[tuple[str, int], object]]] = []
     counters: list[list[tuple[int, ...]]] = []
@@ -203,7 +205,7 @@ def first_failure(programs: list[list[Step]]) -> str:
             if isinstance(step, Write):
                 content[step.area, step.slot] = step.content
             elif isinstance(step, Announce):
-                assert step.value >= counts[step.counter], "a counter goes back"
+                assert step.value >= counts[step.counter], "a counter decreases"
                 counts[step.counter] = step.value
             slots[-1].append(dict(content))
             counters[-1].append(tuple(counts))
@@ -221,9 +223,9 @@ def first_failure(programs: list[list[Step]]) -> str:
             ):
                 continue
             if isinstance(step, Look):
-                found = slots[step.rank][state[step.rank]].get((step.area, step.slot))
-                if found != step.content:
-                    return f"rank {rank} reads {found} of {step}"
+                actual = slots[step.rank][state[step.rank]].get((step.area, step.slot))
+                if actual != step.content:
+                    return f"rank {rank} reads {actual} of {step}"
             stuck = False
             following = (*state[:rank], at + 1, *state[rank + 1 :])
             if following not in seen:
@@ -246,7 +248,7 @@ def tried(operation: Operation, size: int, blocks: int, rules: Rules) -> str:
 @pytest.mark.parametrize(("size", "blocks"), [(2, 1), (2, 2), (2, 5), (3, 1), (3, 3)])
 @pytest.mark.parametrize("depth", [2, 3])
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.name)
-def test_no_interleaving_reads_what_it_is_not_for(
+def test_protocol_reads_correct_content_in_all_interleavings(
     operation: Operation, depth: int, size: int, blocks: int
 ) -> None:
     assert tried(operation, size, blocks, Rules(depth)) == ""
@@ -254,38 +256,38 @@ def test_no_interleaving_reads_what_it_is_not_for(
 
 @pytest.mark.parametrize("without", ["posted", "read", "the end"])
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.name)
-def test_every_wait_is_needed(operation: Operation, without: str) -> None:
+def test_protocol_without_wait_fails(operation: Operation, without: str) -> None:
     if (operation, without) == (ALL_REDUCE, "read"):
-        # Whoever has collected a block knows that all have folded it; but an area of one block,
-        # or two blocks ahead, would not do.
+        # A rank that has collected a block knows that all ranks have folded it, so the wait is only
+        # needed with an area of one block, or with two blocks ahead.
         assert "reads" in tried(operation, 2, 5, Rules(ahead=2, without=without))
     else:
         assert "reads" in tried(operation, 2, 5, Rules(without=without))
 
 
 @pytest.mark.parametrize("operation", [ALL_REDUCE, REDUCE], ids=["all_reduce", "reduce"])
-def test_results_are_waited_for(operation: Operation) -> None:
+def test_protocol_without_wait_for_results_fails(operation: Operation) -> None:
     assert "reads" in tried(operation, 2, 5, Rules(without="folded"))
 
 
-def test_areas_of_one_block_would_not_do() -> None:
+def test_protocol_with_areas_of_single_block_deadlocks() -> None:
     assert "nobody can go on" in tried(ALL_REDUCE, 2, 5, Rules(depth=1))
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_memory_is_read_where_it_is_until_all_have_departed(size: int) -> None:
+def test_in_place_protocol_with_departure_is_correct(size: int) -> None:
     programs = [[*in_place(rank, size, 3, departs=True)] for rank in range(size)]
     assert first_failure(programs) == ""
 
 
-def test_without_departing_inputs_are_overwritten_while_they_are_read() -> None:
+def test_in_place_protocol_without_departure_fails() -> None:
     assert "reads" in first_failure([[*in_place(rank, 2, 3, departs=False)] for rank in range(2)])
 
 
 @pytest.mark.parametrize(("size", "calls"), [(2, 6), (3, 4)])
-def test_small_calls_take_two_areas_in_turn(size: int, calls: int) -> None:
+def test_small_calls_with_two_areas_are_correct(size: int, calls: int) -> None:
     assert first_failure([[*small_calls(rank, size, calls, 2)] for rank in range(size)]) == ""
 
 
-def test_one_area_would_not_do() -> None:
+def test_small_calls_with_single_area_fail() -> None:
     assert "reads" in first_failure([[*small_calls(rank, 2, 3, 1)] for rank in range(2)])

@@ -1,4 +1,4 @@
-"""What C sees of an array is what the adapters see; what it does not see is theirs."""
+"""Views of arrays in C: they equal those of the adapters, or C leaves the array to the adapters."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def read_only(array: Array) -> Array:
 
 
 @pytest.mark.parametrize("name", NUMPY)
-def test_it_sees_numpys_types(name: str) -> None:
+def test_view_of_numpy_dtype_equals_adapter(name: str) -> None:
     see_as_the_adapter(np.zeros((2, 3), BY_NAME[name].storage))
 
 
@@ -49,12 +49,12 @@ def test_it_sees_numpys_types(name: str) -> None:
         pytest.param(read_only(np.zeros(4)), id="read-only"),
     ],
 )
-def test_it_sees_numpys_shapes(array: Array) -> None:
+def test_view_of_numpy_shape_equals_adapter(array: Array) -> None:
     see_as_the_adapter(array)
 
 
 class Own(np.ndarray):  # type: ignore[type-arg]
-    """A class of the program's."""
+    """Subclass of ndarray, as a program may define it."""
 
 
 @pytest.mark.parametrize(
@@ -74,11 +74,11 @@ class Own(np.ndarray):  # type: ignore[type-arg]
         pytest.param(None, id="None"),
     ],
 )
-def test_it_leaves_to_python(x: Any) -> None:
+def test_view_of_unsupported_object_is_none(x: Any) -> None:
     assert core.view(x) is None
 
 
-def test_it_leaves_types_that_numpy_lacks_to_python() -> None:
+def test_view_of_dtype_missing_in_numpy_is_none() -> None:
     ml_dtypes = pytest.importorskip("ml_dtypes")
     assert core.view(np.zeros(4, ml_dtypes.bfloat16)) is None
 
@@ -93,7 +93,7 @@ def _torch() -> Any:
 
 
 @pytest.mark.parametrize("name", [name for name in BY_NAME if not name.startswith("float8")])
-def test_it_sees_torchs_types(torch: Any, name: str) -> None:
+def test_view_of_torch_dtype_equals_adapter(torch: Any, name: str) -> None:
     see_as_the_adapter(torch.zeros((2, 3), dtype=getattr(torch, name)))
 
 
@@ -107,7 +107,7 @@ def test_it_sees_torchs_types(torch: Any, name: str) -> None:
         pytest.param(lambda torch: torch.nn.Parameter(torch.zeros(4)), id="parameter"),
     ],
 )
-def test_it_sees_torchs_shapes(torch: Any, make: Any) -> None:
+def test_view_of_torch_shape_equals_adapter(torch: Any, make: Any) -> None:
     see_as_the_adapter(make(torch))
 
 
@@ -129,11 +129,11 @@ def _subclass(torch: Any) -> Any:
         pytest.param(lambda torch: torch.zeros(4).as_subclass(_subclass(torch)), id="subclass"),
     ],
 )
-def test_it_leaves_tensors_to_python(torch: Any, make: Any) -> None:
+def test_view_of_unsupported_tensor_is_none(torch: Any, make: Any) -> None:
     assert core.view(make(torch)) is None
 
 
-def test_it_keeps_no_array() -> None:
+def test_view_keeps_no_array() -> None:
     array = np.zeros(4)
     before = sys.getrefcount(array)
     for _ in range(100):

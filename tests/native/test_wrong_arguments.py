@@ -1,6 +1,6 @@
-"""Wrong arguments to everything in ``_core``: they end in an exception, never in a crash.
+"""Wrong arguments to everything in ``_core``: they raise an exception, and never crash.
 
-Each test runs a program of its own, because a crash would take the test process with it.
+Each test runs a separate program, because a crash would also end the test process.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ def test_door_with_wrong_arguments_drops_no_reference() -> None:
     ends_well(DOOR_REFERENCES)
 
 
-def test_types_of_the_core_are_made_whole_or_not_at_all() -> None:
+def test_core_types_are_made_completely_or_not_at_all() -> None:
     ends_well(UNFINISHED)
 
 
@@ -184,5 +184,5 @@ def test_methods_of_two_classes_keep_their_functions() -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_random_arguments_end_in_exceptions(seed: int) -> None:
+def test_random_arguments_raise_exceptions(seed: int) -> None:
     ends_well(RANDOM.replace("SEED", str(seed)))

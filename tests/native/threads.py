@@ -1,6 +1,6 @@
-"""Builds and runs ``*_threads.c``: ranks that are threads, under the compiler's sanitizers.
+"""Build and run of ``*_threads.c``: ranks that are threads, under the compiler's sanitizers.
 
-``python -m tests.native.threads`` is what ``make sanitize`` runs, longer than the tests do. For
+``make sanitize`` runs ``python -m tests.native.threads``, which takes longer than the tests. For
 another processor: ``CC="aarch64-linux-gnu-gcc -static" python -m tests.native.threads --sanitizers
 none --emulator qemu-aarch64``.
 """
@@ -18,13 +18,13 @@ from pathlib import Path
 
 _HERE = Path(__file__).resolve().parent
 _CORE = _HERE.parents[1] / "collective" / "native"
-# What each program has of the core, and with what flags: short pieces make long messages.
+# Sources of the core in each program, and its flags: short pieces make messages long.
 PROGRAMS = {
     "shared": ("shared.c", "staging.c"),
     "messages": ("messages.c", "-DCHUNK_BYTES=128", "-DCLAIMED_BYTES=2048"),
 }
-# Bytes of an area, or of a ring. A ring is shorter than a head, as long as some messages, or longer
-# than two of those that a receiver may claim. A longer one only repeats the middle of a message.
+# Bytes of an area or of a ring. A ring is shorter than a head, as long as some messages, or longer
+# than two messages that a receiver may claim. A longer ring would only repeat the middle part.
 AREAS = {"shared": (1024, 4096, 65536), "messages": (1024, 4096, 16384)}
 SANITIZERS = ("none", "thread", "address,undefined")
 
@@ -50,7 +50,7 @@ def build(name: str, sanitizer: str, folder: Path) -> Path | None:
 
 
 def run(command: list[str], ranks: int, calls: int, nbytes: int, seed: int) -> str:
-    """Return what the program writes; it is about an error, but for the last line."""
+    """Return the output of the program; all but the last line describes an error."""
     words = [*command, *map(str, (ranks, calls, nbytes, seed))]
     done = subprocess.run(
         words, capture_output=True, text=True, timeout=600 + calls / 1000, check=False
@@ -66,7 +66,9 @@ def main() -> int:
     parser.add_argument("--programs", nargs="+", choices=PROGRAMS, default=list(PROGRAMS))
     parser.add_argument("--areas", type=int, nargs="+", help="bytes of an area, or of a ring")
     parser.add_argument("--sanitizers", nargs="+", choices=SANITIZERS, default=SANITIZERS)
-    parser.add_argument("--emulator", default="", help="what runs the programs, and its arguments")
+    parser.add_argument(
+        "--emulator", default="", help="command that runs the programs, with its arguments"
+    )
     options = parser.parse_args()
     wrong = 0
     for name, sanitizer in itertools.product(options.programs, options.sanitizers):

@@ -173,7 +173,7 @@ def test_fetched_message_blocks_sender_until_fetched(reading):
     data = _data(3 << 20)
     sending, receive = reading.send(data, tag=2), reading.receive(data.size, tag=2)
     assert not sending.advance()
-    assert not sending.advance(), "the sender must keep its buffer for now"
+    assert not sending.advance(), "the send ended before its data was fetched"
     assert reading.sender.filled() == 24, "the data of the message is in the ring"
     data[:] = 9
     assert receive.advance()
