@@ -1,4 +1,4 @@
-"""The ABI fake: NCCL's and the CUDA driver's functions over host memory (README.md)."""
+"""The ABI fake: functions of NCCL and of the CUDA driver on host memory (see README.md)."""
 
 from __future__ import annotations
 

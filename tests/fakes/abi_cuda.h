@@ -1,4 +1,4 @@
-/* The part of the CUDA driver's ABI that the fake exports. -DREAL_HEADERS takes cuda.h
+/* The part of the CUDA driver's ABI that the fake exports. -DREAL_HEADERS includes cuda.h
  * instead, so that the compiler compares our definitions with NVIDIA's declarations. */
 #ifndef FAKE_ABI_CUDA_H
 #define FAKE_ABI_CUDA_H

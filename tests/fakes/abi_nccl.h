@@ -1,4 +1,4 @@
-/* The part of NCCL's ABI that the fake exports. -DREAL_HEADERS takes nccl.h instead, so that
+/* The part of NCCL's ABI that the fake exports. -DREAL_HEADERS includes nccl.h, so that
  * the compiler compares our definitions with NVIDIA's declarations. */
 #ifndef FAKE_ABI_NCCL_H
 #define FAKE_ABI_NCCL_H
@@ -30,7 +30,7 @@ typedef enum {
     ncclInProgress = 7,
 } ncclResult_t;
 
-/* Members were only ever added, at the end; size says how many the caller has. */
+/* New versions only add members at the end; size says which members the caller has. */
 typedef struct {
     size_t size;
     unsigned int magic;
@@ -82,7 +82,7 @@ typedef enum { ncclScalarDevice = 0, ncclScalarHostImmediate = 1 } ncclScalarRes
 #ifndef NCCL_FAKE_VERSION
 #define NCCL_FAKE_VERSION 22907
 #endif
-/* Codes were four digits long up to 2.8. */
+/* Version codes have four digits up to 2.8. */
 #define VERSION_SINCE(major, minor, patch)                                       \
     (NCCL_FAKE_VERSION >= ((minor) <= 8 ? (major)*1000 + (minor)*100 + (patch)   \
                                         : (major)*10000 + (minor)*100 + (patch)))

@@ -1,4 +1,4 @@
-"""An array of a framework that nobody knows: in the fake's device memory, on a stream."""
+"""Array of an unknown framework, in the fake's device memory and on a stream."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import numpy as np
 
 from tests.fakes.handle import Fake
 
-_streams: dict[int, int] = {}  # a device's stream where a thread has set no other
+_streams: dict[int, int] = {}  # by device: the stream of threads that have set no other stream
 _threads = threading.local()
 _lock = threading.Lock()
 
 
 def current_stream(device: int = 0) -> int:
-    """Return the handle of the stream on which new arrays of this device are made."""
+    """Return the handle of the stream that new arrays on this device use."""
     chosen: int | None = getattr(_threads, "streams", {}).get(device)
     if chosen is not None:
         return chosen
@@ -29,12 +29,12 @@ def current_stream(device: int = 0) -> int:
 
 
 def set_current_stream(stream: int | None, device: int = 0) -> None:
-    """Set the stream of this thread's new arrays of a device; None goes back to the usual one."""
+    """Set the stream of this thread's new arrays on a device; None restores the default stream."""
     _threads.streams = {**getattr(_threads, "streams", {}), device: stream}
 
 
 def _extent(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> tuple[int, int]:
-    """Return the bytes before and after the first element that an array spans."""
+    """Return how many bytes an array spans before its first element, and from there on."""
     if 0 in shape:
         return 0, 0
     reach = [(n - 1) * step for n, step in zip(shape, strides)]
@@ -45,13 +45,13 @@ def _extent(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> 
 class FakeArray:
     """Device memory with a shape, as frameworks export it.
 
-    Its contents come by a copy on its stream: who reads without waiting for the stream reads
-    poison. Dropped, the memory is freed in the order of its stream.
+    A copy on the array's stream writes the contents, so a read without waiting for the stream
+    returns poison. When the array is dropped, its memory is freed in the order of the stream.
 
     Attributes:
-        address: of the first element, as an int.
-        device: the ordinal of the device.
-        stream: the handle of its stream, as __cuda_array_interface__ gives it.
+        address: address of the first element, as an int.
+        device: ordinal of the device.
+        stream: handle of the array's stream, as in __cuda_array_interface__.
     """
 
     def __init__(
@@ -85,12 +85,12 @@ class FakeArray:
     def of(cls, array: Any, device: int = 0, stream: int | None = None) -> FakeArray:
         """Return an array with the values and the strides of a NumPy array.
 
-        What lies between its elements is poison, and should stay that.
+        The bytes between the elements are poison, and should stay poison.
         """
         array = np.asarray(array)
-        made = cls(array.shape, array.dtype, array.strides, device, stream)
-        made.set(array)
-        return made
+        copy = cls(array.shape, array.dtype, array.strides, device, stream)
+        copy.set(array)
+        return copy
 
     def set(self, values: Any) -> None:
         """Overwrite the elements by a copy on the array's stream."""
@@ -105,22 +105,22 @@ class FakeArray:
         _keep_until_done(staged, self.stream, self.device)
 
     def get(self) -> np.ndarray[Any, Any]:
-        """Return a copy as NumPy, once the stream is done."""
+        """Return a copy as a NumPy array, once the stream is done."""
         self._fake.synchronize(self.stream, self.device)
         return self.peek()
 
     def peek(self) -> np.ndarray[Any, Any]:
-        """Return a copy as NumPy without waiting for anything."""
+        """Return a copy as a NumPy array, without waiting for the stream."""
         return self._view(self.memory()).copy()
 
     def memory(self) -> np.ndarray[Any, Any]:
-        """Return the bytes that the array spans, gaps and all, as they are now."""
+        """Return the current bytes that the array spans, with the gaps between elements."""
         if not self._nbytes:
             return np.empty(0, np.uint8)
         return np.ctypeslib.as_array((ctypes.c_uint8 * self._nbytes).from_address(self._block))
 
     def forget(self) -> None:
-        """Let its memory be: it is not freed when the array is dropped."""
+        """Keep the memory: do not free it when the array is dropped."""
         self._freed.detach()
 
     def _view(self, memory: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -151,7 +151,9 @@ def _free(block: int, stream: int, device: int) -> None:
         fake.cuda("cuMemFreeAsync", ctypes.c_uint64(block), ctypes.c_void_p(stream))
 
 
-_staged: list[tuple[Any, Any]] = []  # host memory, and the event after which it may go
+_staged: list[
+    tuple[Any, Any]
+] = []  # host memory, and the event after which the memory may be freed
 
 
 def _keep_until_done(memory: Any, stream: int, device: int) -> None:

@@ -1,4 +1,4 @@
-"""Compile the ABI fake: once for a version of NCCL, kept in a folder of this user's own."""
+"""Compilation of the ABI fake: once for each version of NCCL, kept in a folder of this user."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import subprocess
 import tempfile
 
 _SOURCES = pathlib.Path(__file__).resolve().parent
-# A real NCCL that somebody else loaded for all to see, as CuPy does, must not answer the fake's
-# calls of its own functions: hence symbolic.
+# The fake's calls of its own functions must not go to a real NCCL whose symbols are global, as
+# when CuPy has loaded it: hence -Bsymbolic-functions.
 _FLAGS = (
     "-std=c11 -O2 -g -Wall -Wextra -Werror -fPIC -shared -pthread -fvisibility=hidden "
     "-Wl,-Bsymbolic-functions"
@@ -20,39 +20,41 @@ _FLAGS = (
 
 
 def compiler() -> list[str] | None:
-    """Return the command of the C compiler, or None where there is none."""
+    """Return the command of the C compiler, or None if there is no compiler."""
     named = os.environ.get("CC", "").split()
     if named:
         return named if shutil.which(named[0]) else None
-    found = next(filter(None, map(shutil.which, ("gcc", "cc", "clang"))), None)
-    return [found] if found else None
+    path = next(filter(None, map(shutil.which, ("gcc", "cc", "clang"))), None)
+    return [path] if path else None
 
 
 def folder() -> pathlib.Path:
-    """Return the folder of what was compiled, private to this user.
+    """Return the folder of the compiled libraries, which is private to this user.
 
     Raises:
-        PermissionError: somebody else made a folder of that name.
+        PermissionError: another user made a folder of that name.
     """
-    kept = pathlib.Path(tempfile.gettempdir()) / f"collective-fakes-{os.getuid()}"
-    kept.mkdir(mode=0o700, exist_ok=True)
-    if kept.is_symlink() or kept.stat().st_uid != os.getuid():
-        raise PermissionError(f"{kept} belongs to somebody else: set TMPDIR to a folder of yours")
-    return kept
+    directory = pathlib.Path(tempfile.gettempdir()) / f"collective-fakes-{os.getuid()}"
+    directory.mkdir(mode=0o700, exist_ok=True)
+    if directory.is_symlink() or directory.stat().st_uid != os.getuid():
+        raise PermissionError(
+            f"{directory} belongs to another user: set TMPDIR to a folder of your own"
+        )
+    return directory
 
 
 @functools.cache
 def build(version: int = 22907) -> pathlib.Path:
-    """Return the path of the shared library that says it is this version of NCCL.
+    """Return the path of the fake that claims to be this version of NCCL; compile it if needed.
 
-    Several processes may build at once: each compiles to a name of its own and renames.
+    Several processes may build at once: each compiles to a temporary name and renames the file.
 
     Args:
-        version: the code of the version, 22907 for 2.29.7 and 2708 for 2.7.8. Functions that
-            it did not have are left out.
+        version: code of the version, 22907 for 2.29.7 and 2708 for 2.7.8. The library lacks
+            functions that the version does not have.
 
     Raises:
-        RuntimeError: there is no C compiler, or it fails.
+        RuntimeError: there is no C compiler, or the compiler fails.
     """
     command = compiler()
     if command is None:
@@ -66,17 +68,17 @@ def build(version: int = 22907) -> pathlib.Path:
         key.update(source.name.encode() + b"\0" + source.read_bytes())
     library = folder() / f"libfake-{version}-{key.hexdigest()[:16]}.so"
     if not library.exists():
-        descriptor, made = tempfile.mkstemp(suffix=".so", dir=library.parent)
+        descriptor, compiled = tempfile.mkstemp(suffix=".so", dir=library.parent)
         os.close(descriptor)
         define = f"-DNCCL_FAKE_VERSION={version}"
-        done = subprocess.run(
-            [*command, *_FLAGS, define, "-o", made, *map(str, sources), "-lm"],
+        result = subprocess.run(
+            [*command, *_FLAGS, define, "-o", compiled, *map(str, sources), "-lm"],
             capture_output=True,
             text=True,
             check=False,
         )
-        if done.returncode:
-            os.unlink(made)
-            raise RuntimeError(f"the ABI fake: {command[0]} failed:\n{done.stderr}")
-        os.replace(made, library)
+        if result.returncode:
+            os.unlink(compiled)
+            raise RuntimeError(f"the ABI fake: {command[0]} failed:\n{result.stderr}")
+        os.replace(compiled, library)
     return library

@@ -1,4 +1,4 @@
-/* NCCL's communication calls: check the arguments, then put the operation into the group. */
+/* NCCL's communication calls: they check the arguments, and add the operation to the group. */
 #define _GNU_SOURCE
 #include <stdlib.h>
 #include <string.h>
@@ -8,7 +8,7 @@
 
 static bool is_root(const operation *o) { return o->comm->rank == o->root; }
 
-/* How many bytes a call reads and writes on this rank. */
+/* Compute how many bytes a call reads and writes on this rank. */
 static void sizes(const operation *o, size_t *in, size_t *out) {
     size_t b = o->bytes, all = b * (size_t)o->comm->size;
     *in = o->kind == REDUCE_SCATTER || o->kind == ALL_TO_ALL ? all : b;
@@ -24,7 +24,7 @@ static void sizes(const operation *o, size_t *in, size_t *out) {
     }
 }
 
-/* Device memory of the communicator's device, all of it in one allocation. */
+/* Check that all bytes are in one allocation, on the device of the communicator. */
 static ncclResult_t check_pointer(ncclComm_t comm, const char *call, const char *name,
                                   const void *address, size_t bytes) {
     allocation block;
@@ -47,7 +47,7 @@ static ncclResult_t check_pointer(ncclComm_t comm, const char *call, const char 
     return ncclSuccess;
 }
 
-/* NCCL works in place at one position only; any other overlap is undefined, and refused here. */
+/* NCCL works in place at one position only. Any other overlap is undefined, so refuse it. */
 static bool overlaps_wrongly(const operation *o, size_t in, size_t out) {
     const char *recv = o->recv;
     if (!in || !out || o->send >= recv + out || recv >= o->send + in)
@@ -111,7 +111,7 @@ static ncclResult_t issue(operation o, cudaStream_t handle, const char *call) {
         o.stream->context != o.comm->context)
         return comm_complain(o.comm, ncclUnhandledCudaError,
                              "%s: stream %p: invalid resource handle", call, (void *)handle);
-    /* As with NCCL, a collective of nothing is nothing; a message of nothing is one. */
+    /* As in NCCL, an empty collective is dropped, but an empty message is sent. */
     if (!o.count && o.kind != SEND && o.kind != RECV)
         return ncclSuccess;
     return group_operation(&o);

@@ -1,4 +1,4 @@
-/* Communicators: their state and errors, and how the ranks of one meet. */
+/* Communicators: state, errors, and the rendezvous of their ranks. */
 #define _GNU_SOURCE
 #include "comm.h"
 
@@ -23,7 +23,7 @@ static void note_error(ncclComm_t comm, const char *text) {
     log_call("error: %s", text);
 }
 
-/* Keep what to say about an error that a call returns. */
+/* Keep the text of an error that a call returns. */
 ncclResult_t comm_complain(ncclComm_t comm, ncclResult_t code, const char *format, ...) {
     char text[TEXT_ROOM];
     va_list arguments;
@@ -34,7 +34,7 @@ ncclResult_t comm_complain(ncclComm_t comm, ncclResult_t code, const char *forma
     return group_error(code);
 }
 
-/* An error that shows in the asynchronous state, and stays. */
+/* Set an error that stays in the asynchronous state. */
 void comm_fail(ncclComm_t comm, ncclResult_t code, const char *text) {
     int none = ncclSuccess;
     if (__atomic_compare_exchange_n(&comm->error, &none, (int)code, false, __ATOMIC_ACQ_REL,
@@ -94,7 +94,7 @@ ncclResult_t comm_ready(ncclComm_t comm, const char *call) {
     return state ? group_error(state) : ncclSuccess;
 }
 
-/* Host and machine: NCCL_HOSTID stands for both, as with NCCL. */
+/* Hash of the host name; NCCL_HOSTID replaces the name, as in NCCL. */
 static uint64_t host_hash(void) {
     char name[256] = "";
     const char *given = getenv("NCCL_HOSTID");
@@ -150,7 +150,7 @@ void *grown(void *array, int count, size_t size) {
 
 static unsigned longer(unsigned pause) { return pause < 500 ? pause * 2 : 1000; }
 
-/* Two ranks on one GPU of one host are refused, unless something allows it. */
+/* Refuse two ranks on one GPU of one host, unless a knob or variable allows that. */
 static ncclResult_t check_devices(ncclComm_t comm) {
     const char *allowed = getenv("NCCL_MULTI_RANK_GPU_ENABLE");
     if (knob(KNOB_MULTI_RANK_GPU) || (allowed && !strcmp(allowed, "1") && VERSION_SINCE(2, 30, 0)))
@@ -198,7 +198,7 @@ ncclResult_t comm_attach(ncclComm_t comm, const char *name) {
         pause = longer(pause);
     }
     ncclResult_t refused = check_devices(comm);
-    for (;;) { /* the fault: in progress for so many polls, or for ever */
+    for (;;) { /* the injected fault: in progress for some polls, or without end */
         long polls = knob(KNOB_INIT_POLLS);
         bool waits = polls < 0 || (!comm->blocking && __atomic_load_n(&comm->polls,
                                                                       __ATOMIC_ACQUIRE) < polls);

@@ -18,9 +18,9 @@ typedef struct {
 struct ncclComm {
     bool alive, blocking;
     bool finalized; /* by ncclCommFinalize */
-    bool aborted;   /* its operations end */
-    bool dying;     /* by ncclCommAbort: calls that make communicators from it end, too */
-    ncclComm_t child; /* that a call is making */
+    bool aborted;   /* its operations must end */
+    bool dying;     /* by ncclCommAbort: running calls that make a child must end, too */
+    ncclComm_t child; /* being made by a running call */
     int rank, size;
     CUcontext context;
     segment map;
@@ -28,16 +28,16 @@ struct ncclComm {
     char id[NAME_ROOM];
     pthread_mutex_t mutex;
     pthread_cond_t changed;
-    int error;          /* of its own; those of all are in the segment */
+    int error;          /* of this rank; the error of all ranks is in the segment */
     int busy;           /* calls in progress behind ncclInProgress */
     long polls;         /* of the asynchronous state, since init began */
-    int pending;        /* launches issued, not ended */
-    int running;        /* launches that a stream's thread works at */
+    int pending;        /* launches issued and not ended */
+    int running;        /* launches in work by a stream's thread */
     uint64_t issued, served; /* launches, in order */
     uint64_t collectives, meetings;
     bool connected;
-    unsigned char *sends_to, *receives_from; /* peers that it is connected to */
-    uint64_t *sending, *receiving;           /* the pass in which an earlier operation is at it */
+    unsigned char *sends_to, *receives_from; /* whether connected to each peer */
+    uint64_t *sending, *receiving;           /* pass in which an earlier operation uses it */
     uint64_t collecting;
     user_op user_ops[MAX_USER_OPS];
     int serial;
@@ -62,7 +62,7 @@ extern const char *const kind_names[];
 typedef struct {
     char *at;
     size_t left;
-    uint64_t end; /* the position in the ring behind the last byte, once written */
+    uint64_t end; /* position in the ring after the last byte, once written */
 } part;
 
 enum phase { PHASE_NEW, PHASE_POSTED, PHASE_MOVING, PHASE_DRAINING, PHASE_DONE };
@@ -80,9 +80,9 @@ typedef struct {
     enum phase phase;
     part *outgoing, *incoming; /* by rank */
     char *scratch;             /* contributions to fold, by rank */
-    char *scaled;              /* what is sent, multiplied */
-    post head;                 /* what is still to be sent or read of a message's head */
-    size_t head_left;
+    char *scaled;              /* the input, multiplied */
+    post head;                 /* head of a message */
+    size_t head_left;          /* bytes of the head still to be sent or read */
 } operation;
 
 /* Errors. */
@@ -96,11 +96,11 @@ bool comm_over(ncclComm_t); /* aborted, or in error */
 bool comm_aborted(ncclComm_t);
 void comm_busy(ncclComm_t, int change);
 
-/* Calls that other ranks take part in: done in a thread, so that they can be in progress. */
+/* Calls that need other ranks. They run in a thread, so that a call can be in progress. */
 typedef struct job job;
 struct job {
     ncclResult_t (*run)(job *);
-    ncclComm_t comm;   /* whose state is in progress meanwhile */
+    ncclComm_t comm;   /* its state is "in progress" meanwhile */
     ncclComm_t made;   /* the new communicator, if any */
     ncclComm_t *result;
     void *argument;
@@ -108,23 +108,23 @@ struct job {
     mark *done;
     ncclResult_t code;
 };
-ncclResult_t group_job(job *); /* takes the job; at once, or at the end of the group */
+ncclResult_t group_job(job *); /* takes the job; runs at once, or at the end of the group */
 ncclResult_t group_operation(const operation *);
-ncclResult_t group_error(ncclResult_t code); /* note it for the end of the group */
+ncclResult_t group_error(ncclResult_t code); /* keep the error for the end of the group */
 
 ncclComm_t comm_new(int size, int rank, CUcontext context, bool blocking);
-void comm_free(ncclComm_t); /* one that nobody was given */
-ncclResult_t comm_attach(ncclComm_t, const char *name); /* meet the others; blocks */
-void comm_end(ncclComm_t); /* for good: later calls are refused */
-/* Wait until all ranks made a proposal, and give them by rank; false if it ended before. */
+void comm_free(ncclComm_t); /* a communicator that no caller has got */
+ncclResult_t comm_attach(ncclComm_t, const char *name); /* connect to the other ranks; blocks */
+void comm_end(ncclComm_t); /* later calls are refused */
+/* Wait until all ranks have made a proposal; all[] gets them. False if the communicator ended. */
 bool comm_meet(ncclComm_t, int kind, int64_t a, int64_t b, proposal *all);
 
 void in_thread(void *(*run)(void *), void *argument);
-void launch_enqueue(operation *operations, int count); /* takes them */
+void launch_enqueue(operation *operations, int count); /* takes the operations */
 
-void *grown(void *array, int count, size_t size); /* with room for one more */
+void *grown(void *array, int count, size_t size); /* the array, with room for one more element */
 
-/* Work at operations until all have ended, or their communicators were aborted. */
+/* Run operations until all have ended, or their communicators are aborted. */
 void operations_run(operation *operations, int count);
 void operation_release(operation *);
 

@@ -1,4 +1,4 @@
-/* The driver's functions for memory: allocating, copying, filling, and whose an address is. */
+/* The driver's functions for memory: allocation, copies, fills, and attributes of addresses. */
 #define _GNU_SOURCE
 #include <stdlib.h>
 #include <string.h>
@@ -25,7 +25,7 @@ EXPORT CUresult cuMemAlloc_v2(CUdeviceptr *dptr, size_t bytesize) {
     return code;
 }
 
-/* Waits for the work that touches the block: CUDA synchronises the device here. */
+/* Wait for the work that uses the block, because CUDA synchronises the device here. */
 EXPORT CUresult cuMemFree_v2(CUdeviceptr dptr) {
     if (cuda_ready())
         return CUDA_ERROR_NOT_INITIALIZED;
@@ -139,7 +139,7 @@ static CUresult enqueue_copy(CUstream stream, const copy_task *what) {
     return CUDA_SUCCESS;
 }
 
-/* Not past the end of a block that we know. */
+/* Whether the bytes are within a known block, or the block is unknown. */
 static bool fits(const void *address, size_t bytes) {
     allocation block;
     return !memory_find(address, &block) || (uintptr_t)address + bytes <= block.end;
@@ -189,7 +189,7 @@ EXPORT CUresult cuMemcpyHtoDAsync_v2(CUdeviceptr dstDevice, const void *srcHost,
     return copy_bytes((void *)(uintptr_t)dstDevice, srcHost, ByteCount, hStream);
 }
 
-/* On the legacy stream, and waits for it. */
+/* Copy on the legacy stream, and wait for that stream. */
 EXPORT CUresult cuMemcpy(CUdeviceptr dst, CUdeviceptr src, size_t ByteCount) {
     CUstream stream;
     CUresult code = stream_resolve(NULL, NULL, &stream);

@@ -1,4 +1,4 @@
-/* Devices, their primary contexts, and which context is current in a thread. */
+/* Devices, their primary contexts, and the current context of each thread. */
 #define _GNU_SOURCE
 #include <pthread.h>
 #include <stdio.h>
@@ -16,13 +16,13 @@ static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 static __thread CUcontext stack[STACK_DEPTH];
 static __thread int depth;
 
-/* As with CUDA: a child of fork() cannot use what its parent initialised. */
+/* As in CUDA, a child of fork() cannot use the driver that its parent initialised. */
 static void after_fork(void) {
     if (devices >= 0)
         forked = true;
 }
 
-/* Which of the machine's devices are visible, as CUDA_VISIBLE_DEVICES says. */
+/* Find the visible devices of the machine, as CUDA_VISIBLE_DEVICES selects them. */
 static int find_devices(void) {
     int there = (int)knob(KNOB_DEVICES), found = 0;
     if (there > MAX_DEVICES)

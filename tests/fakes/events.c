@@ -1,4 +1,4 @@
-/* Waiting for streams: synchronise, query, events. */
+/* Waiting for streams: synchronisation, queries and events. */
 #define _GNU_SOURCE
 #include <stdlib.h>
 
@@ -51,7 +51,7 @@ static void enqueue_mark(CUstream stream, void (*run)(task *), mark *point) {
     stream_enqueue(stream, &work->base);
 }
 
-/* Wait for all that is on the stream by now. */
+/* Wait for all work that is on the stream now. */
 void stream_drain(CUstream stream) {
     pthread_mutex_lock(&stream->mutex);
     uint64_t until = stream->issued;
@@ -148,7 +148,7 @@ EXPORT CUresult cuEventRecord(CUevent hEvent, CUstream hStream) {
     if (!event_exists(hEvent) || hEvent->context != stream->context)
         return CUDA_ERROR_INVALID_HANDLE;
     log_call("cuEventRecord(event=%p, stream=%p)", (void *)hEvent, (void *)hStream);
-    mark *point = mark_new(2); /* the event's and the task's */
+    mark *point = mark_new(2); /* references of the event and of the task */
     pthread_mutex_lock(&hEvent->mutex);
     mark *before = hEvent->recorded;
     hEvent->recorded = point;
@@ -221,7 +221,7 @@ EXPORT CUresult cuLaunchHostFunc(CUstream hStream, CUhostFn fn, void *userData) 
         return CUDA_ERROR_OUT_OF_MEMORY;
     log_call("cuLaunchHostFunc(stream=%p)", (void *)hStream);
     work->base.run = run_host;
-    work->base.moves = true; /* comes late, too */
+    work->base.moves = true; /* host functions are delayed, too */
     work->function = fn;
     work->data = userData;
     stream_enqueue(stream, &work->base);

@@ -1,4 +1,4 @@
-/* What the C files of the fake share: knobs, the log, devices, memory, and work on streams. */
+/* Declarations that all C files of the fake share: knobs, log, devices, memory, streams. */
 #ifndef FAKE_H
 #define FAKE_H
 
@@ -8,7 +8,7 @@
 
 #include "abi_cuda.h"
 
-/* All functions of the two ABIs, and fake_*, are visible; everything else is not (-fvisibility). */
+/* Only the functions of the two ABIs and fake_* are visible (-fvisibility=hidden). */
 #define EXPORT __attribute__((visibility("default")))
 
 enum { POISON = 0xCB, MAX_DEVICES = 64 };
@@ -17,7 +17,7 @@ enum { POISON = 0xCB, MAX_DEVICES = 64 };
 enum knob {
     KNOB_DEVICES,
     KNOB_DELAY_US,
-    KNOB_HOLD, /* nothing that moves data begins while it is not 0 */
+    KNOB_HOLD, /* while not 0, no work that moves data begins */
     KNOB_SEED,
     KNOB_POISON,
     KNOB_LOG,
@@ -36,7 +36,7 @@ enum knob {
 };
 
 long knob(enum knob which);
-/* Count down a knob "at the N-th": true once, when the N-th comes. */
+/* Count down a knob that names the N-th event; return true once, at the N-th event. */
 bool knob_strikes(enum knob which);
 
 void log_call(const char *format, ...) __attribute__((format(printf, 1, 2)));
@@ -53,8 +53,8 @@ struct CUctx_st {
 };
 
 CUresult cuda_ready(void);               /* CUDA_ERROR_NOT_INITIALIZED before cuInit */
-CUcontext current_context(void);         /* NULL where there is none */
-CUcontext device_context(int ordinal);   /* NULL where there is no such device */
+CUcontext current_context(void);         /* NULL if there is none */
+CUcontext device_context(int ordinal);   /* NULL if there is no such device */
 int device_count(void);
 
 enum memory_kind { MEMORY_UNKNOWN, MEMORY_DEVICE, MEMORY_PINNED };
@@ -62,17 +62,17 @@ typedef struct {
     uintptr_t start, end;
     CUcontext context;
     enum memory_kind kind;
-    uint64_t id; /* never used again: tells memory from later memory at the same address */
+    uint64_t id; /* unique, so that later memory at the same address has another id */
     bool by_nccl;
 } allocation;
 
 CUresult memory_allocate(CUcontext context, enum memory_kind kind, size_t bytes, bool by_nccl,
                          void **address);
 bool memory_find(const void *address, allocation *found);
-/* Forget and poison the block that starts at address; false if there is none of that kind. */
+/* Forget and poison the block that starts at address; false if no block of that kind does. */
 bool memory_release(const void *address, enum memory_kind kind);
 
-/* A point in a stream's work that others can wait for. */
+/* Point in the work of a stream that other streams and threads can wait for. */
 typedef struct mark mark;
 mark *mark_new(int references);
 void mark_reach(mark *);
@@ -81,18 +81,18 @@ bool mark_reached(mark *);
 mark *mark_keep(mark *);
 void mark_drop(mark *);
 
-/* Memory that a task reads or writes: rows of width bytes, pitch apart. */
+/* Memory that a task reads or writes: rows of width bytes at a distance of pitch bytes. */
 typedef struct {
     uintptr_t start;
     size_t width, pitch, rows;
     bool writes, poison_late;
-    uint64_t id; /* of the allocation it lies in, 0 for memory of others */
+    uint64_t id; /* of the allocation that contains it, 0 for other memory */
 } span;
 
 typedef struct task task;
 struct task {
     void (*run)(task *);
-    bool moves; /* it moves data, and so comes after a delay */
+    bool moves; /* it moves data, so it runs after a delay */
     int span_count;
     span *spans; /* freed with the task */
     task *next;
@@ -100,12 +100,12 @@ struct task {
 };
 
 span span_of(const void *address, size_t bytes, bool writes);
-/* Note what a task touches, and poison what it writes: now, or once it is at its turn. */
+/* Record the memory that a task uses, and poison its outputs: now, or when the task begins. */
 void spans_announce(task *);
-void spans_poison(task *); /* what had to wait for earlier work */
-void spans_check(task *);  /* memory that was freed meanwhile is an error */
+void spans_poison(task *); /* the outputs that earlier work still used */
+void spans_check(task *);  /* set the sticky error if memory was freed meanwhile */
 void spans_end(task *);
-/* Wait until no task touches the block that starts at address. */
+/* Wait until no task uses the block that contains address. */
 void spans_wait_for(const void *address);
 
 struct CUstream_st {

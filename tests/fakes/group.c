@@ -1,5 +1,5 @@
-/* Groups: what was called since the outermost start goes off together at its end. A single
- * call is a group of itself. */
+/* Groups: the calls since the outermost start are launched together at its end. A single call
+ * is a group by itself. */
 #define _GNU_SOURCE
 #include <stdlib.h>
 #include <string.h>
@@ -9,7 +9,7 @@
 typedef struct {
     job **jobs;
     operation *operations;
-    ncclComm_t *comms; /* each once */
+    ncclComm_t *comms; /* without duplicates */
     int job_count, operation_count, comm_count;
     bool nonblocking;
 } batch;
@@ -33,7 +33,7 @@ static void add_comm(batch *b, ncclComm_t comm) {
     b->nonblocking |= !comm->blocking;
 }
 
-/* The first use of a connection is made by the host, which waits for the peer. */
+/* On the first use of a connection the host connects, and waits for the peer. */
 static bool unconnected(const operation *o) {
     if (!knob(KNOB_LAZY_CONNECT))
         return false;
@@ -158,13 +158,13 @@ static ncclResult_t run_batch(batch *b) {
 
 static void *run_batch_later(void *argument) {
     batch *b = argument;
-    nap(200); /* long enough for who does not wait to be wrong */
+    nap(200); /* long enough to expose a caller that does not wait */
     run_batch(b);
     free(b);
     return NULL;
 }
 
-/* A rank's messages to itself need both ends in the group. */
+/* Messages from a rank to itself need both ends in the same group. */
 static ncclResult_t check_own_messages(const batch *b) {
     for (int c = 0; c < b->comm_count; c++) {
         int sends = 0, receives = 0;

@@ -1,4 +1,4 @@
-"""The fake's shared library in Python: its knobs, its log, and a checked way to call it."""
+"""The fake's shared library in Python: knobs, log, and checked calls."""
 
 from __future__ import annotations
 
@@ -9,35 +9,36 @@ from collections.abc import Iterator
 
 from tests.fakes.build import build
 
-POISON = 0xCB  # each byte of an output that is not written yet, and of memory that was freed
+POISON = 0xCB  # each byte of an unwritten output and of freed memory
 
-VERSION = 22907  # of NCCL, unless another one is asked for
+VERSION = 22907  # default version of NCCL
 
 _contexts: dict[tuple[str, int], int] = {}  # by library and device
 
 
 def library_path(version: int = VERSION) -> str:
-    """Return the path of the fake of that version of NCCL, compiled now if it has to be."""
+    """Return the path of the fake for a version of NCCL; compile it if needed."""
     return str(build(version))
 
 
 def environment(version: int = VERSION, **knobs: int) -> dict[str, str]:
-    """Return the environment variables under which `collective` uses the fake.
+    """Return the environment variables with which `collective` uses the fake.
 
     Args:
-        version: the code of the NCCL version to be.
+        version: code of the NCCL version that the fake claims to be.
         knobs: settings by name, ``delay_us=0`` for FAKE_DELAY_US; README.md lists them.
     """
     path = library_path(version)
-    found = {"COLLECTIVE_NCCL_LIBRARY": path, "COLLECTIVE_CUDA_LIBRARY": path}
-    return found | {f"FAKE_{name.upper()}": str(value) for name, value in knobs.items()}
+    variables = {"COLLECTIVE_NCCL_LIBRARY": path, "COLLECTIVE_CUDA_LIBRARY": path}
+    return variables | {f"FAKE_{name.upper()}": str(value) for name, value in knobs.items()}
 
 
 class Fake:
-    """A handle on the fake in this process; all handles of one version share its state.
+    """Handle of the fake in this process. All handles of one version share its state.
 
     Args:
-        version: of NCCL; by default that of :func:`environment`, if it is in force here.
+        version: version of NCCL; by default that of the current environment, if
+            :func:`environment` is in force.
 
     Attributes:
         library: the ctypes library.
@@ -54,7 +55,7 @@ class Fake:
         self.library.cuCtxPushCurrent_v2.argtypes = [ctypes.c_void_p]
 
     def knob(self, name: str, value: int) -> None:
-        """Turn a knob while running, ``knob("delay_us", 0)``.
+        """Set a knob while the fake runs, as in ``knob("delay_us", 0)``.
 
         Raises:
             KeyError: there is no such knob.
@@ -64,7 +65,7 @@ class Fake:
 
     @contextlib.contextmanager
     def turned(self, name: str, value: int, back: int = 0) -> Iterator[None]:
-        """Turn a knob for the length of a block, then to ``back``."""
+        """Set a knob for the length of a block, and then to ``back``."""
         self.knob(name, value)
         try:
             yield
@@ -72,7 +73,7 @@ class Fake:
             self.knob(name, back)
 
     def log(self, containing: str = "") -> list[str]:
-        """Return the calls made so far, the oldest first: ``ncclAllReduce(sendbuff=0x…, …)``."""
+        """Return the calls so far, the oldest first, as ``ncclAllReduce(sendbuff=0x…, …)``."""
         room = self.library.fake_log_size() + 65536
         text = ctypes.create_string_buffer(room)
         used = self.library.fake_log_read(text, room)
@@ -83,14 +84,14 @@ class Fake:
         self.library.fake_log_clear()
 
     def reset_error(self) -> None:
-        """Forget the error that stays after a use of freed memory."""
+        """Clear the sticky error after a use of freed memory."""
         self.library.fake_reset_error()
 
     def cuda(self, name: str, *arguments: object) -> None:
         """Call a function of the driver.
 
         Raises:
-            OSError: it did not return CUDA_SUCCESS; ``errno`` is its code.
+            OSError: the function did not return CUDA_SUCCESS; ``errno`` is its result code.
         """
         code = getattr(self.library, name)(*arguments)
         if code:
@@ -99,19 +100,19 @@ class Fake:
             raise OSError(code, f"{name}: {(text.value or b'?').decode()}")
 
     def context(self, device: int) -> int:
-        """Return the primary context of a device; it is kept for the life of the process."""
+        """Return the primary context of a device, which is kept for the life of the process."""
         key = self.library._name, device
         if key not in _contexts:
             self.cuda("cuInit", 0)
-            found = ctypes.c_void_p()
-            self.cuda("cuDevicePrimaryCtxRetain", ctypes.byref(found), device)
-            assert found.value is not None
-            _contexts[key] = found.value
+            context = ctypes.c_void_p()
+            self.cuda("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
+            assert context.value is not None
+            _contexts[key] = context.value
         return _contexts[key]
 
     @contextlib.contextmanager
     def active(self, device: int) -> Iterator[None]:
-        """Make a device's context the current one of this thread for the length of a block."""
+        """Make a device's context current in this thread for the length of a block."""
         self.cuda("cuCtxPushCurrent_v2", self.context(device))
         try:
             yield
@@ -119,14 +120,14 @@ class Fake:
             self.cuda("cuCtxPopCurrent_v2", None)
 
     def stream(self, device: int) -> int:
-        """Return the handle of a new stream that does not synchronise with the legacy one."""
-        made = ctypes.c_void_p()
+        """Return the handle of a new stream that does not synchronise with the legacy stream."""
+        handle = ctypes.c_void_p()
         with self.active(device):
-            self.cuda("cuStreamCreate", ctypes.byref(made), 1)
-        assert made.value is not None
-        return made.value
+            self.cuda("cuStreamCreate", ctypes.byref(handle), 1)
+        assert handle.value is not None
+        return handle.value
 
     def synchronize(self, stream: int, device: int = 0) -> None:
-        """Wait until all that is on the stream is done."""
+        """Wait until all work on the stream is done."""
         with self.active(device):
             self.cuda("cuStreamSynchronize", ctypes.c_void_p(stream))

@@ -1,4 +1,4 @@
-/* Settings that a test turns (from the environment, then through fake_knob), and the log. */
+/* Settings of a test (from the environment, later through fake_knob), and the log. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <stdarg.h>
@@ -72,7 +72,7 @@ void nap(unsigned microseconds) {
         ;
 }
 
-/* The log: lines of text, one a call, the oldest first. It stops when it is full. */
+/* The log: one line of text for each call, the oldest first. A full log drops new lines. */
 enum { LOG_CAPACITY = 8 << 20 };
 static pthread_mutex_t log_mutex = PTHREAD_MUTEX_INITIALIZER;
 static char *log_text;
@@ -112,7 +112,7 @@ EXPORT size_t fake_log_size(void) {
     return used;
 }
 
-/* Copy at most capacity bytes of the log; how many were copied. */
+/* Copy at most capacity bytes of the log; return the number of bytes copied. */
 EXPORT size_t fake_log_read(char *text, size_t capacity) {
     pthread_mutex_lock(&log_mutex);
     size_t copied = log_used < capacity ? log_used : capacity;

@@ -1,5 +1,5 @@
-/* A group's operations on their streams: one task does them all, when every stream and every
- * communicator of the group is at this point. */
+/* Launch of a group's operations on their streams. One task runs all operations, once every stream
+ * and every communicator of the group has reached this point. */
 #define _GNU_SOURCE
 #include <stdlib.h>
 
@@ -67,7 +67,7 @@ static void run_launch(task *work) {
     free(l);
 }
 
-/* The group's other streams stop here until the group is done. */
+/* The other streams of the group wait here until the group is done. */
 static void run_arrival(task *work) {
     launch_task *arrival = (launch_task *)work;
     mark_reach(arrival->arrived);
@@ -137,7 +137,7 @@ static launch_task *new_task(void (*run)(task *), launch *l) {
     return work;
 }
 
-/* Tickets and places on streams are given at once, so that no two groups wait for each other. */
+/* Tickets and positions on streams are assigned under one lock, so that no groups deadlock. */
 void launch_enqueue(operation *operations, int count) {
     static pthread_mutex_t one_at_a_time = PTHREAD_MUTEX_INITIALIZER;
     launch *l = calloc(1, sizeof *l);
@@ -166,6 +166,6 @@ void launch_enqueue(operation *operations, int count) {
         arrival->arrived = l->arrived[i] = mark_new(2);
         stream_enqueue(l->streams[i], &arrival->base);
     }
-    stream_enqueue(l->streams[0], &leader->base); /* from here on the launch may be gone */
+    stream_enqueue(l->streams[0], &leader->base); /* from here on the launch may be freed */
     pthread_mutex_unlock(&one_at_a_time);
 }

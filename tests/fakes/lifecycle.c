@@ -34,7 +34,7 @@ EXPORT ncclResult_t ncclGetUniqueId(ncclUniqueId *uniqueId) {
     return ncclSuccess;
 }
 
-/* The context of the device that is current; device 0 where none is, as CUDA's runtime has it. */
+/* The current context; that of device 0 if there is none, as in CUDA's runtime. */
 static CUcontext chosen_context(void) {
     CUcontext context = current_context();
     return context ? context : device_context(0);
@@ -113,7 +113,7 @@ EXPORT ncclResult_t ncclCommInitRankConfig(ncclComm_t *comm, int nranks, ncclUni
 }
 #endif
 
-/* Wait until no call and no work is left, or until it ends otherwise. */
+/* Wait until no call and no work of the communicator is left, or until it is aborted. */
 static void wait_until_idle(ncclComm_t comm, bool for_work) {
     pthread_mutex_lock(&comm->mutex);
     while (comm->busy > 0 || (for_work ? comm->pending > 0 && !comm->aborted : comm->running > 0))
@@ -188,7 +188,7 @@ EXPORT ncclResult_t ncclCommAbort(ncclComm_t comm) {
 #endif
 
 #if VERSION_SINCE(2, 18, 1)
-/* The name under which the ranks of a communicator's child meet, the same on each of them. */
+/* Make the name of a child's segment; all ranks of the child compute the same name. */
 static void child_name(char *name, ncclComm_t parent, char how, uint64_t which, uint64_t what) {
     uint64_t hash = 14695981039346656037u;
     char text[NAME_ROOM + 64];
@@ -200,12 +200,12 @@ static void child_name(char *name, ncclComm_t parent, char how, uint64_t which, 
     snprintf(name, NAME_ROOM, "fake-nccl-%d-%016llx-%c", pid, (unsigned long long)hash, how);
 }
 
-/* A new communicator out of an old one: the pointer is filled in when it is there. */
+/* Make a new communicator from an old one; the pointer is set when the child is complete. */
 static ncclResult_t make_child(job *j, int size, int rank, const char *name) {
     ncclComm_t child = comm_new(size, rank, j->comm->context, j->integers[2]);
     ncclResult_t code = ncclSuccess;
     child->host = j->comm->host;
-    /* An abort of the parent ends the wait for the child's other ranks, too. */
+    /* An abort of the parent also ends the wait for the other ranks of the child. */
     __atomic_store_n(&j->comm->child, child, __ATOMIC_RELEASE);
     if (__atomic_load_n(&j->comm->dying, __ATOMIC_ACQUIRE))
         __atomic_store_n(&child->aborted, true, __ATOMIC_RELEASE);
@@ -234,7 +234,7 @@ static ncclResult_t run_split(job *j) {
     for (int r = 0; r < parent->size; r++) {
         if (all[r].a != color)
             continue;
-        size++; /* in the order of the keys, then of the old ranks */
+        size++; /* ordered by key, then by old rank */
         rank += all[r].b < j->integers[1] || (all[r].b == j->integers[1] && r < parent->rank);
     }
     free(all);

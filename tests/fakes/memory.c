@@ -1,15 +1,15 @@
-/* Memory that the fake gave out, and which pending work touches it. */
+/* Memory allocated by the fake, and the pending work that uses it. */
 #define _GNU_SOURCE
 #include <stdlib.h>
 #include <string.h>
 
 #include "fake.h"
 
-/* Freed memory stays mapped and poisoned for a while: who uses it still is told, not killed. */
+/* Freed memory stays mapped and poisoned for a while: a late use is an error, not a crash. */
 enum { QUARANTINE_BLOCKS = 256, QUARANTINE_BYTES = 64 << 20 };
 
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
-static allocation *blocks; /* in order of their addresses */
+static allocation *blocks; /* ordered by address */
 static size_t block_count, block_room;
 static uint64_t last_id;
 static struct {
@@ -168,7 +168,7 @@ void spans_announce(task *work) {
             s->id = block.id;
         if (!s->writes || !poisons || read_by(work, s))
             continue;
-        /* Work that was issued before may read it still, so then it has to wait. */
+        /* Earlier work may still use the output; then it is poisoned when this task begins. */
         s->poison_late = touched_by_pending(s);
         if (!s->poison_late)
             poison(s);

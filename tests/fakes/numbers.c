@@ -1,5 +1,5 @@
-/* Arithmetic of NCCL's types. Those of 8 and 16 bits are worked on as float, and rounded after
- * each step, as the GPU does. */
+/* Arithmetic of NCCL's data types. Floats of 8 and 16 bits are computed as float, and rounded
+ * after each step, as on the GPU. */
 #include "numbers.h"
 
 #include <math.h>
@@ -7,7 +7,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* A float of few bits. Without infinity, the largest pattern is NaN and too large saturates. */
+/* Format of a small float. Without infinity the largest pattern is NaN, and too large values
+ * saturate. */
 typedef struct {
     int exponent_bits, mantissa_bits, bias;
     bool infinite, saturates;
@@ -16,7 +17,7 @@ typedef struct {
 static const format half = {5, 10, 15, true, false};
 static const format brain = {8, 7, 127, true, false};
 static const format e4m3 = {4, 3, 7, false, true};
-static const format e5m2 = {5, 2, 15, true, true}; /* as CUDA's conversions: __NV_SATFINITE */
+static const format e5m2 = {5, 2, 15, true, true}; /* as in CUDA's conversions: __NV_SATFINITE */
 
 static float decode(unsigned bits, const format *f) {
     int top = (1 << f->exponent_bits) - 1;
@@ -49,8 +50,8 @@ static unsigned encode(float value, const format *f) {
         frexpf(value, &exponent);
         exponent -= 1; /* value = 1.xxx * 2 ** exponent */
         if (value == 0 || exponent < 1 - f->bias)
-            exponent = 1 - f->bias; /* subnormal: the smallest exponent's step */
-        /* In units of the last place; nearbyint rounds half to even. A carry moves the exponent. */
+            exponent = 1 - f->bias; /* subnormal: use the step of the smallest exponent */
+        /* In last-place units. nearbyint rounds half to even; a carry raises the exponent. */
         double units = nearbyint(ldexp((double)value, m - exponent));
         bits = ((unsigned)(exponent + f->bias - 1) << m) + (unsigned)units;
     }
@@ -59,7 +60,7 @@ static unsigned encode(float value, const format *f) {
     return sign | bits;
 }
 
-/* Tables: decoding is a look-up. */
+/* Tables for decoding. */
 static float halves[1 << 16], brains[1 << 16], e4m3s[1 << 8], e5m2s[1 << 8];
 static pthread_once_t filled = PTHREAD_ONCE_INIT;
 static void fill_tables(void) {
@@ -99,7 +100,7 @@ const char *number_name(ncclDataType_t type) {
 
 bool number_is_float(ncclDataType_t type) { return type >= ncclFloat16; }
 
-/* IN and OUT turn a stored value into one to calculate with, and back. */
+/* IN converts a stored value into one for arithmetic, and OUT converts back. */
 #define PLAIN(x) (x)
 #define HALF_OUT(x) ((uint16_t)encode(x, &half))
 #define BRAIN_OUT(x) ((uint16_t)encode(x, &brain))
@@ -110,7 +111,7 @@ bool number_is_float(ncclDataType_t type) { return type >= ncclFloat16; }
 #define E4M3_IN(x) e4m3s[x]
 #define E5M2_IN(x) e5m2s[x]
 
-/* max and min pass NaN on. For integers the comparison with itself is always false. */
+/* max and min return NaN for a NaN operand. For integers a != a is always false. */
 #define EACH(STORED, WIDE, IN, OUT, RESULT)                 \
     for (size_t i = 0; i < count; i++) {                    \
         WIDE a = IN(((STORED *)into)[i]);                   \
@@ -138,8 +139,8 @@ bool number_is_float(ncclDataType_t type) { return type >= ncclFloat16; }
         EACH(STORED, WIDE, IN, OUT, a / (WIDE)ranks)                                           \
     }
 
-/* Signed sums and products wrap, as on the GPU: they are calculated unsigned. Division and
- * comparison need the sign, so these have their own. */
+/* Signed sums and products are computed as unsigned, so that they wrap as on the GPU. Division
+ * and comparison need the sign, so they have separate code. */
 #define FOLD_SIGNED(NAME, SIGNED, UNSIGNED)                                                    \
     FOLD(NAME##_bits, UNSIGNED, UNSIGNED, PLAIN, PLAIN)                                        \
     static void fold_##NAME(void *into, const void *from, size_t count, int op) {              \

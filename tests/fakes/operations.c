@@ -1,4 +1,4 @@
-/* Doing operations: a state machine each, so that all of a group progress together. */
+/* Execution of operations: each is a state machine, so that all operations of a group progress. */
 #define _GNU_SOURCE
 #include <sched.h>
 #include <stdio.h>
@@ -30,7 +30,7 @@ void operation_release(operation *o) {
 
 static bool is_message(const operation *o) { return o->kind == SEND || o->kind == RECV; }
 
-/* The faults that a test asked for, counted over the operations of the ranks it named. */
+/* Inject the faults of the knobs, counted over the operations of the ranks in FAULT_RANK. */
 static void misbehave(operation *o) {
     long rank = knob(KNOB_FAULT_RANK);
     if (rank >= 0 && rank != o->comm->rank)
@@ -41,7 +41,7 @@ static void misbehave(operation *o) {
         comm_fail(o->comm, ncclRemoteError, "remote error by FAKE_REMOTE_ERROR_AT");
 }
 
-/* Which bytes go to and come from each rank. Own data is moved by finish(). */
+/* Plan which bytes go to and come from each rank. finish() moves the data of the rank itself. */
 static void plan(operation *o) {
     int size = o->comm->size, self = o->comm->rank;
     size_t ranks = (size_t)size, b = o->bytes;
@@ -104,7 +104,7 @@ static void fold_all(operation *o, const char *own) {
     memcpy(o->recv, o->scratch, o->bytes);
 }
 
-/* All has come, and all of ours has left its memory. */
+/* Complete an operation: all data has arrived, and all data of this rank has been written. */
 static void finish(operation *o) {
     size_t b = o->bytes, at = (size_t)o->comm->rank * b;
     bool is_root = o->comm->rank == o->root;
@@ -134,7 +134,7 @@ static void finish(operation *o) {
     }
 }
 
-/* A rank's factor is applied to what it sends, as it is when the operation runs. */
+/* Multiply the input by the factor, whose value is read when the operation runs. */
 static void premultiply(operation *o) {
     if (is_message(o) || o->op != FOLD_PREMUL_SUM)
         return;
@@ -176,7 +176,7 @@ static void disagree(operation *o, int other, const post *theirs) {
     segment_fail(&o->comm->map, ncclInvalidUsage, text);
 }
 
-/* Whether all are there, with the same call. */
+/* Whether all ranks have posted this collective, with the same call. */
 static bool all_posted(operation *o) {
     uint64_t number = o->comm->collectives;
     for (int r = 0; r < o->comm->size; r++) {
@@ -192,7 +192,7 @@ static bool all_posted(operation *o) {
     return true;
 }
 
-/* Move what can be moved now. True when all has gone and come. */
+/* Move the data that can be moved now. True when all data has been sent and received. */
 static bool move(operation *o, bool *moved) {
     enum lane lane = is_message(o) ? LANE_MESSAGE : LANE_COLLECTIVE;
     const segment *map = &o->comm->map;
@@ -229,7 +229,7 @@ static bool drained(const operation *o) {
     return true;
 }
 
-/* A message begins with what it is, so that the receiver can compare. */
+/* A message begins with a head that describes it, so that the receiver can compare. */
 static bool move_head(operation *o) {
     const segment *map = &o->comm->map;
     char *at = (char *)&o->head + sizeof o->head - o->head_left;
@@ -280,7 +280,7 @@ static void step(operation *o, bool *moved) {
     *moved |= o->phase != before;
 }
 
-/* Whether an earlier operation of this pass still uses the way; if not, it is taken. */
+/* Whether an earlier operation of this pass uses the connection; if not, reserve it. */
 static bool must_wait(operation *o, uint64_t pass) {
     uint64_t *way = o->kind == SEND   ? &o->comm->sending[o->root]
                     : o->kind == RECV ? &o->comm->receiving[o->root]
@@ -307,7 +307,7 @@ void operations_run(operation *operations, int count) {
             }
             all = false;
             if (comm_over(o->comm)) {
-                comm_state(o->comm); /* an error: as with NCCL, only an abort ends the operation */
+                comm_state(o->comm); /* an error: as in NCCL, only an abort ends the operation */
                 continue;
             }
             if (!must_wait(o, pass))

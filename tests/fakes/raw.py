@@ -1,4 +1,4 @@
-"""NCCL as it comes, through plain ctypes, for tests of the fake: ranks that call it."""
+"""Ranks that call NCCL directly through ctypes, for tests of the fake itself."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class UniqueId(ctypes.Structure):
 
 
 class Config(ctypes.Structure):
-    """The members that every version with a config has."""
+    """Members of ncclConfig_t that every version with a config has."""
 
     _fields_ = (
         ("size", c_size_t),
@@ -52,9 +52,9 @@ class Config(ctypes.Structure):
     @classmethod
     def of(cls, *, blocking: bool) -> Config:
         undefined = -(2**31)
-        made = cls(cls.rest.offset, 0xCAFEBEEF, 22907, int(blocking))
-        made.rest[:] = [undefined] * 8
-        return made
+        config = cls(cls.rest.offset, 0xCAFEBEEF, 22907, int(blocking))
+        config.rest[:] = [undefined] * 8
+        return config
 
 
 _FOLD = (c_void_p, c_void_p, c_size_t, c_int, c_int)  # send, recv, count, datatype, op
@@ -96,11 +96,11 @@ _PROTOTYPES: dict[str, tuple[Any, ...]] = {
 
 
 class NcclError(Exception):
-    """A call did not succeed.
+    """A call of NCCL that failed.
 
     Attributes:
         code: the ncclResult_t.
-        text: what ncclGetLastError says.
+        text: text of ncclGetLastError.
     """
 
     def __init__(self, name: str, code: int, text: str) -> None:
@@ -131,16 +131,16 @@ class Nccl(Fake):
         """Call ``nccl`` + name.
 
         Raises:
-            NcclError: it returned neither success nor "in progress".
+            NcclError: the call returned neither success nor "in progress".
         """
         code = getattr(self.library, f"nccl{name}")(*arguments)
         if code not in (SUCCESS, IN_PROGRESS):
             raise NcclError(name, code, self.last_error())
 
     def unique_id(self) -> bytes:
-        made = UniqueId()
-        self.call("GetUniqueId", made)
-        return bytes(made)
+        identity = UniqueId()
+        self.call("GetUniqueId", identity)
+        return bytes(identity)
 
     def state(self, comm: int) -> int:
         state = c_int()
@@ -157,7 +157,7 @@ class Nccl(Fake):
 
 
 class Rank:
-    """A rank of a communicator, with a stream of its own on the device of its number."""
+    """Rank of a communicator, with its own stream on its device."""
 
     def __init__(self, nccl: Nccl, identity: bytes, rank: int, size: int, device: int) -> None:
         self.nccl, self.rank, self.size, self.device = nccl, rank, size, device
@@ -178,14 +178,14 @@ class Rank:
         return self
 
     def until_error(self) -> int:
-        """Return the error that the asynchronous state comes to show."""
+        """Wait until the asynchronous state is an error, and return the error."""
         pause = threading.Event()
         while (state := self.nccl.state(self.comm)) in (SUCCESS, IN_PROGRESS):
             pause.wait(0.0005)
         return state
 
     def poll(self, comm: int | None = None) -> int:
-        """Return the asynchronous state once it is no longer "in progress"."""
+        """Wait until the asynchronous state is not "in progress", and return the state."""
         pause = threading.Event()
         while (state := self.nccl.state(comm or self.comm)) == IN_PROGRESS:
             pause.wait(0.0005)
@@ -199,7 +199,7 @@ class Rank:
         return FakeArray(shape, dtype, device=self.device, stream=self.stream)
 
     def call(self, name: str, *arguments: Any, comm: int | None = None, stream: int = 0) -> None:
-        """Call a collective, a send or a recv; arrays stand for their addresses."""
+        """Call a collective, a send or a recv; arrays are replaced by their addresses."""
         plain = [a.address if isinstance(a, FakeArray) else a for a in arguments]
         self.nccl.call(name, *plain, comm or self.comm, stream or self.stream)
 
@@ -214,7 +214,7 @@ class Rank:
 
 
 def dtype_of(name: str) -> np.dtype[Any]:
-    """Return NumPy's dtype, from ml_dtypes for those that NumPy lacks."""
+    """Return the dtype of a name, from ml_dtypes if NumPy lacks the dtype."""
     if name.startswith(("bfloat", "float8")):
         import ml_dtypes
 
@@ -223,11 +223,11 @@ def dtype_of(name: str) -> np.dtype[Any]:
 
 
 def in_threads(size: int, work: Callable[[Rank], Any], init: bool = True) -> list[Any]:
-    """Return what ``work`` returns on each rank, all threads of this process.
+    """Run ``work`` on ranks that are threads of this process; return the results by rank.
 
     Raises:
-        BaseException: the first that a rank raised.
-        TimeoutError: a rank did not come back.
+        BaseException: first exception of a rank.
+        TimeoutError: a rank did not return in time.
     """
     nccl = Nccl()
     nccl.context(0)
@@ -250,7 +250,7 @@ def in_threads(size: int, work: Callable[[Rank], Any], init: bool = True) -> lis
     if errors:
         raise errors[0]
     if any(thread.is_alive() for thread in threads):
-        raise TimeoutError("a rank did not come back")
+        raise TimeoutError("a rank did not return in time")
     return results
 
 
@@ -272,35 +272,35 @@ def _process(
 
 
 def in_processes(size: int, work: Callable[[Rank], Any], init: bool = True) -> list[Any]:
-    """Return what ``work``, a function of a module, returns on each rank, each a process.
+    """Run ``work``, a function of a module, on ranks that are processes; return the results.
 
-    The result of a process that died without one is its exit status, as ``SystemExit``.
+    If a process died without a result, its result is ``SystemExit`` with its exit status.
 
     Raises:
-        BaseException: the first that a rank raised.
-        TimeoutError: a rank did not come back.
+        BaseException: first exception of a rank.
+        TimeoutError: a rank did not return in time.
     """
     context = multiprocessing.get_context("spawn")
     identity = Nccl().unique_id()
     ends, processes, results = [], [], []
     for number in range(size):
-        mine, theirs = context.Pipe(duplex=False)
-        arguments = (theirs, work, init, number, size, identity)
+        receiver, sender = context.Pipe(duplex=False)
+        arguments = (sender, work, init, number, size, identity)
         process = context.Process(target=_process, args=arguments, daemon=True)
         process.start()
-        theirs.close()
-        ends.append(mine)
+        sender.close()
+        ends.append(receiver)
         processes.append(process)
     try:
         for end, process in zip(ends, processes):
             if not end.poll(_WAIT_S):
-                raise TimeoutError("a rank did not come back")
+                raise TimeoutError("a rank did not return in time")
             try:
-                fine, result = end.recv()
+                succeeded, result = end.recv()
             except EOFError:
                 process.join(_WAIT_S)
-                fine, result = True, SystemExit(process.exitcode)
-            if not fine:
+                succeeded, result = True, SystemExit(process.exitcode)
+            if not succeeded:
                 raise result
             results.append(result)
     finally:

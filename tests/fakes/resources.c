@@ -1,4 +1,4 @@
-/* NCCL's memory, registrations, windows and operators of a communicator. */
+/* NCCL's memory, and the registrations, windows and operators of a communicator. */
 #define _GNU_SOURCE
 #include <stdlib.h>
 #include <string.h>
@@ -8,7 +8,7 @@
 
 enum { MEET_WINDOW = 2, REGISTRATION_MAGIC = 0x52454749 };
 
-/* What a handle points to; kept after its end, so that a stale one is an error, not a crash. */
+/* Object of a handle. It is kept after its end, so that a stale handle is an error, not a crash. */
 typedef struct {
     int magic;
     bool live, is_window;
@@ -95,7 +95,7 @@ typedef struct {
     bool suitable;
 } window_request;
 
-/* All ranks call it. For memory that is not of ncclMemAlloc there is no window, and no error. */
+/* All ranks make this call. For memory not from ncclMemAlloc it makes no window and no error. */
 static ncclResult_t run_window(job *j) {
     window_request *request = j->argument;
     proposal *all = calloc((size_t)j->comm->size, sizeof *all);

@@ -1,4 +1,4 @@
-/* A file in /dev/shm, named by the unique id, whose name is gone once all ranks have it. */
+/* A file in /dev/shm, named by the unique id. It is unlinked once all ranks have opened it. */
 #define _GNU_SOURCE
 #include "segment.h"
 
@@ -25,7 +25,7 @@ static bool is_at(const char *path, int file) {
            named.st_dev == opened.st_dev;
 }
 
-/* Remove the files that killed ranks left: who waits at one holds a shared lock on it. */
+/* Remove the files of killed ranks. A rank that still waits holds a shared lock on its file. */
 void segment_sweep(void) {
     DIR *listing = opendir(folder);
     struct dirent *entry;
@@ -45,7 +45,7 @@ void segment_sweep(void) {
         closedir(listing);
 }
 
-/* Open the file and lock it, anew where a sweep has removed it in between. */
+/* Open and lock the file; repeat if a sweep has removed the file in between. */
 static int open_shared(const char *path) {
     for (;;) {
         int file = open(path, O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0600);
@@ -86,7 +86,7 @@ enum attach segment_attach(segment *map, const char *name, int size, int rank) {
     if (map->file < 0)
         return ATTACH_NO_MEMORY;
     struct stat before;
-    /* A smaller file grows, with zeros; never shrink one in use. */
+    /* A smaller file grows, filled with zeros. A file in use is never shrunk. */
     if (fstat(map->file, &before) ||
         ((size_t)before.st_size < map->bytes && ftruncate(map->file, (off_t)map->bytes))) {
         segment_detach(map);
@@ -107,7 +107,7 @@ enum attach segment_attach(segment *map, const char *name, int size, int rank) {
     else if (!__atomic_compare_exchange_n(&map->members[rank].taken, &unused, 1, false,
                                           __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE))
         code = ATTACH_RANK_TAKEN;
-    if (code) { /* it is the others' rendezvous: leave its name */
+    if (code) { /* the file belongs to other ranks, so do not unlink it */
         close(map->file);
         map->file = -1;
         segment_detach(map);
@@ -131,7 +131,7 @@ bool segment_complete(segment *map) {
 }
 
 void segment_detach(segment *map) {
-    if (map->file >= 0) { /* not all came: nobody else shall find half a rendezvous */
+    if (map->file >= 0) { /* not all ranks came: unlink, so that no rank finds half a rendezvous */
         char path[512];
         path_of(path, sizeof path, map->name);
         if (is_at(path, map->file))
@@ -163,7 +163,7 @@ ring *segment_ring(const segment *map, enum lane lane, int src, int dst) {
     return (ring *)(void *)(map->rings + at * (sizeof(ring) + map->ring_bytes));
 }
 
-/* Copy between a ring, from position on, and plain memory; at most to the ring's end twice. */
+/* Copy between a ring at a position and plain memory; a wrap makes two copies. */
 static void ring_copy(const segment *map, ring *r, uint64_t position, char *memory, size_t bytes,
                       bool into_ring) {
     char *data = (char *)(r + 1);

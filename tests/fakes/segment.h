@@ -1,4 +1,4 @@
-/* The memory that the ranks of a communicator share: processes and threads alike. */
+/* Shared memory of the ranks of a communicator, which are processes or threads. */
 #ifndef FAKE_SEGMENT_H
 #define FAKE_SEGMENT_H
 
@@ -8,14 +8,14 @@
 
 enum { NAME_ROOM = 96, TEXT_ROOM = 400, POSTS = 4 };
 
-/* A rank's n-th collective, for comparison with the others' n-th. */
+/* The n-th collective of a rank, to be compared with the n-th collective of the other ranks. */
 typedef struct {
     uint64_t number; /* written last */
     uint64_t count;
     int kind, type, op, root;
 } post;
 
-/* What a rank brings to a meeting of all (split, window). */
+/* The values of a rank in a call that all ranks make (split, window). */
 typedef struct {
     uint64_t number; /* written last */
     int kind;
@@ -31,7 +31,7 @@ typedef struct {
     proposal proposals[2];
 } member;
 
-/* Bytes from one rank to another; one writer, one reader. */
+/* Ring buffer for bytes from one rank to another: one writer, one reader. */
 typedef struct {
     uint64_t written;
     char apart[56];
@@ -40,9 +40,9 @@ typedef struct {
 } ring;
 
 typedef struct {
-    int size; /* of the communicator; 0 until the first comes */
+    int size; /* of the communicator; 0 until the first rank attaches */
     int attached;
-    int error; /* a ncclResult_t, the first that any rank found */
+    int error; /* a ncclResult_t: the first error of any rank */
     int error_lock;
     char error_text[TEXT_ROOM];
 } shared;
@@ -50,11 +50,11 @@ typedef struct {
 typedef struct {
     char name[NAME_ROOM];
     int size, rank;
-    int file; /* open, and locked, until all are attached; then -1 */
+    int file; /* open and locked until all ranks are attached, then -1 */
     size_t bytes, ring_bytes;
     shared *head;
     member *members;
-    unsigned char *wanted; /* [src][dst]: 1 the sender, 2 the receiver has asked to connect */
+    unsigned char *wanted; /* [src][dst]: bit 1: the sender, bit 2: the receiver wants to connect */
     char *rings;
 } segment;
 
@@ -63,9 +63,9 @@ enum attach { ATTACHED, ATTACH_NO_MEMORY, ATTACH_OTHER_SIZE, ATTACH_RANK_TAKEN }
 
 void segment_sweep(void);
 enum attach segment_attach(segment *, const char *name, int size, int rank);
-bool segment_complete(segment *); /* all are there; the file's name goes then */
+bool segment_complete(segment *); /* whether all ranks are there; if so, unlinks the file */
 void segment_detach(segment *);
-/* Report an error to all ranks; the first is kept. */
+/* Report an error to all ranks; the first error is kept. */
 void segment_fail(segment *, int code, const char *text);
 int segment_error(const segment *);
 

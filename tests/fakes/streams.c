@@ -1,4 +1,4 @@
-/* Streams: queues whose work is done later, in order, by a thread of their own. And events. */
+/* Streams: queues whose work a separate thread does later, in order. And marks. */
 #define _GNU_SOURCE
 #include <signal.h>
 #include <stdlib.h>
@@ -57,7 +57,7 @@ void mark_drop(mark *point) {
     free(point);
 }
 
-/* An error that stays, as after an illegal access; fake_reset_error forgets it. */
+/* Sticky error, as after an illegal access. fake_reset_error clears it. */
 static bool sticky;
 CUresult sticky_error(void) {
     return __atomic_load_n(&sticky, __ATOMIC_ACQUIRE) ? CUDA_ERROR_ILLEGAL_ADDRESS : CUDA_SUCCESS;
@@ -65,7 +65,7 @@ CUresult sticky_error(void) {
 void set_sticky_error(void) { __atomic_store_n(&sticky, true, __ATOMIC_RELEASE); }
 EXPORT void fake_reset_error(void) { __atomic_store_n(&sticky, false, __ATOMIC_RELEASE); }
 
-/* Streams that exist. Their structures are kept, so that a stale handle is an error, not a crash. */
+/* Existing streams. Structures are never freed, so that a stale handle is an error, not a crash. */
 enum { MAX_STREAMS = 1 << 14 };
 static CUstream streams[MAX_STREAMS];
 static int stream_count;
@@ -91,7 +91,7 @@ static bool stream_exists(CUstream handle) {
     return false;
 }
 
-/* The queue behind a handle. 0, 1 and 2 are the context's, by default the current one's. */
+/* Find the stream of a handle. 0, 1 and 2 are streams of the context, or of the current one. */
 CUresult stream_resolve(CUstream handle, CUcontext context, CUstream *stream) {
     if (cuda_ready())
         return CUDA_ERROR_NOT_INITIALIZED;
@@ -111,7 +111,7 @@ CUresult stream_resolve(CUstream handle, CUcontext context, CUstream *stream) {
     return *stream ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
 }
 
-/* Between none and twice the delay that is set. */
+/* Random delay between 0 and twice the delay of the knob. */
 static unsigned jitter(CUstream stream) {
     uint64_t x = stream->random;
     x ^= x << 13, x ^= x >> 7, x ^= x << 17;
@@ -119,7 +119,7 @@ static unsigned jitter(CUstream stream) {
     return (unsigned)(x % (2 * (uint64_t)knob(KNOB_DELAY_US) + 1));
 }
 
-/* Begin late. Called by the stream's thread only. */
+/* Wait before a task begins. Only the thread of the stream calls this function. */
 void stream_linger(CUstream stream) {
     while (knob(KNOB_HOLD))
         nap(100);
@@ -162,7 +162,7 @@ static void start_worker(CUstream stream) {
     pthread_attr_init(&detached);
     pthread_attr_setdetachstate(&detached, PTHREAD_CREATE_DETACHED);
     sigset_t all, before;
-    sigfillset(&all); /* the application's signals are not for this thread */
+    sigfillset(&all); /* this thread must not handle signals of the application */
     pthread_sigmask(SIG_SETMASK, &all, &before);
     if (pthread_create(&thread, &detached, work_off, stream))
         abort();
@@ -214,7 +214,7 @@ EXPORT CUresult cuStreamCreateWithPriority(CUstream *phStream, unsigned int flag
     return CUDA_SUCCESS;
 }
 
-/* The streams of a context, for who wants to wait for all of them. */
+/* List the streams of a context, for callers that wait for all of them. */
 int streams_of(CUcontext context, CUstream *found, int room) {
     int count = 0;
     pthread_mutex_lock(&streams_mutex);
@@ -233,7 +233,7 @@ EXPORT CUresult cuStreamCreate(CUstream *phStream, unsigned int Flags) {
     return cuStreamCreateWithPriority(phStream, Flags, 0);
 }
 
-/* What is on the stream is still done, as with CUDA. */
+/* Work that is on the stream still runs, as in CUDA. */
 EXPORT CUresult cuStreamDestroy_v2(CUstream hStream) {
     if ((uintptr_t)hStream <= 2 || !stream_exists(hStream))
         return CUDA_ERROR_INVALID_HANDLE;

@@ -1,4 +1,4 @@
-"""The ABI fake: how it is built, and how processes end that use it."""
+"""The ABI fake: its build, and the exit of processes that use it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(compiler() is None, reason="no C compiler")
 NOT_INITIALIZED = 3
 
 
-def test_builds_are_kept_by_version_and_sources():
+def test_build_is_cached_by_version():
     assert build(22907) == build(22907) != build(21403)
     assert environment(delay_us=3) == {
         "COLLECTIVE_NCCL_LIBRARY": library_path(),
@@ -27,14 +27,14 @@ def test_builds_are_kept_by_version_and_sources():
     }
 
 
-def test_without_a_compiler_the_message_says_so(monkeypatch):
+def test_build_without_compiler_raises_runtime_error(monkeypatch):
     monkeypatch.setenv("CC", "no-such-compiler")
     with pytest.raises(RuntimeError, match="no C compiler"):
         build.__wrapped__(22907)
 
 
 def real_headers():
-    """Return the folders with NVIDIA's headers, of the wheels where none are named."""
+    """Return the folders with NVIDIA's headers: the named ones, or those of the wheels."""
     named = os.environ.get("FAKE_REAL_HEADERS")
     if named:
         return named.split(":")
@@ -50,7 +50,7 @@ def real_headers():
     return folders
 
 
-def test_the_definitions_fit_the_real_headers():
+def test_definitions_match_real_headers():
     headers = real_headers()
     folder = os.path.dirname(sys.modules["tests.fakes"].__file__)
     sources = [os.path.join(folder, n) for n in os.listdir(folder) if n.endswith(".c")]
@@ -73,7 +73,7 @@ arrays = [FakeArray.of(np.arange(1000.0), stream=fake.stream(0)) for _ in range(
     ["fake.knob('hold', 1); FakeArray.of(np.zeros(9))", "fake.knob('delay_us', 3000)", ""],
     ids=["held", "slow", "plain"],
 )
-def test_the_interpreter_ends_whatever_streams_do(then):
+def test_interpreter_exits_with_work_on_streams(then):
     script = _AT_EXIT.format(root=str(ROOT), then=then)
     done = run_python("-c", script)
     assert (done.returncode, done.stderr) == (0, "")
@@ -85,7 +85,7 @@ def in_python(script, **variables):
     return printed("-W", "ignore", "-c", head + script, **variables).split()
 
 
-def test_a_forked_child_is_told_that_it_cannot():
+def test_forked_child_gets_not_initialized():
     script = """
 child = os.fork()
 if not child:
@@ -95,7 +95,7 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     assert in_python(script) == [str(NOT_INITIALIZED)]
 
 
-def test_devices_are_those_that_are_visible():
+def test_device_count_respects_visible_devices():
     script = """
 count, bus = ctypes.c_int(), ctypes.create_string_buffer(20)
 fake.cuda("cuDeviceGetCount", ctypes.byref(count))

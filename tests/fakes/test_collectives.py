@@ -1,6 +1,6 @@
 """The ABI fake's rounding, groups and streams, with threads as ranks.
 
-The suite that runs over the fake, backends/nccl/test_conformance.py, checks each result.
+The conformance suite over the fake, backends/nccl/test_conformance.py, checks all results.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def overlapping(rank):
         rank.call("AlltoAll", array, array, COUNT, INT64)
 
 
-def test_memory_that_overlaps_otherwise_than_in_place_is_refused():
+def test_overlapping_buffers_are_refused():
     in_threads(SIZE, overlapping)
 
 
@@ -42,7 +42,7 @@ def only_the_root(rank):
     return recv.get().view(np.uint8).tolist() == [POISON] * 32 or recv.get().tolist()
 
 
-def test_what_is_not_the_root_is_given_nothing():
+def test_reduce_writes_only_to_root():
     assert in_threads(SIZE, only_the_root) == [True, [6] * 4, True]
 
 
@@ -50,7 +50,7 @@ def test_what_is_not_the_root_is_given_nothing():
 
 
 @pytest.mark.parametrize("dtype", [d for d in DTYPES if "float" in d])
-def test_rounding_is_to_nearest_even_over_all_values(dtype):
+def test_sums_round_to_nearest_even(dtype):
     torch = pytest.importorskip("torch")
     patterns = np.arange(256 if "float8" in dtype else 65536)
 
@@ -71,13 +71,13 @@ def test_rounding_is_to_nearest_even_over_all_values(dtype):
         total = sum(torch.from_numpy(a.astype("f8")).to(wide) for a in arrays)
         expected = total.to(getattr(torch, dtype))
         limit = torch.finfo(expected.dtype).max
-        if "float8" in dtype:  # CUDA's conversions saturate, torch's do not
+        if "float8" in dtype:  # CUDA's conversions saturate, PyTorch's do not
             expected = total.clamp(-limit, limit).to(expected.dtype)
         wide_got = torch.from_numpy(got.astype("f8"))
         return bool(torch.equal(wide_got.nan_to_num(1e9), expected.double().nan_to_num(1e9)))
 
     def quietly(rank):
-        with np.errstate(all="ignore"):  # holds for one thread
+        with np.errstate(all="ignore"):  # np.errstate holds for one thread only
             return work(rank)
 
     assert in_threads(2, quietly) == [True, True]
@@ -86,7 +86,7 @@ def test_rounding_is_to_nearest_even_over_all_values(dtype):
 # Groups, messages, order
 
 
-def test_nothing_is_on_a_stream_before_the_outermost_end():
+def test_nested_group_launches_at_outermost_end():
     def work(rank):
         send, recv = rank.array(np.arange(4)), rank.array(np.zeros(4, int))
         rank.synchronize()
@@ -101,8 +101,8 @@ def test_nothing_is_on_a_stream_before_the_outermost_end():
     assert in_threads(2, work) == [([0] * 4, [0, 2, 4, 6])] * 2
 
 
-def test_a_groups_streams_meet():
-    """What comes behind the group on one stream waits for the work before it on the other."""
+def test_group_synchronises_its_streams():
+    """Work after the group on one stream waits for work before the group on the other stream."""
 
     def work(rank):
         nccl, other = rank.nccl, rank.nccl.stream(rank.device)
@@ -118,8 +118,8 @@ def test_a_groups_streams_meet():
     assert in_threads(2, work) == [[[0, 2, 4, 6]] * 2] * 2
 
 
-def test_operations_of_a_communicator_keep_their_order_across_streams():
-    """A blocked stream of a communicator holds up the communicator's work on its other streams."""
+def test_communicator_keeps_order_across_streams():
+    """A blocked stream of a communicator also blocks its work on other streams."""
 
     def work(rank):
         nccl, other = rank.nccl, rank.nccl.stream(rank.device)

@@ -1,4 +1,4 @@
-"""The ABI fake's communicators: how they are made, divided and ended."""
+"""The ABI fake's communicators: initialisation, split and end."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.skipif(compiler() is None, reason="no C compiler")
 # Init
 
 
-def test_ranks_of_one_thread_meet_in_a_group(nccl):
+def test_ranks_of_single_thread_initialise_in_group(nccl):
     identity = nccl.unique_id()
     ranks = [Rank(nccl, identity, r, 2, r) for r in range(2)]
     comms = [ctypes.c_void_p() for _ in ranks]
@@ -49,7 +49,7 @@ def test_ranks_of_one_thread_meet_in_a_group(nccl):
     assert [nccl.state(c) for c in comms] == [SUCCESS] * 2
 
 
-def test_init_without_blocking_is_in_progress_until_all_are_there(nccl):
+def test_nonblocking_init_is_in_progress_until_all_ranks_joined(nccl):
     identity = nccl.unique_id()
     ranks = [Rank(nccl, identity, r, 2, r) for r in range(2)]
     first = ranks[0].init(blocking=False)
@@ -65,7 +65,7 @@ def test_init_without_blocking_is_in_progress_until_all_are_there(nccl):
         rank.destroy()
 
 
-def test_init_can_stay_in_progress_and_be_aborted(nccl):
+def test_endless_init_is_abortable(nccl):
     nccl.knob("init_polls", 5)
     rank = Rank(nccl, nccl.unique_id(), 0, 1, 0).init(blocking=False)
     assert [nccl.state(rank.comm) for _ in range(4)] == [IN_PROGRESS] * 4
@@ -82,7 +82,7 @@ def test_init_can_stay_in_progress_and_be_aborted(nccl):
         nccl.state(rank.comm)
 
 
-def test_init_fails_where_it_should(nccl):
+def test_init_with_invalid_arguments_fails(nccl):
     nccl.knob("init_error", SYSTEM_ERROR)
     with pytest.raises(NcclError, match="FAKE_INIT_ERROR") as caught:
         Rank(nccl, nccl.unique_id(), 0, 1, 0).init()
@@ -118,7 +118,7 @@ def as_another_host(rank):
     return sums(rank.init())
 
 
-def test_two_ranks_on_one_gpu_are_refused_unless_allowed(nccl):
+def test_two_ranks_on_single_gpu_are_refused_unless_allowed(nccl):
     for code, text in in_threads(2, on_device_0, init=False):
         assert code == INVALID_USAGE
         assert "Duplicate GPU detected : rank 0 and rank 1" in text
@@ -136,7 +136,7 @@ def test_two_ranks_on_one_gpu_are_refused_unless_allowed(nccl):
 
 
 def split_and_use(rank):
-    """Split by odd and even, in reversed order; rank 4 of 5 stays out."""
+    """Split into odd and even ranks, in reversed order; rank 4, if there is one, stays out."""
     nccl, made = rank.nccl, ctypes.c_void_p()
     color = -1 if rank.rank == 4 else rank.rank % 2
     nccl.call("CommSplit", rank.comm, color, -rank.rank, made, None)
@@ -147,13 +147,13 @@ def split_and_use(rank):
     return *new, sums(rank, comm=made.value)
 
 
-def test_split(nccl):
+def test_split_orders_ranks_by_key(nccl):
     expected = [(1, 2, 4.0), (1, 2, 6.0), (0, 2, 4.0), (0, 2, 6.0)]
     assert in_threads(4, split_and_use) == expected
     assert not leftovers()
 
 
-def test_a_split_without_blocking_is_polled_on_the_parent(nccl):
+def test_nonblocking_split_is_polled_on_parent(nccl):
     identity = nccl.unique_id()
     ranks = [Rank(nccl, identity, r, 2, r).init(blocking=False) for r in range(2)]
     assert [r.poll() for r in ranks] == [SUCCESS] * 2
@@ -181,7 +181,7 @@ def refuses_other_memory(rank, memory):
         nccl.call("MemFree", rank.empty(16, "u1").address)
 
 
-def test_windows_need_memory_of_nccl_and_all_ranks():
+def test_windows_need_nccl_memory():
     def work(rank):
         nccl, memory = rank.nccl, ctypes.c_void_p()
         with nccl.active(rank.device):
@@ -194,7 +194,9 @@ def test_windows_need_memory_of_nccl_and_all_ranks():
             nccl.call("CommWindowRegister", rank.comm, at, 16, none, 0)
         else:
             nccl.call("CommWindowRegister", rank.comm, memory, 16, none, 0)
-        if rank.rank == 0:  # one rank: the last error's text is the process's, as NCCL's is
+        if (
+            rank.rank == 0
+        ):  # only one rank, because the text of the last error is shared by the process, as in NCCL
             refuses_other_memory(rank, memory)
         nccl.call("CommWindowDeregister", rank.comm, window)
         nccl.call("MemFree", memory)
@@ -223,24 +225,24 @@ SINCE = {
 
 
 @pytest.mark.parametrize("version", [2708, 21403, 22907])
-def test_a_version_has_the_functions_of_its_time(version):
+def test_version_has_functions_of_its_release(version):
     library = ctypes.CDLL(library_path(version))
     version_code = ctypes.c_int()
     library.ncclGetVersion(ctypes.byref(version_code))
     assert version_code.value == version
-    there = {name: hasattr(library, name) for name in SINCE.values()}
-    assert there == {name: version >= since for since, name in SINCE.items()}
+    present = {name: hasattr(library, name) for name in SINCE.values()}
+    assert present == {name: version >= since for since, name in SINCE.items()}
 
 
 @pytest.mark.parametrize("version", [2306, 21003, 21304, 21801, 21903, 22203, 22703])
-def test_the_versions_between_compile(version):
+def test_versions_in_between_compile(version):
     folder = pathlib.Path(fakes.__file__).parent
     command = [*compiler(), "-std=c11", "-fsyntax-only", "-Wall", "-Wextra", "-Werror"]
     sources = map(str, folder.glob("*.c"))
     subprocess.run([*command, f"-DNCCL_FAKE_VERSION={version}", *sources], check=True)
 
 
-def test_an_old_version_has_no_bfloat16_and_no_avg():
+def test_old_version_lacks_bfloat16_and_avg():
     nccl = Nccl(2708)
     nccl.context(0)
     comm = ctypes.c_void_p()
@@ -264,7 +266,7 @@ def test_an_old_version_has_no_bfloat16_and_no_avg():
 # The log
 
 
-def test_the_log_says_what_was_called_in_which_order(nccl):
+def test_log_lists_calls_in_order(nccl):
     rank = Rank(nccl, nccl.unique_id(), 0, 1, 0).init()
     array = rank.array(np.ones(4))
     nccl.clear_log()

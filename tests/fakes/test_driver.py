@@ -1,4 +1,4 @@
-"""The ABI fake's CUDA driver: late streams, poison, events, memory and arrays."""
+"""The ABI fake's CUDA driver: delayed streams, poison, events, memory and arrays."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def fake():
 
 @pytest.fixture
 def held(fake):
-    """Nothing that moves data begins until ``hold`` is 0."""
+    """Let no work that moves data begin until ``hold`` is 0."""
     fake.knob("hold", 1)
     return fake
 
@@ -46,17 +46,17 @@ def copy(fake, dst, src, nbytes, stream):
 
 
 def event(fake, device=0):
-    made = handle()
+    created = handle()
     with fake.active(device):
-        fake.cuda("cuEventCreate", ctypes.byref(made), 2)
-    return made
+        fake.cuda("cuEventCreate", ctypes.byref(created), 2)
+    return created
 
 
 def allocate(fake, nbytes, device=0):
-    made = u64()
+    address = u64()
     with fake.active(device):
-        fake.cuda("cuMemAlloc_v2", ctypes.byref(made), size_t(nbytes))
-    return made.value
+        fake.cuda("cuMemAlloc_v2", ctypes.byref(address), size_t(nbytes))
+    return address.value
 
 
 def code_of(fake, name, *arguments):
@@ -72,7 +72,7 @@ def is_poison(array):
 # Deferral and poison
 
 
-def test_who_reads_a_copy_without_waiting_reads_poison(fake):
+def test_read_before_copy_is_done_returns_poison(fake):
     source = FakeArray.of(np.arange(100))
     source.get()
     target = FakeArray.of(np.zeros(100, int))
@@ -84,7 +84,7 @@ def test_who_reads_a_copy_without_waiting_reads_poison(fake):
     assert np.array_equal(target.get(), np.arange(100))
 
 
-def test_memory_that_waiting_work_reads_is_not_poisoned_by_later_work(held):
+def test_input_of_waiting_work_is_not_poisoned(held):
     values = [np.full(50, n) for n in (1, 2)]
     first, second = (FakeArray.of(v) for v in values)
     result = FakeArray.of(np.zeros(50, int))
@@ -95,7 +95,7 @@ def test_memory_that_waiting_work_reads_is_not_poisoned_by_later_work(held):
     assert np.array_equal(first.get(), values[1])
 
 
-def test_a_copy_in_rows_leaves_what_lies_between(fake):
+def test_copy_2d_leaves_bytes_between_rows(fake):
     source = FakeArray.of(np.arange(12, dtype=np.uint8).reshape(3, 4))
     target = FakeArray.of(np.zeros((3, 8), np.uint8))
     target.get()
@@ -119,7 +119,7 @@ def test_a_copy_in_rows_leaves_what_lies_between(fake):
 # Order between streams
 
 
-def test_an_event_orders_two_streams_and_can_be_recorded_again(held):
+def test_event_orders_two_streams(held):
     one, two = held.stream(0), held.stream(0)
     source = FakeArray.of(np.arange(10), stream=one)
     target = FakeArray.of(np.zeros(10, int), stream=two)
@@ -138,14 +138,14 @@ def test_an_event_orders_two_streams_and_can_be_recorded_again(held):
     assert code_of(held, "cuEventQuery", later) == INVALID_HANDLE
 
 
-def test_a_stream_does_not_pass_an_event_that_it_waits_for(fake):
+def test_stream_does_not_pass_awaited_event(fake):
     one, two, happened = fake.stream(0), fake.stream(0), event(fake)
     order, passed = [], threading.Event()
     host_function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
     @host_function
     def first(_):
-        passed.wait(0.2)  # time enough for a stream that does not wait
+        passed.wait(0.2)  # enough time for a stream that wrongly does not wait
         order.append(1)
 
     @host_function
@@ -162,21 +162,25 @@ def test_a_stream_does_not_pass_an_event_that_it_waits_for(fake):
     assert order == [1, 2]
 
 
-def test_a_wait_is_for_the_record_before_it_not_for_later_ones(held):
+def test_wait_covers_only_earlier_record(held):
     one, two = held.stream(0), held.stream(0)
     again = event(held)
-    held.cuda("cuStreamWaitEvent", handle(two), again, 0)  # never recorded: no wait
+    held.cuda(
+        "cuStreamWaitEvent", handle(two), again, 0
+    )  # the event was never recorded, so there is no wait
     held.synchronize(two)
     held.cuda("cuEventRecord", again, handle(two))
     held.cuda("cuStreamWaitEvent", handle(two), again, 0)
     waiting = FakeArray.of(np.arange(3), stream=one)
-    held.cuda("cuEventRecord", again, handle(one))  # not done, but nobody waits for this one
+    held.cuda(
+        "cuEventRecord", again, handle(one)
+    )  # this record is not done, but no stream waits for it
     held.synchronize(two)
     held.knob("hold", 0)
     waiting.get()
 
 
-def test_an_event_is_recorded_on_streams_of_its_own_device_only(fake):
+def test_event_is_refused_on_stream_of_another_device(fake):
     other = event(fake, device=1)
     assert code_of(fake, "cuEventRecord", other, handle(current_stream(0))) == INVALID_HANDLE
     fake.cuda("cuEventRecord", other, handle(current_stream(1)))
@@ -199,12 +203,12 @@ def test_default_streams_need_a_current_context(fake, stream):
     assert code_of(fake, "cuStreamSynchronize", handle(stream)) == INVALID_CONTEXT
     with fake.active(1):
         fake.cuda("cuStreamSynchronize", handle(stream))
-        got = handle()
-        fake.cuda("cuStreamGetCtx", handle(stream), ctypes.byref(got))
-        assert got.value == fake.context(1)
+        context = handle()
+        fake.cuda("cuStreamGetCtx", handle(stream), ctypes.byref(context))
+        assert context.value == fake.context(1)
 
 
-def test_handles_0_and_1_are_one_queue(held):
+def test_handles_0_and_1_share_queue(held):
     source = FakeArray.of(np.arange(4))
     with held.active(0):
         copy(held, source.address, source.address, 4, 1)
@@ -215,7 +219,7 @@ def test_handles_0_and_1_are_one_queue(held):
         held.cuda("cuStreamQuery", handle(1))
 
 
-def test_a_destroyed_stream_ends_its_work_and_is_unknown_then(held):
+def test_destroyed_stream_finishes_its_work_and_is_invalid(held):
     stream = held.stream(0)
     target = FakeArray.of(np.arange(7), stream=stream)
     done = event(held)
@@ -231,36 +235,36 @@ def test_a_destroyed_stream_ends_its_work_and_is_unknown_then(held):
 # Memory
 
 
-def test_it_knows_its_memory_and_no_other(fake):
+def test_pointer_attributes_know_only_fake_memory(fake):
     address = allocate(fake, 100, device=2)
-    found = ctypes.c_int(-1)
+    attribute = ctypes.c_int(-1)
     attribute_kind, attribute_ordinal = 2, 9
     get = "cuPointerGetAttribute"
-    fake.cuda(get, ctypes.byref(found), attribute_ordinal, u64(address + 99))
-    assert found.value == 2
-    fake.cuda(get, ctypes.byref(found), attribute_kind, u64(address))
-    assert found.value == 2
+    fake.cuda(get, ctypes.byref(attribute), attribute_ordinal, u64(address + 99))
+    assert attribute.value == 2
+    fake.cuda(get, ctypes.byref(attribute), attribute_kind, u64(address))
+    assert attribute.value == 2
     pinned = handle()
     with fake.active(1):
         fake.cuda("cuMemHostAlloc", ctypes.byref(pinned), size_t(10), 0)
-    fake.cuda(get, ctypes.byref(found), attribute_kind, u64(pinned.value))
-    assert found.value == 1
-    own = np.empty(10)
-    for unknown in (own.ctypes.data, address + 100):
-        assert code_of(fake, get, ctypes.byref(found), 9, u64(unknown)) == INVALID_VALUE
+    fake.cuda(get, ctypes.byref(attribute), attribute_kind, u64(pinned.value))
+    assert attribute.value == 1
+    host = np.empty(10)
+    for unknown in (host.ctypes.data, address + 100):
+        assert code_of(fake, get, ctypes.byref(attribute), 9, u64(unknown)) == INVALID_VALUE
     fake.cuda("cuMemFreeHost", pinned)
     fake.cuda("cuMemFree_v2", u64(address))
     assert code_of(fake, "cuMemFree_v2", u64(address)) == INVALID_VALUE
 
 
-def test_a_use_after_a_free_on_the_stream_is_an_error_that_stays(fake):
+def test_use_after_free_sets_sticky_error(fake):
     stream = fake.stream(0)
     block = u64()
     fake.cuda("cuMemAllocAsync", ctypes.byref(block), size_t(64), handle(stream))
     target = FakeArray.of(np.zeros(8), stream=stream)
     copy(fake, target.address, block.value, 64, stream)
     fake.cuda("cuMemFreeAsync", block, handle(stream))
-    fake.synchronize(stream)  # in this order it is right
+    fake.synchronize(stream)  # freeing after the copy in the same stream is valid
     fake.cuda("cuMemAllocAsync", ctypes.byref(block), size_t(64), handle(stream))
     fake.knob("hold", 1)
     late = fake.stream(0)
@@ -272,7 +276,7 @@ def test_a_use_after_a_free_on_the_stream_is_an_error_that_stays(fake):
     assert fake.log("use after free")
 
 
-def test_a_dropped_array_is_poisoned_in_the_order_of_its_stream(held):
+def test_dropped_array_is_poisoned_in_stream_order(held):
     array = FakeArray.of(np.arange(16))
     memory, address, stream = array.memory(), array.address, array.stream
     kept = FakeArray.of(np.zeros(16, int))
@@ -284,7 +288,7 @@ def test_a_dropped_array_is_poisoned_in_the_order_of_its_stream(held):
     assert np.array_equal(kept.get(), np.arange(16))
 
 
-def test_allocations_fail_at_the_knob_and_at_the_end_of_memory(fake):
+def test_allocation_fails_by_knob_and_when_memory_is_full(fake):
     fake.knob("alloc_fail_at", 2)
     block = u64()
     with fake.active(3):
@@ -313,7 +317,7 @@ def test_allocations_fail_at_the_knob_and_at_the_end_of_memory(fake):
         lambda a: a[1, 2],
     ],
 )
-def test_arrays_of_any_strides_come_back(view):
+def test_arrays_of_any_strides_keep_their_values(view):
     values = view(np.arange(24, dtype="f4").reshape(4, 6))
     array = FakeArray.of(values, device=1)
     interface = array.__cuda_array_interface__
@@ -324,13 +328,13 @@ def test_arrays_of_any_strides_come_back(view):
     assert interface["version"] == 3
 
 
-def test_what_lies_between_elements_stays_poison():
+def test_bytes_between_elements_stay_poison():
     array = FakeArray.of(np.arange(8, dtype=np.uint8)[::4])
     array.get()
     assert array.memory().tolist() == [0, POISON, POISON, POISON, 4]
 
 
-def test_the_current_stream_can_be_set(fake):
+def test_set_current_stream_changes_stream_of_new_arrays(fake):
     mine = fake.stream(0)
     set_current_stream(mine)
     try:

@@ -1,4 +1,4 @@
-"""The ABI fake's failures: what blocks, dies, differs or is refused, and who hears of it."""
+"""The ABI fake's failures: blocked operations, dead ranks, differing calls and bad arguments."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ __all__ = ["nccl"]  # a fixture
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C compiler")
 
-# What a rank waits for
+# Waiting for peers
 
 
-def test_the_first_use_of_a_connection_waits_for_the_peer(nccl):
-    """Without blocking, the operation is on the stream only once the state is success."""
+def test_first_use_of_connection_waits_for_peer(nccl):
+    """On a non-blocking communicator the operation is on the stream only after success."""
     identity = nccl.unique_id()
     ranks = [Rank(nccl, identity, r, 2, r).init(blocking=False) for r in range(2)]
     assert [r.poll() for r in ranks] == [SUCCESS] * 2
@@ -46,18 +46,18 @@ def test_the_first_use_of_a_connection_waits_for_the_peer(nccl):
     ranks[1].synchronize()
     ranks[0].call("Send", sent, 4, FLOAT64, 1)
     assert nccl.state(ranks[0].comm) == IN_PROGRESS
-    ranks[0].synchronize()  # nothing is there yet
+    ranks[0].synchronize()  # the stream is still empty
     ranks[1].call("Recv", got, 4, FLOAT64, 0)
     assert [r.poll() for r in ranks] == [SUCCESS] * 2
     assert got.get().tolist() == [0.0, 1.0, 2.0, 3.0]
     ranks[0].call("Send", sent, 4, FLOAT64, 1)
-    assert nccl.state(ranks[0].comm) == SUCCESS  # known by now
+    assert nccl.state(ranks[0].comm) == SUCCESS  # the ranks are connected by now
     ranks[0].abort()
     ranks[1].abort()
 
 
 @pytest.mark.parametrize("lonely", ["AllReduce", "Send"])
-def test_a_blocked_operation_holds_its_stream_until_it_is_aborted(nccl, lonely):
+def test_blocked_operation_holds_stream_until_abort(nccl, lonely):
     nccl.knob("lazy_connect", 0)
     identity = nccl.unique_id()
     ranks = [Rank(nccl, identity, r, 2, r).init(blocking=False) for r in range(2)]
@@ -83,7 +83,7 @@ def test_a_blocked_operation_holds_its_stream_until_it_is_aborted(nccl, lonely):
     ranks[1].abort()
 
 
-def test_a_host_that_waits_in_a_call_is_freed_by_an_abort_from_another_thread(nccl):
+def test_abort_from_another_thread_ends_blocking_call(nccl):
     def work(rank):
         if rank.rank:
             return None
@@ -111,14 +111,14 @@ def die_at_the_third(rank):
     return results, busy
 
 
-def test_a_process_that_dies_leaves_the_others_blocked(nccl):
+def test_dead_process_leaves_other_ranks_blocked(nccl):
     first, second = in_processes(2, die_at_the_third)
     assert first == ([3.0, 3.0], 600)
     assert second.code == DIED
     assert not leftovers()
 
 
-def test_a_killed_rank_leaves_nothing_that_the_next_user_does_not_remove(nccl):
+def test_files_of_killed_rank_are_removed_by_next_user(nccl):
     script = "import sys; sys.path.insert(0, sys.argv[1]); from tests.fakes.raw import *\n"
     script += "n = Nccl(); n.context(0); r = Rank(n, n.unique_id(), 0, 2, 0).init(blocking=False)\n"
     script += "import os, time\n"
@@ -130,7 +130,7 @@ def test_a_killed_rank_leaves_nothing_that_the_next_user_does_not_remove(nccl):
         assert process.stdout.readline() == b"waits\n"
         assert leftovers(process.pid)
         nccl.unique_id()
-        assert leftovers(process.pid)  # in use
+        assert leftovers(process.pid)  # the file is still in use
         process.send_signal(signal.SIGKILL)
     nccl.unique_id()
     assert not leftovers(process.pid)
@@ -155,10 +155,10 @@ TEXTS = {
 }
 
 
-@pytest.mark.parametrize("what", MISMATCHES)
-def test_ranks_that_differ_all_hear_of_it(what):
+@pytest.mark.parametrize("difference", MISMATCHES)
+def test_differing_calls_are_reported_on_all_ranks(difference):
     def work(rank):
-        name, *rest = MISMATCHES[what](rank)
+        name, *rest = MISMATCHES[difference](rank)
         send, recv = rank.array(np.zeros(20)), rank.empty(20, "f8")
         rank.call(name, send, recv, *rest)
         state = rank.until_error()
@@ -172,10 +172,10 @@ def test_ranks_that_differ_all_hear_of_it(what):
     (state, text), (other_state, other_text) = in_threads(2, work)
     assert state == other_state == INVALID_USAGE
     assert text == other_text
-    assert re.search(TEXTS[what], text), text
+    assert re.search(TEXTS[difference], text), text
 
 
-def test_a_message_that_differs_from_what_is_awaited_is_an_error():
+def test_message_of_other_count_is_an_error():
     def work(rank):
         array = rank.array(np.zeros(20))
         rank.call(("Send", "Recv")[rank.rank], array, 10 - rank.rank, FLOAT64, 1 - rank.rank)
@@ -187,7 +187,7 @@ def test_a_message_that_differs_from_what_is_awaited_is_an_error():
     assert in_threads(2, work) == [(INVALID_USAGE, True)] * 2
 
 
-def test_arguments_are_checked_at_the_call(nccl):
+def test_invalid_arguments_are_refused_at_call(nccl):
     rank = Rank(nccl, nccl.unique_id(), 0, 1, 0).init()
     here, there = rank.array(np.zeros(4)), FakeArray.of(np.zeros(4), device=1)
     host = np.zeros(4)
@@ -215,13 +215,13 @@ def test_arguments_are_checked_at_the_call(nccl):
         rank.call("AllReduce", here, here, 4, FLOAT64, SUM, stream=there.stream)
     with pytest.raises(NcclError, match="without a matching recv"):
         rank.call("Send", here, 4, FLOAT64, 0)
-    rank.call("AllReduce", None, None, 0, FLOAT64, SUM)  # nothing of nothing
+    rank.call("AllReduce", None, None, 0, FLOAT64, SUM)  # an empty collective is valid
     with pytest.raises(NcclError, match="not in a group"):
         nccl.call("GroupEnd")
     rank.destroy()
 
 
-def test_an_error_in_a_group_drops_all_of_it(nccl):
+def test_error_in_group_drops_whole_group(nccl):
     rank = Rank(nccl, nccl.unique_id(), 0, 1, 0).init()
     send, recv = rank.array(np.ones(4)), rank.array(np.zeros(4))
     rank.synchronize()
@@ -236,7 +236,7 @@ def test_an_error_in_a_group_drops_all_of_it(nccl):
     assert sums(rank) == 1.0
 
 
-def test_a_remote_error_shows_in_the_state_and_the_operation_stays(nccl):
+def test_remote_error_sets_state_and_blocks_operation(nccl):
     nccl.knob("fault_rank", 1)
     nccl.knob("remote_error_at", 2)
 

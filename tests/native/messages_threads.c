@@ -1,6 +1,6 @@
-/* Ranks of two threads each that send to the next rank and receive from the one before, in calls of
-   random lengths around those at which messages change their way: built and run by test_shared.py,
-   with the sanitizers by `make sanitize`.
+/* Stress test of messages: each rank is two threads, which send to the next rank and receive from
+   the previous rank. The lengths are random, around those at which messages change their method.
+   test_shared.py builds and runs the program, and so does `make sanitize`, both under sanitizers.
 
    Usage: messages_threads RANKS CALLS RING_BYTES SEED */
 
@@ -14,7 +14,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-size_t cached_bytes = 512; /* long ones go around the caches */
+size_t cached_bytes = 512; /* longer copies bypass the caches */
 
 enum { MOST_RANKS = 16, LANES = 2, LOOKS = 20, OFFSETS = 4096 };
 
@@ -22,7 +22,7 @@ static int ranks, calls;
 static size_t ring_bytes;
 static unsigned seed;
 static struct messages all[MOST_RANKS];
-/* Somebody naps, so that all are looked at, and woken in vain: nobody waits for that here. */
+/* The flags say that ranks nap, so that senders wake them. No thread really naps here. */
 static uint32_t sleepers = 1;
 static uint64_t asleep[MOST_RANKS] = {1, 1};
 
@@ -42,11 +42,11 @@ static void check(int right, const char *what, int call, int rank, size_t nbytes
     }
 }
 
-/* What messages consist of: drawn once, since sanitizers look at each access of a loop over bytes, and
-   at each copy and comparison of many bytes but once. */
+/* Random bytes that all messages consist of. They are drawn once, because sanitizers check every
+   access of a loop over bytes, but check a copy or comparison of many bytes only once. */
 static char *drawn;
 
-/* A message of a rank's lane: of the drawn bytes those from somewhere on. */
+/* The message of a rank's lane in a call: the drawn bytes from a random offset on. */
 static const char *message(int call, int rank, int lane)
 {
     uint32_t state = (uint32_t)(call * 40503u + rank * 977u + lane * 77u + 1);
@@ -54,7 +54,7 @@ static const char *message(int call, int rank, int lane)
     return drawn + draw(&state) % OFFSETS;
 }
 
-/* As messages_type.c does, but that the sender's memory is this process's. */
+/* Drive an exchange as messages_type.c does, but read the sender's memory in this process. */
 static void run(struct exchange *x, int call)
 {
     for (int idle = 0; x->pending;) {
@@ -82,7 +82,7 @@ static size_t length(uint32_t *state)
     return around > 0 ? around - 1 : 0;
 }
 
-/* A head, and the array behind it if it is long, by one who knows how long it is. */
+/* Receive a head, and the array behind it if the array is long. The caller knows the length. */
 static void take_left(struct messages *m, int left, int64_t tag, char *out, size_t nbytes, int call)
 {
     struct exchange x;

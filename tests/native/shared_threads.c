@@ -1,6 +1,6 @@
-/* Ranks that are threads, in calls of random lengths around those at which a call takes another way.
-   At the end one rank gives up in the middle of a call. Built and run by test_shared.py, with the
-   sanitizers by `make sanitize`.
+/* Stress test of collectives: each rank is a thread. The lengths of the calls are random, around
+   those at which a call changes its method. At the end one rank gives up in the middle of a call.
+   test_shared.py builds and runs the program, and so does `make sanitize`, both under sanitizers.
 
    Usage: shared_threads RANKS CALLS AREA_BYTES SEED */
 
@@ -14,7 +14,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-size_t cached_bytes = 512; /* long ones go around the caches */
+size_t cached_bytes = 512; /* longer copies bypass the caches */
 
 enum { MOST_RANKS = 16, GUARD = 64 };
 
@@ -26,12 +26,12 @@ static int ranks, calls;
 static size_t area_bytes, heap_bytes;
 static unsigned seed;
 static struct stage stages[MOST_RANKS];
-/* Somebody naps, so that all are looked at. */
+/* The counter says that a rank naps, so that the flags of all ranks are checked. */
 static uint32_t sleepers = 1;
 static char *heaps[MOST_RANKS];
 static uint64_t broken; /* set by the rank that gives up */
 
-/* A generator that is the same on all ranks and all machines (Marsaglia's xorshift). */
+/* Random generator with the same numbers on all ranks and machines (Marsaglia's xorshift). */
 static uint32_t draw(uint32_t *state)
 {
     *state ^= *state << 13;
@@ -40,7 +40,7 @@ static uint32_t draw(uint32_t *state)
     return *state;
 }
 
-/* How many more waits a rank has patience for; NULL for any number. */
+/* Wait for a word. The context is the number of waits before this rank gives up; NULL: never. */
 static int wait_for(void *context, int rank, const uint64_t *word, uint64_t value, uint64_t most)
 {
     int *patience = context;
@@ -57,13 +57,13 @@ static int wait_for(void *context, int rank, const uint64_t *word, uint64_t valu
     return 0;
 }
 
-/* What a rank has at an element of a call. Sums of them wrap. */
+/* Input of a rank at an index in a call. Sums of inputs wrap. */
 static uint32_t element(int call, int rank, size_t index)
 {
     return (uint32_t)(index * 2654435761u) ^ (uint32_t)(call * 40503u + rank * 2246822519u);
 }
 
-/* A fold as those of folds.c, which takes long to compile. */
+/* A fold like those of folds.c, because folds.c takes long to compile. */
 static void sum(const void *left, const void *right, void *out, size_t count)
 {
     const uint32_t *a = left, *b = right;
@@ -80,7 +80,7 @@ static uint32_t summed(int call, int number, size_t index)
     return total;
 }
 
-/* What a rank has to get. */
+/* Expected result of a rank at an index. */
 static uint32_t wanted(const struct plan *p, int call, int rank, size_t i)
 {
     size_t start = p->starts[rank], piece = p->starts[rank + 1] - start;
@@ -115,7 +115,7 @@ static void check(int right, const char *what, int call, int rank, size_t count)
     }
 }
 
-/* A length near where a piece, a block, or an area of them ends, or what fits into a line; or any. */
+/* A random length: near the end of a piece, block or area, or short enough for a line, or any. */
 static size_t length(uint32_t *state)
 {
     size_t unit = area_bytes / sizeof(uint32_t) / (2u << draw(state) % 4);
@@ -145,7 +145,7 @@ static void one_call(struct shared *shared, struct plan *p, int call, int symmet
         src[i] = element(call, rank, i);
     shared_locate(shared, p, src, dst);
     check(shared_call(shared, p, src, dst) == 0, "arriving", call, rank, count);
-    /* The check wants to know how pieces are cut also where the call does not say. */
+    /* The check needs the starts of the pieces, even if the call does not give them. */
     for (int each = 0; each <= ranks; each++)
         starts[each] = start_of(shared, p, each);
     p->starts = starts;
@@ -154,16 +154,16 @@ static void one_call(struct shared *shared, struct plan *p, int call, int symmet
     p->starts = given;
     for (size_t i = 0; i < GUARD; i++)
         check(memory[i] == 0x5A5A5A5A && end[i] == 0x5A5A5A5A, "a guard", call, rank, count);
-    /* As its owner may do at once. */
+    /* Overwrite the memory at once, as its owner may do after the call. */
     memset(memory, call, (size_t)((char *)end - (char *)memory));
     if (!symmetric)
         free(memory);
 }
 
-/* Makes calls until a rank has given up, in symmetric memory and by stages, as where that rank is
-   then makes a difference. Nobody changes memory when its call has failed, but peers may still read
-   and write what the protocol gives them: the sanitizers look at that, and at the word that says
-   that a rank has failed. */
+/* Make calls until a rank has given up. The calls use symmetric memory and stages, because it
+   matters where that rank gives up. No rank changes its memory after its call has failed, but peers
+   may still read and write as the protocol allows. The sanitizers check these accesses, and those
+   to the word that says that a rank has failed. */
 static void break_off(struct shared *shared, uint32_t *state)
 {
     int patience = (int)(draw(state) % 12), victim = (int)(draw(state) % ranks), failed = 0;
@@ -181,7 +181,7 @@ static void break_off(struct shared *shared, uint32_t *state)
     free(memory);
 }
 
-/* There is nothing to do while the others arrive. */
+/* Callback while other ranks arrive; there is nothing to do. */
 static void go_on(void *context)
 {
     (void)context;
@@ -217,11 +217,11 @@ static void *rank_main(void *argument)
         }
         if (p.operation == BARRIER)
             p.count = 0;
-        /* All of them in a segment, none, or some. */
+        /* All ranks, no rank, or some ranks have their arrays in a segment. */
         uint32_t where = draw(&state), way = draw(&state) % 3, in_place = draw(&state) % 2;
         int symmetric = way == 0 || (way == 1 && where >> shared.rank & 1);
         one_call(&shared, &p, call, symmetric, (int)in_place);
-        /* Now and then one of them does something else, as all find out. */
+        /* Sometimes one rank makes a different call, and all ranks must notice that. */
         uint64_t other = draw(&state) % ranks;
         struct plan odd = {.operation = BARRIER, .item = 1,
                            .digest = other == (uint64_t)shared.rank};
