@@ -194,7 +194,7 @@ SUITE = {
         test_mpi_conformance.test_openmpi_passes_suite,
         test_mpi_conformance.test_openmpi_of_4_passes_suite,
     ],
-    "hierarchical": [test_hierarchical.test_hierarchical_pairs_pass_suite],
+    "hierarchical": [test_hierarchical.test_host_pairs_pass_suite],
 }
 NOT_OF_THE_SUITE = {
     (

@@ -199,7 +199,7 @@ def test_host_functions_run_in_order(fake):
 
 
 @pytest.mark.parametrize("stream", [0, 1, 2])
-def test_default_streams_need_a_current_context(fake, stream):
+def test_default_streams_need_current_context(fake, stream):
     assert code_of(fake, "cuStreamSynchronize", handle(stream)) == INVALID_CONTEXT
     with fake.active(1):
         fake.cuda("cuStreamSynchronize", handle(stream))

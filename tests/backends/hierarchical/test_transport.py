@@ -51,27 +51,27 @@ _exchange = transport._exchange
 
 
 @parametrize_with_checks(Pairs, sizes=(4,), checks=all_but("check_shrink", "check_shrink_left"))
-def test_hierarchical_pairs_pass_suite(check: Check) -> None:
+def test_host_pairs_pass_suite(check: Check) -> None:
     check()
 
 
 @parametrize_with_checks(Pairs, sizes=(3,), checks=BY_PLACE)
-def test_hierarchical_pair_and_single_rank_pass_suite(check: Check) -> None:
+def test_host_pair_and_single_rank_pass_suite(check: Check) -> None:
     check()
 
 
 @parametrize_with_checks(Interleaved, sizes=(4,), checks=BY_PLACE)
-def test_hierarchical_interleaved_hosts_pass_suite(check: Check) -> None:
+def test_interleaved_hosts_pass_suite(check: Check) -> None:
     check()
 
 
 @parametrize_with_checks(Lopsided, sizes=(4,), checks=BY_PLACE)
-def test_hierarchical_lopsided_hosts_pass_suite(check: Check) -> None:
+def test_lopsided_hosts_pass_suite(check: Check) -> None:
     check()
 
 
 @parametrize_with_checks(Single, sizes=(2,), checks=BY_PLACE)
-def test_hierarchical_single_host_passes_suite(check: Check) -> None:
+def test_single_host_passes_suite(check: Check) -> None:
     check()
 
 

@@ -213,7 +213,7 @@ def _output(vendor: str, script: str, *arguments: str, **environment: str) -> st
 
 
 @needs("mpich")
-def test_peer_death_inside_mpich_operation_ends_process(tmp_path: Path) -> None:
+def test_peer_death_inside_operation_ends_process(tmp_path: Path) -> None:
     # The rank leaves the process group, as ranks of a pool do: else mpiexec would end the job at
     # once.
     prelude = "control.leave_process_group()"

@@ -80,7 +80,7 @@ def test_plain_messages_program_passes(pair: RankPool, program: Any) -> None:
 
 
 @needs("mpich")
-def test_tensor_messages_pass_on_mpich() -> None:
+def test_tensor_messages_arrive() -> None:
     with RankPool(2, "mpi", timeout=30.0, mpiexec=warm_launch_of("mpich")) as pool:
         pool.run(plain_messages.tensors)
 

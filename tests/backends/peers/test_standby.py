@@ -132,7 +132,7 @@ def test_rank_refuses_to_serve_while_lower_rank_lives(ranks: Ranks) -> None:
     assert reason == "rank 0 lives, and serves before rank 2"
 
 
-def test_server_whose_port_closes_after_its_connections_has_ended(ranks: Ranks) -> None:
+def test_server_with_late_closing_port_counts_as_ended(ranks: Ranks) -> None:
     looks = iter([False, False, True])
     ranks.firsts[2].has_ended = lambda: next(looks, True)  # type: ignore[method-assign]
     ranks.stores[2].put_if_absent("decision", b"the first")

@@ -564,7 +564,7 @@ def test_stranger_at_gloo_port_is_refused_and_job_continues(
     assert os.listdir(tmp_path) == []
 
 
-def test_persistent_stranger_at_gloo_port_is_named(
+def test_persistent_stranger_at_port_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     connecting = pytest.importorskip("collective.backends.gloo.connecting")
