@@ -241,13 +241,15 @@ class Column:
                 self._survived = failure
         if isinstance(self._survived, RanksFailedError):
             raise self._survived
-        found = [each[name] for each in self._survived]
-        self.segments.update(path for each in found for path in each.after.segments)
-        return found
+        by_rank = [outcomes[name] for outcomes in self._survived]
+        self.segments.update(path for outcomes in by_rank for path in outcomes.after.segments)
+        return by_rank
 
     def killed(self, fault: Fault) -> dict[int, Any]:
         """Return each rank's result or error in a job in which processes end."""
-        self.segments.update(path for each in self._pool.run(held) for path in each.segments)
+        self.segments.update(
+            path for resources in self._pool.run(held) for path in resources.segments
+        )
         with pytest.raises(RanksFailedError) as caught:
             self._pool.run(fault.program, call_timeout=CALL_S, faults=fault.plan)
         return {**caught.value.results, **caught.value.errors}
@@ -320,9 +322,9 @@ def columns(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Columns]:
         patch.setenv(Marked.variable, "")
         patch.setenv("TMPDIR", tempfile.gettempdir())
         patch.setattr(tempfile, "tempdir", None)
-        made = Columns(tmp_path_factory.mktemp("faults"))
-        yield made
-        made.leave()
+        transports = Columns(tmp_path_factory.mktemp("faults"))
+        yield transports
+        transports.leave()
 
 
 def cells() -> Iterator[Any]:
@@ -342,9 +344,9 @@ def test_fault_raises_expected_errors(columns: Columns, column: str, name: str) 
             else:
                 assert_heard(rank, outcome, fault)
         return
-    for rank, found in enumerate(columns.at(column).survived(name)):
-        assert_heard(rank, found.heard, fault)
-        assert not found.after.more_than(found.before), f"rank {rank}: {found}"
+    for rank, survived in enumerate(columns.at(column).survived(name)):
+        assert_heard(rank, survived.heard, fault)
+        assert not survived.after.more_than(survived.before), f"rank {rank}: {survived}"
 
 
 def assert_heard(rank: int, heard: Heard, fault: Fault) -> None:

@@ -187,12 +187,12 @@ def test_device_repr_makes_no_context(monkeypatch):
 
 
 def test_streams_of_same_queue_are_equal(device):
-    mine = device.new_stream()
-    assert device.stream(mine.handle) == mine
-    assert hash(device.stream(mine.handle)) == hash(mine)
+    stream = device.new_stream()
+    assert device.stream(stream.handle) == stream
+    assert hash(device.stream(stream.handle)) == hash(stream)
     assert device.stream(0) == device.stream(1) != device.stream(2)
     assert device.stream(0) != cuda.device(1).stream(0)
-    assert device.stream(mine.handle) is device.stream(mine.handle)
+    assert device.stream(stream.handle) is device.stream(stream.handle)
 
 
 def test_event_is_done_after_earlier_work(fake, device, gate):
@@ -210,15 +210,15 @@ def test_event_is_done_after_earlier_work(fake, device, gate):
 
 def test_stream_waits_for_event_of_another_device(fake, gate):
     first, second = cuda.device(0), cuda.device(1)
-    one, other = first.new_stream(), second.new_stream()
-    gate.hold(one)
-    event = one.record()
-    other.wait(event)
+    first_stream, second_stream = first.new_stream(), second.new_stream()
+    gate.hold(first_stream)
+    event = first_stream.record()
+    second_stream.wait(event)
     event.release()
-    assert not other.query()
+    assert not second_stream.query()
     gate.open()
-    other.synchronize()
-    assert one.query()
+    second_stream.synchronize()
+    assert first_stream.query()
 
 
 def test_released_event_is_reused_without_ending_waits(fake, device, gate):
@@ -253,11 +253,11 @@ def test_dropped_event_returns_to_pool(fake, device):
 
 
 def test_dropped_own_stream_is_destroyed(fake, device):
-    mine = device.new_stream()
-    handle = mine.handle
+    stream = device.new_stream()
+    handle = stream.handle
     device.stream(handle)
     assert not fake.log("cuStreamDestroy")
-    del mine
+    del stream
     assert len(fake.log("cuStreamDestroy")) == 1
 
 
@@ -284,18 +284,18 @@ def test_threads_without_context_can_use_all_calls(fake, device):
 
     def use() -> None:
         try:
-            for each in (stream, device.stream(0), device.stream(2), device.new_stream()):
-                memory = cuda.allocate(device, 64, each)
+            for queue in (stream, device.stream(0), device.stream(2), device.new_stream()):
+                memory = cuda.allocate(device, 64, queue)
                 host = cuda.pinned(64)
                 host[:] = 7
-                cuda.copy(memory.address, address(host), 64, each)
-                cuda.copy_2d(address(host), 8, memory.address, 16, 4, 2, each)
-                event = each.record()
-                each.wait(event)
+                cuda.copy(memory.address, address(host), 64, queue)
+                cuda.copy_2d(address(host), 8, memory.address, 16, 4, 2, queue)
+                event = queue.record()
+                queue.wait(event)
                 event.synchronize()
                 event.query()
-                each.query()
-                each.synchronize()
+                queue.query()
+                queue.synchronize()
                 cuda.owner_of(memory.address)
             assert cuda.driver().current() == 0
         except BaseException as error:

@@ -164,9 +164,9 @@ def _keep_until_done(memory: Any, stream: int, device: int) -> None:
         fake.cuda("cuEventRecord", event, ctypes.c_void_p(stream))
     with _lock:
         waiting = []
-        for kept in [*_staged, (memory, event)]:
-            if fake.library.cuEventQuery(kept[1]):
-                waiting.append(kept)
+        for entry in [*_staged, (memory, event)]:
+            if fake.library.cuEventQuery(entry[1]):
+                waiting.append(entry)
             else:
-                fake.library.cuEventDestroy_v2(kept[1])
+                fake.library.cuEventDestroy_v2(entry[1])
         _staged[:] = waiting

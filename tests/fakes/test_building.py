@@ -75,8 +75,8 @@ arrays = [FakeArray.of(np.arange(1000.0), stream=fake.stream(0)) for _ in range(
 )
 def test_interpreter_exits_with_work_on_streams(then):
     script = _AT_EXIT.format(root=str(ROOT), then=then)
-    done = run_python("-c", script)
-    assert (done.returncode, done.stderr) == (0, "")
+    result = run_python("-c", script)
+    assert (result.returncode, result.stderr) == (0, "")
 
 
 def in_python(script, **variables):

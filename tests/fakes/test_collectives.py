@@ -66,15 +66,15 @@ def test_sums_round_to_nearest_even(dtype):
         send = rank.array(arrays[rank.rank].view(f"V{kind.itemsize}"))
         recv = rank.empty(len(base), f"V{kind.itemsize}")
         rank.call("AllReduce", send, recv, len(base), DTYPES[dtype], SUM)
-        got = recv.get().view(kind)
+        result = recv.get().view(kind)
         wide = torch.float64 if dtype == "float64" else torch.float32
         total = sum(torch.from_numpy(a.astype("f8")).to(wide) for a in arrays)
         expected = total.to(getattr(torch, dtype))
         limit = torch.finfo(expected.dtype).max
         if "float8" in dtype:  # CUDA's conversions saturate, PyTorch's do not
             expected = total.clamp(-limit, limit).to(expected.dtype)
-        wide_got = torch.from_numpy(got.astype("f8"))
-        return bool(torch.equal(wide_got.nan_to_num(1e9), expected.double().nan_to_num(1e9)))
+        wide_result = torch.from_numpy(result.astype("f8"))
+        return bool(torch.equal(wide_result.nan_to_num(1e9), expected.double().nan_to_num(1e9)))
 
     def quietly(rank):
         with np.errstate(all="ignore"):  # np.errstate holds for one thread only

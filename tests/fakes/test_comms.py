@@ -137,14 +137,14 @@ def test_two_ranks_on_single_gpu_are_refused_unless_allowed(nccl):
 
 def split_and_use(rank):
     """Split into odd and even ranks, in reversed order; rank 4, if there is one, stays out."""
-    nccl, made = rank.nccl, ctypes.c_void_p()
+    nccl, child = rank.nccl, ctypes.c_void_p()
     color = -1 if rank.rank == 4 else rank.rank % 2
-    nccl.call("CommSplit", rank.comm, color, -rank.rank, made, None)
+    nccl.call("CommSplit", rank.comm, color, -rank.rank, child, None)
     assert sums(rank) == 10.0 if rank.size == 4 else True
-    if made.value is None:
+    if child.value is None:
         return None
-    new = number(nccl, "CommUserRank", made), number(nccl, "CommCount", made)
-    return *new, sums(rank, comm=made.value)
+    place = number(nccl, "CommUserRank", child), number(nccl, "CommCount", child)
+    return *place, sums(rank, comm=child.value)
 
 
 def test_split_orders_ranks_by_key(nccl):
@@ -157,13 +157,13 @@ def test_nonblocking_split_is_polled_on_parent(nccl):
     identity = nccl.unique_id()
     ranks = [Rank(nccl, identity, r, 2, r).init(blocking=False) for r in range(2)]
     assert [r.poll() for r in ranks] == [SUCCESS] * 2
-    made = [ctypes.c_void_p() for _ in ranks]
-    nccl.call("CommSplit", ranks[0].comm, 0, 0, made[0], None)
+    children = [ctypes.c_void_p() for _ in ranks]
+    nccl.call("CommSplit", ranks[0].comm, 0, 0, children[0], None)
     assert nccl.state(ranks[0].comm) == IN_PROGRESS
-    assert made[0].value is None
-    nccl.call("CommSplit", ranks[1].comm, 0, 0, made[1], None)
+    assert children[0].value is None
+    nccl.call("CommSplit", ranks[1].comm, 0, 0, children[1], None)
     assert [r.poll() for r in ranks] == [SUCCESS] * 2
-    assert [number(nccl, "CommUserRank", m) for m in made] == [0, 1]
+    assert [number(nccl, "CommUserRank", m) for m in children] == [0, 1]
 
 
 # Memory, registration, windows

@@ -26,12 +26,12 @@ u64, size_t, handle = ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p
 
 @pytest.fixture
 def fake():
-    made = Fake()
-    made.context(0)
-    made.clear_log()
-    yield made
-    made.knob("hold", 0)
-    made.reset_error()
+    library = Fake()
+    library.context(0)
+    library.clear_log()
+    yield library
+    library.knob("hold", 0)
+    library.reset_error()
 
 
 @pytest.fixture
@@ -120,16 +120,16 @@ def test_copy_2d_leaves_bytes_between_rows(fake):
 
 
 def test_event_orders_two_streams(held):
-    one, two = held.stream(0), held.stream(0)
-    source = FakeArray.of(np.arange(10), stream=one)
-    target = FakeArray.of(np.zeros(10, int), stream=two)
+    first, second = held.stream(0), held.stream(0)
+    source = FakeArray.of(np.arange(10), stream=first)
+    target = FakeArray.of(np.zeros(10, int), stream=second)
     happened, later = event(held), event(held)
-    held.cuda("cuEventRecord", happened, handle(one))
-    held.cuda("cuStreamWaitEvent", handle(two), happened, 0)
-    copy(held, target.address, source.address, 80, two)
-    held.cuda("cuEventRecord", later, handle(two))
+    held.cuda("cuEventRecord", happened, handle(first))
+    held.cuda("cuStreamWaitEvent", handle(second), happened, 0)
+    copy(held, target.address, source.address, 80, second)
+    held.cuda("cuEventRecord", later, handle(second))
     assert code_of(held, "cuEventQuery", happened) == NOT_READY
-    assert code_of(held, "cuStreamQuery", handle(two)) == NOT_READY
+    assert code_of(held, "cuStreamQuery", handle(second)) == NOT_READY
     held.knob("hold", 0)
     held.cuda("cuEventSynchronize", later)
     held.cuda("cuEventQuery", happened)
@@ -163,19 +163,19 @@ def test_stream_does_not_pass_awaited_event(fake):
 
 
 def test_wait_covers_only_earlier_record(held):
-    one, two = held.stream(0), held.stream(0)
+    first, second = held.stream(0), held.stream(0)
     again = event(held)
     held.cuda(
-        "cuStreamWaitEvent", handle(two), again, 0
+        "cuStreamWaitEvent", handle(second), again, 0
     )  # the event was never recorded, so there is no wait
-    held.synchronize(two)
-    held.cuda("cuEventRecord", again, handle(two))
-    held.cuda("cuStreamWaitEvent", handle(two), again, 0)
-    waiting = FakeArray.of(np.arange(3), stream=one)
+    held.synchronize(second)
+    held.cuda("cuEventRecord", again, handle(second))
+    held.cuda("cuStreamWaitEvent", handle(second), again, 0)
+    waiting = FakeArray.of(np.arange(3), stream=first)
     held.cuda(
-        "cuEventRecord", again, handle(one)
+        "cuEventRecord", again, handle(first)
     )  # this record is not done, but no stream waits for it
-    held.synchronize(two)
+    held.synchronize(second)
     held.knob("hold", 0)
     waiting.get()
 
@@ -279,13 +279,13 @@ def test_use_after_free_sets_sticky_error(fake):
 def test_dropped_array_is_poisoned_in_stream_order(held):
     array = FakeArray.of(np.arange(16))
     memory, address, stream = array.memory(), array.address, array.stream
-    kept = FakeArray.of(np.zeros(16, int))
-    copy(held, kept.address, address, 128, stream)
+    target = FakeArray.of(np.zeros(16, int))
+    copy(held, target.address, address, 128, stream)
     del array
     held.knob("hold", 0)
     held.synchronize(stream)
     assert is_poison(memory)
-    assert np.array_equal(kept.get(), np.arange(16))
+    assert np.array_equal(target.get(), np.arange(16))
 
 
 def test_allocation_fails_by_knob_and_when_memory_is_full(fake):
@@ -335,10 +335,10 @@ def test_bytes_between_elements_stay_poison():
 
 
 def test_set_current_stream_changes_stream_of_new_arrays(fake):
-    mine = fake.stream(0)
-    set_current_stream(mine)
+    stream = fake.stream(0)
+    set_current_stream(stream)
     try:
-        assert FakeArray((2,)).stream == mine
+        assert FakeArray((2,)).stream == stream
     finally:
         set_current_stream(None)
-    assert FakeArray((2,)).stream != mine
+    assert FakeArray((2,)).stream != stream

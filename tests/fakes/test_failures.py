@@ -42,14 +42,14 @@ def test_first_use_of_connection_waits_for_peer(nccl):
     identity = nccl.unique_id()
     ranks = [Rank(nccl, identity, r, 2, r).init(blocking=False) for r in range(2)]
     assert [r.poll() for r in ranks] == [SUCCESS] * 2
-    sent, got = ranks[0].array(np.arange(4.0)), ranks[1].array(np.zeros(4))
+    sent, received = ranks[0].array(np.arange(4.0)), ranks[1].array(np.zeros(4))
     ranks[1].synchronize()
     ranks[0].call("Send", sent, 4, FLOAT64, 1)
     assert nccl.state(ranks[0].comm) == IN_PROGRESS
     ranks[0].synchronize()  # the stream is still empty
-    ranks[1].call("Recv", got, 4, FLOAT64, 0)
+    ranks[1].call("Recv", received, 4, FLOAT64, 0)
     assert [r.poll() for r in ranks] == [SUCCESS] * 2
-    assert got.get().tolist() == [0.0, 1.0, 2.0, 3.0]
+    assert received.get().tolist() == [0.0, 1.0, 2.0, 3.0]
     ranks[0].call("Send", sent, 4, FLOAT64, 1)
     assert nccl.state(ranks[0].comm) == SUCCESS  # the ranks are connected by now
     ranks[0].abort()

@@ -138,7 +138,7 @@ def test_differing_counts_raise_mismatch_and_write_nothing(comm: Communicator) -
     with pytest.raises(MismatchError) as caught:
         comm.all_gather(_rows(comm.rank), counts=counts, out=out[: sum(counts)])
     assert not out.any()
-    assert all(each in str(caught.value) for each in ("[3, 4]", "[5, 4]"))
+    assert all(text in str(caught.value) for text in ("[3, 4]", "[5, 4]"))
 
 
 def _made(comm: Communicator, name: str, by_python: tuple[int, ...]) -> list[float] | None:
@@ -228,11 +228,11 @@ def test_unsuitable_arguments_raise_type_error_as_in_python(
 
 @pytest.mark.parametrize("name", [*(each for each in CALLS if " " not in each), "send", "recv"])
 def test_method_in_c_has_doc_signature_and_source_of_python(name: str) -> None:
-    in_front = getattr(Communicator, name)
-    function = inspect.unwrap(in_front)
-    assert function is not in_front
-    assert inspect.getdoc(in_front) == inspect.getdoc(function)
-    assert inspect.signature(in_front) == inspect.signature(function)
+    method = getattr(Communicator, name)
+    function = inspect.unwrap(method)
+    assert function is not method
+    assert inspect.getdoc(method) == inspect.getdoc(function)
+    assert inspect.signature(method) == inspect.signature(function)
     with collective.init(size=1, rank=0) as comm:
         source = inspect.getsource(getattr(comm, name))
     assert source == inspect.getsource(function)

@@ -176,7 +176,7 @@ def test_mutual_exchange_does_not_deadlock(kind: str, nbytes: int) -> None:
     rank(0)
     other.join()
     assert (results == [None, None]) == (kind != "into")
-    assert [each.tobytes() for each in outputs] == [
+    assert [output.tobytes() for output in outputs] == [
         data(nbytes, 1 - me).tobytes() for me in range(2)
     ]
 

@@ -114,9 +114,9 @@ def receives(state: State, pieces: int, messages: int, rules: Rules) -> Iterator
 def first_failure(pieces: int, messages: int, rules: Rules) -> str:
     """Try all interleavings; return the first failure as text, or an empty text."""
     start = State(ring=((0, 0),) * rules.capacity)
-    found, ahead = {start}, [start]
-    while ahead:
-        state = ahead.pop()
+    seen, todo = {start}, [start]
+    while todo:
+        state = todo.pop()
         try:
             following = [
                 *sends(state, pieces, messages, rules),
@@ -126,8 +126,8 @@ def first_failure(pieces: int, messages: int, rules: Rules) -> str:
             return f"reads {wrong}"
         if not following and (state.sender[0], state.receiver[0]) != ("over", "over"):
             return f"nobody can go on: {state}"
-        ahead += [each for each in following if each not in found]
-        found.update(following)
+        todo += [successor for successor in following if successor not in seen]
+        seen.update(following)
     return ""
 
 

@@ -34,13 +34,13 @@ def test_sanitizers_report_no_error(program: str, ranks: str, areas: str, saniti
     # The same as `make sanitize`, but shorter.
     few = ["--calls", "150", "--ranks", *ranks.split(), "--areas", *areas.split()]
     few += ["--programs", program]
-    done = run_python(
+    result = run_python(
         "-m", "tests.native.threads", *few, "--sanitizers", sanitizer, merged=True, timeout=110
     )
-    if "there is no compiler" in done.stdout:
-        pytest.skip(done.stdout)
-    assert done.returncode == 0, done.stdout
-    assert done.stdout.count("150 calls of") == len(ranks.split()) * len(areas.split())
+    if "there is no compiler" in result.stdout:
+        pytest.skip(result.stdout)
+    assert result.returncode == 0, result.stdout
+    assert result.stdout.count("150 calls of") == len(ranks.split()) * len(areas.split())
 
 
 class Damaged(Exception):
@@ -158,9 +158,9 @@ def test_call_keeps_area_of_previous_call_intact() -> None:
 def test_memory_returned_to_peer_is_not_written(count: int) -> None:
     host = Host()
     memory = np.ones(2 * count, np.float32)
-    mine, theirs = memory[:count], memory[count:]
-    addresses = [part.__array_interface__["data"][0] for part in (mine, theirs)]
-    assert host.shared.know(5, mine.nbytes, addresses)
+    own_half, peer_half = memory[:count], memory[count:]
+    addresses = [part.__array_interface__["data"][0] for part in (own_half, peer_half)]
+    assert host.shared.know(5, own_half.nbytes, addresses)
 
     def arrives_and_gives_up() -> None:
         for location in (LOCATION, LOCATION + 2, LOCATION + 8, LOCATION + 10):
@@ -170,8 +170,8 @@ def test_memory_returned_to_peer_is_not_written(count: int) -> None:
 
     host.meanwhile = arrives_and_gives_up
     with pytest.raises(ConnectionError, match="request is broken"):
-        host.plan(ALL_REDUCE, "sum")(Buffer(mine, FLOAT32), Buffer(mine, FLOAT32), 1.0)
-    assert theirs.tolist() == [1.0] * count
+        host.plan(ALL_REDUCE, "sum")(Buffer(own_half, FLOAT32), Buffer(own_half, FLOAT32), 1.0)
+    assert peer_half.tolist() == [1.0] * count
 
 
 @pytest.mark.parametrize("location", [LOCATION, LOCATION + 2], ids=["input", "output"])
@@ -217,8 +217,8 @@ def test_impossible_block_of_peer_is_not_accepted(word: int) -> None:
         if len(host.asked) > 1:
             raise Damaged
         host.arrives()
-        for each in (POSTED, FOLDED, READ):
-            host.peer[each] = 5
+        for counter in (POSTED, FOLDED, READ):
+            host.peer[counter] = 5
         host.peer[word] = 6
 
     host.meanwhile = arrives_and_is_damaged

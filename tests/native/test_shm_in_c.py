@@ -44,7 +44,9 @@ def _wanted(name: str, inputs: list[Any], rank: int, root: int) -> Any:
     if name == "scatter":
         return np.array_split(inputs[root], size)[rank]
     if name == "all_to_all":
-        return np.concatenate([np.array_split(each, size)[rank] for each in inputs])
+        return np.concatenate(
+            [np.array_split(inputs_of_rank, size)[rank] for inputs_of_rank in inputs]
+        )
     return sum(inputs[: rank + 1])
 
 
@@ -100,16 +102,16 @@ def test_pieces_of_different_lengths_are_moved(comm: Communicator) -> None:
     for count in COUNTS:
         lengths = [count * rank // comm.size for rank in range(comm.size)]
         inputs = [np.full(length, rank, np.int16) for rank, length in enumerate(lengths)]
-        found = comm.all_gather(inputs[comm.rank])
-        wrong += [f"all_gather of {count}"] * (found.tolist() != np.concatenate(inputs).tolist())
+        result = comm.all_gather(inputs[comm.rank])
+        wrong += [f"all_gather of {count}"] * (result.tolist() != np.concatenate(inputs).tolist())
         # Odd and even ranks cut in opposite order.
         cut = lengths if comm.rank % 2 else lengths[::-1]
         sent = np.repeat(np.arange(comm.size, dtype=np.int16), cut)
-        found = comm.all_to_all(sent, counts=cut)
+        result = comm.all_to_all(sent, counts=cut)
         total = sum(
             (lengths if rank % 2 else lengths[::-1])[comm.rank] for rank in range(comm.size)
         )
-        wrong += [f"all_to_all of {count}"] * (found.tolist() != [comm.rank] * total)
+        wrong += [f"all_to_all of {count}"] * (result.tolist() != [comm.rank] * total)
     assert wrong == []
 
 

@@ -210,9 +210,9 @@ def first_failure(programs: list[list[Step]]) -> str:
             slots[-1].append(dict(content))
             counters[-1].append(tuple(counts))
     start = (0,) * len(programs)
-    seen, ahead = {start}, [start]
-    while ahead:
-        state = ahead.pop()
+    seen, todo = {start}, [start]
+    while todo:
+        state = todo.pop()
         stuck = True
         for rank, at in enumerate(state):
             if at == len(programs[rank]):
@@ -230,7 +230,7 @@ def first_failure(programs: list[list[Step]]) -> str:
             following = (*state[:rank], at + 1, *state[rank + 1 :])
             if following not in seen:
                 seen.add(following)
-                ahead.append(following)
+                todo.append(following)
         if stuck and any(at < len(program) for at, program in zip(state, programs, strict=True)):
             return f"nobody can go on: {state}"
     return ""

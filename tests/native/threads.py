@@ -43,7 +43,7 @@ def build(name: str, sanitizer: str, folder: Path) -> Path | None:
         trial = [*command, *flags, "-o", str(program), str(empty)]
         if subprocess.run(trial, capture_output=True, check=False).returncode:
             return None
-    parts = [each if each.startswith("-") else str(_CORE / each) for each in PROGRAMS[name]]
+    parts = [part if part.startswith("-") else str(_CORE / part) for part in PROGRAMS[name]]
     main = str(_HERE / f"{name}_threads.c")
     subprocess.run([*command, *flags, f"-I{_CORE}", "-o", str(program), main, *parts], check=True)
     return program
@@ -52,10 +52,10 @@ def build(name: str, sanitizer: str, folder: Path) -> Path | None:
 def run(command: list[str], ranks: int, calls: int, nbytes: int, seed: int) -> str:
     """Return the output of the program; all but the last line describes an error."""
     words = [*command, *map(str, (ranks, calls, nbytes, seed))]
-    done = subprocess.run(
+    result = subprocess.run(
         words, capture_output=True, text=True, timeout=600 + calls / 1000, check=False
     )
-    return done.stderr + done.stdout
+    return result.stderr + result.stdout
 
 
 def main() -> int:

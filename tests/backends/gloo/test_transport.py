@@ -107,7 +107,7 @@ def test_single_host_job_listens_on_loopback_only(comm: Any) -> None:
     before = listening()
     comm.dup()
     loopback = socket.inet_aton("127.0.0.1")[::-1].hex().upper()
-    assert {each.partition(":")[0] for each in before} == {loopback}
+    assert {address.partition(":")[0] for address in before} == {loopback}
     assert listening() == before, "the new group listens on an additional address"
 
 
@@ -228,13 +228,13 @@ def test_forked_child_does_not_wait_for_threads_of_parent(comm: Any) -> None:
         gc.collect()
         os._exit(7)
     end = time.monotonic() + 20
-    while not (found := os.waitpid(pid, os.WNOHANG))[0] and time.monotonic() < end:
+    while not (status := os.waitpid(pid, os.WNOHANG))[0] and time.monotonic() < end:
         time.sleep(0.01)
-    if not found[0]:
+    if not status[0]:
         os.kill(pid, 9)
-        found = os.waitpid(pid, 0)
+        status = os.waitpid(pid, 0)
     comm.barrier()
-    assert os.waitstatus_to_exitcode(found[1]) == 7
+    assert os.waitstatus_to_exitcode(status[1]) == 7
 
 
 class _Looked:
@@ -251,17 +251,17 @@ class _Looked:
 def test_watching_thread_drops_finished_wait():
     looked = threading.Event()
     channel: Any = _Looked(looked)
-    kept = weakref.ref(channel)
+    channel_ref = weakref.ref(channel)
     wait = Blocked(channel, "recv(tag=0)", 60.0, None)
     watched.add(wait)
     assert looked.wait(30.0)
     watched.remove(wait)
     del channel, wait
     end = time.monotonic() + 30.0
-    while kept() is not None and time.monotonic() < end:
+    while channel_ref() is not None and time.monotonic() < end:
         gc.collect()
         time.sleep(0.01)
-    assert kept() is None
+    assert channel_ref() is None
 
 
 # -- the program exits although its process groups are still busy ------------------------------

@@ -133,21 +133,23 @@ def _operations(comm: Communicator, **how: Any) -> Iterator[tuple[str, Any, Any]
     yield "reduce_scatter", comm.reduce_scatter(put(mine), **how), total[half]
     parts = comm.reduce_scatter(put(mine), counts=[1, 7], **how)
     yield "reduce_scatter of parts", parts, total[:1] if comm.rank == 0 else total[1:]
-    x = adapter_of(given := put(mine)).view(given)[0]
+    x = adapter_of(array := put(mine)).view(array)[0]
     within = comm.reduce_scatter(x, out=x[half], **how)
     yield "reduce_scatter into the input", within, total[half]
     yield "scan", comm.scan(put(mine), **how), sum(every[: comm.rank + 1])
     yield "broadcast", comm.broadcast(put(mine), root=1, **how), every[1]
-    whole = put(every[1]) if at_root else None
-    yield "scatter", comm.scatter(whole, root=1, like=put(mine), **how), every[1][half]
+    root_input = put(every[1]) if at_root else None
+    yield "scatter", comm.scatter(root_input, root=1, like=put(mine), **how), every[1][half]
     gathered = comm.gather(put(lines), root=1, **how)
     yield "gather", gathered, np.concatenate(uneven) if at_root else None
     yield "all_gather", comm.all_gather(put(lines), **how), np.concatenate(uneven)
     yield "all_gather of as many", comm.all_gather(put(mine), **how), np.concatenate(every)
-    swapped = np.concatenate([each[half] for each in every])
+    swapped = np.concatenate([inputs_of_rank[half] for inputs_of_rank in every])
     yield "all_to_all", comm.all_to_all(put(mine), **how), swapped
     cut = [[1, 7], [8, 0]]
-    received = [each[:1] if comm.rank == 0 else each[1:] for each in every[:1]]
+    received = [
+        inputs_of_rank[:1] if comm.rank == 0 else inputs_of_rank[1:] for inputs_of_rank in every[:1]
+    ]
     received += [every[1] if comm.rank == 0 else every[1][8:]]
     turned = comm.all_to_all(put(mine), counts=cut[comm.rank], **how)
     yield "all_to_all of parts", turned, np.concatenate(received)
@@ -233,19 +235,19 @@ def test_mpi_reads_input_only_after_stream_is_done(comm: Communicator) -> None:
     operations = _operations(comm)
     while True:
         with _nothing_begins_before_somebody_waits():
-            found = next(operations, None)
-        if found is None:
+            operation = next(operations, None)
+        if operation is None:
             return
-        _same(*found)
+        _same(*operation)
 
 
 def _entries(comm: Communicator, **how: Any) -> tuple[set[str], set[bool]]:
     Watched.entries.clear()
-    for _, found, _ in _operations(comm, **how):
+    for _, work, _ in _operations(comm, **how):
         if how:
-            found.wait()
+            work.wait()
     entered = Watched.entries
-    return {each.name for each in entered}, {each.current for each in entered}
+    return {entry.name for entry in entered}, {entry.current for entry in entered}
 
 
 # The operations that MPI gets directly: all but the average, which is computed in host memory.
@@ -281,12 +283,12 @@ def _supported(comm: Communicator) -> dict[str, list[str]]:
 
 
 def test_supports_names_operators_that_mpi_reduces(watched: RankPool) -> None:
-    whole = ["bool", "int32"]
-    by_op = {"min": whole, "max": whole, "band": whole, "bor": whole, "bxor": whole}
+    integers = ["bool", "int32"]
+    by_op = {"min": integers, "max": integers, "band": integers, "bor": integers, "bxor": integers}
     by_op |= {"sum": ["int32"], "prod": ["int32"], "land": ["bool"], "lor": ["bool"]}
     every = {
-        f"{what}: {op}": types
-        for what in ("reduce", "reduce in order", "scan")
+        f"{operation}: {op}": types
+        for operation in ("reduce", "reduce in order", "scan")
         for op, types in by_op.items()
     }
     # In a scan rank 0 returns its input unchanged, so nothing converts its bool bytes to 0 and 1.
@@ -342,10 +344,10 @@ def test_timed_out_recv_keeps_gpu_memory(comm: Communicator) -> None:
             comm.transport.recv(
                 Buffer(adapter_of(x).view(x)[0], BY_NAME["int32"]), 1, 5, Deadline(0.2)
             )
-        kept = weakref.ref(x)
+        array_ref = weakref.ref(x)
         del x
         gc.collect()
-        assert kept() is not None
+        assert array_ref() is not None
     else:
         with pytest.raises(CollectiveError):
             comm.barrier()
@@ -356,11 +358,11 @@ def test_mismatched_call_frees_gpu_memory(comm: Communicator) -> None:
     x = FakeArray((3 + comm.rank,), np.int32, device=comm.rank)
     with pytest.raises(MismatchError):
         comm.all_reduce(x)
-    kept = weakref.ref(x)
+    array_ref = weakref.ref(x)
     comm.barrier()
     del x
     gc.collect()
-    assert kept() is None
+    assert array_ref() is None
 
 
 # -- whether a library is CUDA-aware --------------------------------------------------------------

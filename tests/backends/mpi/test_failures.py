@@ -46,9 +46,9 @@ def test_program_exits(vendor: str, how: str) -> None:
             comm.close()
         say("total", total[0])
     """)
-    done = mpirun(vendor, 3, script)
-    assert done.stdout.count("total 3") == 3
-    assert "collective" not in done.stdout
+    result = mpirun(vendor, 3, script)
+    assert result.stdout.count("total 3") == 3
+    assert "collective" not in result.stdout
 
 
 @by_vendor
@@ -66,8 +66,8 @@ def test_program_that_drops_communicators_exits(vendor: str, owner: str) -> None
             time.sleep(0.05 * comm.rank)
         say("fine")
     """)
-    done = mpirun(vendor, 3, script)
-    assert done.stdout == 3 * "fine\n"
+    result = mpirun(vendor, 3, script)
+    assert result.stdout == 3 * "fine\n"
 
 
 @by_vendor
@@ -176,9 +176,9 @@ def test_exception_on_one_rank_ends_job(vendor: str) -> None:
             raise ZeroDivisionError("by nobody")
         comm.barrier()
     """)
-    done = mpirun(vendor, 2, script, check=False)
-    assert done.returncode != 0
-    assert "by nobody" in done.stdout
+    result = mpirun(vendor, 2, script, check=False)
+    assert result.returncode != 0
+    assert "by nobody" in result.stdout
 
 
 # Rank 0 announces the call and then does not take part in MPI's operation. Rank 1 creates the file
@@ -271,8 +271,8 @@ def test_send_to_departed_rank_returns(closes: bool, tmp_path: Path) -> None:
                 open(closed, "x").close()
             wait_for(over)
     """)
-    done = mpirun("openmpi", 3, script, arguments=("--with-ft", "ulfm"), check=False)
-    assert over.exists(), done.stdout
+    result = mpirun("openmpi", 3, script, arguments=("--with-ft", "ulfm"), check=False)
+    assert over.exists(), result.stdout
 
 
 @needs("openmpi")
@@ -295,16 +295,16 @@ def test_survivors_shrink_with_open_mpi() -> None:
             total = comm.all_reduce(np.array([2**first]))[0]
             say("rank", first, "is", comm.rank, "of", comm.size, comm.origin, "sum", total)
     """)
-    done = mpirun("openmpi", 5, script, arguments=("--with-ft", "ulfm"), check=False)
-    lines = sorted(line for line in done.stdout.splitlines() if line.startswith("rank "))
+    result = mpirun("openmpi", 5, script, arguments=("--with-ft", "ulfm"), check=False)
+    lines = sorted(line for line in result.stdout.splitlines() if line.startswith("rank "))
     assert lines == [
         "rank 2 is 0 of 3 (2, 3, 4) sum 28",
         "rank 3 is 0 of 2 (3, 4) sum 24",
         "rank 3 is 1 of 3 (2, 3, 4) sum 28",
         "rank 4 is 1 of 2 (3, 4) sum 24",
         "rank 4 is 2 of 3 (2, 3, 4) sum 28",
-    ], done.stdout
-    assert "Traceback" not in done.stdout
+    ], result.stdout
+    assert "Traceback" not in result.stdout
 
 
 @needs("openmpi")

@@ -155,15 +155,15 @@ def test_scan_of_floats_reduces_in_rank_order(comm: Communicator) -> None:
 def test_operator_deviating_on_one_rank_is_excluded_on_all(comm: Communicator) -> None:
     """Pretend that the processor of the last rank has a different vector unit."""
     backend = _transport(comm)
-    mine = backend.unlike
+    own = backend.unlike
     flags = folds.deviations(backend._mpi)
     if comm.rank == comm.size - 1:
         flags = np.maximum(flags, [pair == ("prod", "int32") for pair in folds._TRIED])
-    every = mpi_transport._deviations(
+    deviations = mpi_transport._deviations(
         backend._mpi, backend._comm, flags.astype(np.uint8),
         lambda: backend.channel.wait("connect", Deadline(20.0)),
     )  # fmt: skip
-    assert every - mine == {("prod", "int32")}
+    assert deviations - own == {("prod", "int32")}
 
 
 class _Operator:
@@ -172,8 +172,8 @@ class _Operator:
     def __init__(self, function: Any) -> None:
         self._function = function
 
-    def Reduce_local(self, given: Any, inout: Any) -> None:
-        (a, _, _), (b, _, _) = given, inout
+    def Reduce_local(self, source: Any, inout: Any) -> None:
+        (a, _, _), (b, _, _) = source, inout
         b[:] = self._function(a, b)
 
 
@@ -181,10 +181,10 @@ def _saturating_sum(a: Array, b: Array) -> Array:
     """Add with saturation in blocks of 32 bytes, as vector units can; the rest wraps."""
     total = a + b
     if a.itemsize < 4:
-        whole = a.size - a.size % (32 // a.itemsize)
+        saturated = a.size - a.size % (32 // a.itemsize)
         limits = np.iinfo(a.dtype)
-        exact = a[:whole].astype(np.int64) + b[:whole]
-        total[:whole] = np.clip(exact, limits.min, limits.max)
+        exact = a[:saturated].astype(np.int64) + b[:saturated]
+        total[:saturated] = np.clip(exact, limits.min, limits.max)
     return total
 
 
@@ -244,20 +244,20 @@ def test_operators_in_several_threads_reduce_correctly(comm: Communicator) -> No
 def test_dup_while_user_operator_runs_succeeds(comm: Communicator) -> None:
     """Make communicators in a thread while MPI calls one of our functions in another thread."""
     other = comm.dup()
-    done = threading.Event()
+    made_all = threading.Event()
 
     def make() -> None:
         for _ in range(40):
             group = other.dup()
             assert group.all_reduce(np.ones(2), op="max").tolist() == [1, 1]
             group.close()
-        done.set()
+        made_all.set()
 
     thread = threading.Thread(target=make)
     thread.start()
     over = False
     while not over:
-        x = np.full(2000, float(done.is_set()))
+        x = np.full(2000, float(made_all.is_set()))
         over = bool(comm.all_reduce(x, op="min")[0])
     thread.join()
     other.close()
@@ -295,17 +295,17 @@ _DIFFERING: dict[str, Callable[[Communicator], Any]] = {
 def test_late_rank_with_differing_sizes_raises_no_mismatch(comm: Communicator, name: str) -> None:
     """One rank makes its call after the calls of the other ranks have been compared."""
     channel: Any = _transport(comm).channel
-    hear, asked = channel._hear, threading.Semaphore(0)
+    hear, requests = channel._hear, threading.Semaphore(0)
 
     def counted(message: Any) -> None:
         hear(message)
         if message["kind"] == "report":
-            asked.release()
+            requests.release()
 
     if comm.rank == 1:
         channel._hear = counted
         for _ in range(2):  # the second request shows that the first comparison is over
-            assert asked.acquire(timeout=20.0)
+            assert requests.acquire(timeout=20.0)
     _DIFFERING[name](comm)
 
 
@@ -378,9 +378,9 @@ def test_calls_above_mpi_count_limit_are_split(comm: Communicator) -> None:
             parts = [np.array_split(x, comm.size)[comm.rank] for x in inputs]
             same(comm.all_to_all(mine), np.concatenate(parts))
             same(comm.scatter(mine if comm.rank == 0 else None), parts[0])
-            for root, found in ((0, comm.reduce(mine)), (2, comm.gather(mine, root=2))):
+            for root, rooted in ((0, comm.reduce(mine)), (2, comm.gather(mine, root=2))):
                 if comm.rank == root:
-                    same(found, joined if root else total)
+                    same(rooted, joined if root else total)
             right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
             same(comm.sendrecv(mine, right, left), inputs[left])
         # Only one rank is above the limit, but all ranks have to split the call.
@@ -389,8 +389,8 @@ def test_calls_above_mpi_count_limit_are_split(comm: Communicator) -> None:
         if comm.rank:
             comm.send(np.full(30_000, comm.rank), 0, tag=9)
         else:
-            got = {int(comm.recv(None, ANY_SOURCE, tag=9).mean()) for _ in range(comm.size - 1)}
-            assert got == set(range(1, comm.size))
+            senders = {int(comm.recv(None, ANY_SOURCE, tag=9).mean()) for _ in range(comm.size - 1)}
+            assert senders == set(range(1, comm.size))
     finally:
         messages.MOST_BYTES = most
 

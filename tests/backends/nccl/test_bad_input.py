@@ -159,10 +159,10 @@ def test_unsuitable_output_on_one_rank_raises_only_there(comm: Any) -> None:
     warm(comm)
     host, x = np.zeros(12, np.float32), ones(comm)
     there = FakeArray.of(np.zeros(12, np.float32), ordinal_of(comm) + 2)
-    whole, fixed = (of_fake(comm, np.zeros(12, np.int32)) for _ in "12")
+    integers, fixed = (of_fake(comm, np.zeros(12, np.int32)) for _ in "12")
     fixed.readonly = True
     for out, kind in (
-        (host, DeviceError), (there, DeviceError), (whole, DtypeError),
+        (host, DeviceError), (there, DeviceError), (integers, DtypeError),
         (fixed, InvalidArgumentError), (x, ShapeError),
     ):  # fmt: skip
         for name in ("all_gather", "gather"):
@@ -209,9 +209,9 @@ def test_read_only_output_is_refused(comm: Any) -> None:
     x = ones(comm)
     fixed, half = ones(comm), ones(comm, 3)
     fixed.readonly = half.readonly = True
-    ours, ours_half = (of_device(comm, np.ones(count, np.float32)) for count in (6, 3))
-    ours.writeable = ours_half.writeable = False
-    for pair in ((fixed, half), (ours, ours_half)):
+    array, half_array = (of_device(comm, np.ones(count, np.float32)) for count in (6, 3))
+    array.writeable = half_array.writeable = False
+    for pair in ((fixed, half), (array, half_array)):
         calls = with_output(comm, *pair, x)
         calls["recv"] = lambda: comm.recv(pair[0], 1 - comm.rank)  # noqa: B023  called at once
         calls["in place"] = lambda: comm.all_reduce(pair[0], out=pair[0])  # noqa: B023
@@ -413,12 +413,12 @@ def all_calls(comm: Any) -> None:
     assert read(comm.all_gather(mine)).tolist() == uneven
     assert read(comm.all_to_all(x)).tolist() == every[:, 2 * rank : 2 * rank + 2].ravel().tolist()
     # Gather into memory that already holds the root's part, and into other memory.
-    whole = of_device(comm, np.zeros(8, np.float32))
-    part = whole[4 * rank : 4 * rank + 4]
+    root_output = of_device(comm, np.zeros(8, np.float32))
+    part = root_output[4 * rank : 4 * rank + 4]
     part.fill_from_host(every[rank].astype(np.float32))
-    for src, out in ((x, None), (part, whole if rank == 1 else None)):
-        got = comm.gather(src, root=1, counts=[4, 4], out=out)
-        assert rank != 1 or read(got).tolist() == every.ravel().tolist()
+    for src, out in ((x, None), (part, root_output if rank == 1 else None)):
+        gathered = comm.gather(src, root=1, counts=[4, 4], out=out)
+        assert rank != 1 or read(gathered).tolist() == every.ravel().tolist()
     assert read(comm.sendrecv(x, 1 - rank, 1 - rank, like=x)).tolist() == every[1 - rank].tolist()
     y = comm.empty(4, like="cuda")
     y.fill_from_host(np.ones(4, np.float32))
@@ -570,8 +570,8 @@ def test_deadline_of_message_names_peer(comm: Any, async_op: bool) -> None:
         soon(lambda: comm.barrier(timeout=10.0), 1.0, text)
         return
     x = ones(comm)
-    got = comm.recv(x, 1, timeout=1.0, async_op=True) if async_op else None
-    soon(got.wait if got else lambda: comm.send(x, 1, timeout=1.0), 1.0, text)
+    receive = comm.recv(x, 1, timeout=1.0, async_op=True) if async_op else None
+    soon(receive.wait if receive else lambda: comm.send(x, 1, timeout=1.0), 1.0, text)
     Fake().synchronize(x.stream, x.device)
 
 

@@ -100,12 +100,12 @@ def test_dtypes_missing_in_numpy_are_reduced_by_nccl(comm: Any, kind: str, dtype
     with framework(comm, kind) as fw:
         x = fw.of(every[comm.rank])
         Fake().clear_log()
-        got = comm.all_reduce(x)
+        result = comm.all_reduce(x)
         codes = {"bfloat16": 9, "float8_e4m3fn": 10, "float8_e5m2": 11}
         (call,) = calls_of_nccl()
         assert f"datatype={codes[dtype]}," in call, call
-        fw.check(got, every.astype(np.float32).sum(0))
-        assert np.dtype(fw.read(got).dtype) == every.dtype
+        fw.check(result, every.astype(np.float32).sum(0))
+        assert np.dtype(fw.read(result).dtype) == every.dtype
         fw.check(comm.all_gather(x), every.ravel().astype(np.float32))
         assert comm.all_reduce(x, op="max", out=x) is x
         expected = every.astype(np.float32).max(0)
@@ -123,14 +123,14 @@ def test_structure_is_reduced_in_one_nccl_group(comm: Any, kind: str) -> None:
     with framework(comm, kind) as fw:
         a, b, c, d = (fw.of(value) for value in every[rank])
         Fake().clear_log()
-        got = comm.all_reduce({"a": [a, b], "b": (c,), "c": {"d": d}})
+        result = comm.all_reduce({"a": [a, b], "b": (c,), "c": {"d": d}})
         text = Fake().log("nccl")
         names = [line.partition("(")[0] for line in text]
         assert names.count("ncclGroupStart") == names.count("ncclGroupEnd") == 1, text
         start, end = names.index("ncclGroupStart"), names.index("ncclGroupEnd")
         assert names[start + 1 : end] == ["ncclAllReduce"] * 4, text
-        for k, each in enumerate([*got["a"], *got["b"], got["c"]["d"]]):
-            fw.check(each, sum(every[r][k] for r in range(size)))
+        for k, leaf in enumerate([*result["a"], *result["b"], result["c"]["d"]]):
+            fw.check(leaf, sum(every[r][k] for r in range(size)))
     settled(comm)
 
 
@@ -162,16 +162,16 @@ def test_results_go_to_arrays_of_another_library(comm: Any, given: str, wanted: 
         swapped = np.concatenate([np.array_split(e, size)[rank] for e in every])
         goes_to(swapped.shape, lambda out: comm.all_to_all(x, out=out), swapped)
         like = wanted if wanted == "torch" else other.of(np.zeros(1, np.float32))
-        got = comm.broadcast(x if rank == 0 else None, like=like)
+        result = comm.broadcast(x if rank == 0 else None, like=like)
         if rank:
-            other.check(got, every[0])
+            other.check(result, every[0])
         other.check(comm.sendrecv(x, peer, left, like=like), every[left])
-        got = comm.broadcast(
+        result = comm.broadcast(
             x if rank == 0 else None
         )  # without like= and out= the result is a DeviceArray
         if rank:
-            assert type(got) is DeviceArray
-            np.testing.assert_array_equal(read(got), every[0])
+            assert type(result) is DeviceArray
+            np.testing.assert_array_equal(read(result), every[0])
     settled(comm)
 
 
@@ -258,13 +258,13 @@ def test_arrays_outside_plan_are_reduced_correctly(comm: Any, case: str) -> None
         case "read-only input":
             source.writeable = False
         case "in the background":
-            got = comm.all_reduce(source, async_op=True)
+            result = comm.all_reduce(source, async_op=True)
             source = x = None  # the call keeps the arrays until it has completed
-            np.testing.assert_array_equal(read(got.wait()), every[:, :8].sum(0))
+            np.testing.assert_array_equal(read(result.wait()), every[:, :8].sum(0))
     if source is not None:
-        got = comm.all_reduce(source, out=out)
-        assert out is None or got is out
-        np.testing.assert_array_equal(read(got), every[:, :8].sum(0))
+        result = comm.all_reduce(source, out=out)
+        assert out is None or result is out
+        np.testing.assert_array_equal(read(result), every[:, :8].sum(0))
     settled(comm)
 
 
@@ -298,26 +298,32 @@ def test_repeated_calls_with_different_outputs_are_correct(comm: Any, what: str)
     size, rank = comm.size, comm.rank
     every = everyone(comm, 4)
     stream = new_stream(comm)
-    whole = of_device(comm, np.zeros(4 * size, np.float32), stream)
-    part = whole[4 * rank : 4 * rank + 4]
+    full_output = of_device(comm, np.zeros(4 * size, np.float32), stream)
+    part = full_output[4 * rank : 4 * rank + 4]
     part.fill_from_host(every[rank])
     x = of_device(comm, every[rank], stream)
-    for source, out in ((x, None), (x, None), (x, whole), (x, whole), (part, whole)):
+    for source, out in (
+        (x, None),
+        (x, None),
+        (x, full_output),
+        (x, full_output),
+        (part, full_output),
+    ):
         if what == "broadcast":
             source = of_device(comm, every[rank], stream)
-            target = source if out is whole or rank else None
-            got, expected = comm.broadcast(source, root=0, out=target), every[0]
+            target = source if out is full_output or rank else None
+            result, expected = comm.broadcast(source, root=0, out=target), every[0]
         elif what == "reduce":
-            target = part if out is whole and rank == 0 else None
-            got, expected = comm.reduce(x, out=target), every.sum(0)
+            target = part if out is full_output and rank == 0 else None
+            result, expected = comm.reduce(x, out=target), every.sum(0)
         else:
             options = {"root": 0} if what == "gather" else {}
-            got = getattr(comm, what)(source, counts=[4] * size, out=out, **options)
+            result = getattr(comm, what)(source, counts=[4] * size, out=out, **options)
             expected = every.ravel()
         if what in ("all_gather", "broadcast") or rank == 0:
-            np.testing.assert_array_equal(read(got), expected)
+            np.testing.assert_array_equal(read(result), expected)
         else:
-            assert got is None
+            assert result is None
     settled(comm)
 
 
@@ -362,8 +368,8 @@ def test_symmetric_memory_is_registered_and_reduced(comm: Any) -> None:
         np.testing.assert_array_equal(read(x), np.full((4, 2), size))
         part = x[1:3]
         comm.all_reduce(part, out=part)
-        got = comm.all_gather(x[:1])
-        np.testing.assert_array_equal(read(got), np.full((size, 2), size))
+        gathered = comm.all_gather(x[:1])
+        np.testing.assert_array_equal(read(gathered), np.full((size, 2), size))
         assert read(x).tolist() == [[size] * 2, [size**2] * 2, [size**2] * 2, [size] * 2]
         # Drop the array while the GPU still works with it.
         with fake.turned("delay_us", 3000, back=300):
@@ -372,7 +378,7 @@ def test_symmetric_memory_is_registered_and_reduced(comm: Any) -> None:
             gc.collect()
             y = comm.empty(8, like=likes)
             comm.all_reduce(y, out=y)
-            del y, got
+            del y, gathered
             gc.collect()
         settled(comm)
         comm.barrier()
@@ -403,23 +409,23 @@ def test_cpu_and_gpu_arrays_share_one_communicator(comm: Any) -> None:
     rank, size = comm.rank, comm.size
     every = everyone(comm, 4)
     for _ in range(2):
-        got = comm.all_reduce(every[rank])
-        assert type(got) is np.ndarray
-        np.testing.assert_array_equal(got, every.sum(0))
-        np.testing.assert_array_equal(read(comm.all_reduce(of_fake(comm, every[rank]))), got)
+        result = comm.all_reduce(every[rank])
+        assert type(result) is np.ndarray
+        np.testing.assert_array_equal(result, every.sum(0))
+        np.testing.assert_array_equal(read(comm.all_reduce(of_fake(comm, every[rank]))), result)
         joined = np.concatenate([every[r][: r + 1] for r in range(size)])
         np.testing.assert_array_equal(comm.all_gather(every[rank][: rank + 1]), joined)
     # A rank that passes None gets an array of the kind that the root has.
     for there, x in ((np.ndarray, every[rank]), (DeviceArray, of_fake(comm, every[rank]))):
-        got = comm.broadcast(x if rank == 0 else None)
-        assert rank == 0 or type(got) is there
-        np.testing.assert_array_equal(read(got) if rank else every[0], every[0])
+        result = comm.broadcast(x if rank == 0 else None)
+        assert rank == 0 or type(result) is there
+        np.testing.assert_array_equal(read(result) if rank else every[0], every[0])
         if rank == 0:
             comm.send(x, 1)
         elif rank == 1:
-            got = comm.recv(None, 0)
-            assert type(got) is there
-            np.testing.assert_array_equal(read(got), every[0])
+            result = comm.recv(None, 0)
+            assert type(result) is there
+            np.testing.assert_array_equal(read(result), every[0])
     # Messages from one kind of memory into the other kind.
     if rank == 0:
         comm.send(of_fake(comm, every[0]), 1)
@@ -455,12 +461,12 @@ def test_current_stream_of_torch_is_used(comm: Any) -> None:
     ):
         x = fw.of(every[comm.rank])
         Fake().clear_log()
-        got = comm.all_reduce(x)
+        result = comm.all_reduce(x)
         assert f"stream={a:#x}" in calls_of_nccl()[0]
-        fw.check(got, every.sum(0))
+        fw.check(result, every.sum(0))
         for _ in range(2):
             Fake().clear_log()
-            comm.all_reduce(x, out=got)
+            comm.all_reduce(x, out=result)
             assert f"stream={a:#x}" in calls_of_nccl()[0]
         work = comm.all_gather(x, async_op=True)
         gathered = work.wait()
@@ -468,15 +474,15 @@ def test_current_stream_of_torch_is_used(comm: Any) -> None:
         assert gathered.used_on == [a], (
             "PyTorch could reuse the memory while the program still reads it"
         )
-        assert got.used_on == comm.all_gather(x).used_on == []
+        assert result.used_on == comm.all_gather(x).used_on == []
         b = new_stream(comm)
         with torch.cuda.stream(torch.cuda.ExternalStream(b, device=ordinal_of(comm))):
             Fake().clear_log()
-            comm.all_reduce(x, out=got)
+            comm.all_reduce(x, out=result)
             assert f"stream={b:#x}" in calls_of_nccl()[0], (
                 "a repeated call uses the stream of the earlier call"
             )
-            work = comm.all_reduce(x, out=got, async_op=True)
+            work = comm.all_reduce(x, out=result, async_op=True)
         work.wait()
-        np.testing.assert_array_equal(fw.read(got), every.sum(0))
+        np.testing.assert_array_equal(fw.read(result), every.sum(0))
     settled(comm)

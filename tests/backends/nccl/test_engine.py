@@ -56,9 +56,9 @@ def test_ranks_initialise_and_reduce(
     name = "ncclCommInitRank(" if version == OLDER else "ncclCommInitRankConfig"
     assert len(ranks.fake.log(name)) == size
     # A communicator that was initialised without blocking has been split into a second one.
-    made = 2 * size if version == NEW else size
-    assert len(ranks.fake.log("ncclCommFinalize")) == (0 if version == OLDER else made)
-    assert len(ranks.fake.log("ncclCommDestroy")) == made
+    created = 2 * size if version == NEW else size
+    assert len(ranks.fake.log("ncclCommFinalize")) == (0 if version == OLDER else created)
+    assert len(ranks.fake.log("ncclCommDestroy")) == created
     assert ranks.fake.log("ncclCommAbort") == []
 
 

@@ -120,8 +120,8 @@ def test_config_struct_matches_header(header: str) -> None:
         "int": ctypes.c_int,
         "const char": ctypes.c_char_p,
     }
-    ours = [(name, kind) for name, kind in prototypes.NcclConfig._fields_]
-    assert [(name, kinds[kind]) for name, kind in declared][: len(ours)] == ours
+    fields = [(name, kind) for name, kind in prototypes.NcclConfig._fields_]
+    assert [(name, kinds[kind]) for name, kind in declared][: len(fields)] == fields
     config = prototypes.new_config(blocking=0)
     assert config.size == ctypes.sizeof(prototypes.NcclConfig)
     assert config.magic == constant(header, "NCCL_API_MAGIC")

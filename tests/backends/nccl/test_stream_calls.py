@@ -98,8 +98,8 @@ def test_results_are_ready_on_stream_of_caller(comm: Any, kind: str) -> None:
         "scatter": lambda: comm.scatter(x if comm.rank == 0 else None, like=x),
     }
     everyone = np.stack([np.arange(6) + 10 * rank for rank in range(comm.size)])
-    each = 6 // comm.size
-    piece = slice(comm.rank * each, (comm.rank + 1) * each)
+    count = 6 // comm.size
+    piece = slice(comm.rank * count, (comm.rank + 1) * count)
     expected = {
         "all_reduce": everyone.sum(0),
         "reduce": everyone.sum(0),
@@ -112,18 +112,18 @@ def test_results_are_ready_on_stream_of_caller(comm: Any, kind: str) -> None:
     }
     for name, call in calls.items():
         with held():
-            got = call()
-            if got is not None and not (name == "broadcast" and comm.rank == 0):
-                assert is_poison(got), name
-        if got is None:
+            result = call()
+            if result is not None and not (name == "broadcast" and comm.rank == 0):
+                assert is_poison(result), name
+        if result is None:
             assert name in ("reduce", "gather")
             assert comm.rank != 1
             settled(comm)  # the calls of the other ranks end when this rank's calls have ended
         elif name != "scatter" or comm.rank == 0:
             Fake().synchronize(a, ordinal_of(comm))  # wait for the caller's stream only
-            assert peek(got).tolist() == expected[name].tolist(), name
+            assert peek(result).tolist() == expected[name].tolist(), name
         else:
-            assert read(got).tolist() == expected[name].tolist(), name
+            assert read(result).tolist() == expected[name].tolist(), name
     settled(comm)
 
 
@@ -177,14 +177,14 @@ def test_structure_on_several_streams_is_reduced(comm: Any, async_op: bool) -> N
         for number, leaf in enumerate(leaves):
             for value in (*range(10 * number), number + 10 * comm.rank):
                 leaf.set(np.full(4, value, np.float32))
-        got = comm.all_reduce(leaves, out=leaves, async_op=async_op)
+        result = comm.all_reduce(leaves, out=leaves, async_op=async_op)
         if async_op:
-            got = got.wait()
+            result = result.wait()
         copies = [copied(comm, leaf, s) for leaf, s in zip(leaves, streams)]
     settled(comm)
     expected = [[sum(n + 10 * r for r in range(comm.size))] * 4 for n in range(3)]
-    assert [read(each).tolist() for each in leaves] == expected
-    assert [read(each).tolist() for each in copies] == expected
+    assert [read(array).tolist() for array in leaves] == expected
+    assert [read(array).tolist() for array in copies] == expected
 
 
 @on_ranks("nccl", shared=True)
@@ -298,7 +298,7 @@ def test_mixed_foreground_and_background_calls_are_correct(comm: Any) -> None:
         second.wait()
         first.wait()
     assert read(y).tolist() == total(comm)
-    assert read(x).tolist() == [comm.size * each for each in total(comm)]
+    assert read(x).tolist() == [comm.size * value for value in total(comm)]
 
 
 @on_ranks("nccl", size=3, shared=True)
@@ -314,10 +314,10 @@ def test_first_background_call_returns_without_peers(comm: Any) -> None:
         assert not work.done()
         for rank in range(1, comm.size):
             comm.send_object(None, rank)
-    got = work.wait()
+    result = work.wait()
     assert read(again.wait()).tolist() == total(comm)
     settled(comm)
-    assert peek(got).tolist() == total(comm)
+    assert peek(result).tolist() == total(comm)
     child.close()
 
 
@@ -338,8 +338,8 @@ def test_dropped_arrays_and_works_stay_valid_until_completion(
         return room(comm, kind, (4 * size, 2), a)
 
     def strided() -> Any:
-        made = FakeArray((4 * size, 2), "float32", (16, 8), ordinal_of(comm), a)
-        return made
+        array = FakeArray((4 * size, 2), "float32", (16, 8), ordinal_of(comm), a)
+        return array
 
     calls = {
         "all_reduce": lambda: comm.all_reduce(x(), async_op=async_op),
@@ -381,15 +381,15 @@ def test_dropped_result_stays_valid_while_stream_reads_it(comm: Any, structure: 
     everyone = [v + 10 * r for r in range(comm.size) for v in range(6)]
     for name in ("all_gather", "all_reduce"):
         work = getattr(comm, name)([x] if structure else x, async_op=True)
-        got = work.wait()[0] if structure else work.wait()
-        assert got.stream.handle == a, (
+        result = work.wait()[0] if structure else work.wait()
+        assert result.stream.handle == a, (
             "the next use of the memory would not wait for the program's stream"
         )
         settled(comm)
-        watched = weakref.ref(got)
+        watched = weakref.ref(result)
         with held():
-            after = copied(comm, got, a)
-            del work, got
+            after = copied(comm, result, a)
+            del work, result
             until(lambda: watched() is None)  # noqa: B023  called at once
         settled(comm)
         assert peek(after).tolist() == (everyone if name == "all_gather" else total(comm))
@@ -422,29 +422,29 @@ def test_messages_are_ordered_on_stream_of_caller(comm: Any, kind: str) -> None:
     a = new_stream(comm)
     peer = 1 - comm.rank
     source = make(comm, mine(comm), a)
-    x, got = make(comm, np.zeros(6, np.float32), a), make(comm, np.zeros(6, np.float32), a)
+    x, received = make(comm, np.zeros(6, np.float32), a), make(comm, np.zeros(6, np.float32), a)
     zeros = make(comm, np.zeros(6, np.float32), a)
     settled(comm)
-    theirs = (np.arange(6) + 10 * peer).tolist()
+    peer_values = (np.arange(6) + 10 * peer).tolist()
     with Fake().turned("delay_us", 5000, back=300):
         for turn in range(3):
             enqueue_copy(comm, x, source, a)
             if turn == 2:
-                assert comm.sendrecv(x, peer, peer, out=got) is got
+                assert comm.sendrecv(x, peer, peer, out=received) is received
             elif comm.rank == turn:
                 comm.send(x, peer)
-                comm.recv(got, peer)
+                comm.recv(received, peer)
             else:
-                comm.recv(got, peer)
+                comm.recv(received, peer)
                 comm.send(x, peer)
-            after = copied(comm, got, a)
+            after = copied(comm, received, a)
             enqueue_copy(comm, x, zeros, a)  # runs after the send
-            enqueue_copy(comm, got, zeros, a)
+            enqueue_copy(comm, received, zeros, a)
             Fake().synchronize(a, ordinal_of(comm))
-            assert peek(after).tolist() == theirs
+            assert peek(after).tolist() == peer_values
         enqueue_copy(comm, x, source, a)
         new = comm.sendrecv(x, peer, peer, like=x)
-        assert read(new).tolist() == theirs
+        assert read(new).tolist() == peer_values
     settled(comm)
 
 
@@ -456,10 +456,12 @@ def test_receives_posted_before_collective_complete(comm: Any, both: bool) -> No
     a = new_stream(comm)
     x = of_fake(comm, mine(comm), a)
     if comm.rank == 0:
-        one, two = (of_fake(comm, np.full(5, n, np.float32), a) for n in (1, 2))
-        comm.send(one, 1, tag=1)
+        first_message, second_message = (
+            of_fake(comm, np.full(5, n, np.float32), a) for n in (1, 2)
+        )
+        comm.send(first_message, 1, tag=1)
         comm.all_reduce(x, out=x)
-        comm.send(two, 1, tag=2)
+        comm.send(second_message, 1, tag=2)
     else:
         outs = [of_fake(comm, np.zeros(5, np.float32), a) for _ in "12"]
         first = comm.recv(outs[0], 0, tag=1, async_op=True)
@@ -482,25 +484,25 @@ def test_background_messages_are_ordered_on_stream(comm: Any) -> None:
     a = new_stream(comm)
     peer = 1 - comm.rank
     x = of_fake(comm, mine(comm), a)
-    got = FakeArray((6,), "float32", device=ordinal_of(comm), stream=a)
-    theirs = (np.arange(6) + 10 * peer).tolist()
+    received = FakeArray((6,), "float32", device=ordinal_of(comm), stream=a)
+    peer_values = (np.arange(6) + 10 * peer).tolist()
     for _ in range(3):
         with Fake().turned("delay_us", 4000, back=300):
-            got.set(np.zeros(6, np.float32))
-            work = comm.sendrecv(x, peer, peer, out=got, async_op=True)
-            assert work.wait() is got
-            after = copied(comm, got, a)
+            received.set(np.zeros(6, np.float32))
+            work = comm.sendrecv(x, peer, peer, out=received, async_op=True)
+            assert work.wait() is received
+            after = copied(comm, received, a)
         Fake().synchronize(a, ordinal_of(comm))
-        assert peek(after).tolist() == theirs
+        assert peek(after).tolist() == peer_values
     sent = comm.send(x, peer, tag=7, async_op=True)
     new = comm.recv(None, peer, tag=7, like=x, async_op=True)
-    assert read(new.wait()).tolist() == theirs
+    assert read(new.wait()).tolist() == peer_values
     sent.wait()
     # Drop messages that are in flight.
     with Fake().turned("delay_us", 4000, back=300):
         comm.send(of_fake(comm, mine(comm), a), peer, tag=8, async_op=True)
         comm.recv(of_fake(comm, mine(comm), a), peer, tag=8, async_op=True)
-        del x, got, new
+        del x, received, new
         gc.collect()
         comm.barrier()
     for lane in list(comm._path.lanes.values()):

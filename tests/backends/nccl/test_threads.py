@@ -175,12 +175,12 @@ def test_thread_ranks_run_under_launcher(launches: Any) -> None:  # noqa: F811
         "    y = comm.all_reduce(x)\n"
         "    print(comm.backend, y.device.ordinal, y.to_host().tolist())\n"
     )
-    done = launches.run("-n", "3", "--backend", "threads", str(path))
-    assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == [
+    result = launches.run("-n", "3", "--backend", "threads", str(path))
+    assert result.returncode == 0, result.stderr
+    assert sorted(result.stdout.splitlines()) == [
         f"[{rank}] nccl {rank} [3.0, 3.0, 3.0]" for rank in range(3)
     ]
-    assert done.stderr == ""
+    assert result.stderr == ""
 
 
 # -- calls from other threads of a rank -----------------------------------------------------------
@@ -230,12 +230,12 @@ def from_elsewhere(comm: Any) -> None:
     work = in_thread(lambda: comm.all_reduce(x, async_op=True))
     with held():
         second = in_thread(lambda: comm.all_reduce(x, async_op=True))
-        got = second.wait()
-        assert is_poison(got)
-        after = copied(comm, got, x.stream)
+        result = second.wait()
+        assert is_poison(result)
+        after = copied(comm, result, x.stream)
     np.testing.assert_array_equal(after.get(), every.sum(0))
     np.testing.assert_array_equal(peek(work.synchronize()), every.sum(0))
-    del work, second, got
+    del work, second, result
     gc.collect()
     settled(comm)
 
@@ -250,23 +250,23 @@ def waits_elsewhere(comm: Any) -> None:
     import torch
 
     every = everyone(comm)
-    mine, theirs = new_stream(comm), new_stream(comm)
+    own_stream, other_stream = new_stream(comm), new_stream(comm)
 
     def current(stream: int) -> Any:
         return torch.cuda.stream(torch.cuda.ExternalStream(stream, device=ordinal_of(comm)))
 
     with framework(comm, "torch") as fw:
-        with current(mine):
+        with current(own_stream):
             x = fw.of(every[comm.rank])
             y = fw.of(np.zeros(6, np.float32))
             with held():
                 work = comm.all_reduce(x, out=y, async_op=True)
 
         def elsewhere() -> Any:
-            with current(theirs), Fake().turned("delay_us", 5000, back=300):
+            with current(other_stream), Fake().turned("delay_us", 5000, back=300):
                 work.wait()
-                stored = FakeArray((6,), "float32", device=ordinal_of(comm), stream=theirs)
-                stream = comm.transport.device.stream(theirs)
+                stored = FakeArray((6,), "float32", device=ordinal_of(comm), stream=other_stream)
+                stream = comm.transport.device.stream(other_stream)
                 cuda.copy(stored.address, y.data_ptr(), 24, stream)
                 return stored.get()
 

@@ -126,14 +126,14 @@ def test_supports_excludes_reductions_missing_in_nccl(comm: Any) -> None:
 @on_ranks("nccl", size=3, shared=True)
 def test_batch_runs_all_its_calls(comm: Any) -> None:
     caller = Caller(comm)
-    size, one = caller.size, ops.as_op("sum")
+    size, op = caller.size, ops.as_op("sum")
     buffers = [caller.buffer(numbers(caller.rank, n)) for n in (5, 1, 300)]
     with caller.backend.batch():
-        for each in buffers:
-            caller.call("all_reduce", each, each, op=one)
+        for buffer in buffers:
+            caller.call("all_reduce", buffer, buffer, op=op)
         caller.call("broadcast", buffers[1], buffers[1], root=size - 1)
-    for each, n in zip(buffers[::2], (5, 300)):
-        np.testing.assert_array_equal(read(each), sum(numbers(r, n) for r in range(size)))
+    for buffer, n in zip(buffers[::2], (5, 300)):
+        np.testing.assert_array_equal(read(buffer), sum(numbers(r, n) for r in range(size)))
     with caller.backend.batch():
         pass
 
@@ -188,17 +188,17 @@ def test_tags_are_received_out_of_order(comm: Any) -> None:
     sent = {tag: numbers(at, 3 + at) for at, tag in enumerate(tags)}
 
     def send(tag: int) -> None:
-        mine = caller.on(caller.device.new_stream())
-        mine.backend.send(mine.buffer(sent[tag]), 1, tag, Deadline(FAR))
-        mine.finish()
+        sender = caller.on(caller.device.new_stream())
+        sender.backend.send(sender.buffer(sent[tag]), 1, tag, Deadline(FAR))
+        sender.finish()
 
     if caller.rank == 0:
         side_by_side(*(lambda tag=tag: send(tag) for tag in tags))
     else:
         for tag in reversed(tags):
-            got = caller.empty(sent[tag].size, "float32")
-            assert caller.backend.recv(got, 0, tag, Deadline(FAR)) == 0
-            np.testing.assert_array_equal(read(got), sent[tag])
+            received = caller.empty(sent[tag].size, "float32")
+            assert caller.backend.recv(received, 0, tag, Deadline(FAR)) == 0
+            np.testing.assert_array_equal(read(received), sent[tag])
 
 
 @on_ranks("nccl")
@@ -207,15 +207,15 @@ def test_sendrecv_matches_plain_calls(comm: Any) -> None:
     caller = Caller(comm)
     some, nothing = caller.buffer(np.arange(3)), caller.empty(0, "int64")
     if caller.rank == 0:
-        got = caller.empty(0, "int64")
-        caller.backend.sendrecv(some, 1, got, 1, 2, Deadline(FAR))
+        received = caller.empty(0, "int64")
+        caller.backend.sendrecv(some, 1, received, 1, 2, Deadline(FAR))
         caller.backend.sendrecv(nothing, 1, some, 1, 2, Deadline(FAR))
         assert read(some).tolist() == [7, 8, 9]
     else:
-        got = caller.empty(3, "int64")
-        caller.backend.recv(got, 0, 2, Deadline(FAR))
+        received = caller.empty(3, "int64")
+        caller.backend.recv(received, 0, 2, Deadline(FAR))
         caller.backend.send(nothing, 0, 2, Deadline(FAR))
-        assert read(got).tolist() == [0, 1, 2]
+        assert read(received).tolist() == [0, 1, 2]
         caller.backend.recv(nothing, 0, 2, Deadline(FAR))
         caller.backend.send(caller.buffer(np.arange(7, 10)), 0, 2, Deadline(FAR))
 
@@ -231,26 +231,30 @@ def test_messages_of_all_pairs_and_tags_arrive(comm: Any) -> None:
         return np.full(10 + tag, 1000 * src + 100 * dst + 10 * tag + turn)
 
     def send(dst: int, tag: int) -> None:
-        mine = caller.on(caller.device.new_stream())
+        caller_of_thread = caller.on(caller.device.new_stream())
         for turn in range(3):
-            mine.backend.send(mine.buffer(content(rank, dst, tag, turn)), dst, tag, Deadline(FAR))
-        mine.finish()
+            caller_of_thread.backend.send(
+                caller_of_thread.buffer(content(rank, dst, tag, turn)), dst, tag, Deadline(FAR)
+            )
+        caller_of_thread.finish()
 
     def recv(src: int, tag: int) -> None:
-        mine = caller.on(caller.device.new_stream())
+        caller_of_thread = caller.on(caller.device.new_stream())
         for turn in range(3):
             expected = content(src, rank, tag, turn)
-            got = mine.empty(expected.size, "int64")
-            mine.backend.recv(got, src, tag, Deadline(FAR))
-            np.testing.assert_array_equal(read(got), expected)
+            received = caller_of_thread.empty(expected.size, "int64")
+            caller_of_thread.backend.recv(received, src, tag, Deadline(FAR))
+            np.testing.assert_array_equal(read(received), expected)
 
     def exchange(peer: int, tag: int) -> None:
-        mine = caller.on(caller.device.new_stream())
+        caller_of_thread = caller.on(caller.device.new_stream())
         for turn in range(3):
             src, expected = (content(*pair, tag, turn) for pair in ((rank, peer), (peer, rank)))
-            got = mine.empty(expected.size, "int64")
-            mine.backend.sendrecv(mine.buffer(src), peer, got, peer, tag, Deadline(FAR))
-            np.testing.assert_array_equal(read(got), expected)
+            received = caller_of_thread.empty(expected.size, "int64")
+            caller_of_thread.backend.sendrecv(
+                caller_of_thread.buffer(src), peer, received, peer, tag, Deadline(FAR)
+            )
+            np.testing.assert_array_equal(read(received), expected)
 
     side_by_side(
         *(lambda p=p, t=t: send(p, t) for p in others for t in tags),
@@ -268,9 +272,9 @@ def test_any_source_recv_returns_source(comm: Any) -> None:
         return
     seen = []
     for _ in range(caller.size - 1):
-        got = caller.empty(2, "int64")
-        source = caller.backend.recv(got, ANY_SOURCE, 0, Deadline(FAR))
-        assert read(got).tolist() == [source] * 2
+        received = caller.empty(2, "int64")
+        source = caller.backend.recv(received, ANY_SOURCE, 0, Deadline(FAR))
+        assert read(received).tolist() == [source] * 2
         seen.append(source)
     assert sorted(seen) == [1, 2]
 
@@ -290,22 +294,22 @@ def test_receives_in_two_threads_do_not_block_each_other(comm: Any) -> None:
             lambda: caller.backend.send(second.buffer(np.full(3, 2)), 1, 2, Deadline(FAR)),
         )
         return
-    got = [caller.empty(3, "int64") for _ in range(2)]
+    received = [caller.empty(3, "int64") for _ in range(2)]
     late = caller.device.new_stream()
 
     def second() -> None:
         time.sleep(0.05)
-        caller.backend.recv(got[1], 0, 2, Deadline(FAR))
+        caller.backend.recv(received[1], 0, 2, Deadline(FAR))
         late.wait(caller.stream.record())
 
     def first() -> None:
-        mine = caller.on(late)
-        one = mine.empty(3, "int64")
-        caller.backend.recv(one, 0, 1, Deadline(FAR))
-        assert read(one).tolist() == [1] * 3
+        caller_of_thread = caller.on(late)
+        out = caller_of_thread.empty(3, "int64")
+        caller.backend.recv(out, 0, 1, Deadline(FAR))
+        assert read(out).tolist() == [1] * 3
 
     side_by_side(second, first)
-    assert read(got[1]).tolist() == [2] * 3
+    assert read(received[1]).tolist() == [2] * 3
 
 
 # -- streams --------------------------------------------------------------------------
@@ -329,9 +333,9 @@ def test_side_streams_are_reused_and_bounded(comm: Any) -> None:
     caller.stream.wait(side.record())
     assert read(x).tolist() == [caller.size] * 10
     # The number of side streams is bounded, for any number of tags.
-    kept = [caller.backend.side_stream(caller.device, tag) for tag in range(1000)]
+    streams = [caller.backend.side_stream(caller.device, tag) for tag in range(1000)]
     assert len(caller.backend._sides) <= 128
-    assert caller.backend.side_stream(caller.device, 999) is kept[-1]
+    assert caller.backend.side_stream(caller.device, 999) is streams[-1]
 
 
 @on_ranks("nccl")
@@ -367,15 +371,15 @@ def test_symmetric_memory_outlives_transport(comm: Any) -> None:
     caller.call("all_reduce", x, x, op=ops.as_op("sum"))
     assert read(x)[-1] == sum(range(1, caller.size + 1))
     assert backend.empty_device(0, CALL, Deadline(FAR)).nbytes == 0
-    kept = backend.empty_device(64, CALL, Deadline(FAR))
+    survivor = backend.empty_device(64, CALL, Deadline(FAR))
     del array, x
     gc.collect()
     until(lambda: len(backend._blocks._out) == 1 and not backend._blocks._dropped)
     backend.close()
     # Arrays stay valid until they are dropped, and can be freed without a communicator.
-    kept.fill_from_host(np.arange(64, dtype=np.uint8))
-    assert kept.to_host()[-1] == 63
-    del kept
+    survivor.fill_from_host(np.arange(64, dtype=np.uint8))
+    assert survivor.to_host()[-1] == 63
+    del survivor
     gc.collect()
     assert not backend._blocks._out
     assert not backend._blocks._dropped
@@ -524,7 +528,7 @@ def test_dropped_transport_leaves_no_thread(comm: Any) -> None:
     adds(Caller(backend))
     del backend
     gc.collect()
-    watching = [each for each in threading.enumerate() if "nccl" in each.name]
+    watching = [running for running in threading.enumerate() if "nccl" in running.name]
     for thread in watching:  # the list may contain a thread that is just ending
         thread.join(10)
     assert not [thread.name for thread in watching if thread.is_alive()]

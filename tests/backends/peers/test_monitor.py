@@ -126,8 +126,8 @@ def test_different_sizes_raise_rendezvous_error(tmp_path):
             Monitor.start(world(rank, size, store, local_size=size), Deadline(FAR))
 
     with ThreadPoolExecutor(3) as pool:
-        for done in [pool.submit(one, 0, 3), pool.submit(one, 2, 4)]:
-            done.result()
+        for future in [pool.submit(one, 0, 3), pool.submit(one, 2, 4)]:
+            future.result()
 
 
 def test_two_processes_with_same_rank_raise_rendezvous_error(tmp_path):
@@ -149,13 +149,13 @@ def test_rank_0_after_end_of_roll_call_raises_rendezvous_error(tmp_path, monkeyp
 
 def listening() -> set[str]:
     """Return the TCP addresses and ports on which this process listens, in the format of /proc."""
-    mine = set()
+    sockets = set()
     for descriptor in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
-            mine.add(os.readlink(f"/proc/self/fd/{descriptor}"))
+            sockets.add(os.readlink(f"/proc/self/fd/{descriptor}"))
     tables = (Path(f"/proc/self/net/{name}").read_text() for name in ("tcp", "tcp6"))
     rows = [line.split() for table in tables for line in table.splitlines()[1:]]
-    return {row[1] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in mine}
+    return {row[1] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in sockets}
 
 
 def test_hub_listens_on_given_address_until_all_ranks_joined(tmp_path):
@@ -418,10 +418,10 @@ def test_offers_reach_earlier_and_later_ranks(monitors):
 
 
 def test_group_offers_use_group_ranks(monitors):
-    one, other = (monitors[rank].channel.group([2, 0]) for rank in (0, 2))
-    one.offer("name", "of rank 0")
-    other.offer("name", "of rank 2")
-    for channel in (one, other):
+    first, second = (monitors[rank].channel.group([2, 0]) for rank in (0, 2))
+    first.offer("name", "of rank 0")
+    second.offer("name", "of rank 2")
+    for channel in (first, second):
         until(lambda c=channel: c.offered("name") == {1: "of rank 0", 0: "of rank 2"})
 
 
@@ -435,14 +435,14 @@ def test_offered_after_end_of_rank_0_raises(monitors):
 
 
 def test_group_abort_leaves_parent_intact(monitors):
-    one = monitors[0].channel.group([0, 2])
-    one.abort(Failure("aborted", 0, "enough of the group"))
+    first = monitors[0].channel.group([0, 2])
+    first.abort(Failure("aborted", 0, "enough of the group"))
     # The other member makes the group later, and learns of the abort then.
-    other = monitors[2].channel.group([0, 2])
-    until(lambda: other.failure)
-    assert other.name == one.name != monitors[0].channel.name
-    assert (other.rank, other.size) == (1, 2)
-    assert monitors[1].channel.group([0, 1]).name != one.name
+    second = monitors[2].channel.group([0, 2])
+    until(lambda: second.failure)
+    assert second.name == first.name != monitors[0].channel.name
+    assert (second.rank, second.size) == (1, 2)
+    assert monitors[1].channel.group([0, 1]).name != first.name
     for monitor in monitors:
         monitor.channel.check("all_reduce")
 
@@ -467,14 +467,14 @@ def test_collected_communicator_raises_peer_lost_on_peer(tmp_path, group):
     channels = [first.channel, second.channel]
     if group:
         channels = [channel.group([0, 1]) for channel in channels]
-    kept = channels[0]
-    kept.recorder = Recorder()
-    kept.recorder.begin(Request("barrier"))
+    survivor = channels[0]
+    survivor.recorder = Recorder()
+    survivor.recorder.begin(Request("barrier"))
     del channels
     if not group:
         del second
     gc.collect()
-    error = wait_for_error(kept)
+    error = wait_for_error(survivor)
     assert isinstance(error, PeerLostError)
     assert "rank 1 has dropped its communicator without closing it" in str(error)
     first.channel.close()
@@ -526,8 +526,8 @@ def test_closed_monitors_leave_no_thread(tmp_path):
 
 def report(*entries, finished=0):
     return {
-        "entries": [[n, digest, compares, {"operation": what, "dtype": None, "shape": None,
-                     "options": {}, "site": ""}] for n, digest, compares, what in entries],
+        "entries": [[n, digest, compares, {"operation": operation, "dtype": None, "shape": None,
+                     "options": {}, "site": ""}] for n, digest, compares, operation in entries],
         "finished": finished, "started": len(entries),
     }  # fmt: skip
 
@@ -552,11 +552,11 @@ def test_disagreement_compares_open_calls():
 
 
 def test_goodbye_is_received_despite_connection_reset() -> None:
-    ours, theirs = map(Link, socket.socketpair())
-    ours.send({"kind": "left"})
-    theirs.send({"kind": "bye"})
-    theirs.close()  # data is still unread, so the connection is reset
-    assert ours.receive() == [{"kind": "bye"}]
+    receiver, sender = map(Link, socket.socketpair())
+    receiver.send({"kind": "left"})
+    sender.send({"kind": "bye"})
+    sender.close()  # data is still unread, so the connection is reset
+    assert receiver.receive() == [{"kind": "bye"}]
     with pytest.raises(EOFError):
-        ours.receive()
-    ours.close()
+        receiver.receive()
+    receiver.close()

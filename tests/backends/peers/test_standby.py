@@ -113,7 +113,7 @@ def test_lowest_surviving_rank_serves(ranks: Ranks, ends: list[tuple[int, ...]])
     for number, together in enumerate(ends):
         ranks.stores[3].put_if_absent(f"decision {number}", b"of 3")
         ranks.end(*together)
-    survivors = [rank for rank in range(4) if all(rank not in each for each in ends)]
+    survivors = [rank for rank in range(4) if all(rank not in group for group in ends)]
     for rank in survivors:
         for number in range(len(ends)):
             assert ranks.stores[rank].put_if_absent(f"decision {number}", b"no") == b"of 3"
@@ -285,7 +285,7 @@ def test_shrink_after_death_of_store_server_succeeds(
         *([program, rank, 4, port, losses] for rank in range(4)), python=warm.python(),
         timeout=DEADLINE_S, **({"COLLECTIVE_SECRET": secret} if secret else {}),
     )  # fmt: skip
-    survivors = tuple(rank for rank in range(4) if all(rank not in each for each in losses))
+    survivors = tuple(rank for rank in range(4) if all(rank not in victims for victims in losses))
     for new, rank in enumerate(survivors):
         error = results[rank].stderr
         expected = f"through {new} {len(survivors)} {survivors} {len(losses)}\n"

@@ -100,12 +100,12 @@ def test_first_words_of_stranger_end_only_its_connection(hub: Hub, words: bytes)
 
 def answer_to(greeting: bytes) -> bytes:
     """Return the answer of a rank that knows the key to the greeting of a listener."""
-    ours, theirs = socket.socketpair()
-    with ours, theirs, ThreadPoolExecutor(1) as pool:
-        peer = pool.submit(Link(ours).prove, KEY, Deadline(FAR))
-        theirs.sendall(greeting)
-        answer = theirs.recv(1000)
-        theirs.close()
+    rank_socket, listener_socket = socket.socketpair()
+    with rank_socket, listener_socket, ThreadPoolExecutor(1) as pool:
+        peer = pool.submit(Link(rank_socket).prove, KEY, Deadline(FAR))
+        listener_socket.sendall(greeting)
+        answer = listener_socket.recv(1000)
+        listener_socket.close()
         assert isinstance(peer.exception(), ProofError)
     return answer
 
@@ -124,14 +124,14 @@ def test_proof_is_valid_for_one_connection(hub: Hub) -> None:
 
 def test_listener_cannot_relay_challenge_to_another_rank() -> None:
     """A false hub gets proofs of connecting ranks, but it needs the proof of a listening rank."""
-    ours, theirs = socket.socketpair()
-    with ours, theirs, ThreadPoolExecutor(1) as pool:
-        rank = pool.submit(Link(ours).prove, KEY, Deadline(FAR))
+    rank_socket, listener_socket = socket.socketpair()
+    with rank_socket, listener_socket, ThreadPoolExecutor(1) as pool:
+        rank = pool.submit(Link(rank_socket).prove, KEY, Deadline(FAR))
         greeting = Challenge().greeting
-        theirs.sendall(greeting)
-        nonce = theirs.recv(1000)[:32]
+        listener_socket.sendall(greeting)
+        nonce = listener_socket.recv(1000)[:32]
         # The answer of a second rank to the nonce of the first rank.
-        theirs.sendall(answer_to(greeting[:-32] + nonce)[32:])
+        listener_socket.sendall(answer_to(greeting[:-32] + nonce)[32:])
         with pytest.raises(ProofError, match="does not know this job's key"):
             rank.result(FAR)
 
@@ -261,7 +261,7 @@ def test_hub_does_not_store_data_of_strangers() -> None:
     hub = Hub(1, LOOPBACK, Deadline(FAR), KEY)
     words = bytes(1 << 20)
     strangers = [knock(hub.address) for _ in range(100)]
-    until(lambda: all(each.recv(100) for each in strangers))
+    until(lambda: all(sock.recv(100) for sock in strangers))
     tracemalloc.start()
     try:
         for stranger in strangers:

@@ -70,17 +70,17 @@ def allowed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
 
 
 def test_siblings_grant_permission_to_parent(allowed: list[int], family: Family) -> None:
-    kept = Permission(family.children)
+    permission_held = Permission(family.children)
     assert allowed == [family.parent]
-    kept.withdraw()
-    kept.withdraw()
+    permission_held.withdraw()
+    permission_held.withdraw()
     assert allowed == [family.parent, 0]
 
 
 def test_rank_that_started_others_is_common_ancestor(allowed: list[int], family: Family) -> None:
-    kept = Permission([family.parent, *family.children])
+    permission_held = Permission([family.parent, *family.children])
     assert allowed == [family.parent]
-    kept.withdraw()
+    permission_held.withdraw()
 
 
 def test_permission_follows_widest_open_communicator(allowed: list[int], family: Family) -> None:
@@ -94,22 +94,22 @@ def test_permission_follows_widest_open_communicator(allowed: list[int], family:
 def test_dropped_permission_widens_nothing(allowed: list[int], family: Family) -> None:
     dropped = Permission([os.getpid(), *family.children])
     del dropped
-    kept = Permission(family.children)
+    permission_held = Permission(family.children)
     assert allowed[-1] == family.parent
-    kept.withdraw()
+    permission_held.withdraw()
 
 
 def test_processes_without_common_ancestor_get_no_permission(
     allowed: list[int], family: Family, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kept = Permission(family.children)
+    permission_held = Permission(family.children)
     find_ancestors = permission._ancestors
     monkeypatch.setattr(
         permission, "_ancestors", lambda pid: [7] if pid == 7 else find_ancestors(pid)
     )
     Permission([os.getpid(), 7]).withdraw()
     assert allowed == [family.parent], "the permission of another communicator has changed"
-    kept.withdraw()
+    permission_held.withdraw()
 
 
 @pytest.mark.parametrize("scope", ["0", "2", "3", None])
@@ -123,12 +123,12 @@ def test_scope_other_than_1_needs_no_permission(allowed: list[int], scope: str |
 
 
 def test_forked_child_inherits_no_permission(allowed: list[int]) -> None:
-    kept = Permission([os.getpid()])
+    permission_held = Permission([os.getpid()])
     child = os.fork()
     if child == 0:
         os._exit(len(permission._granted))
     assert os.waitpid(child, 0)[1] == 0
-    kept.withdraw()
+    permission_held.withdraw()
 
 
 @contextlib.contextmanager
@@ -147,12 +147,12 @@ def _pretended() -> Iterator[list[int]]:
 
 @on_ranks("two")
 def test_communicator_grants_permission_until_closed(comm: Communicator) -> None:
-    with _pretended() as found:
+    with _pretended() as permitted:
         group = comm.dup()
         pids = group.all_gather(np.array([os.getpid()])).tolist()
         wanted = permission._common_ancestor()
         group.close()
-    assert found == [wanted, 0]
+    assert permitted == [wanted, 0]
     assert all(wanted in permission._ancestors(pid) for pid in pids)
 
 
@@ -161,10 +161,10 @@ def test_communicator_without_single_copy_grants_nothing(comm: Communicator) -> 
     backend: Any = comm.transport
     wanted = backend._wanted
     backend._wanted = wanted._replace(single_copy=comm.rank == 1)
-    with _pretended() as found:
+    with _pretended() as permitted:
         group = comm.dup()
         assert len(permission._granted) == 0
         group.close()
     backend._wanted = wanted
-    assert len(found) == 2 * comm.rank
-    assert found[1:] == [0] * comm.rank
+    assert len(permitted) == 2 * comm.rank
+    assert permitted[1:] == [0] * comm.rank

@@ -43,8 +43,8 @@ def test_uneven_lengths_after_even_lengths_are_noticed(comm) -> None:
         with pytest.raises(collective.ShapeError):
             comm.all_gather(x, out=out)
     else:
-        got = comm.all_gather(short)
-        assert got.shape == (comm.size * N - comm.size + 1,)
+        gathered = comm.all_gather(short)
+        assert gathered.shape == (comm.size * N - comm.size + 1,)
     comm.all_gather(x, out=out)
     np.testing.assert_array_equal(out, np.repeat(np.arange(comm.size), N))
 

@@ -29,13 +29,13 @@ two = ranks_of(("shm", 2))
 
 def segments() -> dict[tuple[int, int], str]:
     """Return the inodes of the mapped shared segments, by address range."""
-    found = {}
+    inodes = {}
     for line in Path("/proc/self/maps").read_text().splitlines():
         if "/memfd:collective" in line:
             extent, _, _, _, inode, *_ = line.split()
             start, stop = (int(end, 16) for end in extent.split("-"))
-            found[start, stop] = inode
-    return found
+            inodes[start, stop] = inode
+    return inodes
 
 
 def segment_of(array: Any) -> str | None:
@@ -145,9 +145,9 @@ def test_array_stays_valid_during_process_exit(launches: Any) -> None:  # noqa: 
         last.array = memory[10:]
         del memory
         """)
-    found = launches.run("-n", "2", "--backend", "shm", program)
-    assert (found.returncode, found.stderr) == (0, "")
-    assert sorted(found.stdout.split("\n")) == [
+    result = launches.run("-n", "2", "--backend", "shm", program)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert sorted(result.stdout.split("\n")) == [
         "",
         *(f"[{r}] {n}" for r in (0, 1) for n in (1980, 2970)),
     ]
