@@ -252,7 +252,7 @@ def test_dropped_event_returns_to_pool(fake, device):
     assert len(fake.log("cuEventCreate")) == 1
 
 
-def test_dropped_own_stream_is_destroyed(fake, device):
+def test_only_own_stream_is_destroyed_when_dropped(fake, device):
     stream = device.new_stream()
     handle = stream.handle
     device.stream(handle)

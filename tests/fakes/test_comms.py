@@ -82,7 +82,7 @@ def test_endless_init_is_abortable(nccl):
         nccl.state(rank.comm)
 
 
-def test_init_with_invalid_arguments_fails(nccl):
+def test_init_fails_by_knob_and_with_invalid_arguments(nccl):
     nccl.knob("init_error", SYSTEM_ERROR)
     with pytest.raises(NcclError, match="FAKE_INIT_ERROR") as caught:
         Rank(nccl, nccl.unique_id(), 0, 1, 0).init()

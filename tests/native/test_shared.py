@@ -285,7 +285,7 @@ def test_nested_call_is_refused() -> None:
         pytest.param(lambda x: (x[:8].view(np.recarray), x[20:28]), id="subclass"),
     ],
 )
-def test_unsuitable_arrays_are_left_to_python_first(arrays: Any) -> None:
+def test_unsuitable_arrays_are_handed_over_before_any_step(arrays: Any) -> None:
     host = Host()
     src, dst = (Buffer(array, FLOAT32) for array in arrays(np.ones(40, np.float32)))
     with pytest.raises(NotImplementedError):

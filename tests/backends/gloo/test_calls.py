@@ -155,7 +155,7 @@ def test_gloo_fold_of_unsuitable_operator_and_dtype_is_none() -> None:
         assert gloo_fold(op, BY_NAME[dtype]) is None, (op, dtype)
 
 
-# -- ranks that disagree, or do not come ------------------------------------------------------
+# -- differing calls and missing ranks --------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,7 @@ def test_tensor_messages_arrive() -> None:
 
 @pytest.mark.parametrize("operation", ["recv", "sendrecv"])
 @on_ranks("pair")
-def test_timed_out_recv_keeps_its_memory(comm: Communicator, operation: str) -> None:
+def test_timed_out_message_keeps_its_memory(comm: Communicator, operation: str) -> None:
     """Rank 0 waits in vain, and MPI may still write to the memory of the call."""
     side, group, x = comm.dup(), comm.dup(), np.ones(4)
     unfinished_before = len(library._unfinished)

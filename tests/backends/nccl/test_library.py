@@ -303,7 +303,7 @@ def test_unique_ids_are_unique() -> None:
     assert len(ids) == 3
 
 
-# -- the real library, where it is installed ------------------------------------------------------
+# -- the real library, if it is installed ---------------------------------------------------------
 
 
 @pytest.fixture

@@ -598,7 +598,7 @@ def rank_of_two(number: int, port: int) -> contextlib.AbstractContextManager[sub
     )  # fmt: skip
 
 
-def test_stranger_at_torchrun_store_cannot_reach_hub() -> None:
+def test_stranger_at_torchrun_store_cannot_join_and_job_continues() -> None:
     """The stranger reads all that rank 0 has published before rank 1 starts, and tries the hub."""
     dist = pytest.importorskip("torch.distributed")
     served = dist.TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
