@@ -81,7 +81,8 @@ class WithoutReading(ShmBackend):
         return super().connect(replace(world, options=options), timeout)
 
 
-# The calls that otherwise read other ranks' memory, and messages, which then carry all data.
+# The calls that otherwise read other ranks' memory. Here messages carry all data, so they are
+# tested, too.
 @parametrize_with_checks(
     WithoutReading,
     sizes=SIZES,

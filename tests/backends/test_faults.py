@@ -47,7 +47,7 @@ SIZE = 3
 COLUMNS = ("threads", "shm", "gloo", *VENDORS, "hierarchical")
 # The promised delay of an error, and the delay that a busy machine may add.
 PROMISED_S, BUSY_S = 2.0, 10.0
-# Deadline of a call that notices no fault, and of the job: then its ranks are killed.
+# Deadline of a call that notices no fault, and of the job, after which its ranks are killed.
 CALL_S, JOB_S = 25.0, 240.0
 # Time after which a call that is not compared counts as stalled.
 STALL_S = 1.0
@@ -114,7 +114,7 @@ FAULTS = {
     "handler that returns": Fault(fault_programs.handled),
     "SIGALRM again and again": Fault(fault_programs.alarmed, seconds=10.0),
     "SIGSTOP": Fault(fault_programs.stopped, **LATE),
-    # Rank 0 runs the hub of all monitors; without the hub no other rank could name the missing one.
+    # Where rank 0 runs the hub of all monitors, only the stopped hub knows which rank is missing.
     "SIGSTOP of rank 0": Fault(partial(fault_programs.stopped, victim=0), victims=(0,), **LATE),
     "close with work that ends": Fault(fault_programs.closes_with_work, **LOST),
     "close with work that does not": Fault(

@@ -364,7 +364,7 @@ def test_copy_runs_later_in_stream_order(fake, device, gate):
     gate.hold(stream)
     cuda.copy(memory.address, address(host), 1000, stream)
     cuda.copy(address(back), memory.address, 1000, stream)
-    assert (back == POISON).all()  # the host reads before the copy is done
+    assert (back == POISON).all()  # the host reads before the copies are done
     gate.open()
     stream.synchronize()
     assert (back == host).all()
@@ -473,7 +473,7 @@ def test_pinned_memory_is_reused_after_last_view_is_dropped(fake, pool):
     del first
     assert address(cuda.pinned(5000)) != where
     del view
-    assert address(cuda.pinned(8192)) == where  # of the same size class
+    assert address(cuda.pinned(8192)) == where  # a block of the same size class
     assert len(fake.log("cuMemHostAlloc(bytes=8192")) == 2
 
 

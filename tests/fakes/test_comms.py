@@ -194,9 +194,8 @@ def test_windows_need_nccl_memory():
             nccl.call("CommWindowRegister", rank.comm, at, 16, none, 0)
         else:
             nccl.call("CommWindowRegister", rank.comm, memory, 16, none, 0)
-        if (
-            rank.rank == 0
-        ):  # only one rank, because the text of the last error is shared by the process, as in NCCL
+        # Only one rank, because all threads share the text of the last error, as in NCCL.
+        if rank.rank == 0:
             refuses_other_memory(rank, memory)
         nccl.call("CommWindowDeregister", rank.comm, window)
         nccl.call("MemFree", memory)

@@ -165,16 +165,14 @@ def test_stream_does_not_pass_awaited_event(fake):
 def test_wait_covers_only_earlier_record(held):
     first, second = held.stream(0), held.stream(0)
     again = event(held)
-    held.cuda(
-        "cuStreamWaitEvent", handle(second), again, 0
-    )  # the event was never recorded, so there is no wait
+    # The event was never recorded, so there is no wait.
+    held.cuda("cuStreamWaitEvent", handle(second), again, 0)
     held.synchronize(second)
     held.cuda("cuEventRecord", again, handle(second))
     held.cuda("cuStreamWaitEvent", handle(second), again, 0)
     waiting = FakeArray.of(np.arange(3), stream=first)
-    held.cuda(
-        "cuEventRecord", again, handle(first)
-    )  # this record is not done, but no stream waits for it
+    # This record is not done, but no stream waits for it.
+    held.cuda("cuEventRecord", again, handle(first))
     held.synchronize(second)
     held.knob("hold", 0)
     waiting.get()
@@ -264,7 +262,7 @@ def test_use_after_free_sets_sticky_error(fake):
     target = FakeArray.of(np.zeros(8), stream=stream)
     copy(fake, target.address, block.value, 64, stream)
     fake.cuda("cuMemFreeAsync", block, handle(stream))
-    fake.synchronize(stream)  # freeing after the copy in the same stream is valid
+    fake.synchronize(stream)  # freeing after the copy on the same stream is valid
     fake.cuda("cuMemAllocAsync", ctypes.byref(block), size_t(64), handle(stream))
     fake.knob("hold", 1)
     late = fake.stream(0)

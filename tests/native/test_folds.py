@@ -52,7 +52,7 @@ def floating(dtype: DType) -> tuple[int, int, int]:
 
 
 def drawn(dtype: DType, count: int, seed: int) -> Array:
-    """Return elements of random bits; of floats every other one is a zero, an infinity, NaN etc."""
+    """Return elements of random bits; every other float is a zero, an infinity, NaN etc."""
     random = np.random.default_rng(seed)
     raw = random.integers(0, 256, count * dtype.itemsize, np.uint8)
     if dtype.kind in "fc":

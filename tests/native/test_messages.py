@@ -139,7 +139,7 @@ def test_messages_of_other_tags_are_kept_in_order() -> None:
     thread = in_thread(lambda: [ends.send(data(n, k), k % 3) for k, n in enumerate(lengths)])
     last = np.empty(1, np.uint8)
     asking = in_thread(lambda: ends.receive(last, tag=99))
-    thread.join()  # the sends complete although no receive asks for them
+    thread.join()  # the sends complete although no receive asks for these tags
     for k in (2, 5, 0, 3, 1, 4):
         out = np.empty(lengths[k], np.uint8)
         assert ends.receive(out, k % 3) == 0

@@ -1,4 +1,4 @@
-"""Heads in C, for transports that send messages themselves: same bytes as ``send`` in Python."""
+"""Heads in C, for transports that send messages themselves: the same bytes as in Python."""
 
 from __future__ import annotations
 

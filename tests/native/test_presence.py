@@ -1,4 +1,4 @@
-"""Use of the native core if it is there, and work without it if it is not."""
+"""The package with the native core, and without it."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ def receives(state: State, pieces: int, messages: int, rules: Rules) -> Iterator
     if step == "look":
         if state.head > position:
             yield state._replace(receiver=("read", message, taken))
-        # The receiver knows of a message once it has the first piece.
+        # The receiver knows of a message once it has read the first piece.
         if taken and taken < pieces and state.claim != end:
             yield state._replace(claim=end, receiver=("claimed", message, taken))
     elif step == "claimed":

@@ -94,7 +94,7 @@ def test_messages_in_c_program_passes(pair: RankPool, program: Any) -> None:
 @on_ranks("pair")
 def test_rank_without_core_makes_all_use_python(comm: Communicator, without: int) -> None:
     native.switch(comm.rank != without)
-    group = comm.dup()  # the new group checks again which ranks have the core
+    group = comm.dup()  # the new group checks which ranks have the core
     native.switch(True)
     assert group.transport.exchange is None
     peer = 1 - comm.rank

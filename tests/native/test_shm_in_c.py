@@ -123,7 +123,7 @@ def test_rank_without_core_makes_all_use_python(
     comm: Communicator, without: tuple[int, ...]
 ) -> None:
     native.switch(comm.rank not in without)
-    group = comm.dup()  # the new group checks again which ranks have the core
+    group = comm.dup()  # the new group checks which ranks have the core
     native.switch(True)
     assert (group.transport._compiled is not None) == (not without)  # type: ignore[attr-defined]
     assert _calls(group, "all_reduce", "ordinary") == []

@@ -19,8 +19,7 @@ from tests.support.on_ranks import on_ranks, ranks_of
 
 core = pytest.importorskip("collective.native._core", reason="the native core is not built")
 
-# Index of the word that counts the napping ranks, and of the word in which a rank says that it
-# naps.
+# Indices of the word that counts napping ranks, and of the word in which a rank says that it naps.
 SLEEPERS, ASLEEP = 8, 16
 # Five naps of this length take longer than a test waits for its ranks.
 NAP_S = 30.0

@@ -85,11 +85,11 @@ class Operation(NamedTuple):
         return self.folds and self.collector in (None, rank)
 
 
-# Operations that read in the same way are tried once.
+# Ranks that take all data, or pieces of all data, read in the same way. So do ranks that fold what
+# they have read. Each way of reading is tried once.
 OPERATIONS = (
-    Operation(
-        "all_gather"
-    ),  # also stands for all_to_all, reduce_scatter, and scan, in which some ranks read less
+    # Also stands for all_to_all, reduce_scatter, and scan, in which some ranks read less.
+    Operation("all_gather"),
     Operation("broadcast", sender=0),  # also stands for scatter
     Operation("gather", taker=0),
     Operation("all_reduce", folds=True),
@@ -167,7 +167,7 @@ def in_place(rank: int, size: int, calls: int, departs: bool) -> Iterator[Step]:
     """Yield the steps of all_reduces in symmetric memory, whose locations use two words in turn.
 
     Each rank's memory has a slot for each rank. Only that rank reads inputs from the slot and
-    writes results to it. The model has the writes to the rank's own memory only.
+    writes results to it. The model only has the writes to the rank's own memory.
     """
     step = 0
     for call in range(calls):

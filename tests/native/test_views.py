@@ -1,4 +1,4 @@
-"""Views of arrays in C: they equal those of the adapters, or C leaves the array to the adapters."""
+"""Views of arrays in C: they equal the adapters' views, or C leaves the array to them."""
 
 from __future__ import annotations
 

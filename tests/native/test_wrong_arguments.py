@@ -1,4 +1,4 @@
-"""Wrong arguments to everything in ``_core``: they raise an exception, and never crash.
+"""Wrong arguments to everything in ``_core``: they raise exceptions and never crash.
 
 Each test runs a separate program, because a crash would also end the test process.
 """

@@ -1,4 +1,4 @@
-"""Build and run of ``*_threads.c``: ranks that are threads, under the compiler's sanitizers.
+"""Command that builds and runs ``*_threads.c``: ranks as threads, under sanitizers.
 
 ``make sanitize`` runs ``python -m tests.native.threads``, which takes longer than the tests. For
 another processor: ``CC="aarch64-linux-gnu-gcc -static" python -m tests.native.threads --sanitizers

@@ -31,8 +31,8 @@ def test_mpich_of_2_passes_suite(check: Check) -> None:
 
 
 # Our own code is the same with both libraries; only the libraries' code depends on the number of
-# ranks. The checks that kill a rank need a new start of all ranks: the test of four ranks runs
-# them.
+# ranks. The checks that kill a rank need a new start of all ranks; the test of four ranks runs
+# these checks.
 @needs("openmpi")
 @parametrize_with_checks(
     "mpi",

@@ -295,7 +295,7 @@ def test_supports_names_operators_that_mpi_reduces(watched: RankPool) -> None:
     for key in [key for key in every if key.startswith("scan")]:
         every[key] = [name for name in every[key] if name != "bool"]
     every = {key: names for key, names in every.items() if names}
-    # Without a fixed order MPI also reduces floats, whose result depends on the order.
+    # Without a fixed order MPI also reduces floats, whose sums depend on the order.
     every |= {f"reduce: {op}": ["int32", "float32", "complex64"] for op in ("sum", "prod")}
     assert watched.run(_supported) == [every, every]
 

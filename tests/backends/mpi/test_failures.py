@@ -368,7 +368,7 @@ def test_finalize_of_program_does_not_wait_for_dead_rank(vendor: str) -> None:
     assert "the job is aborted instead" in output
 
 
-# Rank 0 waits for this file, so that it lives and stays silent as long as the other rank needs.
+# Rank 0 waits for this file, so that it stays alive and silent as long as the other rank needs.
 _UNTIL_HEARD = """
 heard = {heard!r}
 def until_heard():

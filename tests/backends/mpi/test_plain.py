@@ -151,7 +151,7 @@ def test_timed_out_send_waits_until_receiver_knows_failure(comm: Communicator, w
 
 @on_ranks("pair")
 def test_plain_calls_match_background_calls(comm: Communicator) -> None:
-    """One rank makes a plain call, the other a background call: both use the lane's way."""
+    """One rank makes a plain call, the other a background call: both take the path of the lane."""
     inputs = np.arange(4.0) + np.arange(comm.size)[:, None]
     mine, total, gathered = inputs[comm.rank], inputs.sum(axis=0), inputs.ravel()
     for background in range(comm.size):

@@ -169,7 +169,7 @@ def test_unsuitable_output_on_one_rank_raises_only_there(comm: Any) -> None:
             if comm.rank == 0:
                 error = error_of(getattr(comm, name), x, out=out)
                 assert type(error) is kind, repr(error)
-            else:  # the output of this rank is suitable
+            else:  # this rank passes no unsuitable output
                 getattr(comm, name)(x)
             goes_on(comm)
     for call in (
@@ -358,7 +358,7 @@ def test_unsuitable_library_or_gpu_is_refused_on_all_ranks(
         reports = run(2, cannot, kind, where)
         for text_of_rank in (*reports[0], *reports[1]):
             assert re.search(text, text_of_rank), text_of_rank
-        # The texts of both ranks are equal but for the number of the rank itself.
+        # The texts of both ranks are equal, except for the number of the reporting rank.
         assert [re.sub(r"\[rank \d\]", "", text_of_rank) for text_of_rank in reports[0][:2]] == [
             re.sub(r"\[rank \d\]", "", text_of_rank) for text_of_rank in reports[1][:2]
         ]

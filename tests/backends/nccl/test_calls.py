@@ -166,9 +166,8 @@ def test_results_go_to_arrays_of_another_library(comm: Any, given: str, wanted: 
         if rank:
             other.check(result, every[0])
         other.check(comm.sendrecv(x, peer, left, like=like), every[left])
-        result = comm.broadcast(
-            x if rank == 0 else None
-        )  # without like= and out= the result is a DeviceArray
+        # Without like= and out= the result is a DeviceArray.
+        result = comm.broadcast(x if rank == 0 else None)
         if rank:
             assert type(result) is DeviceArray
             np.testing.assert_array_equal(read(result), every[0])

@@ -125,10 +125,8 @@ def test_calls_block_after_nonblocking_init(ranks: Ranks) -> None:
     def one(rank: int) -> bool:
         return comms[rank].all_reduce(at(x), at(x), 0, FLOAT32, SUM, ranks.stream(rank))
 
-    assert ranks.run(2, one) == [
-        False,
-        False,
-    ]  # no call is left in progress, not even when the ranks connect
+    # No call stays in progress, not even when the ranks connect.
+    assert ranks.run(2, one) == [False, False]
     destroy(ranks, comms)
 
 
@@ -197,9 +195,8 @@ def test_abort_wakes_call_waiting_for_another_rank(fresh: Callable[[int], Ranks]
             begun.wait(DEADLINE_S)
             comms[0].abort()
             return
-        assert comms[0].send(
-            at(x), 1, FLOAT32, 1, ranks.stream(0)
-        )  # true: the call still has to connect
+        # The result is true because the call still has to connect.
+        assert comms[0].send(at(x), 1, FLOAT32, 1, ranks.stream(0))
         with pytest.raises(CommunicatorAbortedError, match=r"settle: .* rank 0 was aborted"):
             comms[0].settle(begun.set)
 

@@ -206,9 +206,8 @@ def test_named_library_is_loaded_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_wrongly_named_library_raises_backend_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        libraries, "_in_wheel", fakes.library_path
-    )  # a usable library that must not be used instead
+    # A usable library, which must not be used instead.
+    monkeypatch.setattr(libraries, "_in_wheel", fakes.library_path)
     monkeypatch.setenv("COLLECTIVE_NCCL_LIBRARY", "/no/such/libnccl.so.2")
     assert find() is None
     with pytest.raises(BackendUnavailableError, match=r"names, /no/such/libnccl\.so\.2, cannot be"):
@@ -314,7 +313,7 @@ def real() -> Callable[[str], str]:
         pytest.skip("no NCCL: install collective-comm[nccl], or name the file in NCCL_LIBRARY")
 
     def run(program: str) -> str:
-        # Use a separate process, because a process cannot unload the library.
+        # Use a separate process, because this process cannot unload the library.
         return printed(
             "-c", program, COLLECTIVE_NCCL_LIBRARY=str(path), NCCL_SOCKET_IFNAME="lo",
             env={"PATH": os.environ["PATH"]},

@@ -243,7 +243,7 @@ def test_synchronize_waits_on_the_host(comm: Any) -> None:
         work = comm.all_reduce(x, async_op=True)
         assert peek(work.synchronize()).tolist() == total(comm)
         assert work.done()
-    # A wait in another thread orders the stream that is current there.
+    # A wait in another thread orders the stream that is current in that thread.
     with held():
         work = comm.all_reduce(x, out=x, async_op=True)
     thread_got: list[Any] = []

@@ -75,7 +75,7 @@ def connect(caller: Caller) -> None:
 
 @pytest.mark.parametrize(
     "table",
-    # To rank 0 the first table looks even, to the other ranks it does not.
+    # In the first table all counts of rank 0 are equal; those of the other ranks are not.
     [[[2, 2, 2], [2, 0, 5], [2, 1, 0]], [[0] * 3] * 3, [[0, 3, 0], [0] * 3, [0] * 3]],
 )
 @on_ranks("nccl", size=3, shared=True)

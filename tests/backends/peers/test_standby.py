@@ -151,7 +151,7 @@ def test_decision_without_silent_living_rank_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("collective.backends.peers.standby._TELL_S", 0.05)
-    stopped = Standby(2, None, None)  # a rank whose process is stopped
+    stopped = Standby(2, None, None)  # stands for a rank whose process is stopped
     ranks = Ranks(2)
     contacts = [ranks.standbys[0].address, ranks.standbys[1].address, stopped.address]
     for standby in ranks.standbys:
@@ -290,9 +290,8 @@ def test_shrink_after_death_of_store_server_succeeds(
         error = results[rank].stderr
         expected = f"through {new} {len(survivors)} {survivors} {len(losses)}\n"
         assert (results[rank].stdout, results[rank].returncode) == (expected, 0), error
-        assert "recvVector" not in error, (
-            error
-        )  # text that PyTorch's store client writes when its server has died
+        # PyTorch's store client writes this word when its server has died.
+        assert "recvVector" not in error, error
 
 
 _WITHOUT_A_HUB = """

@@ -560,7 +560,7 @@ def test_stranger_at_gloo_port_is_refused_and_job_continues(
     stranger = PortScanner(1, then)
     with pytest.warns(RuntimeWarning, match="reconnecting"):
         assert over_gloo(tmp_path, stranger, monkeypatch, FAR) == [3.0, 3.0]
-    assert len(stranger.ports) > 2  # the ranks did connect again
+    assert len(stranger.ports) > 2  # the ranks have connected again
     assert os.listdir(tmp_path) == []
 
 

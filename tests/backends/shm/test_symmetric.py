@@ -14,7 +14,8 @@ from tests.support.on_ranks import on_ranks, ranks_of
 
 some = ranks_of(("shm", 2), ("shm", 3), timeout=20.0)
 
-# Above the size from which symmetric memory is read in place; no multiple of the numbers of ranks.
+# Above the size from which symmetric memory is read in place; not a multiple of the numbers of
+# ranks.
 N = 20_011
 
 

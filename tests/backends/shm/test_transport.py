@@ -197,7 +197,7 @@ def test_late_rank_gets_error_that_names_it(comm, tmp_path):
 
 
 def segments() -> list[str]:
-    """Return our files of shared memory, without those that MPI makes in other tests."""
+    """Return our files of shared memory. Files of MPI come and go in concurrent tests."""
     return sorted(name for name in os.listdir("/dev/shm") if "collective" in name)
 
 
@@ -290,7 +290,7 @@ def test_twenty_connects_over_one_store_leave_it_empty(comm, tmp_path):
 @on_ranks("two")
 def test_missing_ranks_are_named_with_whole_timeout(comm, tmp_path):
     if comm.rank == 1:
-        time.sleep(0.3)  # by then the segment of rank 0 exists, and less of the time remains
+        time.sleep(0.3)  # by then the segment of rank 0 exists, and less of the timeout remains
     world = World(comm.rank, 3, comm.rank, 3, "h", "none", "job", FileStore(tmp_path / "store"))
     with pytest.raises(RendezvousError, match=r"after 1 s ranks \[2\] of 3 have not arrived"):
         collective.connect(world, "shm", start_timeout=1.0)
