@@ -1,9 +1,10 @@
 """Model of the protocols of ``staging.c`` and ``shared.c``: all interleavings of a few ranks.
 
-Each rank is a list of steps like those of the C code: the rank waits for a counter, writes or reads
-one slot of one area, or announces a counter. A slot holds the content that was written last. A read
-of wrong content is a failure, and so is a state in which no rank can continue. A small call follows
-each call to test what it leaves behind: ranks write into the same areas before they have arrived.
+Each rank is a list of steps like those of the C code. In a step the rank waits for a counter,
+writes or reads one slot of one area, or announces a counter. A slot holds the content that was
+written last. A read of wrong content is a failure, and so is a state in which no rank can continue.
+A small call follows each call to test what it leaves behind: ranks write into the same areas before
+they have arrived.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class Rules(NamedTuple):
     Attributes:
         depth: number of blocks in an area.
         ahead: number of blocks that a rank posts before it takes one.
-        without: wait that is left out.
+        without: name of the wait to omit.
     """
 
     depth: int = 2
@@ -191,8 +192,8 @@ def in_place(rank: int, size: int, calls: int, departs: bool) -> Iterator[Step]:
 def first_failure(programs: list[list[Step]]) -> str:
     """Try all interleavings; return the first failure as text, or an empty text.
 
-    What a rank has written and announced depends only on its position in its program, so the
-    positions of all ranks are the whole state.
+    The slots and counters of a rank depend only on its position in its program, so the positions of
+    all ranks are the whole state.
     """
     slots: list[list[dict[tuple[str, int], object]]] = []
     counters: list[list[tuple[int, ...]]] = []
@@ -258,7 +259,7 @@ def test_protocol_reads_correct_content_in_all_interleavings(
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.name)
 def test_protocol_without_wait_fails(operation: Operation, without: str) -> None:
     if (operation, without) == (ALL_REDUCE, "read"):
-        # A rank that has collected a block knows that all ranks have folded it, so the wait is only
+        # A rank that has collected a block knows that all ranks have folded it. So the wait is only
         # needed with an area of one block, or with two blocks ahead.
         assert "reads" in tried(operation, 2, 5, Rules(ahead=2, without=without))
     else:
