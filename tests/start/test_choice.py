@@ -1,4 +1,4 @@
-"""Which transport is taken, and that all ranks take the same."""
+"""Choice of the transport, which has to be the same on all ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("nowhere")
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> Installed:
-    """Say which packages are installed."""
+    """Return a function that sets which packages count as installed."""
 
     def say(*packages: str) -> None:
         monkeypatch.setattr(choice, "installed", lambda package: package in packages)
@@ -76,14 +76,16 @@ def chosen(environ: dict[str, str], **arguments: object) -> Choice:
         ("gloo", 4, 2, "gloo"),
     ],
 )
-def test_by_hand(installed: Installed, backend: str, size: int, local_size: int, name: str) -> None:
+def test_choose_with_explicit_world_returns_expected_transport(
+    installed: Installed, backend: str, size: int, local_size: int, name: str
+) -> None:
     world = {"rank": 0, "size": size, "local_rank": 0, "local_size": local_size}
     found = chosen({}, backend=backend, **world)
     assert found.name == name
     assert len(found.reason) > 10
 
 
-def test_what_is_asked_for_by_name_is_said_to_be(installed: Installed) -> None:
+def test_choose_with_named_backend_gives_its_origin_as_reason(installed: Installed) -> None:
     assert "environment COLLECTIVE_BACKEND" in chosen({"COLLECTIVE_BACKEND": "gloo"}).reason
 
 
@@ -97,7 +99,7 @@ def test_what_is_asked_for_by_name_is_said_to_be(installed: Installed) -> None:
         ("cpu:shm,rocm:rccl", "the devices are cpu and cuda, not rocm"),
     ],
 )
-def test_a_list_by_device_that_cannot_be_is_refused(backend: str, words: str) -> None:
+def test_choose_with_invalid_device_list_raises_config_error(backend: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         chosen({"COLLECTIVE_BACKEND": backend})
 
@@ -114,11 +116,11 @@ def test_a_list_by_device_that_cannot_be_is_refused(backend: str, words: str) ->
         (torchrun(1, 4, 1, 2, 2), ("torch",), "hierarchical", "gloo"),
         (slurm(1, 4, 0, 1, "1(x4)", 4), ("mpi4py", "torch"), "gloo", "gloo"),
         (slurm(1, 4, 1, 0, "2(x2)", 2), ("torch",), "hierarchical", "gloo"),
-        # srun --mpi=pmix: its tasks are an MPI world, too
+        # The tasks of srun --mpi=pmix are an MPI world, too.
         ({**slurm(1, 4, 0, 1, "1(x4)", 4), "PMIX_RANK": "1"}, ("mpi4py", "torch"), "mpi", "mpi"),
     ],
 )
-def test_across_hosts(
+def test_choose_across_hosts_returns_expected_transport(
     installed: Installed, environ: dict[str, str], packages: tuple[str], name: str, crossing: str
 ) -> None:
     installed(*packages)
@@ -131,7 +133,7 @@ def test_across_hosts(
 @pytest.mark.parametrize(
     ("environs", "name"),
     [
-        # 3 ranks on 2 hosts: one of them is alone on its host, and must choose as the others do.
+        # 3 ranks on 2 hosts: a rank that is alone on its host must choose like the other ranks.
         ([mpich(0, 3, 0, 2), mpich(1, 3, 1, 2), mpich(2, 3, 0, 1)], "hierarchical"),
         (
             [torchrun(0, 3, 0, 2, 2), torchrun(1, 3, 1, 2, 2), torchrun(2, 3, 0, 1, 2)],
@@ -141,26 +143,26 @@ def test_across_hosts(
             [slurm(0, 3, 0, 0, "2,1", 2), slurm(1, 3, 1, 0, "2,1", 2), slurm(2, 3, 0, 1, "2,1", 2)],
             "hierarchical",
         ),
-        # 3 ranks on 3 hosts. mpiexec does not tell them of each other.
+        # 3 ranks on 3 hosts. mpiexec does not tell the ranks how many ranks other hosts have.
         ([mpich(rank, 3, 0, 1) for rank in range(3)], "hierarchical"),
         ([torchrun(rank, 3, 0, 1, 3) for rank in range(3)], "gloo"),
         ([slurm(rank, 3, 0, rank, "1(x3)", 3) for rank in range(3)], "gloo"),
     ],
 )
-def test_all_ranks_choose_alike(
+def test_choose_returns_same_transport_on_all_ranks(
     installed: Installed, environs: list[dict[str, str]], name: str
 ) -> None:
     assert {chosen(environ).name for environ in environs} == {name}
 
 
-def test_what_crosses_hosts_can_be_named(installed: Installed) -> None:
+def test_choose_uses_the_named_across_transport(installed: Installed) -> None:
     environ = {**torchrun(1, 4, 1, 2, 2), "COLLECTIVE_ACROSS": "module:Class"}
     found = chosen(environ)
     assert found.name == "hierarchical"
     assert "module:Class: asked for by name (environment COLLECTIVE_ACROSS)" in found.reason
 
 
-def test_arguments_that_differ_from_mpiexec_are_no_mpi_world(installed: Installed) -> None:
+def test_choose_with_arguments_unlike_mpiexec_avoids_mpi(installed: Installed) -> None:
     installed("mpi4py", "torch")
     world = {"rank": 0, "size": 3, "local_rank": 0, "local_size": 1}
     assert across(load(world)) == "gloo"
@@ -168,7 +170,9 @@ def test_arguments_that_differ_from_mpiexec_are_no_mpi_world(installed: Installe
 
 
 @pytest.mark.parametrize("environ", [mpich(1, 4, 1, 2), torchrun(1, 4, 1, 2, 2)])
-def test_nothing_that_crosses_hosts(installed: Installed, environ: dict[str, str]) -> None:
+def test_choose_without_transport_across_hosts_raises_unavailable(
+    installed: Installed, environ: dict[str, str]
+) -> None:
     installed()
     with pytest.raises(BackendUnavailableError, match="4 ranks on several hosts") as caught:
         chosen(environ)
@@ -182,9 +186,9 @@ def test_nothing_that_crosses_hosts(installed: Installed, environ: dict[str, str
 
 @pytest.fixture
 def gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Say how many GPUs the host shows, and have NCCL there."""
-    here = tmp_path / "libnccl.so.2"
-    here.touch()
+    """Return a function that sets how many GPUs the host shows; NCCL is installed."""
+    library_file = tmp_path / "libnccl.so.2"
+    library_file.touch()
 
     def say(count: int) -> None:
         dev = tmp_path / f"dev-{count}"
@@ -192,7 +196,7 @@ def gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Non
         for name in ("null", "nvidiactl", "nvidia-uvm", *(f"nvidia{n}" for n in range(count))):
             (dev / name).touch()
         monkeypatch.setattr(choice.DeviceFiles, "dev", dev)
-        monkeypatch.setattr(library, "_in_wheel", lambda: str(here))
+        monkeypatch.setattr(library, "_in_wheel", lambda: str(library_file))
 
     return say
 
@@ -208,7 +212,7 @@ def gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Non
         ("cuda:nccl, cpu:threads", 2, 2, "threads", "cpu,cuda"),
     ],
 )
-def test_nccl_by_name_says_what_carries_the_rest(
+def test_choose_nccl_by_name_selects_a_host_transport(
     installed: Installed, backend: str, size: int, local_size: int, host: str, devices: str
 ) -> None:
     world = {"rank": 0, "size": size, "local_rank": 0, "local_size": local_size}
@@ -231,7 +235,7 @@ def test_nccl_by_name_says_what_carries_the_rest(
         (1, 2, 1, "nccl", "gloo"),
     ],
 )
-def test_auto_takes_nccl_where_each_rank_has_a_gpu(
+def test_choose_auto_takes_nccl_if_each_rank_has_a_gpu(
     installed: Installed, gpus: Callable[[int], None],
     count: int, size: int, local_size: int, name: str, host: str,
 ) -> None:  # fmt: skip
@@ -251,7 +255,7 @@ def test_auto_takes_nccl_where_each_rank_has_a_gpu(
         ("0,-1,1", 1), ("0,4,1", 1), ("GPU-8932f937-d72c,GPU-1d3a", 2), ("MIG-0", 1),
     ],
 )  # fmt: skip
-def test_visible_gpus_are_counted_as_cuda_does(
+def test_gpus_counts_visible_devices_like_cuda(
     gpus: Callable[[int], None], visible: str | None, count: int
 ) -> None:
     gpus(4)
@@ -261,7 +265,7 @@ def test_visible_gpus_are_counted_as_cuda_does(
     assert choice.gpus() == count
 
 
-def test_gpus_without_nccl_change_nothing(
+def test_choose_auto_ignores_gpus_without_nccl(
     installed: Installed, gpus: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpus(4)
@@ -272,7 +276,7 @@ def test_gpus_without_nccl_change_nothing(
     assert chosen({"COLLECTIVE_NCCL_LIBRARY": __file__}, rank=0, size=2).name == "nccl"
 
 
-def test_what_connects_the_ranks_already_is_kept_below_nccl(gpus: Callable[[int], None]) -> None:
+def test_choose_keeps_connected_host_transport_below_nccl(gpus: Callable[[int], None]) -> None:
     settled = load({"rank": 0, "size": 2})
     for host in ("threads", "mpi"):
         assert choose(settled, host)[0] == host
@@ -282,7 +286,7 @@ def test_what_connects_the_ranks_already_is_kept_below_nccl(gpus: Callable[[int]
         assert (found.name, found.host) == ("nccl", host)
 
 
-def test_nothing_is_imported_to_choose() -> None:
+def test_choose_imports_neither_torch_nor_mpi4py() -> None:
     program = (
         "import sys; from collective.start.choice import choose; "
         "from collective.start.config import load; "

@@ -1,4 +1,4 @@
-"""Where settings come from, which source wins, and what is refused."""
+"""Sources of settings, their precedence, and the settings that are refused."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from collective.start.keys import KEYS
 pytestmark = pytest.mark.usefixtures("nowhere")
 
 
-def test_world_of_one_by_default() -> None:
+def test_load_without_settings_gives_world_of_one_rank() -> None:
     config = load({})
     assert (config.rank, config.size, config.local_rank, config.local_size) == (0, 1, 0, 1)
     assert (config.backend, config.check, config.store) == ("auto", "auto", None)
@@ -36,7 +36,7 @@ SOURCES = ("argument", "environment", "file", "launcher")
     [c for n in range(len(SOURCES) + 1) for c in itertools.combinations(SOURCES, n)],
     ids=lambda present: "+".join(present) or "none",
 )
-def test_strongest_source_wins(nowhere: Path, present: tuple[str, ...]) -> None:
+def test_load_takes_strongest_source(nowhere: Path, present: tuple[str, ...]) -> None:
     arguments: dict[str, object] = {}
     if "argument" in present:
         arguments["size"] = 11
@@ -59,19 +59,19 @@ def test_strongest_source_wins(nowhere: Path, present: tuple[str, ...]) -> None:
     assert (config.size, config.origin("size")) == (value, origin)
 
 
-def test_each_key_has_its_own_source(nowhere: Path) -> None:
+def test_load_takes_each_key_from_its_own_source(nowhere: Path) -> None:
     (nowhere / "collective.toml").write_text('timeout = 5\nbackend = "gloo"\ncheck = "never"')
     os.environ["COLLECTIVE_BACKEND"] = "mpi"
     config = load({"check": "always"})
     assert (config.timeout, config.backend, config.check) == (5.0, "mpi", "always")
 
 
-def test_argument_none_and_empty_variable_count_as_absent() -> None:
+def test_load_treats_none_and_empty_variable_as_absent() -> None:
     os.environ["COLLECTIVE_BACKEND"] = ""
     assert load({"backend": None, "timeout": None}).origin("backend") == "default"
 
 
-def test_nearest_file_wins(nowhere: Path) -> None:
+def test_load_takes_nearest_file(nowhere: Path) -> None:
     (nowhere.parent.parent / "collective.toml").write_text("timeout = 1")
     (nowhere.parent / "pyproject.toml").write_text("[tool.collective]\ntimeout = 2")
     assert load({}).timeout == 2
@@ -82,12 +82,12 @@ def test_nearest_file_wins(nowhere: Path) -> None:
 
 
 def private(file: Path, text: str) -> None:
-    """Write a file that may name what is loaded and written."""
+    """Write a file of mode 0600, whose settings may name libraries and a store."""
     file.write_text(text)
     file.chmod(0o600)
 
 
-def test_store_is_relative_to_where_it_is_said(nowhere: Path) -> None:
+def test_store_path_is_relative_to_its_source(nowhere: Path) -> None:
     private(nowhere.parent / "collective.toml", 'store = "meet"')
     assert load({}).store == str(nowhere.parent / "meet")
     assert load({"store": "meet"}).store == str(nowhere / "meet")
@@ -96,7 +96,7 @@ def test_store_is_relative_to_where_it_is_said(nowhere: Path) -> None:
 
 
 @pytest.mark.parametrize("key", ["nccl_library", "cuda_library"])
-def test_library_is_a_file_or_a_name_that_the_linker_knows(nowhere: Path, key: str) -> None:
+def test_library_setting_accepts_path_or_linker_name(nowhere: Path, key: str) -> None:
     private(nowhere.parent / "collective.toml", f'{key} = "lib/own.so"')
     assert getattr(load({}), key) == str(nowhere.parent / "lib/own.so")
     os.environ[f"COLLECTIVE_{key.upper()}"] = "./own.so"
@@ -108,7 +108,7 @@ def test_library_is_a_file_or_a_name_that_the_linker_knows(nowhere: Path, key: s
 @pytest.mark.parametrize(
     "address", ["tcp://node1:29500", "tcp://10.0.0.1:1", "tcp://[fd00::1]:65535"]
 )
-def test_store_by_address(nowhere: Path, address: str) -> None:
+def test_store_accepts_tcp_address(nowhere: Path, address: str) -> None:
     assert load({"store": address}).store == address
     (nowhere / "collective.toml").write_text(f'store = "{address}"')
     assert load({}).store == address
@@ -118,7 +118,7 @@ def test_store_by_address(nowhere: Path, address: str) -> None:
     ("key", "default", "variable", "read", "argument"),
     [("device", None, "3", 3, 0), ("dump_signal", "SIGUSR2", "none", "none", "SIGUSR1")],
 )
-def test_a_setting_by_default_by_variable_and_by_argument(
+def test_setting_is_read_from_default_variable_and_argument(
     key: str, default: object, variable: str, read: object, argument: object
 ) -> None:
     assert getattr(load({}), key) == default
@@ -127,7 +127,7 @@ def test_a_setting_by_default_by_variable_and_by_argument(
     assert getattr(load({key: argument}), key) == argument
 
 
-def test_local_rank_follows_a_rank_that_the_launcher_did_not_give() -> None:
+def test_local_rank_follows_rank_that_differs_from_launcher() -> None:
     os.environ.update(RANK="2", WORLD_SIZE="4", LOCAL_RANK="0", LOCAL_WORLD_SIZE="2")
     same = load({"rank": 2, "size": 4})
     assert (same.local_rank, same.local_size) == (0, 2)
@@ -147,7 +147,7 @@ def test_local_rank_follows_a_rank_that_the_launcher_did_not_give() -> None:
         ("COLLECTIVE_timeout", "nearest is COLLECTIVE_TIMEOUT"),  # another name
     ],
 )
-def test_misspelt_name(variable: str, why: str) -> None:
+def test_misspelt_setting_raises_and_names_nearest(variable: str, why: str) -> None:
     if variable:
         os.environ[variable] = "3"
     with pytest.raises(ConfigError, match=why):
@@ -193,7 +193,7 @@ BAD: list[tuple[str, Any]] = [
 
 
 @pytest.mark.parametrize(("key", "value"), BAD)
-def test_bad_argument(key: str, value: object) -> None:
+def test_invalid_argument_raises_config_error(key: str, value: object) -> None:
     with pytest.raises(ConfigError, match=rf"^{key}: .* \(argument\); it must be "):
         load({key: value})
 
@@ -201,7 +201,7 @@ def test_bad_argument(key: str, value: object) -> None:
 @pytest.mark.parametrize(
     ("key", "value"), [("rank", "one"), ("size", "2.5"), ("timeout", "soon"), ("check", "yes")]
 )
-def test_bad_variable(key: str, value: str) -> None:
+def test_invalid_variable_raises_config_error(key: str, value: str) -> None:
     os.environ["COLLECTIVE_RANK"] = "0"
     os.environ["COLLECTIVE_SIZE"] = "1"
     os.environ[f"COLLECTIVE_{key.upper()}"] = value
@@ -209,20 +209,20 @@ def test_bad_variable(key: str, value: str) -> None:
         load({})
 
 
-def test_bad_value_that_a_stronger_source_hides(nowhere: Path) -> None:
+def test_invalid_value_below_stronger_source_raises(nowhere: Path) -> None:
     (nowhere / "collective.toml").write_text('timeout = "soon"')
     with pytest.raises(ConfigError, match=r"'soon' \(file "):
         load({"timeout": 3})
 
 
-def test_rank_beyond_size() -> None:
+def test_rank_beyond_size_raises_config_error() -> None:
     with pytest.raises(ConfigError, match=r"rank: 3 \(argument\) with size 1 \(default\)"):
         load({"rank": 3})
     with pytest.raises(ConfigError, match="local_rank: 2"):
         load({"rank": 0, "size": 4, "local_rank": 2, "local_size": 2})
 
 
-def test_numbers_of_numpy_are_numbers() -> None:
+def test_numpy_numbers_become_python_numbers() -> None:
     config = load({"rank": np.int64(1), "size": np.int32(2), "timeout": np.float32(0.5)})
     assert (config.rank, config.size, config.timeout) == (1, 2, 0.5)
     assert type(config.rank) is int
@@ -237,13 +237,13 @@ def test_numbers_of_numpy_are_numbers() -> None:
         (b"\xff\xfe", r"collective.toml: cannot be read"),
     ],
 )
-def test_file_that_is_wrong(nowhere: Path, content: bytes, why: str) -> None:
+def test_invalid_file_raises_config_error(nowhere: Path, content: bytes, why: str) -> None:
     (nowhere / "collective.toml").write_bytes(content)
     with pytest.raises(ConfigError, match=why):
         load({})
 
 
-def test_missing_parser_is_named_only_when_it_is_needed(
+def test_missing_toml_parser_raises_only_if_needed(
     nowhere: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "tomllib", None)

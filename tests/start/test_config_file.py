@@ -1,4 +1,4 @@
-"""Whose file of settings is believed: one that nobody but the user and root could have written."""
+"""Trust in settings files: only the user and root may have been able to write the file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from collective.start import config_file
 from collective.start.config import load
 from collective.tools.cli.main import main
 
-SOMEBODY = 54321  # no user of this system, and no group
+SOMEBODY = 54321  # an id that no user and no group of this system has
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to other users")
 
 
@@ -52,7 +52,7 @@ def written(file: Path, text: str = "timeout = 5", mode: int = 0o644) -> Path:
 
 
 def the_reason() -> str:
-    """Return why the one file that is there is not read; fail if it is, or has an effect."""
+    """Return why the only settings file is refused; fail if the file has an effect."""
     settled = load({})
     assert settled.origin("timeout") == "default"
     (reason,) = settled.refused.values()
@@ -62,80 +62,80 @@ def the_reason() -> str:
 # -- owner and mode -----------------------------------------------------------------------------
 
 
-def test_a_file_of_the_users_own_is_read(outer: Path) -> None:
+def test_settings_file_of_user_is_read(outer: Path) -> None:
     written(outer / "collective.toml")
     assert (load({}).timeout, load({}).refused) == (5.0, {})
 
 
 @as_root
-def test_a_file_of_somebody_elses_is_not_read(outer: Path) -> None:
+def test_settings_file_of_another_user_is_not_read(outer: Path) -> None:
     file = written(outer / "collective.toml")
     os.chown(file, SOMEBODY, SOMEBODY)
     assert the_reason() == f"{file} belongs to uid {SOMEBODY}, and this process has uid 0"
 
 
 @as_root
-def test_a_file_of_roots_is_read_by_others(outer: Path) -> None:
+def test_settings_file_of_root_is_read_by_other_users(outer: Path) -> None:
     written(outer / "collective.toml")
     with being_somebody():
         assert load({}).timeout == 5
 
 
 @as_root
-def test_a_file_that_may_not_be_opened_is_told(outer: Path) -> None:
+def test_settings_file_without_read_permission_is_reported(outer: Path) -> None:
     written(outer / "collective.toml", mode=0o600)
     with being_somebody():
         assert the_reason().endswith("cannot be opened: Permission denied")
 
 
-def test_a_file_that_everybody_can_write_to_is_not_read(outer: Path) -> None:
+def test_settings_file_writable_by_all_is_not_read(outer: Path) -> None:
     file = written(outer / "collective.toml", mode=0o646)
     assert the_reason() == f"others can write to {file} (mode 0646)"
 
 
 @as_root
 @pytest.mark.parametrize(
-    ("group", "believed"), [(0, True), (SOMEBODY, False)], ids=["of the owner alone", "of others"]
+    ("group", "believed"), [(0, True), (SOMEBODY, False)], ids=["private group", "shared group"]
 )
-def test_a_group_that_can_write_is_the_owners_alone(
+def test_settings_file_writable_by_group_is_read_for_owners_private_group(
     outer: Path, group: int, believed: bool
 ) -> None:
-    # Where each user has such a group, its files are writable by it by default.
+    # Some systems give each user a private group, and new files are then writable by the group.
     file = written(outer / "collective.toml", mode=0o664)
     os.chown(file, 0, group)
     assert (load({}).timeout == 5) == believed
     assert list(load({}).refused) == ([] if believed else [file])
 
 
-def test_a_directory_that_everybody_can_write_to_vouches_for_nothing(outer: Path) -> None:
+def test_settings_file_in_directory_writable_by_all_is_not_read(outer: Path) -> None:
     written(outer / "collective.toml")
     outer.chmod(0o777)
     assert the_reason() == f"others can write to {outer} (mode 0777)"
 
 
-def test_a_sticky_directory_keeps_files_from_others(outer: Path) -> None:
+def test_settings_file_in_sticky_directory_is_read(outer: Path) -> None:
     written(outer / "collective.toml")
     outer.chmod(0o1777)
     assert load({}).timeout == 5
 
 
 @as_root
-def test_a_directory_of_somebody_elses_vouches_for_nothing(outer: Path) -> None:
+def test_settings_file_in_directory_of_another_user_is_not_read(outer: Path) -> None:
     written(outer / "collective.toml")
     os.chown(outer, SOMEBODY, SOMEBODY)
     assert the_reason() == f"{outer} belongs to uid {SOMEBODY}, and this process has uid 0"
 
 
-# -- what is no plain file ----------------------------------------------------------------------
+# -- links and special files --------------------------------------------------------------------
 
 
-def test_a_link_of_the_users_own_is_followed(outer: Path) -> None:
+def test_settings_link_of_user_is_followed(outer: Path) -> None:
     (outer / "collective.toml").symlink_to(written(outer / "mine.toml"))
     assert load({}).timeout == 5
 
 
 @as_root
-def test_a_link_of_somebody_elses_is_not_followed(outer: Path) -> None:
+def test_settings_link_of_another_user_is_not_followed(outer: Path) -> None:
     link = outer / "collective.toml"
     link.symlink_to(written(outer / "mine.toml"))
     os.lchown(link, SOMEBODY, SOMEBODY)
@@ -143,7 +143,7 @@ def test_a_link_of_somebody_elses_is_not_followed(outer: Path) -> None:
     assert the_reason() == f"the link {link} belongs to uid {SOMEBODY}, and this process has uid 0"
 
 
-def test_a_link_does_not_lead_to_where_everybody_can_write(outer: Path) -> None:
+def test_settings_link_into_directory_writable_by_all_is_not_followed(outer: Path) -> None:
     common = outer / "common"
     common.mkdir()
     common.chmod(0o777)
@@ -151,26 +151,26 @@ def test_a_link_does_not_lead_to_where_everybody_can_write(outer: Path) -> None:
     assert the_reason() == f"others can write to {common} (mode 0777)"
 
 
-def test_a_link_that_leads_nowhere_is_no_file(outer: Path) -> None:
+def test_settings_link_to_itself_counts_as_absent(outer: Path) -> None:
     (outer / "collective.toml").symlink_to("collective.toml")
     assert load({}).refused == {}
 
 
-def test_a_pipe_holds_nobody_up(outer: Path) -> None:
+def test_settings_file_that_is_a_pipe_is_refused_without_blocking(outer: Path) -> None:
     os.mkfifo(outer / "collective.toml")
     assert the_reason() == f"{outer / 'collective.toml'} is not a regular file"
 
 
-def test_empty_lines_take_no_time(outer: Path) -> None:
-    # Millions of them took hours to search for our table.
+def test_pyproject_with_millions_of_empty_lines_is_read_quickly(outer: Path) -> None:
+    # A search for the [tool.collective] table once took hours with millions of empty lines.
     written(outer / "pyproject.toml", "\n" * 2_000_000)
     assert load({}).timeout == 300
 
 
-# -- how far the search goes --------------------------------------------------------------------
+# -- where the search ends ----------------------------------------------------------------------
 
 
-def test_a_refused_file_does_not_hide_one_further_up(outer: Path) -> None:
+def test_refused_file_does_not_hide_file_in_parent_directory(outer: Path) -> None:
     written(outer / "collective.toml")
     nearer = written(outer / "middle" / "collective.toml", "timeout = 6", mode=0o666)
     assert load({}).timeout == 5
@@ -178,7 +178,7 @@ def test_a_refused_file_does_not_hide_one_further_up(outer: Path) -> None:
 
 
 @pytest.mark.parametrize("root", ["pyproject.toml", ".git", ".hg", ".svn", ".jj", "home"])
-def test_the_search_ends_with_the_project_or_at_home(outer: Path, root: str) -> None:
+def test_search_ends_at_project_root_or_home(outer: Path, root: str) -> None:
     written(outer / "collective.toml")
     if root == "home":
         os.environ["HOME"] = str(outer / "middle")
@@ -192,13 +192,15 @@ def test_the_search_ends_with_the_project_or_at_home(outer: Path, root: str) -> 
 @pytest.mark.parametrize(
     ("text", "count"), [("[project]\nname = 'theirs'", 0), ("[tool.collective]\ntimeout = 5", 1)]
 )
-def test_of_others_projects_those_about_us_are_told(outer: Path, text: str, count: int) -> None:
+def test_refused_pyproject_is_reported_only_with_collective_table(
+    outer: Path, text: str, count: int
+) -> None:
     written(outer / "pyproject.toml", text, mode=0o666)
     assert load({}).timeout == 300
     assert len(load({}).refused) == count
 
 
-# -- what loads code and writes files -----------------------------------------------------------
+# -- settings that load code or write files -----------------------------------------------------
 
 HAZARDS = [
     ("backend", "module:Class"),
@@ -212,7 +214,7 @@ HAZARDS = [
 
 
 @pytest.mark.parametrize(("key", "value"), HAZARDS)
-def test_what_loads_code_or_writes_files_is_not_taken_from_every_file(
+def test_hazardous_setting_in_readable_file_raises_config_error(
     outer: Path, key: str, value: str
 ) -> None:
     written(outer / "collective.toml", f'{key} = "{value}"')
@@ -221,7 +223,7 @@ def test_what_loads_code_or_writes_files_is_not_taken_from_every_file(
 
 
 @pytest.mark.parametrize(("key", "value"), HAZARDS)
-def test_it_is_taken_from_the_users_own_private_file_and_from_the_environment(
+def test_hazardous_setting_in_private_file_or_environment_is_used(
     outer: Path, key: str, value: str
 ) -> None:
     file = written(outer / "collective.toml", f'{key} = "{value}"', mode=0o600)
@@ -235,35 +237,37 @@ def test_it_is_taken_from_the_users_own_private_file_and_from_the_environment(
     ("key", "value"),
     [("backend", "gloo"), ("backend", "cpu:shm,cuda:nccl"), ("store", "tcp://node1:29500")],
 )
-def test_what_only_names_is_taken_from_every_file(outer: Path, key: str, value: str) -> None:
+def test_harmless_backend_or_store_in_readable_file_is_used(
+    outer: Path, key: str, value: str
+) -> None:
     written(outer / "collective.toml", f'{key} = "{value}"')
     assert getattr(load({}), key) == value
 
 
 @as_root
-def test_what_loads_code_is_not_taken_from_roots_file_by_others(outer: Path) -> None:
+def test_hazardous_setting_in_file_of_root_raises_for_other_users(outer: Path) -> None:
     written(outer / "collective.toml", 'nccl_library = "libnccl.so"', mode=0o644)
     with being_somebody(), pytest.raises(ConfigError, match=r"nccl_library: .* belongs to uid 0"):
         load({})
 
 
-# -- nothing of this is silent ------------------------------------------------------------------
+# -- reports of refused files -------------------------------------------------------------------
 
 
-def test_init_warns_of_a_file_that_it_does_not_read(outer: Path) -> None:
+def test_init_warns_of_refused_file(outer: Path) -> None:
     file = written(outer / "collective.toml", mode=0o666)
     with pytest.warns(RuntimeWarning, match=rf"^settings: {file} is not read: .*chmod go-w"):
         collective.init().close()
 
 
-def test_of_a_hosts_ranks_only_the_first_warns(outer: Path) -> None:
+def test_refused_file_is_warned_of_by_first_rank_of_host_only(outer: Path) -> None:
     written(outer / "collective.toml", mode=0o666)
-    load({"rank": 1, "size": 2}).warn_of_refused()  # warnings are errors here
+    load({"rank": 1, "size": 2}).warn_of_refused()  # The suite turns warnings into errors.
     with pytest.warns(RuntimeWarning):
         load({"rank": 0, "size": 2}).warn_of_refused()
 
 
-def test_the_command_shows_what_is_not_read_and_why(
+def test_config_command_shows_refused_file_and_reason(
     outer: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = written(outer / "collective.toml", mode=0o666)
@@ -274,6 +278,6 @@ def test_the_command_shows_what_is_not_read_and_why(
     assert f'"{file}": "others can write to {file} (mode 0666)"' in capsys.readouterr().out
 
 
-def test_without_a_working_directory_nothing_is_found(outer: Path) -> None:
+def test_find_in_deleted_working_directory_finds_nothing(outer: Path) -> None:
     (outer / "middle" / "inner").rmdir()
     assert config_file.find() == config_file.Found()

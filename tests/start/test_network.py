@@ -1,4 +1,4 @@
-"""The interfaces of this host, and the address that others reach it at."""
+"""Network interfaces of this host, and the address at which other hosts reach it."""
 
 from __future__ import annotations
 
@@ -21,44 +21,44 @@ LO = Interface("lo", ("127.0.0.1", "::1"), up=True, loopback=True)
 
 @pytest.fixture
 def these(monkeypatch: pytest.MonkeyPatch):
-    """Give this host other interfaces, and a name and routes that lead nowhere."""
+    """Return a function that replaces this host's interfaces, without a usable name or route."""
 
-    def give(*found: Interface) -> None:
-        monkeypatch.setattr(network, "interfaces", lambda: list(found))
+    def give(*replacements: Interface) -> None:
+        monkeypatch.setattr(network, "interfaces", lambda: list(replacements))
         monkeypatch.setattr(network, "_of_own_name", list)
         monkeypatch.setattr(network, "_of_default_route", list)
 
     return give
 
 
-def test_loopback_is_there_and_known_for_what_it_is() -> None:
-    (found,) = [each for each in interfaces() if "127.0.0.1" in each.addresses]
-    assert found.loopback
-    assert found.up
+def test_interfaces_contains_loopback_marked_as_such() -> None:
+    (loopback,) = [each for each in interfaces() if "127.0.0.1" in each.addresses]
+    assert loopback.loopback
+    assert loopback.up
     assert {each.name for each in interfaces()} >= {name for _, name in socket.if_nameindex()}
 
 
-def test_interfaces_are_what_the_system_lists() -> None:
+def test_interfaces_matches_output_of_ip_address() -> None:
     try:
         listed = subprocess.run(["ip", "-j", "address"], capture_output=True, check=True)
     except (FileNotFoundError, subprocess.CalledProcessError):
         pytest.skip("no ip(8) here that writes JSON")
-    # One may come or go between the two looks, in tests that make interfaces.
+    # Other tests create and remove interfaces, which may happen between the two listings.
     for entry in json.loads(listed.stdout):
         if entry["link_type"] == "ether" and not entry["ifname"].startswith(("eth", "en")):
             continue
-        (found,) = [each for each in interfaces() if each.name == entry["ifname"]]
-        assert set(found.addresses) == {info["local"] for info in entry["addr_info"]}
-        assert found.up == ("UP" in entry["flags"])
-        assert found.loopback == ("LOOPBACK" in entry["flags"])
+        (interface,) = [each for each in interfaces() if each.name == entry["ifname"]]
+        assert set(interface.addresses) == {info["local"] for info in entry["addr_info"]}
+        assert interface.up == ("UP" in entry["flags"])
+        assert interface.loopback == ("LOOPBACK" in entry["flags"])
 
 
-def test_address_of_an_interface() -> None:
+def test_address_of_loopback_returns_127_0_0_1() -> None:
     (loopback,) = [each.name for each in interfaces() if "127.0.0.1" in each.addresses]
     assert address_of(loopback) == "127.0.0.1"
 
 
-def test_ipv4_goes_before_ipv6_and_link_local_ones_do_not_count(these) -> None:
+def test_address_of_prefers_ipv4_and_ignores_link_local_addresses(these) -> None:
     these(LO, ETH, Interface("ib0", ("fd00::5", "fe80::5"), up=True, loopback=False))
     assert address_of("eth0") == "10.1.0.4"
     assert address_of("ib0") == "fd00::5"
@@ -73,7 +73,7 @@ def test_ipv4_goes_before_ipv6_and_link_local_ones_do_not_count(these) -> None:
         ("eth3", "no address"),
     ],
 )
-def test_interface_that_does_not_serve_is_refused_with_those_there_are(these, name, fault) -> None:
+def test_address_of_unusable_interface_raises_and_lists_interfaces(these, name, fault) -> None:
     these(
         ETH,
         Interface("eth1", ("10.1.0.5",), up=False, loopback=False),
@@ -86,38 +86,38 @@ def test_interface_that_does_not_serve_is_refused_with_those_there_are(these, na
     assert "COLLECTIVE_INTERFACE" in str(caught.value)
 
 
-def test_address_toward_this_host() -> None:
+def test_address_toward_this_host_is_loopback() -> None:
     assert address_toward("127.0.0.1", 80) == "127.0.0.1"
     assert address_toward("localhost", 80) in ("127.0.0.1", "::1")
 
 
-def test_address_toward_a_name_that_does_not_exist() -> None:
+def test_address_toward_unknown_name_raises_rendezvous_error() -> None:
     with pytest.raises(RendezvousError, match=r"no-such-host\.invalid.*does not resolve"):
         address_toward("no-such-host.invalid", 80)
 
 
-def test_own_address_is_one_of_this_hosts_own() -> None:
+def test_own_address_belongs_to_an_interface() -> None:
     assert own_address() in {address for each in interfaces() for address in each.addresses}
 
 
-def test_own_address_prefers_the_name_then_the_route_then_any(these, monkeypatch) -> None:
+def test_own_address_prefers_name_then_route_then_any(these, monkeypatch) -> None:
     ib = Interface("ib0", ("10.2.0.4",), up=True, loopback=False)
     ppp = Interface("ppp0", ("10.3.0.4",), up=True, loopback=False)
     these(LO, ETH, ib, ppp)
     assert own_address() == "10.1.0.4"
     monkeypatch.setattr(network, "_of_default_route", lambda: ["10.2.0.4"])
     assert own_address() == "10.2.0.4"
-    # Debian's name for this host, one that somebody else has now, and the right one.
+    # Debian's address for its own name, an address of another host now, and the right address.
     monkeypatch.setattr(network, "_of_own_name", lambda: ["127.0.1.1", "10.9.9.9", "10.3.0.4"])
     assert own_address() == "10.3.0.4"
 
 
-def test_host_with_nothing_but_loopback(these) -> None:
+def test_own_address_of_host_with_loopback_alone_is_loopback(these) -> None:
     these(LO, Interface("eth0", ("10.1.0.4",), up=False, loopback=False))
     assert own_address() == "127.0.0.1"
 
 
-def test_hosts_find_their_own_address_and_the_way_to_each_other(tmp_path: Path) -> None:
+def test_own_address_and_address_toward_agree_between_hosts(tmp_path: Path) -> None:
     needs_hosts()
     with Hosts(2, tmp_path) as hosts:
         program = (

@@ -1,4 +1,4 @@
-"""Run directories: shared while somebody holds them, gone after the last."""
+"""Run directories: shared while a process holds them, removed by the last holder."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / f"collective-{os.geteuid()}"
 
 
-def test_directory_is_private() -> None:
+def test_join_creates_private_directories() -> None:
     path, hold = join("a")
     assert stat.S_IMODE(path.stat().st_mode) == 0o700
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
     leave(path, hold)
 
 
-def test_last_to_leave_removes_it() -> None:
+def test_leave_by_last_holder_removes_directory() -> None:
     path, first = join("a")
     again, second = join("a")
     assert path == again
@@ -39,7 +39,7 @@ def test_last_to_leave_removes_it() -> None:
     assert not path.exists()
 
 
-def test_who_joins_first_finds_nothing_of_an_earlier_run(base: Path) -> None:
+def test_join_by_first_holder_removes_stale_files(base: Path) -> None:
     (base / "a" / "deep").mkdir(parents=True)
     base.chmod(0o700)
     (base / "a" / "key").write_text("stale")
@@ -52,7 +52,7 @@ def test_who_joins_first_finds_nothing_of_an_earlier_run(base: Path) -> None:
     leave(path, hold)
 
 
-def test_leftovers_of_others_are_swept_and_what_is_held_is_not(base: Path) -> None:
+def test_join_sweeps_leftovers_and_keeps_held_directories(base: Path) -> None:
     held, hold = join("held")
     (base / "leftover").mkdir()
     path, other = join("another")
@@ -62,7 +62,7 @@ def test_leftovers_of_others_are_swept_and_what_is_held_is_not(base: Path) -> No
     assert list(base.iterdir()) == []
 
 
-def test_killed_process_holds_nothing(base: Path) -> None:
+def test_join_sweeps_directory_of_killed_process(base: Path) -> None:
     body = "from collective.start.rundir import join; join('a'); import os; os.kill(os.getpid(), 9)"
     run_python("-c", body, TMPDIR=str(base.parent))
     assert [entry.name for entry in base.iterdir()] == ["a"]
@@ -70,8 +70,8 @@ def test_killed_process_holds_nothing(base: Path) -> None:
     assert list(base.iterdir()) == []
 
 
-def test_many_processes_come_and_go(base: Path) -> None:
-    """Joining, leaving and sweeping at once never takes a directory from under a holder."""
+def test_join_and_leave_of_many_processes_do_not_interfere(base: Path) -> None:
+    """Concurrent joins, leaves and sweeps never remove a directory that is held."""
     body = """
 import os, sys
 from collective.start.rundir import join, leave
@@ -87,14 +87,14 @@ for i in range(60):
     assert list(base.iterdir()) == []
 
 
-def test_directory_of_somebody_else_is_refused(base: Path) -> None:
+def test_join_in_world_writable_base_raises_rendezvous_error(base: Path) -> None:
     base.mkdir(mode=0o777)
     base.chmod(0o777)
     with pytest.raises(RendezvousError, match="0700"):
         join("a")
 
 
-def test_link_is_refused(base: Path, tmp_path: Path) -> None:
+def test_join_through_link_raises_rendezvous_error(base: Path, tmp_path: Path) -> None:
     base.mkdir(mode=0o700)
     (tmp_path / "trap").mkdir()
     (base / "a").symlink_to(tmp_path / "trap")
@@ -102,7 +102,7 @@ def test_link_is_refused(base: Path, tmp_path: Path) -> None:
         join("a")
 
 
-def test_store_holds_its_directory_until_it_is_collected(base: Path) -> None:
+def test_run_store_holds_directory_until_collected(base: Path) -> None:
     store = RunStore("a")
     store.set("key", b"value")
     assert RunStore("a").try_get("key") == b"value"
@@ -112,7 +112,7 @@ def test_store_holds_its_directory_until_it_is_collected(base: Path) -> None:
     assert not (base / "a").exists()
 
 
-def test_forked_child_does_not_remove_its_parents_store(base: Path) -> None:
+def test_run_store_of_parent_survives_forked_child(base: Path) -> None:
     store = RunStore("a")
     child = os.fork()
     if child == 0:

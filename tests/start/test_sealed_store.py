@@ -1,4 +1,4 @@
-"""The secret of a job: what follows from it, who sees it, and stores that are sealed with it."""
+"""The secret of a job: keys derived from it, its confidentiality, and stores sealed with it."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ TEXT = "5ca1ab1e" * 8
     ],
     ids=["A.1", "A.2", "A.3"],
 )  # fmt: skip
-def test_keys_are_those_of_rfc_5869(secret: str, salt: str, info: str, wanted: str) -> None:
-    given = (bytes.fromhex(text) for text in (secret, salt, info))
-    assert hkdf(*given, len(wanted) // 2).hex() == wanted
+def test_hkdf_gives_keys_of_rfc_5869(secret: str, salt: str, info: str, wanted: str) -> None:
+    inputs = (bytes.fromhex(text) for text in (secret, salt, info))
+    assert hkdf(*inputs, len(wanted) // 2).hex() == wanted
 
 
-def test_each_purpose_and_each_job_has_a_key_of_its_own() -> None:
+def test_secret_key_differs_for_each_purpose_and_job() -> None:
     secrets = [SECRET, SECRET.within("job"), SECRET.within("job", ""), SECRET.within("jo", "b")]
     secrets += [SECRET.within("job").within("session"), SECRET.within("job", "session")]
     keys = [secret.key(purpose) for secret in secrets for purpose in ("hub", "store values", "")]
@@ -70,11 +70,11 @@ def test_each_purpose_and_each_job_has_a_key_of_its_own() -> None:
     assert SECRET.within("job").key("hub") == Secret(bytes(range(32))).within("job").key("hub")
 
 
-# -- what a store holds that is sealed ------------------------------------------------------
+# -- sealed stores --------------------------------------------------------------------------
 
 
 class Recording(FileStore):
-    """A store that remembers what was ever published."""
+    """A store that remembers every published value."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
@@ -85,12 +85,12 @@ class Recording(FileStore):
         super().set(key, value)
 
 
-def test_what_nobody_publishes_may_be_of_a_rank_with_another_secret(tmp_path: Path) -> None:
+def test_sealed_store_get_of_absent_key_mentions_another_secret(tmp_path: Path) -> None:
     with pytest.raises(RendezvousError, match=r"'key'.*a rank with another secret, or none"):
         SealedStore(FileStore(tmp_path), SECRET).get("key", Deadline(0.0))
 
 
-def test_a_stranger_sees_neither_the_names_of_keys_nor_the_secret(tmp_path: Path) -> None:
+def test_sealed_store_hides_names_of_keys_and_secret(tmp_path: Path) -> None:
     below = Recording(tmp_path)
     store = SealedStore(below, SECRET.within("job"))
     store.set("monitor", b"10.0.0.1 4711")
@@ -108,17 +108,17 @@ def name_of(store: Store, key: str) -> str:
 FORGED: dict[str, Callable[[bytes], bytes]] = {
     "nothing": lambda sealed: b"",
     "plain text": lambda sealed: b'{"address": "10.0.0.6 1"}' * 4,
-    "another first byte": lambda sealed: bytes([sealed[0] ^ 1]) + sealed[1:],
-    "another byte of the value": lambda s: s[:16] + bytes([s[16] ^ 1]) + s[17:],
-    "another last byte": lambda sealed: sealed[:-1] + bytes([sealed[-1] ^ 1]),
-    "less": lambda sealed: sealed[:-1],
-    "more": lambda sealed: sealed + b"\0",
+    "first byte changed": lambda sealed: bytes([sealed[0] ^ 1]) + sealed[1:],
+    "byte of the value changed": lambda s: s[:16] + bytes([s[16] ^ 1]) + s[17:],
+    "last byte changed": lambda sealed: sealed[:-1] + bytes([sealed[-1] ^ 1]),
+    "last byte missing": lambda sealed: sealed[:-1],
+    "byte appended": lambda sealed: sealed + b"\0",
     "a tag alone": lambda sealed: sealed[-32:],
 }
 
 
 @pytest.mark.parametrize("forge", FORGED.values(), ids=FORGED)
-def test_what_a_stranger_has_written_is_refused_by_name(
+def test_sealed_store_refuses_forged_value_and_names_key(
     tmp_path: Path, forge: Callable[[bytes], bytes]
 ) -> None:
     below = FileStore(tmp_path)
@@ -141,21 +141,21 @@ OTHERS = {
 
 
 @pytest.mark.parametrize(("secret", "key"), OTHERS.values(), ids=OTHERS)
-def test_a_value_that_was_sealed_for_something_else_is_refused(
+def test_sealed_store_refuses_value_sealed_for_another_use(
     tmp_path: Path, secret: Secret, key: str
 ) -> None:
-    """A stranger copies what it has seen to where it is read now."""
+    """A stranger copies a value that it has seen to the name of another key."""
     below = FileStore(tmp_path)
-    then = SealedStore(below, secret)
-    then.set(key, b"value")
-    now = SealedStore(below, SECRET)
-    assert now.try_get("key") is None  # under its own name it is nothing at all
-    below.set(name_of(now, "key"), below.get(name_of(then, key), Deadline(0.0)))
+    other_store = SealedStore(below, secret)
+    other_store.set(key, b"value")
+    store = SealedStore(below, SECRET)
+    assert store.try_get("key") is None  # The key has another name in this store.
+    below.set(name_of(store, "key"), below.get(name_of(other_store, key), Deadline(0.0)))
     with pytest.raises(RendezvousError, match="does not belong to this job"):
-        now.try_get("key")
+        store.try_get("key")
 
 
-def test_a_store_without_a_secret_stays_as_it_is(tmp_path: Path) -> None:
+def test_seal_without_secret_returns_the_store(tmp_path: Path) -> None:
     below = FileStore(tmp_path)
     assert seal(below, None) is below
 
@@ -163,22 +163,22 @@ def test_a_store_without_a_secret_stays_as_it_is(tmp_path: Path) -> None:
 # -- the hub --------------------------------------------------------------------------------
 
 
-def meet(store: Store, *given: Secret | None, timeout: float = FAR) -> list[Any]:
-    """Start as many monitors as secrets are given; return them, or what each raised."""
+def meet(store: Store, *secrets: Secret | None, timeout: float = FAR) -> list[Any]:
+    """Start one monitor for each secret; return the monitors, or the errors in their places."""
 
     def rank(number: int) -> Any:
-        secret = given[number]
-        mine = world(number, len(given), seal(store, secret), secret=secret)
+        secret = secrets[number]
+        own_world = world(number, len(secrets), seal(store, secret), secret=secret)
         try:
-            return Monitor.start(mine, Deadline(timeout))
+            return Monitor.start(own_world, Deadline(timeout))
         except RendezvousError as error:
             return error
 
-    with ThreadPoolExecutor(len(given)) as pool:
-        return list(pool.map(rank, range(len(given))))
+    with ThreadPoolExecutor(len(secrets)) as pool:
+        return list(pool.map(rank, range(len(secrets))))
 
 
-def test_the_hub_s_key_does_not_travel(tmp_path: Path) -> None:
+def test_hub_key_is_not_published(tmp_path: Path) -> None:
     store = Recording(tmp_path)
     for monitor in meet(store, SECRET, SECRET):
         monitor.channel.close()
@@ -187,7 +187,7 @@ def test_the_hub_s_key_does_not_travel(tmp_path: Path) -> None:
     assert SECRET.key("hub").hex().encode() not in sealed
 
 
-def test_each_meeting_has_a_secret_of_its_own(tmp_path: Path) -> None:
+def test_monitors_of_each_meeting_share_a_new_secret(tmp_path: Path) -> None:
     keys = set()
     for _ in range(2):
         first, second = meet(FileStore(tmp_path), SECRET, SECRET)
@@ -199,22 +199,20 @@ def test_each_meeting_has_a_secret_of_its_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("other", [Secret(bytes(32)), None], ids=["another", "none"])
-def test_a_rank_with_another_secret_or_none_does_not_join(
-    tmp_path: Path, other: Secret | None
-) -> None:
+def test_rank_with_another_secret_or_none_cannot_join(tmp_path: Path, other: Secret | None) -> None:
     first, second = meet(FileStore(tmp_path), SECRET, other, timeout=0.5)
     assert "ranks [1] of 2 have not arrived" in str(first)
     assert "rank 0 of 2 did not arrive" in str(second)
 
 
-def test_a_rank_that_knows_where_the_hub_is_and_has_another_secret_is_told_of(
+def test_rank_with_hub_address_and_another_secret_is_reported(
     tmp_path: Path,
 ) -> None:
-    """Its address is one of those that did not prove that they know the key."""
+    """The hub lists the rank's address among those that did not prove knowledge of the key."""
     below = FileStore(tmp_path)
 
     class Leaks(SealedStore):
-        """Hands the hub's address to whoever has the other secret."""
+        """A sealed store that also publishes the hub's address to ranks with the other secret."""
 
         def set(self, key: str, value: bytes) -> None:
             super().set(key, value)
@@ -229,14 +227,14 @@ def test_a_rank_that_knows_where_the_hub_is_and_has_another_secret_is_told_of(
         return str(caught.value)
 
     with ThreadPoolExecutor(2) as pool:
-        # The second goes on trying when the first is over, and says what it was told before.
+        # The second rank keeps trying after the first has given up, and reports the earlier reply.
         first = pool.submit(rank, 0, SECRET, Leaks(below, SECRET), 2.0)
         second = pool.submit(rank, 1, other, SealedStore(below, other), 4.0)
         assert "from 127.0.0.1 did not prove knowledge of this job's key" in first.result()
         assert "its key differs, or it has ended" in second.result()
 
 
-# -- where the secret comes from --------------------------------------------------------------
+# -- sources of the secret --------------------------------------------------------------------
 
 
 def file_of(directory: Path, text: bytes = TEXT.encode(), mode: int = 0o600) -> Path:
@@ -269,7 +267,7 @@ SOURCES = {
 
 
 @pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES)
-def test_the_secret_is_the_same_from_wherever_it_comes(
+def test_secret_is_the_same_from_each_source(
     nowhere: Path, source: Callable[[Path], object]
 ) -> None:
     source(nowhere)
@@ -277,11 +275,11 @@ def test_the_secret_is_the_same_from_wherever_it_comes(
 
 
 @pytest.mark.parametrize("given", [TEXT, TEXT.encode(), Secret(TEXT.encode())], ids=type)
-def test_the_secret_may_be_an_argument(given: object) -> None:
+def test_secret_as_argument_is_used(given: object) -> None:
     assert hub_key(secret=given) == Secret(TEXT.encode()).key("hub")
 
 
-def test_without_any_there_is_none() -> None:
+def test_secret_without_source_is_none() -> None:
     assert load({}).resolved_secret() is None
 
 
@@ -297,7 +295,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
 
 
 @pytest.mark.parametrize(("make", "why"), REFUSED.values(), ids=REFUSED)
-def test_a_file_that_others_could_have_read_or_made_is_refused(
+def test_secret_file_that_is_unsafe_or_unusable_raises(
     nowhere: Path, make: Callable[[Path], Path], why: str
 ) -> None:
     os.environ["COLLECTIVE_SECRET_FILE"] = str(make(nowhere))
@@ -306,7 +304,7 @@ def test_a_file_that_others_could_have_read_or_made_is_refused(
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="takes root to give a file away")
-def test_a_file_of_another_user_is_refused(nowhere: Path) -> None:
+def test_secret_file_of_another_user_raises(nowhere: Path) -> None:
     path = file_of(nowhere)
     os.chown(path, 12345, 12345)
     os.environ["COLLECTIVE_SECRET_FILE"] = str(path)
@@ -314,7 +312,7 @@ def test_a_file_of_another_user_is_refused(nowhere: Path) -> None:
         load({}).resolved_secret()
 
 
-# -- who sees it --------------------------------------------------------------------------------
+# -- confidentiality of the secret ---------------------------------------------------------------
 
 
 def _settings_of_the_doctor() -> object:
@@ -351,7 +349,7 @@ SHOWN: dict[str, Callable[[], object]] = {
 
 
 @pytest.mark.parametrize("show", SHOWN.values(), ids=SHOWN)
-def test_the_secret_is_shown_by_nothing(show: Callable[[], object]) -> None:
+def test_secret_is_absent_from_texts_and_reprs(show: Callable[[], object]) -> None:
     os.environ["COLLECTIVE_SECRET"] = TEXT
     shown = show()
     for text in (str(shown), repr(shown)):
@@ -360,7 +358,7 @@ def test_the_secret_is_shown_by_nothing(show: Callable[[], object]) -> None:
 
 
 @pytest.mark.parametrize("options", [[], ["--json"]], ids=["table", "json"])
-def test_collective_config_says_that_it_is_set(
+def test_config_command_shows_that_secret_is_set(
     options: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     os.environ["COLLECTIVE_SECRET"] = TEXT
@@ -368,21 +366,21 @@ def test_collective_config_says_that_it_is_set(
     out = capsys.readouterr().out
     assert TEXT[:15] not in out
     if options:
-        found = json.loads(out)["settings"]["secret"]
-        assert found == {"value": "set", "origin": "environment COLLECTIVE_SECRET"}
+        setting = json.loads(out)["settings"]["secret"]
+        assert setting == {"value": "set", "origin": "environment COLLECTIVE_SECRET"}
     else:
         (line,) = (line for line in out.splitlines() if line.startswith("secret "))
         assert line.split(maxsplit=2) == ["secret", "set", "environment COLLECTIVE_SECRET"]
 
 
-def test_the_secret_is_not_pickled() -> None:
+def test_secret_pickling_raises_type_error() -> None:
     with pytest.raises(TypeError, match="a secret is not pickled"):
         pickle.dumps(SECRET)
 
 
 # -- collective run -----------------------------------------------------------------------------
 
-# What any process of this host can read of any other.
+# The program looks at everything that any process of this host can read of other processes.
 LOOKS = """
     import pathlib
     secret = os.environ["COLLECTIVE_SECRET"]
@@ -401,7 +399,7 @@ LOOKS = """
 
 
 def run(launches: Launches, backend: str, **changes: str) -> str:  # noqa: F811
-    """Run two ranks, and return the secret that they had."""
+    """Run two ranks and return their secret."""
     done = launches.run("-n", "2", "--backend", backend, launches.script(LOOKS), **changes)
     assert done.returncode == 0, done.stderr
     (secret,) = {line.split()[2] for line in done.stdout.splitlines() if "secret" in line}
@@ -409,17 +407,17 @@ def run(launches: Launches, backend: str, **changes: str) -> str:  # noqa: F811
     return secret
 
 
-def test_collective_run_makes_a_secret_for_each_launch(launches: Launches) -> None:  # noqa: F811
-    found = {run(launches, "shm"), run(launches, "shm", COLLECTIVE_SECRET=TEXT)}
-    assert len(found) == 2
-    assert all(len(bytes.fromhex(secret)) == 32 for secret in found)
-    assert TEXT not in found
+def test_collective_run_creates_a_secret_for_each_launch(launches: Launches) -> None:  # noqa: F811
+    secrets = {run(launches, "shm"), run(launches, "shm", COLLECTIVE_SECRET=TEXT)}
+    assert len(secrets) == 2
+    assert all(len(bytes.fromhex(secret)) == 32 for secret in secrets)
+    assert TEXT not in secrets
 
 
-def test_collective_run_hands_no_secret_to_mpiexec(
+def test_collective_run_keeps_secret_from_mpiexec(
     launches: Launches,  # noqa: F811
 ) -> None:
-    """Which may send what it is given over a network, or put it on a command line."""
+    """An mpiexec may send its variables over a network or put them on a command line."""
     python = ROOT / ".mpi" / "mpich" / "bin" / "python"
     if not python.exists():
         pytest.skip("no MPICH in .mpi")
@@ -446,7 +444,7 @@ TWO_HOSTS = {"rank": 0, "size": 2, "local_rank": 0, "local_size": 1}
 AT_AN_ADDRESS = {**TWO_HOSTS, "store": "tcp://127.0.0.1:29511"}
 
 
-def test_hosts_that_meet_at_an_address_without_a_secret_are_warned_of() -> None:
+def test_build_across_hosts_without_secret_warns() -> None:
     with pytest.warns(RuntimeWarning, match=r"meet at 127\.0\.0\.1:29511 without.*SECRET_FILE"):
         assert build(load(AT_AN_ADDRESS)).open
 
@@ -461,7 +459,7 @@ UNWARNED: dict[str, tuple[dict[str, object], dict[str, str], bool]] = {
 
 
 @pytest.mark.parametrize(("arguments", "environ", "open_"), UNWARNED.values(), ids=UNWARNED)
-def test_nobody_is_warned(
+def test_build_in_safe_or_silenced_world_prints_no_warning(
     arguments: dict[str, object], environ: dict[str, str], open_: bool
 ) -> None:
     os.environ.update(environ)
@@ -479,10 +477,10 @@ OBJECTS: dict[str, Callable[[Any], object]] = {
 
 
 @pytest.mark.parametrize("name", OBJECTS)
-def test_no_pickle_is_read_from_whoever_may_have_joined(name: str) -> None:
-    mine = World(0, 1, 0, 1, "here", "none", "job", FileStore("store"), open=True)
-    with connect(mine, "threads") as comm, comm.dup() as child:
-        for each in (comm, child):
+def test_object_calls_refuse_pickle_in_open_world(name: str) -> None:
+    open_world = World(0, 1, 0, 1, "here", "none", "job", FileStore("store"), open=True)
+    with connect(open_world, "threads") as comm, comm.dup() as child:
+        for communicator in (comm, child):
             with pytest.raises(InvalidArgumentError, match=rf"{name}: pickle=True.*SECRET_FILE"):
-                OBJECTS[name](each)
+                OBJECTS[name](communicator)
         assert comm.all_gather_object({"plain": [1, 2.0, "data"]}) == [{"plain": [1, 2.0, "data"]}]

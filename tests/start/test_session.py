@@ -1,4 +1,4 @@
-"""init(), the current communicator, and how a program that ends tells its peers."""
+"""init(), the current communicator, and how the end of a program reaches its peers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.support.launches import ROOT, launches  # noqa: F401
 
 @pytest.fixture(autouse=True)
 def _nowhere(tmp_path, monkeypatch):
-    """Run where no configuration file is found, and forget the current communicator."""
+    """Run in a directory without configuration files and without a current communicator."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(session, "_of_process", None)
 
@@ -44,7 +44,7 @@ def _python(body: str) -> subprocess.CompletedProcess[str]:
 # -- one rank ------------------------------------------------------------------------------
 
 
-def test_one_rank_works_with_nothing_configured():
+def test_init_without_settings_gives_one_rank():
     with collective.init() as comm:
         assert (comm.rank, comm.size, comm.local_rank, comm.local_size) == (0, 1, 0, 1)
         assert comm.backend == "threads"
@@ -66,7 +66,7 @@ def test_one_rank_works_with_nothing_configured():
         ("cpu:auto", "threads"),
     ],
 )
-def test_one_rank_over_any_transport(backend, chosen):
+def test_init_with_one_rank_works_over_any_transport(backend, chosen):
     with collective.init(backend) as comm:
         assert comm.backend == chosen
         assert comm.all_reduce(np.ones(100_000)).sum() == 100_000
@@ -74,14 +74,14 @@ def test_one_rank_over_any_transport(backend, chosen):
 
 
 def test_module_level_calls_use_the_communicator_of_init():
-    collective.init()  # nobody keeps it
+    collective.init()  # No variable keeps the communicator alive.
     assert (collective.rank(), collective.size()) == (0, 1)
     assert collective.all_reduce(np.ones(2)).tolist() == [1, 1]
     assert collective.current().rank == 0
     collective.current().close()
 
 
-def test_a_later_init_is_the_current_one():
+def test_current_returns_communicator_of_last_init():
     first, second = collective.init(), collective.init("shm")
     assert collective.current() is second
     second.close()
@@ -91,12 +91,12 @@ def test_a_later_init_is_the_current_one():
 
 
 @pytest.mark.parametrize("call", ["rank", "size", "barrier", "current"])
-def test_without_a_communicator_module_level_calls_say_what_to_do(call):
+def test_module_level_calls_before_init_name_the_remedy(call):
     with pytest.raises(CommunicatorClosedError, match=r"call collective\.init\(\) first"):
         getattr(collective, call)()
 
 
-def test_a_call_of_a_broken_communicator_that_was_closed_says_which_call_it_is():
+def test_call_after_abort_and_close_names_the_call():
     comm = collective.init()
     comm.abort("enough")
     with pytest.raises(CommunicatorAbortedError, match="enough"):
@@ -120,18 +120,18 @@ def test_a_call_of_a_broken_communicator_that_was_closed_says_which_call_it_is()
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
-def test_settings_that_are_wrong(arguments, error, expected):
+def test_init_with_wrong_settings_raises_and_sets_no_communicator(arguments, error, expected):
     with pytest.raises(error, match=expected):
         collective.init(**arguments)
     with pytest.raises(CommunicatorClosedError):
         collective.current()
 
 
-# -- an MPI.Comm that the program made -----------------------------------------------------
+# -- an MPI.Comm from the program ----------------------------------------------------------
 
 
 class Pretended(types.ModuleType):
-    """What init() asks of mpi4py.MPI before it goes on to the transport."""
+    """Stand-in for mpi4py.MPI, with the names that init() uses before it starts a transport."""
 
     class Intracomm:
         pass
@@ -150,32 +150,32 @@ def mpi4py(monkeypatch):
 
 
 @pytest.mark.parametrize("comm", [0, "world", object()], ids=["number", "text", "object"])
-def test_comm_that_is_none_of_mpi4pys_is_refused(comm, mpi4py):
+def test_init_with_comm_not_from_mpi4py_raises_invalid_argument(comm, mpi4py):
     with pytest.raises(InvalidArgumentError, match=r"comm=.*MPI\.Intracomm"):
         collective.init(comm=comm)
 
 
-def test_comm_is_refused_where_mpi4py_was_never_imported(monkeypatch):
+def test_init_with_comm_does_not_import_mpi4py(monkeypatch):
     monkeypatch.delitem(sys.modules, "mpi4py.MPI", raising=False)
     with pytest.raises(InvalidArgumentError, match=r"MPI\.Intracomm"):
         collective.init(comm=Pretended.Intracomm())
     assert "mpi4py.MPI" not in sys.modules
 
 
-def test_intercommunicators_and_the_null_communicator_are_refused(mpi4py):
+def test_init_with_intercommunicator_or_null_raises(mpi4py):
     for comm in (mpi4py.Intercomm(), mpi4py.COMM_NULL):
         with pytest.raises(InvalidArgumentError, match="that this process is in"):
             collective.init(comm=comm)
 
 
-def test_comm_decides_who_the_ranks_are(mpi4py, tmp_path):
+def test_init_with_comm_and_rank_settings_raises(mpi4py, tmp_path):
     with pytest.raises(InvalidArgumentError, match="together with rank, size, store"):
         collective.init(comm=mpi4py.Intracomm(), rank=0, size=1, store=tmp_path)
     with pytest.raises(ConfigError, match="timeout"):
         collective.init(comm=mpi4py.Intracomm(), time_out=3)
 
 
-def test_comm_is_refused_by_ranks_that_are_threads(mpi4py):
+def test_init_with_comm_in_thread_ranks_raises_unsupported(mpi4py):
     session.thread_world(build(load({})))
     try:
         with pytest.raises(UnsupportedError, match="mpiexec"):
@@ -187,7 +187,7 @@ def test_comm_is_refused_by_ranks_that_are_threads(mpi4py):
 # -- ranks that are threads ----------------------------------------------------------------
 
 
-def test_each_thread_that_is_a_rank_has_its_own_current_communicator():
+def test_current_is_separate_for_each_thread_rank():
     def program(comm):
         collective.barrier()
         total = int(collective.all_reduce(np.array([collective.rank()]))[0])
@@ -196,7 +196,7 @@ def test_each_thread_that_is_a_rank_has_its_own_current_communicator():
     assert run_ranks(3, program) == [(True, rank, 3, 3) for rank in range(3)]
 
 
-def test_the_calls_of_the_module_are_those_of_a_communicator():
+def test_module_level_calls_copy_names_and_docstrings():
     for name in ("all_reduce", "empty", "split", "send_object"):
         ours, theirs = getattr(collective, name), getattr(collective.Communicator, name)
         assert ours.__doc__ == theirs.__doc__
@@ -206,7 +206,7 @@ def test_the_calls_of_the_module_are_those_of_a_communicator():
 # -- the end of a program ------------------------------------------------------------------
 
 
-def test_an_exception_is_told_to_the_peers_without_a_body(launches):  # noqa: F811
+def test_uncaught_exception_without_with_block_reaches_peers(launches):  # noqa: F811
     script = launches.script(
         """
         import collective, numpy as np
@@ -225,7 +225,7 @@ def test_an_exception_is_told_to_the_peers_without_a_body(launches):  # noqa: F8
     assert "told: 1 ValueError: of rank one" in done.stdout
 
 
-def test_a_program_that_ends_without_closing_tells_that_it_left(launches):  # noqa: F811
+def test_exit_without_close_raises_peer_lost_on_peers(launches):  # noqa: F811
     script = launches.script(
         """
         import collective
@@ -249,24 +249,24 @@ def test_a_program_that_ends_without_closing_tells_that_it_left(launches):  # no
     ("error", "expected"),
     [
         (ValueError("mine"), [("failed", ())]),
-        # As what it was, with the ranks it was about: who has not noticed yet hears that.
+        # The failure keeps its kind and its ranks: peers that have not noticed it get both.
         (PeerLostError("rank 1 has died", (1,)), [("lost", (1,))]),
         (CollectiveTimeoutError("rank 1 is late", (1,)), [("timeout", (1,))]),
         (PeerFailedError("rank 1 failed", 1, "its traceback"), []),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
 )
-def test_who_only_heard_of_a_failure_does_not_pass_for_its_cause(monkeypatch, error, expected):
-    """At exit, after an exception that nobody caught."""
+def test_exit_after_peer_error_does_not_report_own_failure(monkeypatch, error, expected):
+    """The hook for exit runs after an uncaught exception."""
     with collective.init() as comm:
-        found = []
-        monkeypatch.setattr(comm.transport, "abort", found.append)
+        failures = []
+        monkeypatch.setattr(comm.transport, "abort", failures.append)
         monkeypatch.setattr(sys, "last_value", error, raising=False)
         session._leave()
-        assert [(failure.kind, failure.ranks) for failure in found] == expected
+        assert [(failure.kind, failure.ranks) for failure in failures] == expected
 
 
-def test_a_forked_child_that_ends_does_not_leave_for_its_parent(launches):  # noqa: F811
+def test_forked_child_exit_keeps_parent_in_communicator(launches):  # noqa: F811
     script = launches.script(
         """
         import collective, numpy as np, warnings
@@ -286,7 +286,7 @@ def test_a_forked_child_that_ends_does_not_leave_for_its_parent(launches):  # no
     assert done.stdout.count("sum 2.0") == 2
 
 
-def test_a_rank_that_leaves_with_an_exit_code_is_a_failure(launches):  # noqa: F811
+def test_sys_exit_inside_with_block_is_a_failure(launches):  # noqa: F811
     script = launches.script(
         """
         import collective
@@ -300,7 +300,7 @@ def test_a_rank_that_leaves_with_an_exit_code_is_a_failure(launches):  # noqa: F
     assert launches.run("-n", "2", script).returncode == 3
 
 
-def test_init_leaves_nothing_behind_when_a_program_just_ends(tmp_path):
+def test_exit_with_work_in_flight_prints_no_error(tmp_path):
     done = _python(
         """
         import collective, threading

@@ -1,4 +1,4 @@
-"""What every store has in common; and that which rank 0 serves to those who know the job's secret.
+"""Behaviour common to all stores, and the store that rank 0 serves to ranks with the job's secret.
 
 See also start/test_sealed_store.py, and start/test_tcp_store.py.
 """
@@ -44,7 +44,7 @@ RANKS, KEYS = 6, 25
 FAR_S = 60.0
 
 SECRET = Secret(bytes(range(32)))
-#: Returns a rank's own store.
+#: Returns the store of one rank.
 Opener = Callable[[], Store]
 
 
@@ -56,7 +56,7 @@ def store(where: Endpoint, *, serve: bool = False, secret: Secret = SECRET, time
     return TcpStore(where, secret, serve=serve, spans_hosts=False, deadline=Deadline(timeout))
 
 
-# -- how the ranks of each kind of store open theirs ---------------------------------------
+# -- openers for each kind of store ---------------------------------------------------------
 
 
 def _file(directory: Path, opened: contextlib.ExitStack) -> Opener:
@@ -98,8 +98,8 @@ def _torch(directory: Path, opened: contextlib.ExitStack) -> Opener:
 
 def _lasting(directory: Path, opened: contextlib.ExitStack) -> Opener:
     def lasting() -> Store:
-        made = LastingStore(FileStore(directory), Standby(0, None, None))
-        return opened.enter_context(contextlib.closing(made))
+        lasting_store = LastingStore(FileStore(directory), Standby(0, None, None))
+        return opened.enter_context(contextlib.closing(lasting_store))
 
     return lasting
 
@@ -126,7 +126,7 @@ def opener(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Opener]:
         yield request.param(tmp_path / "store", opened)
 
 
-def test_what_one_publishes_the_others_read(opener: Opener) -> None:
+def test_store_set_value_is_read_and_deleted_by_other_ranks(opener: Opener) -> None:
     one, other = opener(), opener()
     assert other.try_get("key") is None
     for value in (b"value", b"", b"\0\xff" * 100_000, b"again"):
@@ -140,25 +140,25 @@ def test_what_one_publishes_the_others_read(opener: Opener) -> None:
     assert one.try_get("another") == b""
 
 
-def test_get_waits_for_what_another_thread_publishes(opener: Opener) -> None:
+def test_store_get_waits_for_value_set_by_another_thread(opener: Opener) -> None:
     one, other = opener(), opener()
-    found: list[bytes] = []
-    waiting = threading.Thread(target=lambda: found.append(other.get("key", Deadline(FAR_S))))
+    received: list[bytes] = []
+    waiting = threading.Thread(target=lambda: received.append(other.get("key", Deadline(FAR_S))))
     waiting.start()
-    # The store that waits serves other threads meanwhile.
+    # While a thread waits in get, the store serves other threads.
     other.set("other", b"1")
     assert one.get("other", Deadline(FAR_S)) == b"1"
     one.set("key", b"late")
     waiting.join(FAR_S)
-    assert found == [b"late"]
+    assert received == [b"late"]
 
 
-def test_what_nobody_publishes_is_missed_by_its_name(opener: Opener) -> None:
+def test_store_get_of_absent_key_raises_and_names_key(opener: Opener) -> None:
     with pytest.raises(RendezvousError, match="'key'"):
         opener().get("key", Deadline(0.0))
 
 
-def test_one_value_wins_and_everybody_reads_it(opener: Opener) -> None:
+def test_put_if_absent_race_has_one_winner_for_all(opener: Opener) -> None:
     stores = [opener() for _ in range(RANKS)]
     won: list[list[bytes]] = [[] for _ in stores]
     together = threading.Barrier(RANKS)
@@ -177,32 +177,32 @@ def test_one_value_wins_and_everybody_reads_it(opener: Opener) -> None:
     assert won == [read] * RANKS
 
 
-def test_what_is_put_again_does_not_win(opener: Opener) -> None:
+def test_put_if_absent_returns_first_value_when_repeated(opener: Opener) -> None:
     store = opener()
     values = [store.put_if_absent("key", value) for value in (b"first", b"second", b"first")]
     assert values == [b"first"] * 3
 
 
-def test_any_bytes_may_win(opener: Opener) -> None:
+def test_put_if_absent_accepts_any_bytes(opener: Opener) -> None:
     store, value = opener(), bytes(range(256))
     assert store.put_if_absent("key", value) == value
     assert store.try_get("key") == value
 
 
-def test_what_was_set_stays(opener: Opener) -> None:
+def test_put_if_absent_keeps_value_of_set(opener: Opener) -> None:
     store = opener()
     store.set("key", b"set before")
     assert store.put_if_absent("key", b"put") == b"set before"
 
 
-def test_what_was_deleted_may_be_put(opener: Opener) -> None:
+def test_put_if_absent_after_delete_succeeds(opener: Opener) -> None:
     store = opener()
     store.put_if_absent("key", b"first")
     store.delete("key")
     assert store.put_if_absent("key", b"second") == b"second"
 
 
-def test_of_processes_one_wins(tmp_path: Path) -> None:
+def test_put_if_absent_race_between_processes_has_one_winner(tmp_path: Path) -> None:
     program = textwrap.dedent(f"""
         import sys
         from collective.deadline import Deadline
@@ -215,26 +215,26 @@ def test_of_processes_one_wins(tmp_path: Path) -> None:
             print(store.put_if_absent(f"key-{{key}}", sys.argv[1].encode()).decode())
     """)
     done = run_together(*(["-c", program, rank] for rank in range(4)), timeout=FAR_S)
-    outputs = [each.stdout.split() for each in done]
+    outputs = [process.stdout.split() for process in done]
     assert len(outputs[0]) == 100, done[0].stderr
     assert outputs == [outputs[0]] * 4
 
 
-def test_nothing_else_is_left_in_the_directory(tmp_path: Path) -> None:
+def test_put_if_absent_leaves_only_the_key_in_directory(tmp_path: Path) -> None:
     store = FileStore(tmp_path / "store")
     for value in (b"first", b"second"):
         store.put_if_absent("key", value)
     assert [path.name for path in store.directory.iterdir()] == ["key"]
 
 
-def test_a_directory_that_is_gone_is_told(tmp_path: Path) -> None:
+def test_put_if_absent_in_removed_directory_raises_rendezvous_error(tmp_path: Path) -> None:
     store = FileStore(tmp_path / "store")
     store.directory.rmdir()
     with pytest.raises(RendezvousError, match="COLLECTIVE_STORE"):
         store.put_if_absent("key", b"value")
 
 
-def test_a_store_that_cannot_says_which_can() -> None:
+def test_put_if_absent_of_unsupporting_store_names_remedy() -> None:
     class Simple(MemoryStore):
         put_if_absent = Store.put_if_absent
 
@@ -242,11 +242,11 @@ def test_a_store_that_cannot_says_which_can() -> None:
         Simple().put_if_absent("key", b"value")
 
 
-# -- stores that hand on what they are asked ------------------------------------------------
+# -- stores that forward requests -----------------------------------------------------------
 
 
 class Recording(Store):
-    """A store that notes what it is asked, and answers everything alike."""
+    """A store that records each request and gives a fixed answer."""
 
     served_by_rank = True
 
@@ -288,7 +288,7 @@ class Recording(Store):
         self.asked.append(("check",))
 
 
-# The methods of a store, each with arguments, and what Recording returns.
+# The methods of a store, each with arguments and the answer of Recording.
 ASKED: dict[str, tuple[tuple[object, ...], object]] = {
     "set": (("key", b"value"), None),
     "get": (("key", Deadline(1.0)), b"value"),
@@ -314,7 +314,7 @@ def test_wrapped_store_forwards_every_method_of_a_store() -> None:
     assert str(wrapped) == "here"
 
 
-def test_prefixed_stores_of_one_store_do_not_see_each_other(tmp_path: Path) -> None:
+def test_prefixed_stores_do_not_share_keys(tmp_path: Path) -> None:
     below = FileStore(tmp_path / "store")
     one, other = PrefixedStore(below, "one."), PrefixedStore(below, "other.")
     one.set("key", b"value")
@@ -322,13 +322,13 @@ def test_prefixed_stores_of_one_store_do_not_see_each_other(tmp_path: Path) -> N
     assert below.try_get("one.key") == b"value"
 
 
-def test_prefixed_store_names_the_key_of_its_caller(tmp_path: Path) -> None:
+def test_prefixed_store_error_names_key_of_caller(tmp_path: Path) -> None:
     prefixed = PrefixedStore(FileStore(tmp_path / "store"), "job.")
     with pytest.raises(RendezvousError, match="nobody published 'key' at"):
         prefixed.get("key", Deadline(0.0))
 
 
-def test_late_store_is_opened_by_the_first_question_alone(tmp_path: Path) -> None:
+def test_late_store_opens_at_first_request_only(tmp_path: Path) -> None:
     opened: list[FileStore] = []
 
     def open_store() -> Store:
@@ -345,7 +345,7 @@ def test_late_store_is_opened_by_the_first_question_alone(tmp_path: Path) -> Non
     assert str(late) == str(tmp_path / "store")
 
 
-def test_handed_store_hands_one_value_on_and_keeps_it() -> None:
+def test_handed_store_passes_on_and_keeps_one_value() -> None:
     notes: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     handed: list[bool] = []
 
@@ -369,7 +369,7 @@ def test_handed_store_hands_one_value_on_and_keeps_it() -> None:
         one.check()
 
 
-def test_a_stranger_cannot_win(tmp_path: Path) -> None:
+def test_put_if_absent_refuses_value_of_stranger(tmp_path: Path) -> None:
     plain = FileStore(tmp_path / "store")
     sealed = SealedStore(plain, SECRET)
     sealed.put_if_absent("key", b"value")
@@ -379,12 +379,12 @@ def test_a_stranger_cannot_win(tmp_path: Path) -> None:
         sealed.put_if_absent("key", b"value")
 
 
-# -- that of rank 0, for those who know the secret ---------------------------------------
+# -- the store of rank 0, for ranks with the secret ---------------------------------------
 
 
 @pytest.fixture
 def where() -> Iterator[Endpoint]:
-    """An address at which this process serves."""
+    """Yield an address at which this process serves a store."""
     address = free_address()
     with contextlib.closing(store(address, serve=True)) as first:
         first.set("key", b"value")
@@ -392,7 +392,7 @@ def where() -> Iterator[Endpoint]:
 
 
 def asks(where: Endpoint) -> Link:
-    """Return a link of a rank that then says what no store says."""
+    """Return a raw link to the server, for requests that no store sends."""
     return connect(f"{where.host} {where.port}", SECRET.key("store"), Deadline(FAR))
 
 
@@ -401,23 +401,23 @@ def holds_its_value(where: Endpoint) -> bool:
         return another.get("key", Deadline(FAR)) == b"value"
 
 
-def test_the_next_init_of_rank_0_uses_the_server_it_has(where: Endpoint) -> None:
+def test_second_store_of_rank_0_reuses_its_server(where: Endpoint) -> None:
     with contextlib.closing(store(where, serve=True)) as again:
         assert again.try_get("key") == b"value"
 
 
-def test_another_secret_is_not_served_at_the_same_address(where: Endpoint) -> None:
+def test_second_server_with_another_secret_raises_rendezvous_error(where: Endpoint) -> None:
     with pytest.raises(RendezvousError, match=r"another secret.*Set another port"):
         store(where, serve=True, secret=Secret(bytes(32)))
 
 
-def test_a_rank_with_another_secret_is_refused_with_the_remedy(where: Endpoint) -> None:
+def test_rank_with_another_secret_is_refused_with_remedy(where: Endpoint) -> None:
     wanted = rf"{where} \(a test\) is not rank 0 of this job: .*COLLECTIVE_SECRET_FILE"
     with pytest.raises(RendezvousError, match=wanted):
         store(where, secret=Secret(bytes(32)), timeout=0.3)
 
 
-def test_a_port_in_use_is_named() -> None:
+def test_server_at_port_in_use_raises_with_remedy() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         address = Endpoint("127.0.0.1", other.getsockname()[1], "a test")
         with pytest.raises(RendezvousError, match=r"in use.*COLLECTIVE_STORE=tcp://HOST:PORT"):
@@ -433,9 +433,7 @@ def test_a_port_in_use_is_named() -> None:
      {"kind": "set", "key": "key", "number": 1, "value": "no hex"}],
     ids=str,
 )  # fmt: skip
-def test_a_question_of_the_wrong_shape_ends_its_asker_s_connection(
-    where: Endpoint, words: dict[str, object]
-) -> None:
+def test_malformed_request_ends_its_connection(where: Endpoint, words: dict[str, object]) -> None:
     with contextlib.closing(asks(where)) as link:
         link.send(words)
         with pytest.raises((EOFError, OSError)):
@@ -443,8 +441,8 @@ def test_a_question_of_the_wrong_shape_ends_its_asker_s_connection(
     assert holds_its_value(where)
 
 
-def test_ten_thousand_random_strings(where: Endpoint) -> None:
-    """No exception escapes in the server's thread, and ranks connect meanwhile."""
+def test_server_survives_ten_thousand_random_messages(where: Endpoint) -> None:
+    """No exception escapes from the server's thread, and ranks still connect."""
     chance = random.Random(9)
     for number in range(10_000):
         with socket.create_connection((where.host, where.port)) as sock:
@@ -454,15 +452,15 @@ def test_ten_thousand_random_strings(where: Endpoint) -> None:
     assert holds_its_value(where)
 
 
-def test_a_connection_that_broke_is_made_again(where: Endpoint) -> None:
+def test_broken_connection_is_reopened(where: Endpoint) -> None:
     with contextlib.closing(store(where)) as rank:
         rank._link.cut()
         assert rank.try_get("key") == b"value"
 
 
-def test_an_answer_that_was_given_up_is_not_taken_for_the_next(where: Endpoint) -> None:
+def test_stale_answer_is_not_taken_for_next_request(where: Endpoint) -> None:
     with contextlib.closing(store(where)) as rank:
-        # A question whose answer nobody waits for.
+        # No caller waits for the answer to this request.
         rank._link.send({"kind": "get", "key": "key", "number": -1})
         assert rank.try_get("another") is None
 
@@ -475,7 +473,7 @@ def test_an_answer_that_was_given_up_is_not_taken_for_the_next(where: Endpoint) 
     ],
     ids=["value", "key"],
 )
-def test_store_refuses_what_is_too_long_and_serves_on(
+def test_store_refuses_long_key_or_value_and_continues(
     where: Endpoint, key: str, value: bytes, why: str
 ) -> None:
     with contextlib.closing(store(where)) as rank:
@@ -487,7 +485,7 @@ def test_store_refuses_what_is_too_long_and_serves_on(
         assert rank.try_get("key") == longest
 
 
-def test_store_refuses_a_value_that_is_too_long_from_any_peer(where: Endpoint) -> None:
+def test_server_refuses_long_value_from_any_peer(where: Endpoint) -> None:
     with contextlib.closing(asks(where)) as link:
         long = "00" * ((1 << 20) + 1)
         link.send({"kind": "set", "key": "key", "value": long, "number": 1})
@@ -498,13 +496,13 @@ def test_store_refuses_a_value_that_is_too_long_from_any_peer(where: Endpoint) -
     assert holds_its_value(where)
 
 
-def test_full_store_says_so_until_somebody_deletes(
+def test_full_store_raises_until_key_is_deleted(
     where: Endpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(values, "_BYTES", 10_000)
     with contextlib.closing(store(where)) as rank:
         rank.set("large", bytes(4000))
-        rank.set("large", bytes(4000))  # it takes the room of the last one
+        rank.set("large", bytes(4000))  # The new value replaces the old one and needs no room.
         with pytest.raises(RendezvousError, match=r"set of 'more' .*the store is full: it has 2"):
             rank.set("more", bytes(1000))
         assert rank.put_if_absent("large", bytes(1)) == bytes(4000)
@@ -514,22 +512,22 @@ def test_full_store_says_so_until_somebody_deletes(
 
 
 def asks_quickly(where: Endpoint) -> bool:
-    """Tell whether the server answers another rank at once."""
+    """Return whether the server answers another rank at once."""
     with contextlib.closing(store(where)) as another:
         since = time.monotonic()
         for _ in range(20):
             another.set("another", b"1")
-        return time.monotonic() - since < 1.5  # a server that waits for a peer does so for 2
+        return time.monotonic() - since < 1.5  # A server that waits for a peer waits 2 s.
 
 
 @pytest.fixture
 def narrow(monkeypatch: pytest.MonkeyPatch) -> Iterator[Endpoint]:
-    """An address at which the system keeps little for a peer that does not read."""
+    """Yield an address of a server whose sockets have small send buffers."""
     listen = tcp_store.listen
 
     def listen_narrowly(*arguments: Any) -> socket.socket | None:
         listening = listen(*arguments)
-        if listening is not None:  # the sockets of connections inherit it
+        if listening is not None:  # Accepted sockets inherit the option.
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
         return listening
 
@@ -541,18 +539,18 @@ def narrow(monkeypatch: pytest.MonkeyPatch) -> Iterator[Endpoint]:
         yield address
 
 
-def test_peer_that_reads_no_answers_holds_up_nobody(narrow: Endpoint) -> None:
+def test_peer_that_reads_no_answers_does_not_delay_others(narrow: Endpoint) -> None:
     with contextlib.closing(asks(narrow)) as link:
         for number in range(2):
             link.send({"kind": "get", "key": "large", "number": number})
         assert asks_quickly(narrow)
-        # It has lost nothing by that, and asks on.
+        # The peer has lost no answer, and its next request succeeds.
         assert [link.expect(Deadline(FAR))["number"] for _ in range(2)] == [0, 1]
         link.send({"kind": "get", "key": "key", "number": 2})
         assert link.expect(Deadline(FAR))["number"] == 2
 
 
-def test_peer_that_asks_on_and_on_and_reads_nothing_is_dropped(narrow: Endpoint) -> None:
+def test_peer_that_floods_and_reads_nothing_is_dropped(narrow: Endpoint) -> None:
     with contextlib.closing(asks(narrow)) as link:
         link.write(500 * encoded({"kind": "get", "key": "large", "number": 1}))
         assert asks_quickly(narrow)
@@ -560,14 +558,14 @@ def test_peer_that_asks_on_and_on_and_reads_nothing_is_dropped(narrow: Endpoint)
             assert len([link.expect(Deadline(FAR)) for _ in range(500)]) < 500
 
 
-def test_half_a_question_holds_up_nobody(where: Endpoint) -> None:
+def test_incomplete_request_does_not_delay_others(where: Endpoint) -> None:
     with contextlib.closing(asks(where)) as link:
         link.write(encoded({"kind": "set", "key": "key", "value": "00", "number": 1})[:-5])
         assert asks_quickly(where)
     assert holds_its_value(where)
 
 
-def test_server_without_room_ends_the_connection_that_was_silent_longest(
+def test_full_server_drops_connection_silent_longest(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(tcp_store, "_room", lambda: 3)
@@ -577,11 +575,11 @@ def test_server_without_room_ends_the_connection_that_was_silent_longest(
             opened.enter_context(contextlib.closing(store(address, serve=number == 0)))
             for number in range(3)
         ]
-        ranks[0].set("key", b"value")  # now rank 1 is the one
+        ranks[0].set("key", b"value")  # Now rank 1 has been silent longest.
         opened.enter_context(contextlib.closing(asks(address)))
         with pytest.raises(EOFError):
             ranks[1]._link.expect(Deadline(FAR))
-        # It connects again when it has a question.
+        # Rank 1 connects again at its next request.
         assert [rank.try_get("key") for rank in ranks] == [b"value"] * 3
 
 
@@ -595,7 +593,7 @@ SERVER = """
     """
 
 
-def test_without_torch_a_server_in_another_process_is_waited_for_and_missed(
+def test_rank_waits_for_server_process_and_notices_its_end_without_torch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     address = free_address()

@@ -1,4 +1,4 @@
-"""The stores of ranks on several hosts: that of rank 0, and that of torchrun's agent.
+"""The stores of ranks on several hosts: the store of rank 0, and the store of torchrun's agent.
 
 See also start/test_stores.py.
 """
@@ -35,7 +35,7 @@ from tests.start.test_choice import slurm
 from tests.support.interpreter import ROOT, started
 from tests.support.network_hosts import Hosts, free_port, needs_hosts
 
-# How long anything here may take on a busy machine, importing torch included.
+# A limit for any step here on a busy machine, including the import of torch.
 DEADLINE_S = 60.0
 SECRET = Secret(bytes(range(32)))
 
@@ -55,7 +55,7 @@ def store(
 def process(
     body: str, *arguments: object
 ) -> contextlib.AbstractContextManager[subprocess.Popen[str]]:
-    """Run a program that ends when its standard input does."""
+    """Run a program that ends when its standard input is closed."""
     return started("-c", textwrap.dedent(body), *arguments, python=warm.python())
 
 
@@ -67,11 +67,11 @@ class Kind(NamedTuple):
     """A store that a process serves.
 
     Attributes:
-        connect: returns one rank's store, given the endpoint and the seconds until it is connected.
-        server: the program that serves it at a port, and has published ``ready``.
-        module: of the store.
-        served: whether a launcher serves it.
-        who: serves it, as errors say.
+        connect: function that returns one rank's store, given an endpoint and a timeout in seconds.
+        server: program that serves the store at a port and publishes ``ready``.
+        module: module that defines the store.
+        served: whether a launcher serves the store.
+        who: name of the server in error texts.
     """
 
     connect: Callable[[Endpoint, float], Store]
@@ -125,10 +125,10 @@ AGENT = Kind(
 kinds = pytest.mark.parametrize("kind", [RANK_0, AGENT], ids=["rank 0", "agent"])
 
 
-# -- what it keeps -------------------------------------------------------------------------
+# -- keys and waiting ----------------------------------------------------------------------
 
 
-def test_launches_that_share_an_agent_do_not_see_each_other() -> None:
+def test_agent_stores_of_two_launches_do_not_share_keys() -> None:
     dist = pytest.importorskip("torch.distributed")
     served = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     connection = AgentStore(endpoint(served.port, served=True), Deadline(30.0))
@@ -137,7 +137,7 @@ def test_launches_that_share_an_agent_do_not_see_each_other() -> None:
     assert other.try_get("key") is None
 
 
-def test_get_gives_up_at_its_deadline(capfd: pytest.CaptureFixture[str]) -> None:
+def test_get_raises_at_its_deadline(capfd: pytest.CaptureFixture[str]) -> None:
     alone = store(endpoint(), serve=True)
     start = time.monotonic()
     with pytest.raises(RendezvousError, match=r"nobody published 'key' at 127\.0\.0\.1:"):
@@ -146,7 +146,7 @@ def test_get_gives_up_at_its_deadline(capfd: pytest.CaptureFixture[str]) -> None
     assert capfd.readouterr().err == ""
 
 
-def test_get_from_the_agent_gives_up_at_its_deadline(capfd: pytest.CaptureFixture[str]) -> None:
+def test_get_from_agent_raises_at_its_deadline(capfd: pytest.CaptureFixture[str]) -> None:
     dist = pytest.importorskip("torch.distributed")
     served = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     client = _connect_to_agent(endpoint(served.port, served=True), 30.0)
@@ -154,18 +154,18 @@ def test_get_from_the_agent_gives_up_at_its_deadline(capfd: pytest.CaptureFixtur
     with pytest.raises(RendezvousError, match=r"nobody published 'key' at 127\.0\.0\.1:"):
         client.get("key", Deadline(0.3))
     assert time.monotonic() - start >= 0.3
-    assert capfd.readouterr().err == ""  # torch's own wait writes pages of it
+    assert capfd.readouterr().err == ""  # The wait of torch itself would print pages of text.
 
 
 @kinds
-def test_server_is_waited_for(kind: Kind) -> None:
+def test_store_waits_for_its_server(kind: Kind) -> None:
     where = kind.endpoint()
-    with process(kind.server, where.port):  # takes as long as importing torch does
+    with process(kind.server, where.port):  # The start takes as long as the import of torch.
         client = kind.connect(where, DEADLINE_S)
         assert client.get("ready", soon()) == b""
 
 
-def test_second_store_of_rank_0_uses_the_server_it_has() -> None:
+def test_second_store_of_rank_0_reuses_its_server() -> None:
     where = endpoint()
     first = store(where, serve=True)
     first.set("key", b"value")
@@ -176,18 +176,18 @@ def test_second_store_of_rank_0_uses_the_server_it_has() -> None:
 # -- beside torch.distributed --------------------------------------------------------------
 
 
-def test_port_of_torch_distributed_is_refused_with_the_remedy() -> None:
+def test_port_of_torch_distributed_is_refused_with_remedy() -> None:
     dist = pytest.importorskip("torch.distributed")
     theirs = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     wanted = r"in use .* by torch\.distributed in this one.*COLLECTIVE_STORE=tcp://HOST:PORT"
     with pytest.raises(RendezvousError, match=wanted):
         store(endpoint(theirs.port), serve=True)
-    # What serves there says nothing before it has been spoken to.
+    # The server of torch.distributed sends nothing before it has received a request.
     with pytest.raises(RendezvousError, match=r"not rank 0 of this job.*torch\.distributed's"):
         store(endpoint(theirs.port), serve=False, timeout=0.5)
 
 
-def test_a_program_may_use_torch_distributed_at_the_agents_port() -> None:
+def test_torch_distributed_works_at_port_of_agent() -> None:
     body = """
         import sys
         import torch.distributed as dist
@@ -210,23 +210,23 @@ def test_a_program_may_use_torch_distributed_at_the_agents_port() -> None:
         assert running.returncode == 0, err
 
 
-# -- where it listens ----------------------------------------------------------------------
+# -- listening addresses -------------------------------------------------------------------
 
 
 def listening(port: int) -> set[str]:
-    """Return the addresses, as /proc/net writes them, at which this port is listened to."""
-    found = set()
+    """Return the local addresses, in the format of /proc/net, with a listener at this port."""
+    addresses = set()
     for table in ("tcp", "tcp6"):
         with contextlib.suppress(FileNotFoundError):
             for line in Path("/proc/net", table).read_text().splitlines()[1:]:
                 address, _, number = line.split()[1].rpartition(":")
                 if int(number, 16) == port and line.split()[3] == "0A":
-                    found.add(address)
-    return found
+                    addresses.add(address)
+    return addresses
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_it_listens_at_its_address_and_nowhere_else() -> None:
+def test_server_listens_only_at_its_address() -> None:
     where = endpoint()
     store(where, serve=True, spans_hosts=True)
     assert listening(where.port) == {"0100007F"}
@@ -234,10 +234,10 @@ def test_it_listens_at_its_address_and_nowhere_else() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize(("spans_hosts", "address"), [(True, "00000000"), (False, "0101007F")])
-def test_own_name_that_stands_for_loopback_is_no_place_for_other_hosts(
+def test_server_whose_own_name_is_loopback_listens_everywhere_for_hosts(
     monkeypatch: pytest.MonkeyPatch, spans_hosts: bool, address: str
 ) -> None:
-    """As Debian has it: ``127.0.1.1 node1`` in the /etc/hosts of node1, and only there."""
+    """Imitate Debian: the /etc/hosts of node1, and of no other host, has ``127.0.1.1 node1``."""
     resolve = socket.getaddrinfo
 
     def debian(host: str, *arguments: object, **options: object) -> object:
@@ -250,10 +250,10 @@ def test_own_name_that_stands_for_loopback_is_no_place_for_other_hosts(
     assert listening(where.port) == {address}
 
 
-# -- what goes wrong -----------------------------------------------------------------------
+# -- failures ------------------------------------------------------------------------------
 
 
-def test_port_in_use() -> None:
+def test_server_at_port_in_use_raises_with_remedy() -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
@@ -265,21 +265,23 @@ def test_port_in_use() -> None:
 
 
 @pytest.mark.parametrize("serve", [True, False], ids=["rank 0", "rank 1"])
-def test_wrong_host_name(serve: bool) -> None:
+def test_unresolvable_host_name_raises_with_remedy(serve: bool) -> None:
     with pytest.raises(
         RendezvousError, match=r"no-such-host\.invalid.*MASTER_ADDR.*does not resolve.*Correct"
     ):
         store(endpoint(1, host="no-such-host.invalid"), serve=serve)
 
 
-def test_address_of_another_host_on_rank_0() -> None:
-    # Reserved for documentation: a host that has it would be a strange one.
+def test_server_at_address_of_another_host_raises() -> None:
+    # The address is reserved for documentation, so no host has it.
     with pytest.raises(RendezvousError, match=r"cannot listen at 203\.0\.113\.9.*127\.0\.0\.1"):
         store(endpoint(host="203.0.113.9"), serve=True)
 
 
 @kinds
-def test_nobody_answers(kind: Kind, capfd: pytest.CaptureFixture[str]) -> None:
+def test_store_without_server_raises_after_timeout(
+    kind: Kind, capfd: pytest.CaptureFixture[str]
+) -> None:
     wanted = rf"no server answered.* within 0\.5 s.*{kind.who} serves there"
     with pytest.raises(RendezvousError, match=wanted):
         kind.connect(kind.endpoint(), 0.5)
@@ -287,10 +289,10 @@ def test_nobody_answers(kind: Kind, capfd: pytest.CaptureFixture[str]) -> None:
 
 
 @kinds
-def test_something_else_listens_there(kind: Kind) -> None:
+def test_store_at_port_of_another_program_raises(kind: Kind) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
-        other.listen()  # and never says a word
+        other.listen()  # This server never sends anything.
         wanted = "not a store of torch" if kind.served else "not rank 0 of this job: timed out"
         with pytest.raises(RendezvousError, match=wanted):
             kind.connect(kind.endpoint(other.getsockname()[1]), 2.0)
@@ -298,12 +300,12 @@ def test_something_else_listens_there(kind: Kind) -> None:
 
 @kinds
 @pytest.mark.parametrize("what", ["set", "get", "try_get", "delete"])
-def test_server_has_left(kind: Kind, what: str) -> None:
+def test_request_after_server_exit_raises_quickly(kind: Kind, what: str) -> None:
     where = kind.endpoint()
     with process(kind.server, where.port) as server:
         client = kind.connect(where, DEADLINE_S)
         client.get("ready", soon())
-        _, err = server.communicate("", DEADLINE_S)  # and its end does not hang
+        _, err = server.communicate("", DEADLINE_S)  # The exit of the server does not hang.
         assert (server.returncode, err) == (0, "")
         arguments = {"set": (b"",), "get": (soon(),)}.get(what, ())
         since = time.monotonic()
@@ -315,7 +317,7 @@ def test_server_has_left(kind: Kind, what: str) -> None:
 
 
 @kinds
-def test_server_that_is_killed_is_named_to_whoever_waits(kind: Kind) -> None:
+def test_get_raises_when_server_is_killed(kind: Kind) -> None:
     where = kind.endpoint()
     with process(kind.server, where.port) as server:
         client = kind.connect(where, DEADLINE_S)
@@ -332,7 +334,7 @@ def test_server_that_is_killed_is_named_to_whoever_waits(kind: Kind) -> None:
 
 
 def stop(server: subprocess.Popen[str]) -> None:
-    """Stop a server, and return when all its threads have: until then it may answer."""
+    """Stop a server and wait until all its threads have stopped: until then it may answer."""
     assert server.stdout is not None
     pid = int(server.stdout.readline())
     os.kill(pid, signal.SIGSTOP)
@@ -342,8 +344,10 @@ def stop(server: subprocess.Popen[str]) -> None:
 
 
 @kinds
-def test_server_that_stops_answering(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As when the cable is pulled: nobody says that the connection is over."""
+def test_request_to_stopped_server_raises_after_timeout(
+    kind: Kind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Imitate a pulled cable: no packet ends the connection."""
     monkeypatch.setattr(kind.module, "_ANSWER_S", 0.5)
     monkeypatch.setattr(kind.module, "CONNECT_S", 0.4)
     where = kind.endpoint()
@@ -360,7 +364,7 @@ def test_server_that_stops_answering(kind: Kind, monkeypatch: pytest.MonkeyPatch
                 call()
 
 
-def test_rank_goes_on_when_a_stopped_server_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_recovers_when_stopped_server_continues(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tcp_store, "_ANSWER_S", 0.3)
     where = RANK_0.endpoint()
     with process(RANK_0.server, where.port) as server:
@@ -370,14 +374,14 @@ def test_rank_goes_on_when_a_stopped_server_does(monkeypatch: pytest.MonkeyPatch
         with pytest.raises(RendezvousError, match="no answer"):
             client.set("key", b"late")
         os.kill(server.pid, signal.SIGCONT)
-        # The answer that was given up is not taken for this one's.
+        # The stale answer is not taken for the answer to this request.
         monkeypatch.setattr(tcp_store, "_ANSWER_S", DEADLINE_S)
         assert client.try_get("nothing") is None
         assert client.try_get("key") == b"late"
 
 
 @kinds
-def test_program_ends_though_a_call_hangs(kind: Kind) -> None:
+def test_program_exits_while_a_request_hangs(kind: Kind) -> None:
     where = kind.endpoint()
     body = """
         import sys
@@ -406,7 +410,7 @@ def test_program_ends_though_a_call_hangs(kind: Kind) -> None:
         assert (rank_1.returncode, out) == (0, "late\n"), err
 
 
-def test_agent_without_torch_here_is_told_with_the_install_command(
+def test_agent_store_without_torch_raises_with_install_command(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
@@ -415,7 +419,7 @@ def test_agent_without_torch_here_is_told_with_the_install_command(
         AgentStore(endpoint(served=True), Deadline(30.0))
 
 
-# -- hosts of their own --------------------------------------------------------------------
+# -- ranks on simulated hosts --------------------------------------------------------------
 
 EXCHANGE = """
     from collective.deadline import Deadline
@@ -439,7 +443,7 @@ EXCHANGE = """
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "slurm", "collective"])
-def test_ranks_of_two_hosts_meet(launcher: str, tmp_path: Path) -> None:
+def test_ranks_on_two_hosts_meet(launcher: str, tmp_path: Path) -> None:
     needs_hosts()
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(EXCHANGE))
@@ -493,7 +497,7 @@ ALONE = """
 
 @pytest.fixture
 def numpy_alone(tmp_path: Path) -> list[str]:
-    """Return how Python is started that has NumPy, this project, and no other package."""
+    """Return the arguments of a Python that has NumPy, this project, and no other package."""
     packages = tmp_path / "packages"
     packages.mkdir()
     installed = Path(np.__file__).parent
@@ -502,13 +506,13 @@ def numpy_alone(tmp_path: Path) -> list[str]:
             (packages / name).symlink_to(installed.parent / name)
     program = tmp_path / "program.py"
     program.write_text(textwrap.dedent(ALONE))
-    # Not with site: it would add what is installed.
+    # Without -S, the site module would add all installed packages.
     return ["-S", str(program)]
 
 
 @pytest.mark.parametrize("secret", ["", "of this test, and of nobody else"], ids=["open", "secret"])
 @pytest.mark.parametrize("said_by", ["arguments", "variables"])
-def test_ranks_with_numpy_alone_meet_at_an_address(
+def test_ranks_with_only_numpy_meet_at_an_address(
     numpy_alone: list[str], tmp_path: Path, secret: str, said_by: str
 ) -> None:
     size, address = 3, f"tcp://127.0.0.1:{free_port()}"
@@ -550,7 +554,7 @@ FORKING = """
     """
 
 
-def test_the_end_of_a_forked_child_is_not_the_server_s() -> None:
+def test_server_survives_end_of_forked_child() -> None:
     with process(FORKING, free_port()) as running:
         output, errors = running.communicate(timeout=DEADLINE_S)
     assert output == "served\n", errors

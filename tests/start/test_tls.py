@@ -1,4 +1,4 @@
-"""TLS beside the transport: what is read on the way, and who is let in."""
+"""TLS on control connections: what an eavesdropper reads, and which ranks the hub admits."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def authority(directory: Path, name: str) -> None:
 
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with the certificates of two authorities, ours and another."""
+    """Return a directory with certificates of two authorities, the job's and another one."""
     if shutil.which("openssl") is None:
         pytest.skip("no openssl, which makes certificates")
     directory = tmp_path_factory.mktemp("certificates")
@@ -74,13 +74,13 @@ def settings(directory: Path, name: str = "ours", **changes: str) -> dict[str, s
 
 @pytest.fixture
 def tls(certificates: Path) -> Tls:
-    found = resolve(load(settings(certificates)))
-    assert found is not None
-    return found
+    contexts = resolve(load(settings(certificates)))
+    assert contexts is not None
+    return contexts
 
 
 def complete(address: str, size: int, tls: Tls | None) -> list[Link]:
-    """Join as all ranks of a hub, which then has them all."""
+    """Connect all ranks to a hub, and check that the hub reports that the ranks are complete."""
     links = [connect(address, KEY, Deadline(FAR), tls) for _ in range(size)]
     for rank, link in enumerate(links):
         link.send({"kind": "here", "rank": rank, "size": size, "host": "a host by its name"})
@@ -104,11 +104,11 @@ def knock(hub: Hub) -> socket.socket:
     return socket.create_connection((host, int(port)), FAR)
 
 
-# -- the same as without --------------------------------------------------------------------
+# -- behaviour that does not depend on TLS --------------------------------------------------
 
 
-def test_messages_of_any_length_pass_both_ways_at_once(hub: Hub, tls: Tls) -> None:
-    """Each rank's failure goes to the other; both send before either reads."""
+def test_tls_link_passes_messages_of_any_length_both_ways(hub: Hub, tls: Tls) -> None:
+    """Each rank receives the other rank's failures; both ranks send before they read."""
     links = complete(hub.address, 2, tls)
     texts = ["a" * length for length in (1, 1 << 14, (1 << 14) + 1, 1 << 20)]
     failure = {"kind": "failed", "rank": 0, "ranks": []}
@@ -127,7 +127,7 @@ def test_messages_of_any_length_pass_both_ways_at_once(hub: Hub, tls: Tls) -> No
     close(links)
 
 
-def test_monitors_of_several_hosts_meet(tmp_path: Path, tls: Tls) -> None:
+def test_tls_monitors_of_several_hosts_meet(tmp_path: Path, tls: Tls) -> None:
     far = {"local_size": 1, "address": LOOPBACK, "tls": tls, "secret": Secret(TEXT.encode())}
     monitors = start(range(3), 3, tmp_path, **far)
     monitors[2].channel.offer("name", "text")
@@ -136,23 +136,23 @@ def test_monitors_of_several_hosts_meet(tmp_path: Path, tls: Tls) -> None:
         monitor.channel.close()
 
 
-def test_a_store_of_several_hosts_speaks_it(tls: Tls) -> None:
+def test_tls_store_passes_large_values(tls: Tls) -> None:
     where, secret = free_address(), Secret(TEXT.encode())
-    kept = {"spans_hosts": True, "deadline": Deadline(FAR), "tls": tls}
+    options = {"spans_hosts": True, "deadline": Deadline(FAR), "tls": tls}
     with (
-        contextlib.closing(TcpStore(where, secret, serve=True, **kept)) as one,
-        contextlib.closing(TcpStore(where, secret, serve=False, **kept)) as other,
+        contextlib.closing(TcpStore(where, secret, serve=True, **options)) as one,
+        contextlib.closing(TcpStore(where, secret, serve=False, **options)) as other,
     ):
         one.set("key", b"value" * 200_000)
         assert other.try_get("key") == b"value" * 200_000
 
 
-# -- who reads along, and who comes in -----------------------------------------------------
+# -- eavesdroppers and strangers -----------------------------------------------------------
 
 
 @contextlib.contextmanager
 def tapped(hub: Hub) -> Iterator[tuple[str, bytearray]]:
-    """Yield an address that leads to the hub, and what passes there."""
+    """Relay a connection to the hub; yield the relay's address and the bytes that it has seen."""
     seen = bytearray()
     with socket.create_server((LOOPBACK, 0)) as listening:
 
@@ -179,7 +179,7 @@ def tapped(hub: Hub) -> Iterator[tuple[str, bytearray]]:
 
 
 @pytest.mark.parametrize("with_tls", [True, False], ids=["TLS", "plain"])
-def test_whoever_sees_the_bytes_reads_them_without_tls_alone(tls: Tls, with_tls: bool) -> None:
+def test_tls_hides_messages_from_eavesdropper(tls: Tls, with_tls: bool) -> None:
     used = tls if with_tls else None
     hub = Hub(1, LOOPBACK, Deadline(FAR), KEY, used)
     with tapped(hub) as (address, seen):
@@ -189,49 +189,47 @@ def test_whoever_sees_the_bytes_reads_them_without_tls_alone(tls: Tls, with_tls:
 
 
 STRANGERS: dict[str, Callable[[Path], Tls | None]] = {
-    "without a certificate": lambda directory: None,
-    "with one of another authority": lambda directory: resolve(
+    "no certificate": lambda directory: None,
+    "certificate of another authority": lambda directory: resolve(
         load(settings(directory, "other"))
     ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("stranger", STRANGERS.values(), ids=STRANGERS)
-def test_a_rank_without_a_certificate_of_ours_is_not_let_in(
+def test_hub_refuses_rank_without_certificate_of_its_authority(
     hub: Hub, tls: Tls, certificates: Path, stranger: Callable[[Path], Tls | None]
 ) -> None:
-    """Though it knows the key."""
+    """The rank knows the job's key, but has no certificate of the job's authority."""
     with pytest.raises(OSError, match=r"timed out|(?i:unknown.ca)"):
         connect(hub.address, KEY, Deadline(0.5), stranger(certificates))
     close(complete(hub.address, 2, tls))
 
 
-def test_a_hub_with_a_certificate_of_another_authority_is_none(
-    tls: Tls, certificates: Path
-) -> None:
+def test_connect_to_hub_of_another_authority_raises_os_error(tls: Tls, certificates: Path) -> None:
     other = resolve(load(settings(certificates, "other")))
     hub = Hub(1, LOOPBACK, Deadline(0.5), KEY, other)
     with pytest.raises(OSError, match="CERTIFICATE_VERIFY_FAILED"):
         connect(hub.address, KEY, Deadline(FAR), tls)
 
 
-def test_a_hub_without_tls_is_told_apart(tls: Tls) -> None:
+def test_connect_with_tls_to_hub_without_tls_raises_os_error(tls: Tls) -> None:
     hub = Hub(1, LOOPBACK, Deadline(FAR), KEY)
     with pytest.raises(OSError, match=r"(?i)wrong.version.number|packet length"):
         connect(hub.address, KEY, Deadline(FAR), tls)
     close(complete(hub.address, 1, None))
 
 
-def test_a_certificate_is_no_secret(hub: Hub, tls: Tls) -> None:
+def test_connect_with_certificate_and_wrong_key_raises(hub: Hub, tls: Tls) -> None:
     with pytest.raises(ConnectionError, match="another key"):
         connect(hub.address, bytes(32), Deadline(FAR), tls)
     close(complete(hub.address, 2, tls))
 
 
-def test_random_strings_and_half_handshakes_keep_nobody_out(hub: Hub, tls: Tls) -> None:
+def test_hub_survives_random_bytes_and_half_handshakes(hub: Hub, tls: Tls) -> None:
     first = connect(hub.address, KEY, Deadline(FAR), tls)
     chance = random.Random(10)
-    begun = b"\x16\x03\x01"  # a record of TLS's handshake
+    begun = b"\x16\x03\x01"  # first bytes of a record of TLS's handshake
     with contextlib.ExitStack() as held:
         for number in range(1000):
             sock = held.enter_context(knock(hub)) if number % 50 == 0 else knock(hub)
@@ -258,7 +256,7 @@ WRONG: dict[str, tuple[Callable[[Path], dict[str, str]], str]] = {
     "a certificate that is a key": (
         lambda d: settings(d, tls_cert=str(d / "ours.key")), "PEM files",
     ),
-    "a key that takes a password": (
+    "an encrypted key": (
         lambda d: settings(d, tls_key=str(d / "encrypted.key")), "the key is encrypted",
     ),
     "a key that all can read": (
@@ -275,19 +273,19 @@ def _readable(directory: Path) -> Path:
 
 
 @pytest.mark.parametrize(("make", "why"), WRONG.values(), ids=WRONG)
-def test_settings_that_cannot_work_are_refused_before_anybody_is_met(
+def test_build_with_unusable_tls_settings_raises_config_error(
     certificates: Path, make: Callable[[Path], dict[str, str]], why: str
 ) -> None:
-    given = {key: value for key, value in make(certificates).items() if value}
+    arguments = {key: value for key, value in make(certificates).items() if value}
     with pytest.raises(ConfigError, match=why):
-        build(load(given))
+        build(load(arguments))
 
 
-def test_without_settings_there_is_no_tls() -> None:
+def test_build_without_settings_uses_no_tls() -> None:
     assert build(load({})).tls is None
 
 
-# -- what the doctor says of it --------------------------------------------------------------
+# -- the report of doctor --------------------------------------------------------------------
 
 BY_TORCHRUN = dict.fromkeys(("RANK", "LOCAL_RANK", "GROUP_RANK"), "0") | {
     "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": LOOPBACK, "MASTER_PORT": "29500",
@@ -307,7 +305,7 @@ DOCTOR: dict[str, tuple[tuple[str, ...], dict[str, str], tuple[tuple[bool, bool]
 
 
 @pytest.mark.parametrize(("given", "environ", "wanted"), DOCTOR.values(), ids=DOCTOR)
-def test_the_doctor_says_what_is_authenticated_and_what_is_encrypted(
+def test_doctor_reports_authentication_and_encryption(
     certificates: Path,
     given: tuple[str, ...],
     environ: dict[str, str],
@@ -316,10 +314,10 @@ def test_the_doctor_says_what_is_authenticated_and_what_is_encrypted(
     os.environ.update(environ)
     found = across_hosts(load({key: settings(certificates)[key] for key in given}))
     assert found.pop("error") == ""
-    assert tuple((each["authenticated"], each["encrypted"]) for each in found.values()) == wanted
+    assert tuple((kind["authenticated"], kind["encrypted"]) for kind in found.values()) == wanted
 
 
-def test_the_doctor_says_that_a_file_cannot_be_used(tmp_path: Path) -> None:
-    found = across_hosts(load({"secret_file": str(tmp_path / "none")}))
-    assert "No such file" in found["error"]
-    assert found["joining"] == {"authenticated": False, "encrypted": False}
+def test_doctor_reports_unusable_secret_file(tmp_path: Path) -> None:
+    connections = across_hosts(load({"secret_file": str(tmp_path / "none")}))
+    assert "No such file" in connections["error"]
+    assert connections["joining"] == {"authenticated": False, "encrypted": False}

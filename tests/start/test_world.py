@@ -1,4 +1,4 @@
-"""Who this process is under each launcher, and where its ranks meet.
+"""Place of this process under each launcher, and the store where its ranks meet.
 
 The variables are those of real launches, recorded with Intel MPI 2021.18, Open MPI 5.0.11,
 MPICH 5.0.2 and torchrun of PyTorch 2.13; those of Slurm are from logs that users published.
@@ -147,7 +147,7 @@ ALL = {
 @pytest.fixture(autouse=True)
 def clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = {k: v for k, v in os.environ.items() if k in ("PATH", "HOME")}
-    # Ranks of several hosts without a secret are another test's matter: start/test_sealed_store.py.
+    # COLLECTIVE_INSECURE silences the warning that start/test_sealed_store.py tests.
     monkeypatch.setattr(os, "environ", {**kept, "COLLECTIVE_INSECURE": "1"})
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.chdir(tmp_path)
@@ -178,41 +178,43 @@ def detected(environ: Mapping[str, str]) -> Launched:
         ("slurm", (6, 7, 2, 3)),
     ],
 )
-def test_each_launcher(launcher: str, expected: tuple[int, int, int, int]) -> None:
-    found = detected(ALL[launcher])
-    assert found.launcher == launcher
-    assert (found.rank, found.size, found.local_rank, found.local_size) == expected
-    assert found.job
+def test_detect_reads_place_from_each_launcher(
+    launcher: str, expected: tuple[int, int, int, int]
+) -> None:
+    launched = detected(ALL[launcher])
+    assert launched.launcher == launcher
+    assert (launched.rank, launched.size, launched.local_rank, launched.local_size) == expected
+    assert launched.job
 
 
 @pytest.mark.parametrize("environ", [{}, SBATCH, SALLOC, SALLOC_STEP], ids=str)
-def test_no_launcher(environ: dict[str, str]) -> None:
+def test_detect_without_launcher_returns_none(environ: dict[str, str]) -> None:
     assert detect(environ) is None
 
 
 @pytest.mark.parametrize("step", ["extern", "batch", "4294967291"])
-def test_slurm_steps_that_srun_did_not_make(step: str) -> None:
+def test_detect_ignores_slurm_steps_not_from_srun(step: str) -> None:
     assert detect({**SRUN, "SLURM_STEP_ID": step}) is None
 
 
 @pytest.mark.parametrize("inner", list(ALL))
-def test_inner_launcher_beats_the_outer_ones(inner: str) -> None:
+def test_detect_prefers_inner_launcher(inner: str) -> None:
     order = list(ALL)
     environ: dict[str, str] = {}
     for outer in order[order.index(inner) :]:
-        # Two of these share variables and never surround each other.
+        # Intel MPI and MPICH share variables, and neither is started inside the other.
         if {inner, outer} != {"intelmpi", "mpich"}:
             environ.update({**ALL[outer], **environ})
     found = detected(environ)
     assert found.launcher == inner
 
 
-def test_srun_with_pmi_is_slurm() -> None:
+def test_detect_takes_srun_with_pmi_as_slurm() -> None:
     found = detected({**SRUN, "PMI_RANK": "6", "PMI_SIZE": "7", "PMI_FD": "9"})
     assert (found.launcher, found.local_size) == ("slurm", 3)
 
 
-def test_mpiexec_inside_a_batch_script_is_mpi() -> None:
+def test_detect_takes_mpiexec_in_batch_script_as_mpi() -> None:
     found = detected({**SBATCH, **MPICH})
     assert found.launcher == "mpich"
 
@@ -221,13 +223,15 @@ def test_mpiexec_inside_a_batch_script_is_mpi() -> None:
     ("counts", "node", "here"),
     [("4(x2),3", "1", 4), ("4(x2),3", "2", 3), ("2(x3)", "7", 2), ("5", "0", 5)],
 )
-def test_slurm_tasks_per_node(counts: str, node: str, here: int) -> None:
+def test_detect_reads_local_size_from_slurm_tasks_per_node(
+    counts: str, node: str, here: int
+) -> None:
     environ = {**SRUN, "SLURM_STEP_TASKS_PER_NODE": counts, "SLURM_NODEID": node}
     found = detected({**environ, "SLURM_PROCID": "1", "SLURM_LOCALID": "1"})
     assert found.local_size == here
 
 
-def test_rank_and_size_by_hand_on_one_host() -> None:
+def test_detect_takes_rank_and_size_by_hand_as_one_host() -> None:
     for address in ({}, {"MASTER_ADDR": "127.0.0.1"}, {"MASTER_ADDR": "::1"}):
         found = detected({"RANK": "2", "WORLD_SIZE": "3", **address})
         assert (found.local_rank, found.local_size) == (2, 3)
@@ -254,7 +258,9 @@ def test_rank_and_size_by_hand_on_one_host() -> None:
         ({**SRUN, "SLURM_NODEID": "2"}, "SLURM_NODEID=2"),
     ],
 )
-def test_contradictions_name_the_variable(environ: dict[str, str], named: str) -> None:
+def test_detect_with_contradictory_variables_names_variable(
+    environ: dict[str, str], named: str
+) -> None:
     with pytest.raises(ConfigError, match="launcher ") as caught:
         detect(environ)
     assert named in str(caught.value)
@@ -276,7 +282,7 @@ def test_contradictions_name_the_variable(environ: dict[str, str], named: str) -
         ("slurm", {"SLURM_JOB_ID": "135"}),
     ],
 )
-def test_another_launch_is_another_job(launcher: str, changes: dict[str, str]) -> None:
+def test_job_differs_between_launches(launcher: str, changes: dict[str, str]) -> None:
     assert detected(ALL[launcher]).job != detected({**ALL[launcher], **changes}).job
 
 
@@ -284,7 +290,7 @@ JOB = "import os; from collective.start.launchers import detect; print(detect(os
 
 
 def jobs(shell: str, script: str) -> list[str]:
-    """Return the jobs that ranks find which a shell starts; RANK stands for one of them."""
+    """Return the jobs detected by ranks of a shell's script, in which RANK stands for a rank."""
     done = run(
         shell, "-c", script.replace("RANK", f'"{sys.executable}" -c "{JOB}"'),
         env={**MPICH, "PATH": os.environ["PATH"]},
@@ -294,7 +300,7 @@ def jobs(shell: str, script: str) -> list[str]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_ranks_of_one_parent_are_one_job() -> None:
+def test_job_is_shared_by_ranks_of_one_parent() -> None:
     (a, b), (c, d) = (jobs("sh", "RANK; RANK; true") for _ in range(2))
     assert a == b
     assert c == d
@@ -302,8 +308,8 @@ def test_ranks_of_one_parent_are_one_job() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_ranks_behind_shells_of_their_own_find_the_process_manager(tmp_path: Path) -> None:
-    # A process with the manager's name: the kernel takes that of the program's file.
+def test_job_is_shared_by_ranks_in_shells_below_process_manager(tmp_path: Path) -> None:
+    # The kernel names a process after its program's file, so this shell has the manager's name.
     manager = tmp_path / "hydra_pmi_proxy"
     manager.symlink_to("/bin/sh")
     a, b = jobs(str(manager), "sh -c 'RANK; true'; sh -c 'RANK; true'; true")
@@ -313,11 +319,11 @@ def test_ranks_behind_shells_of_their_own_find_the_process_manager(tmp_path: Pat
 # -- worlds ------------------------------------------------------------------------------
 
 
-def test_world_of_one() -> None:
+def test_world_of_one_rank_has_private_memory_store() -> None:
     alone = world()
     assert (alone.rank, alone.size, alone.local_rank, alone.local_size) == (0, 1, 0, 1)
     assert (alone.host, alone.launcher) == (socket.gethostname(), "none")
-    assert list(Path(tempfile.gettempdir()).iterdir()) == []  # nothing was made
+    assert list(Path(tempfile.gettempdir()).iterdir()) == []  # No file was created.
     alone.store.set("key", b"value")
     assert alone.store.get("key", Deadline(0.0)) == b"value"
     alone.store.delete("key")
@@ -326,7 +332,7 @@ def test_world_of_one() -> None:
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "openmpi", "intelmpi"])
-def test_ranks_of_a_foreign_launcher_meet(launcher: str) -> None:
+def test_ranks_of_foreign_launcher_share_a_store(launcher: str) -> None:
     one, other = world(ALL[launcher]), world(ALL[launcher])
     assert one.launcher == launcher
     assert one.job == other.job
@@ -339,50 +345,50 @@ def test_ranks_of_a_foreign_launcher_meet(launcher: str) -> None:
     assert not directory.exists()
 
 
-def test_ranks_of_our_launcher_meet_where_it_says(tmp_path: Path) -> None:
+def test_ranks_of_collective_run_meet_at_its_store(tmp_path: Path) -> None:
     directory = tmp_path / "run-1"
-    found = world({**OURS, "COLLECTIVE_STORE": str(directory)})
-    assert (found.launcher, found.job) == ("collective", str(directory))
-    assert isinstance(found.store, FileStore)
-    assert found.store.directory == directory
+    joined = world({**OURS, "COLLECTIVE_STORE": str(directory)})
+    assert (joined.launcher, joined.job) == ("collective", str(directory))
+    assert isinstance(joined.store, FileStore)
+    assert joined.store.directory == directory
 
 
-def test_store_by_argument(tmp_path: Path) -> None:
+def test_store_argument_makes_world_by_hand(tmp_path: Path) -> None:
     found = world(rank=1, size=2, store=tmp_path / "meet")
     assert (found.launcher, found.rank, found.size, found.local_size) == ("none", 1, 2, 2)
     assert found.job == str(tmp_path / "meet")
 
 
-def test_ranks_by_hand_need_a_store() -> None:
+def test_ranks_by_hand_without_store_raise_config_error() -> None:
     with pytest.raises(ConfigError, match=r"size 2 \(argument\).*store=DIR"):
         world(rank=0, size=2)
     with pytest.raises(ConfigError, match=r"size 2 \(environment COLLECTIVE_SIZE\)"):
         world({"COLLECTIVE_RANK": "0", "COLLECTIVE_SIZE": "2"})
 
 
-def test_arguments_that_repeat_the_launcher_are_the_launch() -> None:
+def test_arguments_equal_to_launcher_keep_its_job() -> None:
     found = world(TORCHRUN, rank=1, size=2)
     assert (found.launcher, found.job) == ("torchrun", world(TORCHRUN).job)
 
 
-def test_arguments_that_differ_from_the_launcher_are_a_world_by_hand() -> None:
+def test_arguments_unlike_launcher_make_world_by_hand() -> None:
     alone = world(TORCHRUN, rank=0, size=1)
     assert (alone.launcher, alone.local_rank, alone.local_size) == ("none", 0, 1)
     with pytest.raises(ConfigError, match="store=DIR"):
         world(TORCHRUN, rank=0, size=3)
 
 
-def test_several_hosts_need_a_store_only_where_they_meet(tmp_path: Path) -> None:
+def test_store_of_several_hosts_is_needed_only_at_first_use(tmp_path: Path) -> None:
     far = world(SRUN)
     assert (far.size, far.local_size) == (7, 3)
     with pytest.raises(RendezvousError, match=r"7 ranks, 3 of them on this host.*MASTER_ADDR"):
         far.store.set("key", b"")
-    given = world(SRUN, store=tmp_path / "shared")
-    given.store.set("key", b"")
-    assert given.job == far.job
+    world_with_store = world(SRUN, store=tmp_path / "shared")
+    world_with_store.store.set("key", b"")
+    assert world_with_store.job == far.job
 
 
-def test_store_that_others_can_write_to_is_refused(tmp_path: Path) -> None:
+def test_store_directory_writable_by_all_raises(tmp_path: Path) -> None:
     directory = tmp_path / "open"
     directory.mkdir()
     directory.chmod(0o777)
@@ -403,7 +409,7 @@ def met(found: World) -> TcpStore:
 
 
 def far(rank: int, **changes: str) -> dict[str, str]:
-    """What torchrun tells rank 0 or 1 of two, each on a host of its own."""
+    """Return torchrun's variables for rank 0 or 1 of two ranks on two hosts."""
     here = {
         "RANK": str(rank),
         "LOCAL_RANK": "0",
@@ -419,25 +425,25 @@ def anew(environ: Mapping[str, str], **arguments: object) -> World:
     return world(environ, **arguments)
 
 
-def test_ranks_meet_at_the_masters_address() -> None:
+def test_ranks_meet_at_master_address_once_per_launch() -> None:
     change = {"MASTER_PORT": str(free_port()), "TORCHELASTIC_USE_AGENT_STORE": "False"}
     one, other = anew(far(0, **change)), anew(far(1, **change))
     met(one).set("key", b"value")
     assert met(other).get("key", Deadline(30.0)) == b"value"
-    # After a restart of the ranks it is another launch, which does not read what the last one said.
+    # Restarted ranks are another launch, which must not read the store of the previous launch.
     again = anew(far(1, **change, TORCHELASTIC_RESTART_COUNT="1"), start_timeout=0.3)
     with pytest.raises(RendezvousError, match="not rank 0 of this job"):
         met(again)
 
 
-def test_rank_0_of_torchrun_leaves_serving_to_the_agent() -> None:
+def test_rank_0_of_torchrun_does_not_serve_the_store() -> None:
     pytest.importorskip("torch")
-    found = anew(far(0, MASTER_PORT=str(free_port())), start_timeout=0.3)
+    late_world = anew(far(0, MASTER_PORT=str(free_port())), start_timeout=0.3)
     with pytest.raises(RendezvousError, match=r"no server answered.*torchrun's agent"):
-        found.store.set("key", b"")
+        late_world.store.set("key", b"")
 
 
-def test_launches_of_one_agent_do_not_see_each_other() -> None:
+def test_launches_of_one_agent_do_not_share_keys() -> None:
     dist = pytest.importorskip("torch.distributed")
     served = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     change = {"MASTER_PORT": str(served.port)}
@@ -449,7 +455,7 @@ def test_launches_of_one_agent_do_not_see_each_other() -> None:
     assert not one.store.served_by_rank
 
 
-def test_store_by_address() -> None:
+def test_store_by_address_is_shared_and_names_the_job() -> None:
     settings = {
         "size": 2,
         "local_rank": 0,
@@ -463,7 +469,7 @@ def test_store_by_address() -> None:
 
 
 @pytest.mark.parametrize("secret", ["", "of this test, and of nobody else"], ids=["none", "one"])
-def test_ranks_with_a_secret_and_without_one_do_not_meet(secret: str) -> None:
+def test_ranks_with_different_or_missing_secret_do_not_meet(secret: str) -> None:
     settings = {"size": 2, "local_rank": 0, "local_size": 1, "start_timeout": 0.5}
     settings["store"] = f"tcp://127.0.0.1:{free_port()}"
     serves = anew({"COLLECTIVE_SECRET": secret} if secret else {}, rank=0, **settings)
@@ -473,11 +479,11 @@ def test_ranks_with_a_secret_and_without_one_do_not_meet(secret: str) -> None:
         comes.store.try_get("key")
 
 
-def test_ranks_by_hand_may_meet_at_the_masters_address() -> None:
+def test_ranks_by_hand_on_one_host_share_job_of_master_address() -> None:
     master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
     near = anew(master, rank=1, size=2)
     assert near.job == anew(master, rank=0, size=2).job
-    assert isinstance(near.store, FileStore)  # one host needs no port
+    assert isinstance(near.store, FileStore)  # Ranks of one host need no port.
     assert near.address == "127.0.0.1"
 
 
@@ -489,7 +495,7 @@ def test_ranks_by_hand_may_meet_at_the_masters_address() -> None:
         ({"COLLECTIVE_RANK": "0", "COLLECTIVE_SIZE": "2", "COLLECTIVE_STORE": "tcp://node1:1"}, {}),
     ],
 )
-def test_ranks_by_hand_that_may_be_anywhere_have_to_say_where(
+def test_ranks_by_hand_at_an_address_need_local_rank_and_size(
     environ: dict[str, str], arguments: dict[str, object]
 ) -> None:
     with pytest.raises(ConfigError, match=r"local_rank, local_size: not set.*node1.*Set both"):
@@ -507,13 +513,13 @@ def test_ranks_by_hand_that_may_be_anywhere_have_to_say_where(
         ({"MASTER_ADDR": ""}, "MASTER_PORT=44093 without MASTER_ADDR"),
     ],
 )
-def test_half_an_address_is_refused(changes: dict[str, str], reason: str) -> None:
+def test_incomplete_or_invalid_master_address_raises(changes: dict[str, str], reason: str) -> None:
     with pytest.raises(ConfigError, match="rendezvous: ") as caught:
         anew(far(0, **changes))
     assert reason in str(caught.value)
 
 
-def test_slurms_first_host_and_a_port_of_the_step() -> None:
+def test_rendezvous_under_slurm_takes_first_host_and_port_of_step() -> None:
     step = {**SRUN, "SLURM_STEP_NODELIST": "node[03-04]", "SLURM_JOB_NODELIST": "node[01-09]"}
     found = from_environment(step, detect(step))
     assert found is not None
@@ -522,10 +528,10 @@ def test_slurms_first_host_and_a_port_of_the_step() -> None:
     assert found == from_environment(step, detect(step))
     other = {**step, "SLURM_STEP_ID": "1"}
     assert found.port != getattr(from_environment(other, detect(other)), "port", None)
-    # What the batch script says goes first, one of the two or both.
-    named = {**step, "MASTER_ADDR": "10.0.0.1"}
-    assert str(from_environment(named, detect(named))) == f"10.0.0.1:{found.port}"
-    both = {**named, "MASTER_ADDR": "fd00::1", "MASTER_PORT": "29500"}
+    # MASTER_ADDR and MASTER_PORT of the batch script take precedence, separately or together.
+    with_address = {**step, "MASTER_ADDR": "10.0.0.1"}
+    assert str(from_environment(with_address, detect(with_address))) == f"10.0.0.1:{found.port}"
+    both = {**with_address, "MASTER_ADDR": "fd00::1", "MASTER_PORT": "29500"}
     assert str(from_environment(both, detect(both))) == "[fd00::1]:29500"
     del step["SLURM_STEP_NODELIST"]
     assert getattr(from_environment(step, detect(step)), "host", None) == "node01"
@@ -543,12 +549,12 @@ def test_slurms_first_host_and_a_port_of_the_step() -> None:
         ("a[1,3-4],b[2]", ["a1", "a3", "a4", "b2"]),
     ],
 )
-def test_slurms_lists_of_hosts(text: str, hosts: list[str]) -> None:
+def test_expand_lists_hosts_of_slurm(text: str, hosts: list[str]) -> None:
     assert expand(text, "SLURM_STEP_NODELIST") == hosts
 
 
 @pytest.mark.parametrize("text", ["", "n[1-", "n[2-1]", "n[a-b]", "n[]", "a b", "n]1["])
-def test_what_is_no_list_of_hosts(text: str) -> None:
+def test_expand_of_invalid_host_list_raises(text: str) -> None:
     with pytest.raises(ConfigError, match=r"SLURM_STEP_NODELIST=.*node\[01-03,7\]"):
         expand(text, "SLURM_STEP_NODELIST")
 
@@ -556,7 +562,7 @@ def test_what_is_no_list_of_hosts(text: str) -> None:
 MPICH_FAR = {**MPICH, "MPI_LOCALNRANKS": "1", "MPI_LOCALRANKID": "0"}
 
 
-def test_under_mpiexec_without_mpi4py_the_error_names_both_remedies(
+def test_mpiexec_without_mpi4py_raises_with_both_remedies(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(choice, "installed", lambda package: package == "torch")
@@ -565,13 +571,13 @@ def test_under_mpiexec_without_mpi4py_the_error_names_both_remedies(
         found.store.set("key", b"")
 
 
-def test_under_mpiexec_without_mpi4py_the_masters_address_serves(
+def test_mpiexec_without_mpi4py_meets_at_master_address(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pytest.importorskip("torch")
     monkeypatch.setattr(choice, "installed", lambda package: package == "torch")
     master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    # The name of the job is one of each host's own under mpiexec.
+    # Under mpiexec the name of the job differs between hosts.
     one = anew({**MPICH_FAR, **master, "PMI_RANK": "0", "I_MPI_HYDRA_UUID": "a"})
     other = anew({**MPICH_FAR, **master, "I_MPI_HYDRA_UUID": "b"})
     met(one).set("key", b"value")
@@ -581,16 +587,16 @@ def test_under_mpiexec_without_mpi4py_the_masters_address_serves(
 # -- addresses, and settings of single transports ---------------------------------------------
 
 
-def test_one_host_is_reached_by_loopback_whatever_the_interface() -> None:
+def test_address_on_one_host_is_loopback_for_any_interface() -> None:
     assert anew(TORCHRUN, interface="eth9").address == "127.0.0.1"
 
 
-def test_interface_that_does_not_exist() -> None:
+def test_interface_that_does_not_exist_raises_config_error() -> None:
     with pytest.raises(ConfigError, match=r"interface: 'eth9'.* lo \(127\.0\.0\.1"):
         anew(far(0), interface="eth9")
 
 
-def test_address_is_that_of_the_interface_or_else_the_one_toward_the_master(
+def test_address_is_of_interface_or_toward_master(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     module = sys.modules["collective.start.resolver"]
@@ -600,13 +606,13 @@ def test_address_is_that_of_the_interface_or_else_the_one_toward_the_master(
     assert anew(far(0), interface="ib0").address == "10.2.0.4"
     assert anew(far(0, MASTER_ADDR="node1")).address == "10.1.0.4"
     assert anew(MPICH_FAR).address == "10.3.0.4"  # no master
-    # Its own name stands for loopback on the master itself, as on Debian.
+    # On the master itself its name may resolve to loopback, as on Debian.
     monkeypatch.setattr(module, "address_toward", lambda host, port: "127.0.0.1")
     assert anew(far(0, MASTER_ADDR="node1")).address == "10.3.0.4"
-    assert anew(far(0)).address == "127.0.0.1"  # agents that share a machine say so
+    assert anew(far(0)).address == "127.0.0.1"  # Agents on one machine use a loopback address.
 
 
-def test_master_whose_name_is_wrong_is_an_error_where_the_ranks_meet() -> None:
+def test_master_with_unresolvable_name_raises_at_first_store_use() -> None:
     found = anew(far(1, MASTER_ADDR="no-such-host.invalid"))
     assert found.address
     pytest.importorskip("torch")
@@ -614,7 +620,7 @@ def test_master_whose_name_is_wrong_is_an_error_where_the_ranks_meet() -> None:
         found.store.set("key", b"")
 
 
-def test_settings_of_single_transports_are_passed_on() -> None:
+def test_options_contain_settings_of_single_transports() -> None:
     options = anew(MPICH_FAR, interface="lo", across="gloo", shm_single_copy="off").options
     assert options == {
         "shm_single_copy": "off",
