@@ -1,4 +1,4 @@
-"""`collective run --min-ranks` and `--max-restarts`: who is lost, and what goes on."""
+"""`collective run --min-ranks` and `--max-restarts`: lost ranks, survivors and restarts."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from tests.support.mpi_launches import launch_of, needs
 __all__ = ["launches"]  # the fixture
 
 
-# -- going on ------------------------------------------------------------------------
+# -- survivors -----------------------------------------------------------------------
 
 
-def test_the_others_go_on_and_the_summary_says_who_was_lost(launches: Launches) -> None:
+def test_min_ranks_lets_survivors_continue_and_lists_lost_ranks(launches: Launches) -> None:
     script = launches.script("""
         def gone(pid):
             try:
@@ -50,7 +50,7 @@ def test_the_others_go_on_and_the_summary_says_who_was_lost(launches: Launches) 
 
 
 @pytest.mark.parametrize("backend", ["auto", "threads"])
-def test_fewer_than_the_floor_are_stopped(launches: Launches, backend: str) -> None:
+def test_min_ranks_stops_run_with_too_few_survivors(launches: Launches, backend: str) -> None:
     script = launches.script("""
         import collective
         rank = collective.init().rank
@@ -67,7 +67,7 @@ def test_fewer_than_the_floor_are_stopped(launches: Launches, backend: str) -> N
     launches.assert_nothing_left()
 
 
-def test_threads_go_on_when_one_is_lost(launches: Launches) -> None:
+def test_min_ranks_lets_surviving_threads_continue(launches: Launches) -> None:
     path = launches.directory / "program.py"
     path.write_text("""
 import collective
@@ -86,8 +86,8 @@ except collective.CommunicatorAbortedError:
 
 
 @needs("openmpi")
-def test_open_mpi_hears_of_a_rank_that_ended(launches: Launches) -> None:
-    """Its own process is another, which has to die for the others to be able to shrink."""
+def test_min_ranks_lets_open_mpi_shrink_after_exit(launches: Launches) -> None:
+    """Open MPI started a wrapper process, which has to die before the other ranks can shrink."""
     script = launches.script("""
         from mpi4py import MPI
         comm = MPI.COMM_WORLD
@@ -113,7 +113,7 @@ def test_open_mpi_hears_of_a_rank_that_ended(launches: Launches) -> None:
     launches.assert_nothing_left()
 
 
-def test_who_has_finished_is_not_lost(launches: Launches) -> None:
+def test_finished_rank_counts_as_left_not_lost(launches: Launches) -> None:
     script = launches.script("""
         await_all()
         if rank == 0:
@@ -129,7 +129,7 @@ def test_who_has_finished_is_not_lost(launches: Launches) -> None:
     assert "1 of 3 ranks was lost" in done.stderr
 
 
-def test_ctrl_c_after_a_loss(launches: Launches) -> None:
+def test_ctrl_c_after_loss_interrupts_survivor_and_lists_loss(launches: Launches) -> None:
     script = launches.script("""
         if rank == 1:
             sys.exit(3)
@@ -150,10 +150,10 @@ def test_ctrl_c_after_a_loss(launches: Launches) -> None:
     launches.assert_nothing_left()
 
 
-# -- starting again ------------------------------------------------------------------
+# -- restarts ------------------------------------------------------------------------
 
 
-def test_all_start_again_from_nothing(launches: Launches) -> None:
+def test_max_restarts_starts_all_ranks_with_new_store_and_secret(launches: Launches) -> None:
     script = launches.script("""
         store, names = os.environ["COLLECTIVE_STORE"], ("COLLECTIVE_SECRET", "COLLECTIVE_STORE")
         attempt = int(os.environ["COLLECTIVE_RESTART"])
@@ -183,7 +183,7 @@ def test_all_start_again_from_nothing(launches: Launches) -> None:
     launches.assert_nothing_left()
 
 
-def test_restarts_that_are_used_up(launches: Launches) -> None:
+def test_max_restarts_used_up_ends_with_last_exit_code(launches: Launches) -> None:
     script = launches.script("sys.exit(20 + int(os.environ['COLLECTIVE_RESTART']))")
     done = launches.run("-n", "1", "--max-restarts", "2", script)
     assert done.returncode == 22
@@ -197,8 +197,8 @@ def test_restarts_that_are_used_up(launches: Launches) -> None:
     launches.assert_nothing_left()
 
 
-def test_ctrl_c_between_two_attempts(launches: Launches) -> None:
-    """It is the end, whether it finds the pause or the ranks that start after it."""
+def test_ctrl_c_between_attempts_ends_the_run(launches: Launches) -> None:
+    """The run ends, whether Ctrl-C comes in the pause or when the next ranks have started."""
     script = launches.script("""
         if os.environ["COLLECTIVE_RESTART"] == "0":
             sys.exit(1)
@@ -214,7 +214,7 @@ def test_ctrl_c_between_two_attempts(launches: Launches) -> None:
 
 
 class _Failing:
-    """A supervisor of ranks that have failed."""
+    """A supervisor whose ranks have failed."""
 
     failed = True
 
@@ -222,7 +222,7 @@ class _Failing:
         return 1
 
 
-def test_ctrl_c_in_a_pause_says_what_does_not_follow(capsys: pytest.CaptureFixture[str]) -> None:
+def test_ctrl_c_in_pause_names_the_cancelled_restart(capsys: pytest.CaptureFixture[str]) -> None:
     control, handle = os.pipe()
     os.write(handle, bytes([signal.SIGINT]))
     assert run_attempts(lambda number, control: _Failing(), 2, 5, control) == 130
@@ -234,7 +234,7 @@ def test_ctrl_c_in_a_pause_says_what_does_not_follow(capsys: pytest.CaptureFixtu
     ]
 
 
-def test_pauses_grow_to_a_limit() -> None:
+def test_pause_after_grows_to_a_limit() -> None:
     assert [pause_after(quick) for quick in (0, 1, 2, 3, 100)] == [0.0, 0.5, 1.0, 2.0, 30.0]
 
 
@@ -248,14 +248,16 @@ def test_pauses_grow_to_a_limit() -> None:
         ([], None),
     ],
 )
-def test_what_ends_a_pause(sent: list[signal.Signals | None], result: int | None) -> None:
+def test_wait_ends_at_signal_or_deadline(
+    sent: list[signal.Signals | None], result: int | None
+) -> None:
     control, handle = os.pipe()
     for number in sent:
         if number is not None:
             os.write(handle, bytes([number]))
     if None in sent:
         os.close(handle)
-    # Long enough to fail by the suite's own deadline where a pause does not end.
+    # A pause that does not end lasts long enough for the suite's own deadline to fail the test.
     assert wait(control, Deadline(600.0 if result else 0.0)) == result
     os.close(control)
     if None not in sent:

@@ -1,7 +1,7 @@
-"""Ranks that are started through mpiexec: output, exit codes and endings as without it.
+"""Ranks started through mpiexec: output, exit codes and endings are the same as without mpiexec.
 
-These are about the launcher, so no MPI is needed: where there is no mpiexec, a program stands
-in for it that does to its processes what they all do, and what the roughest of them do.
+The tests check the launcher, so they need no MPI. If no mpiexec is installed, a stand-in treats its
+processes as every mpiexec does, and as harshly as the harshest of them.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from collective.launch.mpiexec import Mpiexec
 from tests.support.interpreter import run_python
 from tests.support.launches import DEADLINE_S, Launches, finish, launches  # noqa: F401
 
-# Starts N processes, kills all of them at once as soon as one fails, and gives up if their
-# end of the manager's connection is closed by nobody: what MPICH's, Open MPI's and Intel's do.
+# The stand-in starts N processes and kills all of them as soon as one fails. It ends only when
+# every process has closed its end of the manager's connection, as the mpiexec of MPICH, Open MPI
+# and Intel MPI.
 STAND_IN = f"""#!{sys.executable} -IS
 import os, signal, subprocess, sys
 if sys.argv[1] == "--version":
@@ -65,7 +66,7 @@ def start(launches: Launches, monkeypatch: pytest.MonkeyPatch):  # noqa: F811
     )
 
 
-def test_ranks_and_their_output(launches: Launches, start) -> None:  # noqa: F811
+def test_mpi_ranks_print_with_prefix_and_know_their_place(launches: Launches, start) -> None:  # noqa: F811
     script = launches.script(
         """
         print("rank", rank, "of", size, os.environ["COLLECTIVE_STORE"] != "", flush=True)
@@ -85,7 +86,7 @@ def test_ranks_and_their_output(launches: Launches, start) -> None:  # noqa: F81
     launches.assert_nothing_left()
 
 
-def test_one_rank(launches: Launches, start) -> None:  # noqa: F811
+def test_mpi_run_of_one_rank_works(launches: Launches, start) -> None:  # noqa: F811
     done = finish(start("-n", "1", launches.script("print('alone', rank, size)")))
     assert (done.returncode, done.stdout) == (0, "[0] alone 0 1\n"), done.stderr
 
@@ -98,7 +99,13 @@ def test_one_rank(launches: Launches, start) -> None:  # noqa: F811
         ("os.kill(os.getpid(), 9)", 137, "rank 1 failed first (killed by SIGKILL)"),
     ],
 )
-def test_first_failure(launches: Launches, start, statement: str, code: int, words: str) -> None:  # noqa: F811
+def test_mpi_run_reports_first_failure_and_its_exit_code(
+    launches: Launches,  # noqa: F811
+    start,
+    statement: str,
+    code: int,
+    words: str,
+) -> None:
     script = launches.script(
         f"""
         await_all()
@@ -116,9 +123,9 @@ def test_first_failure(launches: Launches, start, statement: str, code: int, wor
     launches.assert_nothing_left()
 
 
-def test_shared_memory_of_an_mpi_library_is_removed(launches: Launches, start) -> None:  # noqa: F811
+def test_mpi_run_removes_shared_memory_of_mpi_library(launches: Launches, start) -> None:  # noqa: F811
     mark = launches.marked.value
-    # MPICH removes its file when MPI ends, to which ranks that are killed do not come.
+    # MPICH removes its file in MPI_Finalize, which killed ranks never reach.
     script = launches.script(
         f"""
         import mmap
@@ -141,7 +148,11 @@ def test_shared_memory_of_an_mpi_library_is_removed(launches: Launches, start) -
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_signal_reaches_the_ranks(launches: Launches, start, number: signal.Signals) -> None:  # noqa: F811
+def test_mpi_run_forwards_signal_to_ranks(
+    launches: Launches,  # noqa: F811
+    start,
+    number: signal.Signals,
+) -> None:
     script = launches.script(
         """
         def note(number, _):
@@ -164,22 +175,26 @@ def test_signal_reaches_the_ranks(launches: Launches, start, number: signal.Sign
 
 
 @pytest.mark.parametrize("who", ["launcher", "supervisor", "mpiexec", "its process"])
-def test_whoever_is_killed_takes_all_along(launches: Launches, start, who: str) -> None:  # noqa: F811
+def test_mpi_run_leaves_no_process_if_any_part_is_killed(
+    launches: Launches,  # noqa: F811
+    start,
+    who: str,
+) -> None:
     script = launches.script("await_all(); time.sleep(600)")
     running = start("-n", "2", script)
     launches.until_arrived(2)
     rank = int((launches.directory / "arrived-0").read_text())
-    line = ancestry(rank, running.pid)  # the rank first, the launcher last
+    line = ancestry(rank, running.pid)  # from the rank to the launcher
     victims = {"its process": 1, "mpiexec": -3, "supervisor": -2, "launcher": -1}
     os.kill(line[victims[who]], signal.SIGKILL)
     assert finish(running).returncode != 0
     launches.until(lambda: not launches.living())
-    # Nobody is left to remove the directory if both who could are gone.
+    # If launcher and supervisor are gone, no process is left to remove the directory.
     assert who == "launcher" or launches.run_directories() == []
 
 
-def test_a_process_of_mpiexec_does_not_wait_for_a_launcher_that_is_gone(tmp_path: Path) -> None:
-    """Everything was killed between the start of mpiexec and that of the ranks."""
+def test_mpi_rank_without_launcher_exits_without_waiting(tmp_path: Path) -> None:
+    """The launcher was killed between the start of mpiexec and the start of the ranks."""
     for kind in ("out", "error", "orders", "end"):
         os.mkfifo(tmp_path / f"0.{kind}")
     (tmp_path / "0.environment").touch()
@@ -197,8 +212,8 @@ def test_a_process_of_mpiexec_does_not_wait_for_a_launcher_that_is_gone(tmp_path
     "function",
     ["collective.launch.processes.die_with_parent", "collective.launch.mpi_rank._die_with_parent"],
 )
-def test_a_child_whose_parent_dies_before_it_says_so_dies_too(function: str) -> None:
-    """Killed between fork and prctl, when the kernel has nothing to tell the child any more."""
+def test_die_with_parent_ends_child_whose_parent_died_before(function: str) -> None:
+    """The parent dies between fork and prctl, so the kernel sends the child no signal."""
     module, _, name = function.rpartition(".")
     script = f"""
 import os, time
@@ -224,7 +239,7 @@ def ancestry(pid: int, last: int) -> list[int]:
     return line
 
 
-def test_standard_input_goes_to_rank_0(launches: Launches, start) -> None:  # noqa: F811
+def test_mpi_run_passes_standard_input_to_rank_0(launches: Launches, start) -> None:  # noqa: F811
     script = launches.script("print(repr(sys.stdin.read()))")
     command = ["-m", "collective", "run", "-n", "2", "--backend", "mpi", script]
     done = launches.execute(*command, stdin="to rank 0")
@@ -232,7 +247,7 @@ def test_standard_input_goes_to_rank_0(launches: Launches, start) -> None:  # no
     assert sorted(done.stdout.splitlines()) == ["[0] 'to rank 0'", "[1] ''"], done.stderr
 
 
-def test_mpiexec_that_refuses_is_heard(launches: Launches, start) -> None:  # noqa: F811
+def test_mpi_run_shows_refusal_of_mpiexec(launches: Launches, start) -> None:  # noqa: F811
     if not (launches.directory / "bin").exists():
         pytest.skip("there is an mpiexec, which does not refuse")
     done = finish(start("-n", "2", launches.script("pass"), REFUSE="1"))
@@ -242,7 +257,7 @@ def test_mpiexec_that_refuses_is_heard(launches: Launches, start) -> None:  # no
     launches.assert_nothing_left()
 
 
-def test_without_mpiexec_the_error_says_how_to_install_it(
+def test_mpiexec_that_is_missing_raises_with_install_command(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
@@ -266,7 +281,7 @@ AS_ROOT = ["--allow-run-as-root", "--oversubscribe"]
         ("mpiexec (Open MPI) 10.0.0rc1", True, AS_ROOT, True),
     ],
 )
-def test_mpiexec_beside_python_goes_first_and_is_told_what_it_takes(
+def test_mpiexec_beside_python_is_preferred_and_gets_vendor_options(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, version: str, root: bool,
     options: list[str], shrinks: bool,
 ) -> None:  # fmt: skip
@@ -286,7 +301,9 @@ def test_mpiexec_beside_python_goes_first_and_is_told_what_it_takes(
         Mpiexec().require_shrinking()
 
 
-def test_mpiexec_that_does_not_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_mpiexec_that_cannot_run_raises_unavailable(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     (tmp_path / "mpiexec").write_bytes(b"\x7fELF, but no more than that")
     (tmp_path / "mpiexec").chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))

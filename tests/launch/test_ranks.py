@@ -1,4 +1,4 @@
-"""Ranks that are steered: one job in, one outcome a rank out, however they were started."""
+"""Ranks that run jobs: each job gives one outcome for each rank, for every kind of starter."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PROGRAM = "import sys; from collective.launch import control; control.main(sys.a
 
 
 def by_hand(address: str) -> list[Command]:
-    """Start two ranks as a launcher would that is no MPI's."""
+    """Return the commands that start two ranks without MPI."""
     shared = {"PYTHONPATH": str(ROOT), "WORLD_SIZE": "2"}
     command = [sys.executable, "-c", PROGRAM, address]
     return [(command, {**shared, "RANK": str(rank)}) for rank in range(2)]
@@ -43,10 +43,10 @@ STARTERS: dict[str, Callable[[], Starter]] = {
 
 @pytest.fixture(scope="module")
 def kept() -> Iterator[dict[str, Ranks]]:
-    """Ranks of each kind, for all tests: who dies or is closed is replaced."""
-    made = {name: Ranks(2, starter()) for name, starter in STARTERS.items()}
-    yield made
-    for ranks in made.values():
+    """Yield ranks of each kind, shared by all tests; dead or closed ranks are replaced."""
+    ranks_by_kind = {name: Ranks(2, starter()) for name, starter in STARTERS.items()}
+    yield ranks_by_kind
+    for ranks in ranks_by_kind.values():
         ranks.close()
 
 
@@ -61,8 +61,8 @@ def processes(request: pytest.FixtureRequest, kept: dict[str, Ranks]) -> Ranks:
 
 
 def run(ranks: Ranks, function: Callable[..., Any], *args: Any, **options: Any) -> list[Outcome]:
-    found = ranks.run(FunctionJob(function, args), **{"timeout": 60.0, **options})
-    return [found[rank] for rank in range(2)]
+    outcomes = ranks.run(FunctionJob(function, args), **{"timeout": 60.0, **options})
+    return [outcomes[rank] for rank in range(2)]
 
 
 def who(one: Participant) -> tuple[int, int]:
@@ -70,7 +70,7 @@ def who(one: Participant) -> tuple[int, int]:
 
 
 class Note:
-    """Something that a rank keeps: writes down what becomes of it."""
+    """An object that a rank keeps; it writes to a file how it was ended."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -104,7 +104,7 @@ def dying(one: Participant) -> None:
 
 
 def forking(one: Participant, path: Path) -> None:
-    """Rank 1 dies and leaves a child that has all that it had open."""
+    """Let rank 1 die and leave a child that has inherited its open files."""
     if one.rank == 1:
         if os.fork():
             os._exit(7)
@@ -124,7 +124,7 @@ def lock(one: Participant) -> Any:
     return threading.Lock()
 
 
-def test_ranks_stay_from_job_to_job_and_keep_what_they_keep(ranks: Ranks, tmp_path: Path) -> None:
+def test_ranks_keep_processes_and_objects_between_jobs(ranks: Ranks, tmp_path: Path) -> None:
     first = [run(ranks, who), run(ranks, keep, tmp_path)]
     assert [outcome.value[0] for outcome in first[0]] == [0, 1]
     second = [run(ranks, who), run(ranks, keep, tmp_path)]
@@ -135,7 +135,7 @@ def test_ranks_stay_from_job_to_job_and_keep_what_they_keep(ranks: Ranks, tmp_pa
     assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == ["closed"] * 2
 
 
-def test_what_a_rank_raises_comes_with_the_traceback_of_its_own_code(ranks: Ranks) -> None:
+def test_rank_exception_has_traceback_of_user_code_only(ranks: Ranks) -> None:
     well, failed = run(ranks, raising)
     assert (well.value, well.error) == (5, None)
     assert isinstance(failed.error, ArithmeticError)
@@ -143,7 +143,7 @@ def test_what_a_rank_raises_comes_with_the_traceback_of_its_own_code(ranks: Rank
     assert "ranks.py" not in failed.traceback.replace(__file__, "")
 
 
-def test_a_rank_that_hangs_says_where_and_the_next_job_has_another(ranks: Ranks) -> None:
+def test_rank_that_hangs_is_reported_with_stack_and_replaced(ranks: Ranks) -> None:
     before = run(ranks, who)
     _, hung = run(ranks, sleeping, 90.0, timeout=0.5)
     assert isinstance(hung.error, RankHungError)
@@ -154,11 +154,11 @@ def test_a_rank_that_hangs_says_where_and_the_next_job_has_another(ranks: Ranks)
     assert in_threads or after[1].value != before[1].value
 
 
-def test_others_get_no_more_than_their_grace_once_one_has_failed(ranks: Ranks) -> None:
+def test_ranks_get_only_grace_time_after_first_failure(ranks: Ranks) -> None:
     assert run(ranks, who)
-    found = run(ranks, failing_while_the_other_waits, timeout=600.0, grace=0.5)
-    assert isinstance(found[0].error, ArithmeticError)
-    assert isinstance(found[1].error, RankHungError)
+    outcomes = run(ranks, failing_while_the_other_waits, timeout=600.0, grace=0.5)
+    assert isinstance(outcomes[0].error, ArithmeticError)
+    assert isinstance(outcomes[1].error, RankHungError)
 
 
 def failing_while_the_other_waits(one: Participant) -> None:
@@ -167,7 +167,7 @@ def failing_while_the_other_waits(one: Participant) -> None:
     time.sleep(90.0)
 
 
-def test_a_rank_that_is_killed_is_reported_and_replaced(processes: Ranks) -> None:
+def test_rank_that_is_killed_is_reported_and_replaced(processes: Ranks) -> None:
     before = run(processes, who)
     well, dead = run(processes, dying)
     assert well.error is None
@@ -176,7 +176,7 @@ def test_a_rank_that_is_killed_is_reported_and_replaced(processes: Ranks) -> Non
     assert after[1].value != before[1].value
 
 
-def test_what_a_rank_wrote_before_it_ended_is_in_the_error(kept: dict[str, Ranks]) -> None:
+def test_rank_death_error_contains_its_last_output(kept: dict[str, Ranks]) -> None:
     _, dead = run(kept["commands"], complaining)
     assert re.search(r"rank 1: its process has ended.*\n.*as it was told", str(dead.error))
 
@@ -187,8 +187,8 @@ def complaining(one: Participant) -> None:
         os._exit(3)
 
 
-def test_the_death_of_a_rank_that_forked_is_noticed(processes: Ranks, tmp_path: Path) -> None:
-    # Its child has its end of the control line, too.
+def test_rank_death_is_noticed_despite_forked_child(processes: Ranks, tmp_path: Path) -> None:
+    # The child, too, holds the rank's end of the control connection.
     try:
         _, dead = run(processes, forking, tmp_path / "over", timeout=20.0)
     finally:
@@ -200,7 +200,7 @@ def test_ranks_may_write_more_than_a_pipe_holds(kept: dict[str, Ranks]) -> None:
     assert [outcome.value for outcome in run(kept["commands"], printing)] == [0, 1]
 
 
-def test_ranks_call_back_wherever_temporary_files_are(
+def test_ranks_connect_back_with_long_temporary_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / ("long" * 25)
@@ -211,7 +211,7 @@ def test_ranks_call_back_wherever_temporary_files_are(
     assert list(folder.iterdir()) == []
 
 
-def test_what_cannot_be_sent_is_told(processes: Ranks) -> None:
+def test_function_or_result_that_cannot_be_pickled_raises(processes: Ranks) -> None:
     with pytest.raises(TypeError, match="top of a module"):
         processes.run(FunctionJob(lambda one: 1), 60.0)
     for outcome in run(processes, lock):
@@ -220,7 +220,7 @@ def test_what_cannot_be_sent_is_told(processes: Ranks) -> None:
     assert [outcome.value[0] for outcome in run(processes, who)] == [0, 1]
 
 
-def test_commands_that_do_not_start_ranks_are_told_with_what_they_wrote() -> None:
+def test_commands_that_start_no_ranks_raise_with_their_output() -> None:
     def commands(address: str) -> list[Command]:
         return [(["sh", "-c", "echo no ranks today; exit 3"], {})]
 
@@ -239,7 +239,7 @@ memory = mmap.mmap(file.fileno(), 4096)
 """
 
 
-def test_shared_memory_of_an_mpi_library_is_removed_with_ranks_that_hang() -> None:
+def test_ranks_that_hang_are_ended_with_shared_memory_of_mpi_library() -> None:
     segment = Path(f"/dev/shm/mpich_shm_{secrets.token_hex(8)}_0")
 
     def commands(address: str) -> list[Command]:
@@ -247,11 +247,11 @@ def test_shared_memory_of_an_mpi_library_is_removed_with_ranks_that_hang() -> No
         return [([*command[:2], SEGMENT + PROGRAM, address, str(segment)], variables), other]
 
     with Ranks(2, CommandStarter(2, commands)) as ranks:
-        found = run(ranks, hanging_alone, timeout=0.5)
-        assert isinstance(found[0].error, RankHungError)
-    there = segment.exists()
+        outcomes = run(ranks, hanging_alone, timeout=0.5)
+        assert isinstance(outcomes[0].error, RankHungError)
+    exists = segment.exists()
     segment.unlink(missing_ok=True)
-    assert not there
+    assert not exists
 
 
 def hanging_alone(one: Participant) -> None:
@@ -259,7 +259,7 @@ def hanging_alone(one: Participant) -> None:
         time.sleep(90.0)
 
 
-def test_a_rank_that_calls_back_and_says_nothing_has_not_started() -> None:
+def test_rank_that_connects_and_sends_nothing_has_not_started() -> None:
     def commands(address: str) -> list[Command]:
         program = (
             "import socket, sys; from collective.launch.control import short_path\n"
@@ -274,7 +274,7 @@ def test_a_rank_that_calls_back_and_says_nothing_has_not_started() -> None:
         run(ranks, who)
 
 
-def test_an_interrupt_leaves_no_answers_to_the_next_job(
+def test_interrupted_job_leaves_no_results_for_next_job(
     processes: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run(processes, who)

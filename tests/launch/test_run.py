@@ -1,4 +1,4 @@
-"""`collective run` from outside: starting programs, and failing with them."""
+"""`collective run` from outside: starts of programs, and failures of ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["launches"]  # the fixture
 # -- starting ------------------------------------------------------------------------
 
 
-def test_every_rank_gets_its_arguments_and_its_prefix(launches: Launches) -> None:
+def test_run_passes_arguments_and_prefixes_output(launches: Launches) -> None:
     script = launches.script("print(sys.argv[1:], rank)")
     done = launches.run("-n", "3", script, "-n", "5", "--", "-m", "x")
     assert done.returncode == 0, done.stderr
@@ -26,13 +26,13 @@ def test_every_rank_gets_its_arguments_and_its_prefix(launches: Launches) -> Non
     launches.assert_nothing_left()
 
 
-def test_module_gets_its_arguments(launches: Launches) -> None:
+def test_run_passes_arguments_to_module(launches: Launches) -> None:
     launches.script("print(__name__, sys.argv[1:])", "program.py")
     done = launches.run("-n", "1", "-m", "program", "-m", "--backend", "x")
     assert done.stdout == "[0] __main__ ['-m', '--backend', 'x']\n"
 
 
-def test_environment_of_the_ranks(launches: Launches) -> None:
+def test_run_sets_environment_of_ranks(launches: Launches) -> None:
     script = launches.script("""
         names = ["COLLECTIVE_BACKEND", "COLLECTIVE_TIMEOUT", "MASTER_ADDR", "OMP_NUM_THREADS"]
         names += ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"]
@@ -56,13 +56,13 @@ def test_environment_of_the_ranks(launches: Launches) -> None:
     assert "OMP_NUM_THREADS=11" in launches.run(*run, OMP_NUM_THREADS="11").stdout
 
 
-def test_inner_launch_hides_the_outer_one(launches: Launches) -> None:
+def test_run_hides_variables_of_outer_launch(launches: Launches) -> None:
     script = launches.script("print(os.environ['COLLECTIVE_RANK'], size)")
     done = launches.run("-n", "1", script, COLLECTIVE_RANK="7", COLLECTIVE_SIZE="9", RANK="7")
     assert done.stdout == "[0] 0 1\n", done.stderr
 
 
-def test_package_is_importable_without_an_install(launches: Launches) -> None:
+def test_run_makes_package_importable_without_install(launches: Launches) -> None:
     script = launches.script("from collective.errors import CollectiveError; print('found')")
     done = run_python(
         "-m", "collective", "run", "-n", "1", launches.directory / script,
@@ -71,7 +71,7 @@ def test_package_is_importable_without_an_install(launches: Launches) -> None:
     assert done.stdout == "[0] found\n", done.stderr
 
 
-def test_rank_0_reads_what_is_piped_in(launches: Launches) -> None:
+def test_run_passes_standard_input_to_rank_0(launches: Launches) -> None:
     script = launches.script("print(repr(sys.stdin.read()))")
     done = launches.execute("-m", "collective", "run", "-n", "2", script, stdin="given")
     assert sorted(done.stdout.splitlines()) == ["[0] 'given'", "[1] ''"]
@@ -94,7 +94,9 @@ def test_rank_0_reads_what_is_piped_in(launches: Launches) -> None:
         ),
     ],
 )
-def test_wrong_use_is_refused(launches: Launches, arguments: list[str], words: str) -> None:
+def test_run_with_wrong_arguments_starts_nothing(
+    launches: Launches, arguments: list[str], words: str
+) -> None:
     launches.script("print('started')")
     done = launches.run(*arguments)
     assert done.returncode == 2
@@ -103,7 +105,7 @@ def test_wrong_use_is_refused(launches: Launches, arguments: list[str], words: s
     launches.assert_nothing_left()
 
 
-def test_misspelt_setting_is_one_error(launches: Launches) -> None:
+def test_run_with_misspelt_setting_prints_one_line(launches: Launches) -> None:
     done = launches.run("-n", "3", launches.script(""), COLLECTIVE_TIMOUT="3")
     assert done.returncode == 2
     assert done.stderr.count("COLLECTIVE_TIMEOUT") >= 1
@@ -113,14 +115,14 @@ def test_misspelt_setting_is_one_error(launches: Launches) -> None:
 # -- failing -------------------------------------------------------------------------
 
 
-def test_first_failure_stops_the_others_and_is_shown_last(launches: Launches) -> None:
+def test_first_failure_stops_other_ranks_and_is_shown_last(launches: Launches) -> None:
     script = launches.script("""
         await_all()
         if rank == 1:
             def innermost():
                 die(ValueError("this is why"))
             innermost()
-        # What a stubborn rank does does not matter.
+        # The launcher also ends ranks that ignore SIGTERM.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         subprocess.Popen(["sleep", "600"])
         time.sleep(600)
@@ -138,9 +140,9 @@ def test_first_failure_stops_the_others_and_is_shown_last(launches: Launches) ->
     launches.assert_nothing_left()
 
 
-def test_others_may_say_what_they_saw(launches: Launches) -> None:
+def test_peer_lost_error_of_other_ranks_is_shown(launches: Launches) -> None:
     script = launches.script("""
-        from collective.errors import PeerLostError  # not in the time that is left to it then
+        from collective.errors import PeerLostError  # The import would take too long later.
         await_all()
         if rank == 0:
             die(ValueError("the cause"))
@@ -155,7 +157,7 @@ def test_others_may_say_what_they_saw(launches: Launches) -> None:
     assert done.stderr.endswith("ValueError: the cause\n")
 
 
-def test_consequence_that_ends_first_is_not_blamed(launches: Launches) -> None:
+def test_rank_with_peer_failed_error_is_not_named_first(launches: Launches) -> None:
     script = launches.script("""
         from collective.errors import PeerFailedError
         await_all()
@@ -168,7 +170,7 @@ def test_consequence_that_ends_first_is_not_blamed(launches: Launches) -> None:
             time.sleep(0.01)
         with open("arrived-1") as file:
             other = f"/proc/{file.read()}"
-        # What is said and how it ends, at once: the launcher does not wait long for this.
+        # Write and exit at once: the launcher does not wait long for this rank.
         sys.stderr.write("".join(traceback.format_exception(cause)))
         sys.stderr.flush()
         while os.path.exists(other):
@@ -189,7 +191,9 @@ def test_consequence_that_ends_first_is_not_blamed(launches: Launches) -> None:
         ("sys.exit(0)", 0, ""),
     ],
 )
-def test_exit_code(launches: Launches, statement: str, code: int, words: str) -> None:
+def test_run_returns_exit_code_of_first_failure(
+    launches: Launches, statement: str, code: int, words: str
+) -> None:
     script = launches.script(f"""
         await_all()
         if rank == 1:
@@ -202,9 +206,9 @@ def test_exit_code(launches: Launches, statement: str, code: int, words: str) ->
     launches.assert_nothing_left()
 
 
-def test_killed_rank_takes_its_children_along(launches: Launches) -> None:
+def test_run_ends_children_of_killed_rank(launches: Launches) -> None:
     script = launches.script("""
-        # One in the rank's group, one that made itself independent, each with a child.
+        # One process in the rank's group, one in its own session, each with a child.
         for own_session in (False, True):
             command = ["sh", "-c", "sleep 600 & sleep 600"]
             subprocess.Popen(command, start_new_session=own_session)
@@ -221,7 +225,7 @@ def test_killed_rank_takes_its_children_along(launches: Launches) -> None:
     launches.assert_nothing_left()
 
 
-def test_what_a_rank_leaves_running_ends_with_the_run(launches: Launches) -> None:
+def test_run_ends_processes_left_by_ranks(launches: Launches) -> None:
     script = launches.script("subprocess.Popen(['sleep', '600'], start_new_session=True)")
     done = launches.run("-n", "2", script)
     assert done.returncode == 0

@@ -1,4 +1,4 @@
-"""What the screen shows when several ranks write lines, bars and prompts."""
+"""Contents of the screen when several ranks write lines, progress bars and prompts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["launches"]  # the fixture
 
 
 class Output:
-    """A screen on a pipe, with two ranks' streams."""
+    """A screen on a pipe, with the streams of two ranks."""
 
     def __init__(self) -> None:
         self.reader, self.writer = os.pipe()
@@ -34,7 +34,7 @@ class Output:
         return data
 
     def shown(self) -> list[str]:
-        """The lines a terminal shows after what was written."""
+        """Return the lines that a terminal would show."""
         lines, row, column = [""], 0, 0
         for token in re.findall(r"\x1b\[[0-9;?]*[A-Za-z]|.|\n|\r", self.written().decode()):
             if token == "\n":
@@ -60,7 +60,7 @@ def output() -> Iterator[Output]:
     os.close(output.writer)
 
 
-# What rank 0 writes, then rank 1 (whose line ends), then rank 0; and what is written at its end.
+# Writes of rank 0, of rank 1 (whose line ends) and of rank 0 again; then the expected output.
 WRITTEN: dict[str, tuple[str, str, str, str]] = {
     "lines": ("one\ntwo\n", "three\n\n", "", "[0] one\n[0] two\n[1] three\n[1] \n"),
     "pieces of a line wait for its end": (
@@ -81,7 +81,9 @@ WRITTEN: dict[str, tuple[str, str, str, str]] = {
 
 
 @pytest.mark.parametrize(("first", "other", "then", "written"), WRITTEN.values(), ids=WRITTEN)
-def test_what_is_written(output: Output, first: str, other: str, then: str, written: str) -> None:
+def test_rank_output_writes_expected_lines(
+    output: Output, first: str, other: str, then: str, written: str
+) -> None:
     output.a.feed(first.encode())
     output.b.feed(other.encode())
     output.a.feed(then.encode())
@@ -90,7 +92,7 @@ def test_what_is_written(output: Output, first: str, other: str, then: str, writ
     assert output.written().decode() == written
 
 
-def test_characters_of_several_bytes_may_come_in_pieces(output: Output) -> None:
+def test_rank_output_joins_pieces_of_multibyte_characters(output: Output) -> None:
     for byte in "grün ☃\n".encode():
         output.a.feed(bytes([byte]))
     assert output.written().decode() == "[0] grün ☃\n"
@@ -106,7 +108,7 @@ def test_characters_of_several_bytes_may_come_in_pieces(output: Output) -> None:
         [b"10%\r", b"30%\r", b"\n"],
     ],
 )
-def test_bar_stays_in_its_line(output: Output, pieces: list[bytes]) -> None:
+def test_progress_bar_stays_in_its_line(output: Output, pieces: list[bytes]) -> None:
     output.a.feed(b"before\n")
     for piece in pieces:
         output.a.feed(piece)
@@ -114,7 +116,7 @@ def test_bar_stays_in_its_line(output: Output, pieces: list[bytes]) -> None:
     assert output.shown() == ["[0] before", "[0] 30%", "[1] after", ""]
 
 
-def test_bar_goes_on_below_what_another_rank_says(output: Output) -> None:
+def test_progress_bar_continues_below_line_of_another_rank(output: Output) -> None:
     for percent in (b"10%", b"20%"):
         output.a.feed(percent + b"\r")
     output.b.feed(b"hello\n")
@@ -151,7 +153,7 @@ def test_two_bars_of_one_rank_are_redrawn_in_place(output: Output) -> None:
     assert output.shown() == ["[0] x 2", "[0] y 2"]
 
 
-def test_nobody_moves_up_into_the_lines_of_others(output: Output) -> None:
+def test_cursor_of_a_rank_stays_out_of_lines_of_others(output: Output) -> None:
     output.a.feed(b"x 1\ny 1")
     output.a.show_unfinished()
     output.b.feed(b"hello\n")
@@ -159,7 +161,7 @@ def test_nobody_moves_up_into_the_lines_of_others(output: Output) -> None:
     assert output.shown() == ["[0] x 1", "[0] y 1", "[1] hello", "[0] x 2", "[0] y 2", ""]
 
 
-def test_memory_of_an_endless_line_is_bounded(output: Output) -> None:
+def test_endless_line_takes_bounded_memory(output: Output) -> None:
     for _ in range(40):
         output.a.feed(b"z" * 65536)
         output.written()
@@ -173,7 +175,7 @@ def test_memory_of_an_endless_line_is_bounded(output: Output) -> None:
     assert tail.tail.endswith(b"9998\n9999\n")
 
 
-def test_reader_that_leaves_is_noticed(output: Output) -> None:
+def test_screen_notices_closed_reader(output: Output) -> None:
     reader, writer = os.pipe()
     screen = Screen(writer)
     os.close(reader)
@@ -184,7 +186,7 @@ def test_reader_that_leaves_is_noticed(output: Output) -> None:
     os.close(writer)
 
 
-def test_nothing_blocks_on_a_reader_that_waits(output: Output) -> None:
+def test_screen_does_not_block_on_slow_reader(output: Output) -> None:
     output.screen.write(b"x" * (2 << 20))
     output.screen.flush()
     assert output.screen.full
@@ -194,7 +196,7 @@ def test_nothing_blocks_on_a_reader_that_waits(output: Output) -> None:
     assert total + len(output.written()) == 2 << 20
 
 
-# -- of real launches ----------------------------------------------------------------------------
+# -- real launches -------------------------------------------------------------------------------
 
 
 def test_lines_appear_while_the_ranks_run(launches: Launches) -> None:
@@ -206,7 +208,7 @@ def test_lines_appear_while_the_ranks_run(launches: Launches) -> None:
     finish(process)
 
 
-def test_lines_stay_whole_and_none_is_lost(launches: Launches) -> None:
+def test_lines_of_ranks_stay_whole_and_complete(launches: Launches) -> None:
     script = launches.script("""
         for i in range(2000):
             for piece in (str(i), "-", "x" * 100, "\\n"):
@@ -220,7 +222,7 @@ def test_lines_stay_whole_and_none_is_lost(launches: Launches) -> None:
         assert mine == [*expected, f"[{rank}] no newline"]
 
 
-def test_slow_reader_slows_the_ranks_and_loses_nothing(launches: Launches) -> None:
+def test_slow_reader_slows_ranks_and_loses_no_line(launches: Launches) -> None:
     script = launches.script("""
         for i in range(400):
             print(f"{i:04}", "x" * 20_000)
@@ -242,7 +244,7 @@ def test_reader_that_leaves_ends_the_run(launches: Launches) -> None:
     launches.assert_nothing_left()
 
 
-def test_terminal_is_described_to_the_ranks(launches: Launches) -> None:
+def test_ranks_get_description_of_terminal(launches: Launches) -> None:
     script = launches.script("""
         names = ("COLUMNS", "TTY_COMPATIBLE", "TTY_INTERACTIVE")
         print(" ".join(os.environ[name] for name in names), repr(sys.stdin.read()))

@@ -1,6 +1,6 @@
-"""Whatever is signalled or killed, and however: the ranks end, and nothing is left.
+"""Signals and kills: the ranks always end, and no process and no directory is left.
 
-After Ctrl-C one line says where the ranks were, whatever each of them says.
+After Ctrl-C one line tells where a rank was, whatever tracebacks the ranks print.
 """
 
 from __future__ import annotations
@@ -40,10 +40,13 @@ WAITING = """
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_signal_ends_ranks_that_ignore_it(launches: Launches, number: signal.Signals) -> None:
+def test_signal_to_launcher_ends_ranks_that_ignore_it(
+    launches: Launches, number: signal.Signals
+) -> None:
     before = f"signal.signal({int(number)}, signal.SIG_IGN)"
     before += "; signal.signal(signal.SIGTERM, signal.SIG_IGN)"
-    inherited = signal.signal(number, signal.SIG_DFL)  # nohup, say: the launcher keeps to it
+    # These tests may run under nohup, and a launcher that inherits an ignored signal ignores it, too.
+    inherited = signal.signal(number, signal.SIG_DFL)
     try:
         process = launches.start("-n", "2", launches.script(WAITING.format(before=before)))
     finally:
@@ -52,14 +55,14 @@ def test_signal_ends_ranks_that_ignore_it(launches: Launches, number: signal.Sig
     start = time.monotonic()
     process.send_signal(number)
     done = finish(process)
-    assert time.monotonic() - start < 2 * PROMISED_S + NOISE_S  # a grace of two seconds first
+    assert time.monotonic() - start < 2 * PROMISED_S + NOISE_S  # The ranks get 2 s of grace first.
     assert done.returncode == 128 + number
     ignored = "collective run: interrupted; killed after ignoring the interrupt: rank 0, 1\n"
     assert done.stderr == (ignored if number == signal.SIGINT else "")
     launches.assert_nothing_left()
 
 
-def test_suspending_the_launcher_suspends_the_ranks(launches: Launches) -> None:
+def test_suspended_launcher_suspends_its_ranks(launches: Launches) -> None:
     script = launches.script("""
         arrive()
         while True:
@@ -96,7 +99,7 @@ FAMILY = """
 
 
 @pytest.mark.parametrize("group", [False, True], ids=["process", "group"])
-def test_nothing_survives_a_killed_launcher(launches: Launches, group: bool) -> None:
+def test_killed_launcher_leaves_no_process(launches: Launches, group: bool) -> None:
     process = launches.start("-n", "2", launches.script(FAMILY), leads=True)
     launches.until_arrived(2)
     assert len(launches.living()) > 10
@@ -106,7 +109,7 @@ def test_nothing_survives_a_killed_launcher(launches: Launches, group: bool) -> 
     assert time.monotonic() - start < PROMISED_S + NOISE_S
 
 
-def test_nothing_survives_a_killed_supervisor(launches: Launches) -> None:
+def test_killed_supervisor_leaves_no_process(launches: Launches) -> None:
     process = launches.start("-n", "2", launches.script(FAMILY))
     launches.until_arrived(2)
     (supervisor,) = [
@@ -121,10 +124,10 @@ def test_nothing_survives_a_killed_supervisor(launches: Launches) -> None:
     launches.assert_nothing_left()
 
 
-def test_leftovers_of_killed_launches_are_swept(launches: Launches) -> None:
+def test_launch_sweeps_leftovers_of_killed_launch(launches: Launches) -> None:
     process = launches.start("-n", "1", launches.script("arrive(); time.sleep(600)"))
     launches.until_arrived(1)
-    for pid in launches.living():  # all at once, so that nobody can clean up
+    for pid in launches.living():  # Stop all first, so that no process can clean up.
         os.kill(pid, signal.SIGSTOP)
     for pid in launches.living():
         os.kill(pid, signal.SIGKILL)
@@ -134,7 +137,7 @@ def test_leftovers_of_killed_launches_are_swept(launches: Launches) -> None:
     launches.assert_nothing_left()
 
 
-def test_ctrl_c_on_a_terminal(launches: Launches) -> None:
+def test_ctrl_c_on_terminal_interrupts_ranks_and_launcher(launches: Launches) -> None:
     script = launches.script(WAITING.format(before="pass"))
     terminal = Terminal(launches, "-n", "2", script, NO_COLOR="1")
     launches.until_arrived(2)
@@ -148,7 +151,7 @@ def test_ctrl_c_on_a_terminal(launches: Launches) -> None:
 
 
 @pytest.mark.parametrize("backend", ["shm", "threads"])
-def test_ctrl_c_is_one_line_with_one_rank_s_place(launches: Launches, backend: str) -> None:
+def test_ctrl_c_prints_one_line_with_place_of_one_rank(launches: Launches, backend: str) -> None:
     (launches.directory / "train.py").write_text(
         "import time\n"
         "import collective\n"
@@ -162,7 +165,7 @@ def test_ctrl_c_is_one_line_with_one_rank_s_place(launches: Launches, backend: s
     launches.until(Path(launches.directory, "loading").exists)
     os.killpg(process.pid, signal.SIGINT)
     done = finish(process)
-    # The file is there a moment before the next line is reached.
+    # The file exists a moment before rank 0 reaches the next line.
     assert re.fullmatch(
         r"collective run: interrupted; rank 0 was at train.py:[45], in load: .*\n", done.stderr
     )
@@ -170,8 +173,8 @@ def test_ctrl_c_is_one_line_with_one_rank_s_place(launches: Launches, backend: s
     launches.assert_nothing_left()
 
 
-def test_a_second_ctrl_c_kills_at_once(launches: Launches) -> None:
-    # SIGTERM, which comes after the grace, would leave a file.
+def test_ctrl_c_twice_kills_at_once(launches: Launches) -> None:
+    # SIGTERM, which the launcher sends after the grace, would leave a file.
     script = launches.script("""
         signal.signal(signal.SIGINT, lambda *_: open(f"interrupted-{rank}", "w"))
         signal.signal(signal.SIGTERM, lambda *_: open("terminated", "w"))
@@ -194,7 +197,7 @@ def test_a_second_ctrl_c_kills_at_once(launches: Launches) -> None:
     launches.assert_nothing_left()
 
 
-# -- the line about it ---------------------------------------------------------------------------
+# -- the line after an interrupt -----------------------------------------------------------------
 
 HOME = os.path.dirname(collective.__file__)
 HEAD = "Traceback (most recent call last):\n"
@@ -229,7 +232,7 @@ SITE = Site("/x/train.py", 12, "step", "comm.all_reduce(x)", True)
     ],
     ids=[
         "bare",
-        "words",
+        "with-output",
         "chained",
         "coloured",
         "ignored",
@@ -239,12 +242,12 @@ SITE = Site("/x/train.py", 12, "step", "comm.all_reduce(x)", True)
         "error-before",
     ],
 )
-def test_tracebacks_of_an_interrupt_become_a_place(output: str, left: str) -> None:
+def test_sift_turns_tracebacks_of_interrupt_into_site(output: str, left: str) -> None:
     assert sift(output.encode()) == (left.encode(), SITE)
 
 
 @pytest.mark.parametrize("output", ["", "bye\n", ERROR, INTERRUPT + DURING + ERROR])
-def test_what_is_no_interrupt_is_kept(output: str) -> None:
+def test_sift_keeps_output_without_interrupt(output: str) -> None:
     assert sift(output.encode()) == (output.encode(), None)
 
 
@@ -261,14 +264,14 @@ def _frames(*paths: str) -> list[traceback.FrameSummary]:
         (["/x/a.py", traceback.__file__], "/x/a.py", False),
         (["<frozen runpy>", pytest.__file__, f"{HOME}/ops.py"], pytest.__file__, True),
     ],
-    ids=["innermost", "in-a-call", "below-us", "in-a-library", "of-a-library"],
+    ids=["innermost", "in-a-call", "called-by-launcher", "in-standard-library", "third-party"],
 )
-def test_the_place_is_the_program_s_own_line(paths: list[str], path: str, in_call: bool) -> None:
-    found = site_of(_frames(*paths))
-    assert found == Site(path, 7, "f", "g()", in_call)
+def test_site_of_returns_line_of_program(paths: list[str], path: str, in_call: bool) -> None:
+    site = site_of(_frames(*paths))
+    assert site == Site(path, 7, "f", "g()", in_call)
 
 
-def test_the_rank_that_is_named_is_one_that_waits_for_nobody() -> None:
+def test_summary_names_rank_outside_collective_calls() -> None:
     elsewhere = Site("/x/data.py", 3, "load", "read()", False)
     text = summary({0: SITE, 2: elsewhere, 3: elsewhere}, [1, 2])
     assert text == (

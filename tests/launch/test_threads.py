@@ -15,7 +15,7 @@ BODY = "import collective\nimport numpy as np\ncomm = collective.init()\n"
 
 @pytest.fixture
 def run(launches):  # noqa: F811
-    """Run a program as threads; return how it ended."""
+    """Return a function that runs a program with ranks that are threads."""
 
     def start(body: str, size: int = 2, *arguments: str):
         path = launches.directory / "program.py"
@@ -27,7 +27,7 @@ def run(launches):  # noqa: F811
     assert launches.run_directories() == []
 
 
-def test_every_rank_runs_the_program_as_main_with_its_own_namespace(run):
+def test_thread_ranks_run_program_as_main_in_own_namespace(run):
     done = run(
         BODY + "mine = comm.rank\ncomm.barrier()\n"
         "print(__name__, mine, comm.size, collective.rank(), comm.backend)\n"
@@ -42,10 +42,10 @@ def test_every_rank_runs_the_program_as_main_with_its_own_namespace(run):
 
 
 @pytest.mark.parametrize("chosen", [{}, {"OMP_NUM_THREADS": "3"}], ids=["default", "chosen"])
-def test_the_cores_are_shared_out_before_numpy_is_there(launches, chosen):  # noqa: F811
+def test_thread_run_sets_omp_num_threads_before_start(launches, chosen):  # noqa: F811
     share = chosen.get("OMP_NUM_THREADS", max(1, len(os.sched_getaffinity(0)) // 2))
     path = launches.directory / "program.py"
-    # What is in the environment when a process starts, which assignments do not change.
+    # /proc/self/environ shows the environment at the start, which later assignments do not change.
     path.write_text(
         f"print('OMP_NUM_THREADS={share}' in open('/proc/self/environ').read().split('\\0'))"
     )
@@ -53,7 +53,7 @@ def test_the_cores_are_shared_out_before_numpy_is_there(launches, chosen):  # no
     assert sorted(done.stdout.splitlines()) == ["[0] True", "[1] True"], done.stderr
 
 
-def test_both_streams_are_prefixed_line_by_line(run):
+def test_thread_run_prefixes_lines_of_both_streams(run):
     done = run(
         BODY + "import sys\n"
         "print('a', end=''); comm.barrier(); print('b')\n"
@@ -62,24 +62,24 @@ def test_both_streams_are_prefixed_line_by_line(run):
         "print('never ended', end='')\n"
     )
     for rank in range(2):
-        mine = [line[4:] for line in done.stdout.splitlines() if line.startswith(f"[{rank}] ")]
-        assert mine == ["ab", "one", "two", "never ended"]
-        mine = [line[4:] for line in done.stderr.splitlines() if line.startswith(f"[{rank}] ")]
-        assert mine == ["to", "stderr"]
+        lines = [line[4:] for line in done.stdout.splitlines() if line.startswith(f"[{rank}] ")]
+        assert lines == ["ab", "one", "two", "never ended"]
+        lines = [line[4:] for line in done.stderr.splitlines() if line.startswith(f"[{rank}] ")]
+        assert lines == ["to", "stderr"]
 
 
-def test_arguments_and_the_scripts_folder_are_as_for_any_script(run, launches):  # noqa: F811
+def test_thread_run_sets_argv_and_script_folder(run, launches):  # noqa: F811
     (launches.directory / "beside.py").write_text("value = 5\n")
     done = run("import sys, beside\nprint(sys.argv[1:], beside.value)\n", 1, "--flag", "x")
     assert done.stdout == "[0] ['--flag', 'x'] 5\n"
 
 
-def test_a_script_is_not_compiled_with_our_future_imports(run):
+def test_thread_run_compiles_script_without_future_imports(run):
     done = run("def f(x: int): pass\nprint(f.__annotations__['x'] is int)\n", 1)
     assert done.stdout == "[0] True\n"
 
 
-def test_modules_and_packages_run_too(launches):  # noqa: F811
+def test_thread_run_starts_modules_and_packages(launches):  # noqa: F811
     package = launches.directory / "some_package"
     package.mkdir()
     (package / "__init__.py").write_text("")
@@ -93,7 +93,7 @@ def test_modules_and_packages_run_too(launches):  # noqa: F811
         assert done.stderr == f"collective run: no module named {name!r}\n"
 
 
-def test_a_failure_ends_with_its_whole_traceback_and_its_exit_code(run):
+def test_thread_failure_ends_with_traceback_and_exit_code(run):
     done = run(
         BODY + "def deeper():\n    raise ValueError('of rank one')\n"
         "comm.barrier()\n"
@@ -104,10 +104,10 @@ def test_a_failure_ends_with_its_whole_traceback_and_its_exit_code(run):
     report = done.stderr[done.stderr.index("collective run: rank 1 failed first (exit code 1)") :]
     assert report.endswith("ValueError: of rank one\n")
     assert "in deeper" in report
-    assert "launch/threads" not in report, "our own frames tell nothing"
+    assert "launch/threads" not in report, "the traceback shows frames of the launcher"
 
 
-def test_the_peers_of_a_rank_that_failed_hear_its_traceback(run):
+def test_thread_failure_reaches_peers_with_traceback(run):
     done = run(
         BODY + "import os, time\npart = comm.dup()\n"
         "if comm.rank == 1:\n"
@@ -122,7 +122,7 @@ def test_the_peers_of_a_rank_that_failed_hear_its_traceback(run):
     assert done.stdout.splitlines() == ["[0] 1 ValueError: of rank one"] * 2
 
 
-def test_a_rank_that_just_ends_leaves_all_its_communicators(run):
+def test_thread_rank_exit_raises_peer_lost_in_all_communicators(run):
     done = run(
         BODY + "other = collective.init()\npart = comm.dup()\ncomm.barrier()\n"
         "if comm.rank == 0:\n"
@@ -139,7 +139,7 @@ def test_a_rank_that_just_ends_leaves_all_its_communicators(run):
     ("leave", "code", "text"),
     [("3", 3, ""), ("'a reason'", 1, "a reason"), ("0", 0, ""), ("", 0, ""), ("None", 0, "")],
 )
-def test_sys_exit_gives_its_code(run, leave, code, text):
+def test_sys_exit_of_thread_rank_sets_exit_code(run, leave, code, text):
     done = run(
         BODY + "import sys\ntry:\n    comm.barrier()\n"
         f"    if comm.rank == 1:\n        sys.exit({leave})\n"
@@ -152,7 +152,7 @@ def test_sys_exit_gives_its_code(run, leave, code, text):
     assert done.returncode == code, done.stderr
 
 
-def test_sys_exit_of_one_rank_is_not_hidden_by_what_the_others_raise(run):
+def test_sys_exit_of_thread_rank_outranks_errors_of_others(run):
     done = run(
         BODY + "import sys\ncomm.barrier()\nif comm.rank == 1:\n    sys.exit(3)\ncomm.barrier()\n"
     )
@@ -160,8 +160,8 @@ def test_sys_exit_of_one_rank_is_not_hidden_by_what_the_others_raise(run):
     assert "collective run: rank 1 failed first (exit code 3)." in done.stderr
 
 
-def test_a_rank_that_hangs_does_not_keep_the_others_failure_back(run):
-    done = run(  # which gives up long before the other rank would end
+def test_thread_failure_is_reported_while_another_rank_hangs(run):
+    done = run(  # Its deadline is much shorter than the sleep of the other rank.
         BODY + "import time\ncomm.barrier()\n"
         "if comm.rank == 0:\n    raise ValueError('first')\n"
         "time.sleep(600)\n"
@@ -178,7 +178,7 @@ def _await(path) -> None:
 
 
 @pytest.mark.parametrize("waits", ["comm.barrier()", "time.sleep(600)", "comm.recv(None, 1)"])
-def test_ctrl_c_ends_it_at_once(launches, waits):  # noqa: F811
+def test_ctrl_c_ends_thread_run_without_traceback(launches, waits):  # noqa: F811
     path = launches.directory / "program.py"
     path.write_text(
         BODY + "import time\nif comm.rank == 0:\n    open('here', 'w').close()\n"
@@ -193,13 +193,13 @@ def test_ctrl_c_ends_it_at_once(launches, waits):  # noqa: F811
     assert launches.living() == []
 
 
-def test_another_transport_is_refused_with_the_remedy(run):
+def test_init_with_another_transport_in_thread_run_names_remedy(run):
     done = run("import collective\ncollective.init('shm')\n")
     assert done.returncode == 1
     assert "collective run --backend shm" in done.stderr
 
 
-def test_a_list_by_device_that_names_threads_is_fine(run):
+def test_init_with_device_list_naming_threads_works(run):
     done = run("import collective\nprint(collective.init('cpu:threads,cuda:nccl').backend)\n")
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["[0] nccl", "[1] nccl"]

@@ -1,4 +1,4 @@
-"""Which rank is named as the first to fail, and what is shown of it."""
+"""Choice of the rank that failed first, and the report on that rank."""
 
 from __future__ import annotations
 
@@ -28,33 +28,33 @@ def failure(rank: int, stderr: str, code: int = 1) -> FailedRank:
 
 
 @pytest.mark.parametrize("other", [LOST, FAILED, LATE, ABORTED, HANDLED, COLOURED])
-@pytest.mark.parametrize("cause", [CAUSE, "", "warning: x\n"], ids=["raised", "exited", "said"])
-def test_cause_is_preferred_to_consequence(other: str, cause: str) -> None:
+@pytest.mark.parametrize("cause", [CAUSE, "", "warning: x\n"], ids=["raised", "exited", "warned"])
+def test_first_in_cause_prefers_cause_to_consequence(other: str, cause: str) -> None:
     failures = [failure(0, other), failure(1, other), failure(2, cause)]
     assert first_in_cause(failures).rank == 2
 
 
 FIRST: dict[str, tuple[list[FailedRank], int]] = {
-    "a killed rank is a cause": ([failure(0, LOST), failure(2, LOST, -9)], 2),
-    "the earliest of several causes": (
+    "killed rank is a cause": ([failure(0, LOST), failure(2, LOST, -9)], 2),
+    "earliest of several causes": (
         [failure(1, LOST), failure(3, CAUSE), failure(2, CAUSE)], 3,
     ),
-    "a timeout comes before what it aborts": ([failure(1, ABORTED), failure(3, LATE)], 3),
-    "consequences alone": ([failure(1, LOST), failure(0, ABORTED)], 1),
+    "timeout comes before its aborts": ([failure(1, ABORTED), failure(3, LATE)], 3),
+    "only consequences": ([failure(1, LOST), failure(0, ABORTED)], 1),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(("failures", "rank"), FIRST.values(), ids=FIRST)
-def test_who_failed_first(failures: list[FailedRank], rank: int) -> None:
+def test_first_in_cause_names_expected_rank(failures: list[FailedRank], rank: int) -> None:
     assert first_in_cause(failures).rank == rank
 
 
 @pytest.mark.parametrize(("code", "shell"), [(1, 1), (3, 3), (-9, 137), (-15, 143)])
-def test_exit_code(code: int, shell: int) -> None:
+def test_exit_code_follows_shell_convention(code: int, shell: int) -> None:
     assert exit_code(failure(0, "", code)) == shell
 
 
-def test_traceback_is_shown_whole_without_what_came_before() -> None:
+def test_report_shows_whole_traceback_without_earlier_output() -> None:
     text = report(failure(2, "noise\n" + CAUSE))
     assert text == f"collective run: rank 2 failed first (exit code 1); its traceback:\n{CAUSE}"
 
@@ -69,12 +69,12 @@ def test_traceback_is_shown_whole_without_what_came_before() -> None:
         + "  | ExceptionGroup: two (2 sub-exceptions)\n  +-+---------------- 1 ---------------\n",
     ],
 )
-def test_chained_tracebacks_are_shown_together(text: str) -> None:
+def test_report_shows_chained_tracebacks_together(text: str) -> None:
     shown = report(failure(0, CAUSE + "something else\n" + text))
     assert shown.split("\n", 1)[1] == text
 
 
-def test_words_without_a_traceback() -> None:
+def test_report_without_traceback_shows_last_lines() -> None:
     lines = [f"line {n}\n" for n in range(100)]
     text = report(failure(1, "".join(lines), -int(signal.SIGSEGV)))
     assert text == (
@@ -83,10 +83,10 @@ def test_words_without_a_traceback() -> None:
     )
 
 
-def test_no_words() -> None:
+def test_report_without_output_says_so() -> None:
     assert "(exit code 3); it wrote nothing" in report(failure(0, "", 3))
     assert "killed by signal 40" in report(failure(0, "", -40))
 
 
-def test_bytes_that_are_no_text() -> None:
+def test_report_replaces_undecodable_bytes() -> None:
     assert "\N{REPLACEMENT CHARACTER}" in report(FailedRank(0, 1, b"\xff\xfe broken"))
