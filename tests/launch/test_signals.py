@@ -45,7 +45,7 @@ def test_signal_to_launcher_ends_ranks_that_ignore_it(
 ) -> None:
     before = f"signal.signal({int(number)}, signal.SIG_IGN)"
     before += "; signal.signal(signal.SIGTERM, signal.SIG_IGN)"
-    # These tests may run under nohup, and a launcher that inherits an ignored signal ignores it, too.
+    # Tests may run under nohup, and a launcher that inherits an ignored signal ignores it, too.
     inherited = signal.signal(number, signal.SIG_DFL)
     try:
         process = launches.start("-n", "2", launches.script(WAITING.format(before=before)))

@@ -1,4 +1,4 @@
-"""What ``collective bench`` measures with: operations, their checks, turns and sums."""
+"""The parts of ``collective bench``: operations, checks of results, turns and statistics."""
 
 from __future__ import annotations
 
@@ -41,32 +41,32 @@ def worker(comm: Any, folder: Path) -> Worker:
 
 
 def wrong(comm: Any, folder: Path, dtype: str, nbytes: int, names: tuple[str, ...]) -> list[int]:
-    found, one = [], worker(comm, folder)
+    counts, bench_worker = [], worker(comm, folder)
     for name in names:
-        one.prepare("side", name, nbytes, "ordinary", dtype)
-        one.attempt("side")
-        found.append(one.check("side")["wrong"])
-    return found
+        bench_worker.prepare("side", name, nbytes, "ordinary", dtype)
+        bench_worker.attempt("side")
+        counts.append(bench_worker.check("side")["wrong"])
+    return counts
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("nbytes", [1, 4096])
-def test_every_operation_computes_what_the_check_expects(
+def test_operations_give_results_that_the_check_accepts(
     tmp_path: Path, size: int, nbytes: int
 ) -> None:
-    for found in run_ranks(size, wrong, tmp_path, "float32", nbytes, OPERATIONS):
-        assert found == [0] * len(OPERATIONS)
+    for counts in run_ranks(size, wrong, tmp_path, "float32", nbytes, OPERATIONS):
+        assert counts == [0] * len(OPERATIONS)
 
 
 @pytest.mark.parametrize("dtype", [name for name in DTYPES if name != "bfloat16"])
-def test_sums_are_exact_in_every_dtype(tmp_path: Path, dtype: str) -> None:
+def test_reductions_are_exact_in_every_dtype(tmp_path: Path, dtype: str) -> None:
     names = ("all_reduce", "scan", "reduce_scatter")
     assert run_ranks(4, wrong, tmp_path, dtype, 8192, names) == [[0, 0, 0]] * 4
 
 
 def faulty(comm: Any, folder: Path) -> list[int]:
-    """Return what is found where a transport leaves out a rank, swaps blocks, or does nothing."""
-    found, one = [], worker(comm, folder)
+    """Count wrong elements for operations that omit a rank, swap blocks, or do nothing."""
+    counts, bench_worker = [], worker(comm, folder)
 
     def last_left_out(x: Any, out: Any) -> None:
         x[:] = 0 if comm.rank == comm.size - 1 else x
@@ -78,19 +78,19 @@ def faulty(comm: Any, folder: Path) -> list[int]:
         x[:] = np.concatenate([x[half:], x[:half]])
 
     for fault in (last_left_out, swapped, lambda x, out: None):
-        one.prepare("side", "all_reduce", 1 << 16, "ordinary")
-        made = one._prepared["side"]
-        made.call = lambda fault=fault, x=made.x: fault(x, x)
-        found.append(one.check("side")["wrong"])
-    return found
+        bench_worker.prepare("side", "all_reduce", 1 << 16, "ordinary")
+        prepared = bench_worker._prepared["side"]
+        prepared.call = lambda fault=fault, x=prepared.x: fault(x, x)
+        counts.append(bench_worker.check("side")["wrong"])
+    return counts
 
 
-def test_the_check_finds_faults(tmp_path: Path) -> None:
-    for found in run_ranks(2, faulty, tmp_path):
-        assert all(count > 1000 for count in found), found
+def test_check_finds_faults(tmp_path: Path) -> None:
+    for counts in run_ranks(2, faulty, tmp_path):
+        assert all(count > 1000 for count in counts), counts
 
 
-def test_a_barrier_that_is_none_is_found(tmp_path: Path) -> None:
+def test_start_line_counts_ranks_absent_from_a_barrier(tmp_path: Path) -> None:
     StartLine.create(tmp_path / "startline", 2)
     first, second = (StartLine(tmp_path / "startline", rank, 2) for rank in range(2))
     first.step()
@@ -101,7 +101,7 @@ def test_a_barrier_that_is_none_is_found(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("size", [2, 3, 8])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_samples_differ_between_neighbours_blocks_and_ranks(dtype: str, size: int) -> None:
+def test_value_of_differs_between_neighbours_blocks_and_ranks(dtype: str, size: int) -> None:
     value, i = value_of(dtype, size), np.arange(1 << 12)
     mine = value(0, i)
     assert np.count_nonzero(mine == value(size - 1, i)) == 0
@@ -115,7 +115,7 @@ def test_samples_differ_between_neighbours_blocks_and_ranks(dtype: str, size: in
         assert np.array_equal(encoded(total, dtype).real.astype(np.int64), total)
 
 
-def test_bus_factors_and_lengths() -> None:
+def test_operations_have_bus_factors_of_nccl_tests_and_lengths() -> None:
     # nccl-tests, doc/PERFORMANCE.md: 2(n-1)/n, (n-1)/n, 1.
     four = {name: ALL[name].busbw(4) for name in OPERATIONS}
     assert four["all_reduce"] == 1.5
@@ -131,18 +131,18 @@ def test_bus_factors_and_lengths() -> None:
 
 def test_count_wrong_counts_elements() -> None:
     value = value_of("int32", 2)
-    i = np.arange(600_000)  # several blocks
+    i = np.arange(600_000)  # more than one block
     result = encoded(value(0, i) + value(1, i), "int32")
     assert count_wrong("all_reduce", "int32", 0, 2, 0, result) == 0
     result[[0, 300_000, 599_999]] += 1
     assert count_wrong("all_reduce", "int32", 0, 2, 0, result) == 3
 
 
-# -- turns and sums -----------------------------------------------------------------------
+# -- turns and statistics -----------------------------------------------------------------
 
 
 class Scripted:
-    """An arena whose contestants answer from a table, on two ranks."""
+    """An arena of two ranks whose contestants take their times from a table."""
 
     def __init__(self, times: dict[str, float]) -> None:
         self.contestants = [Contestant(name, 2) for name in times]
@@ -171,49 +171,49 @@ def measured(
     return list(compare(arena, task, Pace(3, 0.01)))  # type: ignore[arg-type]
 
 
-def test_turns_alternate_and_the_slowest_rank_counts() -> None:
+def test_compare_alternates_turns_and_takes_slowest_rank() -> None:
     arena = Scripted({"gloo": 4e-3, "torch": 8e-3})
-    found = measured(arena)
+    results = measured(arena)
     turns = [name for name, do in arena.asked if do == "measure"]
-    # Calibration, then three turns each, once by each method.
+    # For each of the two methods, each contestant has one calibration and three turns.
     assert turns == ["gloo", "torch"] * 8
-    records = {(r.contestant, r.method): r for r in found if isinstance(r, Record)}
-    assert len(records) == len(found) == 4
-    ours = records["gloo", "bandwidth"]
-    assert ours.seconds == ours.low == ours.high == 4e-3
-    assert ours.algbw == (1 << 20) / 4e-3 == ours.busbw  # 2(n-1)/n is 1 for two ranks
-    assert ours.p90 is ours.p99 is None
+    records = {(r.contestant, r.method): r for r in results if isinstance(r, Record)}
+    assert len(records) == len(results) == 4
+    gloo = records["gloo", "bandwidth"]
+    assert gloo.seconds == gloo.low == gloo.high == 4e-3
+    assert gloo.algbw == (1 << 20) / 4e-3 == gloo.busbw  # 2(n-1)/n is 1 for two ranks
+    assert gloo.p90 is gloo.p99 is None
     latency = records["torch", "latency"]
     assert latency.seconds == latency.p90 == latency.p99 == 8e-3
     assert latency.algbw is latency.busbw is None
     assert all(record.wrong == 1 for record in records.values())
 
 
-def test_a_round_trip_is_halved_but_not_a_copy() -> None:
-    found = measured(Scripted({"gloo": 4e-3, "memcpy": 4e-3}), "send_recv")
-    seconds = {r.contestant: r.seconds for r in found if isinstance(r, Record)}
+def test_compare_halves_round_trip_but_not_copy() -> None:
+    results = measured(Scripted({"gloo": 4e-3, "memcpy": 4e-3}), "send_recv")
+    seconds = {r.contestant: r.seconds for r in results if isinstance(r, Record)}
     assert seconds == {"gloo": 2e-3, "memcpy": 4e-3}
 
 
-def test_who_refuses_or_breaks_leaves_a_gap_and_the_others_go_on() -> None:
+def test_compare_makes_gap_for_contestant_that_refuses_or_breaks() -> None:
     arena = Scripted({"refuses": 1.0, "breaks": 1.0, "gloo": 4e-3})
-    found = measured(arena)
-    gaps = {gap.side: gap for gap in found if isinstance(gap, Gap)}
+    results = measured(arena)
+    gaps = {gap.side: gap for gap in results if isinstance(gap, Gap)}
     assert (gaps["refuses"].reason, gaps["refuses"].failed) == ("it has none", False)
     assert (gaps["breaks"].reason, gaps["breaks"].failed) == ("measure: rank 1 has ended", True)
-    assert {r.contestant for r in found if isinstance(r, Record)} == {"gloo"}
+    assert {r.contestant for r in results if isinstance(r, Record)} == {"gloo"}
     assert [call for call in arena.asked if call[0] == "breaks"][-1] == ("breaks", "measure")
 
 
-def test_what_does_not_fit_into_memory_is_not_tried() -> None:
+def test_compare_skips_task_larger_than_memory() -> None:
     arena = Scripted({"gloo": 1.0})
-    found = list(compare(arena, Task("scan", 1 << 60), Pace(3, 0.01)))  # type: ignore[arg-type]
-    assert [type(each) for each in found] == [Gap]
-    assert "no memory" in found[0].reason  # type: ignore[union-attr]
+    results = list(compare(arena, Task("scan", 1 << 60), Pace(3, 0.01)))  # type: ignore[arg-type]
+    assert [type(result) for result in results] == [Gap]
+    assert "no memory" in results[0].reason  # type: ignore[union-attr]
     assert arena.asked == []
 
 
-def test_tables_have_ratios_and_reasons_and_json_comes_back(
+def test_results_show_ratios_and_reasons_and_survive_json(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     results = Results()
@@ -235,11 +235,11 @@ def test_tables_have_ratios_and_reasons_and_json_comes_back(
     )  # fmt: skip
 
 
-def test_what_is_missing_at_all_sizes_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_prints_reason_missing_at_all_sizes_once(capsys: pytest.CaptureFixture[str]) -> None:
     results = Results()
     for nbytes in (4, 1024):
-        one = Gap("all_reduce", nbytes, "float32", 2, "mpi", "no mpiexec")
-        results.add([one, *measured(Scripted({"gloo": 4e-3}), nbytes=nbytes)])
+        gap = Gap("all_reduce", nbytes, "float32", 2, "mpi", "no mpiexec")
+        results.add([gap, *measured(Scripted({"gloo": 4e-3}), nbytes=nbytes)])
     results.add([Gap("all_reduce", 4, "float32", 2, "torch", "too small")])
     show(results.records, results.gaps, markdown=True)
     latency, _ = capsys.readouterr().out.split("bandwidth**")
@@ -247,13 +247,13 @@ def test_what_is_missing_at_all_sizes_is_told_once(capsys: pytest.CaptureFixture
     assert "| all | mpi | – |" in latency
 
 
-def test_shares_of_a_training_step() -> None:
-    # 10 of 40 ms of syncing are seen; two ranks do 2 × 90 / 100 of one rank's work.
-    one = Training("torch", "mlp", 2, "shm", 0.1, 0.09, 0.04, 0.09, 0.01, 0)
-    assert one.hidden == pytest.approx(0.75)
-    assert one.efficiency == pytest.approx(0.9)
-    assert one.as_json()["speedup"] == pytest.approx(1.8)
-    assert Training.from_json(one.as_json()) == one
+def test_training_computes_shares_of_a_step() -> None:
+    # 10 of 40 ms of syncing are not hidden; two ranks do 2 × 90 / 100 of one rank's work.
+    training = Training("torch", "mlp", 2, "shm", 0.1, 0.09, 0.04, 0.09, 0.01, 0)
+    assert training.hidden == pytest.approx(0.75)
+    assert training.efficiency == pytest.approx(0.9)
+    assert training.as_json()["speedup"] == pytest.approx(1.8)
+    assert Training.from_json(training.as_json()) == training
 
 
 # -- real jobs ------------------------------------------------------------------------------
@@ -265,20 +265,20 @@ def arena() -> Iterator[Arena]:
         yield made
 
 
-def test_a_rank_that_is_killed_takes_only_its_contestant_out(arena: Arena) -> None:
+def test_arena_loses_only_contestant_of_killed_rank(arena: Arena) -> None:
     processes = arena._running["memcpy"].starter._processes
     os.kill(processes[1].pid, signal.SIGKILL)
-    found = list(compare(arena, Task("all_reduce", 4096), Pace(1, 0.01)))
-    gaps = [each for each in found if isinstance(each, Gap)]
+    results = list(compare(arena, Task("all_reduce", 4096), Pace(1, 0.01)))
+    gaps = [result for result in results if isinstance(result, Gap)]
     assert [(gap.side, gap.failed) for gap in gaps] == [("memcpy", True)]
     assert re.search("rank 1 has ended", gaps[0].reason)
-    assert {r.side for r in found if isinstance(r, Record)} == {"shm ordinary"}
+    assert {r.side for r in results if isinstance(r, Record)} == {"shm ordinary"}
     assert all(process.poll() is not None for process in processes)
     with pytest.raises(ArenaError, match="has ended"):
         arena.ask("memcpy", "attempt", side="memcpy")
 
 
-def test_names() -> None:
+def test_named_separates_able_and_missing_contestants() -> None:
     pythons = {"openmpi": Path("/a/bin/python"), "mpich": Path("/b/bin/python")}
     able, missing = named(["shm", "mpi", "mpi4py/mpich", "mpi/impi-rt"], pythons, 2)
     assert [one.name for one in able] == ["shm", "mpi/openmpi", "mpi4py/mpich"]
@@ -290,16 +290,16 @@ def test_names() -> None:
         named(["smh"], {}, 2)
 
 
-def test_ranks_of_an_environment_find_this_package(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_contestant_command_has_path_of_this_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Mpiexec, "command", lambda mpiexec, size: ["mpiexec"])
     ((command, _),) = Contestant("mpi4py", 2, Path("python")).commands(Path("folder"), "address")
-    *_, paths, _, _, _ = command  # in front of the library, the folder and the address
+    *_, paths, _, _, _ = command  # The paths come before the library, the folder and the address.
     assert Path(paths.split(os.pathsep)[1], "collective", "tools", "bench", "worker.py").exists()
 
 
 @pytest.fixture
 def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Work in a directory that has ``.mpi/mpich`` with its interpreter."""
+    """Change to a directory that has ``.mpi/mpich`` with its interpreter, and return it."""
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     monkeypatch.chdir(tmp_path)
     programs = tmp_path / ".mpi" / "mpich" / "bin"
@@ -309,11 +309,11 @@ def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_the_mpi_libraries_of_the_working_directory_are_found(planted: Path) -> None:
+def test_environments_finds_mpi_of_working_directory(planted: Path) -> None:
     assert list(environments(argparse.Namespace(mpi_env=[], mpi_envs=None))) == ["mpich"]
 
 
-def test_where_everybody_can_put_interpreters_none_is_taken(
+def test_environments_ignores_directory_writable_by_all(
     planted: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     planted.chmod(0o777)
@@ -325,7 +325,7 @@ def test_where_everybody_can_put_interpreters_none_is_taken(
     assert list(environments(named)) == ["mpich"]
 
 
-def test_an_mpi4py_that_nothing_can_start_is_not_taken(
+def test_environments_ignores_mpi4py_without_mpiexec(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)

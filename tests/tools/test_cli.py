@@ -30,7 +30,7 @@ def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def test_config_as_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+def test_config_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     Path("collective.toml").write_text('backend = "cpu:shm,cuda:nccl"')
     os.environ["COLLECTIVE_TIMEOUT"] = "7"
     assert main(["config"]) == 0
@@ -45,7 +45,7 @@ def test_config_as_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(line[start - 1] == " " and line[start] != " " for line in lines)
 
 
-def test_config_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_config_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
     os.environ.update(RANK="1", WORLD_SIZE="3")
     assert main(["config", "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
@@ -56,7 +56,7 @@ def test_config_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert table["store"] == {"value": None, "origin": "default"}
 
 
-def test_error_of_ours_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_config_error_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     os.environ["COLLECTIVE_BAKEND"] = "shm"
     assert main(["config"]) == 2
     output = capsys.readouterr()
@@ -66,7 +66,9 @@ def test_error_of_ours_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("arguments", [[], ["-v"], ["nonsense"], ["config", "--nonsense"]])
-def test_wrong_use(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_main_with_wrong_arguments_prints_usage(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as caught:
         main(arguments)
     assert caught.value.code == 2
@@ -95,15 +97,15 @@ def test_help_fits_80_columns(
     assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
 
 
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"collective {collective.__version__}\n"
 
 
-def test_version_with_what_it_stands_on(
+def test_version_verbose_prints_transports_and_core(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # Neither of the two can be found, whatever is installed.
+    # No package and no GPU is found, whatever is installed.
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(DeviceFiles, "dev", Path.cwd())
     assert main(["--version", "-v"]) == 0
@@ -115,12 +117,12 @@ def test_version_with_what_it_stands_on(
     assert core == f"native core: {native.status()}"
 
 
-def test_package_is_a_command() -> None:
+def test_package_runs_with_python_m() -> None:
     done = run_python("-m", "collective", "config", "--json")
     assert json.loads(done.stdout)["settings"]["size"]["value"] == 1, done.stderr
 
 
-# -- what is refused --------------------------------------------------------------------------
+# -- refused arguments ------------------------------------------------------------------------
 
 
 REFUSED = {
@@ -170,7 +172,7 @@ REFUSED = {
     [(command, *row) for command, rows in REFUSED.items() for row in rows],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_what_cannot_be_is_refused_in_a_line_before_anything_is_run(
+def test_invalid_arguments_are_refused_before_anything_runs(
     command: str,
     arguments: list[str],
     message: str,
@@ -180,7 +182,7 @@ def test_what_cannot_be_is_refused_in_a_line_before_anything_is_run(
     needed = {"parity": "rich", "profile": "rich"}.get(command, "numpy")
     pytest.importorskip("matplotlib" if "--plot" in arguments else needed)
     for runs in ("bench.run.measure", "parity.runner.run"):
-        monkeypatch.setattr(f"collective.tools.{runs}", lambda *_: pytest.fail("it is run"))
+        monkeypatch.setattr(f"collective.tools.{runs}", lambda *_: pytest.fail("the command runs"))
     Path("train.py").write_text("open('ran', 'w')")
     is_by_argparse = False
     try:
@@ -194,7 +196,7 @@ def test_what_cannot_be_is_refused_in_a_line_before_anything_is_run(
     assert [*map(str, Path().iterdir())] == ["train.py"]
 
 
-# -- how many ranks a launch has where no -n says so ----------------------------------------------
+# -- number of ranks without -n -------------------------------------------------------------------
 
 SLURM = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1", "SLURM_TASKS_PER_NODE": "4"}
 
@@ -217,12 +219,14 @@ SLURM = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1", "SLURM_TASKS_PER_NODE"
         ({"PET_NPROC_PER_NODE": "gpu"}, 2, "2 ranks; -n N"),
         ({"RANK": "0", "WORLD_SIZE": "1"}, 2, "2 ranks; -n N"),
     ],
-    ids=["nobody", "tasks", "tasks-per-node", "no-tasks", "second-host", "torchrun",
+    ids=["no-job", "tasks", "tasks-per-node", "no-tasks", "second-host", "torchrun",
          "torchrun-hosts", "torchrun-gpus", "one-process"],
 )  # fmt: skip
-def test_the_number_is_the_jobs_or_two(environ: dict[str, str], ranks: int, reason: str) -> None:
-    found, text = default_size(environ)
-    assert found == ranks
+def test_default_size_is_that_of_the_job_or_two(
+    environ: dict[str, str], ranks: int, reason: str
+) -> None:
+    size, text = default_size(environ)
+    assert size == ranks
     assert text.startswith(reason)
 
 
@@ -239,14 +243,14 @@ def test_the_number_is_the_jobs_or_two(environ: dict[str, str], ranks: int, reas
     ],
     ids=["torchrun", "mpiexec", "collective"],
 )  # fmt: skip
-def test_one_of_several_processes_starts_no_ranks_unasked(
+def test_default_size_in_launched_process_raises_config_error(
     environ: dict[str, str], who: str
 ) -> None:
     with pytest.raises(ConfigError, match=who):
         default_size(environ)
 
 
-def test_a_list_of_tasks_that_is_none_is_refused() -> None:
+def test_default_size_with_invalid_task_list_raises_config_error() -> None:
     with pytest.raises(ConfigError, match="SLURM_TASKS_PER_NODE='four'; it must be a list such"):
         default_size({**SLURM, "SLURM_NTASKS": "4", "SLURM_TASKS_PER_NODE": "four"})
 
@@ -261,13 +265,15 @@ def test_a_list_of_tasks_that_is_none_is_refused() -> None:
     ],
     ids=["default", "-np", "-n"],
 )
-def test_run_starts_so_many(launches: Launches, options: list[str], ranks: int, error: str) -> None:
+def test_run_starts_given_or_default_number_of_ranks(
+    launches: Launches, options: list[str], ranks: int, error: str
+) -> None:
     done = launches.run(*options, launches.script("print(size)"))
     assert sorted(done.stdout.splitlines()) == [f"[{r}] {ranks}" for r in range(ranks)]
     assert (done.returncode, done.stderr) == (0, error)
 
 
-def test_what_cannot_be_run_is_refused_before_a_number_is_told(
+def test_run_of_missing_script_prints_only_its_error(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main(["run", "absent.py"]) == 2

@@ -1,4 +1,4 @@
-"""How commands end from outside: one line at most, no traceback, and nothing is left."""
+"""How commands end from outside: at most one line, no traceback, no leftovers."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ COMMAND = [sys.executable, "-m", "collective"]
 
 
 def start(launches: Launches, *arguments: str, **options: Any) -> subprocess.Popen[str]:
-    """Start a command whose outputs are read unless ``options`` say otherwise."""
-    given = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL}
+    """Start a command; its outputs are pipes unless ``options`` replace them."""
+    defaults = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL}
     environment = launches.environment(**options.pop("variables", {}))
     return subprocess.Popen(
         [*COMMAND, *arguments],
         cwd=launches.directory,
         env=environment,
         text=True,
-        **{**given, **options},
+        **{**defaults, **options},
     )
 
 
@@ -43,17 +43,17 @@ def run(launches: Launches, *arguments: str, **options: Any) -> tuple[int, str, 
 
 
 @pytest.fixture
-def nobody() -> Iterator[int]:
-    """Return the end of a pipe that nobody reads."""
-    mine, theirs = os.pipe()
-    os.close(mine)
-    yield theirs
-    os.close(theirs)
+def unread() -> Iterator[int]:
+    """Yield the writing end of a pipe without a reader."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    yield writer
+    os.close(writer)
 
 
 @pytest.fixture
 def full() -> Iterator[int]:
-    """Return a file on a full disk."""
+    """Yield the descriptor of a file on a full disk."""
     descriptor = os.open("/dev/full", os.O_WRONLY)
     yield descriptor
     os.close(descriptor)
@@ -62,16 +62,16 @@ def full() -> Iterator[int]:
 # -- outputs ------------------------------------------------------------------------------------
 
 NO_SPACE = "standard output: No space left on device"
-PROGRAM = ["run", "-n", "2", "-m", "this"]  # which prints, and imports nothing
+PROGRAM = ["run", "-n", "2", "-m", "this"]  # The module prints, and imports nothing else.
 
 
 @pytest.mark.parametrize(
     ("output", "command", "expected"),
     [
-        ("nobody", ["config"], (128 + signal.SIGPIPE, "")),
+        ("unread", ["config"], (128 + signal.SIGPIPE, "")),
         ("full", ["config"], (2, f"collective: {NO_SPACE}.\n")),
-        # Where it is the program's output, that is no error of its.
-        ("nobody", PROGRAM, (141, "")),
+        # If the output is the program's, the run ends like a program killed by SIGPIPE.
+        ("unread", PROGRAM, (141, "")),
         ("full", PROGRAM, (141, f"collective run: {NO_SPACE}\n")),
     ],
     ids=["reader-left", "full-disk", "reader-left-run", "full-disk-run"],
@@ -85,7 +85,7 @@ PROGRAM = ["run", "-n", "2", "-m", "this"]  # which prints, and imports nothing
     ],
     ids=["shm", "threads", "unbuffered"],
 )
-def test_an_output_that_takes_no_more_is_told_in_a_line(
+def test_output_that_cannot_be_written_ends_command_with_one_line(
     launches: Launches,
     output: str,
     command: list[str],
@@ -98,20 +98,20 @@ def test_an_output_that_takes_no_more_is_told_in_a_line(
     assert (code, error) == expected
 
 
-def test_a_closed_output_is_told(launches: Launches) -> None:
+def test_closed_output_ends_command_with_one_line(launches: Launches) -> None:
     code, _, error = run(launches, "config", stdout=None, preexec_fn=lambda: os.close(1))
     assert (code, error.count("\n")) == (2, 1)
     assert error.startswith("collective: standard output is closed")
 
 
-def test_errors_do_not_go_to_the_output_where_theirs_is_closed(launches: Launches) -> None:
+def test_closed_error_output_keeps_errors_out_of_output(launches: Launches) -> None:
     variables = {"COLLECTIVE_BAKEND": "shm"}
     close: Callable[[], None] = lambda: os.close(2)  # noqa: E731
     code, out, _ = run(launches, "config", variables=variables, stderr=None, preexec_fn=close)
     assert (code, out) == (2, "")
 
 
-# -- what is refused once and not once a rank ---------------------------------------------------
+# -- errors printed once, and not once for each rank --------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -122,14 +122,16 @@ def test_errors_do_not_go_to_the_output_where_theirs_is_closed(launches: Launche
     ],
     ids=lambda variables: "=".join(*variables.items()),
 )
-def test_an_unknown_transport_is_told_once(launches: Launches, variables: dict[str, str]) -> None:
+def test_unknown_transport_prints_one_line_for_all_ranks(
+    launches: Launches, variables: dict[str, str]
+) -> None:
     script = launches.script("import collective; collective.init()")
     code, out, error = run(launches, "run", "-n", "3", script, variables=variables)
     assert (code, out, error.count("\n")) == (2, "", 1)
     assert "Did you mean 'shm'?" in error
 
 
-def test_a_trace_that_cannot_be_written_is_told_once(launches: Launches) -> None:
+def test_unwritable_trace_prints_one_line_for_all_ranks(launches: Launches) -> None:
     script = launches.script("import collective; collective.init()")
     variables = {"COLLECTIVE_TRACE": f"{script}/traces"}
     code, out, error = run(launches, "run", "-n", "3", script, variables=variables)
@@ -146,7 +148,9 @@ def test_a_trace_that_cannot_be_written_is_told_once(launches: Launches) -> None
     ],
     ids=lambda command: command[0],
 )
-def test_without_a_temporary_directory(launches: Launches, command: list[str]) -> None:
+def test_missing_temporary_directory_prints_one_line(
+    launches: Launches, command: list[str]
+) -> None:
     launches.script("print('hello')")
 
     def write_nothing() -> None:
@@ -163,7 +167,7 @@ def test_without_a_temporary_directory(launches: Launches, command: list[str]) -
     [(None, "script 'script.py': Is a directory"), ("x = (", "SyntaxError: '(' was never closed")],
     ids=["directory", "syntax"],
 )
-def test_a_program_that_is_none_has_no_traceback_of_ours(
+def test_invalid_program_prints_error_without_traceback(
     launches: Launches, body: str | None, message: str
 ) -> None:
     if body is None:
@@ -188,10 +192,10 @@ def ended(launches: Launches, process: subprocess.Popen[str], number: int) -> tu
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_doctor_leaves_nothing(launches: Launches, number: signal.Signals) -> None:
+def test_doctor_leaves_nothing_after_signal(launches: Launches, number: signal.Signals) -> None:
     packages = launches.directory / "packages"
     packages.mkdir()
-    # Libraries that are found to hang, in processes that the doctor has started.
+    # The imports of these libraries hang in processes that doctor has started.
     for name in ("torch", "chainer"):
         body = f"import time; open({str(launches.directory / name)!r}, 'w'); time.sleep(600)"
         (packages / f"{name}.py").write_text(body)
@@ -203,22 +207,22 @@ def test_doctor_leaves_nothing(launches: Launches, number: signal.Signals) -> No
 
 
 def connected(launches: Launches) -> int:
-    """Return how many processes of these launches share memory."""
-    found = 0
+    """Return the number of processes of these launches that share memory."""
+    count = 0
     for pid in launches.living():
         with contextlib.suppress(OSError):
-            found += "/memfd:" in Path(f"/proc/{pid}/maps").read_text()
-    return found
+            count += "/memfd:" in Path(f"/proc/{pid}/maps").read_text()
+    return count
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_bench_shows_what_there_is_and_leaves_nothing(
+def test_bench_writes_results_and_leaves_nothing_after_signal(
     launches: Launches, number: signal.Signals
 ) -> None:
     sizes = ",".join(f"{n}K" for n in range(1, 1000))
     options = ["--quick", "--backend", "shm", "--sizes", sizes, "--json", "run.json"]
     process = start(launches, "bench", *options)
-    launches.until(lambda: connected(launches) == 2)  # what follows is measuring
+    launches.until(lambda: connected(launches) == 2)  # The measurements begin now.
     code, error = ended(launches, process, number)
     assert code == 130, error
     assert "interrupted; results are missing" in error
@@ -226,23 +230,23 @@ def test_bench_shows_what_there_is_and_leaves_nothing(
     assert [each for each in launches.temporary.rglob("*") if not each.is_dir()] == []
 
 
-def test_parity_leaves_nothing(launches: Launches) -> None:
+def test_parity_leaves_nothing_after_signal(launches: Launches) -> None:
     process = start(launches, "parity", "--backend", "shm", "--framework", "numpy", "--ranks", "2")
     launches.until(lambda: connected(launches) == 2)
     assert ended(launches, process, signal.SIGTERM) == (143, "")
     assert list(launches.temporary.iterdir()) == []
 
 
-def test_profile_leaves_nothing(launches: Launches) -> None:
+def test_profile_leaves_nothing_after_signal(launches: Launches) -> None:
     script = launches.script("arrive(); time.sleep(600)")
     process = start(launches, "profile", "-n", "2", script)
     launches.until_arrived(2)
     assert ended(launches, process, signal.SIGTERM) == (143, "")
-    # Where launches meet stays, and is empty.
+    # The base directory of run directories stays, and is empty.
     assert [path.name for path in launches.temporary.rglob("*")] == [f"collective-{os.geteuid()}"]
 
 
-def test_ranks_that_are_threads_leave_nothing(launches: Launches) -> None:
+def test_thread_run_leaves_nothing_after_signal(launches: Launches) -> None:
     (launches.directory / "script.py").write_text("import time; open('ran', 'w'); time.sleep(600)")
     process = start(launches, "run", "-n", "2", "--backend", "threads", "script.py")
     launches.until((launches.directory / "ran").exists)

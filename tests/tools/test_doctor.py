@@ -1,4 +1,4 @@
-"""What `collective doctor` tells in healthy and in sick environments, and that it always does."""
+"""Reports of `collective doctor` in healthy and in broken environments."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ from tests.support.mpi_launches import launch_of, needs, run_alone
 
 __all__ = ["launches"]  # a fixture
 
-# The doctor itself gives libraries eight seconds; a busy machine may take some more.
+# The doctor gives each library 8 s; a busy machine may need more in total.
 DEADLINE_S = 90.0
 
 
 class Doctor:
-    """Runs the command among packages of the test's own making.
+    """Runner of the command in an environment with packages that a test writes.
 
-    They and NumPy are all there is, unless a test asks for what is installed here: to import that
-    takes longer than all the rest.
+    The environment has these packages and NumPy. Installed packages are visible only on request,
+    because their imports take longer than everything else.
     """
 
     def __init__(self, launches: Launches) -> None:
@@ -67,10 +67,10 @@ class Doctor:
         (info / "entry_points.txt").write_text(textwrap.dedent(entry_points))
 
     def transport(self, name: str, body: str) -> None:
-        """Install a third party's transport, the class Transport of module ``name``.
+        """Install a third-party transport: the class Transport of the module ``name``.
 
         Args:
-            body: what it has otherwise than that of threads.
+            body: members that differ from those of the transport of threads.
         """
         base = "from collective.backends.threads import ThreadsBackend\n"
         own = textwrap.indent(textwrap.dedent(body), "    ")
@@ -110,13 +110,13 @@ def doctor(launches: Launches) -> Doctor:
     return Doctor(launches)
 
 
-# A run starts a dozen processes: what goes wrong in one library says nothing of another, so tests
-# that look at one each share a run.
+# A run starts a dozen processes. A fault in one library does not affect the report on another, so
+# tests of single libraries share a run.
 
 
 @pytest.fixture(scope="module")
 def healthy_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
-    """What is told where all that is installed works, and GPUs with NCCL 2.19 are there."""
+    """Yield the report if all installed packages work, and the host has GPUs with NCCL 2.19."""
     with launched(tmp_path_factory.mktemp("healthy")) as launches:
         gpus = {} if fakes.compiler() is None else fakes.environment(21904, delay_us=0)
         yield Doctor(launches).report("--test", installed=True, **gpus)
@@ -124,7 +124,7 @@ def healthy_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, 
 
 @pytest.fixture(scope="module")
 def bare_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
-    """What is told where no other package is installed, and no driver of a GPU."""
+    """Yield the report if neither other packages nor a GPU driver are installed."""
     with launched(tmp_path_factory.mktemp("bare")) as launches:
         yield Doctor(launches).report(COLLECTIVE_CUDA_LIBRARY="/no/such/libcuda.so.1")
 
@@ -139,7 +139,7 @@ BROKEN = {
 
 @pytest.fixture(scope="module")
 def sick_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
-    """What is told where every library is broken, GPUs have no NCCL, and the interface is none."""
+    """Yield the report for broken libraries, GPUs without NCCL, and an unknown interface."""
     with launched(tmp_path_factory.mktemp("sick")) as launches:
         doctor = Doctor(launches)
         for name, body in BROKEN.items():
@@ -159,7 +159,7 @@ needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="no C com
 # -- in a healthy environment -------------------------------------------------------------------
 
 
-def test_it_tells_what_a_program_takes_and_what_works(healthy_run: dict[str, Any]) -> None:
+def test_report_lists_choices_and_working_transports(healthy_run: dict[str, Any]) -> None:
     report = healthy_run
     assert list(report["transports"]) == registry.names()
     for name in ("shm", "threads"):
@@ -175,7 +175,7 @@ def test_it_tells_what_a_program_takes_and_what_works(healthy_run: dict[str, Any
     assert report["shared_memory"]["memory"] > 2**20
 
 
-def test_the_text_fits_the_screen_and_begins_with_what_matters(
+def test_text_fits_80_columns_and_begins_with_choices(
     healthy_run: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
@@ -188,12 +188,12 @@ def test_the_text_fits_the_screen_and_begins_with_what_matters(
         assert title in lines
     data = "over gloo: not authenticated, not encrypted"
     assert re.search(rf"^  data +{data}$", shown, re.MULTILINE)
-    # What cannot be broken, such as a path, may be longer.
+    # A text without a place to break, such as a path, may be longer.
     assert [line for line in lines if len(line) > 80 and len(line.split()) > 2] == []
     assert [line for line in lines if line != line.rstrip()] == []
 
 
-def test_two_ranks_try_what_works(healthy_run: dict[str, Any]) -> None:
+def test_report_has_trials_of_working_transports(healthy_run: dict[str, Any]) -> None:
     compiled, report = fakes.compiler() is not None, healthy_run
     tried = {n: t["trial"] for n, t in report["transports"].items() if "trial" in t}
     assert {"shm", "threads"} <= set(tried)
@@ -208,8 +208,8 @@ def test_two_ranks_try_what_works(healthy_run: dict[str, Any]) -> None:
     assert re.search(r"shm +works; two ranks all-reduce 8 B in", text(report))
 
 
-@needs("openmpi")  # which counts cores, refuses root and leaves files
-def test_two_ranks_try_mpi(doctor: Doctor) -> None:
+@needs("openmpi")  # Open MPI counts cores, refuses root and leaves files.
+def test_trial_of_mpi_leaves_no_files(doctor: Doctor) -> None:
     python = Path(launch_of("openmpi").python)
     question = f"trial mpi {python.with_name('mpiexec')}"
     script = (
@@ -223,7 +223,7 @@ def test_two_ranks_try_mpi(doctor: Doctor) -> None:
     assert list(doctor.launches.temporary.iterdir()) == [], "files were left behind"
 
 
-def test_under_a_launcher_the_first_rank_of_a_host_reports(doctor: Doctor) -> None:
+def test_doctor_under_launcher_reports_on_first_rank_of_host(doctor: Doctor) -> None:
     torchrun = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
     torchrun |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
     silent = doctor.run(**torchrun)
@@ -234,10 +234,10 @@ def test_under_a_launcher_the_first_rank_of_a_host_reports(doctor: Doctor) -> No
     assert report["choices"][0]["backend"] == "shm"
 
 
-# -- in a sick one --------------------------------------------------------------------------------
+# -- in a broken environment ----------------------------------------------------------------------
 
 
-def test_without_any_package_the_remedies_are_there(bare_run: dict[str, Any]) -> None:
+def test_report_without_packages_contains_remedies(bare_run: dict[str, Any]) -> None:
     report = bare_run
     assert not set(report["packages"]) & {"torch", "mpi4py", "cupy", "chainer"}
     gloo, mpi = report["transports"]["gloo"], report["transports"]["mpi"]
@@ -259,7 +259,7 @@ def test_without_any_package_the_remedies_are_there(bare_run: dict[str, Any]) ->
         ("chainer", "importing chainer: no answer within 8 s"),
     ],
 )
-def test_a_broken_library_is_shown_and_the_rest_still_works(
+def test_report_shows_broken_library_and_working_transports(
     sick_run: dict[str, Any], package: str, words: str
 ) -> None:
     assert words in joined(sick_run)
@@ -267,18 +267,20 @@ def test_a_broken_library_is_shown_and_the_rest_still_works(
     assert sick_run["transports"]["shm"]["works"] is True
 
 
-def test_what_stands_on_a_broken_library_carries_the_remedy(sick_run: dict[str, Any]) -> None:
+def test_transport_of_broken_library_has_reinstall_remedy(sick_run: dict[str, Any]) -> None:
     gloo = sick_run["transports"]["gloo"]
     assert (gloo["works"], gloo["reason"]) == (False, "torch is installed but cannot be imported")
     assert gloo["fix"] == "pip install --force-reinstall torch"
 
 
-def test_a_library_that_hangs_is_not_to_be_installed_again(sick_run: dict[str, Any]) -> None:
-    (found,) = (each for each in sick_run["problems"] if "importing chainer" in each["problem"])
-    assert "force-reinstall" not in found["remedy"]  # nobody knows what it waits for
+def test_library_that_hangs_has_no_reinstall_remedy(sick_run: dict[str, Any]) -> None:
+    (problem,) = (
+        entry for entry in sick_run["problems"] if "importing chainer" in entry["problem"]
+    )
+    assert "force-reinstall" not in problem["remedy"]  # The cause of the hang is unknown.
 
 
-def test_the_exit_code_is_1_if_what_is_asked_for_does_not_work(doctor: Doctor) -> None:
+def test_exit_code_is_1_if_requested_backend_does_not_work(doctor: Doctor) -> None:
     doctor.package("torch", "import sys; sys.exit('I leave')")
     report = doctor.report(code=1, COLLECTIVE_BACKEND="gloo")
     assert "SystemExit: I leave" in joined(report)
@@ -287,7 +289,7 @@ def test_the_exit_code_is_1_if_what_is_asked_for_does_not_work(doctor: Doctor) -
     assert "takes gloo, which does not work" in text(report).splitlines()[0]
 
 
-def test_an_unknown_transport_is_shown(doctor: Doctor) -> None:
+def test_report_shows_unknown_transport(doctor: Doctor) -> None:
     report = doctor.report(code=1, COLLECTIVE_BACKEND="shmm")
     assert "Did you mean 'shm'?" in report["transports"]["shmm"]["reason"]
     assert "takes shmm, which does not work" in joined(report)
@@ -295,10 +297,10 @@ def test_an_unknown_transport_is_shown(doctor: Doctor) -> None:
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 has no PYTHONSAFEPATH")
-def test_nothing_is_run_that_lies_in_the_working_directory(doctor: Doctor) -> None:
+def test_doctor_runs_no_module_of_working_directory(doctor: Doctor) -> None:
     for name in ("json", "numpy", "torch"):
         (doctor.launches.directory / f"{name}.py").write_text("open('ran', 'w')")
-    # As the installed command, whose working directory is not where it imports from.
+    # With -P, as for the installed command, Python does not import from the working directory.
     done = doctor.run(options=["-P"])
     assert done.returncode == 0, done.stderr
     assert re.search(r"^  shm +works$", done.stdout, re.MULTILINE)
@@ -313,10 +315,10 @@ def test_nothing_is_run_that_lies_in_the_working_directory(doctor: Doctor) -> No
         ("RANK", "0", "launcher torchrun: WORLD_SIZE is not set"),
     ],
 )
-def test_every_wrong_setting_is_a_problem(
+def test_report_has_problem_for_wrong_setting(
     monkeypatch: pytest.MonkeyPatch, variable: str, value: str, words: str
 ) -> None:
-    # What is asked of libraries is the same with any of them.
+    # The answers of libraries do not depend on the setting, so all questions get an empty answer.
     monkeypatch.setattr(
         tools_doctor, "ask", lambda questions, *_: {q: Answer({}) for q in questions}
     )
@@ -331,12 +333,12 @@ def test_every_wrong_setting_is_a_problem(
     assert words in re.sub(r"\s+", " ", shown)
 
 
-def test_a_wrong_interface_is_shown(sick_run: dict[str, Any]) -> None:
+def test_report_shows_wrong_interface(sick_run: dict[str, Any]) -> None:
     assert "'nope0'" in joined(sick_run)
     assert "lo (127.0.0.1" in joined(sick_run)
 
 
-def test_a_third_partys_transport_is_listed_and_tried(doctor: Doctor) -> None:
+def test_report_lists_and_tries_third_party_transports(doctor: Doctor) -> None:
     doctor.transport("rightly", "")
     doctor.transport(
         "wrongly",
@@ -356,16 +358,16 @@ def test_a_third_partys_transport_is_listed_and_tried(doctor: Doctor) -> None:
         """,
     )
     report = doctor.report("--test", code=1)
-    found = report["transports"]
-    assert found["rightly"]["trial"]["passed"] is True
-    assert "broadcast: wrong result" in found["wrongly"]["trial"]["error"]
+    transports = report["transports"]
+    assert transports["rightly"]["trial"]["passed"] is True
+    assert "broadcast: wrong result" in transports["wrongly"]["trial"]["error"]
     assert "wrongly: two ranks failed" in joined(report)
-    assert "pip install of-absent" in found["absent"]["reason"]
-    assert found["refusing"]["reason"] == "RuntimeError: the device is on fire"
+    assert "pip install of-absent" in transports["absent"]["reason"]
+    assert transports["refusing"]["reason"] == "RuntimeError: the device is on fire"
     assert re.search(r"wrongly +FAILS with two ranks", text(report))
 
 
-def test_without_a_temporary_directory_that_is_what_is_told(
+def test_report_without_temporary_directory_names_the_cause(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def fail(*_: Any, **__: Any) -> Any:
@@ -373,17 +375,17 @@ def test_without_a_temporary_directory_that_is_what_is_told(
 
     monkeypatch.setattr(tempfile, "gettempdir", fail)
     monkeypatch.setattr(tempfile, "TemporaryDirectory", fail)
-    found = doctor_host.shared_memory()
-    assert found["directory"] == ""
-    assert "No usable temporary directory" in found["directory_error"]
-    assert "Set TMPDIR" in found["directory_error"]
+    memory = doctor_host.shared_memory()
+    assert memory["directory"] == ""
+    assert "No usable temporary directory" in memory["directory_error"]
+    assert "Set TMPDIR" in memory["directory_error"]
     answer = doctor_probe.ask(["connect shm"], 5.0)["connect shm"]
     assert "No usable temporary directory" in answer.error
 
 
-def test_chainer_works_through_its_adapter() -> None:
-    # By itself its last release cannot be imported beside today's NumPy, and installing it again
-    # does not mend that.
+def test_import_of_chainer_works_through_its_adapter() -> None:
+    # Without the adapter the last release of Chainer cannot be imported beside today's NumPy, and a
+    # new installation does not help.
     if importlib.util.find_spec("chainer") is None:
         pytest.skip("no Chainer")
     answer = doctor_probe.ask(["import chainer"], DEADLINE_S)["import chainer"]
@@ -391,18 +393,18 @@ def test_chainer_works_through_its_adapter() -> None:
     assert answer.facts["through"] == "collective.adapters.chainer"
 
 
-def test_through_what_a_package_works_is_told() -> None:
-    found = {"version": "7.8.1", "error": "", "late": False, "through": "an adapter"}
+def test_versions_name_the_adapter_of_a_package() -> None:
+    package = {"version": "7.8.1", "error": "", "late": False, "through": "an adapter"}
     about = {"python": "3.11", "executable": "/python", "numpy": "2.4"}
-    rows = dict(command._versions({"collective": about, "packages": {"chainer": found}}))
+    rows = dict(command._versions({"collective": about, "packages": {"chainer": package}}))
     assert rows["chainer"] == "7.8.1; works through an adapter"
 
 
-def test_a_broken_chainer_is_installed_again_with_the_setuptools_that_it_needs() -> None:
+def test_broken_chainer_remedy_pins_setuptools() -> None:
     packages = {"chainer": {"distribution": "chainer", "error": "broken", "late": False}}
-    (found,) = problems(healthy(packages=packages))
-    assert "setuptools<80" in found["remedy"]
-    assert found["remedy"].endswith("--force-reinstall chainer")
+    (problem,) = problems(healthy(packages=packages))
+    assert "setuptools<80" in problem["remedy"]
+    assert problem["remedy"].endswith("--force-reinstall chainer")
 
 
 # -- names ------------------------------------------------------------------------------------
@@ -413,18 +415,18 @@ def names(monkeypatch: pytest.MonkeyPatch, host: str) -> dict[str, Any]:
     return doctor_host.network("")
 
 
-def test_a_host_name_that_does_not_resolve(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_name_that_does_not_resolve_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any, **__: Any) -> Any:
         raise OSError("Name or service not known")
 
     monkeypatch.setattr(doctor_host.socket, "getaddrinfo", fail)
-    found = names(monkeypatch, "nowhere")
-    assert (found["name"], found["addresses"], found["loopback"]) == ("nowhere", [], False)
-    assert "Name or service not known" in found["error"]
-    assert "'nowhere', does not resolve" in of_names(found)
+    network = names(monkeypatch, "nowhere")
+    assert (network["name"], network["addresses"], network["loopback"]) == ("nowhere", [], False)
+    assert "Name or service not known" in network["error"]
+    assert "'nowhere', does not resolve" in of_names(network)
 
 
-def test_a_name_service_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_name_service_without_answer_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     over = threading.Event()
 
     def answer_late(*_: Any, **__: Any) -> Any:
@@ -434,17 +436,17 @@ def test_a_name_service_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(doctor_host, "_RESOLVE_S", 0.2)
     monkeypatch.setattr(doctor_host.socket, "getaddrinfo", answer_late)
     try:
-        found = names(monkeypatch, "slow")
-        assert "did not answer within 0.2 s" in found["error"]
-        assert any(each["loopback"] for each in found["interfaces"])
+        network = names(monkeypatch, "slow")
+        assert "did not answer within 0.2 s" in network["error"]
+        assert any(each["loopback"] for each in network["interfaces"])
     finally:
         over.set()
 
 
-def test_a_host_name_that_means_every_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = names(monkeypatch, "localhost")
-    assert found["loopback"] is True
-    assert "'localhost', resolves to " in of_names(found)
+def test_host_name_that_resolves_to_loopback_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    network = names(monkeypatch, "localhost")
+    assert network["loopback"] is True
+    assert "'localhost', resolves to " in of_names(network)
 
 
 def of_names(network: dict[str, Any]) -> str:
@@ -452,7 +454,7 @@ def of_names(network: dict[str, Any]) -> str:
 
 
 def healthy(**changes: Any) -> dict[str, Any]:
-    """Return a report as far as it is looked at for problems, with none in it."""
+    """Return the parts of a report that problems() reads, without any problem in them."""
     network = {"name": "n1", "addresses": ["10.0.0.1"], "error": "", "loopback": False}
     base: dict[str, Any] = {
         "settings": {"error": "", "launcher": None, "refused": {}},
@@ -470,35 +472,35 @@ def healthy(**changes: Any) -> dict[str, Any]:
 
 
 def with_torch(version: str) -> list[dict[str, Any]]:
-    found = {"distribution": "torch", "version": version, "error": "", "late": False}
-    return list(problems(healthy(packages={"torch": found})))
+    package = {"distribution": "torch", "version": version, "error": "", "late": False}
+    return list(problems(healthy(packages={"torch": package})))
 
 
 @pytest.mark.parametrize("version", ["2.5.0", "2.13.0+cpu", "2.15.3", ""])
-def test_a_torch_that_was_tested_is_no_problem(version: str) -> None:
+def test_tested_torch_version_is_no_problem(version: str) -> None:
     assert with_torch(version) == []
 
 
 @pytest.mark.parametrize("version", ["1.13.1", "2.4.1+cu121", "2.16.0.dev20261101", "3.0.0"])
-def test_a_torch_that_was_not_tested_is_told(version: str) -> None:
-    (found,) = with_torch(version)
-    assert version in found["problem"]
-    assert not found["fatal"]
+def test_untested_torch_version_is_a_problem_but_not_fatal(version: str) -> None:
+    (problem,) = with_torch(version)
+    assert version in problem["problem"]
+    assert not problem["fatal"]
 
 
-def test_the_extra_takes_what_was_tested() -> None:
-    (found,) = with_torch("2.99.0")
-    wanted = found["remedy"].removeprefix("pip install ").strip("'")
+def test_torch_extra_requires_tested_versions() -> None:
+    (problem,) = with_torch("2.99.0")
+    wanted = problem["remedy"].removeprefix("pip install ").strip("'")
     assert f'torch = ["{wanted}",' in (ROOT / "pyproject.toml").read_text()
 
 
-def test_nothing_is_wrong_where_nothing_is() -> None:
+def test_problems_of_healthy_report_are_empty() -> None:
     assert list(problems(healthy())) == []
 
 
-def test_a_secret_that_cannot_be_used_keeps_a_program_from_starting() -> None:
-    (found,) = problems(healthy(across_hosts={"error": "secret_file: no such file"}))
-    assert found == {"problem": "secret_file: no such file", "remedy": "", "fatal": True}
+def test_unusable_secret_is_a_fatal_problem() -> None:
+    (problem,) = problems(healthy(across_hosts={"error": "secret_file: no such file"}))
+    assert problem == {"problem": "secret_file: no such file", "remedy": "", "fatal": True}
 
 
 # -- MPI ----------------------------------------------------------------------------------------
@@ -527,64 +529,66 @@ def put(folder: Path, words: str) -> str:
 
 
 @pytest.mark.parametrize("which", SAYS)
-def test_an_mpiexec_is_known_by_what_it_says(folder: Path, which: str) -> None:
+def test_starters_recognise_mpiexec_by_its_version_text(folder: Path, which: str) -> None:
     words, vendor, version = SAYS[which]
     path = put(folder, words)
-    found = {"path": path, "on_path": True, "vendor": vendor, "version": version, "error": ""}
-    assert doctor_mpi.starters("") == [found]
+    starter = {"path": path, "on_path": True, "vendor": vendor, "version": version, "error": ""}
+    assert doctor_mpi.starters("") == [starter]
 
 
-def test_an_mpiexec_that_says_something_else_is_shown_with_it(folder: Path) -> None:
+def test_starters_show_text_of_unknown_mpiexec(folder: Path) -> None:
     put(folder, "I start pots, not processes")
-    (found,) = doctor_mpi.starters("")
-    assert found["vendor"] == ""
-    assert "I start pots" in found["error"]
+    (starter,) = doctor_mpi.starters("")
+    assert starter["vendor"] == ""
+    assert "I start pots" in starter["error"]
 
 
-def test_the_mpiexec_beside_the_library_is_found_too(folder: Path) -> None:
+def test_starters_include_mpiexec_beside_the_library(folder: Path) -> None:
     put(folder, SAYS["mpich"][0])
     own = put(folder / "openmpi" / "bin", SAYS["openmpi"][0])
-    found = doctor_mpi.starters(str(folder / "openmpi" / "lib" / "libmpi.so.40"))
-    assert [(one["vendor"], one["on_path"]) for one in found] == [
+    starters = doctor_mpi.starters(str(folder / "openmpi" / "lib" / "libmpi.so.40"))
+    assert [(one["vendor"], one["on_path"]) for one in starters] == [
         ("MPICH", True), ("Open MPI", False),
     ]  # fmt: skip
-    best = doctor_mpi.starter_for("Open MPI", found)
+    best = doctor_mpi.starter_for("Open MPI", starters)
     assert best is not None
     assert best["path"] == own
-    mpi = {"library": {"vendor": "Open MPI"}, "error": "", "mpiexec": found}
+    mpi = {"library": {"vendor": "Open MPI"}, "error": "", "mpiexec": starters}
     words = joined({"problems": list(problems(healthy(mpi=mpi)))})
     assert f"{folder / 'mpiexec'}, is of MPICH, and mpi4py has Open MPI" in words
     assert f"start them with {own}" in words
 
 
-def test_mpich_and_intel_start_each_others_ranks() -> None:
+def test_mates_are_only_mpich_and_intel_mpi() -> None:
     assert doctor_mpi.mates("MPICH", "Intel MPI")
     assert doctor_mpi.mates("Intel MPI", "MPICH")
     assert not doctor_mpi.mates("MPICH", "Open MPI")
     assert not doctor_mpi.mates("Open MPI", "Intel MPI")
 
 
-def test_a_file_of_settings_that_is_not_believed_is_shown() -> None:
+def test_refused_settings_file_is_a_problem() -> None:
     refused = {"/tmp/collective.toml": "/tmp/collective.toml belongs to uid 7"}
-    (found,) = problems(healthy(settings={"error": "", "launcher": None, "refused": refused}))
-    assert "/tmp/collective.toml is not read" in found["problem"]
-    assert "uid 7" in found["problem"]
-    assert not found["fatal"]
+    (problem,) = problems(healthy(settings={"error": "", "launcher": None, "refused": refused}))
+    assert "/tmp/collective.toml is not read" in problem["problem"]
+    assert "uid 7" in problem["problem"]
+    assert not problem["fatal"]
 
 
-def test_a_launcher_of_another_vendor_is_shown() -> None:
+def test_launcher_of_another_vendor_is_a_problem() -> None:
     mpi = {"library": {"vendor": "Open MPI"}, "error": "", "mpiexec": []}
     settings = {"error": "", "launcher": {"launcher": "mpich"}, "refused": {}}
     report = healthy(mpi=mpi, settings=settings)
-    found = next(problems(report))
-    assert "started by mpiexec of MPICH, and mpi4py has Open MPI" in found["problem"]
-    assert not found["fatal"]  # ranks that share memory do not mind
+    problem = next(problems(report))
+    assert "started by mpiexec of MPICH, and mpi4py has Open MPI" in problem["problem"]
+    assert not problem["fatal"]  # Ranks that use shared memory still work.
     report["choices"][0]["backend"] = "mpi"
     report["transports"]["mpi"] = {"works": True}
     assert next(problems(report))["fatal"]
 
 
-def test_what_launchers_say_does_not_reach_the_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_of_probes_lacks_variables_of_launchers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     gone = (
         "RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR TORCHELASTIC_RUN_ID PMI_RANK PMI_FD PMIX_NAMESPACE "
         "OMPI_COMM_WORLD_SIZE MPI_LOCALRANKID HYDI_CONTROL_FD SLURM_PROCID COLLECTIVE_RANK "
@@ -619,20 +623,20 @@ int cuGetErrorString(int code, const char **s) { *s = "no device of that kind"; 
 
 
 def driver(doctor: Doctor, code: int) -> Path:
-    """Return the folder of a library with the driver's ABI and two GPUs, or failing."""
+    """Build a fake driver with two GPUs whose cuInit returns ``code``; return its folder."""
     source = doctor.launches.directory / "cuda.c"
     source.write_text(DRIVER)
-    built = source.with_name("libcuda.so.1")
-    command = ["cc", "-shared", "-fPIC", f"-DCODE={code}", "-o", str(built), str(source)]
+    library = source.with_name("libcuda.so.1")
+    command = ["cc", "-shared", "-fPIC", f"-DCODE={code}", "-o", str(library), str(source)]
     subprocess.run(command, check=True, timeout=60)
-    return built.parent
+    return library.parent
 
 
 @needs_compiler
-def test_gpus_are_listed(sick_run: dict[str, Any]) -> None:
-    found = sick_run["gpus"]
-    assert (found["cuda"], found["reason"]) == ("13.1", "")
-    assert found["devices"] == [
+def test_report_lists_gpus(sick_run: dict[str, Any]) -> None:
+    gpus = sick_run["gpus"]
+    assert (gpus["cuda"], gpus["reason"]) == ("13.1", "")
+    assert gpus["devices"] == [
         {"name": "GPU A", "memory_bytes": 1 << 34, "compute": "9.0"},
         {"name": "GPU B", "memory_bytes": 2 << 34, "compute": "9.1"},
     ]
@@ -640,17 +644,17 @@ def test_gpus_are_listed(sick_run: dict[str, Any]) -> None:
 
 
 @needs_compiler
-def test_a_driver_without_gpus_says_why(doctor: Doctor) -> None:
-    found = doctor.report(LD_LIBRARY_PATH=str(driver(doctor, 100)))["gpus"]
-    assert found["devices"] == []
-    assert "no device of that kind (CUresult 100)" in found["reason"]
+def test_report_gives_reason_of_driver_without_gpus(doctor: Doctor) -> None:
+    gpus = doctor.report(LD_LIBRARY_PATH=str(driver(doctor, 100)))["gpus"]
+    assert gpus["devices"] == []
+    assert "no device of that kind (CUresult 100)" in gpus["reason"]
 
 
 # -- NCCL ---------------------------------------------------------------------------------------
 
 
 @needs_fakes
-def test_nccl_that_works_is_described(healthy_run: dict[str, Any]) -> None:
+def test_report_describes_working_nccl(healthy_run: dict[str, Any]) -> None:
     report = healthy_run
     transport, nccl = report["transports"]["nccl"], report["nccl"]
     assert (transport["works"], transport["reason"]) == (True, "")
@@ -665,7 +669,7 @@ def test_nccl_that_works_is_described(healthy_run: dict[str, Any]) -> None:
 
 
 @needs_fakes
-def test_nccl_that_fails_says_what_it_says(doctor: Doctor) -> None:
+def test_report_contains_error_of_failing_nccl(doctor: Doctor) -> None:
     report = doctor.report(**fakes.environment(delay_us=0, init_error=2))
     transport = report["transports"]["nccl"]
     assert transport["works"] is False
@@ -673,7 +677,7 @@ def test_nccl_that_fails_says_what_it_says(doctor: Doctor) -> None:
     assert "NCCL is installed but does not work" in joined(report)
 
 
-def test_nccl_without_a_gpu_is_no_problem(bare_run: dict[str, Any]) -> None:
+def test_missing_gpu_for_nccl_is_no_problem(bare_run: dict[str, Any]) -> None:
     report = bare_run
     transport = report["transports"]["nccl"]
     assert (transport["works"], transport["fix"]) == (False, "")
@@ -682,7 +686,7 @@ def test_nccl_without_a_gpu_is_no_problem(bare_run: dict[str, Any]) -> None:
 
 
 @needs_compiler
-def test_gpus_without_nccl_carry_the_command(sick_run: dict[str, Any]) -> None:
+def test_missing_nccl_for_gpus_has_install_command(sick_run: dict[str, Any]) -> None:
     report = sick_run
     transport = report["transports"]["nccl"]
     assert (transport["works"], transport["reason"]) == (False, "no NCCL library can be loaded")
@@ -696,7 +700,7 @@ def test_gpus_without_nccl_carry_the_command(sick_run: dict[str, Any]) -> None:
 
 @pytest.fixture
 def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Stand a directory in for /proc and /sys/fs/cgroup; 64 GiB, no control groups."""
+    """Return a directory that replaces /proc and /sys/fs/cgroup: 64 GiB, no control groups."""
     monkeypatch.setattr(doctor_host.Files, "proc", tmp_path / "proc")
     monkeypatch.setattr(doctor_host.Files, "cgroup", tmp_path / "cgroup")
     write(tmp_path, "proc/meminfo", "MemTotal: 67108864 kB\nMemAvailable: 33554432 kB\n")
@@ -718,7 +722,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "cgroup/user/memory.current": f"{3 << 30}",
         "cgroup/user/cpu.max": "150000 100000",
     },
-    # The path is the host's; only the container's own part is mounted, at the top.
+    # The path is the host's, but only the container's own part is mounted, at the top.
     "version 1 inside a container": {
         "proc/self/cgroup": "9:name=systemd:/\n4:memory:/docker/1\n3:cpu,cpuacct:/d",
         "cgroup/memory/memory.limit_in_bytes": f"{4 << 30}",
@@ -744,18 +748,18 @@ GROUPS: dict[str, dict[str, str]] = {
         ("version 1 with the largest number there is", None, None, None),
     ],
 )
-def test_limits_of_control_groups(
+def test_report_reads_limits_of_control_groups(
     system: Path, groups: str, limit: int | None, left: int | None, quota: float | None
 ) -> None:
     for path, words in GROUPS[groups].items():
         write(system, path, f"{words}\n")
-    found = doctor_host.shared_memory()
-    assert (found["memory"], found["available"]) == (64 << 30, 32 << 30)
-    assert (found["limit"], found["left"]) == (limit, left)
+    memory = doctor_host.shared_memory()
+    assert (memory["memory"], memory["available"]) == (64 << 30, 32 << 30)
+    assert (memory["limit"], memory["left"]) == (limit, left)
     assert doctor_host.processors()["quota"] == quota
 
 
-def test_a_run_directory_of_somebody_else_is_shown(doctor: Doctor) -> None:
+def test_run_directory_writable_by_all_is_a_problem(doctor: Doctor) -> None:
     foreign = doctor.launches.temporary / f"collective-{os.geteuid()}"
     foreign.mkdir()
     foreign.chmod(0o777)

@@ -41,7 +41,7 @@ def fractions(x: Any, dtype: str) -> list[Fraction]:
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 @pytest.mark.parametrize("op", ["sum", "prod", "avg"])
-def test_the_oracle_is_exact_to_many_more_bits_than_any_dtype(op: str, dtype: str) -> None:
+def test_oracle_is_exact_to_95_bits(op: str, dtype: str) -> None:
     case = Case("all_reduce", CaseLeaf((50,), dtype), op)
     (reference,) = oracle.references(case, 0, 5, 0) or []
     inputs = [fractions(oracle.inputs(case, rank, 5, 0), dtype) for rank in range(5)]
@@ -60,7 +60,7 @@ def test_the_oracle_is_exact_to_many_more_bits_than_any_dtype(op: str, dtype: st
 
 
 @pytest.mark.parametrize("dtype", ["complex64", "complex128"])
-def test_complex_products_of_the_oracle(dtype: str) -> None:
+def test_oracle_complex_products_are_exact_to_90_bits(dtype: str) -> None:
     case = Case("all_reduce", CaseLeaf((20,), dtype), "prod")
     (reference,) = oracle.references(case, 0, 3, 0) or []
     assert reference.value is not None
@@ -79,7 +79,7 @@ def test_complex_products_of_the_oracle(dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", [d for d in DTYPES if d != "bool" and reduces("band", d)])
 @pytest.mark.parametrize("op", ["sum", "prod"])
-def test_integers_wrap(op: str, dtype: str) -> None:
+def test_oracle_integers_wrap(op: str, dtype: str) -> None:
     case = Case("all_reduce", CaseLeaf((200,), dtype), op)
     inputs = [oracle.inputs(case, rank, 3, 0).tolist() for rank in range(3)]
     (reference,) = oracle.references(case, 0, 3, 0) or []
@@ -92,7 +92,7 @@ def test_integers_wrap(op: str, dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 @pytest.mark.parametrize("op", ["min", "max"])
-def test_extremes_of_zeros_and_nan(op: str, dtype: str) -> None:
+def test_oracle_extremes_order_zeros_and_nan(op: str, dtype: str) -> None:
     case = Case("all_reduce", CaseLeaf((500,), dtype), op)
     unsigned = f"u{BY_NAME[dtype].itemsize}"
     inputs = [oracle.inputs(case, rank, 3, 0).view(unsigned).tolist() for rank in range(3)]
@@ -107,7 +107,7 @@ def test_extremes_of_zeros_and_nan(op: str, dtype: str) -> None:
     assert np.isfinite(oracle.decoded(oracle.inputs(on_a_gpu, 0, 3, 0), dtype)).all()
 
 
-def test_bounds_grow_with_the_ranks_and_hold_what_a_narrower_type_breaks() -> None:
+def test_bound_grows_with_ranks_and_excludes_narrower_dtype() -> None:
     assert bound("sum", "float32", 1) == 0
     assert bound("sum", "float64", 2) == pytest.approx(1)
     assert bound("avg", "float64", 4) == pytest.approx(4)
@@ -123,32 +123,32 @@ def test_bounds_grow_with_the_ranks_and_hold_what_a_narrower_type_breaks() -> No
 
 
 def outcomes(backend: str, sizes: tuple[int, ...], **options: Any) -> list[CaseResult]:
-    given: dict[str, Any] = {
+    defaults: dict[str, Any] = {
         "frameworks": ["numpy"], "operations": OPERATIONS, "ops": OPS, "dtypes": DTYPES,
         "shapes": ["scalar", "empty", "odd", "strided"], "seed": 5, "timeout": 30.0,
     }  # fmt: skip
-    found: list[CaseResult] = []
+    results: list[CaseResult] = []
     run(
-        Comparison(transports=survey([backend]), sizes=sizes, **(given | options)),
-        found.append,
+        Comparison(transports=survey([backend]), sizes=sizes, **(defaults | options)),
+        results.append,
         lambda transport, size: None,
     )
-    return found
+    return results
 
 
-def wrong(found: list[CaseResult]) -> list[str]:
-    return [each.text for each in found if each.status != "passed"]
+def wrong(results: list[CaseResult]) -> list[str]:
+    return [result.text for result in results if result.status != "passed"]
 
 
-def test_threads_agree_with_the_oracle() -> None:
-    found = outcomes("threads", (1, 3))
-    assert wrong(found) == []
-    assert {each.case.operation for each in found} == set(OPERATIONS)
-    sums = [e for e in found if e.case.dtype == "float32" and e.case.op == "sum" and e.size == 3]
+def test_threads_agree_with_oracle() -> None:
+    results = outcomes("threads", (1, 3))
+    assert wrong(results) == []
+    assert {each.case.operation for each in results} == set(OPERATIONS)
+    sums = [e for e in results if e.case.dtype == "float32" and e.case.op == "sum" and e.size == 3]
     assert any(0 < each.error <= each.bound for each in sums)
 
 
-def test_frameworks_agree_with_the_oracle_apart_and_mixed() -> None:
+def test_frameworks_agree_with_oracle_alone_and_mixed() -> None:
     names = [n for n in ("numpy", "torch", "chainer") if not unavailable([n])[n]]
     if len(names) < 2:
         pytest.skip("NumPy alone")
@@ -160,7 +160,7 @@ def test_frameworks_agree_with_the_oracle_apart_and_mixed() -> None:
     assert {each.case.framework for each in found} == {*names, "mixed"}
 
 
-def test_shm_agrees_with_the_oracle() -> None:
+def test_shm_agrees_with_oracle() -> None:
     found = outcomes(
         "shm", (2,), shapes=["odd", "large"], ops=["sum", "user"],
         dtypes=["int8", "float16", "float32"],
@@ -168,7 +168,7 @@ def test_shm_agrees_with_the_oracle() -> None:
     assert wrong(found) == []
 
 
-def test_arrays_of_every_framework_are_made_and_read_back() -> None:
+def test_lay_out_makes_arrays_that_read_back_in_each_framework() -> None:
     from collective.tools.parity.execution import lay_out
 
     for name in ("numpy", "torch", "chainer"):
@@ -192,10 +192,10 @@ def explored(backend: str, count: int, **options: Any) -> dict[str, Any]:
     from collective.tools.parity.random_cases import explore
 
     (transport,) = survey([backend])
-    given: dict[str, Any] = {"frameworks": ["numpy"], "operations": OPERATIONS, "seed": 1}
+    defaults: dict[str, Any] = {"frameworks": ["numpy"], "operations": OPERATIONS, "seed": 1}
     plan = Comparison(
         transports=[transport], ops=OPS, dtypes=[d for d in DTYPES if "complex" not in d],
-        shapes=(), sizes=(2, 3), timeout=20.0, **(given | options),
+        shapes=(), sizes=(2, 3), timeout=20.0, **(defaults | options),
     )  # fmt: skip
     return explore(plan, transport, count, lambda: None)
 
@@ -204,7 +204,7 @@ def test_random_cases_pass() -> None:
     assert explored("threads", 60)["passed"]
 
 
-def test_a_failing_random_case_is_shrunk_and_printed_as_a_program(
+def test_failing_random_case_is_shrunk_and_becomes_a_program(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     found = explored("tests.support.broken_transport:DroppedRank", 100, operations=REDUCTIONS)
@@ -222,7 +222,9 @@ def test_a_failing_random_case_is_shrunk_and_printed_as_a_program(
 # -- the command ----------------------------------------------------------------------------------
 
 
-def test_the_command_writes_its_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_parity_command_writes_json_and_html(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     files = tmp_path / "parity.json", tmp_path / "parity.html"
     code = main(
         ["parity", "--backend", "threads", "--framework", "numpy", "--op", "all_reduce,barrier",
@@ -238,20 +240,20 @@ def test_the_command_writes_its_results(tmp_path: Path, capsys: pytest.CaptureFi
     assert 0 < row["worst_ulp"] <= row["bound_ulp"]
     page = files[1].read_text()
     assert "all_reduce" in page
-    assert "src=" not in page  # nothing to load
+    assert "src=" not in page  # The page loads nothing.
     assert "href=" not in page
     assert "all_reduce" in printed
     assert "0 failed" in printed
 
 
-def test_the_command_fails_with_a_wrong_transport(capsys: pytest.CaptureFixture[str]) -> None:
+def test_parity_command_with_wrong_transport_fails(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--framework", "numpy", "--op", "all_reduce", "--dtype", "float32", "--ranks", "2"]
     arguments += ["--shape", "odd", "--backend", "tests.support.broken_transport:Undivided"]
     assert main(["parity", *arguments]) == 1
     assert "FAILED" in capsys.readouterr().out
 
 
-def test_a_transport_that_is_not_here_is_a_row(
+def test_parity_command_lists_unavailable_transport(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from collective.tools import doctor

@@ -1,4 +1,4 @@
-"""``collective parity`` finds what is wrong with each of the transports of broken_transport.py."""
+"""``collective parity`` finds the fault of each transport in broken_transport.py."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tests.support import broken_transport as broken
 from tests.support.loopback import Loopback
 from tests.tools.test_parity import outcomes
 
-# Long enough for a busy machine, short enough to wait for a hang.
+# The timeout is long enough for a busy machine, and short enough to wait for a hang.
 TIMEOUT_S = 4.0
 
 
 class Fault(NamedTuple):
-    """A broken transport, the operation that shows it, and what is said of it."""
+    """A broken transport, the operation that shows the fault, and a fragment of the report."""
 
     kind: type[Backend]
     operation: str
@@ -79,8 +79,9 @@ def _release() -> Iterator[None]:
     broken.released.set()
 
 
-# What shows in the words of an error alone, after one, when ranks go on without the lost, in how
-# long it takes, in inputs that are read-only, or in the bytes of booleans: parity looks at results.
+# Parity compares results, so it misses these transports. Their faults show only in the text of an
+# error, after an error, when survivors continue, in durations, in read-only inputs, or in the bytes
+# of booleans.
 UNSEEN = set(
     """
     Laconic Forgiving Unwaking Ignoring Alone Slandering Unhospitable Secretive Lending
@@ -89,7 +90,7 @@ UNSEEN = set(
 )
 
 
-def test_every_broken_transport_is_here() -> None:
+def test_faults_cover_every_broken_transport() -> None:
     known = {
         name for name, kind in vars(broken).items()
         if isinstance(kind, type) and kind.__module__ == broken.__name__
@@ -98,23 +99,23 @@ def test_every_broken_transport_is_here() -> None:
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.kind.__name__)
-def test_a_planted_fault_is_found(fault: Fault) -> None:
-    found = found_on(
+def test_parity_finds_planted_fault(fault: Fault) -> None:
+    results = found_on(
         fault.kind, fault.size, operations=fault.operations, timeout=fault.timeout, ops=fault.ops,
         dtypes=fault.dtypes,
     )  # fmt: skip
-    failed = [each for each in found if each.status == "failed"]
+    failed = [each for each in results if each.status == "failed"]
     assert fault.operation in {each.case.operation for each in failed}
     texts = [each.text for each in failed if each.case.operation == fault.operation]
     assert any(fault.says in text for text in texts), texts
-    # One that fails, hangs or dies takes no other case down.
-    assert {each.case.operation for each in found} == set(fault.operations)
-    assert len({each.case for each in found}) == len(found)
-    assert any(each.status == "passed" for each in found)
+    # A case that fails, hangs or dies does not affect other cases.
+    assert {each.case.operation for each in results} == set(fault.operations)
+    assert len({each.case for each in results}) == len(results)
+    assert any(each.status == "passed" for each in results)
 
 
 @pytest.mark.parametrize("kind", [ThreadsBackend, Loopback])
-def test_nothing_is_found_on_sound_transports(kind: type[Backend]) -> None:
+def test_parity_finds_nothing_on_sound_transports(kind: type[Backend]) -> None:
     ops, dtypes = ("sum", "avg", "user", "min"), ("float32", "int16")
-    found = found_on(kind, 3, timeout=60.0, ops=ops, dtypes=dtypes)
-    assert {each.text for each in found if each.status != "passed"} == set()
+    results = found_on(kind, 3, timeout=60.0, ops=ops, dtypes=dtypes)
+    assert {each.text for each in results if each.status != "passed"} == set()

@@ -1,4 +1,4 @@
-"""Parity of splits: both frameworks agree with the oracle in pieces, and a difference is found."""
+"""Parity of split models: both frameworks agree with the oracle, and a difference is found."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ def plan(backend: str, size: int, *frameworks: str) -> Comparison:
 
 
 @pytest.mark.parametrize("backend", ["threads", "shm", "gloo"])
-def test_both_frameworks_agree_with_the_oracle(backend: str) -> None:
+def test_compare_splits_of_both_frameworks_with_oracle_passes(backend: str) -> None:
     rows = splits.compare(plan(backend, 3, "torch", "chainer"), lambda text: None)
     assert [row for row in rows if not row["passed"]] == []
-    # Four ways in turn and four over ranks, in two frameworks.
+    # Each of the two frameworks has four splits computed in turn and four over ranks.
     assert len(rows) == 16
 
 
-def test_a_gradient_that_is_wrong_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compare_splits_finds_wrong_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     right = torch_splits.gradients
 
     def wrong(layers: Any, arrays: Any, **how: Any) -> Any:
-        found = right(layers, arrays, **how)
+        result = right(layers, arrays, **how)
         if how.get("batch") == 2 and "channels" not in how:
-            found["weight 0"] = found["weight 0"] + 1e-10
-        return found
+            result["weight 0"] = result["weight 0"] + 1e-10
+        return result
 
     monkeypatch.setattr(torch_splits, "gradients", wrong)
     in_turn = replace(plan("threads", 2, "torch"), transports=[])
@@ -50,10 +50,10 @@ def test_a_gradient_that_is_wrong_is_found(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-def test_the_oracle_has_the_gradients_of_its_results(name: str) -> None:
+def test_gradients_of_oracle_match_finite_differences(name: str) -> None:
     layers = NETWORKS[name]
     arrays = draw(layers, 0)
-    found = gradients(layers, arrays)
+    computed = gradients(layers, arrays)
     step = 1e-5
     for key in arrays:
         index = tuple(length // 2 for length in arrays[key].shape)
@@ -63,9 +63,9 @@ def test_the_oracle_has_the_gradients_of_its_results(name: str) -> None:
             moved[key][index] += sign * step
             losses.append((gradients(layers, moved)["y"] ** 2).sum() / 2)
         slope = (losses[0] - losses[1]) / (2 * step)
-        assert slope == pytest.approx(found[key][index], rel=1e-5, abs=1e-5), key
+        assert slope == pytest.approx(computed[key][index], rel=1e-5, abs=1e-5), key
 
 
-def test_no_framework_to_split_in() -> None:
+def test_require_without_split_framework_raises_invalid_argument() -> None:
     with pytest.raises(InvalidArgumentError, match="--splits: neither torch nor chainer"):
         splits.require(plan("threads", 2, "numpy"))

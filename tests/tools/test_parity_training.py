@@ -16,7 +16,7 @@ if importlib.util.find_spec("chainer") is None:
 
 import torch
 
-import collective.adapters.chainer  # noqa: F401  # it makes `import chainer` work
+import collective.adapters.chainer  # noqa: F401  # The adapter makes `import chainer` work.
 from collective.errors import InvalidArgumentError, ShapeError
 from collective.tools.parity import weights
 from collective.tools.parity.cases import OPERATIONS
@@ -27,7 +27,7 @@ from collective.tools.parity.transports import survey
 import chainer  # isort: skip
 
 
-# -- pairs of models, as of ``collective parity --model`` ------------------------------------------
+# -- pairs of models, as for ``collective parity --model`` -----------------------------------------
 
 
 class TorchNet(torch.nn.Module):
@@ -67,7 +67,7 @@ def make_unlike() -> tuple[Any, ...]:
     return TorchNet(), ChainerNet(chainer.functions.sigmoid), batch
 
 
-# -- what becomes of them --------------------------------------------------------------------------
+# -- comparisons -----------------------------------------------------------------------------------
 
 
 def plan(*backends: str) -> Comparison:
@@ -77,7 +77,7 @@ def plan(*backends: str) -> Comparison:
     )  # fmt: skip
 
 
-def test_a_pair_that_is_alike_agrees() -> None:
+def test_compare_of_equal_models_passes() -> None:
     rows = compare(plan("threads", "shm"), 5, f"{__name__}:make_alike", lambda line: None)
     assert [row["what"] for row in rows if not row["passed"]] == []
     text = " ".join(row["what"] for row in rows)
@@ -87,7 +87,7 @@ def test_a_pair_that_is_alike_agrees() -> None:
     assert all(row["difference"] > 0 for row in rows if "one process" in row["what"])
 
 
-def test_a_pair_that_differs_is_found() -> None:
+def test_compare_of_unequal_models_fails() -> None:
     rows = compare(plan("threads"), 3, f"{__name__}:make_unlike", lambda line: None)
     failed = [row for row in rows if not row["passed"]]
     assert {row["what"].partition(":")[2] for row in failed} == {
@@ -97,14 +97,14 @@ def test_a_pair_that_differs_is_found() -> None:
     assert min(row["difference"] for row in failed) > 1e-4
 
 
-def test_what_is_no_pair_is_refused() -> None:
+def test_compare_without_model_pair_raises_invalid_argument() -> None:
     with pytest.raises(InvalidArgumentError, match="module:function"):
         compare(plan("threads"), 1, f"{__name__}:missing", lambda line: None)
     with pytest.raises(InvalidArgumentError, match="a PyTorch module, a"):
         compare(plan("threads"), 1, "os:getcwd", lambda line: None)
 
 
-def test_weights_travel_between_frameworks(tmp_path: Path) -> None:
+def test_weights_pass_between_frameworks(tmp_path: Path) -> None:
     module, link, _ = make_alike()
     path = str(tmp_path / "weights.safetensors")
     weights.save(path, weights.torch_parameters(module))

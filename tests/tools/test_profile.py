@@ -1,4 +1,4 @@
-"""What is measured in traces: waiting, moving, hiding, steps, and the verdict."""
+"""Measurements in traces: waiting, moving, hiding, steps, and the verdict."""
 
 import numpy as np
 import pytest
@@ -38,13 +38,14 @@ def the_operation(found, name):
 # -- one call -----------------------------------------------------------------------------------
 
 
-def test_waiting_is_told_from_moving():
+def test_profile_separates_waiting_from_moving():
     found = profile([a_rank(0, a_call(1.0, 1.5)), a_rank(1, a_call(1.3, 1.4))])
     one = the_operation(found, "all_reduce")
     assert (one.calls, one.nbytes, one.failed) == (1, 800, 0)
     assert one.seconds == pytest.approx(0.5)
     assert one.waiting == pytest.approx(0.15)  # 0.3 and 0
-    assert one.moving == pytest.approx(0.2)  # from when the last had come, on the slowest
+    # Moving lasts from the arrival of the last rank to the end on the slowest rank.
+    assert one.moving == pytest.approx(0.2)
     assert one.algbw == pytest.approx(4000)
     assert one.busbw == pytest.approx(4000)
     assert one.late == {1: 1}
@@ -53,23 +54,29 @@ def test_waiting_is_told_from_moving():
 @pytest.mark.parametrize(
     ("name", "times", "waiting", "moving"),
     [
-        ("broadcast", [(1.0, 1.1), (2.0, 2.1)], 0, 0.1),  # who sends from the root waits for nobody
+        ("broadcast", [(1.0, 1.1), (2.0, 2.1)], 0, 0.1),  # The root sends and waits for no rank.
         ("broadcast", [(2.0, 2.1), (1.0, 2.2)], 0.5, 0.2),
         ("gather", [(1.0, 2.1), (2.0, 2.05)], 0.5, 0.1),
-        ("gather", [(2.0, 2.1), (1.0, 1.1)], 0, 0.1),  # nor who sends to it
+        (
+            "gather",
+            [(2.0, 2.1), (1.0, 1.1)],
+            0,
+            0.1,
+        ),  # A rank that sends to the root does not wait.
     ],
 )
-def test_with_a_root_those_wait_who_receive(name, times, waiting, moving):
+def test_profile_of_rooted_call_counts_waiting_of_receivers(name, times, waiting, moving):
     calls = [a_call(*each, name=name, root_rank=0) for each in times]
     one = the_operation(profile([a_rank(n, call) for n, call in enumerate(calls)]), name)
     assert (one.waiting, one.moving) == pytest.approx((waiting, moving))
 
 
-def test_the_share_hidden_is_what_the_program_computed_meanwhile():
+def test_profile_hidden_share_is_time_computed_during_call():
     def wait(start, end):
         return Slice("wait all_reduce", "wait", 0, start, end, {})
 
-    # 1 s in the background, for the last quarter of which rank 0 waits, rank 1 for half.
+    # The call takes 1 s in the background. Rank 0 waits for its last quarter, rank 1 for its last
+    # half.
     found = profile([
         a_rank(0, a_call(1, 2, tid=BACKGROUND), wait(1.75, 2.1)),
         a_rank(1, a_call(1, 2, tid=BACKGROUND), wait(1.5, 2.1)),
@@ -79,7 +86,7 @@ def test_the_share_hidden_is_what_the_program_computed_meanwhile():
     assert one.hidden == pytest.approx(0.625)
 
 
-def test_what_failed_and_what_only_compared_are_no_transfers():
+def test_profile_excludes_failed_and_comparing_calls_from_transfers():
     never = a_call(3, 9, seq=3)
     never.over = False
     found = profile([
@@ -90,18 +97,18 @@ def test_what_failed_and_what_only_compared_are_no_transfers():
     assert (one.calls, one.failed) == (2, 2)
 
 
-def test_bus_bandwidth_is_that_of_all_ranks():
+def test_profile_bus_bandwidth_uses_all_ranks_of_call():
     found = profile([a_rank(n, a_call(1, 2, ranks=4)) for n in range(2)])
     one = the_operation(found, "all_reduce")
     assert one.busbw == pytest.approx(1.5 * one.algbw)  # 2(n-1)/n
 
 
-def test_memory_moves_nothing():
+def test_profile_of_empty_has_no_bandwidth():
     found = profile([a_rank(0, a_call(1, 2, name="empty")), a_rank(1, a_call(1, 2, name="empty"))])
     assert the_operation(found, "empty").algbw is None
 
 
-def test_messages_are_counted_on_all_ranks():
+def test_profile_counts_messages_of_all_ranks():
     def message(name, start, end):
         return Slice(name, "message", 0, start, end, {"bytes": 40})
 
@@ -117,10 +124,10 @@ def test_messages_are_counted_on_all_ranks():
 
 
 def training(rank, steps=10, comp=0.3, sync=0.1, late=0.0, marked=False, extra=None):
-    """Return steps of computing and one all-reduce; ``late`` of it is waiting."""
+    """Return a rank's trace of steps, each computing and one all-reduce, after 5 s of setup."""
     slices, marks, at, seq = [], [], 0.0, 0
     for step in range(steps):
-        first = 5.0 if step == 0 else 0.0  # setting up
+        first = 5.0 if step == 0 else 0.0
         seq += 1
         slices.append(a_call(at + comp + first, at + comp + first + sync, seq=seq, nbytes=8000))
         at += comp + first + sync
@@ -131,7 +138,7 @@ def training(rank, steps=10, comp=0.3, sync=0.1, late=0.0, marked=False, extra=N
 
 
 @pytest.mark.parametrize("marked", [False, True])
-def test_a_step_is_computing_and_synchronising(marked):
+def test_steps_divide_into_computing_and_synchronising(marked):
     traces = [training(0, marked=marked), training(1, comp=0.2, sync=0.2, marked=marked)]
     steps = profile(traces).steps
     assert steps.how.startswith("marks" if marked else "the repeated all_reduce of 8,000 bytes")
@@ -144,7 +151,7 @@ def test_a_step_is_computing_and_synchronising(marked):
     assert steps.calls == [("all_reduce", 8000, 1)]
 
 
-def test_what_is_between_steps_does_not_hide_them():
+def test_steps_are_found_despite_calls_between_them():
     def every_fourth(slices, step, at, seq):
         if step % 4 == 3:
             for name, nbytes in (("barrier", 0), ("all_reduce", 16)):
@@ -159,8 +166,8 @@ def test_what_is_between_steps_does_not_hide_them():
     assert (steps.comp, steps.sync) == pytest.approx((0.3, 0.1))
 
 
-def test_a_call_a_parameter_is_one_step():
-    """The seed's sync_gradients: an all-reduce for each parameter, some of one shape."""
+def test_steps_with_one_call_per_parameter_are_found():
+    """Imitate the first sync_gradients: an all-reduce for each parameter, some of equal shape."""
     shapes = [800, 1600, 800, 4000, 800]
     slices, at, seq = [], 0.0, 0
     for _ in range(8):
@@ -177,18 +184,18 @@ def test_a_call_a_parameter_is_one_step():
     ]  # fmt: skip
 
 
-def test_too_few_calls_are_no_steps():
+def test_find_with_too_few_calls_returns_none():
     assert find([training(n, steps=3) for n in range(2)]) is None
     assert find([a_rank(0)]) is None
     different = [a_call(n, n + 0.5, seq=n, nbytes=800 + n) for n in range(40)]
     assert find([a_rank(0, *different)]) is None
 
 
-def test_calls_in_the_background_leave_time_to_compute():
+def test_steps_with_background_calls_keep_time_to_compute():
     slices, handles = [], []
     for step in range(8):
         at = 2.0 * step
-        # Made at 0.5, on its way from 0.6 to 1.6, waited for from 1.2.
+        # The call is issued at 0.5 and runs from 0.6 to 1.6; the program waits from 1.2.
         slices += [Slice("start all_reduce", "start", 0, at + 0.5, at + 0.5, {}),
                    a_call(at + 0.6, at + 1.6, seq=step, tid=BACKGROUND),
                    Slice("wait all_reduce", "wait", 0, at + 1.2, at + 1.6, {})]  # fmt: skip
@@ -204,7 +211,7 @@ def test_calls_in_the_background_leave_time_to_compute():
 
 
 @given(st.floats(1e-4, 10), st.floats(0, 10), st.integers(1, 64))
-def test_the_criterion_is_that_an_epoch_gets_shorter(comp, sync, ranks):
+def test_judge_pays_if_epoch_gets_shorter(comp, sync, ranks):
     steps = profile([training(n, comp=0.3, sync=0.1) for n in range(2)]).steps
     steps = type(steps)(**{**{k: getattr(steps, k) for k in steps.__slots__},
                            "comp": comp, "sync": sync})  # fmt: skip
@@ -224,7 +231,7 @@ PARTS = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)).map(sorted).m
 
 
 @given(PARTS, PARTS, st.integers(-5, 35), st.integers(-5, 35))
-def test_intervals_are_sets_of_moments(first, second, start, end):
+def test_intervals_behave_like_sets_of_moments(first, second, start, end):
     def cells(parts):
         return {cell for a, b in parts for cell in range(a, b)}
 

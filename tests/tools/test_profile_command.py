@@ -1,4 +1,4 @@
-"""`collective profile`: real runs, what is printed, predictions, and what is refused."""
+"""`collective profile`: real runs, printed reports, predictions, and refused arguments."""
 
 import json
 import sys
@@ -54,7 +54,7 @@ SIZES = [8**exponent for exponent in range(1, 8)]
 
 @pytest.fixture
 def profiled(tmp_path, monkeypatch, capfd):
-    """Profile a program of two ranks that are threads; return code, output and the JSON."""
+    """Return a function that profiles two thread ranks and returns code, output and JSON."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "120")
 
@@ -67,7 +67,7 @@ def profiled(tmp_path, monkeypatch, capfd):
     return run
 
 
-def test_a_program_is_run_and_judged(profiled):
+def test_profile_command_runs_and_judges_a_program(profiled):
     Path("bench.json").write_text(json.dumps({"results": [m._asdict() for m in figures()]}))
     code, output, found = profiled("--predict", "8,64", "--link", "10us,12GB/s", "--per-host", "4",
                                  "--from", "bench.json", "--trace", "kept")  # fmt: skip
@@ -81,7 +81,7 @@ def test_a_program_is_run_and_judged(profiled):
     steps = found["steps"]
     assert steps["how"] == "marks of the program"
     assert steps["count"] == 7
-    assert steps["comp"] >= 0.006  # what is slept outside of calls
+    assert steps["comp"] >= 0.006  # the time that the program sleeps outside of calls
     assert steps["step"] >= steps["sync"] >= steps["waiting"] >= 0
     assert [*map(tuple, steps["calls"])] == [("all_gather", 32, 1), ("all_reduce", 8000, 1)]
     ratio = steps["sync"] / steps["comp"]
@@ -96,7 +96,7 @@ def test_a_program_is_run_and_judged(profiled):
     assert "4 rank(s) a host" in output.out
 
 
-def test_the_program_s_exit_code_is_ours_and_it_is_reported_all_the_same(profiled):
+def test_profile_command_returns_exit_code_and_still_reports(profiled):
     code, output, found = profiled(mark="pass", end="raise SystemExit(7)")
     assert code == 7
     assert found["steps"]["how"].startswith("the repeated all_reduce of 8,000 bytes")
@@ -108,8 +108,8 @@ def _truth(op, nbytes, ranks):
     return coefficients(op, nbytes, ranks, ranks, "ring") @ [3e-6, 1e-10, 3e-6, 1e-10, 3e-11]
 
 
-def test_steps_of_torch_s_own_wrapper_are_its_optimizer_s(tmp_path, monkeypatch):
-    """Its buckets are equal calls: how many make a step cannot be told from them."""
+def test_profile_command_takes_steps_of_ddp_from_optimizer(tmp_path, monkeypatch):
+    """The buckets are equal calls, so the calls alone do not show how many make a step."""
     pytest.importorskip("torch")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "executable", warm.python())
@@ -146,7 +146,7 @@ def figures():
             for op in ("all_reduce", "all_gather") for p in (2, 4) for n in SIZES]  # fmt: skip
 
 
-def test_a_prediction_is_the_sum_of_what_a_step_does():
+def test_predict_sums_the_parts_of_a_step():
     outlook = predict(steps_of(), 2, figures(), [64], LinkSpeed(1e-5, 1 / 12e9), 8)
     assert outlook.fits[0].algorithm == "ring"
     (one,) = [p for p in outlook.predictions[0] if p.algorithm == "ring"]
@@ -165,15 +165,15 @@ def test_a_prediction_is_the_sum_of_what_a_step_does():
     assert {p.algorithm for p in outlook.predictions[0]} == set(ALGORITHMS)
 
 
-def test_the_ranks_that_there_were_are_predicted_as_measured():
+def test_predict_for_measured_ranks_equals_measurement():
     outlook = predict(steps_of(), 2, figures(), [1, 2])
     assert [p.sync for p in outlook.predictions[1]] == pytest.approx([0.002] * len(ALGORITHMS))
     assert outlook.predictions[0][0].sync == 0
     assert outlook.predictions[0][0].speedup == pytest.approx(1)
 
 
-def test_hiding_ends_where_there_is_no_time_to_compute():
-    # 0.4 ms of 0.5 ms are hidden now, and there are 2 ms of computing.
+def test_predict_limits_hiding_to_time_of_computing():
+    # At first 0.4 ms of 0.5 ms are hidden; the program computes for 2 ms.
     hiding = steps_of(sync=0.0001, waiting=0.0, background=0.0005, hidden=0.0004, window=0.002,
                       calls=[("all_reduce", 1 << 20, 1)])  # fmt: skip
     slow = LinkSpeed(1e-3, 1e-9)
@@ -188,12 +188,12 @@ def test_hiding_ends_where_there_is_no_time_to_compute():
     ("text", "alpha", "rate"),
     [("10us,12GB/s", 1e-5, 12e9), ("1.5 ms, 10 Gbit/s", 1.5e-3, 1.25e9), ("0s,1GiB/s", 0, 2**30)],
 )
-def test_a_link_is_a_time_and_a_rate(text, alpha, rate):
+def test_to_link_reads_a_time_and_a_rate(text, alpha, rate):
     assert to_link(text) == pytest.approx((alpha, 1 / rate))
 
 
 @pytest.mark.parametrize("text", ["", "10us", "12GB/s,10us", "-1us,1GB/s", "1us,0GB/s", "1us,1GB"])
-def test_what_is_no_link_is_refused(text):
+def test_to_link_of_invalid_text_raises_value_error(text):
     with pytest.raises(ValueError, match=r"rate"):
         to_link(text)
 
@@ -205,7 +205,7 @@ def _measure(comm):
     return measure(comm, sizes=(8, 4096), seconds=0.002)
 
 
-def test_a_transport_is_timed():
+def test_measure_times_a_transport():
     first, second = run_ranks(2, _measure)
     assert first == second
     assert [(m.op, m.bytes, m.ranks) for m in first] == [
@@ -215,20 +215,21 @@ def test_a_transport_is_timed():
     assert all(0 < m.seconds < 20 for m in first)
 
 
-def test_figures_are_found_wherever_they_are(tmp_path):
+def test_load_finds_measurements_in_nested_json(tmp_path):
     row = {"op": "all_reduce", "bytes": 8, "ranks": 2, "seconds": 1e-6, "dtype": "float32"}
     other = {**row, "backend": "gloo", "ranks": 4}
     file = tmp_path / "bench.json"
     file.write_text(json.dumps({"machine": {}, "tables": [{"rows": [row, other]}, {"op": 1}]}))
     assert load(file) == [Measured("all_reduce", 8, 2, 1e-6), Measured("all_reduce", 8, 4, 1e-6)]
     assert load(file, "shm") == [Measured("all_reduce", 8, 2, 1e-6)]
-    # As `collective bench` writes them: no short calls back to back, no ordinary memory.
+    # Of rows of `collective bench` load() skips short calls measured back to back, wrong results,
+    # and ordinary memory.
     rows = [{**row, "memory": "symmetric", "method": "latency", "backend": "shm", "wrong": 0}]
     rows += [{**rows[0], "memory": "ordinary"}, {**rows[0], "method": "bandwidth"}]
     rows += [{**rows[0], "wrong": 3}, {**rows[0], "op": "send_recv", "memory": ""}]
     file.write_text(json.dumps(rows))
     assert load(file) == [Measured("all_reduce", 8, 2, 1e-6), Measured("send", 8, 2, 1e-6)]
-    file.write_text(json.dumps(rows[1:4]))  # of a transport that has no such memory
+    file.write_text(json.dumps(rows[1:4]))  # rows of a transport without symmetric memory
     assert load(file) == [Measured("all_reduce", 8, 2, 1e-6)]
     file.write_text("{}")
     with pytest.raises(ConfigError, match="no measurements; it needs objects with the keys op, b"):
@@ -238,7 +239,7 @@ def test_figures_are_found_wherever_they_are(tmp_path):
         load(file)
 
 
-# -- what is told -------------------------------------------------------------------------------
+# -- printed reports ----------------------------------------------------------------------------
 
 
 def shown(found, outlook=None, width=120):
@@ -251,15 +252,15 @@ def shown(found, outlook=None, width=120):
 
 def a_profile(**changes):
     about = {"rank": 0, "size": 4, "local_size": 4, "cores": 2, "backend": "nccl"}
-    found = {"about": about, "ranks": 3, "seconds": 1.0, "operations": [], "steps": steps_of(),
+    values = {"about": about, "ranks": 3, "seconds": 1.0, "operations": [], "steps": steps_of(),
              "clock_error": 2e-5}  # fmt: skip
-    return Profile(**{**found, **changes})
+    return Profile(**{**values, **changes})
 
 
-def test_what_the_figures_do_not_say_is_said():
-    found = a_profile()
-    found.about["enqueues"] = True
-    text = " ".join(shown(found).split())
+def test_show_prints_limits_of_the_figures():
+    result = a_profile()
+    result.about["enqueues"] = True
+    text = " ".join(shown(result).split())
     assert "only enqueued" in text
     assert "clocks may be 20 µs apart" in text
     assert "1 of 4 ranks left no trace" in text
@@ -267,12 +268,12 @@ def test_what_the_figures_do_not_say_is_said():
     assert "No training steps found" in shown(a_profile(steps=None))
 
 
-def test_computing_nothing_never_pays():
+def test_show_of_steps_without_computing_never_pays():
     text = shown(a_profile(ranks=4, steps=steps_of(comp=0.0)))
     assert "4 ranks do not pay" in text
 
 
-def test_assumptions_stand_by_the_predictions():
+def test_show_prints_assumptions_of_predictions():
     outlook = predict(steps_of(), 2, figures(), [8, 16384])
     text = " ".join(shown(a_profile(), outlook).split())
     assert "16,384" in text

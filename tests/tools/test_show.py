@@ -1,4 +1,4 @@
-"""What the commands show fits into 80 columns, with nothing cut, and how they read options."""
+"""Output of the commands, which fits 80 columns without cuts, and their reading of options."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from collective.tools.cli.main import main
         (999 << 10, "999 KiB"), (1023 << 20, "0.999 GiB"), (5000 << 40, "5000 TiB"),
     ],
 )  # fmt: skip
-def test_sizes_have_three_digits_and_no_exponent(nbytes: float | None, text: str) -> None:
+def test_size_name_has_three_digits_and_no_exponent(nbytes: float | None, text: str) -> None:
     assert show.size_name(nbytes) == text
 
 
@@ -37,31 +37,31 @@ def test_sizes_have_three_digits_and_no_exponent(nbytes: float | None, text: str
     ("seconds", "text"),
     [(0.0, "0"), (2e-10, "0.2 ns"), (1.234e-5, "12.3 µs"), (9.996e-4, "1 ms"), (5000.0, "5000 s")],
 )
-def test_times_have_three_digits_and_no_exponent(seconds: float, text: str) -> None:
+def test_time_name_has_three_digits_and_no_exponent(seconds: float, text: str) -> None:
     assert show.time_name(seconds) == text
 
 
 @pytest.mark.parametrize(
     ("rate", "text"), [(None, "-"), (9.999e8, "1 GB/s"), (12.34e9, "12.3 GB/s"), (0.0, "0 B/s")]
 )
-def test_rates_have_three_digits_and_no_exponent(rate: float | None, text: str) -> None:
+def test_rate_name_has_three_digits_and_no_exponent(rate: float | None, text: str) -> None:
     assert show.rate_name(rate) == text
 
 
-def test_a_table_keeps_what_looks_like_a_colour(capsys: pytest.CaptureFixture[str]) -> None:
+def test_print_table_keeps_text_that_looks_like_markup(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("rich")
     show.print_table("what", ["side", "why not"], [["a", "all_reduce: no [rank 1 of 2]. [red]"]])
     assert "all_reduce: no [rank 1 of 2]. [red]" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("text", ["", "a,,b", "a,"])
-def test_names_without_a_name_are_refused(text: str) -> None:
+def test_names_with_empty_name_raise_argument_error(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="names with commas between them"):
         show.names(text)
 
 
 @pytest.mark.parametrize("text", ["0", "2,x", "", "-1"])
-def test_counts_below_one_are_refused(text: str) -> None:
+def test_counts_below_one_raise_argument_error(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="integers >= 1"):
         show.counts(text)
 
@@ -81,14 +81,12 @@ ROWS = [["4 B", "shm", "123456", "1", ""], ["", "gloo", "–", "–", "it is " *
         (20, [[0, 1, 2], [0, 1, 3], [0, 1, 4]]),
     ],
 )
-def test_what_does_not_fit_goes_into_a_part_of_its_own(
-    width: int, expected: list[list[int]]
-) -> None:
+def test_parts_splits_columns_that_do_not_fit(width: int, expected: list[list[int]]) -> None:
     least = fitting.narrowest(HEADER, ROWS, width)
     assert fitting.parts(HEADER, ROWS, least, width) == expected
 
 
-def test_lines_are_wrapped_at_spaces_and_columns_are_not_widened_by_one_cell() -> None:
+def test_lines_wraps_at_spaces_and_ignores_single_wide_cell() -> None:
     rows = [
         ["key", "value", "origin"],
         ["one", "1", "the environment, as everything else that is here"],
@@ -170,7 +168,7 @@ def config() -> None:
     assert main(["config"]) == 0
 
 
-#: Each prints a command's tables; then what has to be in there whole.
+#: For each command: a function that prints its tables, and texts that must appear uncut.
 COMMANDS: dict[str, tuple[Callable[[], object], list[str]]] = {
     "bench --latency": (lambda: bench("latency"), ["123", "456", "789", "× mpi4py"]),
     "bench --bandwidth": (lambda: bench("bandwidth"), ["123", "11.1", "22.2", "1.00"]),
@@ -188,7 +186,7 @@ COMMANDS: dict[str, tuple[Callable[[], object], list[str]]] = {
         *((command, False) for command in COMMANDS if command not in ("parity", "profile")),
     ],
 )
-def test_a_command_s_tables_fit_80_columns(
+def test_tables_of_command_fit_80_columns(
     command: str, rich: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
@@ -199,16 +197,16 @@ def test_a_command_s_tables_fit_80_columns(
     monkeypatch.setenv("COLLECTIVE_STORE", "tcp://" + "a-name." * 5 + "example:12345")
     if not rich:
         monkeypatch.setitem(sys.modules, "rich", None)
-    show_tables, whole = COMMANDS[command]
+    show_tables, texts = COMMANDS[command]
     show_tables()
     text = capsys.readouterr().out
     assert max(map(len, text.splitlines())) <= 80, text
     assert "…" not in text
-    for each in whole:
+    for each in texts:
         assert each in text, text
 
 
-def test_what_goes_into_a_pipe_is_not_cut(
+def test_table_written_to_pipe_is_not_cut(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)
@@ -223,7 +221,7 @@ def test_what_goes_into_a_pipe_is_not_cut(
 def progress_shown(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], terminal: bool, ci: str
 ) -> str:
-    """Return all that is written while one of four things is done, and fails."""
+    """Return the output of a progress line of four steps, after the first step has failed."""
     monkeypatch.setenv("CI", ci)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal, raising=False)
     progress = show.Progress()
@@ -242,7 +240,7 @@ def progress_shown(
         ("44", "more  25%  1 of 4, 1 FAILED, 0:0"),
     ],
 )
-def test_progress_counts_has_a_bar_where_there_is_room_and_leaves_an_empty_line(
+def test_progress_shows_counts_and_a_bar_if_it_fits(
     columns: str, line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", columns)
@@ -254,7 +252,7 @@ def test_progress_counts_has_a_bar_where_there_is_room_and_leaves_an_empty_line(
 
 
 @pytest.mark.parametrize(("terminal", "ci"), [(True, "true"), (False, "")], ids=["CI", "pipe"])
-def test_progress_is_for_people(
+def test_progress_is_silent_without_terminal_or_in_ci(
     terminal: bool, ci: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert progress_shown(monkeypatch, capsys, terminal, ci) == ""
@@ -263,7 +261,7 @@ def test_progress_is_for_people(
 @pytest.mark.parametrize(
     ("models", "total"), [((), 2 * 3 * 2), (("mlp", "lenet"), 2 * 2)], ids=["operations", "steps"]
 )
-def test_bench_counts_all_that_it_does(
+def test_bench_progress_counts_all_steps(
     models: tuple[str, ...], total: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def steps(*asked: Any) -> Iterator[Gap]:
@@ -284,7 +282,7 @@ def test_bench_counts_all_that_it_does(
             super().step(failed)
             self.done += 1
 
-    # Of what cannot be had it is told of each that it was not measured.
+    # Each measurement that is not available is reported as a gap.
     plan = Benchmark(
         ["all_reduce"], [4, 8, 16], ["float32", "int32"], [2, 3], ["mpi/nosuch"], ["ordinary"],
         ["torch" if models else "numpy"], ["latency"], {}, Pace.of(quick=True), models,

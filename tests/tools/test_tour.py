@@ -1,4 +1,4 @@
-"""``collective tour``: every lesson is run for real, and what it says follows from that."""
+"""``collective tour``: every lesson runs for real, and its conclusion follows from the output."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NAMES = [lesson.file for lesson in lessons()]
 
 @pytest.fixture
 def without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hide PyTorch from this process and those that it starts."""
+    """Hide PyTorch from this process and its child processes."""
     monkeypatch.setitem(sys.modules, "torch", None)
     hidden = tmp_path / "hidden"
     hidden.mkdir()
@@ -38,7 +38,7 @@ def without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("parity.py", "NumPy over shm and threads: the same bits."),
     ],
 )
-def test_a_lesson_shows_what_it_is_to_show(
+def test_perform_lesson_reaches_its_conclusion(
     file: str, conclusion: str, without_torch: None, tmp_path: Path,
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
@@ -50,7 +50,7 @@ def test_a_lesson_shows_what_it_is_to_show(
     assert out.count("\n[0] ") >= len(lesson.runs)
 
 
-def test_tensors_have_the_same_bits(
+def test_conclude_parity_with_torch_names_both_frameworks(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("torch")
@@ -59,14 +59,14 @@ def test_tensors_have_the_same_bits(
     lesson = lessons()[-1]
     assert lesson.runs[-1][-1] == "gloo"
     exec(lesson.program, {"__name__": "__main__"})
-    alone = capsys.readouterr().out  # of one rank
+    alone = capsys.readouterr().out  # The program ran with one rank.
     other = alone.replace("threads", "shm")
     assert (
         lesson.conclude(alone + other) == "NumPy and PyTorch over shm and threads: the same bits."
     )
 
 
-# Each differs in one number from what is to be shown.
+# Expected outputs of the lessons; each case below changes one detail.
 HELLO = "".join(f"[{n}] process {n}\n[{n}] all add up to [6. 6. 6.]\n" for n in range(3))
 REFUSED = "all_reduce: the ranks made different calls\nstill usable: [3. 3.]\n" * 3
 LOSS = "known after 1.5 ms\nstep 4: [2. 2.]\n" * 2
@@ -87,16 +87,18 @@ BITS = "[0] shm, NumPy: 0123456789abcdef\n[0] gloo, NumPy: 0123456789abcdef\n"
         ("parity.py", BITS, BITS, ""),
     ],
 )
-def test_what_was_not_shown_is_not_claimed(file: str, shown: str, right: str, wrong: str) -> None:
+def test_conclude_with_wrong_output_raises_value_error(
+    file: str, shown: str, right: str, wrong: str
+) -> None:
     (lesson,) = [each for each in lessons() if each.file == file]
     assert lesson.conclude(shown)
-    spoilt = shown[::-1].replace(right[::-1], wrong[::-1], 1)[::-1]  # the last of them
+    spoilt = shown[::-1].replace(right[::-1], wrong[::-1], 1)[::-1]  # Replace the last occurrence.
     assert spoilt != shown
     with pytest.raises(ValueError, match="expected "):
         lesson.conclude(spoilt)
 
 
-def test_the_program_is_shown_before_it_runs_and_a_failure_is_told(
+def test_lead_shows_program_before_run_and_reports_failure(
     without_torch: None, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def conclude(printed: str) -> str:
@@ -114,7 +116,7 @@ def test_the_program_is_shown_before_it_runs_and_a_failure_is_told(
         return len(shown) < 2
 
     assert tour.lead(wait, [lesson, lesson, lesson]) == 1
-    assert capfd.readouterr() == ("", "")  # it was left before the second
+    assert capfd.readouterr() == ("", "")  # The tour ended before the second lesson.
     assert errors == ["", "collective tour: A title: exit code 3.\n\n"]
     assert shown[0] == "1 of 3: A title\n\nA text.\n\n    import sys\n    sys.exit(3)\n\n"
     assert shown[1].startswith("$ collective run -n 2 three.py\n")
@@ -137,7 +139,7 @@ class _Terminal(io.StringIO):
     ],
     ids=["enter", "q", "end-of-file", "--no-wait", "no-terminal"],
 )
-def test_enter_is_waited_for_on_a_terminal_alone(
+def test_tour_waits_for_enter_only_on_terminal(
     options: list[str], terminal: bool, typed: str, goes_on: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[bool] = []
@@ -149,6 +151,6 @@ def test_enter_is_waited_for_on_a_terminal_alone(
 
 
 @pytest.mark.parametrize("lesson", lessons(), ids=NAMES)
-def test_a_lesson_fits_80_columns(lesson: Lesson) -> None:
+def test_lesson_fits_80_columns(lesson: Lesson) -> None:
     assert max(map(len, lesson.text.splitlines())) <= 80
     assert max(len(line) + 4 for line in lesson.program.splitlines()) <= 80
