@@ -1,4 +1,4 @@
-"""The benchmark commands run, check their results, and write what they say they write."""
+"""The benchmark commands: they run, check their results, and write the files that they announce."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def run(command: str, *arguments: object) -> str:
 
 
 def measured(tmp_path: Path, command: str, *arguments: object) -> tuple[str, Any]:
-    """Return what a command shows and what it has measured, which is in a file of its name."""
+    """Return the output of a command, and the measurements that it writes to a file."""
     file = tmp_path / f"{command}.json"
     shown = run(f"{command}.py", *arguments, "--json", file)
     return shown, json.loads(file.read_text())
 
 
 def shown_again(tmp_path: Path, command: str) -> str:
-    """Return what a command shows of what it has measured."""
+    """Return the output of a command that shows its earlier measurements."""
     return run(f"{command}.py", "--from", tmp_path / f"{command}.json")
 
 
@@ -43,12 +43,12 @@ def needs(vendor: str) -> None:
 
 
 def mpich_alone(folder: Path) -> Path:
-    """Return where of all MPI libraries there is one."""
+    """Return a folder of MPI libraries that contains only MPICH."""
     needs("mpich")
-    made = folder / "mpi"
-    made.mkdir()
-    (made / "mpich").symlink_to(PEERS / "mpich")
-    return made
+    libraries = folder / "mpi"
+    libraries.mkdir()
+    (libraries / "mpich").symlink_to(PEERS / "mpich")
+    return libraries
 
 
 def line(shown: str, what: str) -> str:
@@ -57,19 +57,19 @@ def line(shown: str, what: str) -> str:
     return next(line for line in lines if line.startswith(what))
 
 
-def test_going_on_after_a_loss(tmp_path: Path) -> None:
+def test_elastic_measures_going_on_after_a_loss(tmp_path: Path) -> None:
     shown, found = measured(tmp_path, "elastic", "--quick", "--backends", "shm", "--restarts", 0)
     assert "shm, rank 0 of 3" in shown
     assert "shm, one more than 2" in shown
     assert [len(each) for each in found["elastic"].values()] == [3] * 3
 
 
-def test_peers_that_are_not_there_are_named(tmp_path: Path) -> None:
+def test_peers_names_missing_mpi_libraries(tmp_path: Path) -> None:
     assert "not installed" in run("peers.py", "--mpi-envs", tmp_path)
 
 
 def of_targets(tmp_path: Path, *options: str, **found: Any) -> str:
-    """Return what ``targets.py`` shows of an earlier run that has ``found`` something."""
+    """Return the output of ``targets.py`` for an earlier run with the results ``found``."""
     machine = {"date": "today", "cpu": "one", "cores": 2, "others": 0.0}
     nothing: dict[str, Any] = {
         "records": [], "gaps": [], "trainings": [], "versions": {}, "missing": {},
@@ -90,7 +90,7 @@ def timed(backend: str, op: str, nbytes: int, turns: list[float], **other: Any) 
     }  # fmt: skip
 
 
-def test_waiting_memory_and_the_verdicts_upon_them(tmp_path: Path) -> None:
+def test_waiting_and_memory_results_get_verdicts(tmp_path: Path) -> None:
     _, waits = measured(tmp_path, "waiting", "--late", 0.2, "--quick", "--against")
     _, memory = measured(tmp_path, "memory", "-n", 2, "--sizes", "4K", "1M")
     merged = waits | memory
@@ -104,15 +104,19 @@ def test_waiting_memory_and_the_verdicts_upon_them(tmp_path: Path) -> None:
         assert 0 < footprint["resident"] <= footprint["mapped"]
     shown = of_targets(tmp_path, **merged)
     assert line(shown, "memory per rank beside the arrays").endswith("kept")
-    # Nothing is claimed of rivals that were not there.
+    # Comparisons with libraries that were not measured have no verdict.
     assert line(shown, "broadcast, ordinary, 64 KiB up").endswith("not measured")
 
 
-def test_verdicts(tmp_path: Path) -> None:
+def test_targets_gives_expected_verdicts(tmp_path: Path) -> None:
     records = [
-        timed("shm", "all_reduce", 1 << 20, [10e-6], memory="symmetric"),  # 3 × the fastest MPI
-        timed("shm", "all_reduce", 4, [6e-6]),  # above 5 µs
-        timed("shm", "all_reduce", 1 << 24, [10e-6]),  # 1.1 × MPI, 3 × Gloo, 0.5 × memcpy
+        timed(
+            "shm", "all_reduce", 1 << 20, [10e-6], memory="symmetric"
+        ),  # 3 times as fast as the fastest MPI
+        timed("shm", "all_reduce", 4, [6e-6]),  # slower than 5 µs
+        timed(
+            "shm", "all_reduce", 1 << 24, [10e-6]
+        ),  # 1.1 × as fast as MPI, 3 × Gloo, 0.5 × memcpy
     ]
     for nbytes, mpich, gloo in ((1 << 20, 30e-6, 1.0), (4, 1e-6, 1.0), (1 << 24, 11e-6, 30e-6)):
         theirs = {"mpi4py/mpich": mpich, "mpi4py/openmpi": 2 * mpich, "torch": gloo, "memcpy": 5e-6}
@@ -127,9 +131,9 @@ def test_verdicts(tmp_path: Path) -> None:
         assert line(shown, what).endswith(verdict)
 
 
-def test_reach_takes_ratios_of_neighbouring_turns_to_the_fastest_mpi(tmp_path: Path) -> None:
+def test_targets_compares_neighbouring_turns_with_fastest_mpi(tmp_path: Path) -> None:
     records = [
-        # The machine is slow in the second turn; in the third one MPI's alone.
+        # The whole machine is slow in the second turn, only one MPI library in the third turn.
         timed("shm", "gather", 64, [1e-6, 10e-6, 1e-6]),
         timed("mpi4py/mpich", "gather", 64, [1.2e-6, 12e-6, 12e-6]),
         timed("mpi4py/openmpi", "gather", 64, [90e-6] * 3),
@@ -139,7 +143,7 @@ def test_reach_takes_ratios_of_neighbouring_turns_to_the_fastest_mpi(tmp_path: P
     assert row.split() == ["gather", "64", "B", "1", "12", "mpich", "1.20", "1", "1.5", "kept"]
 
 
-def test_reach_judges_a_row_by_the_worst_of_its_sizes(tmp_path: Path) -> None:
+def test_targets_judges_row_by_worst_size(tmp_path: Path) -> None:
     records = [
         timed(side, "gather", nbytes, [seconds])
         for nbytes, theirs in ((64, 2e-6), (1 << 20, 0.9e-6))
@@ -156,7 +160,7 @@ def test_reach_judges_a_row_by_the_worst_of_its_sizes(tmp_path: Path) -> None:
     [("mpi", 0.9, "kept"), ("nccl", 2.1, "missed"), ("ddp", 1.9, "kept, and the aim"),
      ("chainer", 0.4, "missed")],
 )  # fmt: skip
-def test_reach_holds_what_is_added_against_its_bounds(
+def test_targets_judges_added_values_by_their_bounds(
     tmp_path: Path, what: str, value: float, verdict: str
 ) -> None:
     shown = of_targets(tmp_path, added={what: {"here": value}})
@@ -165,7 +169,7 @@ def test_reach_holds_what_is_added_against_its_bounds(
     assert f"{value:g}" in line(shown, begins)
 
 
-def test_reach_holds_16_bits_against_float32_and_any_peer(tmp_path: Path) -> None:
+def test_targets_judges_16_bits_by_float32_and_any_peer(tmp_path: Path) -> None:
     tensors = {"framework": "torch"}
     records = [
         timed("shm", "all_reduce", 1 << 20, [1e-5], **tensors),
@@ -178,7 +182,7 @@ def test_reach_holds_16_bits_against_float32_and_any_peer(tmp_path: Path) -> Non
     assert line(shown, "all_reduce of float16").endswith("missed")
 
 
-def test_reach_measures_with_two_ranks_with_four_and_what_is_added(tmp_path: Path) -> None:
+def test_targets_measures_two_and_four_ranks_and_added_values(tmp_path: Path) -> None:
     few = ("--rows", "barrier", "mpi", "ddp", "--quick", "--against", "mpich")
     shown, found = measured(tmp_path, "targets", *few, "--mpi-envs", mpich_alone(tmp_path))
     assert {*found["added"], *found["missing"]} == {"mpi", "ddp"}
@@ -191,7 +195,7 @@ def test_reach_measures_with_two_ranks_with_four_and_what_is_added(tmp_path: Pat
     assert line(shown, "barrier, 4 ranks")
 
 
-def test_inference_holds_bfloat16_against_float32_gloo_and_mpi(tmp_path: Path) -> None:
+def test_inference_compares_bfloat16_with_float32_gloo_and_mpi(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     needs("mpich")
     few = ("-n", 2, "--sizes", "10K", "--quick", "--against", "mpich", "torch")
@@ -201,20 +205,20 @@ def test_inference_holds_bfloat16_against_float32_gloo_and_mpi(tmp_path: Path) -
     ten, dtypes = 10 << 10, ("bfloat16", "float16", "float32")
     same = {(op, dtype, ten) for op in ("all_reduce", "all_gather") for dtype in dtypes}
     assert asked == {*same, ("all_reduce", "float32", 2 * ten)}
-    # A peer, and float32 of ours, for each of the two tables.
+    # Each of the two tables compares with a peer and with float32 over this library.
     rows = [one.split() for one in shown.splitlines() if "10 KiB" in one]
     assert len(rows) == 2
     assert all("–" not in row for row in rows)
 
 
-def test_recorder_measures_what_a_call_costs(tmp_path: Path) -> None:
+def test_recorder_measures_cost_of_a_call(tmp_path: Path) -> None:
     shown, found = measured(tmp_path, "recorder")
     assert 0 < found["nanoseconds"] < 1e6
     assert "recording a call" in shown
     assert line(shown_again(tmp_path, "recorder"), "recording a call")
 
 
-def test_folds_are_measured_in_c_and_in_python(tmp_path: Path) -> None:
+def test_folds_measures_c_and_python(tmp_path: Path) -> None:
     few = ("--ops", "sum,land", "--dtypes", "float16,int8", "--sizes", "64", "1K", "--turns", 1)
     found = measured(tmp_path, "folds", *few)[1]["folds"]
     assert [(each["op"], each["dtype"], each["nbytes"]) for each in found[:3]] == [
@@ -228,7 +232,7 @@ def test_folds_are_measured_in_c_and_in_python(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "flags", [[], ["--operation", "gather", "--cpu"], ["--operation", "send_recv"]]
 )
-def test_native_holds_the_core_against_its_absence(tmp_path: Path, flags: list[str]) -> None:
+def test_native_compares_core_with_its_absence(tmp_path: Path, flags: list[str]) -> None:
     _, found = measured(tmp_path, "native", *flags, "--sizes", "16", "512K", "--turns", 2)
     calls = found["calls"]
     assert [each["nbytes"] for each in calls] == [16, 512 << 10]
@@ -237,7 +241,7 @@ def test_native_holds_the_core_against_its_absence(tmp_path: Path, flags: list[s
     assert "512 KiB" in shown_again(tmp_path, "native")
 
 
-def test_areas_and_rings_of_several_lengths_are_measured(tmp_path: Path) -> None:
+def test_areas_measures_areas_and_rings_of_several_lengths(tmp_path: Path) -> None:
     few = ("--areas", "64K", "1M", "--rings", "4K", "--sizes", "4K", "256K", "--quick")
     calls = measured(tmp_path, "areas", *few)[1]["calls"]
     assert [(each["what"], each["operation"], each["nbytes"]) for each in calls] == [
@@ -254,16 +258,16 @@ def test_areas_and_rings_of_several_lengths_are_measured(tmp_path: Path) -> None
     assert line(shown, "send_recv")
 
 
-def test_connect_holds_a_start_with_a_secret_against_one_without(tmp_path: Path) -> None:
+def test_connect_compares_start_with_and_without_secret(tmp_path: Path) -> None:
     pytest.importorskip("torch")
-    shown, found = measured(tmp_path, "connect", "--ranks", 2, "--pairs", 2)
-    turns = found["turns"]
+    shown, results = measured(tmp_path, "connect", "--ranks", 2, "--pairs", 2)
+    turns = results["turns"]
     assert {side: len(seconds) for side, seconds in turns.items()} == {"without": 2, "with": 2}
     assert min(min(seconds) for seconds in turns.values()) > 0
     assert "the difference" in shown
 
 
-def test_chainer_training_holds_all_sides_against_each_other(tmp_path: Path) -> None:
+def test_chainer_training_measures_all_sides(tmp_path: Path) -> None:
     if importlib.util.find_spec("chainer") is None:
         pytest.skip("chainer is not installed")
     few = ("--quick", "--no-distant", "--width", 64, "--mpi-envs", mpich_alone(tmp_path))
@@ -278,7 +282,7 @@ def test_chainer_training_holds_all_sides_against_each_other(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("framework", ["torch", "chainer"])
-def test_step_divides_what_a_wrapper_adds_into_shares(tmp_path: Path, framework: str) -> None:
+def test_step_divides_time_of_wrapper_into_shares(tmp_path: Path, framework: str) -> None:
     pytest.importorskip("torch")
     if framework == "chainer" and importlib.util.find_spec("chainer") is None:
         pytest.skip("chainer is not installed")
@@ -289,7 +293,7 @@ def test_step_divides_what_a_wrapper_adds_into_shares(tmp_path: Path, framework:
     peers = {"torch": {"torch's, over ours", "torch's, over Gloo"}, "chainer": set()}[framework]
     bare = {"bare", "with a barrier", "with a reduction", "a reduction", "no_sync", "ours"}
     assert {*times} - {"naive"} == bare | peers
-    # What is measured by itself and the rest are all of it.
+    # The separately measured shares and the rest add up to the total.
     table = shown[shown.index("what our wrapper adds") : shown.index(f"{framework}: steps")]
     figures = dict(re.findall(r"(\S[a-z ]+\S) +(-?\d+\.\d+) +-?\d+%", table))
     parts = [float(figures[what]) for what in SHARES]
@@ -299,20 +303,20 @@ def test_step_divides_what_a_wrapper_adds_into_shares(tmp_path: Path, framework:
 SHARES = ["skew", "hooks and copies", "the reduction", "cold caches", "the rest"]
 
 
-def test_splitting_counts_times_and_compares(tmp_path: Path) -> None:
+def test_splitting_reports_bytes_times_and_losses(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     shown, run_ = measured(tmp_path, "splitting", "--size", 64, "--turns", 1)
-    found = {row["what"]: row["ratio"] for row in run_["rows"]}
-    assert 0.1 < found["bytes kept, data=(8,)"] < 0.6
-    assert found["loss, channels over 2 ranks"] < 1e-12
-    assert found["loss, groups=2, as ParallelConvolution2D"] > 1e-3
-    assert min(found.values()) > 0
-    for what in found:
+    ratios = {row["what"]: row["ratio"] for row in run_["rows"]}
+    assert 0.1 < ratios["bytes kept, data=(8,)"] < 0.6
+    assert ratios["loss, channels over 2 ranks"] < 1e-12
+    assert ratios["loss, groups=2, as ParallelConvolution2D"] > 1e-3
+    assert min(ratios.values()) > 0
+    for what in ratios:
         assert what[:20] in shown
 
 
 @pytest.mark.parametrize("engine", ["gloo", "mpich", "openmpi"])
-def test_overhead_compares_with_the_engine_s_own_calls(tmp_path: Path, engine: str) -> None:
+def test_overhead_compares_with_calls_of_engine(tmp_path: Path, engine: str) -> None:
     pytest.importorskip("torch") if engine == "gloo" else needs(engine)
     few = ("--quick", "--operations", "all_reduce", "send_recv", "--sizes", 8, "1M")
     shown, run_ = measured(tmp_path, "overhead", engine, *few)

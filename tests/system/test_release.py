@@ -1,4 +1,4 @@
-"""What goes with a release says what is so."""
+"""Files of a release, and whether they agree with the package."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if sys.version_info >= (3, 11):
 else:
     tomllib = pytest.importorskip("tomli")
 
-yaml = pytest.importorskip("yaml", reason="comes with what the site is built with")
+yaml = pytest.importorskip("yaml", reason="is installed with the site generator")
 
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
@@ -31,16 +31,16 @@ FORMS = sorted(p for p in (ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml") if p.s
 
 
 @pytest.mark.parametrize("name", ["pyproject.toml", "CITATION.cff", "recipe/meta.yaml", "setup.py"])
-def test_the_version_stands_in_one_place(name: str) -> None:
+def test_version_is_not_repeated_in_other_files(name: str) -> None:
     assert collective.__version__ not in (ROOT / name).read_text()
 
 
-def test_the_changelog_begins_with_this_version() -> None:
+def test_changelog_begins_with_this_version() -> None:
     sections = re.findall(r"^## \[(.+?)\] - ", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert sections[0] == collective.__version__
 
 
-def test_the_citation_says_what_the_package_says() -> None:
+def test_citation_matches_package_metadata() -> None:
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert citation["cff-version"] == "1.2.0"
     assert citation["license"] == PROJECT["license"]
@@ -50,27 +50,27 @@ def test_the_citation_says_what_the_package_says() -> None:
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda path: path.stem)
-def test_a_form_for_issues_asks_what_the_doctor_says(form: Path) -> None:
+def test_issue_form_asks_for_doctor_report(form: Path) -> None:
     body = yaml.safe_load(form.read_text())["body"]
     asked = {field["id"]: field["attributes"]["label"] for field in body if "id" in field}
     assert asked["doctor"].endswith("`collective doctor --json`")
 
 
-def test_the_doctor_has_the_options_that_forms_name(capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_has_options_named_in_forms(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["doctor", "--help"])
     assert {"--json", "--test"} <= set(re.findall(r"--\w+", capsys.readouterr().out))
 
 
 @pytest.mark.parametrize("requirement", ["numpy>=1.24", "setuptools>=77"])
-def test_the_recipe_asks_for_what_the_package_asks_for(requirement: str) -> None:
+def test_recipe_has_requirements_of_package(requirement: str) -> None:
     text = (ROOT / "pyproject.toml").read_text()
     recipe = (ROOT / "recipe" / "meta.yaml").read_text()
     assert f'"{requirement}"' in text
     assert f"- {requirement.replace('>=', ' >=')}\n" in recipe
 
 
-def test_the_recipe_installs_the_commands_of_the_package() -> None:
+def test_recipe_installs_commands_of_package() -> None:
     recipe = (ROOT / "recipe" / "meta.yaml").read_text()
     for name, function in PROJECT["scripts"].items():
         assert f"- {name} = {function}\n" in recipe
@@ -91,7 +91,7 @@ def _lines(workflow: Path) -> list[str]:
     return [line for step in steps for line in step.get("run", "").splitlines()]
 
 
-def test_workflows_test_release_and_look_every_night() -> None:
+def test_workflows_run_on_expected_events() -> None:
     # YAML 1.1 reads the key "on" as true.
     occasions = {path.stem: yaml.safe_load(path.read_text())[True] for path in WORKFLOWS}
     assert occasions["test"] == {"push": {"branches": ["main"]}, "pull_request": None}
@@ -99,14 +99,14 @@ def test_workflows_test_release_and_look_every_night() -> None:
     assert set(occasions["nightly"]) == {"schedule", "workflow_dispatch"}
 
 
-def test_the_native_core_runs_under_the_sanitizers_every_night() -> None:
+def test_nightly_workflow_runs_sanitizers() -> None:
     workflow = ROOT / ".github/workflows/nightly.yml"
     assert "make sanitize PYTHON=python" in _lines(workflow)
     assert all(job["timeout-minutes"] <= 60 for job in _jobs(workflow).values())
 
 
 @pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.stem)
-def test_a_workflow_runs_what_is_there(workflow: Path) -> None:
+def test_workflow_runs_existing_targets(workflow: Path) -> None:
     lines = _lines(workflow)
     made = [line.split()[1] for line in lines if line.startswith("make ")]
     assert made
@@ -118,7 +118,7 @@ def test_a_workflow_runs_what_is_there(workflow: Path) -> None:
 
 
 @pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.stem)
-def test_a_workflow_may_read_and_no_more_where_it_does_not_upload(workflow: Path) -> None:
+def test_workflow_has_only_read_permission_except_for_upload(workflow: Path) -> None:
     assert yaml.safe_load(workflow.read_text())["permissions"] == {"contents": "read"}
     granted = {name: job.get("permissions") for name, job in _jobs(workflow).items()}
     assert {name: each for name, each in granted.items() if each} == (
@@ -127,14 +127,14 @@ def test_a_workflow_may_read_and_no_more_where_it_does_not_upload(workflow: Path
 
 
 @pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.stem)
-def test_a_workflow_has_actions_of_a_version(workflow: Path) -> None:
+def test_workflow_uses_actions_with_versions(workflow: Path) -> None:
     used = [step["uses"] for job in _jobs(workflow).values() for step in job["steps"]
             if "uses" in step]  # fmt: skip
     assert used
     assert [each for each in used if not re.fullmatch(r"(actions|pypa)/[\w-]+@[\w./]+", each)] == []
 
 
-def test_every_python_that_the_package_names_is_tested_and_has_a_wheel() -> None:
+def test_supported_pythons_are_tested_and_have_wheels() -> None:
     named = {
         each.rpartition(" ")[2]
         for each in PROJECT["classifiers"]
@@ -152,8 +152,8 @@ def _minor(version: str) -> int:
     return int(version.partition(".")[2])
 
 
-def test_what_is_uploaded_is_what_was_built() -> None:
-    """The sdist and the wheel for every platform, and no wheel of one machine alone."""
+def test_release_uploads_only_sdist_and_portable_wheels() -> None:
+    """The release has the sdist, the pure wheel and the wheelhouse, but no wheel of one machine."""
     jobs = _jobs(ROOT / ".github/workflows/release.yml")
     kept = {
         name: step["with"]["path"].split()
@@ -167,7 +167,7 @@ def test_what_is_uploaded_is_what_was_built() -> None:
     assert "--output-dir wheelhouse" in (ROOT / "Makefile").read_text()
 
 
-def test_the_tag_of_a_release_is_held_against_the_version() -> None:
+def test_release_tag_is_compared_with_version() -> None:
     (line,) = [
         line for line in _lines(ROOT / ".github/workflows/release.yml") if "GITHUB_REF" in line
     ]
@@ -181,8 +181,8 @@ def test_the_tag_of_a_release_is_held_against_the_version() -> None:
 
 
 def _recipe() -> dict[str, Any]:
-    """Return the recipe as conda-build reads it, but for compilers' names."""
-    jinja2 = pytest.importorskip("jinja2", reason="comes with what the site is built with")
+    """Return the recipe as conda-build reads it, except for the names of compilers."""
+    jinja2 = pytest.importorskip("jinja2", reason="is installed with the site generator")
 
     def load_file_regex(load_file: str, regex_pattern: str, from_recipe_dir: bool) -> Any:
         folder = ROOT / "recipe" if from_recipe_dir else ROOT
@@ -197,11 +197,11 @@ def _recipe() -> dict[str, Any]:
     return dict(yaml.safe_load(text))
 
 
-def test_the_recipe_is_of_this_version() -> None:
+def test_recipe_has_this_version() -> None:
     assert _recipe()["package"] == {"name": PROJECT["name"], "version": collective.__version__}
 
 
-def test_the_recipe_has_the_sections_that_conda_build_knows() -> None:
+def test_recipe_has_sections_of_conda_build() -> None:
     recipe = _recipe()
     assert list(recipe) == ["package", "source", "build", "requirements", "test", "about"]
     assert set(recipe["requirements"]) == {"build", "host", "run"}
@@ -211,7 +211,7 @@ def test_the_recipe_has_the_sections_that_conda_build_knows() -> None:
     assert recipe["about"]["summary"] == PROJECT["description"]
 
 
-def test_the_recipe_tests_what_there_is() -> None:
+def test_recipe_tests_existing_modules_and_commands() -> None:
     recipe = _recipe()
     for name in recipe["test"]["imports"]:
         assert importlib.util.find_spec(name.removesuffix("._core"))

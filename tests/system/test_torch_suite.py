@@ -1,4 +1,4 @@
-"""The command that runs PyTorch's own tests over our backend, on a few of them."""
+"""The command that runs PyTorch's own tests over the backend, here a few of these tests."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return run_python(command, *arguments, python=warm.python())
 
 
-def test_a_few_of_torchs_tests_pass(tmp_path: Path) -> None:
+def test_torch_suite_passes_chosen_tests(tmp_path: Path) -> None:
     out = tmp_path / "outcomes.json"
     arguments = ["--backend", "collective", "-k", "test_all_to_all_single_equal_split", "--json"]
     done = run(*arguments, str(out))
     assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads(out.read_text())["outcomes"]["collective"]
-    # What is for GPUs is skipped; what torch has for MPI alone is not.
-    assert found["test_all_to_all_single_equal_split"]["outcome"] == "passed"
-    assert found["test_all_to_all_single_equal_split_cuda"]["outcome"] == "skipped"
+    outcomes = json.loads(out.read_text())["outcomes"]["collective"]
+    # Tests for GPUs are skipped; tests that torch has for MPI only are run.
+    assert outcomes["test_all_to_all_single_equal_split"]["outcome"] == "passed"
+    assert outcomes["test_all_to_all_single_equal_split_cuda"]["outcome"] == "skipped"
     assert "passed" in done.stdout
 
 
-def test_a_test_that_fails_is_told(tmp_path: Path) -> None:
-    # torch refuses it by the backend's name.
+def test_torch_suite_reports_failing_test(tmp_path: Path) -> None:
+    # torch refuses the call because of the backend's name.
     done = run("--backend", "collective", "-k", "test_monitored_barrier_gloo_subgroup*")
     assert done.returncode == 1, done.stdout + done.stderr
     assert "ValueError: monitored_barrier is only implemented for GLOO backend." in done.stdout
 
 
-def test_a_pattern_without_tests_is_refused() -> None:
+def test_torch_suite_refuses_pattern_without_tests() -> None:
     done = run("--backend", "gloo", "-k", "no_such_test")
     assert done.returncode == 2
     assert "no test has such a name" in done.stderr

@@ -1,4 +1,4 @@
-"""The examples of pipelines, of training that goes on after losses, and of Chainer."""
+"""The examples of pipelines, of training that continues after losses, and of Chainer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ for _needed in ("mlxtend", "matplotlib"):
 
 @pytest.fixture(autouse=True)
 def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or the threads of several ranks wait for each other."""
+    """Use one thread of OpenMP and OpenBLAS, or threads of several ranks wait for each other."""
     for library in ("OMP", "OPENBLAS"):
         monkeypatch.setenv(f"{library}_NUM_THREADS", "1")
 
@@ -46,21 +46,21 @@ def check_pipeline(done: subprocess.CompletedProcess[str], stages: int, picture:
         for what in ("measured", "replayed", "at the least")
     )
     assert least == pytest.approx(100 * (stages - 1) / (8 + stages - 1), abs=0.05)
-    # Not how long anything took: only that no rank computed for longer than there was time.
+    # The bounds do not depend on speed: no rank computes for longer than the whole time.
     assert 0 <= replayed < 100
     assert 0 <= measured < 100
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("example", FRAMEWORKS)
-def test_a_pipeline_equals_one_process(example: str, tmp_path: Path) -> None:
+def test_pipeline_equals_one_process(example: str, tmp_path: Path) -> None:
     pytest.importorskip("collective.adapters." + FRAMEWORKS[example])
     picture = tmp_path / "picture.png"
     options = ("--schedule", "gpipe", "--output", str(picture))
     check_pipeline(run("shm", example, *SMALL, *options), 3, picture)
 
 
-def test_not_a_number_is_not_equal(capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_treats_nan_as_different(capsys: pytest.CaptureFixture[str]) -> None:
     specification = importlib.util.spec_from_file_location(
         "pipeline_report", ROOT / "examples" / "pipeline_report.py"
     )
@@ -73,9 +73,9 @@ def test_not_a_number_is_not_equal(capsys: pytest.CaptureFixture[str]) -> None:
     assert "NOT equal" in capsys.readouterr().out
 
 
-def test_a_pipeline_says_when_it_differs(tmp_path: Path) -> None:
+def test_pipeline_reports_difference_from_one_process(tmp_path: Path) -> None:
     pytest.importorskip("collective.adapters.chainer")
-    # The same program, but gradients of one batch are added to those of the one before.
+    # The same program, but the gradients of each batch are added to the previous gradients.
     text = (ROOT / "examples" / "pipeline_chainer.py").read_text()
     text, changes = re.subn(r"pipe\.stage\.cleargrads\(\)", "pipe", text)
     assert changes == 1
@@ -87,7 +87,7 @@ def test_a_pipeline_says_when_it_differs(tmp_path: Path) -> None:
     assert "NOT equal to one process" in done.stdout
 
 
-# -- training that goes on: ranks are killed for real, rank 0 too ------------------------------
+# -- training that continues: ranks are really killed, including rank 0 -------------------------
 
 
 def elastic(backend: str, example: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -97,15 +97,13 @@ def elastic(backend: str, example: str, *arguments: str) -> subprocess.Completed
 
 
 @pytest.mark.parametrize("example", ["elastic.py", "elastic_chainer.py"])
-def test_the_rest_goes_on_with_the_same_weights_on_every_transport(
-    example: str, tmp_path: Path
-) -> None:
+def test_elastic_gives_same_weights_on_every_transport(example: str, tmp_path: Path) -> None:
     pytest.importorskip("torch")
     if "chainer" in example and importlib.util.find_spec("chainer") is None:
         pytest.skip("chainer is not installed")
     found = []
     picture = tmp_path / "loss.png"
-    other = ["--trainer"] if "chainer" in example else []  # which makes no other weights
+    other = ["--trainer"] if "chainer" in example else []  # The Trainer gives the same weights.
     for backend, options in (("shm", ["--picture", str(picture)]), ("threads", other)):
         done = elastic(backend, example, *options)
         assert done.returncode == 0, done.stdout + done.stderr
@@ -121,7 +119,7 @@ def test_the_rest_goes_on_with_the_same_weights_on_every_transport(
 
 
 @needs("openmpi")
-def test_the_rest_goes_on_over_open_mpi_and_with_it_between_hosts() -> None:
+def test_elastic_continues_over_open_mpi_and_between_hosts() -> None:
     chainer = importlib.util.find_spec("chainer")
     if chainer is None or chainer.origin is None:
         pytest.skip("chainer is not installed")
@@ -156,7 +154,7 @@ def figures(output: str) -> tuple[float, float]:
     return float(accuracy[1]), float(weights[1])
 
 
-def test_trainer_and_loop_end_with_the_same_weights(tmp_path: Path) -> None:
+def test_trainer_and_loop_give_same_weights(tmp_path: Path) -> None:
     pytest.importorskip("collective.adapters.chainer.arrays")
     found = []
     for launch, options in (("shm", ()), ("threads", ("--no-trainer",))):
@@ -164,14 +162,14 @@ def test_trainer_and_loop_end_with_the_same_weights(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stdout
         found.append(figures(done.stdout))
     assert found[0] == pytest.approx(found[1], rel=1e-4)
-    assert found[0][0] > 30  # of ten kinds, after 14 steps
+    assert found[0][0] > 30  # 10 classes, after 14 steps
     log = json.loads((tmp_path / "log").read_text())
     assert [entry["epoch"] for entry in log] == [1, 2]
     assert 100 * log[-1]["validation/main/accuracy"] == pytest.approx(found[0][0], abs=0.06)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="there are no pseudo-terminals")
-def test_a_terminal_gets_a_progress_bar(tmp_path: Path) -> None:
+def test_trainer_shows_progress_bar_on_terminal(tmp_path: Path) -> None:
     pytest.importorskip("collective.adapters.chainer.arrays")
     master, slave = os.openpty()
     command = [sys.executable, str(ROOT / "examples" / "mnist_chainer.py"), *SHORT]
@@ -184,7 +182,7 @@ def test_a_terminal_gets_a_progress_bar(tmp_path: Path) -> None:
     )
     os.close(slave)
     shown = b""
-    with contextlib.suppress(OSError):  # its end, on Linux
+    with contextlib.suppress(OSError):  # On Linux the end of the program raises OSError here.
         while part := os.read(master, 1 << 16):
             shown += part
     os.close(master)
