@@ -1,4 +1,4 @@
-"""What holds for all tests: they run as if no launcher, setting or shell's ``&`` were there."""
+"""Setup of all tests: they run without a launcher's variables, settings, or ignored signals."""
 
 from __future__ import annotations
 
@@ -20,40 +20,42 @@ _NAMES = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 _NAMES |= {"LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"}
 
 for _name in list(os.environ):
-    # The suite can be run without the native core: COLLECTIVE_NATIVE=off.
+    # COLLECTIVE_NATIVE stays, because the suite can run without the native core (=off).
     if _name != "COLLECTIVE_NATIVE" and (_name in _NAMES or _name.startswith(_PREFIXES)):
         del os.environ[_name]
 
-# An example takes as long as the machine is busy. Where tests/gpu runs it need not be installed.
+# On a busy machine an example of Hypothesis may exceed any deadline. A machine that runs only
+# tests/gpu may lack Hypothesis.
 with contextlib.suppress(ImportError):
     from hypothesis import settings
 
     settings.register_profile("busy", deadline=None)
     settings.load_profile("busy")
 
-# An sdist has no links; in the repository they are there.
+# The repository has these links, an sdist does not.
 for _room in ("adapters", "backends"):
     _link = _TESTS.parent / "collective" / _room
     if not _link.exists():
         _link.symlink_to(f"../{_room}")
 
-# GNU readline, which pytest imports, tells children how wide the terminal is, behind Python's back.
+# GNU readline, which pytest imports, sets COLUMNS for child processes without os.environ.
 os.unsetenv("COLUMNS")
-# A thread of OpenMP that waits for others spins by default, on cores that other tests need.
+# By default a waiting OpenMP thread spins, on cores that other tests need.
 os.environ["OMP_WAIT_POLICY"] = "passive"
-# A thread of OpenBLAS spins, too, from NumPy's import on: a seventh of what all processes take.
+# OpenBLAS threads spin, too, from the import of NumPy on: a seventh of all processor time.
 os.environ["OPENBLAS_NUM_THREADS"] = "1"
 
-# What a shell starts in the background, or nohup, ignores these, and hands that on.
+# A process started by nohup, or in the background of a shell, ignores these signals, and its
+# children inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
-# Ranks that are processes come from one that has imported what most need: PyTorch costs each
-# nearly two seconds of a processor.
+# Ranks that are processes are forked from a process with the common modules, because the import of
+# PyTorch takes each rank nearly 2 s of processor time.
 preload(["tests.support.preloaded"])
 
-# What ``make quick`` runs: of each room the tests that need no other transport than threads, shared
-# memory and the loopback, no launcher and no GPU's fake.
+# Files that ``make quick`` runs: in each folder the tests that need no other transports than
+# threads, shared memory and the loopback, no launcher and no GPU fake.
 QUICK = """
     adapters/chainer/functional adapters/chainer/optimizer
     adapters/cupy/arrays adapters/torch/ddp adapters/torch/functional
@@ -66,12 +68,12 @@ QUICK = """
     testing/kit training/splits/windows training/compression
     training/gradients training/pipelines
 """.split()
-# Other transports, other numbers of ranks, in the names of tests.
+# Parts of test names that stand for other transports or other numbers of ranks: not quick.
 _NOT_QUICK = re.compile(r"gloo|mpich|openmpi|hierarchical|_of_8|\b(threads|shm|loopback)-[148]\b")
 
 
-# The files that take longest, longest first: ``make test`` hands files out in this order, so that
-# none of them is left over when the others are done. The summary tells of one that is missing.
+# The slowest files, slowest first. ``make test`` distributes files in this order, so that no slow
+# file runs alone at the end. The summary reports a slow file that is missing here.
 SLOW = """
     backends/mpi/conformance backends/hierarchical/transport
     system/benchmarks docs/pages backends/conformance tools/doctor
@@ -86,7 +88,7 @@ SLOW = """
 
 
 def _key(path: Path) -> str:
-    """Return how QUICK and SLOW name a file of tests: ``room/module``."""
+    """Return the name of a test file in QUICK and SLOW: ``folder/module``."""
     if not path.is_relative_to(_TESTS):
         return path.stem
     room = path.relative_to(_TESTS).parent
@@ -95,9 +97,9 @@ def _key(path: Path) -> str:
 
 @pytest.fixture
 def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Leave no source of settings: no variables, and below a directory without files."""
-    kept = {k: v for k, v in os.environ.items() if k in ("PATH", "HOME", "TMPDIR")}
-    monkeypatch.setattr(os, "environ", kept)
+    """Remove all sources of settings: delete variables, and change to a folder without files."""
+    environ = {k: v for k, v in os.environ.items() if k in ("PATH", "HOME", "TMPDIR")}
+    monkeypatch.setattr(os, "environ", environ)
     inner = tmp_path / "outer" / "inner"
     inner.mkdir(parents=True)
     monkeypatch.chdir(inner)
@@ -105,18 +107,18 @@ def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--quick", action="store_true", help="what changes break first, in 2 minutes")
+    parser.addoption("--quick", action="store_true", help="run only the quick tests, in 2 minutes")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave out the files that are not quick, without importing them."""
+    """Skip the files that are not quick, without importing them."""
     if not config.getoption("quick") or collection_path.is_dir():
         return None
     return _key(collection_path) not in QUICK or None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Begin with the files that take long, and leave out the cases that are not quick."""
+    """Put the slow files first, and with --quick drop the cases that are not quick."""
     order = {key: nth for nth, key in enumerate(SLOW)}
     items.sort(key=lambda item: order.get(_key(item.path), len(order)))
     if config.getoption("quick"):
@@ -126,13 +128,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Keep the tests themselves out of every collection of garbage: a third of a second each."""
+    """Exclude the test modules from garbage collections, each of which would take 0.3 s longer."""
     gc.collect()
     gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print the ten files that took longest, and which of them should begin earlier."""
+    """Print the ten slowest files, and mark slow files that SLOW does not list."""
     seconds: Counter[str] = Counter()
     for reports in terminalreporter.stats.values():
         for report in reports:
@@ -142,7 +144,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.section("slowest files")
         for file, taken in seconds.most_common(10):
             known = _key(_TESTS.parent / file) in SLOW
-            # One file alone, as of ``make clients``, is begun when it is.
+            # The order does not matter for a single file, as in ``make clients``.
             late = taken > 60 and not known and len(seconds) > 1
             remark = "  (is not in SLOW of tests/conftest.py)" if late else ""
             terminalreporter.line(f"{taken:7.1f} s  {file}{remark}")

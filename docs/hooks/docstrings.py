@@ -1,8 +1,8 @@
-"""The house's docstrings, as the site's generator reads them.
+"""Conversion of this project's docstrings to the Markdown that the site generator reads.
 
-They are Google's style with four habits that are Sphinx's or ours: roles (``:meth:`send```),
-blocks of code after two colons, comments ``#:`` above attributes, and a section *Raises* that may
-refer to another call's in words.
+The docstrings follow Google's style, with four additions from Sphinx or of this project: roles
+(``:meth:`send```), blocks of code after two colons, comments ``#:`` above attributes, and sections
+*Raises* that may refer in words to the section of another call.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _ENTRY = re.compile(r"    [A-Z]\w+(?:, [A-Z]\w+)*(?:,\n    (?! ).*?)*: ")
 
 
 class HouseStyle(griffe.Extension):
-    """Turn the docstrings of all that is loaded into Markdown."""
+    """Extension that converts the docstrings of all loaded objects to Markdown."""
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         """Rewrite one object's docstring."""
@@ -30,17 +30,17 @@ class HouseStyle(griffe.Extension):
             obj.docstring.value = as_markdown(obj.docstring.value, obj)
 
     def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
-        """Rewrite the package's docstring, which :meth:`on_object` is not called for."""
+        """Rewrite the package's docstring, for which griffe does not call :meth:`on_object`."""
         self.on_object(obj=pkg)
         typed = pkg["communicator.signatures.Communicator"]
         for name, overloads in typed.overloads.items():
             method = next(base.members[name] for base in typed.mro() if name in base.members)
             _show_types(method, overloads or [typed.members[name]])
-        for name in list(typed.members):  # in front of the methods that have the docstrings
+        for name in list(typed.members):  # These members hide the methods with docstrings.
             typed.del_member(name)
 
     def on_attribute_instance(self, *, attr: griffe.Attribute, **_: Any) -> None:
-        """Say of a function that stands for a communicator's method which one it is."""
+        """Document an attribute: a module-level call by its method, others by ``#:`` comments."""
         call = re.fullmatch(r"_of_current\(\w+\.(\w+)\)", str(attr.value))
         if call:
             method = f"Communicator.{call[1]}"
@@ -56,9 +56,9 @@ class HouseStyle(griffe.Extension):
 
 
 def _show_types(function: griffe.Function, overloads: list[griffe.Function]) -> None:
-    """Give ``function`` the types of its overloads, of which the last one takes the most.
+    """Give ``function`` the types of its overloads, of which the last one is the most general.
 
-    Its defaults are its own: overloads have ``...`` in their place.
+    The function keeps its defaults, because overloads have ``...`` instead.
     """
     function.overloads = overloads if len(overloads) > 1 else []
     for parameter in function.parameters:
@@ -72,10 +72,10 @@ def _is_comment(line: str) -> bool:
 
 
 def as_markdown(text: str, obj: griffe.Object) -> str:
-    """Return a docstring of ``obj`` without what is not Markdown."""
+    """Return a docstring of ``obj`` as Markdown."""
     text = _ROLE.sub(lambda role: _reference(_path(role[1], obj), role[1]), text)
     text = _BLOCK.sub(lambda block: block[1] + ":" if block[1].strip() else "", text)
-    # What is said of several names at once: with a space that does not end the name.
+    # An entry for several names gets no-break spaces, because a plain space would end the name.
     text = _NAMES.sub(lambda several: several[0].replace(", ", ",\N{NO-BREAK SPACE}"), text)
     return _RAISES.sub(_raises, text)
 
@@ -87,7 +87,7 @@ def _raises(section: re.Match[str]) -> str:
 
 
 def _path(name: str, obj: griffe.Object) -> str:
-    """Return the full path of what ``name`` is, as ``obj`` sees it."""
+    """Return the full path of the object that ``name`` means in the scope of ``obj``."""
     try:
         return obj.resolve(name)
     except griffe.NameResolutionError:
@@ -96,5 +96,5 @@ def _path(name: str, obj: griffe.Object) -> str:
 
 
 def _reference(path: str, words: str) -> str:
-    """Return ``words`` as code, linked to ``path`` where that has a page."""
+    """Return ``words`` as code, with a link to ``path`` if that has a page."""
     return f'<autoref identifier="{path}" optional><code>{words}</code></autoref>'

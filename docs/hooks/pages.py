@@ -1,8 +1,8 @@
-"""Pages of the site that stand elsewhere in the repository, and links as they are on GitHub.
+"""Pages of the site from elsewhere in the repository, and links that also work on GitHub.
 
-The documents are read in the repository as well, where they link to each other and to the sources
-by relative paths. On the site those of :data:`PAGES` are pages, and what else is outside ``docs``
-is named without a link.
+People also read the documents in the repository, where documents link to each other and to the
+sources by relative paths. On the site the files of :data:`PAGES` are pages. Other files outside
+``docs`` are named without a link.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collective.start.keys import KEYS
 
 ROOT = Path(__file__).resolve().parents[2]
 
-#: Files of the repository that are pages, by their path in it, and their names on the site.
+#: Path of a file in the repository -> name of its page on the site.
 PAGES = {
     "README.md": "index.md",
     "SECURITY.md": "security.md",
@@ -35,7 +35,7 @@ _FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the pages that stand outside the folder of the documentation."""
+    """Add the pages whose files are outside the folder of the documentation."""
     for path, page in PAGES.items():
         if (ROOT / path).exists():
             files.append(File.generated(config, page, content=(ROOT / path).read_text()))
@@ -43,12 +43,12 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Fill in tables, and point the links of ``page`` to where their targets are on the site."""
+    """Fill in tables, and point the links of ``page`` to their targets on the site."""
     markdown = _SETTINGS.sub(lambda match: settings(), markdown)
     here = page.file.src_uri
     source = _ON_SITE.get(here, f"docs/{here}")
     done, end = [], 0
-    for fence in _FENCE.finditer(markdown):  # programs are left alone
+    for fence in _FENCE.finditer(markdown):  # Programs stay unchanged.
         done += [_relinked(markdown[end : fence.start()], source, here), fence[0]]
         end = fence.end()
     return "".join([*done, _relinked(markdown[end:], source, here)])
@@ -64,7 +64,7 @@ def settings() -> str:
 
 
 def _relinked(text: str, source: str, here: str) -> str:
-    """Return ``text`` of the file ``source`` with its links as they are on the page ``here``."""
+    """Return ``text`` of the file ``source`` with links that work on the page ``here``."""
 
     def link(match: re.Match[str]) -> str:
         picture, words, target, anchor = match[1], match[2], match[3], match[4] or ""
@@ -75,7 +75,10 @@ def _relinked(text: str, source: str, here: str) -> str:
         on_site = PAGES.get(path, path.removeprefix("docs/") if in_docs else None)
         if on_site is None:
             return words
-        if words.removeprefix("docs/") in (path.removeprefix("docs/"), target):  # a file's name
+        if words.removeprefix("docs/") in (
+            path.removeprefix("docs/"),
+            target,
+        ):  # The link's text is a file name.
             words = _title(ROOT / path)
         relative = os.path.relpath(on_site, os.path.dirname(here) or ".")
         return f"{picture}[{words}]({relative}{anchor})"

@@ -1,8 +1,8 @@
-"""Which of the public suite's checks say something new with other ranks, on the same transport.
+"""Subsets of the public suite's checks, for more runs of a transport with other ranks.
 
-All checks are run with two and three ranks where a transport folds by itself, and with as few as
-show the rest where a library or another transport does. With more, or with others, what depends on
-the kind of array, on arguments or on the order of events is the same once more.
+A transport that folds by itself runs all checks with two and three ranks. If a library or another
+transport makes the folds, as few ranks as suffice run all checks. Runs with more or other ranks need
+only these subsets: checks of the kind of array, of arguments or of the order of events would repeat.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collective.testing import all_checks
 
 __all__ = ["BY_PLACE", "BY_SIZE", "OF_TWO", "SHRINKING", "all_but"]
 
-#: What depends on the number of ranks.
+#: Checks that depend on the number of ranks.
 BY_SIZE = tuple(
     f"check_{name}"
     for name in """
@@ -20,7 +20,7 @@ BY_SIZE = tuple(
     repeated scan sendrecv split tags user_op_order
 """.split()
 )
-#: What depends on who is where: beside that, what has a root, and a rank that dies in a call.
+#: Checks that depend on the hosts of ranks: also calls with a root, and a rank that dies in a call.
 BY_PLACE = tuple(
     f"check_{name}"
     for name in """
@@ -29,18 +29,18 @@ BY_PLACE = tuple(
     reduce_scatter_counts scan scatter sendrecv split tags user_op_order
 """.split()
 )
-#: For two ranks where all checks are run with three: some look at every call with two alone.
+#: Checks for two ranks after all checks have run with three: some test each call only with two.
 OF_TWO = (
     *(name for name in BY_SIZE if name != "check_killed_in_the_middle"),
     "check_broken_by_abort",
     "check_broken_by_a_late_receiver",
     "check_late_peer",
 )
-#: All about going on after a loss: the decision is the same on any transport, and with processes
-#: each death is a new one.
+#: Checks of continuing after a loss. The decision is the same on any transport, and with processes
+#: each death needs a new process.
 SHRINKING = tuple(n for n in all_checks() if n.startswith(("check_shrink", "check_agree")))
 
 
 def all_but(*names: str) -> list[str]:
-    """Return the names of all checks but some."""
+    """Return the names of all checks except ``names``."""
     return [name for name in all_checks() if name not in names]

@@ -1,7 +1,7 @@
 """``mpi`` on a library that takes the memory of GPUs, over the ABI fake.
 
-The fake's memory is the host's, which every MPI can read: only what the library says of itself
-is pretended. So these classes take the place of what it would have chosen.
+The fake's memory is host memory, which every MPI can read. The library does not report that it takes
+GPU memory, so tests name these classes instead of the class that such a report would select.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class CudaAware(CudaAwareMpi):
 
 
 class OnSomeRanks(CudaAware):
-    """The same on ranks 1, 3, …; the others have arrays of the CPU, and a library without."""
+    """CUDA-aware ``mpi`` on ranks 1, 3, …; the other ranks have CPU arrays and plain ``mpi``."""
 
     name = "mpi-cuda-on-some"
 
@@ -50,7 +50,7 @@ class OnSomeRanks(CudaAware):
 
 @dataclass(frozen=True)
 class OnOddRanks(Kind):
-    """Arrays of GPUs on ranks 1, 3, …"""
+    """GPU arrays on ranks 1, 3, …"""
 
     def communicator(self, comm: Communicator) -> Any:
         cuda_arrays = kind_of("cuda")
@@ -58,15 +58,15 @@ class OnOddRanks(Kind):
         return cuda_arrays.communicator(comm) if comm.rank % 2 else comm
 
 
-# -- for arrays of the fake's own -----------------------------------------------------------------
+# -- for arrays of the fake ----------------------------------------------------------------------
 
 
 class Entry(NamedTuple):
-    """A call of MPI's with memory of a GPU.
+    """A call of an MPI method with GPU memory.
 
     Attributes:
-        name: of the method.
-        current: whether that GPU's context was current in the thread.
+        name: name of the method.
+        current: whether the GPU's context was current in the thread.
     """
 
     name: str
@@ -74,14 +74,14 @@ class Entry(NamedTuple):
 
 
 class Watched(CudaAwareMpi):
-    """``mpi`` that takes note of what MPI is called with.
+    """``mpi`` that records the calls of MPI with GPU memory.
 
     Attributes:
-        entries: of this process, the oldest first.
+        entries: calls of this process, oldest first.
     """
 
     name = "mpi-cuda-watched"
-    entries: list[Entry] = []  # noqa: RUF012  # one a process
+    entries: list[Entry] = []  # noqa: RUF012  # one list for each process
 
     @classmethod
     def connect(cls, world: World, timeout: float) -> Any:
@@ -100,7 +100,7 @@ class _Spy:
         self._made = comm
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self._made, name)
+        attribute = getattr(self._made, name)
 
         def call(*arguments: Any) -> Any:
             ordinals = {self._ordinal(each) for each in arguments} - {None}
@@ -108,23 +108,23 @@ class _Spy:
                 (ordinal,) = ordinals
                 context = cuda.device(ordinal).context
                 Watched.entries.append(Entry(name, cuda.driver().current() == context))
-            return found(*arguments)
+            return attribute(*arguments)
 
-        return call if callable(found) else found
+        return call if callable(attribute) else attribute
 
     def _ordinal(self, argument: Any) -> int | None:
-        """Return the GPU in whose memory an argument is, None for all others."""
+        """Return the ordinal of the GPU whose memory an argument is in, or None."""
         if type(argument) is not tuple:
             return None
-        given = argument[0]
-        if isinstance(given, np.ndarray):
-            return cuda.owner_of(given.ctypes.data) if given.size else None
-        assert isinstance(given, self._module.buffer)
-        return cuda.owner_of(given.address) if given.nbytes else None
+        buffer = argument[0]
+        if isinstance(buffer, np.ndarray):
+            return cuda.owner_of(buffer.ctypes.data) if buffer.size else None
+        assert isinstance(buffer, self._module.buffer)
+        return cuda.owner_of(buffer.address) if buffer.nbytes else None
 
 
 class Staged(MpiBackend):
-    """``mpi`` as it is on a library that knows no GPUs."""
+    """``mpi`` on a library without GPU support."""
 
     name = "mpi-staged"
 
@@ -135,7 +135,7 @@ class Staged(MpiBackend):
 
 
 class SaysSo(MpiBackend):
-    """``mpi`` on a library that says, once it is started, that it takes the memory of GPUs."""
+    """``mpi`` on a library that reports, after its start, that it takes the memory of GPUs."""
 
     name = "mpi-says-so"
 

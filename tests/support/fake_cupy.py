@@ -1,9 +1,8 @@
-"""CuPy over the memory and the streams of the ABI fake.
+"""CuPy over the memory and the streams of the ABI fake; for tests of CuPy arrays without a GPU.
 
-CuPy itself is real. What needs CUDA's runtime is pretended: which device and stream are current,
-allocation, and the kernel that copies between strides, which NumPy does here once the stream is
-done that is current. The transports are for ranks with such arrays, in processes that use nothing
-else.
+CuPy itself is real. The parts that need CUDA's runtime are fakes: the current device and stream,
+allocation, and the kernel that copies between strides. NumPy makes that copy here when the current
+stream is done. The transports are for ranks with such arrays, in processes that use nothing else.
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ __all__ = ["AwareMpi", "Mpi", "Nccl", "Runtime", "Shm", "of", "over", "pretend",
 
 
 class Runtime(threading.local):
-    """What CuPy asks CUDA's runtime for: the device and the stream that are current.
+    """Fake of CUDA's runtime for CuPy: the current device and stream of a thread.
 
     Attributes:
-        kernels: that this thread has started: their device, stream and type.
+        kernels: device, stream and dtype of each kernel that this thread has started.
     """
 
     def __init__(self) -> None:
@@ -73,15 +72,15 @@ class Runtime(threading.local):
 
 
 def pretend(put: Callable[[Any, str, Any], None] = setattr) -> Runtime:
-    """Give CuPy a runtime, for good or for as long as the ``setattr`` of a MonkeyPatch does."""
-    made = Runtime()
+    """Give CuPy a fake runtime, for good, or until a MonkeyPatch ends whose ``setattr`` is given."""
+    runtime = Runtime()
 
     class Device:
         def __init__(self, ordinal=None):
-            self.id = made.device if ordinal is None else ordinal
+            self.id = runtime.device if ordinal is None else ordinal
 
         def __enter__(self):
-            self._context = made.using_device(self.id)
+            self._context = runtime.using_device(self.id)
             self._context.__enter__()
 
         def __exit__(self, *error):
@@ -90,9 +89,9 @@ def pretend(put: Callable[[Any, str, Any], None] = setattr) -> Runtime:
     class Copying(cupy.ndarray):
         def __setitem__(self, key, value):
             assert key is Ellipsis
-            stream = made.handle(made.device)
-            Fake().synchronize(stream, made.device)
-            made.kernels.append((made.device, stream, self.dtype))
+            stream = runtime.handle(runtime.device)
+            Fake().synchronize(stream, runtime.device)
+            runtime.kernels.append((runtime.device, stream, self.dtype))
             np.copyto(_on_host(self), _on_host(value))
 
     real = arrays._over
@@ -101,17 +100,17 @@ def pretend(put: Callable[[Any, str, Any], None] = setattr) -> Runtime:
         plain = real(array, kind)
         return Copying(plain.shape, plain.dtype, plain.data, strides=plain.strides)
 
-    put(cupy.cuda, "get_current_stream", made.get_current_stream)
+    put(cupy.cuda, "get_current_stream", runtime.get_current_stream)
     put(cupy.cuda, "Device", Device)
-    put(cupy.cuda, "ExternalStream", made.using)
-    put(cupy.cuda, "Stream", types.SimpleNamespace(null=made.using(0)))
-    put(cupy, "empty", made.empty)
+    put(cupy.cuda, "ExternalStream", runtime.using)
+    put(cupy.cuda, "Stream", types.SimpleNamespace(null=runtime.using(0)))
+    put(cupy, "empty", runtime.empty)
     put(arrays, "_over", over_memory)
-    return made
+    return runtime
 
 
 def _on_host(x: cupy.ndarray) -> np.ndarray:
-    """Return the fake's memory as it is."""
+    """Return a NumPy array over the memory of ``x``, without waiting for a stream."""
     interface = {
         "shape": x.shape, "strides": x.strides, "typestr": x.dtype.str,
         "data": (x.data.ptr, False), "version": 3,
@@ -120,19 +119,21 @@ def _on_host(x: cupy.ndarray) -> np.ndarray:
 
 
 def over(x: FakeArray, dtype=None) -> cupy.ndarray:
-    """Return CuPy over a FakeArray's memory."""
+    """Return a CuPy array over the memory of a FakeArray."""
     memory = cupy.cuda.UnownedMemory(x.address, max(x._nbytes, 1), x, device_id=x.device)
     pointer = cupy.cuda.MemoryPointer(memory, 0)
     return cupy.ndarray(x.shape, x.dtype if dtype is None else dtype, pointer, strides=x.strides)
 
 
 def of(values, device: int = 0) -> cupy.ndarray:
+    """Return a CuPy array on a fake GPU with these values."""
     x = FakeArray.of(values, device)
     Fake().synchronize(x.stream, device)
     return over(x)
 
 
 def values_of(x) -> np.ndarray:
+    """Return the values of a CuPy array, after its stream is done."""
     return adapter_of(x).view(x)[0].to_host()
 
 
@@ -148,20 +149,20 @@ class _OnTheFake:
 
 
 class Shm(_OnTheFake, ShmBackend):
-    """Through page-locked memory."""
+    """``shm``, which moves GPU arrays through page-locked memory."""
 
 
 class Nccl(_OnTheFake, NcclBackend):
-    """NCCL's own."""
+    """``nccl`` over the fake."""
 
 
 class Mpi(_OnTheFake, MpiBackend):
-    """Through page-locked memory, as on a library that knows no GPUs."""
+    """``mpi`` on a library without GPU support, through page-locked memory."""
 
     name = "mpi-staged"
 
 
 class AwareMpi(_OnTheFake, CudaAwareMpi):
-    """On a library that takes the memory of GPUs."""
+    """``mpi`` on a library that takes the memory of GPUs."""
 
     name = "mpi-aware"

@@ -1,4 +1,4 @@
-"""Holds streams of the ABI fake up, so that what comes too early is seen to."""
+"""A gate that holds streams of the ABI fake, to show work that starts too early."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests import fakes
 
 
 class Gate:
-    """Work that streams wait for until the gate is opened."""
+    """A host function that held streams wait in until the gate is opened."""
 
     def __init__(self) -> None:
         libc = ctypes.CDLL(None)
@@ -20,14 +20,14 @@ class Gate:
         self._held: list[Stream] = []
 
     def hold(self, stream: Stream) -> None:
-        """Let nothing that is enqueued on the stream from now on begin."""
+        """Prevent work that is enqueued on the stream from now on from starting."""
         with stream.device.active():
             handle = ctypes.c_void_p(stream.handle)
             self._fake.cuda("cuLaunchHostFunc", handle, self._wait, self._semaphore)
         self._held.append(stream)
 
     def open(self) -> None:
-        """Let it begin."""
+        """Let the work of all held streams start, and wait for its end."""
         for _ in self._held:
             self._post(self._semaphore)
         for stream in self._held:

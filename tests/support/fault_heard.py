@@ -1,4 +1,7 @@
-"""What a rank hears of a fault, and what its process holds before and after it."""
+"""Errors that a rank gets from a fault, and resources of its process before and after the fault.
+
+Use :func:`survive` for faults that leave processes alive, and :func:`heard_in` for a single call.
+"""
 
 from __future__ import annotations
 
@@ -26,20 +29,21 @@ __all__ = [
     "survive",
 ]
 
-# How long a rank may take to let go of what it does not need any more.
+# Seconds that a rank may take to release resources that it does not need any more.
 _SETTLED_S = 5.0
 
 
 class Heard(NamedTuple):
-    """What one rank heard of a fault.
+    """Effect of a fault on the calls of one rank.
 
     Attributes:
-        error: the name of the class of what the call raised; "" if it returned what it should,
-            "wrong" if it returned anything else.
-        ranks: whom the error names.
-        seconds: how long the call took.
-        later: "usable" if a later call gave what it should, or the name of what that raised.
-        text: the errors, for whoever has to find out why a test fails.
+        error: class name of the exception of the call; "" for a right result, "wrong" for a wrong
+            result.
+        ranks: ranks that the error names.
+        seconds: duration of the call.
+        later: "usable" if a later call gave a right result, "wrong" for a wrong result, otherwise
+            the class name of its exception.
+        text: the errors, for the report of a failed test.
     """
 
     error: str
@@ -50,12 +54,12 @@ class Heard(NamedTuple):
 
 
 class Held(NamedTuple):
-    """What a process holds.
+    """Resources of a process.
 
     Attributes:
-        descriptors: where they lead.
-        threads: their names in the kernel.
-        segments: files below /dev/shm that are mapped.
+        descriptors: targets of its file descriptors.
+        threads: names of its threads in the kernel.
+        segments: files below /dev/shm that it has mapped.
     """
 
     descriptors: list[str]
@@ -63,7 +67,7 @@ class Held(NamedTuple):
     segments: list[str]
 
     def more_than(self, other: Held) -> bool:
-        """Return whether there is more of anything than in ``other``."""
+        """Return whether there are more of some resource than in ``other``."""
         return any(len(mine) > len(theirs) for mine, theirs in zip(self, other))
 
 
@@ -71,9 +75,8 @@ class Survived(NamedTuple):
     """One rank's part in a fault that left its process alive.
 
     Attributes:
-        heard: what it heard.
-        before, after: what its process held, the communicator of the fault not yet made, and
-            closed again.
+        heard: effect on the rank's calls.
+        before, after: resources before the fault's communicator was made, and after it was closed.
     """
 
     heard: Heard
@@ -81,46 +84,46 @@ class Survived(NamedTuple):
     after: Held
 
 
-#: What the ranks of a fault do.
+#: The part of each rank in a fault.
 Program = Callable[[Communicator], Heard]
 
 
 def survive(comm: Communicator, programs: dict[str, Program]) -> dict[str, Survived]:
-    """Run one program after the other, each on a communicator of its own."""
-    found = {}
+    """Run one program after the other, each on a new communicator."""
+    outcomes = {}
     for name, program in programs.items():
         before = held()
         group = comm.dup()
-        heard = program(group)
+        effect = program(group)
         group.close()
         del group
         comm.barrier()
-        found[name] = Survived(heard, before, _settled(comm, before))
-    return found
+        outcomes[name] = Survived(effect, before, _settled(comm, before))
+    return outcomes
 
 
 def _settled(comm: Communicator, before: Held) -> Held:
-    """Return what this process holds, once that is no more than ``before`` on any rank."""
+    """Return the resources of this process, once no rank has more than ``before``."""
     end = time.monotonic() + _SETTLED_S
     while True:
-        now = held()
-        if now.more_than(before):
-            gc.collect()  # tracebacks refer to frames that refer to them
-            now = held()
-        waits = now.more_than(before) and time.monotonic() < end
-        # What the others still hold may be held here for their sake.
+        resources = held()
+        if resources.more_than(before):
+            gc.collect()  # Tracebacks and frames form cycles.
+            resources = held()
+        waits = resources.more_than(before) and time.monotonic() < end
+        # This rank may hold resources as long as other ranks hold theirs.
         if not comm.all_reduce(np.array([int(waits)]), op="max")[0]:
-            return now
+            return resources
         time.sleep(0.01)
 
 
 def held(_: Communicator | None = None) -> Held:
-    """Return what this process holds."""
+    """Return the resources of this process."""
     descriptors = []
     for entry in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             name = os.readlink(f"/proc/self/fd/{entry}")
-            # Ranks that are threads look at the same time, which opens what is below.
+            # Other thread ranks read /proc at the same time, which opens descriptors there.
             if not name.startswith("/proc/"):
                 descriptors.append(name)
     threads = []
@@ -133,7 +136,7 @@ def held(_: Communicator | None = None) -> Held:
 
 
 def raised(call: Callable[[], object]) -> BaseException | None:
-    """Return what ``call`` raises."""
+    """Return the exception of ``call``, or None."""
     try:
         call()
     except (Exception, KeyboardInterrupt) as error:  # a fault may raise anything
@@ -142,17 +145,17 @@ def raised(call: Callable[[], object]) -> BaseException | None:
 
 
 def _later(comm: Communicator) -> tuple[str, str]:
-    """Return "usable" or the name of an error, and the error."""
-    found: list[Any] = []
-    error = raised(lambda: found.append(comm.all_reduce(np.arange(3) + comm.rank)))
+    """Make another call; return "usable", "wrong" or an error's name, and the result or error."""
+    results: list[Any] = []
+    error = raised(lambda: results.append(comm.all_reduce(np.arange(3) + comm.rank)))
     if error is not None:
         return type(error).__name__, repr(error)
     right = np.arange(3) * comm.size + sum(range(comm.size))
-    return ("usable" if np.array_equal(found[0], right) else "wrong"), str(found)
+    return ("usable" if np.array_equal(results[0], right) else "wrong"), str(results)
 
 
 def heard_in(comm: Communicator, call: Callable[[], object], *, again: bool = False) -> Heard:
-    """Make ``call``, ``again`` and again until it raises, and then another."""
+    """Make ``call`` once, or with ``again`` until it raises; then make another call."""
     while True:
         since = time.monotonic()
         error = raised(call)
@@ -163,7 +166,7 @@ def heard_in(comm: Communicator, call: Callable[[], object], *, again: bool = Fa
 
 
 def heard_of(comm: Communicator, error: BaseException | None, seconds: float) -> Heard:
-    """Return what this rank heard that has got ``error``, after another call."""
+    """Make another call; return the effect of a fault whose call raised ``error``."""
     ranks = getattr(error, "ranks", None) or tuple(
         rank for rank in [getattr(error, "rank", None)] if rank is not None
     )

@@ -1,4 +1,8 @@
-"""Programs of tests, each in an interpreter of its own."""
+"""Programs of tests, each in a new interpreter.
+
+Use :func:`printed` for the output of a program that has to succeed, :func:`run_python` for its exit
+code and outputs, :func:`started` for a program that runs beside the test.
+"""
 
 from __future__ import annotations
 
@@ -26,15 +30,16 @@ def run(
     timeout: float = 270.0,
     **variables: str,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command, and return how it ended.
+    """Run a command, and return its exit code and outputs.
 
     Args:
-        command: its words.
-        env: all its variables, beside this project on its path; this process's by default.
-        stdin: what it reads.
-        merged: whether what it writes to standard error is part of its output.
-        timeout: in seconds, before it counts as hung.
-        variables: more of them.
+        command: words of the command.
+        cwd: working directory.
+        env: all variables, beside PYTHONPATH with this project; by default those of this process.
+        stdin: text for standard input.
+        merged: if true, standard error goes to standard output.
+        timeout: seconds until the command counts as hung.
+        variables: more variables.
     """
     return subprocess.run(
         [*map(str, command)],
@@ -51,19 +56,19 @@ def run(
 
 def _environment(env: Mapping[str, str] | None, more: Mapping[str, str]) -> dict[str, str]:
     on_path = {"PYTHONPATH": str(ROOT)}
-    kept = {**os.environ, **on_path} if env is None else {**on_path, **env}
-    return {**kept, **more}
+    base = {**os.environ, **on_path} if env is None else {**on_path, **env}
+    return {**base, **more}
 
 
 def run_python(
     *arguments: object, python: str | Path = sys.executable, **options: Any
 ) -> subprocess.CompletedProcess[str]:
-    """Run Python, or another ``python``, as :func:`run` runs a command."""
+    """Run Python, or another ``python``, with the options of :func:`run`."""
     return run(python, *arguments, **options)
 
 
 def printed(*arguments: object, **options: Any) -> str:
-    """Run Python as :func:`run_python` does; return what it prints, or fail with it."""
+    """Run Python with the options of :func:`run_python`; return its output, or fail with it."""
     done = run_python(*arguments, **options)
     assert done.returncode == 0, done.stdout + (done.stderr or "")
     return done.stdout
@@ -77,7 +82,7 @@ def started(
     env: Mapping[str, str] | None = None,
     **variables: str,
 ) -> Iterator[subprocess.Popen[str]]:
-    """Start Python with pipes for what it reads and writes; kill it if it has not ended by then."""
+    """Start Python with pipes for its streams; kill it at the end if it still runs."""
     with subprocess.Popen(
         [str(python), *map(str, arguments)],
         cwd=cwd,
@@ -96,7 +101,7 @@ def started(
 def run_together(
     *ranks: Sequence[object], timeout: float = 270.0, **options: Any
 ) -> list[subprocess.CompletedProcess[str]]:
-    """Run Python once with each of the arguments, at the same time; return how each ended."""
+    """Run Python with each list of arguments at the same time; return codes and outputs."""
     end = time.monotonic() + timeout
 
     def finish(process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
@@ -105,6 +110,6 @@ def run_together(
 
     with contextlib.ExitStack() as stack:
         running = [stack.enter_context(started(*each, **options)) for each in ranks]
-        # Read at once: who fills a pipe that is read later would hold up those who wait for it.
+        # Read all outputs at once: a process with a full pipe would block those that wait for it.
         with ThreadPoolExecutor(len(running)) as pool:
             return list(pool.map(finish, running))

@@ -1,4 +1,7 @@
-"""Real launches for the tests of `collective run`: start them, and see what they leave."""
+"""Real launches for tests of `collective run`: start them, and check their leftovers.
+
+Use the fixture :func:`launches` in a test, and :func:`launched` elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +37,8 @@ __all__ = [
     "launches",
 ]
 
-# What is promised, and what a busy machine may add to it before it counts as broken: what is
-# waited for would take ten minutes.
+# The promised time, and the delay that a busy machine may add before a test fails. Without the
+# promise the tests would wait for ten minutes.
 PROMISED_S = 2.0
 NOISE_S = 60.0
 DEADLINE_S = 90.0
@@ -64,10 +67,10 @@ def die(error):
 
 
 class Marked:
-    """The processes that have a mark of their own in their environment.
+    """Processes with a unique mark in their environment.
 
     Attributes:
-        variable, value: the mark, for the environment of the first of them.
+        variable, value: the mark, for the environment of the first process; others inherit it.
     """
 
     variable = "COLLECTIVETEST_MARK"
@@ -77,33 +80,33 @@ class Marked:
         self._bytes = f"{self.variable}={self.value}".encode()
 
     def living(self) -> dict[int, bytes]:
-        """Return their environments, by process id, in the order in which they were started."""
-        found: dict[int, bytes] = {}
+        """Return the environments of the living processes by process id, in ascending order."""
+        environments: dict[int, bytes] = {}
         for entry in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
                 environment = (entry / "environ").read_bytes()
                 if self._bytes in environment:
-                    found[int(entry.name)] = environment
-        return dict(sorted(found.items()))
+                    environments[int(entry.name)] = environment
+        return dict(sorted(environments.items()))
 
     def left(self, seconds: float) -> dict[int, str]:
-        """Return what runs after so many seconds, or nothing as soon as nothing does.
+        """Return the processes that still run after ``seconds``; return early if none does.
 
         Returns:
-            Process id -> its command, and where in the kernel it is.
+            Process id -> the command of the process, and its place in the kernel.
         """
         end = time.monotonic() + seconds
-        while (found := self.living()) and time.monotonic() < end:
+        while (living := self.living()) and time.monotonic() < end:
             time.sleep(0.02)
         running = {}
-        for pid in found:
+        for pid in living:
             with contextlib.suppress(OSError):
                 command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
                 running[pid] = f"{command}({Path(f'/proc/{pid}/wchan').read_text()})"
         return running
 
     def end(self) -> None:
-        """Kill what is left."""
+        """Kill the processes that still run."""
         for pid in self.living():
             kill(pid)
 
@@ -115,10 +118,11 @@ def kill(pid: int) -> None:
 
 
 class Launches:
-    """Starts launchers in a directory of their own and sees what they leave behind.
+    """Launchers in a separate directory, and checks of the processes and files that they leave.
 
     Args:
-        python: what launchers and ranks are started with.
+        directory: directory of the launchers and their scripts.
+        python: interpreter of launchers and ranks.
     """
 
     def __init__(self, directory: Path, python: str = sys.executable) -> None:
@@ -130,16 +134,20 @@ class Launches:
         self.started: list[subprocess.Popen[str]] = []
 
     def environment(self, **changes: str) -> dict[str, str]:
-        kept = {k: v for k, v in os.environ.items() if not k.startswith(("COLLECTIVE_", "OMP_"))}
+        """Return the variables of a launcher, with the mark and with ``changes``."""
+        inherited = {
+            k: v for k, v in os.environ.items() if not k.startswith(("COLLECTIVE_", "OMP_"))
+        }
         base = {"PYTHONPATH": str(ROOT), "TMPDIR": str(self.temporary)}
-        return {**kept, **base, self.marked.variable: self.marked.value, **changes}
+        return {**inherited, **base, self.marked.variable: self.marked.value, **changes}
 
     def script(self, body: str, name: str = "script.py") -> str:
+        """Write a program that begins with PRELUDE; return its name."""
         (self.directory / name).write_text(PRELUDE + textwrap.dedent(body))
         return name
 
     def start(self, *arguments: str, leads: bool = False, **changes: str) -> subprocess.Popen[str]:
-        """Start a launcher, which ``leads`` a process group if that is said, as under a shell."""
+        """Start a launcher; if ``leads``, it leads a process group, as under a shell."""
         process = subprocess.Popen(
             [self.python, "-m", "collective", "run", *arguments],
             cwd=self.directory,
@@ -154,46 +162,52 @@ class Launches:
         return process
 
     def run(self, *arguments: str, **changes: str) -> subprocess.CompletedProcess[str]:
+        """Start a launcher, wait for its end, and return its outputs."""
         process = self.start(*arguments, **changes)
         return finish(process)
 
     def execute(
         self, *words: str, stdin: str = "", **changes: str
     ) -> subprocess.CompletedProcess[str]:
-        """Run Python itself, in the launches' directory."""
+        """Run Python itself in the directory of these launches."""
         return run_python(
             *words, python=self.python, cwd=self.directory, stdin=stdin, timeout=DEADLINE_S,
             env=self.environment(OMP_NUM_THREADS="1", **changes),
         )  # fmt: skip
 
     def living(self) -> list[int]:
-        """The processes of these launches that run, wherever they are in the tree."""
+        """Return the running processes of these launches, anywhere in the process tree."""
         return list(self.marked.living())
 
     def until(self, condition: Callable[[], object]) -> None:
+        """Wait until ``condition()`` is true, or fail the test."""
         end = time.monotonic() + DEADLINE_S
         while not condition():
-            assert time.monotonic() < end, "what was waited for did not happen"
+            assert time.monotonic() < end, "the condition did not become true"
             time.sleep(0.01)
 
     def until_arrived(self, size: int) -> None:
+        """Wait until all ``size`` ranks have called ``arrive()`` or ``await_all()``."""
         self.until(lambda: all((self.directory / f"arrived-{r}").exists() for r in range(size)))
 
     def assert_nothing_left(self) -> None:
+        """Check that no process runs and that no run directory is left."""
         assert self.living() == []
         assert self.run_directories() == []
 
     def run_directories(self) -> list[str]:
+        """Return the names of the run directories that exist."""
         return [path.name for path in self.temporary.glob("collective-*/*")]
 
 
 def finish(process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
+    """Wait for the end of a launcher, and return its outputs."""
     out, err = process.communicate(timeout=DEADLINE_S)
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
 class Terminal:
-    """A pseudo-terminal of 60 columns, and a launcher that it controls."""
+    """A pseudo-terminal of 60 columns that is the controlling terminal of a launcher."""
 
     TAKE = """
         import fcntl, os, sys, termios
@@ -218,9 +232,9 @@ class Terminal:
         os.close(slave)
 
     def read(self, until: bytes | None = None) -> bytes:
-        """Return what appears until ``until`` does, or until the launcher has ended."""
+        """Return the output up to ``until``, or up to the end of the launcher."""
         text = b""
-        with contextlib.suppress(OSError):  # EIO: the last one has closed it
+        with contextlib.suppress(OSError):  # EIO: the last process has closed the terminal.
             while data := os.read(self.master, 4096):
                 text += data
                 if until is not None and until in text:
@@ -230,7 +244,7 @@ class Terminal:
 
 @contextlib.contextmanager
 def launched(directory: Path, python: str = sys.executable) -> Iterator[Launches]:
-    """End all that was started in ``directory``, in the end."""
+    """Yield launches in ``directory``; at the end kill all their processes."""
     launches = Launches(directory, python)
     yield launches
     for process in launches.started:
@@ -242,6 +256,7 @@ def launched(directory: Path, python: str = sys.executable) -> Iterator[Launches
 
 @pytest.fixture
 def launches(tmp_path: Path) -> Iterator[Launches]:
+    """Yield launches in the test's directory; skip the test on other systems than Linux."""
     if sys.platform != "linux":
         pytest.skip("looks into /proc")
     with launched(tmp_path) as launches:

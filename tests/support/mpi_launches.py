@@ -1,4 +1,7 @@
-"""The MPI libraries of the tests: each in an environment of its own, built by `make test`."""
+"""The MPI libraries of the tests, each in a separate environment that `make test` builds.
+
+Use :func:`needs` or :data:`by_vendor` for tests of MPI, :func:`mpirun` to run a script on ranks.
+"""
 
 from __future__ import annotations
 
@@ -42,13 +45,13 @@ _LEAVE_S = 3.0
 
 
 def launch_of(vendor: str) -> Mpiexec:
-    """Return with what ranks of a vendor's library are started."""
+    """Return the :class:`Mpiexec` that starts ranks of a vendor's library."""
     return Mpiexec(str(ROOT / ".mpi" / vendor / "bin" / "python"))
 
 
 @functools.cache
 def warm_python_of(vendor: str) -> str:
-    """Return a Python for ranks of a vendor's library that has PyTorch imported: tests/warm."""
+    """Return a Python of tests/warm, with PyTorch imported, for ranks of a vendor's library."""
     python = warm.python()
     if python == sys.executable:
         return launch_of(vendor).python
@@ -66,45 +69,46 @@ def warm_python_of(vendor: str) -> str:
 
 
 def warm_launch_of(vendor: str) -> Mpiexec:
-    """Return with what ranks are started that would import PyTorch."""
+    """Return the :class:`Mpiexec` for ranks that import PyTorch."""
     program = Path(launch_of(vendor).python).with_name("mpiexec")
     return Mpiexec(warm_python_of(vendor), str(program))
 
 
 def needs(*vendors: str) -> pytest.MarkDecorator:
-    """Skip a test where an environment is missing: only `make test` builds them."""
+    """Return a mark that skips a test if an environment is missing; `make test` builds them."""
     missing = [vendor for vendor in vendors if not Path(launch_of(vendor).python).exists()]
     reason = f"no {' and no '.join(f'.mpi/{each}' for each in missing)}; `make test` builds it"
     return pytest.mark.skipif(bool(missing), reason=reason)
 
 
-#: The vendors, each skipped where its environment is missing; and a test with each of them.
+#: Parameters for the vendors, each skipped if its environment is missing; and a mark that runs a
+#: test with each of them.
 INSTALLED = [pytest.param(vendor, marks=needs(vendor)) for vendor in VENDORS]
 by_vendor = pytest.mark.parametrize("vendor", INSTALLED)
 
 
 def world_of(name: str, size: int) -> Any:
-    """Return a parameter of a fixture: a transport or a vendor of MPI, and how many ranks."""
+    """Return a parameter for a fixture: a transport or a vendor of MPI, and a number of ranks."""
     marks = needs(name) if name in VENDORS else ()
     return pytest.param((name, size), marks=marks, id=f"{name}-{size}")
 
 
 @contextlib.contextmanager
 def pool_of(world: tuple[str, int], package: ModuleType) -> Iterator[RankPool]:
-    """Keep ranks at a place that can import what this environment has beside ``package``."""
+    """Keep ranks that can import ``package`` and the packages installed beside it."""
     name, size = world
     if name not in VENDORS:
-        with RankPool(size, name, timeout=90.0) as made:
-            yield made
+        with RankPool(size, name, timeout=90.0) as pool:
+            yield pool
         return
-    # Those environments have MPI; what else is needed is in this one.
+    # The environments of vendors have MPI; all other packages come from this environment.
     packages = str(Path(str(package.__file__)).parent.parent)
     before = os.environ.get("PYTHONPATH")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (before, packages))))
         launch = warm_launch_of(name) if package.__name__ == "torch" else launch_of(name)
-        with RankPool(size, "mpi", timeout=90.0, mpiexec=launch) as made:
-            yield made
+        with RankPool(size, "mpi", timeout=90.0, mpiexec=launch) as pool:
+            yield pool
 
 
 def mpirun(
@@ -120,13 +124,13 @@ def mpirun(
     """Run ``script`` on ``size`` ranks under a vendor's ``mpiexec``; return both streams in one.
 
     Args:
-        python: the interpreter; by default of the same environment.
-        arguments: for ``mpiexec``.
-        check: whether it has to succeed.
+        python: interpreter; by default that of the vendor's environment.
+        arguments: more arguments for ``mpiexec``.
+        check: if true, fail the test unless the job succeeds.
         environment: variables to add.
     """
     launch = launch_of(vendor)
-    # As a user starts it: a rank that dies ends the job.
+    # These are a user's options, with which a rank that dies ends the job.
     program, *options = launch.command(size)
     command = [program, *arguments, *options, python or launch.python, "-c", script]
     done = _run(command, environment)
@@ -138,7 +142,7 @@ def mpirun(
 def run_alone(
     python: str, script: str, *arguments: str, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run ``script`` in a process that no launcher started."""
+    """Run ``script`` in a process without a launcher."""
     done = _run([python, "-c", script, *arguments], environment)
     assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout}"
     return done
@@ -169,23 +173,23 @@ def _run(
 
 
 def _segments() -> set[Path]:
-    """Return the shared memory of MPI libraries."""
+    """Return the files of shared memory of MPI libraries."""
     return {*Path("/dev/shm").glob("mpich_shm_*"), *Path("/dev/shm").glob("sm_segment.*")}
 
 
 def _sweep(before: set[Path]) -> None:
-    """Remove what a job that failed has left behind, when its last process has ended."""
+    """Remove the shared memory that a failed job has left, when its last process has ended."""
     deadline = time.monotonic() + _LEAVE_S
     while new := _segments() - before:
         for segment in new - _used(new):
             segment.unlink(missing_ok=True)
         if time.monotonic() > deadline:
-            return  # another job's
+            return  # The segments belong to another job.
         time.sleep(0.05)
 
 
 def _used(segments: set[Path]) -> set[Path]:
-    """Return those of ``segments`` that a process has mapped."""
+    """Return the segments that some process has mapped."""
     used = set()
     for maps in Path("/proc").glob("[0-9]*/maps"):
         try:

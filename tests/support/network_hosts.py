@@ -1,10 +1,10 @@
-"""Hosts on one machine: a network namespace, an address, a name and a TMPDIR each.
+"""Hosts on one machine: each has a network namespace, an address, a name and a TMPDIR.
 
-Nothing is simulated in the program under test: its ranks see one network interface, reach
-the other hosts over TCP only, and share no run directory with them. What stands between
-the hosts is a bridge in a namespace of its own or, where messages are to take their time,
-a relay (:mod:`tests.support.network_relay`). Everything is removed in the end; the next run
-sweeps away what a killed run left behind.
+Use :class:`Hosts` for tests of ranks on several hosts. Nothing is simulated in the program under
+test: its ranks see one network interface, reach the other hosts only over TCP, and share no run
+directory with them. A bridge in a separate namespace connects the hosts or, if messages are to be
+slow, a relay (:mod:`tests.support.network_relay`). The end of the ``with`` removes everything; the
+next run sweeps the leftovers of a killed run.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from tests.support.mpi_launches import warm_python_of
 
 __all__ = ["DEADLINE_S", "Host", "Hosts", "Job", "free_port", "needs_hosts", "refusal"]
 
-# How long a job of a few ranks may take on a busy machine until it counts as hung.
+# Seconds until a job of a few ranks counts as hung on a busy machine.
 DEADLINE_S = 60.0
-_PORT = 29500  # nobody else is in these namespaces
+_PORT = 29500  # No other program listens in these namespaces.
 _PREFIX = "collective"
 _numbers = itertools.count()
 
-# Names can be looked up on a cluster, so here too; the mount is seen by this process alone.
+# Host names resolve on a cluster, so they do here; the mount is visible only to this process.
 _ENTER = 'mount --bind "$1" /etc/hosts && hostname "$2" && shift 2 && exec "$@"'
 
 
 class Host:
-    """One of them.
+    """One of the hosts of :class:`Hosts`.
 
     Attributes:
-        name: what gethostname(2) says on it.
-        address: of its one interface, ``eth0``.
-        namespace: as ``ip netns`` knows it.
-        directory: its TMPDIR.
+        name: result of gethostname(2) on the host.
+        address: address of the host's only interface, ``eth0``.
+        namespace: name of the host's namespace for ``ip netns``.
+        directory: TMPDIR of the host.
     """
 
     def __init__(self, name: str, address: str, namespace: str, directory: Path) -> None:
@@ -56,13 +56,13 @@ class Host:
         self.names = directory.parent / "hosts"
 
     def entering(self, *command: str) -> list[str]:
-        """Return ``command`` as it is run on this host; its process is the command's."""
+        """Return the command line that runs ``command`` on this host, in the same process."""
         enter = ["ip", "netns", "exec", self.namespace, "unshare", "--uts", "sh", "-c", _ENTER]
         return [*enter, "sh", str(self.names), self.name, *command]
 
 
 class Job:
-    """Processes that were started together, and what they print."""
+    """Processes that were started together, and their output."""
 
     def __init__(self, processes: Sequence[subprocess.Popen[bytes]], outputs: Sequence[Path]):
         self.processes = processes
@@ -81,23 +81,24 @@ class Job:
             ) from None
 
     def succeed(self, timeout: float = DEADLINE_S) -> str:
-        """Wait, fail the test if some process failed, and return what was printed."""
+        """Wait, fail the test if a process failed, and return the output of all processes."""
         codes = self.wait(timeout)
         assert not any(codes), f"exit codes {codes}\n{self}"
         return str(self)
 
     def text(self, index: int) -> str:
-        """Return what process ``index`` printed, to either stream."""
+        """Return the output of process ``index``, of both streams."""
         return self._outputs[index].read_text(errors="replace")
 
     def until(self, *words: str, timeout: float = DEADLINE_S) -> None:
         """Wait until every process has printed all of ``words``."""
         end = time.monotonic() + timeout
         while not all(word in path.read_text() for path in self._outputs for word in words):
-            assert time.monotonic() < end, f"not everybody printed {words}\n{self}"
+            assert time.monotonic() < end, f"some process did not print {words}\n{self}"
             time.sleep(0.01)
 
     def kill(self) -> None:
+        """Kill the processes that still run, and wait for their end."""
         for process in self.processes:
             if process.poll() is None:
                 process.kill()
@@ -108,12 +109,12 @@ class Job:
 
 
 class Hosts:
-    """Some hosts, for the body of a ``with``.
+    """Hosts that exist for the body of a ``with``.
 
     Args:
-        count: how many.
-        directory: an empty one for what they write.
-        delay: seconds that a packet takes from one to another; None for a plain bridge.
+        count: number of hosts.
+        directory: empty directory for the files of the hosts.
+        delay: seconds that a packet takes between hosts; None for a plain bridge.
     """
 
     def __init__(self, count: int, directory: Path, *, delay: float | None = None) -> None:
@@ -181,7 +182,7 @@ class Hosts:
         assert self._relay.stdout.readline() == b"ready\n", "the relay did not start"
 
     def close(self) -> None:
-        """End what still runs on the hosts and remove them."""
+        """Kill the processes on the hosts, and remove the hosts."""
         _kill(self.living())
         for job in self._jobs:
             job.kill()
@@ -192,26 +193,26 @@ class Hosts:
             _ip("netns", "del", namespace, check=False)
 
     def end(self, host: int) -> None:
-        """Kill all that runs on a host; its address stays."""
+        """Kill all processes on a host; its address stays."""
         _kill(_processes(self.hosts[host].namespace))
 
     def living(self) -> list[int]:
-        """Return the processes that run on the hosts, whoever started them."""
+        """Return the ids of all processes on the hosts."""
         return [pid for host in self.hosts for pid in _processes(host.namespace)]
 
     def run_directories(self) -> list[str]:
         """Return the run directories that jobs have left on the hosts."""
-        found = (p for h in self.hosts for p in h.directory.glob("collective-*/*"))
-        return [str(path) for path in found]
+        paths = (p for h in self.hosts for p in h.directory.glob("collective-*/*"))
+        return [str(path) for path in paths]
 
-    # -- what can happen to a network ------------------------------------------------------
+    # -- network failures ------------------------------------------------------------------
 
     def cut(self, host: int) -> None:
-        """Pull the cable of a host out of the switch: packets vanish, nobody is told."""
+        """Pull the cable of a host out of the switch: packets vanish without an error."""
         self._port(host, "down")
 
     def mend(self, host: int) -> None:
-        """Put it back."""
+        """Plug the cable of a host in again."""
         self._port(host, "up")
 
     def _port(self, host: int, state: str) -> None:
@@ -225,7 +226,7 @@ class Hosts:
     # -- starting ranks --------------------------------------------------------------------
 
     def start(self, commands: Sequence[tuple[int, Sequence[str], Mapping[str, str]]]) -> Job:
-        """Start commands, each on a host with variables of its own, as one job."""
+        """Start commands as one job; each has a host and variables."""
         processes, outputs = [], []
         for where, command, variables in commands:
             host = self.hosts[where]
@@ -252,7 +253,7 @@ class Hosts:
         return {**os.environ, **own, **variables}
 
     def by_hand(self, spread: Sequence[int], command: Sequence[str], **variables: str) -> Job:
-        """Start a rank on each of ``spread`` with the variables that torchrun would set."""
+        """Start a rank on each host of ``spread``, with the variables that torchrun would set."""
         commands = []
         for rank, number in enumerate(spread):
             common = {
@@ -268,7 +269,7 @@ class Hosts:
         return self.start(commands)
 
     def torchrun(self, each: int, script: Sequence[str], **variables: str) -> Job:
-        """Start ``each`` ranks on every host by a torchrun of its own; no secret is the default."""
+        """Start one torchrun on every host, with ``each`` ranks; by default without a secret."""
         commands = []
         variables = {"COLLECTIVE_INSECURE": "1", **variables}
         for number in range(len(self.hosts)):
@@ -281,14 +282,14 @@ class Hosts:
     def mpiexec(
         self, venv: Path, options: Sequence[str], script: Sequence[str], **variables: str
     ) -> Job:
-        """Start ``script`` by ``venv``'s mpiexec on the first host."""
-        # Some hand on the variables of mpiexec to all hosts.
-        there = f'TMPDIR={self._directory}/$(hostname); export TMPDIR; exec "$@"'
-        ranks = ["sh", "-c", there, "sh", warm_python_of(venv.name), *script]
+        """Start ``script`` with the mpiexec of ``venv`` on the first host."""
+        # Some mpiexec pass their variables to all hosts, so each rank sets its host's TMPDIR.
+        in_directory = f'TMPDIR={self._directory}/$(hostname); export TMPDIR; exec "$@"'
+        ranks = ["sh", "-c", in_directory, "sh", warm_python_of(venv.name), *script]
         return self.start([(0, [str(venv / "bin" / "mpiexec"), *options, *ranks], variables)])
 
     def remote_shell(self) -> Path:
-        """Return a program that is called as ssh is, and gets to the hosts by their names."""
+        """Return a program that takes the arguments of ssh and runs commands on these hosts."""
         path = self._directory / "remote-shell"
         cases = "\n".join(
             f"{host.name}|{host.address}) set -- {' '.join(map(_quoted, host.entering()))} "
@@ -305,7 +306,7 @@ class Hosts:
 
 @functools.cache
 def refusal() -> str | None:
-    """Return why there can be no hosts here, or None; found out by making two."""
+    """Return why this machine cannot have such hosts, or None; try it with two hosts."""
     import tempfile
 
     with tempfile.TemporaryDirectory(prefix="hosts-") as directory:
@@ -319,7 +320,7 @@ def refusal() -> str | None:
 
 
 def free_port() -> int:
-    """Return a port of this host at which nobody listens."""
+    """Return a port of this host without a listener."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -327,8 +328,8 @@ def free_port() -> int:
 
 
 def needs_hosts() -> None:
-    """Skip the test where there can be no hosts."""
-    import pytest  # whoever measures needs hosts, too, and no tests
+    """Skip the test if this machine cannot have such hosts."""
+    import pytest  # Benchmarks use this module, too, and may lack pytest.
 
     reason = refusal()
     if reason is not None:
@@ -351,7 +352,7 @@ def _kill(pids: Sequence[int]) -> None:
 
 
 def _started(pid: int) -> str:
-    """Return when a process started, in ticks since boot; empty if there is none."""
+    """Return a process's start in ticks since boot, or an empty string if it does not exist."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -360,7 +361,7 @@ def _started(pid: int) -> str:
 
 
 def _sweep() -> None:
-    """Remove the namespaces of runs that are dead, and what still runs in them."""
+    """Remove the namespaces of dead runs, and the processes in these namespaces."""
     for line in _ip("netns", "list").splitlines():
         match = re.match(rf"({_PREFIX}-(\d+)-(\d+)-\d+-\w+)", line)
         if match is not None and _started(int(match[2])) != match[3]:

@@ -1,7 +1,8 @@
-"""What ranks do with plain messages, by the native core and beside what Python sends and makes.
+"""Programs of ranks with plain messages, handled by the native core or by Python.
 
-Over ``shm`` C makes all of them but exchanges in place; over ``mpi`` those whose sender is named,
-and exchanges of what a head holds.
+Use :data:`PROGRAMS` in tests of a transport whose messages pass through C. Over ``shm`` C handles
+all messages except exchanges in place. Over ``mpi`` C handles messages with a named sender, and
+exchanges of payloads that fit into a head.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from collective.errors import (
 
 __all__ = ["LENGTHS", "PROGRAMS", "data", "tensors", "without_python"]
 
-# Bytes around what a head holds, what has left the sender at once, what is matched first, a ring,
-# what is fetched, and much.
+# Sizes around these limits: the payload of a head, a message that leaves the sender at once, a message
+# that is matched first, a ring, and a long message that the receiver fetches.
 _EDGES = [896, 2 << 10, 64 << 10, 256 << 10, 3 << 20]
 LENGTHS = [0, 1, *(edge + more for edge in _EDGES for more in (-1, 0, 1))]
 
@@ -36,7 +37,7 @@ def data(nbytes: int, rank: int) -> Any:
 
 
 def without_python(comm: Communicator) -> None:
-    """Fail where a message goes through Python."""
+    """Make every message that passes through Python fail."""
 
     def refuse(*_: Any) -> None:
         raise AssertionError("by Python")
@@ -46,6 +47,7 @@ def without_python(comm: Communicator) -> None:
 
 
 def to_and_fro(comm: Communicator) -> None:
+    """Send messages of all sizes to and fro, without Python."""
     group, peer, over_shm = comm.dup(), 1 - comm.rank, comm.backend == "shm"
     without_python(group)
     for tag, nbytes in enumerate(LENGTHS):
@@ -68,14 +70,14 @@ def to_and_fro(comm: Communicator) -> None:
 
 
 def beside_python(comm: Communicator) -> None:
-    """What one rank leaves to Python the other does not, and the other way round."""
+    """Exchange messages that Python handles on one rank and C on the other."""
     peer, tree, status = 1 - comm.rank, {"a": np.arange(3.0), "b": [np.ones((300, 300))]}, Status()
     for count in (2, 500, 50_000):
         x = np.arange(2.0 * count)
         for strided_out in (comm.rank == 0, comm.rank == 1):
             out = np.zeros(2 * count)[::2] if strided_out else np.zeros(count)
-            given = np.arange(4.0 * count)[::2][:count] if not strided_out else 2 * x[:count]
-            comm.sendrecv(given, peer, peer, out=out)
+            values = np.arange(4.0 * count)[::2][:count] if not strided_out else 2 * x[:count]
+            comm.sendrecv(values, peer, peer, out=out)
             assert (out == 2 * x[:count]).all()
         assert (comm.sendrecv(x, peer, peer) == x).all()
         assert (comm.sendrecv(x, peer, peer, out=x) == np.arange(2.0 * count)).all()
@@ -100,7 +102,7 @@ def beside_python(comm: Communicator) -> None:
 
 
 def misfits(comm: Communicator) -> None:
-    """What came and does not fit is gone, as by Python, and the next message is there."""
+    """Check that a message that does not fit is dropped, as in Python, and the next arrives."""
     peer = 1 - comm.rank
     for count in (3, 400, 90_000, 1 << 20):
         x, out = np.arange(float(count)), np.zeros(count)
@@ -120,7 +122,7 @@ def misfits(comm: Communicator) -> None:
 
 
 def refused(comm: Communicator) -> None:
-    """An output that cannot be written to leaves its message where it is."""
+    """Check that a recv with a refused argument leaves the message for the next recv."""
     peer, x, closed = 1 - comm.rank, np.arange(4.0), comm.dup()
     fixed = np.zeros(4)
     fixed.flags.writeable = False
@@ -145,9 +147,10 @@ def refused(comm: Communicator) -> None:
 
 
 def tensors(comm: Communicator) -> None:
+    """Exchange PyTorch tensors, without Python."""
     torch = pytest.importorskip("torch")
     group, peer = comm.dup(), 1 - comm.rank
-    group.sendrecv(torch.ones(1), peer, peer)  # C knows of PyTorch when Python does
+    group.sendrecv(torch.ones(1), peer, peer)  # C handles tensors once Python has seen one.
     without_python(group)
     for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool):
         for count in (5, 5_000, 50_000):

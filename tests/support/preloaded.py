@@ -1,7 +1,7 @@
-"""What ranks of the tests that are processes have imported before they are forked.
+"""Imports that process ranks of the tests share; add a module here if most ranks need it.
 
-The server imports it, in whose process nothing else runs. Threads of OpenMP are started by a
-first computation, so none are lost in a fork.
+The fork server imports this module, and nothing else runs in its process. OpenMP starts threads at
+the first computation, so a fork loses no threads.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import gc
 import importlib.util
 import os
 
-# Ranks share two cores with other tests, and a thread of OpenMP that waits spins. Its library
-# reads this when it is loaded; each rank has the variables of the test in the end.
+# Ranks share two cores with other tests, and a waiting OpenMP thread spins. OpenMP reads the
+# variable when it is loaded; each rank gets the variables of its test later.
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest  # noqa: F401
@@ -19,12 +19,12 @@ import pytest  # noqa: F401
 import collective.testing
 
 if importlib.util.find_spec("torch") is not None:
-    # An optimizer imports it when it is made, which takes as long as all else of PyTorch.
+    # The first optimizer imports this module, which takes as long as the rest of PyTorch.
     import torch._dynamo  # noqa: F401
 
     import collective.adapters.torch
     import collective.backends.gloo  # noqa: F401
 
-# No rank looks at all of this again whenever it collects garbage.
+# No rank scans these objects again in its garbage collections.
 gc.collect()
 gc.freeze()

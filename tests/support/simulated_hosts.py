@@ -1,11 +1,14 @@
-"""The ``hierarchical`` transport with hosts that are said to be several, on this one."""
+"""The ``hierarchical`` transport on one machine whose ranks pretend to be on several hosts.
+
+Use these classes as backends in tests that do not need real hosts (network_hosts.py).
+"""
 
 from __future__ import annotations
 
 from typing import ClassVar
 
-# Between the hosts: imported with this module, as what that takes on a busy machine would else
-# count as time in which the ranks meet.
+# Gloo connects the hosts. It is imported here, because on a busy machine a later import would count
+# as time in which the ranks meet.
 import collective.backends.gloo  # noqa: F401
 from collective.backends.hierarchical import HierarchicalBackend
 from collective.contract.world import World
@@ -14,10 +17,10 @@ __all__ = ["Interleaved", "Lopsided", "Pairs", "Single"]
 
 
 class Pretended(HierarchicalBackend):
-    """Takes the ranks' hosts from a list, again and again."""
+    """Transport that takes the ranks' hosts from ``hosts``, cyclically."""
 
     hosts: ClassVar[str]
-    # So that the suite's longer arrays are cut, and the shorter are not.
+    # With this size the suite's longer arrays are cut, and the shorter arrays are not.
     shared_bytes = 64 << 10
 
     @classmethod
@@ -26,7 +29,7 @@ class Pretended(HierarchicalBackend):
 
 
 class Pairs(Pretended):
-    """Two ranks a host, in order; with an odd number the last host has one."""
+    """Two ranks on each host, in order; with an odd number the last host has one rank."""
 
     name = "hierarchical-pairs"
     hosts = "aabbccdd"
@@ -40,14 +43,14 @@ class Interleaved(Pretended):
 
 
 class Lopsided(Pretended):
-    """One rank alone on a host, all others on another, in between."""
+    """Rank 1 is alone on a host, all other ranks of four are on another host."""
 
     name = "hierarchical-lopsided"
     hosts = "abaa"
 
 
 class Single(Pretended):
-    """All on one host: the network is never used for data."""
+    """All ranks on one host: the network never carries data."""
 
     name = "hierarchical-single"
     hosts = "a"

@@ -1,4 +1,7 @@
-"""Ranks in a process group of torch.distributed over our transports."""
+"""Ranks in a process group of torch.distributed over this library's transports.
+
+Use :func:`in_groups` to make a test of a function that each rank runs, or :func:`run_in_group`.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +28,11 @@ from tests.support.interpreter import ROOT
 __all__ = ["in_groups", "installed", "run_in_group"]
 
 TIMEOUT_S = 20.0
-# Within which threads have noticed that they are not needed any more.
+# Seconds within which threads notice that they are not needed any more.
 LEAVE_S = 5.0
 
 
-# Kept for all modules: to start a process takes longer than all that it does here.
+# The pools serve all modules: the start of a process takes longer than its work here.
 _pools: dict[int, RankPool] = {}
 
 
@@ -40,14 +43,14 @@ def _close() -> None:
 
 
 def run_in_group(world: tuple[str, int], function: Callable[..., Any], *args: Any) -> list[Any]:
-    """Run ``function(rank, size, …)`` on every rank, in a process group that is its own."""
+    """Run ``function(rank, size, …)`` on every rank in a new process group; return the results."""
     transport, size = world
     if size not in _pools:
         _pools[size] = RankPool(size, "shm", timeout=45.0)
     with tempfile.TemporaryDirectory() as directory:
         store = str(Path(directory, secrets.token_hex(4)))
-        found: list[Any] = _pools[size].run(_member, transport, store, function, args)
-    return found
+        results: list[Any] = _pools[size].run(_member, transport, store, function, args)
+    return results
 
 
 def _member(comm: Any, transport: str, path: str, function: Callable[..., Any], args: Any) -> Any:
@@ -67,7 +70,7 @@ def _member(comm: Any, transport: str, path: str, function: Callable[..., Any], 
         timeout=timedelta(seconds=TIMEOUT_S),
     )
     try:
-        found = function(comm.rank, comm.size, *args)
+        result = function(comm.rank, comm.size, *args)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -75,25 +78,25 @@ def _member(comm: Any, transport: str, path: str, function: Callable[..., Any], 
     end = time.monotonic() + LEAVE_S
     while (left := _threads() - before) and time.monotonic() < end:
         time.sleep(0.01)
-    assert not left, f"threads that were left behind: {left}"
+    assert not left, f"threads are left: {left}"
     if _mapped() > mapped:
         gc.collect()
-    assert _mapped() <= mapped, "shared memory was left behind"
-    return found
+    assert _mapped() <= mapped, "shared memory is left"
+    return result
 
 
 def _threads() -> set[threading.Thread]:
-    # Our Gloo has two that a process keeps.
+    # The gloo transport has two threads that live as long as the process.
     return {t for t in threading.enumerate() if not t.name.startswith("collective-gloo")}
 
 
 def _mapped() -> int:
-    """Count the pieces of shared memory that this process has."""
+    """Return the number of shared-memory mappings of this process."""
     return Path("/proc/self/maps").read_text().count("memfd:collective")
 
 
 def installed(folder: Path) -> str:
-    """Return a folder for PYTHONPATH by which torch finds the backend, as after an install."""
+    """Return a folder for PYTHONPATH with which torch finds the backend, as after an install."""
     site = folder / "site"
     metadata = site / "anything-1.0.dist-info"
     metadata.mkdir(parents=True)
@@ -107,7 +110,10 @@ def installed(folder: Path) -> str:
 
 
 def in_groups(*worlds: tuple[str, int]) -> Callable[[Callable[..., None]], Any]:
-    """Make a test of what each rank of a process group does: it takes rank, size and fixtures."""
+    """Return a decorator that makes a test of a function of rank, size and fixtures.
+
+    Each rank of a process group runs the function, in each of ``worlds``.
+    """
 
     def make(program: Callable[..., None]) -> Any:
         _, _, *fixtures = inspect.signature(program).parameters.values()
@@ -119,7 +125,9 @@ def in_groups(*worlds: tuple[str, int]) -> Callable[[Callable[..., None]], Any]:
         untyped: Any = test
         world = inspect.Parameter("world", inspect.Parameter.POSITIONAL_OR_KEYWORD)
         untyped.__signature__ = inspect.Signature([world, *fixtures])
-        program.__qualname__ += ".__wrapped__"  # by which the ranks' processes find it
+        program.__qualname__ += (
+            ".__wrapped__"  # The ranks' processes find the function by this name.
+        )
         return pytest.mark.parametrize("world", worlds, ids=lambda w: f"{w[0]}-{w[1]}")(test)
 
     return make
@@ -127,5 +135,5 @@ def in_groups(*worlds: tuple[str, int]) -> Callable[[Callable[..., None]], Any]:
 
 def _quietly(rank: int, size: int, program: Callable[..., None], *args: Any) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch calls much of its own deprecated
+        warnings.simplefilter("ignore")  # torch warns of its own deprecated calls.
         program(rank, size, *args)

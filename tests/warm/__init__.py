@@ -1,9 +1,10 @@
-"""A Python for tests' programs that has PyTorch imported before they start.
+"""A Python for programs of tests that has imported PyTorch before a program starts.
 
-To import it costs two seconds of a processor, which is most of what a small program takes. The
-command that stands in for ``python`` (client.py) hands its arguments, variables, open files and
-namespaces to a server (server.py), which forks, and stands for that process from then on: signals
-go there, and it ends as that one does. What the program imports of this project it imports itself.
+Use :func:`python` for programs that import PyTorch: the import takes 2 s of processor time, most of
+the time of a small program. The command in place of ``python`` (client.py) passes its
+arguments, variables, open files and namespaces to a server (server.py), which forks. From then on
+the command represents the forked process: it forwards signals and ends with the same status. The
+program itself imports the modules of this project.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ client.main({socket!r}, {python!r})
 
 @functools.cache
 def python() -> str:
-    """Return the path of a command that is called as ``python`` is.
+    """Return the path of a command that takes the arguments of ``python``.
 
-    The first call starts the server, which ends with this process. Without PyTorch it is the
-    Python of this process.
+    The first call starts the server, which ends with this process. Without PyTorch the path is that
+    of this process's Python.
     """
     if importlib.util.find_spec("torch") is None or len(sys.executable) > 120:
         return sys.executable
@@ -42,12 +43,12 @@ def python() -> str:
     socket, command = f"{directory}/socket", Path(directory, "python")
     command.write_text(_COMMAND.format(python=sys.executable, folder=str(folder), socket=socket))
     command.chmod(0o755)
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "COLLECTIVE_"))}
+    environ = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "COLLECTIVE_"))}
     server = subprocess.Popen(
         [sys.executable, str(folder / "server.py"), socket],
-        # Ranks of many programs share the cores, and a thread of OpenMP that waits spins. What
-        # PyTorch imports of others when it is imported may be of this project.
-        env={**kept, "OMP_NUM_THREADS": "1", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
+        # Ranks of many programs share the cores, and a waiting OpenMP thread spins. The import of
+        # PyTorch also imports its device backends, which may be modules of this project.
+        env={**environ, "OMP_NUM_THREADS": "1", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )
@@ -61,4 +62,4 @@ def _end(server: subprocess.Popen[bytes], starter: int) -> None:
     """End a server, unless this is a forked copy of the process that started it."""
     if os.getpid() == starter:
         with server:
-            pass  # leaving closes its standard input, which it ends with, and waits
+            pass  # The block's end closes standard input, which ends the server, and waits for it.

@@ -1,4 +1,4 @@
-"""What a warm Python's command does, without site-packages: each of its milliseconds counts."""
+"""The command of a warm Python. It runs without site-packages, because every millisecond counts."""
 
 import _socket
 import array
@@ -10,17 +10,17 @@ import sys
 
 _UNSEEN = {signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD, signal.SIGWINCH}
 _SIGNALS = signal.valid_signals() - _UNSEEN
-# A Python starts with these ignored.
+# Python itself ignores these signals from its start.
 _OF_PYTHON = {signal.SIGPIPE, signal.SIGXFSZ}
 
 
 def main(socket: str, python: str) -> None:
-    """Have the server run what the command line says, and end as that ends."""
+    """Let the server run the program of the command line, and end with its status."""
     arguments = sys.argv[1:]
     unbuffered = arguments[:1] == ["-u"]
     program = arguments[unbuffered:]
     if not program or (program[0].startswith("-") and program[0] not in {"-m", "-c"}):
-        os.execv(python, [python, *arguments])  # with other options it is another interpreter
+        os.execv(python, [python, *arguments])  # Other options need a new interpreter.
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     files = _open_files()
     line = _socket.socket(_socket.AF_UNIX, _socket.SOCK_SEQPACKET)
@@ -41,7 +41,9 @@ def main(socket: str, python: str) -> None:
     child = int(line.recv(64))
 
     def pass_on(number: int, _: object) -> None:
-        with contextlib.suppress(ProcessLookupError):  # it has ended, which we are about to hear
+        with contextlib.suppress(
+            ProcessLookupError
+        ):  # The program has ended; its status is on the way.
             os.kill(child, number)
 
     for number in _SIGNALS:
@@ -52,12 +54,12 @@ def main(socket: str, python: str) -> None:
 
 def _open_files() -> list[int]:
     """Return the files that a program inherits from this one."""
-    found = []
+    descriptors = []
     for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # the one that listed them
+        with contextlib.suppress(OSError):  # The descriptor of the listing is closed already.
             if os.get_inheritable(int(name)):
-                found.append(int(name))
-    return found
+                descriptors.append(int(name))
+    return descriptors
 
 
 def _end(code: int) -> None:

@@ -1,4 +1,4 @@
-"""The process that a warm Python's programs are forked from: ``python server.py SOCKET``."""
+"""The process that forks the programs of a warm Python: ``python server.py SOCKET``."""
 
 from __future__ import annotations
 
@@ -23,24 +23,25 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
-# With PyTorch what its optimizers and launcher import later, and what the examples import.
+# PyTorch, modules that its optimizers and launcher import later, and modules of the examples.
 _MODULES = """
     torch torch._dynamo torch.distributed torch.distributed.run torch.utils.checkpoint
     numpy mlxtend.data matplotlib.pyplot
 """.split()
 _NAMESPACES = ("net", "uts", "mnt")
 _MOST_BYTES, _MOST_FILES = 1 << 20, 64
-# File descriptors are put aside here while they get the numbers that they are to have.
+# Received file descriptors get numbers from here on before they get their final numbers.
 _ASIDE = 1000
 
 Job = dict[str, Any]
 
 
 class Hidden:
-    """PyTorch, which is there and not imported: the program's ``import torch`` takes it.
+    """Finder and loader of a PyTorch that is loaded but not in ``sys.modules``.
 
-    So what looks for it among the imported modules does not find it before, and the packages that
-    it imports when it is imported (entry points of ``torch.backends``) are those of the program.
+    The program's ``import torch`` puts it there. Code that searches ``sys.modules`` before does
+    not find it. The import also loads the entry points of ``torch.backends``, so these are the
+    program's.
     """
 
     def __init__(self) -> None:
@@ -59,7 +60,7 @@ class Hidden:
             sys.meta_path.insert(0, self)
         assert self._spec is not None
         if found is None or found.origin != self._spec.origin:
-            return found  # another, in a folder of the program's
+            return found  # another PyTorch, in a folder of the program
         return ModuleSpec(name, self, origin=found.origin)
 
     def create_module(self, _: ModuleSpec) -> Any:
@@ -74,7 +75,7 @@ class Hidden:
 
 
 class Server:
-    """Starts what clients ask for, and tells them how it ended."""
+    """Server that forks a process for each client, and sends the client the exit status."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -82,13 +83,15 @@ class Server:
         self._listener.bind(path)
         self._listener.listen(64)
         self._selector = selectors.DefaultSelector()
-        # The first is a pipe from whoever wanted this server.
+        # Standard input is a pipe from the process that started this server.
         self._selector.register(0, selectors.EVENT_READ)
         self._selector.register(self._listener, selectors.EVENT_READ)
-        self._running: dict[int, tuple[int, socket.socket]] = {}  # by what shows a program's end
+        self._running: dict[
+            int, tuple[int, socket.socket]
+        ] = {}  # pidfd of a program -> its pid and its client's socket
 
     def serve(self) -> Job:
-        """Return in each process that is started, with its job."""
+        """Serve clients without end; return only in each forked process, with its job."""
         while True:
             for key, _ in self._selector.select():
                 if key.fd == 0:
@@ -99,8 +102,8 @@ class Server:
                         return job
                 elif isinstance(key.fileobj, int):
                     self._tell(key.fd)
-                else:  # the client was killed, which stood for its program
-                    # The program may have ended with it, and have been told a moment ago.
+                else:  # The client was killed, so its program must end.
+                    # The program may have ended at the same time, and _tell() has unregistered it.
                     with contextlib.suppress(KeyError, ValueError):
                         self._selector.unregister(key.fileobj)
                         _kill(key.data)
@@ -119,7 +122,7 @@ class Server:
             message, rights, _, _ = line.recvmsg(_MOST_BYTES, socket.CMSG_SPACE(4 * _MOST_FILES))
         for _, _, data in rights:
             received.frombytes(data)
-        if not message:  # killed before it had asked
+        if not message:  # The client was killed before it sent its request.
             line.close()
             return None
         pid = os.fork()
@@ -132,7 +135,9 @@ class Server:
             return {**job, "received": list(received)}
         for fd in received:
             os.close(fd)
-        with contextlib.suppress(OSError):  # killed meanwhile, as its line says next
+        with contextlib.suppress(
+            OSError
+        ):  # The client was killed meanwhile; its socket becomes readable next.
             line.send(str(pid).encode())
         death = os.pidfd_open(pid)
         self._running[death] = (pid, line)
@@ -158,16 +163,16 @@ def _kill(pid: int) -> None:
 
 
 def keep_for_good(what: object) -> None:
-    """Have nobody free an object: not even the interpreter, when it ends.
+    """Leak a reference to an object, so that not even the end of the interpreter frees it.
 
-    To free what was imported here a program would have to write to all of its memory, which it
-    shares with the server until then.
+    To free the imported modules a program would write to all of their memory, which it shares with
+    the server until then.
     """
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(what))
 
 
 def become(job: Job) -> None:
-    """Make this process what Python would be if the client had started it."""
+    """Give this process the state of a Python that the client had started."""
     os.setsid()
     _end_without_destructors()
     _enter(job["pid"])
@@ -189,18 +194,19 @@ def become(job: Job) -> None:
 
 
 def _end_without_destructors() -> None:
-    """Have this process end after Python's own end, and not run the destructors of C++ libraries.
+    """Make this process skip the destructors of C++ libraries when it exits.
 
-    Those of PyTorch take back each operator that it has registered: 0.1 s, and a copy of most of
-    the memory that was shared with the server until then. What stands in C's buffers is written.
+    PyTorch's destructors unregister each of its operators. That takes 0.1 s and copies most of the
+    memory that was shared with the server until then. The buffers of C's streams are still flushed.
     """
     libc = ctypes.CDLL(None)
     libc.on_exit(libc._exit, None)
-    libc.__cxa_atexit(libc.fflush, None, None)  # before that: the last one comes first
+    # The handler that is registered last runs first, so the flush comes before _exit.
+    libc.__cxa_atexit(libc.fflush, None, None)
 
 
 def _enter(pid: int) -> None:
-    """Enter the namespaces of another process, where they differ: it is on another host."""
+    """Enter the namespaces of another process that differ, as for a process on another host."""
     libc = ctypes.CDLL(None, use_errno=True)
     for name in _NAMESPACES:
         theirs = f"/proc/{pid}/ns/{name}"
@@ -218,7 +224,7 @@ def _stream(fd: int, unbuffered: bool, errors: str) -> io.TextIOWrapper:
 
 
 def run(program: list[str], base: list[str]) -> None:
-    """Run a program as ``python PROGRAM`` does."""
+    """Run a program like ``python PROGRAM``."""
     first, *rest = program
     more = os.environ.get("PYTHONPATH", "")
     path = [*filter(None, more.split(os.pathsep)), *base]
@@ -226,7 +232,7 @@ def run(program: list[str], base: list[str]) -> None:
     main.__dict__["__builtins__"] = __builtins__
     if first == "-m":
         sys.argv, sys.path[:] = rest, [os.getcwd(), *path]
-        runpy._run_module_as_main(rest[0])  # what Python itself calls
+        runpy._run_module_as_main(rest[0])  # Python itself calls this function.
         return
     if first == "-c":
         sys.argv, sys.path[:] = ["-c", *rest[1:]], ["", *path]
@@ -238,9 +244,9 @@ def run(program: list[str], base: list[str]) -> None:
     try:
         exec(compile(source, name, "exec"), main.__dict__)
     except Exception as error:
-        ours = error.__traceback__
-        error.__traceback__ = ours and ours.tb_next  # without the line above
-        # As Python does, where what runs at the end looks for what ended the program.
+        frame = error.__traceback__
+        error.__traceback__ = frame and frame.tb_next  # The traceback starts in the program.
+        # Python sets these, and handlers at exit read them to find the program's error.
         sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
         if sys.version_info >= (3, 12):
             sys.last_exc = error
@@ -252,12 +258,12 @@ if __name__ == "__main__":
     for each in _MODULES:
         with contextlib.suppress(ImportError):
             importlib.import_module(each)
-    # The settings that PyTorch was imported with here are not the program's.
+    # This setting was for the import of PyTorch here and must not reach the program.
     os.environ.pop("TORCH_DEVICE_BACKEND_AUTOLOAD")
     keep_for_good([dict(vars(module)) for module in sys.modules.values()])
     gc.collect()
     gc.freeze()
-    found = sys.path[1:]  # without the folder of this script
+    found = sys.path[1:]  # all but the folder of this script
     server = Server(sys.argv[1])
     print("ready", flush=True)
     mine = server.serve()
