@@ -1,4 +1,4 @@
-"""Inputs, guarded outputs and regimes for the tests of the algorithms."""
+"""Inputs, guarded outputs, regimes and parameters shared by the tests of the algorithms."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ Array = np.ndarray[Any, Any]
 
 SIZES = (2, 3, 5, 8)
 COUNTS = (0, 1, 33)
-#: START_BYTES and CHUNK_BYTES: what makes few rounds, or few bytes, the better choice.
+#: Values of START_BYTES and CHUNK_BYTES for which few rounds, or few bytes, are the better choice.
 REGIMES = {"rounds": (1 << 40, 1 << 20), "bytes": (0, 48)}
-#: Every root of a few sizes, and one that is neither first nor last of the others.
+#: Every root for the small sizes; for 8 ranks one root that is neither the first nor the last.
 ROOTS = [
     pytest.param(size, root, id=f"{size}-root{root}")
     for size in SIZES
@@ -42,18 +42,19 @@ orders = pytest.mark.parametrize("ordered", [False, True], ids=["any_order", "or
 
 
 def compose(a: Array, b: Array) -> Array:
-    """Compose maps x -> p x + q modulo 251, as p * 256 + q: associative, not commutative."""
+    """Compose maps x -> p x + q modulo 251, coded as p * 256 + q: associative, not commutative."""
     p, q = np.divmod(a, 256)
     r, s = np.divmod(b, 256)
     return p * r % 251 * 256 + (p * s + q) % 251
 
 
 COMPOSE = user_op(compose)
-SUBTRACT = user_op(np.subtract)  # not even associative: only an ordered fold gets it right
+SUBTRACT = user_op(np.subtract)  # It is not associative, so only an ordered fold is right.
 
 
 @contextlib.contextmanager
 def in_regime(name: str) -> Iterator[None]:
+    """Set the constants of a regime for the length of a block."""
     start, chunk = REGIMES[name]
     with (
         mock.patch.object(costs, "START_BYTES", start),
@@ -64,24 +65,24 @@ def in_regime(name: str) -> Iterator[None]:
 
 def sample(dtype: DType, count: int, rank: int) -> Array:
     """Return small whole numbers, whose sums and products are exact in every dtype."""
-    whole = (np.arange(count) * 7 + rank * 3 + np.arange(count) // 5 * rank) % 5
+    numbers = (np.arange(count) * 7 + rank * 3 + np.arange(count) // 5 * rank) % 5
     if dtype.kind in "iu":
-        return whole.astype(dtype.storage)
+        return numbers.astype(dtype.storage)
     if dtype.kind == "b":
-        return whole % 2 == 0
-    values = whole - 2.0 + (1j * (whole % 2) if dtype.kind == "c" else 0)
+        return numbers % 2 == 0
+    values = numbers - 2.0 + (1j * (numbers % 2) if dtype.kind == "c" else 0)
     if dtype.name == "bfloat16":
         return arithmetic.float32_to_bfloat16(values.astype(np.float32))
     return values.astype(dtype.storage)
 
 
 def maps(count: int, rank: int) -> Array:
-    """Return elements for COMPOSE that tell the ranks and the positions apart."""
+    """Return elements for COMPOSE that differ between ranks and positions."""
     return (np.arange(count) % 250 + 1) * 256 + (rank * 31 + np.arange(count)) % 251
 
 
 class Output:
-    """A buffer between guards that nobody may write to."""
+    """Output buffer between guard elements, which no call may change."""
 
     def __init__(self, count: int, dtype: DType) -> None:
         self._all = np.full(count + 32, 77).astype(dtype.storage)
@@ -89,16 +90,18 @@ class Output:
         self.buffer = Buffer(self._all[16 : count + 16], dtype)
 
     def checked(self) -> Array:
+        """Check the guards, and return the output."""
         assert (self._all[:16] == self._guard).all(), "wrote before the output"
         assert (self._all[16 + self.buffer.count :] == self._guard).all(), "wrote past the output"
         return self.buffer.array
 
 
 def same(result: Array, expected: Array) -> None:
+    """Check that dtype and elements are equal."""
     assert result.dtype == expected.dtype
     np.testing.assert_array_equal(result, expected)
 
 
 def uneven(size: int, count: int) -> list[int]:
-    """Return counts around ``count``, one of them 0."""
+    """Return a count for each rank, around ``count``; that of rank 1 is 0."""
     return [max(0, count + 2 * rank - 3) * (rank != 1) for rank in range(size)]

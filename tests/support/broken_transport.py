@@ -1,4 +1,7 @@
-"""Transports that are wrong on purpose, each in one way; importable by ranks' processes."""
+"""Transports with one deliberate fault each, for tests that have to find the fault.
+
+The module is importable, so ranks in processes can use the classes by name.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +31,11 @@ from tests.support.loopback import Loopback, _Message
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-#: Lets the ranks that hang go on, when the test is over.
+#: Event that lets hanging ranks continue when the test is over.
 released = threading.Event()
 
 
-# What Lending sends at once: a message's head, with what fits into it.
+# Lending sends messages up to this size at once: a head with its payload.
 _SHORT_BYTES = 4 << 10
 
 
@@ -41,7 +44,7 @@ def _another(buffer: Buffer, array: np.ndarray[Any, Any]) -> Buffer:
 
 
 def _altered(request: Request, **changes: Any) -> Request:
-    """Return the same request, as all ranks will find, and something else for the transport."""
+    """Return a copy of the request with changes; its digest stays, so the ranks see equal calls."""
     other = copy.copy(request)
     for name, value in changes.items():
         setattr(other, name, value)
@@ -49,7 +52,7 @@ def _altered(request: Request, **changes: Any) -> Request:
 
 
 class WrongRoot(ThreadsBackend):
-    """Broadcasts what the rank after the root has."""
+    """Transport that broadcasts the array of the rank after the root."""
 
     def broadcast(self, request: Request, src: Any, dst: Any, timeout: float) -> None:
         other = _altered(request, root=(request.root + 1) % self.size)
@@ -57,7 +60,7 @@ class WrongRoot(ThreadsBackend):
 
 
 class WrongOrder(ThreadsBackend):
-    """Joins the ranks' arrays last rank first."""
+    """Transport that joins the ranks' arrays in reverse order."""
 
     def all_gather(self, request: Request, src: Any, dst: Any, timeout: float) -> None:
         super().all_gather(request, src, dst, timeout)
@@ -66,7 +69,7 @@ class WrongOrder(ThreadsBackend):
 
 
 class LostTail(Loopback):
-    """Loses the last bytes of long messages."""
+    """Transport that loses the last bytes of long messages."""
 
     def recv(self, dst: Buffer, src: int, tag: int, timeout: float) -> int:
         source = super().recv(dst, src, tag, timeout)
@@ -76,7 +79,7 @@ class LostTail(Loopback):
 
 
 class Aliasing(ThreadsBackend):
-    """Folds in the input."""
+    """Transport that writes the result of an all_reduce into the input, too."""
 
     def all_reduce(self, request: Request, src: Any, dst: Any, timeout: float) -> None:
         super().all_reduce(request, src, dst, timeout)
@@ -84,7 +87,7 @@ class Aliasing(ThreadsBackend):
 
 
 class Rewriting(ThreadsBackend):
-    """Writes a broadcast's result to the root's array too, where it is already."""
+    """Transport that rewrites the root's array in a broadcast, which holds the result already."""
 
     def broadcast(self, request: Request, src: Any, dst: Any, timeout: float) -> None:
         super().broadcast(request, src, dst, timeout)
@@ -92,7 +95,7 @@ class Rewriting(ThreadsBackend):
 
 
 class Stale(ThreadsBackend):
-    """Gives the first result again when a call looks the same."""
+    """Transport that repeats the first result for every equal call."""
 
     def reduce_scatter(self, request: Request, src: Any, dst: Any, timeout: float) -> None:
         super().reduce_scatter(request, src, dst, timeout)
@@ -101,14 +104,14 @@ class Stale(ThreadsBackend):
 
 
 class SwappedTags(Loopback):
-    """Takes messages of tag 7 for tag 1, and the other way round."""
+    """Transport that swaps messages of tag 7 and tag 1."""
 
     def recv(self, dst: Buffer, src: int, tag: int, timeout: float) -> int:
         return super().recv(dst, src, {1: 7, 7: 1}.get(tag, tag), timeout)
 
 
 class DroppedRank(ThreadsBackend):
-    """Leaves out what the last rank contributes."""
+    """Transport that omits the last rank's contribution."""
 
     def all_reduce(self, request: Request, src: Any, dst: Any, timeout: float) -> None:
         if self.rank == self.size - 1 and self.size > 1:
@@ -117,7 +120,7 @@ class DroppedRank(ThreadsBackend):
 
 
 class WrongDtype(ThreadsBackend):
-    """Folds everything as integers."""
+    """Transport that reduces everything as integers."""
 
     def reduce(self, request: Request, src: Any, dst: Any, timeout: float) -> None:
         if src.dtype.kind == "f" and src.dtype.name != "bfloat16":
@@ -126,7 +129,7 @@ class WrongDtype(ThreadsBackend):
 
 
 class Saturating(ThreadsBackend):
-    """Adds and multiplies narrow integers as vector units can: what overflows stays at the end."""
+    """Transport whose sums and products of narrow integers saturate, as in vector units."""
 
     def all_reduce(self, request: Request, src: Any, dst: Any, timeout: float) -> None:
         narrow, name = src.dtype.kind in "iu" and src.dtype.itemsize < 4, request.op.name
@@ -142,7 +145,7 @@ def _saturated(name: str, dtype: np.dtype[Any]) -> Any:
 
 
 class Platform(ThreadsBackend):
-    """Leaves zeros and NaN to NumPy, which leaves them to the processor and their order."""
+    """Transport that leaves zeros and NaN to NumPy, and so to the processor and the order."""
 
     def all_reduce(self, request: Request, src: Any, dst: Any, timeout: float) -> None:
         function = {"min": np.minimum, "max": np.maximum}.get(request.op.name)
@@ -152,7 +155,7 @@ class Platform(ThreadsBackend):
 
 
 class Bytewise(ThreadsBackend):
-    """Folds booleans as the integers that their bytes are."""
+    """Transport that reduces the bytes of booleans as integers."""
 
     def all_reduce(self, request: Request, src: Any, dst: Any, timeout: float) -> None:
         if src.dtype.kind == "b":
@@ -161,17 +164,17 @@ class Bytewise(ThreadsBackend):
 
 
 class RawFirst(ThreadsBackend):
-    """Gives the first rank of a scan what that rank gave, byte by byte."""
+    """Transport that copies the bytes of the first rank's input to its result of a scan."""
 
     def scan(self, request: Request, src: Any, dst: Any, timeout: float) -> None:
-        given = src.array.copy()
+        own_input = src.array.copy()
         super().scan(request, src, dst, timeout)
         if self.rank == 0 and request.op.name not in ("land", "lor"):
-            dst.array[:] = given
+            dst.array[:] = own_input
 
 
 class Tidying(ThreadsBackend):
-    """Makes bytes of 0 and 1 of the booleans that it moves."""
+    """Transport that normalises moved booleans to the bytes 0 and 1."""
 
     def all_gather(self, request: Request, src: Any, dst: Any, timeout: float) -> None:
         super().all_gather(request, src, dst, timeout)
@@ -180,7 +183,7 @@ class Tidying(ThreadsBackend):
 
 
 class Hanging(ThreadsBackend):
-    """Rank 1 never comes out of a barrier."""
+    """Transport whose rank 1 never leaves a barrier."""
 
     def barrier(self, request: Request, src: None, dst: None, timeout: float) -> None:
         super().barrier(request, src, dst, timeout)
@@ -189,7 +192,7 @@ class Hanging(ThreadsBackend):
 
 
 class Crashing(ShmBackend):
-    """Rank 1's process is killed in all_gather."""
+    """Transport whose rank 1 is killed in all_gather."""
 
     def plan(self, request: Request) -> Plan:
         return self._kill if request.operation == "all_gather" else super().plan(request)
@@ -197,11 +200,11 @@ class Crashing(ShmBackend):
     def _kill(self, src: Any, dst: Any, timeout: float) -> None:
         if self.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        self.recv(dst, 1, 0, timeout)  # which never comes
+        self.recv(dst, 1, 0, timeout)  # This message never comes.
 
 
 class Raising(ThreadsBackend):
-    """Lets an error of the library underneath through."""
+    """Transport that passes on an error of the library below."""
 
     def scan(self, request: Request, src: Any, dst: Any, timeout: float) -> None:
         if self.rank == 1:
@@ -210,7 +213,7 @@ class Raising(ThreadsBackend):
 
 
 class Swallowing(ThreadsBackend):
-    """Goes on with whatever is there when a user's operator raises."""
+    """Transport that continues with the left operand when a user's operator raises."""
 
     def scan(self, request: Request, src: Any, dst: Any, timeout: float) -> None:
         op = request.op
@@ -230,7 +233,7 @@ def _or_left(function: Any) -> Any:
 
 
 class Undivided(ThreadsBackend):
-    """Averages without dividing."""
+    """Transport whose average lacks the division."""
 
     def all_reduce(self, request: Request, src: Any, dst: Any, timeout: float) -> None:
         if request.op.name == "avg":
@@ -239,14 +242,14 @@ class Undivided(ThreadsBackend):
 
 
 class Disordered(Loopback):
-    """Folds in whatever order is fastest when rank order was asked for."""
+    """Transport that ignores ``order="rank"`` and folds in the fastest order."""
 
     def all_reduce(self, request: Request, src: Any, dst: Any, timeout: float) -> None:
         super().all_reduce(_altered(request, ordered=False), src, dst, timeout)
 
 
 class Commuting(Loopback):
-    """Takes every operator for one that commutes, and folds from the last rank down."""
+    """Transport that treats every operator as commutative, and folds from the last rank down."""
 
     def all_reduce(self, request: Request, src: Any, dst: Any, timeout: float) -> None:
         function = request.op.function
@@ -257,20 +260,20 @@ class Commuting(Loopback):
 
 
 class Impatient(ThreadsBackend):
-    """Does not wait in a barrier."""
+    """Transport whose barrier does not wait."""
 
     def barrier(self, request: Request, src: None, dst: None, timeout: float) -> None:
         pass
 
 
 class Unchecked(Loopback):
-    """Says that it compares calls and does not."""
+    """Transport that claims to compare calls and does not."""
 
     capabilities = dataclasses.replace(Loopback.capabilities, checks_calls=True)
 
 
 class Early(Loopback):
-    """Returns from a send before the message has left the sender's memory."""
+    """Transport whose send returns before the message has left the sender's memory."""
 
     def send(self, src: Buffer, dst: int, tag: int, timeout: float) -> None:
         hub = self._hub
@@ -283,16 +286,16 @@ class Early(Loopback):
 
 
 class Deaf(ThreadsBackend):
-    """Does not tell its peers that it leaves, and says that one would notice."""
+    """Transport that does not announce its end, although it claims that peers notice it."""
 
     _kept: ClassVar[list[ThreadsBackend]] = []
 
     def close(self) -> None:
-        self._kept.append(self)  # or its collection would tell
+        self._kept.append(self)  # Its garbage collection would announce the end.
 
 
 class Lending(Loopback):
-    """Gives up long messages, and leaves their sender's memory where the receiver finds it."""
+    """Transport whose long sends time out, but leave the sender's memory to the receiver."""
 
     def send(self, src: Buffer, dst: int, tag: int, timeout: float) -> None:
         if src.nbytes <= _SHORT_BYTES:
@@ -306,7 +309,7 @@ class Lending(Loopback):
 
 
 class Secretive(ThreadsBackend):
-    """Does not tell its peers that a program's code has raised on it."""
+    """Transport that does not report an exception of the program to its peers."""
 
     def abort(self, failure: Failure) -> None:
         if failure.kind != "failed":
@@ -314,7 +317,7 @@ class Secretive(ThreadsBackend):
 
 
 class Alone(ThreadsBackend):
-    """Goes on by itself, whoever else has been decided on."""
+    """Transport whose ranks reconnect alone, whatever the ranks have agreed on."""
 
     def reconnect(self, world: World, timeout: float) -> ThreadsBackend:
         alone = dataclasses.replace(
@@ -324,7 +327,7 @@ class Alone(ThreadsBackend):
 
 
 class Unhospitable(ThreadsBackend):
-    """Has whoever joins later among the first."""
+    """Transport that rotates the ranks of a new generation, so that a joining rank comes first."""
 
     @classmethod
     def connect(cls, world: World, timeout: float) -> Self:
@@ -333,14 +336,14 @@ class Unhospitable(ThreadsBackend):
 
 
 class Slandering(ThreadsBackend):
-    """Takes the last rank for lost, which lives."""
+    """Transport that reports the living last rank as lost."""
 
     def lost(self) -> set[int]:
         return {*super().lost(), self.size - 1} - {self.rank}
 
 
 class Laconic(ThreadsBackend):
-    """Does not say of a timeout that it is one."""
+    """Transport whose timeout errors do not say that they are timeouts."""
 
     def barrier(self, request: Request, src: None, dst: None, timeout: float) -> None:
         try:
@@ -350,7 +353,7 @@ class Laconic(ThreadsBackend):
 
 
 class Unwaking(Loopback):
-    """Does not end what waits in ``recv`` when it is aborted: that does so by its timeout."""
+    """Transport whose abort does not wake a waiting ``recv``, which ends only at its timeout."""
 
     def abort(self, failure: Failure) -> None:
         with self._hub.lock:
@@ -358,7 +361,7 @@ class Unwaking(Loopback):
 
 
 class Ignoring(Unwaking):
-    """The same, and the ``recv`` of a program heeds no timeout either."""
+    """Variant of Unwaking in which a program's ``recv`` also ignores its timeout."""
 
     def recv(self, dst: Buffer, src: int, tag: int, timeout: float) -> int:
         with self._hub.lock:
@@ -369,25 +372,25 @@ class Ignoring(Unwaking):
 
 
 class SortedGroups(ThreadsBackend):
-    """Numbers the members of a group as it likes."""
+    """Transport that ignores the order of a group's members."""
 
     def group(self, ranks: Sequence[int], timeout: float) -> ThreadsBackend:
         return super().group(sorted(ranks), timeout)
 
 
 class Overrunning(ThreadsBackend):
-    """Clears the element after the result, which is somebody else's."""
+    """Transport that changes the byte after the result."""
 
     def all_reduce(self, request: Request, src: Any, dst: Any, timeout: float) -> None:
         super().all_reduce(request, src, dst, timeout)
-        whole = dst.array.base
-        if isinstance(whole, np.ndarray) and whole.dtype == np.uint8:
-            start = dst.array.ctypes.data - whole.ctypes.data + dst.nbytes
-            whole[start : start + 1] ^= 1
+        memory = dst.array.base
+        if isinstance(memory, np.ndarray) and memory.dtype == np.uint8:
+            start = dst.array.ctypes.data - memory.ctypes.data + dst.nbytes
+            memory[start : start + 1] ^= 1
 
 
 class MixedUp(Loopback):
-    """Confuses the messages of users with its own."""
+    """Transport that mixes its own messages with those of users."""
 
     def send(self, src: Buffer, dst: int, tag: int, timeout: float) -> None:
         super().send(src, dst, 0 if tag == -1 else tag, timeout)
@@ -397,11 +400,12 @@ class MixedUp(Loopback):
 
 
 class Forgiving(Loopback):
-    """Hands out what waits for a receiver when the communicator is broken."""
+    """Transport whose ``recv`` still returns waiting messages after an abort."""
 
     def abort(self, failure: Failure) -> None:
-        # All that is sent in the background has to wait for its receivers: else there is nothing to
-        # find, or a send fails, and its rank's communicator refuses what the transport would not.
+        # Wait until all background sends have queued their messages. Otherwise there is no message
+        # to return, or a send fails, and its rank's communicator refuses a recv that the transport
+        # would accept.
         end = time.monotonic() + 10.0
         while time.monotonic() < end:
             with self._hub.lock:
@@ -414,8 +418,8 @@ class Forgiving(Loopback):
     def recv(self, dst: Buffer, src: int, tag: int, timeout: float) -> int:
         hub = self._hub
         with hub.lock:
-            found = self._next(src, tag)
-        if found is None:
+            message = self._next(src, tag)
+        if message is None:
             return super().recv(dst, src, tag, timeout)
-        np.copyto(dst.bytes().array, found[1].data)
-        return found[0]
+        np.copyto(dst.bytes().array, message[1].data)
+        return message[0]

@@ -1,6 +1,6 @@
-"""A model, its batches, and what training leaves of it; for the tests of Chainer's optimizer.
+"""Model, batches and results of training for the tests of Chainer's optimizer.
 
-To be imported where Chainer is known to be there.
+Import this module only if Chainer is installed.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-import collective.adapters.chainer  # noqa: F401  # makes the next ones importable
+import collective.adapters.chainer  # noqa: F401  # The adapter makes the next imports work.
 
 import chainer  # isort: skip
 import chainer.functions as F  # isort: skip
@@ -17,7 +17,7 @@ import chainer.links as L  # isort: skip
 
 
 class Model(chainer.Chain):
-    """Three layers in float64, the middle one used twice; drawn from a generator of its own."""
+    """Three layers in float64, the middle one used twice; the weights depend only on ``seed``."""
 
     def __init__(self, seed: int = 3, dtype: Any = np.float64) -> None:
         super().__init__()
@@ -32,28 +32,34 @@ class Model(chainer.Chain):
 
 
 def batches(steps: int, rows: int = 8, dtype: Any = np.float64) -> list[Any]:
+    """Return a joined batch of inputs and targets for each step, equal in all calls."""
     draw = np.random.RandomState(11).standard_normal
     return [(draw((rows, 6)).astype(dtype), draw((rows, 2)).astype(dtype)) for _ in range(steps)]
 
 
 def samples(count: int) -> Any:
+    """Return a dataset of inputs and targets, equal in all calls."""
     draw = np.random.RandomState(5).standard_normal
     return chainer.datasets.TupleDataset(draw((count, 6)), draw((count, 2)))
 
 
 def loss_of(model: Any, x: Any, y: Any) -> Any:
+    """Return the mean squared error of a model."""
     return F.mean_squared_error(model(x), y)
 
 
 def weights(model: Any) -> dict[str, Any]:
+    """Return copies of the parameters by name."""
     return {name: np.array(p.array) for name, p in sorted(model.namedparams())}
 
 
 def shard(comm: Any, x: Any) -> Any:
+    """Return this rank's rows of a joined batch."""
     return np.array_split(x, comm.size)[comm.rank]
 
 
 def optimizers() -> dict[str, Any]:
+    """Return new optimizers by kind; :data:`HOOKS` has the hooks of some kinds."""
     return {
         "momentum": chainer.optimizers.MomentumSGD(0.1),
         "adam": chainer.optimizers.Adam(0.01),
@@ -80,12 +86,14 @@ def trained_alone(steps: int, kind: str = "momentum", model: Any = None, **given
 
 
 def assert_close(found: Any, expected: Any, tolerance: float = 1e-12) -> None:
+    """Check that weights are equal up to a tolerance."""
     assert found.keys() == expected.keys()
     for name, array in expected.items():
         np.testing.assert_allclose(found[name], array, rtol=tolerance, atol=tolerance)
 
 
 def assert_same(found: list[Any]) -> None:
-    for each in found[1:]:
+    """Check that all ranks have the same bits in their weights."""
+    for other in found[1:]:
         for name, array in found[0].items():
-            assert each[name].tobytes() == array.tobytes(), name
+            assert other[name].tobytes() == array.tobytes(), name

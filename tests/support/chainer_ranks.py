@@ -1,6 +1,7 @@
-"""Ranks for the tests of Chainer's adapters and of ChainerMN, kept until all tests are over.
+"""Ranks for the tests of Chainer's adapters and of ChainerMN, kept until the end of all tests.
 
-A process takes long to import Chainer, so the modules share those that have.
+Decorate tests with :func:`on`, or call :func:`run`. The import of Chainer takes long, so all
+modules share the ranks.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ __all__ = ["EVERYWHERE", "FEW", "QUIETLY", "as_chainermn", "on", "run"]
 #: Worlds for :func:`on`, by transport and number of ranks.
 EVERYWHERE = "shm-2", "shm-4", "gloo-2", "threads-2", "mpi-2"
 FEW = "shm-4", "threads-2"
-# Where ranks are threads of the tests' process: ChainerMN calls itself experimental.
+# With thread ranks the warnings reach the tests: ChainerMN warns that it is experimental.
 QUIETLY = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 
 _pools: dict[str, RankPool] = {}
@@ -33,7 +34,7 @@ def _close() -> None:
 
 
 def run(world: str, program: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
-    """Return what ``program(comm, …)`` returns on the ranks of a world, such as ``"shm-2"``."""
+    """Run ``program(comm, …)`` on the ranks of a world, such as ``"shm-2"``; return the results."""
     if world not in _pools:
         backend, _, size = world.partition("-")
         launch = {"mpiexec": launch_of("mpich")} if backend == "mpi" else {}
@@ -42,7 +43,7 @@ def run(world: str, program: Callable[..., Any], *args: Any, **options: Any) -> 
 
 
 class _Ranks(NamedTuple):
-    """The ranks of a world, as a test of :func:`~tests.support.on_ranks.on_ranks` runs them."""
+    """Ranks of a world, in place of the pool of :func:`~tests.support.on_ranks.on_ranks`."""
 
     world: str
     chainermn: bool
@@ -54,10 +55,11 @@ class _Ranks(NamedTuple):
 
 
 def on(*worlds: str, chainermn: bool = False) -> Callable[[Callable[..., Any]], Any]:
-    """Make a test of what each rank of these worlds does, one world after the other.
+    """Return a decorator that makes a test of a function, on the ranks of each of these worlds.
 
     Args:
-        chainermn: whether the communicator is to be ChainerMN's over ours.
+        worlds: transport and number of ranks, such as ``"shm-2"``.
+        chainermn: if true, the function gets a ChainerMN communicator over this library.
     """
     ranks = [
         pytest.param(

@@ -1,8 +1,9 @@
 """Subsets of the public suite's checks, for more runs of a transport with other ranks.
 
 A transport that folds by itself runs all checks with two and three ranks. If a library or another
-transport makes the folds, as few ranks as suffice run all checks. Runs with more or other ranks need
-only these subsets: checks of the kind of array, of arguments or of the order of events would repeat.
+transport makes the folds, as few ranks as suffice run all checks. Runs with more or other ranks
+need only these subsets: checks of the kind of array, of arguments or of the order of events would
+repeat.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """``mpi`` on a library that takes the memory of GPUs, over the ABI fake.
 
-The fake's memory is host memory, which every MPI can read. The library does not report that it takes
-GPU memory, so tests name these classes instead of the class that such a report would select.
+The fake's memory is host memory, which every MPI can read. The library does not report that it
+takes GPU memory, so tests name these classes instead of the class that such a report selects.
 """
 
 from __future__ import annotations

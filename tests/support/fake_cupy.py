@@ -72,7 +72,7 @@ class Runtime(threading.local):
 
 
 def pretend(put: Callable[[Any, str, Any], None] = setattr) -> Runtime:
-    """Give CuPy a fake runtime, for good, or until a MonkeyPatch ends whose ``setattr`` is given."""
+    """Give CuPy a fake runtime, for good, or until the end of a MonkeyPatch (``put``)."""
     runtime = Runtime()
 
     class Device:

@@ -1,4 +1,4 @@
-"""GPUs that are the ABI fake's, for the length of a module of tests."""
+"""Fixture with the GPUs of the ABI fake, for the tests of a module in the tests' own process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["gpu"]
 
 @pytest.fixture(scope="module")
 def gpu() -> Iterator[Fake]:
-    """The driver is the fake; whoever comes afterwards finds the machine as it is."""
+    """Use the fake as the driver of GPUs; restore the variables and devices after the module."""
     if compiler() is None:
         pytest.skip("needs a C compiler, to build tests/fakes")
     with pytest.MonkeyPatch.context() as patch:

@@ -1,9 +1,9 @@
-"""PyTorch's tensors on GPUs, pretended over the memory and the streams of the ABI fake.
+"""Fake PyTorch tensors on GPUs, over the memory and the streams of the ABI fake.
 
-A build of PyTorch for the CPU has the tensor classes and no CUDA. Here a tensor says that it
-is on cuda:0, its elements are in the fake's device memory, and its operations are run on the
-CPU by PyTorch itself after waiting for the stream that is current: work that was put on
-another stream is not seen, as on a GPU.
+Use :func:`cuda_of_torch` in tests of GPU tensors without a GPU. A CPU build of PyTorch has the
+tensor classes and no CUDA. Here a tensor reports the device cuda:0, and its elements are in the
+fake's device memory. Before each operation the tensor waits for the current stream; then PyTorch
+itself computes on the CPU. Work on another stream is not visible, as on a GPU.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ _thread = threading.local()
 
 
 def current_handle(ordinal: int) -> int:
+    """Return the handle of the thread's current stream on a GPU."""
     chosen: int | None = getattr(_thread, "streams", {}).get(ordinal)
     return current_stream(ordinal) if chosen is None else chosen
 
 
 class PretendedStream:
-    """torch.cuda.ExternalStream."""
+    """Fake of torch.cuda.ExternalStream."""
 
     def __init__(self, handle: int, device: int) -> None:
         self.cuda_stream = handle
@@ -40,7 +41,7 @@ class PretendedStream:
 
 @contextlib.contextmanager
 def stream(chosen: PretendedStream):
-    """torch.cuda.stream."""
+    """Make a stream current, like torch.cuda.stream."""
     before = getattr(_thread, "streams", {})
     _thread.streams = {**before, chosen.device: chosen.cuda_stream}
     try:
@@ -50,7 +51,7 @@ def stream(chosen: PretendedStream):
 
 
 class _Block:
-    """Device memory for NumPy, which keeps it alive."""
+    """Device memory that NumPy can wrap and keep alive."""
 
     def __init__(self, owner: Any, memory: np.ndarray) -> None:
         self.owner = owner
@@ -64,21 +65,21 @@ def _device_bytes(nbytes: int, ordinal: int) -> torch.Tensor:
 
 
 def _moved(x: torch.Tensor, ordinal: int) -> torch.Tensor:
-    """Copy to device memory, with the strides as they are."""
+    """Copy a tensor to device memory, with the same strides."""
     if not x.numel():
         return x
     extent = 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride()))
-    made = _device_bytes(extent * x.element_size(), ordinal).view(x.dtype)
-    made = made.as_strided(x.shape, x.stride())
-    return made.copy_(x) if 0 not in x.stride() else made.fill_(x.flatten()[0])
+    copy = _device_bytes(extent * x.element_size(), ordinal).view(x.dtype)
+    copy = copy.as_strided(x.shape, x.stride())
+    return copy.copy_(x) if 0 not in x.stride() else copy.fill_(x.flatten()[0])
 
 
 class CudaTensor(torch.Tensor):
-    """A tensor on a GPU, held as one on the CPU whose memory is the fake's."""
+    """Tensor on a GPU; it holds a CPU tensor in the fake's memory."""
 
     @staticmethod
     def __new__(cls, held: torch.Tensor, ordinal: int = 0) -> CudaTensor:
-        made = torch.Tensor._make_wrapper_subclass(
+        tensor = torch.Tensor._make_wrapper_subclass(
             cls,
             held.size(),
             strides=held.stride(),
@@ -86,10 +87,10 @@ class CudaTensor(torch.Tensor):
             dtype=held.dtype,
             device=f"cuda:{ordinal}",
         )
-        torch._C._set_conj(made, held.is_conj())
-        torch._C._set_neg(made, held.is_neg())
-        made.held, made.ordinal, made.used_on = held, ordinal, []
-        return made
+        torch._C._set_conj(tensor, held.is_conj())
+        torch._C._set_neg(tensor, held.is_neg())
+        tensor.held, tensor.ordinal, tensor.used_on = held, ordinal, []
+        return tensor
 
     def __repr__(self) -> str:
         return f"CudaTensor({self.held}, cuda:{self.ordinal})"
@@ -100,7 +101,7 @@ class CudaTensor(torch.Tensor):
     def record_stream(self, stream: PretendedStream) -> None:
         self.used_on.append(stream.cuda_stream)
 
-    # These methods guard the device before they dispatch, which a build for the CPU cannot.
+    # In PyTorch these methods guard the device before they dispatch, which fails in a CPU build.
     def __getitem__(self, key: Any) -> CudaTensor:
         return CudaTensor(self.held[key], self.ordinal)
 
@@ -127,12 +128,12 @@ class CudaTensor(torch.Tensor):
         result = func(*tree_map(held, args), **tree_map(held, kwargs or {}))
         for a in args:
             if isinstance(a, cls) and result is a.held:
-                return a  # in place
+                return a  # The operation was in place.
         return tree_map(wrapped, result)
 
     @property
     def values(self) -> torch.Tensor:
-        """The elements, when all that is on any stream is done."""
+        """Elements after the work of all streams is done."""
         Fake().cuda("cuCtxPushCurrent_v2", Fake().context(self.ordinal))
         Fake().cuda("cuCtxSynchronize")
         Fake().cuda("cuCtxPopCurrent_v2", None)
@@ -140,12 +141,12 @@ class CudaTensor(torch.Tensor):
 
 
 def on_gpu(x: torch.Tensor, ordinal: int = 0) -> CudaTensor:
-    """Return a tensor of a GPU with the same elements and strides."""
+    """Return a tensor on a GPU with the same elements and strides."""
     return CudaTensor(_moved(x, ordinal), ordinal)
 
 
 class PretendedCuda(TorchFunctionMode):
-    """What a build with CUDA does where it is asked for memory of a GPU."""
+    """Mode in which torch.empty allocates GPU memory, as in a build with CUDA."""
 
     allocated: int = 0
 
@@ -162,7 +163,7 @@ class PretendedCuda(TorchFunctionMode):
 
 
 def from_dlpack(capsule: Any) -> CudaTensor:
-    """torch.utils.dlpack.from_dlpack, of a capsule for a GPU."""
+    """Return a tensor for a capsule of GPU memory, like torch.utils.dlpack.from_dlpack."""
     lent = dlpack.take(capsule)
     assert lent.device[0] == dlpack.CUDA
     names = {"uint8": torch.uint8, "int16": torch.int16, "int32": torch.int32}
@@ -186,7 +187,7 @@ def _raw(lent: dlpack.Lent) -> np.ndarray:
 
 @contextlib.contextmanager
 def cuda_of_torch(monkeypatch):
-    """Put the pretended parts in the places of torch's, for a ``with`` body."""
+    """Replace torch's CUDA functions by fakes for the body of a ``with``."""
     from collective.adapters.torch import cuda_arrays
 
     monkeypatch.setattr(cuda_arrays, "_current_handle", current_handle)

@@ -1,7 +1,7 @@
-"""What the ranks of backends/test_faults.py do: a function a fault; it returns what its rank heard.
+"""Programs of ranks for backends/test_faults.py: each function has a fault and returns its effect.
 
-Rank :data:`VICTIM` is the one to which it happens, unless a function says otherwise. What leaves
-the processes alive happens to a communicator of its own, one after the other in :func:`survived`.
+The fault happens to rank :data:`VICTIM`, unless a function says otherwise. :func:`survived` runs the
+faults that leave the processes alive, each on a new communicator.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from collective.errors import PeerLostError
 from tests.support.fault_heard import Heard, Program, Survived, heard_in, heard_of, raised, survive
 
 VICTIM = 1
-# Until a signal is sent to a rank that waits, and until those arrive for whom it waits.
+# Seconds until a waiting rank gets a signal, and until the ranks arrive for which it waits.
 _SIGNAL_S, _ARRIVES_S = 0.1, 0.3
 
 
 def _sum(comm: Communicator, count: int = 100, **options: Any) -> None:
-    """Make an all_reduce and hold that its result is right."""
-    found = comm.all_reduce(np.arange(float(count)) + comm.rank, **options)
-    assert np.array_equal(found, np.arange(count) * comm.size + sum(range(comm.size))), found
+    """Make an all_reduce and check its result."""
+    result = comm.all_reduce(np.arange(float(count)) + comm.rank, **options)
+    assert np.array_equal(result, np.arange(count) * comm.size + sum(range(comm.size))), result
 
 
 def survived(comm: Communicator, programs: dict[str, Program]) -> dict[str, Survived]:
     """Run the programs that leave all processes alive."""
-    _many(comm)  # what is started on first use stays
-    # After each program garbage is collected several times: to look at all of PyTorch again each
-    # time takes longer than the programs.
+    _many(comm)  # Resources of the first use stay.
+    # The garbage is collected several times after each program. To scan all objects of PyTorch each
+    # time would take longer than the programs.
     gc.collect()
     gc.freeze()
     return survive(comm, programs)
@@ -49,15 +49,15 @@ def survived(comm: Communicator, programs: dict[str, Program]) -> dict[str, Surv
 
 
 def until_it_breaks(comm: Communicator) -> Heard:
-    """Make calls until one raises: somebody else, or a plan of faults, sees to that."""
+    """Make calls until a call raises; another rank, or a plan of faults, causes the error."""
     return heard_in(comm, lambda: _sum(comm), again=True)
 
 
 def exits(comm: Communicator) -> Heard:
-    """It ends as a program does that calls ``os._exit``."""
+    """End the victim with ``os._exit``."""
 
     def turn() -> None:
-        comm.barrier()  # the others may still be in it when that one is gone
+        comm.barrier()  # The other ranks may still be in the barrier when the victim is gone.
         if comm.rank == VICTIM:
             os._exit(3)
         _sum(comm)
@@ -66,10 +66,10 @@ def exits(comm: Communicator) -> Heard:
 
 
 def two_killed(comm: Communicator) -> Heard:
-    """Ranks 1 and 2 get a signal each that they do not handle; nobody but rank 0 is left."""
+    """Kill ranks 1 and 2 with signals that they do not handle; only rank 0 survives."""
     if comm.rank == 0:
         return heard_in(comm, lambda: (comm.barrier(), _sum(comm)), again=True)
-    with contextlib.suppress(PeerLostError):  # one may still be in it when the other is gone
+    with contextlib.suppress(PeerLostError):  # A rank may be in the barrier when the other is gone.
         comm.barrier()
     number = (signal.SIGTERM, signal.SIGKILL)[comm.rank - 1]
     if number == signal.SIGTERM:
@@ -82,7 +82,7 @@ def two_killed(comm: Communicator) -> Heard:
 
 
 def stopped(comm: Communicator, victim: int = VICTIM) -> Heard:
-    """``victim`` gets SIGSTOP, and SIGCONT when the others have given up."""
+    """Stop ``victim`` with SIGSTOP, and send SIGCONT when the other ranks have given up."""
     pids = comm.all_gather_object(os.getpid())
     if comm.rank == victim:
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -93,7 +93,7 @@ def stopped(comm: Communicator, victim: int = VICTIM) -> Heard:
 
 
 def closes_with_work(comm: Communicator) -> Heard:
-    """It closes with a call in the background that the others join later."""
+    """Let the victim close with a call in the background that the other ranks join later."""
     comm.barrier()
     if comm.rank != VICTIM:
         time.sleep(_ARRIVES_S)
@@ -106,7 +106,7 @@ def closes_with_work(comm: Communicator) -> Heard:
 
 
 def closes_with_work_for_ever(comm: Communicator) -> Heard:
-    """It closes with a receive in the background of what nobody sends."""
+    """Let the victim close with a receive in the background of a message that never comes."""
     comm.barrier()
     if comm.rank != VICTIM:
         return heard_in(comm, comm.barrier, again=True)
@@ -118,7 +118,7 @@ def closes_with_work_for_ever(comm: Communicator) -> Heard:
 
 
 def interrupted(comm: Communicator) -> Heard:
-    """It gets SIGINT while it waits for a message; the exception ends its part."""
+    """Send the victim SIGINT while it waits for a message; the exception ends its part."""
     if comm.rank != VICTIM:
         return heard_in(comm, lambda: (comm.barrier(), comm.recv(None, VICTIM)))
     comm.barrier()
@@ -136,7 +136,7 @@ def interrupted(comm: Communicator) -> Heard:
 
 
 def handled(comm: Communicator) -> Heard:
-    """A handler runs while it waits, and returns; rank 0 sends the signal before it arrives."""
+    """Let a handler run and return while the victim waits for rank 0, which sends the signal."""
     calls: list[int] = []
     if comm.rank == VICTIM:
         before = signal.signal(signal.SIGUSR1, lambda number, _: calls.append(number))
@@ -153,7 +153,7 @@ def handled(comm: Communicator) -> Heard:
 
 
 def alarmed(comm: Communicator) -> Heard:
-    """A timer interrupts all that it does two hundred times a second."""
+    """Let a timer interrupt the victim's calls two hundred times a second."""
     comm.barrier()
     if comm.rank != VICTIM:
         return heard_in(comm, lambda: _many(comm))
@@ -171,7 +171,7 @@ def alarmed(comm: Communicator) -> Heard:
 def _many(comm: Communicator) -> None:
     for _ in range(2):
         if comm.rank != VICTIM:
-            time.sleep(0.05)  # so that it waits
+            time.sleep(0.05)  # The victim has to wait.
         for count in (3, 5000, 1 << 19):
             _sum(comm, count)
         x = np.arange(1 << 18)
@@ -185,7 +185,7 @@ def _many(comm: Communicator) -> None:
 
 
 def differing(what: str) -> Program:
-    """Return calls that differ in ``what``, with the settings of a user who sets nothing."""
+    """Return a program whose calls differ in ``what``, with default settings."""
     return functools.partial(_differ, what=what)
 
 
@@ -205,15 +205,16 @@ def _differ(comm: Communicator, what: str) -> Heard:
 
 # -- ranks that lack something -------------------------------------------------------------------
 
-# An array, and how much more memory there may be. The array is larger than what the C library has
-# reserved for the small ones of a thread, which is 64 MiB, and would take a large one from.
+# Elements of an array of 8 bytes each, and bytes of memory that the process may still get. The array
+# is larger than the 64 MiB that the C library has reserved for small arrays of a thread, from which it
+# would otherwise take the array.
 _COUNT = 9 << 20
 _ROOM = 20 << 20
 
 
 @contextlib.contextmanager
 def _limited(kind: int, limit: Callable[[], int], mine: bool) -> Iterator[None]:
-    gc.collect()  # so that nothing is given back meanwhile
+    gc.collect()  # Otherwise memory may be freed meanwhile.
     soft, hard = resource.getrlimit(kind)
     if mine:
         resource.setrlimit(kind, (limit(), hard))
@@ -224,7 +225,7 @@ def _limited(kind: int, limit: Callable[[], int], mine: bool) -> Iterator[None]:
 
 
 def _no_more_descriptors() -> int:
-    """Return the limit that is reached with the descriptors that are open."""
+    """Return the limit on descriptors that the open descriptors reach."""
     next_one = os.dup(0)
     os.close(next_one)
     return next_one
@@ -242,7 +243,7 @@ _MEMORY = (resource.RLIMIT_AS, _little_more_memory)
 def _lacking(
     comm: Communicator, what: tuple[int, Callable[[], int]], call: Callable[[], object]
 ) -> Heard:
-    """It has no more of ``what`` when it makes ``call``, and has again afterwards."""
+    """Make ``call`` while the victim has no more of a resource, and restore the limit."""
     since = time.monotonic()
     with _limited(*what, mine=comm.rank == VICTIM):
         error = raised(call)
@@ -250,20 +251,25 @@ def _lacking(
 
 
 def no_descriptor_for_a_group(comm: Communicator) -> Heard:
-    """Making a group takes descriptors on some transports; on others it simply works."""
+    """Make a group without free descriptors; some transports need descriptors for it."""
     return _lacking(comm, _DESCRIPTORS, lambda: comm.dup().close())
 
 
 def no_descriptor_for_memory(comm: Communicator) -> Heard:
+    """Allocate symmetric memory without free descriptors."""
     return _lacking(comm, _DESCRIPTORS, lambda: comm.empty(_COUNT, "float64"))
 
 
 def no_memory_for_memory(comm: Communicator) -> Heard:
+    """Allocate symmetric memory without enough memory."""
     return _lacking(comm, _MEMORY, lambda: comm.empty(_COUNT, "float64"))
 
 
 def no_memory_for_a_result(comm: Communicator) -> Heard:
-    """It is refused before anything is sent: the others wait until it has memory."""
+    """Make an all_reduce without memory for the result, and again with memory.
+
+    The first call fails before it sends anything, so the other ranks wait for the second call.
+    """
     x = np.arange(float(_COUNT)) + comm.rank
     last = comm.size * (_COUNT - 1) + sum(range(comm.size))
 

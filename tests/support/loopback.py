@@ -1,8 +1,9 @@
-"""A transport that implements nothing but the required methods; its ranks are threads.
+"""A transport with only the required methods, whose ranks are threads.
 
-What it runs beyond send and recv is the default of ``collective.contract.backend.Backend``. It
-takes the contract literally where that helps to find faults: messages of another length
-than expected fail, and :class:`Rendezvous` sends return only once they are received.
+Use it to test code above a transport. All calls but send and recv are defaults of
+``collective.contract.backend.Backend``. The transport takes the contract literally to find faults:
+messages of an unexpected length fail, and a send of :class:`Rendezvous` returns only after the
+receive.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _jobs = count()
 
 
 class _Message:
-    """Bytes on their way: a copy, or the sender's own memory until they are taken."""
+    """Message in flight: a copy, or the sender's own memory until the message is received."""
 
     def __init__(self, data: np.ndarray[Any, Any], number: int) -> None:
         self.data = data
@@ -42,7 +43,7 @@ class _Message:
 
 
 class _Hub:
-    """What the ranks of one job share. All of it is guarded by ``lock``."""
+    """State shared by the ranks of one job. ``lock`` guards all of it."""
 
     def __init__(self, size: int) -> None:
         self.lock = threading.Lock()
@@ -63,7 +64,7 @@ _hubs_lock = threading.Lock()
 
 
 class Loopback(Backend):
-    """Ranks in one process; ``send`` copies and returns."""
+    """Transport of ranks in one process; ``send`` copies the message and returns."""
 
     name = "loopback"
     capabilities = Capabilities(
@@ -86,11 +87,11 @@ class Loopback(Backend):
                 hub.arrived.add(world.rank)
                 hub.wake_all()
             if len(hub.arrived) == world.size:
-                del _hubs[key]  # before anybody returns: the job may connect again
+                del _hubs[key]  # Delete before any rank returns: the job may connect again.
         with hub.lock:
             while len(hub.arrived) < world.size and not deadline.expired:
                 hub.woken[world.rank].wait(0.05)
-                if world.store is not None:  # runs of this module have none
+                if world.store is not None:  # The functions of this module pass no store.
                     world.store.check()
             if len(hub.arrived) == world.size:
                 return cls(world, hub)
@@ -156,13 +157,13 @@ class Loopback(Backend):
         return source, queue.popleft()
 
     def _wait(self, what: str, peer: int, ready: Callable[[], T | None], deadline: Deadline) -> T:
-        """Wait until ``ready`` returns something, ``peer`` is gone, or ``deadline``."""
+        """Wait until ``ready`` returns a value, ``peer`` has left, or the deadline expires."""
         hub = self._hub
         while True:
             self._check(what)
-            found = ready()
-            if found is not None:
-                return found
+            value = ready()
+            if value is not None:
+                return value
             others = set(range(self.size)) - {self.rank} if peer == ANY_SOURCE else {peer}
             if others <= hub.left:
                 self._lost(what, *others)
@@ -191,14 +192,14 @@ class Loopback(Backend):
 
 
 class Rendezvous(Loopback):
-    """The same, but ``send`` returns only once the receiver has the message."""
+    """Variant of Loopback whose ``send`` returns only after the receiver has the message."""
 
     name = "loopback-rendezvous"
     rendezvous = True
 
 
 def connect_all(size: int, kind: type[Backend] = Loopback) -> list[Backend]:
-    """Return the connected ranks of a new job, all of them in this thread."""
+    """Return the connected ranks of a new job, for calls from this thread."""
     job = f"test-{next(_jobs)}"
     return _in_threads(
         [
@@ -212,12 +213,12 @@ def connect_all(size: int, kind: type[Backend] = Loopback) -> list[Backend]:
 def run(
     size: int, body: Callable[[Backend], T], kind: type[Backend] = Loopback, timeout: float = 20.0
 ) -> list[T]:
-    """Run ``body`` on every rank, each a thread, and return what it returned, by rank.
+    """Run ``body`` on every rank, each a thread, and return the results by rank.
 
     Raises:
-        BaseException: the first that a rank raised; the others are aborted, so that
-            nothing waits for it.
-        TimeoutError: some rank is still running after ``timeout`` seconds; says where.
+        BaseException: the first exception of a rank; the transport is aborted, so that no other
+            rank waits.
+        TimeoutError: a rank still runs after ``timeout`` seconds; the text has its stack.
     """
     job = f"test-{next(_jobs)}"
     backends: list[Backend] = []
@@ -239,7 +240,7 @@ def run(
 
 
 def _world(rank: int, size: int, job: str) -> World:
-    store: Any = None  # the ranks find each other by the job's name
+    store: Any = None  # The ranks find each other by the job's name.
     return World(rank, size, rank, size, "localhost", "none", job, store)
 
 
@@ -250,7 +251,7 @@ def _in_threads(functions: Sequence[Callable[[], T]], timeout: float) -> list[T]
     def call(index: int) -> None:
         try:
             results[index] = functions[index]()
-        except BaseException as error:  # raised in the caller's thread
+        except BaseException as error:  # The caller's thread raises it.
             errors.append(error)
 
     threads = [

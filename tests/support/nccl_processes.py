@@ -1,4 +1,7 @@
-"""Ranks of ``nccl`` over the ABI fake, in processes of their own, and what its tests do on them."""
+"""Ranks of ``nccl`` over the ABI fake in separate processes, and calls for its tests.
+
+Use :func:`pools` for a fixture with ranks, and :class:`Caller` in a function that a rank runs.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ from tests.fakes import compiler, environment
 
 __all__ = ["FAR", "Caller", "FakeNccl", "Pools", "needs_compiler", "pools", "read", "side_by_side"]
 
-# A deadline in seconds that nothing gets to unless it hangs.
+# A deadline in seconds that only a hanging call reaches.
 FAR = 20.0
 
 needs_compiler = pytest.mark.skipif(compiler() is None, reason="the ABI fake needs a C compiler")
@@ -35,9 +38,9 @@ class FakeNccl(NcclBackend):
     """The transport on the fake, in processes that use nothing else.
 
     Attributes:
-        version: of NCCL, as its code.
+        version: version code of NCCL.
         knobs: settings of the fake.
-        options: of the transport, beside those of its world.
+        options: options of the transport, beside those of its world.
     """
 
     version: ClassVar[int] = 22907
@@ -51,7 +54,7 @@ class FakeNccl(NcclBackend):
 
 
 class Caller:
-    """One rank's transport, GPU and stream."""
+    """Transport, GPU and stream of a rank, with calls as a communicator makes them."""
 
     def __init__(self, backend: Any, stream: Stream | None = None) -> None:
         self.backend = getattr(backend, "transport", backend)
@@ -63,7 +66,7 @@ class Caller:
         return Caller(self.backend, stream)
 
     def buffer(self, values: Any, dtype: str | None = None) -> Buffer:
-        """Return values on the GPU."""
+        """Return a buffer on the GPU with these values."""
         array = np.asarray(values)
         kind: DType = from_numpy(array.dtype) if dtype is None else named(dtype)
         made = self.empty(array.size, kind)
@@ -71,7 +74,7 @@ class Caller:
         return made
 
     def empty(self, count: int, kind: DType | str) -> Buffer:
-        """Return room on the GPU."""
+        """Return an uninitialised buffer on the GPU."""
         kind = named(kind) if isinstance(kind, str) else kind
         nbytes = count * kind.itemsize
         address, owner = PlainSpace().empty(nbytes, self.device, self.stream)
@@ -79,7 +82,7 @@ class Caller:
         return Buffer(array, kind)
 
     def call(self, name: str, src: Any, dst: Any, timeout: float = FAR, **asked: Any) -> Any:
-        """Make a collective call as a communicator does, which records it."""
+        """Make a collective call as a communicator does, which also records the call."""
         if "op" in asked:
             asked |= {"dtype": src.dtype, "shape": (src.count,)}
         recorder, request = self.backend.channel.recorder, Request(name, **asked)
@@ -91,17 +94,17 @@ class Caller:
         return result
 
     def finish(self, timeout: float = FAR) -> None:
-        """Wait for the stream, or raise what is wrong with it."""
+        """Wait for the stream, or raise its error."""
         self.backend.synchronize_event(self.stream.record(), "wait", Deadline(timeout))
 
 
 def read(buffer: Buffer) -> np.ndarray[Any, Any]:
-    """Return what is in a buffer of a GPU when its stream has got there."""
+    """Return the contents of a GPU buffer after the work of its stream."""
     return np.array(buffer.array.to_host())
 
 
 class Pools:
-    """Ranks that are processes, kept for as long as this is open."""
+    """Pools of ranks in processes, one pool for each number of ranks, kept until the end."""
 
     def __init__(self, kind: type[NcclBackend], timeout: float = 40.0) -> None:
         self._kind, self._timeout = kind, timeout
@@ -115,18 +118,18 @@ class Pools:
             pool.close()
 
     def __call__(self, size: int, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        """Return what a function returns on so many ranks."""
+        """Run a function on ``size`` ranks, and return the results."""
         if size not in self._made:
             self._made[size] = RankPool(size, self._kind, timeout=self._timeout)
         return self._made[size].run(function, *args, **options)
 
     def run(self, function: Callable[..., Any], *args: Any, size: int = 2, **options: Any) -> Any:
-        """Do the same for :func:`on_ranks`."""
+        """Run a function on ranks; :func:`on_ranks` calls this method."""
         return self(size, function, *args, **options)
 
 
 def pools(kind: type[NcclBackend], timeout: float = 40.0) -> Any:
-    """Return a fixture: pools that are kept for a module."""
+    """Return a fixture of pools that live as long as a module's tests."""
 
     @pytest.fixture(scope="module")
     def made() -> Iterator[Pools]:
@@ -137,7 +140,7 @@ def pools(kind: type[NcclBackend], timeout: float = 40.0) -> Any:
 
 
 def side_by_side(*functions: Callable[[], Any]) -> list[Any]:
-    """Run functions in threads; return what they return, or raise what the first one raises."""
+    """Run functions in threads; return their results, or raise the first exception."""
     results: list[Any] = [None] * len(functions)
     errors: list[BaseException] = []
 

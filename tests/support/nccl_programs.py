@@ -1,7 +1,8 @@
-"""Ranks with GPUs of the ABI fake, as a program sees them: a communicator and arrays on streams.
+"""Programs of ranks with GPUs of the ABI fake: a communicator, and arrays on streams.
 
-The arrays are real ones in the fake's device memory. The fake does its work late, and not at all
-while it is held: whoever reads without having waited reads poison.
+Use these helpers in tests of ``nccl`` as a program sees it. The arrays are in the fake's device
+memory. The fake does its work late, and not at all while it is held, so a program that reads
+without waiting reads poison.
 """
 
 from __future__ import annotations
@@ -54,57 +55,58 @@ _MOVES = ("ncclAll", "ncclBroadcast", "ncclReduce", "ncclSend", "ncclRecv", "ncc
 
 
 class Gpus(FakeNccl):
-    """``nccl`` alone: ranks with a GPU each."""
+    """``nccl`` alone: each rank has a GPU."""
 
     knobs: ClassVar[dict[str, int]] = {"delay_us": 300}
 
 
 class Both(Gpus):
-    """``"cpu:shm,cuda:nccl"``."""
+    """The backend ``"cpu:shm,cuda:nccl"``."""
 
     options: ClassVar[dict[str, str]] = {"host": "shm", "devices": "cpu,cuda"}
 
 
 def ordinal_of(comm: Any) -> int:
+    """Return the ordinal of this rank's GPU."""
     ordinal: int = comm.transport.device.ordinal
     return ordinal
 
 
 def new_stream(comm: Any) -> int:
-    """Return the handle of a stream of this rank's GPU."""
+    """Return the handle of a new stream on this rank's GPU."""
     return Fake().stream(ordinal_of(comm))
 
 
 def of_fake(comm: Any, values: Any, stream: int | None = None) -> FakeArray:
-    """Return an array of an unknown framework, by ``__cuda_array_interface__``."""
+    """Return an array of an unknown framework, with ``__cuda_array_interface__``."""
     return FakeArray.of(values, ordinal_of(comm), stream)
 
 
 def of_device(comm: Any, values: Any, stream: int | None = None) -> DeviceArray:
-    """Return one of CUDA's own memory, with the strides of ``values``."""
+    """Return a DeviceArray with the strides of ``values``."""
     array = np.asarray(values)
     device = comm.transport.device
     on = device.new_stream() if stream is None else device.stream(stream)
     low, high = device_layout.bounds(0, array.shape, array.strides, array.itemsize)
-    whole = adapter_like("cuda").empty((high - low,), named("uint8"), device, on)
-    made = DeviceArray(
-        whole.address - low,
+    memory = adapter_like("cuda").empty((high - low,), named("uint8"), device, on)
+    result = DeviceArray(
+        memory.address - low,
         array.shape,
         array.dtype,
         device,
         on,
         strides=array.strides,
-        owner=whole.owner,
+        owner=memory.owner,
     )
-    made.fill_from_host(array)
-    return made
+    result.fill_from_host(array)
+    return result
 
 
 MAKERS = {"fake": of_fake, "device": of_device}
 
 
 def peek(x: Any) -> Array:
-    """Return what is in memory now, without waiting for anything."""
+    """Return the present contents of memory, without waiting for a stream."""
     if isinstance(x, FakeArray):
         return x.peek()
     low, high = x.bounds
@@ -115,7 +117,7 @@ def peek(x: Any) -> Array:
 
 
 def read(x: Any) -> Array:
-    """Wait for the array's own stream, and for nothing else; return what is there then."""
+    """Wait for the array's own stream only; return the contents of memory then."""
     if isinstance(x, np.ndarray):
         return x
     if isinstance(x, DeviceArray):
@@ -126,15 +128,15 @@ def read(x: Any) -> Array:
 
 
 def is_poison(x: Any) -> bool:
-    """Tell whether nothing has been written to an array yet."""
+    """Return whether the array still contains only poison."""
     return set(np.ascontiguousarray(peek(x)).view(np.uint8).ravel().tolist()) == {POISON}
 
 
 def copied(comm: Any, x: Any, stream: int) -> FakeArray:
-    """Enqueue a copy of a contiguous array on a stream, as the program's next step."""
-    made = FakeArray(x.shape, x.dtype, device=ordinal_of(comm), stream=stream)
-    enqueue_copy(comm, made, x, stream)
-    return made
+    """Enqueue a copy of a contiguous array on a stream, as a program's next step; return it."""
+    copy = FakeArray(x.shape, x.dtype, device=ordinal_of(comm), stream=stream)
+    enqueue_copy(comm, copy, x, stream)
+    return copy
 
 
 def enqueue_copy(comm: Any, dst: Any, src: Any, stream: int) -> None:
@@ -144,7 +146,7 @@ def enqueue_copy(comm: Any, dst: Any, src: Any, stream: int) -> None:
 
 
 def room(comm: Any, kind: str, shape: tuple[int, ...], stream: int) -> Any:
-    """Return uninitialised memory, without waiting for anything."""
+    """Return an uninitialised array, without waiting for a stream."""
     if kind == "fake":
         return FakeArray(shape, "float32", device=ordinal_of(comm), stream=stream)
     device = comm.transport.device
@@ -153,16 +155,16 @@ def room(comm: Any, kind: str, shape: tuple[int, ...], stream: int) -> Any:
 
 @contextlib.contextmanager
 def held() -> Iterator[Fake]:
-    """Let nothing that moves data begin on this rank's GPU, for the length of a block."""
+    """Stop all data movement from starting on this rank's GPU, for the length of a block."""
     fake = Fake()
     with fake.turned("hold", 1):
         yield fake
 
 
 def warm(comm: Any) -> None:
-    """Make NCCL's communicator, so that later calls do not wait for the peers."""
+    """Create NCCL's communicator, so that later calls do not wait for the peers."""
     Fake().clear_log()
-    Fake().reset_error()  # of a test that failed before
+    Fake().reset_error()  # An earlier test may have failed.
     x = of_fake(comm, np.ones(1, np.float32))
     comm.all_reduce(x, out=x)
     assert read(x)[0] == comm.size
@@ -171,7 +173,7 @@ def warm(comm: Any) -> None:
 
 
 def settled(comm: Any) -> None:
-    """Wait until all that is on the GPU is over, and see that it did nothing forbidden."""
+    """Wait until all work of the GPU is done, and check that it did nothing forbidden."""
     fake = Fake()
     with fake.active(ordinal_of(comm)):
         fake.cuda("cuCtxSynchronize")
@@ -180,12 +182,12 @@ def settled(comm: Any) -> None:
 
 
 def calls_of_nccl() -> list[str]:
-    """Return the calls in the fake's log that enqueue something of NCCL's."""
+    """Return the calls in the fake's log that enqueue work of NCCL."""
     return [line for line in Fake().log() if line.startswith(_MOVES)]
 
 
 def error_of(function: Any, *args: Any, **options: Any) -> BaseException:
-    """Return what a call raises."""
+    """Return the exception of a call; fail if there is none."""
     try:
         function(*args, **options)
     except Exception as error:
@@ -194,22 +196,22 @@ def error_of(function: Any, *args: Any, **options: Any) -> BaseException:
 
 
 def until(condition: Any, seconds: float = FAR) -> None:
-    """Wait for something that another rank or thread does."""
+    """Wait until a condition is true that another rank or thread fulfils."""
     end = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < end, "it did not happen"
+        assert time.monotonic() < end, "the condition did not become true"
         time.sleep(0.002)
 
 
 class Framework:
-    """An array library as a program on a GPU uses it; see :func:`framework`."""
+    """Array library, used as a program on a GPU uses it; see :func:`framework`."""
 
     def __init__(self, comm: Any, name: str) -> None:
         self.comm, self.name = comm, name
-        self.stream: int | None = None  # of its arrays, where they are not on the current one
+        self.stream: int | None = None  # stream of its arrays, or None for the current stream
 
     def of(self, values: Any) -> Any:
-        """Return an array on the GPU, contiguous or not as ``values`` is."""
+        """Return an array on the GPU, contiguous if and only if ``values`` is."""
         if self.name == "torch":
             import torch
 
@@ -223,7 +225,7 @@ class Framework:
         return MAKERS[self.name](self.comm, values, self.stream)
 
     def read(self, x: Any) -> Array:
-        """Return what a program reads that waits for the streams as it has to."""
+        """Return the elements as a program reads them that waits for the right streams."""
         if self.name == "torch" and not isinstance(x, (np.ndarray, DeviceArray, FakeArray)):
             stream = x.device.index
             from tests.support.fake_torch import current_handle
@@ -243,7 +245,7 @@ class Framework:
 
     @property
     def result(self) -> type:
-        """The type of its results: an unknown framework that takes none gets a DeviceArray."""
+        """Type of results: a framework without an adapter gets a DeviceArray."""
         if self.name == "torch":
             from tests.support.fake_torch import CudaTensor
 
@@ -251,19 +253,19 @@ class Framework:
         return DeviceArray
 
     def check(self, got: Any, expected: Any, rtol: float = 0.0) -> None:
-        """Compare a result: its framework, its GPU, its shape and its elements."""
+        """Check a result's type, GPU, shape and elements."""
         assert type(got) is self.result, type(got)
         where = got.device.index if self.name == "torch" else got.device.ordinal
         assert where == ordinal_of(self.comm)
         expected = np.asarray(expected)
         assert tuple(got.shape) == expected.shape, (tuple(got.shape), expected.shape)
-        found = self.read(got).astype(expected.dtype)
-        np.testing.assert_allclose(found, expected, rtol=rtol)
+        elements = self.read(got).astype(expected.dtype)
+        np.testing.assert_allclose(elements, expected, rtol=rtol)
 
 
 @contextlib.contextmanager
 def framework(comm: Any, name: str) -> Iterator[Framework]:
-    """Have a library for the length of a block: ``"fake"``, ``"device"`` or ``"torch"``."""
+    """Yield a library for the length of a block: ``"fake"``, ``"device"`` or ``"torch"``."""
     with contextlib.ExitStack() as stack:
         if name == "torch":
             import pytest
@@ -277,7 +279,7 @@ def framework(comm: Any, name: str) -> Iterator[Framework]:
 
 
 def _in_all_threads(mode: Any, patch: Any) -> None:
-    """Have the pretended allocator in threads of the library's, too: modes are a thread's own."""
+    """Use the fake allocator in the library's threads, too: a torch mode holds for one thread."""
     import torch
 
     plain = torch.empty

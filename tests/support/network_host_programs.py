@@ -1,4 +1,4 @@
-"""What the ranks of system/test_hosts.py do: ``python on_hosts.py NAME [ARGUMENTS]``."""
+"""Programs of the ranks of system/test_hosts.py: ``python on_hosts.py NAME [ARGUMENTS]``."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from collective.errors import CollectiveError, RendezvousError
 
 
 def say(**values: Any) -> None:
-    """Print a line that a test can take apart."""
-    # In one piece: a launcher mixes what its ranks print.
+    """Print a line that a test can parse."""
+    # One write: a launcher mixes the output of its ranks.
     sys.stdout.write(f"SAID {values!r}\n")
     sys.stdout.flush()
 
 
 def who() -> None:
-    """Tell what was chosen, and do a bit of everything."""
+    """Make a call of each kind, and print the rank's place and transport."""
     with collective.init(start_timeout=40.0) as comm:
         rank, size = comm.rank, comm.size
         assert comm.host == socket.gethostname()
@@ -33,20 +33,20 @@ def who() -> None:
             total = size * np.arange(count) + size * (size - 1) // 2
             assert np.array_equal(comm.all_reduce(x), total)
             assert np.array_equal(comm.all_gather(x).reshape(size, count)[:, 0], np.arange(size))
-            found = comm.broadcast(x if rank == 1 else None, root=1)
-            assert np.array_equal(found, np.arange(count) + 1)
+            received = comm.broadcast(x if rank == 1 else None, root=1)
+            assert np.array_equal(received, np.arange(count) + 1)
         right, left = (rank + 1) % size, (rank - 1) % size
         assert comm.sendrecv(np.array([rank]), right, left).item() == left
         with comm.split_by_host() as local:
-            mine = local.all_gather_object(comm.host)
-            assert set(mine) == {comm.host}
+            hosts = local.all_gather_object(comm.host)
+            assert set(hosts) == {comm.host}
             here = (local.rank, local.size, local.backend)
         say(rank=rank, host=comm.host, backend=comm.backend, here=here,
             local=(comm.local_rank, comm.local_size), tmpdir=os.environ["TMPDIR"])  # fmt: skip
 
 
 def barriers() -> None:
-    """Tell how long a barrier takes."""
+    """Print the duration of a barrier."""
     with collective.init() as comm:
         comm.barrier()
         since = time.monotonic()
@@ -58,7 +58,7 @@ def barriers() -> None:
 
 
 def until_it_breaks(count: str, timeout: str) -> None:
-    """Call all_reduce until that fails; tell how, and how long the last call took."""
+    """Call all_reduce until it fails; print the error and the duration of the last call."""
     comm = collective.init(timeout=float(timeout))
     x = np.ones(int(count), np.float32)
     comm.all_reduce(x, out=x, op="max")
@@ -76,7 +76,7 @@ def until_it_breaks(count: str, timeout: str) -> None:
 
 
 def go_on() -> None:
-    """Add up until some are lost, and then with those who are left."""
+    """Call all_reduce until a rank is lost, then shrink and continue with the survivors."""
     comm = collective.init()
     first = comm.rank
     comm.barrier()
@@ -92,7 +92,7 @@ def go_on() -> None:
 
 
 def meet(seconds: str) -> None:
-    """Try to connect; tell why not."""
+    """Try to connect; print the error."""
     since = time.monotonic()
     try:
         comm = collective.init(start_timeout=float(seconds))
@@ -104,7 +104,7 @@ def meet(seconds: str) -> None:
 
 
 def listening() -> None:
-    """Tell at which addresses something listens while the ranks are connected."""
+    """Print the addresses with listeners while the ranks are connected."""
     with collective.init() as comm:
         comm.barrier()
         say(rank=comm.rank, addresses=sorted(_listened()))
@@ -112,17 +112,17 @@ def listening() -> None:
 
 
 def _listened() -> set[str]:
-    found = set()
+    addresses = set()
     for line in open("/proc/net/tcp").read().splitlines()[1:]:  # noqa: SIM115
         local, state = line.split()[1], line.split()[3]
         if state == "0A":
             raw = bytes.fromhex(local.partition(":")[0])[::-1]
-            found.add(socket.inet_ntoa(raw))
-    return found
+            addresses.add(socket.inet_ntoa(raw))
+    return addresses
 
 
 if __name__ == "__main__":
-    # A test that gives up asks where everybody is.
+    # A test that gives up sends SIGUSR1 to get the stacks of all ranks.
     import faulthandler
 
     faulthandler.register(signal.SIGUSR1)

@@ -1,9 +1,9 @@
-"""A slow switch between network namespaces: ``relay.py DELAY_S NAMESPACE...``.
+"""Slow switch between network namespaces: ``relay.py DELAY_S NAMESPACE...``.
 
-Makes an interface eth0 in each namespace, and passes every frame that leaves one of them
-to all the others, DELAY_S later. Says ``ready`` when the interfaces are there. A line
-``PORT down`` on standard input cuts a namespace off, ``PORT up`` joins it again. It works
-where the kernel has no queueing discipline that delays.
+The relay creates an interface eth0 in each namespace. It passes every frame from one interface to
+all other interfaces, DELAY_S later. It prints ``ready`` when the interfaces exist. The line ``PORT
+down`` on standard input cuts a namespace off, ``PORT up`` connects it again. The relay needs no
+delaying queueing discipline in the kernel. network_hosts.py starts it.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _STDIN = 0
 def open_tap(namespace: str) -> int:
     """Return a descriptor of a new interface eth0 in ``namespace``."""
     libc = ctypes.CDLL(None, use_errno=True)
-    with open(f"/run/netns/{namespace}") as there:
-        if libc.setns(there.fileno(), _CLONE_NEWNET):
+    with open(f"/run/netns/{namespace}") as file:
+        if libc.setns(file.fileno(), _CLONE_NEWNET):
             raise OSError(ctypes.get_errno(), f"setns to {namespace}")
     tap = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
     fcntl.ioctl(tap, _TUNSETIFF, struct.pack("16sH22x", b"eth0", _IFF_TAP | _IFF_NO_PI))
@@ -39,7 +39,9 @@ def open_tap(namespace: str) -> int:
 def relay(delay: float, taps: list[int]) -> None:
     """Pass frames on until standard input ends."""
     joined = [True] * len(taps)
-    waiting: deque[tuple[float, int, bytes]] = deque()  # due, whence, frame; in order of due
+    waiting: deque[tuple[float, int, bytes]] = (
+        deque()
+    )  # (due time, source port, frame), by due time
     while True:
         pause = max(0.0, waiting[0][0] - time.monotonic()) if waiting else None
         for ready in select.select([_STDIN, *taps], [], [], pause)[0]:
@@ -70,7 +72,7 @@ def read(tap: int) -> bytes:
 
 
 def write(tap: int, frame: bytes) -> None:
-    """Hand a frame over; a full queue or an interface that is down loses it, as cables do."""
+    """Write a frame; a full queue or an interface that is down drops it, as on a real network."""
     with contextlib.suppress(OSError):
         os.write(tap, frame)
 

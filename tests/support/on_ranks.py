@@ -1,4 +1,7 @@
-"""Tests that are what every rank of a pool runs, and the pools."""
+"""Tests whose body runs on every rank of a pool, and fixtures for the pools.
+
+Make the fixture with :func:`ranks_of`, and decorate the tests with :func:`on_ranks`.
+"""
 
 from __future__ import annotations
 
@@ -15,25 +18,25 @@ __all__ = ["on_ranks", "ranks_of"]
 
 
 def ranks_of(*worlds: tuple[str, int], timeout: float = 60.0) -> Any:
-    """Return a fixture for a module: ranks of each of some transports, by name and size."""
+    """Return a module's fixture: a pool of ranks for each world, a transport's name and a size."""
 
     @pytest.fixture(scope="module", params=worlds, ids=lambda world: f"{world[0]}-{world[1]}")
     def pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
         transport, size = request.param
-        with RankPool(size, transport, timeout=timeout) as made:
-            yield made
+        with RankPool(size, transport, timeout=timeout) as ranks:
+            yield ranks
 
     return pool
 
 
 def on_ranks(pool: str, **options: Any) -> Callable[[Callable[..., Any]], Callable[..., None]]:
-    """Make a test of a function that takes a communicator, and what it is parametrized with.
+    """Return a decorator that makes a test of a function of a communicator and parameters.
 
-    As ``program`` the test has the function itself, for other ranks than these.
+    The test has the function itself as its attribute ``program``, for use on other ranks.
 
     Args:
-        pool: the fixture whose ranks run it.
-        options: of :meth:`RankPool.run`.
+        pool: name of the fixture whose ranks run the function.
+        options: options of :meth:`RankPool.run`.
     """
 
     def make(program: Callable[..., Any]) -> Callable[..., None]:
@@ -47,7 +50,7 @@ def on_ranks(pool: str, **options: Any) -> Callable[[Callable[..., Any]], Callab
         fixture = inspect.Parameter(pool, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         untyped.__signature__ = inspect.Signature([fixture, *parameters])
         untyped.program = program
-        program.__qualname__ += ".program"  # by which ranks that are processes find it
+        program.__qualname__ += ".program"  # Ranks in processes find the function by this name.
         return test
 
     return make

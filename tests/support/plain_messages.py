@@ -25,8 +25,8 @@ from collective.errors import (
 
 __all__ = ["LENGTHS", "PROGRAMS", "data", "tensors", "without_python"]
 
-# Sizes around these limits: the payload of a head, a message that leaves the sender at once, a message
-# that is matched first, a ring, and a long message that the receiver fetches.
+# Sizes around these limits: the payload of a head, a message that leaves the sender at once, a
+# message that is matched first, a ring, and a long message that the receiver fetches.
 _EDGES = [896, 2 << 10, 64 << 10, 256 << 10, 3 << 20]
 LENGTHS = [0, 1, *(edge + more for edge in _EDGES for more in (-1, 0, 1))]
 

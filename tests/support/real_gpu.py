@@ -1,7 +1,7 @@
-"""``nccl`` on real GPUs, several ranks on one where there are too few.
+"""``nccl`` on real GPUs, with several ranks on a GPU if there are too few; for tests/gpu.
 
-``GPU_TESTS_NCCL_LIBRARY`` and ``GPU_TESTS_CUDA_LIBRARY`` name other libraries than those that are
-found: the ABI fake's, say (../test_gpu_suite.py).
+``GPU_TESTS_NCCL_LIBRARY`` and ``GPU_TESTS_CUDA_LIBRARY`` name libraries to use instead of the
+installed ones, such as those of the ABI fake (../system/test_gpu_suite.py).
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ for _name in ("NCCL_LIBRARY", "CUDA_LIBRARY"):
     if os.environ.get(f"GPU_TESTS_{_name}"):
         os.environ[f"COLLECTIVE_{_name}"] = os.environ[f"GPU_TESTS_{_name}"]
 
-# How NCCL is told to put up with several ranks on one GPU. Kernels of all ranks have to fit on it
-# at once, or they wait for ever: hence few CTAs.
-# Any version: each rank is on a host of its own, it is made to believe, so it goes over sockets.
+# Settings with which NCCL accepts several ranks on one GPU. Kernels of all ranks have to fit on the
+# GPU at once, or they wait for each other without end: hence few CTAs.
+# For any version: NCCL takes each rank for a separate host, so it uses sockets.
 _BY_HOSTID = {
     "NCCL_NET": "Socket",
     "NCCL_SOCKET_IFNAME": "lo",
@@ -34,24 +34,24 @@ _BY_HOSTID = {
     "NCCL_MNNVL_ENABLE": "0",
     "NCCL_MAX_CTAS": "2",
 }
-# From 2.30 on it can by itself.
+# Since version 2.30 NCCL has an option for several ranks on a GPU.
 _BY_OPTION = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "2"}
 
 
 def sizes() -> tuple[int, ...]:
-    """Return how many ranks the tests are to have: ``$GPU_TESTS_RANKS``, 2 by default."""
+    """Return the numbers of ranks for the tests: ``$GPU_TESTS_RANKS``, 2 by default."""
     return tuple(map(int, os.environ.get("GPU_TESTS_RANKS", "2").split()))
 
 
 def why_not() -> str:
-    """Return why the tests cannot run here, empty if they can."""
+    """Return why the tests cannot run here, or an empty string."""
     if "GPU_TESTS_RANKS" not in os.environ:
         return "make test-gpu runs them"
     return "" if cuda.device_count() else "needs a GPU"
 
 
 class OnGpus(NcclBackend):
-    """The transport, a GPU a rank where there are enough, else several ranks on one."""
+    """``nccl`` with one GPU for each rank, or several ranks on a GPU if there are too few."""
 
     name = "nccl-gpu"
     sharing: ClassVar[str] = "hostid"
@@ -68,13 +68,13 @@ class OnGpus(NcclBackend):
 
 
 class SharingByHostId(OnGpus):
-    """The same, by a name."""
+    """``nccl`` that shares GPUs by host ids, under a separate name."""
 
     name = "nccl-hostid"
 
 
 class SharingByOption(OnGpus):
-    """The same, and NCCL allows several ranks on a GPU by itself."""
+    """``nccl`` that shares GPUs by NCCL's own option."""
 
     name = "nccl-multirank"
     sharing = "option"

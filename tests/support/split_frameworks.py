@@ -1,4 +1,7 @@
-"""Whose splits are tested: fixtures of both frameworks, and how far a result is from another."""
+"""Fixtures for tests of splits in both frameworks, and the distance between results.
+
+A test of splits takes the fixture :func:`of`, and compares results with :func:`far` and CLOSE.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +20,9 @@ CLOSE = 1e-12
 
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
-    """Have PyTorch compute in one thread."""
+    """Limit PyTorch to one thread."""
     torch = pytest.importorskip("torch")
-    # Two that share a busy core with other programs wait for each other most of the time.
+    # Two threads on a core that other programs use wait for each other most of the time.
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -28,7 +31,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module", params=["torch", "chainer"])
 def of(request: pytest.FixtureRequest) -> ModuleType:
-    """Return a framework's models."""
+    """Return the module with a framework's models."""
     if request.param == "torch":
         request.getfixturevalue("one_thread")
     else:
@@ -37,10 +40,10 @@ def of(request: pytest.FixtureRequest) -> ModuleType:
 
 
 def far(found: Any, expected: Any) -> float:
-    """Return the largest difference of arrays, relative to the elements of the array.
+    """Return the largest difference of arrays, relative to the largest element of each array.
 
-    Where an array is next to zero (the gradient of what a normalisation takes out), relative to
-    a hundredth of the largest of all.
+    If an array is nearly zero, as the gradient of a value that a normalisation removes, the
+    difference is relative to a hundredth of the largest element of all arrays.
 
     Args:
         found, expected: lists of arrays, or dicts of arrays by name.

@@ -1,4 +1,8 @@
-"""Chainer links to be computed in pieces, for the tests of training/splits."""
+"""Chainer links for the tests of training/splits, which compute them in pieces.
+
+The fixture ``of`` in split_frameworks.py gives this module to a test. split_models_torch.py has the
+same names for PyTorch.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ import numpy as np
 import collective
 from collective.adapters.chainer.splits import Split
 
-import chainer  # isort: skip  # by the adapter's leave
+import chainer  # isort: skip  # The adapter makes this import work.
 import chainer.functions as F  # isort: skip
 import chainer.links as L  # isort: skip
 
@@ -21,7 +25,7 @@ STEPS = 3
 
 
 class UNet(chainer.Chain):
-    """Two levels: a skip by concatenation, a residual sum, odd sizes made to fit by a slice."""
+    """Two levels, with a concatenated skip, a residual sum, and a slice for odd sizes."""
 
     def __init__(self, norm: Callable[[int], Any] | None = None) -> None:
         super().__init__()
@@ -58,7 +62,7 @@ class Resized(chainer.Chain):
 
 
 class Elsewhere(chainer.Chain):
-    """Weights that other functions than their layers' use."""
+    """Weights that are also used outside their layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,13 +79,13 @@ class Elsewhere(chainer.Chain):
 
 
 class Differing(chainer.Link):
-    """Computes something else in pieces."""
+    """Layer whose result differs when it is computed in pieces."""
 
     def forward(self, x: Any) -> Any:
         return x * (2.0 if type(x) is chainer.Variable else 3.0)
 
 
-#: Of inputs (2, 1, 21, 18).
+#: Models for inputs of shape (2, 1, 21, 18).
 MODELS: dict[str, Callable[[], Any]] = {
     "unet": UNet,
     "resized": Resized,
@@ -95,7 +99,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     "group norm": lambda: UNet(lambda channels: L.GroupNormalization(2, channels)),
     "instance norm": lambda: UNet(lambda channels: L.GroupNormalization(channels, channels)),
 }
-#: Of inputs (2, 1, 10, 10).
+#: Models for inputs of shape (2, 1, 10, 10).
 SMALL: dict[str, Callable[[], Any]] = {
     "pairs": lambda: chainer.Sequential(
         *(L.Convolution2D(1, 6, 3), F.tanh, L.Convolution2D(6, 4, 3, 2, nobias=True), F.tanh),
@@ -115,7 +119,7 @@ SMALL: dict[str, Callable[[], Any]] = {
         *(L.Convolution2D(1, 4, 3), F.tanh, L.Convolution2D(4, 4, 3, groups=4)),
         *(L.Convolution2D(4, 6, 1), L.Deconvolution2D(6, 6, 3, groups=6)),
     ),
-    "apart": lambda: chainer.Sequential(  # in four groups, up to the last layer
+    "apart": lambda: chainer.Sequential(  # Channels stay in four groups up to the last layer.
         *(L.Convolution2D(1, 8, 3, pad=1), F.tanh, L.Convolution2D(8, 8, 3, pad=1, groups=8)),
         *(F.tanh, L.Convolution2D(8, 16, 3, pad=1, groups=4), F.tanh),
         *(L.Deconvolution2D(16, 8, 3, pad=1, groups=4), F.tanh, L.Convolution2D(8, 1, 3)),
@@ -139,12 +143,12 @@ SMALL: dict[str, Callable[[], Any]] = {
     ),
     "mask": lambda: chainer.Sequential(F.dropout),
 }
-#: The function without a rule of "sorted".
+#: The function in "sorted" that has no rule for splits.
 WITHOUT_A_RULE = "Flip"
 
 
 def made(name: str) -> tuple[Any, Any]:
-    """Return a link and its input, float64, the same wherever this is called."""
+    """Return a link and its input, in float64, with equal values in all calls."""
     random_numbers = np.random.RandomState(7)
     with chainer.using_config("dtype", np.float64):
         link = (MODELS | SMALL)[name]()
@@ -165,10 +169,12 @@ array = np.asarray
 def outcome(
     link: Any, x: Any, run: Callable[[Any], Any], shape: Any = None, rows: slice | None = None
 ) -> list[np.ndarray[Any, Any]]:
-    """Return output, the gradients of a forward and backward pass, and statistics.
+    """Return the output, the gradients of a forward and backward pass, and the statistics.
 
     Args:
-        shape: of the whole output, of which ``run`` gives ``rows``.
+        run: function that computes the output, or its ``rows``.
+        shape: shape of the whole output.
+        rows: rows of the whole output that ``run`` returns; all by default.
     """
     link.cleargrads()
     x = chainer.Variable(x.copy())
@@ -176,8 +182,8 @@ def outcome(
     shape = shape or y.shape
     weights = np.linspace(-1, 2, int(np.prod(shape))).reshape(shape)
     F.sum(y * (weights if rows is None else weights[:, :, rows])).backward()
-    kept = [array for path, array in sorted(_persistent(link))]
-    return [y.array, x.grad, *(p.grad for p in link.params() if p.grad is not None), *kept]
+    statistics = [array for path, array in sorted(_persistent(link))]
+    return [y.array, x.grad, *(p.grad for p in link.params() if p.grad is not None), *statistics]
 
 
 def _persistent(link: Any) -> Iterator[tuple[str, Any]]:
@@ -189,7 +195,7 @@ def _persistent(link: Any) -> Iterator[tuple[str, Any]]:
 
 
 def convolution(chance: random.Random, kernel: tuple[int, ...], **how: Any) -> Any:
-    """Return one of four channels to eight, or a transposed one, of as many axes as ``kernel``."""
+    """Return a convolution of 4 to 8 channels, or a transposed one, with the axes of ``kernel``."""
     kind: Any = L.ConvolutionND if chance.random() < 0.5 else L.DeconvolutionND
     named = {"pad": how["padding"], "dilate": how["dilation"], "groups": how["groups"]}
     with chainer.using_config("dtype", np.float64):
@@ -197,7 +203,7 @@ def convolution(chance: random.Random, kernel: tuple[int, ...], **how: Any) -> A
 
 
 def tower(chance: random.Random) -> Any:
-    """Return random layers, with groups, of inputs (N, 4, H, W)."""
+    """Return random layers, with groups, for inputs of shape (N, 4, H, W)."""
     layers: list[Any] = []
     channels = 4
     with chainer.using_config("dtype", np.float64):
@@ -214,29 +220,32 @@ def tower(chance: random.Random) -> Any:
 
 
 def fits(layer: Any, x: Any) -> bool:
-    """Return whether the layer has a result of that input."""
+    """Return whether the layer has a non-empty result for that input."""
     try:
         found: bool = layer(x).size > 0
-    except (AssertionError, ValueError):  # an output of no rows
+    except (AssertionError, ValueError):  # The output would have no rows.
         return False
     return found
 
 
 def inputs(*shape: int) -> Any:
+    """Return a random input."""
     return np.random.randn(*shape)
 
 
 def seed(number: int) -> None:
+    """Seed the framework's random numbers."""
     np.random.seed(number)
 
 
 def unfitting() -> Any:
-    """Return two layers, of which the second reads more channels than the first makes."""
+    """Return two layers, of which the second expects more channels than the first outputs."""
     with chainer.using_config("dtype", np.float64):
         return chainer.Sequential(L.Convolution2D(1, 4, 3), F.relu, L.Convolution2D(5, 2, 3))
 
 
 def norm(channels: int) -> Any:
+    """Return a batch normalisation in float64."""
     with chainer.using_config("dtype", np.float64):
         return L.BatchNormalization(channels)
 
@@ -250,11 +259,11 @@ def padding() -> Any:
         )
 
 
-# -- of which each rank has its own filters alone --------------------------------------------
+# -- models of which each rank has only its filters ------------------------------------------
 
 
 def state_of(link: Any) -> dict[str, Any]:
-    """Return what is serialized of a link, whole, under its own names."""
+    """Return the whole serialised state of a link, under the names of the unsplit link."""
     serializer = chainer.serializers.DictionarySerializer()
     serializer.save(link)
     return {
@@ -268,15 +277,16 @@ def trained(link: Any, x: Any) -> dict[str, Any]:
     """Train for some steps; return the last output, the input's gradient, and the state."""
     optimizer = chainer.optimizers.MomentumSGD(0.01, 0.9).setup(link)
     for _ in range(STEPS):
-        given = chainer.Variable(x.copy())
+        variable = chainer.Variable(x.copy())
         link.cleargrads()
-        y = link(given)
+        y = link(variable)
         F.sum(y * np.linspace(-1, 2, y.size).reshape(y.shape)).backward()
         optimizer.update()
-    return {"y": y.array, "x": given.grad, **state_of(link)}
+    return {"y": y.array, "x": variable.grad, **state_of(link)}
 
 
 def split_of(comm: collective.Communicator, name: str, **how: Any) -> tuple[Split, Any]:
+    """Return a model split with ``filters="own"``, and its input."""
     link, x = made(name)
     return Split(link, comm=comm, filters="own", **{"channels": comm.size, **how}), x
 
@@ -294,7 +304,7 @@ def bytes_of(link: Any, x: Any) -> int:
 
 
 def doubled(path: Path) -> dict[str, Any]:
-    """Write the state of a model with other weights; return what it gives, and the state."""
+    """Write the state of a model with doubled weights; return its output and state."""
     link, x = made("pairs")
     for parameter in link.params():
         parameter.array *= 2
@@ -305,6 +315,7 @@ def doubled(path: Path) -> dict[str, Any]:
 
 
 def loaded(comm: collective.Communicator, path: Path) -> dict[str, Any]:
+    """Load the state of :func:`doubled` into a split model; return its output and state."""
     split, x = split_of(comm, "pairs")
     chainer.serializers.load_npz(path, split)
     return {"y": split(x).array, **state_of(split)}
@@ -332,7 +343,7 @@ def _one_array() -> Any:
     return link
 
 
-#: What cannot be cut, and what is said of it.
+#: Models that cannot be split, and patterns of the errors.
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "tied": (_tied, "/0/W and /1/W are one parameter.*filters='all'"),
     "one bias": (_one_bias, "/0/b and /1/b are one parameter.*filters='all'"),
@@ -342,10 +353,12 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 def part(split: Split) -> Any:
+    """Return the link that a split holds on this rank."""
     return split.link
 
 
 def copied(link: Any) -> Any:
+    """Return a copy of a link."""
     return link.copy("copy")
 
 
@@ -353,19 +366,19 @@ def copied(link: Any) -> Any:
 
 #: The first parameters of "pairs", in the order in which they are compared.
 NAMES = "/0/W", "/0/b", "/3/W"
-#: The one that every rank has whole, with filters="own", too.
+#: The parameter that every rank holds completely, even with filters="own".
 WHOLE = "/1/b"
 
 
 class Scaled(chainer.Link):
-    """Takes another argument beside the variable that is cut."""
+    """Layer with a second argument beside the variable that is split."""
 
     def forward(self, x: Any, by: Any) -> Any:
         return x * by
 
 
 def disturb(link: Any, rank: int, name: str | None = None) -> None:
-    """Change all parameters and statistics, or the parameter ``name``, by what a rank's is."""
+    """Change all parameters and statistics, or the parameter ``name``, by the rank's number."""
     for path, parameter in link.namedparams():
         if name in (None, path):
             parameter.array += rank
@@ -376,12 +389,13 @@ def disturb(link: Any, rank: int, name: str | None = None) -> None:
 
 
 def result(link: Any, x: Any) -> np.ndarray[Any, Any]:
+    """Return the output of a model as a NumPy array."""
     found: np.ndarray[Any, Any] = link(x).array
     return found
 
 
 def lazy(rank: int) -> Any:
-    """Return a link whose layers take from their input how many channels they read."""
+    """Return a link whose layers take their number of input channels from the first input."""
     with chainer.using_config("dtype", np.float64):
         return chainer.Sequential(
             L.Convolution2D(None, 4, 3, initialW=rank + 1.0),

@@ -1,4 +1,8 @@
-"""PyTorch modules to be computed in pieces, for the tests of training/splits."""
+"""PyTorch modules for the tests of training/splits, which compute them in pieces.
+
+The fixture ``of`` in split_frameworks.py gives this module to a test. split_models_chainer.py has
+the same names for Chainer.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +24,7 @@ STEPS = 3
 
 
 class UNet(nn.Module):
-    """Two levels: a skip by concatenation, a residual sum, odd sizes made to fit by padding."""
+    """Two levels, with a concatenated skip, a residual sum, and padding for odd sizes."""
 
     def __init__(self, norm: Callable[[int], nn.Module] = lambda channels: nn.Identity()) -> None:
         super().__init__()
@@ -41,7 +45,7 @@ class UNet(nn.Module):
 
 
 class Resized(nn.Module):
-    """Pooling that hangs over the end, resizing to a skip's size, and a mean over channels."""
+    """Pooling beyond the edge, resizing to a skip's size, and a slice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +60,7 @@ class Resized(nn.Module):
 
 
 class Elsewhere(nn.Module):
-    """Weights that other functions than their layers' use."""
+    """Weights that are also used outside their layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,14 +77,14 @@ class Elsewhere(nn.Module):
 
 
 class Sorted(nn.Module):
-    """Calls a function without a rule."""
+    """Layer that calls a function without a rule for splits."""
 
     def forward(self, x: Any) -> Any:
         return torch.sort(torch.relu(x), dim=2).values * 2
 
 
 class Differing(nn.Module):
-    """Computes something else in pieces."""
+    """Layer whose result differs when it is computed in pieces."""
 
     def forward(self, x: Any) -> Any:
         return x * functional.relu(x).detach() if type(x) is torch.Tensor else x * 3
@@ -90,7 +94,7 @@ def _tower(*layers: nn.Module) -> Callable[[], nn.Module]:
     return lambda: nn.Sequential(*copy.deepcopy(layers))
 
 
-#: Of inputs (2, 1, 21, 18).
+#: Models for inputs of shape (2, 1, 21, 18).
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "unet": UNet,
     "resized": Resized,
@@ -103,7 +107,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "group norm": lambda: UNet(lambda channels: nn.GroupNorm(2, channels)),
     "instance norm": lambda: UNet(lambda channels: nn.InstanceNorm2d(channels, affine=True)),
 }
-#: Of inputs (2, 1, 10, 10).
+#: Models for inputs of shape (2, 1, 10, 10).
 SMALL: dict[str, Callable[[], nn.Module]] = {
     "pairs": _tower(
         *(nn.Conv2d(1, 6, 3), nn.Tanh(), nn.Conv2d(6, 4, 3, stride=2, bias=False), nn.Tanh()),
@@ -116,7 +120,7 @@ SMALL: dict[str, Callable[[], nn.Module]] = {
         *(nn.Conv2d(1, 4, 3), nn.Tanh(), nn.Conv2d(4, 4, 3, groups=4), nn.Conv2d(4, 6, 1)),
         nn.ConvTranspose2d(6, 6, 3, groups=6),
     ),
-    "apart": _tower(  # channels stay apart in four groups, up to the last layer
+    "apart": _tower(  # Channels stay in four groups up to the last layer.
         *(nn.Conv2d(1, 8, 3, padding=1), nn.Tanh(), nn.Conv2d(8, 8, 3, padding=1, groups=8)),
         *(nn.Tanh(), nn.Conv2d(8, 16, 3, padding=1, groups=4), nn.Tanh()),
         *(nn.ConvTranspose2d(16, 8, 3, padding=1, groups=4), nn.Tanh(), nn.Conv2d(8, 1, 3)),
@@ -136,13 +140,13 @@ SMALL: dict[str, Callable[[], nn.Module]] = {
     "dropout": _tower(nn.Conv2d(1, 4, 3), nn.Dropout(0.4), nn.Conv2d(4, 1, 3)),
     "mask": lambda: nn.Dropout(0.5),
 }
-#: The function without a rule of "sorted".
+#: The function in "sorted" that has no rule for splits.
 WITHOUT_A_RULE = "sort"
 
 
 def made(name: str) -> tuple[nn.Module, Any]:
-    """Return a model and its input, float64, the same wherever this is called."""
-    random = torch.Generator().manual_seed(7)  # ranks that are threads share the global one
+    """Return a model and its input, in float64, with equal values in all calls."""
+    random = torch.Generator().manual_seed(7)  # Thread ranks share the global generator.
     rows = (21, 18) if name in MODELS else (10, 10)
     module = (MODELS | SMALL)[name]().double()
     for parameter in module.parameters():
@@ -161,10 +165,12 @@ array = torch.from_numpy
 def outcome(
     module: Any, x: Any, run: Callable[[Any], Any], shape: Any = None, rows: slice | None = None
 ) -> list[np.ndarray[Any, Any]]:
-    """Return output, the gradients of a forward and backward pass, and buffers.
+    """Return the output, the gradients of a forward and backward pass, and the buffers.
 
     Args:
-        shape: of the whole output, of which ``run`` gives ``rows``.
+        run: function that computes the output, or its ``rows``.
+        shape: shape of the whole output.
+        rows: rows of the whole output that ``run`` returns; all by default.
     """
     module.zero_grad()
     x = x.clone().requires_grad_()
@@ -173,12 +179,12 @@ def outcome(
     weights = torch.linspace(-1, 2, int(np.prod(shape)), dtype=y.dtype).reshape(shape)
     (y * (weights if rows is None else weights[:, :, rows])).sum().backward()
     gradients = [p.grad for p in module.parameters() if p.grad is not None]
-    found = [y.detach(), x.grad, *gradients, *module.buffers()]
-    return [each.double().numpy().copy() for each in found]
+    results = [y.detach(), x.grad, *gradients, *module.buffers()]
+    return [tensor.double().numpy().copy() for tensor in results]
 
 
 def convolution(chance: random.Random, kernel: tuple[int, ...], **how: Any) -> Any:
-    """Return one of four channels to eight, or a transposed one, of as many axes as ``kernel``."""
+    """Return a convolution of 4 to 8 channels, or a transposed one, with the axes of ``kernel``."""
     axes = len(kernel)
     if chance.random() < 0.5:
         kind: Any = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[axes - 1]
@@ -190,7 +196,7 @@ def convolution(chance: random.Random, kernel: tuple[int, ...], **how: Any) -> A
 
 
 def tower(chance: random.Random) -> nn.Module:
-    """Return random layers, with groups, of inputs (N, 4, H, W)."""
+    """Return random layers, with groups, for inputs of shape (N, 4, H, W)."""
     layers: list[nn.Module] = []
     channels = 4
     for _ in range(chance.randint(2, 6)):
@@ -205,28 +211,31 @@ def tower(chance: random.Random) -> nn.Module:
 
 
 def fits(layer: Any, x: Any) -> bool:
-    """Return whether the layer has a result of that input."""
+    """Return whether the layer has a non-empty result for that input."""
     try:
         found: bool = layer(x).numel() > 0
-    except RuntimeError:  # an output of no rows
+    except RuntimeError:  # The output would have no rows.
         return False
     return found
 
 
 def inputs(*shape: int) -> Any:
+    """Return a random input."""
     return torch.randn(*shape, dtype=torch.float64)
 
 
 def seed(number: int) -> None:
+    """Seed the framework's random numbers."""
     torch.manual_seed(number)
 
 
 def unfitting() -> nn.Module:
-    """Return two layers, of which the second reads more channels than the first makes."""
+    """Return two layers, of which the second expects more channels than the first outputs."""
     return nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Conv2d(5, 2, 3)).double()
 
 
 def norm(channels: int) -> nn.Module:
+    """Return a batch normalisation in float64."""
     return nn.BatchNorm2d(channels).double()
 
 
@@ -238,16 +247,17 @@ def padding() -> nn.Module:
     ).double()
 
 
-# -- of which each rank has its own filters alone --------------------------------------------
+# -- models of which each rank has only its filters ------------------------------------------
 
 
 def split_of(comm: collective.Communicator, name: str, **how: Any) -> tuple[Split, Any]:
+    """Return a model split with ``filters="own"``, and its input."""
     module, x = made(name)
     return Split(module, comm=comm, filters="own", **{"channels": comm.size, **how}), x
 
 
 def state_of(module: Any) -> dict[str, Any]:
-    """Return the state of a module, whole, under its own names."""
+    """Return the whole state of a module, under the names of the unsplit module."""
     state = module.state_dict()
     return {name.removeprefix("module."): each.numpy() for name, each in state.items()}
 
@@ -275,7 +285,7 @@ def bytes_of(module: Any, x: Any) -> int:
 
 
 def doubled(path: Path) -> dict[str, Any]:
-    """Write the state of a model with other weights; return what it gives, and the state."""
+    """Write the state of a model with doubled weights; return its output and state."""
     module, x = made("pairs")
     with torch.no_grad():
         for parameter in module.parameters():
@@ -285,6 +295,7 @@ def doubled(path: Path) -> dict[str, Any]:
 
 
 def loaded(comm: collective.Communicator, path: Path) -> dict[str, Any]:
+    """Load the state of :func:`doubled` into a split model; return its output and state."""
     split, x = split_of(comm, "pairs")
     split.load_state_dict(torch.load(path))
     return {"y": split(x).detach().numpy(), **state_of(split)}
@@ -312,7 +323,7 @@ def _one_memory() -> nn.Module:
     return module
 
 
-#: What cannot be cut, and what is said of it.
+#: Models that cannot be split, and patterns of the errors.
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "tied": (_tied, r"0.weight and 1.weight are one parameter.*filters='all'"),
     "one bias": (_one_bias, r"0.bias and 1.bias are one parameter.*filters='all'"),
@@ -325,6 +336,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 def part(split: Split) -> Any:
+    """Return the module that a split holds on this rank."""
     return split.module
 
 
@@ -335,19 +347,19 @@ copied = copy.deepcopy
 
 #: The first parameters of "pairs", in the order in which they are compared.
 NAMES = "0.weight", "0.bias", "2.weight"
-#: The one that every rank has whole, with filters="own", too.
+#: The parameter that every rank holds completely, even with filters="own".
 WHOLE = "7.bias"
 
 
 class Scaled(nn.Module):
-    """Takes another argument beside the tensor that is cut."""
+    """Layer with a second argument beside the tensor that is split."""
 
     def forward(self, x: Any, by: Any) -> Any:
         return x * by
 
 
 def disturb(module: nn.Module, rank: int, name: str | None = None) -> None:
-    """Change all parameters and buffers, or the parameter ``name``, by what a rank's is."""
+    """Change all parameters and buffers, or the parameter ``name``, by the rank's number."""
     tensors = [*module.named_parameters(), *module.named_buffers()]
     with torch.no_grad():
         for known, tensor in tensors:
@@ -356,12 +368,13 @@ def disturb(module: nn.Module, rank: int, name: str | None = None) -> None:
 
 
 def result(module: Any, x: Any) -> np.ndarray[Any, Any]:
+    """Return the output of a model as a NumPy array."""
     found: np.ndarray[Any, Any] = module(x).detach().numpy()
     return found
 
 
 def lazy(rank: int) -> nn.Module:
-    """Return a model whose layers take from their input how many channels they read."""
+    """Return a model whose layers take their number of input channels from the first input."""
     module = nn.Sequential(nn.LazyConv2d(4, 3), nn.ReLU(), nn.LazyConv2d(2, 3)).double()
 
     def fill(layer: Any, args: Any) -> None:
