@@ -1,7 +1,7 @@
 """Programs of ranks for backends/test_faults.py: each function has a fault and returns its effect.
 
-The fault happens to rank :data:`VICTIM`, unless a function says otherwise. :func:`survived` runs the
-faults that leave the processes alive, each on a new communicator.
+The fault happens to rank :data:`VICTIM`, unless a function says otherwise. :func:`survived` runs
+the faults that leave the processes alive, each on a new communicator.
 """
 
 from __future__ import annotations
@@ -205,9 +205,9 @@ def _differ(comm: Communicator, what: str) -> Heard:
 
 # -- ranks that lack something -------------------------------------------------------------------
 
-# Elements of an array of 8 bytes each, and bytes of memory that the process may still get. The array
-# is larger than the 64 MiB that the C library has reserved for small arrays of a thread, from which it
-# would otherwise take the array.
+# Elements of an array of 8 bytes each, and bytes of memory that the process may still get. The
+# array is larger than the 64 MiB that the C library has reserved for small arrays of a thread;
+# otherwise the C library could take the array from there.
 _COUNT = 9 << 20
 _ROOM = 20 << 20
 
