@@ -65,8 +65,8 @@ def run(ranks: Ranks, function: Callable[..., Any], *args: Any, **options: Any) 
     return [outcomes[rank] for rank in range(2)]
 
 
-def who(one: Participant) -> tuple[int, int]:
-    return one.rank, os.getpid()
+def who(participant: Participant) -> tuple[int, int]:
+    return participant.rank, os.getpid()
 
 
 class Note:
@@ -82,30 +82,30 @@ class Note:
         self.path.write_text(reason)
 
 
-def keep(one: Participant, folder: Path) -> int:
-    one.kept.setdefault("note", Note(folder / str(one.rank)))
-    return id(one.kept["note"])
+def keep(participant: Participant, folder: Path) -> int:
+    participant.kept.setdefault("note", Note(folder / str(participant.rank)))
+    return id(participant.kept["note"])
 
 
-def raising(one: Participant) -> int:
-    if one.rank == 1:
+def raising(participant: Participant) -> int:
+    if participant.rank == 1:
         raise ArithmeticError("no such number")
     return 5
 
 
-def sleeping(one: Participant, seconds: float) -> None:
-    if one.rank == 1:
+def sleeping(participant: Participant, seconds: float) -> None:
+    if participant.rank == 1:
         time.sleep(seconds)
 
 
-def dying(one: Participant) -> None:
-    if one.rank == 1:
+def dying(participant: Participant) -> None:
+    if participant.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def forking(one: Participant, path: Path) -> None:
+def forking(participant: Participant, path: Path) -> None:
     """Let rank 1 die and leave a child that has inherited its open files."""
-    if one.rank == 1:
+    if participant.rank == 1:
         if os.fork():
             os._exit(7)
         end = time.monotonic() + 60
@@ -114,13 +114,13 @@ def forking(one: Participant, path: Path) -> None:
         os._exit(0)
 
 
-def printing(one: Participant) -> int:
+def printing(participant: Participant) -> int:
     for _ in range(64):
         os.write(1, b"x" * 65535 + b"\n")
-    return one.rank
+    return participant.rank
 
 
-def lock(one: Participant) -> Any:
+def lock(participant: Participant) -> Any:
     return threading.Lock()
 
 
@@ -161,8 +161,8 @@ def test_ranks_get_only_grace_time_after_first_failure(ranks: Ranks) -> None:
     assert isinstance(outcomes[1].error, RankHungError)
 
 
-def failing_while_the_other_waits(one: Participant) -> None:
-    if one.rank == 0:
+def failing_while_the_other_waits(participant: Participant) -> None:
+    if participant.rank == 0:
         raise ArithmeticError("first")
     time.sleep(90.0)
 
@@ -181,8 +181,8 @@ def test_rank_death_error_contains_its_last_output(kept: dict[str, Ranks]) -> No
     assert re.search(r"rank 1: its process has ended.*\n.*as it was told", str(dead.error))
 
 
-def complaining(one: Participant) -> None:
-    if one.rank == 1:
+def complaining(participant: Participant) -> None:
+    if participant.rank == 1:
         os.write(2, b"it goes, as it was told\n")
         os._exit(3)
 
@@ -254,8 +254,8 @@ def test_ranks_that_hang_are_ended_with_shared_memory_of_mpi_library() -> None:
     assert not exists
 
 
-def hanging_alone(one: Participant) -> None:
-    if one.rank == 0:
+def hanging_alone(participant: Participant) -> None:
+    if participant.rank == 0:
         time.sleep(90.0)
 
 

@@ -217,9 +217,9 @@ def test_lines_of_ranks_stay_whole_and_complete(launches: Launches) -> None:
         """)
     done = launches.run("-n", "3", script)
     for rank in range(3):
-        mine = [x for x in done.stdout.splitlines() if x.startswith(f"[{rank}] ")]
+        lines = [x for x in done.stdout.splitlines() if x.startswith(f"[{rank}] ")]
         expected = [f"[{rank}] {i}-{'x' * 100}" for i in range(2000)]
-        assert mine == [*expected, f"[{rank}] no newline"]
+        assert lines == [*expected, f"[{rank}] no newline"]
 
 
 def test_slow_reader_slows_ranks_and_loses_no_line(launches: Launches) -> None:

@@ -80,9 +80,9 @@ def test_choose_with_explicit_world_returns_expected_transport(
     installed: Installed, backend: str, size: int, local_size: int, name: str
 ) -> None:
     world = {"rank": 0, "size": size, "local_rank": 0, "local_size": local_size}
-    found = chosen({}, backend=backend, **world)
-    assert found.name == name
-    assert len(found.reason) > 10
+    chosen_transport = chosen({}, backend=backend, **world)
+    assert chosen_transport.name == name
+    assert len(chosen_transport.reason) > 10
 
 
 def test_choose_with_named_backend_gives_its_origin_as_reason(installed: Installed) -> None:
@@ -124,9 +124,9 @@ def test_choose_across_hosts_returns_expected_transport(
     installed: Installed, environ: dict[str, str], packages: tuple[str], name: str, crossing: str
 ) -> None:
     installed(*packages)
-    found = chosen(environ)
-    assert found.name == name
-    assert crossing in found.reason
+    chosen_transport = chosen(environ)
+    assert chosen_transport.name == name
+    assert crossing in chosen_transport.reason
     assert across(load({})) == crossing
 
 
@@ -157,9 +157,11 @@ def test_choose_returns_same_transport_on_all_ranks(
 
 def test_choose_uses_the_named_across_transport(installed: Installed) -> None:
     environ = {**torchrun(1, 4, 1, 2, 2), "COLLECTIVE_ACROSS": "module:Class"}
-    found = chosen(environ)
-    assert found.name == "hierarchical"
-    assert "module:Class: asked for by name (environment COLLECTIVE_ACROSS)" in found.reason
+    chosen_transport = chosen(environ)
+    assert chosen_transport.name == "hierarchical"
+    assert (
+        "module:Class: asked for by name (environment COLLECTIVE_ACROSS)" in chosen_transport.reason
+    )
 
 
 def test_choose_with_arguments_unlike_mpiexec_avoids_mpi(installed: Installed) -> None:
@@ -216,10 +218,10 @@ def test_choose_nccl_by_name_selects_a_host_transport(
     installed: Installed, backend: str, size: int, local_size: int, host: str, devices: str
 ) -> None:
     world = {"rank": 0, "size": size, "local_rank": 0, "local_size": local_size}
-    found = chosen({}, backend=backend, **world)
-    assert (found.name, found.host) == ("nccl", host)
-    assert found.options == {"host": host, "devices": devices}
-    assert "asked for by name" in found.reason
+    chosen_transport = chosen({}, backend=backend, **world)
+    assert (chosen_transport.name, chosen_transport.host) == ("nccl", host)
+    assert chosen_transport.options == {"host": host, "devices": devices}
+    assert "asked for by name" in chosen_transport.reason
 
 
 @pytest.mark.parametrize(
@@ -240,12 +242,12 @@ def test_choose_auto_takes_nccl_if_each_rank_has_a_gpu(
     count: int, size: int, local_size: int, name: str, host: str,
 ) -> None:  # fmt: skip
     gpus(count)
-    found = chosen({}, rank=0, size=size, local_rank=0, local_size=local_size)
-    assert (found.name, found.host) == (name, host)
+    chosen_transport = chosen({}, rank=0, size=size, local_rank=0, local_size=local_size)
+    assert (chosen_transport.name, chosen_transport.host) == (name, host)
     if name == "nccl":
-        assert found.options["devices"] == "cpu,cuda"
-        assert f"{count} GPUs for {local_size} ranks" in found.reason
-        assert "libnccl.so.2" in found.reason
+        assert chosen_transport.options["devices"] == "cpu,cuda"
+        assert f"{count} GPUs for {local_size} ranks" in chosen_transport.reason
+        assert "libnccl.so.2" in chosen_transport.reason
 
 
 @pytest.mark.parametrize(
@@ -282,8 +284,8 @@ def test_choose_keeps_connected_host_transport_below_nccl(gpus: Callable[[int], 
         assert choose(settled, host)[0] == host
     gpus(2)
     for host in ("threads", "mpi"):
-        found = choose(settled, host)
-        assert (found.name, found.host) == ("nccl", host)
+        chosen_transport = choose(settled, host)
+        assert (chosen_transport.name, chosen_transport.host) == ("nccl", host)
 
 
 def test_choose_imports_neither_torch_nor_mpi4py() -> None:

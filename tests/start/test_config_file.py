@@ -24,16 +24,16 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files
 @pytest.fixture
 def outer(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Return a directory that other users can reach, with the working directory two below it."""
-    kept = {k: v for k, v in os.environ.items() if k == "PATH"}
-    monkeypatch.setattr(os, "environ", {**kept, "HOME": "/nowhere"})
-    found = Path(tempfile.mkdtemp())
-    inner = found / "middle" / "inner"
+    environ = {k: v for k, v in os.environ.items() if k == "PATH"}
+    monkeypatch.setattr(os, "environ", {**environ, "HOME": "/nowhere"})
+    top = Path(tempfile.mkdtemp())
+    inner = top / "middle" / "inner"
     inner.mkdir(parents=True)
-    for directory in (found, inner.parent, inner):
+    for directory in (top, inner.parent, inner):
         directory.chmod(0o755)
     monkeypatch.chdir(inner)
-    yield found
-    shutil.rmtree(found)
+    yield top
+    shutil.rmtree(top)
 
 
 @contextlib.contextmanager

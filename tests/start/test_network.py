@@ -32,10 +32,10 @@ def these(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_interfaces_contains_loopback_marked_as_such() -> None:
-    (loopback,) = [each for each in interfaces() if "127.0.0.1" in each.addresses]
+    (loopback,) = [entry for entry in interfaces() if "127.0.0.1" in entry.addresses]
     assert loopback.loopback
     assert loopback.up
-    assert {each.name for each in interfaces()} >= {name for _, name in socket.if_nameindex()}
+    assert {entry.name for entry in interfaces()} >= {name for _, name in socket.if_nameindex()}
 
 
 def test_interfaces_matches_output_of_ip_address() -> None:
@@ -47,14 +47,16 @@ def test_interfaces_matches_output_of_ip_address() -> None:
     for entry in json.loads(listed.stdout):
         if entry["link_type"] == "ether" and not entry["ifname"].startswith(("eth", "en")):
             continue
-        (interface,) = [each for each in interfaces() if each.name == entry["ifname"]]
+        (interface,) = [
+            candidate for candidate in interfaces() if candidate.name == entry["ifname"]
+        ]
         assert set(interface.addresses) == {info["local"] for info in entry["addr_info"]}
         assert interface.up == ("UP" in entry["flags"])
         assert interface.loopback == ("LOOPBACK" in entry["flags"])
 
 
 def test_address_of_loopback_returns_127_0_0_1() -> None:
-    (loopback,) = [each.name for each in interfaces() if "127.0.0.1" in each.addresses]
+    (loopback,) = [entry.name for entry in interfaces() if "127.0.0.1" in entry.addresses]
     assert address_of(loopback) == "127.0.0.1"
 
 
@@ -97,7 +99,7 @@ def test_address_toward_unknown_name_raises_rendezvous_error() -> None:
 
 
 def test_own_address_belongs_to_an_interface() -> None:
-    assert own_address() in {address for each in interfaces() for address in each.addresses}
+    assert own_address() in {address for entry in interfaces() for address in entry.addresses}
 
 
 def test_own_address_prefers_name_then_route_then_any(these, monkeypatch) -> None:

@@ -83,7 +83,7 @@ for i in range(60):
     leave(path, hold)
 """
     done = run_together(*[["-c", body]] * 4, TMPDIR=str(base.parent))
-    assert [(each.returncode, each.stderr) for each in done] == [(0, "")] * 4
+    assert [(process.returncode, process.stderr) for process in done] == [(0, "")] * 4
     assert list(base.iterdir()) == []
 
 

@@ -198,9 +198,9 @@ def test_current_is_separate_for_each_thread_rank():
 
 def test_module_level_calls_copy_names_and_docstrings():
     for name in ("all_reduce", "empty", "split", "send_object"):
-        ours, theirs = getattr(collective, name), getattr(collective.Communicator, name)
-        assert ours.__doc__ == theirs.__doc__
-        assert ours.__name__ == name
+        function, method = getattr(collective, name), getattr(collective.Communicator, name)
+        assert function.__doc__ == method.__doc__
+        assert function.__name__ == name
 
 
 # -- the end of a program ------------------------------------------------------------------

@@ -127,28 +127,28 @@ def opener(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Opener]:
 
 
 def test_store_set_value_is_read_and_deleted_by_other_ranks(opener: Opener) -> None:
-    one, other = opener(), opener()
-    assert other.try_get("key") is None
+    writer, reader = opener(), opener()
+    assert reader.try_get("key") is None
     for value in (b"value", b"", b"\0\xff" * 100_000, b"again"):
-        one.set("key", value)
-        assert other.get("key", Deadline(0.0)) == value
-        assert other.try_get("key") == value
-    one.set("another", b"")
-    other.delete("key")
-    other.delete("key")
-    assert one.try_get("key") is None
-    assert one.try_get("another") == b""
+        writer.set("key", value)
+        assert reader.get("key", Deadline(0.0)) == value
+        assert reader.try_get("key") == value
+    writer.set("another", b"")
+    reader.delete("key")
+    reader.delete("key")
+    assert writer.try_get("key") is None
+    assert writer.try_get("another") == b""
 
 
 def test_store_get_waits_for_value_set_by_another_thread(opener: Opener) -> None:
-    one, other = opener(), opener()
+    writer, reader = opener(), opener()
     received: list[bytes] = []
-    waiting = threading.Thread(target=lambda: received.append(other.get("key", Deadline(FAR_S))))
+    waiting = threading.Thread(target=lambda: received.append(reader.get("key", Deadline(FAR_S))))
     waiting.start()
     # While a thread waits in get, the store serves other threads.
-    other.set("other", b"1")
-    assert one.get("other", Deadline(FAR_S)) == b"1"
-    one.set("key", b"late")
+    reader.set("other", b"1")
+    assert writer.get("other", Deadline(FAR_S)) == b"1"
+    writer.set("key", b"late")
     waiting.join(FAR_S)
     assert received == [b"late"]
 

@@ -178,13 +178,13 @@ def test_second_store_of_rank_0_reuses_its_server() -> None:
 
 def test_port_of_torch_distributed_is_refused_with_remedy() -> None:
     dist = pytest.importorskip("torch.distributed")
-    theirs = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    distributed_store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     wanted = r"in use .* by torch\.distributed in this one.*COLLECTIVE_STORE=tcp://HOST:PORT"
     with pytest.raises(RendezvousError, match=wanted):
-        store(endpoint(theirs.port), serve=True)
+        store(endpoint(distributed_store.port), serve=True)
     # The server of torch.distributed sends nothing before it has received a request.
     with pytest.raises(RendezvousError, match=r"not rank 0 of this job.*torch\.distributed's"):
-        store(endpoint(theirs.port), serve=False, timeout=0.5)
+        store(endpoint(distributed_store.port), serve=False, timeout=0.5)
 
 
 def test_torch_distributed_works_at_port_of_agent() -> None:
@@ -339,7 +339,7 @@ def stop(server: subprocess.Popen[str]) -> None:
     pid = int(server.stdout.readline())
     os.kill(pid, signal.SIGSTOP)
     tasks = Path(f"/proc/{pid}/task")
-    while {each.read_text().rpartition(") ")[2][0] for each in tasks.glob("*/stat")} != {"T"}:
+    while {stat.read_text().rpartition(") ")[2][0] for stat in tasks.glob("*/stat")} != {"T"}:
         time.sleep(0.002)
 
 
@@ -449,7 +449,7 @@ def test_ranks_on_two_hosts_meet(launcher: str, tmp_path: Path) -> None:
     script.write_text(textwrap.dedent(EXCHANGE))
     (tmp_path / "hosts").mkdir()
     with Hosts(2, tmp_path / "hosts") as hosts:
-        one, other = (host.address for host in hosts.hosts)
+        first, second = (host.address for host in hosts.hosts)
         if launcher == "torchrun":
             job = hosts.torchrun(2, [str(script)])
         else:
@@ -461,7 +461,7 @@ def test_ranks_on_two_hosts_meet(launcher: str, tmp_path: Path) -> None:
             )
         printed = job.succeed(90.0)
     lines = sorted(line for line in printed.splitlines() if line.startswith("found"))
-    addresses = f"{one} {one} {other} {other}"
+    addresses = f"{first} {first} {second} {second}"
     assert lines == [f"found {rank} {launcher} hierarchical {addresses}" for rank in range(4)]
 
 
@@ -516,20 +516,20 @@ def test_ranks_with_only_numpy_meet_at_an_address(
     numpy_alone: list[str], tmp_path: Path, secret: str, said_by: str
 ) -> None:
     size, address = 3, f"tcp://127.0.0.1:{free_port()}"
-    kept = {name: text for name, text in os.environ.items() if not name.startswith("COLLECTIVE_")}
-    kept["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(tmp_path / "packages")])
+    base = {name: text for name, text in os.environ.items() if not name.startswith("COLLECTIVE_")}
+    base["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(tmp_path / "packages")])
     if secret:
-        kept["COLLECTIVE_SECRET"] = secret
+        base["COLLECTIVE_SECRET"] = secret
     with contextlib.ExitStack() as stack:
         ranks = []
         for rank in range(size):
             place = {"rank": rank, "size": size, "local_rank": rank, "local_size": size}
-            told = {**place, "store": address} if said_by == "arguments" else {}
-            environment = kept if told else {
-                **kept, "COLLECTIVE_STORE": address,
+            arguments = {**place, "store": address} if said_by == "arguments" else {}
+            environment = base if arguments else {
+                **base, "COLLECTIVE_STORE": address,
                 **{f"COLLECTIVE_{name.upper()}": str(value) for name, value in place.items()},
             }  # fmt: skip
-            ranks.append(stack.enter_context(started(*numpy_alone, told, env=environment)))
+            ranks.append(stack.enter_context(started(*numpy_alone, arguments, env=environment)))
         ended = [rank.communicate(timeout=DEADLINE_S) for rank in ranks]
     for rank, (out, err) in enumerate(ended):
         alike = [2.0, 1.0, 2.0][rank]

@@ -122,8 +122,8 @@ def test_tls_link_passes_messages_of_any_length_both_ways(hub: Hub, tls: Tls) ->
         sending = [pool.submit(send, rank) for rank in range(2)]
         for link in links:
             assert [link.expect(Deadline(FAR))["failure"]["text"] for _ in texts] == texts
-        for each in sending:
-            each.result()
+        for future in sending:
+            future.result()
     close(links)
 
 
@@ -140,11 +140,11 @@ def test_tls_store_passes_large_values(tls: Tls) -> None:
     where, secret = free_address(), Secret(TEXT.encode())
     options = {"spans_hosts": True, "deadline": Deadline(FAR), "tls": tls}
     with (
-        contextlib.closing(TcpStore(where, secret, serve=True, **options)) as one,
-        contextlib.closing(TcpStore(where, secret, serve=False, **options)) as other,
+        contextlib.closing(TcpStore(where, secret, serve=True, **options)) as server,
+        contextlib.closing(TcpStore(where, secret, serve=False, **options)) as client,
     ):
-        one.set("key", b"value" * 200_000)
-        assert other.try_get("key") == b"value" * 200_000
+        server.set("key", b"value" * 200_000)
+        assert client.try_get("key") == b"value" * 200_000
 
 
 # -- eavesdroppers and strangers -----------------------------------------------------------
@@ -157,10 +157,10 @@ def tapped(hub: Hub) -> Iterator[tuple[str, bytearray]]:
     with socket.create_server((LOOPBACK, 0)) as listening:
 
         def relay() -> None:
-            with listening.accept()[0] as one, knock(hub) as other:
-                back = threading.Thread(target=pump, args=(other, one))
+            with listening.accept()[0] as client, knock(hub) as server:
+                back = threading.Thread(target=pump, args=(server, client))
                 back.start()
-                pump(one, other)
+                pump(client, server)
                 back.join()
 
         def pump(source: socket.socket, target: socket.socket) -> None:
@@ -168,9 +168,9 @@ def tapped(hub: Hub) -> Iterator[tuple[str, bytearray]]:
                 while chunk := source.recv(1 << 16):
                     seen.extend(chunk)
                     target.sendall(chunk)
-            for each in (source, target):
+            for sock in (source, target):
                 with contextlib.suppress(OSError):
-                    each.shutdown(socket.SHUT_RDWR)
+                    sock.shutdown(socket.SHUT_RDWR)
 
         relaying = threading.Thread(target=relay)
         relaying.start()
@@ -312,9 +312,11 @@ def test_doctor_reports_authentication_and_encryption(
     wanted: tuple[tuple[bool, bool], ...],
 ) -> None:
     os.environ.update(environ)
-    found = across_hosts(load({key: settings(certificates)[key] for key in given}))
-    assert found.pop("error") == ""
-    assert tuple((kind["authenticated"], kind["encrypted"]) for kind in found.values()) == wanted
+    connections = across_hosts(load({key: settings(certificates)[key] for key in given}))
+    assert connections.pop("error") == ""
+    assert (
+        tuple((kind["authenticated"], kind["encrypted"]) for kind in connections.values()) == wanted
+    )
 
 
 def test_doctor_reports_unusable_secret_file(tmp_path: Path) -> None:

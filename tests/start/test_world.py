@@ -146,9 +146,9 @@ ALL = {
 
 @pytest.fixture(autouse=True)
 def clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = {k: v for k, v in os.environ.items() if k in ("PATH", "HOME")}
+    environ = {k: v for k, v in os.environ.items() if k in ("PATH", "HOME")}
     # COLLECTIVE_INSECURE silences the warning that start/test_sealed_store.py tests.
-    monkeypatch.setattr(os, "environ", {**kept, "COLLECTIVE_INSECURE": "1"})
+    monkeypatch.setattr(os, "environ", {**environ, "COLLECTIVE_INSECURE": "1"})
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.chdir(tmp_path)
 
@@ -162,9 +162,9 @@ def world(environ: Mapping[str, str] | None = None, **arguments: object) -> Worl
 
 
 def detected(environ: Mapping[str, str]) -> Launched:
-    found = detect(environ)
-    assert found is not None
-    return found
+    launched = detect(environ)
+    assert launched is not None
+    return launched
 
 
 @pytest.mark.parametrize(
@@ -205,18 +205,18 @@ def test_detect_prefers_inner_launcher(inner: str) -> None:
         # Intel MPI and MPICH share variables, and neither is started inside the other.
         if {inner, outer} != {"intelmpi", "mpich"}:
             environ.update({**ALL[outer], **environ})
-    found = detected(environ)
-    assert found.launcher == inner
+    launched = detected(environ)
+    assert launched.launcher == inner
 
 
 def test_detect_takes_srun_with_pmi_as_slurm() -> None:
-    found = detected({**SRUN, "PMI_RANK": "6", "PMI_SIZE": "7", "PMI_FD": "9"})
-    assert (found.launcher, found.local_size) == ("slurm", 3)
+    launched = detected({**SRUN, "PMI_RANK": "6", "PMI_SIZE": "7", "PMI_FD": "9"})
+    assert (launched.launcher, launched.local_size) == ("slurm", 3)
 
 
 def test_detect_takes_mpiexec_in_batch_script_as_mpi() -> None:
-    found = detected({**SBATCH, **MPICH})
-    assert found.launcher == "mpich"
+    launched = detected({**SBATCH, **MPICH})
+    assert launched.launcher == "mpich"
 
 
 @pytest.mark.parametrize(
@@ -227,14 +227,14 @@ def test_detect_reads_local_size_from_slurm_tasks_per_node(
     counts: str, node: str, here: int
 ) -> None:
     environ = {**SRUN, "SLURM_STEP_TASKS_PER_NODE": counts, "SLURM_NODEID": node}
-    found = detected({**environ, "SLURM_PROCID": "1", "SLURM_LOCALID": "1"})
-    assert found.local_size == here
+    launched = detected({**environ, "SLURM_PROCID": "1", "SLURM_LOCALID": "1"})
+    assert launched.local_size == here
 
 
 def test_detect_takes_rank_and_size_by_hand_as_one_host() -> None:
     for address in ({}, {"MASTER_ADDR": "127.0.0.1"}, {"MASTER_ADDR": "::1"}):
-        found = detected({"RANK": "2", "WORLD_SIZE": "3", **address})
-        assert (found.local_rank, found.local_size) == (2, 3)
+        launched = detected({"RANK": "2", "WORLD_SIZE": "3", **address})
+        assert (launched.local_rank, launched.local_size) == (2, 3)
 
 
 @pytest.mark.parametrize(
@@ -333,15 +333,15 @@ def test_world_of_one_rank_has_private_memory_store() -> None:
 
 @pytest.mark.parametrize("launcher", ["torchrun", "openmpi", "intelmpi"])
 def test_ranks_of_foreign_launcher_share_a_store(launcher: str) -> None:
-    one, other = world(ALL[launcher]), world(ALL[launcher])
-    assert one.launcher == launcher
-    assert one.job == other.job
-    one.store.set("key", b"value")
-    assert other.store.get("key", Deadline(0.0)) == b"value"
-    assert isinstance(one.store, FileStore)
-    directory = one.store.directory
+    first, second = world(ALL[launcher]), world(ALL[launcher])
+    assert first.launcher == launcher
+    assert first.job == second.job
+    first.store.set("key", b"value")
+    assert second.store.get("key", Deadline(0.0)) == b"value"
+    assert isinstance(first.store, FileStore)
+    directory = first.store.directory
     assert directory.parent.name == f"collective-{os.geteuid()}"
-    del one, other
+    del first, second
     assert not directory.exists()
 
 
@@ -354,9 +354,9 @@ def test_ranks_of_collective_run_meet_at_its_store(tmp_path: Path) -> None:
 
 
 def test_store_argument_makes_world_by_hand(tmp_path: Path) -> None:
-    found = world(rank=1, size=2, store=tmp_path / "meet")
-    assert (found.launcher, found.rank, found.size, found.local_size) == ("none", 1, 2, 2)
-    assert found.job == str(tmp_path / "meet")
+    joined = world(rank=1, size=2, store=tmp_path / "meet")
+    assert (joined.launcher, joined.rank, joined.size, joined.local_size) == ("none", 1, 2, 2)
+    assert joined.job == str(tmp_path / "meet")
 
 
 def test_ranks_by_hand_without_store_raise_config_error() -> None:
@@ -367,8 +367,8 @@ def test_ranks_by_hand_without_store_raise_config_error() -> None:
 
 
 def test_arguments_equal_to_launcher_keep_its_job() -> None:
-    found = world(TORCHRUN, rank=1, size=2)
-    assert (found.launcher, found.job) == ("torchrun", world(TORCHRUN).job)
+    joined = world(TORCHRUN, rank=1, size=2)
+    assert (joined.launcher, joined.job) == ("torchrun", world(TORCHRUN).job)
 
 
 def test_arguments_unlike_launcher_make_world_by_hand() -> None:
@@ -399,11 +399,11 @@ def test_store_directory_writable_by_all_raises(tmp_path: Path) -> None:
 # -- ranks on several hosts --------------------------------------------------------------
 
 
-def met(found: World) -> TcpStore:
+def met(joined: World) -> TcpStore:
     """Return the store that a world opens when it is first used."""
-    assert isinstance(found.store, _LateStore)
-    found.store.try_get("key")
-    opened = found.store._store
+    assert isinstance(joined.store, _LateStore)
+    joined.store.try_get("key")
+    opened = joined.store._store
     assert isinstance(opened, TcpStore)
     return opened
 
@@ -427,9 +427,9 @@ def anew(environ: Mapping[str, str], **arguments: object) -> World:
 
 def test_ranks_meet_at_master_address_once_per_launch() -> None:
     change = {"MASTER_PORT": str(free_port()), "TORCHELASTIC_USE_AGENT_STORE": "False"}
-    one, other = anew(far(0, **change)), anew(far(1, **change))
-    met(one).set("key", b"value")
-    assert met(other).get("key", Deadline(30.0)) == b"value"
+    first, second = anew(far(0, **change)), anew(far(1, **change))
+    met(first).set("key", b"value")
+    assert met(second).get("key", Deadline(30.0)) == b"value"
     # Restarted ranks are another launch, which must not read the store of the previous launch.
     again = anew(far(1, **change, TORCHELASTIC_RESTART_COUNT="1"), start_timeout=0.3)
     with pytest.raises(RendezvousError, match="not rank 0 of this job"):
@@ -447,12 +447,12 @@ def test_launches_of_one_agent_do_not_share_keys() -> None:
     dist = pytest.importorskip("torch.distributed")
     served = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     change = {"MASTER_PORT": str(served.port)}
-    one, other = anew(far(0, **change)), anew(far(1, **change))
-    one.store.set("key", b"value")
-    assert other.store.get("key", Deadline(30.0)) == b"value"
+    first, second = anew(far(0, **change)), anew(far(1, **change))
+    first.store.set("key", b"value")
+    assert second.store.get("key", Deadline(30.0)) == b"value"
     again = anew(far(1, **change, TORCHELASTIC_RESTART_COUNT="1"))
     assert again.store.try_get("key") is None
-    assert not one.store.served_by_rank
+    assert not first.store.served_by_rank
 
 
 def test_store_by_address_is_shared_and_names_the_job() -> None:
@@ -462,10 +462,10 @@ def test_store_by_address_is_shared_and_names_the_job() -> None:
         "local_size": 1,
         "store": f"tcp://127.0.0.1:{free_port()}",
     }
-    one, other = anew({}, rank=0, **settings), anew({}, rank=1, **settings)
-    assert one.job == other.job == settings["store"]
-    met(one).set("key", b"value")
-    assert met(other).get("key", Deadline(30.0)) == b"value"
+    first, second = anew({}, rank=0, **settings), anew({}, rank=1, **settings)
+    assert first.job == second.job == settings["store"]
+    met(first).set("key", b"value")
+    assert met(second).get("key", Deadline(30.0)) == b"value"
 
 
 @pytest.mark.parametrize("secret", ["", "of this test, and of nobody else"], ids=["none", "one"])
@@ -521,16 +521,16 @@ def test_incomplete_or_invalid_master_address_raises(changes: dict[str, str], re
 
 def test_rendezvous_under_slurm_takes_first_host_and_port_of_step() -> None:
     step = {**SRUN, "SLURM_STEP_NODELIST": "node[03-04]", "SLURM_JOB_NODELIST": "node[01-09]"}
-    found = from_environment(step, detect(step))
-    assert found is not None
-    assert (found.host, found.origin) == ("node03", "the first host of SLURM_STEP_NODELIST")
-    assert 15000 <= found.port < 30000
-    assert found == from_environment(step, detect(step))
+    endpoint = from_environment(step, detect(step))
+    assert endpoint is not None
+    assert (endpoint.host, endpoint.origin) == ("node03", "the first host of SLURM_STEP_NODELIST")
+    assert 15000 <= endpoint.port < 30000
+    assert endpoint == from_environment(step, detect(step))
     other = {**step, "SLURM_STEP_ID": "1"}
-    assert found.port != getattr(from_environment(other, detect(other)), "port", None)
+    assert endpoint.port != getattr(from_environment(other, detect(other)), "port", None)
     # MASTER_ADDR and MASTER_PORT of the batch script take precedence, separately or together.
     with_address = {**step, "MASTER_ADDR": "10.0.0.1"}
-    assert str(from_environment(with_address, detect(with_address))) == f"10.0.0.1:{found.port}"
+    assert str(from_environment(with_address, detect(with_address))) == f"10.0.0.1:{endpoint.port}"
     both = {**with_address, "MASTER_ADDR": "fd00::1", "MASTER_PORT": "29500"}
     assert str(from_environment(both, detect(both))) == "[fd00::1]:29500"
     del step["SLURM_STEP_NODELIST"]
@@ -566,9 +566,9 @@ def test_mpiexec_without_mpi4py_raises_with_both_remedies(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(choice, "installed", lambda package: package == "torch")
-    found = anew(MPICH_FAR)
+    late = anew(MPICH_FAR)
     with pytest.raises(RendezvousError, match=r"pip install .*\[mpi\].*MASTER_ADDR"):
-        found.store.set("key", b"")
+        late.store.set("key", b"")
 
 
 def test_mpiexec_without_mpi4py_meets_at_master_address(
@@ -578,10 +578,10 @@ def test_mpiexec_without_mpi4py_meets_at_master_address(
     monkeypatch.setattr(choice, "installed", lambda package: package == "torch")
     master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     # Under mpiexec the name of the job differs between hosts.
-    one = anew({**MPICH_FAR, **master, "PMI_RANK": "0", "I_MPI_HYDRA_UUID": "a"})
-    other = anew({**MPICH_FAR, **master, "I_MPI_HYDRA_UUID": "b"})
-    met(one).set("key", b"value")
-    assert met(other).get("key", Deadline(30.0)) == b"value"
+    first = anew({**MPICH_FAR, **master, "PMI_RANK": "0", "I_MPI_HYDRA_UUID": "a"})
+    second = anew({**MPICH_FAR, **master, "I_MPI_HYDRA_UUID": "b"})
+    met(first).set("key", b"value")
+    assert met(second).get("key", Deadline(30.0)) == b"value"
 
 
 # -- addresses, and settings of single transports ---------------------------------------------
@@ -613,11 +613,11 @@ def test_address_is_of_interface_or_toward_master(
 
 
 def test_master_with_unresolvable_name_raises_at_first_store_use() -> None:
-    found = anew(far(1, MASTER_ADDR="no-such-host.invalid"))
-    assert found.address
+    late = anew(far(1, MASTER_ADDR="no-such-host.invalid"))
+    assert late.address
     pytest.importorskip("torch")
     with pytest.raises(RendezvousError, match=r"no-such-host\.invalid.*does not resolve"):
-        found.store.set("key", b"")
+        late.store.set("key", b"")
 
 
 def test_options_contain_settings_of_single_transports() -> None:

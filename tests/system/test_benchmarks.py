@@ -58,10 +58,10 @@ def line(shown: str, what: str) -> str:
 
 
 def test_elastic_measures_going_on_after_a_loss(tmp_path: Path) -> None:
-    shown, found = measured(tmp_path, "elastic", "--quick", "--backends", "shm", "--restarts", 0)
+    shown, results = measured(tmp_path, "elastic", "--quick", "--backends", "shm", "--restarts", 0)
     assert "shm, rank 0 of 3" in shown
     assert "shm, one more than 2" in shown
-    assert [len(each) for each in found["elastic"].values()] == [3] * 3
+    assert [len(seconds) for seconds in results["elastic"].values()] == [3] * 3
 
 
 def test_peers_names_missing_mpi_libraries(tmp_path: Path) -> None:
@@ -119,16 +119,16 @@ def test_targets_gives_expected_verdicts(tmp_path: Path) -> None:
         ),  # 1.1 × as fast as MPI, 3 × Gloo, 0.5 × memcpy
     ]
     for nbytes, mpich, gloo in ((1 << 20, 30e-6, 1.0), (4, 1e-6, 1.0), (1 << 24, 11e-6, 30e-6)):
-        theirs = {"mpi4py/mpich": mpich, "mpi4py/openmpi": 2 * mpich, "torch": gloo, "memcpy": 5e-6}
-        records += [timed(peer, "all_reduce", nbytes, [each]) for peer, each in theirs.items()]
+        peers = {"mpi4py/mpich": mpich, "mpi4py/openmpi": 2 * mpich, "torch": gloo, "memcpy": 5e-6}
+        records += [timed(peer, "all_reduce", nbytes, [seconds]) for peer, seconds in peers.items()]
     shown = of_targets(tmp_path, "--brief", records=records, waiting=[], memory=[])
-    for what, verdict in (
+    for row, verdict in (
         ("all_reduce, symmetric, 64 KiB to 1 MiB", "kept, and the aim"),
         ("all_reduce, ordinary, 4 B to 1 KiB", "missed"),
         ("all_reduce, ordinary, 16 MiB up", "kept"),
         ("all_reduce, symmetric, 16 MiB up", "not measured"),
     ):
-        assert line(shown, what).endswith(verdict)
+        assert line(shown, row).endswith(verdict)
 
 
 def test_targets_compares_neighbouring_turns_with_fastest_mpi(tmp_path: Path) -> None:
@@ -146,8 +146,8 @@ def test_targets_compares_neighbouring_turns_with_fastest_mpi(tmp_path: Path) ->
 def test_targets_judges_row_by_worst_size(tmp_path: Path) -> None:
     records = [
         timed(side, "gather", nbytes, [seconds])
-        for nbytes, theirs in ((64, 2e-6), (1 << 20, 0.9e-6))
-        for side, seconds in (("shm", 1e-6), ("mpi4py/mpich", theirs))
+        for nbytes, of_mpi in ((64, 2e-6), (1 << 20, 0.9e-6))
+        for side, seconds in (("shm", 1e-6), ("mpi4py/mpich", of_mpi))
     ]
     shown = of_targets(tmp_path, records=records, added={})
     summary = shown[shown.index("to reach") :]
@@ -184,14 +184,14 @@ def test_targets_judges_16_bits_by_float32_and_any_peer(tmp_path: Path) -> None:
 
 def test_targets_measures_two_and_four_ranks_and_added_values(tmp_path: Path) -> None:
     few = ("--rows", "barrier", "mpi", "ddp", "--quick", "--against", "mpich")
-    shown, found = measured(tmp_path, "targets", *few, "--mpi-envs", mpich_alone(tmp_path))
-    assert {*found["added"], *found["missing"]} == {"mpi", "ddp"}
-    assert "mpi" in found["added"]
-    assert "ddp" in found["added"] or "torch" in found["missing"]["ddp"]
-    records = found["records"]
+    shown, results = measured(tmp_path, "targets", *few, "--mpi-envs", mpich_alone(tmp_path))
+    assert {*results["added"], *results["missing"]} == {"mpi", "ddp"}
+    assert "mpi" in results["added"]
+    assert "ddp" in results["added"] or "torch" in results["missing"]["ddp"]
+    records = results["records"]
     sides = {("shm", ranks) for ranks in (2, 4)} | {("mpi4py/mpich", ranks) for ranks in (2, 4)}
-    assert {(each["backend"], each["ranks"]) for each in records} == sides
-    assert all(len(each["turns"]) == 5 and each["wrong"] == 0 for each in records)
+    assert {(record["backend"], record["ranks"]) for record in records} == sides
+    assert all(len(record["turns"]) == 5 and record["wrong"] == 0 for record in records)
     assert line(shown, "barrier, 4 ranks")
 
 
@@ -199,9 +199,11 @@ def test_inference_compares_bfloat16_with_float32_gloo_and_mpi(tmp_path: Path) -
     pytest.importorskip("torch")
     needs("mpich")
     few = ("-n", 2, "--sizes", "10K", "--quick", "--against", "mpich", "torch")
-    shown, found = measured(tmp_path, "inference", *few)
-    assert not found["failures"]
-    asked = {(r["op"], r["dtype"], r["bytes"]) for r in found["records"] if r["backend"] == "torch"}
+    shown, results = measured(tmp_path, "inference", *few)
+    assert not results["failures"]
+    asked = {
+        (r["op"], r["dtype"], r["bytes"]) for r in results["records"] if r["backend"] == "torch"
+    }
     ten, dtypes = 10 << 10, ("bfloat16", "float16", "float32")
     same = {(op, dtype, ten) for op in ("all_reduce", "all_gather") for dtype in dtypes}
     assert asked == {*same, ("all_reduce", "float32", 2 * ten)}
@@ -212,20 +214,20 @@ def test_inference_compares_bfloat16_with_float32_gloo_and_mpi(tmp_path: Path) -
 
 
 def test_recorder_measures_cost_of_a_call(tmp_path: Path) -> None:
-    shown, found = measured(tmp_path, "recorder")
-    assert 0 < found["nanoseconds"] < 1e6
+    shown, results = measured(tmp_path, "recorder")
+    assert 0 < results["nanoseconds"] < 1e6
     assert "recording a call" in shown
     assert line(shown_again(tmp_path, "recorder"), "recording a call")
 
 
 def test_folds_measures_c_and_python(tmp_path: Path) -> None:
     few = ("--ops", "sum,land", "--dtypes", "float16,int8", "--sizes", "64", "1K", "--turns", 1)
-    found = measured(tmp_path, "folds", *few)[1]["folds"]
-    assert [(each["op"], each["dtype"], each["nbytes"]) for each in found[:3]] == [
+    folds = measured(tmp_path, "folds", *few)[1]["folds"]
+    assert [(fold["op"], fold["dtype"], fold["nbytes"]) for fold in folds[:3]] == [
         ("sum", "float16", 64), ("sum", "float16", 1024), ("sum", "int8", 64)
     ]  # fmt: skip
-    assert len(found) == 8
-    assert all(each["c"] > 0 and each["python"] > 0 for each in found)
+    assert len(folds) == 8
+    assert all(fold["c"] > 0 and fold["python"] > 0 for fold in folds)
     assert line(shown_again(tmp_path, "folds"), "sum").split()[1] == "float16"
 
 
@@ -233,26 +235,26 @@ def test_folds_measures_c_and_python(tmp_path: Path) -> None:
     "flags", [[], ["--operation", "gather", "--cpu"], ["--operation", "send_recv"]]
 )
 def test_native_compares_core_with_its_absence(tmp_path: Path, flags: list[str]) -> None:
-    _, found = measured(tmp_path, "native", *flags, "--sizes", "16", "512K", "--turns", 2)
-    calls = found["calls"]
-    assert [each["nbytes"] for each in calls] == [16, 512 << 10]
+    _, results = measured(tmp_path, "native", *flags, "--sizes", "16", "512K", "--turns", 2)
+    calls = results["calls"]
+    assert [call["nbytes"] for call in calls] == [16, 512 << 10]
     for side in ("core", "without"):
-        assert all(len(each[side]) == 2 and min(each[side]) > 0 for each in calls)
+        assert all(len(call[side]) == 2 and min(call[side]) > 0 for call in calls)
     assert "512 KiB" in shown_again(tmp_path, "native")
 
 
 def test_areas_measures_areas_and_rings_of_several_lengths(tmp_path: Path) -> None:
     few = ("--areas", "64K", "1M", "--rings", "4K", "--sizes", "4K", "256K", "--quick")
     calls = measured(tmp_path, "areas", *few)[1]["calls"]
-    assert [(each["what"], each["operation"], each["nbytes"]) for each in calls] == [
-        (what, operation, nbytes)
-        for what, operation in (
+    assert [(call["what"], call["operation"], call["nbytes"]) for call in calls] == [
+        (kind, operation, nbytes)
+        for kind, operation in (
             ("areas", "all_reduce"), ("areas", "broadcast"), ("rings", "send_recv")
         )
         for nbytes in (4 << 10, 256 << 10)
     ]  # fmt: skip
     assert [*calls[0]["seconds"]] == [str(64 << 10), str(1 << 20)]
-    assert all(min(turns) > 0 for each in calls for turns in each["seconds"].values())
+    assert all(min(turns) > 0 for call in calls for turns in call["seconds"].values())
     shown = shown_again(tmp_path, "areas")
     assert line(shown, "rings by their length in bytes")
     assert line(shown, "send_recv")
@@ -271,8 +273,8 @@ def test_chainer_training_measures_all_sides(tmp_path: Path) -> None:
     if importlib.util.find_spec("chainer") is None:
         pytest.skip("chainer is not installed")
     few = ("--quick", "--no-distant", "--width", 64, "--mpi-envs", mpich_alone(tmp_path))
-    shown, found = measured(tmp_path, "chainer_training", *few)
-    (times,) = found["syncing"].values()
+    shown, results = measured(tmp_path, "chainer_training", *few)
+    (times,) = results["syncing"].values()
     sides = {"no syncing", "a reduction alone", "ours", "drop-in", "naive", "flat (host)"}
     assert set(times) == sides
     for side in sides:
@@ -287,16 +289,16 @@ def test_step_divides_time_of_wrapper_into_shares(tmp_path: Path, framework: str
     if framework == "chainer" and importlib.util.find_spec("chainer") is None:
         pytest.skip("chainer is not installed")
     asked = ("--quick", "--clock", "processor", "--frameworks", framework, "--width", 64)
-    shown, found = measured(tmp_path, "step", *asked, "--mpi-envs", tmp_path)
-    times = found["steps"][framework]
-    assert {len(each) for each in times.values()} == {3}
+    shown, results = measured(tmp_path, "step", *asked, "--mpi-envs", tmp_path)
+    times = results["steps"][framework]
+    assert {len(seconds) for seconds in times.values()} == {3}
     peers = {"torch": {"torch's, over ours", "torch's, over Gloo"}, "chainer": set()}[framework]
     bare = {"bare", "with a barrier", "with a reduction", "a reduction", "no_sync", "ours"}
     assert {*times} - {"naive"} == bare | peers
     # The separately measured shares and the rest add up to the total.
     table = shown[shown.index("what our wrapper adds") : shown.index(f"{framework}: steps")]
     figures = dict(re.findall(r"(\S[a-z ]+\S) +(-?\d+\.\d+) +-?\d+%", table))
-    parts = [float(figures[what]) for what in SHARES]
+    parts = [float(figures[share]) for share in SHARES]
     assert sum(parts) == pytest.approx(float(figures["all"]), abs=0.05)
 
 
@@ -311,8 +313,8 @@ def test_splitting_reports_bytes_times_and_losses(tmp_path: Path) -> None:
     assert ratios["loss, channels over 2 ranks"] < 1e-12
     assert ratios["loss, groups=2, as ParallelConvolution2D"] > 1e-3
     assert min(ratios.values()) > 0
-    for what in ratios:
-        assert what[:20] in shown
+    for name in ratios:
+        assert name[:20] in shown
 
 
 @pytest.mark.parametrize("engine", ["gloo", "mpich", "openmpi"])
@@ -320,10 +322,10 @@ def test_overhead_compares_with_calls_of_engine(tmp_path: Path, engine: str) -> 
     pytest.importorskip("torch") if engine == "gloo" else needs(engine)
     few = ("--quick", "--operations", "all_reduce", "send_recv", "--sizes", 8, "1M")
     shown, run_ = measured(tmp_path, "overhead", engine, *few)
-    found = run_["engines"][engine]
-    calls = {(r["operation"], r["nbytes"]) for r in found["records"]}
+    results = run_["engines"][engine]
+    calls = {(r["operation"], r["nbytes"]) for r in results["records"]}
     assert calls == {(o, n) for o in ("all_reduce", "send_recv") for n in (8, 1 << 20)}
-    for record in found["records"]:
-        assert min(record[each] for each in ("raw", "ours", "ratio")) > 0
-    assert found["version"] in shown
+    for record in results["records"]:
+        assert min(record[side] for side in ("raw", "ours", "ratio")) > 0
+    assert results["version"] in shown
     assert line(shown, "send_recv")

@@ -110,12 +110,12 @@ def test_hosts_of_dead_runs_are_swept(tmp_path: Path) -> None:
 
 def _hold_two_by_two(text: str) -> None:
     reports = _printed(text)
-    assert [each["rank"] for each in reports] == [0, 1, 2, 3], text
-    assert [each["host"] for each in reports] == ["host0", "host0", "host1", "host1"]
-    assert {each["backend"] for each in reports} == {"hierarchical"}
-    assert [each["local"] for each in reports] == [(0, 2), (1, 2)] * 2
-    assert [each["here"] for each in reports] == [(0, 2, "shm"), (1, 2, "shm")] * 2
-    assert [Path(each["tmpdir"]).name for each in reports] == ["host0"] * 2 + ["host1"] * 2
+    assert [report["rank"] for report in reports] == [0, 1, 2, 3], text
+    assert [report["host"] for report in reports] == ["host0", "host0", "host1", "host1"]
+    assert {report["backend"] for report in reports} == {"hierarchical"}
+    assert [report["local"] for report in reports] == [(0, 2), (1, 2)] * 2
+    assert [report["here"] for report in reports] == [(0, 2, "shm"), (1, 2, "shm")] * 2
+    assert [Path(report["tmpdir"]).name for report in reports] == ["host0"] * 2 + ["host1"] * 2
 
 
 def test_ranks_by_hand_on_two_hosts_meet(make: Make) -> None:
@@ -153,15 +153,15 @@ def test_ranks_of_mpiexec_on_two_hosts_meet(make: Make, vendor: str) -> None:
 def test_ranks_on_three_hosts_in_mixed_order_meet(make: Make) -> None:
     hosts = make(3)
     reports = _printed(hosts.by_hand([0, 1, 0, 2, 1, 0], [warm.python(), SCRIPT, "who"]).succeed())
-    assert [each["host"] for each in reports] == [f"host{n}" for n in (0, 1, 0, 2, 1, 0)]
-    assert {each["backend"] for each in reports} == {"hierarchical"}
-    assert [each["here"][1] for each in reports] == [3, 2, 3, 1, 2, 3]
+    assert [report["host"] for report in reports] == [f"host{n}" for n in (0, 1, 0, 2, 1, 0)]
+    assert {report["backend"] for report in reports} == {"hierarchical"}
+    assert [report["here"][1] for report in reports] == [3, 2, 3, 1, 2, 3]
 
 
 def test_ranks_on_four_hosts_with_one_rank_each_meet(make: Make) -> None:
     reports = _printed(make(4).by_hand([0, 1, 2, 3], [warm.python(), SCRIPT, "who"]).succeed())
-    assert [each["host"] for each in reports] == ["host0", "host1", "host2", "host3"]
-    assert {each["backend"] for each in reports} <= {"gloo", "hierarchical"}
+    assert [report["host"] for report in reports] == ["host0", "host1", "host2", "host3"]
+    assert {report["backend"] for report in reports} <= {"gloo", "hierarchical"}
 
 
 @pytest.mark.parametrize("spread", [[0, 1], [0, 0, 1, 1]])
@@ -204,10 +204,10 @@ def test_killed_rank_is_named_on_both_hosts(make: Make, victim: int, count: int)
         job.processes[victim].kill()
 
     reports = _break(hosts, count, 60.0, kill)
-    assert [each["rank"] for each in reports] == [rank for rank in range(4) if rank != victim]
-    for each in reports:
-        assert each["kind"] == "PeerLostError", each
-        assert each["ranks"] == (victim,)
+    assert [report["rank"] for report in reports] == [rank for rank in range(4) if rank != victim]
+    for report in reports:
+        assert report["kind"] == "PeerLostError", report
+        assert report["ranks"] == (victim,)
     _assert_nothing_left(hosts)
 
 
@@ -225,7 +225,7 @@ def test_shrink_continues_without_host_of_rank_0_and_its_store(
     for rank in left:
         outcome = _printed(job.text(rank))[-1]
         assert outcome["origin"] == tuple(left)
-        assert outcome["total"] == sum(2**each for each in left)
+        assert outcome["total"] == sum(2**survivor for survivor in left)
         assert outcome["agreed"]
     _assert_nothing_left(hosts)
 
@@ -238,12 +238,12 @@ def test_cut_link_ends_calls_on_both_hosts(make: Make) -> None:
         hosts.cut(1)
 
     reports = _break(hosts, 1000, timeout, pull)
-    assert [each["rank"] for each in reports] == [0, 1, 2, 3]
-    for each in reports:
-        assert each["kind"] in ("PeerLostError", "CollectiveTimeoutError"), each
+    assert [report["rank"] for report in reports] == [0, 1, 2, 3]
+    for report in reports:
+        assert report["kind"] in ("PeerLostError", "CollectiveTimeoutError"), report
         # On either host the error names ranks of the other host.
-        beyond = "[23]" if each["rank"] < 2 else "[01]"
-        assert re.search(rf"\brank {beyond}\b(?! *\])", each["text"]), each
+        beyond = "[23]" if report["rank"] < 2 else "[01]"
+        assert re.search(rf"\brank {beyond}\b(?! *\])", report["text"]), report
     _assert_nothing_left(hosts)
 
 
@@ -259,8 +259,8 @@ def test_link_cut_for_a_moment_breaks_nothing(make: Make) -> None:
         os.kill(job.processes[3].pid, signal.SIGKILL)
 
     reports = _break(hosts, 1000, 60.0, blink)
-    assert {each["kind"] for each in reports} == {"PeerLostError"}
-    assert {each["ranks"] for each in reports} == {(3,)}
+    assert {report["kind"] for report in reports} == {"PeerLostError"}
+    assert {report["ranks"] for report in reports} == {(3,)}
 
 
 # -- meeting ----------------------------------------------------------------------------------
@@ -283,7 +283,7 @@ def test_rank_that_does_not_start_is_named_on_every_host(make: Make) -> None:
     )
     job.wait()
     reports = _printed(str(job))
-    assert [each["kind"] for each in reports] == ["RendezvousError"] * 3, str(job)
-    for each in reports:
-        assert re.search(r"ranks? \[?3\b", each["text"]), each
+    assert [report["kind"] for report in reports] == ["RendezvousError"] * 3, str(job)
+    for report in reports:
+        assert re.search(r"ranks? \[?3\b", report["text"]), report
     _assert_nothing_left(hosts)

@@ -144,9 +144,13 @@ def test_wheel_without_core_is_for_every_platform(
     python("-m", "build", "--no-isolation", "--wheel", "--outdir", "pure", cwd=sources)
     (pure,) = (sources / "pure").iterdir()
     assert pure.name.endswith("-py3-none-any.whl")
-    with zipfile.ZipFile(wheel) as one, zipfile.ZipFile(pure) as other:
-        names = {name for name in one.namelist() if "/_core." not in name or name.endswith("pyi")}
-        assert set(other.namelist()) == names
+    with zipfile.ZipFile(wheel) as full_archive, zipfile.ZipFile(pure) as pure_archive:
+        names = {
+            name
+            for name in full_archive.namelist()
+            if "/_core." not in name or name.endswith("pyi")
+        }
+        assert set(pure_archive.namelist()) == names
 
 
 def test_description_passes_strict_twine_check(wheel: Path) -> None:

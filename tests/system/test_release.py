@@ -44,8 +44,8 @@ def test_citation_matches_package_metadata() -> None:
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert citation["cff-version"] == "1.2.0"
     assert citation["license"] == PROJECT["license"]
-    assert [each["name"] for each in citation["authors"]] == [
-        each["name"] for each in PROJECT["authors"]
+    assert [author["name"] for author in citation["authors"]] == [
+        author["name"] for author in PROJECT["authors"]
     ]
 
 
@@ -108,11 +108,11 @@ def test_nightly_workflow_runs_sanitizers() -> None:
 @pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.stem)
 def test_workflow_runs_existing_targets(workflow: Path) -> None:
     lines = _lines(workflow)
-    made = [line.split()[1] for line in lines if line.startswith("make ")]
-    assert made
+    targets = [line.split()[1] for line in lines if line.startswith("make ")]
+    assert targets
     phony = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert phony
-    assert set(made) <= set(phony[1].split())
+    assert set(targets) <= set(phony[1].split())
     others = {line.split()[0] for line in lines if not line.startswith("make ")}
     assert others <= {"python", "test"}
 
@@ -121,7 +121,7 @@ def test_workflow_runs_existing_targets(workflow: Path) -> None:
 def test_workflow_has_only_read_permission_except_for_upload(workflow: Path) -> None:
     assert yaml.safe_load(workflow.read_text())["permissions"] == {"contents": "read"}
     granted = {name: job.get("permissions") for name, job in _jobs(workflow).items()}
-    assert {name: each for name, each in granted.items() if each} == (
+    assert {name: permissions for name, permissions in granted.items() if permissions} == (
         {"upload": {"id-token": "write"}} if workflow.stem == "release" else {}
     )
 
@@ -131,21 +131,25 @@ def test_workflow_uses_actions_with_versions(workflow: Path) -> None:
     used = [step["uses"] for job in _jobs(workflow).values() for step in job["steps"]
             if "uses" in step]  # fmt: skip
     assert used
-    assert [each for each in used if not re.fullmatch(r"(actions|pypa)/[\w-]+@[\w./]+", each)] == []
+    assert [
+        action for action in used if not re.fullmatch(r"(actions|pypa)/[\w-]+@[\w./]+", action)
+    ] == []
 
 
 def test_supported_pythons_are_tested_and_have_wheels() -> None:
     named = {
-        each.rpartition(" ")[2]
-        for each in PROJECT["classifiers"]
-        if re.fullmatch(r"Programming Language :: Python :: 3\.\d+", each)
+        entry.rpartition(" ")[2]
+        for entry in PROJECT["classifiers"]
+        if re.fullmatch(r"Programming Language :: Python :: 3\.\d+", entry)
     }
     jobs = _jobs(ROOT / ".github/workflows/test.yml")
-    whole = [step["with"]["python-version"] for step in jobs["check"]["steps"]
+    fully_tested = [step["with"]["python-version"] for step in jobs["check"]["steps"]
              if "python-version" in step.get("with", {})]  # fmt: skip
-    assert {*whole, *jobs["quick"]["strategy"]["matrix"]["python"]} == named
+    assert {*fully_tested, *jobs["quick"]["strategy"]["matrix"]["python"]} == named
     wheels = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["cibuildwheel"]["build"]
-    assert wheels.split() == [f"cp{each.replace('.', '')}-*" for each in sorted(named, key=_minor)]
+    assert wheels.split() == [
+        f"cp{entry.replace('.', '')}-*" for entry in sorted(named, key=_minor)
+    ]
 
 
 def _minor(version: str) -> int:
@@ -155,15 +159,15 @@ def _minor(version: str) -> int:
 def test_release_uploads_only_sdist_and_portable_wheels() -> None:
     """The release has the sdist, the pure wheel and the wheelhouse, but no wheel of one machine."""
     jobs = _jobs(ROOT / ".github/workflows/release.yml")
-    kept = {
+    artifacts = {
         name: step["with"]["path"].split()
         for name, job in jobs.items()
         for step in job["steps"]
         if step.get("uses", "").startswith("actions/upload-artifact")
     }
-    assert kept == {"sources": ["dist/*.tar.gz", "dist/*-none-any.whl"],
+    assert artifacts == {"sources": ["dist/*.tar.gz", "dist/*-none-any.whl"],
                     "wheels": ["wheelhouse/*.whl"]}  # fmt: skip
-    assert sorted(jobs["upload"]["needs"]) == sorted(kept)
+    assert sorted(jobs["upload"]["needs"]) == sorted(artifacts)
     assert "--output-dir wheelhouse" in (ROOT / "Makefile").read_text()
 
 

@@ -67,8 +67,8 @@ def test_compare_treats_nan_as_different(capsys: pytest.CaptureFixture[str]) -> 
     report = importlib.util.module_from_spec(specification)
     specification.loader.exec_module(report)
     expected = {"first": np.ones(2), "second": np.ones(2)}
-    found = {**expected, "second": np.array([1.0, np.nan])}
-    assert report.compare([found], [expected], 1) == 1
+    computed = {**expected, "second": np.array([1.0, np.nan])}
+    assert report.compare([computed], [expected], 1) == 1
     assert report.compare([expected], [expected], 1) == 0
     assert "NOT equal" in capsys.readouterr().out
 
@@ -101,7 +101,7 @@ def test_elastic_gives_same_weights_on_every_transport(example: str, tmp_path: P
     pytest.importorskip("torch")
     if "chainer" in example and importlib.util.find_spec("chainer") is None:
         pytest.skip("chainer is not installed")
-    found = []
+    digests = []
     picture = tmp_path / "loss.png"
     other = ["--trainer"] if "chainer" in example else []  # The Trainer gives the same weights.
     for backend, options in (("shm", ["--picture", str(picture)]), ("threads", other)):
@@ -113,8 +113,8 @@ def test_elastic_gives_same_weights_on_every_transport(example: str, tmp_path: P
         assert "collective run: 2 of 4 ranks were lost:" in done.stderr
         weights = re.search(r"weights are the same on all of them: (\w{16})", done.stdout)
         assert weights is not None, done.stdout
-        found.append(weights[1])
-    assert found[0] == found[1]
+        digests.append(weights[1])
+    assert digests[0] == digests[1]
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
@@ -129,7 +129,7 @@ import runpy, sys
 sys.argv[1:] = "--steps 6 --batch 16 --kill 2@3".split()
 runpy.run_path({str(examples / "elastic_chainer.py")!r}, run_name="__main__")
 """
-    found = set()
+    digests = set()
     for backend in ("mpi", "hierarchical"):
         done = mpirun(
             "openmpi", 3, program, arguments=("--with-ft", "ulfm"), check=False,
@@ -138,8 +138,8 @@ runpy.run_path({str(examples / "elastic_chainer.py")!r}, run_name="__main__")
         )  # fmt: skip
         assert "step 3: lost rank 2;" in done.stdout, done.stdout
         assert "6 steps, the last with 2 ranks" in done.stdout
-        found.update(re.findall(r"weights are the same on all of them: (\w{16})", done.stdout))
-    assert len(found) == 1
+        digests.update(re.findall(r"weights are the same on all of them: (\w{16})", done.stdout))
+    assert len(digests) == 1
 
 
 # -- Chainer, with a Trainer and without -------------------------------------------------------
@@ -156,16 +156,16 @@ def figures(output: str) -> tuple[float, float]:
 
 def test_trainer_and_loop_give_same_weights(tmp_path: Path) -> None:
     pytest.importorskip("collective.adapters.chainer.arrays")
-    found = []
+    results = []
     for launch, options in (("shm", ()), ("threads", ("--no-trainer",))):
         done = run(launch, "mnist_chainer.py", *SHORT, "--out", str(tmp_path), *options)
         assert done.returncode == 0, done.stdout
-        found.append(figures(done.stdout))
-    assert found[0] == pytest.approx(found[1], rel=1e-4)
-    assert found[0][0] > 30  # 10 classes, after 14 steps
+        results.append(figures(done.stdout))
+    assert results[0] == pytest.approx(results[1], rel=1e-4)
+    assert results[0][0] > 30  # 10 classes, after 14 steps
     log = json.loads((tmp_path / "log").read_text())
     assert [entry["epoch"] for entry in log] == [1, 2]
-    assert 100 * log[-1]["validation/main/accuracy"] == pytest.approx(found[0][0], abs=0.06)
+    assert 100 * log[-1]["validation/main/accuracy"] == pytest.approx(results[0][0], abs=0.06)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="there are no pseudo-terminals")

@@ -103,10 +103,10 @@ def test_start_line_counts_ranks_absent_from_a_barrier(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_value_of_differs_between_neighbours_blocks_and_ranks(dtype: str, size: int) -> None:
     value, i = value_of(dtype, size), np.arange(1 << 12)
-    mine = value(0, i)
-    assert np.count_nonzero(mine == value(size - 1, i)) == 0
+    own = value(0, i)
+    assert np.count_nonzero(own == value(size - 1, i)) == 0
     for shift in (1, 64, 256, 1024):
-        assert np.count_nonzero(mine == value(0, i + shift)) < i.size / 4
+        assert np.count_nonzero(own == value(0, i + shift)) < i.size / 4
     total = sum(value(rank, i) for rank in range(size))
     if dtype == "bfloat16":
         bits = encoded(total, dtype).astype(np.uint32) << 16
@@ -226,8 +226,8 @@ def test_results_show_ratios_and_reasons_and_survive_json(
     assert "busbw" not in latency
     assert "p99" not in bandwidth
     assert "it has none" in bandwidth
-    what = "all_reduce, float32, 1 MiB, 2 ranks: 1 elements are wrong"
-    assert results.failures == [f"gloo, {what}", f"torch, {what}"]
+    measurement = "all_reduce, float32, 1 MiB, 2 ranks: 1 elements are wrong"
+    assert results.failures == [f"gloo, {measurement}", f"torch, {measurement}"]
     assert Results.from_json(results.as_json()) == results
     record = results.as_json()["records"][0]
     assert (record["op"], record["bytes"], record["ranks"], record["seconds"]) == (
@@ -261,8 +261,8 @@ def test_training_computes_shares_of_a_step() -> None:
 
 @pytest.fixture
 def arena() -> Iterator[Arena]:
-    with Arena([Contestant("shm", 2), Contestant("memcpy", 2)]) as made:
-        yield made
+    with Arena([Contestant("shm", 2), Contestant("memcpy", 2)]) as open_arena:
+        yield open_arena
 
 
 def test_arena_loses_only_contestant_of_killed_rank(arena: Arena) -> None:
@@ -281,7 +281,7 @@ def test_arena_loses_only_contestant_of_killed_rank(arena: Arena) -> None:
 def test_named_separates_able_and_missing_contestants() -> None:
     pythons = {"openmpi": Path("/a/bin/python"), "mpich": Path("/b/bin/python")}
     able, missing = named(["shm", "mpi", "mpi4py/mpich", "mpi/impi-rt"], pythons, 2)
-    assert [one.name for one in able] == ["shm", "mpi/openmpi", "mpi4py/mpich"]
+    assert [contestant.name for contestant in able] == ["shm", "mpi/openmpi", "mpi4py/mpich"]
     assert [str(side) for side in able[0].sides()] == ["shm symmetric", "shm ordinary"]
     assert able[2].python == Path("/b/bin/python")
     assert "impi-rt" in missing["mpi/impi-rt"]

@@ -25,8 +25,8 @@ __all__ = ["launches"]  # the fixture
 
 @pytest.fixture(autouse=True)
 def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = {k: v for k, v in os.environ.items() if k in ("PATH", "HOME")}
-    monkeypatch.setattr(os, "environ", kept)
+    environ = {k: v for k, v in os.environ.items() if k in ("PATH", "HOME")}
+    monkeypatch.setattr(os, "environ", environ)
     monkeypatch.chdir(tmp_path)
 
 

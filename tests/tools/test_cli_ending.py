@@ -227,7 +227,7 @@ def test_bench_writes_results_and_leaves_nothing_after_signal(
     assert code == 130, error
     assert "interrupted; results are missing" in error
     assert json.loads((launches.directory / "run.json").read_text())["interrupted"] is True
-    assert [each for each in launches.temporary.rglob("*") if not each.is_dir()] == []
+    assert [path for path in launches.temporary.rglob("*") if not path.is_dir()] == []
 
 
 def test_parity_leaves_nothing_after_signal(launches: Launches) -> None:

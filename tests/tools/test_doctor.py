@@ -52,8 +52,8 @@ class Doctor:
         self.launches = launches
         self.packages = launches.directory / "packages"
         self.packages.mkdir()
-        found = Path(np.__file__).parent
-        for folder in (found, found.with_name("numpy.libs")):
+        numpy_folder = Path(np.__file__).parent
+        for folder in (numpy_folder, numpy_folder.with_name("numpy.libs")):
             if folder.exists():
                 (self.packages / folder.name).symlink_to(folder)
 
@@ -438,7 +438,7 @@ def test_name_service_without_answer_times_out(monkeypatch: pytest.MonkeyPatch) 
     try:
         network = names(monkeypatch, "slow")
         assert "did not answer within 0.2 s" in network["error"]
-        assert any(each["loopback"] for each in network["interfaces"])
+        assert any(interface["loopback"] for interface in network["interfaces"])
     finally:
         over.set()
 
@@ -547,7 +547,7 @@ def test_starters_include_mpiexec_beside_the_library(folder: Path) -> None:
     put(folder, SAYS["mpich"][0])
     own = put(folder / "openmpi" / "bin", SAYS["openmpi"][0])
     starters = doctor_mpi.starters(str(folder / "openmpi" / "lib" / "libmpi.so.40"))
-    assert [(one["vendor"], one["on_path"]) for one in starters] == [
+    assert [(starter["vendor"], starter["on_path"]) for starter in starters] == [
         ("MPICH", True), ("Open MPI", False),
     ]  # fmt: skip
     best = doctor_mpi.starter_for("Open MPI", starters)

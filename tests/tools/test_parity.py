@@ -54,9 +54,9 @@ def test_oracle_is_exact_to_95_bits(op: str, dtype: str) -> None:
             exact = Fraction(1)
             for term in terms:
                 exact *= term
-        found = Fraction(high) + Fraction(low)
+        computed = Fraction(high) + Fraction(low)
         scale = Fraction(float(reference.magnitude[index]))
-        assert abs(found - exact) <= scale * Fraction(1, 2**95)
+        assert abs(computed - exact) <= scale * Fraction(1, 2**95)
 
 
 @pytest.mark.parametrize("dtype", ["complex64", "complex128"])
@@ -73,8 +73,8 @@ def test_oracle_complex_products_are_exact_to_90_bits(dtype: str) -> None:
                 real * x[2 * k + 1] + imaginary * x[2 * k],
             )
         for part, exact in enumerate((real, imaginary)):
-            found = sum(Fraction(float(each[k, part])) for each in reference.value)
-            assert abs(found - exact) < Fraction(1, 2**90)
+            computed = sum(Fraction(float(half[k, part])) for half in reference.value)
+            assert abs(computed - exact) < Fraction(1, 2**90)
 
 
 @pytest.mark.parametrize("dtype", [d for d in DTYPES if d != "bool" and reduces("band", d)])
@@ -86,7 +86,7 @@ def test_oracle_integers_wrap(op: str, dtype: str) -> None:
     assert reference.bits is not None
     exact = [sum(terms) if op == "sum" else math.prod(terms) for terms in zip(*inputs)]
     low, values = int(np.iinfo(dtype).min), 1 << (8 * np.dtype(dtype).itemsize)
-    assert reference.bits.tolist() == [(each - low) % values + low for each in exact]
+    assert reference.bits.tolist() == [(number - low) % values + low for number in exact]
     assert reference.bits.tolist() != exact
 
 
@@ -99,7 +99,7 @@ def test_oracle_extremes_order_zeros_and_nan(op: str, dtype: str) -> None:
     (reference,) = oracle.references(case, 0, 3, 0) or []
     assert reference.bits is not None
     two = functools.partial(extreme, op, dtype)
-    expected = [functools.reduce(two, each) for each in zip(*inputs)]
+    expected = [functools.reduce(two, column) for column in zip(*inputs)]
     assert reference.bits.view(unsigned).tolist() == expected
     minus_zero = 1 << (8 * BY_NAME[dtype].itemsize - 1)
     assert {0, minus_zero, NAN[dtype]} <= set(expected)
@@ -143,29 +143,29 @@ def wrong(results: list[CaseResult]) -> list[str]:
 def test_threads_agree_with_oracle() -> None:
     results = outcomes("threads", (1, 3))
     assert wrong(results) == []
-    assert {each.case.operation for each in results} == set(OPERATIONS)
+    assert {result.case.operation for result in results} == set(OPERATIONS)
     sums = [e for e in results if e.case.dtype == "float32" and e.case.op == "sum" and e.size == 3]
-    assert any(0 < each.error <= each.bound for each in sums)
+    assert any(0 < result.error <= result.bound for result in sums)
 
 
 def test_frameworks_agree_with_oracle_alone_and_mixed() -> None:
     names = [n for n in ("numpy", "torch", "chainer") if not unavailable([n])[n]]
     if len(names) < 2:
         pytest.skip("NumPy alone")
-    found = outcomes(
+    results = outcomes(
         "threads", (3,), frameworks=[*names, "mixed"], shapes=["scalar", "strided"],
         ops=["sum", "max"], dtypes=["bool", "int64", "bfloat16", "float32", "complex64"],
     )  # fmt: skip
-    assert wrong(found) == []
-    assert {each.case.framework for each in found} == {*names, "mixed"}
+    assert wrong(results) == []
+    assert {result.case.framework for result in results} == {*names, "mixed"}
 
 
 def test_shm_agrees_with_oracle() -> None:
-    found = outcomes(
+    results = outcomes(
         "shm", (2,), shapes=["odd", "large"], ops=["sum", "user"],
         dtypes=["int8", "float16", "float32"],
     )  # fmt: skip
-    assert wrong(found) == []
+    assert wrong(results) == []
 
 
 def test_lay_out_makes_arrays_that_read_back_in_each_framework() -> None:
@@ -207,11 +207,11 @@ def test_random_cases_pass() -> None:
 def test_failing_random_case_is_shrunk_and_becomes_a_program(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    found = explored("tests.support.broken_transport:DroppedRank", 100, operations=REDUCTIONS)
-    assert not found["passed"]
-    assert "2 ranks" in found["case"]
-    assert "all_reduce" in found["case"]
-    program = found["snippet"].replace('"__main__"', '"snippet"')
+    result = explored("tests.support.broken_transport:DroppedRank", 100, operations=REDUCTIONS)
+    assert not result["passed"]
+    assert "2 ranks" in result["case"]
+    assert "all_reduce" in result["case"]
+    program = result["snippet"].replace('"__main__"', '"snippet"')
     exec(compile(program, "snippet", "exec"), {"__name__": "snippet"})
     printed = capsys.readouterr().out
     got, expected = (printed.splitlines()[line].split()[-1] for line in (0, 1))
@@ -258,11 +258,16 @@ def test_parity_command_lists_unavailable_transport(
 ) -> None:
     from collective.tools import doctor
 
-    found = {"transports": {"gloo": {"works": False, "reason": "no torch", "fix": "pip install x"}}}
-    monkeypatch.setattr(doctor, "examine", lambda **options: found)
+    report = {
+        "transports": {"gloo": {"works": False, "reason": "no torch", "fix": "pip install x"}}
+    }
+    monkeypatch.setattr(doctor, "examine", lambda **options: report)
     file = tmp_path / "parity.json"
     arguments = ["--op", "barrier", "--ranks", "2", "--framework", "numpy", "--json", str(file)]
     assert main(["parity", "--backend", "gloo,threads", *arguments]) == 0
     assert "not here: gloo: no torch; pip install x" in capsys.readouterr().out
-    rows = {each["name"]: each["available"] for each in json.loads(file.read_text())["transports"]}
+    rows = {
+        transport["name"]: transport["available"]
+        for transport in json.loads(file.read_text())["transports"]
+    }
     assert rows == {"gloo": False, "threads": True}

@@ -104,18 +104,18 @@ def test_parity_finds_planted_fault(fault: Fault) -> None:
         fault.kind, fault.size, operations=fault.operations, timeout=fault.timeout, ops=fault.ops,
         dtypes=fault.dtypes,
     )  # fmt: skip
-    failed = [each for each in results if each.status == "failed"]
-    assert fault.operation in {each.case.operation for each in failed}
-    texts = [each.text for each in failed if each.case.operation == fault.operation]
+    failed = [result for result in results if result.status == "failed"]
+    assert fault.operation in {result.case.operation for result in failed}
+    texts = [result.text for result in failed if result.case.operation == fault.operation]
     assert any(fault.says in text for text in texts), texts
     # A case that fails, hangs or dies does not affect other cases.
-    assert {each.case.operation for each in results} == set(fault.operations)
-    assert len({each.case for each in results}) == len(results)
-    assert any(each.status == "passed" for each in results)
+    assert {result.case.operation for result in results} == set(fault.operations)
+    assert len({result.case for result in results}) == len(results)
+    assert any(result.status == "passed" for result in results)
 
 
 @pytest.mark.parametrize("kind", [ThreadsBackend, Loopback])
 def test_parity_finds_nothing_on_sound_transports(kind: type[Backend]) -> None:
     ops, dtypes = ("sum", "avg", "user", "min"), ("float32", "int16")
     results = found_on(kind, 3, timeout=60.0, ops=ops, dtypes=dtypes)
-    assert {each.text for each in results if each.status != "passed"} == set()
+    assert {result.text for result in results if result.status != "passed"} == set()

@@ -30,25 +30,25 @@ def a_call(start, end, seq=1, name="all_reduce", nbytes=800, tid=0, site="train.
     return Slice(name, "collective", tid, start, end, {**details, **args})
 
 
-def the_operation(found, name):
-    (one,) = [operation for operation in found.operations if operation.name == name]
-    return one
+def the_operation(result, name):
+    (cost,) = [operation for operation in result.operations if operation.name == name]
+    return cost
 
 
 # -- one call -----------------------------------------------------------------------------------
 
 
 def test_profile_separates_waiting_from_moving():
-    found = profile([a_rank(0, a_call(1.0, 1.5)), a_rank(1, a_call(1.3, 1.4))])
-    one = the_operation(found, "all_reduce")
-    assert (one.calls, one.nbytes, one.failed) == (1, 800, 0)
-    assert one.seconds == pytest.approx(0.5)
-    assert one.waiting == pytest.approx(0.15)  # 0.3 and 0
+    result = profile([a_rank(0, a_call(1.0, 1.5)), a_rank(1, a_call(1.3, 1.4))])
+    cost = the_operation(result, "all_reduce")
+    assert (cost.calls, cost.nbytes, cost.failed) == (1, 800, 0)
+    assert cost.seconds == pytest.approx(0.5)
+    assert cost.waiting == pytest.approx(0.15)  # 0.3 and 0
     # Moving lasts from the arrival of the last rank to the end on the slowest rank.
-    assert one.moving == pytest.approx(0.2)
-    assert one.algbw == pytest.approx(4000)
-    assert one.busbw == pytest.approx(4000)
-    assert one.late == {1: 1}
+    assert cost.moving == pytest.approx(0.2)
+    assert cost.algbw == pytest.approx(4000)
+    assert cost.busbw == pytest.approx(4000)
+    assert cost.late == {1: 1}
 
 
 @pytest.mark.parametrize(
@@ -66,9 +66,9 @@ def test_profile_separates_waiting_from_moving():
     ],
 )
 def test_profile_of_rooted_call_counts_waiting_of_receivers(name, times, waiting, moving):
-    calls = [a_call(*each, name=name, root_rank=0) for each in times]
-    one = the_operation(profile([a_rank(n, call) for n, call in enumerate(calls)]), name)
-    assert (one.waiting, one.moving) == pytest.approx((waiting, moving))
+    calls = [a_call(*interval, name=name, root_rank=0) for interval in times]
+    cost = the_operation(profile([a_rank(n, call) for n, call in enumerate(calls)]), name)
+    assert (cost.waiting, cost.moving) == pytest.approx((waiting, moving))
 
 
 def test_profile_hidden_share_is_time_computed_during_call():
@@ -77,44 +77,44 @@ def test_profile_hidden_share_is_time_computed_during_call():
 
     # The call takes 1 s in the background. Rank 0 waits for its last quarter, rank 1 for its last
     # half.
-    found = profile([
+    result = profile([
         a_rank(0, a_call(1, 2, tid=BACKGROUND), wait(1.75, 2.1)),
         a_rank(1, a_call(1, 2, tid=BACKGROUND), wait(1.5, 2.1)),
     ])  # fmt: skip
-    one = the_operation(found, "all_reduce")
-    assert one.background == pytest.approx(1)
-    assert one.hidden == pytest.approx(0.625)
+    cost = the_operation(result, "all_reduce")
+    assert cost.background == pytest.approx(1)
+    assert cost.hidden == pytest.approx(0.625)
 
 
 def test_profile_excludes_failed_and_comparing_calls_from_transfers():
     never = a_call(3, 9, seq=3)
     never.over = False
-    found = profile([
+    result = profile([
         a_rank(0, a_call(1, 2, seq=1, differ=True), a_call(2, 3, seq=2, error="PeerLostError"),
                never),
     ])  # fmt: skip
-    one = the_operation(found, "all_reduce")
-    assert (one.calls, one.failed) == (2, 2)
+    cost = the_operation(result, "all_reduce")
+    assert (cost.calls, cost.failed) == (2, 2)
 
 
 def test_profile_bus_bandwidth_uses_all_ranks_of_call():
-    found = profile([a_rank(n, a_call(1, 2, ranks=4)) for n in range(2)])
-    one = the_operation(found, "all_reduce")
-    assert one.busbw == pytest.approx(1.5 * one.algbw)  # 2(n-1)/n
+    result = profile([a_rank(n, a_call(1, 2, ranks=4)) for n in range(2)])
+    cost = the_operation(result, "all_reduce")
+    assert cost.busbw == pytest.approx(1.5 * cost.algbw)  # 2(n-1)/n
 
 
 def test_profile_of_empty_has_no_bandwidth():
-    found = profile([a_rank(0, a_call(1, 2, name="empty")), a_rank(1, a_call(1, 2, name="empty"))])
-    assert the_operation(found, "empty").algbw is None
+    result = profile([a_rank(0, a_call(1, 2, name="empty")), a_rank(1, a_call(1, 2, name="empty"))])
+    assert the_operation(result, "empty").algbw is None
 
 
 def test_profile_counts_messages_of_all_ranks():
     def message(name, start, end):
         return Slice(name, "message", 0, start, end, {"bytes": 40})
 
-    found = profile([a_rank(0, message("send", 0, 1), message("send", 2, 3)),
+    result = profile([a_rank(0, message("send", 0, 1), message("send", 2, 3)),
                      a_rank(1, message("recv", 0, 1.5), message("recv", 2, 3))])  # fmt: skip
-    sent, received = the_operation(found, "send"), the_operation(found, "recv")
+    sent, received = the_operation(result, "send"), the_operation(result, "recv")
     assert (sent.calls, sent.nbytes, sent.seconds) == (2, 80, 2)
     assert received.seconds == 2.5
     assert sent.algbw is None
@@ -235,9 +235,9 @@ def test_intervals_behave_like_sets_of_moments(first, second, start, end):
     def cells(parts):
         return {cell for a, b in parts for cell in range(a, b)}
 
-    one, two = Intervals(first), Intervals(second)
-    assert float(np.sum(one.ends - one.starts)) == len(cells(first))
+    left, right = Intervals(first), Intervals(second)
+    assert float(np.sum(left.ends - left.starts)) == len(cells(first))
     start, end = min(start, end), max(start, end)
-    assert one.within(start, end) == len(cells(first) & set(range(start, end)))
-    both = one & two
+    assert left.within(start, end) == len(cells(first) & set(range(start, end)))
+    both = left & right
     assert float(np.sum(both.ends - both.starts)) == len(cells(first) & cells(second))

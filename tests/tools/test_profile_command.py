@@ -69,39 +69,39 @@ def profiled(tmp_path, monkeypatch, capfd):
 
 def test_profile_command_runs_and_judges_a_program(profiled):
     Path("bench.json").write_text(json.dumps({"results": [m._asdict() for m in figures()]}))
-    code, output, found = profiled("--predict", "8,64", "--link", "10us,12GB/s", "--per-host", "4",
+    code, output, report = profiled("--predict", "8,64", "--link", "10us,12GB/s", "--per-host", "4",
                                  "--from", "bench.json", "--trace", "kept")  # fmt: skip
     assert code == 0, output.err
     assert {path.name for path in Path("kept").iterdir()} == {"rank-00000.json", "rank-00001.json"}
-    operations = {one["name"]: one for one in found["operations"]}
+    operations = {entry["name"]: entry for entry in report["operations"]}
     assert operations["all_reduce"]["calls"] == operations["all_gather"]["calls"] == 8
     assert operations["all_reduce"]["nbytes"] == 8 * 8000
     assert operations["all_gather"]["nbytes"] == 8 * 32
     assert 0 <= operations["all_reduce"]["hidden"] <= operations["all_reduce"]["background"]
-    steps = found["steps"]
+    steps = report["steps"]
     assert steps["how"] == "marks of the program"
     assert steps["count"] == 7
     assert steps["comp"] >= 0.006  # the time that the program sleeps outside of calls
     assert steps["step"] >= steps["sync"] >= steps["waiting"] >= 0
     assert [*map(tuple, steps["calls"])] == [("all_gather", 32, 1), ("all_reduce", 8000, 1)]
     ratio = steps["sync"] / steps["comp"]
-    assert found["verdict"]["ratio"] == pytest.approx(ratio)
-    assert found["verdict"]["pays"] == (ratio < 1)
+    assert report["verdict"]["ratio"] == pytest.approx(ratio)
+    assert report["verdict"]["pays"] == (ratio < 1)
     assert "T_sync / T_comp" in output.out
     assert ("2 ranks pay;" in output.out) == (ratio < 1)
-    best = found["prediction"]["fits"][0]
+    best = report["prediction"]["fits"][0]
     assert best["algorithm"] == "ring"
     assert best["typical"] < 1e-6
-    assert [one[0]["ranks"] for one in found["prediction"]["predictions"]] == [8, 64]
+    assert [entry[0]["ranks"] for entry in report["prediction"]["predictions"]] == [8, 64]
     assert "4 rank(s) a host" in output.out
 
 
 def test_profile_command_returns_exit_code_and_still_reports(profiled):
-    code, output, found = profiled(mark="pass", end="raise SystemExit(7)")
+    code, output, report = profiled(mark="pass", end="raise SystemExit(7)")
     assert code == 7
-    assert found["steps"]["how"].startswith("the repeated all_reduce of 8,000 bytes")
+    assert report["steps"]["how"].startswith("the repeated all_reduce of 8,000 bytes")
     assert "ended with exit code 7" in output.out
-    assert found["prediction"] is None
+    assert report["prediction"] is None
 
 
 def _truth(op, nbytes, ranks):
@@ -149,16 +149,16 @@ def figures():
 def test_predict_sums_the_parts_of_a_step():
     outlook = predict(steps_of(), 2, figures(), [64], LinkSpeed(1e-5, 1 / 12e9), 8)
     assert outlook.fits[0].algorithm == "ring"
-    (one,) = [p for p in outlook.predictions[0] if p.algorithm == "ring"]
+    (prediction,) = [p for p in outlook.predictions[0] if p.algorithm == "ring"]
     far = 126 * (1e-5 + (1 << 20) / 64 / 12e9) + 63 / 64 * (1 << 20) * 3e-11
     barrier = 3 * 3e-6 + 3 * 1e-5
-    assert one.moving == pytest.approx(2 * far + barrier, rel=1e-5)
-    assert one.low == pytest.approx(one.high, rel=1e-5)
+    assert prediction.moving == pytest.approx(2 * far + barrier, rel=1e-5)
+    assert prediction.low == pytest.approx(prediction.high, rel=1e-5)
     here = 2 * float(_truth("all_reduce", 1 << 20, 2)) + 3e-6
     assert outlook.here == pytest.approx(here, rel=1e-5)
     assert outlook.excess == pytest.approx(0.0015 - here, rel=1e-4)
-    assert one.sync == pytest.approx(0.0005 + outlook.excess + one.moving)
-    assert one.speedup == pytest.approx(64 * 0.01 / (0.01 + one.sync))
+    assert prediction.sync == pytest.approx(0.0005 + outlook.excess + prediction.moving)
+    assert prediction.speedup == pytest.approx(64 * 0.01 / (0.01 + prediction.sync))
     assert [p.moving for p in outlook.predictions[0]] == sorted(
         p.moving for p in outlook.predictions[0]
     )
@@ -178,9 +178,9 @@ def test_predict_limits_hiding_to_time_of_computing():
                       calls=[("all_reduce", 1 << 20, 1)])  # fmt: skip
     slow = LinkSpeed(1e-3, 1e-9)
     outlook = predict(hiding, 2, figures(), [2, 64], slow, 1)
-    (one,) = [p for p in outlook.predictions[1] if p.algorithm == outlook.fits[0].algorithm]
-    total = one.moving + outlook.excess
-    assert one.sync == pytest.approx(total - min(0.8 * total, 0.002))
+    (prediction,) = [p for p in outlook.predictions[1] if p.algorithm == outlook.fits[0].algorithm]
+    total = prediction.moving + outlook.excess
+    assert prediction.sync == pytest.approx(total - min(0.8 * total, 0.002))
     assert outlook.predictions[1][0].moving > 0.01
 
 
@@ -242,11 +242,11 @@ def test_load_finds_measurements_in_nested_json(tmp_path):
 # -- printed reports ----------------------------------------------------------------------------
 
 
-def shown(found, outlook=None, width=120):
+def shown(result, outlook=None, width=120):
     console = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    show(console, found, outlook)
+    show(console, result, outlook)
     console.file.close()
-    json.dumps(as_json(found, outlook), allow_nan=False)
+    json.dumps(as_json(result, outlook), allow_nan=False)
     return console.export_text()
 
 

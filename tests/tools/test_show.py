@@ -202,8 +202,8 @@ def test_tables_of_command_fit_80_columns(
     text = capsys.readouterr().out
     assert max(map(len, text.splitlines())) <= 80, text
     assert "…" not in text
-    for each in texts:
-        assert each in text, text
+    for expected in texts:
+        assert expected in text, text
 
 
 def test_table_written_to_pipe_is_not_cut(

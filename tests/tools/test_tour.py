@@ -43,7 +43,7 @@ def test_perform_lesson_reaches_its_conclusion(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setenv("COLLECTIVE_BAKEND", "a setting of the user's, which would be refused")
-    (lesson,) = [each for each in lessons() if each.file == file]
+    (lesson,) = [candidate for candidate in lessons() if candidate.file == file]
     assert re.match(conclusion, tour.perform(lesson, tmp_path))
     out = capsys.readouterr().out
     assert out.count("$ collective run -n 3 ") == len(lesson.runs)
@@ -90,7 +90,7 @@ BITS = "[0] shm, NumPy: 0123456789abcdef\n[0] gloo, NumPy: 0123456789abcdef\n"
 def test_conclude_with_wrong_output_raises_value_error(
     file: str, shown: str, right: str, wrong: str
 ) -> None:
-    (lesson,) = [each for each in lessons() if each.file == file]
+    (lesson,) = [candidate for candidate in lessons() if candidate.file == file]
     assert lesson.conclude(shown)
     spoilt = shown[::-1].replace(right[::-1], wrong[::-1], 1)[::-1]  # Replace the last occurrence.
     assert spoilt != shown
