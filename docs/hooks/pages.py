@@ -75,10 +75,8 @@ def _relinked(text: str, source: str, here: str) -> str:
         on_site = PAGES.get(path, path.removeprefix("docs/") if in_docs else None)
         if on_site is None:
             return words
-        if words.removeprefix("docs/") in (
-            path.removeprefix("docs/"),
-            target,
-        ):  # The link's text is a file name.
+        # A file name as the text of a link becomes the title.
+        if words.removeprefix("docs/") in (path.removeprefix("docs/"), target):
             words = _title(ROOT / path)
         relative = os.path.relpath(on_site, os.path.dirname(here) or ".")
         return f"{picture}[{words}]({relative}{anchor})"

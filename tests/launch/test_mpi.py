@@ -174,7 +174,7 @@ def test_mpi_run_forwards_signal_to_ranks(
     launches.assert_nothing_left()
 
 
-@pytest.mark.parametrize("who", ["launcher", "supervisor", "mpiexec", "its process"])
+@pytest.mark.parametrize("who", ["launcher", "supervisor", "mpiexec", "mpiexec's process"])
 def test_mpi_run_leaves_no_process_if_any_part_is_killed(
     launches: Launches,  # noqa: F811
     start,
@@ -185,7 +185,7 @@ def test_mpi_run_leaves_no_process_if_any_part_is_killed(
     launches.until_arrived(2)
     rank = int((launches.directory / "arrived-0").read_text())
     line = ancestry(rank, running.pid)  # from the rank to the launcher
-    victims = {"its process": 1, "mpiexec": -3, "supervisor": -2, "launcher": -1}
+    victims = {"mpiexec's process": 1, "mpiexec": -3, "supervisor": -2, "launcher": -1}
     os.kill(line[victims[who]], signal.SIGKILL)
     assert finish(running).returncode != 0
     launches.until(lambda: not launches.living())

@@ -245,21 +245,21 @@ def test_hub_survives_random_bytes_and_half_handshakes(hub: Hub, tls: Tls) -> No
 
 WRONG: dict[str, tuple[Callable[[Path], dict[str, str]], str]] = {
     "no key": (lambda d: settings(d, tls_key=""), "tls_cert: .* without tls_key; .*COLLECTIVE_TLS"),
-    "a certificate alone": (
+    "certificate without key and CA": (
         lambda d: settings(d, tls_key="", tls_ca=""), "without tls_key and tls_ca",
     ),
     "no secret": (lambda d: settings(d, secret=""), "no secret; .*COLLECTIVE_SECRET_FILE"),
-    "a missing file": (lambda d: settings(d, tls_ca=str(d / "none")), "No such file"),
-    "a key of another certificate": (
+    "missing file": (lambda d: settings(d, tls_ca=str(d / "none")), "No such file"),
+    "key of another certificate": (
         lambda d: settings(d, tls_key=str(d / "other.key")), r"(?i)key.values.mismatch",
     ),
-    "a certificate that is a key": (
+    "key in place of certificate": (
         lambda d: settings(d, tls_cert=str(d / "ours.key")), "PEM files",
     ),
-    "an encrypted key": (
+    "encrypted key": (
         lambda d: settings(d, tls_key=str(d / "encrypted.key")), "the key is encrypted",
     ),
-    "a key that all can read": (
+    "key readable by all": (
         lambda d: settings(d, tls_key=str(_readable(d))), r"tls_key: .*mode 0644; .*chmod 600",
     ),
 }  # fmt: skip

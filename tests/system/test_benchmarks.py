@@ -110,13 +110,12 @@ def test_waiting_and_memory_results_get_verdicts(tmp_path: Path) -> None:
 
 def test_targets_gives_expected_verdicts(tmp_path: Path) -> None:
     records = [
-        timed(
-            "shm", "all_reduce", 1 << 20, [10e-6], memory="symmetric"
-        ),  # 3 times as fast as the fastest MPI
-        timed("shm", "all_reduce", 4, [6e-6]),  # slower than 5 µs
-        timed(
-            "shm", "all_reduce", 1 << 24, [10e-6]
-        ),  # 1.1 × as fast as MPI, 3 × Gloo, 0.5 × memcpy
+        # 3 times as fast as the fastest MPI
+        timed("shm", "all_reduce", 1 << 20, [10e-6], memory="symmetric"),
+        # slower than 5 µs
+        timed("shm", "all_reduce", 4, [6e-6]),
+        # 1.1 times as fast as MPI, 3 times as fast as Gloo, half as fast as memcpy
+        timed("shm", "all_reduce", 1 << 24, [10e-6]),
     ]
     for nbytes, mpich, gloo in ((1 << 20, 30e-6, 1.0), (4, 1e-6, 1.0), (1 << 24, 11e-6, 30e-6)):
         peers = {"mpi4py/mpich": mpich, "mpi4py/openmpi": 2 * mpich, "torch": gloo, "memcpy": 5e-6}

@@ -730,7 +730,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "cgroup/cpu/cpu.cfs_quota_us": "50000",
         "cgroup/cpu/cpu.cfs_period_us": "100000",
     },
-    "version 1 with the largest number there is": {
+    "version 1 without limits": {
         "proc/self/cgroup": "4:memory:/\n3:cpu:/",
         "cgroup/memory/memory.limit_in_bytes": "9223372036854771712",
         "cgroup/cpu/cpu.cfs_quota_us": "-1",
@@ -745,7 +745,7 @@ GROUPS: dict[str, dict[str, str]] = {
         ("none", None, None, None),
         ("version 2", 8 << 30, 5 << 30, 1.5),
         ("version 1 inside a container", 4 << 30, 3 << 30, 0.5),
-        ("version 1 with the largest number there is", None, None, None),
+        ("version 1 without limits", None, None, None),
     ],
 )
 def test_report_reads_limits_of_control_groups(

@@ -54,15 +54,12 @@ def test_profile_separates_waiting_from_moving():
 @pytest.mark.parametrize(
     ("name", "times", "waiting", "moving"),
     [
-        ("broadcast", [(1.0, 1.1), (2.0, 2.1)], 0, 0.1),  # The root sends and waits for no rank.
+        # The root sends and waits for no rank.
+        ("broadcast", [(1.0, 1.1), (2.0, 2.1)], 0, 0.1),
         ("broadcast", [(2.0, 2.1), (1.0, 2.2)], 0.5, 0.2),
         ("gather", [(1.0, 2.1), (2.0, 2.05)], 0.5, 0.1),
-        (
-            "gather",
-            [(2.0, 2.1), (1.0, 1.1)],
-            0,
-            0.1,
-        ),  # A rank that sends to the root does not wait.
+        # A rank that sends to the root does not wait.
+        ("gather", [(2.0, 2.1), (1.0, 1.1)], 0, 0.1),
     ],
 )
 def test_profile_of_rooted_call_counts_waiting_of_receivers(name, times, waiting, moving):

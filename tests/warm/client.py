@@ -41,9 +41,8 @@ def main(socket: str, python: str) -> None:
     child = int(line.recv(64))
 
     def pass_on(number: int, _: object) -> None:
-        with contextlib.suppress(
-            ProcessLookupError
-        ):  # The program has ended; its status is on the way.
+        # If the program has ended, its status is on the way.
+        with contextlib.suppress(ProcessLookupError):
             os.kill(child, number)
 
     for number in _SIGNALS:
@@ -56,7 +55,7 @@ def _open_files() -> list[int]:
     """Return the files that a program inherits from this one."""
     descriptors = []
     for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # The descriptor of the listing is closed already.
+        with contextlib.suppress(OSError):  # The listing's own descriptor is closed already.
             if os.get_inheritable(int(name)):
                 descriptors.append(int(name))
     return descriptors

@@ -86,9 +86,8 @@ class Server:
         # Standard input is a pipe from the process that started this server.
         self._selector.register(0, selectors.EVENT_READ)
         self._selector.register(self._listener, selectors.EVENT_READ)
-        self._running: dict[
-            int, tuple[int, socket.socket]
-        ] = {}  # pidfd of a program -> its pid and its client's socket
+        # pidfd of a program -> its pid and its client's socket
+        self._running: dict[int, tuple[int, socket.socket]] = {}
 
     def serve(self) -> Job:
         """Serve clients without end; return only in each forked process, with its job."""
@@ -135,9 +134,8 @@ class Server:
             return {**job, "received": list(received)}
         for fd in received:
             os.close(fd)
-        with contextlib.suppress(
-            OSError
-        ):  # The client was killed meanwhile; its socket becomes readable next.
+        # If the client was killed meanwhile, its socket becomes readable next.
+        with contextlib.suppress(OSError):
             line.send(str(pid).encode())
         death = os.pidfd_open(pid)
         self._running[death] = (pid, line)
