@@ -1,8 +1,8 @@
 """Conversion of this project's docstrings to the Markdown that the site generator reads.
 
-The docstrings follow Google's style, with four additions from Sphinx or of this project: roles
-(``:meth:`send```), blocks of code after two colons, comments ``#:`` above attributes, and sections
-*Raises* that may refer in words to the section of another call.
+The docstrings follow Google's style, with four additions: roles (``:meth:`send```), blocks of
+code after two colons, comments ``#:`` above attributes, and sections *Raises* that refer in words
+to another call's section. Each addition is from Sphinx or of this project.
 """
 
 from __future__ import annotations

@@ -189,7 +189,7 @@ def test_mpi_run_leaves_no_process_if_any_part_is_killed(
     os.kill(line[victims[who]], signal.SIGKILL)
     assert finish(running).returncode != 0
     launches.until(lambda: not launches.living())
-    # If launcher and supervisor are gone, no process is left to remove the directory.
+    # If launcher and supervisor are gone, no process can remove the directory.
     assert who == "launcher" or launches.run_directories() == []
 
 

@@ -1,4 +1,4 @@
-"""Signals and kills: the ranks always end, and no process and no directory is left.
+"""Signals and kills: the ranks always end, and leave no process and no directory.
 
 After Ctrl-C one line tells where a rank was, whatever tracebacks the ranks print.
 """

@@ -71,7 +71,7 @@ def test_join_sweeps_directory_of_killed_process(base: Path) -> None:
 
 
 def test_join_and_leave_of_many_processes_do_not_interfere(base: Path) -> None:
-    """Concurrent joins, leaves and sweeps never remove a directory that is held."""
+    """Concurrent joins, leaves and sweeps never remove a directory from its holder."""
     body = """
 import os, sys
 from collective.start.rundir import join, leave

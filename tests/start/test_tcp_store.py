@@ -273,7 +273,7 @@ def test_unresolvable_host_name_raises_with_remedy(serve: bool) -> None:
 
 
 def test_server_at_address_of_another_host_raises() -> None:
-    # The address is reserved for documentation, so no host has it.
+    # No host has this address, which is reserved for documentation.
     with pytest.raises(RendezvousError, match=r"cannot listen at 203\.0\.113\.9.*127\.0\.0\.1"):
         store(endpoint(host="203.0.113.9"), serve=True)
 
@@ -374,7 +374,7 @@ def test_rank_recovers_when_stopped_server_continues(monkeypatch: pytest.MonkeyP
         with pytest.raises(RendezvousError, match="no answer"):
             client.set("key", b"late")
         os.kill(server.pid, signal.SIGCONT)
-        # The stale answer is not taken for the answer to this request.
+        # The rank must not take the stale answer for the answer to this request.
         monkeypatch.setattr(tcp_store, "_ANSWER_S", DEADLINE_S)
         assert client.try_get("nothing") is None
         assert client.try_get("key") == b"late"

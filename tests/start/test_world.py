@@ -1,7 +1,7 @@
 """Place of this process under each launcher, and the store where its ranks meet.
 
-The variables are those of real launches, recorded with Intel MPI 2021.18, Open MPI 5.0.11,
-MPICH 5.0.2 and torchrun of PyTorch 2.13; those of Slurm are from logs that users published.
+The variables are from real launches with Intel MPI 2021.18, Open MPI 5.0.11, MPICH 5.0.2 and
+torchrun of PyTorch 2.13. The variables of Slurm are from logs that users published.
 """
 
 from __future__ import annotations

@@ -191,7 +191,7 @@ class Launches:
         self.until(lambda: all((self.directory / f"arrived-{r}").exists() for r in range(size)))
 
     def assert_nothing_left(self) -> None:
-        """Check that no process runs and that no run directory is left."""
+        """Check that no process runs and that no run directory exists."""
         assert self.living() == []
         assert self.run_directories() == []
 

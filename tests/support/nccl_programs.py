@@ -1,7 +1,7 @@
 """Programs of ranks with GPUs of the ABI fake: a communicator, and arrays on streams.
 
 Use these helpers in tests of ``nccl`` as a program sees it. The arrays are in the fake's device
-memory. The fake does its work late, and not at all while it is held, so a program that reads
+memory. The fake does its work late, and not at all during :func:`held`. A program that reads
 without waiting reads poison.
 """
 
