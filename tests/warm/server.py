@@ -194,8 +194,9 @@ def become(job: Job) -> None:
 def _end_without_destructors() -> None:
     """Make this process skip the destructors of C++ libraries when it exits.
 
-    PyTorch's destructors unregister each of its operators. The destructors take 0.1 s and copy most of the
-    memory that was shared with the server until then. The buffers of C's streams are still flushed.
+    PyTorch's destructors unregister each of its operators. The destructors take 0.1 s and copy most
+    of the memory that was shared with the server until then. The buffers of C's streams are still
+    flushed.
     """
     libc = ctypes.CDLL(None)
     libc.on_exit(libc._exit, None)
