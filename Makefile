@@ -86,7 +86,7 @@ test-gpu:
 
 docs: .venv/.dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
-	@echo "Open site/index.html"
+	@echo "Open site/index.html. Its search needs a server: python3 -m http.server --directory site"
 
 # The clients have an environment of their own, because they install some 60 packages.
 CLIENTS_ENV = PATH="$(CURDIR)/.clients/bin:$$PATH" TORCH_EXTENSIONS_DIR="$(CURDIR)/.clients/extensions"

@@ -20,7 +20,6 @@ ROOT = Path(__file__).resolve().parents[2]
 
 #: Path of a file in the repository -> name of its page on the site.
 PAGES = {
-    "README.md": "index.md",
     "SECURITY.md": "security.md",
     "CONTRIBUTING.md": "contributing.md",
     "CODE_OF_CONDUCT.md": "conduct.md",

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import collective
-from tests.support.interpreter import printed
+from tests.support.interpreter import ROOT, printed
 
 pytest.importorskip("mkdocs", reason="building the site needs the extra 'docs'")
 
@@ -104,3 +104,24 @@ def test_reference_contains_no_sphinx_roles(site: Path) -> None:
     pages = (site / "reference").rglob("*.html")
     marks = re.compile(r":(?:meth|class|func|mod|attr|data):")
     assert [page.parent.name for page in pages if marks.search(page.read_text())] == []
+
+
+def test_figures_are_what_their_program_draws(tmp_path: Path) -> None:
+    program = ROOT / "docs" / "hooks" / "figures.py"
+    spec = importlib.util.spec_from_file_location("figures", program)
+    assert spec is not None and spec.loader is not None
+    figures = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(figures)
+    figures.draw(tmp_path)
+    drawn = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    committed = {path.name: path.read_text() for path in (ROOT / "docs" / "figures").iterdir()}
+    assert drawn == committed
+    assert len(drawn) == 7
+
+
+def test_copied_console_blocks_leave_out_prompts_and_output(site: Path) -> None:
+    page = (site / "index.html").read_text()
+    assert '<span class="gp">$ </span>' in page
+    assert '<span class="go">[0] rank 0 of 4' in page
+    style = (site / "site.css").read_text()
+    assert "[data-md-copying] :is(.gp, .go) { display: none; }" in style
