@@ -109,7 +109,8 @@ def test_reference_contains_no_sphinx_roles(site: Path) -> None:
 def test_figures_are_what_their_program_draws(tmp_path: Path) -> None:
     program = ROOT / "docs" / "hooks" / "figures.py"
     spec = importlib.util.spec_from_file_location("figures", program)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     figures = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(figures)
     figures.draw(tmp_path)
