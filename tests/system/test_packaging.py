@@ -80,7 +80,7 @@ def test_import_of_bare_name_raises_and_names_the_module(name: str) -> None:
         f"import collective.{name}",
     )
     assert output.startswith(f"{name} | import {name}: ")
-    assert f"import collective.{name} instead" in output
+    assert f"Import collective.{name} instead" in output
 
 
 def test_import_and_use_load_only_numpy() -> None:

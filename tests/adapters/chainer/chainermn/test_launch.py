@@ -169,7 +169,7 @@ def test_other_communicator_names_reach_chainermn_with_mpi4py(tmp_path: Path) ->
     """
     expected = {
         "ours": "CollectiveCommunicator True",
-        "options": "InvalidArgumentError: create_communicator: unknown options grad_dtype;",
+        "options": "InvalidArgumentError: create_communicator: unknown options grad_dtype (",
         "dtype": "InvalidArgumentError: allreduce_grad_dtype: int32;",
         "True": "CollectiveCommunicator",
     }
