@@ -1,6 +1,6 @@
 """Shrinking and growing: the ranks agree on the members of the next generation, and connect again.
 
-The rules are in ``docs/failures.md``; the protocol of a decision is in
+The rules are in ``docs/reference/failures.md``; the protocol of a decision is in
 :mod:`collective.contract.decision`. This module does not use communicators. A communicator that
 shrinks or grows passes its *lineage* (:mod:`.lineage`) and its transport, and gets the lineage and
 transport of the next generation. The lineage knows the store in which the ranks met and the ranks'

@@ -94,11 +94,11 @@ with collective.init() as comm:
 
 READ_ON = """\
 Read on (docs/ in the repository, and the site that `make docs` builds):
-  docs/tutorials/numpy.md     the first program, with NumPy
-  docs/tutorials/pytorch.md   training with PyTorch
-  docs/calls.md               all calls
-  docs/failures.md            errors, and going on after a loss
-  docs/parity.md              the same numbers everywhere
+  docs/tutorials/numpy.md         the first program, with NumPy
+  docs/tutorials/pytorch.md       training with PyTorch
+  docs/calls.md                   all calls
+  docs/how-to/handle-failures.md  errors, and how to continue after a loss
+  docs/parity.md                  the same numbers everywhere
 `collective doctor` shows what works on this machine; `collective bench` measures its speed.
 """
 
