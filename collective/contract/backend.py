@@ -35,7 +35,8 @@ Rules for every method:
 After a loss the remaining ranks may go on: ``shrink()``, for transports with
 ``Capabilities.shrinks``. These ranks decide on the new members through one key of ``World.store``,
 without the transport. The transport has only two duties: :meth:`Backend.lost` names the lost ranks,
-and :meth:`Backend.reconnect` connects the new members. The rules are in ``docs/reference/failures.md``.
+and :meth:`Backend.reconnect` connects the new members. The rules are in
+``docs/reference/failures.md``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Changes of a communicator's ranks: shrinking after a loss, and growing by processes that join.
 
-The rules are in ``docs/reference/failures.md``. The functions here work on a communicator, of which they
-use the members of :class:`Parent`. :func:`shrink` and :func:`grow` return the transport and the
-lineage of the next generation. The communicator makes its successor from these.
+The rules are in ``docs/reference/failures.md``. The functions here work on a communicator, of
+which they use the members of :class:`Parent`. :func:`shrink` and :func:`grow` return the transport
+and the lineage of the next generation. The communicator makes its successor from these.
 """
 
 from __future__ import annotations
