@@ -240,10 +240,11 @@ class Messenger(Monitored):
     def _meet(self, deadline: Deadline) -> None:
         """Wait until the ranks are in the same call.
 
-        Gloo matches its collectives by a running number alone, whatever they do. So each rank
-        first receives a message from the rank before it. If ranks are in different calls they
-        wait here: around the ring, no rank continues that would have to exchange data with a rank
-        in another call.
+        Gloo matches its collectives by their kind and a running number alone. So each rank first
+        receives a message from the rank before it. Gloo's reductions move data around the same
+        ring, so a rank that is in another call than its neighbour stops them. Gloo's broadcast
+        moves data along a tree. Before a broadcast the communicator sends a head along a tree of
+        its own, and a rank in another call does not get the head.
         """
         after, before = (self.rank + 1) % self.size, (self.rank - 1) % self.size
         coming, going = Buffer.empty(1, _UINT8), Buffer.empty(1, _UINT8)

@@ -118,7 +118,7 @@ def _kind(piece: str) -> str:
 
 
 def collectives() -> Drawing:
-    """Each collective on three ranks: the pieces of each rank before the call and after it."""
+    """Draw each collective on three ranks: the pieces of each rank before and after the call."""
     wide, high, columns = 330, 150, 2
     rows = -(-len(_CALLS) // columns)
     figure = Drawing(columns * wide + 20, rows * high + 14, "What each rank has before and after")
@@ -146,7 +146,7 @@ def collectives() -> Drawing:
 
 
 def layers() -> Drawing:
-    """A launcher starts ranks, each rank runs the same program, a transport connects them."""
+    """Draw a launcher that starts ranks, and a transport that connects them."""
     figure = Drawing(680, 330, "Launcher, ranks and transport")
     figure.box(
         140, 16, 400, 38, words="collective run -n 3 · torchrun · mpiexec · srun", text="code"
@@ -186,7 +186,7 @@ def layers() -> Drawing:
 
 
 def transports() -> Drawing:
-    """Questions that lead to a transport."""
+    """Draw the questions that lead to a transport."""
     figure = Drawing(700, 330, "Which transport")
 
     def question(x: float, y: float, words: str) -> None:
@@ -226,7 +226,7 @@ def transports() -> Drawing:
 
 
 def call() -> Drawing:
-    """The steps of ``comm.all_reduce(x)``, in Python and in C."""
+    """Draw the steps of ``comm.all_reduce(x)``, in Python and in C."""
     figure = Drawing(700, 368, "The way of a call")
     steps = [
         ("Communicator.all_reduce", "public method: makes a call object of its arguments"),
@@ -269,7 +269,7 @@ def call() -> Drawing:
 
 
 def splits() -> Drawing:
-    """Rows of a picture on two ranks, and the halo that a convolution needs from the other rank."""
+    """Draw rows of a picture on two ranks, and the halo that a convolution reads."""
     figure = Drawing(680, 300, "Cuts and halos of a split model")
     size, rows = 20, 10
     for side, title in enumerate(("one process", "two ranks")):
@@ -310,7 +310,7 @@ def splits() -> Drawing:
 
 
 def pipeline() -> Drawing:
-    """A step of three stages and six micro-batches in the schedule 1F1B, by the library's rules."""
+    """Draw a step of three stages and six micro-batches, by the library's own schedule."""
     stages, microbatches = 3, 6
     figure = Drawing(700, 216, "Schedule 1F1B of a pipeline")
     actions = [order("1f1b", rank, stages, microbatches) for rank in range(stages)]
@@ -343,7 +343,7 @@ def pipeline() -> Drawing:
 
 
 def shrink() -> Drawing:
-    """Four ranks, of which one dies; the others learn of it, decide and continue."""
+    """Draw four ranks, of which one dies; the others get an error, decide and continue."""
     figure = Drawing(720, 300, "A loss and a shrink")
     left, right, top, gap = 80, 700, 54, 46
     marks = [
