@@ -77,7 +77,7 @@ def show(run: dict[str, Any], markdown: bool) -> None:
              *(microseconds(min(seconds)) for seconds in call["seconds"].values())]
             for call in calls
         ]  # fmt: skip
-        print_table(f"{what} by their length in bytes; µs", ["", "size", *lengths], rows, markdown)
+        print_table(f"{what} by length; µs", ["", "size", *lengths], rows, markdown)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -255,7 +255,7 @@ def test_areas_measures_areas_and_rings_of_several_lengths(tmp_path: Path) -> No
     assert [*calls[0]["seconds"]] == [str(64 << 10), str(1 << 20)]
     assert all(min(turns) > 0 for call in calls for turns in call["seconds"].values())
     shown = shown_again(tmp_path, "areas")
-    assert line(shown, "rings by their length in bytes")
+    assert line(shown, "rings by length; µs")
     assert line(shown, "send_recv")
 
 

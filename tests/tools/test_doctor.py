@@ -691,7 +691,7 @@ def test_missing_nccl_for_gpus_has_install_command(sick_run: dict[str, Any]) -> 
     transport = report["transports"]["nccl"]
     assert (transport["works"], transport["reason"]) == (False, "no NCCL library can be loaded")
     assert transport["fix"] == "pip install nvidia-nccl-cu13"
-    assert "2 GPUs here, but no NCCL" in joined(report)
+    assert "2 GPUs are here, but no NCCL" in joined(report)
     assert "pip install nvidia-nccl-cu13" in joined(report)
 
 
