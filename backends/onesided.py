@@ -74,8 +74,9 @@ class OneSided(Backend):
             largest: size in bytes of the largest ``src`` on any rank; the same on all ranks.
 
         Returns:
-            Whether the exposed memory stays readable after this rank has returned, so that no
-            departure is needed; the same on all ranks.
+            Whether peers may read the exposed data even after this rank has returned, because it
+            is a copy in shared memory. Otherwise the ranks must :meth:`_sync` before any of them
+            returns. The same on all ranks.
 
         Raises:
             Disagreement: the digests differ.
@@ -109,6 +110,7 @@ class OneSided(Backend):
         self._open(request, None, None, 0, deadline)
 
     def broadcast(self, request: Request, src: Buffer, dst: Buffer, deadline: Deadline) -> None:
+        # src and dst are the same buffer on each rank.
         mine, root = dst.array, request.root
         root_only = mine if self.rank == root else None
         stays = self._open(request, root_only, None, mine.nbytes, deadline)

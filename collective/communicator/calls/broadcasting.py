@@ -63,7 +63,7 @@ class Barrier(Call):
 
 
 class _Broadcasting(Call):
-    """Broadcast in which a rank either makes the same call as the root, or passes None."""
+    """Base of the broadcasts. Ranks that do not know the root's array pass None instead of it."""
 
     operation = "broadcast"
     root: int
@@ -166,7 +166,9 @@ class _Broadcasting(Call):
 
 
 class Broadcast(_Broadcasting):
-    """Broadcast of one array whose dtype and shape this rank knows.
+    """Broadcast in which this rank passes an array, as ``x`` or as ``out``.
+
+    For a structure and for None, :meth:`prepared` returns a call of another class.
 
     See :meth:`Communicator.broadcast`.
     """

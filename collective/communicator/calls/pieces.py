@@ -56,7 +56,8 @@ class Pieces(Call):
         expected: number of rows of each leaf from each rank: the caller's lengths, or as if all
             ranks had as many rows as this rank.
         planned: plan for the expected numbers of rows.
-        compares: whether the ranks compare their calls first, if the transport does not.
+        compares: whether the ranks compare their calls before they send data; only of importance
+            if the transport does not compare calls by itself.
     """
 
     x: Any
@@ -79,7 +80,7 @@ class Pieces(Call):
 
     @abstractmethod
     def join(self, payloads: list[Array], src: Buffer, dst: Buffer, deadline: Deadline) -> None:
-        """Write the result, without the transport, from the bytes that all ranks have packed."""
+        """Write the result of equal small arrays, whose bytes came with the digests."""
 
     @abstractmethod
     def uneven(self, headers: Sequence[Header]) -> tuple[Sequence[Sequence[int]], Planned]:
@@ -276,7 +277,8 @@ def _exchange_heads(
 ) -> list[Array] | None:
     """Compare ``request`` on all ranks, and give every rank the payloads if they are small.
 
-    On transports that compare no calls, this function replaces :meth:`Path.agree`.
+    On transports that compare no calls, this function compares them, by one message from each
+    rank. Only if digests differ does it call :meth:`Path.agree`, which exchanges whole requests.
 
     Args:
         payload: contiguous bytes; ranks that make the same call pass the same number of bytes. A
