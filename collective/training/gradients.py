@@ -45,19 +45,20 @@ class Gradients(NotCopied):
 
     All ranks of the communicator make it, with the same parameters in the same order. A bucket is
     reduced as soon as it is full and the reductions of all earlier buckets have started. So all
-    ranks reduce in the same order, in whatever order gradients arrive. After the first pass the
-    buckets are laid out again, once, in the order of arrival on rank 0.
+    ranks reduce in the same order, in whatever order gradients arrive. The last bucket is reduced
+    only in :meth:`finish` (or :meth:`shadow`). After the first pass the buckets are laid out again,
+    once, in the order of arrival on rank 0.
 
     Args:
-        comm: communicator that connects the ranks. Only :meth:`ready` and :meth:`finish` use it,
-            in the thread that calls them.
+        comm: communicator that connects the ranks. The constructor, :meth:`ready`, :meth:`finish`,
+            :meth:`shadow` and :meth:`rebind` use it, in the thread that calls them.
         parameters: parameters in the order in which their gradients are expected to arrive.
         like: framework of the memory; see :meth:`Communicator.empty`.
         bucket_bytes: approximate size of a bucket.
-        first_bytes: approximate size of the first bucket, whose reduction should start early; at
-            most ``bucket_bytes``. The default is 1 MiB. On ranks of one host with less
-            than two cores each, no idle core could reduce the bucket meanwhile, and the default is
-            ``bucket_bytes``.
+        first_bytes: approximate size of the first bucket, whose reduction should start early. A
+            value above ``bucket_bytes`` counts as ``bucket_bytes``. The default is 1 MiB. On ranks
+            of one host with less than two cores each, no idle core could reduce the bucket
+            meanwhile, and the default is ``bucket_bytes``.
         reduce: function that reduces a full bucket; by default the average over the ranks.
         counts: whether a gradient may be ready several times in a pass, equally often in every
             pass. The engine counts these times in the first pass, and reduces the buckets of that
@@ -66,8 +67,8 @@ class Gradients(NotCopied):
     Attributes:
         views: arrays for the gradients, by the parameters' numbers. Other arrays replace them when
             the buckets are laid out again: see ``moved``.
-        moved: function without arguments that is called after this. The contents of the old
-            ``views`` have then been copied to the new ones.
+        moved: function without arguments that is called after the buckets have been laid out again.
+            The contents of the old ``views`` have then been copied to the new ones.
         begun: whether a backward pass has begun with its first :meth:`ready`, and is not finished.
 
     Raises:
