@@ -67,7 +67,8 @@ def encode(value: Any, use_pickle: bool = False) -> np.ndarray[Any, Any]:
         text = json.dumps(_plain(value, blobs)).encode()
     except RecursionError as error:
         raise InvalidArgumentError(
-            f"object: it contains itself, or is nested too deeply: {_limit()}. Send it in parts."
+            f"object: it contains itself, or is nested too deeply: {_limit()}. Remove the "
+            "reference to itself, or send the nested parts one by one."
         ) from error
     pieces = [_HEAD.pack(_SAFE, len(text)), text]
     length = _HEAD.size + len(text)
@@ -161,7 +162,7 @@ def _depth(text: str) -> int:
 
 
 def _limit() -> str:
-    return f"Python follows {sys.getrecursionlimit()} calls here (sys.setrecursionlimit)"
+    return f"Python allows {sys.getrecursionlimit()} nested calls (sys.setrecursionlimit)"
 
 
 class _Reader:
