@@ -180,13 +180,14 @@ def scatter(
 ) -> Any:
     """Cut the array of ``root`` into pieces and give each rank one piece.
 
-    The gradient at the root is the ``g_r`` joined, a gather; that of another rank's ``x`` is zero.
+    The gradient at the root is the ranks' ``g_r = ∂L/∂y_r`` joined, a gather; that of another
+    rank's ``x`` is zero.
 
     Collective: every rank calls it, with the same root and axis.
 
     Args:
-        x: at the root, a variable or an array. On other ranks None, or any variable or array, which
-            gets the zero gradient; derivatives of higher order need it.
+        x: at the root, a variable or an array. On other ranks None, or any variable or array. A
+            variable gets a zero gradient; pass one for derivatives of higher order.
         comm: ranks that take part.
         root: rank whose array is cut.
         axis: axis that is cut.
