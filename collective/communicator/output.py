@@ -85,7 +85,7 @@ class Output:
                 f"{what}: a number cannot be written to, so out must be None with a number. Use "
                 "the return value of the call, or pass arrays."
             )
-        array, out_dtype = adapter_of(out).output(out)
+        array, out_dtype = adapter_of(out, what, "out").output(out)
         if out_dtype is not dtype:
             raise DtypeError(f"{what}: out has dtype {out_dtype}; the result has {dtype}.")
         if array.shape != shape:
@@ -162,7 +162,7 @@ def outputs_of(what: str, out: Any, nesting: Any, count: int, like: str, who: st
         return [None] * count
     if nested.skeleton(out) != nesting:
         raise InvalidArgumentError(f"{what}: out is nested differently from the {like} {who}.")
-    refuse_overlap(what, writable_arrays(out))
+    refuse_overlap(what, writable_arrays(out, what))
     return nested.flatten(out)
 
 

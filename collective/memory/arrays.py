@@ -275,15 +275,18 @@ known: dict[type, Adapter] = {np.ndarray: _NUMPY}
 _by_name: dict[str, Adapter] = {"numpy": _NUMPY}
 
 
-def adapter_of(x: Any) -> Adapter:
+def adapter_of(x: Any, what: str = "array", name: str = "") -> Adapter:
     """Return the adapter for ``x``.
+
+    Args:
+        what, name: the operation and, if it is not the input, the argument, for errors.
 
     Raises:
         InvalidArgumentError: ``x`` is no array.
     """
     adapter = known.get(type(x))
     if adapter is None:
-        adapter = known[type(x)] = _find(x)
+        adapter = known[type(x)] = _find(x, what, name)
     return adapter
 
 
@@ -318,7 +321,7 @@ def _plain() -> Any:
     return adapter_like("cuda")
 
 
-def _find(x: Any) -> Adapter:
+def _find(x: Any, what: str, name: str) -> Adapter:
     if isinstance(x, np.ma.MaskedArray):
         raise InvalidArgumentError(
             "numpy.ma: masks do not travel; pass x.filled(…), or use the *_object calls."
@@ -337,12 +340,39 @@ def _find(x: Any) -> Adapter:
     if hasattr(x, "__cuda_array_interface__"):
         adapter_of_type: Adapter = _plain().of(type(x))
         return adapter_of_type
+    thing, instead = _a_thing_like(x), "" if name else f" ({_instead(x, what)})"
     raise InvalidArgumentError(
-        f"array: {type(x).__name__} is no array; pass a NumPy array, a PyTorch tensor, a CuPy "
-        "array, a Chainer variable, any array that supports DLPack or __cuda_array_interface__, or "
-        "a list or dict of them. Reductions, broadcast and gathers also take a number; for other "
-        "calls use numpy.asarray(x). For other objects use the *_object calls."
+        f"{what}: {f'{name} is {thing}, not an array' if name else f'{thing} is not an array'}. "
+        "Pass a NumPy array, a PyTorch tensor, a CuPy array, a Chainer variable, any array that "
+        "supports DLPack or __cuda_array_interface__, or a list or dict of them"
+        f"{instead}."
     )
+
+
+# Call that carries objects between the same ranks as an operation carries arrays.
+_OBJECT_CALLS = {
+    **dict.fromkeys(("all_reduce", "scan", "all_gather"), "all_gather_object"),
+    **dict.fromkeys(("reduce", "gather"), "gather_object"),
+    **dict.fromkeys(("broadcast", "scatter", "send", "recv"), "{}_object"),
+    "sendrecv": "send_object and recv_object",
+}
+_NUMBERS = (bool, int, float, complex)
+_PLAIN = (*_NUMBERS, type(None), str, bytes, bytearray, set, frozenset)
+
+
+def _a_thing_like(x: Any) -> str:
+    """Return a noun phrase for the type of an object."""
+    if x is None:
+        return "None"
+    name = type(x).__name__
+    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
+
+
+def _instead(x: Any, what: str) -> str:
+    """Return what the program may pass, or call, if its object is not an array."""
+    calls = _OBJECT_CALLS.get(what, "the *_object calls").format(what)
+    objects = f"for objects: {calls}{'' if isinstance(x, _PLAIN) else ' with pickle=True'}"
+    return f"for a number: numpy.asarray(x); {objects}" if isinstance(x, _NUMBERS) else objects
 
 
 def _load(framework: str) -> Adapter:

@@ -19,13 +19,16 @@ _MOST_WORK: Any = 1_000_000
 _TooHardError = getattr(np, "exceptions", np).TooHardError  # NumPy 1.24 has it at the top
 
 
-def writable_arrays(out: Any) -> list[Any]:
+def writable_arrays(out: Any, what: str = "array") -> list[Any]:
     """Return writable views of the leaves of ``out``, an array or a structure.
+
+    Args:
+        what: the operation, for errors.
 
     Raises:
         InvalidArgumentError: a leaf is no array, or is read-only.
     """
-    return [adapter_of(leaf).output(leaf)[0] for leaf in nested.flatten(out)]
+    return [adapter_of(leaf, what, "out").output(leaf)[0] for leaf in nested.flatten(out)]
 
 
 def shares_memory(array: Any, out: Any) -> bool:

@@ -292,7 +292,7 @@ def test_dlpack_result_of_missing_module_is_numpy():
 @pytest.mark.parametrize("thing", [1, 1.5, "text", None, [1.0], object(), {"a": 1}])
 def test_adapter_of_non_array_raises_invalid_argument(thing):
     assert not is_array(thing)
-    with pytest.raises(InvalidArgumentError, match="is no array; pass a NumPy array"):
+    with pytest.raises(InvalidArgumentError, match=r"is not an array\. Pass a NumPy array"):
         adapter_of(thing)
 
 

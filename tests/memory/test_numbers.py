@@ -89,7 +89,7 @@ def test_all_reduce_of_int_subclass_or_text_raises() -> None:
 
     def program(comm: Communicator) -> None:
         for x in (Color(1), "1", None):
-            with pytest.raises(Exception, match="is no array"):
+            with pytest.raises(Exception, match="is not an array"):
                 comm.all_reduce(x)
 
     run_ranks(1, program)

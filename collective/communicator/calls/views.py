@@ -56,7 +56,7 @@ def view(path: Path, what: str, x: Any, hosted: bool = False) -> View:
             this rank's.
     """
     try:
-        adapter = adapter_of(x)
+        adapter = adapter_of(x, what)
     except InvalidArgumentError:
         if not is_number(x) or what not in _OF_NUMBERS:
             raise

@@ -64,7 +64,7 @@ def test_variable_of_unknown_array_type_raises_device_error() -> None:
 
 
 def test_link_as_array_raises_invalid_argument_error() -> None:
-    with pytest.raises(InvalidArgumentError, match="Linear is no array"):
+    with pytest.raises(InvalidArgumentError, match="Linear is not an array"):
         adapter_of(L.Linear(2, 2))
 
 
