@@ -106,9 +106,9 @@ def check_out(path: Path, what: str, out: Any) -> Near | None:
     if out is None:
         return None
     if nested.is_tree(out):
-        refuse_overlap(what, writable_arrays(out))
+        refuse_overlap(what, writable_arrays(out, what))
         return None
-    adapter = adapter_of(out)
+    adapter = adapter_of(out, what, "out")
     array: Any = adapter.output(out)[0]
     if not array.flags.c_contiguous:
         refuse_overlap(what, [array])
@@ -139,18 +139,26 @@ def _direct(path: Path, words: Sequence[int], out: Any, follows: bool) -> Buffer
     return Buffer(array.ravel(), dtype).bytes()
 
 
-def arrived(path: Path, words: Sequence[int], payload: Buffer, out: Any, like: Any) -> Any:
-    """Return the result of a receive: ``out``, or a new array or structure."""
+def arrived(
+    path: Path, what: str, words: Sequence[int], payload: Buffer, out: Any, like: Any
+) -> Any:
+    """Return the result of a receive: ``out``, or a new array or structure.
+
+    Args:
+        what: the operation, for errors.
+        words, payload: words of the message's head, and the buffer with its payload.
+        out, like: as in :func:`room_for`.
+    """
     if words[0] == _OBJECT:
         value = objects.decode(payload.array)
         if out is None and like is not None and nested.is_tree(value):
             adapter = adapter_for(like)
-            leaves = [_converted(leaf, adapter) for leaf in nested.flatten(value)]
+            leaves = [_converted(what, leaf, adapter) for leaf in nested.flatten(value)]
             return nested.rebuild(value, iter(leaves))
-        return value if out is None else _fill(out, value)
+        return value if out is None else _fill(what, out, value)
     if out is not None and nested.is_tree(out):
         raise InvalidArgumentError(
-            f"recv: the message is a single array; out is a structure {path.who}."
+            f"{what}: the message is a single array; out is a structure {path.who}."
         )
     dtype, shape = dtypes.BY_CODE[words[1]], _shape(words)
     array: Any = payload.array
@@ -158,7 +166,7 @@ def arrived(path: Path, words: Sequence[int], payload: Buffer, out: Any, like: A
     if on_gpu and out is not None and device_view(out) is None:
         array, on_gpu = array.to_host(), False
     adapter = adapter_of(out) if out is not None else adapter_for(like, on_gpu)
-    output = Output("recv", out, adapter, shape, dtype, array)
+    output = Output(what, out, adapter, shape, dtype, array)
     output.flat[:] = array.view(dtype.storage)
     return output.finish()
 
@@ -194,25 +202,27 @@ def _shape(words: Sequence[int]) -> tuple[int, ...]:
     return tuple(words[4 : 4 + words[3]])
 
 
-def _converted(leaf: Any, adapter: Adapter) -> Any:
+def _converted(what: str, leaf: Any, adapter: Adapter) -> Any:
     """Return the array ``leaf`` in the framework of ``adapter``."""
     own_adapter = adapter_of(leaf)
     if own_adapter is adapter:
         return leaf
     array, dtype = own_adapter.view(leaf)
-    output = Output("recv", None, adapter, array.shape, dtype, array)
+    output = Output(what, None, adapter, array.shape, dtype, array)
     output.flat[:] = array.ravel()
     return output.finish()
 
 
-def _fill(out: Any, value: Any) -> Any:
+def _fill(what: str, out: Any, value: Any) -> Any:
     """Copy the arrays of ``value`` to the arrays of ``out``; raise if they do not fit."""
     if nested.skeleton(out) != nested.skeleton(value):
-        raise InvalidArgumentError("recv: out is nested differently from the received structure.")
+        raise InvalidArgumentError(
+            f"{what}: out is nested differently from the received structure."
+        )
     outputs = []
     for target, leaf in zip(nested.flatten(out), nested.flatten(value)):
         array, dtype = adapter_of(leaf).view(leaf)
-        output = Output("recv", target, adapter_of(target), array.shape, dtype, array)
+        output = Output(what, target, adapter_of(target), array.shape, dtype, array)
         outputs.append((output, array))
     for output, array in outputs:
         output.flat[:] = array.ravel()

@@ -91,45 +91,54 @@ class Send(_Message):
     Args:
         result: object that the call returns.
         hosted: whether ``x`` is the library's own array on the CPU.
+        what: the communicator's method that the program called, for errors.
     """
 
     def __init__(
-        self, path: Path, x: Any, dst: Any, tag: Any, result: Any = None, hosted: bool = False
-    ) -> None:
+        self, path: Path, x: Any, dst: Any, tag: Any, result: Any = None, hosted: bool = False,
+        what: str = "send",
+    ) -> None:  # fmt: skip
         self.path = path
         self.x = x
         self.dst = dst
         self.tag = tag
         self._result = result
         self._hosted = hosted
+        self._what = what
 
     def exchanged(self, seconds: float) -> Any:
         done = self.in_c(self.x, self.dst, None, NOBODY, Deadline(seconds))
         return NotImplemented if done is NotImplemented else self._result
 
     def posted(self, seconds: float, async_op: bool) -> Any:
-        path, what = self.path, "send"
+        path, what = self.path, self._what
         if is_null(self.dst):
             return self.result_of_nobody(what, self._result, async_op)
         dst, tag = _check_peer(path, what, "dst", self.dst), _check_tag(self.tag)
         head, payload, near = message_of(path, what, self.x, self._hosted)
         run = partial(_send, path, head, payload, dst, tag, seconds, self._result)
-        key: Direction = what, dst, None, tag
+        key: Direction = "send", dst, None, tag
         return _post(path, key, run, async_op, near, int(head.words[2]))
 
 
 class Recv(_Message):
-    """See :meth:`Communicator.recv`."""
+    """See :meth:`Communicator.recv`.
+
+    Args:
+        what: the communicator's method that the program called, for errors.
+    """
 
     def __init__(
-        self, path: Path, out: Any, src: Any, tag: Any, like: Any, status: Status | None
-    ) -> None:
+        self, path: Path, out: Any, src: Any, tag: Any, like: Any, status: Status | None,
+        what: str = "recv",
+    ) -> None:  # fmt: skip
         self.path = path
         self.out = out
         self.src = src
         self.tag = tag
         self.like = like
         self._status = status
+        self._what = what
 
     def exchanged(self, seconds: float) -> Any:
         if self.out is None or self.like is not None:
@@ -142,7 +151,7 @@ class Recv(_Message):
         return self.out
 
     def posted(self, seconds: float, async_op: bool) -> Any:
-        path, what, src = self.path, "recv", self.src
+        path, what, src = self.path, self._what, self.src
         if is_null(src):
             if self._status is not None:
                 self._status.source = NULL
@@ -160,7 +169,7 @@ class Recv(_Message):
         if path.lanes:
             _refuse_overlap(path, src, tag)
         run = partial(self._receive, src, tag, seconds, near)
-        return _post(path, (what, None, src, tag), run, async_op, near)
+        return _post(path, ("recv", None, src, tag), run, async_op, near)
 
     def _receive(self, src: int, tag: int, seconds: float, near: Near | None) -> Any:
         path, out = self.path, self.out
@@ -169,14 +178,14 @@ class Recv(_Message):
         source = path.transfer(path.backend.recv, head.buffer, src, tag, deadline)
         if self._status is not None:
             self._status.source = source
-        words = arriving("recv", head)
+        words = arriving(self._what, head)
         like = self.like if out is None else out
         payload, follows, direct = room_for(path, head, words, out, like)
         if follows:
             path.transfer(path.backend.recv, payload, source, tag, deadline)
-        result = out if direct else arrived(path, words, payload, out, self.like)
+        result = out if direct else arrived(path, self._what, words, payload, out, self.like)
         if near is None:
-            settle(path, "recv", payload.array, deadline)
+            settle(path, self._what, payload.array, deadline)
         return result
 
 
@@ -197,7 +206,7 @@ class SendRecv(_Message):
     @classmethod
     def rest(cls, path: Path, x: Any, out: Any, src: Any, tag: Any) -> Recv:
         """Return the call that receives the message of a ``sendrecv`` whose ``x`` C has sent."""
-        return Recv(path, out, src, tag, next(iter(nested.flatten(x))), None)
+        return Recv(path, out, src, tag, next(iter(nested.flatten(x))), None, "sendrecv")
 
     def exchanged(self, seconds: float) -> Any:
         if self.like is not None or self.src == ANY_SOURCE:
@@ -238,7 +247,7 @@ class SendRecv(_Message):
             payload = Buffer(payload.array.copy(), payload.dtype)
         sending = partial(_send, path, head, payload, dst, tag, seconds, None)
         sent = _post(path, send, sending, True, near, nbytes)
-        received = path.post(Recv(path, self.out, src, tag, like, None), seconds, True)
+        received = path.post(Recv(path, self.out, src, tag, like, None, what), seconds, True)
 
         def wait_for_both() -> Any:
             sent.wait()
@@ -255,9 +264,10 @@ class SendRecv(_Message):
         path = self.path
         if is_null(self.src):
             check_out(path, "sendrecv", self.out)
-            return path.post(Send(path, self.x, self.dst, self.tag, self.out), seconds, async_op)
+            send = Send(path, self.x, self.dst, self.tag, self.out, what="sendrecv")
+            return path.post(send, seconds, async_op)
         path.check_rank("sendrecv", "src", self.src)  # refuses ANY_SOURCE, which recv would accept
-        recv = Recv(path, self.out, self.src, self.tag, self._like_of_result(), None)
+        recv = Recv(path, self.out, self.src, self.tag, self._like_of_result(), None, "sendrecv")
         return path.post(recv, seconds, async_op)
 
     def _both_ways(
@@ -278,7 +288,7 @@ class SendRecv(_Message):
             path.transfer(backend.send, payload, dst, tag, deadline)
         elif follows:
             path.transfer(backend.recv, received, src, tag, deadline)
-        return arrived(path, words, received, out, like)
+        return arrived(path, "sendrecv", words, received, out, like)
 
 
 def _send(
