@@ -523,12 +523,14 @@ class Path(_Gate):
         """
         if type(rank) is int and 0 <= rank < self.size:
             return rank
+        # A rank at the edge of a grid may have passed None or -1 for a missing neighbour.
+        hint = ' For "no neighbour" pass collective.NULL.' if name in ("src", "dst") else ""
         if isinstance(rank, bool) or not isinstance(rank, (int, np.integer)):
-            raise RankError(f"{what}: {name} {rank!r} is not an integer {self.who}.")
+            raise RankError(f"{what}: {name} {rank!r} is not an integer {self.who}.{hint}")
         if not 0 <= rank < self.size:
             raise RankError(
                 f"{what}: {name} {rank}; this communicator has ranks 0 to {self.size - 1} "
-                f"{self.who}."
+                f"{self.who}.{hint}"
             )
         return int(rank)
 
