@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import hashlib
 import json
@@ -10,6 +11,7 @@ import os
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from types import FrameType
 from typing import Any, cast
 
 from collective import native
@@ -234,17 +236,23 @@ in_thread = native.in_thread() or _InThread()
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
 
-def call_site(packages: tuple[str, ...] = (_PACKAGE,)) -> str:
+def call_site(packages: tuple[str, ...] = (_PACKAGE,), frame: FrameType | None = None) -> str:
     """Return ``file:line in function`` of the innermost frame outside this package.
 
     In a lane's thread, return the place in the program that submitted the running call.
 
     Args:
         packages: folders whose frames are skipped: this package, and further ones.
+        frame: innermost frame of another thread, which is not a lane's. The result is empty if
+            only this package runs in that thread.
     """
-    if in_thread.site is not None:
-        return in_thread.site
-    frame = sys._getframe(1)
+    if frame is None:
+        if in_thread.site is not None:
+            return in_thread.site
+        frame = sys._getframe(1)
+    else:
+        # The thread may wait for an event, or be at the end of a context of this package.
+        packages = (*packages, threading.__file__, contextlib.__file__)
     while frame.f_code.co_filename.startswith(packages):
         if frame.f_back is None:
             return ""

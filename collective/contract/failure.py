@@ -19,8 +19,12 @@ from collective.errors import (
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Failure"]
+__all__ = ["LONGER", "Failure"]
 
+# Programs, and torch's own tests, search the text for "timed out" or "timeout".
+_TIMED_OUT = "timed out: "
+#: End of the text of a timeout, unless a longer timeout cannot help.
+LONGER = "; a longer timeout helps if that is only slow"
 # Errors that a rank raises because of other ranks.
 _OF_PEERS = (CommunicatorAbortedError, CollectiveTimeoutError, RendezvousError)
 
@@ -44,7 +48,9 @@ class Failure:
     ranks: tuple[int, ...] = ()
 
     @classmethod
-    def timed_out(cls, rank: int, seconds: float, what: str, ranks: Sequence[int]) -> Self:
+    def timed_out(
+        cls, rank: int, seconds: float, what: str, ranks: Sequence[int], remedy: str = LONGER
+    ) -> Self:
         """Return the failure of a call that has waited for ``what`` past its deadline.
 
         Args:
@@ -52,10 +58,10 @@ class Failure:
             seconds: the timeout of the call.
             what: text that names the missing ranks and adds facts about them.
             ranks: the ranks that did not come.
+            remedy: end of the text: what the program can do.
         """
-        # Programs, and torch's own tests, search the text for "timed out" or "timeout".
-        text = f"waited {seconds:g} s for {what}; a longer timeout helps if that is only slow"
-        return cls("timeout", rank, f"timed out: {text}", tuple(ranks))
+        text = f"{_TIMED_OUT}waited {seconds:g} s for {what}{remedy}"
+        return cls("timeout", rank, text, tuple(ranks))
 
     @classmethod
     def caused_by(cls, rank: int, error: BaseException) -> Self:
@@ -89,4 +95,9 @@ class Failure:
             return MismatchError(f"{where}: {self.text} [rank {me}]")
         if self.kind == "timeout" and me not in self.ranks:
             return CollectiveTimeoutError(f"{where}: {self.text} [rank {me}]", self.ranks)
+        if self.kind == "timeout" and self.text.startswith(_TIMED_OUT):
+            text = self.text.removeprefix(_TIMED_OUT)
+            return CommunicatorAbortedError(
+                f"{where}: rank {self.rank} timed out waiting for this rank: {text} [rank {me}]"
+            )
         return CommunicatorAbortedError(f"{where}: {self.text} [rank {me}]")

@@ -22,7 +22,8 @@ than their communicator's: the program may intend to go on after that deadline. 
 not detected here, and end by the deadline. These are deadlocks
 
 * of ranks with further threads, with calls in the background, or with signal handlers in Python;
-* of messages;
+* of messages. A message may be in flight, so nobody can tell before the deadline that it does not
+  come. At the deadline the error names ranks that wait for each other; see :mod:`.waits`;
 * of calls that some rank leaves before all have come;
 * of ranks that are threads.
 
