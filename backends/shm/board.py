@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import mmap
 from typing import Any
 
-from .control import Control, fence
-from .layout import NOTICE_BYTES
+from .fence import fence
+from .layout import LINE
 
 __all__ = ["Board"]
 
@@ -17,20 +18,30 @@ class Board:
 
     A board keeps only the memory of the control segment alive. The owner of the segment may close
     or drop it while groups of that communicator go on.
+
+    Args:
+        segment: memory of the control segment.
+        rank: this rank.
+        notices: offset of each rank's notice in the segment.
+        nbytes: bytes of a notice.
+        word: word of a rank's line with the version of its notice.
     """
 
-    def __init__(self, control: Control) -> None:
-        self._rank = control.rank
-        self._map = control.segment.map
-        self._words = control.words
-        self._notices = control.layout.notices
-        self._versions = [control.version_of_notice(rank) for rank in range(control.size)]
+    def __init__(
+        self, segment: mmap.mmap, rank: int, notices: list[int], nbytes: int, word: int
+    ) -> None:
+        self._rank = rank
+        self._map = segment
+        self._words = memoryview(segment).cast("q")
+        self._notices = notices
+        self._nbytes = nbytes
+        self._versions = [(1 + each) * LINE + word for each in range(len(notices))]
         self._version = 0
 
     def post(self, notice: Any) -> None:
         """Replace this rank's notice; keep the old one if the new one is too long."""
         raw = json.dumps(notice).encode()
-        if len(raw) >= NOTICE_BYTES:
+        if len(raw) >= self._nbytes:
             return
         at = self._notices[self._rank]
         # The version is odd while the notice is written. A peer that reads the notice meanwhile
@@ -48,9 +59,9 @@ class Board:
         for rank, version in enumerate(self._versions):
             before = self._words[version]
             fence()
-            raw = self._map[self._notices[rank] : self._notices[rank] + NOTICE_BYTES]
+            raw = self._map[self._notices[rank] : self._notices[rank] + self._nbytes]
             fence()
             if before and before % 2 == 0 and self._words[version] == before:
-                with contextlib.suppress(ValueError):
+                with contextlib.suppress(RecursionError, ValueError):
                     notices[rank] = json.loads(raw.partition(b"\0")[0])
         return notices

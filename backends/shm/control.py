@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import secrets
 import threading
 import time
@@ -15,14 +14,36 @@ from typing import Any, NoReturn
 from collective import native
 from collective.contract.failure import Failure
 from collective.contract.stalls import look
+from collective.contract.waits import (
+    CLOSED,
+    DROPPED,
+    Waiting,
+    caller,
+    departed,
+    explain,
+    from_wire,
+    publish_after,
+    to_wire,
+)
 from collective.deadline import Deadline
 from collective.errors import BackendError, RendezvousError, UnsupportedError
 from collective.request import Disagreement, Request
 
-from .layout import CALL_BYTES, CALLS, FAILURE_BYTES, LINE, NOTE_BYTES, Layout
+from .board import Board
+from .fence import ORDERED, fence
+from .layout import (
+    CALL_BYTES,
+    CALLS,
+    FAILURE_BYTES,
+    LINE,
+    NOTE_BYTES,
+    NOTICE_BYTES,
+    WAITS_BYTES,
+    Layout,
+)
 from .segment import Segment
 
-__all__ = ["BROKEN", "Control", "fence"]
+__all__ = ["BROKEN", "Control"]
 
 # Words of a rank's line. A fast peer may be one step ahead, and write while this rank still reads
 # the words of the step before. So digest and location have two places, for even and odd steps.
@@ -33,6 +54,7 @@ _STEP = 0
 _DIGEST = 1  # + parity
 _ASLEEP = 3
 _LOCATION = 8  # + 8 * parity: of src: segment, offset, address; the same of dst
+_WAITING = 24
 _STATE, _PID, _NOTED, _EXCHANGED, _FAILED_AT, _FAILURE_LENGTH, _NOTICE, _NOTES = range(32, 40)
 #: The first word of the segment: not 0 when some rank has failed.
 BROKEN = 0
@@ -43,10 +65,7 @@ _SLEEPERS = 8
 
 _JOINED, _LEFT, _DROPPED = 1, 2, 3
 # For error texts: the states of ranks that no longer take part.
-_GONE = {
-    _LEFT: "has closed its communicator",
-    _DROPPED: "has dropped its communicator without closing it",
-}
+_GONE = {_LEFT: CLOSED, _DROPPED: DROPPED}
 
 # A wait polls, then yields the processor, then sleeps ever longer. Polling suits a peer on another
 # core. With more ranks than cores it would keep the peer from running, so the wait yields the
@@ -67,19 +86,6 @@ _ENDING_S, _ENDING_LOOK_S = 1.0, 0.005
 _STALL_S = 1.0
 # A note is a path, a vote, a text or a call's header. A length above this is a sign of damage.
 _LONGEST_NOTE = 1 << 30
-
-# x86 keeps stores in order, and loads in order. On other processors (AArch64, POWER) a peer could
-# see a flag before the data that the flag announces. Taking a free lock is the cheapest fence in
-# Python.
-_ORDERED = platform.machine().lower() in ("x86_64", "amd64", "i686", "i386")
-_fence_lock = threading.Lock()
-
-
-def fence() -> None:
-    """Order the memory accesses before and after this call, if the processor does not."""
-    if not _ORDERED:
-        with _fence_lock:
-            pass
 
 
 class Control:
@@ -106,6 +112,10 @@ class Control:
         self.request: Request | str = "connect"
         self._noted: dict[Request, int] = {}
         self._pids = [0] * size
+        # The waits of this rank that its peers can read, and the board where they read them.
+        self.waits: dict[object, Waiting] = {}
+        self._waits_lock = threading.Lock()
+        self._board = Board(segment.map, rank, self.layout.waits, WAITS_BYTES, _WAITING)
         # Dropping the communicator does not mean that the process died. The descriptor of the
         # segment, and with it the lock, stays until the peers can read that it was dropped.
         drop = weakref.finalize(self, _drop, segment, self._line + _STATE, os.getpid())
@@ -248,7 +258,7 @@ class Control:
     def _step(self, step: int, deadline: Deadline) -> None:
         """Announce that this rank has reached ``step``, and wait until all ranks have done so."""
         words = self.words
-        if not _ORDERED:
+        if not ORDERED:
             fence()
         words[self._line] = step
         # There is no fence between the step and this look, since a fence would cost every call. A
@@ -259,7 +269,7 @@ class Control:
         for peer in self._peers:
             if not step <= words[peer] <= step + 1:
                 self._wait_for(peer, step, deadline)
-        if not _ORDERED:
+        if not ORDERED:
             fence()
 
     def exchange(self, note: bytes, deadline: Deadline) -> list[bytes]:
@@ -299,9 +309,9 @@ class Control:
         """
         return (1 + rank) * LINE + _LOCATION + 8 * parity
 
-    def version_of_notice(self, rank: int) -> int:
-        """Return the index of the word with the version of ``rank``'s notice."""
-        return (1 + rank) * LINE + _NOTICE
+    def board_of_notices(self) -> Board:
+        """Return the board on which the ranks describe the calls in which they wait."""
+        return Board(self.segment.map, self.rank, self.layout.notices, NOTICE_BYTES, _NOTICE)
 
     # -- waiting --------------------------------------------------------------------------
 
@@ -346,7 +356,7 @@ class Control:
         Args:
             ready: checks whether the wait is over.
             awaited: returns the ranks that have not done their part yet.
-            what: the operation, for error texts.
+            what: the operation, for error texts; a ``MessageCall`` for a message.
             deadline: for the wait.
             all_needed: whether all awaited ranks must do their part, or any one of them.
         """
@@ -358,23 +368,47 @@ class Control:
             if time.monotonic() - start > self.yield_s:
                 break
         check_at, look_at = start, start + _STALL_S
-        while not ready():
-            now = time.monotonic()
-            if self.words[BROKEN]:
-                # A peer may have done its part first, and broken the communicator afterwards.
-                if ready():
-                    return
-                raise self.failure(what)
-            if now >= check_at:
-                check_at = now + _CHECK_PEERS_S
-                self._check_peers(ready, awaited, what, all_needed, deadline)
-            if now >= look_at:
-                look_at = now + _STALL_S
-                look(deadline)
-            if deadline.expired:
-                self._late(awaited(), what, deadline)
-            nap = min((now - start) * _NAP_SHARE, _NAP_LAST_S)
-            self._nap(deadline.at_most(nap), ready)
+        publish_at = start + publish_after(deadline.seconds)
+        key = object()
+        try:
+            while not ready():
+                now = time.monotonic()
+                if self.words[BROKEN]:
+                    # A peer may have done its part first, and broken the communicator afterwards.
+                    if ready():
+                        return
+                    raise self.failure(what)
+                if now >= check_at:
+                    check_at = now + _CHECK_PEERS_S
+                    self._check_peers(ready, awaited, what, all_needed, deadline)
+                    if now >= publish_at:
+                        self._publish(key, Waiting.of(what, caller(), awaited()))
+                if now >= look_at:
+                    look_at = now + _STALL_S
+                    look(deadline)
+                if deadline.expired:
+                    self._late(awaited(), what, deadline)
+                nap = min((now - start) * _NAP_SHARE, _NAP_LAST_S)
+                self._nap(deadline.at_most(nap), ready)
+        finally:
+            if key in self.waits:
+                self._publish(key, None)
+
+    def _publish(self, key: object, waiting: Waiting | None) -> None:
+        """Show the peers what this rank waits for.
+
+        Args:
+            key: identifies one wait of this rank, which may have several threads.
+            waiting: description of the wait; None if it is over.
+        """
+        with self._waits_lock:
+            if waiting == self.waits.get(key):
+                return
+            if waiting is None:
+                del self.waits[key]
+            else:
+                self.waits[key] = waiting
+            self._board.post(to_wire(list(self.waits.values())))
 
     def _nap(self, seconds: float, ready: Callable[[], bool]) -> None:
         if self._core is None:
@@ -441,17 +475,18 @@ class Control:
         # The rank may have left after an error that it shares with this rank.
         look(deadline)
         self.refuse_broken(what)
-        text = "; ".join(
-            f"rank {rank} {fate} (its last call: {self.last_call(rank)})"
-            for rank, fate in gone.items()
-        )
-        lost = tuple(gone)
-        raise self.broken_by(Failure("lost", self.rank, text, lost), what)
+        fates = {rank: (fate, self.last_call(rank)) for rank, fate in gone.items()}
+        failure = Failure("lost", self.rank, departed(fates, what), tuple(gone))
+        raise self.broken_by(failure, what)
 
     def _late(self, awaited: Sequence[int], what: object, deadline: Deadline) -> None:
-        calls = "; ".join(f"rank {r} last did {self.last_call(r)}" for r in awaited)
-        missing = f"rank {', '.join(map(str, awaited))}: {calls}"
-        raise self.broken_by(Failure.timed_out(self.rank, deadline.seconds, missing, awaited), what)
+        waits = {rank: from_wire(wire) for rank, wire in self._board.read().items()}
+        waits[self.rank] = [Waiting.of(what, caller(), awaited)]
+        missing, remedy = explain(
+            self.rank, awaited, waits, lambda rank: f"rank {rank} last did {self.last_call(rank)}"
+        )
+        failure = Failure.timed_out(self.rank, deadline.seconds, missing, awaited, remedy)
+        raise self.broken_by(failure, what)
 
     # -- notes and failures -----------------------------------------------------------------
 

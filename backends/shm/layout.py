@@ -4,7 +4,7 @@ from __future__ import annotations
 
 __all__ = [
     "CALLS", "CALL_BYTES", "FAILURE_BYTES", "LINE", "NOTE_BYTES", "NOTICE_BYTES", "SLOT_BYTES",
-    "Layout",
+    "WAITS_BYTES", "Layout",
 ]  # fmt: skip
 
 #: Words of a rank's line: 512 bytes, so that prefetches of the neighbours' lines do not reach it.
@@ -21,6 +21,8 @@ FAILURE_BYTES = 32 << 10
 CALLS, CALL_BYTES = 64, 256
 #: Bytes of a rank's notice about the call in which it waits; see :mod:`.board`.
 NOTICE_BYTES = 4 << 10
+#: Bytes of the description of what a rank waits for: three calls of 2600 bytes each at most.
+WAITS_BYTES = 8 << 10
 # Areas and rings are several times as long as one core's own caches, if their sum is not too much.
 # Then other writes have driven a cache line out of these caches before the line is written again.
 # Only pages that have been written once take memory.
@@ -32,7 +34,7 @@ class Layout:
     """Offsets in the control segment of ``size`` ranks, in bytes.
 
     Attributes:
-        notes, failures, calls, notices: offset of each rank's part, by rank.
+        notes, failures, calls, notices, waits: offset of each rank's part, by rank.
         slots: offsets of the ranks' slots for even steps, and for odd steps.
         areas, area_bytes: offset of the areas, which calls in C use, and length of one area. Each
             rank has two.
@@ -57,6 +59,8 @@ class Layout:
         at += size * CALLS * CALL_BYTES
         self.notices = [at + r * NOTICE_BYTES for r in range(size)]
         at += size * NOTICE_BYTES
+        self.waits = [at + r * WAITS_BYTES for r in range(size)]
+        at += size * WAITS_BYTES
         self.slots = [
             [at + (parity * size + r) * SLOT_BYTES for r in range(size)] for parity in (0, 1)
         ]

@@ -16,11 +16,13 @@ from collections.abc import Callable, Generator, Iterator
 import numpy as np
 
 from collective.contract.backend import ANY_SOURCE
+from collective.contract.waits import MessageCall
 from collective.deadline import Deadline
 from collective.memory.buffer import Buffer
 from collective.native import NOBODY
 
-from .control import Control, fence
+from .control import Control
+from .fence import fence
 from .memory import PeerMemory, address_of
 from .ring import Array, Header, Ring, refuse
 
@@ -195,9 +197,11 @@ def _is_over(steps: Iterator[None]) -> bool:
 # -- for messages in Python and in C ------------------------------------------------------------
 
 
-def describe(to: int, source: int, tag: int) -> str:
-    """Return the name of an exchange for error texts, such as ``recv(tag=0)``."""
-    return f"{'send' * (to != NOBODY)}{'recv' * (source != NOBODY)}(tag={tag})"
+def describe(to: int, source: int, tag: int) -> MessageCall:
+    """Return an exchange in the form for error texts, such as ``recv(tag=0)``."""
+    operation = "send" * (to != NOBODY) + "recv" * (source != NOBODY)
+    ends = (None if rank == NOBODY else rank for rank in (to, source))
+    return MessageCall(operation, tag, *ends)
 
 
 def wait_for_message(

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
-from .control import Control, fence
+from .control import Control
+from .fence import fence
 
 __all__ = ["Header", "Ring", "refuse"]
 

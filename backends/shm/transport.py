@@ -27,7 +27,6 @@ from collective.memory.buffer import Buffer
 from collective.memory.dtypes import BY_NAME
 from collective.native import NOBODY, cached_bytes
 
-from .board import Board
 from .compiled import Compiled, exchange_bytes, make_exchange
 from .control import BROKEN, Control
 from .layout import SLOT_BYTES, Layout
@@ -91,7 +90,7 @@ class ShmBackend(OneSided):
         self._wanted = wanted
         self._single_copy = False
         self._permission: Permission | None = None
-        self._board = Board(control)
+        self._board = control.board_of_notices()
         self._compiled: Compiled | None = None
         # exchange is the core's function for messages of arrays, if all ranks have the core.
         # _transfer sends and receives bytes, in C or in Python. _vote() sets both.

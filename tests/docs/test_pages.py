@@ -246,6 +246,6 @@ def test_shm_memory_table_matches_layout() -> None:
         parts = (layout.nbytes, layout.rings - layout.slots[0][0], layout.nbytes - layout.rings)
         assert row[1:] == (*(f"{part / 2**20:.2f}" for part in parts), str(ring >> 10))
         words = -(-(size + 1) * 512 // 4096) * 4096
-        notes, slots = size * (116 << 10), 2 * size * (256 << 10)
+        notes, slots = size * (124 << 10), 2 * size * (256 << 10)
         areas = 2 * size * layout.area_bytes
         assert layout.nbytes == words + notes + slots + areas + size * (size - 1) * (4096 + ring)

@@ -18,7 +18,6 @@ import pytest
 
 from collective import native
 from collective.backends.shm import ShmBackend
-from collective.backends.shm.board import Board
 from collective.backends.shm.control import BROKEN, Control
 from collective.backends.shm.layout import LINE, Layout
 from collective.backends.shm.memory import Heap, _Part
@@ -26,13 +25,16 @@ from collective.backends.shm.segment import Segment
 from collective.backends.threads import ThreadsBackend
 from collective.communicator import Communicator
 from collective.contract.failure import Failure
-from collective.errors import BackendError, CommunicatorAbortedError
+from collective.contract.waits import MessageCall
+from collective.deadline import Deadline
+from collective.errors import BackendError, CollectiveTimeoutError, CommunicatorAbortedError
 from tests.support.on_ranks import on_ranks, ranks_of
 
 two = ranks_of(("shm", 2))
 GARBAGE = (1 << 40, -1, (1 << 63) - 1, -(1 << 63))
 # Indices of the words in rank 1's line, as in control.py.
 _PEER = 2 * LINE
+_WAITING, _NOTICE = 24, 38
 _STEP, _PID, _EXCHANGED, _FAILED_AT, _LENGTH = _PEER, *(_PEER + at for at in (33, 35, 36, 37))
 
 
@@ -89,11 +91,28 @@ def test_broken_communicator_without_report_raises_aborted(control: Control) -> 
 @pytest.mark.parametrize("notice", [b"\xff[}", b"7", b'{"a": 1}', b'["0", {}]'])
 def test_damaged_notice_is_ignored(control: Control, notice: bytes) -> None:
     backend: Any = object.__new__(ShmBackend)
-    backend._board = Board(control)
-    control.words[control.version_of_notice(1)] = 2
+    backend._board = control.board_of_notices()
+    control.words[2 * LINE + _NOTICE] = 2
     at = control.layout.notices[1]
     control.segment.map[at : at + len(notice)] = notice
     assert backend.post({"name": "mine"}, 0) == {0: {"name": "mine"}}
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [b"\xff[}", b"7", b'{"a": 1}', b"[[]]", b'[["recv", "", false, [-1], null]]', b"[" * 5000],
+)
+@pytest.mark.parametrize("version", [2, *GARBAGE])
+def test_damaged_description_of_a_wait_leaves_the_timeout_as_it_is(
+    control: Control, wait: bytes, version: int
+) -> None:
+    control.words[2 * LINE + _WAITING] = version
+    at = control.layout.waits[1]
+    control.segment.map[at : at + len(wait)] = wait
+    with pytest.raises(
+        CollectiveTimeoutError, match="for rank 1: rank 1 last did no collective call"
+    ):
+        control._late([1], MessageCall("recv", 0, None, 1), Deadline(0.0))
 
 
 @pytest.mark.parametrize("offset", [*GARBAGE, 4096 - 8, 4])
