@@ -20,6 +20,16 @@ from collective.backends.onesided import OneSided, Region
 from collective.contract.backend import ANY_SOURCE
 from collective.contract.capabilities import Capabilities
 from collective.contract.failure import Failure
+from collective.contract.waits import (
+    CLOSED,
+    DROPPED,
+    Caller,
+    MessageCall,
+    Waiting,
+    caller,
+    departed,
+    explain,
+)
 from collective.errors import PeerLostError, RendezvousError
 from collective.memory.buffer import Buffer
 from collective.request import Disagreement, Request
@@ -58,6 +68,10 @@ class _Shared:
         self.sources: list[Array | None] = [None] * size
         self.outputs: list[Array | None] = [None] * size
         self.failure: Failure | None = None
+        # The calls in which each rank waits: the call, who makes it, and whom it waits for.
+        self.waits: list[list[tuple[object, Caller, Callable[[], Sequence[int]]]]] = [
+            [] for _ in range(size)
+        ]
         self.mail: dict[tuple[int, int, int], deque[_Message]] = {}
         self.groups: dict[tuple[tuple[int, ...], int], _Shared] = {}
         self.joined: set[int] = set()
@@ -130,7 +144,7 @@ class ThreadsBackend(OneSided):
     def send(self, src: Buffer, dst: int, tag: int, deadline: Deadline) -> None:
         hub = self._hub
         message = _Message(src.array)
-        call = f"send(tag={tag})"
+        call = MessageCall("send", tag, dst, None)
         with hub.condition:
             self.refuse_broken(call)
             box = hub.mail.setdefault((dst, self.rank, tag), deque())
@@ -143,12 +157,14 @@ class ThreadsBackend(OneSided):
                     box.remove(message)
 
     def recv(self, dst: Buffer, src: int, tag: int, deadline: Deadline) -> int:
-        hub = self._hub
+        return self._receive(dst, src, MessageCall("recv", tag, None, src), deadline)
+
+    def _receive(self, dst: Buffer, src: int, call: MessageCall, deadline: Deadline) -> int:
+        hub, tag = self._hub, call.tag
         sources = [
             r for r in range(self.size) if src == r or (src == ANY_SOURCE and r != self.rank)
         ]
         boxes: list[tuple[int, deque[_Message]]] = []
-        call = f"recv(tag={tag})"
 
         def arrived() -> bool:
             for rank in sources:
@@ -179,13 +195,14 @@ class ThreadsBackend(OneSided):
     ) -> None:
         hub = self._hub
         message = _Message(src.array)
+        call = MessageCall("sendrecv", tag, to, source)
         with hub.condition:
-            self.refuse_broken(f"sendrecv(tag={tag})")
+            self.refuse_broken(call)
             hub.mail.setdefault((to, self.rank, tag), deque()).append(message)
             hub.condition.notify_all()
-        self.recv(dst, source, tag, deadline)
+        self._receive(dst, source, call, deadline)
         with hub.condition:
-            self._wait(lambda: message.taken, lambda: (to,), f"sendrecv(tag={tag})", deadline)
+            self._wait(lambda: message.taken, lambda: (to,), call, deadline)
 
     # -- primitives of the collectives ----------------------------------------------------
 
@@ -258,7 +275,7 @@ class ThreadsBackend(OneSided):
         call, failure = self._hub.last[self.rank], self._hub.failure
         if failure is not None:
             raise failure.error(str(call), self.rank)
-        raise PeerLostError(f"{call}: {self._left((rank,))} [rank {self.rank}]", (rank,))
+        raise PeerLostError(f"{call}: {self._left((rank,), call)} [rank {self.rank}]", (rank,))
 
     def empty(self, nbytes: int, request: Request, deadline: Deadline) -> Array:
         self.agree(request, deadline)
@@ -284,27 +301,37 @@ class ThreadsBackend(OneSided):
             all_needed: whether the wait needs all of these ranks, or any one of them.
         """
         hub = self._hub
-        while not ready():
-            self.refuse_broken(call)
-            absent = awaited()
-            left = tuple(r for r in absent if hub.gone[r])
-            if left and (all_needed or len(left) == len(absent)):
-                self.abort(Failure("lost", self.rank, self._left(left), left))
-                continue
-            if deadline.expired:
-                last_calls = "; ".join(
-                    f"rank {r} last did {hub.last[r] or 'nothing'}" for r in absent
-                )
-                missing = f"rank {', '.join(map(str, absent))}: {last_calls}"
-                self.abort(Failure.timed_out(self.rank, deadline.seconds, missing, absent))
-                continue
-            hub.condition.wait(deadline.at_most(_LOOK_S))
+        waits, waiting = hub.waits[self.rank], (call, caller(), awaited)
+        waits.append(waiting)
+        try:
+            while not ready():
+                self.refuse_broken(call)
+                absent = awaited()
+                left = tuple(r for r in absent if hub.gone[r])
+                if left and (all_needed or len(left) == len(absent)):
+                    self.abort(Failure("lost", self.rank, self._left(left, call), left))
+                    continue
+                if deadline.expired:
+                    text, remedy = self._explained(absent)
+                    self.abort(Failure.timed_out(self.rank, deadline.seconds, text, absent, remedy))
+                    continue
+                hub.condition.wait(deadline.at_most(_LOOK_S))
+        finally:
+            waits.remove(waiting)
 
-    def _left(self, ranks: Sequence[int]) -> str:
-        return "; ".join(
-            f"rank {r} {self._hub.gone[r]} (its last call: {self._hub.last[r] or 'none'})"
-            for r in ranks
-        )
+    def _explained(self, absent: Sequence[int]) -> tuple[str, str]:
+        """Return what this rank has waited for in vain, and the remedy."""
+        hub = self._hub
+        waits = {
+            rank: [Waiting.of(call, who, awaited()) for call, who, awaited in running]
+            for rank, running in enumerate(hub.waits)
+        }
+        last = [f"rank {rank} last did {call or 'nothing'}" for rank, call in enumerate(hub.last)]
+        return explain(self.rank, absent, waits, last.__getitem__)
+
+    def _left(self, ranks: Sequence[int], call: object) -> str:
+        hub = self._hub
+        return departed({r: (hub.gone[r], str(hub.last[r] or "none")) for r in ranks}, call)
 
     def refuse_broken(self, where: object) -> None:
         failure = self._hub.failure
@@ -325,7 +352,7 @@ class ThreadsBackend(OneSided):
     def close(self) -> None:
         hub = self._hub
         with hub.condition:
-            hub.gone[self.rank] = "has closed its communicator"
+            hub.gone[self.rank] = CLOSED
             hub.sources[self.rank] = hub.outputs[self.rank] = None
             hub.condition.notify_all()
 
@@ -346,7 +373,7 @@ def _drop(hub: _Shared, rank: int, owner: int) -> None:
     # Do not wait for the lock: a finalizer may run at any point of the program. Peers that wait
     # need no wake-up, because they check again after _LOOK_S.
     if os.getpid() == owner and not hub.gone[rank]:
-        hub.gone[rank] = "has dropped its communicator without closing it"
+        hub.gone[rank] = DROPPED
 
 
 def _forget() -> None:
