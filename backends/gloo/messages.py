@@ -12,6 +12,7 @@ from collective.algorithms import sendrecv
 from collective.backends.peers.channel import Channel
 from collective.backends.peers.monitored import Monitored
 from collective.contract.backend import ANY_SOURCE, COLLECTIVE_TAG
+from collective.contract.waits import MessageCall
 from collective.deadline import Deadline
 from collective.errors import CollectiveError
 from collective.memory.buffer import Buffer
@@ -91,13 +92,13 @@ class Messenger(Monitored):
     # -- point to point -------------------------------------------------------------------
 
     def send(self, src: Buffer, dst: int, tag: int, deadline: Deadline) -> None:
-        blocked = self._blocked("send", (dst,), tag, deadline)
+        blocked = self._blocked(MessageCall("send", tag, dst, None), (dst,), deadline)
         self._move(blocked, *self._route(tag), (), [([as_bytes(src)], dst)], src.nbytes)
 
     def recv(self, dst: Buffer, src: int, tag: int, deadline: Deadline) -> int:
         if src == ANY_SOURCE:
             return self._recv_any(dst, tag, deadline)
-        blocked = self._blocked("recv", (src,), tag, deadline)
+        blocked = self._blocked(MessageCall("recv", tag, None, src), (src,), deadline)
         self._move(blocked, *self._route(tag), [([as_bytes(dst)], src)], (), dst.nbytes)
         return src
 
@@ -107,7 +108,7 @@ class Messenger(Monitored):
         if self.rank in (to, source):
             sendrecv.sendrecv(self, src, to, dst, source, tag, deadline)
             return
-        blocked = self._blocked("sendrecv", (to, source), tag, deadline)
+        blocked = self._blocked(MessageCall("sendrecv", tag, to, source), (to, source), deadline)
         coming, going = [([as_bytes(dst)], source)], [([as_bytes(src)], to)]
         self._move(blocked, *self._route(tag), coming, going, max(src.nbytes, dst.nbytes))
 
@@ -138,7 +139,7 @@ class Messenger(Monitored):
 
         A cut does not end such a receive in Gloo. So it runs in another thread.
         """
-        where = f"recv(tag={tag})"
+        where = MessageCall("recv", tag, None, ANY_SOURCE)
         group, slot = self._route(tag)
         sources: list[int] = []
 
@@ -172,15 +173,13 @@ class Messenger(Monitored):
 
     # -- waiting --------------------------------------------------------------------------
 
-    def _blocked(
-        self, operation: str, peers: Sequence[int], tag: int, deadline: Deadline
-    ) -> Blocked:
-        self.refuse_broken(f"{operation}(tag={tag})")
-        if tag == COLLECTIVE_TAG:
+    def _blocked(self, call: MessageCall, peers: Sequence[int], deadline: Deadline) -> Blocked:
+        self.refuse_broken(call)
+        if call.tag == COLLECTIVE_TAG:
             # A peer that has left may have done its part: this depends on the whole collective
             # call, not on one message. So the wait names no single peer.
             return Blocked(self.channel, self._running, deadline, None)
-        return Blocked(self.channel, f"{operation}(tag={tag})", deadline, peers)
+        return Blocked(self.channel, call, deadline, peers)
 
     def _move(
         self,

@@ -9,7 +9,9 @@ from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
+from collective.contract.waits import Caller
 from collective.deadline import Deadline
+from collective.request import in_thread
 
 if TYPE_CHECKING:
     from collective.backends.peers.channel import Channel, Wait
@@ -34,7 +36,7 @@ class Blocked:
         error: the error that ended the wait, or None.
     """
 
-    __slots__ = ("_channel", "_since", "_wait", "awaited", "deadline", "error", "where")
+    __slots__ = ("_channel", "_since", "_wait", "_who", "awaited", "deadline", "error", "where")
 
     def __init__(
         self,
@@ -49,11 +51,14 @@ class Blocked:
         self.error: BaseException | None = None
         self._channel = channel
         self._since = time.monotonic()
+        # Another thread makes the wait. A call of caller() would cost every message more.
+        site = in_thread.site
+        self._who: Caller = threading.get_ident() if site is None else site
         self._wait: Wait | None = None
 
     def wait(self) -> Wait:
         """Return the channel's wait for the same ranks and deadline."""
-        return self._channel.wait(self.where, self.deadline, self.awaited)
+        return self._channel.wait(self.where, self.deadline, self.awaited, who=self._who)
 
     def look(self, now: float) -> None:
         """End the wait by breaking the communicator, if the monitor knows a reason.

@@ -23,6 +23,7 @@ import numpy as np
 
 from collective.algorithms import pieces
 from collective.backends.peers import levels
+from collective.backends.peers.channel import Running
 from collective.backends.peers.handed import HandedStore
 from collective.backends.peers.monitored import Monitored
 from collective.backends.shm import ShmBackend
@@ -31,6 +32,7 @@ from collective.contract.backend import Backend
 from collective.contract.capabilities import Capabilities
 from collective.contract.failure import Failure
 from collective.contract.store import Store
+from collective.contract.waits import MessageCall, caller
 from collective.contract.world import World
 from collective.deadline import Deadline
 from collective.errors import (
@@ -261,14 +263,14 @@ class HierarchicalBackend(TwoLevel):
         if local_rank is None:
             self._outer.send(src, dst, tag, deadline)
             return
-        with self._inside(f"send(tag={tag})", deadline, (dst,)):
+        with self._inside(MessageCall("send", tag, dst, None), deadline, (dst,)):
             self._inner.send(src, local_rank, tag, deadline)
 
     def recv(self, dst: Buffer, src: int, tag: int, deadline: Deadline) -> int:
         local_rank = self._topology.local_rank_of(src)
         if local_rank is None:
             return self._outer.recv(dst, src, tag, deadline)
-        with self._inside(f"recv(tag={tag})", deadline, (src,)):
+        with self._inside(MessageCall("recv", tag, None, src), deadline, (src,)):
             self._inner.recv(dst, local_rank, tag, deadline)
         return src
 
@@ -277,7 +279,8 @@ class HierarchicalBackend(TwoLevel):
     ) -> None:
         into, whence = self._topology.local_rank_of(to), self._topology.local_rank_of(source)
         if into is not None and whence is not None:
-            with self._inside(f"sendrecv(tag={tag})", deadline, (to, source)):
+            call = MessageCall("sendrecv", tag, to, source)
+            with self._inside(call, deadline, (to, source)):
                 self._inner.sendrecv(src, into, dst, whence, tag, deadline)
         elif into is None and whence is None:
             self._outer.sendrecv(src, to, dst, source, tag, deadline)
@@ -308,11 +311,18 @@ class HierarchicalBackend(TwoLevel):
             deadline: deadline of the operation.
             awaited: the ranks that the body waits for, in the numbers of all ranks.
         """
+        inside = self.channel.inside
+        key = object()
+        inside[key] = Running(where, awaited, caller())
         try:
             yield
         except levels.OF_LEVELS as error:
+            # The call stays in ``inside`` here. The failure of the level has ended the waits of
+            # all its ranks, and each of them asks what the others waited for.
             explanation = self.explained(error, where, deadline, awaited)
             raise explanation or error from error
+        finally:
+            del inside[key]
 
 
 def _host_store(outer: Monitored, topology: Topology, deadline: Deadline) -> Store:

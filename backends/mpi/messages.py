@@ -13,6 +13,7 @@ import numpy as np
 
 from collective.contract.backend import ANY_SOURCE, COLLECTIVE_TAG
 from collective.contract.failure import Failure
+from collective.contract.waits import MessageCall
 from collective.deadline import Deadline
 
 from .library import leave_unfinished
@@ -68,7 +69,7 @@ class MpiMessages:
         """Send ``src``; return when the caller may change ``src``."""
         self._refuse_broken("send", tag)
         with self.kept_until_heard(src.nbytes, dst):
-            self._settle(self.post(src, dst, tag), "send", tag, deadline, (dst,))
+            self._settle(self.post(src, dst, tag), MessageCall("send", tag, dst, None), deadline)
 
     def recv(self, dst: Buffer, src: int, tag: int, deadline: Deadline) -> int:
         """Receive into ``dst``; return the sender."""
@@ -91,7 +92,7 @@ class MpiMessages:
                     leave_unfinished(request)
                 raise
             self.refuse_stale(dst.nbytes, "sendrecv", tag)
-            self._settle(sending, "sendrecv", tag, deadline, (to,))
+            self._settle(sending, MessageCall("sendrecv", tag, to, None), deadline)
 
     # -- sending --------------------------------------------------------------------------
 
@@ -135,28 +136,26 @@ class MpiMessages:
             if other == tag and src in (source, ANY_SOURCE):
                 dst.array[:] = self.unread.pop((source, tag))
                 return source
-        awaited = self._awaited(src)
+        call = MessageCall(what, tag, None, src)
         code = self.direct(tag)
         if code is None:
-            src, code = self._find(
-                lambda: self._announcement(src, tag), what, tag, deadline, awaited
-            )
+            src, code = self._find(lambda: self._announcement(src, tag), call, deadline)
         irecv, byte = self._comm.Irecv, self._module.BYTE
         array, nbytes = dst.array, dst.nbytes
         # A short message is received at once: if it never comes, MPI keeps only a short array for
         # good. A long message is matched first, so that MPI owns its array only while it fills it.
         if nbytes <= LONG_BYTES and src != ANY_SOURCE:
             request = irecv((array, nbytes, byte), src, code)
-            self._settle([request], what, tag, deadline, awaited, moving=False)
+            self._settle([request], call, deadline, moving=False)
             return src
         match = functools.partial(self._match, src, code)
-        src, message = self._find(match, what, tag, deadline, awaited)
+        src, message = self._find(match, call, deadline)
         # The handle belongs to the first part. The other parts follow from the same rank with the
         # same tag, and MPI keeps their order.
         first, *rest = _parts(array)
         requests = [message.Irecv((first, first.size, byte))]
         requests += [irecv((part, part.size, byte), src, code) for part in rest]
-        self._settle(requests, what, tag, deadline, (src,))
+        self._settle(requests, call._replace(source=src), deadline)
         return src
 
     def _match(self, src: int, code: int) -> tuple[int, Any] | None:
@@ -184,10 +183,7 @@ class MpiMessages:
 
     # -- waiting --------------------------------------------------------------------------
 
-    def _find(
-        self, look: Callable[[], T | None], what: str, tag: int, deadline: Deadline,
-        awaited: Sequence[int],
-    ) -> T:  # fmt: skip
+    def _find(self, look: Callable[[], T | None], call: MessageCall, deadline: Deadline) -> T:
         """Call ``look()`` until its result is not None, and return the result."""
         results: list[T] = []
 
@@ -198,23 +194,23 @@ class MpiMessages:
             return result is not None
 
         if not spin(test):
-            finish(test, self.wait(what, tag, deadline, awaited), moving=False)
+            finish(test, self.wait(call, deadline), moving=False)
         return results[0]
 
     def _settle(
-        self, requests: list[Any], what: str, tag: int, deadline: Deadline, awaited: Sequence[int],
-        moving: bool = True,
-    ) -> None:  # fmt: skip
-        settle(requests, lambda: self.wait(what, tag, deadline, awaited), moving)
+        self, requests: list[Any], call: MessageCall, deadline: Deadline, moving: bool = True
+    ) -> None:
+        settle(requests, lambda: self.wait(call, deadline), moving)
 
-    def wait(self, what: str, tag: int, deadline: Deadline, awaited: Sequence[int]) -> Wait:
-        """Return the :class:`Wait` of a call that waits for one of ``awaited``."""
-        # Where several ranks are awaited, the first sender is enough.
-        return self._channel.wait(f"{what}(tag={tag})", deadline, awaited, any_of=True)
+    def wait(self, call: MessageCall, deadline: Deadline) -> Wait:
+        """Return the :class:`Wait` of a call that still sends a message or receives one."""
+        # A receive from any rank waits for the first sender.
+        return self._channel.wait(call, deadline, self._awaited(call), any_of=True)
 
-    def _awaited(self, src: int) -> Sequence[int]:
-        if src != ANY_SOURCE:
-            return (src,)
+    def _awaited(self, call: MessageCall) -> Sequence[int]:
+        rank = call.source if call.to is None else call.to
+        if rank is not None and rank != ANY_SOURCE:
+            return (rank,)
         return [rank for rank in range(self._channel.size) if rank != self._channel.rank]
 
     def _refuse_broken(self, what: str, tag: int) -> None:

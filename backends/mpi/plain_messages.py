@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from collective.contract.waits import MessageCall
 from collective.deadline import Deadline
 from collective.memory.buffer import Buffer
 from collective.memory.dtypes import BY_NAME
@@ -172,7 +173,7 @@ class PlainMessages:
                 tests += [request.Test for request in following]
             for test in tests:
                 if not test() and not spin(test):
-                    finish(test, self._wait("send", tag, to, deadline))
+                    finish(test, self._wait(MessageCall("send", tag, to, None), deadline))
         except BaseException:
             leave_unfinished((slot, following, x))
             with self._messages.kept_until_heard(length, to):
@@ -197,7 +198,8 @@ class PlainMessages:
         try:
             slot.start()
             if not slot.test() and not spin(slot.test):
-                finish(slot.test, self._wait("recv", tag, source, deadline), moving=False)
+                wait = self._wait(MessageCall("recv", tag, None, source), deadline)
+                finish(slot.test, wait, moving=False)
         except BaseException:
             leave_unfinished(slot)
             raise
@@ -223,7 +225,7 @@ class PlainMessages:
             request = self._comm.Irecv(buffer, source, messages.direct(tag))
             try:
                 if not request.Test() and not spin(request.Test):
-                    wait = self._wait("recv", tag, source, deadline)
+                    wait = self._wait(MessageCall("recv", tag, None, source), deadline)
                     finish(request.Test, wait, moving=False)
             except BaseException:
                 leave_unfinished((request, out))
@@ -251,9 +253,9 @@ class PlainMessages:
         try:
             receiving.start()
             sending.start()
-            for test, rank in ((receiving.test, source), (sending.test, to)):
+            for test, ends in ((receiving.test, (None, source)), (sending.test, (to, None))):
                 if not test() and not spin(test):
-                    wait = self._wait("sendrecv", tag, rank, deadline)
+                    wait = self._wait(MessageCall("sendrecv", tag, *ends), deadline)
                     finish(test, wait, moving=False)
         except BaseException:
             leave_unfinished((sending, receiving))
@@ -265,9 +267,9 @@ class PlainMessages:
         self._give_back(self._from, source, tag, receiving)
         return source if fits else None
 
-    def _wait(self, what: str, tag: int, rank: int, deadline: Deadline) -> Wait:
-        """Return the :class:`Wait` of a call that waits for ``rank``."""
-        return self._messages.wait(what, tag, deadline, (rank,))
+    def _wait(self, call: MessageCall, deadline: Deadline) -> Wait:
+        """Return the :class:`Wait` of a call that still sends a message or receives one."""
+        return self._messages.wait(call, deadline)
 
     # -- memory ---------------------------------------------------------------------------
 

@@ -8,11 +8,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from collective.backends.peers import levels
+from collective.backends.peers.channel import Channel, Running
 from collective.backends.peers.handed import HandedStore
 from collective.contract import registry
 from collective.contract.backend import Backend, Plan
 from collective.contract.failure import Failure
 from collective.contract.store import Store
+from collective.contract.waits import caller
 from collective.deadline import Deadline
 from collective.errors import (
     BackendError,
@@ -25,7 +27,6 @@ from collective.request import Request
 from .watch import failure_of
 
 if TYPE_CHECKING:
-    from collective.backends.peers.channel import Channel
     from collective.contract.world import World
 
 __all__ = ["Reporting", "breaker", "broadcast_store", "connect_step", "host_plane", "step_of"]
@@ -72,11 +73,15 @@ def step_of(
     where: object, channel: Channel, deadline: Deadline, awaited: Sequence[int] | None = None
 ) -> Iterator[None]:
     """Run a step of a call on the host plane; convert the step's errors to errors of the call."""
+    key = object()
+    channel.inside[key] = Running(where, awaited, caller())
     try:
         yield
     except levels.OF_LEVELS as error:
         explanation = levels.explained(channel, error, where, deadline, awaited)
         raise explanation or error from error
+    finally:
+        del channel.inside[key]
 
 
 class Reporting:

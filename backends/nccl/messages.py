@@ -42,6 +42,7 @@ import numpy as np
 from collective import cuda
 from collective.contract.backend import Backend
 from collective.contract.failure import Failure
+from collective.contract.waits import MessageCall
 from collective.contract.work import Lane
 from collective.deadline import Deadline
 from collective.errors import (
@@ -133,7 +134,7 @@ class _MessageCall:
     __slots__ = ("deadline", "peers", "stream", "where")
 
     def __init__(
-        self, where: str, deadline: Deadline, stream: Stream, peers: tuple[int, ...]
+        self, where: MessageCall, deadline: Deadline, stream: Stream, peers: tuple[int, ...]
     ) -> None:
         self.where = where
         self.deadline = deadline
@@ -160,14 +161,16 @@ class NcclMessages:
 
     def send(self, src: Buffer, dst: int, tag: int, deadline: Deadline) -> None:
         """Send ``src``; work enqueued later on its stream may change it."""
-        call = _MessageCall(f"send(tag={tag})", deadline, src.stream, (dst,))
+        where = MessageCall("send", tag, dst, None)
+        call = _MessageCall(where, deadline, src.stream, (dst,))
         self._wait_for_stream(call)
         self._send(src, dst, tag, call)
 
     def recv(self, dst: Buffer, src: int, tag: int, deadline: Deadline) -> int:
         """Receive into ``dst`` and return the source; work enqueued later may read ``dst``."""
         peers = (src,) if src >= 0 else tuple(r for r in range(self._host.size) if r != self._rank)
-        call = _MessageCall(f"recv(tag={tag})", deadline, dst.stream, peers)
+        where = MessageCall("recv", tag, None, src)
+        call = _MessageCall(where, deadline, dst.stream, peers)
         self._wait_for_stream(call)
         return self._recv(dst, src, tag, call)
 
@@ -180,14 +183,14 @@ class NcclMessages:
             cuda.copy(dst.address, src.address, src.nbytes, src.stream)
             dst.stream.wait_for(src.stream)
             return
-        where, peers = f"sendrecv(tag={tag})", (to, source)
+        where, peers = MessageCall("sendrecv", tag, to, source), (to, source)
         going, coming = (
             _MessageCall(where, deadline, buffer.stream, peers) for buffer in (src, dst)
         )
         self._wait_for_stream(going)
         self._wait_for_stream(coming)
         lane = self._lanes.pop() if self._lanes else Lane("collective-nccl-sendrecv")
-        work = lane.submit(where, lambda: self._recv(dst, source, tag, coming))
+        work = lane.submit(str(where), lambda: self._recv(dst, source, tag, coming))
         try:
             self._send(src, to, tag, going)
         except Exception:

@@ -12,11 +12,22 @@ from contextlib import AbstractContextManager
 from typing import Any, NoReturn, Protocol
 
 from collective.contract.backend import Note
-from collective.contract.failure import Failure
+from collective.contract.failure import LONGER, Failure
 from collective.contract.recorder import Recorder
 from collective.contract.secret import Secret
 from collective.contract.stalls import look
 from collective.contract.store import Store
+from collective.contract.waits import (
+    CLOSED,
+    DROPPED,
+    Caller,
+    MessageCall,
+    Waiting,
+    caller,
+    departed,
+    explain,
+    printable,
+)
 from collective.deadline import Deadline
 from collective.errors import (
     BackendError,
@@ -26,11 +37,11 @@ from collective.errors import (
 )
 
 from .link import Link, Message
-from .reports import last_calls, make_report
+from .reports import last_call, last_call_of, make_report, waits_of
 from .standby import Standby
 from .unclosed import Unclosed, tell_dropped
 
-__all__ = ["WORLD", "Channel", "Wait"]
+__all__ = ["WORLD", "Channel", "Running", "Wait"]
 
 #: The name of the communicator of all ranks.
 WORLD = "world"
@@ -53,6 +64,8 @@ _EXPLAIN_S = 1.0
 _SPINS, _YIELDS = 16, 2000
 _SLEEP_FIRST_S, _SLEEP_LAST_S = 20e-6, 1e-3
 _SLICE_S = 0.1
+# Longest text of a peer's last call, in characters.
+_CALL = 200
 
 
 class Monitoring(Protocol):
@@ -104,6 +117,8 @@ class Channel:
         on_failure: functions that are called, in any thread, when ``failure`` has been set. The
             calling thread holds the monitor's lock, so these functions must not wait for a thread
             that might ask the monitor.
+        inside: calls of this rank that wait in another transport, of which this channel would know
+            nothing; by any object that identifies the call.
         compares_on_arrival: whether the transport itself finds calls that differ, once all ranks
             have come. If true, a stall reports no properties in which the calls may legitimately
             differ.
@@ -120,15 +135,17 @@ class Channel:
         self._calls: list[Recorder] = []
         self.unfinished: Callable[[], int | None] | None = None
         self.on_failure: list[Callable[[], None]] = []
+        self.inside: dict[object, Running] = {}
         self.compares_on_arrival = False
         self._monitor = monitor
         self._groups: dict[tuple[int, ...], int] = {}
-        self._left_at: dict[int, tuple[float, int, str]] = {}
+        self._left_at: dict[int, tuple[float, int, str, str]] = {}
         # Number of calls that the rank that broke the communicator had finished; None if that does
         # not matter.
         self._failed_after: int | None = None
         self._raised = False
         self._closed = False
+        self._shown: weakref.WeakSet[Running] = weakref.WeakSet()
         self._reported = threading.Condition()
         self._late_ranks: dict[int, Message | None] = {}
         self._offers: dict[str, dict[int, str]] = {}
@@ -217,7 +234,7 @@ class Channel:
         collective = awaited is None
         running = self._running(sequence)
         gone = []
-        for rank, (since, finished, _) in sorted(self._left_at.items()):
+        for rank, (since, finished, _, _) in sorted(self._left_at.items()):
             if (awaited is not None and rank not in awaited) or now - since < _GRACE_S:
                 continue
             # A rank that finished this very call before it left owes nothing more to the call. For
@@ -228,7 +245,7 @@ class Channel:
         if any_of and awaited is not None and len(gone) < len(awaited):
             return
         if gone:
-            text = "; ".join(f"rank {rank} {self._left_at[rank][2]}" for rank in gone)
+            text = departed({rank: self._left_at[rank][2:] for rank in gone}, where)
             self.abort(Failure("lost", self.rank, text, tuple(gone)))
             raise self._error(where)
 
@@ -253,9 +270,16 @@ class Channel:
         awaited: Sequence[int] | None = None,
         any_of: bool = False,
         sequence: int | None = None,
+        who: Caller | None = None,
     ) -> Wait:
-        """Return the wait of one call; see :class:`Wait` and :meth:`check`."""
-        return Wait(self, where, deadline, awaited, any_of, sequence)
+        """Return the wait of one call; see :class:`Wait` and :meth:`check`.
+
+        Args:
+            where, deadline, awaited, any_of, sequence: as in :meth:`check`.
+            who: who makes the call, if it is not the calling thread.
+        """
+        who = caller() if who is None else who
+        return Wait(self, where, deadline, awaited, any_of, sequence, who)
 
     def explain(
         self,
@@ -359,7 +383,8 @@ class Channel:
         if not self._closed:
             self._closed = True
             self._monitor._unclosed.pop(self.name, None)
-            self._say({"kind": "left", "finished": self._finished(), "dropped": False})
+            left = {"finished": self._finished(), "dropped": False}
+            self._say({"kind": "left", **left, "last": last_call_of(self.recorder)})
             if self.name == WORLD:
                 self._monitor._leave()
 
@@ -430,14 +455,15 @@ class Channel:
         elif kind == "left":
             rank = self.members.index(message["rank"])
             self.left.add(rank)
-            how = "has closed its communicator"
-            if message["dropped"]:
-                how = "has dropped its communicator without closing it"
-            self._left_at[rank] = time.monotonic(), message["finished"], how
+            how = DROPPED if message["dropped"] else CLOSED
+            last = printable(message["last"])[:_CALL]
+            self._left_at[rank] = time.monotonic(), message["finished"], how, last
             with self._reported:
                 self._reported.notify_all()
         elif kind == "report":
-            about = make_report(self.recorder, self._finished(), self.compares_on_arrival)
+            about = make_report(
+                self.recorder, self._finished(), self.compares_on_arrival, self._messages()
+            )
             self._monitor._say({"kind": "report", "channel": self.name, **about})
         elif kind == "offers":
             texts = {self.members.index(int(r)): text for r, text in message["texts"].items()}
@@ -449,6 +475,19 @@ class Channel:
                 self._late_ranks = {self.members.index(int(rank)): report for rank, report in late}
                 self._answers += 1
                 self._reported.notify_all()
+
+    def _messages(self) -> list[Waiting]:
+        """Return the messages in which threads of the program wait."""
+        try:
+            calls = [*self._shown, *self.inside.values()]
+        except RuntimeError:  # another thread begins to wait right now
+            return []
+        # Negative tags are those of collective calls, which the recorder has.
+        return [
+            Waiting.of(call.where, call.who, call.awaited or ())
+            for call in calls
+            if isinstance(call.where, MessageCall) and call.where.tag >= 0
+        ]
 
     def _lose(self, world_rank: int, why: str = "") -> None:
         rank = self.members.index(world_rank)
@@ -478,8 +517,12 @@ class Channel:
         deadline: Deadline,
         awaited: Sequence[int] | None,
         sequence: int | None = None,
+        who: Caller | None = None,
     ) -> NoReturn:
         """Break the communicator because ``deadline`` has passed.
+
+        Args:
+            where, deadline, awaited, sequence, who: as in :meth:`wait`.
 
         Raises:
             CollectiveTimeoutError: always, unless the communicator has been broken before.
@@ -501,8 +544,12 @@ class Channel:
                 r for r, report in late.items() if report is None or report["started"] < running
             )
             absent = sorted(behind)
+        remedy = LONGER
         if absent:
-            missing = f"rank {', '.join(map(str, absent))}: {last_calls(absent, late)}"
+            waits = waits_of(late)
+            who = caller() if who is None else who
+            waits[self.rank] = [Waiting.of(where, who, absent)]
+            missing, remedy = explain(self.rank, absent, waits, lambda rank: last_call(rank, late))
         elif answered and sequence is not None:
             missing = (
                 "the devices: all ranks have made this call, but it has not ended on some device"
@@ -514,12 +561,28 @@ class Channel:
                 "its peers, and the monitor in the process of the world's rank 0 does not answer"
             )
             absent = [self.members.index(0)] if 0 in self.members else []
-        failure = Failure.timed_out(self.rank, deadline.seconds, missing, absent)
+        failure = Failure.timed_out(self.rank, deadline.seconds, missing, absent, remedy)
         self.abort(failure)
         raise CollectiveTimeoutError(f"{where}: {failure.text} [rank {self.rank}]", failure.ranks)
 
 
-class Wait:
+class Running:
+    """A call that waits, as the reports of this rank show it.
+
+    Attributes:
+        where, awaited: the call, and the ranks that it waits for; see :meth:`Channel.check`.
+        who: who makes the call.
+    """
+
+    __slots__ = ("__weakref__", "awaited", "where", "who")
+
+    def __init__(self, where: object, awaited: Sequence[int] | None, who: Caller) -> None:
+        self.where = where
+        self.awaited = awaited
+        self.who = who
+
+
+class Wait(Running):
     """The wait of one call, made after the call's first polls were in vain.
 
     Engines that are polled call :meth:`turn` between polls. Engines that block with a timeout
@@ -529,14 +592,13 @@ class Wait:
 
     __slots__ = (
         "_any_of",
-        "_awaited",
         "_channel",
         "_deadline",
         "_pause",
         "_sequence",
+        "_shown",
         "_turns",
         "_until_compared",
-        "_where",
     )  # fmt: skip
 
     def __init__(
@@ -547,13 +609,14 @@ class Wait:
         awaited: Sequence[int] | None,
         any_of: bool,
         sequence: int | None,
+        who: Caller,
     ) -> None:
+        super().__init__(where, awaited, who)
+        self._shown = False
         self._deadline = deadline
         self._sequence = sequence
         self._any_of = any_of
         self._channel = channel
-        self._where = where
-        self._awaited = awaited
         self._until_compared = Deadline(_STALL_S)
         self._turns = 0
         self._pause = _SLEEP_FIRST_S
@@ -578,9 +641,12 @@ class Wait:
     def check(self) -> None:
         """Raise if there is a reason to; once a second have the hub compare the recorders."""
         channel = self._channel
-        channel.check(self._where, self._awaited, self._any_of, self._sequence)
+        channel.check(self.where, self.awaited, self._any_of, self._sequence)
+        if not self._shown:
+            self._shown = True
+            channel._shown.add(self)
         if self._deadline.expired:
-            channel.give_up(self._where, self._deadline, self._awaited, self._sequence)
+            channel.give_up(self.where, self._deadline, self.awaited, self._sequence, self.who)
         if self._until_compared.expired:
             self._until_compared = Deadline(_STALL_S)
             channel.compare()

@@ -24,7 +24,7 @@ from collective.errors import RendezvousError
 
 from .link import Link, Message, encoded, listen
 from .messages import ENROLMENT, FROM_RANKS, check
-from .reports import disagreement
+from .reports import disagreement, followed
 from .server import Server
 
 if TYPE_CHECKING:
@@ -37,6 +37,9 @@ __all__ = ["Hub"]
 _CHECK_S = 0.5
 # How often the hub checks whether rank 0 has given up the roll call.
 _ROLL_S = 1.0
+# Reports of further ranks, for which the asked ranks wait: how many each asker gets at least, and
+# how many all askers get at most if they get more than that.
+_FURTHER, _FURTHER_IN_ALL = 32, 4096
 # Shortest time between two searches for ranks that wait for each other.
 _LOOK_S = 0.2
 
@@ -253,13 +256,9 @@ class Hub:
             for member in stall_check.members
             if member not in reports or reports[member]["started"] < first
         }
+        further = max(_FURTHER, _FURTHER_IN_ALL // max(1, len(stall_check.askers)))
         for rank, besides in stall_check.askers.items():
-            asked = {
-                member: {**reports[member], "entries": reports[member]["entries"][-1:]}
-                if member in reports
-                else None
-                for member in late.union(besides)
-            }
+            asked = followed(stall_check.members, late.union(besides), reports, further)
             self._tell([rank], {"kind": "late", "channel": channel, "late": asked})
 
     def _pass_on(self, channel: str, name: str, exchange: _Exchange) -> None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from collective.contract.waits import Waiting
+
 from .link import Message
 
 __all__ = ["ENROLMENT", "FROM_HUB", "FROM_RANKS", "check"]
@@ -69,8 +71,11 @@ def _entry(value: Any) -> bool:
 # The failure, and the number of calls that the sender had finished; None if the sender is not in
 # a call.
 _broken = {"failure": _failure, "finished": _or_none(_integer)}
-_left = {"finished": _integer, "dropped": _flag}
-_report = {"entries": _list_of(_entry), "finished": _integer, "started": _count}
+_left = {"finished": _integer, "dropped": _flag, "last": _text}
+_report = {
+    "entries": _list_of(_entry), "finished": _integer, "started": _count,
+    "waits": _list_of(lambda value: Waiting.read(value) is not None),
+}  # fmt: skip
 
 
 _note = _with(

@@ -32,6 +32,7 @@ from .channel import WORLD, Channel
 from .hub import Hub
 from .link import Link, Message, ProofError, connect, parse
 from .messages import FROM_HUB, check
+from .reports import make_report
 from .standby import Standby
 from .unclosed import Unclosed, tell_dropped
 
@@ -194,7 +195,7 @@ class Monitor:
                 channel._hear(message)
             elif kind == "report":
                 # This rank has not made the communicator yet, so it has made no calls on it.
-                self._say({**message, "entries": [], "finished": 0, "started": 0})
+                self._say({**message, **make_report(None, 0, False)})
             elif kind in ("failure", "left"):
                 self._early.setdefault(message["channel"], []).append(message)
 

@@ -1,29 +1,36 @@
 """Reports of a rank's calls when one of them stalls, and the comparison of the ranks' reports.
 
 A report has ``entries``, the last calls as ``[sequence, digest, compares, header]``; ``finished``,
-the number of the last call that is over; and ``started``, the number of the last call.
+the number of the last call that is over; ``started``, the number of the last call; and ``waits``,
+the calls in which the rank waits, as :meth:`collective.contract.waits.Waiting.wire` writes them.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from collective.contract.recorder import Entry, Recorder
+from collective.contract.waits import Waiting, from_wire, needed, to_wire
 from collective.request import Request, describe, differing
 
 from .link import Message
 
-__all__ = ["disagreement", "last_calls", "make_report"]
+__all__ = ["disagreement", "followed", "last_call", "last_call_of", "make_report", "waits_of"]
 
 # Number of calls in a report: ranks that are further apart have made different calls.
 _REPORTED = 8
+# Maximum length of the text of a call, in characters.
+_CALL = 200
 # Operations to which ranks may pass arrays of different lengths, or None.
 _MAY_DIFFER = frozenset({"broadcast", "scatter", "gather", "all_gather", "all_to_all"})
 
 
-def make_report(recorder: Recorder | None, finished: int, on_arrival: bool) -> Message:
+def make_report(
+    recorder: Recorder | None, finished: int, on_arrival: bool, messages: Sequence[Waiting] = ()
+) -> Message:
     """Return this rank's report.
 
     Args:
@@ -31,8 +38,9 @@ def make_report(recorder: Recorder | None, finished: int, on_arrival: bool) -> M
         finished: number of the last call that is over, also on the devices.
         on_arrival: whether the transport itself finds calls that differ, once all ranks have come.
             If true, the report leaves out properties in which the calls may legitimately differ.
+        messages: the messages in which this rank waits.
     """
-    entries, started = [], 0
+    entries, started, waits = [], 0, list(messages)
     if recorder is not None:
         started = recorder.started
         # Start at the oldest call that is not over: a program may be far ahead of its device.
@@ -40,7 +48,13 @@ def make_report(recorder: Recorder | None, finished: int, on_arrival: bool) -> M
         for entry in [*ahead[: _REPORTED - 1], ahead[-1]] if ahead else ():
             header = json.loads(entry.request.header(entry.site))
             entries.append([entry.sequence, *_compared(entry, on_arrival), header])
-    return {"entries": entries, "finished": finished, "started": started}
+        running = recorder.running()
+        if running is not None:
+            # The rank does not know whom it waits for; waits_of() does.
+            waits.append(Waiting(str(running.request), running.site, False, ()))
+    return {
+        "entries": entries, "finished": finished, "started": started, "waits": to_wire(waits),
+    }  # fmt: skip
 
 
 def _compared(entry: Entry, on_arrival: bool) -> tuple[int, bool]:
@@ -82,18 +96,61 @@ def disagreement(members: list[int], reports: dict[int, Message]) -> str | None:
     return None
 
 
-def last_calls(ranks: Sequence[int], reports: dict[int, Message | None]) -> str:
-    """Describe the last calls of ``ranks``, as far as the reports tell.
+def followed(
+    members: Sequence[int], ranks: set[int], reports: Mapping[int, Message], most: int
+) -> dict[int, Message | None]:
+    """Return the last part of the reports of ``ranks``, and of the ranks that these wait for.
 
     Args:
-        ranks: ranks to describe.
+        members, reports: as in :func:`disagreement`.
+        ranks: ranks, numbered as in the world.
+        most: maximum number of ranks beside ``ranks``.
+    """
+    reached = sorted(ranks)
+    for rank in reached:
+        waits = from_wire(reports[rank]["waits"]) if rank in reports else []
+        numbers = needed([waiting for waiting in waits if waiting.message is not None])
+        further = {members[number] for number in numbers if number < len(members)}
+        reached += sorted(further - set(reached))[: max(0, len(ranks) + most - len(reached))]
+    return {
+        rank: {**reports[rank], "entries": reports[rank]["entries"][-1:]}
+        if rank in reports
+        else None
+        for rank in reached
+    }
+
+
+def waits_of(reports: Mapping[int, Message | None]) -> dict[int, list[Waiting]]:
+    """Return the calls in which the ranks wait, by rank, from their reports."""
+    started = {rank: report["started"] for rank, report in reports.items() if report is not None}
+    waits = {}
+    for rank, number in started.items():
+        report = reports[rank]
+        assert report is not None
+        behind = tuple(peer for peer, other in started.items() if other < number)
+        waits[rank] = [
+            waiting if waiting.message is not None else replace(waiting, ranks=behind)
+            for waiting in from_wire(report["waits"])
+        ]
+    return waits
+
+
+def last_call_of(recorder: Recorder | None) -> str:
+    """Return the last collective call of this rank, as text."""
+    entries = [] if recorder is None else recorder.entries(1)
+    return str(entries[-1].request)[:_CALL] if entries else "no collective call"
+
+
+def last_call(rank: int, reports: Mapping[int, Message | None]) -> str:
+    """Describe the last call of ``rank``, as far as the reports tell.
+
+    Args:
+        rank: the rank to describe.
         reports: the ranks' reports; None for a rank that does not answer.
     """
-    texts = [_last_call(rank, reports[rank]) for rank in ranks if rank in reports]
-    return "; ".join(texts) or "the monitor does not answer"
-
-
-def _last_call(rank: int, report: Message | None) -> str:
+    if rank not in reports:
+        return "the monitor does not answer"
+    report = reports[rank]
     if report is None:
         return f"rank {rank} does not answer"
     if not report["entries"]:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from collective.contract.recorder import Recorder
 
 from .link import Link
+from .reports import last_call_of
 
 __all__ = ["Unclosed", "tell_dropped"]
 
@@ -32,7 +33,8 @@ def tell_dropped(link: Link | None, unclosed: Unclosed, names: Sequence[str], ow
         members, calls = unclosed.pop(name, ((), ()))
         if members:
             finished = calls[0].finished if calls else 0
-            left = {"kind": "left", "finished": finished, "dropped": True}
+            last = last_call_of(calls[0] if calls else None)
+            left = {"kind": "left", "finished": finished, "dropped": True, "last": last}
             # The garbage collector may run this in a thread that is sending. There send() would
             # wait for a lock that the same thread holds.
             with contextlib.suppress(OSError):

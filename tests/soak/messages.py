@@ -63,12 +63,15 @@ def _strangers(address: str | None, dice: random.Random, mutations: int) -> Find
     return findings
 
 
+_WAITS = [["recv(tag=0)", "x.py:4 in main", False, [1], ["recv", 0, None, 1]]]
 _TO_HUB = (
     {"kind": "bye"},
-    {"kind": "left", "channel": "world", "members": [0, 1], "finished": 3},
+    {"kind": "left", "channel": "world", "members": [0, 1], "finished": 3, "dropped": False,
+     "last": "barrier()"},
     {"kind": "heard", "channel": "world", "members": [1]},
     {"kind": "stall", "channel": "world", "members": [0, 1], "asks": [1]},
-    {"kind": "report", "channel": "world", "entries": [ENTRY], "finished": 0, "started": 1},
+    {"kind": "report", "channel": "world", "entries": [ENTRY], "finished": 0, "started": 1,
+     "waits": _WAITS},
     {"kind": "failure", "channel": "world", "members": [0, 1],
      "failure": {"kind": "lost", "rank": 0, "text": "x", "ranks": [1]}},
 )  # fmt: skip
@@ -103,9 +106,10 @@ _FROM_HUB = (
     {"kind": "lost", "rank": 1, "why": "x"},
     {"kind": "report", "channel": "world"},
     {"kind": "heard", "channel": "world", "rank": 1},
-    {"kind": "left", "channel": "world", "members": [0, 1], "finished": 3, "rank": 1},
+    {"kind": "left", "channel": "world", "members": [0, 1], "finished": 3, "rank": 1,
+     "dropped": False, "last": "barrier()"},
     {"kind": "late", "channel": "world", "late": {"1": {"entries": [ENTRY], "finished": 0,
-                                                       "started": 1}}},
+                                                       "started": 1, "waits": _WAITS}}},
     {"kind": "failure", "channel": "world", "members": [0, 1], "rank": 1,
      "failure": {"kind": "lost", "rank": 0, "text": "x", "ranks": [1]}},
 )  # fmt: skip

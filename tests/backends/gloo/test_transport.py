@@ -54,7 +54,7 @@ class _Broken:
 
     rank, size, failure = 0, 2, None
 
-    def wait(self, *_: Any) -> Any:
+    def wait(self, *_: Any, **__: Any) -> Any:
         return self
 
     def check(self) -> None:
@@ -243,7 +243,7 @@ class _Looked:
     def __init__(self, event: threading.Event) -> None:
         self._event = event
 
-    def wait(self, *arguments: object) -> None:
+    def wait(self, *arguments: object, **options: object) -> None:
         self._event.set()
         raise RuntimeError("broken")
 

@@ -317,8 +317,22 @@ ENTRY = [
     False,
     {"operation": "scan", "dtype": None, "shape": None, "options": {}, "site": ""},
 ]
-LEFT = {"kind": "left", "channel": "world", "members": [0], "finished": 0, "dropped": False}
-REPORT = {"kind": "report", "channel": "world", "entries": [ENTRY], "finished": 0, "started": 1}
+LEFT = {
+    "kind": "left",
+    "channel": "world",
+    "members": [0],
+    "finished": 0,
+    "dropped": False,
+    "last": "barrier()",
+}
+REPORT = {
+    "kind": "report",
+    "channel": "world",
+    "entries": [ENTRY],
+    "finished": 0,
+    "started": 1,
+    "waits": [["recv(tag=0)", "x.py:4 in main", False, [1], ["recv", 0, None, 1]]],
+}
 WRONG: dict[str, object] = {
     "no kind": {},
     "an unknown kind": {"kind": "hello"},
@@ -334,6 +348,9 @@ WRONG: dict[str, object] = {
     "an unfinished failure": {"kind": "failure", "channel": "world", "members": [0],
                               "failure": {"kind": "lost", "rank": 0}, "finished": None},
     "a short entry": {**REPORT, "entries": [ENTRY[:3]]},
+    "a last call that is a number": {**LEFT, "last": 7},
+    "a wait that is a number": {**REPORT, "waits": [7]},
+    "a wait for a negative rank": {**REPORT, "waits": [["recv", "", False, [-1], None]]},
     "a call without options": {**REPORT, "entries": [[1, 7, False, {"operation": "scan"}]]},
 }  # fmt: skip
 NO_MESSAGES = [
@@ -377,7 +394,9 @@ JSON = st.recursive(
     max_leaves=8,
 )
 FIELDS = st.dictionaries(
-    st.sampled_from(["channel", "members", "failure", "finished", "asks", "entries", "started"]),
+    st.sampled_from(
+        ["channel", "members", "failure", "finished", "asks", "entries", "started", "waits", "last"]
+    ),
     JSON | st.just("world") | st.just([0]) | st.just(0) | st.just([ENTRY]),
 )
 
@@ -434,7 +453,8 @@ class FakeHub:
 @pytest.mark.parametrize(
     "message",
     [{}, [], {"kind": "lost", "rank": 0}, {"kind": "lost", "rank": 7, "why": ""},
-     {"kind": "left", "channel": "world", "rank": 7, "finished": 0, "dropped": False},
+     {"kind": "left", "channel": "world", "rank": 7, "finished": 0, "dropped": False,
+      "last": ""},
      {"kind": "late", "channel": "world", "late": {"x": None}}],
     ids=str,
 )  # fmt: skip
