@@ -149,7 +149,7 @@ def last_call(rank: int, reports: Mapping[int, Message | None]) -> str:
         reports: the ranks' reports; None for a rank that does not answer.
     """
     if rank not in reports:
-        return "the monitor does not answer"
+        return f"rank {rank} has not been asked" if reports else "the monitor does not answer"
     report = reports[rank]
     if report is None:
         return f"rank {rank} does not answer"
