@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 import chainer
 import numpy as np
 
+from collective.communicator.foreign_names import refuses
 from collective.errors import InvalidArgumentError, ShapeError
+from collective.start.session import comm_or_current
 from collective.training.statistics import JoinedBatch, SharedCommunicator
 
 if TYPE_CHECKING:
@@ -42,13 +44,15 @@ class SyncBatchNormalization(_Norm):  # type: ignore[misc, unused-ignore]
     loss. Backward passes run in the reverse order of the forward passes.
 
     Args:
-        comm: ranks whose batches are joined. Copies of the link share the communicator; it is not
-            pickled.
+        comm: ranks whose batches are joined; None: those of the current communicator. Copies of the
+            link share the communicator; it is not pickled.
         size, options: those of ``L.BatchNormalization``.
     """
 
-    def __init__(self, size: Any, comm: Communicator, **options: Any) -> None:
+    @refuses({"communication_backend": "leave it out: the communicator's transport is used"})
+    def __init__(self, size: Any, comm: Communicator | None = None, **options: Any) -> None:
         super().__init__(size, **options)
+        comm = comm_or_current(comm, "SyncBatchNormalization")
         self._ranks = SharedCommunicator(comm, _NOT_PICKLED)
 
     def rebind(self, comm: Communicator) -> None:
@@ -191,7 +195,7 @@ class _Normalise(_Node):  # type: ignore[misc, unused-ignore]
         return values.reshape(shape).astype(self._dtype, copy=False)
 
 
-def convert_batch_normalization(link: Any, comm: Communicator) -> Any:
+def convert_batch_normalization(link: Any, comm: Communicator | None = None) -> Any:
     """Turn every ``L.BatchNormalization`` in ``link`` into a :class:`SyncBatchNormalization`.
 
     The links change their class, and stay the same objects. So they keep their places, parameters,
@@ -199,7 +203,7 @@ def convert_batch_normalization(link: Any, comm: Communicator) -> Any:
 
     Args:
         link: link of any nesting. It is unchanged if the function raises.
-        comm: ranks whose batches are joined.
+        comm: ranks whose batches are joined; None: those of the current communicator.
 
     Returns:
         ``link``.
@@ -208,6 +212,7 @@ def convert_batch_normalization(link: Any, comm: Communicator) -> Any:
         InvalidArgumentError: the link contains a subclass of a batch normalisation, whose forward
             method would be lost. The error names it.
     """
+    comm = comm_or_current(comm, "convert_batch_normalization")
     norms = [(path, child) for path, child in link.namedlinks() if isinstance(child, _Norm)]
     refused = [
         f"{path or 'the link'} ({type(child).__name__})"

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any
 import chainer
 import numpy as np
 
+from collective.communicator.foreign_names import refuses
 from collective.errors import InvalidArgumentError, MismatchError
+from collective.start.session import comm_or_current
 from collective.training import shards
 
 if TYPE_CHECKING:
@@ -16,11 +18,18 @@ if TYPE_CHECKING:
 __all__ = ["ShardedIterator", "scatter_dataset"]
 
 _Iterator: Any = chainer.dataset.Iterator
+#: Arguments of ChainerMN's scatter_dataset, and what to write instead.
+_CHAINERMNS = {
+    "force_equal_length": "use padded=",
+    "max_buf_len": "leave it out: no samples are sent",
+    "root": "leave it out: every rank passes the dataset",
+}
 
 
+@refuses(_CHAINERMNS)
 def scatter_dataset(
     dataset: Any,
-    comm: Communicator,
+    comm: Communicator | None = None,
     *,
     shuffle: bool = False,
     seed: int | None = None,
@@ -42,6 +51,7 @@ def scatter_dataset(
 
     Args:
         dataset: object with a length, and samples by index; the same on every rank.
+        comm: ranks that take part; None: those of the current communicator.
         shuffle: whether to permute the samples before they are divided.
         seed: seed of the permutation, below 2**32; rank 0's seed is used. None: a new seed for each
             call.
@@ -54,6 +64,7 @@ def scatter_dataset(
         MismatchError: the ranks' datasets differ in length, their options differ, or a rank has no
             dataset.
     """
+    comm = comm_or_current(comm, "scatter_dataset")
     length = None if dataset is None else len(dataset)
     drawn = int(np.random.SeedSequence().generate_state(1)[0]) if seed is None else seed
     every = comm.all_gather_object([length, bool(shuffle), bool(padded), drawn])
@@ -90,7 +101,8 @@ class ShardedIterator(_Iterator):  # type: ignore[misc, unused-ignore]
     Args:
         dataset: object with a length, and samples by index; the same on every rank.
         batch_size: number of samples in a batch of one rank.
-        comm_or_rank_size: communicator, or a tuple of rank and size.
+        comm_or_rank_size: communicator, or a tuple of rank and size; None: the current
+            communicator.
         repeat: whether to continue after the first epoch.
         shuffle: whether to permute the samples, in a new order for each epoch.
         seed: seed of the permutations, the same on all ranks.
@@ -106,7 +118,7 @@ class ShardedIterator(_Iterator):  # type: ignore[misc, unused-ignore]
         self,
         dataset: Any,
         batch_size: int,
-        comm_or_rank_size: Communicator | tuple[int, int],
+        comm_or_rank_size: Communicator | tuple[int, int] | None = None,
         *,
         repeat: bool = True,
         shuffle: bool = True,

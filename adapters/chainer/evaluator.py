@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 import chainer
 from chainer.dataset import convert
 
+from collective.communicator.foreign_names import refuses
 from collective.errors import InvalidArgumentError
+from collective.start.session import comm_or_current
 from collective.training.rebinding import Rebindable
 
 from .parallel_updater import call_with
@@ -25,7 +27,8 @@ _Evaluator: Any = chainer.training.extensions.Evaluator
 _Bar: Any = chainer.training.extensions.evaluator._IteratorProgressBar
 
 
-def create_multi_node_evaluator(actual_evaluator: Any, comm: Communicator) -> Any:
+@refuses({"communicator": "use comm="})
+def create_multi_node_evaluator(actual_evaluator: Any, comm: Communicator | None = None) -> Any:
     """Make an evaluator report the means over the samples of all ranks.
 
     Each rank evaluates its own samples, of which it may have any number, 0 included. A value that
@@ -41,7 +44,7 @@ def create_multi_node_evaluator(actual_evaluator: Any, comm: Communicator) -> An
         actual_evaluator: ``Evaluator`` to change and return. Its iterator must not repeat, and
             ranks must not share samples: use a shard of ``scatter_dataset`` (not padded), or a
             ``ShardedIterator`` with ``repeat=False``.
-        comm: ranks that take part.
+        comm: ranks that take part; None: those of the current communicator.
 
     Raises:
         InvalidArgumentError: the evaluator's class has its own ``evaluate``, whose batches are
@@ -53,7 +56,7 @@ def create_multi_node_evaluator(actual_evaluator: Any, comm: Communicator) -> An
             "its own (expected the method of chainer.training.extensions.Evaluator, which "
             "separates the batches). Give the evaluator an eval_func instead."
         )
-    actual_evaluator.comm = comm
+    actual_evaluator.comm = comm_or_current(comm, "create_multi_node_evaluator")
     actual_evaluator.evaluate = types.MethodType(_evaluate, actual_evaluator)
     actual_evaluator.rebind = types.MethodType(_rebind, actual_evaluator)
     return actual_evaluator

@@ -29,7 +29,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from collective.communicator import Communicator
+from collective.contract.backend import ANY_SOURCE
 from collective.ops import Op
+from collective.start.session import comm_or_current
 from collective.training import differentiable
 
 from .tape import Tape
@@ -42,7 +44,7 @@ __all__ = [
 _TAPE = Tape()
 
 
-def all_reduce(x: Any, comm: Communicator, op: Op = "sum") -> Any:
+def all_reduce(x: Any, comm: Communicator | None = None, op: Op = "sum") -> Any:
     """Fold the ranks' arrays elementwise and give every rank the result.
 
     With ``G = Σ_r g_r``, which is itself an all-reduce, the gradient is for
@@ -57,7 +59,7 @@ def all_reduce(x: Any, comm: Communicator, op: Op = "sum") -> Any:
 
     Args:
         x: variable or array, of any shape.
-        comm: ranks that take part.
+        comm: ranks that take part; None: those of the current communicator.
         op: ``"sum"``, ``"avg"``, ``"prod"``, ``"min"`` or ``"max"``.
 
     Returns:
@@ -69,10 +71,10 @@ def all_reduce(x: Any, comm: Communicator, op: Op = "sum") -> Any:
         DtypeError: ``avg`` of integers, or a type that is not differentiated. Other errors are
             those of :meth:`Communicator.all_reduce`, in this call and in the backward pass.
     """
-    return differentiable.all_reduce(_TAPE, x, comm, op)
+    return differentiable.all_reduce(_TAPE, x, comm_or_current(comm, "all_reduce"), op)
 
 
-def reduce(x: Any, comm: Communicator, root: int = 0, op: Op = "sum") -> Any:
+def reduce(x: Any, comm: Communicator | None = None, root: int = 0, op: Op = "sum") -> Any:
     """Fold the ranks' arrays elementwise and give the result to ``root``.
 
     The gradient is that of :func:`all_reduce` with ``G = g_root``, a broadcast.
@@ -89,10 +91,12 @@ def reduce(x: Any, comm: Communicator, root: int = 0, op: Op = "sum") -> Any:
     Raises:
         As :func:`all_reduce`.
     """
-    return differentiable.reduce(_TAPE, x, comm, root, op)
+    return differentiable.reduce(_TAPE, x, comm_or_current(comm, "reduce"), root, op)
 
 
-def broadcast(x: Any, comm: Communicator, root: int = 0, *, like: Any = "numpy") -> Any:
+def broadcast(
+    x: Any, comm: Communicator | None = None, root: int = 0, *, like: Any = "numpy"
+) -> Any:
     """Give every rank the array of ``root``.
 
     The gradient at the root is ``Σ_r g_r``, a reduce; that of another rank's ``x`` is zero.
@@ -103,7 +107,7 @@ def broadcast(x: Any, comm: Communicator, root: int = 0, *, like: Any = "numpy")
         x: at the root, a variable or an array. On other ranks None, or a variable or array of the
             root's shape and dtype, which gets the zero gradient; derivatives of higher order need
             it.
-        comm: ranks that take part.
+        comm: ranks that take part; None: those of the current communicator.
         root: rank whose array is sent.
         like: if ``x`` is None, the kind of the result: ``"numpy"``, ``"cupy"`` or an array of that
             kind.
@@ -114,11 +118,11 @@ def broadcast(x: Any, comm: Communicator, root: int = 0, *, like: Any = "numpy")
     Raises:
         As :meth:`Communicator.broadcast`.
     """
-    return differentiable.broadcast(_TAPE, x, comm, root, like)
+    return differentiable.broadcast(_TAPE, x, comm_or_current(comm, "broadcast"), root, like)
 
 
 def all_gather(
-    x: Any, comm: Communicator, axis: int = 0, *, counts: Sequence[int] | None = None
+    x: Any, comm: Communicator | None = None, axis: int = 0, *, counts: Sequence[int] | None = None
 ) -> Any:
     """Join the ranks' arrays along an axis, in rank order, at every rank.
 
@@ -128,7 +132,7 @@ def all_gather(
 
     Args:
         x: variable or array; one without dimensions counts as one of length 1.
-        comm: ranks that take part.
+        comm: ranks that take part; None: those of the current communicator.
         axis: axis to join along.
         counts: lengths of the ranks' arrays along ``axis``, if all ranks know them. Without
             ``counts`` the first backward pass exchanges them, in a message of 8 bytes a rank.
@@ -139,12 +143,12 @@ def all_gather(
     Raises:
         As :meth:`Communicator.all_gather`.
     """
-    return differentiable.all_gather(_TAPE, x, comm, axis, counts)
+    return differentiable.all_gather(_TAPE, x, comm_or_current(comm, "all_gather"), axis, counts)
 
 
 def gather(
     x: Any,
-    comm: Communicator,
+    comm: Communicator | None = None,
     root: int = 0,
     axis: int = 0,
     *,
@@ -166,12 +170,12 @@ def gather(
     Raises:
         As :meth:`Communicator.gather`.
     """
-    return differentiable.gather(_TAPE, x, comm, root, axis, counts)
+    return differentiable.gather(_TAPE, x, comm_or_current(comm, "gather"), root, axis, counts)
 
 
 def scatter(
     x: Any,
-    comm: Communicator,
+    comm: Communicator | None = None,
     root: int = 0,
     axis: int = 0,
     *,
@@ -188,7 +192,7 @@ def scatter(
     Args:
         x: at the root, a variable or an array. On other ranks None, or any variable or array. A
             variable gets a zero gradient; pass one for derivatives of higher order.
-        comm: ranks that take part.
+        comm: ranks that take part; None: those of the current communicator.
         root: rank whose array is cut.
         axis: axis that is cut.
         counts: at the root, lengths of the pieces; by default as ``numpy.array_split`` cuts.
@@ -200,12 +204,14 @@ def scatter(
     Raises:
         As :meth:`Communicator.scatter`.
     """
-    return differentiable.scatter(_TAPE, x, comm, root, axis, counts, like)
+    return differentiable.scatter(
+        _TAPE, x, comm_or_current(comm, "scatter"), root, axis, counts, like
+    )
 
 
 def reduce_scatter(
     x: Any,
-    comm: Communicator,
+    comm: Communicator | None = None,
     op: Op = "sum",
     axis: int = 0,
     *,
@@ -228,12 +234,14 @@ def reduce_scatter(
     Raises:
         As :func:`all_reduce`. ShapeError: the counts do not add up to the axis.
     """
-    return differentiable.reduce_scatter(_TAPE, x, comm, op, axis, counts)
+    return differentiable.reduce_scatter(
+        _TAPE, x, comm_or_current(comm, "reduce_scatter"), op, axis, counts
+    )
 
 
 def all_to_all(
     x: Any,
-    comm: Communicator,
+    comm: Communicator | None = None,
     axis: int = 0,
     *,
     counts: Sequence[int] | None = None,
@@ -248,7 +256,7 @@ def all_to_all(
 
     Args:
         x: variable or array; one without dimensions counts as one of length 1.
-        comm: ranks that take part.
+        comm: ranks that take part; None: those of the current communicator.
         axis: axis to cut and to join along.
         counts: lengths of the pieces that this rank sends; ranks may differ. By default as
             ``numpy.array_split`` cuts.
@@ -261,10 +269,12 @@ def all_to_all(
     Raises:
         As :meth:`Communicator.all_to_all`.
     """
-    return differentiable.all_to_all(_TAPE, x, comm, axis, counts, recv_counts)
+    return differentiable.all_to_all(
+        _TAPE, x, comm_or_current(comm, "all_to_all"), axis, counts, recv_counts
+    )
 
 
-def send(x: Any, dst: int, comm: Communicator, tag: int = 0) -> Any:
+def send(x: Any, dst: int, comm: Communicator | None = None, tag: int = 0) -> Any:
     """Send an array to rank ``dst``.
 
     The gradient is ``g_dst``, which the backward pass receives from ``dst``, with the same tag.
@@ -272,7 +282,7 @@ def send(x: Any, dst: int, comm: Communicator, tag: int = 0) -> Any:
     Args:
         x: variable or array of at most 12 dimensions.
         dst: another rank, which calls :func:`recv`.
-        comm: ranks that take part.
+        comm: ranks that take part; None: those of the current communicator.
         tag: tag that the receiver uses.
 
     Returns:
@@ -281,19 +291,25 @@ def send(x: Any, dst: int, comm: Communicator, tag: int = 0) -> Any:
     Raises:
         As :meth:`Communicator.send`.
     """
-    return differentiable.send(_TAPE, x, dst, comm, tag)
+    return differentiable.send(_TAPE, x, dst, comm_or_current(comm, "send"), tag)
 
 
 def recv(
-    comm: Communicator, src: int, tag: int = 0, *, like: Any = "numpy", after: Any = None
+    comm: Communicator | None = None,
+    src: int = ANY_SOURCE,
+    tag: int = 0,
+    *,
+    like: Any = "numpy",
+    after: Any = None,
 ) -> Any:
     """Receive an array from rank ``src``.
 
     The backward pass sends ``g`` to ``src``, where it is the gradient of the array that was sent.
 
     Args:
-        comm: ranks that take part.
-        src: another rank, which calls :func:`send`; not ``ANY_SOURCE``.
+        comm: ranks that take part; None: those of the current communicator.
+        src: another rank, which calls :func:`send`. Name it: the default, ``ANY_SOURCE``, raises an
+            error.
         tag: tag that the sender uses.
         like: kind of the result: ``"numpy"``, ``"cupy"`` or an array of that kind.
         after: variable, such as the delegate of an earlier :func:`send`, on which this result is
@@ -308,4 +324,4 @@ def recv(
         RankError: ``src`` is ``ANY_SOURCE``, so there is no rank to send the gradient to. Other
             errors are those of :meth:`Communicator.recv`.
     """
-    return differentiable.recv(_TAPE, comm, src, tag, like, after)
+    return differentiable.recv(_TAPE, comm_or_current(comm, "recv"), src, tag, like, after)

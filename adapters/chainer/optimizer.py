@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import chainer
 
+from collective.communicator.foreign_names import refuses
 from collective.contract.copying import NotCopied
 from collective.errors import (
     CollectiveError,
@@ -21,6 +22,7 @@ from collective.errors import (
     MismatchError,
     UnsupportedError,
 )
+from collective.start.session import comm_or_current
 from collective.training.gradients import Bucket, Gradients, Parameter
 from collective.training.rebinding import Rebindable
 
@@ -34,6 +36,12 @@ if TYPE_CHECKING:
 __all__ = ["MultiNodeOptimizer", "create_multi_node_optimizer"]
 
 _MIB = 1 << 20
+#: Arguments of ChainerMN's function, and what to write instead.
+_CHAINERMNS = {
+    "communicator": "use comm=",
+    "double_buffering": "leave it out: a step always uses the gradients of its own pass",
+    "zero_fill": "leave it out: a missing gradient always counts as zero",
+}
 # Attributes of the wrapper; all other attributes belong to the optimizer inside.
 _OWN = frozenset(
     "actual_optimizer comm _inner _bucket_mib _reduce _parameters _gradients _agreed _syncing "
@@ -41,9 +49,10 @@ _OWN = frozenset(
 )
 
 
+@refuses(_CHAINERMNS)
 def create_multi_node_optimizer(
     actual_optimizer: Any,
-    comm: Communicator,
+    comm: Communicator | None = None,
     *,
     bucket_mib: float = 25.0,
     reduce: Callable[[Bucket], Work[Any] | None] | None = None,
@@ -54,9 +63,9 @@ def create_multi_node_optimizer(
 
     Args:
         actual_optimizer: any optimizer of ``chainer.optimizers``, set up or not.
-        comm: communicator that connects the ranks. The gradients use a duplicate of it (a
-            ``dup()``), so that calls on this communicator, in links and loss functions, never mix
-            with their reductions.
+        comm: communicator that connects the ranks; None: the current one. The gradients use a
+            duplicate of it (a ``dup()``), so that calls on this communicator, in links and loss
+            functions, never mix with their reductions.
         bucket_mib: MiB of gradients that are reduced together. If a core is idle to reduce it
             meanwhile, the first bucket has at most 1 MiB, so that its reduction starts early.
         reduce: function that reduces a full bucket, such as :class:`collective.compression.Cast`;
@@ -103,7 +112,7 @@ class MultiNodeOptimizer(NotCopied):
     def __init__(
         self,
         actual_optimizer: Any,
-        comm: Communicator,
+        comm: Communicator | None = None,
         *,
         bucket_mib: float = 25.0,
         reduce: Callable[[Bucket], Work[Any] | None] | None = None,
@@ -114,8 +123,8 @@ class MultiNodeOptimizer(NotCopied):
                 "number)."
             )
         self.actual_optimizer = actual_optimizer
-        self.comm = comm
-        self._inner = comm.dup()
+        self.comm = comm_or_current(comm, "create_multi_node_optimizer")
+        self._inner = self.comm.dup()
         self._bucket_mib = bucket_mib
         self._reduce = reduce
         self._forget()

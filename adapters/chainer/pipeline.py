@@ -23,6 +23,7 @@ from collective.errors import (
     MismatchError,
     ShapeError,
 )
+from collective.start.session import comm_or_current
 from collective.training.pipelines import Span, check_options, check_same, order
 
 from .passage import ARRAYS, Passage, other_parameters, pieces
@@ -53,7 +54,8 @@ class Pipeline(NotCopied):
     Args:
         stages: links, one for each rank. Stages of other ranks may be None, so that they need no
             memory here.
-        comm: ranks in the order of the stages. The pipeline uses a duplicate of it.
+        comm: ranks in the order of the stages; None: those of the current communicator. The
+            pipeline uses a duplicate of it.
         microbatches: number of pieces into which a batch is cut, as ``numpy.array_split`` does.
         schedule: ``"1f1b"``, which keeps at most ``stages - rank`` micro-batches for the backward
             pass, or ``"gpipe"``, which keeps all.
@@ -80,12 +82,13 @@ class Pipeline(NotCopied):
     def __init__(
         self,
         stages: Sequence[chainer.Link | None],
-        comm: Communicator,
+        comm: Communicator | None = None,
         *,
         microbatches: int,
         schedule: str = "1f1b",
         reduction: str = "mean",
     ) -> None:
+        comm = comm_or_current(comm, "Pipeline")
         check_options(microbatches, schedule, reduction)
         self._others = other_parameters(stages, comm)
         check_same(comm, microbatches, schedule, reduction)

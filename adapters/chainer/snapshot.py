@@ -23,6 +23,7 @@ import numpy as np
 from chainer.serializers import npz
 
 from collective.errors import CollectiveError, InvalidArgumentError, UnsupportedError
+from collective.start.session import comm_or_current
 
 if TYPE_CHECKING:
     from collective.communicator import Communicator
@@ -38,7 +39,9 @@ class SnapshotError(CollectiveError):
     """Failure of rank 0 to write or read the file, or of a rank to use its contents."""
 
 
-def save_snapshot(path: str | os.PathLike[str], target: Any, comm: Communicator) -> None:
+def save_snapshot(
+    path: str | os.PathLike[str], target: Any, comm: Communicator | None = None
+) -> None:
     """Write the state of ``target`` on all ranks to one file, atomically: completely or not at all.
 
     Collective: every rank calls it. When it returns, the file exists.
@@ -46,10 +49,12 @@ def save_snapshot(path: str | os.PathLike[str], target: Any, comm: Communicator)
     Args:
         path: path of the file on rank 0's machine; paths on other ranks are ignored.
         target: Trainer, or any object that Chainer's serializers take.
+        comm: ranks that take part; None: those of the current communicator.
 
     Raises:
         SnapshotError: the file could not be written; every rank raises it.
     """
+    comm = comm_or_current(comm, "save_snapshot")
     mine = _state(target)
     digests = comm.broadcast_object({name: _digest(value) for name, value in mine.items()})
     own = {n: _packed(n, v) for n, v in mine.items() if digests.get(n) != _digest(v)}
@@ -75,7 +80,9 @@ def save_snapshot(path: str | os.PathLike[str], target: Any, comm: Communicator)
         )
 
 
-def load_snapshot(path: str | os.PathLike[str], target: Any, comm: Communicator) -> None:
+def load_snapshot(
+    path: str | os.PathLike[str], target: Any, comm: Communicator | None = None
+) -> None:
     """Restore ``target`` on all ranks to its state when the snapshot was written.
 
     On the same number of ranks, the state is restored to the bit, with NumPy's global random
@@ -89,6 +96,7 @@ def load_snapshot(path: str | os.PathLike[str], target: Any, comm: Communicator)
     Args:
         path: path of the file on rank 0's machine.
         target: object made in the same way as the one that was saved.
+        comm: ranks that take part; None: those of the current communicator.
 
     Raises:
         SnapshotError: the file could not be read, or does not fit the target; every rank raises
@@ -96,6 +104,7 @@ def load_snapshot(path: str | os.PathLike[str], target: Any, comm: Communicator)
         InvalidArgumentError: an iterator's position is in a shard of another number of ranks. Every
             rank raises it, and nothing is changed.
     """
+    comm = comm_or_current(comm, "load_snapshot")
     parts: list[Any] = [None] * comm.size
     problem, base = None, None
     if comm.rank == 0:
@@ -131,7 +140,7 @@ class MultiNodeSnapshot(_Extension):  # type: ignore[misc, unused-ignore]
     """Trainer extension that writes snapshots of all ranks; use it on all ranks.
 
     Args:
-        comm: communicator that connects the ranks.
+        comm: communicator that connects the ranks; None: the current one.
         filename: name of the file in the trainer's ``out``; the trainer is formatted into it.
         autoload: whether to resume from the newest such file when training starts, if there is
             one.
@@ -146,7 +155,7 @@ class MultiNodeSnapshot(_Extension):  # type: ignore[misc, unused-ignore]
 
     def __init__(
         self,
-        comm: Communicator,
+        comm: Communicator | None = None,
         filename: str = "snapshot_iter_{.updater.iteration}",
         *,
         autoload: bool = False,
@@ -156,7 +165,7 @@ class MultiNodeSnapshot(_Extension):  # type: ignore[misc, unused-ignore]
             raise InvalidArgumentError(
                 f"MultiNodeSnapshot: retain is {retain!r} (expected at least 1, or None)."
             )
-        self._comm = comm
+        self._comm = comm_or_current(comm, "MultiNodeSnapshot")
         self._filename = filename
         self._autoload = autoload
         self._retain = retain

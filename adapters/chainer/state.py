@@ -11,6 +11,7 @@ import numpy as np
 
 from collective.errors import MismatchError
 from collective.memory.overlap import call_in_place
+from collective.start.session import comm_or_current
 
 if TYPE_CHECKING:
     from collective.communicator import Communicator
@@ -27,7 +28,7 @@ def distinct_parameters(link: Any) -> list[tuple[str, Any]]:
 
 
 def broadcast_state(
-    link: Any, comm: Communicator, root: int = 0, *, persistent: bool = True
+    link: Any, comm: Communicator | None = None, root: int = 0, *, persistent: bool = True
 ) -> None:
     """Give every rank the parameters of ``root``, and its persistent values if ``persistent``.
 
@@ -35,10 +36,14 @@ def broadcast_state(
 
     Collective: every rank calls it, with the same link.
 
+    Args:
+        comm: ranks that take part; None: those of the current communicator.
+
     Raises:
         MismatchError: the ranks' links have different parameters, or another rank has initialised
             a parameter that ``root`` has not.
     """
+    comm = comm_or_current(comm, "broadcast_state")
     parameters = distinct_parameters(link)
     _compare(parameters, comm, root)
     known: list[Any] = comm.broadcast_object(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import chainer
 
 from collective.errors import InvalidArgumentError, MismatchError
+from collective.start.session import comm_or_current
 
 if TYPE_CHECKING:
     from collective.communicator import Communicator
@@ -33,7 +34,7 @@ class MultiNodeUpdater(_Updater):  # type: ignore[misc, unused-ignore]
         iterator, options: those of ``StandardUpdater``.
         optimizer: result of :func:`create_multi_node_optimizer`, or a dictionary of such
             optimizers.
-        comm: communicator that connects the ranks.
+        comm: communicator that connects the ranks; None: the current one.
         mean_observations: if true, each number that a step reports is the mean over the ranks
             instead of this rank's own; this costs one message a step.
 
@@ -46,13 +47,13 @@ class MultiNodeUpdater(_Updater):  # type: ignore[misc, unused-ignore]
         self,
         iterator: Any,
         optimizer: Any,
-        comm: Communicator,
+        comm: Communicator | None = None,
         *,
         mean_observations: bool = False,
         **options: Any,
     ) -> None:
         super().__init__(iterator, optimizer, **options)
-        self.comm = comm
+        self.comm = comm_or_current(comm, "MultiNodeUpdater")
         self.mean_observations = mean_observations
         for name, wrapped in self.get_all_optimizers().items():
             if isinstance(wrapped, chainer.Optimizer):

@@ -8,13 +8,16 @@ from typing import Any
 import torch
 
 from collective.communicator import Communicator
+from collective.communicator.foreign_names import refuses
 from collective.errors import InvalidArgumentError, ShapeError
+from collective.start.session import comm_or_current
 from collective.training.statistics import JoinedBatch, SharedCommunicator
 
 __all__ = ["SyncBatchNorm", "convert_sync_batchnorm"]
 
 _Norm: Any = torch.nn.modules.batchnorm._BatchNorm
 _LazyNorm: Any = torch.nn.modules.batchnorm._LazyNormBase
+_TORCHS = {"bias": "it has no equivalent here; see affine=", "process_group": "use comm="}
 _normalise: Any = torch.nn.functional.batch_norm
 _NOT_PICKLED = (
     "SyncBatchNorm: a module with a communicator cannot be pickled. Save its state_dict(), which "
@@ -41,8 +44,8 @@ class SyncBatchNorm(_Norm):  # type: ignore[misc, unused-ignore]
 
     Args:
         num_features: number of channels, the length of the input's second dimension.
-        comm: ranks whose batches are joined. Copies of the module share the communicator; it is not
-            pickled.
+        comm: ranks whose batches are joined; None: those of the current communicator. Copies of the
+            module share the communicator; it is not pickled.
         eps: number that is added to the variance.
         momentum: weight of the new batch in the running statistics; None: their plain average.
         affine: if true, the module has a weight and a bias.
@@ -50,10 +53,11 @@ class SyncBatchNorm(_Norm):  # type: ignore[misc, unused-ignore]
         device, dtype: device and dtype of parameters and statistics.
     """
 
+    @refuses(_TORCHS)
     def __init__(
         self,
         num_features: int,
-        comm: Communicator,
+        comm: Communicator | None = None,
         eps: float = 1e-5,
         momentum: float | None = 0.1,
         affine: bool = True,
@@ -64,7 +68,7 @@ class SyncBatchNorm(_Norm):  # type: ignore[misc, unused-ignore]
         super().__init__(
             num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype
         )
-        self._ranks = SharedCommunicator(comm, _NOT_PICKLED)
+        self._ranks = SharedCommunicator(comm_or_current(comm, "SyncBatchNorm"), _NOT_PICKLED)
 
     def rebind(self, comm: Communicator) -> None:
         """Continue over another communicator; all copies of the module do so, too."""
@@ -209,7 +213,10 @@ _CONVERTED = (
 )
 
 
-def convert_sync_batchnorm(module: torch.nn.Module, comm: Communicator) -> torch.nn.Module:
+@refuses(_TORCHS)
+def convert_sync_batchnorm(
+    module: torch.nn.Module, comm: Communicator | None = None
+) -> torch.nn.Module:
     """Replace every batch normalisation in ``module`` by a :class:`SyncBatchNorm`.
 
     Parameters, buffers, hooks, the training flag and the names in ``state_dict()`` stay the same.
@@ -219,7 +226,7 @@ def convert_sync_batchnorm(module: torch.nn.Module, comm: Communicator) -> torch
     Args:
         module: module of any nesting, changed in place, or a batch normalisation itself. If the
             call raises an error, nothing is changed.
-        comm: ranks whose batches are joined.
+        comm: ranks whose batches are joined; None: those of the current communicator.
 
     Returns:
         ``module``, or its replacement if it is a batch normalisation itself.
@@ -229,6 +236,7 @@ def convert_sync_batchnorm(module: torch.nn.Module, comm: Communicator) -> torch
             unknown; or it is of a custom subclass, whose forward method would be lost. The text
             names all of these.
     """
+    comm = comm_or_current(comm, "convert_sync_batchnorm")
     norms: dict[torch.nn.Module, str] = {
         child: name for name, child in module.named_modules() if isinstance(child, _Norm)
     }

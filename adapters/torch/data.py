@@ -10,12 +10,19 @@ from typing import Any
 import torch
 
 from collective.communicator import Communicator
+from collective.communicator.foreign_names import refuses
 from collective.errors import InvalidArgumentError
 from collective.training import shards
 
 __all__ = ["PrefetchLoader", "ShardedSampler"]
 
 _Sampler: Any = torch.utils.data.Sampler
+#: Arguments of PyTorch's DistributedSampler, and what to write instead.
+_TORCHS = {
+    "dataset": "use dataset_or_length=",
+    "num_replicas": "use comm_or_rank_size=(rank, num_replicas)",
+    "rank": "use comm_or_rank_size=(rank, num_replicas)",
+}
 
 
 class ShardedSampler(_Sampler):  # type: ignore[misc, unused-ignore]
@@ -32,7 +39,8 @@ class ShardedSampler(_Sampler):  # type: ignore[misc, unused-ignore]
 
     Args:
         dataset_or_length: dataset with a ``len()``, or the number of samples.
-        comm_or_rank_size: communicator, whose rank and size are used, or a tuple of the two.
+        comm_or_rank_size: communicator, whose rank and size are used, or a tuple of the two; None:
+            the current communicator.
         shuffle: if true, each epoch has a new permutation of the samples.
         seed: seed of the permutations; the same on all ranks.
         padded: if true, samples are repeated until the ranks' lengths are equal.
@@ -47,10 +55,11 @@ class ShardedSampler(_Sampler):  # type: ignore[misc, unused-ignore]
         InvalidArgumentError: the length is no integer, or negative.
     """
 
+    @refuses(_TORCHS)
     def __init__(
         self,
         dataset_or_length: Sized | int,
-        comm_or_rank_size: Communicator | tuple[int, int],
+        comm_or_rank_size: Communicator | tuple[int, int] | None = None,
         shuffle: bool = True,
         seed: int = 0,
         padded: bool = False,

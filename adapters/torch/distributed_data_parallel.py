@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from collective.communicator.foreign_names import refuses
 from collective.errors import GradientError
+from collective.start.session import comm_or_current
 from collective.training.gradients import Bucket, Gradients, Parameter
 from collective.training.rebinding import Rebindable
 
@@ -34,6 +36,25 @@ if TYPE_CHECKING:
 __all__ = ["DistributedDataParallel"]
 
 _MIB = 1 << 20
+#: Arguments of PyTorch's own class, and what to write instead.
+_TORCHS = {
+    "batched_grad_copy": "leave it out: gradients are views of the buckets, and are rarely copied",
+    "bucket_cap_mb": "use bucket_mib=",
+    "bucket_cap_mb_list": "use bucket_mib=, one size for all buckets",
+    "check_reduction": "leave it out: a reduction that fails raises",
+    "delay_all_reduce_named_params": "it has no equivalent here",
+    "device_ids": "leave it out, and move the module and its inputs to the device by to()",
+    "device_mesh": "use comm=",
+    "dim": "leave it out: each rank passes its own batch",
+    "forward_sync_buffers": "use broadcast_buffers=",
+    "gradient_as_bucket_view": "leave it out: gradients are always views of the buckets",
+    "init_sync": "leave it out: rank 0's parameters and buffers always go to all ranks",
+    "mixed_precision": "use torch.autocast, or reduce=collective.compression.Cast()",
+    "output_device": "leave it out: outputs are where the module puts them",
+    "param_to_hook_all_reduce": "it has no equivalent here",
+    "process_group": "use comm=",
+    "skip_all_reduce_unused_params": "it has no equivalent here; see find_unused_parameters=",
+}
 
 
 class DistributedDataParallel(Copyable):
@@ -63,7 +84,7 @@ class DistributedDataParallel(Copyable):
     Args:
         module: module on the CPU or a GPU, with all parameters on one device. Freeze parameters
             before you wrap the module, not afterwards.
-        comm: communicator that connects the ranks.
+        comm: communicator that connects the ranks; None: the current communicator.
         bucket_mib: size of a bucket, the gradients that are reduced together, in MiB. If a core is
             idle to reduce it, the first bucket has at most 1 MiB, so that its reduction starts
             early.
@@ -91,10 +112,11 @@ class DistributedDataParallel(Copyable):
         "_attendance", "_gradients", "_in_buckets", "_passes", "_sparse", "_trained", "_written",
     ))  # fmt: skip
 
+    @refuses(_TORCHS)
     def __init__(
         self,
         module: nn.Module,
-        comm: Communicator,
+        comm: Communicator | None = None,
         *,
         bucket_mib: float = 25.0,
         find_unused_parameters: bool = False,
@@ -104,7 +126,7 @@ class DistributedDataParallel(Copyable):
     ) -> None:
         super().__init__()
         self.module = module
-        self.comm = comm
+        self.comm = comm_or_current(comm, "DistributedDataParallel")
         self.find_unused_parameters = find_unused_parameters
         self.broadcast_buffers = broadcast_buffers
         self._static = static_graph
@@ -112,7 +134,7 @@ class DistributedDataParallel(Copyable):
         self._reduce = reduce
         self._sync = True
         self._connect()
-        broadcast_state(module, comm)
+        broadcast_state(module, self.comm)
         untyped: Any = self
         untyped.register_state_dict_post_hook(without_prefix)
         untyped.register_load_state_dict_pre_hook(with_prefix)

@@ -27,7 +27,9 @@ from typing import Any
 import torch
 
 from collective.communicator import Communicator
+from collective.contract.backend import ANY_SOURCE
 from collective.ops import Op
+from collective.start.session import comm_or_current
 from collective.training import differentiable
 
 from .tape import Tape
@@ -40,7 +42,7 @@ __all__ = [
 _TAPE: differentiable.Tape[torch.Tensor] = Tape()
 
 
-def all_reduce(x: torch.Tensor, comm: Communicator, op: Op = "sum") -> torch.Tensor:
+def all_reduce(x: torch.Tensor, comm: Communicator | None = None, op: Op = "sum") -> torch.Tensor:
     """Fold the ranks' tensors elementwise and give every rank the result.
 
     With ``G = Σ_r g_r``, which is itself an all-reduce, the gradient is for
@@ -55,7 +57,7 @@ def all_reduce(x: torch.Tensor, comm: Communicator, op: Op = "sum") -> torch.Ten
 
     Args:
         x: tensor of any shape and strides; it is differentiated if it is floating point or complex.
-        comm: ranks that take part.
+        comm: ranks that take part; None: those of the current communicator.
         op: ``"sum"``, ``"avg"``, ``"prod"``, ``"min"`` or ``"max"``.
 
     Returns:
@@ -65,10 +67,12 @@ def all_reduce(x: torch.Tensor, comm: Communicator, op: Op = "sum") -> torch.Ten
         InvalidArgumentError: the op is another one, or ``x`` is no tensor. Other errors are those
             of :meth:`Communicator.all_reduce`, in this call and in the backward pass.
     """
-    return differentiable.all_reduce(_TAPE, x, comm, op)
+    return differentiable.all_reduce(_TAPE, x, comm_or_current(comm, "all_reduce"), op)
 
 
-def reduce(x: torch.Tensor, comm: Communicator, root: int = 0, op: Op = "sum") -> torch.Tensor:
+def reduce(
+    x: torch.Tensor, comm: Communicator | None = None, root: int = 0, op: Op = "sum"
+) -> torch.Tensor:
     """Fold the ranks' tensors elementwise and give the result to ``root``.
 
     The gradient is that of :func:`all_reduce` with ``G = g_root``, a broadcast.
@@ -85,11 +89,11 @@ def reduce(x: torch.Tensor, comm: Communicator, root: int = 0, op: Op = "sum") -
     Raises:
         As :func:`all_reduce`.
     """
-    return differentiable.reduce(_TAPE, x, comm, root, op)
+    return differentiable.reduce(_TAPE, x, comm_or_current(comm, "reduce"), root, op)
 
 
 def broadcast(
-    x: torch.Tensor | None, comm: Communicator, root: int = 0, *, like: Any = "torch"
+    x: torch.Tensor | None, comm: Communicator | None = None, root: int = 0, *, like: Any = "torch"
 ) -> torch.Tensor:
     """Give every rank the tensor of ``root``.
 
@@ -102,7 +106,7 @@ def broadcast(
             whose values do not matter and which gets the zero gradient. None costs one more message
             on some transports. Derivatives of higher order need a tensor on every rank, because
             they pass through the zero gradient.
-        comm: ranks that take part.
+        comm: ranks that take part; None: those of the current communicator.
         root: rank whose tensor is sent.
         like: if ``x`` is None, a tensor whose device is also the result's device.
 
@@ -112,11 +116,15 @@ def broadcast(
     Raises:
         As :meth:`Communicator.broadcast`.
     """
-    return differentiable.broadcast(_TAPE, x, comm, root, like)
+    return differentiable.broadcast(_TAPE, x, comm_or_current(comm, "broadcast"), root, like)
 
 
 def all_gather(
-    x: torch.Tensor, comm: Communicator, axis: int = 0, *, counts: Sequence[int] | None = None
+    x: torch.Tensor,
+    comm: Communicator | None = None,
+    axis: int = 0,
+    *,
+    counts: Sequence[int] | None = None,
 ) -> torch.Tensor:
     """Join the ranks' tensors along an axis, in rank order, at every rank.
 
@@ -126,7 +134,7 @@ def all_gather(
 
     Args:
         x: tensor; one without dimensions counts as one of length 1.
-        comm: ranks that take part.
+        comm: ranks that take part; None: those of the current communicator.
         axis: axis to join along.
         counts: lengths of the ranks' tensors along ``axis``, if all ranks know them. Without
             ``counts`` the first backward pass exchanges them, in a message of 8 bytes a rank.
@@ -137,12 +145,12 @@ def all_gather(
     Raises:
         As :meth:`Communicator.all_gather`.
     """
-    return differentiable.all_gather(_TAPE, x, comm, axis, counts)
+    return differentiable.all_gather(_TAPE, x, comm_or_current(comm, "all_gather"), axis, counts)
 
 
 def gather(
     x: torch.Tensor,
-    comm: Communicator,
+    comm: Communicator | None = None,
     root: int = 0,
     axis: int = 0,
     *,
@@ -164,12 +172,12 @@ def gather(
     Raises:
         As :meth:`Communicator.gather`.
     """
-    return differentiable.gather(_TAPE, x, comm, root, axis, counts)
+    return differentiable.gather(_TAPE, x, comm_or_current(comm, "gather"), root, axis, counts)
 
 
 def scatter(
     x: torch.Tensor | None,
-    comm: Communicator,
+    comm: Communicator | None = None,
     root: int = 0,
     axis: int = 0,
     *,
@@ -185,7 +193,7 @@ def scatter(
     Args:
         x: at the root, a tensor. On other ranks None, or any tensor, which gets the zero gradient;
             derivatives of higher order need a tensor.
-        comm: ranks that take part.
+        comm: ranks that take part; None: those of the current communicator.
         root: rank whose tensor is cut.
         axis: axis that is cut.
         counts: at the root, lengths of the pieces; by default as ``numpy.array_split`` cuts.
@@ -197,12 +205,14 @@ def scatter(
     Raises:
         As :meth:`Communicator.scatter`.
     """
-    return differentiable.scatter(_TAPE, x, comm, root, axis, counts, like)
+    return differentiable.scatter(
+        _TAPE, x, comm_or_current(comm, "scatter"), root, axis, counts, like
+    )
 
 
 def reduce_scatter(
     x: torch.Tensor,
-    comm: Communicator,
+    comm: Communicator | None = None,
     op: Op = "sum",
     axis: int = 0,
     *,
@@ -225,12 +235,14 @@ def reduce_scatter(
     Raises:
         As :func:`all_reduce`. ShapeError: the counts do not add up to the axis.
     """
-    return differentiable.reduce_scatter(_TAPE, x, comm, op, axis, counts)
+    return differentiable.reduce_scatter(
+        _TAPE, x, comm_or_current(comm, "reduce_scatter"), op, axis, counts
+    )
 
 
 def all_to_all(
     x: torch.Tensor,
-    comm: Communicator,
+    comm: Communicator | None = None,
     axis: int = 0,
     *,
     counts: Sequence[int] | None = None,
@@ -245,7 +257,7 @@ def all_to_all(
 
     Args:
         x: tensor; one without dimensions counts as one of length 1.
-        comm: ranks that take part.
+        comm: ranks that take part; None: those of the current communicator.
         axis: axis to cut and to join along.
         counts: lengths of the pieces that this rank sends; ranks may differ. By default as
             ``numpy.array_split`` cuts.
@@ -258,10 +270,12 @@ def all_to_all(
     Raises:
         As :meth:`Communicator.all_to_all`.
     """
-    return differentiable.all_to_all(_TAPE, x, comm, axis, counts, recv_counts)
+    return differentiable.all_to_all(
+        _TAPE, x, comm_or_current(comm, "all_to_all"), axis, counts, recv_counts
+    )
 
 
-def send(x: torch.Tensor, dst: int, comm: Communicator, tag: int = 0) -> torch.Tensor:
+def send(x: torch.Tensor, dst: int, comm: Communicator | None = None, tag: int = 0) -> torch.Tensor:
     """Send a tensor to rank ``dst``.
 
     The gradient is ``g_dst``, which the backward pass receives from ``dst``, with the same tag.
@@ -269,7 +283,7 @@ def send(x: torch.Tensor, dst: int, comm: Communicator, tag: int = 0) -> torch.T
     Args:
         x: tensor of at most 12 dimensions.
         dst: another rank, which calls :func:`recv`.
-        comm: ranks that take part.
+        comm: ranks that take part; None: those of the current communicator.
         tag: tag that the receiver uses.
 
     Returns:
@@ -278,12 +292,12 @@ def send(x: torch.Tensor, dst: int, comm: Communicator, tag: int = 0) -> torch.T
     Raises:
         As :meth:`Communicator.send`.
     """
-    return differentiable.send(_TAPE, x, dst, comm, tag)
+    return differentiable.send(_TAPE, x, dst, comm_or_current(comm, "send"), tag)
 
 
 def recv(
-    comm: Communicator,
-    src: int,
+    comm: Communicator | None = None,
+    src: int = ANY_SOURCE,
     tag: int = 0,
     *,
     like: Any = "torch",
@@ -294,8 +308,9 @@ def recv(
     The backward pass sends ``g`` to ``src``, where it is the gradient of the tensor that was sent.
 
     Args:
-        comm: ranks that take part.
-        src: another rank, which calls :func:`send`; not ``ANY_SOURCE``.
+        comm: ranks that take part; None: those of the current communicator.
+        src: another rank, which calls :func:`send`. Name it: the default, ``ANY_SOURCE``, raises an
+            error.
         tag: tag that the sender uses.
         like: tensor whose device is also the result's device.
         after: tensor, such as the delegate of an earlier :func:`send`, on which this result is made
@@ -310,4 +325,4 @@ def recv(
         RankError: ``src`` is ``ANY_SOURCE``, so there is no rank to send the gradient to. Other
             errors are those of :meth:`Communicator.recv`.
     """
-    return differentiable.recv(_TAPE, comm, src, tag, like, after)
+    return differentiable.recv(_TAPE, comm_or_current(comm, "recv"), src, tag, like, after)

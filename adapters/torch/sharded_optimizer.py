@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from collective.communicator.foreign_names import refuses
 from collective.contract.copying import NotCopied
 from collective.errors import InvalidArgumentError, MismatchError, StateLostError
+from collective.start.session import comm_or_current
 from collective.training import shards
 
 if TYPE_CHECKING:
@@ -23,6 +25,14 @@ if TYPE_CHECKING:
 __all__ = ["ShardedOptimizer"]
 
 _Base: Any = torch.optim.Optimizer
+#: Arguments of PyTorch's ZeroRedundancyOptimizer, and what to write instead.
+_TORCHS = {
+    "optimizer_class": "use optimizer=",
+    "overlap_with_ddp": "leave it out: call step() after the backward pass",
+    "parameters_as_bucket_view": "leave it out: parameters stay where they are",
+    "params": "use parameters=",
+    "process_group": "use comm=",
+}
 
 
 class ShardedOptimizer(NotCopied, _Base):  # type: ignore[misc]  # torch's is not typed
@@ -36,7 +46,7 @@ class ShardedOptimizer(NotCopied, _Base):  # type: ignore[misc]  # torch's is no
         parameters: parameters, or groups of parameters, as for any optimizer; the same on all
             ranks.
         optimizer: class of the optimizer whose state is divided.
-        comm: communicator that connects the ranks.
+        comm: communicator that connects the ranks; None: the current communicator.
         copies: number of ranks that hold each share of the state after a
             :meth:`collective.elastic.State.commit`: the share's own rank and the ranks after it.
             With 1, the share of a lost rank is lost.
@@ -54,11 +64,12 @@ class ShardedOptimizer(NotCopied, _Base):  # type: ignore[misc]  # torch's is no
         "other parameters."
     )
 
+    @refuses(_TORCHS)
     def __init__(
         self,
         parameters: Iterable[Any],
         optimizer: Callable[..., torch.optim.Optimizer],
-        comm: Communicator,
+        comm: Communicator | None = None,
         *,
         copies: int = 1,
         **defaults: Any,
@@ -67,7 +78,7 @@ class ShardedOptimizer(NotCopied, _Base):  # type: ignore[misc]  # torch's is no
             raise InvalidArgumentError(
                 f"ShardedOptimizer: copies is {copies!r} (expected an integer of at least 1)."
             )
-        self._comm = comm
+        self._comm = comm_or_current(comm, "ShardedOptimizer")
         self._copies = copies
         self._made = functools.partial(optimizer, **defaults)
         self._has_state = False  # on any rank

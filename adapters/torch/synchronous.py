@@ -11,6 +11,7 @@ from torch import nn
 
 from collective.errors import InvalidArgumentError
 from collective.memory.overlap import call_in_place
+from collective.start.session import comm_or_current
 
 if TYPE_CHECKING:
     from collective.communicator import Communicator
@@ -27,13 +28,17 @@ __all__ = [
 ]
 
 
-def broadcast_state(module: nn.Module, comm: Communicator, root: int = 0) -> None:
+def broadcast_state(module: nn.Module, comm: Communicator | None = None, root: int = 0) -> None:
     """Give every rank the parameters and buffers of ``root``.
+
+    Args:
+        comm: ranks that take part; None: those of the current communicator.
 
     Raises:
         MismatchError: the parameters or buffers of the ranks' modules differ in number, shape or
             dtype.
     """
+    comm = comm_or_current(comm, "broadcast_state")
     tensors = [p.detach() for p in module.parameters()]
     broadcast_tensors([*tensors, *module.buffers()], comm, root)
 
@@ -44,20 +49,27 @@ def broadcast_tensors(tensors: list[torch.Tensor], comm: Communicator, root: int
         call_in_place(partial(comm.broadcast, tensors, root=root), tensors)
 
 
-def sync_initial_weights(module: nn.Module, comm: Communicator, root: int = 0) -> None:
+def sync_initial_weights(
+    module: nn.Module, comm: Communicator | None = None, root: int = 0
+) -> None:
     """Give every rank the parameters and buffers of ``root``.
 
     Collective: every rank calls it, with the same module.
+
+    Args:
+        comm: ranks that take part; None: those of the current communicator.
 
     Raises:
         MismatchError: the parameters or buffers of the ranks' modules differ in number, shape or
             dtype.
     """
-    broadcast_state(module, comm, root)
+    broadcast_state(module, comm_or_current(comm, "sync_initial_weights"), root)
 
 
 def sync_gradients(
-    parameters: nn.Module | Iterable[nn.Parameter], comm: Communicator, op: Op = "avg"
+    parameters: nn.Module | Iterable[nn.Parameter],
+    comm: Communicator | None = None,
+    op: Op = "avg",
 ) -> None:
     """Average or sum the gradients over the ranks; call it between ``backward()`` and ``step()``.
 
@@ -70,9 +82,10 @@ def sync_gradients(
     Args:
         parameters: parameters, or a module that has them. Parameters that require no gradient are
             ignored.
-        comm: communicator that connects the ranks.
+        comm: communicator that connects the ranks; None: the current communicator.
         op: ``"avg"`` or ``"sum"``.
     """
+    comm = comm_or_current(comm, "sync_gradients")
     everything = parameters.parameters() if isinstance(parameters, nn.Module) else parameters
     trained = [parameter for parameter in everything if parameter.requires_grad]
     # For each parameter: the number of indexed axes of a sparse gradient, -1 for a dense gradient,
@@ -111,7 +124,9 @@ def empty_sparse(like: torch.Tensor, sparse_dim: int = 1) -> torch.Tensor:
     return torch.sparse_coo_tensor(indices, values, like.shape, check_invariants=False)
 
 
-def all_reduce_sparse(x: torch.Tensor, comm: Communicator, op: Op = "sum") -> torch.Tensor:
+def all_reduce_sparse(
+    x: torch.Tensor, comm: Communicator | None = None, op: Op = "sum"
+) -> torch.Tensor:
     """Return the elementwise sum or average of the ranks' sparse tensors.
 
     The ranks gather indices and values. So the amount of data depends on the number of elements on
@@ -121,7 +136,7 @@ def all_reduce_sparse(x: torch.Tensor, comm: Communicator, op: Op = "sum") -> to
 
     Args:
         x: tensor in COO format, coalesced or not. Ranks may have different numbers of elements.
-        comm: communicator that connects the ranks.
+        comm: communicator that connects the ranks; None: the current communicator.
         op: ``"sum"`` or ``"avg"``.
 
     Returns:
@@ -130,6 +145,7 @@ def all_reduce_sparse(x: torch.Tensor, comm: Communicator, op: Op = "sum") -> to
     Raises:
         InvalidArgumentError: the op is another one, or the tensor is not in COO format.
     """
+    comm = comm_or_current(comm, "all_reduce_sparse")
     if op not in ("sum", "avg") or x.layout is not torch.sparse_coo:
         raise InvalidArgumentError(
             f"all_reduce_sparse: got op {op!r} and a {x.layout} tensor (expected 'sum' or 'avg', "

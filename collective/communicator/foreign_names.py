@@ -9,13 +9,13 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 from collective.contract.work import Work
 from collective.memory.holding import hold
 
-__all__ = ["ForeignNames", "explain_keyword", "explained", "remedy_of"]
+__all__ = ["ForeignNames", "explain_keyword", "explained", "refuses", "remedy_of"]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -189,15 +189,46 @@ def explain_keyword(function: Any, error: TypeError) -> TypeError:
     match = re.search(r"unexpected keyword argument '(\w+)'", str(error))
     if match is None:
         return error
-    own = [name for name in inspect.signature(function).parameters if name != "self"]
+    own = _parameters(function)
     meant = next((name for name in _KEYWORDS.get(match[1], ()) if name in own), None)
     remedy = f"{meant}=" if meant else _REMEDIES.get(match[1])
     if remedy is None and match[1] not in _KEYWORDS:
         return error
     call = function.__name__
-    allowed = "one of " + ", ".join(own) if own else "it takes none"
     advice = f"use {remedy.format(call=call)}" if remedy else "it has no equivalent here"
-    return TypeError(f"{call}: keyword {match[1]!r}; {allowed}; {advice}")
+    return _unknown(call, match[1], own, advice)
+
+
+def _parameters(function: Any) -> list[str]:
+    return [name for name in inspect.signature(function).parameters if name != "self"]
+
+
+def _unknown(call: str, keyword: str, own: list[str], advice: str) -> TypeError:
+    allowed = "one of " + ", ".join(own) if own else "it takes none"
+    return TypeError(f"{call}: keyword {keyword!r}; {allowed}; {advice}")
+
+
+def refuses(remedies: Mapping[str, str]) -> Callable[[_Function], _Function]:
+    """Return a decorator that refuses keywords of a namesake in another library.
+
+    The decorated function raises a ``TypeError`` with the advice, also if it takes any keyword.
+
+    Args:
+        remedies: advice for each of these keywords, such as ``"use comm="``.
+    """
+
+    def decorate(function: _Function) -> _Function:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            for keyword in kwargs:
+                if keyword in remedies:
+                    name = function.__qualname__.removesuffix(".__init__")
+                    raise _unknown(name, keyword, _parameters(function), remedies[keyword])
+            return function(*args, **kwargs)
+
+        return cast(_Function, call)
+
+    return decorate
 
 
 def explained(function: _Function) -> _Function:

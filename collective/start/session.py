@@ -29,6 +29,7 @@ from .keys import KEYS
 from .resolver import adopt, build, name_libraries, options
 
 __all__ = [
+    "comm_or_current",
     "current",
     "init",
     "leave_thread",
@@ -228,6 +229,25 @@ def current() -> Communicator:
     if comm is None or comm.closed:
         why = "there is no open communicator; call collective.init() first."
         raise CommunicatorClosedError(f"collective: {(comm and comm.foreign) or why}")
+    return comm
+
+
+def comm_or_current(comm: Communicator | None, caller: str) -> Communicator:
+    """Return ``comm``, or the current communicator if ``comm`` is None.
+
+    Raises:
+        InvalidArgumentError: ``comm`` is something else, such as another library's argument in the
+            place of ``comm``. The text names ``caller``.
+        CommunicatorClosedError: ``comm`` is None, and there is no current communicator.
+    """
+    if comm is None:
+        return current()
+    # A wrapper around a communicator is accepted, too.
+    if not hasattr(comm, "all_reduce"):
+        raise InvalidArgumentError(
+            f"{caller}: comm is {comm!r} of type {type(comm).__name__} (expected a communicator of "
+            "collective, or None for the current one). Pass other arguments by keyword."
+        )
     return comm
 
 

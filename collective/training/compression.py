@@ -16,6 +16,7 @@ import numpy as np
 
 from collective.contract.work import Work
 from collective.errors import InvalidArgumentError, UnsupportedError
+from collective.start.session import comm_or_current
 
 if TYPE_CHECKING:
     from collective.communicator import Communicator
@@ -48,16 +49,16 @@ class Cast:
     """Average that is sent and summed in a smaller float type: 16 bits halve the bytes.
 
     Args:
-        comm: communicator that connects the ranks.
+        comm: communicator that connects the ranks; None: the current one.
         dtype: ``"float16"``, which is more precise, or ``"bfloat16"``, which does not overflow.
     """
 
-    def __init__(self, comm: Communicator, dtype: str = "bfloat16") -> None:
+    def __init__(self, comm: Communicator | None = None, dtype: str = "bfloat16") -> None:
         if dtype not in ("float16", "bfloat16"):
             raise InvalidArgumentError(
                 f"Cast: dtype is {dtype!r} (expected 'float16' or 'bfloat16')."
             )
-        self._comm = comm
+        self._comm = comm_or_current(comm, "Cast")
         self._dtype = dtype
 
     def rebind(self, comm: Communicator) -> None:
@@ -90,16 +91,16 @@ class TopK:
     NeurIPS 2018.
 
     Args:
-        comm: communicator that connects the ranks.
+        comm: communicator that connects the ranks; None: the current one.
         share: share of the elements that is sent, above 0 and at most 1.
     """
 
-    def __init__(self, comm: Communicator, share: float = 0.01) -> None:
+    def __init__(self, comm: Communicator | None = None, share: float = 0.01) -> None:
         if not 0 < share <= 1:
             raise InvalidArgumentError(
                 f"TopK: share is {share!r} (expected a number above 0 and at most 1)."
             )
-        self._comm = comm
+        self._comm = comm_or_current(comm, "TopK")
         self._share = share
         self._left: dict[tuple[int, ...], Any] = {}
 
@@ -143,15 +144,15 @@ class PowerSGD:
     gradient compression for distributed optimization", NeurIPS 2019, algorithm 1.
 
     Args:
-        comm: communicator that connects the ranks.
+        comm: communicator that connects the ranks; None: the current one.
         rank: rank of the approximations.
         seed: seed of the first pass's random matrices, the same on all ranks.
     """
 
-    def __init__(self, comm: Communicator, rank: int = 2, seed: int = 0) -> None:
+    def __init__(self, comm: Communicator | None = None, rank: int = 2, seed: int = 0) -> None:
         if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
             raise InvalidArgumentError(f"PowerSGD: rank is {rank!r} (expected a positive integer).")
-        self._comm = comm
+        self._comm = comm_or_current(comm, "PowerSGD")
         self._rank = rank
         self._seed = seed
         self._left: dict[int, Any] = {}

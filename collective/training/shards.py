@@ -15,6 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 from collective.algorithms import pieces
 from collective.communicator import Communicator
 from collective.errors import RankError
+from collective.start.session import comm_or_current
 
 __all__ = [
     "Sharded",
@@ -31,17 +32,21 @@ __all__ = [
 Shard = dict[int, Any]
 
 
-def rank_and_size(what: str, comm_or_rank_size: Communicator | tuple[int, int]) -> tuple[int, int]:
+def rank_and_size(
+    what: str, comm_or_rank_size: Communicator | tuple[int, int] | None
+) -> tuple[int, int]:
     """Return the rank and the number of ranks, given as a tuple or by a communicator.
+
+    If neither is given, they are those of the current communicator.
 
     Raises:
         RankError: the rank is not from 0 to ``size - 1``; the error names ``what`` as the caller.
-        RankError: the rank is not one from 0 to ``size - 1``; says ``what`` refused it.
     """
     if isinstance(comm_or_rank_size, tuple):
         rank, size = comm_or_rank_size
     else:
-        rank, size = comm_or_rank_size.rank, comm_or_rank_size.size
+        comm = comm_or_current(comm_or_rank_size, what)
+        rank, size = comm.rank, comm.size
     if not 0 <= rank < size:
         raise RankError(f"{what}: rank is {rank} (expected 0 to size - 1, where size is {size}).")
     return rank, size
