@@ -26,102 +26,200 @@ _ARRAYS = "which takes structures of arrays, too"
 _CALLS: dict[str, tuple[str, ...]] = {
     "all_gather(x)": (
         "allgather", "Allgather", "Allgatherv", "Iallgather", "all_gather_into_tensor",
-        "all_gather_single", "all_gather_v", "allgatherv", "grouped_allgather",
+        "all_gather_single", "all_gather_v", "allgatherv", "grouped_allgather", "allGather",
     ),
+    "all_gather(x, async_op=True)": ("Iallgatherv", "allgather_async"),
     "all_gather_object(obj)": ("allgather_object", "allgather_obj"),
     "all_reduce(x, op='sum')": (
         "Allreduce", "Iallreduce", "allreduce", "allreduce_", "allReduce", "psum",
         "grouped_allreduce",
     ),
     "all_reduce(x, op='avg')": ("pmean", "all_mean", "average"),
-    "all_reduce(x, async_op=True)": ("allreduce_async", "allreduce_async_", "iallreduce"),
-    f"all_reduce([x, y]), {_ARRAYS}": ("all_reduce_coalesced", "all_reduce_multigpu"),
+    "all_reduce(x, async_op=True)": (
+        "allreduce_async", "allreduce_async_", "iallreduce", "grouped_allreduce_async",
+    ),
+    f"all_reduce([x, y]), {_ARRAYS}": (
+        "all_reduce_coalesced", "all_reduce_multigpu", "allreduce_multigpu", "grouped_allreduce_",
+    ),
     "all_to_all(x)": (
         "Alltoall", "Alltoallv", "alltoall", "all_to_all_single", "Ialltoall", "alltoallv",
+        "Alltoallw",
     ),
-    "barrier()": ("Barrier", "barrier_all", "monitored_barrier", "synchronize", "Ibarrier"),
+    "all_to_all(x, async_op=True)": ("Ialltoallv", "Ialltoallw", "alltoall_async"),
+    "agree(flag)": ("Agree", "Iagree"),
+    "barrier()": ("Barrier", "barrier_all", "monitored_barrier", "Ibarrier"),
     "broadcast(x, root=0)": ("Bcast", "Ibcast", "bcast", "broadcast_", "broadcast_multigpu"),
+    "broadcast(x, async_op=True)": ("broadcast_async", "broadcast_async_"),
     f"broadcast(x, root=0, out=x), {_ARRAYS}": (
-        "broadcast_parameters", "broadcast_optimizer_state", "broadcast_coalesced",
+        "broadcast_parameters", "broadcast_optimizer_state", "broadcast_coalesced", "bcast_data",
     ),
     "broadcast_object(obj, root=0)": ("broadcast_object_list", "bcast_obj"),
-    "gather(x, root=0)": ("Gather", "Gatherv", "gatherv", "Igather"),
+    "gather(x, root=0)": ("Gather", "Gatherv", "gatherv", "Igather", "Igatherv"),
     "gather_object(obj, root=0)": ("gather_obj",),
-    "reduce(x, root=0, op='sum')": ("Reduce", "Ireduce"),
+    "plan(operation, x, ...), which prepares a call to be made often": (
+        "Allreduce_init", "Allgather_init", "Alltoall_init", "Barrier_init", "Bcast_init",
+        "Gather_init", "Reduce_init", "Scan_init", "Scatter_init", "Reduce_scatter_init",
+    ),
+    "reduce(x, root=0, op='sum')": ("Reduce", "Ireduce", "reduce_multigpu"),
     "reduce_scatter(x, op='sum')": (
         "Reduce_scatter", "Reduce_scatter_block", "reduce_scatter_tensor", "reducescatter",
-        "reduce_scatter_v", "psum_scatter",
+        "reduce_scatter_v", "psum_scatter", "reduce_scatter_single", "reduceScatter",
+        "Ireduce_scatter", "Ireduce_scatter_block", "reducescatter_async",
     ),
     "scan(x, op='sum')": ("Scan", "Iscan"),
-    "scatter(x, root=0)": ("Scatter", "Scatterv", "scatterv", "Iscatter"),
+    "scan(x, op='sum') - x, for sums": ("Exscan", "exscan", "Iexscan"),
+    "scatter(x, root=0)": ("Scatter", "Scatterv", "scatterv", "Iscatter", "Iscatterv"),
     "scatter_object(objs, root=0)": ("scatter_object_list",),
-    "send(x, dst, tag=0)": ("Send", "Ssend", "ssend", "Bsend"),
-    "recv(out, src, tag=0)": ("Recv", "receive"),
-    f"send(x, dst, ...) {_BACKGROUND}": ("Isend", "isend"),
+    "send(x, dst, tag=0)": (
+        "Send", "Ssend", "ssend", "Bsend", "bsend", "Rsend", "send_multigpu",
+    ),
+    "recv(out, src, tag=0)": ("Recv", "receive", "recv_multigpu"),
+    "recv(None, src), which takes a message of any shape; a Status as status= holds its source": (
+        "Probe", "probe", "Iprobe", "iprobe", "Mprobe", "mprobe", "Improbe", "improbe",
+    ),
+    f"send(x, dst, ...) {_BACKGROUND}": (
+        "Isend", "isend", "Ibsend", "ibsend", "Issend", "issend", "Irsend",
+    ),
     f"recv(out, src, ...) {_BACKGROUND}": ("Irecv", "irecv"),
     "sendrecv(x, dst, src)": (
         "Sendrecv", "Sendrecv_replace", "send_recv", "sendreceive", "ppermute",
-        "batch_isend_irecv", "Isendrecv",
+        "batch_isend_irecv", "Isendrecv", "Isendrecv_replace",
     ),
     "send_object(obj, dst)": ("send_object_list", "send_obj"),
     "recv_object(src)": ("recv_object_list", "recv_obj"),
-    "split(color, key)": ("Split", "new_group", "new_subgroups", "Create"),
-    "group(ranks)": ("Create_group", "Incl"),
-    "split_by_host()": ("Split_type",),
-    "dup()": ("Dup", "Clone", "Idup"),
+    "split(color, key)": (
+        "Split", "new_group", "new_subgroups", "Create", "split_group",
+        "new_subgroups_by_enumeration",
+    ),
+    "group(ranks)": ("Create_group", "Incl", "add_process_set", "create_collective_group"),
+    "split_by_host()": ("Split_type", "COMM_TYPE_SHARED"),
+    "dup()": ("Dup", "Clone", "Idup", "Dup_with_info"),
     "grid(shape, periodic)": ("Create_cart", "Cart_create", "init_device_mesh"),
     "grid(shape).neighbours(axis)": ("Shift", "Cart_shift"),
-    "shrink()": ("Shrink", "shrink_group"),
+    "shrink()": ("Shrink", "shrink_group", "Ishrink"),
+}  # fmt: skip
+#: Replacements that are the same for a communicator and for the package, and the foreign names.
+_IN_WORDS: dict[str, tuple[str, ...]] = {
+    "out=x, as in comm.all_reduce(x, out=x)": ("IN_PLACE",),
+    "work.wait(), where work is what a call with async_op=True returns": (
+        "Wait", "Waitany", "waitany", "synchronize", "wait_tensor",
+    ),
+    "[work.wait() for work in works], where works are what calls with async_op=True return": (
+        "Waitall", "waitall", "Waitsome", "waitsome",
+    ),
+    "work.done(), where work is what a call with async_op=True returns": (
+        "Test", "Testall", "Testany", "Testsome", "testall", "testany", "poll",
+    ),
+    "a call on a list of arrays, which is sent as one": ("groupStart", "groupEnd"),
+    "`with collective.init() as comm:`, which closes comm at its end": ("finalize",),
+    "DistributedDataParallel.join() of collective.adapters.torch": ("join",),
+    "DistributedDataParallel of collective.adapters.torch": ("DistributedOptimizer",),
+    "create_multi_node_optimizer of collective.adapters.chainer": (
+        "allreduce_grad", "multi_node_mean_grad", "create_multi_node_optimizer",
+    ),
+    "create_multi_node_evaluator of collective.adapters.chainer": ("create_multi_node_evaluator",),
+    "scatter_dataset of collective.adapters.chainer": ("scatter_dataset",),
 }  # fmt: skip
 #: Replacements that differ for a communicator (first) and for the package (second).
 _OF_BOTH: dict[str, tuple[str, str]] = {
     "Abort": ("comm.abort(reason)", "collective.current().abort(reason)"),
+    "allreduce_obj": (
+        "comm.all_reduce(number), or comm.all_gather_object(obj)",
+        "collective.all_reduce(number), or collective.all_gather_object(obj)",
+    ),
+    "destroy": ("comm.close()", "collective.current().close()"),
     "Disconnect": ("comm.close()", "collective.current().close()"),
     "Free": ("comm.close()", "collective.current().close()"),
+    "free": ("comm.close()", "collective.current().close()"),
     "Get_rank": ("comm.rank", "collective.rank()"),
     "Get_size": ("comm.size", "collective.size()"),
+    "Revoke": ("comm.abort(reason)", "collective.current().abort(reason)"),
+    "get_collective_group_size": ("comm.size", "collective.size()"),
+    "get_node_local_rank": ("comm.local_rank", "collective.current().local_rank"),
     "get_rank": ("comm.rank", "collective.rank()"),
     "get_size": ("comm.size", "collective.size()"),
     "get_world_size": ("comm.size", "collective.size()"),
+    "inter_size": (
+        "comm.split(comm.local_rank).size",
+        "collective.split(collective.current().local_rank).size",
+    ),
+    "inter_rank": (
+        "comm.split(comm.local_rank).rank",
+        "collective.split(collective.current().local_rank).rank",
+    ),
+    "intra_rank": ("comm.local_rank", "collective.current().local_rank"),
+    "intra_size": ("comm.local_size", "collective.current().local_size"),
+    "rank_id": ("comm.rank", "collective.rank()"),
     "world_size": ("comm.size", "collective.size()"),
 }
 #: Replacements for names of the package only.
 _OF_PACKAGE = {
     "COMM_WORLD": "collective.init(), which returns a communicator",
+    "COMM_SELF": "comm.split(comm.rank)",
+    "COMM_NULL": "None, which comm.split(None) returns",
     "Comm": "collective.Communicator",
+    "Compression": "collective.compression.Cast",
+    "Get_processor_name": "socket.gethostname()",
+    "Intracomm": "collective.Communicator",
+    "Is_finalized": "comm.closed",
+    "Is_initialized": "collective.current(), which raises where there is none",
     "Init": "collective.init()",
     "Finalize": "comm.close(), or `with collective.init() as comm:`",
+    "BAND": "op='band'",
+    "BOR": "op='bor'",
+    "BXOR": "op='bxor'",
+    "LAND": "op='land'",
+    "LOR": "op='lor'",
     "MAX": "op='max'",
     "MIN": "op='min'",
+    "Max": "op='max'",
+    "Min": "op='min'",
+    "Op": "op=collective.user_op(function)",
     "PROD": "op='prod'",
+    "Product": "op='prod'",
+    "ProcessGroup": "collective.Communicator",
+    "ProcessSet": "comm.group(ranks)",
     "PROC_NULL": "collective.NULL",
     "SUM": "op='sum'",
+    "Sum": "op='sum'",
+    "UNDEFINED": "None, as in comm.split(None)",
+    "Wtime": "time.perf_counter()",
     "Average": "op='avg'",
     "Request": "collective.Work",
+    "create_communicator": "collective.init(), which returns a communicator",
+    "destroy_collective_group": "comm.close(), or `with collective.init() as comm:`",
     "destroy_process_group": "comm.close(), or `with collective.init() as comm:`",
     "get_backend": "collective.current().backend",
+    "init_collective_group": "collective.init(rank=, size=, store=), which returns a communicator",
     "init_process_group": "collective.init(), which returns a communicator",
     "local_rank": "collective.current().local_rank",
     "local_size": "collective.current().local_size",
+    "is_group_initialized": "collective.current(), which raises where there is none",
     "is_initialized": "collective.current(), which raises where there is none",
     "shutdown": "comm.close(), or `with collective.init() as comm:`",
 }
 _CALL_OF = {name: call for call, names in _CALLS.items() for name in names}
+_WORDS_OF = {name: words for words, names in _IN_WORDS.items() for name in names}
+_OF_COMMUNICATOR = _CALL_OF.keys() | _WORDS_OF.keys() | _OF_BOTH.keys()
 
 #: Foreign keywords, and their possible names here. The first name that the function has is used.
 _KEYWORDS: dict[str, tuple[str, ...]] = {
     "async_": ("async_op",), "average": ("op",), "blocking": ("async_op",),
     "buf": ("x", "out"), "colour": ("color",), "data": ("x", "obj"), "dest": ("dst", "root"),
-    "dim": ("axis",), "dims": ("shape",), "dst": ("root",), "gather_list": ("out",),
+    "destination": ("dst",), "dim": ("axis",), "dims": ("shape",), "displs": (), "dst": ("root",),
+    "dst_rank": ("dst", "root"), "gather_list": ("out",),
     "group": ("ranks",), "group_dst": ("dst", "root"), "group_src": ("src", "root"),
     "input": ("x",), "input_list": ("x",), "input_split_sizes": ("counts",),
-    "input_tensor": ("x",), "inputs": ("x",), "obj": ("x",), "object_list": ("obj", "objs"),
-    "operation": ("op",), "output": ("out",), "output_tensor": ("out",), "periods": ("periodic",),
+    "input_tensor": ("x",), "input_tensor_list": ("x",), "inputs": ("x",), "name": (),
+    "obj": ("x",), "object_list": ("obj", "objs"),
+    "operation": ("op",), "output": ("out",), "output_split_sizes": (),
+    "output_tensor": ("out",), "output_tensor_list": ("out",), "periods": ("periodic",),
     "recvbuf": ("out",), "recvcounts": ("counts",), "recvobj": ("out",), "recvtag": ("tag",),
     "reduce_op": ("op",), "root_rank": ("root",), "scatter_list": ("x",), "sendbuf": ("x", "obj"),
     "sendcounts": ("counts",), "sendobj": ("x", "obj"), "sendtag": ("tag",), "size": ("shape",),
-    "source": ("src", "root"), "src": ("root",), "tensor": ("x", "out"), "tensor_list": ("out",),
-    "tensors": ("x",), "value": ("x",), "x": ("obj",),
+    "reorder": (), "scatter_object_input_list": ("objs",), "source": ("src", "root"),
+    "splits": ("counts",), "src": ("root",), "src_rank": ("src", "root"), "tensor": ("x", "out"),
+    "tensor_list": ("out",), "tensors": ("x",), "value": ("x",), "x": ("obj",),
 }  # fmt: skip
 _AT_ONCE = "{call}(...) without it, which returns when it is done"
 #: Advice for foreign keywords for which the function has no parameter.
@@ -130,6 +228,9 @@ _REMEDIES = {
     "async_op": _AT_ONCE,
     "blocking": _AT_ONCE,
     "group": "comm.group(ranks).{call}(...)",
+    "group_name": "comm.group(ranks).{call}(...)",
+    "postscale_factor": "op=collective.premul_sum(factor)",
+    "prescale_factor": "op=collective.premul_sum(factor)",
     "process_set": "comm.group(ranks).{call}(...)",
     "timeout": "collective.init(timeout=...), which holds for {call}",
 }
@@ -143,6 +244,8 @@ def remedy_of(name: str, of: str) -> str | None:
     """
     if name in _CALL_OF:
         return f"{of}.{_CALL_OF[name]}"
+    if name in _WORDS_OF:
+        return _WORDS_OF[name]
     if name in _OF_BOTH:
         return _OF_BOTH[name][of == "collective"]
     return _OF_PACKAGE.get(name) if of == "collective" else None
@@ -163,7 +266,7 @@ class _Foreign:
 
 def _dir(self: object) -> list[str]:
     """Return the names of an object without the foreign names."""
-    return sorted(set(object.__dir__(self)) - _CALL_OF.keys() - _OF_BOTH.keys())
+    return sorted(set(object.__dir__(self)) - _OF_COMMUNICATOR)
 
 
 if TYPE_CHECKING:
@@ -177,7 +280,7 @@ else:
         "ForeignNames",
         (),
         {"__doc__": "Raises an error with the remedy for each foreign name.", "__dir__": _dir}
-        | {name: _Foreign(name) for name in (*_CALL_OF, *_OF_BOTH)},
+        | {name: _Foreign(name) for name in _OF_COMMUNICATOR},
     )
 
 

@@ -6,7 +6,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 from collective.deadline import Deadline
 from collective.errors import CollectiveTimeoutError, CommunicatorClosedError
@@ -17,6 +17,13 @@ from .copying import NotCopied
 __all__ = ["Lane", "Work", "all_idle"]
 
 T = TypeVar("T")
+
+#: Names that handles of other libraries have, and what to write instead.
+_FOREIGN = {
+    "Test": "done()", "Wait": "wait()", "get_future": "wait()", "is_completed": "done()",
+    "is_success": "exception(), which returns None after a success", "result": "wait()",
+    "test": "done()",
+}  # fmt: skip
 
 
 class Work(NotCopied, Generic[T]):
@@ -106,6 +113,14 @@ class Work(NotCopied, Generic[T]):
         # The operation may have ended before _held was set. Then _end() has dropped nothing.
         if self._over:
             self._held = None
+
+    if not TYPE_CHECKING:  # a type checker would conclude that a Work has every name
+
+        def __getattr__(self, name: str) -> NoReturn:
+            text = f"{type(self).__name__!r} object has no attribute {name!r}"
+            if name in _FOREIGN:
+                text += f"; use work.{_FOREIGN[name]}"
+            raise AttributeError(text, name=name, obj=self)
 
     def __repr__(self) -> str:
         state = "running" if not self.done() else "failed" if self._error else "done"

@@ -6,6 +6,7 @@ import copy
 import importlib.util
 import inspect
 import pickle
+import re
 import textwrap
 from typing import Any
 
@@ -17,7 +18,10 @@ from collective.errors import InvalidArgumentError
 from collective.ops import as_op
 from tests.support.interpreter import run_python
 
-NAMES = sorted({*foreign_names._CALL_OF, *foreign_names._OF_BOTH, *foreign_names._OF_PACKAGE})
+NAMES = sorted({*foreign_names._OF_COMMUNICATOR, *foreign_names._OF_PACKAGE})
+
+#: Attributes of a communicator that its class does not have.
+ATTRIBUTES = {"rank", "size", "local_rank", "local_size", "backend"}
 
 
 @pytest.fixture
@@ -32,8 +36,8 @@ def test_foreign_name_remedy_names_existing_attribute(name: str) -> None:
         remedy = foreign_names.remedy_of(name, of) or ""
         for word in remedy.replace("collective.current().", "comm.").split():
             if word.startswith(f"{of}."):
-                attribute = word.removeprefix(f"{of}.").partition("(")[0].strip(",`")
-                assert hasattr(owner, attribute) or attribute in ("rank", "size"), remedy
+                attribute = re.split(r"\W", word.removeprefix(f"{of}."))[0]
+                assert hasattr(owner, attribute) or attribute in ATTRIBUTES, remedy
     assert not hasattr(collective, name)
 
 
@@ -49,6 +53,17 @@ def test_foreign_name_remedy_names_existing_attribute(name: str) -> None:
         (lambda c: collective.get_rank, "use collective.rank()"),
         (lambda c: collective.all_gather_into_tensor, "use collective.all_gather(x)"),
         (lambda c: collective.SUM, "use op='sum'"),
+        (lambda c: collective.IN_PLACE, "use out=x, as in comm.all_reduce(x, out=x)"),
+        (lambda c: c.Waitall, "use [work.wait() for work in works]"),
+        (lambda c: collective.Waitany, "use work.wait()"),
+        (lambda c: collective.Test, "use work.done()"),
+        (lambda c: c.probe, "use comm.recv(None, src), which takes a message of any shape"),
+        (lambda c: collective.Iprobe, "use collective.recv(None, src)"),
+        (lambda c: collective.finalize, "use `with collective.init() as comm:`"),
+        (lambda c: c.Allreduce_init, "use comm.plan(operation, x, ...)"),
+        (lambda c: collective.get_collective_group_size, "use collective.size()"),
+        (lambda c: c.intra_rank, "use comm.local_rank"),
+        (lambda c: collective.init_collective_group, "use collective.init(rank=, size=, store=)"),
         (lambda c: collective.PROC_NULL, "use collective.NULL"),
         (lambda c: collective.ReduceOp.PRODUCT, "ReduceOp has no PRODUCT: operators are given by"),
         (lambda c: collective.ReduceOp.SUM, "use op='sum'"),
@@ -78,6 +93,14 @@ KEYWORDS = [
     (lambda c: c.empty(size=3), "use shape="),
     (lambda c: c.split(0, dest=1), "keyword 'dest'; one of color, key; it has no equivalent here"),
     (lambda c: c.shrink(group=1), "use comm.group(ranks).shrink(...)"),
+    (lambda c: c.sendrecv(1, 1, 1, sendtag=1), "use tag="),
+    (lambda c: c.sendrecv(1, 1, 1, recvtag=1), "use tag="),
+    (lambda c: c.reduce(1, dst_rank=0), "use root="),
+    (lambda c: c.send(1, dst_rank=0), "use dst="),
+    (lambda c: c.all_to_all(1, splits=[1]), "use counts="),
+    (lambda c: c.all_reduce(1, prescale_factor=2), "use op=collective.premul_sum(factor)"),
+    (lambda c: c.all_reduce(1, group_name="x"), "use comm.group(ranks).all_reduce(...)"),
+    (lambda c: c.grid((1, 1), reorder=True), "it has no equivalent here"),
     (lambda c: c.all_reduce(1, nonsense=1), "unexpected keyword argument 'nonsense'"),
     (lambda c: c.split(0, nonsense=1), "unexpected keyword argument 'nonsense'"),
 ]
@@ -161,8 +184,28 @@ def test_torch_operator_error_recommends_equivalent() -> None:
         as_op(dist.ReduceOp.MAX)
 
 
+@pytest.mark.parametrize(
+    ("name", "remedy"), [("Wait", "wait()"), ("Test", "done()"), ("is_completed", "done()")]
+)
+def test_foreign_name_of_a_work_names_the_remedy(comm: Any, name: str, remedy: str) -> None:
+    work = comm.barrier(async_op=True)
+    work.wait()
+    with pytest.raises(AttributeError, match=re.escape(f"; use work.{remedy}")):
+        getattr(work, name)
+
+
+def test_unknown_name_of_a_work_has_no_remedy(comm: Any) -> None:
+    with pytest.raises(AttributeError, match=r"has no attribute 'nonsense'$"):
+        comm.barrier(async_op=True).nonsense  # noqa: B018
+
+
+def test_foreign_names_hide_no_name_of_a_communicator() -> None:
+    own = [vars(kind) for kind in Communicator.__mro__ if kind is not foreign_names.ForeignNames]
+    assert [name for name in foreign_names._OF_COMMUNICATOR if any(name in v for v in own)] == []
+
+
 def test_foreign_names_are_hidden_from_introspection(comm: Communicator) -> None:
-    names = {*foreign_names._CALL_OF, *foreign_names._OF_BOTH}
+    names = foreign_names._OF_COMMUNICATOR
     assert not names & set(dir(comm))
     assert {"all_reduce", "rank", "grid"} <= set(dir(comm))
     assert dict(inspect.getmembers(comm))["rank"] == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import importlib.util
+import inspect
 import json
 import re
 from dataclasses import dataclass
@@ -13,6 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+import collective
+from collective.communicator import foreign_names
+from collective.contract.work import Work
 from collective.testing import RankPool, run_ranks
 from tests.support.interpreter import ROOT
 from tests.support.mpi_launches import mpirun, needs
@@ -225,3 +229,72 @@ def test_every_table_line_is_parsed_as_row(page: str) -> None:
     text = (FOLDER / f"{page}.md").read_text()
     table = text.partition("| here | gives |\n")[2].partition("\n\n")[0]
     assert len(table.splitlines()) - 1 == len(rows(page)) > 8
+
+
+# -- hints ----------------------------------------------------------------------------------------
+
+#: Names at the front of calls of other libraries.
+LIBRARIES = ("MPI", "col", "comm", "dist", "hvd")
+#: Names that exist here as well.
+METHODS = {name for name in dir(collective.Communicator) if not name.startswith("_")}
+ATTRIBUTES = METHODS | set(dir(collective)) | set(dir(Work)) | {"local_rank", "local_size"}
+
+
+def _foreign_column() -> list[tuple[str, str]]:
+    """Return page and code of the first column of each table that translates calls."""
+    found = []
+    for path in sorted(FOLDER.glob("*.md")):
+        for lines in _tables(path.stem):
+            if lines[0] != "| name | is |":
+                found += [(path.stem, code) for line in lines[2:] for code in _cells(line)[0]]
+    return found
+
+
+def _foreign_names() -> list[tuple[str, str]]:
+    """Return page and name of each attribute of another library's objects in the tables."""
+    pattern = rf"(?:\b(?:{'|'.join(LIBRARIES)}|request|work)|\))\.(\w+)"
+    return sorted(
+        {(page, n) for page, code in _foreign_column() for n in re.findall(pattern, code)}
+    )
+
+
+def _foreign_keywords() -> list[tuple[str, str, str]]:
+    """Return page, function and keyword of each keyword of another library's call."""
+    found = set()
+    for page, code in _foreign_column():
+        for match in re.finditer(rf"\b(?:{'|'.join(LIBRARIES)})\.(\w+)\(", code):
+            try:
+                calls = [n for n in ast.walk(ast.parse(code)) if isinstance(n, ast.Call)]
+            except SyntaxError:  # the text leaves something out
+                continue
+            for call in calls:
+                if isinstance(call.func, ast.Attribute) and call.func.attr == match[1]:
+                    found |= {(page, match[1], str(k.arg)) for k in call.keywords}
+    return sorted(found)
+
+
+@pytest.mark.parametrize(("page", "name"), _foreign_names())
+def test_foreign_name_in_a_table_has_a_hint(page: str, name: str) -> None:
+    if name in ATTRIBUTES:
+        return
+    if name in ("Wait", "Test"):  # of a request: the hint is that of Work
+        with pytest.raises(AttributeError, match="; use work"):
+            getattr(Work("call"), name)
+    assert foreign_names.remedy_of(name, "collective"), f"{page}.md: no hint for {name}"
+
+
+@pytest.mark.parametrize(("page", "function", "keyword"), _foreign_keywords())
+def test_foreign_keyword_in_a_table_has_a_hint(page: str, function: str, keyword: str) -> None:
+    remedy = foreign_names.remedy_of(function, "comm") or f"comm.{function}("
+    called = re.findall(r"comm\.(\w+)\(", remedy)
+    methods = [getattr(collective.Communicator, name) for name in called]
+    # comm.send of mpi4py and ChainerMN carries objects.
+    methods += [
+        m for name in called if (m := getattr(collective.Communicator, f"{name}_object", 0))
+    ]
+    assert methods, f"{page}.md: {function} has no counterpart"
+    text = f"{function}() got an unexpected keyword argument {keyword!r}"
+    for method in methods:
+        own = inspect.signature(method).parameters
+        explained = str(foreign_names.explain_keyword(method, TypeError(text)))
+        assert keyword in own or "; use " in explained, f"{page}.md: no hint for {keyword}="
