@@ -188,7 +188,7 @@ wheels: .wheels/.done
 
 # The installation also builds the native core, beside its sources, if there is a C compiler.
 NATIVE := $(wildcard collective/native/*.[ch])
-.venv/.demo: pyproject.toml $(NATIVE) | .venv/bin/python
+.venv/.demo: pyproject.toml setup.py $(NATIVE) | .venv/bin/python
 	@echo "Installing $(TORCH): some 200 MB to download if pip has no copy, one to three minutes"
 	@$(call with_progress,$(PIP) '$(TORCH)')
 	@echo "Installing collective-comm[torch,examples]"
@@ -256,6 +256,6 @@ NATIVE := $(wildcard collective/native/*.[ch])
 	@touch $@
 
 clean:
-	rm -rf .venv .mpi .clients .wheels build dist wheelhouse site *.egg-info bench.json bench.png parity.html parity.json train.json .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .mpi .clients .editable .wheels build dist wheelhouse site *.egg-info bench.json bench.png parity.html parity.json train.json .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	rm -f collective/native/*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

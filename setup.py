@@ -1,12 +1,34 @@
-"""Settings that pyproject.toml cannot express: the index description, and a build without C."""
+"""Settings that pyproject.toml cannot express.
+
+These are the index description, the native core with its headers, a build without C, and folders
+that are links in an editable installation.
+"""
 
 import os
 import re
+import sys
 from pathlib import Path
 
-from setuptools import Distribution, setup
+from setuptools import Distribution, Extension, setup
 
 ROOT = Path(__file__).resolve().parent
+
+#: Folder of each package, for wheels. In the repository the folders are side by side; once
+#: installed they are below one package.
+FOLDERS = {
+    "collective": "collective",
+    "collective.adapters": "adapters",
+    "collective.backends": "backends",
+    # PyTorch loads this package at its own import, which must not import collective.
+    "collective_autoload": "adapters/torch/autoload",
+}
+#: Links, and where they lead. The last two are committed, but no sdist has them.
+LINKS = {
+    ".editable/collective": "../collective",
+    ".editable/collective_autoload": "../adapters/torch/autoload",
+    "collective/adapters": "../adapters",
+    "collective/backends": "../backends",
+}
 
 
 def description(readme: str) -> str:
@@ -18,6 +40,22 @@ def description(readme: str) -> str:
     return re.sub(r"!?\[([^\]]*)\]\((?!https?:|#)[^)]*\)", r"\1", readme)
 
 
+def linked() -> dict[str, str]:
+    """Make the links, and return the folders of an editable installation.
+
+    With all packages below one folder, setuptools puts this folder on the path of the environment.
+    mypy, pyright and editors follow such a path. They do not follow the import hook that setuptools
+    installs for FOLDERS. The root of the repository is not on the path, since it has folders whose
+    names programs may use.
+    """
+    for name, target in LINKS.items():
+        link = ROOT / name
+        link.parent.mkdir(exist_ok=True)
+        if not link.is_symlink():
+            link.symlink_to(target)
+    return {"": ".editable"}
+
+
 class Pure(Distribution):
     """Distribution without the native core, whose wheel is for every platform."""
 
@@ -26,7 +64,19 @@ class Pure(Distribution):
         return False
 
 
+# Without a C compiler the installation succeeds, but without the core. With -ffp-contract=off, a
+# product and a sum are each rounded, as in NumPy.
+CORE = Extension(
+    "collective.native._core",
+    sources=sorted(f"collective/native/{file.name}" for file in ROOT.glob("collective/native/*.c")),
+    depends=sorted(f"collective/native/{file.name}" for file in ROOT.glob("collective/native/*.h")),
+    extra_compile_args=["-std=gnu11", "-O3", "-ffp-contract=off", "-fvisibility=hidden"],
+    optional=True,
+)
+
 setup(
+    package_dir=linked() if "editable_wheel" in sys.argv else FOLDERS,
+    ext_modules=[CORE],
     long_description=description((ROOT / "README.md").read_text()),
     long_description_content_type="text/markdown",
     # If COLLECTIVE_NATIVE=off is set during the build, the package has no native core. Set later,

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
 import sys
+import sysconfig
 import tarfile
+import textwrap
 import zipfile
 from pathlib import Path
 
 import pytest
 
-from tests.support.interpreter import ROOT, printed
+from tests.support.interpreter import ROOT, printed, run
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -230,3 +233,81 @@ def test_pip_accepts_installed_package_without_index(installed: Path, tmp_path: 
         "-m", "pip", "install", *options, "collective-comm[mpi]", cwd=tmp_path, path=installed
     )
     assert "Requirement already satisfied: collective-comm[mpi]" in output
+
+
+# -- an editable installation ---------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def editable(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the Python of an environment into which the sources are installed by ``pip -e``."""
+    environment = tmp_path_factory.mktemp("editable") / "environment"
+    python("-m", "venv", "--without-pip", str(environment))
+    interpreter = environment / "bin" / "python"
+    where = "import sysconfig; print(sysconfig.get_path('purelib'), end='')"
+    packages = Path(printed("-c", where, python=interpreter))
+    # NumPy and setuptools are those of the tests. Python reads no .pth file in that folder, so the
+    # tests' own installation of this package is not seen.
+    (packages / "tests.pth").write_text(sysconfig.get_path("purelib"))
+    options = ("--quiet", "--disable-pip-version-check", "--no-deps", "--no-index")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLLECTIVE_NATIVE", "off")
+        python(
+            "-m", "pip", "--python", str(interpreter), "install", *options, "--no-build-isolation",
+            "--editable", str(sources),
+        )  # fmt: skip
+    return interpreter
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Path:
+    """Write a user's program, whose last line a type checker has to refuse."""
+    text = """
+        import numpy as np
+        import collective
+        from collective.backends import threads
+
+        print(threads.__name__)
+        comm = collective.init()
+        comm.all_reduce(np.ones(3), op="mean")
+        """
+    path = tmp_path / "program.py"
+    path.write_text(textwrap.dedent(text).lstrip())
+    return path
+
+
+@pytest.mark.parametrize(
+    "name", ["collective", "collective.backends.shm", "collective.adapters", "collective_autoload"]
+)
+def test_editable_installation_imports_the_sources(
+    editable: Path, sources: Path, tmp_path: Path, name: str
+) -> None:
+    program = f"import {name}, pathlib; print(pathlib.Path({name}.__file__).resolve(), end='')"
+    file = Path(printed("-c", program, python=editable, cwd=tmp_path, PYTHONPATH=""))
+    assert file.is_relative_to(sources)
+
+
+@pytest.mark.parametrize("name", ["adapters", "backends", "tests", "setup"])
+def test_editable_installation_adds_no_other_name(
+    editable: Path, tmp_path: Path, name: str
+) -> None:
+    program = f"import importlib.util as u; print(u.find_spec({name!r}))"
+    assert printed("-c", program, python=editable, cwd=tmp_path, PYTHONPATH="") == "None\n"
+
+
+def test_mypy_finds_the_types_of_an_editable_installation(editable: Path, program: Path) -> None:
+    options = ("--strict", "--no-error-summary", "--python-executable", str(editable))
+    command = (sys.executable, "-m", "mypy", *options, program.name)
+    done = run(*command, cwd=program.parent, PYTHONPATH="")
+    errors = re.findall(r"^program\.py:(\d+): error: ", done.stdout, re.MULTILINE)
+    assert errors == ["7"], done.stdout + done.stderr
+
+
+def test_pyright_finds_the_types_of_an_editable_installation(editable: Path, program: Path) -> None:
+    command = shutil.which("basedpyright", path=str(Path(sys.executable).parent))
+    if command is None:
+        pytest.skip("basedpyright is not installed")
+    options = ("--pythonpath", str(editable), "--level", "error", "--outputjson")
+    done = run(command, *options, program.name, cwd=program.parent, PYTHONPATH="")
+    found = json.loads(done.stdout)["generalDiagnostics"]
+    assert [each["range"]["start"]["line"] + 1 for each in found] == [7], found
