@@ -8,6 +8,8 @@
 from collections.abc import Sequence
 from typing import Any, Literal, SupportsIndex, TypeVar, overload
 
+import numpy as np
+
 from collective.contract.work import Work
 from collective.memory.annotations import Arrays, Like, Nested
 from collective.ops import Op, ReduceOp
@@ -20,6 +22,7 @@ A = TypeVar("A", bound=Nested)
 O = TypeVar("O", bound=Nested)
 N = TypeVar("N", bool, int, float, complex)
 V = TypeVar("V")
+S = TypeVar("S", bound=np.generic)
 
 class Communicator(communicator.Communicator):
     @overload  # type: ignore[override]
@@ -148,6 +151,10 @@ class Communicator(communicator.Communicator):
             counts: Sequence[int] | None = ..., axis: int = ..., like: Like | None = ...,
             out: A | None = ..., timeout: float | None = ..., async_op: bool) -> A | Work[A]: ...
     @overload  # type: ignore[override]
+    def all_gather(self, x: S, *, counts: Sequence[int] | None = ..., axis: int = ...,
+            out: None = ..., timeout: float | None = ...,
+            async_op: Literal[False] = ...) -> np.ndarray[tuple[int], np.dtype[S]]: ...
+    @overload
     def all_gather(self, x: A, *, counts: Sequence[int] | None = ..., axis: int = ...,
             out: None = ..., timeout: float | None = ..., async_op: Literal[False] = ...) -> A: ...
     @overload
@@ -157,6 +164,10 @@ class Communicator(communicator.Communicator):
     @overload
     def all_gather(self, x: Arrays, *, counts: Sequence[int] | None = ..., axis: int = ..., out: O,
             timeout: float | None = ..., async_op: Literal[False] = ...) -> O: ...
+    @overload
+    def all_gather(self, x: S, *, counts: Sequence[int] | None = ..., axis: int = ...,
+            out: None = ..., timeout: float | None = ...,
+            async_op: Literal[True]) -> Work[np.ndarray[tuple[int], np.dtype[S]]]: ...
     @overload
     def all_gather(self, x: A, *, counts: Sequence[int] | None = ..., axis: int = ...,
             out: None = ..., timeout: float | None = ..., async_op: Literal[True]) -> Work[A]: ...
@@ -171,6 +182,10 @@ class Communicator(communicator.Communicator):
     def all_gather(self, x: A, *, counts: Sequence[int] | None = ..., axis: int = ...,
             out: A | None = ..., timeout: float | None = ..., async_op: bool) -> A | Work[A]: ...
     @overload  # type: ignore[override]
+    def gather(self, x: S, *, root: SupportsIndex = ..., counts: Sequence[int] | None = ...,
+            axis: int = ..., out: None = ..., timeout: float | None = ...,
+            async_op: Literal[False] = ...) -> np.ndarray[tuple[int], np.dtype[S]] | None: ...
+    @overload
     def gather(self, x: A, *, root: SupportsIndex = ..., counts: Sequence[int] | None = ...,
             axis: int = ..., out: None = ..., timeout: float | None = ...,
             async_op: Literal[False] = ...) -> A | None: ...
@@ -182,6 +197,10 @@ class Communicator(communicator.Communicator):
     def gather(self, x: Arrays, *, root: SupportsIndex = ..., counts: Sequence[int] | None = ...,
             axis: int = ..., out: O, timeout: float | None = ...,
             async_op: Literal[False] = ...) -> O | None: ...
+    @overload
+    def gather(self, x: S, *, root: SupportsIndex = ..., counts: Sequence[int] | None = ...,
+            axis: int = ..., out: None = ..., timeout: float | None = ...,
+            async_op: Literal[True]) -> Work[np.ndarray[tuple[int], np.dtype[S]] | None]: ...
     @overload
     def gather(self, x: A, *, root: SupportsIndex = ..., counts: Sequence[int] | None = ...,
             axis: int = ..., out: None = ..., timeout: float | None = ...,

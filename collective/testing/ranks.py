@@ -8,7 +8,7 @@ import socket
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from collective.communicator import Communicator
 from collective.contract import registry
@@ -41,6 +41,8 @@ __all__ = [
     "capabilities_of",
     "run_ranks",
 ]
+
+R = TypeVar("R")
 
 # Part of a job's time that one call may take. A call must time out before the job does, because
 # only the call's error names the ranks that did not come.
@@ -220,7 +222,7 @@ class RankPool:
 
     def run(
         self,
-        function: Callable[..., Any],
+        function: Callable[..., R],
         *args: Any,
         timeout: float | None = None,
         call_timeout: float | None = None,
@@ -229,7 +231,7 @@ class RankPool:
         faults: Sequence[Fault] = (),
         shrink_grace: float = GRACE_S,
         **options: Any,
-    ) -> list[Any]:
+    ) -> list[R]:
         """Call ``function(comm, *args, **options)`` on every rank.
 
         Args:
@@ -296,7 +298,7 @@ class RankPool:
 
 def run_ranks(
     n: int,
-    function: Callable[..., Any],
+    function: Callable[..., R],
     *args: Any,
     backend: str | type[Backend] = "threads",
     timeout: float = 60.0,
@@ -305,7 +307,7 @@ def run_ranks(
     faults: Sequence[Fault] = (),
     mpiexec: Mpiexec | None = None,
     **options: Any,
-) -> list[Any]:
+) -> list[R]:
     """Call ``function(comm, *args, **options)`` on ``n`` ranks and return their results.
 
     ::

@@ -49,6 +49,16 @@ def in_the_background(comm: Communicator, x: Floats, later: bool) -> Floats:
     return work.wait()
 
 
+def scalars_of_numpy(comm: Communicator, loss: np.float32, total: np.float64) -> None:
+    assert_type(comm.all_reduce(loss), np.float32)
+    assert_type(comm.broadcast(loss), np.float32)
+    assert_type(comm.all_gather(loss), np.ndarray[tuple[int], np.dtype[np.float32]])
+    assert_type(comm.all_gather(total), np.ndarray[tuple[int], np.dtype[np.float64]])
+    work = comm.all_gather(loss, async_op=True)
+    assert_type(work, Work[np.ndarray[tuple[int], np.dtype[np.float32]]])
+    assert_type(comm.gather(loss), np.ndarray[tuple[int], np.dtype[np.float32]] | None)
+
+
 def numbers(comm: Communicator, loss: float, count: int, found: bool) -> None:
     assert_type(comm.all_reduce(loss), float)
     assert_type(comm.all_reduce(count), int)

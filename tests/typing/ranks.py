@@ -1,0 +1,16 @@
+"""Types of what a function returns on the ranks of a test, as type checkers must see them."""
+
+from typing_extensions import assert_type
+
+from collective import Communicator
+from collective.testing import RankPool, run_ranks
+
+
+def total(comm: Communicator, count: int) -> int:
+    return comm.all_reduce(count)
+
+
+def results_have_the_function_s_type() -> None:
+    assert_type(run_ranks(2, total, 3), list[int])
+    with RankPool(2) as pool:
+        assert_type(pool.run(total, 3), list[int])
