@@ -171,8 +171,8 @@ wheels: .wheels/.done
 	.wheels/bin/python -m cibuildwheel --platform linux --output-dir wheelhouse
 
 .venv/.release: .venv/.dev
-	@echo "Installing collective-comm[release]"
-	@$(PIP) --editable '.[release]'
+	@echo "Installing the group release"
+	@$(PIP) --editable '.[parity]' --group release
 	@touch $@
 
 .wheels/.done: pyproject.toml
@@ -180,11 +180,14 @@ wheels: .wheels/.done
 	@.wheels/bin/python $(INSTALL) 'cibuildwheel>=3'
 	@touch $@
 
+# The pip that comes with Python 3.10 to 3.13 is too old for the options --group and
+# --build-constraint.
 .venv/bin/python:
 	@test -n "$(PYTHON)" || { echo "make: needs Python 3.10 or newer with the module venv;" \
 	"install one, or name it: make PYTHON=/path/to/python3" >&2; exit 1; }
 	@echo "Building .venv with $$($(PYTHON) --version)"
 	@$(PYTHON) -m venv .venv
+	@$(PIP) 'pip>=25.3'
 
 # The installation also builds the native core, beside its sources, if there is a C compiler.
 NATIVE := $(wildcard collective/native/*.[ch])
@@ -196,20 +199,18 @@ NATIVE := $(wildcard collective/native/*.[ch])
 	@touch $@
 
 .venv/.dev: .venv/.demo pyproject.toml
-	@echo "Installing collective-comm[dev]"
-	@$(PIP) --editable '.[dev]'
+	@echo "Installing collective-comm[parity] and the group dev"
+	@$(PIP) --editable '.[parity]' --group dev
 	@touch $@
 
 .venv/.abi: .venv/.dev
-	@echo "Installing collective-comm[abi]"
-	@$(PIP) --editable '.[abi]'
+	@echo "Installing collective-comm[nccl,cupy] and the group abi"
+	@$(PIP) --editable '.[nccl,cupy]' --group abi
 	@touch $@
 
-# Chainer's own setup needs pkg_resources, which setuptools had until 82. The pip that comes with
-# Python 3.10 to 3.13 is too old for the option --build-constraint.
+# Chainer's own setup needs pkg_resources, which setuptools had until 82.
 .venv/.chainer: pyproject.toml | .venv/bin/python
 	@echo "Installing collective-comm[chainer]"
-	@$(PIP) 'pip>=25.3'
 	@echo 'setuptools<80' > .venv/build-constraint.txt
 	@$(PIP) --build-constraint .venv/build-constraint.txt 'chainer==7.8.1'
 	@$(PIP) --editable '.[chainer]'

@@ -44,9 +44,7 @@ def real_headers():
     folders += [folder / "cccl" for folder in folders]
     for header in ("cuda.h", "nccl.h", "crt/host_defines.h", "nv/target"):
         if not any((folder / header).exists() for folder in folders):
-            pytest.skip(
-                f"no {header}: install collective-comm[abi], or set FAKE_REAL_HEADERS=dir:dir"
-            )
+            pytest.skip(f"no {header}: pip install --group abi, or set FAKE_REAL_HEADERS=dir:dir")
     return folders
 
 
