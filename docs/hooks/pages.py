@@ -33,6 +33,16 @@ _SETTINGS = re.compile(r"^<!-- settings: .* -->$", re.MULTILINE)
 _FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 
 
+def on_config(config: Any) -> Any:
+    """Take the address of the repository from ``pyproject.toml``."""
+    address = re.search(r'^Source = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    if address is None:
+        raise ValueError('pyproject.toml: no line Source = "..." in [project.urls]')
+    config.repo_url = address[1]
+    config.repo_name = address[1].partition("github.com/")[2] or address[1]
+    return config
+
+
 def on_files(files: Any, config: Any) -> Any:
     """Add the pages whose files are outside the folder of the documentation."""
     for path, page in PAGES.items():

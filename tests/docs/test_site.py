@@ -14,7 +14,7 @@ import pytest
 import collective
 from tests.support.interpreter import ROOT, printed
 
-pytest.importorskip("mkdocs", reason="building the site needs the extra 'docs'")
+pytest.importorskip("mkdocs", reason="building the site needs the group 'docs'")
 
 PUBLIC = """
     collective
@@ -91,6 +91,16 @@ def test_site_pages_load_nothing_external(site: Path) -> None:
     )
     loaded = [f"{page.name}: {url}" for page in pages for url in loads.findall(page.read_text())]
     assert loaded == []
+
+
+def test_site_links_to_the_repository_without_a_script(site: Path) -> None:
+    (address,) = re.findall(
+        r'^Source = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE
+    )
+    page = (site / "index.html").read_text()
+    assert re.search(rf"<a href=\"?{re.escape(address)}\"? ", page)
+    # The theme's script asks api.github.com about the repository that such a component names.
+    assert not re.search(r"data-md-component=\"?source\b", page)
 
 
 def test_site_styles_load_nothing_external(site: Path) -> None:

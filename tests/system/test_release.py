@@ -25,12 +25,13 @@ else:
 
 yaml = pytest.importorskip("yaml", reason="is installed with the site generator")
 
-PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+SETTINGS: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT, GROUPS = SETTINGS["project"], SETTINGS["dependency-groups"]
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
 FORMS = sorted(p for p in (ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml") if p.stem != "config")
 
 
-@pytest.mark.parametrize("name", ["pyproject.toml", "CITATION.cff", "recipe/meta.yaml", "setup.py"])
+@pytest.mark.parametrize("name", ["pyproject.toml", "recipe/meta.yaml", "setup.py"])
 def test_version_is_not_repeated_in_other_files(name: str) -> None:
     assert collective.__version__ not in (ROOT / name).read_text()
 
@@ -43,10 +44,38 @@ def test_changelog_begins_with_this_version() -> None:
 def test_citation_matches_package_metadata() -> None:
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert citation["cff-version"] == "1.2.0"
+    assert citation["version"] == collective.__version__
+    assert citation["repository-code"] == PROJECT["urls"]["Source"]
     assert citation["license"] == PROJECT["license"]
     assert [author["name"] for author in citation["authors"]] == [
         author["name"] for author in PROJECT["authors"]
     ]
+
+
+@pytest.mark.parametrize("name", ["Documentation", "Source", "Issues", "Changelog"])
+def test_project_has_an_address_for_each_of_its_pages(name: str) -> None:
+    owner = re.fullmatch(r"https://github\.com/(\w+)/collective", PROJECT["urls"]["Source"])
+    assert owner
+    assert owner[1] in PROJECT["urls"][name]
+
+
+def test_changelog_and_issues_are_in_the_repository() -> None:
+    source = PROJECT["urls"]["Source"]
+    assert PROJECT["urls"]["Changelog"] == f"{source}/blob/main/CHANGELOG.md"
+    assert PROJECT["urls"]["Issues"] == f"{source}/issues"
+
+
+@pytest.mark.parametrize("group", ["docs", "dev", "release", "abi"])
+def test_group_of_developers_names_no_extra_of_the_package(group: str) -> None:
+    assert group not in PROJECT["optional-dependencies"]
+    named = [each for each in GROUPS[group] if isinstance(each, str)]
+    assert named
+    assert [each for each in named if each.startswith(PROJECT["name"])] == []
+
+
+@pytest.mark.parametrize("group", ["dev", "release", "abi"])
+def test_make_installs_each_group(group: str) -> None:
+    assert f" --group {group}\n" in (ROOT / "Makefile").read_text()
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda path: path.stem)
@@ -81,6 +110,13 @@ def test_recipe_installs_commands_of_package() -> None:
 # -- workflows -------------------------------------------------------------------------------------
 
 
+#: Permissions of the jobs that upload, by workflow.
+UPLOADS = {
+    "release": {"upload": {"id-token": "write"}},
+    "site": {"deploy": {"id-token": "write", "pages": "write"}},
+}
+
+
 def _jobs(workflow: Path) -> dict[str, Any]:
     return dict(yaml.safe_load(workflow.read_text())["jobs"])
 
@@ -97,6 +133,7 @@ def test_workflows_run_on_expected_events() -> None:
     assert occasions["test"] == {"push": {"branches": ["main"]}, "pull_request": None}
     assert occasions["release"] == {"push": {"tags": ["v*"]}}
     assert set(occasions["nightly"]) == {"schedule", "workflow_dispatch"}
+    assert occasions["site"] == {"push": {"branches": ["main"]}, "workflow_dispatch": None}
 
 
 def test_nightly_workflow_runs_sanitizers() -> None:
@@ -121,19 +158,30 @@ def test_workflow_runs_existing_targets(workflow: Path) -> None:
 def test_workflow_has_only_read_permission_except_for_upload(workflow: Path) -> None:
     assert yaml.safe_load(workflow.read_text())["permissions"] == {"contents": "read"}
     granted = {name: job.get("permissions") for name, job in _jobs(workflow).items()}
-    assert {name: permissions for name, permissions in granted.items() if permissions} == (
-        {"upload": {"id-token": "write"}} if workflow.stem == "release" else {}
-    )
+    uploads = UPLOADS.get(workflow.stem, {})
+    assert {name: permissions for name, permissions in granted.items() if permissions} == uploads
 
 
 @pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.stem)
-def test_workflow_uses_actions_with_versions(workflow: Path) -> None:
-    used = [step["uses"] for job in _jobs(workflow).values() for step in job["steps"]
-            if "uses" in step]  # fmt: skip
+def test_workflow_pins_actions_by_commit_and_names_versions(workflow: Path) -> None:
+    used = re.findall(r"uses: (.*)", workflow.read_text())
     assert used
-    assert [
-        action for action in used if not re.fullmatch(r"(actions|pypa)/[\w-]+@[\w./]+", action)
-    ] == []
+    pinned = re.compile(r"(actions|pypa)/[\w-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+")
+    assert [action for action in used if not pinned.fullmatch(action)] == []
+
+
+def test_workflows_use_one_commit_of_each_action() -> None:
+    used = [action for path in WORKFLOWS for action in re.findall(r"uses: (.*)", path.read_text())]
+    assert len({action.partition("@")[0] for action in used}) == len(set(used))
+
+
+def test_site_workflow_uploads_the_folder_that_make_builds() -> None:
+    jobs = _jobs(ROOT / ".github/workflows/site.yml")
+    (upload,) = [step["with"] for step in jobs["build"]["steps"] if "pages" in step.get("uses", "")]
+    assert upload == {
+        "path": yaml.safe_load((ROOT / "mkdocs.yml").read_text().split("plugins:")[0])["site_dir"]
+    }
+    assert jobs["deploy"]["needs"] == "build"
 
 
 def test_supported_pythons_are_tested_and_have_wheels() -> None:
@@ -179,6 +227,18 @@ def test_release_tag_is_compared_with_version() -> None:
         done = subprocess.run(["bash", "-c", line], cwd=ROOT,
                               env={"PATH": os.environ["PATH"], "GITHUB_REF_NAME": tag})  # fmt: skip
         assert done.returncode == code
+
+
+def test_no_release_is_made_without_the_owner(tmp_path: Path) -> None:
+    (line,) = [
+        line for line in _lines(ROOT / ".github/workflows/release.yml") if "__OWNER__" in line
+    ]
+    for name in ("pyproject.toml", "CITATION.cff"):
+        text = (ROOT / name).read_text()
+        (tmp_path / name).write_text(text.replace("__OWNER__", "somebody"))
+    assert subprocess.run(["bash", "-c", line], cwd=tmp_path).returncode == 0
+    (tmp_path / "CITATION.cff").write_text("repository-code: https://github.com/__OWNER__/x")
+    assert subprocess.run(["bash", "-c", line], cwd=tmp_path).returncode == 1
 
 
 # -- the recipe ------------------------------------------------------------------------------------
