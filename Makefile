@@ -172,7 +172,7 @@ wheels: .wheels/.done
 
 .venv/.release: .venv/.dev
 	@echo "Installing the group release"
-	@$(PIP) --editable '.[parity]' --group release
+	@$(PIP) --group release
 	@touch $@
 
 .wheels/.done: pyproject.toml
