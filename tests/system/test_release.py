@@ -54,7 +54,7 @@ def test_citation_matches_package_metadata() -> None:
 
 @pytest.mark.parametrize("name", ["Documentation", "Source", "Issues", "Changelog"])
 def test_project_has_an_address_for_each_of_its_pages(name: str) -> None:
-    owner = re.fullmatch(r"https://github\.com/(\w+)/collective", PROJECT["urls"]["Source"])
+    owner = re.fullmatch(r"https://github\.com/([\w-]+)/collective", PROJECT["urls"]["Source"])
     assert owner
     assert owner[1] in PROJECT["urls"][name]
 
