@@ -10,7 +10,7 @@ import math
 import os
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import FrameType
 from typing import Any, cast
 
@@ -18,7 +18,15 @@ from collective import native
 from collective.memory.dtypes import DType
 from collective.ops import ReduceOp
 
-__all__ = ["Disagreement", "Request", "call_site", "describe", "differing", "in_thread"]
+__all__ = [
+    "Disagreement",
+    "Request",
+    "call_site",
+    "describe",
+    "differing",
+    "in_thread",
+    "name_ranks",
+]
 
 
 class Request:
@@ -219,10 +227,25 @@ def differing(headers: Mapping[int, dict[str, Any]], absent: Sequence[int] = ())
         groups.setdefault(describe(header) + site, []).append(rank)
     if absent:
         groups["has not come so far"] = list(absent)
-    return "\n".join(
-        f"  rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {text}"
-        for text, ranks in groups.items()
-    )
+    return "\n".join(f"  {name_ranks(ranks)}: {text}" for text, ranks in groups.items())
+
+
+def name_ranks(ranks: Iterable[int]) -> str:
+    """Return ranks as words: ``rank 7``, ``ranks 0, 1`` or ``ranks 0-6, 8-15``.
+
+    Args:
+        ranks: at least one rank, in any order.
+    """
+    runs: list[list[int]] = []
+    for rank in sorted(set(ranks)):
+        if runs and runs[-1][-1] == rank - 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    # Two ranks are not written as a range: "0, 1" is as short as "0-1" and easier to read.
+    words = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
+    several = len(runs) > 1 or len(runs[0]) > 1
+    return f"rank{'s' * several} {', '.join(words)}"
 
 
 class _InThread(threading.local):

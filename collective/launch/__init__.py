@@ -49,6 +49,7 @@ def launch(
     min_ranks: int | None = None,
     max_restarts: int = 0,
     replace: bool = False,
+    verbose: bool = False,
 ) -> int:
     """Run a program as ``size`` ranks and wait until all have ended.
 
@@ -68,6 +69,8 @@ def launch(
             than ``min_ranks`` have survived.
         replace: if true, a new process is started for each lost rank and joins the others, while
             at least ``min_ranks`` survive. Not with ``mpi``.
+        verbose: if true, all tracebacks are shown whole, as the ranks write them. By default,
+            equal tracebacks are shown once, and without the frames of this package.
 
     Returns:
         0 if the run succeeded, also if it lost ranks but ``min_ranks`` survived. Otherwise the
@@ -99,9 +102,9 @@ def launch(
         count = {"COLLECTIVE_RESTART": str(number), "TORCHELASTIC_RESTART_COUNT": str(number)}
         environments = [{**shared, **count, **_rank_variables(rank)} for rank in range(size)]
         if start:
-            return MpiSupervisor(control, start, command, environments, directory, spare)
+            return MpiSupervisor(control, start, command, environments, directory, spare, verbose)
         replacing = _replacing(environments, directory) if replace else None
-        return Supervisor(control, command, environments, spare, replacing)
+        return Supervisor(control, command, environments, spare, replacing, verbose)
 
     try:
         return _watch_over(

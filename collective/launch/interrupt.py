@@ -11,7 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from .verdict import CONSEQUENCE, plain, traceback_start
+from collective.request import name_ranks
+
+from .tracebacks import CONSEQUENCE, plain, traceback_start
 
 __all__ = ["Site", "innermost", "sift", "site_of", "sites_of_threads", "summary"]
 
@@ -162,6 +164,5 @@ def summary(sites: Mapping[int, Site], stopped: Sequence[int] = ()) -> str:
         text += f"; rank {rank} was at {sites[rank]}"
     silent = sorted(set(stopped) - set(sites))
     if silent:
-        listed = ", ".join(map(str, silent))
-        text += f"; killed after ignoring the interrupt: rank {listed}"
+        text += f"; killed after ignoring the interrupt: {name_ranks(silent)}"
     return text + "\n"

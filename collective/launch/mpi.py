@@ -38,11 +38,24 @@ class _Remote(Rank):
     """Rank whose helper process mpiexec has started."""
 
     def __init__(
-        self, number: int, process: subprocess.Popen[bytes], orders: int, end: int
+        self,
+        number: int,
+        process: subprocess.Popen[bytes],
+        orders: int,
+        end: int,
+        directory: Path,
     ) -> None:
         super().__init__(number, process)
+        self._pid_file = directory / f"{number}.pid"
         self.orders = orders
         self.end = end
+
+    @property
+    def pid(self) -> int:
+        try:
+            return int(self._pid_file.read_text() or "0")
+        except FileNotFoundError:
+            return 0
 
     def send(self, number: int, *, group: bool) -> None:
         if self.runs:
@@ -65,7 +78,7 @@ class MpiSupervisor(Supervisor):
     """Supervisor of one run as an MPI world, with one process for each environment.
 
     Args:
-        control, command, environments, spare: as in :class:`Supervisor`.
+        control, command, environments, spare, verbose: as in :class:`Supervisor`.
         start: command of :class:`collective.launch.mpiexec.Mpiexec` for this number of ranks.
         directory: a private directory, in which the supervisor creates a folder ``mpi``.
     """
@@ -78,8 +91,9 @@ class MpiSupervisor(Supervisor):
         environments: Sequence[Mapping[str, str]],
         directory: Path,
         spare: int = 0,
+        verbose: bool = False,
     ) -> None:
-        super().__init__(control, command, environments, spare)
+        super().__init__(control, command, environments, spare, verbose=verbose)
         self._start_with = start
         self._directory = directory / "mpi"
         self._remotes: list[_Remote] = []
@@ -126,7 +140,7 @@ class MpiSupervisor(Supervisor):
             preexec_fn=die_with_parent(),  # safe: this process has one thread
         )
         for number, (out, error, orders, end) in enumerate(pipes):
-            rank = _Remote(number, process, orders, end)
+            rank = _Remote(number, process, orders, end, self._directory)
             self._remotes.append(rank)
             self._attend(rank, out, error)
             self._watch(end, partial(self._learn, rank))

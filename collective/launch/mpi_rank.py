@@ -1,12 +1,12 @@
 """Process that mpiexec starts for a rank: it starts the rank, and reports the rank's end.
 
 It runs as a file, ``python -I -S mpi_rank.py DIRECTORY COMMAND …``. It imports nothing of the
-package, so it costs only a few milliseconds. The directory is that of
-:mod:`collective.launch.mpi`, and contains some files for each rank N: ``N.environment``; ``N.in``,
-if the rank reads standard input; and the named pipes ``N.out``, ``N.error``, ``N.orders`` and
-``N.end``. An order is one byte. It is the number of a signal for the rank, plus 128 if the signal
-is for the whole process group of the rank. The order 0 makes this process end. Once the rank has
-ended, the order SIGKILL makes this process kill itself.
+package, so it costs only a few milliseconds. The directory is that of :mod:`collective.launch.mpi`,
+and contains some files for each rank N: ``N.environment``; ``N.in``, if the rank reads standard
+input; and the named pipes ``N.out``, ``N.error``, ``N.orders`` and ``N.end``. This process writes
+the rank's process id to ``N.pid``. An order is one byte. It is the number of a signal for the rank,
+plus 128 if the signal is for the whole process group of the rank. The order 0 makes this process
+end. Once the rank has ended, the order SIGKILL makes this process kill itself.
 """
 
 from __future__ import annotations
@@ -70,6 +70,7 @@ def main(directory: Path, command: Sequence[str]) -> int:
         start_new_session=True,
         preexec_fn=_die_with_parent(),  # safe: this process has one thread
     )
+    Path(f"{prefix}.pid").write_text(str(child.pid))
     code = _attend(child, orders, wake)
     with contextlib.suppress(OSError):
         os.write(end, b"%d" % code)

@@ -9,6 +9,9 @@ from time import monotonic
 from typing import Any
 
 from collective.errors import CollectiveTimeoutError, CommunicatorAbortedError
+from collective.request import name_ranks
+
+from .tracebacks import alike
 
 __all__ = ["Outcome", "RankDiedError", "RankHungError", "RanksFailedError", "RemoteError"]
 
@@ -87,7 +90,7 @@ class RanksFailedError(Exception):
     """Ranks of a job failed.
 
     The text shows all tracebacks: first that of the rank that failed by itself, then those of the
-    ranks that failed as a consequence.
+    ranks that failed as a consequence. Ranks whose tracebacks are alike share one.
 
     Attributes:
         errors: exceptions by rank, the cause first.
@@ -135,11 +138,15 @@ class RanksFailedError(Exception):
         first, *others = self.errors
         summary = f"rank {first} of {self.size} failed"
         if others:
-            summary += f", then rank{'s' * (len(others) > 1)} {', '.join(map(str, others))}"
+            summary += f", then {name_ranks(others)}"
         parts = [summary]
-        for rank, error in self.errors.items():
-            text = self.tracebacks.get(rank) or f"{type(error).__name__}: {error}"
-            parts.append(f"----- rank {rank} -----\n{text.rstrip()}")
+        texts = [
+            (rank, (self.tracebacks.get(rank) or f"{type(error).__name__}: {error}").rstrip())
+            for rank, error in self.errors.items()
+        ]
+        for group in alike(texts):
+            ranks = name_ranks(texts[number][0] for number in group)
+            parts.append(f"----- {ranks} -----\n{texts[group[0]][1]}")
         return "\n".join(parts)
 
 

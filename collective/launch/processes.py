@@ -14,11 +14,12 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 from collective.deadline import Deadline
 
 __all__ = [
+    "Ending",
     "adopt_orphans",
     "die_with_parent",
     "end_children",
@@ -33,6 +34,12 @@ _PR_SET_CHILD_SUBREAPER = 36
 _SEGMENT = re.compile(
     rb" (/dev/shm/(?:mpich_shm_|Intel_MPI_|sm_segment\.|vader_segment\.)\S+)$", re.MULTILINE
 )
+# A process that has written its last traceback needs less processor time than this to end.
+_ENDING_CPU_S = 1.0
+_ENDING_S = 1.0
+_LOOK_S = 0.25
+# A process that uses a smaller share of a processor waits for something.
+_IDLE = 0.25
 
 
 def adopt_orphans() -> None:
@@ -59,6 +66,63 @@ def die_with_parent() -> Callable[[], None]:
             os.kill(os.getpid(), signal.SIGKILL)
 
     return prepare
+
+
+class Ending:
+    """Assumption that a process is about to end, as after the traceback of its last exception.
+
+    The assumption is refuted if the process waits for something, or uses more processor time than
+    an interpreter needs to end. A process that gets no processor, on a busy machine, does neither.
+
+    Attributes:
+        next_look: when to call :meth:`is_refuted`.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self.next_look = Deadline(_ENDING_S)
+        self._pid = pid
+        self._looked = time.monotonic()
+        self._activity = self._first = _activity(pid)
+        self._was_idle = False
+
+    def is_refuted(self) -> bool:
+        """Return whether the process does not end soon; ask again at :attr:`next_look`."""
+        self.next_look = Deadline(_LOOK_S)
+        before, self._activity = self._activity, _activity(self._pid)
+        since, self._looked = self._looked, time.monotonic()
+        if before is None or self._first is None or self._activity is None:
+            # The process has ended, unless the system does not tell.
+            return self._pid == 0 or not os.path.isdir("/proc/self")
+        share = (self._activity.cpu_s - before.cpu_s) / (self._looked - since)
+        is_idle = share < _IDLE and not self._activity.runs
+        # One look may hit the moment in which an ending process waits for one of its threads.
+        was_idle, self._was_idle = self._was_idle, is_idle
+        used = self._activity.cpu_s - self._first.cpu_s
+        return (is_idle and was_idle) or used > _ENDING_CPU_S
+
+
+class _Activity(NamedTuple):
+    """What a process has done.
+
+    Attributes:
+        cpu_s: processor time in seconds.
+        runs: whether it runs, waits for a processor or a disk, or has just ended.
+    """
+
+    cpu_s: float
+    runs: bool
+
+
+def _activity(pid: int) -> _Activity | None:
+    """Return the activity of a process, or None if it has ended or cannot be seen."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            status = file.read()
+    except OSError:
+        return None
+    state, *fields = status[status.rindex(b")") + 2 :].split()
+    ticks = int(fields[10]) + int(fields[11])  # user and system time
+    return _Activity(ticks / os.sysconf("SC_CLK_TCK"), state in (b"R", b"D", b"Z"))
 
 
 def end_children(patience: float) -> None:

@@ -13,6 +13,8 @@ import re
 import select
 import time
 
+from .tracebacks import find_traceback
+
 __all__ = ["RankOutput", "Screen"]
 
 # POSIX: if poll() reports a pipe as writable, it accepts this many bytes without blocking.
@@ -20,7 +22,8 @@ _CHUNK = select.PIPE_BUF
 # Back-pressure: if the reader of the launcher's output has more bytes than this still to read,
 # the ranks have to wait.
 _BACKLOG_LIMIT = 1 << 20
-# An unfinished line of this many bytes is shown as a complete line.
+# An unfinished line of this many bytes is shown as a complete line. Held output of this many bytes
+# is too long for a traceback, so it is shown.
 _LINE_LIMIT = 1 << 20
 _COLOURS = (36, 33, 32, 35, 34, 31)
 _SEQUENCE = rb"\x1b\[[0-9;?]*[A-Za-z]"
@@ -152,11 +155,23 @@ class RankOutput:
         prefix: text before each line.
         silent_since: time of the last output, on the clock of ``time.monotonic()``. None unless
             this output has left an unfinished line that the screen does not show completely.
+        in_traceback: whether output is held back because a traceback began.
     """
 
-    def __init__(self, rank: int, screen: Screen, keep: int) -> None:
-        """Create the stream of ``rank``, with ``keep`` bytes remembered for :attr:`tail`."""
+    def __init__(
+        self, rank: int, screen: Screen, keep: int, *, holds_tracebacks: bool = False
+    ) -> None:
+        """Create the stream of ``rank``.
+
+        Args:
+            rank: number of the rank.
+            screen: screen that shows the output.
+            keep: number of bytes to remember for :attr:`tail`.
+            holds_tracebacks: whether to hold back the output from the first line of a traceback
+                on, until :meth:`release`.
+        """
         self.screen = screen
+        self.in_traceback = False
         self.shown = 0
         self.silent_since: float | None = None
         self.prefix = f"[{rank}] ".encode()
@@ -167,11 +182,12 @@ class RankOutput:
         self._tail = bytearray()
         self._line = bytearray()
         self._held: bytearray | None = None
+        self._holds_tracebacks = holds_tracebacks
 
     @property
     def tail(self) -> bytes:
-        """Last bytes of the output."""
-        return bytes(self._tail[-self._keep :]) if self._keep else b""
+        """Last bytes of the output, and all that is held back."""
+        return bytes(self._tail[-self._keep :]) + self.held if self._keep else b""
 
     def hold(self) -> None:
         """Hold back the output from now on, until :meth:`release`."""
@@ -179,23 +195,56 @@ class RankOutput:
 
     @property
     def held(self) -> bytes:
-        """Output since :meth:`hold`."""
+        """Output that is held back."""
         return bytes(self._held or b"")
 
-    def release(self, output: bytes) -> None:
-        """Show ``output`` in place of the held output; show further output at once."""
+    def release(self, output: bytes | None = None, *, ends: bool = True) -> None:
+        """Stop holding back; show the held output.
+
+        Args:
+            output: output to show in place of the held output.
+            ends: whether to end its last line. If false, further output continues this line.
+        """
         if self._held is not None:
+            output = self.held if output is None else output
             self._held = None
-            self.feed(output)
-            self.finish()
+            self.in_traceback = False
+            self._show(output)
+            if ends:
+                self.finish()
 
     def feed(self, data: bytes) -> None:
         """Add output of the rank, and show its complete lines."""
-        if self._held is not None:
-            self._held += data
-            if len(self._held) > _LINE_LIMIT:  # too long for a traceback; the rank keeps running
-                self.release(self.held)
+        if self._holds_tracebacks and self._held is None:
+            data = self._hold_traceback(data)
+        if self._held is None:
+            self._show(data)
             return
+        self._held += data
+        if len(self._held) > _LINE_LIMIT:  # the rank keeps running
+            self.release(ends=False)
+
+    def _hold_traceback(self, data: bytes) -> bytes:
+        """Begin to hold if a traceback begins in the output; return the rest of the output."""
+        start = find_traceback(self._line + data)
+        if start is None or (self.shown and start < len(self._line)):
+            return data
+        if start < len(self._line):  # the first line of the traceback has come in pieces
+            data = bytes(self._line) + data
+            if self._keep:
+                del self._tail[-len(self._line) :]
+            self._line.clear()
+            self.silent_since = None
+        else:
+            start -= len(self._line)
+            self._show(data[:start])
+            data = data[start:]
+        self.hold()
+        self.in_traceback = True
+        return data
+
+    def _show(self, data: bytes) -> None:
+        """Show the complete lines of the output with ``data`` added."""
         if self._keep:
             self._tail += data
             if len(self._tail) > 2 * self._keep:

@@ -22,8 +22,9 @@ from typing import NamedTuple
 from collective.deadline import Deadline
 
 from .interrupt import sift, summary
-from .processes import adopt_orphans, die_with_parent, end_children
+from .processes import Ending, adopt_orphans, die_with_parent, end_children
 from .screen import RankOutput, Screen
+from .tracebacks import split_traceback
 from .verdict import FailedRank, exit_code, first_in_cause, loss, losses, report, shortfall
 
 __all__ = ["Rank", "Replacing", "Supervisor"]
@@ -39,6 +40,8 @@ _AFTER_SIGNAL = ((2.0, signal.SIGTERM), (2.5, signal.SIGKILL))
 _QUICK_S = 10.0
 # Unfinished lines (prompts, bars) appear on a terminal once the rank pauses for this long.
 _PAUSE_S = 0.05
+# A pipe holds 1 MiB at most, and each read takes 64 KiB.
+_PIPE_READS = 16
 # Number of bytes of standard error to keep. This is longer than a traceback, including tracebacks
 # of peers that it may contain.
 _TAIL = 256 * 1024
@@ -63,6 +66,11 @@ class Rank:
         self.process = process
         self.code: int | None = None
         self.streams: list[RankOutput] = []
+
+    @property
+    def pid(self) -> int:
+        """Process id of the rank itself; 0 if it is unknown."""
+        return self.process.pid
 
     @property
     def runs(self) -> bool:
@@ -104,6 +112,8 @@ class Supervisor:
         spare: number of ranks that may fail. After one more failure the other ranks are stopped,
             and the run has failed.
         replacing: rule by which lost ranks are replaced; None if they are not replaced.
+        verbose: if true, tracebacks are shown as the ranks write them. Otherwise the report at
+            the end shows them, one for all ranks with the same, without the package's frames.
     """
 
     def __init__(
@@ -113,14 +123,17 @@ class Supervisor:
         environments: Sequence[Mapping[str, str]],
         spare: int = 0,
         replacing: Replacing | None = None,
+        verbose: bool = False,
     ) -> None:
         self._control = control
+        self._verbose = verbose
         self._replacing = replacing
         self._command = command
         self._environments = environments
         self._spare = spare
         self._ranks: list[Rank] = []
-        self._pipes: dict[int, RankOutput] = {}  # pipes still open at the other end
+        # Pipes still open at the other end.
+        self._pipes: dict[int, tuple[Rank, RankOutput]] = {}
         self._failed: list[Rank] = []
         # While the run is ending, the schedule has the signals still to send, with their times.
         # The attribute _signal is the signal that ended the run, if any. The attribute _signalled
@@ -130,6 +143,8 @@ class Supervisor:
         self._signal: int | None = None
         self._signalled = False
         self._hurried = False
+        # For each rank whose traceback is held back: whether the rank seems to end.
+        self._endings: dict[Rank, Ending] = {}
         self._stopped: set[int] = set()  # ranks that still ran when the schedule sent a signal
         # Closes all descriptors of this run at its end, since another run may follow.
         self._open = contextlib.ExitStack()
@@ -217,6 +232,7 @@ class Supervisor:
     def _time_left(self) -> float | None:
         due = [moment for moment, _ in self._schedule]
         due += [Deadline.since(since, _PAUSE_S) for since, _ in self._unfinished()]
+        due += [ending.next_look for ending in self._endings.values() if not self._stopping]
         return min((moment.left() for moment in due), default=None)
 
     def _unfinished(self) -> list[tuple[float, RankOutput]]:
@@ -234,6 +250,10 @@ class Supervisor:
         for since, stream in self._unfinished():
             if Deadline.since(since, _PAUSE_S).expired:
                 stream.show_unfinished()
+        for rank, ending in list(self._endings.items()):
+            # While the run is ending, all tracebacks wait for the report.
+            if not self._stopping and ending.next_look.expired and ending.is_refuted():
+                self._show_traceback(rank)
 
     # -- ranks ---------------------------------------------------------------------
 
@@ -269,23 +289,38 @@ class Supervisor:
         self._ranks.append(rank)
         for pipe, screen, keep in ((out, self._out, 0), (error, self._error, _TAIL)):
             os.set_blocking(pipe, False)
-            stream = RankOutput(rank.number, screen, keep)
+            holds = pipe == error and not self._verbose
+            stream = RankOutput(rank.number, screen, keep, holds_tracebacks=holds)
             rank.streams.append(stream)
-            self._pipes[pipe] = stream
+            self._pipes[pipe] = rank, stream
             self._watch(pipe, partial(self._relay, pipe))
 
     def _relay(self, pipe: int) -> bool:
         """Pass on output of a rank; return whether there may be more to read at once."""
+        if pipe not in self._pipes:  # an event of the same step, whose handling has read the pipe
+            return False
         try:
             data = os.read(pipe, 65536)
         except BlockingIOError:
             return False
-        if data:
-            self._pipes[pipe].feed(data)
-        else:
+        rank, stream = self._pipes[pipe]
+        if not data:
             self._selector.unregister(pipe)
-            self._pipes.pop(pipe).finish()
-        return bool(data)
+            del self._pipes[pipe]
+            stream.finish()
+            return False
+        error = rank.streams[1]
+        if stream is not error and error.in_traceback and not self._stopping:
+            self._show_traceback(rank)  # the rank goes on
+        stream.feed(data)
+        if error.in_traceback and rank not in self._endings:
+            self._endings[rank] = Ending(rank.pid)
+        return True
+
+    def _show_traceback(self, rank: Rank) -> None:
+        """Show a traceback that was held back in the belief that the rank is about to end."""
+        self._endings.pop(rank, None)
+        rank.streams[1].release(ends=False)
 
     def _reap(self, wake: int) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -322,6 +357,8 @@ class Supervisor:
 
     def _ended(self, rank: Rank, code: int) -> None:
         rank.code = code
+        if code == 0 and not self._stopping:
+            self._finish_output(rank)
         if code == 0 or self._signalled:
             return
         self._failed.append(rank)
@@ -329,6 +366,7 @@ class Supervisor:
             return
         left = self._left()
         if left >= self._least:
+            self._finish_output(rank)
             replaced = self._replacing is not None and self._replacing.fits(rank)
             size = len(self._environments)
             text = loss(rank.number, code, left, size, self._least, replaced)
@@ -339,6 +377,16 @@ class Supervisor:
             return
         self._stopping = True
         self._schedule = [(Deadline(after), number) for after, number in _AFTER_FAILURE]
+
+    def _finish_output(self, rank: Rank) -> None:
+        """Show what a rank has written to standard error before it ended."""
+        error = rank.streams[1]
+        for pipe in [pipe for pipe, (_, stream) in self._pipes.items() if stream is error]:
+            # Processes that the rank started may still write, so read no more than a pipe holds.
+            for _ in range(_PIPE_READS):
+                if not self._relay(pipe):
+                    break
+        self._show_traceback(rank)
 
     # -- the end -------------------------------------------------------------------
 
@@ -371,6 +419,7 @@ class Supervisor:
             for rank in self._ranks:
                 for stream in rank.streams[1:] if number == signal.SIGINT else ():
                     # Every rank will print a traceback, of which one line is worth reading.
+                    stream.release()
                     stream.hold()
                 # Signal only the rank itself: it knows best how to end the processes it started.
                 rank.send(number, group=False)
@@ -385,18 +434,20 @@ class Supervisor:
         end_children(0.0 if self._hurried else patience)
         self._drain()
         interrupted = self._explain_interrupt() if self._signal == signal.SIGINT else ""
-        failures = [
-            FailedRank(rank.number, rank.code or 0, rank.streams[1].tail) for rank in self._failed
-        ]
+        failures = [_failure(rank) for rank in self._failed]
         size = len(self._environments)
         if self._left() < self._least:
             first = first_in_cause(failures)
+            others = self._take_tracebacks(besides=self._failed[failures.index(first)])
             text = shortfall(failures, size, self._least) if self._spare else ""
-            self._error.write((text + report(first)).encode(errors="replace"))
+            text += report(first, others, verbose=self._verbose)
+            self._error.write(text.encode(errors="replace"))
             code = exit_code(first)
         else:
+            self._release_all()
             if failures:
-                self._error.write(losses(failures, size).encode(errors="replace"))
+                text = losses(failures, size, verbose=self._verbose)
+                self._error.write(text.encode(errors="replace"))
             if self._out.reason:
                 self._error.write(f"collective run: standard output: {self._out.reason}\n".encode())
         self._error.write(interrupted.encode(errors="replace"))
@@ -407,6 +458,25 @@ class Supervisor:
         self._out.flush()
         self._error.flush()
         return code
+
+    def _take_tracebacks(self, besides: Rank) -> list[FailedRank]:
+        """Return the failures whose tracebacks are held back, in the order of the ranks.
+
+        Show all output that is held back and precedes a traceback, or belongs to a rank that did
+        not fail.
+        """
+        taken = []
+        for rank in sorted(self._ranks, key=lambda rank: rank.number):
+            for stream in rank.streams[1:]:
+                if rank.code:
+                    before, traceback = split_traceback(stream.held)
+                    if traceback and rank is not besides:
+                        taken.append(FailedRank(rank.number, rank.code, traceback))
+                    stream.release(before)
+                else:
+                    stream.release()
+        self._error.fresh_line()
+        return taken
 
     def _explain_interrupt(self) -> str:
         """Show the held output without reports of the interrupt; return one line about it."""
@@ -420,11 +490,22 @@ class Supervisor:
         self._error.restore()
         return summary(sites, sorted(self._stopped))
 
+    def _release_all(self) -> None:
+        """Show all output that is held back."""
+        for rank in self._ranks:
+            for stream in rank.streams:
+                stream.release()
+        self._error.fresh_line()
+
     def _drain(self) -> None:
         """Read the rest of the ranks' pipes, to which no process writes any more."""
-        for pipe, stream in list(self._pipes.items()):
+        for pipe, (_, stream) in list(self._pipes.items()):
             while self._relay(pipe):
                 pass
             stream.finish()
         self._out.restore()
         self._error.restore()
+
+
+def _failure(rank: Rank) -> FailedRank:
+    return FailedRank(rank.number, rank.code or 0, rank.streams[1].tail)

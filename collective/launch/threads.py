@@ -24,12 +24,11 @@ from typing import Any, TextIO
 
 from collective.contract.failure import Failure
 from collective.contract.world import World
-from collective.errors import CollectiveTimeoutError, CommunicatorAbortedError
 from collective.start import session
 from collective.start.memory_store import MemoryStore
 
 from .interrupt import sites_of_threads, summary
-from .verdict import FailedRank, loss, losses, shortfall
+from .verdict import FailedRank, exit_code, first_in_cause, loss, losses, report, shortfall
 
 __all__ = ["load_program", "main"]
 
@@ -110,7 +109,7 @@ class _Program:
         self.size = size
         self.spare = spare  # number of ranks that may fail before the program counts as failed
         self.codes: dict[int, int] = {}
-        self.failures: list[tuple[bool, int, str]] = []
+        self.failures: list[tuple[int, str]] = []  # ranks and their tracebacks
         self.failed = threading.Event()
         self._code = code
         self._path = path
@@ -133,7 +132,7 @@ class _Program:
             "__package__": self._package,
             "__builtins__": __builtins__,
         }
-        code, echo, text = 0, False, ""
+        code, text = 0, ""
         try:
             exec(self._code, namespace)
         except SystemExit as leave:
@@ -145,9 +144,8 @@ class _Program:
             # Skip the first frame, which is the launcher's.
             trace = error.__traceback__.tb_next if error.__traceback__ else None
             text = "".join(traceback.format_exception(type(error), error, trace))
-            echo = isinstance(error, (CommunicatorAbortedError, CollectiveTimeoutError))
         if code:
-            self.failures.append((echo, rank, text))
+            self.failures.append((rank, text))
         with contextlib.suppress(Exception):
             why = text or f"the rank exited with code {code}"
             session.leave_thread(Failure("failed", rank, why) if code else None)
@@ -162,12 +160,13 @@ class _Program:
             print(report, end="", file=sys.__stderr__, flush=True)
 
 
-def main(arguments: Sequence[str], spare: int = 0) -> int:
+def main(arguments: Sequence[str], spare: int = 0, *, verbose: bool = False) -> int:
     """Run ``N [-m] PROGRAM [ARGUMENT …]`` as N threads; return the exit code.
 
     Args:
         arguments: N and the program, as in the first line.
         spare: number of ranks that may fail while the others continue.
+        verbose: whether the report of a failure shows the frames of this package.
     """
     size, program = int(arguments[0]), list(arguments[1:])
     code, path, package = load_program(program)
@@ -195,24 +194,19 @@ def main(arguments: Sequence[str], spare: int = 0) -> int:
             sites = sites_of_threads({n: thread.ident for n, thread in enumerate(threads)})
             print(summary(sites), end="", file=sys.stderr)
     lost = [
-        FailedRank(rank, ranks.codes.get(rank, 1), text.encode())
-        for _, rank, text in ranks.failures
+        FailedRank(rank, ranks.codes.get(rank, 1), text.encode() or None)
+        for rank, text in ranks.failures
     ]
     if ranks.failed.is_set() and not result:
         if spare:
             print(shortfall(lost, size, size - spare), end="", file=sys.stderr)
-        # The first failure that is not a consequence of another one. The list is in the order of
-        # time.
-        _, rank, text = min(ranks.failures, key=lambda failure: failure[0])
-        result = ranks.codes.get(rank, 1)
-        print(
-            f"collective run: rank {rank} failed first (exit code {result})"
-            + ("; its traceback:" if text else "."),
-            file=sys.stderr,
-        )
-        print(text, end="", file=sys.stderr)
+        first = first_in_cause(lost)
+        others = sorted((rank for rank in lost if rank is not first), key=lambda rank: rank.rank)
+        others = [rank for rank in others if rank.stderr]
+        result = exit_code(first)
+        print(report(first, others, verbose=verbose), end="", file=sys.stderr)
     elif lost and not result:
-        print(losses(lost, size), end="", file=sys.stderr)
+        print(losses(lost, size, verbose=verbose), end="", file=sys.stderr)
     broken = streams[0].broken
     if broken is not None and not result:
         result = 128 + signal.SIGPIPE

@@ -12,30 +12,15 @@ import signal
 from collections.abc import Sequence, Sized
 from dataclasses import dataclass
 
-__all__ = [
-    "CONSEQUENCE",
-    "FailedRank",
-    "exit_code",
-    "first_in_cause",
-    "loss",
-    "losses",
-    "plain",
-    "report",
-    "shortfall",
-    "traceback_start",
-]
+from collective.request import name_ranks
 
-_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
-_HEADER = re.compile(r"(?:  \+ Exception Group )?Traceback \(most recent call last\):$")
-_CHAINED = (
-    "The above exception was the direct cause of the following exception:",
-    "During handling of the above exception, another exception occurred:",
-)
+from .tracebacks import CONSEQUENCE, alike, hide_internal_frames, plain, traceback_start
+
+__all__ = ["FailedRank", "exit_code", "first_in_cause", "loss", "losses", "report", "shortfall"]
+
 # A timeout is the cause of other failures, but may itself follow from one. So it ranks between
 # a cause and a consequence.
 _TIMED_OUT = re.compile(r"(?:\w+\.)*CollectiveTimeoutError\b")
-#: An exception that follows from another rank's failure.
-CONSEQUENCE = re.compile(r"(?:\w+\.)*(?:PeerLostError|PeerFailedError|CommunicatorAbortedError)\b")
 # Number of lines; enough for a message of an extension module or of the dynamic linker.
 _LAST_LINES = 20
 
@@ -47,12 +32,13 @@ class FailedRank:
     Attributes:
         rank: number of the rank.
         code: in the form of ``subprocess``: the exit code, or minus the signal's number.
-        stderr: the end of the rank's standard error.
+        stderr: the end of the rank's standard error, at least from its last traceback on. None
+            if nobody collects it.
     """
 
     rank: int
     code: int
-    stderr: bytes
+    stderr: bytes | None
 
 
 def first_in_cause(failures: Sequence[FailedRank]) -> FailedRank:
@@ -69,9 +55,29 @@ def exit_code(failure: FailedRank) -> int:
     return failure.code if failure.code >= 0 else 128 - failure.code
 
 
-def report(failure: FailedRank) -> str:
-    """Return the text that ends a failed run: which rank failed first, and its traceback."""
-    return _last_words(failure, "failed first")
+def report(first: FailedRank, others: Sequence[FailedRank] = (), *, verbose: bool = False) -> str:
+    """Return the text that ends a failed run: tracebacks, and last that of the first failure.
+
+    Ranks whose tracebacks are alike share one.
+
+    Args:
+        first: failure that caused the others.
+        others: failures whose tracebacks the user has not seen yet.
+        verbose: whether to show the frames inside this package.
+    """
+    failures = [*others, first]
+    words = [_LastWords(failure, verbose) for failure in failures]
+    blocks = []
+    for group in alike([(f.rank, text.text) for f, text in zip(failures, words, strict=True)]):
+        ranks = [failures[number].rank for number in group]
+        head = f"{name_ranks(ranks)} failed"
+        if len(others) not in group:
+            blocks.append(words[group[0]].block(head, ranks))
+        elif len(set(ranks)) == 1:
+            last = f"{head} first ({_how(first.code)})"
+        else:
+            last = f"{head}, rank {first.rank} first ({_how(first.code)})"
+    return "".join([*blocks, words[-1].block(last, [first.rank])])
 
 
 def loss(rank: int, code: int, left: int, size: int, least: int, replaced: bool = False) -> str:
@@ -91,11 +97,24 @@ def loss(rank: int, code: int, left: int, size: int, least: int, replaced: bool 
     )
 
 
-def losses(failures: Sequence[FailedRank], size: int) -> str:
-    """Return the summary of a run that continued without some of its ranks."""
-    ranks = {failure.rank for failure in failures}  # a replaced rank may have failed repeatedly
-    head = f"collective run: {len(ranks)} of {size} ranks {_were(ranks)} lost:\n"
-    return head + "".join(_last_words(failure, "was lost") for failure in failures)
+def losses(failures: Sequence[FailedRank], size: int, *, verbose: bool = False) -> str:
+    """Return the summary of a run that continued without some of its ranks.
+
+    Args:
+        failures: at least one. A rank that was replaced may be among them repeatedly.
+        size: number of ranks at the start.
+        verbose: whether to show the frames inside this package.
+    """
+    ranks = {failure.rank for failure in failures}
+    blocks = [f"collective run: {len(ranks)} of {size} ranks {_were(ranks)} lost:\n"]
+    words = [_LastWords(failure, verbose) for failure in failures]
+    for group in alike(
+        [(f.rank, f"{_how(f.code)}\n{text.text}") for f, text in zip(failures, words, strict=True)]
+    ):
+        lost = [failures[number].rank for number in group]
+        head = f"{name_ranks(lost)} {_were(set(lost))} lost ({_how(failures[group[0]].code)})"
+        blocks.append(words[group[0]].block(head, lost))
+    return "".join(blocks)
 
 
 def shortfall(failures: Sequence[FailedRank], size: int, least: int) -> str:
@@ -122,54 +141,52 @@ def _how(code: int) -> str:
         return f"killed by signal {-code}"
 
 
-def _last_words(failure: FailedRank, what: str) -> str:
-    head = f"collective run: rank {failure.rank} {what} ({_how(failure.code)})"
-    text = failure.stderr.decode(errors="replace")
-    lines = text.splitlines()
-    found = traceback_start([plain(line) for line in lines])
-    if found is not None:
-        start, _ = found
-        return "\n".join([f"{head}; its traceback:", *lines[start:]]) + "\n"
-    if text.strip():
-        last = lines[-_LAST_LINES:]
-        return "\n".join([f"{head}; the last lines of its standard error:", *last]) + "\n"
-    return f"{head}; it wrote nothing to its standard error.\n"
+class _LastWords:
+    """End of the standard error of a rank that failed: its traceback, or else its last lines.
+
+    Attributes:
+        text: the lines, each with its end; empty if the rank wrote nothing.
+    """
+
+    def __init__(self, failure: FailedRank, verbose: bool) -> None:
+        self._rank = failure.rank
+        self._is_known = failure.stderr is not None
+        lines = (failure.stderr or b"").decode(errors="replace").splitlines()
+        start = traceback_start([plain(line) for line in lines])
+        self._has_traceback = start is not None
+        lines = lines[-_LAST_LINES:] if start is None else lines[start[0] :]
+        if not verbose:
+            lines = hide_internal_frames(lines)
+        self.text = "".join(f"{line}\n" for line in lines) if any(map(str.strip, lines)) else ""
+
+    def block(self, head: str, ranks: Sequence[int]) -> str:
+        """Return the text under a headline.
+
+        Args:
+            head: what happened to which ranks.
+            ranks: ranks that share this text.
+        """
+        if not self._is_known:
+            return f"collective run: {head}.\n"
+        alone = len(set(ranks)) == 1
+        if not self.text:
+            words = "it wrote nothing to its" if alone else "they wrote nothing to their"
+            return f"collective run: {head}; {words} standard error.\n"
+        if self._has_traceback:
+            words = "its traceback" if alone else f"the traceback of rank {self._rank}"
+        else:
+            whose = "its" if alone else f"rank {self._rank}'s"
+            words = f"the last lines of {whose} standard error"
+        return f"collective run: {head}; {words}:\n{self.text}"
 
 
 def _distance(failure: FailedRank) -> int:
     """Return 0 for a cause, 1 for a timeout, 2 for a consequence of another rank's failure."""
     if failure.code < 0:
         return 0
-    lines = _COLOUR.sub("", failure.stderr.decode(errors="replace")).splitlines()
+    lines = [plain(line) for line in (failure.stderr or b"").decode(errors="replace").splitlines()]
     # Check all lines, not only the last exception: an exception may contain the peer's traceback
     # in its text, and the code that handles it may fail in turn.
     if any(CONSEQUENCE.match(line) for line in lines):
         return 2
     return 1 if any(_TIMED_OUT.match(line) for line in lines) else 0
-
-
-def plain(line: str) -> str:
-    """Return a line without its line end and colours."""
-    return _COLOUR.sub("", line.rstrip("\r\n"))
-
-
-def traceback_start(lines: Sequence[str]) -> tuple[int, int] | None:
-    """Return where the last chain of tracebacks begins, or None without a traceback.
-
-    Returns:
-        The number of the first line of the chain, and that of the last traceback in it.
-    """
-    headers = [number for number, line in enumerate(lines) if _HEADER.match(line)]
-    if not headers:
-        return None
-    start = headers[-1]
-    for header in reversed(headers[:-1]):
-        # Between the frames of a traceback and the header of the next are the lines of its
-        # exception and, if the two are chained, the sentence that connects them.
-        end = next((n for n in range(header + 1, start) if not lines[n].startswith("  ")), start)
-        between = lines[end:start]
-        carried = any(CONSEQUENCE.match(line) for line in between[:1])
-        if not carried and not any(line in _CHAINED for line in between):
-            break
-        start = header
-    return start, headers[-1]

@@ -21,6 +21,7 @@ from collective.errors import (
     PeerLostError,
 )
 from collective.launch.outcome import RankDiedError, RankHungError, RanksFailedError
+from collective.request import name_ranks
 
 from . import faults
 from .checks import Case, RankFactory, able, check, on_each_rank
@@ -155,10 +156,9 @@ def _hold_woken(size: int, results: Mapping[int, Any], errors: Mapping[int, Base
     deaf = [rank for rank, error in errors.items() if isinstance(error, RankHungError)]
     deaf += [rank for rank, outcome in results.items() if _unheard(outcome)]
     if deaf:
-        ranks = f"rank{'s' * (len(deaf) > 1)} {', '.join(map(str, sorted(deaf)))}"
         raise AssertionError(
-            f"abort() does not wake {ranks} of {size}: it has to end whatever a rank waits in, "
-            "recv() in particular (see Backend.abort)"
+            f"abort() does not wake {name_ranks(deaf)} of {size}: it has to end whatever a rank "
+            "waits in, recv() in particular (see Backend.abort)"
         ) from None
 
 

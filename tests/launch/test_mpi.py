@@ -123,6 +123,14 @@ def test_mpi_run_reports_first_failure_and_its_exit_code(
     launches.assert_nothing_left()
 
 
+def test_mpi_run_shows_equal_failures_once(launches: Launches, start) -> None:  # noqa: F811
+    script = launches.script("await_all()\nraise ValueError(f'of rank {rank}')")
+    done = finish(start("-n", "3", script))
+    assert done.returncode == 1
+    assert "collective run: ranks 0-2 failed, rank " in done.stderr
+    assert done.stderr.count("ValueError: of rank ") == 1
+
+
 def test_mpi_run_removes_shared_memory_of_mpi_library(launches: Launches, start) -> None:  # noqa: F811
     mark = launches.marked.value
     # MPICH removes its file in MPI_Finalize, which killed ranks never reach.

@@ -57,7 +57,7 @@ def test_signal_to_launcher_ends_ranks_that_ignore_it(
     done = finish(process)
     assert time.monotonic() - start < 2 * PROMISED_S + NOISE_S  # The ranks get 2 s of grace first.
     assert done.returncode == 128 + number
-    ignored = "collective run: interrupted; killed after ignoring the interrupt: rank 0, 1\n"
+    ignored = "collective run: interrupted; killed after ignoring the interrupt: ranks 0, 1\n"
     assert done.stderr == (ignored if number == signal.SIGINT else "")
     launches.assert_nothing_left()
 
@@ -191,7 +191,7 @@ def test_ctrl_c_twice_kills_at_once(launches: Launches) -> None:
     os.killpg(process.pid, signal.SIGINT)
     done = finish(process)
     assert done.stderr == (
-        "collective run: interrupted; killed after ignoring the interrupt: rank 0, 1\n"
+        "collective run: interrupted; killed after ignoring the interrupt: ranks 0, 1\n"
     )
     assert done.returncode == 130
     launches.assert_nothing_left()

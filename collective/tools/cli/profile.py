@@ -41,7 +41,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "profile",
         help="run a program and report what its calls cost, and whether more ranks pay",
-        usage="collective profile [-n N] [--backend NAME] [--timeout S]\n"
+        usage="collective profile [-n N] [--backend NAME] [--timeout S] [--verbose]\n"
         "           [--predict RANKS] [--link TIME,RATE] [--per-host N] [--from FILE]\n"
         "           [--json FILE] (SCRIPT | -m MODULE | --trace DIR) [ARG ...]",
         description="Run a Python program as N ranks, as `collective run` does, or read a trace "
@@ -133,6 +133,7 @@ def _run(options: argparse.Namespace, program: list[str], directory: Path) -> in
     command = [sys.executable, "-m", "collective", "run", "-n", ranks]
     command += ["--backend", options.backend] if options.backend else []
     command += ["--timeout", options.timeout] if options.timeout else []
+    command += ["--verbose"] if options.verbose else []
     command += ["-m"] if options.module else []
     variables = {**os.environ, "COLLECTIVE_TRACE": str(directory.absolute())}
     launcher = subprocess.Popen(

@@ -39,10 +39,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "run",
         help="start a program as several ranks on this machine",
         usage="collective run [-n N] [--backend NAME] [--timeout S] [--min-ranks M]\n"
-        "           [--max-restarts R] [--replace] (SCRIPT | -m MODULE) [ARG ...]",
+        "           [--max-restarts R] [--replace] [--verbose]\n"
+        "           (SCRIPT | -m MODULE) [ARG ...]",
         description="Start a Python program as N ranks on this machine. Each line of output "
         "begins with the rank that wrote it. If a rank fails, the others are stopped within two "
-        "seconds, its traceback is shown last, and the command ends with its exit code. With "
+        "seconds, its traceback is shown last, and the command ends with its exit code. Equal "
+        "tracebacks of several ranks are shown once; --verbose shows all of them. With "
         "--min-ranks M, the others go on as long as M ranks are left. With --replace, new ranks "
         "join in place of lost ranks. With --max-restarts, all ranks are started again.",
     )
@@ -77,6 +79,11 @@ def add_ranks(parser: argparse.ArgumentParser) -> None:
         f"{_FEWEST})")  # fmt: skip
     parser.add_argument("--backend", metavar="NAME", help="transport (default: auto)")
     parser.add_argument("--timeout", metavar="S", help="deadline of every call, in seconds")
+    parser.add_argument(
+        "--verbose",
+        action="store_true",
+        help="show every rank's traceback whole, also the frames inside collective",
+    )
 
 
 def add_program(parser: argparse.ArgumentParser) -> None:
@@ -130,7 +137,9 @@ def execute(options: argparse.Namespace) -> int:
         # Imported here: the module imports NumPy and the transports.
         from collective.launch import threads
 
-        return threads.main([str(options.n), *arguments], spare=options.n - min_ranks)
+        return threads.main(
+            [str(options.n), *arguments], spare=options.n - min_ranks, verbose=options.verbose
+        )
     return launch(
         arguments,
         options.n,
@@ -139,6 +148,7 @@ def execute(options: argparse.Namespace) -> int:
         min_ranks=min_ranks,
         max_restarts=options.max_restarts,
         replace=options.replace,
+        verbose=options.verbose,
     )
 
 

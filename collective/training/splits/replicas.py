@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from collective.communicator import Communicator
 from collective.errors import InvalidArgumentError, MismatchError
+from collective.request import name_ranks
 from collective.training.elastic_copies import digest_of
 
 __all__ = ["StateEntry", "check_initialised", "check_layout", "check_settings", "check_values"]
@@ -56,8 +57,8 @@ def check_settings(comm: Communicator, settings: Mapping[str, Any]) -> None:
         if others:
             raise MismatchError(
                 f"Split: the ranks' settings differ: {name}={values[others[0]]} on "
-                f"{_ranks(others[:1])}, {name}={values[0]} on rank 0 {_place(comm)}. Pass the same "
-                "settings on every rank."
+                f"{name_ranks(others[:1])}, {name}={values[0]} on rank 0 {_place(comm)}. Pass the "
+                "same settings on every rank."
             )
 
 
@@ -98,8 +99,8 @@ def check_layout(comm: Communicator, entries: Sequence[StateEntry], root_fills: 
         if others:
             raise MismatchError(
                 f"Split: the ranks' models differ: {_described(layouts[others[0]])} on "
-                f"{_ranks(others)}, {_described(expected)} on rank 0 {_place(comm)}. Make the same "
-                "model on every rank, with the same parameters frozen."
+                f"{name_ranks(others)}, {_described(expected)} on rank 0 {_place(comm)}. Make the "
+                "same model on every rank, with the same parameters frozen."
             )
 
 
@@ -140,8 +141,8 @@ def check_values(comm: Communicator, entries: Sequence[StateEntry], remedy: str)
             ]
             if others:
                 raise MismatchError(
-                    f"Split: the values of {line[1]} on {_ranks(others)} differ from those on rank "
-                    f"{rank} {_place(comm)}. {remedy}"
+                    f"Split: the values of {line[1]} on {name_ranks(others)} differ from those on "
+                    f"rank {rank} {_place(comm)}. {remedy}"
                 )
 
 
@@ -160,10 +161,6 @@ def _described(layout: list[Any] | None) -> str:
     name, shape, dtype, trained = layout
     what = "without values" if shape is None else f"{dtype}{shape}"
     return f"{name} {what}{', trained' if trained else ''}"
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def _place(comm: Communicator) -> str:
