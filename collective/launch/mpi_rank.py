@@ -70,7 +70,8 @@ def main(directory: Path, command: Sequence[str]) -> int:
         start_new_session=True,
         preexec_fn=_die_with_parent(),  # safe: this process has one thread
     )
-    Path(f"{prefix}.pid").write_text(str(child.pid))
+    with contextlib.suppress(OSError):  # the launcher and its directory are gone
+        Path(f"{prefix}.pid").write_text(str(child.pid))
     code = _attend(child, orders, wake)
     with contextlib.suppress(OSError):
         os.write(end, b"%d" % code)
