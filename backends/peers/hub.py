@@ -13,14 +13,17 @@ import math
 import secrets
 import threading
 import time
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from collective.contract.descriptors import RAISE_THE_LIMIT
+from collective.contract.secret import COMPARE
 from collective.contract.stalls import Circles
 from collective.deadline import Deadline
 from collective.errors import RendezvousError
+from collective.request import name_ranks
 
 from .link import Link, Message, encoded, listen
 from .messages import ENROLMENT, FROM_RANKS, check
@@ -28,6 +31,7 @@ from .reports import disagreement, followed
 from .server import Server
 
 if TYPE_CHECKING:
+    from collective.contract.store import Store
     from collective.contract.world import Tls
 
 __all__ = ["Hub"]
@@ -83,6 +87,7 @@ class Hub:
         deadline: moment at which the hub gives up the roll call.
         key: secret key that a rank must prove to know.
         tls: TLS contexts for connections between hosts, or None.
+        store: the store where the ranks meet, for the error if a rank is missing.
 
     Attributes:
         address: address of the hub, for :func:`.link.connect`.
@@ -91,9 +96,18 @@ class Hub:
     """
 
     def __init__(
-        self, size: int, host: str | None, deadline: Deadline, key: bytes, tls: Tls | None = None
+        self,
+        size: int,
+        host: str | None,
+        deadline: Deadline,
+        key: bytes,
+        tls: Tls | None = None,
+        store: Store | None = None,
     ) -> None:
         self.refusal: str | None = None
+        self._began = time.monotonic()
+        self._host = host
+        self._store = store
         self.session = secrets.token_hex(16)
         self._size = size
         self._deadline = deadline
@@ -143,13 +157,7 @@ class Hub:
         for channel in [name for name, each in self._checks.items() if each.deadline.expired]:
             self._conclude(channel)
         if not self._complete and self._deadline.expired and not self._over:
-            missing = sorted(set(range(self._size)) - set(self._links))
-            why = f"ranks {missing} of {self._size} have not arrived"
-            if strangers := self._server.refusals():
-                why += f"; {strangers} did not prove knowledge of this job's key"
-            if self._server.scarce:
-                why += f"; rank 0 could not accept them: {self._server.scarce}. {RAISE_THE_LIMIT}"
-            self._refuse(why)
+            self._refuse(self._missing())
         return not self._over
 
     def heard(self, link: Link, message: Message) -> None:
@@ -199,6 +207,33 @@ class Hub:
                 ]
                 answer["contacts"] = [str(enrolment.get("contact", "")) for enrolment in enrolments]
                 self._tell(range(self._size), answer)
+
+    def _missing(self) -> str:
+        """Return a text that names the ranks that have not enrolled, and the likely reason."""
+        ranks = sorted(set(range(self._size)) - set(self._links))
+        # Without a length, the deadline has replaced another one: rank 0 has given up.
+        seconds = self._deadline.seconds or time.monotonic() - self._began
+        where = "" if self._store is None else f" at {self._store}"
+        has = "has" if len(ranks) == 1 else "have"
+        text = f"after {seconds:.3g} s {name_ranks(ranks)} of {self._size} {has} not joined{where}"
+        mistaken = Counter(self._server.mistaken)
+        if self._store is not None:
+            mistaken.update(self._store.refusals())
+        if mistaken:
+            were = "was" if sum(mistaken.values()) == 1 else "were"
+            text += f"; {_listed(mistaken)} {were} refused because their secret differs. {COMPARE}"
+        if self._server.refused:
+            text += f"; {_listed(self._server.refused)} did not prove knowledge of this job's key"
+        if self._server.scarce:
+            text += f"; rank 0 could not accept them: {self._server.scarce}. {RAISE_THE_LIMIT}"
+        elif not mistaken and not self._server.refused:
+            text += "; no other connection came. Check that every rank was started"
+            if self._host is not None:
+                text += (
+                    f", that all ranks have the same secret, and that no firewall blocks "
+                    f"{self._host} on this host. {COMPARE}"
+                )
+        return text
 
     def _refuse(self, why: str) -> None:
         """End the roll call without success, and tell every peer that knows the key."""
@@ -312,3 +347,11 @@ class Hub:
                 # A rank that cannot be reached has gone; the server notices that on its link.
                 with contextlib.suppress(OSError):
                     self._links[rank].write(data)
+
+
+def _listed(connections: Mapping[str, int]) -> str:
+    """Return numbers of connections by address as words."""
+    return ", ".join(
+        f"{count} connection{'s' * (count > 1)} from {address}"
+        for address, count in list(connections.items())
+    )

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from collective.deadline import Deadline
 
 __all__ = [
-    "Challenge", "Link", "Message", "ProofError", "close_in_children", "connect", "encoded",
-    "listen", "parse",
+    "Challenge", "KeyDiffersError", "Link", "Message", "ProofError", "close_in_children", "connect",
+    "encoded", "listen", "parse",
 ]  # fmt: skip
 
 Message = dict[str, Any]
@@ -54,6 +54,10 @@ def _timeval(seconds: float) -> bytes:
 
 class ProofError(ConnectionError):
     """The other side has not proved that it knows the key."""
+
+
+class KeyDiffersError(ProofError):
+    """The other side is a listener of this library, and most likely has another key."""
 
 
 # Sockets that a forked child has to close.
@@ -287,9 +291,11 @@ class Link:
         try:
             answer = self._exactly(_PROOF_BYTES, deadline)
         except EOFError:
-            raise ProofError("it closed the connection: its key differs, or it has ended") from None
+            raise KeyDiffersError(
+                "it closed the connection: its key differs, or it has ended"
+            ) from None
         if not hmac.compare_digest(answer, _proof(key, b"listening", nonces)):
-            raise ProofError("it does not know this job's key")
+            raise KeyDiffersError("it does not know this job's key")
 
     def cut(self) -> None:
         """End the connection: both sides then read its end, even a thread that is in receive()."""

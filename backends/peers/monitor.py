@@ -24,13 +24,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from collective.contract.process import RankProcess
-from collective.contract.secret import Secret
+from collective.contract.secret import COMPARE, Secret
 from collective.deadline import Deadline
 from collective.errors import RendezvousError
 
 from .channel import WORLD, Channel
 from .hub import Hub
-from .link import Link, Message, ProofError, connect, parse
+from .link import KeyDiffersError, Link, Message, ProofError, connect, parse
 from .messages import FROM_HUB, check
 from .reports import make_report
 from .standby import Standby
@@ -114,7 +114,8 @@ class Monitor:
         if world.rank == 0:
             alone = world.local_size == world.size
             key = _derived(world) or secrets.token_bytes(32)
-            hub = Hub(world.size, None if alone else world.address, deadline, key, world.tls)
+            address = None if alone else world.address
+            hub = Hub(world.size, address, deadline, key, world.tls, world.store)
             world.store.set(_KEY, _published(world, hub.address, key))
             try:
                 return cls(world, *_join_own(world, hub, key, deadline))
@@ -253,10 +254,7 @@ def _find(world: World, deadline: Deadline) -> _Joined:
         try:
             published = world.store.get(_KEY, deadline)
         except RendezvousError as error:
-            raise RendezvousError(
-                f"rendezvous: rank 0 of {world.size} did not arrive within {deadline.seconds:g} s "
-                f"[rank {world.rank}]: {error}"
-            ) from error
+            raise _absent(world, deadline, error) from error
         address, key = _read(world, published)
         try:
             return _join(world, address, key, deadline)
@@ -265,6 +263,12 @@ def _find(world: World, deadline: Deadline) -> _Joined:
             # earlier error about this rank's key says more to the user than a late timeout.
             refused = refused if isinstance(refused, ProofError) else error
             if deadline.expired:
+                if isinstance(refused, KeyDiffersError):
+                    raise RendezvousError(
+                        f"rendezvous: rank 0 of {world.size} ({address.replace(' ', ':')}) did not "
+                        f"let rank {world.rank} join within {deadline.seconds:g} s: {refused}. "
+                        f"Most likely its secret differs. {COMPARE}."
+                    ) from error
                 raise RendezvousError(
                     f"rendezvous: rank {world.rank} of {world.size} cannot reach rank 0 at "
                     f"{address.replace(' ', ':')}: {refused!r}. Check that this is the address of "
@@ -272,6 +276,22 @@ def _find(world: World, deadline: Deadline) -> _Joined:
                     "firewall blocks it."
                 ) from error
             time.sleep(_RETRY_S)
+
+
+def _absent(world: World, deadline: Deadline, error: RendezvousError) -> RendezvousError:
+    """Return the error for a rank 0 that has published nothing."""
+    text = (
+        f"rendezvous: rank 0 of {world.size} ({world.store}) did not answer within "
+        f"{deadline.seconds:g} s [rank {world.rank}]"
+    )
+    if not deadline.expired:  # the store is at fault, and its error tells how
+        return RendezvousError(f"{text}: {error}")
+    if world.secret is None:
+        return RendezvousError(
+            f"{text}. It was not started or has not called init(), or it has a secret and this "
+            "rank has none."
+        )
+    return RendezvousError(f"{text}. Most likely its secret differs. {COMPARE}.")
 
 
 def _read(world: World, published: bytes) -> tuple[str, bytes]:

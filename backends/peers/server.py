@@ -36,8 +36,9 @@ _LONGEST = 1 << 17
 # pause before the server tries again.
 _SCARCE = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 _SCARCE_S = 0.1
-# Number of addresses of strangers that the server keeps, to list them in errors.
-_LISTED = 8
+# Number of addresses of strangers that the server keeps, to list them in errors, and the name under
+# which it counts strangers from further addresses.
+_LISTED, _OTHERS = 8, "other addresses"
 
 
 class Handler(Protocol):
@@ -71,6 +72,8 @@ class _Stranger:
     long: Deadline = field(default_factory=lambda: Deadline(_LONG_S))
     challenge: Challenge = field(default_factory=Challenge)
     received: bytes = b""
+    # Whether the other side has sent a proof of another key.
+    is_mistaken: bool = False
 
 
 class Server:
@@ -89,7 +92,8 @@ class Server:
     Attributes:
         peers: the links of the peers, which have proved that they know the key. The link of the
             peer that spoke last is at the end.
-        refused: how many connections failed to prove it, by address.
+        mistaken: how many connections sent a proof of another key, by address.
+        refused: how many other connections failed to prove the key, by address.
         scarce: the system's error text when it had no room for a connection, else empty.
     """
 
@@ -104,6 +108,7 @@ class Server:
         room: int | None = None,
     ) -> None:
         self.peers: dict[Link, None] = {}
+        self.mistaken: dict[str, int] = {}
         self.refused: dict[str, int] = {}
         self.scarce = ""
         self._listening = listening
@@ -149,13 +154,6 @@ class Server:
         self.peers.pop(link, None)
         self._selector.unregister(link)
         link.close()
-
-    def refusals(self) -> str:
-        """List the connections that did not prove that they know the key; may be empty."""
-        return ", ".join(
-            f"{count} connection{'s' * (count > 1)} from {address}"
-            for address, count in self.refused.items()
-        )
 
     # -- the clock ------------------------------------------------------------------------
 
@@ -219,9 +217,11 @@ class Server:
 
     def _refuse(self, link: Link) -> None:
         """Turn away a stranger that has proved nothing, and count it by its address."""
-        address = self._strangers[link].address
-        if address in self.refused or len(self.refused) < _LISTED:
-            self.refused[address] = self.refused.get(address, 0) + 1
+        stranger = self._strangers[link]
+        counts = self.mistaken if stranger.is_mistaken else self.refused
+        is_listed = stranger.address in counts or len(counts) < _LISTED
+        address = stranger.address if is_listed else _OTHERS
+        counts[address] = counts.get(address, 0) + 1
         self._turn_away(link)
 
     def _turn_away(self, link: Link) -> None:
@@ -285,7 +285,12 @@ class Server:
         # A rank sends only its proof, and waits for the answer before it sends more.
         if len(stranger.received) > Challenge.length:
             raise ProofError("the stranger sent more bytes than a proof")
-        link.write(stranger.challenge.answer(self._key, stranger.received))
+        try:
+            answer = stranger.challenge.answer(self._key, stranger.received)
+        except ProofError:
+            stranger.is_mistaken = True
+            raise
+        link.write(answer)
         self._forget(link)
         if self._room is not None and len(self.peers) >= self._room:
             self._lose(next(iter(self.peers)), "")

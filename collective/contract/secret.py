@@ -10,13 +10,16 @@ import hmac
 import os
 from typing import Any, NoReturn
 
-__all__ = ["LEAST_BYTES", "REMEDY", "Secret", "hkdf", "parse"]
+__all__ = ["COMPARE", "LEAST_BYTES", "REMEDY", "Secret", "hkdf", "parse"]
 
 #: Remedy for a missing secret, for error texts and warnings.
 REMEDY = (
     "Give all ranks one secret: a file of mode 0600 named by COLLECTIVE_SECRET_FILE, made with "
     "`openssl rand -hex 32` (or its text as COLLECTIVE_SECRET)"
 )
+
+#: How to find out whether two hosts have one secret, for error texts.
+COMPARE = "Compare `sha256sum` of the file in COLLECTIVE_SECRET_FILE on both hosts"
 
 _HASH_BYTES = 32
 #: Minimum length of a secret. An attacker who records a handshake can try out secrets offline, so

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Mapping, Set
 
 from collective.deadline import Deadline
 from collective.errors import RendezvousError, UnsupportedError
@@ -90,6 +90,14 @@ class Store(ABC):
         """Tell whether the store's server has certainly ended; False if a rank cannot find out."""
         return False
 
+    def refusals(self) -> Mapping[str, int]:
+        """Return how many connections the store's server refused since their secret differs.
+
+        Returns:
+            Numbers of connections by address. Empty unless this process serves the store.
+        """
+        return {}
+
     def without(self, ranks: Set[int]) -> None:  # noqa: B027  an offer, not a duty
         """Note that ``ranks`` are out, by a decision in which this rank took part.
 
@@ -145,6 +153,9 @@ class WrappedStore(Store):
 
     def has_ended(self) -> bool:
         return self._store.has_ended()
+
+    def refusals(self) -> Mapping[str, int]:
+        return self._store.refusals()
 
     def without(self, ranks: Set[int]) -> None:
         self._store.without(ranks)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hmac
 import secrets
 
-from collective.contract.secret import Secret
+from collective.contract.secret import COMPARE, Secret
 from collective.contract.store import Store, WrappedStore
 from collective.deadline import Deadline
 from collective.errors import RendezvousError
@@ -45,8 +45,7 @@ class SealedStore(WrappedStore):
             sealed = super().get(key, deadline)
         except RendezvousError as error:
             raise RendezvousError(
-                f"{error}; a rank with another secret, or none, cannot publish it: compare the "
-                "secrets of all ranks"
+                f"{error}; a rank with another secret, or none, cannot publish it. {COMPARE}."
             ) from error
         return self._opened(key, sealed)
 

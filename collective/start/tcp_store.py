@@ -15,10 +15,10 @@ import threading
 import time
 import weakref
 
-from collective.backends.peers.link import Link, close_in_children, connect
+from collective.backends.peers.link import KeyDiffersError, Link, close_in_children, connect
 from collective.backends.peers.server import Server
 from collective.backends.peers.values import LONGEST_MESSAGE, RefusedError, Values, ask
-from collective.contract.secret import Secret
+from collective.contract.secret import COMPARE, Secret
 from collective.contract.store import Store
 from collective.contract.world import Tls
 from collective.deadline import Deadline
@@ -36,9 +36,9 @@ _ANSWER_S = 30.0
 # process may open only few descriptors.
 _ROOM_LEAST, _ROOM_MOST = 128, 1 << 16
 
-# Keys of the servers in this process, by host and port. A server lives as long as the process,
+# Servers in this process with their keys, by host and port. A server lives as long as the process,
 # because the next init() meets there too.
-_serving: dict[tuple[str, int], bytes] = {}
+_serving: dict[tuple[str, int], tuple[bytes, Server]] = {}
 os.register_at_fork(after_in_child=_serving.clear)
 
 
@@ -77,8 +77,9 @@ class TcpStore(Store):
         self._key = secret.key("store")
         self._tls = tls
         self._asking = threading.Lock()
-        if serve:
-            _serve(endpoint, self._key, spans_hosts, tls)
+        self._server = _serve(endpoint, self._key, spans_hosts, tls) if serve else None
+        # The server may have refused connections to an earlier communicator.
+        self._refused_before = self._mistaken()
         self._address, link = self._connect(deadline)
         self._use(link)
 
@@ -87,6 +88,16 @@ class TcpStore(Store):
 
     def has_ended(self) -> bool:
         return refuses(self._endpoint)
+
+    def refusals(self) -> dict[str, int]:
+        counts = {
+            address: count - self._refused_before.get(address, 0)
+            for address, count in self._mistaken().items()
+        }
+        return {address: count for address, count in counts.items() if count}
+
+    def _mistaken(self) -> dict[str, int]:
+        return {} if self._server is None else dict(self._server.mistaken)
 
     def set(self, key: str, value: bytes) -> None:
         self._ask("set", key, value)
@@ -153,20 +164,20 @@ class TcpStore(Store):
         Raises:
             RendezvousError: no server has accepted this rank by the deadline.
         """
+        refusal: Exception | None = None
         while True:
             address = f"{reach(self._endpoint, deadline)} {self._endpoint.port}"
             try:
                 return address, self._link_to(address, deadline)
             except (EOFError, OSError) as error:
-                # The peer may be the server of an earlier launch that is about to end.
+                # The peer may be the server of an earlier launch that is about to end. The last
+                # attempt has no time left, so an earlier one says more about the key.
+                refusal = refusal if isinstance(refusal, KeyDiffersError) else error
                 if deadline.expired:
                     raise RendezvousError(
-                        f"rendezvous: the program that answers at {self._endpoint} "
-                        f"({self._endpoint.origin}) is not rank 0 of this job: {error}. Give every "
-                        "rank the same secret (COLLECTIVE_SECRET, COLLECTIVE_SECRET_FILE), or give "
-                        "none to any; if one rank has certificates (COLLECTIVE_TLS_…), all need "
-                        "them. If these agree, the port belongs to another launch or another "
-                        "program, such as torch.distributed's store: choose another port."
+                        f"rendezvous: rank 0 ({self._endpoint}, {self._endpoint.origin}) did not "
+                        f"let this rank join within {deadline.seconds:g} s: {refusal}. "
+                        f"{_remedy(refusal)}"
                     ) from error
                 time.sleep(_RETRY_S)
 
@@ -192,20 +203,35 @@ class TcpStore(Store):
         return connect(address, self._key, deadline, self._tls)
 
 
+def _remedy(error: Exception) -> str:
+    """Return what to check after a program at the store's address has refused this rank."""
+    port = (
+        "the port belongs to another launch or another program, such as torch.distributed's store: "
+        "choose another port."
+    )
+    if isinstance(error, KeyDiffersError):
+        return (
+            f"Most likely its secret differs. {COMPARE}. Either all ranks have the same secret, or "
+            f"none has one. If the secrets agree, {port}"
+        )
+    return f"If one rank has certificates (COLLECTIVE_TLS_…), all need them. Otherwise {port}"
+
+
 # -- serving -------------------------------------------------------------------------------
 
 
-def _serve(endpoint: Endpoint, key: bytes, spans_hosts: bool, tls: Tls | None) -> None:
-    """Serve at ``endpoint``, unless this process already does."""
+def _serve(endpoint: Endpoint, key: bytes, spans_hosts: bool, tls: Tls | None) -> Server:
+    """Return the server at ``endpoint``, which this process starts unless it already has."""
     where = endpoint.host, endpoint.port
     if where in _serving:
-        if _serving[where] != key:
+        served, server = _serving[where]
+        if served != key:
             raise RendezvousError(
                 f"rendezvous: this process already serves ranks with another secret, or of another "
                 f"launch, at {endpoint} ({endpoint.origin}). Set another port, the same on all "
                 "ranks."
             )
-        return
+        return server
     listening = listen(endpoint, spans_hosts)
     if listening is None:
         raise RendezvousError(
@@ -217,7 +243,8 @@ def _serve(endpoint: Endpoint, key: bytes, spans_hosts: bool, tls: Tls | None) -
     close_in_children(listening)
     server = Server(listening, key, Values(), tls, longest=LONGEST_MESSAGE, room=_room())
     threading.Thread(target=server.run, name="collective-store", daemon=True).start()
-    _serving[where] = key
+    _serving[where] = key, server
+    return server
 
 
 def _room() -> int:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pickle
+import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -25,6 +27,7 @@ from collective.start.resolver import build
 from collective.start.sealed_store import SealedStore, seal
 from collective.tools.cli.main import main
 from tests.backends.peers.test_monitor import FAR, world
+from tests.start.test_stores import free_address, store
 from tests.support.interpreter import ROOT, printed
 from tests.support.launches import DEADLINE_S, Launches, launches  # noqa: F401  a fixture
 
@@ -201,8 +204,16 @@ def test_monitors_of_each_meeting_share_a_new_secret(tmp_path: Path) -> None:
 @pytest.mark.parametrize("other", [Secret(bytes(32)), None], ids=["another", "none"])
 def test_rank_with_another_secret_or_none_cannot_join(tmp_path: Path, other: Secret | None) -> None:
     first, second = meet(FileStore(tmp_path), SECRET, other, timeout=0.5)
-    assert "ranks [1] of 2 have not arrived" in str(first)
-    assert "rank 0 of 2 did not arrive" in str(second)
+    assert f"after 0.5 s rank 1 of 2 has not joined at {tmp_path}; no other connection" in str(
+        first
+    )
+    assert f"rank 0 of 2 ({tmp_path}) did not answer within 0.5 s [rank 1]. " in str(second)
+    remedy = (
+        "Most likely its secret differs. Compare `sha256sum` of the file in COLLECTIVE_SECRET_FI"
+    )
+    if other is None:
+        remedy = "or it has a secret and this rank has none."
+    assert remedy in str(second)
 
 
 def test_rank_with_hub_address_and_another_secret_is_reported(
@@ -230,8 +241,39 @@ def test_rank_with_hub_address_and_another_secret_is_reported(
         # The second rank keeps trying after the first has given up, and reports the earlier reply.
         first = pool.submit(rank, 0, SECRET, Leaks(below, SECRET), 2.0)
         second = pool.submit(rank, 1, other, SealedStore(below, other), 4.0)
-        assert "from 127.0.0.1 did not prove knowledge of this job's key" in first.result()
-        assert "its key differs, or it has ended" in second.result()
+        assert re.search(
+            r"; \d+ connections from 127\.0\.0\.1 were refused because their secret differs",
+            first.result(),
+        )
+        assert "its key differs, or it has ended. Most likely its secret" in second.result()
+
+
+def test_rank_0_counts_the_secrets_that_its_store_refused() -> None:
+    other = Secret(bytes(32))
+    with contextlib.closing(store(free_address(), serve=True, secret=SECRET)) as served:
+        with pytest.raises(RendezvousError, match="Most likely its secret differs"):
+            store(served._endpoint, secret=other, timeout=0.3)
+        here = {"local_size": 1, "address": "127.0.0.1"}
+        with pytest.raises(RendezvousError) as caught:
+            Monitor.start(world(0, 2, seal(served, SECRET), secret=SECRET, **here), Deadline(0.5))
+    assert re.search(
+        rf"after 0\.5 s rank 1 of 2 has not joined at {served}; \d+ connections? from 127\.0\.0\.1 "
+        r"w\w+ refused because their secret differs\. Compare `sha256sum` of the file in COLL",
+        str(caught.value),
+    )
+
+
+def test_rank_0_that_nobody_reaches_says_what_to_check(tmp_path: Path) -> None:
+    here = {"local_size": 1, "address": "127.0.0.1"}
+    with pytest.raises(RendezvousError) as caught:
+        Monitor.start(
+            world(0, 2, seal(FileStore(tmp_path), SECRET), secret=SECRET, **here), Deadline(0.1)
+        )
+    text = str(caught.value)
+    assert (
+        "no other connection came. Check that every rank was started, that all ranks have" in text
+    )
+    assert "no firewall blocks 127.0.0.1 on this host" in text
 
 
 # -- sources of the secret --------------------------------------------------------------------

@@ -281,6 +281,10 @@ class Recording(Store):
         self.asked.append(("has_ended",))
         return True
 
+    def refusals(self) -> dict[str, int]:
+        self.asked.append(("refusals",))
+        return {"10.0.0.2": 3}
+
     def without(self, ranks: Set[int]) -> None:
         self.asked.append(("without", ranks))
 
@@ -297,6 +301,7 @@ ASKED: dict[str, tuple[tuple[object, ...], object]] = {
     "delete": (("key",), None),
     "close": ((), None),
     "has_ended": ((), True),
+    "refusals": ((), {"10.0.0.2": 3}),
     "without": (({1},), None),
     "check": ((), None),
 }
@@ -412,9 +417,53 @@ def test_second_server_with_another_secret_raises_rendezvous_error(where: Endpoi
 
 
 def test_rank_with_another_secret_is_refused_with_remedy(where: Endpoint) -> None:
-    wanted = rf"{where} \(a test\) is not rank 0 of this job: .*COLLECTIVE_SECRET_FILE"
+    wanted = (
+        rf"rank 0 \({where}, a test\) did not let this rank join within 0\.3 s: .*"
+        r"Most likely its secret differs\. Compare `sha256sum` of the file in COLLECTIVE_SEC"
+    )
     with pytest.raises(RendezvousError, match=wanted):
         store(where, secret=Secret(bytes(32)), timeout=0.3)
+
+
+def test_server_counts_refused_secrets() -> None:
+    here = free_address()
+    with contextlib.closing(store(here, serve=True)) as served:
+        assert served.refusals() == {}
+        with pytest.raises(RendezvousError):
+            store(here, secret=Secret(bytes(32)), timeout=0.3)
+        # The other rank's last attempt may still be under way.
+        assert served.refusals()["127.0.0.1"] >= 1
+        with contextlib.closing(store(here)) as other:
+            assert other.refusals() == {}
+        with contextlib.closing(store(here, serve=True)) as again:
+            assert again.refusals() == {}, "those that came before it"
+
+
+def test_server_bounds_addresses_of_refused_secrets() -> None:
+    here = free_address()
+    with contextlib.closing(store(here, serve=True)) as served:
+        for number in range(20):
+            with (
+                socket.create_connection(
+                    (here.host, here.port), source_address=(f"127.0.0.{number + 2}", 0)
+                ) as wrong,
+                contextlib.suppress(ConnectionResetError),
+            ):
+                wrong.sendall(bytes(64))
+                while wrong.recv(100):
+                    pass
+        counts = served.refusals()
+    assert len(counts) == 9
+    assert counts["127.0.0.2"] == 1
+    assert counts["other addresses"] == 12
+
+
+def test_silent_connection_is_no_refused_secret() -> None:
+    here = free_address()
+    with contextlib.closing(store(here, serve=True)) as served:
+        socket.create_connection((here.host, here.port)).close()
+        assert served.try_get("key") is None  # the server has seen the connection
+        assert served.refusals() == {}
 
 
 def test_server_at_port_in_use_raises_with_remedy() -> None:
