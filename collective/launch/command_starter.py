@@ -119,7 +119,7 @@ class CommandStarter(Starter):
         self._noted = False
 
     def encode(self, job: Job) -> bytes:
-        return encoded(job)
+        return encoded(job, shares_main=False)
 
     def wait(self, handles: Mapping[int, Any], deadline: Deadline) -> dict[int, Outcome | None]:
         answers = wait_for_answers(handles, deadline)

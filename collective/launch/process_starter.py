@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import builtins
+import contextlib
+import io
 import multiprocessing
 import os
 import pickle
 import sys
 import tempfile
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, SpawnContext
+from types import FunctionType
 from typing import Any
 
 from collective.deadline import Deadline
@@ -54,20 +58,86 @@ def _forks() -> bool:
     return bool(_preloaded) and len(tempfile.gettempdir()) <= _LONGEST
 
 
-def encoded(job: Job) -> bytes:
+def encoded(job: Job, *, shares_main: bool) -> bytes:
     """Return ``job`` as bytes for processes, together with the path of its modules.
 
+    Args:
+        job: the job.
+        shares_main: whether the processes import this program's main module, if it has a file.
+
     Raises:
-        TypeError: the job cannot be pickled.
+        TypeError: the job cannot be pickled, or the processes cannot import one of its functions.
     """
+    buffer = io.BytesIO()
+    pickler = _Pickler(buffer)
     try:
-        payload = pickle.dumps(job)
+        pickler.dump(job)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise TypeError(
             f"run: {job} cannot be pickled, which ranks that are processes need: {error}. Define "
             "the function at the top of a module, or use backend='threads'."
         ) from error
-    return pickle.dumps((sys.version_info[:2], list(sys.path), payload))
+    if pickler.of_main is not None and not (shares_main and _main_has_source()):
+        raise TypeError(
+            f"run: functions for ranks that are processes must live in a module that can be "
+            f"imported; {pickler.of_main.__qualname__} is defined in "
+            f"{_place_of_main(pickler.of_main)}. Save it in a .py file, and import it from there; "
+            "or use backend='threads'."
+        )
+    return pickle.dumps((sys.version_info[:2], list(sys.path), buffer.getvalue()))
+
+
+class _Pickler(pickle.Pickler):
+    """Pickler that notes the first function or class of the main module.
+
+    Attributes:
+        of_main: this function or class; None if there was none.
+    """
+
+    of_main: Any = None
+
+    def reducer_override(self, obj: Any) -> Any:
+        is_global = isinstance(obj, (type, FunctionType))
+        if self.of_main is None and is_global and obj.__module__ == "__main__":
+            self.of_main = obj
+        return NotImplemented
+
+
+def _main_has_source() -> bool:
+    """Return whether another process can import the main module of this one."""
+    main = sys.modules["__main__"]
+    name = getattr(getattr(main, "__spec__", None), "name", None)  # of python -m
+    file = getattr(main, "__file__", None)
+    return name is not None or (file is not None and os.path.exists(file))
+
+
+def _place_of_main(function: Any) -> str:
+    """Return where a function or class of the main module is defined, for an error text."""
+    if _main_has_source():
+        return "the program that was started"
+    if "get_ipython" in dir(builtins):
+        return "a notebook or an interactive session"
+    code = getattr(function, "__code__", None)
+    return "<stdin>" if code is None else str(code.co_filename)
+
+
+@contextlib.contextmanager
+def _importable_main() -> Iterator[None]:
+    """Hide the name of a file that is none from :mod:`multiprocessing`.
+
+    The main module of a program from standard input has the file ``<stdin>``. A new process would
+    fail to execute it before it runs anything else.
+    """
+    main = sys.modules["__main__"]
+    file = getattr(main, "__file__", None)
+    if file is None or _main_has_source():
+        yield
+        return
+    del main.__file__
+    try:
+        yield
+    finally:
+        main.__file__ = file
 
 
 class ProcessHandle(Handle):
@@ -163,7 +233,8 @@ class _Started(ProcessHandle):
             name=f"rank-{rank}",
             daemon=True,
         )
-        self._process.start()
+        with _importable_main():
+            self._process.start()
         # Only the child may have this end open. Otherwise there is no end of file when it dies.
         child_line.close()
         super().__init__(rank, line, self._process.sentinel)
@@ -184,7 +255,7 @@ class ProcessStarter(Starter):
     """Starter of ranks that are processes of :mod:`multiprocessing`; see :func:`preload`."""
 
     def encode(self, job: Job) -> bytes:
-        return encoded(job)
+        return encoded(job, shares_main=True)
 
     def start(self, ranks: Sequence[int]) -> dict[int, Handle]:
         return {rank: _Started(rank) for rank in ranks}

@@ -22,7 +22,8 @@ from collective.launch.outcome import Outcome, RankDiedError, RankHungError, Rem
 from collective.launch.process_starter import ProcessStarter
 from collective.launch.ranks import FunctionJob, Participant, Ranks, Starter
 from collective.launch.thread_starter import ThreadStarter
-from tests.support.interpreter import ROOT
+from tests.support.interpreter import ROOT, run_python
+from tests.support.launches import DEADLINE_S
 
 PROGRAM = "import sys; from collective.launch import control; control.main(sys.argv[1:])"
 
@@ -218,6 +219,79 @@ def test_function_or_result_that_cannot_be_pickled_raises(processes: Ranks) -> N
         assert isinstance(outcome.error, RemoteError)
         assert "the result, a lock" in str(outcome.error)
     assert [outcome.value[0] for outcome in run(processes, who)] == [0, 1]
+
+
+OF_MAIN = """
+import multiprocessing.process
+from collective.testing import run_ranks
+start = multiprocessing.process.BaseProcess.start
+def start_aloud(process):
+    print("a process starts")
+    start(process)
+multiprocessing.process.BaseProcess.start = start_aloud
+def total(comm):
+    return comm.rank
+print(run_ranks(2, total, backend="shm"))
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "program", "place"),
+    [
+        (["-"], OF_MAIN, "<stdin>"),
+        (["-c", OF_MAIN], "", "<string>"),
+        (
+            ["-c", "import builtins; builtins.get_ipython = print" + OF_MAIN],
+            "",
+            "a notebook or an ",
+        ),
+        (["-"], OF_MAIN.replace("2, total", "2, print, total"), "<stdin>"),
+    ],
+    ids=["stdin", "command", "notebook", "argument"],
+)
+def test_function_that_processes_cannot_import_is_refused_before_they_start(
+    arguments: list[str], program: str, place: str
+) -> None:
+    done = run_python(*arguments, stdin=program, timeout=DEADLINE_S)
+    assert done.returncode == 1
+    assert done.stdout == ""
+    error = done.stderr.splitlines()[-1]
+    assert error.startswith(
+        "TypeError: run: functions for ranks that are processes must live in a "
+    )
+    assert f"total is defined in {place}" in error
+    assert error.endswith(
+        "Save it in a .py file, and import it from there; or use backend='threads'."
+    )
+
+
+def test_program_from_standard_input_may_start_ranks_with_an_importable_function() -> None:
+    done = run_python(
+        "-",
+        stdin="""
+import os
+from collective.launch.process_starter import ProcessStarter
+from collective.launch.ranks import FunctionJob, Ranks
+from tests.launch.test_ranks import who
+with Ranks(2, ProcessStarter()) as ranks:
+    print([rank for rank, _ in ranks.results(FunctionJob(who), 60.0)], __file__)
+""",
+        timeout=DEADLINE_S,
+    )
+    assert done.stdout == "[0, 1] <stdin>\n", done.stderr
+
+
+def test_function_of_the_program_itself_is_refused_for_commands(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text("""
+from collective.launch.command_starter import CommandStarter
+from collective.launch.ranks import FunctionJob
+def work(one):
+    pass
+CommandStarter(2, lambda address: []).encode(FunctionJob(work))
+""")
+    done = run_python(program, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=DEADLINE_S)
+    assert "work is defined in the program that was started. Save it" in done.stderr
 
 
 def test_commands_that_start_no_ranks_raise_with_their_output() -> None:
