@@ -181,16 +181,68 @@ def test_text_fits_80_columns_and_begins_with_choices(
     monkeypatch.setenv("COLUMNS", "80")
     shown = text(healthy_run)
     lines = shown.splitlines()
-    assert "ranks take shm on one host and hierarchical on several" in lines[0]
-    assert lines[2] == "Transports"
+    assert lines[1] == "One host: shm. Several hosts: hierarchical (shm and gloo)."
+    assert lines[3] == "Transports"
     assert re.search(r"^  shm +works;", shown, re.MULTILINE)
-    for title in ("Host", "MPI", "Network", "Across hosts", "Versions", "Settings"):
+    for title in ("Host", "Network", "Across hosts", "Versions", "Settings"):
         assert title in lines
-    data = "over gloo: not authenticated, not encrypted"
-    assert re.search(rf"^  data +{data}$", shown, re.MULTILINE)
+    assert "\n  joining, control, data over gloo  not authenticated, not encrypted\n" in shown
     # A text without a place to break, such as a path, may be longer.
     assert [line for line in lines if len(line) > 80 and len(line.split()) > 2] == []
     assert [line for line in lines if line != line.rstrip()] == []
+
+
+def taken(shown: str) -> list[str]:
+    """Return the lines of the section about what a program takes."""
+    return shown.split("\nWhat a program takes\n")[1].split("\n\n")[0].splitlines()
+
+
+def test_text_lists_what_programs_take_once(healthy_run: dict[str, Any]) -> None:
+    assert taken(text(healthy_run, 100)) == [
+        "  here and now   threads: one rank needs no transport",
+        "  one host       shm: all ranks are on this host and can share memory",
+        "  several hosts  hierarchical (shm and gloo): PyTorch is installed, which brings Gloo. "
+        "With one rank",
+        "                 on each host: gloo",
+    ]
+
+
+def test_text_names_packages_for_several_hosts(bare_run: dict[str, Any]) -> None:
+    shown = text(bare_run, 100)
+    assert shown.splitlines()[1] == (
+        "One host: shm. Several hosts: not available (install collective-comm[torch] or [mpi])."
+    )
+    assert taken(shown)[2:] == [
+        "  several hosts  not available: no transport between hosts is installed; see gloo and mpi "
+        "above",
+    ]
+
+
+def test_text_has_no_line_twice(bare_run: dict[str, Any]) -> None:
+    lines = [line for line in text(bare_run, 100).splitlines() if line and not line.isspace()]
+    # Two transports may need the same package.
+    lines = [line for line in lines if not line.strip().startswith("> pip install")]
+    assert sorted(set(lines)) == sorted(lines)
+
+
+def test_text_separates_launchers_that_differ(healthy_run: dict[str, Any]) -> None:
+    choices = [
+        {**choice, "backend": "mpi", "reason": "of a test"}
+        if choice["when"].startswith("mpiexec, 2")
+        else choice
+        for choice in healthy_run["choices"]
+    ]
+    lines = taken(text({**healthy_run, "choices": choices}, 100))
+    assert lines[2].startswith("  several hosts, torchrun  hierarchical (shm and gloo): ")
+    assert lines[4] == "  several hosts, mpiexec   mpi, which does not work here: of a test"
+
+
+def test_text_names_single_transport_once(bare_run: dict[str, Any]) -> None:
+    choices = [
+        {**choice, "backend": "mpi", "reason": "of a test"} for choice in bare_run["choices"]
+    ]
+    lines = taken(text({**bare_run, "choices": choices}))
+    assert lines == ["  always  mpi, which does not work here: of a test"]
 
 
 def test_report_has_trials_of_working_transports(healthy_run: dict[str, Any]) -> None:
@@ -286,7 +338,7 @@ def test_exit_code_is_1_if_requested_backend_does_not_work(doctor: Doctor) -> No
     assert "SystemExit: I leave" in joined(report)
     assert report["choices"][0]["backend"] == "gloo"
     assert "a program started here and now takes gloo, which does not work" in joined(report)
-    assert "takes gloo, which does not work" in text(report).splitlines()[0]
+    assert "takes gloo, which does not work" in text(report).splitlines()[1]
 
 
 def test_report_shows_unknown_transport(doctor: Doctor) -> None:
@@ -329,7 +381,7 @@ def test_report_has_problem_for_wrong_setting(
     assert report["choices"] == []
     assert report["exit_code"] == 1
     shown = text(report)
-    assert shown.splitlines()[0].endswith("a setting is wrong")
+    assert shown.splitlines()[1] == "A setting is wrong."
     assert words in re.sub(r"\s+", " ", shown)
 
 

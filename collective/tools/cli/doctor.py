@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shutil
 import textwrap
 from collections.abc import Iterable
 from typing import Any
 
+from collective.install import DISTRIBUTION
 from collective.tools.show import Progress, size_name, time_name
 
 __all__ = ["add_parser", "text"]
 
+# Words of the error if no transport between hosts is installed.
+_NOTHING = "no transport between hosts is installed"
+_RANKS = re.compile(r"\d+ ranks on several hosts,.*; \w+: ")
 _EPILOG = """\
 exit code: 1 if a program that starts here and now would not work (because a setting is wrong or
 its transport does not work), or if a trial fails; else 0, also if the report names other problems.
@@ -63,7 +68,8 @@ def _width() -> int:
 def text(report: dict[str, Any], width: int = 80) -> str:
     """Return the report as text of lines up to ``width``, the most important facts first."""
     about, host = report["collective"], report["network"]["name"]
-    parts = [f"collective {about['version']} on {host}: {_headline(report)}", ""]
+    headline = textwrap.wrap(_headline(report), width)
+    parts = [f"collective {about['version']} on {host}", *headline, ""]
     sections: list[tuple[str, Iterable[tuple[str, str]]]] = [
         ("Transports", _transports(report)),
         ("What a program takes", _choices(report)),
@@ -102,22 +108,27 @@ def _aligned(rows: list[tuple[str, str]], width: int) -> list[str]:
 
 def _headline(report: dict[str, Any]) -> str:
     if not report["choices"]:
-        return "a setting is wrong"
-    taken = {choice["when"]: choice["backend"] or "no transport" for choice in report["choices"]}
+        return "A setting is wrong."
     here = report["choices"][0]["backend"]
     transport = report["transports"].get(here)
     if transport is None:
-        return "no transport for a program started here"
+        return "No transport for a program started here."
     if transport["works"] is False:
-        return f"a program started here takes {here}, which does not work"
+        return f"A program started here takes {here}, which does not work."
     if report["settings"]["launcher"]:
-        return f"the ranks of this launch take {here}"
-    alone, apart = taken["collective run"], taken["torchrun, 2 hosts of 2"]
-    if alone == apart:
-        return f"ranks take {alone}"
-    if apart == "no transport" != taken["mpiexec, 2 hosts of 2"]:
-        apart = f"{taken['mpiexec, 2 hosts of 2']} (under mpiexec)"
-    return f"ranks take {alone} on one host and {apart} on several"
+        return f"The ranks of this launch take {here}."
+    choices = {choice["when"]: choice for choice in report["choices"]}
+    for launcher, after in (("torchrun", ""), ("mpiexec", " under mpiexec")):
+        shared, single = (choices[when] for when in _SEVERAL_HOSTS[launcher])
+        if shared["backend"]:
+            apart = f"{_parts(shared, single)}{after}"
+            break
+    else:
+        apart = "not available"
+        if _NOTHING in shared["reason"]:
+            apart += f" (install {DISTRIBUTION}[torch] or [mpi])"
+    alone = choices["collective run"]["backend"] or "not available"
+    return f"One host: {alone}. Several hosts: {apart}."
 
 
 def _transports(report: dict[str, Any]) -> Iterable[tuple[str, str]]:
@@ -144,13 +155,73 @@ def _transport(transport: dict[str, Any]) -> str:
 
 
 def _choices(report: dict[str, Any]) -> Iterable[tuple[str, str]]:
-    for choice in report["choices"]:
-        name = choice["backend"]
-        broken = report["transports"].get(name, {}).get("works") is False
-        yield (
-            choice["when"],
-            f"{name or 'no transport'}{', which does not work here' * broken}: {choice['reason']}",
-        )
+    choices = {choice["when"]: choice for choice in report["choices"]}
+    if not choices:
+        return
+    here = choices["here and now"]
+    words = _taken(report, here["backend"], here["backend"], here["reason"])
+    rows = {
+        "here and now": {"": words},
+        "one host": {name: _choice(report, choices[when]) for name, when in _ONE_HOST.items()},
+        "several hosts": {
+            name: _apart(report, *(choices[when] for when in whens))
+            for name, whens in _SEVERAL_HOSTS.items()
+        },
+    }
+    labels: dict[str, list[str]] = {}  # by text, so that no text comes twice
+    for label, texts in rows.items():
+        is_one = len(set(texts.values())) == 1
+        for launcher, words in list(texts.items())[: 1 if is_one else None]:
+            labels.setdefault(words, []).append(label if is_one else f"{label}, {launcher}")
+    for words, names in labels.items():
+        yield "always" if len(labels) == 1 else ", ".join(names), words
+
+
+# Situations of a report by launcher. Of two situations on several hosts, one has several ranks on
+# each host, and the other has one.
+_ONE_HOST = {"collective run": "collective run", "mpiexec": "mpiexec, 1 host"}
+_SEVERAL_HOSTS = {
+    "torchrun": ("torchrun, 2 hosts of 2", "torchrun, 2 hosts of 1"),
+    "mpiexec": ("mpiexec, 2 hosts of 2", "mpiexec, 2 hosts of 1"),
+}
+
+
+def _choice(report: dict[str, Any], choice: dict[str, str]) -> str:
+    # The number of ranks is that of the doctor's example.
+    reason = choice["reason"].replace("all 2 ranks", "all ranks")
+    return _taken(report, choice["backend"], choice["backend"], reason)
+
+
+def _apart(report: dict[str, Any], shared: dict[str, str], single: dict[str, str]) -> str:
+    """Return what ranks of several hosts take.
+
+    Args:
+        report: the report.
+        shared: choice if several ranks share a host.
+        single: choice if each host has one rank.
+    """
+    name = shared["backend"]
+    if not name and _NOTHING in shared["reason"]:
+        return f"not available: {_NOTHING}; see gloo and mpi above"
+    # Leave out the numbers of ranks and hosts, which are those of the doctor's example. The rows of
+    # the transports tell what is not installed.
+    reason = _RANKS.sub("", shared["reason"]).replace(" (mpi4py is not)", "")
+    text = _taken(report, name, _parts(shared, single), reason)
+    if name == "hierarchical" != single["backend"]:
+        text += f". With one rank on each host: {single['backend']}"
+    return text
+
+
+def _parts(shared: dict[str, str], single: dict[str, str]) -> str:
+    """Return the name of a transport between hosts, with its parts if it combines two."""
+    if shared["backend"] == "hierarchical" != single["backend"]:
+        return f"hierarchical (shm and {single['backend']})"
+    return shared["backend"]
+
+
+def _taken(report: dict[str, Any], name: str, shown: str, reason: str) -> str:
+    broken = report["transports"].get(name, {}).get("works") is False
+    return f"{shown or 'no transport'}{', which does not work here' * broken}: {reason}"
 
 
 def _problems(report: dict[str, Any]) -> Iterable[tuple[str, str]]:
@@ -189,7 +260,8 @@ def _host(report: dict[str, Any]) -> Iterable[tuple[str, str]]:
         driver = f"driver {gpus['driver']}, " if gpus["driver"] else ""
         yield "GPU", f"{count} × {name}; {driver}CUDA up to {gpus['cuda']}"
     if not names:
-        yield "GPU", f"none: {gpus['reason']}"
+        told = gpus["reason"] == report["transports"].get("nccl", {}).get("reason")
+        yield "GPU", "none; see nccl above" if told else f"none: {gpus['reason']}"
 
 
 def _mpi(report: dict[str, Any]) -> Iterable[tuple[str, str]]:
@@ -203,10 +275,8 @@ def _mpi(report: dict[str, Any]) -> Iterable[tuple[str, str]]:
             f"{library['vendor']} {library['version']}, MPI {library['standard']}{level}, {aware}"
             f"\n{library['path']}",
         )
-    elif mpi["error"].endswith(report["transports"]["mpi"]["reason"]):
-        yield "library", "none; see mpi above"
-    else:
-        yield "library", f"none: {mpi['error']}"
+    elif not mpi["error"].endswith(report["transports"]["mpi"]["reason"]):
+        yield "library", f"none: {mpi['error']}"  # otherwise the row of the transport says it
     for one in mpi["mpiexec"]:
         who = f"{one['vendor']} {one['version']}" if one["vendor"] else one["error"]
         yield "mpiexec", f"{who}{'' if one['on_path'] else ', not on PATH'}\n{one['path']}"
@@ -216,7 +286,8 @@ def _nccl(report: dict[str, Any]) -> Iterable[tuple[str, str]]:
     nccl = report["nccl"]
     if nccl["error"]:
         why = nccl["error"].removeprefix("nccl: ")
-        yield "library", f"none: {why}" if report["gpus"]["devices"] else "none, and no GPU"
+        if report["gpus"]["devices"]:
+            yield "library", f"none: {why}"
         return
     yield "library", f"{nccl['version']}\n{nccl['path']}"
     for label, wanted in (("has", True), ("lacks", False)):
@@ -236,14 +307,16 @@ def _network(report: dict[str, Any]) -> Iterable[tuple[str, str]]:
 
 
 def _across_hosts(found: dict[str, Any]) -> Iterable[tuple[str, str]]:
-    for what, over in (("joining", ""), ("control", ""), ("data", "over gloo: ")):
+    rows: dict[str, list[str]] = {}
+    for what, label in (("joining", "joining"), ("control", "control"), ("data", "data over gloo")):
         known, encrypted = found[what]["authenticated"], found[what]["encrypted"]
-        when = " when connections are made" if known and over else ""
-        yield (
-            what,
-            f"{over}{'' if known else 'not '}authenticated{when}, "
-            f"{'' if encrypted else 'not '}encrypted",
+        when = " when connections are made" if known and what == "data" else ""
+        text = (
+            f"{'' if known else 'not '}authenticated{when}, {'' if encrypted else 'not '}encrypted"
         )
+        rows.setdefault(text, []).append(label)
+    for text, labels in rows.items():
+        yield ", ".join(labels), text
 
 
 def _versions(report: dict[str, Any]) -> Iterable[tuple[str, str]]:
