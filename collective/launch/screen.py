@@ -226,7 +226,7 @@ class RankOutput:
 
     def _hold_traceback(self, data: bytes) -> bytes:
         """Begin to hold if a traceback begins in the output; return the rest of the output."""
-        start = find_traceback(self._line + data)
+        start = find_traceback(bytes(self._line) + data)
         if start is None or (self.shown and start < len(self._line)):
             return data
         if start < len(self._line):  # the first line of the traceback has come in pieces

@@ -12,23 +12,24 @@ import os
 import re
 import shutil
 import sys
+import textwrap
 import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from collective.errors import InvalidArgumentError
 
-from .fitting import figures, lines, narrowest, parts, widened
+from .fitting import MARKUP, figures, lines, narrowest, parts, widened
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
     from rich.table import Table
 
 __all__ = [
-    "Progress", "add_outputs", "add_sizes", "aligned", "check_known", "console", "count", "counts",
-    "microseconds", "names", "parse_size", "print_table", "rate_name", "size_name", "table",
-    "time_name", "width", "write",
+    "Output", "Progress", "add_outputs", "add_sizes", "aligned", "check_known", "console", "count",
+    "counts", "escape", "microseconds", "names", "parse_size", "print_table", "rate_name",
+    "size_name", "table", "time_name", "width", "write",
 ]  # fmt: skip
 
 _SIZES = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
@@ -40,6 +41,11 @@ _UNCUT = 300
 _RICH_GAP = 3
 # Characters of the progress bar: usual number, and least number.
 _BAR, _LEAST_BAR = 20, 5
+# Least time between two lines of progress with the same text, in seconds.
+_LINE_S = 10.0
+# Text that rich would read as the beginning of a mark-up.
+_BRACKET = re.compile(r"(\\*)(\[[a-z#/@][^[]*?\])")
+_ESCAPED = re.compile(r"(\\*)\\(\[[a-z#/@])")
 
 # -- figures ------------------------------------------------------------------------------------
 
@@ -99,19 +105,96 @@ def width() -> int:
     return _UNCUT
 
 
-def console(markup: bool = True, least: int = _UNCUT) -> Console:
-    """Return rich's console for standard output.
+class Output(Protocol):
+    """Standard output for text with colours and for tables: rich's console, or a plain one."""
+
+    def print(
+        self,
+        *objects: Any,
+        end: str = "\n",
+        markup: bool | None = None,
+        soft_wrap: bool | None = None,
+    ) -> None:
+        """Print texts and tables.
+
+        Args:
+            objects: texts, and tables of :func:`table`.
+            end: text after them.
+            markup: whether ``[red]`` is a colour; by default as for this output.
+            soft_wrap: if true, do not wrap the text.
+        """
+
+    def rule(self, *, style: str) -> None:
+        """Print a line across the output."""
+
+
+def console(markup: bool = True, least: int = _UNCUT) -> Output:
+    """Return rich's console for standard output, or a plain one if rich is not installed.
 
     Args:
         markup: whether ``[red]`` is a colour; False for text such as ``[rank 1 of 4]``.
         least: least width if standard output is not a terminal and COLUMNS is not set.
     """
+    if not _has_rich():
+        return _PlainConsole(markup, least)
     from rich.console import Console
 
     made = Console(highlight=False, markup=markup)
     if not made.is_terminal and "COLUMNS" not in os.environ:
         made.width = max(least, made.width)
     return made
+
+
+def _has_rich() -> bool:
+    return importlib.util.find_spec("rich") is not None
+
+
+def escape(text: str) -> str:
+    """Return a text for a cell with mark-up, in which brackets are no colours."""
+    return _BRACKET.sub(lambda match: f"{match[1] * 2}\\{match[2]}", text)
+
+
+def _without_markup(text: str) -> str:
+    bare = re.sub(rf"(?<!\\)(?:{MARKUP.pattern})", "", text)
+    return _ESCAPED.sub(lambda match: match[1][: len(match[1]) // 2] + match[2], bare)
+
+
+class _PlainConsole:
+    """Replacement of rich's console that prints text without colours."""
+
+    def __init__(self, markup: bool, least: int) -> None:
+        self._markup = markup
+        is_known = "COLUMNS" in os.environ or sys.stdout.isatty()
+        self._width = width() if is_known else least
+
+    def print(
+        self,
+        *objects: Any,
+        end: str = "\n",
+        markup: bool | None = None,
+        soft_wrap: bool | None = None,
+    ) -> None:
+        texts = []
+        for each in objects:
+            if isinstance(each, _Fitting):
+                texts.append("\n".join([*each.lines(self._width), ""]))
+                continue
+            is_marked = self._markup if markup is None else markup
+            text = _without_markup(str(each)) if is_marked else str(each)
+            texts.append(text if soft_wrap else self._wrapped(text))
+        print(*texts, end=end)
+
+    def rule(self, *, style: str) -> None:
+        print("─" * self._width)
+
+    def _wrapped(self, text: str) -> str:
+        return "\n".join(
+            textwrap.fill(
+                line, self._width, break_long_words=False, break_on_hyphens=False,
+                drop_whitespace=len(line) > self._width,
+            )
+            for line in text.split("\n")
+        )  # fmt: skip
 
 
 class _Fitting:
@@ -134,6 +217,17 @@ class _Fitting:
             yield self._part(title, dict(zip(columns, widths)))
             yield ""
             title = ""
+
+    def lines(self, wide: int) -> list[str]:
+        """Return the lines of the table without colours, for an output of some width."""
+        rows = self._rows
+        if self._markup:
+            rows = [[_without_markup(cell) for cell in row] for row in rows]
+        least = narrowest(self._header, rows, wide, by_words=False)
+        shown = [self._title]
+        for columns in parts(self._header, rows, least, wide):
+            shown += lines([[row[n] for n in columns] for row in [self._header, *rows]], wide)
+        return shown
 
     def _part(self, title: str, columns: Mapping[int, int]) -> Table:
         from rich import box
@@ -178,13 +272,8 @@ def print_table(
         for row in [header, rule, *rows]:
             print(f"| {' | '.join(row)} |")
         print()
-    elif importlib.util.find_spec("rich") is not None:
-        console(markup=False).print(table(title, header, rows, markup=False))
     else:
-        print(title)
-        least = narrowest(header, rows, width(), by_words=False)
-        for columns in parts(header, rows, least, width()):
-            print(aligned([[row[n] for n in columns] for row in [header, *rows]]))
+        console(markup=False).print(table(title, header, rows, markup=False))
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:
@@ -196,11 +285,18 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
 
 
 class Progress:
-    """Display of the current activity: a line on a terminal's standard error, overwritten."""
+    """Display of the current activity: a line on a terminal's standard error, overwritten.
 
-    def __init__(self) -> None:
-        # Some CI services present a terminal but keep every line, so show nothing there.
+    Args:
+        command: name of a command that also tells its progress to a pipe or a file, in lines that
+            begin with the name. Empty for a command that is silent there.
+    """
+
+    def __init__(self, command: str = "") -> None:
+        # Some CI services present a terminal but keep every line.
         self._shown = sys.stderr.isatty() and not os.environ.get("CI")
+        self._command = "" if self._shown else command
+        self._line, self._line_at = "", 0.0
         self._text = ""
         self.begin("", 0)
 
@@ -216,6 +312,8 @@ class Progress:
         # There may be thousands of steps a second; ten updates a second are enough.
         if self._shown and time.monotonic() > self._last + 0.1:
             self.show(self._text)
+        elif self._command and time.monotonic() > self._line_at + _LINE_S:
+            self._tell()
 
     def show(self, text: str) -> None:
         """Replace the line."""
@@ -225,6 +323,13 @@ class Progress:
             columns, done = shutil.get_terminal_size().columns - 1, self._count()
             line = f"{text}{self._bar(columns - len(text) - len(done))}{done}"[:columns]
             print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)
+        if self._command and text and text != self._line:
+            self._tell()
+
+    def _tell(self) -> None:
+        """Print the activity as a line."""
+        self._line, self._line_at = self._text, time.monotonic()
+        print(f"{self._command}: {self._text}{self._count()}", file=sys.stderr, flush=True)
 
     def _bar(self, room: int) -> str:
         """Return the bar, as long as there is room."""

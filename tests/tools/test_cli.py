@@ -179,8 +179,7 @@ def test_invalid_arguments_are_refused_before_anything_runs(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    needed = {"parity": "rich", "profile": "rich"}.get(command, "numpy")
-    pytest.importorskip("matplotlib" if "--plot" in arguments else needed)
+    pytest.importorskip("matplotlib" if "--plot" in arguments else "numpy")
     for runs in ("bench.run.measure", "parity.runner.run"):
         monkeypatch.setattr(f"collective.tools.{runs}", lambda *_: pytest.fail("the command runs"))
     Path("train.py").write_text("open('ran', 'w')")
@@ -192,8 +191,35 @@ def test_invalid_arguments_are_refused_before_anything_runs(
     shown = capsys.readouterr().err
     assert code == 2
     assert message in shown
-    assert is_by_argparse or shown.count("\n") == 1
+    refusal = shown.removeprefix("collective parity: looking at transports\n")  # the progress
+    assert is_by_argparse or refusal.count("\n") == 1
     assert [*map(str, Path().iterdir())] == ["train.py"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (
+            ["parity", "--backend", "threads", "--framework", "numpy", "--op", "broadcast",
+             "--dtype", "int8", "--ranks", "2"],
+            "passed, 0 failed, ",
+        ),
+        (["profile", "-n", "2", "--backend", "threads", "train.py"], "2 rank(s) over threads, "),
+    ],
+    ids=["parity", "profile"],
+)  # fmt: skip
+def test_command_prints_plain_text_without_rich(
+    arguments: list[str],
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setitem(sys.modules, "rich", None)
+    Path("train.py").write_text("import collective\ncollective.init().barrier()\n")
+    assert main(arguments) == 0
+    shown = capfd.readouterr()
+    assert words in shown.out, shown.err
+    assert "\n".join(shown.out.splitlines()).count("[/]") == 0
 
 
 # -- number of ranks without -n -------------------------------------------------------------------

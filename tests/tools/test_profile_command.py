@@ -12,6 +12,7 @@ from collective.algorithms.model import ALGORITHMS, LinkSpeed, Measured, coeffic
 from collective.errors import ConfigError
 from collective.testing import run_ranks
 from collective.tools.cli.main import main
+from collective.tools.profile import calibrate
 from collective.tools.profile.calibrate import load, measure
 from collective.tools.profile.measure import Profile, StepTimes
 from collective.tools.profile.predict import predict, to_link
@@ -106,6 +107,26 @@ def test_profile_command_returns_exit_code_and_still_reports(profiled):
 
 def _truth(op, nbytes, ranks):
     return coefficients(op, nbytes, ranks, ranks, "ring") @ [3e-6, 1e-10, 3e-6, 1e-10, 3e-11]
+
+
+def test_prediction_without_steps_names_reason(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text("import collective\ncollective.init().barrier()\n")
+    code = main(["profile", "-n", "2", "--backend", "threads", "--predict", "8", "--json",
+                 "found.json", "train.py"])  # fmt: skip
+    assert code == 2
+    shown = capfd.readouterr()
+    why = "profile --predict: nothing is predicted, since no training steps were found. Call "
+    assert why in shown.err
+    assert "2 rank(s) over threads" in shown.out
+    found = json.loads(Path("found.json").read_text())
+    assert (found["prediction"], found["prediction_error"][: len(why)]) == (None, why)
+
+
+def test_timing_past_its_limit_raises_with_remedy(monkeypatch):
+    monkeypatch.setattr(calibrate, "_RUN_S", 0.01)
+    with pytest.raises(ConfigError, match=r"2 ranks took longer than 0\.01 s.*--from"):
+        calibrate.run([2], "threads")
 
 
 def test_profile_command_takes_steps_of_ddp_from_optimizer(tmp_path, monkeypatch):

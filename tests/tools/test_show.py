@@ -132,7 +132,6 @@ def train() -> None:
 
 
 def parity() -> None:
-    pytest.importorskip("rich")
     from collective.tools.parity import report
 
     frameworks = ["numpy", "torch", "chainer", "cupy", "torch.cuda", "mixed"]
@@ -154,7 +153,6 @@ def parity() -> None:
 
 
 def profile() -> None:
-    pytest.importorskip("rich")
     from collective.tools.profile import report
     from collective.tools.profile.measure import OperationCost, Profile
 
@@ -183,7 +181,7 @@ COMMANDS: dict[str, tuple[Callable[[], object], list[str]]] = {
     ("command", "rich"),
     [
         *((command, True) for command in COMMANDS),
-        *((command, False) for command in COMMANDS if command not in ("parity", "profile")),
+        *((command, False) for command in COMMANDS),
     ],
 )
 def test_tables_of_command_fit_80_columns(
@@ -204,6 +202,40 @@ def test_tables_of_command_fit_80_columns(
     assert "…" not in text
     for expected in texts:
         assert expected in text, text
+
+
+@pytest.mark.parametrize("rich", [True, False], ids=["rich", "plain"])
+def test_brackets_of_texts_are_no_markup(
+    rich: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if rich:
+        pytest.importorskip("rich")
+    else:
+        monkeypatch.setitem(sys.modules, "rich", None)
+    monkeypatch.setenv("COLUMNS", "80")
+    out = show.console()
+    text = r"x[red] and \[bold] of [rank 1]"
+    out.print(f"[green]passed[/] {show.escape(text)}")
+    out.print(text, markup=False)
+    out.print(show.table("title", ["a", "b"], [["[dim]1[/]", show.escape(text)]]))
+    shown = capsys.readouterr().out
+    assert shown.splitlines()[:2] == [f"passed {text}", text]
+    assert shown.count(r"x[red] and \[bold] of") == 3  # the table may wrap the rest
+    assert "dim" not in shown
+
+
+def test_plain_output_wraps_texts_but_not_paths(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "rich", None)
+    monkeypatch.setenv("COLUMNS", "20")
+    out = show.console()
+    out.print("\nsome words that are too many\n/a/very/long/path/that/stays")
+    out.print("words that are not wrapped at all", soft_wrap=True, end="!\n")
+    assert capsys.readouterr().out.splitlines() == [
+        "", "some words that are", "too many", "/a/very/long/path/that/stays",
+        "words that are not wrapped at all!",
+    ]  # fmt: skip
 
 
 def test_table_written_to_pipe_is_not_cut(
@@ -256,6 +288,30 @@ def test_progress_is_silent_without_terminal_or_in_ci(
     terminal: bool, ci: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert progress_shown(monkeypatch, capsys, terminal, ci) == ""
+
+
+@pytest.mark.parametrize(("terminal", "ci"), [(True, "true"), (False, "")], ids=["CI", "pipe"])
+def test_progress_of_a_long_command_is_lines_in_a_pipe(
+    terminal: bool, ci: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CI", ci)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal, raising=False)
+    monkeypatch.setattr(show, "_LINE_S", 0.0)
+    progress = show.Progress("collective x")
+    progress.begin("", 4)
+    progress.show("what")
+    progress.show("what")
+    progress.step(failed=1)
+    monkeypatch.setattr(show, "_LINE_S", 600.0)
+    progress.step(failed=1)
+    progress.show("more")
+    progress.clear()
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.partition(", 0:0")[0] for line in lines] == [
+        "collective x: what   0%  0 of 4",
+        "collective x: what  25%  1 of 4, 1 FAILED",
+        "collective x: more  50%  2 of 4, 1 FAILED",
+    ]
 
 
 @pytest.mark.parametrize(

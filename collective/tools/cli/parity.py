@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from collective.install import hint
 from collective.launch import restart_with
 from collective.tools.show import Progress, check_known, console, counts, names, write
 
@@ -91,9 +88,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def execute(options: argparse.Namespace) -> int:
     """Compare, report, and return the exit code."""
-    if importlib.util.find_spec("rich") is None:
-        print(f"collective parity: rich is missing; {hint('parity')}", file=sys.stderr)
-        return 2
     check_file("--json", options.json)
     check_file("--html", options.html)
     # Imported here: the module imports NumPy and the transports.
@@ -125,7 +119,7 @@ def execute(options: argparse.Namespace) -> int:
 def _run(options: argparse.Namespace) -> Report:
     from collective.tools.parity.report import Report
 
-    progress = Progress()
+    progress = Progress("collective parity")
     try:
         plan, missing = _plan(options, progress)
         # Refuse what is impossible now, before hours of work.

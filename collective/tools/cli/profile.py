@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 import subprocess
 import sys
@@ -12,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from collective.errors import ConfigError
-from collective.install import hint
 from collective.start.config import settings
 from collective.start.keys import by_device
 from collective.tools.show import console, count, counts, write
@@ -32,7 +30,8 @@ __all__ = ["add_parser"]
 # Width of the report if the output is not a terminal.
 _WIDTH = 110
 _EPILOG = """\
-exit code: that of the program; 2 if the program could not be started or left no trace to report.
+exit code: that of the program; 2 if the program could not be started, if it left no trace to
+report, or if nothing could be predicted.
 """
 
 
@@ -109,8 +108,6 @@ def _refusal(options: argparse.Namespace, program: list[str]) -> str:
         return "--per-host needs --link, which describes the connection between hosts"
     if options.predict is None and (options.link or options.figures):
         return "--link and --from need --predict, which is not given"
-    if importlib.util.find_spec("rich") is None:
-        return f"the tables need rich, which is not installed; {hint('bench')}"
     return ""
 
 
@@ -165,7 +162,12 @@ def _report(
         return code or 2
     found = profile(traces)
     outlook, problem, well = None, "", True
-    if options.predict is not None and found.steps is not None:
+    if options.predict is not None and found.steps is None:
+        problem = (
+            "profile --predict: nothing is predicted, since no training steps were found. Call "
+            "collective.profile.step() once in each step."
+        )
+    elif options.predict is not None:
         try:
             outlook = _outlook(options, traces, found, measured)
         except ConfigError as error:  # report the measurements all the same
@@ -178,7 +180,7 @@ def _report(
             f"\nThe program ended with exit code {code}; the report covers its calls until then."
         )
     if options.json is not None:
-        content = as_json(found, outlook)
+        content = as_json(found, outlook) | {"prediction_error": problem}
         well = written("--json", options.json, lambda path: write(path, content))
     if problem:
         print(f"collective: {problem}", file=sys.stderr)

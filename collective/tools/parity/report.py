@@ -7,20 +7,17 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 import collective
 from collective.memory.dtypes import BY_NAME
 from collective.tools.doctor import host
-from collective.tools.show import table
+from collective.tools.show import Output, escape, table
 
 from .cases import CONDUCT, OPERATIONS, REDUCTIONS
 from .runner import CaseResult, Comparison
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 __all__ = ["Cell", "Report", "cell", "columns", "show", "worst_by_dtype"]
 
@@ -203,7 +200,7 @@ def worst_by_dtype(data: Mapping[str, Any]) -> Iterable[tuple[str, str, list[Cel
         ]  # fmt: skip
 
 
-def show(console: Console, data: Mapping[str, Any]) -> None:
+def show(console: Output, data: Mapping[str, Any]) -> None:
     """Print the tables and the failures."""
     _show_matrix(console, data)
     _show_errors(console, data)
@@ -228,7 +225,7 @@ def show(console: Console, data: Mapping[str, Any]) -> None:
         )
 
 
-def _show_matrix(console: Console, data: Mapping[str, Any]) -> None:
+def _show_matrix(console: Output, data: Mapping[str, Any]) -> None:
     pairs = columns(data)
     for transport in dict.fromkeys(name for name, _ in pairs):
         frameworks = [framework for name, framework in pairs if name == transport]
@@ -254,7 +251,7 @@ def _shown(found: Cell | None) -> str:
     return " ".join(filter(None, parts))
 
 
-def _show_errors(console: Console, data: Mapping[str, Any]) -> None:
+def _show_errors(console: Output, data: Mapping[str, Any]) -> None:
     ranks = [f"{n} ranks" if n > 1 else "1 rank" for n in data["ranks"]]
     rows = []
     for op, dtype, cells in worst_by_dtype(data):
@@ -265,7 +262,7 @@ def _show_errors(console: Console, data: Mapping[str, Any]) -> None:
         console.print(table(title, ["op, dtype", *ranks], rows))
 
 
-def _show_random(console: Console, data: Mapping[str, Any]) -> None:
+def _show_random(console: Output, data: Mapping[str, Any]) -> None:
     for found in data["random"]:
         if found["passed"]:
             console.print(
@@ -278,9 +275,7 @@ def _show_random(console: Console, data: Mapping[str, Any]) -> None:
             console.print(found["snippet"], markup=False, soft_wrap=True)
 
 
-def _show_agreement(console: Console, title: str, found: Sequence[Mapping[str, Any]]) -> None:
-    from rich.markup import escape
-
+def _show_agreement(console: Output, title: str, found: Sequence[Mapping[str, Any]]) -> None:
     rows = []
     for each in found:
         mark = "[green]passed[/]" if each["passed"] else "[red]FAILED[/]"
@@ -293,7 +288,7 @@ def _show_agreement(console: Console, title: str, found: Sequence[Mapping[str, A
         console.print(table(title, header, rows))
 
 
-def _show_missing(console: Console, data: Mapping[str, Any]) -> None:
+def _show_missing(console: Output, data: Mapping[str, Any]) -> None:
     for kind in ("transports", "frameworks"):
         for each in data[kind]:
             if not each["available"]:

@@ -34,6 +34,7 @@ _FIELDS = ("op", "bytes", "ranks", "seconds")
 # In our benchmark, send_recv is half of a round trip, which is one message.
 _OTHER_NAMES = {"send_recv": "send"}
 _LONG = 1 << 20
+_RUN_S = 300.0
 
 
 def measure(
@@ -83,7 +84,7 @@ def run(ranks: Sequence[int], backend: str | None) -> list[Measured]:
     """Time a transport with each number of ranks on this host.
 
     Raises:
-        ConfigError: the ranks failed; the text has their output.
+        ConfigError: the ranks failed, or took too long; the text has their output.
     """
     measured = []
     with tempfile.TemporaryDirectory(prefix="collective-") as directory:
@@ -92,9 +93,16 @@ def run(ranks: Sequence[int], backend: str | None) -> list[Measured]:
             command = [sys.executable, "-m", "collective", "run", "-n", str(size)]
             command += ["--backend", backend] if backend else []
             command += ["--timeout", "60", "-m", "collective.tools.profile.calibrate", str(file)]
-            done = subprocess.run(
-                command, capture_output=True, text=True, timeout=300, preexec_fn=die_with_parent()
-            )
+            try:
+                done = subprocess.run(
+                    command, capture_output=True, text=True, timeout=_RUN_S,
+                    preexec_fn=die_with_parent(),
+                )  # fmt: skip
+            except subprocess.TimeoutExpired as error:
+                raise ConfigError(
+                    f"profile: timing the transport with {size} ranks took longer than "
+                    f"{_RUN_S:g} s. Use results of `collective bench --json`, with --from."
+                ) from error
             if done.returncode:
                 raise ConfigError(
                     f"profile: timing the transport with {size} ranks failed:\n{done.stderr}"

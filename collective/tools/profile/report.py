@@ -7,10 +7,8 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from rich.console import Console, RenderableType
-
 from collective.algorithms.model import ALGORITHMS
-from collective.tools.show import rate_name, size_name, table, time_name
+from collective.tools.show import Output, rate_name, size_name, table, time_name
 
 from .measure import OperationCost, Profile, StepTimes
 from .predict import Outlook, Payoff, judge
@@ -39,7 +37,7 @@ def as_json(found: Profile, outlook: Outlook | None) -> dict[str, Any]:
     return plain
 
 
-def show(console: Console, found: Profile, outlook: Outlook | None) -> None:
+def show(console: Output, found: Profile, outlook: Outlook | None) -> None:
     """Print the profile and the predictions."""
     about = found.about
     console.print(
@@ -60,7 +58,7 @@ def show(console: Console, found: Profile, outlook: Outlook | None) -> None:
         _show_outlook(console, outlook)
 
 
-def _operations(operations: Iterable[OperationCost]) -> RenderableType:
+def _operations(operations: Iterable[OperationCost]) -> object:
     header = ["operation", "calls", "bytes", "time", "mean", "waiting", "algbw", "busbw"]
     rows = []
     for one in operations:
@@ -116,7 +114,7 @@ def _notes(found: Profile) -> Iterable[str]:
         )
 
 
-def _show_steps(console: Console, steps: StepTimes, verdict: Payoff) -> None:
+def _show_steps(console: Output, steps: StepTimes, verdict: Payoff) -> None:
     spread = ""
     if len(steps.comp_by_rank) > 1:
         spread = f" ({time_name(min(steps.comp_by_rank))} to {time_name(max(steps.comp_by_rank))})"
@@ -152,7 +150,7 @@ def _show_steps(console: Console, steps: StepTimes, verdict: Payoff) -> None:
     )
 
 
-def _show_outlook(console: Console, outlook: Outlook) -> None:
+def _show_outlook(console: Output, outlook: Outlook) -> None:
     rows = []
     for one in outlook.fits:
         gamma = rate_name(1 / one.gamma) if one.gamma else ("0" if one.separate else "in beta")
