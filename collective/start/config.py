@@ -42,6 +42,8 @@ __all__ = [
 ]
 
 _PREFIX = "COLLECTIVE_"
+# Least likeness of two names, by difflib, for one to be a misspelling of the other.
+_LIKENESS = 0.5
 # The settings that identify this rank.
 _IDENTITY = ("rank", "size", "local_rank", "local_size")
 
@@ -245,10 +247,11 @@ def _parse(name: str, setting: Setting) -> Value:
         spelt = _variable
         written = setting.origin.removeprefix("environment ")
     if key is None or written != spelt(name):  # COLLECTIVE_timeout is not COLLECTIVE_TIMEOUT
-        near = difflib.get_close_matches(name, KEYS, n=1, cutoff=0.0)[0]
+        near = difflib.get_close_matches(name, KEYS, n=1, cutoff=_LIKENESS)
+        nearest = f"; the nearest is {spelt(near[0])}" if near else ""
         raise ConfigError(
-            f"{written} ({setting.origin}): there is no setting of this name; the nearest is "
-            f"{spelt(near)}. `collective config` lists all settings."
+            f"{written} ({setting.origin}): there is no setting of this name{nearest}. "
+            "`collective config` lists all settings."
         )
     try:
         return key.parse(setting.value)

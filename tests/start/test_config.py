@@ -145,6 +145,7 @@ def test_local_rank_follows_rank_that_differs_from_launcher() -> None:
         ("", r"timeot \(argument\): .* nearest is timeout\."),
         ("COLLECTIVE_BAKEND", r"COLLECTIVE_BAKEND .* nearest is COLLECTIVE_BACKEND\."),
         ("COLLECTIVE_timeout", "nearest is COLLECTIVE_TIMEOUT"),  # another name
+        ("COLLECTIVE_XQZW", r"no setting of this name\. `collective config` lists all settings\."),
     ],
 )
 def test_misspelt_setting_raises_and_names_nearest(variable: str, why: str) -> None:

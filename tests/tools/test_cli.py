@@ -58,11 +58,20 @@ def test_config_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_config_error_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     os.environ["COLLECTIVE_BAKEND"] = "shm"
-    assert main(["config"]) == 2
+    assert main(["config", "--json"]) == 2
     output = capsys.readouterr()
     assert output.out == ""
     assert output.err.startswith("collective: COLLECTIVE_BAKEND")
     assert output.err.count("\n") == 1
+
+
+def test_config_lists_all_settings_if_one_is_misspelt(capsys: pytest.CaptureFixture[str]) -> None:
+    os.environ["COLLECTIVE_BAKEND"] = "shm"
+    assert main(["config"]) == 2
+    rows = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
+    assert rows[0] == ["key", "it must be"]
+    assert [row[0] for row in rows[1:]] == list(KEYS)
+    assert ["timeout", "a number of seconds > 0"] in rows
 
 
 @pytest.mark.parametrize("arguments", [[], ["-v"], ["nonsense"], ["config", "--nonsense"]])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
+from collective.errors import ConfigError
 from collective.start.config import load, not_read
 from collective.start.keys import KEYS
 from collective.tools.show import aligned
@@ -28,7 +29,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def execute(options: argparse.Namespace) -> int:
     """Print the settings; return the exit code."""
-    config = load({})
+    try:
+        config = load({})
+    except ConfigError:
+        # The error of a misspelt setting refers to this list. The caller prints the error.
+        if not options.json:
+            print(aligned([("key", "it must be"), *((key, KEYS[key].allowed) for key in KEYS)]))
+        raise
     settings = {key: (config.shown(key), config.origin(key)) for key in KEYS}
     if options.json:
         table = {
