@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from collective.contract.store import Store
+from collective.contract.store import NotPublishedError, Store
 from collective.deadline import Deadline
 from collective.errors import RendezvousError
 
@@ -79,7 +79,7 @@ class MpiStore(Store):
             self._attend()
             while key not in self._values:
                 if deadline.expired:
-                    raise RendezvousError(f"rendezvous: nobody published {key!r} over MPI")
+                    raise NotPublishedError(f"rendezvous: nobody published {key!r} over MPI")
                 self._used = time.monotonic()
                 self._news.wait(min(deadline.left(), _QUIET_S / 2))
             return self._values[key]

@@ -88,6 +88,7 @@ class Hub:
         key: secret key that a rank must prove to know.
         tls: TLS contexts for connections between hosts, or None.
         store: the store where the ranks meet, for the error if a rank is missing.
+        has_secret: whether the job has a secret, for the same error.
 
     Attributes:
         address: address of the hub, for :func:`.link.connect`.
@@ -103,11 +104,13 @@ class Hub:
         key: bytes,
         tls: Tls | None = None,
         store: Store | None = None,
+        has_secret: bool = False,
     ) -> None:
         self.refusal: str | None = None
         self._began = time.monotonic()
         self._host = host
         self._store = store
+        self._has_secret = has_secret
         self.session = secrets.token_hex(16)
         self._size = size
         self._deadline = deadline
@@ -228,11 +231,13 @@ class Hub:
             text += f"; rank 0 could not accept them: {self._server.scarce}. {RAISE_THE_LIMIT}"
         elif not mistaken and not self._server.refused:
             text += "; no other connection came. Check that every rank was started"
-            if self._host is not None:
+            if self._host is not None and self._has_secret:
                 text += (
-                    f", that all ranks have the same secret, and that no firewall blocks "
-                    f"{self._host} on this host. {COMPARE}"
+                    ", that all ranks have the same secret, and that no firewall blocks "
+                    f"{self._host}. {COMPARE}"
                 )
+            elif self._host is not None:
+                text += f", that no rank has a secret, and that no firewall blocks {self._host}"
         return text
 
     def _refuse(self, why: str) -> None:

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 
 from collective.contract.process import RankProcess
 from collective.contract.secret import COMPARE, Secret
+from collective.contract.store import NotPublishedError
 from collective.deadline import Deadline
 from collective.errors import RendezvousError
 
@@ -115,7 +116,8 @@ class Monitor:
             alone = world.local_size == world.size
             key = _derived(world) or secrets.token_bytes(32)
             address = None if alone else world.address
-            hub = Hub(world.size, address, deadline, key, world.tls, world.store)
+            has_secret = world.secret is not None
+            hub = Hub(world.size, address, deadline, key, world.tls, world.store, has_secret)
             world.store.set(_KEY, _published(world, hub.address, key))
             try:
                 return cls(world, *_join_own(world, hub, key, deadline))
@@ -253,8 +255,10 @@ def _find(world: World, deadline: Deadline) -> _Joined:
     while True:
         try:
             published = world.store.get(_KEY, deadline)
-        except RendezvousError as error:
-            raise _absent(world, deadline, error) from error
+        except NotPublishedError as error:
+            raise _absent(world, deadline) from error
+        except RendezvousError as error:  # the store cannot be used; its error says why
+            raise RendezvousError(f"{error} [rank {world.rank} of {world.size}]") from error
         address, key = _read(world, published)
         try:
             return _join(world, address, key, deadline)
@@ -278,20 +282,18 @@ def _find(world: World, deadline: Deadline) -> _Joined:
             time.sleep(_RETRY_S)
 
 
-def _absent(world: World, deadline: Deadline, error: RendezvousError) -> RendezvousError:
+def _absent(world: World, deadline: Deadline) -> RendezvousError:
     """Return the error for a rank 0 that has published nothing."""
     text = (
         f"rendezvous: rank 0 of {world.size} ({world.store}) did not answer within "
         f"{deadline.seconds:g} s [rank {world.rank}]"
     )
-    if not deadline.expired:  # the store is at fault, and its error tells how
-        return RendezvousError(f"{text}: {error}")
     if world.secret is None:
         return RendezvousError(
             f"{text}. It was not started or has not called init(), or it has a secret and this "
             "rank has none."
         )
-    return RendezvousError(f"{text}. Most likely its secret differs. {COMPARE}.")
+    return RendezvousError(f"{text}. If it was started, its secret most likely differs. {COMPARE}.")
 
 
 def _read(world: World, published: bytes) -> tuple[str, bytes]:

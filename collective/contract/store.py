@@ -14,11 +14,15 @@ from collections.abc import Iterator, Mapping, Set
 from collective.deadline import Deadline
 from collective.errors import RendezvousError, UnsupportedError
 
-__all__ = ["PrefixedStore", "Store", "WrappedStore"]
+__all__ = ["NotPublishedError", "PrefixedStore", "Store", "WrappedStore"]
 
 # A poll costs one failed open(2), some microseconds. Ranks of one job start milliseconds apart at
 # best, so a pause below a millisecond gains nothing.
 _POLL_FIRST_S = 0.001
+
+
+class NotPublishedError(RendezvousError):
+    """The store works, but nobody has published a key before the deadline."""
 
 
 class Store(ABC):
@@ -43,12 +47,13 @@ class Store(ABC):
             deadline: moment by which the value must be there.
 
         Raises:
-            RendezvousError: the deadline passed and the key is still absent.
+            NotPublishedError: the deadline passed and the key is still absent.
+            RendezvousError: the store cannot be used.
         """
         pause = _POLL_FIRST_S
         while (value := self._poll(key, deadline)) is None:
             if deadline.expired:
-                raise RendezvousError(f"rendezvous: nobody published {key!r} at {self}")
+                raise NotPublishedError(f"rendezvous: nobody published {key!r} at {self}")
             time.sleep(pause)
             pause = min(pause * 1.5, self._poll_last)
         return value
@@ -176,7 +181,7 @@ class WrappedStore(Store):
         except RendezvousError as error:
             if name == key:
                 raise
-            raise RendezvousError(str(error).replace(name, key)) from error
+            raise type(error)(str(error).replace(name, key)) from error
 
 
 class PrefixedStore(WrappedStore):

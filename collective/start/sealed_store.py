@@ -6,7 +6,7 @@ import hmac
 import secrets
 
 from collective.contract.secret import COMPARE, Secret
-from collective.contract.store import Store, WrappedStore
+from collective.contract.store import NotPublishedError, Store, WrappedStore
 from collective.deadline import Deadline
 from collective.errors import RendezvousError
 
@@ -43,8 +43,8 @@ class SealedStore(WrappedStore):
     def get(self, key: str, deadline: Deadline) -> bytes:
         try:
             sealed = super().get(key, deadline)
-        except RendezvousError as error:
-            raise RendezvousError(
+        except NotPublishedError as error:
+            raise NotPublishedError(
                 f"{error}; a rank with another secret, or none, cannot publish it. {COMPARE}."
             ) from error
         return self._opened(key, sealed)

@@ -174,11 +174,7 @@ class TcpStore(Store):
                 # attempt has no time left, so an earlier one says more about the key.
                 refusal = refusal if isinstance(refusal, KeyDiffersError) else error
                 if deadline.expired:
-                    raise RendezvousError(
-                        f"rendezvous: rank 0 ({self._endpoint}, {self._endpoint.origin}) did not "
-                        f"let this rank join within {deadline.seconds:g} s: {refusal}. "
-                        f"{_remedy(refusal)}"
-                    ) from error
+                    raise _refused(self._endpoint, deadline, refusal) from error
                 time.sleep(_RETRY_S)
 
     def _connect_again(self, deadline: Deadline) -> Link:
@@ -203,18 +199,23 @@ class TcpStore(Store):
         return connect(address, self._key, deadline, self._tls)
 
 
-def _remedy(error: Exception) -> str:
-    """Return what to check after a program at the store's address has refused this rank."""
+def _refused(endpoint: Endpoint, deadline: Deadline, refusal: Exception) -> RendezvousError:
+    """Return the error for a rank that the program at the store's address has refused."""
     port = (
         "the port belongs to another launch or another program, such as torch.distributed's store: "
         "choose another port."
     )
-    if isinstance(error, KeyDiffersError):
-        return (
-            f"Most likely its secret differs. {COMPARE}. Either all ranks have the same secret, or "
-            f"none has one. If the secrets agree, {port}"
+    if isinstance(refusal, KeyDiffersError):
+        return RendezvousError(
+            f"rendezvous: rank 0 ({endpoint}, {endpoint.origin}) did not let this rank join within "
+            f"{deadline.seconds:g} s: {refusal}. Most likely its secret differs. {COMPARE}. Either "
+            f"all ranks have the same secret, or none has one. If the secrets agree, {port}"
         )
-    return f"If one rank has certificates (COLLECTIVE_TLS_…), all need them. Otherwise {port}"
+    return RendezvousError(
+        f"rendezvous: the program that answers at {endpoint} ({endpoint.origin}) is not rank 0 of "
+        f"this job: {refusal}. If one rank has certificates (COLLECTIVE_TLS_…), all need them. "
+        f"Otherwise {port}"
+    )
 
 
 # -- serving -------------------------------------------------------------------------------

@@ -209,7 +209,7 @@ def test_rank_with_another_secret_or_none_cannot_join(tmp_path: Path, other: Sec
     )
     assert f"rank 0 of 2 ({tmp_path}) did not answer within 0.5 s [rank 1]. " in str(second)
     remedy = (
-        "Most likely its secret differs. Compare `sha256sum` of the file in COLLECTIVE_SECRET_FI"
+        "its secret most likely differs. Compare `sha256sum` of the file in COLLECTIVE_SECRET_FI"
     )
     if other is None:
         remedy = "or it has a secret and this rank has none."
@@ -273,7 +273,7 @@ def test_rank_0_that_nobody_reaches_says_what_to_check(tmp_path: Path) -> None:
     assert (
         "no other connection came. Check that every rank was started, that all ranks have" in text
     )
-    assert "no firewall blocks 127.0.0.1 on this host" in text
+    assert "no firewall blocks 127.0.0.1. Compare `sha256sum`" in text
 
 
 # -- sources of the secret --------------------------------------------------------------------
