@@ -102,7 +102,7 @@ class Ending:
 
 
 class _Activity(NamedTuple):
-    """What a process has done.
+    """Activity of a process so far.
 
     Attributes:
         cpu_s: processor time in seconds.
