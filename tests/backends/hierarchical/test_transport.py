@@ -367,5 +367,5 @@ def test_failure_while_peer_connects_is_raised_by_first_call() -> None:
 def test_unwatched_transport_between_hosts_is_refused() -> None:
     store: Any = None  # no store is needed, because the transport is refused before the ranks meet
     world = World(0, 2, 0, 1, "here", "none", "job", store, {"across": "shm"})
-    with pytest.raises(UnsupportedError, match=r"hierarchical: transport 'shm' cannot connect the hosts.*'gloo'"):
+    with pytest.raises(UnsupportedError, match=r"transport 'shm' cannot connect the hosts.*'gloo'"):
         HierarchicalBackend.connect(world, 1.0)
