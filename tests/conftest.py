@@ -12,9 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from collective.testing import preload
-
 _TESTS = Path(__file__).resolve().parent
+
+# The repository has these links, an sdist does not. The package needs them when it is imported.
+for _room in ("adapters", "backends"):
+    _link = _TESTS.parent / "collective" / _room
+    if not _link.exists():
+        _link.symlink_to(f"../{_room}")
+
+from collective.testing import preload  # noqa: E402
+
 _PREFIXES = ("COLLECTIVE_", "HYDRA_", "I_MPI_", "MPI_", "OMPI_", "PMI", "SLURM_", "TORCHELASTIC_")
 _NAMES = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 _NAMES |= {"LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"}
@@ -31,12 +38,6 @@ with contextlib.suppress(ImportError):
 
     settings.register_profile("busy", deadline=None)
     settings.load_profile("busy")
-
-# The repository has these links, an sdist does not.
-for _room in ("adapters", "backends"):
-    _link = _TESTS.parent / "collective" / _room
-    if not _link.exists():
-        _link.symlink_to(f"../{_room}")
 
 # GNU readline, which pytest imports, sets COLUMNS for child processes without os.environ.
 os.unsetenv("COLUMNS")

@@ -256,7 +256,7 @@ def test_join_with_other_secret_times_out_and_names_secret() -> None:
     ("says", "kind", "text"),
     [
         ({"protocol": 2, "backend": "threads"}, ConfigError, "use protocol 2, this process 1"),
-        ({"protocol": 1, "backend": "shm"}, ConfigError, "connected by 'shm', and this process"),
+        ({"protocol": 1, "backend": "shm"}, ConfigError, "connected by 'shm', but this process"),
         ({"protocol": 1, "ended": True}, ExcludedError, "have ended, so this process cannot join"),
     ],
     ids=["protocol", "transport", "ended"],

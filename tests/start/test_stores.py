@@ -238,7 +238,9 @@ def test_put_if_absent_of_unsupporting_store_names_remedy() -> None:
     class Simple(MemoryStore):
         put_if_absent = Store.put_if_absent
 
-    with pytest.raises(UnsupportedError, match=r"Simple, which cannot .* COLLECTIVE_STORE=DIR"):
+    with pytest.raises(
+        UnsupportedError, match=r"Simple without an atomic put.* COLLECTIVE_STORE=DIR"
+    ):
         Simple().put_if_absent("key", b"value")
 
 

@@ -509,8 +509,8 @@ def test_ranks_by_hand_at_an_address_need_local_rank_and_size(
         ({"MASTER_PORT": "many"}, "MASTER_PORT='many'"),
         ({"MASTER_PORT": "0"}, "MASTER_PORT='0'"),
         ({"MASTER_PORT": "65536"}, "MASTER_PORT='65536'"),
-        ({"MASTER_PORT": ""}, "MASTER_ADDR=127.0.0.1 without MASTER_PORT"),
-        ({"MASTER_ADDR": ""}, "MASTER_PORT=44093 without MASTER_ADDR"),
+        ({"MASTER_PORT": ""}, "MASTER_ADDR=127.0.0.1 is set and MASTER_PORT is not"),
+        ({"MASTER_ADDR": ""}, "MASTER_PORT=44093 is set and MASTER_ADDR is not"),
     ],
 )
 def test_incomplete_or_invalid_master_address_raises(changes: dict[str, str], reason: str) -> None:

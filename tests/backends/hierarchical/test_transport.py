@@ -227,6 +227,12 @@ def test_recv_timeout_names_sender(comm: Communicator, source: int, tmp_path: Pa
 # -- disagreement ---------------------------------------------------------------------------
 
 
+def _ranks_of(line: str) -> list[int]:
+    """Return the ranks at the begin of a line such as ``ranks 0-2, 5: barrier()``."""
+    spans = re.findall(r"(\d+)(?:-(\d+))?", line.partition(":")[0])
+    return [rank for low, high in spans for rank in range(int(low), int(high or low) + 1)]
+
+
 @pytest.mark.parametrize("others", [[0], [1], [3], [2, 3], [1, 3]])
 @on_ranks("pairs", call_timeout=20.0)
 def test_different_calls_raise_mismatch_without_setting(
@@ -242,13 +248,11 @@ def test_different_calls_raise_mismatch_without_setting(
     # If two ranks of one host differ, the error can come before the other host has called.
     late = by_call.pop("has not come so far", "")
     assert set(by_call) == {"barrier", "all_reduce"}, error
-    ranks = {
-        operation: re.findall(r"\d+", line.partition(":")[0]) for operation, line in by_call.items()
-    }
-    assert {int(rank) for rank in ranks["barrier"]} <= set(others), error
-    assert {int(rank) for rank in ranks["all_reduce"]}.isdisjoint(others), error
-    named = [*ranks["barrier"], *ranks["all_reduce"], *re.findall(r"\d+", late)]
-    assert sorted(map(int, named)) == [0, 1, 2, 3], error
+    ranks = {operation: _ranks_of(line) for operation, line in by_call.items()}
+    assert set(ranks["barrier"]) <= set(others), error
+    assert set(ranks["all_reduce"]).isdisjoint(others), error
+    named = [*ranks["barrier"], *ranks["all_reduce"], *_ranks_of(late)]
+    assert sorted(named) == [0, 1, 2, 3], error
     later = _heard(comm.barrier)
     assert isinstance(later, CommunicatorAbortedError), later
 
