@@ -59,6 +59,11 @@ def scalars_of_numpy(comm: Communicator, loss: np.float32, total: np.float64) ->
     assert_type(comm.gather(loss), np.ndarray[tuple[int], np.dtype[np.float32]] | None)
 
 
+def configured_operators(comm: Communicator, x: Floats, name: str) -> None:
+    assert_type(comm.all_reduce(x, op=name), Floats)
+    assert_type(comm.reduce_scatter(x, op=name), Floats)
+
+
 def numbers(comm: Communicator, loss: float, count: int, found: bool) -> None:
     assert_type(comm.all_reduce(loss), float)
     assert_type(comm.all_reduce(count), int)
