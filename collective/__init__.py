@@ -47,6 +47,7 @@ from collective.errors import (
     UnsupportedError,
 )
 from collective.ops import ReduceOp, premul_sum, user_op
+from collective.shards import ShardFold, Shards
 from collective.start.connecting import connect
 from collective.start.session import current, init
 from collective.start.session import settings as config
@@ -82,6 +83,8 @@ __all__ = [
     "ReduceOp",
     "RendezvousError",
     "ShapeError",
+    "ShardFold",
+    "Shards",
     "StateLostError",
     "Status",
     "UnsupportedError",

@@ -21,6 +21,7 @@ FLOORS = (
     {"memory"},
     {"request"},
     {"algorithms"},
+    {"shards"},
     {"contract"},
     {"elastic"},
     {"backends", "communicator"},
