@@ -10,6 +10,7 @@ number of ranks.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -82,7 +83,7 @@ class Shards:
         self.size = comm.size
         if held is None:
             limits = pieces.limits(pieces.even(self.total, self.size))
-            held = [range(start, stop) for start, stop in zip(limits, limits[1:])]
+            held = [range(start, stop) for start, stop in pairwise(limits)]
         self._held = self._checked(held)
 
     def _checked(self, held: Sequence[range]) -> tuple[range, ...]:
@@ -151,7 +152,7 @@ class Shards:
 
 
 class ShardFold:
-    """Fold of this rank's shards one by one, which keeps ``log2(total)`` arrays and not all of them.
+    """Fold of this rank's shards one by one; it keeps some ``log2(total)`` arrays, not all.
 
     ::
 

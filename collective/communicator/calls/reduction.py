@@ -123,7 +123,13 @@ class Reduce(Reduction):
     operation = "reduce"
 
     def __init__(
-        self, path: Path, x: Any, root: Any, op: str | ReduceOp, out: Any, order: str | Shards | None
+        self,
+        path: Path,
+        x: Any,
+        root: Any,
+        op: str | ReduceOp,
+        out: Any,
+        order: str | Shards | None,
     ) -> None:
         root = path.check_rank("reduce", "root", root)
         super().__init__(path, x, op, out if path.rank == root else None, order, root)

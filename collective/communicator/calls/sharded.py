@@ -70,9 +70,7 @@ class ShardedFold(Call):
 
     def _make_outputs(self) -> list[Output]:
         what, leaves = self.operation, self._leaves
-        outs = outputs_of(
-            what, self._call.out, self._nesting, len(leaves), "input", self.path.who
-        )
+        outs = outputs_of(what, self._call.out, self._nesting, len(leaves), "input", self.path.who)
         return [
             Output(what, out, leaf.adapter, leaf.result_shape, leaf.dtype)
             for out, leaf in zip(outs, leaves)
@@ -372,8 +370,10 @@ class _Exchange:
         piece = dst
         if not self._cuts:
             start = sum(lengths[:rank])
-            piece = Buffer.empty(lengths[rank], self._dtype) if dst is None else dst.part(
-                start, start + lengths[rank]
+            piece = (
+                Buffer.empty(lengths[rank], self._dtype)
+                if dst is None
+                else dst.part(start, start + lengths[rank])
             )
         assert piece is not None
         self._fold_rest(nodes, piece)
