@@ -47,7 +47,7 @@ from collective.errors import (
     UnsupportedError,
 )
 from collective.ops import ReduceOp, premul_sum, user_op
-from collective.shards import ShardFold, Shards
+from collective.shards import ShardBatches, ShardFold, Shards
 from collective.start.connecting import connect
 from collective.start.session import current, init
 from collective.start.session import settings as config
@@ -83,6 +83,7 @@ __all__ = [
     "ReduceOp",
     "RendezvousError",
     "ShapeError",
+    "ShardBatches",
     "ShardFold",
     "Shards",
     "StateLostError",

@@ -9,6 +9,7 @@ number of ranks.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Protocol
@@ -28,7 +29,7 @@ from collective.request import name_ranks
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["MOST", "ShardFold", "Shards"]
+__all__ = ["MOST", "ShardBatches", "ShardFold", "Shards"]
 
 #: The largest number of shards.
 MOST = 4096
@@ -123,6 +124,20 @@ class Shards:
     def held_by(self, rank: int) -> range:
         """Return the shards of a rank, in order; it may be empty."""
         return self._held[rank]
+
+    def seed(self, shard: int, *place: int) -> int:
+        """Return a seed of 63 bits for the random numbers of one shard.
+
+        It is the same on every rank that may hold the shard. Seed the generators with it before the
+        shard's forward pass, so that dropout does not depend on the rank.
+
+        Args:
+            shard: number of the shard.
+            place: further integers, such as the run's seed and the step.
+        """
+        text = repr((self.total, shard, *place))
+        digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "little") >> 1
 
     def nodes_of(self, rank: int) -> list[Span]:
         """Return the nodes of the tree that a rank can fold by itself, in order.
@@ -269,3 +284,65 @@ class ShardFold:
     def folded(self) -> Iterable[Buffer]:
         """Return the folded nodes of :meth:`Shards.nodes_of`, in order."""
         return [self._rooms[entry.slot] for entry in self._merging.stack]
+
+
+class ShardBatches:
+    """Division of a data set into batches, and of each batch into virtual shards.
+
+    Which samples a shard gets depends on the step alone, and not on the ranks. So a program may
+    continue at any step on another number of ranks::
+
+        batches = collective.ShardBatches(len(dataset), batch=256, total=8, seed=0)
+        samples = [dataset[i] for i in batches.of(step, shard)]
+
+    Each epoch has a new random order, and leaves out the samples that fill no batch.
+
+    Args:
+        length: number of samples in the data set.
+        batch: number of samples of all shards together, a multiple of ``total``: the average over
+            shards of different lengths would not be that over the samples.
+        total: number of shards.
+        seed: seed of the orders; the same on all ranks.
+        shuffle: whether each epoch has a random order; if false, samples keep their order.
+
+    Attributes:
+        steps: number of steps in an epoch.
+
+    Raises:
+        InvalidArgumentError: ``batch`` is no multiple of ``total``, or ``length`` is below
+            ``batch``.
+    """
+
+    def __init__(
+        self, length: int, *, batch: int, total: int, seed: int = 0, shuffle: bool = True
+    ) -> None:
+        if total < 1 or batch < 1 or batch % total:
+            raise InvalidArgumentError(
+                f"ShardBatches: batch {batch} for {total} shards; expected a multiple of the "
+                "number of shards, so that all shards have the same number of samples."
+            )
+        if length < batch:
+            raise InvalidArgumentError(
+                f"ShardBatches: length {length}, batch {batch}; expected at least one full batch."
+            )
+        self.steps = length // batch
+        self._length, self._batch, self._total = length, batch, total
+        self._seed, self._shuffle = seed, shuffle
+        self._order: tuple[int, np.ndarray[Any, Any]] = -1, np.empty(0, np.int64)
+
+    def of(self, step: int, shard: int) -> list[int]:
+        """Return the numbers of the samples that a shard gets in a step.
+
+        Args:
+            step: number of the step, from 0. Epoch n begins at step ``n * steps``.
+            shard: number of the shard.
+        """
+        epoch, nth = divmod(step, self.steps)
+        if self._order[0] != epoch:
+            order = np.arange(self._length)
+            if self._shuffle:
+                order = np.random.default_rng([self._seed, epoch]).permutation(self._length)
+            self._order = epoch, order
+        size = self._batch // self._total
+        start = nth * self._batch + shard * size
+        return [int(index) for index in self._order[1][start : start + size]]

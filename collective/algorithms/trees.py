@@ -1,13 +1,13 @@
 """Binary tree of a fold whose shape depends only on the number of its leaves.
 
-The leaves are numbered 0 to ``total - 1``. A node covers the leaves ``start`` to ``stop - 1``, where
-``stop - start`` is a power of two and ``start`` is a multiple of it. Its children are its two
+The leaves are numbered 0 to ``total - 1``. A node covers the leaves ``start`` to ``stop - 1``,
+where ``stop - start`` is a power of two and ``start`` is a multiple of it. Its children are its two
 halves. At the right edge a node has fewer leaves if ``total`` is no power of two, and a node whose
 right half would be empty is its left half. So the tree of seven leaves is
 ``((0 1) (2 3)) ((4 5) 6)``.
 
-Whoever holds some consecutive leaves can fold the nodes among them without knowing the others.
-There are at most two such nodes of each size.
+A rank that holds some consecutive leaves can fold the nodes among them without knowing the other
+leaves. There are at most two such nodes of each size.
 """
 
 from __future__ import annotations

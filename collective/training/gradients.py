@@ -301,8 +301,12 @@ class Gradients(NotCopied):
             return [number for number, count in enumerate(self._counts) if not count]
         return [number for number, left in enumerate(self._left) if left > 0]
 
-    def finish(self) -> None:
+    def finish(self, partial: bool = False) -> None:
         """Wait until all gradients are reduced. Every rank calls it after the same pass.
+
+        Args:
+            partial: whether further passes of this rank belong to the same reductions, so that
+                ``reduce`` has sent nothing in this pass.
 
         Raises:
             GradientError: gradients are missing. The pass has ended on this rank all the same.
@@ -327,7 +331,7 @@ class Gradients(NotCopied):
                 "find_unused_parameters=True. If parameters are never trained, set "
                 "requires_grad=False."
             )
-        self._conclude()
+        self._conclude(partial)
 
     def shadow(self) -> None:
         """Take part, with zeros, in a pass that only other ranks compute."""
@@ -339,7 +343,7 @@ class Gradients(NotCopied):
             bucket.missing = 0
         self._conclude()
 
-    def _conclude(self) -> None:
+    def _conclude(self, partial: bool = False) -> None:
         self._trace_arrived()
         try:
             with trace.span("finish gradients"):
@@ -349,6 +353,8 @@ class Gradients(NotCopied):
         finally:
             self.begun = False
             self._works = []
+        if partial:
+            return
         if not self._settled:
             self._settle()
         trace.step("gradients")
