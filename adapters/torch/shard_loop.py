@@ -8,9 +8,8 @@ import torch
 from torch import nn
 
 from collective.errors import GradientError, UnsupportedError
-from collective.shards import ShardFold
 from collective.training.gradients import Gradients
-from collective.training.shard_passes import ShardPasses
+from collective.training.shard_passes import ShardPasses, StateFold
 
 from .batch_norm import SyncBatchNorm
 
@@ -68,14 +67,13 @@ class ShardLoop:
         self._finished = False
 
     def __iter__(self) -> Iterator[int]:
-        passes, mine = self.passes, self.passes.shards.mine
-        passes.begin()
-        buffers = _BufferFold(self._module, passes)
+        passes = self.passes
+        changing = list(self._module.buffers()) if self._module.training else []
+        buffers = StateFold(passes, changing, torch.stack)
         self._forget_gradients()
         self.running = True
         try:
-            for shard in mine:
-                passes.is_last = shard == mine[-1]
+            for shard in passes:
                 buffers.restore()
                 self._finished = False
                 yield shard
@@ -88,7 +86,7 @@ class ShardLoop:
                 buffers.add()
                 if not passes.is_last:
                     self._forget_gradients()
-            if not mine:
+            if not passes.shards.mine:
                 self._gradients.shadow()
                 for parameter, view in zip(self._parameters, self._gradients.views):
                     parameter.grad = view
@@ -110,54 +108,3 @@ class ShardLoop:
     def _forget_gradients(self) -> None:
         for parameter in self._parameters:
             parameter.grad = None
-
-
-class _BufferFold:
-    """Buffers of a module in training, such as the running statistics of batch normalisation.
-
-    The forward pass of every shard begins with the values from before the step. After the step
-    floating-point buffers are the average over all shards, and integers the maximum. So they do not
-    depend on which rank computed a shard, nor on how many a rank computed.
-
-    Args:
-        module: module with the buffers; if it is not in training, its buffers stay alone.
-        passes: passes of the shards.
-    """
-
-    def __init__(self, module: nn.Module, passes: ShardPasses) -> None:
-        self._passes = passes
-        self._groups: list[tuple[list[torch.Tensor], torch.Tensor, ShardFold]] = []
-        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-        for buffer in module.buffers() if module.training else ():
-            by_dtype.setdefault(buffer.dtype, []).append(buffer)
-        for dtype, buffers in by_dtype.items():
-            before = _joined(buffers)
-            op = "avg" if dtype.is_floating_point or dtype.is_complex else "max"
-            self._groups.append((buffers, before, ShardFold(passes.shards, op, like=before)))
-
-    def restore(self) -> None:
-        """Set the buffers to their values from before the step."""
-        for buffers, before, _ in self._groups:
-            _separate(before, buffers)
-
-    def add(self) -> None:
-        """Add the buffers after the forward pass of a shard."""
-        for buffers, _, fold in self._groups:
-            fold.add(_joined(buffers))
-
-    def reduce(self) -> None:
-        """Set the buffers to the fold over all shards. Collective."""
-        passes = self._passes
-        for buffers, _, fold in self._groups:
-            folded = passes.comm.all_reduce(fold, op=fold.op, order=passes.shards)
-            _separate(folded, buffers)
-
-
-def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
-
-
-def _separate(joined: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
-    with torch.no_grad():
-        for tensor, part in zip(tensors, joined.split([t.numel() for t in tensors])):
-            tensor.copy_(part.view(tensor.shape))

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collective.communicator import Communicator
     from collective.contract.work import Work
 
-__all__ = ["Bucket", "Gradients", "Parameter", "Reduce"]
+__all__ = ["Bucket", "Gradients", "Parameter", "Reduce", "copied"]
 
 # Size of the first bucket, in bytes.
 _FIRST = 1 << 20
@@ -250,7 +250,7 @@ class Gradients(NotCopied):
         order: list[int] = self.comm.broadcast_object([*self._arrived, *late])
         if order == [number for bucket in self.buckets for number in bucket.members]:
             return
-        before = [_copy(view) for view in self.views]
+        before = [copied(view) for view in self.views]
         for slab in self._slabs.values():
             slab[...] = 0
         self._lay_out(order)
@@ -428,6 +428,6 @@ def _overlaps(comm: Communicator) -> bool:
     return (cores or 1) >= 2 * comm.size
 
 
-def _copy(array: Any) -> Any:
+def copied(array: Any) -> Any:
     """Return a copy of an array of any framework."""
     return array.clone() if hasattr(array, "clone") else array.copy()

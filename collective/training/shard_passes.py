@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from collective.shards import ShardFold, Shards
 
 from .buckets import Bucket
+from .gradients import copied
 
 if TYPE_CHECKING:
     from collective.communicator import Communicator
     from collective.contract.work import Work
 
-__all__ = ["ShardPasses"]
+__all__ = ["ShardPasses", "StateFold"]
 
 
 class ShardPasses:
@@ -49,6 +51,13 @@ class ShardPasses:
             fold.clear()
         self.is_last = True
 
+    def __iter__(self) -> Iterator[int]:
+        """Yield the shards of this rank, and set ``is_last`` before each of them."""
+        self.begin()
+        for shard in self.shards.mine:
+            self.is_last = shard == self.shards.mine[-1]
+            yield shard
+
     def __call__(self, bucket: Bucket) -> Work[Any] | None:
         """Add a bucket to its fold; in the last pass also start its reduction."""
         # The buckets are laid out again after the first step.
@@ -65,3 +74,52 @@ class ShardPasses:
             fold, op="avg", order=self.shards, out=bucket.array, async_op=not bucket.is_last
         )
         return None if bucket.is_last else work
+
+
+class StateFold:
+    """Arrays that the forward passes change, such as the running statistics of batch normalisation.
+
+    The forward pass of every shard begins with the values from before the step. After the step
+    floating-point arrays are the average over all shards, and integers the maximum. So they do not
+    depend on which rank computed a shard, nor on how many shards a rank computed.
+
+    Args:
+        passes: passes of the shards.
+        arrays: the arrays of one framework; they are changed in place.
+        stack: function of the framework that joins arrays of one shape along a new first axis.
+    """
+
+    def __init__(
+        self, passes: ShardPasses, arrays: Sequence[Any], stack: Callable[[list[Any]], Any]
+    ) -> None:
+        self._passes = passes
+        self._arrays = arrays
+        self._stack = stack
+        self._before = [copied(array) for array in arrays]
+        self._after: list[list[Any]] = [[] for _ in arrays]
+
+    def restore(self) -> None:
+        """Set the arrays to their values from before the step."""
+        for array, before in zip(self._arrays, self._before):
+            array[...] = before
+
+    def add(self) -> None:
+        """Keep the arrays as the forward pass of a shard has left them."""
+        for array, after in zip(self._arrays, self._after):
+            after.append(copied(array))
+
+    def reduce(self) -> None:
+        """Set the arrays to their fold over all shards. Collective."""
+        averaged = ["float" in str(a.dtype) or "complex" in str(a.dtype) for a in self._arrays]
+        for op, members in (("avg", averaged), ("max", [not floating for floating in averaged])):
+            chosen = [nth for nth, member in enumerate(members) if member]
+            if not chosen:
+                continue
+            # A rank without shards passes tables without rows.
+            tables = [
+                self._stack([*self._after[n], self._before[n]])[: len(self._after[n])]
+                for n in chosen
+            ]
+            folded = self._passes.comm.all_reduce(tables, op=op, order=self._passes.shards)
+            for nth, value in zip(chosen, folded):
+                self._arrays[nth][...] = value

@@ -181,7 +181,7 @@ class _Leaf:
                 seen = staged(call.path, seen)
             self.adapter, array, self.dtype = seen
             self.shape = _shape_of_shard(call, shards, array)
-            self.rows = list(array)
+            self.rows = [array[nth, ...] for nth in range(array.shape[0])]
         self.result_shape, self.axis = self.shape, 0
         self.lengths = [math.prod(self.shape)]
         self._what, self._size = call.operation, 0
