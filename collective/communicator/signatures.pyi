@@ -24,46 +24,48 @@ O = TypeVar("O", bound=Nested)
 N = TypeVar("N", bool, int, float, complex)
 V = TypeVar("V")
 S = TypeVar("S", bound=np.generic)
-Order = Literal["rank"] | Shards
 
 class Communicator(communicator.Communicator):
     @overload  # type: ignore[override]
-    def all_reduce(self, x: T, *, op: str | ReduceOp = ..., order: Order | None = ...,
+    def all_reduce(self, x: T, *, op: str | ReduceOp = ...,
+            order: Literal["rank"] | Shards | None = ...,
             out: None = ..., timeout: float | None = ..., async_op: Literal[False] = ...) -> T: ...
     @overload
     def all_reduce(self, x: Arrays, *, op: str | ReduceOp = ...,
-            order: Order | None = ..., out: O, timeout: float | None = ...,
+            order: Literal["rank"] | Shards | None = ..., out: O, timeout: float | None = ...,
             async_op: Literal[False] = ...) -> O: ...
     @overload
-    def all_reduce(self, x: T, *, op: str | ReduceOp = ..., order: Order | None = ...,
+    def all_reduce(self, x: T, *, op: str | ReduceOp = ...,
+            order: Literal["rank"] | Shards | None = ...,
             out: None = ..., timeout: float | None = ..., async_op: Literal[True]) -> Work[T]: ...
     @overload
     def all_reduce(self, x: Arrays, *, op: str | ReduceOp = ...,
-            order: Order | None = ..., out: O, timeout: float | None = ...,
+            order: Literal["rank"] | Shards | None = ..., out: O, timeout: float | None = ...,
             async_op: Literal[True]) -> Work[O]: ...
     @overload
-    def all_reduce(self, x: T, *, op: str | ReduceOp = ..., order: Order | None = ...,
+    def all_reduce(self, x: T, *, op: str | ReduceOp = ...,
+            order: Literal["rank"] | Shards | None = ...,
             out: T | None = ..., timeout: float | None = ..., async_op: bool) -> T | Work[T]: ...
     @overload  # type: ignore[override]
     def reduce(self, x: T, *, root: SupportsIndex = ..., op: str | ReduceOp = ...,
-            order: Order | None = ..., out: None = ..., timeout: float | None = ...,
-            async_op: Literal[False] = ...) -> T | None: ...
+            order: Literal["rank"] | Shards | None = ..., out: None = ...,
+            timeout: float | None = ..., async_op: Literal[False] = ...) -> T | None: ...
     @overload
     def reduce(self, x: Arrays, *, root: SupportsIndex = ..., op: str | ReduceOp = ...,
-            order: Order | None = ..., out: O, timeout: float | None = ...,
+            order: Literal["rank"] | Shards | None = ..., out: O, timeout: float | None = ...,
             async_op: Literal[False] = ...) -> O | None: ...
     @overload
     def reduce(self, x: T, *, root: SupportsIndex = ..., op: str | ReduceOp = ...,
-            order: Order | None = ..., out: None = ..., timeout: float | None = ...,
-            async_op: Literal[True]) -> Work[T | None]: ...
+            order: Literal["rank"] | Shards | None = ..., out: None = ...,
+            timeout: float | None = ..., async_op: Literal[True]) -> Work[T | None]: ...
     @overload
     def reduce(self, x: Arrays, *, root: SupportsIndex = ..., op: str | ReduceOp = ...,
-            order: Order | None = ..., out: O, timeout: float | None = ...,
+            order: Literal["rank"] | Shards | None = ..., out: O, timeout: float | None = ...,
             async_op: Literal[True]) -> Work[O | None]: ...
     @overload
     def reduce(self, x: T, *, root: SupportsIndex = ..., op: str | ReduceOp = ...,
-            order: Order | None = ..., out: T | None = ..., timeout: float | None = ...,
-            async_op: bool) -> T | Work[T | None] | None: ...
+            order: Literal["rank"] | Shards | None = ..., out: T | None = ...,
+            timeout: float | None = ..., async_op: bool) -> T | Work[T | None] | None: ...
     @overload  # type: ignore[override]
     def scan(self, x: T, *, op: str | ReduceOp = ..., out: None = ..., timeout: float | None = ...,
             async_op: Literal[False] = ...) -> T: ...
@@ -81,25 +83,28 @@ class Communicator(communicator.Communicator):
             timeout: float | None = ..., async_op: bool) -> T | Work[T]: ...
     @overload  # type: ignore[override]
     def reduce_scatter(self, x: A, *, op: str | ReduceOp = ..., counts: Sequence[int] | None = ...,
-            axis: int = ..., order: Order | None = ..., out: None = ...,
+            axis: int = ...,
+            order: Literal["rank"] | Shards | None = ..., out: None = ...,
             timeout: float | None = ..., async_op: Literal[False] = ...) -> A: ...
     @overload
     def reduce_scatter(self, x: Arrays, *, op: str | ReduceOp = ...,
             counts: Sequence[int] | None = ..., axis: int = ...,
-            order: Order | None = ..., out: O, timeout: float | None = ...,
+            order: Literal["rank"] | Shards | None = ..., out: O, timeout: float | None = ...,
             async_op: Literal[False] = ...) -> O: ...
     @overload
     def reduce_scatter(self, x: A, *, op: str | ReduceOp = ..., counts: Sequence[int] | None = ...,
-            axis: int = ..., order: Order | None = ..., out: None = ...,
+            axis: int = ...,
+            order: Literal["rank"] | Shards | None = ..., out: None = ...,
             timeout: float | None = ..., async_op: Literal[True]) -> Work[A]: ...
     @overload
     def reduce_scatter(self, x: Arrays, *, op: str | ReduceOp = ...,
             counts: Sequence[int] | None = ..., axis: int = ...,
-            order: Order | None = ..., out: O, timeout: float | None = ...,
+            order: Literal["rank"] | Shards | None = ..., out: O, timeout: float | None = ...,
             async_op: Literal[True]) -> Work[O]: ...
     @overload
     def reduce_scatter(self, x: A, *, op: str | ReduceOp = ..., counts: Sequence[int] | None = ...,
-            axis: int = ..., order: Order | None = ..., out: A | None = ...,
+            axis: int = ...,
+            order: Literal["rank"] | Shards | None = ..., out: A | None = ...,
             timeout: float | None = ..., async_op: bool) -> A | Work[A]: ...
     @overload  # type: ignore[override]
     def broadcast(self, x: None, *, root: SupportsIndex = ..., like: Like | None = ...,
