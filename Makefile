@@ -25,8 +25,8 @@ SHELL := bash
 MAKEFLAGS += --no-print-directory --no-builtin-rules
 
 # The first Python that is new enough and can make a virtual environment.
-PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.10 python3; do \
-	if $$p -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 10))' \
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3.15 python3; do \
+	if $$p -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' \
 	2>/dev/null; then echo $$p; break; fi; done)
 # Pinned, because other versions install gigabytes for GPUs, which nothing here uses.
 TORCH ?= torch==2.13.0
@@ -180,10 +180,10 @@ wheels: .wheels/.done
 	@.wheels/bin/python $(INSTALL) 'cibuildwheel>=3'
 	@touch $@
 
-# The pip that comes with Python 3.10 to 3.13 is too old for the options --group and
+# The pip that comes with many a Python is too old for the options --group and
 # --build-constraint.
 .venv/bin/python:
-	@test -n "$(PYTHON)" || { echo "make: needs Python 3.10 or newer with the module venv;" \
+	@test -n "$(PYTHON)" || { echo "make: needs Python 3.11 or newer with the module venv;" \
 	"install one, or name it: make PYTHON=/path/to/python3" >&2; exit 1; }
 	@echo "Building .venv with $$($(PYTHON) --version)"
 	@$(PYTHON) -m venv .venv

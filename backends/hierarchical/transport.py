@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -54,8 +54,6 @@ from .collectives import Steps, TwoLevel
 from .topology import Topology
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
-
     from collective.contract.recorder import Recorder
 
 __all__ = ["HierarchicalBackend"]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, overload
 
 import numpy as np
 
@@ -47,7 +47,6 @@ from .prepared import PreparedCall
 from .status import Status
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
 
     class _Handle:
         """Base class in C."""

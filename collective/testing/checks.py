@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
 from collective.communicator import Communicator
 from collective.contract.backend import Backend
@@ -24,9 +24,6 @@ from collective.launch.outcome import RanksFailedError
 from .faults import Fault
 from .kinds import Kind, kind_of, require
 from .ranks import GRACE_S, RankPool, capabilities_of
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 __all__ = [
     "NO_ARRAYS",

@@ -8,7 +8,7 @@ import socket
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from collective.communicator import Communicator
 from collective.contract import registry
@@ -28,9 +28,6 @@ from collective.start import session
 from collective.start.file_store import FileStore
 
 from .faults import Fault, FaultyBackend, RankKilled
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 __all__ = [
     "GRACE_S",

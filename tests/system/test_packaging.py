@@ -10,17 +10,13 @@ import sys
 import sysconfig
 import tarfile
 import textwrap
+import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
 
 from tests.support.interpreter import ROOT, printed, run
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    tomllib = pytest.importorskip("tomli")
 
 # The filter is the default of later Pythons; early releases of 3.10 and 3.11 do not have it.
 FILTER: dict[str, str] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}

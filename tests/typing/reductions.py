@@ -1,8 +1,9 @@
 """Types of arguments and results of reductions, as type checkers must see them."""
 
+from typing import assert_type
+
 import numpy as np
 import numpy.typing as npt
-from typing_extensions import assert_type
 
 import collective
 from collective import Communicator, Work

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -27,9 +27,6 @@ from .folding import CuttingFoldCall, FoldCall
 from .sharded import ShardedFold
 from .structure import StructureReduceScatter, StructureReduction
 from .views import Array, staged, view
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 __all__ = ["AllReduce", "Reduce", "ReduceScatter", "Reduction", "Scan"]
 
