@@ -6,13 +6,14 @@ import weakref
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
-import collective
-from collective.adapters.torch import DistributedDataParallel
-from collective.testing import RankPool, RanksFailedError
-from tests.support.on_ranks import on_ranks, ranks_of
+torch = pytest.importorskip("torch")
+from torch import nn  # noqa: E402
+
+import collective  # noqa: E402
+from collective.adapters.torch import DistributedDataParallel  # noqa: E402
+from collective.testing import RankPool, RanksFailedError  # noqa: E402
+from tests.support.on_ranks import on_ranks, ranks_of  # noqa: E402
 
 pool = ranks_of(*((transport, size) for transport in ("threads", "shm", "gloo") for size in (2, 4)))
 two = ranks_of(("threads", 2))
