@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol, Self
 
 import numpy as np
 
@@ -25,9 +25,6 @@ from collective.memory.buffer import Buffer
 from collective.memory.dtypes import DType
 from collective.ops import ReduceOp, as_op
 from collective.request import name_ranks
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 __all__ = ["MOST", "ShardBatches", "ShardFold", "Shards"]
 
