@@ -87,8 +87,12 @@ static int wait_for(void *context, int rank, const uint64_t *word, uint64_t valu
     if (there && self->unlocked)
         return 0;
     PyEval_RestoreThread(state);
-    if (!there)
+    if (!there) {
         failed = ask_python(self, rank, word, value, most);
+        /* Python's load of the word has no acquire order, so without this fence the processor may
+           load what the peer announced before it loads the word. */
+        __atomic_thread_fence(__ATOMIC_ACQUIRE);
+    }
     if (self->unlocked)
         self->unlocked = PyEval_SaveThread();
     return failed;
