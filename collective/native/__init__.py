@@ -38,7 +38,7 @@ __all__ = ["HEAD_BYTES", "HEAD_ROOM", "NOBODY", "PROTOCOL", "Chosen", "Exchange"
            "viewer"]  # fmt: skip
 
 #: Version on which this package and the extension must agree, and the cores of any two ranks.
-PROTOCOL = 14
+PROTOCOL = 15
 
 #: Bytes of a head, and bytes of it that can hold the elements of a short array.
 HEAD_BYTES, HEAD_ROOM = 1024, 896
@@ -283,18 +283,19 @@ def in_thread() -> InThread | None:
     return sites
 
 
-def ring(package: str) -> Ring | None:
+def ring(libraries: list[str]) -> Ring | None:
     """Return a record of the last calls of a communicator, for its flight recorder.
 
     Args:
-        package: prefix of the names of the files that do not belong to the program.
+        libraries: prefixes of the names of the files that do not belong to the program. The ring
+            reads this list at each call, so a prefix may be added later.
 
     Returns:
         None if C is not in use.
     """
     if chosen.extension is None:
         return None
-    native_ring: Ring = chosen.extension.Ring(package)
+    native_ring: Ring = chosen.extension.Ring(libraries)
     return native_ring
 
 

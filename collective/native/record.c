@@ -15,7 +15,7 @@ enum { REQUEST, SITE, OBJECTS };
 typedef struct {
     PyObject_HEAD
     Py_ssize_t started, finished;
-    PyObject *package; /* the prefix of the names of this package's own files */
+    PyObject *libraries; /* list of the prefixes of the names of files that are no program's */
     PyObject *list;
     double began[RECORDS], ended[RECORDS];
     int instruction[RECORDS];
@@ -33,12 +33,17 @@ static PyObject *name_filename, *name_back, *name_instruction;
    Python takes as long as the rest of a record. */
 static __thread PyObject *site_in_thread;
 
-static int is_ours(const Ring *ring, PyObject *code)
+static int is_in_library(const Ring *ring, PyObject *code)
 {
     PyObject *file = PyObject_GetAttr(code, name_filename);
-    int ours = file && PyUnicode_Tailmatch(file, ring->package, 0, PY_SSIZE_T_MAX, -1) == 1;
+    int found = 0;
+    for (Py_ssize_t i = 0; file && !found && i < PyList_Size(ring->libraries); i++) {
+        PyObject *prefix = PyList_GetItem(ring->libraries, i);
+        found = PyUnicode_Check(prefix) &&
+                PyUnicode_Tailmatch(file, prefix, 0, PY_SSIZE_T_MAX, -1) == 1;
+    }
     Py_XDECREF(file);
-    return ours;
+    return found;
 }
 
 static int instruction_of(PyObject *frame)
@@ -63,7 +68,7 @@ static PyObject *find_site(const Ring *ring, PyObject *last, int *instruction)
         code = (PyObject *)PyFrame_GetCode((PyFrameObject *)frame);
         /* A loop in the program makes its calls from the same code each time. So the last code is
            compared first, which is cheaper than a look at the file name. */
-        if (code == last || !is_ours(ring, code))
+        if (code == last || !is_in_library(ring, code))
             break;
         PyObject *above = PyObject_GetAttr(frame, name_back);
         Py_DECREF(frame);
@@ -129,13 +134,14 @@ static PyObject *ring_kept(PyObject *object, PyObject *number)
 
 static PyObject *ring_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
 {
-    PyObject *package;
-    if (refuse_keywords("Ring", keywords) < 0 || !PyArg_ParseTuple(args, "U:Ring", &package))
+    PyObject *libraries;
+    if (refuse_keywords("Ring", keywords) < 0 ||
+        !PyArg_ParseTuple(args, "O!:Ring", &PyList_Type, &libraries))
         return NULL;
     Ring *ring = (Ring *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
     if (ring == NULL)
         return NULL;
-    ring->package = Py_NewRef(package);
+    ring->libraries = Py_NewRef(libraries);
     PyObject *none = Py_BuildValue("[O]", Py_None);
     ring->list = none ? PySequence_Repeat(none, RECORDS * OBJECTS) : NULL;
     Py_XDECREF(none);
@@ -144,11 +150,12 @@ static PyObject *ring_new(PyTypeObject *type, PyObject *args, PyObject *keywords
     return (PyObject *)ring;
 }
 
-/* Only the list can be part of a reference cycle, and Python breaks the cycle at the list. */
+/* Only the lists can be part of a reference cycle, and Python breaks the cycle at the lists. */
 static int ring_traverse(PyObject *object, visitproc visit, void *arg)
 {
     Py_VISIT(Py_TYPE(object));
     Py_VISIT(((Ring *)object)->list);
+    Py_VISIT(((Ring *)object)->libraries);
     return 0;
 }
 
@@ -158,7 +165,7 @@ static void ring_dealloc(PyObject *object)
     PyTypeObject *type = Py_TYPE(object);
     PyObject_GC_UnTrack(object);
     Py_XDECREF(ring->list);
-    Py_XDECREF(ring->package);
+    Py_XDECREF(ring->libraries);
     ((freefunc)PyType_GetSlot(type, Py_tp_free))(object);
     Py_DECREF(type);
 }
