@@ -429,7 +429,7 @@ static int sort_arguments(const struct operation *operation, PyObject *const *ar
     return 1;
 }
 
-/* Replaces the current TypeError by a clearer one, if the call had an unknown keyword. */
+/* Replaces the current TypeError by a clearer one, if the arguments do not suit the function. */
 static void explain(PyObject *path, PyObject *function)
 {
     PyObject *error = take_error();
@@ -462,7 +462,7 @@ static PyObject *call_python(const Method *method, Gate *path, PyObject *const *
     if (done != NULL && is_asynchronous(args + count, names))
         hold_until_over(done, held);
     Py_XDECREF(held);
-    if (done == NULL && names != NULL && PyErr_ExceptionMatches(PyExc_TypeError))
+    if (done == NULL && PyErr_ExceptionMatches(PyExc_TypeError))
         explain((PyObject *)path, method->function);
     return done;
 }
