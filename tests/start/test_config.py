@@ -178,6 +178,8 @@ BAD: list[tuple[str, Any]] = [
     ("store", "tcp://node1:65536"),
     ("store", "tcp://node1:29500/job"),
     ("store", "tcp:node1:29500"),
+    ("store", "node1:29500"),
+    ("store", "[::1]:29500"),
     ("interface", ""),
     ("interface", 0),
     ("across", " "),
