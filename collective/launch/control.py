@@ -43,6 +43,29 @@ STACKS = b"stacks"
 LOADED, GO, SKIP = b"loaded", b"go", b"skip"
 
 
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Ignore SIGINT in the block.
+
+    The handler is a function instead of SIG_IGN, because programs that another thread starts in the
+    meantime would inherit SIG_IGN.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    # Only the main thread can set handlers. None stands for a handler that Python cannot restore.
+    if handler is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGINT, _ignore)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+
+
+def _ignore(number: int, frame: object) -> None:
+    """Do nothing."""
+
+
 class _Line:
     """Connection of a rank, with the thread that listens to it."""
 
@@ -57,9 +80,14 @@ class _Line:
         threading.Thread(target=self._listen, name="collective-control", daemon=True).start()
 
     def next(self) -> bytes | None:
-        """Return the next message, or None once the line is closed."""
+        """Return the next message, or None once the line is closed.
+
+        Meanwhile the rank ignores Ctrl-C, which a terminal or Jupyter sends to every process of its
+        process group. An idle rank has nothing to interrupt, and can serve the next job.
+        """
         self._working = False
-        message = self._messages.get()
+        with _uninterrupted():
+            message = self._messages.get()
         self._working = message is not None
         return message
 

@@ -361,3 +361,14 @@ def test_interrupted_job_leaves_no_results_for_next_job(
 
 def interrupted(*_: Any) -> Any:
     raise KeyboardInterrupt
+
+
+def test_ranks_that_are_interrupted_between_jobs_run_the_next_job(processes: Ranks) -> None:
+    before = [outcome.value for outcome in run(processes, process_and_handler)]
+    for pid, _ in before:
+        os.kill(pid, signal.SIGINT)
+    assert [outcome.value for outcome in run(processes, process_and_handler)] == before
+
+
+def process_and_handler(participant: Participant) -> tuple[int, bool]:
+    return os.getpid(), signal.getsignal(signal.SIGINT) is signal.default_int_handler
