@@ -202,7 +202,8 @@ def _meeting(
         raise ConfigError(
             f"store: not set, with size {config.size} ({config.origin('size')}) and rank "
             f"{config.rank} ({config.origin('rank')}). Ranks without a launcher need it to meet. "
-            "Start them with: collective run -n N script.py. Or set store=DIR, a private directory "
+            "Start them with: collective run -n N script.py. In a notebook or a test, use "
+            "collective.testing.run_ranks. Or set store=DIR, a private directory "
             "that all ranks see and no other launch uses. On several hosts, set "
             "store='tcp://HOST:PORT' with the host of rank 0."
         )
