@@ -261,6 +261,7 @@ class Ranks:
             RanksFailedError: a rank raised, died or hung; contains the traceback of every rank
                 that failed.
         """
+        __tracebackhide__ = True
         outcomes = self.run(job, timeout)
         failure = RanksFailedError.of(outcomes, self.size)
         if failure is not None:
