@@ -16,6 +16,14 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+try:
+    importlib.import_module("numpy")
+except ImportError:
+    from collective.install import refuse_subinterpreter
+
+    refuse_subinterpreter()
+    raise
+
 from collective.communicator import NULL, Communicator, Grid, Status
 from collective.communicator.foreign_names import remedy_of
 from collective.contract.backend import ANY_SOURCE
