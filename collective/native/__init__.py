@@ -22,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -146,6 +147,8 @@ def _load() -> tuple[ModuleType | None, str]:
         from . import _core
     except ImportError as error:
         if error.name == f"{__name__}._core" or "cannot import name '_core'" in str(error):
+            if sys.maxsize <= 2**32:
+                return None, "not built: it needs a 64-bit Python"
             return None, "not built: a wheel without it, or no C compiler at installation"
         return None, f"cannot be loaded: {error}"
     return _checked(_core)
