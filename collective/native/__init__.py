@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 import os
 import sys
 from collections.abc import Callable
@@ -143,6 +144,8 @@ def switch(on: bool) -> None:
 
 
 def _load() -> tuple[ModuleType | None, str]:
+    if "t" in sys.abiflags and _is_limited():
+        return None, f"built for a Python with a GIL; {_REBUILD}"
     try:
         from . import _core
     except ImportError as error:
@@ -152,6 +155,12 @@ def _load() -> tuple[ModuleType | None, str]:
             return None, "not built: a wheel without it, or no C compiler at installation"
         return None, f"cannot be loaded: {error}"
     return _checked(_core)
+
+
+def _is_limited() -> bool:
+    # Python 3.13 without a GIL finds a core of the limited API, and cannot load it.
+    spec = importlib.util.find_spec(f"{__name__}._core")
+    return spec is not None and str(spec.origin).endswith(".abi3.so")
 
 
 def _checked(extension: ModuleType) -> tuple[ModuleType | None, str]:

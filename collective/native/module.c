@@ -351,6 +351,10 @@ static void free_module(void *module)
 static PyModuleDef_Slot slots[] = {
     {Py_mod_exec, fill_module},
     {Py_mod_multiple_interpreters, Py_MOD_PER_INTERPRETER_GIL_SUPPORTED},
+#ifdef Py_GIL_DISABLED
+    /* Shown by docs/decisions/0209-without-a-gil.md. */
+    {Py_mod_gil, Py_MOD_GIL_NOT_USED},
+#endif
     {0, NULL}};
 
 static PyModuleDef_Slot slots_of_3_11[] = {{Py_mod_exec, fill_module}, {0, NULL}};

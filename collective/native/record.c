@@ -54,12 +54,21 @@ static int instruction_of(const struct core *core, PyObject *frame)
     return (int)at;
 }
 
+/* Whether the last recorded call was made from this code. */
+static int is_last(const Ring *ring, PyObject *code)
+{
+    int same;
+    Py_BEGIN_CRITICAL_SECTION(ring);
+    same = code == PyList_GetItem(ring->list, ring->started % RECORDS * OBJECTS + SITE);
+    Py_END_CRITICAL_SECTION();
+    return same;
+}
+
 /* Finds the innermost frame that belongs to the program: returns its code, and sets the
    instruction. The line number is computed only when the record is read. Returns a new reference,
    to "" if there is no such frame. */
 static PyObject *find_site(const Ring *ring, int *instruction)
 {
-    Py_ssize_t last = ring->started % RECORDS * OBJECTS + SITE;
     PyObject *frame = (PyObject *)PyEval_GetFrame(), *code = NULL;
     Py_XINCREF(frame);
     while (frame != NULL && frame != Py_None) {
@@ -68,7 +77,7 @@ static PyObject *find_site(const Ring *ring, int *instruction)
         /* A loop in the program makes its calls from the same code each time. So the last code is
            compared first, which is cheaper than a look at the file name. The list is read each time:
            is_in_library() may let the collector run a finalizer that replaces the last code. */
-        if (code == PyList_GetItem(ring->list, last) || !is_in_library(ring, code))
+        if (is_last(ring, code) || !is_in_library(ring, code))
             break;
         PyObject *above = PyObject_GetAttr(frame, ring->core->name_back);
         Py_DECREF(frame);
