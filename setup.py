@@ -81,8 +81,8 @@ class Pure(Distribution):
 #: free-threaded Python has no limited API.
 LIMITED = not sysconfig.get_config_var("Py_GIL_DISABLED")
 
-# On a 32-bit platform the package has no core. Without a C compiler the installation succeeds, but without the core. With -ffp-contract=off, a
-# product and a sum are each rounded, as in NumPy.
+# On a 32-bit platform the package has no core. Without a C compiler the installation succeeds, but
+# without the core. With -ffp-contract=off, a product and a sum are each rounded, as in NumPy.
 CORE = Extension(
     "collective.native._core",
     sources=sorted(f"collective/native/{file.name}" for file in ROOT.glob("collective/native/*.c")),
