@@ -14,7 +14,7 @@ from tests.support.interpreter import ROOT
 
 #: Rooms (folders), by layer from the bottom up. A room imports only from lower layers.
 FLOORS = (
-    {"deadline", "errors", "install", "lazy"},
+    {"deadline", "errors", "install", "lazy", "platform"},
     {"ops"},
     {"native"},
     {"cuda"},
