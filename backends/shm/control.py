@@ -27,6 +27,7 @@ from collective.contract.waits import (
 )
 from collective.deadline import Deadline
 from collective.errors import BackendError, RendezvousError, UnsupportedError
+from collective.platform import usable_cores
 from collective.request import Disagreement, Request
 
 from .board import Board
@@ -120,9 +121,8 @@ class Control:
         # segment, and with it the lock, stays until the peers can read that it was dropped.
         drop = weakref.finalize(self, _drop, segment, self._line + _STATE, os.getpid())
         drop.atexit = False
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         self.yield_s = _YIELD_S
-        self.crowded = size > (cores or 1)
+        self.crowded = size > usable_cores()
         self.polls = _POLLS_CROWDED if self.crowded else _POLLS
 
     # -- life ---------------------------------------------------------------------------

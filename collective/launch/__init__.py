@@ -22,14 +22,14 @@ from pathlib import Path
 
 from collective.contract.secret import parse
 from collective.elastic.arrivals import Arrivals
-from collective.platform import held_port
+from collective.platform import adopt_orphans, held_port, usable_cores
 from collective.start.resolver import in_directory
 from collective.start.rundir import join, leave
 
 from .attempts import run_attempts
 from .mpi import MpiSupervisor
 from .mpiexec import Mpiexec
-from .processes import adopt_orphans, end_children
+from .processes import end_children
 from .supervisor import Replacing, Supervisor
 
 __all__ = ["cores_for_each", "launch", "restart_with"]
@@ -266,6 +266,4 @@ def cores_for_each(size: int) -> int:
     Ranks that each start one thread for every core slow each other down by far. torchrun sets 1,
     which leaves cores idle if there are fewer ranks than cores.
     """
-    affinity = getattr(os, "sched_getaffinity", None)
-    usable = len(affinity(0)) if affinity else os.cpu_count() or 1
-    return max(1, usable // size)
+    return max(1, usable_cores() // size)

@@ -14,10 +14,11 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Client, Connection
 from queue import SimpleQueue
 
+from collective.platform import short_path
 from collective.start.launchers import detect
 
 from .outcome import Outcome, RemoteError
@@ -34,7 +35,6 @@ __all__ = [
     "outcome_of",
     "serve",
     "serve_as",
-    "short_path",
 ]
 
 #: Request for the stacks of a rank's threads, and the first bytes of the answer.
@@ -179,22 +179,6 @@ def call_back(address: str, rank: int) -> Connection:
         connection = Client(path, "AF_UNIX")
     connection.send((rank, os.getpid()))
     return connection
-
-
-@contextlib.contextmanager
-def short_path(address: str) -> Iterator[str]:
-    """Yield a name for a socket's file that fits into a socket address, which has 107 bytes.
-
-    The path of a job's directory for temporary files may be too long.
-    """
-    if sys.platform != "linux":
-        yield address
-        return
-    folder = os.open(os.path.dirname(address), os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        yield f"/proc/self/fd/{folder}/{os.path.basename(address)}"
-    finally:
-        os.close(folder)
 
 
 def leave_process_group() -> None:

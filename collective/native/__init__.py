@@ -19,17 +19,16 @@ The C files lie beside this one:
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib.util
 import os
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from collective.deadline import Deadline
+from collective.platform import cache_bytes
 
 if TYPE_CHECKING:
     from ._core import Door, InThread, Ring, Shared
@@ -50,9 +49,6 @@ NOBODY = -2
 Exchange = Callable[[Any, int, Any, int, int, Deadline, bool], Any]
 _Function = TypeVar("_Function")
 _REBUILD = "build it again: pip install -e ."
-# Linux tells the length of a processor's last cache here, in KiB. The first processor stands for
-# all.
-_CACHE = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
 _USUAL, _LEAST = 32 << 20, 16 << 20
 # A longer cache serves more than the ranks of one job: in a virtual machine it also serves the
 # other machines on the host.
@@ -178,9 +174,7 @@ def cached_bytes() -> int:
 
     Copies for longer arrays go around the caches.
     """
-    nbytes = _USUAL
-    with contextlib.suppress(OSError, ValueError):
-        nbytes = int(_CACHE.read_text().removesuffix("K\n")) << 10
+    nbytes = cache_bytes() or _USUAL
     return min(max(nbytes, _LEAST), _MOST)
 
 

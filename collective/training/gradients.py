@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +23,7 @@ from collective.errors import (
     MismatchError,
 )
 from collective.memory.dtypes import named
+from collective.platform import usable_cores
 
 from .buckets import Bucket, Parameter, Reduce
 from .rebinding import Rebindable
@@ -424,7 +424,7 @@ def _overlaps(comm: Communicator) -> bool:
     known = comm.capabilities
     if known.across_hosts or "cuda" in known.devices:
         return True
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cores = usable_cores()
     return (cores or 1) >= 2 * comm.size
 
 

@@ -336,7 +336,7 @@ def hanging_alone(participant: Participant) -> None:
 def test_rank_that_connects_and_sends_nothing_has_not_started() -> None:
     def commands(address: str) -> list[Command]:
         program = (
-            "import socket, sys; from collective.launch.control import short_path\n"
+            "import socket, sys; from collective.platform import short_path\n"
             "with short_path(sys.argv[1]) as path: socket.socket(socket.AF_UNIX).connect(path)"
         )
         return [([sys.executable, "-c", program, address], {"PYTHONPATH": str(ROOT)})]

@@ -57,11 +57,14 @@ def test_held_port_is_not_chosen_for_a_server(reuse: int) -> None:
 
 @linux
 def test_held_port_is_not_chosen_for_a_connection() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server, held_port() as port:
-        with socket.socket() as thief:
-            only(thief, port)
-            with pytest.raises(OSError, match="Cannot assign"):
-                thief.connect(server.getsockname())
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        held_port() as port,
+        socket.socket() as thief,
+    ):
+        only(thief, port)
+        with pytest.raises(OSError, match="Cannot assign"):
+            thief.connect(server.getsockname())
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "0.0.0.0"])
