@@ -85,9 +85,7 @@ def gradients(weights: list[Array], x: Array, labels: Array) -> list[Array]:
 def train(comm: Communicator, steps: int, batch: int) -> float:
     """Return the seconds of a step; all ranks end with equal weights."""
     random = np.random.default_rng(0)
-    weights = [
-        random.normal(0, shape[0] ** -0.5, shape).astype(np.float32) for shape in SHAPES
-    ]
+    weights = [random.normal(0, shape[0] ** -0.5, shape).astype(np.float32) for shape in SHAPES]
     digits = np.random.default_rng(1 + comm.rank)
     x = digits.normal(size=(batch, 28, 28, 1)).astype(np.float32)
     labels = digits.integers(0, 10, batch)

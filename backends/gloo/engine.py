@@ -32,7 +32,6 @@ __all__ = ["CUT_TAG", "AddressStore", "cut", "device", "ended", "process_group",
 
 #: The tag of the receive that :func:`cut` posts. No rank sends with this tag.
 CUT_TAG = 2**31 - 1
-# The threads of this process (Linux).
 _IO_THREAD, _NAMING_TRIES = "gloo_tcp_loop", 50
 # Gloo's smallest unit of time: Gloo would take a shorter timeout as no timeout at all.
 _CUT_S = 0.001
