@@ -110,7 +110,7 @@ def _pools(
                 yield f"{transport}-{size}", pool
         for folder in sorted(mpi.iterdir()) if mpi is not None else ():
             with ExitStack() as stack:
-                launcher = Mpiexec(folder / "bin" / "mpiexec", python=folder / "bin" / "python")
+                launcher = Mpiexec(str(folder / "bin" / "python"))
                 pool = stack.enter_context(RankPool(size, "mpi", timeout=300, mpiexec=launcher))
                 yield f"{folder.name}-{size}", pool
 

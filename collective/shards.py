@@ -236,8 +236,8 @@ class ShardFold:
                 steps = merging.push(span, -1)
             for left, right, out in steps:
                 assert right is not None
-                operands = (leaf if slot < 0 else self._rooms[slot] for slot in (left, right))
-                folding.join(*operands, self._rooms[out])
+                operand = leaf if right < 0 else self._rooms[right]
+                folding.join(self._rooms[left], operand, self._rooms[out])
         self.added += 1
 
     def _merges(self, span: Span) -> bool:

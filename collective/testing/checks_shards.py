@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 
@@ -11,8 +12,8 @@ from collective.ops import user_op
 from collective.shards import ShardFold, Shards
 
 from .checks import Case, folds_for_users, on_each_rank
-from .frameworks import encoded
-from .samples import Array, assert_same, dtypes_of, folded, of_bits, plain, regions, widened
+from .frameworks import encoded, widened
+from .samples import Array, assert_same, dtypes_of, folded, of_bits, plain, regions
 
 _CASES: list[Case] = [
     {"dtype": dtype, "op": op}
@@ -106,21 +107,23 @@ def _tree(values: list[Array], fold: Callable[[Array, Array], Array]) -> Array:
     if len(values) == 1:
         return values[0]
     half = 1 << (len(values) - 1).bit_length() - 1
-    return fold(_tree(values[:half], fold), _tree(values[half:], fold))
+    joined: Array = fold(_tree(values[:half], fold), _tree(values[half:], fold))
+    return joined
 
 
 def _rough(dtype: str, total: int, count: int) -> Array:
     """Return rows of numbers whose sums depend on the order, in the storage of ``dtype``."""
     random = np.random.default_rng([total, count])
-    numbers = random.uniform(0.5, 2, (total, count)) * random.choice([-1, 1], (total, count))
-    numbers = numbers * (1 - 0.5j) if dtype.startswith("complex") else numbers
+    numbers: Array = random.uniform(0.5, 2, (total, count)) * random.choice([-1, 1], (total, count))
+    if dtype.startswith("complex"):
+        numbers = numbers * (1 - 0.5j)
     if dtype == "bfloat16":
         return encoded(numbers.astype(np.float32), dtype)
     return numbers.astype(dtype)
 
 
-def _array(dtype: str, rows: Array) -> Array:
-    return of_bits(dtype, rows) if dtype == "bfloat16" else rows  # type: ignore[no-any-return]
+def _array(dtype: str, rows: Array) -> Any:
+    return of_bits(dtype, rows) if dtype == "bfloat16" else rows
 
 
 def _bits(found: Array, wanted: Array, what: str) -> None:

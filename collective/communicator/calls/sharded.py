@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -98,13 +97,14 @@ class ShardedFold(Call):
             op = call.reducer_of(dtype)
             request = Request(self.operation, dtype, shape, op=op, root=call.root, **options)
             exchange = _Exchange(path.backend, request, self._shards, folded, lengths)
-            planned = path.remember(key, Planned(request, exchange, fixed=True))
+            plan = guarded(path, request, exchange)
+            planned = path.remember(key, Planned(request, plan, fixed=True))
         return planned
 
     def run(self, deadline: Deadline) -> Any:
         # Read the inputs of a structure before the first result is written: a leaf of `out` may
         # overlap a leaf of `x` that has another dtype and so belongs to another message.
-        inputs = [self._rows(members) for members, _ in self._messages]
+        inputs = [_Rows(self._rows(members)) for members, _ in self._messages]
         for (members, planned), rows in zip(self._messages, inputs):
             self._send(members, planned, rows, deadline)
         if not self._call.receives:
@@ -132,11 +132,9 @@ class ShardedFold(Call):
         ]  # fmt: skip
 
     def _send(
-        self, members: Sequence[int], planned: Planned, rows: list[Buffer], deadline: Deadline
+        self, members: Sequence[int], planned: Planned, rows: Any, deadline: Deadline
     ) -> None:
         """Make the reduction of the leaves of one dtype, and store its results."""
-        exchange: Any = planned.plan
-        plan = guarded(self.path, planned.request, partial(exchange, rows))
         dst, outputs = None, [self._outputs[nth] for nth in members if self._outputs]
         leaves = [self._leaves[nth] for nth in members]
         if outputs:
@@ -145,7 +143,7 @@ class ShardedFold(Call):
             dst = Buffer.empty(count, leaves[0].dtype)
             if alone:
                 dst = Buffer(outputs[0].flat, leaves[0].dtype)
-        self.path.carry(Planned(planned.request, plan, fixed=True), None, dst, deadline)
+        self.path.carry(planned, rows, dst, deadline)
         if dst is None or dst.array is outputs[0].flat:
             return
         start = 0
@@ -240,8 +238,17 @@ def _checked_fold(
     return fold.adapter, fold.dtype, fold.shape
 
 
+class _Rows(list[Buffer]):
+    """Shards or nodes of this rank, which a plan takes in place of one input buffer."""
+
+    @property
+    def nbytes(self) -> int:
+        """Length of all rows in bytes."""
+        return sum(row.nbytes for row in self)
+
+
 class _Exchange:
-    """Plan of a reduction of shards. It takes this rank's rows in place of one input buffer.
+    """Plan of a reduction of shards.
 
     There are three ways:
 
@@ -311,9 +318,7 @@ class _Exchange:
         second = request.step(3, gathers, root=root, elements=self._lengths)
         return [backend.plan(first), backend.plan(second)]
 
-    def __call__(
-        self, rows: Sequence[Buffer], src: None, dst: Buffer | None, deadline: Deadline
-    ) -> None:
+    def __call__(self, rows: _Rows, dst: Buffer | None, deadline: Deadline) -> None:
         with np.errstate(all="ignore"):
             if self._ordinary:
                 self._by_ordinary_fold(rows, dst, deadline)
