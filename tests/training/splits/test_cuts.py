@@ -87,8 +87,11 @@ def test_split_in_turn_of_random_layers_matches_whole(of: ModuleType, seed: int)
     chance = random.Random(seed)
     for layer, x in layers(of, seed, 30):
         expected = of.outcome(layer, x, layer)
+        # Inputs with three data axes are short, so three pieces are often more than there are rows.
+        # Nine pieces along each of three axes would take most of the time of this test.
+        axes = x.ndim - 2
         how = {
-            "data": tuple(chance.randint(1, 9) for _ in range(x.ndim - 2)),
+            "data": tuple(chance.randint(1, 9 if axes < 3 else 3) for _ in range(axes)),
             "channels": chance.randint(1, 3),
             "batch": chance.randint(1, 2),
             "recompute": chance.random() < 0.5,
