@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import os
 import re
@@ -88,6 +89,7 @@ SLOW = """
 """.split()
 
 
+@functools.cache
 def _key(path: Path) -> str:
     """Return the name of a test file in QUICK and SLOW: ``folder/module``."""
     if not path.is_relative_to(_TESTS):

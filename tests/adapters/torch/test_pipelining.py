@@ -10,8 +10,6 @@ import pytest
 torch = pytest.importorskip("torch")
 dist = pytest.importorskip("torch.distributed")
 
-from torch.distributed import pipelining  # noqa: E402
-
 from tests.support.mpi_launches import ROOT, mpirun, needs, warm_python_of  # noqa: E402
 from tests.support.torch_groups import run_in_group  # noqa: E402
 
@@ -35,6 +33,9 @@ def batch() -> tuple[Any, Any]:
 
 def step(rank: int, size: int, name: str) -> Any:
     """Return the gradients of this rank's stages by stage number, and the last stage's losses."""
+    # Takes as long as the import of PyTorch, so only ranks import it, and no collection of tests.
+    from torch.distributed import pipelining
+
     stages_per_rank = SCHEDULES[name]
     modules = stages(stages_per_rank * size)
     own_stages = [
