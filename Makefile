@@ -13,6 +13,7 @@
 #   make soak     random calls, aliases, kills and mutated messages, for hours: see docs/failures.md
 #   make sanitize run the native core's ranks as threads, under the compiler's sanitizers
 #   make freethreaded  build a Python without a GIL, with this package, in .freethreaded, and test it
+#   make aarch64  run the native core and the conformance kit for AArch64 under QEMU, for an hour or more
 #   make parity   compare every transport and framework here with an oracle: parity.html
 #   make bench    compare with three MPI libraries and Gloo (installs them into .mpi)
 #   make release-check  build the files that a release uploads, in dist, and check them
@@ -49,7 +50,7 @@ while sleep 1; kill -0 $$job 2>/dev/null; do \
 wait $$job
 endef
 
-.PHONY: demo demo-chainer demo-splits clients docs test quick test-gpu check format lint types soak sanitize freethreaded parity bench release-check wheels clean
+.PHONY: demo demo-chainer demo-splits clients docs test quick test-gpu check format lint types soak sanitize freethreaded parity bench release-check wheels clean aarch64
 .DEFAULT_GOAL := demo
 
 demo: .venv/.demo $(if $(filter mpi,$(BACKEND)),.mpi/mpich/.done)
@@ -152,6 +153,11 @@ FREETHREADED ?=
 freethreaded: .venv/.dev
 	tests/native/freethreaded.sh .freethreaded $(FREETHREADED)
 	$(BIN)/python -m pytest tests/native/test_free_threads.py
+
+# Needs Debian with qemu-user and a cross compiler, and a network at its first run. It says what is
+# missing. All options: python -m tests.native.aarch64 --help
+aarch64: .venv/bin/python
+	$(BIN)/python -m tests.native.aarch64
 
 parity: .venv/.dev .venv/.chainer .mpi/mpich/.done
 	.mpi/mpich/bin/python -m collective parity --random 200 --seed 7 --train --splits \
@@ -265,6 +271,6 @@ NATIVE := $(wildcard collective/native/*.[ch])
 	@touch $@
 
 clean:
-	rm -rf .venv .mpi .clients .freethreaded .editable .wheels build dist wheelhouse site *.egg-info bench.json bench.png parity.html parity.json train.json .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .mpi .clients .freethreaded .editable .wheels build dist wheelhouse site *.egg-info bench.json bench.png parity.html parity.json train.json .hypothesis .mypy_cache .pytest_cache .ruff_cache .aarch64
 	rm -f collective/native/*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

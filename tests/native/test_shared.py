@@ -27,8 +27,12 @@ DIGEST, LOCATION, POSTED, FOLDED, READ = 1, 8, 40, 48, 56
 @pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
 @pytest.mark.parametrize(
     ("program", "ranks", "areas"),
-    [("shared", "2 3 5", "1024 4096"), ("messages", "2 3", "4096")],
-    ids=["shared", "messages"],
+    [
+        ("shared", "2 3 5", "1024 4096"),
+        ("messages", "2 3", "4096"),
+        ("claims", "2 3", "1024 4096"),
+    ],
+    ids=["shared", "messages", "claims"],
 )
 def test_sanitizers_report_no_error(program: str, ranks: str, areas: str, sanitizer: str) -> None:
     # The same as `make sanitize`, but shorter.

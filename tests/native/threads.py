@@ -1,8 +1,7 @@
 """Command that builds and runs ``*_threads.c``: ranks as threads, under sanitizers.
 
-``make sanitize`` runs ``python -m tests.native.threads``, which takes longer than the tests. For
-another processor: ``CC="aarch64-linux-gnu-gcc -static" python -m tests.native.threads --sanitizers
-none --emulator qemu-aarch64``.
+``make sanitize`` runs ``python -m tests.native.threads``, which takes longer than the tests.
+:mod:`tests.native.aarch64` runs the same programs for AArch64 under an emulator.
 """
 
 from __future__ import annotations
@@ -22,10 +21,15 @@ _CORE = _HERE.parents[1] / "collective" / "native"
 PROGRAMS = {
     "shared": ("shared.c", "staging.c"),
     "messages": ("messages.c", "-DCHUNK_BYTES=128", "-DCLAIMED_BYTES=2048"),
+    "claims": ("messages.c", "-DCHUNK_BYTES=128", "-DCLAIMED_BYTES=2048"),
 }
 # Bytes of an area or of a ring. A ring is shorter than a head, as long as some messages, or longer
 # than two messages that a receiver may claim. A longer ring would only repeat the middle part.
-AREAS = {"shared": (1024, 4096, 65536), "messages": (1024, 4096, 16384)}
+AREAS = {
+    "shared": (1024, 4096, 65536),
+    "messages": (1024, 4096, 16384),
+    "claims": (1024, 4096, 16384),
+}
 SANITIZERS = ("none", "thread", "address,undefined")
 
 

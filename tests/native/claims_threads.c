@@ -1,0 +1,152 @@
+/* Stress test of claims: rank 0 sends to each other rank, and the receivers claim each message at a
+   random moment, also just when the sender has announced all of it and looks for a claim. After
+   each message the sender overwrites its array. threads.py builds and runs the program.
+
+   Usage: claims_threads RANKS CALLS RING_BYTES SEED */
+
+#define _GNU_SOURCE
+#include "messages.h"
+#include "copying.h"
+
+#include <pthread.h>
+#include <sched.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+size_t cached_bytes = 512; /* longer copies bypass the caches */
+
+enum { MOST_RANKS = 16, NBYTES = CLAIMED_BYTES, LATER = 99, LOOKS = 2000, DELAY = 200 };
+
+static int ranks, calls;
+static size_t ring_bytes;
+static unsigned seed;
+static struct messages sender_end, ends[MOST_RANKS];
+static int ready[MOST_RANKS]; /* the call for which the receiver waits */
+static char expected[LATER][NBYTES], later[NBYTES];
+
+static uint32_t draw(uint32_t *state)
+{
+    *state ^= *state << 13;
+    *state ^= *state >> 17;
+    *state ^= *state << 5;
+    return *state;
+}
+
+/* Poll for a while before giving up the processor: the two ends must run at the same time. */
+static void idle(int *looks)
+{
+    if (++*looks > LOOKS) {
+        sched_yield();
+        *looks = 0;
+    }
+}
+
+static void check(int right, const char *what, int call, int rank, size_t at)
+{
+    if (!right) {
+        fprintf(stderr, "%s: call %d is wrong on rank %d from byte %zu on\n", what, call, rank, at);
+        exit(1);
+    }
+}
+
+static void finish(struct exchange *x, int call)
+{
+    for (int looks = 0; x->pending;) {
+        if (!exchange_step(x))
+            idle(&looks);
+        check(x->damage == NULL, x->damage, call, x->messages->rank, 0);
+    }
+}
+
+static void *send_all(void *argument)
+{
+    int to = (int)(intptr_t)argument, looks = 0;
+    char *array = malloc(NBYTES);
+    for (int call = 1; call <= calls; call++) {
+        struct exchange x;
+        memcpy(array, expected[call % LATER], NBYTES);
+        exchange_begin(&x, &sender_end);
+        exchange_send(&x, to, 5, array, NBYTES, NULL, 1);
+        while (__atomic_load_n(&ready[to], __ATOMIC_ACQUIRE) < call)
+            idle(&looks);
+        finish(&x, call);
+        memcpy(array, later, NBYTES);
+    }
+    free(array);
+    return NULL;
+}
+
+static void *receive_all(void *argument)
+{
+    int rank = (int)(intptr_t)argument, looks = 0;
+    uint32_t state = seed * 2654435761u + 1 + (unsigned)rank;
+    char *out = malloc(NBYTES);
+    for (int call = 1; call <= calls; call++) {
+        struct exchange x;
+        size_t rest, from = NBYTES, at = 0;
+        exchange_begin(&x, &ends[rank]);
+        exchange_recv(&x, 0, 0, 5, out, NBYTES, NULL);
+        __atomic_store_n(&ready[rank], call, __ATOMIC_RELEASE);
+        while (x.pending && !x.matched)
+            if (!exchange_step(&x))
+                idle(&looks);
+        for (int left = (int)(draw(&state) % DELAY); left > 0; left--)
+            __asm__ __volatile__("");
+        if ((rest = exchange_claim(&x)) > 0) {
+            from = x.done;
+            memcpy(out + x.done, x.address + x.done, rest);
+            exchange_fetched(&x);
+        }
+        finish(&x, call);
+        if (memcmp(out, expected[call % LATER], NBYTES) != 0) {
+            while (out[at] == expected[call % LATER][at])
+                at++;
+            check(0, at < from ? "a byte from the ring" : "a byte fetched too late", call, rank, at);
+        }
+    }
+    free(out);
+    return NULL;
+}
+
+int main(int count, char **arguments)
+{
+    if (count != 5)
+        return 2;
+    ranks = atoi(arguments[1]);
+    calls = atoi(arguments[2]);
+    ring_bytes = (size_t)atol(arguments[3]);
+    seed = (unsigned)atol(arguments[4]);
+    for (int value = 0; value < LATER; value++)
+        memset(expected[value], value, NBYTES);
+    memset(later, LATER, NBYTES);
+    char *memory = calloc((size_t)ranks, 4096 + ring_bytes);
+    sender_end = (struct messages){0, ranks, ring_bytes, ring_bytes, NULL,
+                                   calloc((size_t)ranks, sizeof(struct ring)), NULL, NULL, 1};
+    for (int rank = 1; rank < ranks; rank++) {
+        char *page = memory + (size_t)rank * (4096 + ring_bytes);
+        ends[rank] = (struct messages){rank, ranks, ring_bytes, ring_bytes,
+                                       calloc(1, sizeof(struct ring)), NULL, NULL, NULL, 1};
+        ends[rank].in[0] = (struct ring){.mine = (uint64_t *)(page + 512),
+                                         .theirs = (uint64_t *)page,
+                                         .claim = (uint64_t *)(page + 1024),
+                                         .data = (unsigned char *)page + 4096};
+        sender_end.out[rank] = (struct ring){.mine = (uint64_t *)page,
+                                             .theirs = (uint64_t *)(page + 512),
+                                             .claim = (uint64_t *)(page + 1024),
+                                             .data = (unsigned char *)page + 4096};
+    }
+    pthread_t threads[2 * MOST_RANKS];
+    for (intptr_t rank = 1; rank < ranks; rank++) {
+        pthread_create(&threads[2 * rank], NULL, send_all, (void *)rank);
+        pthread_create(&threads[2 * rank + 1], NULL, receive_all, (void *)rank);
+    }
+    for (int i = 2; i < 2 * ranks; i++)
+        pthread_join(threads[i], NULL);
+    for (int rank = 1; rank < ranks; rank++)
+        free(ends[rank].in);
+    free(sender_end.out);
+    free(memory);
+    printf("%d calls of %d ranks\n", calls, ranks);
+    return 0;
+}
