@@ -10,6 +10,7 @@
 #   make clients  test libraries that use torch.distributed over our process group (docs/clients.md)
 #   make docs     build the documentation as a site, in site/; the tests build and check it, too
 #   make check    run formatter, linter, type checker and tests
+#   make pythons  test the package on Python 3.11 to 3.15, each in .pythons: see docs/install.md
 #   make soak     random calls, aliases, kills and mutated messages, for hours: see docs/failures.md
 #   make sanitize run the native core's ranks as threads, under the compiler's sanitizers
 #   make freethreaded  build a Python without a GIL, with this package, in .freethreaded, and test it
@@ -30,8 +31,9 @@ MAKEFLAGS += --no-print-directory --no-builtin-rules
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3.15 python3; do \
 	if $$p -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' \
 	2>/dev/null; then echo $$p; break; fi; done)
-# Pinned, because other versions install gigabytes for GPUs, which nothing here uses.
-TORCH ?= torch==2.13.0
+# Pinned, because other versions install gigabytes for GPUs, which nothing here uses. For Python 3.15
+# there are wheels from 2.15 on.
+TORCH ?= torch==$(shell $(PYTHON) -c 'import sys; print("2.13.0" if sys.version_info < (3, 15) else "2.15.0")')
 
 # The transport that carries the data in the demo, and the number of ranks. With more ranks than
 # cores the demo would only show that ranks wait for a core. One rank alone would show nothing.
@@ -50,7 +52,7 @@ while sleep 1; kill -0 $$job 2>/dev/null; do \
 wait $$job
 endef
 
-.PHONY: demo demo-chainer demo-splits clients docs test quick test-gpu check format lint types soak sanitize freethreaded parity bench release-check wheels clean aarch64
+.PHONY: demo demo-chainer demo-splits clients docs test quick test-gpu check format lint types soak sanitize freethreaded parity bench release-check wheels clean aarch64 pythons
 .DEFAULT_GOAL := demo
 
 demo: .venv/.demo $(if $(filter mpi,$(BACKEND)),.mpi/mpich/.done)
@@ -79,6 +81,12 @@ test: .venv/.abi .venv/.chainer .mpi/mpich/.done .mpi/openmpi/.done
 # The tests that changes break first, for the inner loop: the list is in tests/conftest.py.
 quick: .venv/.dev .venv/.chainer
 	$(BIN)/python -m pytest $(XDIST) --quick
+
+# Needs no environment: the program makes one for each Python, in .pythons. Some Pythons:
+# make pythons PYTHONS="3.14 3.15"
+PYTHONS ?=
+pythons:
+	@"$(PYTHON)" tests/pythons/run.py $(PYTHONS)
 
 # Use the Python environment of the machine with the GPU: .venv has no PyTorch for GPUs.
 GPU_PYTHON ?= $(or $(VIRTUAL_ENV:%=%/bin/python),$(shell command -v python3 || echo python3))
@@ -271,6 +279,6 @@ NATIVE := $(wildcard collective/native/*.[ch])
 	@touch $@
 
 clean:
-	rm -rf .venv .mpi .clients .freethreaded .editable .wheels build dist wheelhouse site *.egg-info bench.json bench.png parity.html parity.json train.json .hypothesis .mypy_cache .pytest_cache .ruff_cache .aarch64
+	rm -rf .venv .mpi .clients .freethreaded .editable .wheels build dist wheelhouse site *.egg-info bench.json bench.png parity.html parity.json train.json .hypothesis .mypy_cache .pytest_cache .ruff_cache .aarch64 .pythons
 	rm -f collective/native/*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
