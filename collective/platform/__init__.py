@@ -1,6 +1,6 @@
 """Calls that differ between operating systems: Linux's, and what stands in for them elsewhere.
 
-Other modules call these functions and ask no further which system they run on. :mod:`.linux` has
+Other modules call these functions, and never ask which system they run on. :mod:`.linux` has
 the calls that only Linux offers. :mod:`.portable` has the same names for every other Unix.
 """
 

@@ -383,7 +383,7 @@ def _bound(family: socket.AddressFamily, address: str) -> socket.socket:
     try:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
-            # The port is held for IPv4, too. Some systems switch that off by default.
+            # The socket holds the port for IPv4, too. Some systems switch that off by default.
             holder.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         holder.bind((address, 0))
     except BaseException:
@@ -395,9 +395,9 @@ def _bound(family: socket.AddressFamily, address: str) -> socket.socket:
 def bound_locally() -> tuple[socket.socket, str]:
     """Return a bound socket for processes of this host, and its address.
 
-    The address has no space if :func:`connected_locally` takes it; otherwise it is a TCP host and
-    port. The socket has a random name in the kernel's abstract namespace, which no other host can
-    reach and which vanishes with the socket (unix(7)).
+    An address with a space is a host and a port of TCP. :func:`connected_locally` takes addresses
+    without a space. The socket has a random name in the kernel's abstract namespace, which no other
+    host can reach and which vanishes with the socket (unix(7)).
     """
     name = f"collective-{secrets.token_hex(16)}"
     sock = socket.socket(socket.AF_UNIX)

@@ -87,7 +87,7 @@ def cpu_name() -> str:
 
 
 def busy_seconds() -> float:
-    """Return the processor time of this process, as nothing is known of the others."""
+    """Return the processor time of this process; the system does not tell that of the others."""
     return time.process_time()
 
 
@@ -254,7 +254,7 @@ def held_port() -> Iterator[int]:
     """Yield a TCP port that was free a moment ago; another program may take it meanwhile.
 
     On BSD systems a second socket cannot listen at a port that is bound already, even with
-    ``SO_REUSEADDR``. So the port cannot be held for a server in another process.
+    ``SO_REUSEADDR``. So no socket can hold the port for a server in another process.
     """
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port: int = probe.getsockname()[1]
@@ -285,8 +285,8 @@ def connected_locally(address: str, seconds: float) -> socket.socket:
 def notice_silence(sock: socket.socket, seconds: int) -> None:
     """Let the kernel end a TCP connection whose other host has vanished for ``seconds``.
 
-    Keep-alive probes find such a host while the connection is idle. Each option is set if the
-    system has it; macOS calls the first one TCP_KEEPALIVE.
+    Keep-alive probes find such a host while the connection is idle. Systems lack some of the
+    options. macOS calls the first one TCP_KEEPALIVE.
     """
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     options = {

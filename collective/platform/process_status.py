@@ -1,4 +1,4 @@
-"""What the system tells about another process."""
+"""Status of another process."""
 
 from __future__ import annotations
 
