@@ -237,8 +237,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if arguments is None and not options.as_is:
         restart_with(**_KEEPING)
-    # Import PyTorch once for all ranks that are started below.
-    preload(["torch"])
+    # Import PyTorch once for all ranks that are started below. The first optimizer imports the
+    # second module.
+    preload(["torch", "torch._dynamo"])
     torch.set_num_threads(1)
 
     def measure() -> dict[str, Any]:
