@@ -77,15 +77,16 @@ _NOT_QUICK = re.compile(r"gloo|mpich|openmpi|hierarchical|_of_8|\b(threads|shm|l
 # The slowest files, slowest first. ``make test`` distributes files in this order, so that no slow
 # file runs alone at the end. The summary reports a slow file that is missing here.
 SLOW = """
-    backends/mpi/conformance backends/hierarchical/transport
-    system/benchmarks docs/pages backends/conformance tools/doctor
-    backends/mpi/failures backends/faults backends/gloo/conformance
-    backends/nccl/conformance adapters/chainer/chainermn/launch
-    tools/bench_command system/hosts tools/parity_faults
-    backends/mpi/cuda_aware adapters/chainer/transports system/examples
-    contract/forking meta/broken_transports adapters/torch/transports
-    adapters/torch/plugin_programs system/training_examples system/packaging
-    training/splits/cuts
+    system/benchmarks backends/conformance backends/mpi/conformance
+    backends/hierarchical/transport docs/pages backends/message_waits
+    backends/mpi/failures adapters/chainer/chainermn/launch
+    training/splits/cuts backends/nccl/conformance
+    backends/mpi/cuda_aware backends/gloo/conformance
+    meta/broken_transports tools/doctor backends/faults
+    tools/parity_faults system/packaging system/hosts system/gpu_suite
+    system/training_examples adapters/chainer/transports system/examples
+    backends/mpi/transport tools/bench_command adapters/torch/transports
+    contract/forking adapters/torch/plugin_programs
 """.split()
 
 
