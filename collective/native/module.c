@@ -352,7 +352,7 @@ static PyModuleDef_Slot slots[] = {
     {Py_mod_exec, fill_module},
     {Py_mod_multiple_interpreters, Py_MOD_PER_INTERPRETER_GIL_SUPPORTED},
 #ifdef Py_GIL_DISABLED
-    /* Shown by docs/decisions/0209-without-a-gil.md. */
+    /* Shown by docs/decisions/0239-without-a-gil.md. */
     {Py_mod_gil, Py_MOD_GIL_NOT_USED},
 #endif
     {0, NULL}};
