@@ -109,3 +109,6 @@ class Plan:
     """
 
     def __call__(self, src: Any, dst: Any, deadline: Deadline, /) -> None: ...
+
+class Messages:
+    """Messages of one rank: ``self`` of the function that :func:`make_messages` returns."""
