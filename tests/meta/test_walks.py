@@ -86,11 +86,11 @@ def message_walks(comm: Communicator) -> dict[str, list[tuple[int, int]]]:
 @pytest.mark.parametrize(
     ("backend", "ceilings"),
     [
-        ("shm", {"first": (32, 13), "again": (0, 0), "out": (0, 0), "counts": (0, 0)}),
+        ("shm", {"first": (33, 13), "again": (0, 0), "out": (0, 0), "counts": (0, 0)}),
         (
             "gloo",
             {
-                "first": (62, 18),
+                "first": (63, 18),
                 "again": (13, 5),
                 "out": (13, 5),
                 "counts": (38, 8),

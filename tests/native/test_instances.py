@@ -82,7 +82,7 @@ from collective.native import _core
 site = _core.InThread()
 assert site.site is None, site.site
 site.site = "here"
-ring = _core.Ring("nowhere")
+ring = _core.Ring(["nowhere"])
 ring.begin("request")
 print(ring.kept(1)[0], ring.kept(1)[2], id(_core.Ring))
 """
@@ -110,7 +110,7 @@ def test_dropped_instance_is_collected() -> None:
 
 
 def test_object_outlives_its_dropped_instance() -> None:
-    ring = _instance().Ring("nowhere")
+    ring = _instance().Ring(["nowhere"])
     gc.collect()
     ring.begin("request")
     assert ring.kept(1)[0] == "request"

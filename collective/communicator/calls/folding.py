@@ -84,7 +84,9 @@ class FoldCall(Call):
             what, dtype, shape, op=reducer, ordered=ordered, root=self.root, elements=elements,
             **options,
         )  # fmt: skip
-        plan = guarded(path, request, path.backend.plan(request))
+        plan = path.backend.plan(request)
+        if reducer.function is not None:
+            plan = guarded(path, request, plan)
         return path.remember(key, Planned(request, plan, fixed=True, takes_gpus=takes_gpus))
 
     def reducer_of(self, dtype: DType) -> ReduceOp:
@@ -151,11 +153,8 @@ def guarded(path: Path, request: Request, plan: Plan) -> Plan:
 
     Args:
         path: path of the communicator.
-        request: request of the fold.
-        plan: plan of the fold. It is returned itself if the operator is one of this library's.
+        request, plan: request and plan of the fold.
     """
-    if request.op.function is None:
-        return plan
     outcome = path.backend.plan(request.step(1, "barrier"))
     # The plan must not refer to the path, because the path keeps the plan: the cycle would keep a
     # dropped path alive.

@@ -97,7 +97,7 @@ class ShardedFold(Call):
             op = call.reducer_of(dtype)
             request = Request(self.operation, dtype, shape, op=op, root=call.root, **options)
             exchange = _Exchange(path.backend, request, self._shards, folded, lengths)
-            plan = guarded(path, request, exchange)
+            plan = exchange if op.function is None else guarded(path, request, exchange)
             planned = path.remember(key, Planned(request, plan, fixed=True))
         return planned
 
