@@ -133,7 +133,6 @@ class Merging:
 
     def are_siblings(self, left: Span, right: Span) -> bool:
         """Return whether two neighbouring nodes are the halves of one node."""
-        """Return whether two neighbouring nodes are the halves of one node."""
         # Only a node at the right edge may lack leaves, and that node has no right sibling.
         width = left.stop - left.start
         end = min(left.start + 2 * width, self.total)
