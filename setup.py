@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from setuptools import Distribution, Extension, setup
+from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
 
@@ -73,10 +74,31 @@ CORE = Extension(
     extra_compile_args=["-std=gnu11", "-O3", "-ffp-contract=off", "-fvisibility=hidden"],
     optional=True,
 )
+# A library for XLA, which is not linked with Python: see adapters/jax/xla.
+XLA_PLUGIN = Extension(
+    "collective.adapters.jax.xla.libcollective_xla",
+    sources=["adapters/jax/xla/plugin.c"],
+    depends=["adapters/jax/xla/symbols.h"],
+    extra_compile_args=["-std=gnu11", "-O2", "-fvisibility=hidden"],
+    libraries=["dl"],
+    optional=True,
+)
+
+
+class BuildExt(build_ext):
+    """Build of extension modules, and of the library for XLA under one name for every Python."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        """Return the file of an extension module, below the folder of the build."""
+        if fullname == XLA_PLUGIN.name or fullname == XLA_PLUGIN.name.rpartition(".")[2]:
+            return f"{fullname.replace('.', '/')}.so"
+        return str(super().get_ext_filename(fullname))
+
 
 setup(
+    cmdclass={"build_ext": BuildExt},
     package_dir=linked() if "editable_wheel" in sys.argv else FOLDERS,
-    ext_modules=[CORE],
+    ext_modules=[CORE, XLA_PLUGIN],
     long_description=description((ROOT / "README.md").read_text()),
     long_description_content_type="text/markdown",
     # If COLLECTIVE_NATIVE=off is set during the build, the package has no native core. Set later,
