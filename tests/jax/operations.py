@@ -14,9 +14,6 @@ from functools import partial
 from typing import Any
 
 import jax
-
-jax.config.update("jax_enable_x64", True)
-
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -44,6 +41,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--hosts", type=int, default=1)
     hosts = parser.parse_args().hosts
+    jax.config.update("jax_enable_x64", True)
     if hosts > 1:
         rank, size = int(os.environ["COLLECTIVE_RANK"]), int(os.environ["COLLECTIVE_SIZE"])
         socket.gethostname = lambda: f"host-{rank * hosts // size}"
