@@ -169,6 +169,6 @@ class Announcer:
 
 def install(cliques: Cliques) -> None:
     """Have the cliques of every program announced that JAX compiles from now on."""
-    compiler = importlib.import_module("jax._src.compiler")
+    compiler: Any = importlib.import_module("jax._src.compiler")
     if not isinstance(compiler.compile_or_get_cached, Announcer):
         compiler.compile_or_get_cached = Announcer(compiler.compile_or_get_cached, cliques)
