@@ -13,6 +13,7 @@
 #   make check    run formatter, linter, type checker and tests
 #   make soak     random calls, aliases, kills and mutated messages, for hours: see docs/failures.md
 #   make sanitize run the native core's ranks as threads, under the compiler's sanitizers
+#   make freethreaded  build a Python without a GIL, with this package, in .freethreaded, and test it
 #   make parity   compare every transport and framework here with an oracle: parity.html
 #   make bench    compare with three MPI libraries and Gloo (installs them into .mpi)
 #   make release-check  build the files that a release uploads, in dist, and check them
@@ -26,8 +27,8 @@ SHELL := bash
 MAKEFLAGS += --no-print-directory --no-builtin-rules
 
 # The first Python that is new enough and can make a virtual environment.
-PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.10 python3; do \
-	if $$p -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 10))' \
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3.15 python3; do \
+	if $$p -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' \
 	2>/dev/null; then echo $$p; break; fi; done)
 # Pinned, because other versions install gigabytes for GPUs, which nothing here uses.
 TORCH ?= torch==2.13.0
@@ -49,7 +50,7 @@ while sleep 1; kill -0 $$job 2>/dev/null; do \
 wait $$job
 endef
 
-.PHONY: demo demo-chainer demo-splits clients test-jax docs test quick test-gpu check format lint types soak sanitize parity bench release-check wheels clean
+.PHONY: demo demo-chainer demo-splits clients test-jax docs test quick test-gpu check format lint types soak sanitize freethreaded parity bench release-check wheels clean
 .DEFAULT_GOAL := demo
 
 demo: .venv/.demo $(if $(filter mpi,$(BACKEND)),.mpi/mpich/.done)
@@ -155,6 +156,13 @@ sanitize: .venv/bin/python
 	$(BIN)/python -m tests.native.threads --programs shared --calls 1000
 	$(BIN)/python -m tests.native.threads --programs messages --calls 4000
 
+# Needs a compiler, apt and Debian's packages that CPython's build needs, such as libssl-dev. The words
+# in FREETHREADED go to CPython's configure.
+FREETHREADED ?=
+freethreaded: .venv/.dev
+	tests/native/freethreaded.sh .freethreaded $(FREETHREADED)
+	$(BIN)/python -m pytest tests/native/test_free_threads.py
+
 parity: .venv/.dev .venv/.chainer .mpi/mpich/.done
 	.mpi/mpich/bin/python -m collective parity --random 200 --seed 7 --train --splits \
 	--json parity.json --html parity.html
@@ -190,10 +198,10 @@ wheels: .wheels/.done
 	@.wheels/bin/python $(INSTALL) 'cibuildwheel>=3'
 	@touch $@
 
-# The pip that comes with Python 3.10 to 3.13 is too old for the options --group and
+# The pip that comes with many a Python is too old for the options --group and
 # --build-constraint.
 .venv/bin/python:
-	@test -n "$(PYTHON)" || { echo "make: needs Python 3.10 or newer with the module venv;" \
+	@test -n "$(PYTHON)" || { echo "make: needs Python 3.11 or newer with the module venv;" \
 	"install one, or name it: make PYTHON=/path/to/python3" >&2; exit 1; }
 	@echo "Building .venv with $$($(PYTHON) --version)"
 	@$(PYTHON) -m venv .venv
@@ -280,6 +288,6 @@ NATIVE := $(wildcard collective/native/*.[ch])
 	@touch $@
 
 clean:
-	rm -rf .venv .mpi .clients .jax .jax-new .editable .wheels build dist wheelhouse site *.egg-info bench.json bench.png parity.html parity.json train.json .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .mpi .clients .freethreaded .jax .jax-new .editable .wheels build dist wheelhouse site *.egg-info bench.json bench.png parity.html parity.json train.json .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	rm -f collective/native/*.so adapters/jax/xla/*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -7,6 +7,7 @@ that are links in an editable installation.
 import os
 import re
 import sys
+import sysconfig
 from pathlib import Path
 
 from setuptools import Distribution, Extension, setup
@@ -57,6 +58,26 @@ def linked() -> dict[str, str]:
     return {"": ".editable"}
 
 
+class Build(build_ext):
+    """Build of the core, which no earlier core for this version of Python alone may hide.
+
+    The library for XLA is not linked with Python, and has one name for every Python.
+    """
+
+    def run(self) -> None:
+        """Build the core; beside its sources, remove a core that Python would prefer to it."""
+        super().run()
+        folder = ROOT / "collective" / "native"
+        if LIMITED and (self.inplace or self.editable_mode) and (folder / "_core.abi3.so").exists():
+            (folder / f"_core{sysconfig.get_config_var('EXT_SUFFIX')}").unlink(missing_ok=True)
+
+    def get_ext_filename(self, fullname: str) -> str:
+        """Return the file of an extension module, below the folder of the build."""
+        if fullname in (XLA_PLUGIN.name, XLA_PLUGIN.name.rpartition(".")[2]):
+            return f"{fullname.replace('.', '/')}.so"
+        return str(super().get_ext_filename(fullname))
+
+
 class Pure(Distribution):
     """Distribution without the native core, whose wheel is for every platform."""
 
@@ -65,14 +86,19 @@ class Pure(Distribution):
         return False
 
 
-# Without a C compiler the installation succeeds, but without the core. With -ffp-contract=off, a
-# product and a sum are each rounded, as in NumPy.
+#: Whether one build of the core serves Python 3.11 and all later versions, by the limited API. A
+#: free-threaded Python has no limited API.
+LIMITED = not sysconfig.get_config_var("Py_GIL_DISABLED")
+
+# On a 32-bit platform the package has no core. Without a C compiler the installation succeeds, but
+# without the core. With -ffp-contract=off, a product and a sum are each rounded, as in NumPy.
 CORE = Extension(
     "collective.native._core",
     sources=sorted(f"collective/native/{file.name}" for file in ROOT.glob("collective/native/*.c")),
     depends=sorted(f"collective/native/{file.name}" for file in ROOT.glob("collective/native/*.h")),
     extra_compile_args=["-std=gnu11", "-O3", "-ffp-contract=off", "-fvisibility=hidden"],
     optional=True,
+    py_limited_api=LIMITED,
 )
 # A library for XLA, which is not linked with Python: see adapters/jax/xla.
 XLA_PLUGIN = Extension(
@@ -84,21 +110,11 @@ XLA_PLUGIN = Extension(
     optional=True,
 )
 
-
-class BuildExt(build_ext):
-    """Build of extension modules, and of the library for XLA under one name for every Python."""
-
-    def get_ext_filename(self, fullname: str) -> str:
-        """Return the file of an extension module, below the folder of the build."""
-        if fullname == XLA_PLUGIN.name or fullname == XLA_PLUGIN.name.rpartition(".")[2]:
-            return f"{fullname.replace('.', '/')}.so"
-        return str(super().get_ext_filename(fullname))
-
-
 setup(
-    cmdclass={"build_ext": BuildExt},
     package_dir=linked() if "editable_wheel" in sys.argv else FOLDERS,
-    ext_modules=[CORE, XLA_PLUGIN],
+    ext_modules=[CORE, XLA_PLUGIN] if sys.maxsize > 2**32 else [],
+    cmdclass={"build_ext": Build},
+    options={"bdist_wheel": {"py_limited_api": "cp311"}} if LIMITED else {},
     long_description=description((ROOT / "README.md").read_text()),
     long_description_content_type="text/markdown",
     # If COLLECTIVE_NATIVE=off is set during the build, the package has no native core. Set later,

@@ -12,7 +12,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence, Set
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -35,8 +35,6 @@ from collective.memory.buffer import Buffer
 from collective.request import Disagreement, Request
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
-
     from collective.contract.world import World
     from collective.deadline import Deadline
 

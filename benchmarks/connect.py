@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import math
 import os
-import socket
 import statistics
 import sys
 import tempfile
@@ -25,6 +24,7 @@ import numpy as np
 import collective
 from collective.launch.process_starter import ProcessStarter
 from collective.launch.ranks import FunctionJob, Participant, Ranks
+from collective.platform import held_port
 from collective.tools.bench.machine import measured
 from collective.tools.bench.startline import StartLine
 from collective.tools.show import add_outputs, print_table
@@ -65,11 +65,6 @@ def connect(
 # -- outside ------------------------------------------------------------------------------------
 
 
-def _free_ports() -> tuple[int, int]:
-    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("", 0)) as other:
-        return one.getsockname()[1], other.getsockname()[1]
-
-
 def measure(ranks: int, pairs: int) -> dict[str, list[float]]:
     """Return the seconds of each turn, by side.
 
@@ -81,10 +76,12 @@ def measure(ranks: int, pairs: int) -> dict[str, list[float]]:
     os.environ["OMP_NUM_THREADS"] = "1"
     with (
         tempfile.TemporaryDirectory(prefix="connect-") as folder,
+        held_port() as plain,
+        held_port() as proven,
         Ranks(ranks, ProcessStarter()) as started,
     ):
         StartLine.create(Path(folder) / "startline", ranks)
-        job = FunctionJob(connect, (Path(folder), ranks, pairs, _free_ports()))
+        job = FunctionJob(connect, (Path(folder), ranks, pairs, (plain, proven)))
         turns: dict[str, list[float]] = started.results(job, 1800.0)[0]
     return turns
 

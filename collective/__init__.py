@@ -16,6 +16,14 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+try:
+    importlib.import_module("numpy")
+except ImportError:
+    from collective.install import refuse_subinterpreter
+
+    refuse_subinterpreter()
+    raise
+
 from collective.communicator import NULL, Communicator, Grid, Status
 from collective.communicator.foreign_names import remedy_of
 from collective.contract.backend import ANY_SOURCE
@@ -47,6 +55,7 @@ from collective.errors import (
     UnsupportedError,
 )
 from collective.ops import ReduceOp, premul_sum, user_op
+from collective.shards import ShardBatches, ShardFold, Shards
 from collective.start.connecting import connect
 from collective.start.session import current, init
 from collective.start.session import settings as config
@@ -82,6 +91,9 @@ __all__ = [
     "ReduceOp",
     "RendezvousError",
     "ShapeError",
+    "ShardBatches",
+    "ShardFold",
+    "Shards",
     "StateLostError",
     "Status",
     "UnsupportedError",

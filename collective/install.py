@@ -1,4 +1,6 @@
-"""Commands that install this package with an extra, for errors, reports and tables.
+"""Commands that install this package with an extra, and where it cannot be imported.
+
+The commands are for errors, reports and tables.
 
 The import name is ``collective``. The distribution has another name, because PyPI's
 ``collective`` is another project's package.
@@ -7,10 +9,18 @@ The import name is ``collective``. The distribution has another name, because Py
 from __future__ import annotations
 
 import functools
+import importlib
 import shlex
 from pathlib import Path
 
-__all__ = ["DISTRIBUTION", "anew", "hint", "installed_beside", "is_clone"]
+__all__ = [
+    "DISTRIBUTION",
+    "anew",
+    "hint",
+    "installed_beside",
+    "is_clone",
+    "refuse_subinterpreter",
+]
 
 #: Name of this package for pip and importlib.metadata.
 DISTRIBUTION = "collective-comm"
@@ -69,3 +79,23 @@ def installed_beside(clone: Path) -> Path | None:
         if home != clone.resolve() and (home / "collective" / "__init__.py").is_file():
             return home
     return None
+
+
+def refuse_subinterpreter() -> None:
+    """Raise an ImportError that says what is wrong if this is not the main interpreter.
+
+    The package calls this function if NumPy cannot be imported. NumPy's own error does not name the
+    cause.
+    """
+    for name in ("_interpreters", "_xxsubinterpreters"):  # since Python 3.13, and before
+        try:
+            interpreters = importlib.import_module(name)
+        except ImportError:
+            continue
+        if interpreters.get_current() == interpreters.get_main():
+            return
+        raise ImportError(
+            "collective: NumPy, which collective needs, cannot be imported in a subinterpreter "
+            "beside the main interpreter. Use collective in the main interpreter, with ranks that "
+            "are threads or processes."
+        )

@@ -19,8 +19,7 @@ from collective.errors import InvalidArgumentError
 
 __all__ = ["NAMES", "Op", "ReduceOp", "as_op", "premul_sum", "user_op"]
 
-#: Name of an operator. :func:`as_op` turns a name that is only known at run time, such as one from
-#: a configuration file, into an operator.
+#: Name of an operator. The calls take any ``str``, because programs read names from configurations.
 Op = Literal["sum", "prod", "min", "max", "avg", "band", "bor", "bxor", "land", "lor"]
 NAMES: tuple[Op, ...] = get_args(Op)
 

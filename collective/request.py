@@ -11,7 +11,7 @@ import os
 import sys
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Any, cast
 
 from collective import native
@@ -19,13 +19,16 @@ from collective.memory.dtypes import DType
 from collective.ops import ReduceOp
 
 __all__ = [
+    "LIBRARIES",
     "Disagreement",
     "Request",
     "call_site",
     "describe",
     "differing",
     "in_thread",
+    "is_library_file",
     "name_ranks",
+    "pass_over",
 ]
 
 
@@ -256,27 +259,49 @@ class _InThread(threading.local):
 
 #: Thread-local data. In a lane's thread, ``site`` is the place that submitted the running call.
 in_thread = native.in_thread() or _InThread()
-_PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+#: Prefixes of the names of files that do not belong to the program: the folders of this package
+#: and of the frameworks that call it, such as PyTorch in a backward pass. The flight recorders in
+#: C read this list.
+LIBRARIES = [os.path.dirname(os.path.abspath(__file__)) + os.sep]
 
 
-def call_site(packages: tuple[str, ...] = (_PACKAGE,), frame: FrameType | None = None) -> str:
-    """Return ``file:line in function`` of the innermost frame outside this package.
+class _LibraryFiles(dict[str, bool]):
+    def __missing__(self, name: str) -> bool:
+        self[name] = answer = name.startswith(tuple(LIBRARIES))
+        return answer
+
+
+#: By file name, whether the file is in one of :data:`LIBRARIES`. A cache, since every recorded call
+#: looks files up.
+is_library_file = _LibraryFiles()
+
+
+def pass_over(package: ModuleType) -> None:
+    """Skip the frames of a package from now on in the search for the place of a call."""
+    folder = os.path.dirname(os.path.abspath(str(package.__file__))) + os.sep
+    if folder not in LIBRARIES:
+        LIBRARIES.append(folder)
+        is_library_file.clear()
+
+
+def call_site(frame: FrameType | None = None) -> str:
+    """Return ``file:line in function`` of the innermost frame of the program.
 
     In a lane's thread, return the place in the program that submitted the running call.
 
     Args:
-        packages: folders whose frames are skipped: this package, and further ones.
         frame: innermost frame of another thread, which is not a lane's. The result is empty if
-            only this package runs in that thread.
+            only :data:`LIBRARIES` run in that thread.
     """
+    skipped: tuple[str, ...] = tuple(LIBRARIES)
     if frame is None:
         if in_thread.site is not None:
             return in_thread.site
         frame = sys._getframe(1)
     else:
         # The thread may wait for an event, or be at the end of a context of this package.
-        packages = (*packages, threading.__file__, contextlib.__file__)
-    while frame.f_code.co_filename.startswith(packages):
+        skipped = (*skipped, threading.__file__, contextlib.__file__)
+    while frame.f_code.co_filename.startswith(skipped):
         if frame.f_back is None:
             return ""
         frame = frame.f_back

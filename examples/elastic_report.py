@@ -35,7 +35,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     )
     options.add_argument(
         "--kill",
-        type=_kill,
+        type=rank_at_step,
         action="append",
         default=[],
         metavar="RANK@STEP",
@@ -45,7 +45,8 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     return options
 
 
-def _kill(text: str) -> tuple[int, int]:
+def rank_at_step(text: str) -> tuple[int, int]:
+    """Return the numbers of a text such as ``3@20``."""
     rank, _, step = text.partition("@")
     if not (rank.isdecimal() and step.isdecimal()):
         raise argparse.ArgumentTypeError(f"{text!r} is not a rank and a step, such as 3@20")

@@ -11,6 +11,7 @@ import numpy as np
 from collective.errors import DeviceError, InvalidArgumentError
 from collective.memory.arrays import Adapter, adapter_like
 from collective.memory.dtypes import DType
+from collective.request import pass_over
 
 if TYPE_CHECKING:
     from collective.cuda import Device, Stream
@@ -19,6 +20,7 @@ __all__ = ["ChainerAdapter", "array_of"]
 
 _NUMPY = adapter_like("numpy")
 _cupy = partial(adapter_like, "cupy")
+pass_over(chainer)
 
 
 class ChainerAdapter(Adapter):

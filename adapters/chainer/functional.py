@@ -30,7 +30,6 @@ from typing import Any
 
 from collective.communicator import Communicator
 from collective.contract.backend import ANY_SOURCE
-from collective.ops import Op
 from collective.start.session import comm_or_current
 from collective.training import differentiable
 
@@ -44,7 +43,7 @@ __all__ = [
 _TAPE = Tape()
 
 
-def all_reduce(x: Any, comm: Communicator | None = None, op: Op = "sum") -> Any:
+def all_reduce(x: Any, comm: Communicator | None = None, op: str = "sum") -> Any:
     """Fold the ranks' arrays elementwise and give every rank the result.
 
     With ``G = Σ_r g_r``, which is itself an all-reduce, the gradient is for
@@ -74,7 +73,7 @@ def all_reduce(x: Any, comm: Communicator | None = None, op: Op = "sum") -> Any:
     return differentiable.all_reduce(_TAPE, x, comm_or_current(comm, "all_reduce"), op)
 
 
-def reduce(x: Any, comm: Communicator | None = None, root: int = 0, op: Op = "sum") -> Any:
+def reduce(x: Any, comm: Communicator | None = None, root: int = 0, op: str = "sum") -> Any:
     """Fold the ranks' arrays elementwise and give the result to ``root``.
 
     The gradient is that of :func:`all_reduce` with ``G = g_root``, a broadcast.
@@ -212,7 +211,7 @@ def scatter(
 def reduce_scatter(
     x: Any,
     comm: Communicator | None = None,
-    op: Op = "sum",
+    op: str = "sum",
     axis: int = 0,
     *,
     counts: Sequence[int] | None = None,

@@ -25,9 +25,11 @@ from collective.errors import (
 from collective.start.session import comm_or_current
 from collective.training.gradients import Bucket, Gradients, Parameter
 from collective.training.rebinding import Rebindable
+from collective.training.shard_passes import ShardPasses, StateFold
 
 from .backward import watching
-from .state import broadcast_state, distinct_parameters, follow_root
+from .batch_normalization import SyncBatchNormalization
+from .state import broadcast_state, distinct_parameters, follow_root, persistent_values
 
 if TYPE_CHECKING:
     from collective.communicator import Communicator
@@ -45,7 +47,7 @@ _CHAINERMNS = {
 # Attributes of the wrapper; all other attributes belong to the optimizer inside.
 _OWN = frozenset(
     "actual_optimizer comm _inner _bucket_mib _reduce _parameters _gradients _agreed _syncing "
-    "_reduced".split()
+    "_reduced _passes".split()
 )
 
 
@@ -56,6 +58,7 @@ def create_multi_node_optimizer(
     *,
     bucket_mib: float = 25.0,
     reduce: Callable[[Bucket], Work[Any] | None] | None = None,
+    shards: int | None = None,
 ) -> MultiNodeOptimizer:
     """Return an optimizer that steps with the average of all ranks' gradients.
 
@@ -70,11 +73,18 @@ def create_multi_node_optimizer(
             meanwhile, the first bucket has at most 1 MiB, so that its reduction starts early.
         reduce: function that reduces a full bucket, such as :class:`collective.compression.Cast`;
             by default the average over the ranks. Give it a communicator of its own.
+        shards: number of virtual shards (:class:`collective.Shards`); ``update(lossfun, *args)``
+            then calls ``lossfun(shard, *args)`` once for each shard of this rank, and averages the
+            gradients over all shards. They have the same bits on any number of ranks.
 
     Raises:
         MismatchError: the ranks' models differ.
+        UnsupportedError: ``shards`` with ``reduce``, or with a ``SyncBatchNormalization`` in the
+            target.
     """
-    return MultiNodeOptimizer(actual_optimizer, comm, bucket_mib=bucket_mib, reduce=reduce)
+    return MultiNodeOptimizer(
+        actual_optimizer, comm, bucket_mib=bucket_mib, reduce=reduce, shards=shards
+    )
 
 
 class MultiNodeOptimizer(NotCopied):
@@ -116,7 +126,13 @@ class MultiNodeOptimizer(NotCopied):
         *,
         bucket_mib: float = 25.0,
         reduce: Callable[[Bucket], Work[Any] | None] | None = None,
+        shards: int | None = None,
     ) -> None:
+        if reduce is not None and shards is not None:
+            raise UnsupportedError(
+                "create_multi_node_optimizer: reduce with shards. Leave one of them out: the "
+                "average of shards is that over the shards."
+            )
         if not bucket_mib > 0:
             raise InvalidArgumentError(
                 f"create_multi_node_optimizer: bucket_mib is {bucket_mib!r} (expected a positive "
@@ -126,7 +142,8 @@ class MultiNodeOptimizer(NotCopied):
         self.comm = comm_or_current(comm, "create_multi_node_optimizer")
         self._inner = self.comm.dup()
         self._bucket_mib = bucket_mib
-        self._reduce = reduce
+        self._passes = None if shards is None else ShardPasses(shards, self._inner)
+        self._reduce = reduce or self._passes
         self._forget()
         if actual_optimizer.target is not None:
             self._prepare()
@@ -198,6 +215,13 @@ class MultiNodeOptimizer(NotCopied):
         self._reduced = False  # whether the gradients are averaged over all ranks
 
     def _prepare(self) -> None:
+        for name, link in self.target.namedlinks():
+            if self._passes is not None and isinstance(link, SyncBatchNormalization):
+                raise UnsupportedError(
+                    f"create_multi_node_optimizer: {name} joins the ranks' batches, with shards. "
+                    "Use Chainer's own BatchNormalization, whose statistics are then those of each "
+                    "shard."
+                )
         broadcast_state(self.target, self.comm)
         follow_root(self.target, self.comm)
 
@@ -263,11 +287,13 @@ class MultiNodeOptimizer(NotCopied):
 
         Args:
             lossfun: function that computes the loss of ``args`` and ``kwds``, on this rank's
-                samples. Without it the gradients must have been computed already. They are reduced
-                now, if they are not reduced yet.
+                samples. With ``shards`` its first argument is the number of a shard. Without it
+                the gradients must have been computed already. They are reduced now, if they are
+                not reduced yet.
 
         Raises:
-            InvalidArgumentError: the call is within ``no_sync()``.
+            InvalidArgumentError: the call is within ``no_sync()``, or has no loss function with
+                ``shards``.
             CollectiveError: the reduction failed; no step has been made.
         """
         if not self._syncing:
@@ -281,18 +307,46 @@ class MultiNodeOptimizer(NotCopied):
                 # a snapshot.
                 broadcast_state(self.target, self.comm, persistent=False)
                 self._agreed = True
-            loss = lossfun(*args, **kwds)
-            if getattr(self.actual_optimizer, "_use_cleargrads", True):
-                self.target.cleargrads()
+            if self._passes is None:
+                self._compute(lossfun, *args, **kwds)
             else:
-                self.target.zerograds()
-            self.backward(loss)
-            del loss
+                self._compute_shards(self._passes, lossfun, *args, **kwds)
+        elif self._passes is not None:
+            raise InvalidArgumentError(
+                "update: called without a loss function, with shards. Pass a function of a shard: "
+                "update(lossfun, *args) calls lossfun(shard, *args) for each shard of this rank."
+            )
         elif not (self._reduced and self._untouched()):
             with self.reducing():
                 pass
         self._reduced = False
         self.actual_optimizer.update(None, *args, **kwds)
+
+    def _compute(self, lossfun: Callable[..., Any], *args: Any, **kwds: Any) -> None:
+        """Compute a loss and its gradients, and reduce them."""
+        loss = lossfun(*args, **kwds)
+        if getattr(self.actual_optimizer, "_use_cleargrads", True):
+            self.target.cleargrads()
+        else:
+            self.target.zerograds()
+        self.backward(loss)
+
+    def _compute_shards(
+        self, passes: ShardPasses, lossfun: Callable[..., Any], *args: Any, **kwds: Any
+    ) -> None:
+        """Compute the gradients of this rank's shards, and their average over all shards."""
+        xp = self.target.xp
+        persistent = _persistent_arrays(self.target)
+        state = StateFold(passes, persistent, xp.stack)
+        for shard in passes:
+            state.restore()
+            self._compute(lossfun, shard, *args, **kwds)
+            state.add()
+        if not passes.shards.mine:
+            gradients = self._lay_out()
+            gradients.shadow()
+            self._take(gradients, self.actual_optimizer._loss_scale)
+        state.reduce()
 
     def backward(self, loss: Any) -> None:
         """Compute the gradients of ``loss`` and reduce them, with the optimizer's loss scale.
@@ -375,7 +429,11 @@ class MultiNodeOptimizer(NotCopied):
             if parameter.grad is not view:
                 view[...] = 0 if parameter.grad is None else parameter.grad
             gradients.ready(number)
-        gradients.finish()
+        gradients.finish(partial=self._passes is not None and not self._passes.is_last)
+        self._take(gradients, scale)
+
+    def _take(self, gradients: Gradients, scale: float | None) -> None:
+        """Give the parameters their reduced gradients."""
         for (_, parameter), view in zip(self._parameters, gradients.views):
             parameter.grad = view
             # The step divides by the scale, also for a parameter that only other ranks have used.
@@ -395,3 +453,9 @@ class MultiNodeOptimizer(NotCopied):
             parameter.grad is view
             for (_, parameter), view in zip(self._parameters, gradients.views)
         )
+
+
+def _persistent_arrays(link: Any) -> list[Any]:
+    """Return the persistent arrays of a link, such as running statistics."""
+    values = (child.__dict__[name] for _, child, name in persistent_values(link))
+    return [value for value in values if isinstance(value, chainer.get_array_types())]

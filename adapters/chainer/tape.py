@@ -12,7 +12,6 @@ import chainer.functions as F
 import numpy as np
 
 from collective.errors import DtypeError, InvalidArgumentError
-from collective.ops import Op
 from collective.training.differentiable import CollectiveStep, check_op
 
 from .arrays import array_of
@@ -112,7 +111,7 @@ class Tape:
         return result
 
     @staticmethod
-    def check(what: str, x: Any, op: Op = "sum") -> None:
+    def check(what: str, x: Any, op: str = "sum") -> None:
         """Refuse an object that is no array, or that cannot be differentiated.
 
         Raises:

@@ -12,6 +12,7 @@ from collective import native
 from collective.errors import DeviceError, DtypeError, InvalidArgumentError
 from collective.memory.arrays import Adapter
 from collective.memory.dtypes import BY_NAME, DType
+from collective.request import pass_over
 
 if TYPE_CHECKING:
     from collective.cuda import Device, Stream
@@ -31,6 +32,7 @@ _BITS = {
 }
 _STRIDED = torch.strided
 native.see_tensors(torch.Tensor, torch.nn.Parameter)
+pass_over(torch)
 
 
 class TorchAdapter(Adapter):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from abc import abstractmethod
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from torch import nn
 
@@ -12,8 +12,6 @@ from collective.errors import CommunicatorClosedError
 from collective.start.session import current
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
-
     from collective.communicator import Communicator
 
 __all__ = ["Copyable"]

@@ -17,15 +17,18 @@ import torch
 from torch import nn
 
 from collective.communicator.foreign_names import refuses
-from collective.errors import GradientError
+from collective.errors import GradientError, UnsupportedError
+from collective.shards import Shards
 from collective.start.session import comm_or_current
 from collective.training.gradients import Bucket, Gradients, Parameter
 from collective.training.rebinding import Rebindable
+from collective.training.shard_passes import ShardPasses
 
 from .copying import Copyable
 from .dense import InBuckets, dense_weights, is_for
 from .joining import Attendance
 from .passes import BackwardPass, ForwardPass, Passes, leaves_behind, tensors_in, weakly
+from .shard_loop import ShardLoop, refuse_with_shards
 from .synchronous import all_reduce_sparse, broadcast_state, broadcast_tensors, empty_sparse
 from .wrapped import trained_parameters, with_prefix, without_prefix
 
@@ -98,9 +101,15 @@ class DistributedDataParallel(Copyable):
             checkpoints).
         reduce: function that reduces a full bucket, see
             :data:`collective.training.gradients.Reduce`; by default the average over the ranks.
+        shards: number of virtual shards (:class:`collective.Shards`). Each step then makes one
+            forward and backward pass for each shard of this rank, in the loop of
+            :meth:`each_shard`, and the gradients are averaged over all shards. They have the same
+            bits on any number of ranks. None: one pass a rank.
 
     Raises:
         MismatchError: the ranks' modules differ.
+        UnsupportedError: ``shards`` with ``find_unused_parameters``, ``static_graph``, ``reduce``,
+            sparse gradients, or a ``SyncBatchNorm`` in the module.
         InvalidArgumentError: no parameter requires a gradient, or the parameters are on several
             devices.
 
@@ -109,7 +118,8 @@ class DistributedDataParallel(Copyable):
     """
 
     _of_connection = frozenset((
-        "_attendance", "_gradients", "_in_buckets", "_passes", "_sparse", "_trained", "_written",
+        "_attendance", "_gradients", "_in_buckets", "_loop", "_passes", "_sparse", "_trained",
+        "_written",
     ))  # fmt: skip
 
     @refuses(_TORCHS)
@@ -123,8 +133,14 @@ class DistributedDataParallel(Copyable):
         broadcast_buffers: bool = True,
         static_graph: bool = False,
         reduce: Callable[[Bucket], Work[Any] | None] | None = None,
+        shards: int | None = None,
     ) -> None:
         super().__init__()
+        if shards is not None:
+            refuse_with_shards(
+                module, find_unused_parameters=find_unused_parameters, static_graph=static_graph,
+                reduce=reduce is not None,
+            )  # fmt: skip
         self.module = module
         self.comm = comm_or_current(comm, "DistributedDataParallel")
         self.find_unused_parameters = find_unused_parameters
@@ -132,6 +148,7 @@ class DistributedDataParallel(Copyable):
         self._static = static_graph
         self._bucket_bytes = max(1, int(bucket_mib * _MIB))
         self._reduce = reduce
+        self._shards = shards
         self._sync = True
         self._connect()
         broadcast_state(module, self.comm)
@@ -143,14 +160,18 @@ class DistributedDataParallel(Copyable):
         module = self.module
         named, self._sparse = trained_parameters(module)
         self._trained = [parameter for _, parameter in named]
+        passes = None if self._shards is None else ShardPasses(self._shards, self.comm)
         self._gradients = Gradients(
             self.comm,
             [Parameter(n, tuple(p.shape), str(p.dtype).rpartition(".")[2]) for n, p in named],
             like=next(module.parameters()).detach(),
             bucket_bytes=self._bucket_bytes,
-            reduce=self._reduce,
+            reduce=passes or self._reduce,
             counts=self._static,
         )
+        self._loop = None
+        if passes is not None:
+            self._loop = ShardLoop(module, self._trained, self._gradients, passes)
         self._attendance: Attendance | None = None  # set within join()
         self._passes = self._new_passes()
         self._gradients.moved = weakly(self._point)
@@ -188,7 +209,13 @@ class DistributedDataParallel(Copyable):
             return self.module(*args, **kwargs)
         self._refuse_broken()
         reduced = self._sync
-        if reduced:
+        if self._loop is not None and not (reduced and self._loop.running):
+            raise GradientError(
+                "DistributedDataParallel: a pass with gradients outside of each_shard(), or in "
+                f"no_sync() [rank {self.comm.rank} of {self.comm.size}]. With shards= make the "
+                "passes in `for shard in model.each_shard():`."
+            )
+        if reduced and self._loop is None:
             root = 0
             if self._attendance is not None:
                 self._attendance.forward()
@@ -241,6 +268,44 @@ class DistributedDataParallel(Copyable):
     def _new_passes(self) -> Passes:
         return Passes(weakly(self._refuse_broken), weakly(self._reached), weakly(self._ended))
 
+    @property
+    def shards(self) -> Shards:
+        """Division of the virtual shards among the ranks; only with ``shards=``."""
+        return self._shard_loop().passes.shards
+
+    def each_shard(self) -> Iterator[int]:
+        """Yield this rank's virtual shards, one after the other; only with ``shards=``.
+
+        The body makes one forward and one backward pass, with the samples of the shard
+        (:class:`collective.ShardBatches`). A program with dropout seeds its generators first::
+
+            for shard in model.each_shard():
+                torch.manual_seed(model.shards.seed(shard, step))
+                loss(model(x(shard)), y(shard)).backward()
+            optimizer.step()
+
+        The loop begins with gradients of None. At its end ``parameter.grad`` is the average over
+        the shards of all ranks. Each shard's pass begins with the same buffers (running
+        statistics), and afterwards they are the average over the shards, too.
+
+        Collective: every rank runs the loop to its end, including a rank without shards.
+
+        Raises:
+            GradientError: the body made no backward pass, or more than one.
+            UnsupportedError: the wrapper was made without ``shards``.
+        """
+        return iter(self._shard_loop())
+
+    def _shard_loop(self) -> ShardLoop:
+        if not self._connected:
+            self._find_ranks()
+        if self._loop is None:
+            raise UnsupportedError(
+                "DistributedDataParallel: this wrapper has no shards. Make it with shards=, such "
+                "as DistributedDataParallel(module, shards=8)."
+            )
+        return self._loop
+
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Add up the gradients of forward passes in the body on this rank, without reducing them.
@@ -275,7 +340,13 @@ class DistributedDataParallel(Copyable):
 
         Raises:
             GradientError: forward and backward passes came in another order.
+            UnsupportedError: the wrapper has virtual shards.
         """
+        if self._shards is not None:
+            raise UnsupportedError(
+                "DistributedDataParallel.join: not with shards=. All steps have the same number "
+                "of shards, whatever the number of samples: see collective.ShardBatches."
+            )
         if not self._connected and not self._find_ranks():
             yield
             return
@@ -385,7 +456,7 @@ class DistributedDataParallel(Copyable):
         if self.find_unused_parameters:
             for number in self._gradients.missing():
                 self._stand_in(number)
-        self._gradients.finish()
+        self._gradients.finish(partial=self._loop is not None and self._loop.finish_pass())
         self._reduce_sparse()
         if self.find_unused_parameters:
             without = {n for n, p in enumerate(self._trained) if p.grad is None}

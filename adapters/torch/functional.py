@@ -28,7 +28,6 @@ import torch
 
 from collective.communicator import Communicator
 from collective.contract.backend import ANY_SOURCE
-from collective.ops import Op
 from collective.start.session import comm_or_current
 from collective.training import differentiable
 
@@ -42,7 +41,7 @@ __all__ = [
 _TAPE: differentiable.Tape[torch.Tensor] = Tape()
 
 
-def all_reduce(x: torch.Tensor, comm: Communicator | None = None, op: Op = "sum") -> torch.Tensor:
+def all_reduce(x: torch.Tensor, comm: Communicator | None = None, op: str = "sum") -> torch.Tensor:
     """Fold the ranks' tensors elementwise and give every rank the result.
 
     With ``G = Σ_r g_r``, which is itself an all-reduce, the gradient is for
@@ -71,7 +70,7 @@ def all_reduce(x: torch.Tensor, comm: Communicator | None = None, op: Op = "sum"
 
 
 def reduce(
-    x: torch.Tensor, comm: Communicator | None = None, root: int = 0, op: Op = "sum"
+    x: torch.Tensor, comm: Communicator | None = None, root: int = 0, op: str = "sum"
 ) -> torch.Tensor:
     """Fold the ranks' tensors elementwise and give the result to ``root``.
 
@@ -213,7 +212,7 @@ def scatter(
 def reduce_scatter(
     x: torch.Tensor,
     comm: Communicator | None = None,
-    op: Op = "sum",
+    op: str = "sum",
     axis: int = 0,
     *,
     counts: Sequence[int] | None = None,

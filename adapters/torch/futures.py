@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -12,7 +11,6 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-import collective
 from collective.contract.work import Lane, Work
 from collective.deadline import Deadline
 from collective.request import call_site, in_thread
@@ -38,11 +36,6 @@ in_backward: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lam
 # broadcast of DDP. Once the Python part is gone, C++ waits without end (pytorch pull request
 # 146376).
 LOSES_WORKS: bool = torch.__version__ < (2, 7)  # type: ignore[operator]  # it compares with tuples
-# Folders of libraries whose frames are skipped in the search for the program's line of a call.
-_PASSED_OVER = tuple(
-    os.path.dirname(os.path.abspath(str(package.__file__))) + os.sep
-    for package in (collective, torch)
-)
 
 
 class FutureCall(Work[Any]):
@@ -239,7 +232,7 @@ class Queue:
         """
         if self._lane.idle or getattr(self._inside, "thread", False):
             outside = in_thread.site
-            in_thread.site = call_site(_PASSED_OVER)
+            in_thread.site = call_site()
             try:
                 function()
             finally:
@@ -249,7 +242,7 @@ class Queue:
 
     def start(self, what: str, function: Callable[[], Any], value: Any) -> Work[Any]:
         """Run a call in the background, after all earlier calls."""
-        task, site = FutureCall(what, value), call_site(_PASSED_OVER)
+        task, site = FutureCall(what, value), call_site()
 
         def turn() -> Any:
             self._inside.thread = True

@@ -19,7 +19,6 @@ import os
 import secrets
 import socket
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from collective import trace
@@ -29,6 +28,7 @@ from collective.contract.secret import Secret
 from collective.contract.store import Store
 from collective.contract.world import World
 from collective.deadline import Deadline
+from collective.platform import boot_id
 from collective.start import certificates, choice, session
 from collective.start.config import Config, load, secret_of, settings
 from collective.start.connecting import connect
@@ -121,19 +121,12 @@ def _meet(store: Store, rank: int, size: int, deadline: Deadline) -> tuple[str, 
         return f"torch-{secrets.token_hex(8)}", 0, 1
     if rank == 0:
         store.set("job", f"torch-{secrets.token_hex(8)}".encode())
-    host = f"{socket.gethostname()} {_boot()}".encode()
+    # The boot id distinguishes hosts of the same name.
+    host = f"{socket.gethostname()} {boot_id()}".encode()
     store.set(f"host-{rank}", host)
     hosts = [store.get(f"host-{other}", deadline) for other in range(size)]
     job = store.get("job", deadline).decode()
     return job, hosts[:rank].count(host), hosts.count(host)
-
-
-def _boot() -> str:
-    """Return the kernel's boot id, which distinguishes hosts of the same name."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
 
 
 def _over_mpi(chosen: choice.Choice) -> bool:

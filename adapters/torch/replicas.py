@@ -368,6 +368,5 @@ def _located(error: BaseException, where: str) -> BaseException:
             located.__context__ = error.__context__
             located.__suppress_context__ = error.__suppress_context__
             return located
-    # Python 3.11 and later show the notes below the message; earlier versions only store them.
-    error.__dict__.setdefault("__notes__", []).append(where)
+    error.add_note(where)
     return error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import mmap
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from collective.communicator import Communicator
+from collective.platform import discard_pages
 
 from . import group_calls
 from .futures import in_backward
@@ -215,7 +215,5 @@ def _discard(address: int, nbytes: int) -> None:
     """Release the pages of memory whose contents are not needed; its addresses stay usable."""
     start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
     stop = (address + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
-    advise = ctypes.CDLL(None).madvise
-    advise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
     if start < stop:
-        advise(start, stop - start, mmap.MADV_DONTNEED)
+        discard_pages(start, stop - start)

@@ -15,7 +15,6 @@ from collective.start.session import comm_or_current
 
 if TYPE_CHECKING:
     from collective.communicator import Communicator
-    from collective.ops import Op
 
 __all__ = [
     "all_reduce_sparse",
@@ -69,7 +68,7 @@ def sync_initial_weights(
 def sync_gradients(
     parameters: nn.Module | Iterable[nn.Parameter],
     comm: Communicator | None = None,
-    op: Op = "avg",
+    op: str = "avg",
 ) -> None:
     """Average or sum the gradients over the ranks; call it between ``backward()`` and ``step()``.
 
@@ -125,7 +124,7 @@ def empty_sparse(like: torch.Tensor, sparse_dim: int = 1) -> torch.Tensor:
 
 
 def all_reduce_sparse(
-    x: torch.Tensor, comm: Communicator | None = None, op: Op = "sum"
+    x: torch.Tensor, comm: Communicator | None = None, op: str = "sum"
 ) -> torch.Tensor:
     """Return the elementwise sum or average of the ranks' sparse tensors.
 

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from collective.errors import DtypeError, InvalidArgumentError
-from collective.ops import Op
 from collective.training.differentiable import CollectiveStep, check_op
 
 __all__ = ["Tape"]
@@ -71,7 +70,7 @@ class Tape:
         return y
 
     @staticmethod
-    def check(what: str, x: Any, op: Op = "sum") -> None:
+    def check(what: str, x: Any, op: str = "sum") -> None:
         """Check that ``x`` is a tensor and that ``op`` can be differentiated for it.
 
         Raises:

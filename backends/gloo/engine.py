@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +17,7 @@ from collective.contract.forking import keep_in_children
 from collective.deadline import Deadline
 from collective.errors import BackendError, BackendUnavailableError, ConfigError
 from collective.install import hint
+from collective.platform import let_others_run_first, threads
 
 from .waiting import Elsewhere
 
@@ -33,8 +32,6 @@ __all__ = ["CUT_TAG", "AddressStore", "cut", "device", "ended", "process_group",
 
 #: The tag of the receive that :func:`cut` posts. No rank sends with this tag.
 CUT_TAG = 2**31 - 1
-# The threads of this process (Linux).
-_TASKS = "/proc/self/task"
 _IO_THREAD, _NAMING_TRIES = "gloo_tcp_loop", 50
 # Gloo's smallest unit of time: Gloo would take a shorter timeout as no timeout at all.
 _CUT_S = 0.001
@@ -85,7 +82,7 @@ def device(world: World) -> Any:
 
 
 def _made(make: Callable[..., Any], world: World, place: str, **where: str) -> Any:
-    known = _threads() if os.path.isdir(_TASKS) else None
+    known = set(threads())
     try:
         listening = make(**where)
     except RuntimeError as error:
@@ -95,36 +92,29 @@ def _made(make: Callable[..., Any], world: World, place: str, **where: str) -> A
             "that reaches the other hosts (`collective doctor` lists them)."
         ) from error
     keep_in_children(listening)
-    if known is not None:
+    if known:  # the system lists threads
         _let_it_queue(known)
     return listening
 
 
-def _threads() -> set[str]:
-    """Return the ids of this process's threads."""
-    return set(os.listdir(_TASKS))
-
-
-def _let_it_queue(known: set[str]) -> None:
+def _let_it_queue(known: set[int]) -> None:
     """Keep Gloo's new I/O thread from preempting the running thread when a message arrives.
 
     Gloo holds a lock of the connection while it sends. The thread that the I/O thread preempts is
     often that very sender. The I/O thread then polls for the lock until its time slice is over. On
-    busy cores that happened in half of the calls: a short message took 4 ms instead of 0.1. A
-    thread of class SCHED_BATCH waits until the running thread gives the core away, which a call
-    does at once (sched(7)).
+    busy cores that happened in half of the calls: a short message took 4 ms instead of 0.1. So
+    the I/O thread waits until the running thread gives the core away, which a call does at once.
 
     Args:
         known: ids of the threads that existed before Gloo started its I/O thread.
     """
     for _ in range(_NAMING_TRIES):
-        for thread in _threads() - known:
-            # If the thread has ended meanwhile, or the system forbids the change, go on without.
-            with contextlib.suppress(OSError):
-                if Path(_TASKS, thread, "comm").read_text().strip() == _IO_THREAD:
-                    if os.sched_getscheduler(int(thread)) == os.SCHED_OTHER:
-                        os.sched_setscheduler(int(thread), os.SCHED_BATCH, os.sched_param(0))
-                    return
+        for thread, name in threads().items():
+            if thread not in known and name == _IO_THREAD:
+                # If the thread has ended meanwhile, or the system forbids the change, go on.
+                with contextlib.suppress(OSError):
+                    let_others_run_first(thread)
+                return
         time.sleep(0.001)  # the I/O thread has not set its name yet
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch.distributed as dist
@@ -33,8 +33,6 @@ from .messages import Messenger, limit
 from .tensors import GlooFold, as_bytes, gloo_fold
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
-
     from collective.contract.world import World
     from collective.ops import ReduceOp
     from collective.request import Request

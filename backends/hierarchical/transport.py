@@ -12,12 +12,10 @@ numbers of all ranks.
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -48,14 +46,13 @@ from collective.errors import (
 )
 from collective.memory.buffer import Buffer
 from collective.memory.dtypes import BY_NAME
+from collective.platform import boot_id, process_namespace
 from collective.request import Request
 
 from .collectives import Steps, TwoLevel
 from .topology import Topology
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
-
     from collective.contract.recorder import Recorder
 
 __all__ = ["HierarchicalBackend"]
@@ -157,12 +154,7 @@ class HierarchicalBackend(TwoLevel):
         not enough: two hosts may have the same name, and several containers on one machine count
         as several hosts.
         """
-        texts = [world.host]
-        for path in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid"):
-            with contextlib.suppress(OSError):
-                link = os.path.islink(path)
-                texts.append(os.readlink(path) if link else Path(path).read_text().strip())
-        return " ".join(texts)
+        return f"{world.host} {boot_id()} {process_namespace()}"
 
     @classmethod
     def _assemble(

@@ -25,6 +25,7 @@ from typing import Any, Protocol
 from collective.deadline import Deadline
 from collective.errors import BackendUnavailableError
 from collective.install import hint
+from collective.platform import mapped_files
 
 __all__ = [
     "Library",
@@ -372,12 +373,8 @@ def describe() -> Library:
 
 def library_path() -> str:
     """Return the path of the MPI library in this process, or an empty text."""
-    try:
-        with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
-            names = re.findall(r"(/\S*/libmpi\.so[.0-9]*)$", maps.read(), re.MULTILINE)
-    except OSError:
-        return ""
-    return names[0] if names else ""
+    library = re.search(rb"(/\S*/libmpi\.so[.0-9]*)$", mapped_files(os.getpid()), re.MULTILINE)
+    return os.fsdecode(library[1]) if library else ""
 
 
 def mpiexec() -> str:

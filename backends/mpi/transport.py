@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -39,8 +39,6 @@ from .polling import settle
 from .watchdog import agreed, watch
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
-
     from collective.backends.peers.channel import Wait
     from collective.contract.backend import Backend
     from collective.contract.world import World

@@ -11,7 +11,6 @@ import json
 import os
 import socket
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -26,6 +25,7 @@ from collective.errors import (
 )
 from collective.memory.buffer import Buffer
 from collective.memory.dtypes import BY_NAME
+from collective.platform import boot_id
 
 from . import library as libraries
 from .hosting import connect_step
@@ -201,11 +201,7 @@ def _host() -> str:
     host_id = os.environ.get("NCCL_HOSTID")
     if host_id:
         return host_id
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        boot = ""
-    return f"{socket.gethostname()} {boot}"
+    return f"{socket.gethostname()} {boot_id()}"
 
 
 def agree_on(where: object, cards: Sequence[Card], ranks: Sequence[int], me: int) -> None:

@@ -16,7 +16,7 @@ import os
 import weakref
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import numpy as np
 
@@ -45,8 +45,6 @@ from .opening import Meeting
 from .watch import Asked, Batch, Pending, Watch, failure_of
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
-
     from collective.backends.peers.channel import Wait
     from collective.contract.recorder import Recorder
     from collective.contract.world import World

@@ -219,19 +219,29 @@ class Hub:
         where = "" if self._store is None else f" at {self._store}"
         has = "has" if len(ranks) == 1 else "have"
         text = f"after {seconds:.3g} s {name_ranks(ranks)} of {self._size} {has} not joined{where}"
+        refusals = None if self._store is None else self._store.refusals()
         mistaken = Counter(self._server.mistaken)
-        if self._store is not None:
-            mistaken.update(self._store.refusals())
+        mistaken.update(refusals or {})
         if mistaken:
             were = "was" if sum(mistaken.values()) == 1 else "were"
-            text += f"; {_listed(mistaken)} {were} refused because their secret differs. {COMPARE}"
+            text += f"; {_listed(mistaken)} {were} refused because their secret differs"
+            if self._has_secret:
+                text += f". {COMPARE}"
+            else:
+                text += ": this rank has none. Set COLLECTIVE_SECRET_FILE on all hosts, or on none"
         if self._server.refused:
             text += f"; {_listed(self._server.refused)} did not prove knowledge of this job's key"
         if self._server.scarce:
             text += f"; rank 0 could not accept them: {self._server.scarce}. {RAISE_THE_LIMIT}"
         elif not mistaken and not self._server.refused:
             text += "; no other connection came. Check that every rank was started"
-            if self._host is not None and self._has_secret:
+            if self._host is not None and refusals is not None:
+                # A rank with another secret would have connected, and been refused.
+                text += (
+                    " in this time (COLLECTIVE_START_TIMEOUT), that all ranks have this address, "
+                    f"and that no firewall blocks {self._host}"
+                )
+            elif self._host is not None and self._has_secret:
                 text += (
                     ", that all ranks have the same secret, and that no firewall blocks "
                     f"{self._host}. {COMPARE}"

@@ -22,6 +22,8 @@ import weakref
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
+from collective.platform import bound_locally, connected_locally, notice_silence
+
 if TYPE_CHECKING:
     import ssl
 
@@ -100,14 +102,7 @@ class Link:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(_SEND_S))
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            # Keep-alive probes find a host that has vanished while the connection is idle. While
-            # sent data is not acknowledged the kernel sends no probes. Instead it retransmits the
-            # data for a quarter of an hour; TCP_USER_TIMEOUT ends that earlier (tcp(7)).
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _SILENCE_S - 1)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _SILENCE_S)
+            notice_silence(sock, _SILENCE_S)
 
     def fileno(self) -> int:
         """Return the descriptor, for selectors."""
@@ -378,24 +373,27 @@ def listen(host: str | None) -> tuple[socket.socket, str]:
 
     Args:
         host: an address of this host, if ranks are on several hosts; None for this host alone.
-            Then the socket has a random name in the kernel's abstract namespace, which no other
-            host can reach and which vanishes with the socket (unix(7)).
+            Then no other host can reach the socket.
     """
-    bound: Any
-    if host is None:
-        address = f"collective-{secrets.token_hex(16)}"
-        sock, bound = socket.socket(socket.AF_UNIX), f"\0{address}"
-    else:
-        family, *_, bound = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-        sock = socket.socket(family)
+    sock, address = bound_locally() if host is None else _bound(host)
     close_in_children(sock)
     try:
-        sock.bind(bound)
         sock.listen(1024)
     except BaseException:
         sock.close()
         raise
-    return sock, address if host is None else f"{host} {sock.getsockname()[1]}"
+    return sock, address
+
+
+def _bound(host: str) -> tuple[socket.socket, str]:
+    family, *_, bound = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+    sock = socket.socket(family)
+    try:
+        sock.bind(bound)
+    except BaseException:
+        sock.close()
+        raise
+    return sock, f"{host} {sock.getsockname()[1]}"
 
 
 def connect(address: str, key: bytes, deadline: Deadline, tls: Tls | None = None) -> Link:
@@ -414,7 +412,8 @@ def connect(address: str, key: bytes, deadline: Deadline, tls: Tls | None = None
     sock = _connected(address, deadline)
     try:
         sock.settimeout(None)
-        # Only TCP addresses contain a space; a connection that stays on this host is not encrypted.
+        # Only TCP addresses contain a space. Other connections stay on this host, and are not
+        # encrypted.
         link = Link(sock, tls.connecting if tls and " " in address else None)
         link.write(b"")  # with TLS, this side begins
         link.prove(key, deadline)
@@ -429,25 +428,13 @@ def _connected(address: str, deadline: Deadline) -> socket.socket:
     try:
         if port:
             return socket.create_connection((host, int(port)), deadline.left())
-        return _connected_here(host, deadline)
+        return connected_locally(host, deadline.left())
     except BlockingIOError:
         # The deadline had passed before the connection, or the listener's queue stayed full.
         raise TimeoutError("timed out") from None
     # A host name that cannot be encoded raises UnicodeError, which is a ValueError.
     except (OverflowError, ValueError) as error:
         raise OSError(errno.EINVAL, f"{address!r} is not an address: {error}") from error
-
-
-def _connected_here(name: str, deadline: Deadline) -> socket.socket:
-    sock = socket.socket(socket.AF_UNIX)
-    try:
-        # Use the kernel's timeout: with one of Python's, connect() would not wait for a full queue.
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(deadline.left()))
-        sock.connect(f"\0{name}")
-    except BaseException:
-        sock.close()
-        raise
-    return sock
 
 
 def close_in_children(sock: socket.socket) -> None:

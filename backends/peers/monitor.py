@@ -21,7 +21,7 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from collective.contract.process import RankProcess
 from collective.contract.secret import COMPARE, Secret
@@ -38,8 +38,6 @@ from .standby import Standby
 from .unclosed import Unclosed, tell_dropped
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
-
     from collective.contract.world import World
 
 __all__ = ["Monitor"]

@@ -27,6 +27,7 @@ from collective.contract.waits import (
 )
 from collective.deadline import Deadline
 from collective.errors import BackendError, RendezvousError, UnsupportedError
+from collective.platform import usable_cores
 from collective.request import Disagreement, Request
 
 from .board import Board
@@ -120,9 +121,8 @@ class Control:
         # segment, and with it the lock, stays until the peers can read that it was dropped.
         drop = weakref.finalize(self, _drop, segment, self._line + _STATE, os.getpid())
         drop.atexit = False
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         self.yield_s = _YIELD_S
-        self.crowded = size > (cores or 1)
+        self.crowded = size > usable_cores()
         self.polls = _POLLS_CROWDED if self.crowded else _POLLS
 
     # -- life ---------------------------------------------------------------------------
@@ -154,8 +154,11 @@ class Control:
             others = [r for r in range(self.size) if r != self.rank]
             self._wait_joined(others, deadline, watch)
             last()
+        fence()
         self.words[self._line + _STATE] = _JOINED
         self._wait_joined(range(self.size), deadline, watch)
+        # The processor must not read the numbers and the token before it reads the states.
+        fence()
         # Read the numbers once. A peer that writes another number later must not make this rank
         # read the memory of another process.
         self._pids = pids = [int(self.words[(1 + r) * LINE + _PID]) for r in range(self.size)]
@@ -193,6 +196,8 @@ class Control:
 
     def leave(self) -> None:
         """Tell the peers that this rank has left for good."""
+        # A peer that sees the state looks once more for what this rank has announced before it.
+        fence()
         self.words[self._line + _STATE] = _LEFT
         # Closing the descriptor releases the lock. Peers look at the state before the lock.
         self.segment.close_descriptor()
@@ -251,6 +256,8 @@ class Control:
         use again. Data that was read from there is not valid, so this raises the failure.
         """
         words = self.words
+        if not ORDERED:
+            fence()  # all reads from peers come before the look at the flag
         if words[BROKEN]:
             raise self.failure(self.request)
         self._step(words[self._line] + 1, deadline)
@@ -375,6 +382,7 @@ class Control:
                 now = time.monotonic()
                 if self.words[BROKEN]:
                     # A peer may have done its part first, and broken the communicator afterwards.
+                    fence()
                     if ready():
                         return
                     raise self.failure(what)
@@ -464,7 +472,10 @@ class Control:
                 # The rank may have left between the look at its state and the look at its lock.
                 state = self.words[(1 + rank) * LINE + _STATE]
                 gone[rank] = _GONE.get(state, f"(pid {self.pid(rank)}) has died")
-        if not gone or not (all_needed or len(gone) == len(ranks)) or ready():
+        if not gone or not (all_needed or len(gone) == len(ranks)):
+            return
+        fence()  # what these ranks did before they left is visible to ready() now
+        if ready():
             return
         # ready() may have processed data that these ranks left behind. Then they have done their
         # part.
@@ -564,7 +575,12 @@ class Control:
         )
 
     def refuse_broken(self, what: object) -> None:
-        """Raise if the communicator is broken."""
+        """Raise if the communicator is broken.
+
+        If it is not, the memory of the peers was valid during all reads before this call.
+        """
+        if not ORDERED:
+            fence()
         if self.words[BROKEN]:
             raise self.failure(what)
 
@@ -586,9 +602,11 @@ class Control:
         """Return the error for a call on the broken communicator: the earliest cause."""
         words = self.words
         causes: list[tuple[bool, int, Failure]] = []
+        fence()  # read the times after the flag, in the opposite order of fail()
         for rank in range(self.size):
             line = (1 + rank) * LINE
             if at := words[line + _FAILED_AT]:
+                fence()
                 failure = self._failure_of(rank)
                 # If the code of a rank itself raised, that is a cause. The failures of other kinds
                 # may be consequences of it.
@@ -618,6 +636,7 @@ def _drop(segment: Segment, state: int, owner: int) -> None:
     """
     words = memoryview(segment.map).cast("q")
     if os.getpid() == owner and words[state] == _JOINED:
+        fence()
         words[state] = _DROPPED
 
 

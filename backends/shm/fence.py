@@ -17,5 +17,12 @@ _lock = threading.Lock()
 def fence() -> None:
     """Order the memory accesses before and after this call, if the processor does not."""
     if not ORDERED:
+        # One turn is no fence. An earlier access is ordered before the release alone, and a later
+        # access after the acquisition alone, so both may move into the turn and pass each other.
+        # With two turns the first release stands between them: an earlier access comes before this
+        # release, which comes before the second acquisition, which comes before a later access.
+        # tests/native/test_weak_order.py tries both.
+        with _lock:
+            pass
         with _lock:
             pass

@@ -14,9 +14,10 @@ from collective.backends.onesided import Region
 from collective.contract.failure import Failure
 from collective.deadline import Deadline
 from collective.errors import AllocationError, BackendError
+from collective.platform import SHARED_MEMORY, descriptor_path, read_process
 
 from .control import Control
-from .segment import SHARED_MEMORY, Segment, map_shared, process_vm_readv
+from .segment import Segment, map_shared
 
 __all__ = ["Heap", "PeerMemory", "RemoteRegion", "address_of"]
 
@@ -138,7 +139,7 @@ class Heap:
         try:
             descriptor = move()
             status = os.fstat(descriptor)
-            file = f"/proc/{os.getpid()}/fd/{descriptor}", status.st_dev, status.st_ino
+            file = descriptor_path(descriptor), status.st_dev, status.st_ino
             note = json.dumps(file).encode()
         except Exception:
             # The framework may raise any error. The other ranks wait for the note, and an empty
@@ -256,7 +257,7 @@ class PeerMemory:
         control = self._control
         pid = control.pid(rank)
         try:
-            if process_vm_readv(pid, address, address_of(out), out.nbytes):
+            if read_process(pid, address, address_of(out), out.nbytes):
                 return True
             ended = not control.segment.alive(rank)
         except ProcessLookupError:

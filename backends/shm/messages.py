@@ -22,7 +22,6 @@ from collective.memory.buffer import Buffer
 from collective.native import NOBODY
 
 from .control import Control
-from .fence import fence
 from .memory import PeerMemory, address_of
 from .ring import Array, Header, Ring, refuse
 
@@ -179,7 +178,6 @@ class _Inbox:
         # The sender does not change the memory until the header is gone, or until it gives up. In
         # the second case it breaks the communicator before it changes anything. So if the
         # communicator is not broken now, the copy is valid.
-        fence()
         self._control.refuse_broken(f"recv(tag={header.tag})")
         self.ring.drop_header()
 

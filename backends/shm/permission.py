@@ -10,17 +10,16 @@ outside of that tree stay locked out. If the rank allowed any process instead, t
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import threading
 import weakref
 from collections.abc import Iterable, Sequence
-from pathlib import Path
+
+from collective.platform import PROC, allow_to_read, process_status
 
 __all__ = ["Permission"]
 
-_SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
-_PR_SET_PTRACER = 0x59616D61
+_SCOPE = PROC / "sys/kernel/yama/ptrace_scope"
 
 _granted: weakref.WeakSet[Permission] = weakref.WeakSet()
 _lock = threading.Lock()
@@ -47,14 +46,14 @@ class Permission:
             if ancestor is None:
                 _granted.discard(self)
             else:
-                _allow(ancestor)
+                allow_to_read(ancestor)
 
     def withdraw(self) -> None:
         """Take the permission back; the other permissions stay in force."""
         with _lock:
             if self in _granted:
                 _granted.discard(self)
-                _allow(_common_ancestor() or 0)
+                allow_to_read(_common_ancestor() or 0)
 
 
 def _is_restricted() -> bool:
@@ -77,21 +76,16 @@ def _ancestors(pid: int) -> Sequence[int]:
     """Return a process and its ancestors, the nearest first; nothing if the process has ended."""
     chain: list[int] = []
     while pid > 0:
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text()
-        except OSError:
+        status = None
+        with contextlib.suppress(OSError):
+            status = process_status(pid)
+        if status is None:
             # The first process has ended, or an ancestor is hidden. A hidden ancestor still has a
             # number.
             return [*chain, pid] if chain else []
         chain.append(pid)
-        # The name, in parentheses, may contain any characters. The state and the parent follow it.
-        pid = int(state.rpartition(")")[2].split()[1])
+        pid = status.parent
     return chain
-
-
-def _allow(pid: int) -> None:
-    """Let a process and its descendants read this one; with 0, only this process's ancestors."""
-    ctypes.CDLL(None).prctl(_PR_SET_PTRACER, ctypes.c_ulong(pid), 0, 0, 0)
 
 
 def _begin_anew() -> None:

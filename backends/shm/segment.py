@@ -1,37 +1,32 @@
 """Shared mappings without names, which leave no files behind when processes are killed.
 
-If the kernel has memfd_create(2), a segment is anonymous memory. Other processes of the same user
-open it through ``/proc/PID/fd/N``. The segment is never in a file system, so it ends with its last
-process, and the size of ``/dev/shm`` does not limit it. On other systems a segment is a file of
-mode 0600 among the temporary files, which is deleted once all ranks have opened it.
+On Linux a segment is anonymous memory, which the other ranks open by way of this process. The
+segment is never in a file system, so it ends with its last process, and the size of ``/dev/shm``
+does not limit it. On other systems a segment is a file of mode 0600 among the temporary files,
+which is deleted once all ranks have opened it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import fcntl
 import mmap
 import os
-import sys
-import tempfile
 import weakref
-from collections.abc import Callable
 
 from collective.contract.descriptors import RAISE_THE_LIMIT
 from collective.errors import BackendUnavailableError
+from collective.platform import fix_length, is_file, shared_file, still_leads_to, want_huge_pages
 
-__all__ = ["SHARED_MEMORY", "TOO_MANY_FILES", "Segment", "map_shared", "process_vm_readv"]
-
-#: Directory of POSIX shared memory, shm_open(3), on Linux.
-SHARED_MEMORY = "/dev/shm"
+__all__ = ["TOO_MANY_FILES", "Segment", "map_shared"]
 
 #: Error codes of open(2) for a process or a system without a free descriptor.
 TOO_MANY_FILES = frozenset({errno.EMFILE, errno.ENFILE})
 
 _NAME = "collective"
-_MEMFD = f"/memfd:{_NAME}"  # beginning of a segment's link in /proc/PID/fd
+# Memory below this size has no use for huge pages.
+_HUGE = 2 << 20
 
 
 class Segment:
@@ -45,13 +40,14 @@ class Segment:
 
     def __init__(self, descriptor: int, path: str, owner: bool) -> None:
         self.path = path
-        self._unlinkable = owner and not path.startswith("/proc/")
+        self._unlinkable = owner and is_file(path)
         self.map = mmap.mmap(descriptor, os.fstat(descriptor).st_size)
         self._descriptor = descriptor
         # A program may drop a communicator without closing it.
         self._close = weakref.finalize(self, os.close, descriptor)
         self._close.atexit = False
-        _want_huge_pages(self.map)
+        if len(self.map) >= _HUGE:
+            want_huge_pages(self.map)
 
     @classmethod
     def create(cls, nbytes: int) -> Segment:
@@ -60,18 +56,12 @@ class Segment:
         Raises:
             BackendUnavailableError: the system has no memory or no place for it.
         """
-        path = ""
         descriptor = -1
         try:
-            if hasattr(os, "memfd_create"):
-                flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
-                descriptor = os.memfd_create(_NAME, flags)
-                path = f"/proc/{os.getpid()}/fd/{descriptor}"
-            else:
-                descriptor, path = tempfile.mkstemp(prefix=f"{_NAME}-")
+            descriptor, path = shared_file(_NAME)
             os.fchmod(descriptor, 0o600)
             os.ftruncate(descriptor, max(nbytes, mmap.PAGESIZE))
-            _seal(descriptor)
+            fix_length(descriptor)
             return cls(descriptor, path, owner=True)
         except (OSError, ValueError) as error:
             if descriptor >= 0:
@@ -92,9 +82,7 @@ class Segment:
         """
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
-            # The process may have died. Another process may have its number by now, and the path
-            # may lead to a file of that process.
-            if path.startswith("/proc/") and not os.readlink(path).startswith(_MEMFD):
+            if not still_leads_to(path, _NAME):
                 raise FileNotFoundError(errno.ENOENT, "no longer a segment", path)
             if os.fstat(descriptor).st_size < nbytes:
                 raise OSError(errno.EINVAL, f"shorter than {nbytes} bytes", path)
@@ -140,24 +128,12 @@ class Segment:
         return False
 
 
-def _seal(descriptor: int) -> None:
-    """Fix the length of anonymous memory permanently, if the system supports seals.
-
-    Without the seals any process of this user could shorten the memory through ``/proc/PID/fd/N``.
-    Then each rank would die of SIGBUS at its next access behind the new end. A file in a directory
-    has no seals.
-    """
-    if hasattr(fcntl, "F_ADD_SEALS"):
-        with contextlib.suppress(OSError):
-            seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
-
-
 def map_shared(path: str, identity: tuple[int, int], nbytes: int) -> mmap.mmap:
     """Map the first bytes of shared memory that another library made.
 
     Args:
-        path: ``/proc/PID/fd/N`` of a process that has the memory open.
+        path: path from :func:`~collective.platform.descriptor_path` of a process that has the
+            memory open.
         identity: device and inode of the memory. They are compared, since the process may have
             died and the path may lead to another file by now.
         nbytes: number of bytes to map.
@@ -174,70 +150,6 @@ def map_shared(path: str, identity: tuple[int, int], nbytes: int) -> mmap.mmap:
         mapped = mmap.mmap(descriptor, nbytes)
     finally:
         os.close(descriptor)
-    _want_huge_pages(mapped)
+    if nbytes >= _HUGE:
+        want_huge_pages(mapped)
     return mapped
-
-
-def _want_huge_pages(mapped: mmap.mmap) -> None:
-    """Ask for transparent huge pages; with them there are a tenth as many page faults."""
-    if hasattr(mmap, "MADV_HUGEPAGE") and len(mapped) >= 2 << 20:
-        with contextlib.suppress(OSError):
-            mapped.madvise(mmap.MADV_HUGEPAGE)
-
-
-class _IoVec(ctypes.Structure):
-    _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
-
-
-def _load() -> Callable[..., int] | None:
-    if not sys.platform.startswith("linux"):
-        return None
-    library = ctypes.CDLL(None, use_errno=True)
-    function = getattr(library, "process_vm_readv", None)
-    if function is None:
-        return None
-    function.restype = ctypes.c_ssize_t
-    function.argtypes = (
-        ctypes.c_int,
-        ctypes.POINTER(_IoVec),
-        ctypes.c_ulong,
-        ctypes.POINTER(_IoVec),
-        ctypes.c_ulong,
-        ctypes.c_ulong,
-    )
-    loaded: Callable[..., int] = function
-    return loaded
-
-
-_function: Callable[..., int] | None = None
-_loaded = False
-
-
-def process_vm_readv(pid: int, address: int, into: int, nbytes: int) -> bool:
-    """Copy ``nbytes`` from ``address`` of process ``pid`` to address ``into`` of this process.
-
-    The kernel makes a single copy, by process_vm_readv(2). Return False if the system has no such
-    call or forbids it; see :mod:`.permission`.
-
-    Raises:
-        ProcessLookupError: the process is gone.
-    """
-    global _function, _loaded
-    if not _loaded:
-        _function, _loaded = _load(), True
-    if _function is None:
-        return False
-    local, remote = _IoVec(into, nbytes), _IoVec(address, nbytes)
-    while nbytes:
-        copied = _function(pid, ctypes.byref(local), 1, ctypes.byref(remote), 1, 0)
-        if copied == nbytes:
-            return True
-        if copied < 0:
-            if ctypes.get_errno() == errno.ESRCH:
-                raise ProcessLookupError(errno.ESRCH, f"process {pid} is gone")
-            return False
-        # A single call moves at most 2 GiB less a page.
-        nbytes -= copied
-        local = _IoVec(local.base + copied, nbytes)
-        remote = _IoVec(remote.base + copied, nbytes)
-    return True

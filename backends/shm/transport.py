@@ -6,7 +6,7 @@ import functools
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 
@@ -36,8 +36,6 @@ from .permission import Permission
 from .segment import TOO_MANY_FILES, Segment
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
-
     from collective.contract.backend import Note
     from collective.contract.work import Work
     from collective.contract.world import World

@@ -34,6 +34,11 @@ class Folding:
         self._pre = arithmetic.pre(op, dtype, size)
         self._post = arithmetic.post(op, dtype, size)
 
+    @property
+    def scales(self) -> bool:
+        """Whether an input is scaled before it is folded."""
+        return self._pre is not None
+
     def enter(self, src: Buffer, room: Buffer | None = None) -> Buffer:
         """Return this rank's contribution: ``src`` itself, or the scaled ``src`` in ``room``.
 

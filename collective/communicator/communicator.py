@@ -12,7 +12,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, overload
 
 import numpy as np
 
@@ -28,6 +28,7 @@ from collective.elastic.succession import Succession
 from collective.errors import CommunicatorClosedError
 from collective.memory.annotations import Array, Framework, Like, NumpyArray
 from collective.ops import ReduceOp
+from collective.shards import Shards
 
 from . import groups, lifecycle, prepared
 from .calls.allocation import Adopt, Empty
@@ -46,7 +47,6 @@ from .prepared import PreparedCall
 from .status import Status
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
 
     class _Handle:
         """Base class in C."""
@@ -141,7 +141,7 @@ class Communicator(_Handle, NotCopied, ForeignNames):
         *,
         op: str | ReduceOp = "sum",
         out: Any = None,
-        order: str | None = None,
+        order: str | Shards | None = None,
         timeout: float | None = None,
         async_op: bool = False,
     ) -> Any:
@@ -162,7 +162,11 @@ class Communicator(_Handle, NotCopied, ForeignNames):
             out: array that receives the result, of the shape and dtype of ``x``; may be ``x``
                 itself. If ``x`` is a structure, a structure of the same nesting.
             order: if ``"rank"``, fold ``((x0 op x1) op x2) …``, so that the result has the
-                same bits on every transport and in every run.
+                same bits on every transport and in every run. If a :class:`collective.Shards`,
+                the first axis of ``x`` is this rank's shards. The shards of all ranks are folded
+                along a tree, so that the result has the same bits on any number of ranks, and
+                ``"avg"`` divides by the number of shards. ``x`` may then be a
+                :class:`collective.ShardFold`, too.
             timeout: deadline in seconds; by default the communicator's timeout.
             async_op: if true, return a ``Work`` at once. The program must not touch the arrays
                 until ``wait()`` of the ``Work`` has returned.
@@ -193,7 +197,7 @@ class Communicator(_Handle, NotCopied, ForeignNames):
         root: int = 0,
         op: str | ReduceOp = "sum",
         out: Any = None,
-        order: str | None = None,
+        order: str | Shards | None = None,
         timeout: float | None = None,
         async_op: bool = False,
     ) -> Any:
@@ -258,7 +262,7 @@ class Communicator(_Handle, NotCopied, ForeignNames):
         counts: Sequence[int] | None = None,
         axis: int = 0,
         out: Any = None,
-        order: str | None = None,
+        order: str | Shards | None = None,
         timeout: float | None = None,
         async_op: bool = False,
     ) -> Any:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 from collective.contract.work import Work
 from collective.memory.holding import hold
 
-__all__ = ["ForeignNames", "explain_keyword", "explained", "refuses", "remedy_of"]
+__all__ = ["ForeignNames", "explain_arguments", "explained", "refuses", "remedy_of"]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -96,6 +96,10 @@ _CALLS: dict[str, tuple[str, ...]] = {
     "dup()": ("Dup", "Clone", "Idup", "Dup_with_info"),
     "grid(shape, periodic)": ("Create_cart", "Cart_create", "init_device_mesh"),
     "grid(shape).neighbours(axis)": ("Shift", "Cart_shift"),
+    "grid(shape).along(axis)": ("Sub", "Cart_sub"),
+    "grid(shape).coords": ("Get_coords", "Get_topo", "Cart_get"),
+    "grid(shape).rank_at(coords)": ("Get_cart_rank",),
+    "grid((None, None)).shape": ("Compute_dims", "Dims_create"),
     "shrink()": ("Shrink", "shrink_group", "Ishrink"),
 }  # fmt: skip
 #: Replacements that are the same for a communicator and for the package, and the foreign names.
@@ -284,11 +288,16 @@ else:
     )
 
 
-def explain_keyword(function: Any, error: TypeError) -> TypeError:
-    """Return a better error for a call with an unknown keyword, if the keyword is a foreign one.
+def explain_arguments(function: Any, error: TypeError) -> TypeError:
+    """Return a better error for a call with arguments as in another library.
 
-    The new error names the right keyword. Any other error is returned unchanged.
+    For a foreign keyword, the new error names the right keyword. For too many positional arguments,
+    such as a second array for the result, it names the keywords. Any other error is returned
+    unchanged.
     """
+    match = re.search(r"takes .*positional arguments? but (\d+) w", str(error))
+    if match is not None:
+        return _too_many(function, int(match[1]))
     match = re.search(r"unexpected keyword argument '(\w+)'", str(error))
     if match is None:
         return error
@@ -300,6 +309,26 @@ def explain_keyword(function: Any, error: TypeError) -> TypeError:
     call = function.__name__
     advice = f"use {remedy.format(call=call)}" if remedy else "it has no equivalent here"
     return _unknown(call, match[1], own, advice)
+
+
+def _too_many(function: Any, passed: int) -> TypeError:
+    """Return the error for a call with too many positional arguments.
+
+    Args:
+        passed: number of positional arguments, with ``self`` if the function has it.
+    """
+    parameters = inspect.signature(function).parameters
+    named = [name for name, p in parameters.items() if p.kind is p.KEYWORD_ONLY]
+    positional = [name for name in _parameters(function) if name not in named]
+    passed -= "self" in parameters
+    text = f"{function.__name__}: {passed} positional argument{'s' * (passed != 1)}; expected "
+    text += f"at most {len(positional)}: {', '.join(positional)}" if positional else "none"
+    if "out" in named:
+        text += ". Pass the array for the result as out="
+        named.remove("out")
+    if named:
+        text += f". Keywords: {', '.join(named)}"
+    return TypeError(f"{text}.")
 
 
 def _parameters(function: Any) -> list[str]:
@@ -335,7 +364,7 @@ def refuses(remedies: Mapping[str, str]) -> Callable[[_Function], _Function]:
 
 
 def explained(function: _Function) -> _Function:
-    """Return ``function`` with a better ``TypeError`` for a foreign keyword.
+    """Return ``function`` with a better ``TypeError`` for arguments as in another library.
 
     The wrapper costs 0.3 µs a call. It also holds the memory of the call's arrays during the call,
     as the methods in C do.
@@ -353,7 +382,7 @@ def explained(function: _Function) -> _Function:
             trace = error.__traceback__
             if trace is not None and trace.tb_next is not None:
                 raise  # the error comes from inside the function, not from its arguments
-            better = explain_keyword(function, error)
+            better = explain_arguments(function, error)
         raise better from None
 
     return cast(_Function, call)

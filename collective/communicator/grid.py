@@ -7,13 +7,26 @@ import math
 import operator
 from collections.abc import Sequence
 from functools import cache
-from typing import Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, NoReturn, Protocol, TypeVar
 
 from collective.errors import InvalidArgumentError, RankError
 
 from .status import NULL
 
 __all__ = ["Grid"]
+
+#: Names of mpi4py's ``Cartcomm``, and the names here.
+_FOREIGN = {
+    "Get_cart_rank": "rank_at(coords)",
+    "Get_coords": "coords, or grid.coords_of(rank)",
+    "Get_dim": "shape",
+    "Get_topo": "shape, grid.periodic, grid.coords",
+    "Shift": "neighbours(axis)",
+    "Sub": "along(axis)",
+    "dims": "shape",
+    "periods": "periodic",
+    "shift": "neighbours(axis)",
+}
 
 
 class _Groupable(Protocol):
@@ -63,6 +76,16 @@ class Grid(Generic[C]):
             )
         self.periodic = tuple(per_axis)
         self.coords = self.coords_of(comm.rank)
+
+    if not TYPE_CHECKING:  # a type checker would conclude that a Grid has every name
+
+        def __getattr__(self, name: str) -> NoReturn:
+            text = f"{type(self).__name__!r} object has no attribute {name!r}"
+            if name in _FOREIGN:
+                text += f"; use grid.{_FOREIGN[name]}"
+            elif hasattr(type(self.__dict__.get("comm")), name) and name[0] != "_":
+                text += f"; the communicator has it: grid.comm.{name}"
+            raise AttributeError(text, name=name, obj=self)
 
     def __repr__(self) -> str:
         return f"<Grid {self.shape}, periodic {self.periodic}, this rank at {self.coords}>"

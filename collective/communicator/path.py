@@ -27,7 +27,7 @@ from collective.memory.buffer import Buffer, Spot
 from collective.memory.dtypes import BY_NUMPY
 from collective.request import Disagreement, Request, differing
 
-from .foreign_names import explain_keyword
+from .foreign_names import explain_arguments
 from .listener import CallEvent, Listener
 from .listeners import Listeners
 from .planned import Planned
@@ -232,8 +232,8 @@ class Path(_Gate):
 
     @staticmethod
     def explain(function: Callable[..., Any], error: TypeError) -> TypeError:
-        """Return, for C, a clearer error for a call with unknown keyword arguments."""
-        return explain_keyword(function, error) if error.__traceback__ is None else error
+        """Return, for C, a clearer error for a call with unsuitable arguments."""
+        return explain_arguments(function, error) if error.__traceback__ is None else error
 
     # -- collective calls ---------------------------------------------------------------
 

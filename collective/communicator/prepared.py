@@ -22,7 +22,7 @@ from .calls.call import Call
 from .calls.gathering import AllGather, AllToAll, Gather
 from .calls.reduction import AllReduce, Reduce, ReduceScatter, Scan
 from .calls.scattering import Scatter
-from .foreign_names import explain_keyword
+from .foreign_names import explain_arguments
 from .path import Path
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def plan(
     try:
         bound = inspect.signature(method).bind(*args, **options)
     except TypeError as error:
-        raise explain_keyword(method, error) from None
+        raise explain_arguments(method, error) from None
     bound.apply_defaults()
     arguments = bound.arguments
     del arguments["async_op"]

@@ -46,7 +46,7 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 
@@ -72,8 +72,6 @@ from collective.memory.buffer import Buffer
 from collective.memory.dtypes import BY_NAME
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
-
     from collective.cuda import Device, Event, Stream
     from collective.memory.device_array import DeviceArray
     from collective.memory.dtypes import DType

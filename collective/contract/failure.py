@@ -5,7 +5,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Self
 
 from collective.errors import (
     CollectiveTimeoutError,
@@ -15,9 +15,6 @@ from collective.errors import (
     PeerLostError,
     RendezvousError,
 )
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 __all__ = ["LONGER", "Failure"]
 

@@ -3,21 +3,18 @@
 The hub knows which ranks have died, until rank 0 dies and the hub with it. After that, a remaining
 rank can look at the processes of its own host. The system may have given a process's number to
 another process by then. So the identity includes the time when the process began
-(``/proc/PID/stat``, proc(5)). Both numbers are valid only for processes that see the same process
-table. A system without ``/proc/PID/stat`` gives no information about a process, which is harmless.
+(:func:`~collective.platform.process_status`). Both numbers are valid only for processes that see
+the same process table. Some systems do not tell when a process began, which is harmless.
 """
 
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["RankProcess"]
+from collective.platform import boot_id, process_namespace, process_status
 
-# Positions in /proc/PID/stat, counted after the name. The name is in parentheses and may contain
-# any character.
-_STATE, _STARTED = 0, 19
+__all__ = ["RankProcess"]
 
 
 class RankProcess(NamedTuple):
@@ -37,10 +34,10 @@ class RankProcess(NamedTuple):
     def own(cls) -> RankProcess | None:
         """Return this process; None where the system has no such information."""
         try:
-            state = _state_of(os.getpid())
+            status = process_status(os.getpid())
         except OSError:
             return None
-        return None if state is None else cls(_host(), os.getpid(), state[1])
+        return None if status is None else cls(_host(), os.getpid(), status.started)
 
     @classmethod
     def parse(cls, text: object) -> RankProcess | None:
@@ -62,33 +59,13 @@ class RankProcess(NamedTuple):
         if self.host != _host():
             return False
         try:
-            state = _state_of(self.pid)
+            status = process_status(self.pid)
         except OSError:  # such as a lack of file descriptors: says nothing about that process
             return False
-        return state is None or state[1] != self.started or state[0] in "ZX"
+        return status is None or status.started != self.started or status.state in "ZX"
 
 
 def _host() -> str:
     """Return a text that is equal for processes that see the same process table."""
-    try:
-        return (
-            Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-            + " "
-            + os.readlink("/proc/self/ns/pid")
-        )
-    except OSError:
-        return "unknown"
-
-
-def _state_of(pid: int) -> tuple[str, int] | None:
-    """Return the state letter of a process and when it began; None if there is no such process.
-
-    Raises:
-        OSError: the system does not provide the information.
-    """
-    try:
-        text = Path(f"/proc/{pid}/stat").read_bytes()
-    except (FileNotFoundError, ProcessLookupError):  # the latter if it ends after open()
-        return None
-    fields = text[text.rindex(b")") + 2 :].split()
-    return fields[_STATE].decode(), int(fields[_STARTED])
+    boot, namespace = boot_id(), process_namespace()
+    return f"{boot} {namespace}" if boot and namespace else "unknown"

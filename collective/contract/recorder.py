@@ -19,7 +19,7 @@ from types import CodeType
 from typing import Any
 
 from collective import native
-from collective.request import Request, in_thread
+from collective.request import LIBRARIES, Request, in_thread, is_library_file
 
 __all__ = ["Entry", "Recorder", "dump_on_signal", "flight_recorder"]
 
@@ -27,9 +27,6 @@ __all__ = ["Entry", "Recorder", "dump_on_signal", "flight_recorder"]
 _CAPACITY = 512
 # Number of calls that the text of a recorder lists.
 _LISTED = 32
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-# By file name, whether the file is part of this package. A cache, since every call looks it up.
-_INSIDE: dict[str, bool] = {}
 _now = time.monotonic
 _numbers = itertools.count()
 _all: weakref.WeakSet[Recorder] = weakref.WeakSet()
@@ -90,10 +87,7 @@ class _Ring:
         if code is None:
             frame = sys._getframe(1)
             code = frame.f_code
-            while _INSIDE.get(code.co_filename, True):
-                if code.co_filename not in _INSIDE:
-                    _INSIDE[code.co_filename] = code.co_filename.startswith(_PACKAGE)
-                    continue
+            while is_library_file[code.co_filename]:
                 above = frame.f_back
                 if above is None:
                     break
@@ -139,7 +133,7 @@ class Recorder:
 
     def __init__(self, title: str = "") -> None:
         self.title = title
-        self.ring = ring = native.ring(_PACKAGE) or _Ring()
+        self.ring = ring = native.ring(LIBRARIES) or _Ring()
         self.begin = ring.begin
         self.end = ring.end
         self.failed = 0

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
-from importlib import metadata
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from collective.errors import BackendNotFoundError, BackendUnavailableError
 from collective.install import hint
 
 from .backend import Backend
+
+if TYPE_CHECKING:
+    from importlib import metadata
 
 __all__ = ["BUILT_IN", "ENTRY_POINTS", "Registered", "find", "names", "require"]
 
@@ -103,4 +105,7 @@ def _entry(name: str) -> Registered:
 
 
 def _entry_points() -> list[metadata.EntryPoint]:
+    # Takes a tenth of the time of `import collective`, and few processes need it.
+    from importlib import metadata
+
     return [p for p in metadata.entry_points(group=ENTRY_POINTS) if p.name not in BUILT_IN]

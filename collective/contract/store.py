@@ -95,13 +95,13 @@ class Store(ABC):
         """Tell whether the store's server has certainly ended; False if a rank cannot find out."""
         return False
 
-    def refusals(self) -> Mapping[str, int]:
+    def refusals(self) -> Mapping[str, int] | None:
         """Return how many connections the store's server refused since their secret differs.
 
         Returns:
-            Numbers of connections by address. Empty unless this process serves the store.
+            Numbers of connections by address. None unless this process serves the store.
         """
-        return {}
+        return None
 
     def without(self, ranks: Set[int]) -> None:  # noqa: B027  an offer, not a duty
         """Note that ``ranks`` are out, by a decision in which this rank took part.
@@ -159,7 +159,7 @@ class WrappedStore(Store):
     def has_ended(self) -> bool:
         return self._store.has_ended()
 
-    def refusals(self) -> Mapping[str, int]:
+    def refusals(self) -> Mapping[str, int] | None:
         return self._store.refusals()
 
     def without(self, ranks: Set[int]) -> None:

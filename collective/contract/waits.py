@@ -340,6 +340,11 @@ def _remedy(ring: Sequence[Waiting]) -> str:
         return (
             "Every rank must make the collective calls, and the messages between them, in one order"
         )
+    if any(message.operation == "sendrecv" for message in messages if message):
+        return (
+            "Compare dst and src of the sendrecv calls: rank A must pass dst=B where rank B passes "
+            "src=A, with the same tag"
+        )
     kinds = {(message.to is None, message.source is None) for message in messages if message}
     if kinds == {(True, False)}:
         return "Use sendrecv, or let one rank send first"

@@ -14,22 +14,22 @@ import os
 import secrets
 import shlex
 import signal
-import socket
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 from collective.contract.secret import parse
 from collective.elastic.arrivals import Arrivals
+from collective.platform import adopt_orphans, held_port, usable_cores
 from collective.start.resolver import in_directory
 from collective.start.rundir import join, leave
 
 from .attempts import run_attempts
 from .mpi import MpiSupervisor
 from .mpiexec import Mpiexec
-from .processes import adopt_orphans, end_children
+from .processes import end_children
 from .supervisor import Replacing, Supervisor
 
 __all__ = ["cores_for_each", "launch", "restart_with"]
@@ -92,19 +92,26 @@ def launch(
         print(f"collective run: {shlex.join([*start, *command])}", file=sys.stderr)
     store, hold = join(f"run-{secrets.token_hex(8)}")
 
-    def attempt(number: int, control: int) -> Supervisor:
+    @contextlib.contextmanager
+    def attempt(number: int, control: int) -> Iterator[Supervisor]:
         # Each attempt has a directory of its own, so that it finds no keys of an earlier attempt.
         directory = store / f"start-{number}"
         directory.mkdir(mode=0o700)
-        shared = {**os.environ, **_shared_variables(size, directory), **settings}
-        if replace:
-            shared["COLLECTIVE_GROW"] = "on"
-        count = {"COLLECTIVE_RESTART": str(number), "TORCHELASTIC_RESTART_COUNT": str(number)}
-        environments = [{**shared, **count, **_rank_variables(rank)} for rank in range(size)]
-        if start:
-            return MpiSupervisor(control, start, command, environments, directory, spare, verbose)
-        replacing = _replacing(environments, directory) if replace else None
-        return Supervisor(control, command, environments, spare, replacing, verbose)
+        # The port is held to the end of the attempt. A process that replaces rank 0 serves there
+        # again.
+        with held_port() as port:
+            shared = {**os.environ, **_shared_variables(size, directory, port), **settings}
+            if replace:
+                shared["COLLECTIVE_GROW"] = "on"
+            count = {"COLLECTIVE_RESTART": str(number), "TORCHELASTIC_RESTART_COUNT": str(number)}
+            environments = [{**shared, **count, **_rank_variables(rank)} for rank in range(size)]
+            if start:
+                yield MpiSupervisor(
+                    control, start, command, environments, directory, spare, verbose
+                )
+                return
+            replacing = _replacing(environments, directory) if replace else None
+            yield Supervisor(control, command, environments, spare, replacing, verbose)
 
     try:
         return _watch_over(
@@ -185,7 +192,7 @@ def _be_supervisor(
         os._exit(code)
 
 
-def _shared_variables(size: int, store: Path) -> dict[str, str]:
+def _shared_variables(size: int, store: Path, port: int) -> dict[str, str]:
     variables = {
         "COLLECTIVE_SIZE": str(size),
         "COLLECTIVE_LOCAL_SIZE": str(size),
@@ -197,7 +204,7 @@ def _shared_variables(size: int, store: Path) -> dict[str, str]:
         "WORLD_SIZE": str(size),
         "LOCAL_WORLD_SIZE": str(size),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
+        "MASTER_PORT": str(port),
         "PYTHONPATH": _python_path(),
     }
     variables["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", str(cores_for_each(size)))
@@ -242,13 +249,6 @@ def _python_path() -> str:
     return before if installed or home in paths else os.pathsep.join([*paths, home])
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
-
-
 def restart_with(**variables: str) -> None:
     """Run this program again with environment variables that libraries read once, if any is new.
 
@@ -266,6 +266,4 @@ def cores_for_each(size: int) -> int:
     Ranks that each start one thread for every core slow each other down by far. torchrun sets 1,
     which leaves cores idle if there are fewer ranks than cores.
     """
-    affinity = getattr(os, "sched_getaffinity", None)
-    usable = len(affinity(0)) if affinity else os.cpu_count() or 1
-    return max(1, usable // size)
+    return max(1, usable_cores() // size)

@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 from collective.deadline import Deadline
 
@@ -23,13 +24,16 @@ _LONGEST_PAUSE_S = 30.0
 
 
 def run_attempts(
-    attempt: Callable[[int, int], Supervisor], size: int, restarts: int, control: int
+    attempt: Callable[[int, int], AbstractContextManager[Supervisor]],
+    size: int,
+    restarts: int,
+    control: int,
 ) -> int:
     """Run attempts until one succeeds or restarts run out; return the exit code of the last one.
 
     Args:
-        attempt: function that makes the supervisor of an attempt. Its arguments are the attempt's
-            number, from 0, and ``control``.
+        attempt: function whose context has the supervisor of an attempt, and what the attempt
+            needs until its end. Its arguments are the attempt's number, from 0, and ``control``.
         size: number of ranks that each attempt starts.
         restarts: how many attempts may follow the first one.
         control: as in :class:`Supervisor`.
@@ -37,8 +41,8 @@ def run_attempts(
     quick = 0
     for number in range(restarts + 1):
         started = time.monotonic()
-        supervisor = attempt(number, control)
-        code = supervisor.run()
+        with attempt(number, control) as supervisor:
+            code = supervisor.run()
         if number == restarts or not supervisor.failed:
             break
         quick = quick + 1 if time.monotonic() - started < _QUICK_S else 0

@@ -17,8 +17,8 @@ from typing import IO, Any
 
 from collective.deadline import Deadline
 from collective.errors import BackendUnavailableError
+from collective.platform import EndOfProcess, short_path
 
-from .control import short_path
 from .mpiexec import Mpiexec
 from .outcome import Outcome, RankDiedError
 from .process_starter import ProcessHandle, encoded, wait_for_answers
@@ -67,8 +67,9 @@ class _Called(ProcessHandle):
     def __init__(
         self, rank: int, line: Connection, pid: int, before_kill: Callable[[], None]
     ) -> None:
-        # A descriptor, since the number alone may be reused: this process does not reap the rank.
-        super().__init__(rank, line, os.pidfd_open(pid))
+        # The number alone may be reused, since this process does not reap the rank.
+        self._process = EndOfProcess(pid)
+        super().__init__(rank, line, self._process.descriptor)
         self._before_kill = before_kill
 
     def _exit_code(self) -> int | None:
@@ -77,9 +78,8 @@ class _Called(ProcessHandle):
     def end(self, deadline: Deadline) -> None:
         if not wait([self.death], deadline.left()):
             self._before_kill()
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self.death, signal.SIGKILL)
-        os.close(self.death)
+            self._process.kill()
+        self._process.close()
         self.line.close()
 
 

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.connection import Client, Connection
 from queue import SimpleQueue
 
+from collective.platform import short_path
 from collective.start.launchers import detect
 
 from .outcome import Outcome, RemoteError
@@ -34,13 +35,35 @@ __all__ = [
     "outcome_of",
     "serve",
     "serve_as",
-    "short_path",
 ]
 
 #: Request for the stacks of a rank's threads, and the first bytes of the answer.
 STACKS = b"stacks"
 #: Report of a rank that it has loaded a job; orders to begin the job, or to drop it.
 LOADED, GO, SKIP = b"loaded", b"go", b"skip"
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Ignore SIGINT in the block.
+
+    The handler is a function instead of SIG_IGN, because programs that another thread starts in the
+    meantime would inherit SIG_IGN.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    # Only the main thread can set handlers. None stands for a handler that Python cannot restore.
+    if handler is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGINT, _ignore)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+
+
+def _ignore(number: int, frame: object) -> None:
+    """Do nothing."""
 
 
 class _Line:
@@ -57,9 +80,14 @@ class _Line:
         threading.Thread(target=self._listen, name="collective-control", daemon=True).start()
 
     def next(self) -> bytes | None:
-        """Return the next message, or None once the line is closed."""
+        """Return the next message, or None once the line is closed.
+
+        Meanwhile the rank ignores Ctrl-C, which a terminal or Jupyter sends to every process of its
+        process group. An idle rank has nothing to interrupt, and can serve the next job.
+        """
         self._working = False
-        message = self._messages.get()
+        with _uninterrupted():
+            message = self._messages.get()
         self._working = message is not None
         return message
 
@@ -151,22 +179,6 @@ def call_back(address: str, rank: int) -> Connection:
         connection = Client(path, "AF_UNIX")
     connection.send((rank, os.getpid()))
     return connection
-
-
-@contextlib.contextmanager
-def short_path(address: str) -> Iterator[str]:
-    """Yield a name for a socket's file that fits into a socket address, which has 107 bytes.
-
-    The path of a job's directory for temporary files may be too long.
-    """
-    if sys.platform != "linux":
-        yield address
-        return
-    folder = os.open(os.path.dirname(address), os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        yield f"/proc/self/fd/{folder}/{os.path.basename(address)}"
-    finally:
-        os.close(folder)
 
 
 def leave_process_group() -> None:

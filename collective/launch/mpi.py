@@ -18,8 +18,9 @@ from functools import partial
 from pathlib import Path
 
 from collective.deadline import Deadline
+from collective.platform import descriptor_path, die_with_parent
 
-from .processes import die_with_parent, mpi_segments, remove_segments
+from .processes import mpi_segments, remove_segments
 from .supervisor import Rank, Supervisor
 
 __all__ = ["MpiSupervisor"]
@@ -126,8 +127,9 @@ class MpiSupervisor(Supervisor):
             for pipe in pipes[-1]:
                 self._open.callback(os.close, pipe)
         # Ranks cannot read a terminal from another session. Other standard input goes to rank 0.
-        if not os.isatty(0):
-            (self._directory / "0.in").symlink_to(f"/proc/{os.getpid()}/fd/0")
+        path = descriptor_path(0)
+        if path is not None and not os.isatty(0):
+            (self._directory / "0.in").symlink_to(path)
         starter = [sys.executable, "-I", "-S", str(_STARTER), str(self._directory)]
         process = subprocess.Popen(
             [*self._start_with, *starter, *self._command],

@@ -97,7 +97,7 @@ def _writer(path: str) -> int:
 
 
 def _die_with_parent() -> Callable[[], None]:
-    """Return the same as :func:`collective.launch.processes.die_with_parent`.
+    """Return the same as :func:`collective.platform.die_with_parent`.
 
     mpiexec may kill this process without killing the rank.
     """

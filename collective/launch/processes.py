@@ -1,71 +1,33 @@
-"""Linux calls which ensure that no process outlives the launcher.
+"""Functions which ensure that no process outlives the launcher.
 
-On other systems these functions do less: ranks still get signals by process group, but orphans of
+On other systems than Linux they do less: ranks still get signals by process group, but orphans of
 a killed rank are not found.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import re
 import signal
-import sys
 import time
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import NamedTuple
 
 from collective.deadline import Deadline
+from collective.platform import SHARED_MEMORY, mapped_files, process_ids, process_status
 
-__all__ = [
-    "Ending",
-    "adopt_orphans",
-    "die_with_parent",
-    "end_children",
-    "mpi_segments",
-    "remove_segments",
-]
+__all__ = ["Ending", "end_children", "mpi_segments", "remove_segments"]
 
-# From <sys/prctl.h>.
-_PR_SET_PDEATHSIG = 1
-_PR_SET_CHILD_SUBREAPER = 36
-# Names of shared memory of MPICH, Intel MPI and Open MPI, at the end of a line of /proc/PID/maps.
-_SEGMENT = re.compile(
-    rb" (/dev/shm/(?:mpich_shm_|Intel_MPI_|sm_segment\.|vader_segment\.)\S+)$", re.MULTILINE
-)
+# Names of shared memory of MPICH, Intel MPI and Open MPI, at the end of a line of a memory map.
+_NAMES = rb"(?:mpich_shm_|Intel_MPI_|sm_segment\.|vader_segment\.)\S+"
+_SEGMENT = re.compile(rb" (%s/%s)$" % (os.fsencode(SHARED_MEMORY), _NAMES), re.MULTILINE)
 # A process that has written its last traceback needs less processor time than this to end.
 _ENDING_CPU_S = 1.0
 _ENDING_S = 1.0
 _LOOK_S = 0.25
 # A process that uses a smaller share of a processor waits for something.
 _IDLE = 0.25
-
-
-def adopt_orphans() -> None:
-    """Make this process the parent of all descendants whose own parent dies.
-
-    So no process that a rank started can leave the tree. It becomes a child of this process, which
-    can find and end it. Its process id cannot be reused before this process has reaped it.
-    """
-    if sys.platform == "linux":
-        _libc().prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-
-
-def die_with_parent() -> Callable[[], None]:
-    """Return a function for a child to call before exec, so that it dies with this process."""
-    if sys.platform != "linux":
-        return lambda: None
-    # Look up prctl before the fork: between fork and exec a child should do as little as possible.
-    prctl = _libc().prctl
-    parent = os.getpid()
-
-    def prepare() -> None:
-        prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-        if os.getppid() != parent:  # the parent died before the call of prctl
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    return prepare
 
 
 class Ending:
@@ -92,7 +54,7 @@ class Ending:
         since, self._looked = self._looked, time.monotonic()
         if before is None or self._first is None or self._activity is None:
             # The process has ended, unless the system does not tell.
-            return self._pid == 0 or not os.path.isdir("/proc/self")
+            return self._pid == 0 or not process_ids()
         share = (self._activity.cpu_s - before.cpu_s) / (self._looked - since)
         is_idle = share < _IDLE and not self._activity.runs
         # One look may hit the moment in which an ending process waits for one of its threads.
@@ -116,13 +78,10 @@ class _Activity(NamedTuple):
 def _activity(pid: int) -> _Activity | None:
     """Return the activity of a process, or None if it has ended or cannot be seen."""
     try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            status = file.read()
+        status = process_status(pid)
     except OSError:
         return None
-    state, *fields = status[status.rindex(b")") + 2 :].split()
-    ticks = int(fields[10]) + int(fields[11])  # user and system time
-    return _Activity(ticks / os.sysconf("SC_CLK_TCK"), state in (b"R", b"D", b"Z"))
+    return None if status is None else _Activity(status.cpu_s, status.state in "RDZ")
 
 
 def end_children(patience: float) -> None:
@@ -158,7 +117,7 @@ def _reap() -> bool:
 
 
 def mpi_segments(pid: int) -> set[str]:
-    """Return the files in /dev/shm through which ranks share memory in MPI.
+    """Return the files of shared memory through which ranks communicate in MPI.
 
     An MPI library removes these files when it is finalised. Ranks that are killed leave them
     behind.
@@ -171,8 +130,7 @@ def mpi_segments(pid: int) -> set[str]:
     generation = {pid}
     while generation:
         for process in generation:
-            with contextlib.suppress(OSError), open(f"/proc/{process}/maps", "rb") as file:
-                segments.update(map(os.fsdecode, _SEGMENT.findall(file.read())))
+            segments.update(map(os.fsdecode, _SEGMENT.findall(mapped_files(process))))
         generation = {child for child, parent in parents.items() if parent in generation}
     return segments
 
@@ -187,13 +145,9 @@ def remove_segments(files: Iterable[str]) -> None:
 def _parents() -> dict[int, int]:
     """Return the parent of each process."""
     parents = {}
-    with contextlib.suppress(OSError):
-        for name in os.listdir("/proc"):
-            with contextlib.suppress(OSError, ValueError), open(f"/proc/{name}/stat", "rb") as file:
-                status = file.read()
-                parents[int(name)] = int(status[status.rindex(b")") + 2 :].split()[1])
+    for pid in process_ids():
+        with contextlib.suppress(OSError):
+            status = process_status(pid)
+            if status is not None:
+                parents[pid] = status.parent
     return parents
-
-
-def _libc() -> Any:
-    return ctypes.CDLL(None, use_errno=True)

@@ -18,14 +18,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol, Self
 
 from collective.deadline import Deadline
 
 from .outcome import Outcome, RankHungError, RanksFailedError
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 __all__ = ["FunctionJob", "Handle", "Job", "Participant", "Ranks", "Resource", "Starter", "perform"]
 
@@ -264,6 +261,7 @@ class Ranks:
             RanksFailedError: a rank raised, died or hung; contains the traceback of every rank
                 that failed.
         """
+        __tracebackhide__ = True
         outcomes = self.run(job, timeout)
         failure = RanksFailedError.of(outcomes, self.size)
         if failure is not None:

@@ -13,16 +13,16 @@ import os
 import selectors
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
 from typing import NamedTuple
 
 from collective.deadline import Deadline
+from collective.platform import adopt_orphans, die_with_parent, ended_child
 
 from .interrupt import sift, summary
-from .processes import Ending, adopt_orphans, die_with_parent, end_children
+from .processes import Ending, end_children
 from .screen import RankOutput, Screen
 from .tracebacks import split_traceback
 from .verdict import FailedRank, exit_code, first_in_cause, loss, losses, report, shortfall
@@ -329,12 +329,10 @@ class Supervisor:
         while True:
             which = -1
             try:
-                if self._spare and sys.platform == "linux":
-                    # The run may continue for long, so end all processes of a lost rank now.
-                    ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-                    if ended is not None:
-                        which = ended.si_pid
-                        self._end_group(which, ended.si_status)
+                # The run may continue for long, so end all processes of a lost rank now.
+                if self._spare and (ended := ended_child()):
+                    which = ended[0]
+                    self._end_group(*ended)
                 pid, status = os.waitpid(which, os.WNOHANG)
             except ChildProcessError:
                 return

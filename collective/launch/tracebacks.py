@@ -15,17 +15,20 @@ __all__ = [
     "plain",
     "split_traceback",
     "traceback_start",
+    "without_prefix",
 ]
 
 #: Directory of the package. Its frames are internal.
 _HOME = str(Path(__file__).parent.parent) + os.sep
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+# After init_process_group(), torch.distributed writes this before each line of a traceback.
+_PREFIX = re.compile(r"\[rank\d+\]: ")
 _HEADER = re.compile(r"(?:  \+ Exception Group )?Traceback \(most recent call last\):$")
 # Python reports a syntax error in the program itself without a header and without frames. The
 # report begins with the place, which names no function.
 _PLACE = re.compile(r'  File "[^"]+", line \d+$')
 _BEGIN = re.compile(
-    rb"(?:\A|(?<=[\r\n]))(?:\x1b\[[0-9;]*m)*"
+    rb"(?:\A|(?<=[\r\n]))(?:\x1b\[[0-9;]*m)*(?:\[rank\d+\]: )?"
     rb"(?:(?:  \+ Exception Group )?Traceback \(most recent call last\):"
     rb"|Exception (?:in thread|ignored in)\b[^\r\n]*:\r?\n"
     rb'|  File "[^"\r\n]+", line \d+\r?\n)'
@@ -42,9 +45,15 @@ _REPEATED = re.compile(r"[| ]+\[Previous line repeated (\d+) more times?\]$")
 _HIDDEN = re.compile(r"\(\d+ frames? inside collective (?:is|are) hidden; [^)]*\)")
 
 
+def without_prefix(line: str) -> str:
+    """Return a line without the prefix by which torch.distributed names the rank."""
+    match = _PREFIX.match(line)
+    return line[match.end() :] if match else line
+
+
 def plain(line: str) -> str:
-    """Return a line without its line end and colours."""
-    return _COLOUR.sub("", line.rstrip("\r\n"))
+    """Return a line without its line end, its colours and torch.distributed's prefix."""
+    return without_prefix(_COLOUR.sub("", line.rstrip("\r\n")))
 
 
 def find_traceback(output: bytes) -> int | None:

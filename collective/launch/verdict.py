@@ -14,7 +14,14 @@ from dataclasses import dataclass
 
 from collective.request import name_ranks
 
-from .tracebacks import CONSEQUENCE, alike, hide_internal_frames, plain, traceback_start
+from .tracebacks import (
+    CONSEQUENCE,
+    alike,
+    hide_internal_frames,
+    plain,
+    traceback_start,
+    without_prefix,
+)
 
 __all__ = ["FailedRank", "exit_code", "first_in_cause", "loss", "losses", "report", "shortfall"]
 
@@ -154,7 +161,11 @@ class _LastWords:
         lines = (failure.stderr or b"").decode(errors="replace").splitlines()
         start = traceback_start([plain(line) for line in lines])
         self._has_traceback = start is not None
-        lines = lines[-_LAST_LINES:] if start is None else lines[start[0] :]
+        if start is None:
+            lines = lines[-_LAST_LINES:]
+        else:
+            # The headline names the ranks. Without the prefix, equal tracebacks are alike.
+            lines = [without_prefix(line) for line in lines[start[0] :]]
         if not verbose:
             lines = hide_internal_frames(lines)
         self.text = "".join(f"{line}\n" for line in lines) if any(map(str.strip, lines)) else ""

@@ -19,15 +19,16 @@ The C files lie beside this one:
 
 from __future__ import annotations
 
-import contextlib
 import functools
+import importlib.util
 import os
+import sys
 from collections.abc import Callable
-from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from collective.deadline import Deadline
+from collective.platform import cache_bytes
 
 if TYPE_CHECKING:
     from ._core import Door, InThread, Ring, Shared
@@ -38,7 +39,7 @@ __all__ = ["HEAD_BYTES", "HEAD_ROOM", "NOBODY", "PROTOCOL", "Chosen", "Exchange"
            "viewer"]  # fmt: skip
 
 #: Version on which this package and the extension must agree, and the cores of any two ranks.
-PROTOCOL = 14
+PROTOCOL = 15
 
 #: Bytes of a head, and bytes of it that can hold the elements of a short array.
 HEAD_BYTES, HEAD_ROOM = 1024, 896
@@ -48,9 +49,6 @@ NOBODY = -2
 Exchange = Callable[[Any, int, Any, int, int, Deadline, bool], Any]
 _Function = TypeVar("_Function")
 _REBUILD = "build it again: pip install -e ."
-# Linux tells the length of a processor's last cache here, in KiB. The first processor stands for
-# all.
-_CACHE = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
 _USUAL, _LEAST = 32 << 20, 16 << 20
 # A longer cache serves more than the ranks of one job: in a virtual machine it also serves the
 # other machines on the host.
@@ -142,13 +140,23 @@ def switch(on: bool) -> None:
 
 
 def _load() -> tuple[ModuleType | None, str]:
+    if "t" in sys.abiflags and _is_limited():
+        return None, f"built for a Python with a GIL; {_REBUILD}"
     try:
         from . import _core
     except ImportError as error:
         if error.name == f"{__name__}._core" or "cannot import name '_core'" in str(error):
+            if sys.maxsize <= 2**32:
+                return None, "not built: it needs a 64-bit Python"
             return None, "not built: a wheel without it, or no C compiler at installation"
         return None, f"cannot be loaded: {error}"
     return _checked(_core)
+
+
+def _is_limited() -> bool:
+    # Python 3.13 without a GIL finds a core of the limited API, and cannot load it.
+    spec = importlib.util.find_spec(f"{__name__}._core")
+    return spec is not None and str(spec.origin).endswith(".abi3.so")
 
 
 def _checked(extension: ModuleType) -> tuple[ModuleType | None, str]:
@@ -166,9 +174,7 @@ def cached_bytes() -> int:
 
     Copies for longer arrays go around the caches.
     """
-    nbytes = _USUAL
-    with contextlib.suppress(OSError, ValueError):
-        nbytes = int(_CACHE.read_text().removesuffix("K\n")) << 10
+    nbytes = cache_bytes() or _USUAL
     return min(max(nbytes, _LEAST), _MOST)
 
 
@@ -283,18 +289,19 @@ def in_thread() -> InThread | None:
     return sites
 
 
-def ring(package: str) -> Ring | None:
+def ring(libraries: list[str]) -> Ring | None:
     """Return a record of the last calls of a communicator, for its flight recorder.
 
     Args:
-        package: prefix of the names of the files that do not belong to the program.
+        libraries: prefixes of the names of the files that do not belong to the program. The ring
+            reads this list at each call, so a prefix may be added later.
 
     Returns:
         None if C is not in use.
     """
     if chosen.extension is None:
         return None
-    native_ring: Ring = chosen.extension.Ring(package)
+    native_ring: Ring = chosen.extension.Ring(libraries)
     return native_ring
 
 

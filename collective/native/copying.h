@@ -18,8 +18,8 @@ extern size_t cached_bytes;
    (docs/decisions/0069-copies-around-the-caches.md has the figures). */
 static inline int beyond_caches(size_t nbytes, int in_place)
 {
-    size_t few = (size_t)32 << 20;
-    return nbytes >= (in_place ? 3 * (cached_bytes < few ? cached_bytes : few) : cached_bytes);
+    size_t few = (size_t)32 << 20, cached = __atomic_load_n(&cached_bytes, __ATOMIC_RELAXED);
+    return nbytes >= (in_place ? 3 * (cached < few ? cached : few) : cached);
 }
 
 /* Copies a part of a result. An ordinary store first fetches the cache line that it writes from

@@ -19,8 +19,6 @@
 /* How the shape of a result follows from that of x. */
 enum shape { SAME, CUT, JOINED, EXCHANGED, NONE };
 
-/* The arguments of calls, by name. */
-enum argument { X, OUT, OP, ORDER, ROOT, TIMEOUT, ASYNC, COUNTS, AXIS, ARGUMENTS };
 static const char *const argument_names[ARGUMENTS] = {
     "x", "out", "op", "order", "root", "timeout", "async_op", "counts", "axis"};
 #define BIT(argument) (1u << (argument))
@@ -50,8 +48,9 @@ struct prepared {
 
 #define PREPARED 128 /* a power of two */
 
+/* Several threads may use a door, so the table is read and changed in critical sections. */
 typedef struct {
-    PyObject_HEAD
+    CORE_HEAD
     PyObject *ring, *queue;
     int rank, size;
     struct prepared table[PREPARED];
@@ -70,7 +69,7 @@ typedef struct {
     PyObject *path; /* NULL before it is set */
 } Handle;
 
-/* The limited API has these from 3.12 on. They are the same in all versions from 3.9 on. */
+/* The limited API has these from 3.12 on. They are the same in all versions. */
 typedef PyObject *(*vectorcall_function)(PyObject *, PyObject *const *, size_t, PyObject *);
 #ifndef Py_TPFLAGS_HAVE_VECTORCALL
 #define Py_TPFLAGS_HAVE_VECTORCALL (1UL << 11)
@@ -82,7 +81,7 @@ static const char *const message_names[MESSAGES] = {"send", "recv", "sendrecv"};
 
 /* A method of communicators: a descriptor, like a function of Python. */
 typedef struct {
-    PyObject_HEAD
+    CORE_HEAD
     vectorcall_function vectorcall;
     PyObject *function; /* makes the calls that C does not make */
     PyObject *kind;     /* the class of the calls */
@@ -91,14 +90,9 @@ typedef struct {
     enum message_kind message;
 } Method;
 
-static PyObject *name_run_plan, *name_sum, *name_tag;
-static PyObject *zero, *nobody, *any;
-static PyObject *argument_objects[ARGUMENTS];
-static PyTypeObject *door_type, *gate_type, *handle_type, *method_type;
-static PyObject *bound_method_type; /* types.MethodType */
-
 /* One call, as read from its arguments. */
 struct call {
+    const struct core *core;
     const struct operation *operation;
     Gate *path;
     PyObject *kind, *x, *out, *op, *order, *root_object;
@@ -143,10 +137,10 @@ static int find_output(const Door *door, struct call *call)
     if (!shape_result(door, call))
         return 0;
     want = *got;
-    call->result = call->out != Py_None ? Py_NewRef(call->out) : new_array(call->x, &want);
+    call->result = call->out != Py_None ? Py_NewRef(call->out) : new_array(call->core, call->x, &want);
     if (call->result == NULL)
         return -1;
-    if (!view_array(call->result, got) || !got->writable || got->dtype != want.dtype
+    if (!view_array(call->core, call->result, got) || !got->writable || got->dtype != want.dtype
         || got->ndim != want.ndim
         || memcmp(got->shape, want.shape, sizeof *want.shape * (size_t)want.ndim) != 0)
         return 0;
@@ -187,7 +181,7 @@ static int read_counts(const Door *door, struct call *call, PyObject *counts)
 static int read_call(const Door *door, struct call *call, PyObject *const *given)
 {
     int counted = given[COUNTS] != Py_None;
-    if (given[TIMEOUT] != Py_None || given[ASYNC] != Py_False || given[AXIS] != zero
+    if (given[TIMEOUT] != Py_None || given[ASYNC] != Py_False || given[AXIS] != call->core->zero
         || (counted && call->operation->shape != JOINED) || PyList_Size(door->queue) != 0)
         return 0;
     call->x = given[X], call->out = given[OUT], call->op = given[OP];
@@ -222,7 +216,7 @@ static int read_call(const Door *door, struct call *call, PyObject *const *given
         else if (scatters)
             return 0;
     }
-    if (!view_array(call->x, &call->views[0])
+    if (!view_array(call->core, call->x, &call->views[0])
         || (counted && !read_counts(door, call, given[COUNTS])))
         return 0;
     call->src = &call->views[0];
@@ -282,45 +276,79 @@ static void forget(struct prepared *p)
     Py_XDECREF(old.counts);
 }
 
-/* Finds the plan of a call in the table, or has Python make the plan. Returns NULL with an
-   exception, or NULL without one if Python must make the call. */
-static struct prepared *prepare(Door *door, const struct call *call)
+/* What a call needs of its entry, with references: while the call runs, another thread, a signal
+   handler or a finalizer may make calls, too, and replace the entry. */
+struct found {
+    PyObject *plan;            /* NULL if there is no plan */
+    PyObject *request, *plain; /* only for a plan that is not in C */
+};
+
+static struct found found_in(const struct core *core, const struct prepared *p)
+{
+    int in_c = Py_TYPE(p->plan) == core->plan_type;
+    return (struct found){Py_NewRef(p->plan), in_c ? NULL : Py_NewRef(p->request),
+                          in_c ? NULL : Py_XNewRef(p->plain)};
+}
+
+/* Makes an entry of what plan_for_c has returned; returns its plan, or none with an exception. */
+static struct found fill(Door *door, struct prepared *p, const struct call *call,
+                         PyObject *planned)
 {
     const struct view *x = &call->views[0];
+    struct found found = {NULL, NULL, NULL};
+    struct prepared entry = {
+        call->operation, Py_NewRef(planned), PyObject_GetAttrString(planned, "request"),
+        PyObject_GetAttrString(planned, "plan"), NULL, Py_NewRef(call->op),
+        Py_XNewRef(call->counts), call->ordered, call->root, x->dtype, x->ndim, {0}};
+    memcpy(entry.shape, x->shape, sizeof entry.shape);
+    if (entry.request != NULL && entry.plan != NULL) {
+        if (Py_TYPE(entry.plan) != call->core->plan_type) {
+            entry.plain = PyObject_GetAttrString(entry.plan, "plain");
+            if (entry.plain == NULL) /* the plan has no such method */
+                PyErr_Clear();
+        }
+        found = found_in(call->core, &entry);
+        struct prepared old;
+        (void)door;
+        Py_BEGIN_CRITICAL_SECTION(door);
+        old = *p;
+        *p = entry;
+        Py_END_CRITICAL_SECTION();
+        entry = old;
+    }
+    forget(&entry);
+    return found;
+}
+
+/* Finds the plan of a call in the table, or has Python make the plan. Returns no plan with an
+   exception, or without one if Python must make the call. */
+static struct found prepare(Door *door, const struct call *call)
+{
+    const struct view *x = &call->views[0];
+    struct found found = {NULL, NULL, NULL};
     uint64_t hash = (uint64_t)(uintptr_t)call->operation + (uintptr_t)call->op
                     + 31 * (unsigned)x->dtype + (unsigned)call->root
                     + (call->counts ? 127 * (uint64_t)call->total + 1 : 0);
     for (int i = 0; i < x->ndim; i++)
         hash = (hash ^ (uint64_t)x->shape[i]) * UINT64_C(0x9E3779B97F4A7C15);
     struct prepared *p = &door->table[(hash ^ hash >> 32) % PREPARED];
+    Py_BEGIN_CRITICAL_SECTION(door);
     if (is_prepared(p, call))
-        return p;
+        found = found_in(call->core, p);
+    Py_END_CRITICAL_SECTION();
+    if (found.plan != NULL)
+        return found;
     PyObject *planned = PyObject_CallMethod((PyObject *)call->path, "plan_for_c", "OOOOOO",
                                             call->kind, call->x, call->op, call->order,
                                             call->root_object, counts_of(call));
-    if (planned == NULL || planned == Py_None) {
-        Py_XDECREF(planned);
-        return NULL;
-    }
-    forget(p);
-    *p = (struct prepared){
-        call->operation, planned, PyObject_GetAttrString(planned, "request"),
-        PyObject_GetAttrString(planned, "plan"), NULL, Py_NewRef(call->op),
-        Py_XNewRef(call->counts), call->ordered, call->root, x->dtype, x->ndim, {0}};
-    memcpy(p->shape, x->shape, sizeof p->shape);
-    if (p->request == NULL || p->plan == NULL) {
-        forget(p);
-    } else if ((call->src != NULL && !is_there(call->src))
-               || (call->dst != NULL && !is_there(call->dst))) {
-        /* Another thread has run meanwhile and has changed an array. Python must make the call,
-           since it looks at the arrays again. */
-        forget(p);
-    } else if (!is_plan(p->plan)) {
-        p->plain = PyObject_GetAttrString(p->plan, "plain");
-        if (p->plain == NULL) /* the plan has no such method */
-            PyErr_Clear();
-    }
-    return p->planned ? p : NULL;
+    /* If another thread has run meanwhile and has changed an array, Python must make the call, since
+       it looks at the arrays again. */
+    if (planned != NULL && planned != Py_None
+        && (call->src == NULL || is_there(call->core, call->src))
+        && (call->dst == NULL || is_there(call->core, call->dst)))
+        found = fill(door, p, call, planned);
+    Py_XDECREF(planned);
+    return found;
 }
 
 /* Takes the current exception, with its traceback, from the interpreter. */
@@ -352,8 +380,8 @@ static void hold_until_over(PyObject *work, PyObject *held)
 static PyObject *recover(const struct call *call)
 {
     PyObject *error = take_error(), *held = NULL;
-    hold_all(call->x, &held);
-    hold_all(call->out, &held);
+    hold_all(call->core, call->x, &held);
+    hold_all(call->core, call->out, &held);
     PyObject *done = PyObject_CallMethod((PyObject *)call->path, "recover_for_c", "OOOOOO",
                                          call->kind, call->x, call->out, call->root_object,
                                          counts_of(call), error);
@@ -364,35 +392,35 @@ static PyObject *recover(const struct call *call)
 
 static PyObject *make(Door *door, struct call *call)
 {
-    struct prepared *p = prepare(door, call);
-    PyObject *limit = p ? Py_XNewRef(call->path->timeout) : NULL;
-    if (limit == NULL)
+    const struct core *core = call->core;
+    struct found found = prepare(door, call);
+    if (found.plan == NULL)
         return PyErr_Occurred() ? NULL : Py_NewRef(Py_NotImplemented);
-    /* Keep the plan: a signal handler may make calls, too, and replace the entry in the table. */
-    PyObject *plan = Py_NewRef(p->plan), *done = NULL;
+    PyObject *limit = read_field((PyObject *)call->path, &call->path->timeout), *done = NULL;
     int state;
-    if (is_plan(plan)) {
-        state = run_plan(plan, call->src, call->dst, limit, door->ring);
+    if (limit == NULL) { /* Python raises the error */
+        state = 1;
+    } else if (found.request == NULL) {
+        state = run_plan(found.plan, call->src, call->dst, limit, door->ring);
     } else {
         PyObject *x = call->src == NULL ? Py_None : call->src == call->dst ? call->result : call->x;
         PyObject *out = call->dst ? call->result : Py_None;
-        int numpy = (x == Py_None || is_numpy(x)) && (out == Py_None || is_numpy(out));
-        PyObject *plain = numpy ? Py_XNewRef(p->plain) : NULL, *ran = NULL, *held = NULL;
-        hold_all(x, &held);
+        int numpy = (x == Py_None || is_numpy(core, x)) && (out == Py_None || is_numpy(core, out));
+        PyObject *ran = NULL, *held = NULL;
+        hold_all(core, x, &held);
         if (out != x)
-            hold_all(out, &held);
-        record_begin(door->ring, p->request, 0);
-        PyObject *deadline = deadline_of(limit, now_ns());
-        if (deadline != NULL && plain != NULL)
-            ran = PyObject_CallFunctionObjArgs(plain, x, out, deadline, NULL);
+            hold_all(core, out, &held);
+        record_begin(door->ring, found.request, 0);
+        PyObject *deadline = deadline_of(core, limit, now_ns());
+        if (deadline != NULL && numpy && found.plain != NULL)
+            ran = PyObject_CallFunctionObjArgs(found.plain, x, out, deadline, NULL);
         else if (deadline != NULL)
-            ran = PyObject_CallMethodObjArgs((PyObject *)call->path, name_run_plan, plan, x, out,
-                                             deadline, NULL);
+            ran = PyObject_CallMethodObjArgs((PyObject *)call->path, core->name_run_plan,
+                                             found.plan, x, out, deadline, NULL);
         state = ran == NULL ? -1 : 0;
         Py_XDECREF(deadline);
         Py_XDECREF(ran);
         Py_XDECREF(held);
-        Py_XDECREF(plain);
     }
     if (state == 0) {
         record_end(door->ring);
@@ -400,16 +428,19 @@ static PyObject *make(Door *door, struct call *call)
     } else {
         done = state < 0 ? recover(call) : Py_NewRef(Py_NotImplemented);
     }
-    Py_DECREF(limit);
-    Py_DECREF(plan);
+    Py_XDECREF(limit);
+    Py_DECREF(found.plan);
+    Py_XDECREF(found.request);
+    Py_XDECREF(found.plain);
     return done;
 }
 
 /* -- the methods ---------------------------------------------------------------------------- */
 
 /* Puts the arguments in their places by name; returns whether C knows all of them. */
-static int sort_arguments(const struct operation *operation, PyObject *const *args,
-                          Py_ssize_t count, PyObject *names, PyObject **given)
+static int sort_arguments(const struct core *core, const struct operation *operation,
+                          PyObject *const *args, Py_ssize_t count, PyObject *names,
+                          PyObject **given)
 {
     Py_ssize_t named = names == NULL ? 0 : PyTuple_Size(names);
     if (count > (operation->takes & BIT(X) ? 1 : 0))
@@ -420,7 +451,7 @@ static int sort_arguments(const struct operation *operation, PyObject *const *ar
         PyObject *name = PyTuple_GetItem(names, i);
         int which = 0;
         /* Keywords in a program's source are interned, so equal keywords are the same object. */
-        while (which < ARGUMENTS && name != argument_objects[which])
+        while (which < ARGUMENTS && name != core->arguments[which])
             which++;
         if (which == ARGUMENTS || !(operation->takes & BIT(which)) || (which == X && count))
             return 0;
@@ -429,7 +460,7 @@ static int sort_arguments(const struct operation *operation, PyObject *const *ar
     return 1;
 }
 
-/* Replaces the current TypeError by a clearer one, if the call had an unknown keyword. */
+/* Replaces the current TypeError by a clearer one, if the arguments do not suit the function. */
 static void explain(PyObject *path, PyObject *function)
 {
     PyObject *error = take_error();
@@ -442,10 +473,10 @@ static void explain(PyObject *path, PyObject *function)
 }
 
 /* Whether the keyword arguments ask for a Work. */
-static int is_asynchronous(PyObject *const *args, PyObject *names)
+static int is_asynchronous(const struct core *core, PyObject *const *args, PyObject *names)
 {
     for (Py_ssize_t i = 0; names != NULL && i < PyTuple_Size(names); i++)
-        if (PyTuple_GetItem(names, i) == argument_objects[ASYNC])
+        if (PyTuple_GetItem(names, i) == core->arguments[ASYNC])
             return args[i] != Py_False;
     return 0;
 }
@@ -457,12 +488,12 @@ static PyObject *call_python(const Method *method, Gate *path, PyObject *const *
     size_t given = (size_t)(count + (names ? PyTuple_Size(names) : 0));
     PyObject *held = NULL;
     for (size_t i = 1; i < given; i++)
-        hold_all(args[i], &held);
-    PyObject *done = call_with(method->function, args, count, names);
-    if (done != NULL && is_asynchronous(args + count, names))
+        hold_all(method->core, args[i], &held);
+    PyObject *done = PyObject_Vectorcall(method->function, args, (size_t)count, names);
+    if (done != NULL && is_asynchronous(method->core, args + count, names))
         hold_until_over(done, held);
     Py_XDECREF(held);
-    if (done == NULL && names != NULL && PyErr_ExceptionMatches(PyExc_TypeError))
+    if (done == NULL && PyErr_ExceptionMatches(PyExc_TypeError))
         explain((PyObject *)path, method->function);
     return done;
 }
@@ -472,18 +503,21 @@ static PyObject *call_python(const Method *method, Gate *path, PyObject *const *
 static PyObject *call_door(const Method *method, Gate *path, PyObject *const *args,
                            Py_ssize_t count, PyObject *names)
 {
+    const struct core *core = method->core;
     const struct operation *operation = method->operation;
     PyObject *given[ARGUMENTS] = {
-        Py_None, Py_None, operation->folds ? name_sum : Py_None, Py_None,
-        operation->who == EVERYBODY ? Py_None : zero, Py_None, Py_False, Py_None, zero};
-    int sorted = sort_arguments(operation, args, count, names, given);
+        Py_None, Py_None, operation->folds ? core->name_sum : Py_None, Py_None,
+        operation->who == EVERYBODY ? Py_None : core->zero, Py_None, Py_False, Py_None,
+        core->zero};
+    int sorted = sort_arguments(core, operation, args, count, names, given);
     /* With counts the ranks need not ask each other for lengths, so the general door serves. */
     int which = given[COUNTS] == Py_None ? (int)operation->door : OF_ALL;
     /* Keep the door: while the call waits, other code may close the communicator. */
-    PyObject *door = Py_XNewRef(path->doors[which]), *done = NULL;
-    struct call call = {.operation = operation, .path = path, .kind = method->kind};
+    PyObject *door = read_field((PyObject *)path, &path->doors[which]), *done = NULL;
+    struct call call = {
+        .core = core, .operation = operation, .path = path, .kind = method->kind};
     int plain = 0;
-    if (sorted && door != NULL && Py_TYPE(door) == door_type)
+    if (sorted && door != NULL && Py_TYPE(door) == core->door_type)
         plain = read_call((Door *)door, &call, given);
     if (plain > 0)
         done = make((Door *)door, &call);
@@ -527,10 +561,10 @@ struct message {
 };
 
 /* Reads the arguments of a message; returns whether C can exchange it. */
-static int read_message(struct message *m, enum message_kind which, PyObject *const *args,
-                        Py_ssize_t count, PyObject *names)
+static int read_message(const struct core *core, struct message *m, enum message_kind which,
+                        PyObject *const *args, Py_ssize_t count, PyObject *names)
 {
-    *m = (struct message){Py_None, nobody, Py_None, nobody, zero};
+    *m = (struct message){Py_None, core->nobody, Py_None, core->nobody, core->zero};
     if (count != (which == SENDRECV ? 3 : 2))
         return 0;
     if (which != RECV)
@@ -541,15 +575,15 @@ static int read_message(struct message *m, enum message_kind which, PyObject *co
         m->out = args[0];
     for (Py_ssize_t i = 0; names != NULL && i < PyTuple_Size(names); i++) {
         PyObject *name = PyTuple_GetItem(names, i);
-        if (name == name_tag)
+        if (name == core->name_tag)
             m->tag = args[count + i];
-        else if (name == argument_objects[OUT] && which == SENDRECV)
+        else if (name == core->arguments[OUT] && which == SENDRECV)
             m->out = args[count + i];
         else
             return 0;
     }
     return (which == RECV || m->x != Py_None) && (which == SEND || m->out != Py_None)
-           && (which != SENDRECV || PyObject_RichCompareBool(m->from, any, Py_EQ) == 0);
+           && (which != SENDRECV || PyObject_RichCompareBool(m->from, core->any, Py_EQ) == 0);
 }
 
 /* Sends, receives or does both by the transport's own function, if no message is in flight in the
@@ -557,11 +591,13 @@ static int read_message(struct message *m, enum message_kind which, PyObject *co
 static PyObject *call_exchange(const Method *method, Gate *path, PyObject *const *args,
                                Py_ssize_t count, PyObject *names)
 {
+    const struct core *core = method->core;
     struct message m;
-    int plain = read_message(&m, method->message, args, count, names);
+    int plain = read_message(core, &m, method->message, args, count, names);
     PyErr_Clear(); /* a comparison in read_message may have raised */
-    PyObject *lanes = path->lanes, *done = NULL;
-    PyObject *exchange = Py_XNewRef(path->exchange), *timeout = Py_XNewRef(path->timeout);
+    PyObject *owner = (PyObject *)path, *done = NULL, *lanes = read_field(owner, &path->lanes);
+    PyObject *exchange = read_field(owner, &path->exchange);
+    PyObject *timeout = read_field(owner, &path->timeout);
     if (!plain || exchange == NULL || exchange == Py_None || lanes == NULL
         || !PyDict_Check(lanes) || PyDict_Size(lanes) != 0 || timeout == NULL) {
         done = Py_NewRef(Py_NotImplemented);
@@ -569,27 +605,29 @@ static PyObject *call_exchange(const Method *method, Gate *path, PyObject *const
         /* If exchange is C's own, it holds the arrays and makes a deadline when it has to wait. */
         int in_c = PyCFunction_CheckExact(exchange);
         int64_t began = in_c && method->message != SENDRECV ? 0 : now_ns();
-        PyObject *limit = in_c ? Py_NewRef(timeout) : deadline_of(timeout, began), *held = NULL;
+        PyObject *limit = in_c ? Py_NewRef(timeout) : deadline_of(core, timeout, began);
+        PyObject *held = NULL;
         if (!in_c) {
-            hold_all(m.x, &held);
-            hold_all(m.out, &held);
+            hold_all(core, m.x, &held);
+            hold_all(core, m.out, &held);
         }
         if (limit != NULL)
             done = PyObject_CallFunctionObjArgs(exchange, m.x, m.to, m.out, m.from, m.tag, limit,
                                                 Py_True, NULL);
         Py_XDECREF(held);
         if (done == NULL) {
-            note_failure((PyObject *)path);
+            note_failure(owner);
         } else if (done == Py_None) { /* x has been sent, but nothing has been received */
-            PyObject *deadline = deadline_of(limit, began);
+            PyObject *deadline = deadline_of(core, limit, began);
             Py_DECREF(done);
             done = deadline == NULL ? NULL
-                   : PyObject_CallMethod((PyObject *)path, "receive_rest", "OOOOOO", method->kind,
+                   : PyObject_CallMethod(owner, "receive_rest", "OOOOOO", method->kind,
                                          m.x, m.out, m.from, m.tag, deadline);
             Py_XDECREF(deadline);
         }
         Py_XDECREF(limit);
     }
+    Py_XDECREF(lanes);
     Py_XDECREF(exchange);
     Py_XDECREF(timeout);
     if (done == NULL || done == Py_NotImplemented)
@@ -605,11 +643,13 @@ static PyObject *method_vectorcall(PyObject *self, PyObject *const *args, size_t
     const Method *method = (Method *)self;
     Py_ssize_t count = (Py_ssize_t)(flagged & ~OFFSET_FLAG);
     PyObject *path = NULL, *done;
-    if (count > 0 && PyObject_TypeCheck(args[0], handle_type))
-        path = ((Handle *)args[0])->path;
-    if (path == NULL || !PyObject_TypeCheck(path, gate_type)) /* Python raises the error */
-        return call_with(method->function, args, count, names);
-    Py_INCREF(path); /* while the call waits, other code may drop the communicator */
+    /* Keep the path: while the call waits, other code may drop the communicator. */
+    if (count > 0 && PyObject_TypeCheck(args[0], method->core->handle_type))
+        path = read_field(args[0], &((Handle *)args[0])->path);
+    if (path == NULL || !PyObject_TypeCheck(path, method->core->gate_type)) {
+        Py_XDECREF(path);
+        return PyObject_Vectorcall(method->function, args, (size_t)count, names); /* raises */
+    }
     done = (method->operation ? call_door : call_exchange)(method, (Gate *)path, args + 1,
                                                            count - 1, names);
     if (done == Py_NotImplemented) {
@@ -626,10 +666,11 @@ static PyObject *method_get(PyObject *self, PyObject *object, PyObject *type)
     (void)type;
     if (object == NULL || object == Py_None)
         return Py_NewRef(self);
-    return PyObject_CallFunctionObjArgs(bound_method_type, self, object, NULL);
+    return PyObject_CallFunctionObjArgs(((Method *)self)->core->bound_method_type, self, object,
+                                        NULL);
 }
 
-/* Frees an object of a type in this file that the garbage collector tracks. */
+/* Frees an object of one of the base classes below. */
 static void dealloc(PyObject *object, inquiry clear)
 {
     PyTypeObject *type = Py_TYPE(object);
@@ -665,7 +706,7 @@ static PyObject *method_new(PyTypeObject *type, PyObject *args, PyObject *keywor
     if (operation == NULL && message == MESSAGES)
         PyErr_Format(PyExc_ValueError, "Method: C has no operation with the name %U", name);
     else
-        method = (Method *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
+        method = new_object(type);
     Py_DECREF(name);
     if (method == NULL)
         return NULL;
@@ -680,11 +721,10 @@ static PyObject *method_new(PyTypeObject *type, PyObject *args, PyObject *keywor
 static int method_traverse(PyObject *object, visitproc visit, void *arg)
 {
     Method *method = (Method *)object;
-    Py_VISIT(Py_TYPE(object));
     Py_VISIT(method->function);
     Py_VISIT(method->kind);
     Py_VISIT(method->dict);
-    return 0;
+    return visit_object(object, visit, arg);
 }
 
 /* Breaks reference cycles, but keeps the function until the end: a finalizer may still make calls
@@ -697,15 +737,12 @@ static int method_clear(PyObject *object)
     return 0;
 }
 
-static int method_empty(PyObject *object)
-{
-    Py_CLEAR(((Method *)object)->function);
-    return method_clear(object);
-}
-
 static void method_dealloc(PyObject *object)
 {
-    dealloc(object, method_empty);
+    PyObject_GC_UnTrack(object);
+    method_clear(object);
+    Py_CLEAR(((Method *)object)->function);
+    free_object(object);
 }
 
 static PyMemberDef method_members[] = {
@@ -809,11 +846,11 @@ static PyObject *door_new(PyTypeObject *type, PyObject *args, PyObject *keywords
     if (refuse_keywords("Door", keywords) < 0
         || !PyArg_ParseTuple(args, "OO!ii:Door", &ring, &PyList_Type, &queue, &rank, &size))
         return NULL;
-    if (!is_ring(ring))
+    if (Py_TYPE(ring) != ((struct core *)PyType_GetModuleState(type))->ring_type)
         return PyErr_Format(PyExc_TypeError, "Door: the first argument must be a Ring");
     if (rank < 0 || rank >= size)
         return PyErr_Format(PyExc_ValueError, "Door: rank %d is not one of %d ranks", rank, size);
-    Door *door = (Door *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
+    Door *door = new_object(type);
     if (door == NULL)
         return NULL;
     door->ring = Py_NewRef(ring);
@@ -826,7 +863,6 @@ static PyObject *door_new(PyTypeObject *type, PyObject *args, PyObject *keywords
 static int door_traverse(PyObject *object, visitproc visit, void *arg)
 {
     Door *door = (Door *)object;
-    Py_VISIT(Py_TYPE(object));
     Py_VISIT(door->ring);
     Py_VISIT(door->queue);
     for (int i = 0; i < PREPARED; i++) {
@@ -834,7 +870,7 @@ static int door_traverse(PyObject *object, visitproc visit, void *arg)
         Py_VISIT(door->table[i].plan);
         Py_VISIT(door->table[i].plain);
     }
-    return 0;
+    return visit_object(object, visit, arg);
 }
 
 static int door_clear(PyObject *object)
@@ -844,16 +880,13 @@ static int door_clear(PyObject *object)
     return 0;
 }
 
-static int door_empty(PyObject *object)
-{
-    Py_CLEAR(((Door *)object)->ring);
-    Py_CLEAR(((Door *)object)->queue);
-    return door_clear(object);
-}
-
 static void door_dealloc(PyObject *object)
 {
-    dealloc(object, door_empty);
+    PyObject_GC_UnTrack(object);
+    door_clear(object);
+    Py_CLEAR(((Door *)object)->ring);
+    Py_CLEAR(((Door *)object)->queue);
+    free_object(object);
 }
 
 static PyType_Slot door_slots[] = {
@@ -864,30 +897,24 @@ static PyType_Slot door_slots[] = {
 static PyType_Spec door_spec = {"collective.native._core.Door", sizeof(Door), 0,
                                 Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, door_slots};
 
-/* Creates a type and adds it to the module; returns NULL with an exception. */
-static PyTypeObject *add_type(PyObject *module, PyType_Spec *spec)
+int add_door(PyObject *module, struct core *core)
 {
-    PyTypeObject *type = (PyTypeObject *)PyType_FromSpec(spec);
-    return type != NULL && PyModule_AddType(module, type) == 0 ? type : NULL;
-}
-
-int add_door(PyObject *module)
-{
-    name_run_plan = PyUnicode_InternFromString("run_plan");
-    name_sum = PyUnicode_InternFromString("sum");
-    name_tag = PyUnicode_InternFromString("tag");
-    zero = PyLong_FromLong(0);
-    nobody = PyLong_FromLong(-2);
-    any = PyLong_FromLong(-1);
-    for (int i = 0; i < ARGUMENTS; i++)
-        argument_objects[i] = PyUnicode_InternFromString(argument_names[i]);
     PyObject *types = PyImport_ImportModule("types");
-    bound_method_type = types ? PyObject_GetAttrString(types, "MethodType") : NULL;
+    core->bound_method_type = types ? PyObject_GetAttrString(types, "MethodType") : NULL;
     Py_XDECREF(types);
-    if (bound_method_type == NULL || (door_type = add_type(module, &door_spec)) == NULL
-        || (gate_type = add_type(module, &gate_spec)) == NULL
-        || (handle_type = add_type(module, &handle_spec)) == NULL)
+    for (int i = 0; i < ARGUMENTS; i++)
+        if ((core->arguments[i] = PyUnicode_InternFromString(argument_names[i])) == NULL)
+            return -1;
+    if (core->bound_method_type == NULL
+        || (core->name_run_plan = PyUnicode_InternFromString("run_plan")) == NULL
+        || (core->name_sum = PyUnicode_InternFromString("sum")) == NULL
+        || (core->name_tag = PyUnicode_InternFromString("tag")) == NULL
+        || (core->zero = PyLong_FromLong(0)) == NULL
+        || (core->nobody = PyLong_FromLong(-2)) == NULL
+        || (core->any = PyLong_FromLong(-1)) == NULL
+        || add_type(module, &door_spec, &core->door_type) < 0
+        || add_type(module, &gate_spec, &core->gate_type) < 0
+        || add_type(module, &handle_spec, &core->handle_type) < 0)
         return -1;
-    method_type = add_type(module, &method_spec);
-    return method_type == NULL ? -1 : 0;
+    return add_type(module, &method_spec, NULL);
 }

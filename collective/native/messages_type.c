@@ -20,18 +20,18 @@
 /* A message of at least this many bytes takes longer than releasing the interpreter lock. */
 #define LONG_BYTES (32 << 10)
 
-#define NAME "collective.native.messages"
-
+/* The messages of one rank; `self` of a function exchange(). */
 typedef struct {
+    CORE_HEAD
     struct messages messages;
     Py_buffer segment; /* the shared memory; its first word is not 0 when a rank has failed */
     int looks, single_copy;
     PyObject *python; /* an object of Python with the methods wait, fetch and refuse */
-} State;
+} Messages;
 
 typedef struct {
     struct exchange exchange;
-    State *state;
+    Messages *over;
     PyObject *const *args;
     int64_t fitting[HEAD_WORDS];
 } Call;
@@ -52,7 +52,7 @@ static void go_on(Call *call)
     struct exchange *x = &call->exchange;
     PyThreadState *unlocked = PyEval_SaveThread();
     int64_t start = now_ns(), moved = start, now;
-    int looks = call->state->looks, shared = 0;
+    int looks = call->over->looks, shared = 0;
     for (int idle = 0;;) {
         int steps = exchange_step(x);
         if (!x->pending || x->damage)
@@ -87,7 +87,7 @@ static int drive(Call *call)
     go_on(call);
     while (!x->damage && (rest = exchange_claim(x)) > 0) {
         PyObject *out = PyMemoryView_FromMemory(x->bytes + x->done, (Py_ssize_t)rest, PyBUF_WRITE);
-        if (out == NULL || done(PyObject_CallMethod(call->state->python, "fetch", "iKOO", x->from,
+        if (out == NULL || done(PyObject_CallMethod(call->over->python, "fetch", "iKOO", x->from,
                                 (unsigned long long)(uintptr_t)(x->address + x->done), out,
                                 call->args[4])) < 0) {
             Py_XDECREF(out);
@@ -100,7 +100,7 @@ static int drive(Call *call)
     if (x->damage == NO_MEMORY)
         PyErr_NoMemory();
     else if (x->damage)
-        return done(PyObject_CallMethod(call->state->python, "refuse", "is", x->from, x->damage));
+        return done(PyObject_CallMethod(call->over->python, "refuse", "is", x->from, x->damage));
     return x->damage ? -1 : 0;
 }
 
@@ -108,28 +108,30 @@ static int drive(Call *call)
    for a call that is over. */
 static PyObject *advance(PyObject *capsule, PyObject *nothing)
 {
-    Call *call = PyCapsule_GetPointer(capsule, NULL);
+    Call *call = PyCapsule_GetContext(capsule);
     (void)nothing;
     if (call == NULL)
-        return NULL;
+        return PyErr_Occurred() ? NULL : PyLong_FromLong(0);
     if ((exchange_step(&call->exchange) || call->exchange.damage) && drive(call) < 0)
         return NULL;
     return PyLong_FromLong(call->exchange.pending);
 }
 
 static PyMethodDef advance_method = {"advance", advance, METH_NOARGS, NULL};
-static Call over;
 
 static int ask_python(Call *call)
 {
-    PyObject *const *args = call->args, *capsule = PyCapsule_New(call, NULL, NULL);
+    /* The context is the call, and NULL when the call is over: Python may keep advance() longer. */
+    PyObject *const *args = call->args, *capsule = PyCapsule_New(call->over, NULL, NULL);
+    if (capsule != NULL && PyCapsule_SetContext(capsule, call) < 0)
+        Py_CLEAR(capsule);
     PyObject *function = capsule ? PyCFunction_New(&advance_method, capsule) : NULL;
-    PyObject *deadline = function ? deadline_of(args[5], now_ns()) : NULL;
+    PyObject *deadline = function ? deadline_of(call->over->core, args[5], now_ns()) : NULL;
     int failed = deadline == NULL ? -1
-                 : done(PyObject_CallMethod(call->state->python, "wait", "OOOOO", function, args[1],
+                 : done(PyObject_CallMethod(call->over->python, "wait", "OOOOO", function, args[1],
                                             args[3], args[4], deadline));
     if (capsule != NULL)
-        PyCapsule_SetPointer(capsule, &over); /* Python may keep advance() longer than the call */
+        PyCapsule_SetContext(capsule, NULL);
     Py_XDECREF(deadline);
     Py_XDECREF(function);
     Py_XDECREF(capsule);
@@ -139,12 +141,13 @@ static int ask_python(Call *call)
 static int run(Call *call, size_t nbytes)
 {
     struct exchange *x = &call->exchange;
-    for (int i = 0; nbytes < LONG_BYTES && i < call->state->looks && x->pending && !x->damage; i++)
+    for (int i = 0; nbytes < LONG_BYTES && i < call->over->looks && x->pending && !x->damage; i++)
         exchange_step(x);
     if (!x->pending && !x->damage)
         return 0;
     /* From here on other threads may run, and they may give the arrays other memory. */
-    PyObject *held[] = {hold_memory(call->args[0]), hold_memory(call->args[2])};
+    const struct core *core = call->over->core;
+    PyObject *held[] = {hold_memory(core, call->args[0]), hold_memory(core, call->args[2])};
     int failed = drive(call);
     if (failed == 0 && x->pending)
         failed = ask_python(call);
@@ -178,9 +181,9 @@ static const int64_t *head_of(const struct view *view, int64_t *words)
 /* Reads the arguments of exchange and begins it; returns 0 if Python must handle the call. */
 static int begin(Call *call, size_t *nbytes)
 {
-    State *state = call->state;
+    Messages *over = call->over;
     PyObject *const *args = call->args;
-    struct messages *m = &state->messages;
+    struct messages *m = &over->messages;
     struct exchange *x = &call->exchange;
     struct view src = {0}, dst = {0};
     int64_t to, source, tag, words[HEAD_WORDS];
@@ -188,18 +191,18 @@ static int begin(Call *call, size_t *nbytes)
     if (!read_int(args[1], -2, m->size - 1, &to) || !read_int(args[3], -2, m->size - 1, &source)
         || !read_int(args[4], heads ? 0 : -INT64_MAX, heads ? INT32_MAX : INT64_MAX, &tag) || to == m->rank
         || source == m->rank || (sends && to < 0) || (receives && source < -1)
-        || (sends && !view_array(args[0], &src))
-        || (receives && (!view_array(args[2], &dst) || !dst.writable))
-        || __atomic_load_n((uint64_t *)state->segment.buf, __ATOMIC_ACQUIRE))
+        || (sends && !view_array(over->core, args[0], &src))
+        || (receives && (!view_array(over->core, args[2], &dst) || !dst.writable))
+        || __atomic_load_n((uint64_t *)over->segment.buf, __ATOMIC_ACQUIRE))
         return 0;
     exchange_begin(x, m);
     if (sends)
         exchange_send(x, (int)to, tag, src.address, src.nbytes,
-                      heads ? head_of(&src, words) : NULL, state->single_copy);
+                      heads ? head_of(&src, words) : NULL, over->single_copy);
     /* If x and out overlap, nothing is received before x has been sent: a received message would
        overwrite elements that are still to be sent. */
-    int over = src.address < dst.address + dst.nbytes && dst.address < src.address + src.nbytes;
-    if (receives && !over)
+    int overlap = src.address < dst.address + dst.nbytes && dst.address < src.address + src.nbytes;
+    if (receives && !overlap)
         exchange_recv(x, source < 0 ? 0 : (int)source, source < 0 ? m->size - 1 : (int)source, tag,
                       dst.address, dst.nbytes, heads ? head_of(&dst, call->fitting) : NULL);
     else if (source >= 0)
@@ -209,13 +212,13 @@ static int begin(Call *call, size_t *nbytes)
 }
 
 /* exchange(x, to, out, source, tag, limit, heads); limit as for deadline_of */
-static PyObject *exchange(PyObject *capsule, PyObject *const *args, Py_ssize_t count)
+static PyObject *exchange(PyObject *self, PyObject *const *args, Py_ssize_t count)
 {
     Call call;
     size_t nbytes;
-    call.state = PyCapsule_GetPointer(capsule, NAME);
+    call.over = (Messages *)self;
     call.args = args;
-    if (call.state == NULL || count != 7)
+    if (count != 7)
         return PyErr_Format(PyExc_TypeError, "exchange: takes seven arguments");
     if (begin(&call, &nbytes)) {
         if (run(&call, nbytes) < 0)
@@ -237,9 +240,9 @@ static PyMethodDef exchange_method = {
 
 /* Views the bytes of a head; returns 0 with an exception if they are no writable array of at least
    128 bytes. */
-static int find_head(PyObject *bytes, struct view *head)
+static int find_head(const struct core *core, PyObject *bytes, struct view *head)
 {
-    if (view_array(bytes, head) && head->writable && head->nbytes >= 8 * HEAD_WORDS)
+    if (view_array(core, bytes, head) && head->writable && head->nbytes >= 8 * HEAD_WORDS)
         return 1;
     PyErr_SetString(PyExc_TypeError, "head: must be a writable array of at least 128 bytes");
     return 0;
@@ -256,12 +259,12 @@ static PyObject *write_head(PyObject *module, PyObject *const *args, Py_ssize_t 
 {
     struct view x, head;
     int64_t words[HEAD_WORDS];
-    (void)module;
+    const struct core *core = PyModule_GetState(module);
     if (count != 2)
         return PyErr_Format(PyExc_TypeError, "write_head: takes two arguments");
-    if (!find_head(args[1], &head))
+    if (!find_head(core, args[1], &head))
         return NULL;
-    if (!view_array(args[0], &x))
+    if (!view_array(core, args[0], &x))
         Py_RETURN_NONE;
     memcpy(head.address, head_of(&x, words), sizeof words);
     if (x.nbytes && is_inline(x.nbytes, &head))
@@ -274,12 +277,12 @@ static PyObject *read_head(PyObject *module, PyObject *const *args, Py_ssize_t c
 {
     struct view out, head;
     int64_t words[HEAD_WORDS];
-    (void)module;
+    const struct core *core = PyModule_GetState(module);
     if (count != 2)
         return PyErr_Format(PyExc_TypeError, "read_head: takes two arguments");
-    if (!find_head(args[0], &head))
+    if (!find_head(core, args[0], &head))
         return NULL;
-    if (!view_array(args[1], &out) || !out.writable
+    if (!view_array(core, args[1], &out) || !out.writable
         || memcmp(head.address, head_of(&out, words), sizeof words) != 0)
         Py_RETURN_FALSE;
     if (out.nbytes && is_inline(out.nbytes, &head))
@@ -291,34 +294,49 @@ static PyObject *read_head(PyObject *module, PyObject *const *args, Py_ssize_t c
 static PyObject *room_in(PyObject *module, PyObject *out)
 {
     struct view view;
-    (void)module;
-    if (!view_array(out, &view) || !view.writable)
+    if (!view_array(PyModule_GetState(module), out, &view) || !view.writable)
         Py_RETURN_NONE;
     return PyLong_FromSize_t(view.nbytes);
 }
 
 /* -- life ---------------------------------------------------------------------------------- */
 
-static void free_state(PyObject *capsule)
+/* Only the object of Python can be part of a reference cycle, and Python breaks the cycle there. */
+static int messages_traverse(PyObject *object, visitproc visit, void *arg)
 {
-    State *state = PyCapsule_GetPointer(capsule, NAME);
-    if (state->messages.in != NULL)
-        messages_clear(&state->messages);
-    if (state->segment.obj != NULL)
-        PyBuffer_Release(&state->segment);
-    Py_XDECREF(state->python);
-    free(state->messages.in);
-    free(state);
+    Py_VISIT(((Messages *)object)->python);
+    return visit_object(object, visit, arg);
 }
 
-/* Finds this rank's ends of the two rings: to a peer, and from that peer. */
-static void find_rings(State *state, Py_ssize_t rings, int peer)
+static void messages_dealloc(PyObject *object)
 {
-    struct messages *m = &state->messages;
+    Messages *self = (Messages *)object;
+    PyObject_GC_UnTrack(object);
+    if (self->messages.in != NULL)
+        messages_clear(&self->messages);
+    if (self->segment.obj != NULL)
+        PyBuffer_Release(&self->segment);
+    Py_XDECREF(self->python);
+    free(self->messages.in);
+    free_object(object);
+}
+
+static PyType_Slot messages_slots[] = {
+    {Py_tp_dealloc, messages_dealloc}, {Py_tp_traverse, messages_traverse},
+    {Py_tp_doc, "The messages of one rank; see collective.native.messages."}, {0, NULL}};
+
+static PyType_Spec messages_spec = {
+    "collective.native._core.Messages", sizeof(Messages), 0,
+    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION, messages_slots};
+
+/* Finds this rank's ends of the two rings: to a peer, and from that peer. */
+static void find_rings(Messages *self, Py_ssize_t rings, int peer)
+{
+    struct messages *m = &self->messages;
     for (int out = 0; out < 2; out++) {
         int src = out ? m->rank : peer, dst = out ? peer : m->rank;
         size_t index = (size_t)src * (m->size - 1) + dst - (dst > src);
-        char *page = (char *)state->segment.buf + rings + index * (4096 + m->capacity);
+        char *page = (char *)self->segment.buf + rings + index * (4096 + m->capacity);
         uint64_t *words = (uint64_t *)page;
         struct ring *r = out ? &m->out[peer] : &m->in[peer];
         r->mine = out ? words : words + 64;
@@ -334,24 +352,23 @@ static PyObject *make_messages(PyObject *module, PyObject *args)
 {
     PyObject *segment, *python, *function = NULL;
     Py_ssize_t rings, ring_bytes, streamed, lines = 0;
-    State *state = calloc(1, sizeof *state);
-    PyObject *capsule = state == NULL ? PyErr_NoMemory() : PyCapsule_New(state, NAME, free_state);
-    if (capsule == NULL)
+    Messages *self = new_object(((struct core *)PyModule_GetState(module))->messages_type);
+    if (self == NULL)
         return NULL;
-    struct messages *m = &state->messages;
-    (void)module;
+    struct messages *m = &self->messages;
     if (!PyArg_ParseTuple(args, "OiinnnipO|n:make_messages", &segment, &m->rank, &m->size, &rings,
-                          &ring_bytes, &streamed, &state->looks, &state->single_copy, &python,
+                          &ring_bytes, &streamed, &self->looks, &self->single_copy, &python,
                           &lines)
-        || PyObject_GetBuffer(segment, &state->segment, PyBUF_WRITABLE) < 0)
+        || PyObject_GetBuffer(segment, &self->segment, PyBUF_WRITABLE) < 0)
         goto finished;
-    Py_INCREF(state->python = python);
+    self->python = Py_NewRef(python);
     m->capacity = (size_t)ring_bytes;
     m->streamed = (size_t)streamed;
     if (m->size < 2 || m->size > 1 << 15 || m->rank < 0 || m->rank >= m->size || ring_bytes < 4096
         || ring_bytes % 4096 || rings < 8 || rings % 8 || lines < 0 || lines % 8
-        || (lines && (rings - lines) / (8 * LINE_WORDS) < m->size) || ring_bytes > state->segment.len
-        || (state->segment.len - rings) / (4096 + ring_bytes) < m->size * (m->size - 1)) {
+        || (lines && (rings - lines) / (8 * LINE_WORDS) < m->size)
+        || ring_bytes > self->segment.len
+        || (self->segment.len - rings) / (4096 + ring_bytes) < m->size * (m->size - 1)) {
         PyErr_SetString(PyExc_ValueError, "make_messages: a number is out of its range, or the "
                                           "rings are not in the segment");
     } else if ((m->in = calloc(2 * (size_t)m->size, sizeof *m->in)) == NULL) {
@@ -359,17 +376,17 @@ static PyObject *make_messages(PyObject *module, PyObject *args)
     } else {
         m->out = m->in + m->size;
         if (lines > SLEEPERS_AT) {
-            m->sleepers = (uint32_t *)((char *)state->segment.buf + SLEEPERS_AT);
-            m->asleep = (uint64_t *)((char *)state->segment.buf + lines) + ASLEEP;
+            m->sleepers = (uint32_t *)((char *)self->segment.buf + SLEEPERS_AT);
+            m->asleep = (uint64_t *)((char *)self->segment.buf + lines) + ASLEEP;
             m->apart = LINE_WORDS;
         }
         for (int peer = 0; peer < m->size; peer++)
             if (peer != m->rank)
-                find_rings(state, rings, peer);
-        function = PyCFunction_New(&exchange_method, capsule);
+                find_rings(self, rings, peer);
+        function = PyCFunction_New(&exchange_method, (PyObject *)self);
     }
 finished:
-    Py_DECREF(capsule);
+    Py_DECREF((PyObject *)self);
     return function;
 }
 
@@ -392,7 +409,9 @@ static PyMethodDef messages_functions[] = {
      "Return the bytes of an array; None if it is read-only or not plain."},
     {NULL, NULL, 0, NULL}};
 
-int add_messages(PyObject *module)
+int add_messages(PyObject *module, struct core *core)
 {
+    if (add_type(module, &messages_spec, &core->messages_type) < 0)
+        return -1;
     return PyModule_AddFunctions(module, messages_functions);
 }

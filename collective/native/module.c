@@ -81,23 +81,6 @@ static int fold_plain(const struct fold *fold, PyObject *const *arrays)
     return plain;
 }
 
-PyObject *call_with(PyObject *function, PyObject *const *args, Py_ssize_t count, PyObject *names)
-{
-    if (PyObject_Vectorcall)
-        return PyObject_Vectorcall(function, args, (size_t)count, names);
-    PyObject *positional = PyTuple_New(count), *named = names ? PyDict_New() : NULL, *done = NULL;
-    int failed = positional == NULL || (names != NULL && named == NULL);
-    for (Py_ssize_t i = 0; !failed && i < count; i++)
-        failed = PyTuple_SetItem(positional, i, Py_NewRef(args[i]));
-    for (Py_ssize_t i = 0; named != NULL && !failed && i < PyTuple_Size(names); i++)
-        failed = PyDict_SetItem(named, PyTuple_GetItem(names, i), args[count + i]);
-    if (!failed)
-        done = PyObject_Call(function, positional, named);
-    Py_XDECREF(positional);
-    Py_XDECREF(named);
-    return done;
-}
-
 int refuse_keywords(const char *type, PyObject *keywords)
 {
     if (keywords == NULL || PyDict_Size(keywords) == 0)
@@ -106,36 +89,80 @@ int refuse_keywords(const char *type, PyObject *keywords)
     return -1;
 }
 
-static PyTypeObject *deadline_type; /* collective.deadline.Deadline */
-static PyObject *name_seconds, *name_end;
+struct object {
+    CORE_HEAD
+};
+
+void *new_object(PyTypeObject *type)
+{
+    struct object *object = (void *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
+    if (object != NULL) {
+        object->core = PyType_GetModuleState(type);
+        Py_INCREF(object->core->module);
+    }
+    return object;
+}
+
+int visit_object(PyObject *object, visitproc visit, void *arg)
+{
+    const struct core *core = ((struct object *)object)->core;
+    Py_VISIT(Py_TYPE(object));
+    if (core != NULL) /* the collector may run while the object is being allocated */
+        Py_VISIT(core->module);
+    return 0;
+}
+
+void free_object(PyObject *object)
+{
+    PyTypeObject *type = Py_TYPE(object);
+    PyObject *module = ((struct object *)object)->core->module;
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(object);
+    Py_DECREF((PyObject *)type);
+    Py_DECREF(module);
+}
+
+int add_type(PyObject *module, PyType_Spec *spec, PyTypeObject **type)
+{
+    PyTypeObject *added = (PyTypeObject *)PyType_FromModuleAndSpec(module, spec, NULL);
+    if (added == NULL || PyModule_AddType(module, added) < 0) {
+        Py_XDECREF((PyObject *)added);
+        return -1;
+    }
+    if (type != NULL)
+        *type = added;
+    else
+        Py_DECREF((PyObject *)added);
+    return 0;
+}
 
 /* This makes no call into Python, which would take as long as the rest of a small call. */
-PyObject *deadline_of(PyObject *limit, int64_t began)
+PyObject *deadline_of(const struct core *core, PyObject *limit, int64_t began)
 {
-    if (PyObject_TypeCheck(limit, deadline_type))
+    if (PyObject_TypeCheck(limit, core->deadline_type))
         return Py_NewRef(limit);
     double seconds = PyFloat_AsDouble(limit);
     if (seconds == -1.0 && PyErr_Occurred())
         return NULL;
-    PyObject *deadline = PyType_GenericNew(deadline_type, NULL, NULL);
+    PyObject *deadline = PyType_GenericNew(core->deadline_type, NULL, NULL);
     PyObject *end = PyFloat_FromDouble(1e-9 * (double)began + seconds);
     if (deadline != NULL
-        && (end == NULL || PyObject_SetAttr(deadline, name_seconds, limit) < 0
-            || PyObject_SetAttr(deadline, name_end, end) < 0))
+        && (end == NULL || PyObject_SetAttr(deadline, core->name_seconds, limit) < 0
+            || PyObject_SetAttr(deadline, core->name_end, end) < 0))
         Py_CLEAR(deadline);
     Py_XDECREF(end);
     return deadline;
 }
 
 /* Imports the class Deadline; returns 0, or -1 with an exception. */
-static int find_deadline(void)
+static int find_deadline(struct core *core)
 {
     PyObject *module = PyImport_ImportModule("collective.deadline");
-    deadline_type = module ? (PyTypeObject *)PyObject_GetAttrString(module, "Deadline") : NULL;
+    PyObject *type = module ? PyObject_GetAttrString(module, "Deadline") : NULL;
     Py_XDECREF(module);
-    name_seconds = PyUnicode_InternFromString("seconds");
-    name_end = PyUnicode_InternFromString("_end");
-    return deadline_type != NULL && name_seconds != NULL && name_end != NULL ? 0 : -1;
+    core->deadline_type = (PyTypeObject *)type;
+    core->name_seconds = PyUnicode_InternFromString("seconds");
+    core->name_end = PyUnicode_InternFromString("_end");
+    return type != NULL && core->name_seconds != NULL && core->name_end != NULL ? 0 : -1;
 }
 
 /* fold(a, b, out=c) */
@@ -150,7 +177,7 @@ static PyObject *fold_call(PyObject *self, PyObject *const *args, Py_ssize_t cou
         && PyUnicode_CompareWithASCIIString(PyTuple_GetItem(keywords, 0), "out") == 0
         && fold_plain(&fold, args))
         Py_RETURN_NONE;
-    return call_with(PyTuple_GetItem(self, 0), args, count, keywords);
+    return PyObject_Vectorcall(PyTuple_GetItem(self, 0), args, (size_t)count, keywords);
 }
 
 static PyMethodDef fold_method = {
@@ -241,7 +268,9 @@ static PyObject *wake_all(PyObject *module, PyObject *args)
     return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
 }
 
-size_t cached_bytes = (size_t)32 << 20; /* until Python has asked the machine */
+/* A fact of the machine, the same for all interpreters of the process; until Python has asked the
+   machine, a usual value. */
+size_t cached_bytes = (size_t)32 << 20;
 
 /* set_cached(nbytes) */
 static PyObject *set_cached(PyObject *module, PyObject *number)
@@ -250,7 +279,7 @@ static PyObject *set_cached(PyObject *module, PyObject *number)
     (void)module;
     if (nbytes == (size_t)-1 && PyErr_Occurred())
         return NULL;
-    cached_bytes = nbytes;
+    __atomic_store_n(&cached_bytes, nbytes, __ATOMIC_RELAXED);
     Py_RETURN_NONE;
 }
 
@@ -268,27 +297,79 @@ static PyMethodDef functions[] = {
      "Return the fold in C, or the reference if C has none. Only tests pass the level."},
     {NULL, NULL, 0, NULL}};
 
-static struct PyModuleDef definition = {
-    .m_base = PyModuleDef_HEAD_INIT,
-    .m_name = "_core",
-    .m_doc = "The native core; see collective.native.",
-    .m_size = -1,
-    .m_methods = functions,
-};
+static int fill_module(PyObject *module)
+{
+    struct core *core = PyModule_GetState(module);
+    core->module = module;
+    PyObject *all = Py_BuildValue("(sss)", "baseline", "avx2", "avx512");
+    PyObject *here = all == NULL ? NULL : PyTuple_GetSlice(all, 0, fold_levels());
+    int failed = here == NULL || PyModule_AddObjectRef(module, "LEVELS", here) < 0
+                 || PyModule_AddIntConstant(module, "PROTOCOL", PROTOCOL) < 0
+                 || find_deadline(core) < 0 || add_plans(module, core) < 0
+                 || add_views(module, core) < 0 || add_messages(module, core) < 0
+                 || add_ring(module, core) < 0 || add_door(module, core) < 0;
+    Py_XDECREF(all);
+    Py_XDECREF(here);
+    return failed ? -1 : 0;
+}
+
+static int traverse_module(PyObject *module, visitproc visit, void *arg)
+{
+    struct core *core = PyModule_GetState(module);
+#define VISIT(type, name) Py_VISIT(core->name);
+    CORE_OBJECTS(VISIT)
+#undef VISIT
+    for (int i = 0; i < DTYPES; i++)
+        Py_VISIT(core->descrs[i]);
+    for (int i = 0; i < 2; i++)
+        Py_VISIT(core->tensor_types[i]);
+    return 0;
+}
+
+static void free_module(void *module)
+{
+    struct core *core = PyModule_GetState(module);
+#define CLEAR(type, name) Py_CLEAR(core->name);
+    CORE_OBJECTS(CLEAR)
+#undef CLEAR
+    for (int i = 0; i < ARGUMENTS; i++)
+        Py_CLEAR(core->arguments[i]);
+    for (int i = 0; i < DTYPES; i++)
+        Py_CLEAR(core->descrs[i]);
+    for (int i = 0; i < 2; i++)
+        Py_CLEAR(core->tensor_types[i]);
+    free_ring(core);
+}
+
+/* The core keeps all objects in the state of the module, so interpreters share no object, and each
+   may have its own lock. Python 3.11 does not know this slot. */
+#ifndef Py_mod_multiple_interpreters
+#define Py_mod_multiple_interpreters 3
+#define Py_MOD_PER_INTERPRETER_GIL_SUPPORTED ((void *)2)
+#endif
+
+static PyModuleDef_Slot slots[] = {
+    {Py_mod_exec, fill_module},
+    {Py_mod_multiple_interpreters, Py_MOD_PER_INTERPRETER_GIL_SUPPORTED},
+#ifdef Py_GIL_DISABLED
+    /* Shown by docs/decisions/0209-without-a-gil.md. */
+    {Py_mod_gil, Py_MOD_GIL_NOT_USED},
+#endif
+    {0, NULL}};
+
+static PyModuleDef_Slot slots_of_3_11[] = {{Py_mod_exec, fill_module}, {0, NULL}};
+
+#define DEFINITION(its_slots)                                                                      \
+    {.m_base = PyModuleDef_HEAD_INIT, .m_name = "_core",                                           \
+     .m_doc = "The native core; see collective.native.", .m_size = sizeof(struct core),            \
+     .m_methods = functions, .m_slots = its_slots, .m_traverse = traverse_module,                  \
+     .m_free = free_module}
 
 PyMODINIT_FUNC PyInit__core(void);
 
 PyMODINIT_FUNC PyInit__core(void)
 {
-    PyObject *module = PyModule_Create(&definition);
-    PyObject *all = Py_BuildValue("(sss)", "baseline", "avx2", "avx512");
-    PyObject *here = all == NULL ? NULL : PyTuple_GetSlice(all, 0, fold_levels());
-    if (module == NULL || here == NULL || PyModule_AddObjectRef(module, "LEVELS", here) < 0
-        || PyModule_AddIntConstant(module, "PROTOCOL", PROTOCOL) < 0 || find_deadline() < 0
-        || add_plans(module) < 0 || add_views(module) < 0 || add_messages(module) < 0 || add_ring(module) < 0
-        || add_door(module) < 0)
-        Py_CLEAR(module);
-    Py_XDECREF(all);
-    Py_XDECREF(here);
-    return module;
+    static struct PyModuleDef definition = DEFINITION(slots);
+    static struct PyModuleDef definition_of_3_11 = DEFINITION(slots_of_3_11);
+    return PyModuleDef_Init(Py_Version >= 0x030C0000 ? &definition : &definition_of_3_11);
 }

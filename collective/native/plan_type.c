@@ -9,30 +9,28 @@
 #include <stdlib.h>
 
 typedef struct {
-    PyObject_HEAD
+    CORE_HEAD
     struct shared shared;
     Py_buffer memory; /* the control segment, which this buffer keeps mapped */
     PyObject *callbacks; /* an object of Python: wait(), differ(), fail(), refuse(), note() */
-    /* The running call: */
+    /* The running call, with references that its caller has: */
     PyObject *request;
     PyObject *limit; /* for deadline_of */
     PyObject *ring; /* the Ring in which the call must still be recorded, or NULL */
     PyThreadState *unlocked; /* not NULL while a long call runs without the interpreter lock */
     const struct view *views[2]; /* the arrays, or NULL */
     PyObject *held[2];           /* the holders of the arrays' memory, from hold_memory */
-    int busy;
+    int busy; /* whether a call is running; see begin() */
 } Shared;
 
 typedef struct {
-    PyObject_HEAD
+    CORE_HEAD
     struct plan plan;
     Shared *over;
     PyObject *request;
     PyObject *otherwise; /* otherwise(plan, src, dst, deadline) for arrays that C cannot take */
     uint64_t noted;      /* the number of this call's description in this rank's notes, or 0 */
 } Plan;
-
-static PyTypeObject *plan_type;
 
 /* Time for which a wait yields the processor before it calls Python. */
 #define YIELD_NS 50000
@@ -43,7 +41,7 @@ static PyTypeObject *plan_type;
 static int ask_python(Shared *self, int rank, const uint64_t *word, uint64_t value, uint64_t most)
 {
     Py_ssize_t offset = (const char *)word - (const char *)self->memory.buf;
-    PyObject *deadline = deadline_of(self->limit, now_ns());
+    PyObject *deadline = deadline_of(self->core, self->limit, now_ns());
     if (deadline == NULL)
         return -1;
     PyObject *done = PyObject_CallMethod(self->callbacks, "wait", "OOinKK", self->request,
@@ -59,15 +57,39 @@ static void hold(Shared *self)
 {
     for (int i = 0; i < 2; i++)
         if (self->views[i] != NULL && self->held[i] == NULL)
-            self->held[i] = hold_memory(self->views[i]->array);
+            self->held[i] = hold_memory(self->core, self->views[i]->array);
+}
+
+/* Begins a call; returns whether no other call is running. Without the interpreter lock two threads
+   may begin a call at once, so an atomic exchange decides. */
+static int begin(Shared *self)
+{
+#ifdef Py_GIL_DISABLED
+    return !__atomic_exchange_n(&self->busy, 1, __ATOMIC_ACQUIRE);
+#else
+    int busy = self->busy;
+    self->busy = 1;
+    return !busy;
+#endif
+}
+
+static void end(Shared *self)
+{
+    __atomic_store_n(&self->busy, 0, __ATOMIC_RELEASE);
 }
 
 static void let_go(Shared *self)
 {
+    PyObject *held[] = {self->held[0], self->held[1]};
     for (int i = 0; i < 2; i++) {
         self->views[i] = NULL;
-        Py_CLEAR(self->held[i]);
+        self->held[i] = NULL;
+        self->shared.inside[i] = NULL;
     }
+    end(self);
+    /* This may run a finalizer that makes a call. */
+    Py_XDECREF(held[0]);
+    Py_XDECREF(held[1]);
 }
 
 /* Waits for a word, without the interpreter lock. After YIELD_NS Python waits instead: its wait
@@ -87,8 +109,12 @@ static int wait_for(void *context, int rank, const uint64_t *word, uint64_t valu
     if (there && self->unlocked)
         return 0;
     PyEval_RestoreThread(state);
-    if (!there)
+    if (!there) {
         failed = ask_python(self, rank, word, value, most);
+        /* Python's load of the word has no acquire order, so without this fence the processor may
+           load what the peer announced before it loads the word. */
+        __atomic_thread_fence(__ATOMIC_ACQUIRE);
+    }
     if (self->unlocked)
         self->unlocked = PyEval_SaveThread();
     return failed;
@@ -156,22 +182,23 @@ static PyObject *shared_new(PyTypeObject *type, PyObject *args, PyObject *keywor
 {
     if (refuse_keywords("Shared", keywords) < 0)
         return NULL;
-    Shared *self = (Shared *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
+    Shared *self = new_object(type);
     if (self != NULL && read_shared(self, args) < 0)
         Py_CLEAR(self);
     return (PyObject *)self;
 }
 
-static void release(PyObject *object)
+/* Only callbacks can be part of a reference cycle, and Python breaks the cycle there. */
+static int shared_traverse(PyObject *object, visitproc visit, void *arg)
 {
-    PyTypeObject *type = Py_TYPE(object);
-    ((freefunc)PyType_GetSlot(type, Py_tp_free))(object);
-    Py_DECREF(type);
+    Py_VISIT(((Shared *)object)->callbacks);
+    return visit_object(object, visit, arg);
 }
 
 static void shared_dealloc(PyObject *object)
 {
     Shared *self = (Shared *)object;
+    PyObject_GC_UnTrack(object);
     Py_XDECREF(self->callbacks);
     if (self->memory.obj != NULL)
         PyBuffer_Release(&self->memory);
@@ -180,7 +207,7 @@ static void shared_dealloc(PyObject *object)
     free(self->shared.stages);
     free(self->shared.sources);
     free(self->shared.results);
-    release(object);
+    free_object(object);
 }
 
 /* Reads one integer for each rank. */
@@ -209,17 +236,12 @@ static PyObject *shared_know(PyObject *object, PyObject *args)
     unsigned long long number;
     Py_ssize_t nbytes = 0;
     PyObject *addresses = NULL;
-    struct segment *found = NULL;
+    struct segment *entry = NULL;
+    char **parts = NULL;
+    int used;
     if (!PyArg_ParseTuple(args, "K|nO:know", &number, &nbytes, &addresses))
         return NULL;
-    for (int i = 0; i < SEGMENTS && found == NULL; i++)
-        if (s->segments[i].number == (addresses == NULL ? number : 0))
-            found = &s->segments[i];
-    if (found == NULL)
-        Py_RETURN_FALSE;
-    if (self->busy && (found == s->inside[0] || found == s->inside[1]))
-        return PyErr_Format(PyExc_RuntimeError, "know: a running call uses segment %llu", number);
-    char **parts = NULL;
+    /* The addresses are read before the entry is chosen, since that may run Python code. */
     if (addresses != NULL) {
         if ((parts = calloc((size_t)s->size, sizeof *parts)) == NULL)
             return PyErr_NoMemory();
@@ -228,9 +250,21 @@ static PyObject *shared_know(PyObject *object, PyObject *args)
             return NULL;
         }
     }
-    free(found->parts);
-    *found = (struct segment){parts != NULL ? number : 0, (size_t)nbytes, parts};
-    Py_RETURN_TRUE;
+    Py_BEGIN_CRITICAL_SECTION(object);
+    for (int i = 0; i < SEGMENTS && entry == NULL; i++)
+        if (s->segments[i].number == (addresses == NULL ? number : 0))
+            entry = &s->segments[i];
+    used = entry != NULL && (entry == s->inside[0] || entry == s->inside[1]);
+    if (entry != NULL && !used) {
+        char **old = entry->parts;
+        *entry = (struct segment){parts != NULL ? number : 0, (size_t)nbytes, parts};
+        parts = old;
+    }
+    Py_END_CRITICAL_SECTION();
+    free(parts);
+    if (used)
+        return PyErr_Format(PyExc_RuntimeError, "know: a running call uses segment %llu", number);
+    return PyBool_FromLong(entry != NULL);
 }
 
 /* -- Plan ----------------------------------------------------------------------------------- */
@@ -285,45 +319,52 @@ static int read_fold(struct plan *p, const char *op, int dtype, int mean)
 /* plan(operation, digest, root, elements, op, dtype, mean, request, otherwise) */
 static PyObject *shared_plan(PyObject *over, PyObject *args)
 {
-    PyObject *elements;
+    PyObject *elements, *request, *otherwise;
     const char *op;
-    int dtype, mean;
-    Plan *self = (Plan *)((allocfunc)PyType_GetSlot(plan_type, Py_tp_alloc))(plan_type, 0);
+    int operation, root, dtype, mean, size = ((Shared *)over)->shared.size;
+    unsigned long long digest;
+    if (!PyArg_ParseTuple(args, "iKiOzipOO:plan", &operation, &digest, &root, &elements, &op,
+                          &dtype, &mean, &request, &otherwise))
+        return NULL;
+    Plan *self = new_object(((Shared *)over)->core->plan_type);
     if (self == NULL)
         return NULL;
+    self->over = (Shared *)Py_NewRef(over);
+    self->request = Py_NewRef(request);
+    self->otherwise = Py_NewRef(otherwise);
     struct plan *p = &self->plan;
-    int size = ((Shared *)over)->shared.size;
-    unsigned long long digest;
-    if (!PyArg_ParseTuple(args, "iKiOzipOO:plan", &p->operation, &digest, &p->root, &elements, &op,
-                          &dtype, &mean, &self->request, &self->otherwise)) {
-        self->request = self->otherwise = NULL;
-        goto failed;
-    }
-    Py_INCREF(over);
-    Py_INCREF(self->request);
-    Py_INCREF(self->otherwise);
-    self->over = (Shared *)over;
+    p->operation = (enum operation)operation;
+    p->root = root;
     p->digest = digest;
     if ((unsigned)p->operation >= OPERATIONS || p->root < 0 || p->root >= size
         || (splits(p) || joins(p)) != (elements != Py_None)) {
         PyErr_SetString(PyExc_ValueError, "plan: the operation, root or elements are not valid");
-        goto failed;
-    }
-    if (read_starts(p, size, elements) == 0 && read_fold(p, op, dtype, mean) == 0)
+    } else if (read_starts(p, size, elements) == 0 && read_fold(p, op, dtype, mean) == 0) {
         return (PyObject *)self;
-failed:
+    }
     Py_DECREF(self);
     return NULL;
+}
+
+/* A plan has no tp_clear: a cycle through it also runs through an object of Python. */
+static int plan_traverse(PyObject *object, visitproc visit, void *arg)
+{
+    Plan *self = (Plan *)object;
+    Py_VISIT(self->over);
+    Py_VISIT(self->request);
+    Py_VISIT(self->otherwise);
+    return visit_object(object, visit, arg);
 }
 
 static void plan_dealloc(PyObject *object)
 {
     Plan *self = (Plan *)object;
+    PyObject_GC_UnTrack(object);
     Py_XDECREF((PyObject *)self->over);
     Py_XDECREF(self->request);
     Py_XDECREF(self->otherwise);
     free(self->plan.starts);
-    release(object);
+    free_object(object);
 }
 
 /* Whether C can make the call on these arrays: they do not overlap, or this rank's own piece is at
@@ -354,16 +395,17 @@ static int fits(const struct shared *s, const struct plan *p, const struct view 
 }
 
 /* Raises the exception for a failed call; the wait callback has already raised its own. */
-static int give_up(Shared *self, int failed)
+static int give_up(const Plan *self, int failed, PyObject *limit)
 {
-    PyObject *done = NULL, *deadline = NULL;
-    if (failed == DIFFERENT && (deadline = deadline_of(self->limit, now_ns())) != NULL)
-        done = PyObject_CallMethod(self->callbacks, "differ", "OO", self->request, deadline);
+    PyObject *callbacks = self->over->callbacks, *done = NULL, *deadline = NULL;
+    const struct shared *s = &self->over->shared;
+    if (failed == DIFFERENT && (deadline = deadline_of(self->core, limit, now_ns())) != NULL)
+        done = PyObject_CallMethod(callbacks, "differ", "OO", self->request, deadline);
     else if (failed == BROKEN)
-        done = PyObject_CallMethod(self->callbacks, "fail", "O", self->request);
+        done = PyObject_CallMethod(callbacks, "fail", "O", self->request);
     else if (failed == DAMAGED)
-        done = PyObject_CallMethod(self->callbacks, "refuse", "Ois", self->request,
-                                   self->shared.damaging, self->shared.damage);
+        done = PyObject_CallMethod(callbacks, "refuse", "Ois", self->request, s->damaging,
+                                   s->damage);
     if (done != NULL)
         PyErr_SetString(PyExc_SystemError, "a call in C has failed, but its callback in Python did "
                                            "not raise");
@@ -376,7 +418,8 @@ static int give_up(Shared *self, int failed)
 static int note(Plan *self)
 {
     PyObject *number = PyObject_CallMethod(self->over->callbacks, "note", "O", self->request);
-    self->noted = number == NULL ? 0 : PyLong_AsUnsignedLongLong(number);
+    uint64_t noted = number == NULL ? 0 : PyLong_AsUnsignedLongLong(number);
+    __atomic_store_n(&self->noted, noted, __ATOMIC_RELAXED);
     Py_XDECREF(number);
     return number == NULL ? -1 : 0;
 }
@@ -389,34 +432,49 @@ int run_plan(PyObject *object, const struct view *src, const struct view *dst, P
     struct shared *s = &over->shared;
     struct plan *p = &self->plan;
     const struct view *one = src != NULL ? src : dst;
-    if (over->busy) {
-        PyErr_SetString(PyExc_RuntimeError, "plan: a call is running; make one call at a time");
-        return -1;
+    uint64_t *line = s->stages[s->rank].line, noted;
+    int is_long, unnoted = 0;
+    for (;;) {
+        if (!begin(over)) {
+            if (unnoted) /* by another thread, or by a signal handler, during note() */
+                return 1;
+            PyErr_SetString(PyExc_RuntimeError, "plan: a call is running; make one call at a time");
+            return -1;
+        }
+        p->item = one != NULL ? item_bytes[one->dtype] : 1;
+        if (p->starts == NULL)
+            p->count = one != NULL ? one->nbytes / p->item : 0;
+        is_long = p->count * p->item >= LONG_CALL_BYTES;
+        int fit = fits(s, p, sends(s, p) ? src : NULL, takes(s, p) ? dst : NULL);
+        /* Another thread may have run since the arrays were viewed: during note(), which is Python
+           code, or while PyTorch made the result. It may have changed an array. */
+        if (fit > 0 && (unnoted || is_long)
+            && ((src != NULL && !is_there(over->core, src))
+                || (dst != NULL && !is_there(over->core, dst))))
+            fit = 0;
+        if (fit <= 0) {
+            end(over);
+            return fit < 0 ? -1 : 1;
+        }
+        /* The notes are a ring of NOTES_KEPT descriptions: newer ones may have replaced this
+           call's. */
+        noted = __atomic_load_n(&self->noted, __ATOMIC_RELAXED);
+        if (noted != 0 && line[NOTES] - noted < NOTES_KEPT)
+            break;
+        /* A signal handler may make a call during note(), so this call does not run yet. */
+        end(over);
+        unnoted = 1;
+        if (note(self) < 0)
+            return -1;
     }
-    p->item = one != NULL ? item_bytes[one->dtype] : 1;
-    if (p->starts == NULL)
-        p->count = one != NULL ? one->nbytes / p->item : 0;
-    int fit = fits(s, p, sends(s, p) ? src : NULL, takes(s, p) ? dst : NULL);
-    if (fit <= 0)
-        return fit < 0 ? -1 : 1;
-    uint64_t *line = s->stages[s->rank].line;
-    int is_long = p->count * p->item >= LONG_CALL_BYTES;
-    /* The notes are a ring of NOTES_KEPT descriptions: newer ones may have replaced this call's. */
-    int unnoted = self->noted == 0 || line[NOTES] - self->noted >= NOTES_KEPT;
-    if (unnoted && note(self) < 0)
-        return -1;
-    /* Another thread may have run since the arrays were viewed: during note(), which is Python
-       code, or while PyTorch made the result. It may have changed an array or begun a call. */
-    if ((unnoted || is_long)
-        && (over->busy || (src != NULL && !is_there(src)) || (dst != NULL && !is_there(dst))))
-        return 1;
-    line[NOTED] = self->noted;
-    over->busy = 1;
+    line[NOTED] = noted;
     over->request = self->request;
     over->limit = limit;
     over->ring = ring;
     const void *from = src != NULL ? src->address : NULL, *to = dst != NULL ? dst->address : NULL;
+    Py_BEGIN_CRITICAL_SECTION(over);
     shared_locate(s, p, from, to);
+    Py_END_CRITICAL_SECTION();
     over->views[0] = src;
     over->views[1] = dst != src ? dst : NULL;
     if (is_long) {
@@ -429,40 +487,38 @@ int run_plan(PyObject *object, const struct view *src, const struct view *dst, P
         PyEval_RestoreThread(over->unlocked);
     over->unlocked = NULL;
     record(over); /* a call that has failed before it arrived is not recorded yet */
-    over->busy = 0;
     let_go(over);
-    return failed ? give_up(over, failed) : 0;
+    return failed ? give_up(self, failed, limit) : 0;
 }
 
-/* Views the array of a Buffer, or sets *found to NULL for None. Returns 1, 0 if C cannot view the
-   array, or -1 with an exception. */
-static int view_buffer(PyObject *buffer, struct view *view, const struct view **found)
+/* Views the array of a Buffer, or sets *view to NULL for None. Sets *array to a new reference, which
+   the view needs. Returns 1, 0 if C cannot view the array, or -1 with an exception. */
+static int view_buffer(const struct core *core, PyObject *buffer, PyObject **array,
+                       struct view **view)
 {
-    *found = NULL;
-    if (buffer == Py_None)
+    if (buffer == Py_None) {
+        *view = NULL;
         return 1;
-    PyObject *array = PyObject_GetAttrString(buffer, "array");
-    if (array == NULL)
-        return -1;
-    *found = view;
-    int plain = view_array(array, view);
-    Py_DECREF(array); /* the Buffer keeps a reference */
-    return plain;
+    }
+    *array = PyObject_GetAttrString(buffer, "array");
+    return *array == NULL ? -1 : view_array(core, *array, *view);
 }
 
 /* plan(src, dst, deadline) */
 static PyObject *plan_call(PyObject *self, PyObject *args, PyObject *keywords)
 {
-    PyObject *buffers[2], *deadline;
-    struct view views[2];
-    const struct view *found[2];
+    PyObject *buffers[2], *arrays[2] = {NULL, NULL}, *deadline;
+    struct view views[2], *src = views, *dst = views + 1;
+    const struct core *core = ((Plan *)self)->core;
     if (refuse_keywords("plan", keywords) < 0
         || !PyArg_ParseTuple(args, "OOO:plan", buffers, buffers + 1, &deadline))
         return NULL;
-    int plain = view_buffer(buffers[0], views, found);
+    int plain = view_buffer(core, buffers[0], &arrays[0], &src);
     if (plain > 0)
-        plain = view_buffer(buffers[1], views + 1, found + 1);
-    int state = plain > 0 ? run_plan(self, found[0], found[1], deadline, NULL) : plain < 0 ? -1 : 1;
+        plain = view_buffer(core, buffers[1], &arrays[1], &dst);
+    int state = plain > 0 ? run_plan(self, src, dst, deadline, NULL) : plain < 0 ? -1 : 1;
+    Py_XDECREF(arrays[0]);
+    Py_XDECREF(arrays[1]);
     if (state == 1)
         return PyObject_CallFunctionObjArgs(((Plan *)self)->otherwise, self, buffers[0],
                                             buffers[1], deadline, NULL);
@@ -472,12 +528,12 @@ static PyObject *plan_call(PyObject *self, PyObject *args, PyObject *keywords)
 }
 
 static PyType_Slot plan_slots[] = {
-    {Py_tp_dealloc, plan_dealloc}, {Py_tp_call, plan_call},
+    {Py_tp_dealloc, plan_dealloc}, {Py_tp_traverse, plan_traverse}, {Py_tp_call, plan_call},
     {Py_tp_doc, "A prepared call, from Shared.plan(): plan(src, dst, deadline)."}, {0, NULL}};
 
 static PyType_Spec plan_spec = {
     "collective.native._core.Plan", sizeof(Plan), 0,
-    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, plan_slots};
+    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION, plan_slots};
 
 static PyMethodDef shared_methods[] = {
     {"know", shared_know, METH_VARARGS,
@@ -491,24 +547,15 @@ static PyMethodDef shared_methods[] = {
 
 static PyType_Slot shared_slots[] = {
     {Py_tp_new, shared_new},         {Py_tp_dealloc, shared_dealloc},
-    {Py_tp_methods, shared_methods},
+    {Py_tp_methods, shared_methods}, {Py_tp_traverse, shared_traverse},
     {Py_tp_doc, "The shared memory of the ranks of one host, for plans."}, {0, NULL}};
 
 static PyType_Spec shared_spec = {
-    "collective.native._core.Shared", sizeof(Shared), 0, Py_TPFLAGS_DEFAULT, shared_slots};
+    "collective.native._core.Shared", sizeof(Shared), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+    shared_slots};
 
-int is_plan(PyObject *object)
+int add_plans(PyObject *module, struct core *core)
 {
-    return Py_TYPE(object) == plan_type;
-}
-
-int add_plans(PyObject *module)
-{
-    PyObject *type = PyType_FromSpec(&shared_spec);
-    plan_type = (PyTypeObject *)PyType_FromSpec(&plan_spec);
-    int failed = type == NULL || plan_type == NULL
-                 || PyModule_AddObjectRef(module, "Shared", type) < 0
-                 || PyModule_AddObjectRef(module, "Plan", (PyObject *)plan_type) < 0;
-    Py_XDECREF(type);
-    return failed ? -1 : 0;
+    return add_type(module, &shared_spec, NULL) < 0
+                   || add_type(module, &plan_spec, &core->plan_type) < 0 ? -1 : 0;
 }

@@ -1,24 +1,32 @@
-/* Python's API, and the functions that the files with Python types have for each other.
+/* Python's API, the state of the module, and the functions that the files with Python types have for
+   each other.
 
-   The source keeps to Python's limited API of 3.11, so that one wheel could serve all later
-   versions. That is the first limited API with buffers. Python 3.10 has no buffers in its limited
-   API, and free-threaded builds have no limited API, so both use the full API. */
+   The source keeps to Python's limited API of 3.11, the first one with buffers, so that one wheel
+   serves all later versions. Free-threaded builds have no limited API and use the full one. */
 #ifndef COLLECTIVE_PYTHON_H
 #define COLLECTIVE_PYTHON_H
 
 #define PY_SSIZE_T_CLEAN
-#include <patchlevel.h>
-#if PY_VERSION_HEX >= 0x030B0000 && !defined(Py_GIL_DISABLED)
+#include <pyconfig.h>
+#if !defined(Py_GIL_DISABLED) && !defined(Py_LIMITED_API)
 #define Py_LIMITED_API 0x030B0000
 #endif
 #include <Python.h>
 
 #ifdef Py_LIMITED_API
-/* The limited API has these from 3.12 on. CPython exports the first one from 3.11 on; in 3.10 its
-   weak symbol is NULL. */
+/* The limited API has these from 3.12 on. CPython exports both in 3.11, too. */
 extern PyObject *PyObject_Vectorcall(PyObject *function, PyObject *const *args, size_t count,
-                                     PyObject *names) __attribute__((weak));
+                                     PyObject *names);
 extern PyObject *PyVectorcall_Call(PyObject *function, PyObject *args, PyObject *names);
+#endif
+
+/* Without the interpreter lock, a critical section keeps two threads from using the fields of one
+   object at a time. With the lock it is a plain block. No section may be left by return or goto. */
+#ifndef Py_GIL_DISABLED
+#undef Py_BEGIN_CRITICAL_SECTION
+#undef Py_END_CRITICAL_SECTION
+#define Py_BEGIN_CRITICAL_SECTION(object) {
+#define Py_END_CRITICAL_SECTION() }
 #endif
 
 #include <time.h>
@@ -31,6 +39,62 @@ static inline int64_t now_ns(void)
     struct timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);
     return now.tv_sec * INT64_C(1000000000) + now.tv_nsec;
+}
+
+/* The arguments of collective calls, by name. */
+enum argument { X, OUT, OP, ORDER, ROOT, TIMEOUT, ASYNC, COUNTS, AXIS, ARGUMENTS };
+
+/* The objects in the state of the module: their types and names. Each file sets its own. */
+#define CORE_OBJECTS(EACH)                                                                         \
+    /* module.c */                                                                                 \
+    EACH(PyTypeObject, deadline_type) /* collective.deadline.Deadline */                           \
+    EACH(PyObject, name_seconds) EACH(PyObject, name_end)                                          \
+    /* door.c */                                                                                   \
+    EACH(PyTypeObject, door_type) EACH(PyTypeObject, gate_type) EACH(PyTypeObject, handle_type)    \
+    EACH(PyObject, bound_method_type) /* types.MethodType */                                       \
+    EACH(PyObject, name_run_plan) EACH(PyObject, name_sum) EACH(PyObject, name_tag)                \
+    EACH(PyObject, zero) EACH(PyObject, nobody) EACH(PyObject, any)                                \
+    /* plan_type.c, messages_type.c and record.c */                                                \
+    EACH(PyTypeObject, plan_type) EACH(PyTypeObject, messages_type) EACH(PyTypeObject, ring_type)  \
+    EACH(PyObject, name_filename) EACH(PyObject, name_back) EACH(PyObject, name_instruction)       \
+    /* views.c */                                                                                  \
+    EACH(PyTypeObject, ndarray) EACH(PyObject, empty)                                              \
+    EACH(PyObject, is_neg) EACH(PyObject, is_conj) EACH(PyObject, new_empty)                       \
+    EACH(PyObject, name_dtype) EACH(PyObject, name_base) EACH(PyObject, untyped_storage)
+
+struct dl_exchange;
+
+/* The state of one instance of the module. Each interpreter that imports the module has an instance,
+   and so has each new import after the old module was removed from sys.modules.
+
+   An object of the core that needs the state keeps a pointer to it and a reference to the module.
+   The collector does not clear the state: a finalizer may make calls while the collector breaks a
+   cycle through the module. The types and the module's dictionary, which it does clear, are part of
+   every such cycle. */
+struct core {
+    PyObject *module; /* borrowed: the module itself */
+#define FIELD(type, name) type *name;
+    CORE_OBJECTS(FIELD)
+#undef FIELD
+    PyObject *arguments[ARGUMENTS]; /* the names of enum argument */
+    PyObject *descrs[DTYPES];       /* NumPy's dtypes, each of them a single object; or all NULL */
+    PyTypeObject *tensor_types[2];  /* exactly these: a subclass may behave differently */
+    const struct dl_exchange *torch; /* NULL until see_tensors() */
+    /* For each thread: the place of its calls in the program, if the thread makes them on behalf of
+       other code; request.py sets it by in_thread. It is in C, since to ask a thread-local object
+       of Python takes as long as the rest of a record. */
+    Py_tss_t *site;
+};
+
+/* Returns a new reference to a field that another thread may set meanwhile, or NULL. */
+static inline PyObject *read_field(PyObject *owner, PyObject *const *field)
+{
+    PyObject *value;
+    (void)owner;
+    Py_BEGIN_CRITICAL_SECTION(owner);
+    value = Py_XNewRef(*field);
+    Py_END_CRITICAL_SECTION();
+    return value;
 }
 
 #define VIEW_DIMENSIONS 8
@@ -48,10 +112,10 @@ struct view {
 /* Views an array whose class is exactly one of NumPy's or PyTorch's. Returns 1. Returns 0 if the
    class is another, or if the array is not as described at struct view: then Python must handle the
    array. Never raises. */
-int view_array(PyObject *array, struct view *view);
+int view_array(const struct core *core, PyObject *array, struct view *view);
 
 /* Whether an array still has the address and the length that it had when it was viewed. */
-int is_there(const struct view *view);
+int is_there(const struct core *core, const struct view *view);
 
 /* Returns an object that keeps the memory of an array at its address for as long as the object
    lives. It is needed while another thread or Python code may run. For a NumPy array the object is
@@ -59,20 +123,17 @@ int is_there(const struct view *view);
    refcheck=False, which ignores views and buffers. For a tensor the object is its storage: a tensor
    that gets other memory leaves the old memory to the holders of the storage. Returns NULL for any
    other object, and never raises. */
-PyObject *hold_memory(PyObject *array);
+PyObject *hold_memory(const struct core *core, PyObject *array);
 
 /* Appends to *held the objects that hold the memory of an array, or of all arrays in a structure.
    *held is a list, or NULL as long as there is nothing to hold. Never raises. */
-void hold_all(PyObject *arrays, PyObject **held);
+void hold_all(const struct core *core, PyObject *arrays, PyObject **held);
 
 /* Whether the class of an array is exactly NumPy's. */
-int is_numpy(PyObject *array);
+int is_numpy(const struct core *core, PyObject *array);
 
 /* Makes an array with the class and dtype of another array, and with the shape of a view. */
-PyObject *new_array(PyObject *like, const struct view *view);
-
-/* Calls a function. The first count arguments are positional; those behind have the given names. */
-PyObject *call_with(PyObject *function, PyObject *const *args, Py_ssize_t count, PyObject *names);
+PyObject *new_array(const struct core *core, PyObject *like, const struct view *view);
 
 /* Returns the fold of an operator, by its name, for a dtype, by its code; NULL if there is none. */
 fold_function *fold_of(const char *op, int dtype, int level);
@@ -80,7 +141,7 @@ fold_function *fold_of(const char *op, int dtype, int level);
 /* Returns the Deadline of a call. The limit is either a Deadline, or the number of seconds that the
    call may take from the time began. A call that never waits needs no Deadline, so that it does not
    pay for one. Returns NULL with an exception. */
-PyObject *deadline_of(PyObject *limit, int64_t began);
+PyObject *deadline_of(const struct core *core, PyObject *limit, int64_t began);
 
 /* Raises TypeError and returns -1 if a type with positional arguments only gets keywords.
 
@@ -88,26 +149,34 @@ PyObject *deadline_of(PyObject *limit, int64_t began);
    incomplete, and a second call of __init__ changes nothing. */
 int refuse_keywords(const char *type, PyObject *keywords);
 
-/* Whether an object is a Ring. */
-int is_ring(PyObject *object);
+/* The first fields of an object that needs the state. Its type has no subclasses. new_object()
+   allocates the object, with a reference to the module, and zeros for its other fields; it returns
+   NULL with an exception. visit_object() visits the type and the module for the collector. After
+   the other fields have been cleared, free_object() drops the references and frees the memory. */
+#define CORE_HEAD PyObject_HEAD const struct core *core;
+void *new_object(PyTypeObject *type);
+int visit_object(PyObject *object, visitproc visit, void *arg);
+void free_object(PyObject *object);
+
+/* Creates a type and adds it to the module. Stores a reference in *type, unless type is NULL.
+   Returns 0, or -1 with an exception. */
+int add_type(PyObject *module, PyType_Spec *spec, PyTypeObject **type);
 
 /* Record in a Ring that a call begins, with the place in the program that makes it; and that the
    call is over. Neither function raises. */
 void record_begin(PyObject *ring, PyObject *request, int compares);
 void record_end(PyObject *ring);
 
-/* Adds the type Ring to the module; returns 0, or -1 with an exception. */
-int add_ring(PyObject *module);
+/* Add the types and functions of a file to the module, and set its part of the state; return 0, or
+   -1 with an exception. */
+int add_ring(PyObject *module, struct core *core);
+int add_door(PyObject *module, struct core *core);
+int add_views(PyObject *module, struct core *core);
+int add_plans(PyObject *module, struct core *core);
+int add_messages(PyObject *module, struct core *core);
 
-/* Adds the types Door, Gate, Handle and Method to the module; returns 0, or -1 with an
-   exception. */
-int add_door(PyObject *module);
-
-/* Adds the Python functions of views.c to the module; returns 0, or -1 with an exception. */
-int add_views(PyObject *module);
-
-/* Whether an object is a Plan, which Shared.plan() returns. */
-int is_plan(PyObject *object);
+/* Frees the part of the state that record.c has made. */
+void free_ring(struct core *core);
 
 /* Makes a planned call. If this rank has no input, src is NULL; if it has no output, dst is NULL.
    The limit is as for deadline_of. If ring is not NULL, the beginning of the call is recorded
@@ -115,11 +184,5 @@ int is_plan(PyObject *object);
    make the call: the arrays overlap, dst is read-only, or another thread has changed an array. */
 int run_plan(PyObject *plan, const struct view *src, const struct view *dst, PyObject *limit,
              PyObject *ring);
-
-/* Adds the types Shared and Plan to the module; returns 0, or -1 with an exception. */
-int add_plans(PyObject *module);
-
-/* Adds the functions of messages_type.c to the module; returns 0, or -1 with an exception. */
-int add_messages(PyObject *module);
 
 #endif

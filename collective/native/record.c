@@ -3,8 +3,6 @@
 
 #include "python.h"
 
-#include <structmember.h>
-
 #define RECORDS 512 /* a power of two */
 
 /* The objects in the list for each call: the request, and the place of the call. The place is a
@@ -13,48 +11,63 @@
 enum { REQUEST, SITE, OBJECTS };
 
 typedef struct {
-    PyObject_HEAD
-    Py_ssize_t started, finished;
-    PyObject *package; /* the prefix of the names of this package's own files */
+    CORE_HEAD
+    Py_ssize_t started, finished; /* one thread writes them; others may read them at any time */
+    PyObject *libraries; /* list of the prefixes of the names of files that are no program's */
     PyObject *list;
     double began[RECORDS], ended[RECORDS];
     int instruction[RECORDS];
     char compares[RECORDS];
 } Ring;
 
-/* The limited API does not have this function. CPython exports it from 3.11 on; in 3.10 the weak
-   symbol is NULL. */
+/* CPython exports this function from 3.11 on, but the limited API does not have it. If a later
+   version drops it, its weak symbol is NULL. */
 extern int PyFrame_GetLasti(PyFrameObject *frame) __attribute__((weak));
 
-static PyTypeObject *ring_type;
-static PyObject *name_filename, *name_back, *name_instruction;
-/* For each thread: the place of its calls in the program, if the thread makes them on behalf of
-   other code; request.py sets it by in_thread. It is in C, since to ask a thread-local object of
-   Python takes as long as the rest of a record. */
-static __thread PyObject *site_in_thread;
-
-static int is_ours(const Ring *ring, PyObject *code)
+/* Returns a borrowed reference, or NULL. */
+static PyObject *site_in_thread(const struct core *core)
 {
-    PyObject *file = PyObject_GetAttr(code, name_filename);
-    int ours = file && PyUnicode_Tailmatch(file, ring->package, 0, PY_SSIZE_T_MAX, -1) == 1;
-    Py_XDECREF(file);
-    return ours;
+    return PyThread_tss_get(core->site);
 }
 
-static int instruction_of(PyObject *frame)
+static int is_in_library(const Ring *ring, PyObject *code)
+{
+    PyObject *file = PyObject_GetAttr(code, ring->core->name_filename);
+    int found = 0;
+    for (Py_ssize_t i = 0; file && !found && i < PyList_Size(ring->libraries); i++) {
+        /* The reference is borrowed. The list only grows, so it keeps the prefix. */
+        PyObject *prefix = PyList_GetItem(ring->libraries, i);
+        found = PyUnicode_Check(prefix) &&
+                PyUnicode_Tailmatch(file, prefix, 0, PY_SSIZE_T_MAX, -1) == 1;
+    }
+    Py_XDECREF(file);
+    return found;
+}
+
+static int instruction_of(const struct core *core, PyObject *frame)
 {
     if (PyFrame_GetLasti != NULL)
         return PyFrame_GetLasti((PyFrameObject *)frame);
-    PyObject *number = PyObject_GetAttr(frame, name_instruction);
+    PyObject *number = PyObject_GetAttr(frame, core->name_instruction);
     long at = number != NULL ? PyLong_AsLong(number) : 0;
     Py_XDECREF(number);
     return (int)at;
 }
 
+/* Whether the last recorded call was made from this code. */
+static int is_last(const Ring *ring, PyObject *code)
+{
+    int same;
+    Py_BEGIN_CRITICAL_SECTION(ring);
+    same = code == PyList_GetItem(ring->list, ring->started % RECORDS * OBJECTS + SITE);
+    Py_END_CRITICAL_SECTION();
+    return same;
+}
+
 /* Finds the innermost frame that belongs to the program: returns its code, and sets the
    instruction. The line number is computed only when the record is read. Returns a new reference,
    to "" if there is no such frame. */
-static PyObject *find_site(const Ring *ring, PyObject *last, int *instruction)
+static PyObject *find_site(const Ring *ring, int *instruction)
 {
     PyObject *frame = (PyObject *)PyEval_GetFrame(), *code = NULL;
     Py_XINCREF(frame);
@@ -62,14 +75,15 @@ static PyObject *find_site(const Ring *ring, PyObject *last, int *instruction)
         Py_XDECREF(code);
         code = (PyObject *)PyFrame_GetCode((PyFrameObject *)frame);
         /* A loop in the program makes its calls from the same code each time. So the last code is
-           compared first, which is cheaper than a look at the file name. */
-        if (code == last || !is_ours(ring, code))
+           compared first, which is cheaper than a look at the file name. The list is read each time:
+           is_in_library() may let the collector run a finalizer that replaces the last code. */
+        if (is_last(ring, code) || !is_in_library(ring, code))
             break;
-        PyObject *above = PyObject_GetAttr(frame, name_back);
+        PyObject *above = PyObject_GetAttr(frame, ring->core->name_back);
         Py_DECREF(frame);
         frame = above;
     }
-    *instruction = frame && frame != Py_None ? instruction_of(frame) : 0;
+    *instruction = frame && frame != Py_None ? instruction_of(ring->core, frame) : 0;
     Py_XDECREF(frame);
     if (PyErr_Occurred())
         PyErr_Clear();
@@ -79,23 +93,28 @@ static PyObject *find_site(const Ring *ring, PyObject *last, int *instruction)
 void record_begin(PyObject *object, PyObject *request, int compares)
 {
     Ring *ring = (Ring *)object;
-    Py_ssize_t last = ring->started % RECORDS * OBJECTS, at = (ring->started + 1) % RECORDS;
-    PyObject *site = Py_XNewRef(site_in_thread);
-    ring->instruction[at] = 0;
-    ring->compares[at] = (char)compares;
+    int instruction = 0;
+    PyObject *site = Py_XNewRef(site_in_thread(ring->core));
     if (site == NULL)
-        site = find_site(ring, PyList_GetItem(ring->list, last + SITE), &ring->instruction[at]);
+        site = find_site(ring, &instruction);
+    Py_BEGIN_CRITICAL_SECTION(object);
+    Py_ssize_t at = (ring->started + 1) % RECORDS;
+    ring->instruction[at] = instruction;
+    ring->compares[at] = (char)compares;
     PyList_SetItem(ring->list, at * OBJECTS + REQUEST, Py_NewRef(request));
     PyList_SetItem(ring->list, at * OBJECTS + SITE, site);
     ring->began[at] = 1e-9 * (double)now_ns();
-    ring->started++;
+    __atomic_store_n(&ring->started, ring->started + 1, __ATOMIC_RELAXED);
+    Py_END_CRITICAL_SECTION();
 }
 
 void record_end(PyObject *object)
 {
     Ring *ring = (Ring *)object;
+    Py_BEGIN_CRITICAL_SECTION(object);
     ring->ended[ring->started % RECORDS] = 1e-9 * (double)now_ns();
-    ring->finished = ring->started;
+    __atomic_store_n(&ring->finished, ring->started, __ATOMIC_RELAXED);
+    Py_END_CRITICAL_SECTION();
 }
 
 static PyObject *ring_begin(PyObject *object, PyObject *args)
@@ -118,24 +137,44 @@ static PyObject *ring_end(PyObject *object, PyObject *none)
 static PyObject *ring_kept(PyObject *object, PyObject *number)
 {
     Ring *ring = (Ring *)object;
+    PyObject *record;
     Py_ssize_t n = PyLong_AsSsize_t(number), at = n % RECORDS;
+    if (n == -1 && PyErr_Occurred())
+        return NULL;
+    Py_BEGIN_CRITICAL_SECTION(object);
     if (n > ring->started || n <= ring->started - RECORDS || n < 1)
-        return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
-    return Py_BuildValue("OOOidd", PyList_GetItem(ring->list, at * OBJECTS + REQUEST),
-                         ring->compares[at] ? Py_True : Py_False,
-                         PyList_GetItem(ring->list, at * OBJECTS + SITE), ring->instruction[at],
-                         ring->began[at], ring->ended[at]);
+        record = Py_NewRef(Py_None);
+    else
+        record = Py_BuildValue("OOOidd", PyList_GetItem(ring->list, at * OBJECTS + REQUEST),
+                               ring->compares[at] ? Py_True : Py_False,
+                               PyList_GetItem(ring->list, at * OBJECTS + SITE),
+                               ring->instruction[at], ring->began[at], ring->ended[at]);
+    Py_END_CRITICAL_SECTION();
+    return record;
+}
+
+static PyObject *ring_started(PyObject *object, void *none)
+{
+    (void)none;
+    return PyLong_FromSsize_t(__atomic_load_n(&((Ring *)object)->started, __ATOMIC_RELAXED));
+}
+
+static PyObject *ring_finished(PyObject *object, void *none)
+{
+    (void)none;
+    return PyLong_FromSsize_t(__atomic_load_n(&((Ring *)object)->finished, __ATOMIC_RELAXED));
 }
 
 static PyObject *ring_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
 {
-    PyObject *package;
-    if (refuse_keywords("Ring", keywords) < 0 || !PyArg_ParseTuple(args, "U:Ring", &package))
+    PyObject *libraries;
+    if (refuse_keywords("Ring", keywords) < 0 ||
+        !PyArg_ParseTuple(args, "O!:Ring", &PyList_Type, &libraries))
         return NULL;
-    Ring *ring = (Ring *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
+    Ring *ring = new_object(type);
     if (ring == NULL)
         return NULL;
-    ring->package = Py_NewRef(package);
+    ring->libraries = Py_NewRef(libraries);
     PyObject *none = Py_BuildValue("[O]", Py_None);
     ring->list = none ? PySequence_Repeat(none, RECORDS * OBJECTS) : NULL;
     Py_XDECREF(none);
@@ -144,29 +183,27 @@ static PyObject *ring_new(PyTypeObject *type, PyObject *args, PyObject *keywords
     return (PyObject *)ring;
 }
 
-/* Only the list can be part of a reference cycle, and Python breaks the cycle at the list. */
+/* Only the lists can be part of a reference cycle, and Python breaks the cycle at the lists. */
 static int ring_traverse(PyObject *object, visitproc visit, void *arg)
 {
-    Py_VISIT(Py_TYPE(object));
     Py_VISIT(((Ring *)object)->list);
-    return 0;
+    Py_VISIT(((Ring *)object)->libraries);
+    return visit_object(object, visit, arg);
 }
 
 static void ring_dealloc(PyObject *object)
 {
     Ring *ring = (Ring *)object;
-    PyTypeObject *type = Py_TYPE(object);
     PyObject_GC_UnTrack(object);
     Py_XDECREF(ring->list);
-    Py_XDECREF(ring->package);
-    ((freefunc)PyType_GetSlot(type, Py_tp_free))(object);
-    Py_DECREF(type);
+    Py_XDECREF(ring->libraries);
+    free_object(object);
 }
 
-static PyMemberDef ring_members[] = {
-    {"started", T_PYSSIZET, offsetof(Ring, started), READONLY, NULL},
-    {"finished", T_PYSSIZET, offsetof(Ring, finished), READONLY, NULL},
-    {NULL, 0, 0, 0, NULL}};
+static PyGetSetDef ring_attributes[] = {
+    {"started", ring_started, NULL, NULL, NULL},
+    {"finished", ring_finished, NULL, NULL, NULL},
+    {NULL, NULL, NULL, NULL, NULL}};
 
 static PyMethodDef ring_methods[] = {
     {"begin", ring_begin, METH_VARARGS,
@@ -179,22 +216,28 @@ static PyMethodDef ring_methods[] = {
 static PyType_Slot ring_slots[] = {
     {Py_tp_new, ring_new},           {Py_tp_dealloc, ring_dealloc},
     {Py_tp_methods, ring_methods},   {Py_tp_traverse, ring_traverse},
-    {Py_tp_members, ring_members},   {0, NULL}};
+    {Py_tp_getset, ring_attributes}, {0, NULL}};
 
 static PyType_Spec ring_spec = {"collective.native._core.Ring", sizeof(Ring), 0,
                                 Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, ring_slots};
 
 static PyObject *get_site(PyObject *object, void *none)
 {
-    (void)object, (void)none;
-    return Py_NewRef(site_in_thread ? site_in_thread : Py_None);
+    PyObject *site = site_in_thread(PyType_GetModuleState(Py_TYPE(object)));
+    (void)none;
+    return Py_NewRef(site ? site : Py_None);
 }
 
 static int set_site(PyObject *object, PyObject *site, void *none)
 {
-    PyObject *old = site_in_thread;
-    (void)object, (void)none;
-    site_in_thread = site == Py_None ? NULL : Py_XNewRef(site);
+    const struct core *core = PyType_GetModuleState(Py_TYPE(object));
+    PyObject *old = site_in_thread(core), *new = site == Py_None ? NULL : Py_XNewRef(site);
+    (void)none;
+    if (PyThread_tss_set(core->site, new) != 0) {
+        Py_XDECREF(new);
+        PyErr_NoMemory();
+        return -1;
+    }
     Py_XDECREF(old);
     return 0;
 }
@@ -210,20 +253,24 @@ static PyType_Slot in_thread_slots[] = {
 static PyType_Spec in_thread_spec = {
     "collective.native._core.InThread", sizeof(PyObject), 0, Py_TPFLAGS_DEFAULT, in_thread_slots};
 
-int is_ring(PyObject *object)
+int add_ring(PyObject *module, struct core *core)
 {
-    return Py_TYPE(object) == ring_type;
+    core->name_filename = PyUnicode_InternFromString("co_filename");
+    core->name_back = PyUnicode_InternFromString("f_back");
+    core->name_instruction = PyUnicode_InternFromString("f_lasti");
+    if (core->name_filename == NULL || core->name_back == NULL || core->name_instruction == NULL)
+        return -1;
+    core->site = PyThread_tss_alloc();
+    if (core->site == NULL || PyThread_tss_create(core->site) != 0) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    return add_type(module, &ring_spec, &core->ring_type) < 0
+                   || add_type(module, &in_thread_spec, NULL) < 0 ? -1 : 0;
 }
 
-int add_ring(PyObject *module)
+void free_ring(struct core *core)
 {
-    name_filename = PyUnicode_InternFromString("co_filename");
-    name_back = PyUnicode_InternFromString("f_back");
-    name_instruction = PyUnicode_InternFromString("f_lasti");
-    ring_type = (PyTypeObject *)PyType_FromSpec(&ring_spec);
-    PyObject *in_thread = PyType_FromSpec(&in_thread_spec);
-    int failed = ring_type == NULL || in_thread == NULL || PyModule_AddType(module, ring_type) < 0
-                 || PyModule_AddType(module, (PyTypeObject *)in_thread) < 0;
-    Py_XDECREF(in_thread);
-    return failed ? -1 : 0;
+    if (core->site != NULL)
+        PyThread_tss_free(core->site);
 }

@@ -42,12 +42,6 @@ struct numpy_array {
    NPY_ARRAY_WARN_ON_WRITE. */
 enum { PLAIN = 0x0001 | 0x0100, WRITEABLE = 0x0400, WARNS = 1u << 31 };
 
-static PyTypeObject *ndarray;
-static PyTypeObject *tensor_types[2]; /* exactly these: a subclass may behave differently */
-static const struct dl_exchange *torch;
-static PyObject *is_neg, *is_conj, *new_empty, *empty, *name_dtype, *name_base, *untyped_storage;
-static PyObject *descrs[DTYPES]; /* NumPy's dtypes, each of them a single object; or all NULL */
-
 /* Returns the code of an element type by NumPy's letter for its kind, and its size; or -1. */
 static int dtype_of(int kind, size_t nbytes)
 {
@@ -86,10 +80,11 @@ static size_t length(int ndim, const Py_ssize_t *shape)
     return count;
 }
 
-static int view_fields(const struct numpy_array *array, struct view *view)
+static int view_fields(const struct core *core, const struct numpy_array *array,
+                       struct view *view)
 {
     view->dtype = 0;
-    while (view->dtype < DTYPES && (array->descr != descrs[view->dtype]))
+    while (view->dtype < DTYPES && array->descr != core->descrs[view->dtype])
         view->dtype++;
     if (view->dtype == DTYPES || (array->flags & PLAIN) != PLAIN || array->flags & WARNS)
         return 0;
@@ -119,11 +114,13 @@ static int view_buffer(PyObject *array, struct view *view)
 static int is_lazy(PyObject *tensor, PyObject *method)
 {
     PyObject *answer = PyObject_CallMethodObjArgs(tensor, method, NULL);
+    int lazy = answer != Py_False;
     Py_XDECREF(answer);
-    return answer != Py_False;
+    return lazy;
 }
 
-static int view_tensor(PyObject *array, struct view *view)
+static int view_tensor(const struct core *core, const struct dl_exchange *torch, PyObject *array,
+                       struct view *view)
 {
     struct dl_tensor tensor;
     if (torch->tensor_from_object(array, &tensor) < 0 || tensor.device != DL_CPU)
@@ -140,49 +137,53 @@ static int view_tensor(PyObject *array, struct view *view)
     view->address = (char *)tensor.data + tensor.byte_offset;
     view->writable = 1;
     int dtype = view->dtype;
-    if (dtype < 0 || (tensor.data == NULL && stride) || (dtype >= FLOAT16 && is_lazy(array, is_neg))
-        || ((dtype == COMPLEX64 || dtype == COMPLEX128) && is_lazy(array, is_conj)))
+    if (dtype < 0 || (tensor.data == NULL && stride) || (dtype >= FLOAT16 && is_lazy(array, core->is_neg))
+        || ((dtype == COMPLEX64 || dtype == COMPLEX128) && is_lazy(array, core->is_conj)))
         return 0;
     return set_shape(view, tensor.ndim, tensor.shape, (size_t)stride * item_bytes[view->dtype]);
 }
 
-static int is_tensor(PyObject *array)
+/* Returns PyTorch's functions if the object is a tensor, otherwise NULL. */
+static const struct dl_exchange *torch_of(const struct core *core, PyObject *array)
 {
+    const struct dl_exchange *torch = __atomic_load_n(&core->torch, __ATOMIC_ACQUIRE);
     PyTypeObject *type = Py_TYPE(array);
-    return torch != NULL && (type == tensor_types[0] || type == tensor_types[1]);
+    return torch != NULL && (type == core->tensor_types[0] || type == core->tensor_types[1])
+               ? torch : NULL;
 }
 
-int view_array(PyObject *array, struct view *view)
+int view_array(const struct core *core, PyObject *array, struct view *view)
 {
+    const struct dl_exchange *torch;
     view->array = array;
-    if (is_numpy(array)
-            ? view_fields((struct numpy_array *)array, view) || view_buffer(array, view)
-            : is_tensor(array) && view_tensor(array, view))
+    if (is_numpy(core, array)
+            ? view_fields(core, (struct numpy_array *)array, view) || view_buffer(array, view)
+            : (torch = torch_of(core, array)) != NULL && view_tensor(core, torch, array, view))
         return 1;
     PyErr_Clear();
     return 0;
 }
 
-int is_numpy(PyObject *array)
+int is_numpy(const struct core *core, PyObject *array)
 {
-    return Py_TYPE(array) == ndarray;
+    return Py_TYPE(array) == core->ndarray;
 }
 
-int is_there(const struct view *view)
+int is_there(const struct core *core, const struct view *view)
 {
     struct view now;
-    return view_array(view->array, &now) && now.address == view->address
+    return view_array(core, view->array, &now) && now.address == view->address
            && now.nbytes == view->nbytes;
 }
 
 /* Returns a weak reference to the array that owns the memory; the argument may be a view of it. */
-static PyObject *hold_numpy(PyObject *array)
+static PyObject *hold_numpy(const struct core *core, PyObject *array)
 {
-    PyObject *owner = Py_NewRef(array), *base = PyObject_GetAttr(owner, name_base);
-    while (base != NULL && PyObject_TypeCheck(base, ndarray)) {
+    PyObject *owner = Py_NewRef(array), *base = PyObject_GetAttr(owner, core->name_base);
+    while (base != NULL && PyObject_TypeCheck(base, core->ndarray)) {
         Py_DECREF(owner);
         owner = base;
-        base = PyObject_GetAttr(owner, name_base);
+        base = PyObject_GetAttr(owner, core->name_base);
     }
     Py_XDECREF(base);
     PyObject *reference = PyWeakref_NewRef(owner, NULL);
@@ -190,43 +191,53 @@ static PyObject *hold_numpy(PyObject *array)
     return reference;
 }
 
-PyObject *hold_memory(PyObject *array)
+PyObject *hold_memory(const struct core *core, PyObject *array)
 {
     PyObject *held = NULL;
-    if (PyObject_TypeCheck(array, ndarray))
-        held = hold_numpy(array);
-    else if (is_tensor(array))
-        held = PyObject_CallMethodObjArgs(array, untyped_storage, NULL);
+    if (PyObject_TypeCheck(array, core->ndarray))
+        held = hold_numpy(core, array);
+    else if (torch_of(core, array) != NULL)
+        held = PyObject_CallMethodObjArgs(array, core->untyped_storage, NULL);
     if (held == NULL)
         PyErr_Clear();
     return held;
 }
 
-void hold_all(PyObject *arrays, PyObject **held)
+/* Returns the items of a list, tuple or dict as a tuple, which keeps them: to hold an array may run
+   Python code, and that code or another thread may change the structure. Returns NULL for any other
+   object, or with an exception. */
+static PyObject *items_of(PyObject *arrays)
 {
-    PyObject *key, *value, *found;
-    Py_ssize_t at = 0;
+    if (PyTuple_Check(arrays))
+        return Py_NewRef(arrays);
+    if (PyList_Check(arrays))
+        return PyList_AsTuple(arrays);
+    PyObject *values = PyDict_Check(arrays) ? PyDict_Values(arrays) : NULL;
+    PyObject *items = values ? PyList_AsTuple(values) : NULL;
+    Py_XDECREF(values);
+    return items;
+}
+
+void hold_all(const struct core *core, PyObject *arrays, PyObject **held)
+{
+    PyObject *items, *holder;
     /* This fails for a structure that contains itself. Python refuses such a structure later. */
     if (Py_EnterRecursiveCall("")) {
         PyErr_Clear();
         return;
     }
-    if (PyList_Check(arrays)) {
-        for (; at < PyList_Size(arrays); at++)
-            hold_all(PyList_GetItem(arrays, at), held);
-    } else if (PyTuple_Check(arrays)) {
-        for (; at < PyTuple_Size(arrays); at++)
-            hold_all(PyTuple_GetItem(arrays, at), held);
-    } else if (PyDict_Check(arrays)) {
-        while (PyDict_Next(arrays, &at, &key, &value))
-            hold_all(value, held);
-    } else if ((found = hold_memory(arrays)) != NULL) {
+    if ((items = items_of(arrays)) != NULL) {
+        for (Py_ssize_t at = 0; at < PyTuple_Size(items); at++)
+            hold_all(core, PyTuple_GetItem(items, at), held);
+        Py_DECREF(items);
+    } else if (!PyErr_Occurred() && (holder = hold_memory(core, arrays)) != NULL) {
         if (*held == NULL)
             *held = PyList_New(0);
-        if (*held == NULL || PyList_Append(*held, found) < 0)
-            PyErr_Clear();
-        Py_DECREF(found);
+        if (*held != NULL)
+            PyList_Append(*held, holder);
+        Py_DECREF(holder);
     }
+    PyErr_Clear();
     Py_LeaveRecursiveCall();
 }
 
@@ -241,13 +252,13 @@ static PyObject *shape_of(const struct view *view)
     return shape;
 }
 
-PyObject *new_array(PyObject *like, const struct view *view)
+PyObject *new_array(const struct core *core, PyObject *like, const struct view *view)
 {
     PyObject *shape = shape_of(view), *dtype = NULL, *made = NULL;
-    if (shape != NULL && Py_TYPE(like) != ndarray)
-        made = PyObject_CallMethodObjArgs(like, new_empty, shape, NULL);
-    else if (shape != NULL && (dtype = PyObject_GetAttr(like, name_dtype)) != NULL)
-        made = PyObject_CallFunctionObjArgs(empty, shape, dtype, NULL);
+    if (shape != NULL && !is_numpy(core, like))
+        made = PyObject_CallMethodObjArgs(like, core->new_empty, shape, NULL);
+    else if (shape != NULL && (dtype = PyObject_GetAttr(like, core->name_dtype)) != NULL)
+        made = PyObject_CallFunctionObjArgs(core->empty, shape, dtype, NULL);
     Py_XDECREF(dtype);
     Py_XDECREF(shape);
     return made;
@@ -257,28 +268,27 @@ PyObject *new_array(PyObject *like, const struct view *view)
 static PyObject *see_tensors(PyObject *module, PyObject *args)
 {
     PyObject *capsule, *types[2];
-    (void)module;
+    struct core *core = PyModule_GetState(module);
     if (!PyArg_ParseTuple(args, "OO!O!:see_tensors", &capsule, &PyType_Type, &types[0],
                           &PyType_Type, &types[1]))
         return NULL;
     const struct dl_exchange *found = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
     if (found == NULL)
         return NULL;
-    if (torch == NULL && found->major == 1 && found->tensor_from_object != NULL) {
-        for (int i = 0; i < 2; i++) {
-            Py_INCREF(types[i]);
-            tensor_types[i] = (PyTypeObject *)types[i];
-        }
-        torch = found;
+    Py_BEGIN_CRITICAL_SECTION(module);
+    if (core->torch == NULL && found->major == 1 && found->tensor_from_object != NULL) {
+        for (int i = 0; i < 2; i++)
+            core->tensor_types[i] = (PyTypeObject *)Py_NewRef(types[i]);
+        __atomic_store_n(&core->torch, found, __ATOMIC_RELEASE);
     }
+    Py_END_CRITICAL_SECTION();
     Py_RETURN_NONE;
 }
 
 static PyObject *see_array(PyObject *module, PyObject *array)
 {
     struct view view;
-    (void)module;
-    if (!view_array(array, &view))
+    if (!view_array(PyModule_GetState(module), array, &view))
         Py_RETURN_NONE;
     return Py_BuildValue("KniNO", (unsigned long long)(uintptr_t)view.address,
                          (Py_ssize_t)view.nbytes, view.dtype, shape_of(&view),
@@ -297,43 +307,43 @@ static PyMethodDef functions[] = {
 /* Finds NumPy's dtypes, and checks with a test array that the fields of struct numpy_array agree
    with the buffer protocol. If they disagree, forgets the dtypes, so that all arrays are viewed by
    the buffer protocol. */
-static void find_descrs(PyObject *numpy)
+static void find_descrs(struct core *core, PyObject *numpy)
 {
     static const char *const names[BFLOAT16] = {
         "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
         "float16", "float32", "float64", "complex64", "complex128"};
-    PyObject *size = PyObject_GetAttrString((PyObject *)ndarray, "__basicsize__");
+    PyObject *size = PyObject_GetAttrString((PyObject *)core->ndarray, "__basicsize__");
     PyObject *array = PyObject_CallMethod(numpy, "zeros", "((ii)s)", 2, 3, "int32");
     struct view fields, buffer;
     for (int i = 0; i < BFLOAT16; i++)
-        descrs[i] = PyObject_CallMethod(numpy, "dtype", "s", names[i]);
+        core->descrs[i] = PyObject_CallMethod(numpy, "dtype", "s", names[i]);
     int fits = size != NULL && PyLong_AsSsize_t(size) >= (Py_ssize_t)sizeof(struct numpy_array);
-    if (!fits || array == NULL || !view_fields((struct numpy_array *)array, &fields)
+    if (!fits || array == NULL || !view_fields(core, (struct numpy_array *)array, &fields)
         || !view_buffer(array, &buffer) || fields.address != buffer.address
         || fields.nbytes != buffer.nbytes || fields.dtype != buffer.dtype || fields.ndim != 2
         || fields.shape[0] != 2 || fields.shape[1] != 3 || !fields.writable)
         for (int i = 0; i < BFLOAT16; i++)
-            Py_CLEAR(descrs[i]);
+            Py_CLEAR(core->descrs[i]);
     Py_XDECREF(size);
     Py_XDECREF(array);
     PyErr_Clear();
 }
 
-int add_views(PyObject *module)
+int add_views(PyObject *module, struct core *core)
 {
     PyObject *numpy = PyImport_ImportModule("numpy");
-    ndarray = numpy ? (PyTypeObject *)PyObject_GetAttrString(numpy, "ndarray") : NULL;
-    empty = numpy ? PyObject_GetAttrString(numpy, "empty") : NULL;
-    if (ndarray != NULL)
-        find_descrs(numpy);
+    core->ndarray = numpy ? (PyTypeObject *)PyObject_GetAttrString(numpy, "ndarray") : NULL;
+    core->empty = numpy ? PyObject_GetAttrString(numpy, "empty") : NULL;
+    if (core->ndarray != NULL)
+        find_descrs(core, numpy);
     Py_XDECREF(numpy);
-    is_neg = PyUnicode_InternFromString("is_neg");
-    is_conj = PyUnicode_InternFromString("is_conj");
-    new_empty = PyUnicode_InternFromString("new_empty");
-    name_dtype = PyUnicode_InternFromString("dtype");
-    name_base = PyUnicode_InternFromString("base");
-    untyped_storage = PyUnicode_InternFromString("untyped_storage");
-    if (ndarray == NULL || empty == NULL || name_dtype == NULL)
+    if (core->ndarray == NULL || core->empty == NULL
+        || (core->is_neg = PyUnicode_InternFromString("is_neg")) == NULL
+        || (core->is_conj = PyUnicode_InternFromString("is_conj")) == NULL
+        || (core->new_empty = PyUnicode_InternFromString("new_empty")) == NULL
+        || (core->name_dtype = PyUnicode_InternFromString("dtype")) == NULL
+        || (core->name_base = PyUnicode_InternFromString("base")) == NULL
+        || (core->untyped_storage = PyUnicode_InternFromString("untyped_storage")) == NULL)
         return -1;
     return PyModule_AddFunctions(module, functions);
 }

@@ -28,7 +28,7 @@ from collective.contract.secret import Secret
 from collective.errors import ConfigError
 
 from . import config_file
-from .keys import KEYS, Value
+from .keys import KEYS, Value, is_address
 from .launchers import Launched, detect
 from .secret_file import read
 
@@ -265,7 +265,7 @@ def _parse(name: str, setting: Setting) -> Value:
 def _of_file(key: str, value: Any, file: config_file.Found) -> Setting:
     assert file.path is not None
     if isinstance(value, str) and (
-        (key == "store" and not value.startswith("tcp:"))
+        (key == "store" and not is_address(value))
         or key in ("trace", "secret_file", "tls_cert", "tls_key", "tls_ca")
         or (key in ("nccl_library", "cuda_library") and "/" in value)
     ):

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import errno
 import grp
-import importlib
 import os
 import pwd
 import re
@@ -191,22 +190,13 @@ def _is_group_of_one(status: os.stat_result) -> bool:
 
 def _table(path: Path, text: str) -> dict[str, Any] | None:
     """Return the settings of a file, or None if it is not about this package."""
-    toml = _parser(path)
+    # Most ranks read no file, and starting them must not take longer for it.
+    import tomllib
+
     try:
-        content: dict[str, Any] | None = toml.loads(text)
-    except toml.TOMLDecodeError as error:
+        content: dict[str, Any] | None = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: not valid TOML: {error}.") from error
     if content is not None and path.name == "pyproject.toml":
         content = content.get("tool", {}).get("collective")
     return content
-
-
-def _parser(path: Path) -> Any:
-    for module in ("tomllib", "tomli"):  # in the standard library from Python 3.11 on
-        try:
-            return importlib.import_module(module)
-        except ModuleNotFoundError:
-            continue
-    raise ConfigError(
-        f"{path}: reading this file needs Python >= 3.11 or the package tomli: pip install tomli"
-    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 import os
+import re
 import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,9 +16,10 @@ from collective.contract.secret import Secret, parse
 
 from . import rendezvous
 
-__all__ = ["KEYS", "Key", "Value", "by_device"]
+__all__ = ["KEYS", "Key", "Value", "by_device", "is_address"]
 
 _SIGNALS = frozenset(member.name for member in signal.Signals)
+_HOST_AND_PORT = re.compile(r"[^/]+:[0-9]+")
 
 
 Value = str | int | float | Secret
@@ -116,8 +118,17 @@ def _directory(value: Any) -> str:
     return os.path.abspath(os.path.expanduser(path))
 
 
+def is_address(store: str) -> bool:
+    """Tell whether a value of ``store`` is meant as an address, and not as a directory.
+
+    An address without its ``tcp://`` is one, too, and an error. As a directory it would be made on
+    each host, and the ranks would wait there for each other.
+    """
+    return store.startswith("tcp:") or _HOST_AND_PORT.fullmatch(store) is not None
+
+
 def _meeting_place(value: Any) -> str:
-    if isinstance(value, str) and value.startswith("tcp:"):
+    if isinstance(value, str) and is_address(value):
         return f"tcp://{rendezvous.from_url(value)}"
     path = os.fspath(value)
     if not isinstance(path, str) or not path:

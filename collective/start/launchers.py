@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from collective.errors import ConfigError
+from collective.platform import ProcessStatus, process_status
 
 from .network import is_loopback
 
@@ -273,21 +274,17 @@ def _process(*managers: str) -> str:
     """
     parent = os.getppid()
     pid = parent
-    while pid > 1:
-        name, above, start = _stat(pid)
-        if name in managers:
-            return f"{pid} {start}"
-        pid = above
-    return f"{parent} {_stat(parent)[2]}"
+    while pid > 1 and (status := _status(pid)):
+        if status.name in managers:
+            return f"{pid} {status.started}"
+        pid = status.parent
+    status = _status(parent)
+    return f"{parent} {status.started if status else ''}"
 
 
-def _stat(pid: int) -> tuple[str, int, str]:
-    """Return name, parent and start time (in clock ticks since boot) of a process."""
+def _status(pid: int) -> ProcessStatus | None:
+    """Return the status of a process; None if it has ended, or the system does not tell."""
     try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-            text = file.read()
+        return process_status(pid)
     except OSError:
-        return "", 0, ""  # there is no /proc here, or the process has ended
-    # The name is in parentheses and may contain any character, so split after the last ")".
-    fields = text[text.rindex(")") + 2 :].split()
-    return text[text.index("(") + 1 : text.rindex(")")], int(fields[1]), fields[19]
+        return None

@@ -31,7 +31,6 @@ from .rendezvous import Endpoint, from_environment, from_url
 from .rundir import RunStore
 from .sealed_store import seal
 from .tcp_store import TcpStore
-from .torch_store import AgentStore
 
 __all__ = [
     "address",
@@ -202,7 +201,8 @@ def _meeting(
         raise ConfigError(
             f"store: not set, with size {config.size} ({config.origin('size')}) and rank "
             f"{config.rank} ({config.origin('rank')}). Ranks without a launcher need it to meet. "
-            "Start them with: collective run -n N script.py. Or set store=DIR, a private directory "
+            "Start them with: collective run -n N script.py. In a notebook or a test, use "
+            "collective.testing.run_ranks. Or set store=DIR, a private directory "
             "that all ranks see and no other launch uses. On several hosts, set "
             "store='tcp://HOST:PORT' with the host of rank 0."
         )
@@ -303,7 +303,10 @@ def _tcp(credentials: _Credentials, endpoint: Endpoint) -> Store:
     config = credentials.config
     if endpoint.served:
         # The agent's store is torch's. It accepts every connection, also from ranks of another
-        # launch, so the keys get a prefix for this launch.
+        # launch, so the keys get a prefix for this launch. Imported here, because only ranks of
+        # torchrun need the store and the modules for its thread.
+        from .torch_store import AgentStore
+
         prefix = f"collective/{hashlib.sha256(_name(config).encode()).hexdigest()[:16]}/"
         return PrefixedStore(AgentStore(endpoint, Deadline(config.start_timeout)), prefix)
     return TcpStore(

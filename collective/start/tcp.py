@@ -118,6 +118,6 @@ def reach(endpoint: Endpoint, deadline: Deadline) -> str:
         remedy = "Only ranks of the same host reach this address: set the address of rank 0's host."
     raise RendezvousError(
         f"rendezvous: no server answered at {endpoint} ({endpoint.origin}) within "
-        f"{deadline.seconds:g} s: {reason}; {server} serves there, but has not started or is "
-        f"unreachable. {remedy}"
+        f"{deadline.seconds:g} s: {reason}; {server} serves there, but has not started, has "
+        f"ended or is unreachable. {remedy}"
     )

@@ -89,7 +89,9 @@ class TcpStore(Store):
     def has_ended(self) -> bool:
         return refuses(self._endpoint)
 
-    def refusals(self) -> dict[str, int]:
+    def refusals(self) -> dict[str, int] | None:
+        if self._server is None:
+            return None
         counts = {
             address: count - self._refused_before.get(address, 0)
             for address, count in self._mistaken().items()

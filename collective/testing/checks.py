@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
 from collective.communicator import Communicator
 from collective.contract.backend import Backend
@@ -24,9 +24,6 @@ from collective.launch.outcome import RanksFailedError
 from .faults import Fault
 from .kinds import Kind, kind_of, require
 from .ranks import GRACE_S, RankPool, capabilities_of
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 __all__ = [
     "NO_ARRAYS",
@@ -59,7 +56,7 @@ Needs = Callable[[Capabilities], "str | None"]
 _TIMEOUT_S = 30.0
 # The themes (module names) of checks in which arrays travel; see conformance.py. The checks of
 # objects, failures and the like test which calls ranks make, so the kind of array does not matter.
-_OF_ARRAYS = set("reduce extremes bools order operators move data p2p async memory".split())
+_OF_ARRAYS = set("reduce extremes bools order shards operators move data p2p async memory".split())
 
 
 class RankFactory:

@@ -10,6 +10,7 @@ import numpy as np
 
 from collective.communicator import Communicator
 from collective.errors import MismatchError
+from collective.shards import Shards
 
 from .checks import Case, able, on_each_rank
 from .samples import assert_same
@@ -73,6 +74,11 @@ _DISAGREEMENTS: dict[str, tuple[_Call, _Call, tuple[str, str]]] = {
         lambda comm: comm.all_reduce(_x()),
         ("order=rank", "all_reduce"),
     ),
+    "shards": (
+        lambda comm: _fold_of_shards(comm, 0),
+        lambda comm: _fold_of_shards(comm, comm.size - 1),
+        ("4 shards (0-3, none", "none, 0-3)"),
+    ),
     "dtype of a gather": (
         lambda comm: comm.all_gather(_x(6, "int32")),
         lambda comm: comm.all_gather(_x(6, "float32")),
@@ -107,6 +113,13 @@ _DISAGREEMENTS: dict[str, tuple[_Call, _Call, tuple[str, str]]] = {
     ),
 }  # fmt: skip
 _CASES: list[Case] = [{"what": what} for what in _DISAGREEMENTS]
+
+
+def _fold_of_shards(comm: Communicator, holder: int) -> Any:
+    """Fold four shards that one rank holds."""
+    held = [range(4) if rank == holder else range(0) for rank in range(comm.size)]
+    shards = Shards(4, comm, held=held)
+    return comm.all_reduce(np.ones((len(shards.mine), 3)), order=shards)
 
 
 # compare=True: some transports compare calls only if the communicator asks for it.

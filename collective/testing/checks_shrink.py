@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -27,6 +28,7 @@ from collective.errors import (
     ExcludedError,
     PeerLostError,
 )
+from collective.platform import process_status
 
 from . import faults
 from .checks import Case, RankFactory, able, check, on_each_rank
@@ -293,9 +295,19 @@ def _come_late(comm: Communicator, marks: str, deadline: str) -> Any:
 def _await_stopped(pid: int) -> None:
     deadline = Deadline(FAR_S)
     while not deadline.expired:
-        if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T":
+        if _state(pid) == "T":
             return
         time.sleep(0.002)
+
+
+def _state(pid: int) -> str:
+    """Return the letter of a process's state."""
+    try:
+        status = process_status(pid)
+    except OSError:  # the system tells only ps
+        command = ["ps", "-o", "state=", "-p", str(pid)]
+        return subprocess.run(command, capture_output=True, text=True).stdout[:1]
+    return status.state if status else ""
 
 
 # -- errors on the other ranks, and the old communicator -----------------------------------

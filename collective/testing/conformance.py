@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 __all__ = ["BoundCheck", "Result", "all_checks", "parametrize_with_checks", "run_checks"]
 
 _THEMES = (
-    "reduce", "extremes", "bools", "order", "operators", "move", "data", "p2p", "async", "objects",
-    "groups", "memory", "agreement", "arguments", "failure", "broken", "shrink", "grow", "fork",
+    "reduce", "extremes", "bools", "order", "shards", "operators", "move", "data", "p2p", "async",
+    "objects", "groups", "memory", "agreement", "arguments", "failure", "broken", "shrink", "grow",
+    "fork",
 )  # fmt: skip
 
 

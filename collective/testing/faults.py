@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from collective.algorithms.messages import GROUP_TAG
 from collective.contract.backend import Backend, Plan
@@ -29,7 +29,6 @@ from collective.contract.failure import Failure
 
 if TYPE_CHECKING:
     import numpy as np
-    from typing_extensions import Self
 
     from collective.contract.world import World
     from collective.cuda import Device

@@ -17,7 +17,7 @@ import importlib
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -28,9 +28,6 @@ from collective.memory import nested
 
 from .frameworks import framework
 from .samples import has
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 __all__ = ["NAMES", "Kind", "Loan", "OfKind", "kind_of", "require"]
 

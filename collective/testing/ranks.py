@@ -8,7 +8,7 @@ import socket
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from collective.communicator import Communicator
 from collective.contract import registry
@@ -28,9 +28,6 @@ from collective.start import session
 from collective.start.file_store import FileStore
 
 from .faults import Fault, FaultyBackend, RankKilled
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 __all__ = [
     "GRACE_S",
@@ -254,6 +251,7 @@ class RankPool:
         Raises:
             RanksFailedError: a rank raised, died or hung; the error has every rank's traceback.
         """
+        __tracebackhide__ = True  # pytest and IPython show the caller's line
         seconds = self.timeout if timeout is None else timeout
         calls = _CALL_SHARE * seconds if call_timeout is None else call_timeout
         opening = self._opening(calls, check, tuple(faults), shrink_grace, shared)
@@ -336,6 +334,7 @@ def run_ranks(
     Raises:
         RanksFailedError: a rank raised, died or hung; the error has every rank's traceback.
     """
+    __tracebackhide__ = True
     with RankPool(n, backend, timeout=timeout, mpiexec=mpiexec) as pool:
         return pool.run(
             function, *args, call_timeout=call_timeout, check=check, faults=faults, **options

@@ -5,10 +5,11 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+
+from collective.platform import boot_id
 
 if TYPE_CHECKING:
     from collective.communicator import Communicator
@@ -23,11 +24,7 @@ _TAG = 2**31 - 1
 
 def clock_of_host() -> str:
     """Return a text that is equal for processes with the same clock of ``time.monotonic()``."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        boot = ""
-    return boot or socket.gethostname()
+    return boot_id() or socket.gethostname()
 
 
 def offsets(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import secrets
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -13,6 +12,7 @@ from collective.communicator import Communicator
 from collective.communicator.listener import CallEvent, Listened, Listener
 from collective.contract.work import Lane, Work
 from collective.errors import CollectiveTimeoutError, ConfigError, MismatchError
+from collective.platform import usable_cores
 from collective.request import Disagreement, Request, call_site
 
 from .clocks import clock_of_host, offsets
@@ -248,8 +248,7 @@ def _refuse(every: Sequence[Sequence[Any]], rank: int) -> None:
 
 def _cores() -> int:
     """Return the number of cores that this rank may use."""
-    able = hasattr(os, "sched_getaffinity")
-    return len(os.sched_getaffinity(0)) if able else os.cpu_count() or 0
+    return usable_cores()
 
 
 def _members(ranks: tuple[int, ...]) -> str:

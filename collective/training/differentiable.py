@@ -15,7 +15,6 @@ from collective.communicator import NULL, Communicator
 from collective.communicator.rows import split_sizes
 from collective.contract.backend import ANY_SOURCE
 from collective.errors import InvalidArgumentError, RankError
-from collective.ops import Op
 
 __all__ = [
     "CollectiveStep", "Tape", "all_gather", "all_reduce", "all_to_all", "broadcast", "check_op",
@@ -52,7 +51,7 @@ class CollectiveStep:
 class Tape(Protocol[T_co]):
     """Operations that a framework offers: nodes of its graph, and the arithmetic of backwards."""
 
-    def check(self, what: str, x: Any, op: Op = "sum") -> None:
+    def check(self, what: str, x: Any, op: str = "sum") -> None:
         """Refuse a value that is not the framework's, or that cannot be differentiated."""
 
     def record(self, step: CollectiveStep, x: Any, near: Any = None) -> T_co:
@@ -86,7 +85,7 @@ class Tape(Protocol[T_co]):
         """Compare two arrays elementwise; return ones and zeros of the dtype of ``y``."""
 
 
-def check_op(what: str, op: Op) -> None:
+def check_op(what: str, op: str) -> None:
     """Refuse an op that has no derivative here.
 
     Raises:
@@ -103,7 +102,7 @@ def check_op(what: str, op: Op) -> None:
 # -- folds ------------------------------------------------------------------------------------
 
 
-def all_reduce(tape: Tape[T], x: Any, comm: Communicator, op: Op) -> T:
+def all_reduce(tape: Tape[T], x: Any, comm: Communicator, op: str) -> T:
     """Fold the ranks' arrays; the backward pass all-reduces."""
     tape.check("all_reduce", x, op)
 
@@ -121,7 +120,7 @@ def all_reduce(tape: Tape[T], x: Any, comm: Communicator, op: Op) -> T:
     return tape.record(CollectiveStep(forward, backward, keeps=True), x)
 
 
-def reduce(tape: Tape[T], x: Any, comm: Communicator, root: int, op: Op) -> T:
+def reduce(tape: Tape[T], x: Any, comm: Communicator, root: int, op: str) -> T:
     """Fold the ranks' arrays at ``root``; the backward pass broadcasts."""
     tape.check("reduce", x, op)
     room = tape.room(x, x.shape)
@@ -145,7 +144,7 @@ def reduce(tape: Tape[T], x: Any, comm: Communicator, root: int, op: Op) -> T:
 
 
 def reduce_scatter(
-    tape: Tape[T], x: Any, comm: Communicator, op: Op, axis: int, counts: Sequence[int] | None
+    tape: Tape[T], x: Any, comm: Communicator, op: str, axis: int, counts: Sequence[int] | None
 ) -> T:
     """Fold the ranks' arrays and give each rank a piece; the backward pass all-gathers."""
     tape.check("reduce_scatter", x, op)
@@ -170,7 +169,7 @@ def reduce_scatter(
     return tape.record(CollectiveStep(forward, backward, keeps=True), x)
 
 
-def _partial(tape: Tape[Any], x: Any, y: Any, comm: Communicator, op: Op) -> Any:
+def _partial(tape: Tape[Any], x: Any, y: Any, comm: Communicator, op: str) -> Any:
     """Return ``∂y/∂x`` of this rank's ``x``, elementwise; ``y`` is the fold of all arrays."""
     if op == "prod":
         pieces = all_gather(tape, x.reshape((1, *x.shape)), comm, 0, [1] * comm.size)

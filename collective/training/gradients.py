@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +23,7 @@ from collective.errors import (
     MismatchError,
 )
 from collective.memory.dtypes import named
+from collective.platform import usable_cores
 
 from .buckets import Bucket, Parameter, Reduce
 from .rebinding import Rebindable
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collective.communicator import Communicator
     from collective.contract.work import Work
 
-__all__ = ["Bucket", "Gradients", "Parameter", "Reduce"]
+__all__ = ["Bucket", "Gradients", "Parameter", "Reduce", "copied"]
 
 # Size of the first bucket, in bytes.
 _FIRST = 1 << 20
@@ -250,7 +250,7 @@ class Gradients(NotCopied):
         order: list[int] = self.comm.broadcast_object([*self._arrived, *late])
         if order == [number for bucket in self.buckets for number in bucket.members]:
             return
-        before = [_copy(view) for view in self.views]
+        before = [copied(view) for view in self.views]
         for slab in self._slabs.values():
             slab[...] = 0
         self._lay_out(order)
@@ -301,8 +301,12 @@ class Gradients(NotCopied):
             return [number for number, count in enumerate(self._counts) if not count]
         return [number for number, left in enumerate(self._left) if left > 0]
 
-    def finish(self) -> None:
+    def finish(self, partial: bool = False) -> None:
         """Wait until all gradients are reduced. Every rank calls it after the same pass.
+
+        Args:
+            partial: whether further passes of this rank belong to the same reductions, so that
+                ``reduce`` has sent nothing in this pass.
 
         Raises:
             GradientError: gradients are missing. The pass has ended on this rank all the same.
@@ -327,7 +331,7 @@ class Gradients(NotCopied):
                 "find_unused_parameters=True. If parameters are never trained, set "
                 "requires_grad=False."
             )
-        self._conclude()
+        self._conclude(partial)
 
     def shadow(self) -> None:
         """Take part, with zeros, in a pass that only other ranks compute."""
@@ -339,7 +343,7 @@ class Gradients(NotCopied):
             bucket.missing = 0
         self._conclude()
 
-    def _conclude(self) -> None:
+    def _conclude(self, partial: bool = False) -> None:
         self._trace_arrived()
         try:
             with trace.span("finish gradients"):
@@ -349,6 +353,8 @@ class Gradients(NotCopied):
         finally:
             self.begun = False
             self._works = []
+        if partial:
+            return
         if not self._settled:
             self._settle()
         trace.step("gradients")
@@ -418,10 +424,10 @@ def _overlaps(comm: Communicator) -> bool:
     known = comm.capabilities
     if known.across_hosts or "cuda" in known.devices:
         return True
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cores = usable_cores()
     return (cores or 1) >= 2 * comm.size
 
 
-def _copy(array: Any) -> Any:
+def copied(array: Any) -> Any:
     """Return a copy of an array of any framework."""
     return array.clone() if hasattr(array, "clone") else array.copy()

@@ -47,11 +47,12 @@ def _unfit(comm: Communicator, case: str, async_op: bool) -> str:
 
 @pytest.mark.parametrize("async_op", [False, True])
 @pytest.mark.parametrize("case", list(_UNFIT))
-def test_out_that_does_not_fit_in_sendrecv_names_sendrecv(
+def test_out_that_does_not_fit_in_sendrecv_names_call_and_ranks(
     pair: RankPool, case: str, async_op: bool
 ) -> None:
-    for text in pair.run(_unfit, case, async_op):
-        assert text.startswith(f"sendrecv: {_UNFIT[case][2]}")
+    for rank, text in enumerate(pair.run(_unfit, case, async_op)):
+        begin = f"sendrecv from rank {1 - rank} to rank {rank}: {_UNFIT[case][2]}"
+        assert text.startswith(begin)
 
 
 def _one_way(comm: Communicator) -> str:
@@ -63,7 +64,7 @@ def _one_way(comm: Communicator) -> str:
 
 def test_sendrecv_with_one_neighbour_names_sendrecv(pair: RankPool) -> None:
     for text in pair.run(_one_way):
-        assert text.startswith("sendrecv: ")
+        assert text.startswith(("sendrecv: ", "sendrecv from rank 0 to rank 1: "))
 
 
 _RANKS: dict[str, Callable[[Any], Any]] = {

@@ -101,6 +101,14 @@ KEYWORDS = [
     (lambda c: c.all_reduce(1, prescale_factor=2), "use op=collective.premul_sum(factor)"),
     (lambda c: c.all_reduce(1, group_name="x"), "use comm.group(ranks).all_reduce(...)"),
     (lambda c: c.grid((1, 1), reorder=True), "it has no equivalent here"),
+    (
+        lambda c: c.all_reduce(1, 2),
+        "all_reduce: 2 positional arguments; expected at most 1: x. Pass the array for the result "
+        "as out=. Keywords: op, ",
+    ),
+    (lambda c: collective.reduce(1, 2), "reduce: 2 positional arguments; expected at most 1: x."),
+    (lambda c: c.sendrecv(1, 0, 2, 0), "sendrecv: 4 positional arguments; expected at most 3: x,"),
+    (lambda c: c.barrier(1), "barrier: 1 positional argument; expected none. Keywords: timeout"),
     (lambda c: c.all_reduce(1, nonsense=1), "unexpected keyword argument 'nonsense'"),
     (lambda c: c.split(0, nonsense=1), "unexpected keyword argument 'nonsense'"),
 ]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+import collective
 from collective import NULL
 from collective.communicator import Communicator, Grid
 from collective.errors import InvalidArgumentError, RankError
@@ -98,6 +100,20 @@ def _lines(comm: Communicator) -> list[list[int]]:
     lines = [cube.along(axis) for axis in (0, 1, -1)] + [cube.along(2, 0)]
     assert [line.rank for line in lines[:3]] == list(cube.coords)
     return [line.all_gather(mine).tolist() for line in lines]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("Shift", "'Grid' object has no attribute 'Shift'; use grid.neighbours(axis)"),
+        ("Get_coords", "use grid.coords, or grid.coords_of(rank)"),
+        ("sendrecv", "the communicator has it: grid.comm.sendrecv"),
+        ("nonsense", "has no attribute 'nonsense'"),
+    ],
+)
+def test_foreign_name_of_a_grid_names_the_remedy(name: str, text: str) -> None:
+    with collective.init() as comm, pytest.raises(AttributeError, match=f"{re.escape(text)}$"):
+        getattr(comm.grid(1), name)
 
 
 def test_along_returns_ranks_that_differ_in_given_axes() -> None:

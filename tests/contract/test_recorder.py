@@ -4,13 +4,14 @@ import re
 import signal
 import sys
 import time
+import types
 
 import numpy as np
 import pytest
 
 import collective
 from collective.contract.recorder import Recorder, flight_recorder
-from collective.request import Request
+from collective.request import LIBRARIES, Request, is_library_file, pass_over
 from collective.testing import run_ranks
 from tests.support.interpreter import started
 
@@ -52,6 +53,28 @@ def test_recorder_site_is_line_of_caller():
     lines = [int(re.search(r":(\d+) in", entry.site)[1]) for entry in recorder.entries()]
     assert lines[0] == first
     assert lines[1] in range(second - 3, second)
+
+
+@pytest.fixture
+def framework():
+    """A framework that is imported after the recorder was made, and calls what it is passed."""
+    known = list(LIBRARIES)
+    module = types.ModuleType("framework")
+    module.__file__ = "/elsewhere/framework/__init__.py"
+    exec(compile("def call(f, *x): f(*x)", "/elsewhere/framework/hooks.py", "exec"), vars(module))
+    yield module
+    LIBRARIES[:] = known
+    is_library_file.clear()
+
+
+def test_recorder_site_is_in_the_program_although_a_framework_makes_the_call(framework):
+    before, after = Recorder(), Recorder()
+    framework.call(before.begin, Request("a"))
+    pass_over(framework)
+    framework.call(after.begin, Request("a"))
+    assert before.entries()[0].site == "/elsewhere/framework/hooks.py:1 in call"
+    site = after.entries()[0].site
+    assert re.search(r"test_recorder\.py:\d+ in test_recorder_site_is_in_the_program", site)
 
 
 def line():

@@ -125,6 +125,11 @@ def test_circle_of_recvs_is_described_with_its_remedy() -> None:
         ({0: send(1), 1: send(0)}, "Use sendrecv, or let one rank receive first"),
         ({0: send(1, tag=1), 1: recv(0)}, "Let each send meet its recv, with the same tag"),
         ({0: recv(1), 1: collective(0)}, "Every rank must make the collective calls, and the mess"),
+        (
+            {0: message("sendrecv", source=1), 1: message("sendrecv", source=0)},
+            "Compare dst and src of the sendrecv calls: rank A must pass dst=B where rank B passes",
+        ),
+        ({0: message("sendrecv", source=1), 1: recv(0)}, "Compare dst and src of the sendrecv"),
     ],
 )
 def test_remedy_fits_the_kinds_of_calls(waits: dict[int, Waiting], remedy: str) -> None:

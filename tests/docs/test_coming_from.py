@@ -296,5 +296,5 @@ def test_foreign_keyword_in_a_table_has_a_hint(page: str, function: str, keyword
     text = f"{function}() got an unexpected keyword argument {keyword!r}"
     for method in methods:
         own = inspect.signature(method).parameters
-        explained = str(foreign_names.explain_keyword(method, TypeError(text)))
+        explained = str(foreign_names.explain_arguments(method, TypeError(text)))
         assert keyword in own or "; use " in explained, f"{page}.md: no hint for {keyword}="

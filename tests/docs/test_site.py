@@ -72,7 +72,7 @@ def test_reference_shows_types_that_checkers_see(site: Path) -> None:
     bare = re.compile(r"[\s\"']|<[^>]+>")
     shown = {bare.sub("", html.unescape(block)) for block in blocks}
     assert (
-        "all_reduce(x:T,*,op:Op|ReduceOp=sum,out:T|None=None,order:Literal[rank]|None=None,"
+        "all_reduce(x:T,*,op:str|ReduceOp=sum,out:T|None=None,order:Literal[rank]|Shards|None=None,"
         "timeout:float|None=None,async_op:bool=False,)->T|Work[T]"
     ) in shown
     assert "barrier(*,timeout:float|None=None,async_op:bool=False)->Work[None]|None" in shown

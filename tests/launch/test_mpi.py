@@ -218,7 +218,7 @@ def test_mpi_rank_without_launcher_exits_without_waiting(tmp_path: Path) -> None
 
 @pytest.mark.parametrize(
     "function",
-    ["collective.launch.processes.die_with_parent", "collective.launch.mpi_rank._die_with_parent"],
+    ["collective.platform.die_with_parent", "collective.launch.mpi_rank._die_with_parent"],
 )
 def test_die_with_parent_ends_child_whose_parent_died_before(function: str) -> None:
     """The parent dies between fork and prctl, so the kernel sends the child no signal."""

@@ -336,7 +336,7 @@ def hanging_alone(participant: Participant) -> None:
 def test_rank_that_connects_and_sends_nothing_has_not_started() -> None:
     def commands(address: str) -> list[Command]:
         program = (
-            "import socket, sys; from collective.launch.control import short_path\n"
+            "import socket, sys; from collective.platform import short_path\n"
             "with short_path(sys.argv[1]) as path: socket.socket(socket.AF_UNIX).connect(path)"
         )
         return [([sys.executable, "-c", program, address], {"PYTHONPATH": str(ROOT)})]
@@ -361,3 +361,14 @@ def test_interrupted_job_leaves_no_results_for_next_job(
 
 def interrupted(*_: Any) -> Any:
     raise KeyboardInterrupt
+
+
+def test_ranks_that_are_interrupted_between_jobs_run_the_next_job(processes: Ranks) -> None:
+    before = [outcome.value for outcome in run(processes, process_and_handler)]
+    for pid, _ in before:
+        os.kill(pid, signal.SIGINT)
+    assert [outcome.value for outcome in run(processes, process_and_handler)] == before
+
+
+def process_and_handler(participant: Participant) -> tuple[int, bool]:
+    return os.getpid(), signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from collections.abc import Iterator
 
 import pytest
@@ -93,7 +92,6 @@ def test_chained_causes_are_shown_once(launches: Launches) -> None:
     assert done.stderr.count("has no key\n") == 1
 
 
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="exception groups need Python 3.11")
 def test_exception_groups_are_shown_once(launches: Launches) -> None:
     done = launches.run("-n", "2", launches.script("""
         errors = []

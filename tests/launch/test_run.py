@@ -40,8 +40,8 @@ def test_run_sets_environment_of_ranks(launches: Launches) -> None:
         names += ["COLLECTIVE_LOCAL_SIZE"]
         print(" ".join(f"{name}={os.environ.get(name)}" for name in names))
         import socket, stat
-        with socket.socket() as s:
-            s.bind((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))
+        with socket.create_server((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))):
+            pass
         status = os.stat(os.environ["COLLECTIVE_STORE"])
         assert stat.S_IMODE(status.st_mode) == 0o700 and status.st_uid == os.getuid()
         """)

@@ -21,7 +21,7 @@ from collective.launch.tracebacks import (
     hide_internal_frames,
     split_traceback,
 )
-from collective.launch.verdict import FailedRank, losses, report
+from collective.launch.verdict import FailedRank, first_in_cause, losses, report
 
 HOME = os.path.dirname(collective.__file__)
 HEAD = "Traceback (most recent call last):\n"
@@ -92,6 +92,8 @@ def test_ranks_with_equal_texts_are_grouped(texts: list[str], groups: list[list[
         (b"a bar\r  + Exception Group Traceback (most recent call last):\n", 6),
         (b"\x1b[31mTraceback (most recent call last):", 0),
         (b"Exception in thread Thread-1 (f):\n", 0),
+        (b"a line\n[rank12]: Traceback (most recent call last):\n", 7),
+        (b"[rank12] Traceback (most recent call last):\n", None),
         (b'  File "x.py", line 3\n    a = = b\n', 0),
         (b'  File "x.py", line 3 in f\n', None),  # of faulthandler
         (b'  File "x.py", line 3, in f\n', None),  # of traceback.print_stack()
@@ -123,6 +125,26 @@ def test_report_shows_equal_tracebacks_once() -> None:
         "collective run: ranks 0-3 failed, rank 2 first (exit code 1); its traceback:\n"
         + HEAD + OWN + HIDDEN_1 + "MismatchError: they differ [rank 2 of 4]\n"
     )  # fmt: skip
+
+
+def test_report_drops_the_rank_that_torch_puts_before_each_line() -> None:
+    def prefixed(rank: int) -> str:
+        chain = HEAD + OWN + "E: first\n" + CHAINED + mismatch(rank)
+        return "".join(f"[rank{rank}]: {line}" * (line != "\n") or line for line in
+                       chain.splitlines(keepends=True))  # fmt: skip
+
+    text = report(failure(2, prefixed(2)), [failure(0, prefixed(0))])
+    assert text == (
+        "collective run: ranks 0, 2 failed, rank 2 first (exit code 1); its traceback:\n"
+        + HEAD + OWN + "E: first\n" + CHAINED
+        + HEAD + OWN + HIDDEN_1 + "MismatchError: they differ [rank 2 of 4]\n"
+    )  # fmt: skip
+
+
+def test_consequence_is_recognised_behind_the_rank_that_torch_puts_before_it() -> None:
+    lost = HEAD + OWN + "[rank0]: PeerLostError: rank 2 is lost\n"
+    cause = FailedRank(1, 1, (HEAD + OWN + "E: why\n").encode())
+    assert first_in_cause([FailedRank(0, 1, lost.encode()), cause]) is cause
 
 
 def test_report_shows_the_first_failure_last() -> None:

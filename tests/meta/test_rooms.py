@@ -14,13 +14,14 @@ from tests.support.interpreter import ROOT
 
 #: Rooms (folders), by layer from the bottom up. A room imports only from lower layers.
 FLOORS = (
-    {"deadline", "errors", "install", "lazy"},
+    {"deadline", "errors", "install", "lazy", "platform"},
     {"ops"},
     {"native"},
     {"cuda"},
     {"memory"},
     {"request"},
     {"algorithms"},
+    {"shards"},
     {"contract"},
     {"elastic"},
     {"backends", "communicator"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,7 +15,7 @@ from collective import native
 from collective.algorithms import arithmetic
 from collective.memory.dtypes import BY_NAME
 from collective.ops import as_op
-from tests.support.interpreter import printed
+from tests.support.interpreter import ROOT, printed, run
 
 
 def python(*arguments: str, **variables: str) -> str:
@@ -36,6 +37,33 @@ def test_build_without_compiler_succeeds_without_core(tmp_path: Path) -> None:
     output = python("-W", "ignore", *words, CC="/bin/false")
     assert 'building extension "collective.native._core" failed' in output
     assert not list(tmp_path.rglob("*.so"))
+
+
+@pytest.mark.parametrize("width", ["-m32", "-m64"])
+def test_core_compiles_only_for_64_bits(width: str, tmp_path: Path) -> None:
+    if shutil.which("cc") is None:
+        pytest.skip("there is no C compiler")
+    # A freestanding program needs no C library, which is seldom installed for 32 bits.
+    command = ["cc", width, "-std=gnu11", "-ffreestanding", "-fsyntax-only", "-x", "c"]
+    empty = tmp_path / "empty.c"
+    empty.touch()
+    if run(*command, empty).returncode:
+        pytest.skip(f"the compiler has no {width}")
+    done = run(*command, ROOT / "collective" / "native" / "core.h", merged=True)
+    if width == "-m64":
+        assert done.returncode == 0, done.stdout
+    else:
+        assert "the native core needs a 64-bit platform" in done.stdout
+
+
+def test_doctor_on_32_bits_says_why_there_is_no_core() -> None:
+    program = (
+        "import sys; sys.maxsize = 2**31 - 1; sys.modules['collective.native._core'] = None\n"
+        "from collective.tools.doctor import _native; print(_native(None))"
+    )
+    assert python("-c", program, COLLECTIVE_NATIVE="") == (
+        "not in use: not built: it needs a 64-bit Python\n"
+    )
 
 
 def test_extension_of_another_protocol_is_not_used() -> None:

@@ -30,7 +30,7 @@ def refuses(function, *arguments, **options):
 """
 
 DOOR_REFERENCES = """
-ring, queue = _core.Ring("x"), []
+ring, queue = _core.Ring(["x"]), []
 for wrong in (("ring", [], 0, 2), (ring, (), 0, 2), (ring, [], 2, 2), (ring, [], 0, 0),
               (ring, [], -1, 2), (ring, [], "0", 2), (ring, queue, 0)):
     before = [sys.getrefcount(each) for each in (ring, queue, *wrong)]
@@ -42,7 +42,7 @@ refuses(_core.Door, ring, [], 0, 2, rank=0)
 UNFINISHED = """
 segment = bytearray(1 << 20)
 made = {
-    _core.Ring: ("x",), _core.Door: (_core.Ring("x"), [], 0, 2), _core.InThread: (),
+    _core.Ring: (["x"],), _core.Door: (_core.Ring(["x"]), [], 0, 2), _core.InThread: (),
     _core.Shared: (segment, 0, 2, 1024, 8192, 65536, 4096, 10, object()),
 }
 for kind, arguments in made.items():
@@ -91,11 +91,11 @@ class Path(_core.Gate):
     @staticmethod
     def explain(function, error):
         return error
-for wrong in (None, 0, "path", [], {}, object(), _core.Ring("x"), _core.Gate.__new__(_core.Gate)):
+for wrong in (None, 0, "path", [], {}, object(), _core.Ring(["x"]), _core.Gate.__new__(_core.Gate)):
     one = First()
     one._path = wrong
     assert one.all_reduce(x) == one.broadcast(x) == one.send(x, 1) == 1
-for wrong in (None, 0, "door", [], {}, object(), _core.Ring("x")):
+for wrong in (None, 0, "door", [], {}, object(), _core.Ring(["x"])):
     for attribute in ("door", "door_of_pieces", "door_of_scatter", "lanes", "timeout"):
         one = First()
         one._path = Path()
@@ -108,7 +108,7 @@ from itertools import chain
 seed = SEED
 random.seed(seed)
 names = "all_reduce all_gather scatter broadcast gather barrier send recv sendrecv door".split()
-ring = _core.Ring("x")
+ring = _core.Ring(["x"])
 def values():
     x = np.ones(random.choice([0, 1, 7, 5000]), random.choice("?bhilBHILefdFD"))
     yield from (None, True, 0, 1, -1, 2, 7, 64, 1024, 1 << 20, 1 << 31, 1 << 63, -(1 << 63))

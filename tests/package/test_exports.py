@@ -5,6 +5,7 @@ Importing the package imports no optional package.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -19,6 +20,9 @@ import collective
 from tests.support.interpreter import printed, run_python
 
 HEAVY = "torch cupy mpi4py chainer chainermn ml_dtypes pytest hypothesis rich matplotlib".split()
+# Modules of Python that would take a tenth of the time of the package's import. Few processes need
+# them, and NumPy imports none of them.
+RARE = "importlib.metadata email zipfile concurrent.futures logging".split()
 
 
 def _modules() -> list[str]:
@@ -30,14 +34,22 @@ def _modules() -> list[str]:
     return names
 
 
-def _installed(name: str) -> bool:
-    """Return whether the framework of an adapter's module is installed."""
-    words = name.split(".")
-    adapter = words[1:2] == ["adapters"] and len(words) > 2
-    return not adapter or importlib.util.find_spec(words[2]) is not None
+@functools.cache
+def modules() -> list[str]:
+    """Return the modules that can be imported with the frameworks that are installed here."""
+    return list(filter(_is_complete, _modules()))
 
 
-MODULES = list(filter(_installed, _modules()))
+def _is_complete(name: str) -> bool:
+    """Return whether the frameworks that a module imports are installed."""
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        framework = (error.name or "").partition(".")[0]
+        if framework in HEAVY and importlib.util.find_spec(framework) is None:
+            return False
+        raise
+    return True
 
 
 def _order(name: str) -> tuple[int, str]:
@@ -46,7 +58,7 @@ def _order(name: str) -> tuple[int, str]:
 
 
 def test_modules_include_folders_beside_package():
-    assert {"collective.backends.shm.ring", "collective.adapters.torch.arrays"} <= set(MODULES)
+    assert {"collective.backends.shm.ring", "collective.adapters.torch.arrays"} <= set(_modules())
 
 
 def _wrong_in_all(name: str) -> str | None:
@@ -66,11 +78,11 @@ def _wrong_in_all(name: str) -> str | None:
 
 
 def test_all_of_module_is_explicit_sorted_and_true():
-    assert [wrong for name in MODULES if (wrong := _wrong_in_all(name))] == []
+    assert [wrong for name in modules() if (wrong := _wrong_in_all(name))] == []
 
 
 def _offered() -> Iterator[tuple[str, Any]]:
-    for name in MODULES:
+    for name in modules():
         if name.startswith("collective.adapters."):
             continue
         module = importlib.import_module(name)
@@ -99,8 +111,8 @@ def test_exports_have_docstrings():
 
 
 def test_modules_have_docstrings():
-    modules = {name: importlib.import_module(name) for name in MODULES}
-    silent = [name for name, module in modules.items() if not (module.__doc__ or "").strip()]
+    imported = {name: importlib.import_module(name) for name in modules()}
+    silent = [name for name, module in imported.items() if not (module.__doc__ or "").strip()]
     assert silent == []
 
 
@@ -138,6 +150,12 @@ def test_communicator_calls_are_functions_of_package():
 )
 def test_import_loads_no_optional_package(statement, tmp_path):
     report = f"import sys; {statement}; print([m for m in {HEAVY} if m in sys.modules])"
+    done = run_python("-c", report, env={}, cwd=tmp_path)
+    assert (done.stdout, done.stderr) == ("[]\n", "")
+
+
+def test_import_loads_no_rarely_needed_module_of_python(tmp_path):
+    report = f"import sys, collective; print([m for m in {RARE} if m in sys.modules])"
     done = run_python("-c", report, env={}, cwd=tmp_path)
     assert (done.stdout, done.stderr) == ("[]\n", "")
 

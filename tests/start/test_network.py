@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import socket
 import subprocess
@@ -128,3 +129,21 @@ def test_own_address_and_address_toward_agree_between_hosts(tmp_path: Path) -> N
         )
         job = hosts.start([(1, [sys.executable, "-c", program], {})])
         assert job.succeed().split() == [hosts.hosts[1].address] * 3
+
+
+@pytest.mark.parametrize("order", ["little", "big", "bsd"])
+@pytest.mark.parametrize(
+    ("family", "address", "packed"),
+    [
+        (socket.AF_INET, "10.1.2.3", bytes(2) + socket.inet_aton("10.1.2.3")),
+        (socket.AF_INET6, "fd00::7", bytes(6) + socket.inet_pton(socket.AF_INET6, "fd00::7")),
+        (17, "", bytes(20)),  # an address of the link layer
+    ],
+)
+def test_address_is_read_in_layout_of_each_system(
+    order: str, family: int, address: str, packed: bytes
+) -> None:
+    lengths = {"little": (family, 0), "big": (0, family), "bsd": (len(packed) + 2, family)}
+    memory = ctypes.create_string_buffer(bytes(lengths[order]) + packed, 32)
+    pointer = ctypes.cast(memory, ctypes.POINTER(network._Address))
+    assert network._text(pointer) == address

@@ -276,6 +276,35 @@ def test_rank_0_that_nobody_reaches_says_what_to_check(tmp_path: Path) -> None:
     assert "no firewall blocks 127.0.0.1. Compare `sha256sum`" in text
 
 
+@pytest.mark.parametrize("secret", [SECRET, None], ids=["secret", "no secret"])
+def test_rank_0_that_serves_and_that_nobody_reaches_does_not_suspect_the_secret(
+    secret: Secret | None,
+) -> None:
+    # A rank with another secret would have connected to the store, and been refused there.
+    here = {"local_size": 1, "address": "127.0.0.1"}
+    own = {} if secret is None else {"secret": secret}
+    with (
+        contextlib.closing(store(free_address(), serve=True, **own)) as served,
+        pytest.raises(RendezvousError) as caught,
+    ):
+        Monitor.start(world(0, 2, served, secret=secret, **here), Deadline(0.1))
+    text = str(caught.value)
+    assert "was started in this time (COLLECTIVE_START_TIMEOUT), that all ranks have this" in text
+    assert "secret" not in text
+
+
+def test_rank_0_without_a_secret_says_so_when_it_refuses_secrets() -> None:
+    here = {"local_size": 1, "address": "127.0.0.1"}
+    with contextlib.closing(store(free_address(), serve=True)) as served:
+        with pytest.raises(RendezvousError):
+            store(served._endpoint, secret=Secret(bytes(32)), timeout=0.3)
+        with pytest.raises(RendezvousError) as caught:
+            Monitor.start(world(0, 2, served, **here), Deadline(0.1))
+    assert "because their secret differs: this rank has none. Set COLLECTIVE_SECRET_FILE" in str(
+        caught.value
+    )
+
+
 # -- sources of the secret --------------------------------------------------------------------
 
 

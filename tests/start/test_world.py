@@ -360,7 +360,7 @@ def test_store_argument_makes_world_by_hand(tmp_path: Path) -> None:
 
 
 def test_ranks_by_hand_without_store_raise_config_error() -> None:
-    with pytest.raises(ConfigError, match=r"size 2 \(argument\).*store=DIR"):
+    with pytest.raises(ConfigError, match=r"size 2 \(argument\).*run_ranks.*store=DIR"):
         world(rank=0, size=2)
     with pytest.raises(ConfigError, match=r"size 2 \(environment COLLECTIVE_SIZE\)"):
         world({"COLLECTIVE_RANK": "0", "COLLECTIVE_SIZE": "2"})

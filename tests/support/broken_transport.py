@@ -13,7 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
@@ -27,9 +27,6 @@ from collective.memory.buffer import Buffer
 from collective.ops import ReduceOp, as_op
 from collective.request import Request
 from tests.support.loopback import Loopback, _Message
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 #: Event that lets hanging ranks continue when the test is over.
 released = threading.Event()

@@ -15,13 +15,13 @@ import itertools
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from collective.platform import held_port
 from tests import warm
 from tests.support.interpreter import ROOT
 from tests.support.mpi_launches import warm_python_of
@@ -319,12 +319,15 @@ def refusal() -> str | None:
     return None
 
 
+_held = contextlib.ExitStack()
+
+
 def free_port() -> int:
-    """Return a port of this host without a listener."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
+    """Return a port of this host without a listener; this process holds it to its end.
+
+    The program that listens there has to set SO_REUSEADDR.
+    """
+    return _held.enter_context(held_port())
 
 
 def needs_hosts() -> None:

@@ -5,22 +5,20 @@ from __future__ import annotations
 import json
 import os
 import re
+import runpy
 import shutil
 import sys
 import sysconfig
 import tarfile
 import textwrap
+import tomllib
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.support.interpreter import ROOT, printed, run
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    tomllib = pytest.importorskip("tomli")
 
 # The filter is the default of later Pythons; early releases of 3.10 and 3.11 do not have it.
 FILTER: dict[str, str] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
@@ -138,6 +136,37 @@ def test_wheel_contains_exactly_the_shipped_files(wheel: Path) -> None:
     stubs = ["collective/native/_core.pyi", "collective/communicator/signatures.pyi"]
     others = ["collective/py.typed", *stubs]
     assert sorted(names) == sorted([*shipped(), *others, *extensions])
+
+
+def test_wheel_with_core_serves_all_later_pythons(wheel: Path) -> None:
+    if sysconfig.get_config_var("Py_GIL_DISABLED"):
+        pytest.skip("a free-threaded Python has no limited API")
+    assert "-cp311-abi3-linux_" in wheel.name
+    with zipfile.ZipFile(wheel) as archive:
+        extensions = [name for name in archive.namelist() if name.endswith(".so")]
+    assert extensions in ([], ["collective/native/_core.abi3.so"])
+
+
+@pytest.mark.parametrize("most", [2**31 - 1, 2**63 - 1])
+def test_setup_builds_core_only_on_64_bits(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings: dict[str, Any] = {}
+    monkeypatch.setattr("setuptools.setup", settings.update)
+    monkeypatch.setattr(sys, "maxsize", most)
+    monkeypatch.chdir(ROOT)
+    runpy.run_path("setup.py")
+    assert len(settings["ext_modules"]) == (most > 2**32)
+
+
+def test_build_of_core_removes_one_for_this_version_alone(sources: Path) -> None:
+    if sysconfig.get_config_var("Py_GIL_DISABLED") or shutil.which("cc") is None:
+        pytest.skip("needs the limited API and a C compiler")
+    native = sources / "collective" / "native"
+    (native / f"_core{sysconfig.get_config_var('EXT_SUFFIX')}").touch()
+    python("setup.py", "--quiet", "build_ext", "--inplace", cwd=sources)
+    names = [file.name for file in native.glob("*.so")]
+    for name in names:
+        (native / name).unlink()
+    assert names == ["_core.abi3.so"]
 
 
 def test_wheel_without_core_is_for_every_platform(

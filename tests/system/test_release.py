@@ -8,7 +8,7 @@ import os
 import re
 import shlex
 import subprocess
-import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,6 @@ import pytest
 import collective
 from collective.tools.cli.main import main
 from tests.support.interpreter import ROOT
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    tomllib = pytest.importorskip("tomli")
 
 yaml = pytest.importorskip("yaml", reason="is installed with the site generator")
 

@@ -128,6 +128,14 @@ def test_ranks_failed_error_begins_with_cause_and_traceback(backend: str) -> Non
     assert "testing/ranks.py" not in failure.tracebacks[1]
 
 
+@pytest.mark.parametrize("pooled", [False, True], ids=["run_ranks", "pool"])
+def test_failure_of_ranks_shows_no_frame_of_this_package(pooled: bool) -> None:
+    with RankPool(1) as pool, pytest.raises(RanksFailedError) as failed:
+        pool.run(raising, 0) if pooled else run_ranks(1, raising, 0)
+    own = str(failed.traceback[0].path)
+    assert {str(entry.path) for entry in failed.traceback.filter(failed)} == {own}
+
+
 @BOTH
 def test_run_ranks_reports_stack_of_hanging_rank(backend: str) -> None:
     with pytest.raises(RanksFailedError) as caught:

@@ -348,7 +348,6 @@ def test_report_shows_unknown_transport(doctor: Doctor) -> None:
     assert report["transports"]["shm"]["works"] is True
 
 
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 has no PYTHONSAFEPATH")
 def test_doctor_runs_no_module_of_working_directory(doctor: Doctor) -> None:
     for name in ("json", "numpy", "torch"):
         (doctor.launches.directory / f"{name}.py").write_text("open('ran', 'w')")

@@ -7,14 +7,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from torch import nn
 
-import collective
-from collective.adapters.torch import DistributedDataParallel
-from collective.training.compression import Cast, PowerSGD, TopK
-from collective.training.gradients import Gradients, Parameter
-from tests.support.on_ranks import on_ranks, ranks_of
+torch = pytest.importorskip("torch")
+from torch import nn  # noqa: E402
+
+import collective  # noqa: E402
+from collective.adapters.torch import DistributedDataParallel  # noqa: E402
+from collective.training.compression import Cast, PowerSGD, TopK  # noqa: E402
+from collective.training.gradients import Gradients, Parameter  # noqa: E402
+from tests.support.on_ranks import on_ranks, ranks_of  # noqa: E402
 
 pytest.importorskip("array_api_compat")
 pool = ranks_of(("threads", 2), ("shm", 2))

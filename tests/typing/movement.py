@@ -1,8 +1,9 @@
 """Types of calls that move arrays and objects, and of groups, as type checkers must see them."""
 
+from typing import assert_type
+
 import numpy as np
 import numpy.typing as npt
-from typing_extensions import assert_type
 
 import collective
 from collective import NULL, Communicator, Grid, Work

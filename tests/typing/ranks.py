@@ -1,6 +1,6 @@
 """Types of what a function returns on the ranks of a test, as type checkers must see them."""
 
-from typing_extensions import assert_type
+from typing import assert_type
 
 from collective import Communicator
 from collective.testing import RankPool, run_ranks

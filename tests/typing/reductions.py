@@ -1,8 +1,9 @@
 """Types of arguments and results of reductions, as type checkers must see them."""
 
+from typing import assert_type
+
 import numpy as np
 import numpy.typing as npt
-from typing_extensions import assert_type
 
 import collective
 from collective import Communicator, Work
@@ -57,6 +58,11 @@ def scalars_of_numpy(comm: Communicator, loss: np.float32, total: np.float64) ->
     work = comm.all_gather(loss, async_op=True)
     assert_type(work, Work[np.ndarray[tuple[int], np.dtype[np.float32]]])
     assert_type(comm.gather(loss), np.ndarray[tuple[int], np.dtype[np.float32]] | None)
+
+
+def configured_operators(comm: Communicator, x: Floats, name: str) -> None:
+    assert_type(comm.all_reduce(x, op=name), Floats)
+    assert_type(comm.reduce_scatter(x, op=name), Floats)
 
 
 def numbers(comm: Communicator, loss: float, count: int, found: bool) -> None:

@@ -9,12 +9,11 @@ from collective import Communicator
 Floats = npt.NDArray[np.float32]
 
 
-def operators(comm: Communicator, x: Floats, name: str) -> None:
-    comm.all_reduce(x, op="mean")  # error
-    comm.all_reduce(x, op="SUM")  # error
-    comm.reduce_scatter(x, op=name)  # error
+def operators(comm: Communicator, x: Floats) -> None:
+    comm.all_reduce(x, op=np.add)  # error
+    comm.reduce_scatter(x, op=1)  # error
     comm.all_reduce(x, op=collective.ReduceOp.SUM)  # error
-    collective.all_reduce(x, op="mean")  # error
+    collective.all_reduce(x, op=None)  # error
     comm.all_reduce(x, order="size")  # error
 
 

@@ -45,6 +45,8 @@ REPLACED = (
     "flat", "hierarchical", "naive", "non_cuda_aware", "pure_nccl", "single_node",
     "two_dimensional",
 )  # fmt: skip
+#: All names that versions of ChainerMN know.
+_OF_CHAINERMN = (*REPLACED, "dummy")
 
 _create_communicator = communicators.create_communicator
 _create_multi_node_optimizer = optimizers.create_multi_node_optimizer
@@ -101,6 +103,12 @@ def _joined() -> Communicator:
 @functools.wraps(_create_communicator)
 def _create_named(communicator_name: str = "pure_nccl", mpi_comm: Any = None, **kwargs: Any) -> Any:
     if communicator_name != NAME and not _stands_for(communicator_name, mpi_comm):
+        if mpi_comm is None and communicator_name not in _OF_CHAINERMN and not _has_mpi4py():
+            # ChainerMN would ask for mpi4py before it looks at the name.
+            raise InvalidArgumentError(
+                f"create_communicator: unknown communicator {communicator_name!r} (expected one of "
+                f"{', '.join((NAME, *REPLACED))}). Correct the name."
+            )
         communicator = _create_communicator(communicator_name, mpi_comm, **kwargs)
         # The call above has imported mpi4py. This package must not import mpi4py itself.
         from collective.start.mpi_world import launched_with
@@ -120,7 +128,11 @@ def _stands_for(name: str, mpi_comm: Any) -> bool:
     """Return whether this package's communicator replaces the one that ChainerMN has by a name."""
     if name not in REPLACED or _replace is False:
         return False
-    return _replace is True or (mpi_comm is None and importlib.util.find_spec("mpi4py") is None)
+    return _replace is True or (mpi_comm is None and not _has_mpi4py())
+
+
+def _has_mpi4py() -> bool:
+    return importlib.util.find_spec("mpi4py") is not None
 
 
 @functools.wraps(_create_multi_node_optimizer)

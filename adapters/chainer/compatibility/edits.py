@@ -46,11 +46,6 @@ def numpy_from(*version: int) -> Condition:
     return lambda: installed >= version
 
 
-def python_from(*version: int) -> Condition:
-    """Return a condition: whether Python is at least of that version."""
-    return lambda: sys.version_info >= version
-
-
 def without_pkg_resources() -> bool:
     """Return whether importing pkg_resources warns or fails, or there is no pkg_resources."""
     if sys.version_info >= (3, 12):
@@ -158,7 +153,6 @@ EDITS: dict[str, tuple[Edit, ...]] = {
             old="thread.setDaemon(True)",
             new="thread.daemon = True",
             reason="Python warns of setDaemon since 3.10",
-            needed=python_from(3, 10),
         ),
     ),
     "chainer.links.activation.maxout": (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -25,9 +25,6 @@ from .call import Call, Header
 from .device import spot_of
 from .structure import UINT8, pack, unpack
 from .views import View, adapter_for, room_on_gpu, view, views, where
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 __all__ = ["Barrier", "Broadcast"]
 

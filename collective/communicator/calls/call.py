@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from collective.deadline import Deadline
 from collective.request import Disagreement
@@ -14,8 +14,6 @@ from ..planned import Planned
 from ..streams import Near
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
-
     from collective.memory.buffer import Spot
 
 

@@ -140,15 +140,17 @@ def _direct(path: Path, words: Sequence[int], out: Any, follows: bool) -> Buffer
 
 
 def arrived(
-    path: Path, what: str, words: Sequence[int], payload: Buffer, out: Any, like: Any
+    path: Path, what: str, source: int, words: Sequence[int], payload: Buffer, out: Any, like: Any
 ) -> Any:
     """Return the result of a receive: ``out``, or a new array or structure.
 
     Args:
         what: the operation, for errors.
+        source: rank that sent the message, for errors.
         words, payload: words of the message's head, and the buffer with its payload.
         out, like: as in :func:`room_for`.
     """
+    what = f"{what} from rank {source} to rank {path.rank}"
     if words[0] == _OBJECT:
         value = objects.decode(payload.array)
         if out is None and like is not None and nested.is_tree(value):
@@ -157,9 +159,7 @@ def arrived(
             return nested.rebuild(value, iter(leaves))
         return value if out is None else _fill(what, out, value)
     if out is not None and nested.is_tree(out):
-        raise InvalidArgumentError(
-            f"{what}: the message is a single array; out is a structure {path.who}."
-        )
+        raise InvalidArgumentError(f"{what}: the message is a single array; out is a structure.")
     dtype, shape = dtypes.BY_CODE[words[1]], _shape(words)
     array: Any = payload.array
     on_gpu = not isinstance(array, np.ndarray)

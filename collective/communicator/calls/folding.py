@@ -23,7 +23,9 @@ from collective.memory.dtypes import DType
 from collective.memory.numbers import NUMBERS
 from collective.ops import ReduceOp, as_op
 from collective.request import Disagreement, Request
+from collective.shards import Shards
 
+from ..path import Path
 from ..planned import Planned
 from ..rows import Rows, split_sizes
 from .call import Call
@@ -32,7 +34,7 @@ from .views import Array, View
 if TYPE_CHECKING:
     from collective.contract.backend import Backend, Plan
 
-__all__ = ["CuttingFoldCall", "FoldCall"]
+__all__ = ["CuttingFoldCall", "FoldCall", "finish", "guarded"]
 
 
 class FoldCall(Call):
@@ -47,7 +49,7 @@ class FoldCall(Call):
     x: Any
     op: str | ReduceOp
     out: Any
-    order: str | None
+    order: str | Shards | None
     root: int | None = None
     receives: bool = True
 
@@ -70,13 +72,9 @@ class FoldCall(Call):
         path, what, order = self.path, self.operation, self.order
         if order not in (None, "rank"):
             raise InvalidArgumentError(
-                f"{what}: order {order!r}; expected 'rank' or None {path.who}."
+                f"{what}: order {order!r}; expected 'rank', a collective.Shards or None {path.who}."
             )
-        reducer, ordered = as_op(self.op), order == "rank"
-        try:
-            arithmetic.check(reducer, dtype)
-        except DtypeError as error:
-            raise DtypeError(f"{what}: {error} {path.who}") from None
+        reducer, ordered = self.reducer_of(dtype), order == "rank"
         takes_gpus = on_host or path.backend.supports(what, reducer, dtype, ordered)
         if takes_gpus and not on_host:
             options["device"] = "cuda" if path.enqueues else None
@@ -86,14 +84,17 @@ class FoldCall(Call):
             what, dtype, shape, op=reducer, ordered=ordered, root=self.root, elements=elements,
             **options,
         )  # fmt: skip
-        plan = path.backend.plan(request)
-        if reducer.function is not None:
-            outcome = path.backend.plan(request.step(1, "barrier"))
-            # The plan must not refer to the path, because the path keeps the plan: the cycle would
-            # keep a dropped path alive.
-            fail = partial(_fail, path.recorder, path.backend)
-            plan = partial(_fold_with_function, fail, plan, outcome)
+        plan = guarded(path, request, path.backend.plan(request))
         return path.remember(key, Planned(request, plan, fixed=True, takes_gpus=takes_gpus))
+
+    def reducer_of(self, dtype: DType) -> ReduceOp:
+        """Return the operator, after a check that it is defined for a dtype."""
+        reducer = as_op(self.op)
+        try:
+            arithmetic.check(reducer, dtype)
+        except DtypeError as error:
+            raise DtypeError(f"{self.operation}: {error} {self.path.who}") from None
+        return reducer
 
     def _check_supported(self, op: ReduceOp, dtype: DType) -> None:
         able = self.path.capabilities
@@ -145,6 +146,23 @@ class CuttingFoldCall(FoldCall):
         return None if self.counts is None else list(map(int, self.counts))
 
 
+def guarded(path: Path, request: Request, plan: Plan) -> Plan:
+    """Return a plan that ends once a user's operator has succeeded on all ranks.
+
+    Args:
+        path: path of the communicator.
+        request: request of the fold.
+        plan: plan of the fold. It is returned itself if the operator is one of this library's.
+    """
+    if request.op.function is None:
+        return plan
+    outcome = path.backend.plan(request.step(1, "barrier"))
+    # The plan must not refer to the path, because the path keeps the plan: the cycle would keep a
+    # dropped path alive.
+    fail = partial(_fail, path.recorder, path.backend)
+    return partial(_fold_with_function, fail, plan, outcome)
+
+
 def _fold_with_function(
     fail: Callable[[BaseException], None], fold: Plan, outcome: Plan, src: Buffer,
     dst: Buffer | None, deadline: Deadline,
@@ -161,13 +179,13 @@ def _fold_with_function(
         outcome: plan of the barrier after the fold.
     """
     try:
-        _finish(fold(src, dst, deadline))
+        finish(fold(src, dst, deadline))
     except (Disagreement, CommunicatorAbortedError):
         raise  # nothing has been folded, or all ranks know the reason
     except CollectiveError as error:
         fail(error)  # the operator may have raised it, and the other ranks do not know
         raise
-    _finish(outcome(None, None, deadline))
+    finish(outcome(None, None, deadline))
 
 
 def _fail(recorder: Recorder, backend: Backend, error: BaseException) -> None:
@@ -175,7 +193,7 @@ def _fail(recorder: Recorder, backend: Backend, error: BaseException) -> None:
     backend.abort(Failure.caused_by(backend.rank, error))
 
 
-def _finish(work: Work[Any] | None) -> None:
+def finish(work: Work[Any] | None) -> None:
     """Wait for the work that a plan has returned, if the plan left work in flight."""
     if work is not None:
         work.wait()

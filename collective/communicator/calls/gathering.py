@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -23,9 +23,6 @@ from .device import straight
 from .pieces import Leaf, Pieces
 from .structure import bytes_of
 from .views import Array, View, view, views
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 __all__ = ["AllGather", "AllToAll", "Gather"]
 

@@ -183,7 +183,9 @@ class Recv(_Message):
         payload, follows, direct = room_for(path, head, words, out, like)
         if follows:
             path.transfer(path.backend.recv, payload, source, tag, deadline)
-        result = out if direct else arrived(path, self._what, words, payload, out, self.like)
+        result = (
+            out if direct else arrived(path, self._what, source, words, payload, out, self.like)
+        )
         if near is None:
             settle(path, self._what, payload.array, deadline)
         return result
@@ -288,7 +290,7 @@ class SendRecv(_Message):
             path.transfer(backend.send, payload, dst, tag, deadline)
         elif follows:
             path.transfer(backend.recv, received, src, tag, deadline)
-        return arrived(path, "sendrecv", words, received, out, like)
+        return arrived(path, "sendrecv", src, words, received, out, like)
 
 
 def _send(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from collective.memory.buffer import Buffer, Spot
 from collective.memory.dtypes import DType
 from collective.memory.numbers import NUMBERS
 from collective.ops import ReduceOp, as_op
+from collective.shards import Shards
 
 from ..output import Output, input_buffer
 from ..path import Path
@@ -23,11 +24,9 @@ from ..streams import Near
 from .call import Call
 from .device import straight
 from .folding import CuttingFoldCall, FoldCall
+from .sharded import ShardedFold
 from .structure import StructureReduceScatter, StructureReduction
 from .views import Array, staged, view
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 __all__ = ["AllReduce", "Reduce", "ReduceScatter", "Reduction", "Scan"]
 
@@ -42,7 +41,7 @@ class Reduction(FoldCall):
     """
 
     def __init__(
-        self, path: Path, x: Any, op: str | ReduceOp, out: Any, order: str | None,
+        self, path: Path, x: Any, op: str | ReduceOp, out: Any, order: str | Shards | None,
         root: int | None = None,
     ) -> None:  # fmt: skip
         self.path = path
@@ -68,6 +67,8 @@ class Reduction(FoldCall):
 
     def prepared(self) -> Call:
         path, x = self.path, self.x
+        if type(self.order) is Shards:
+            return ShardedFold(self)
         if type(x) is not np.ndarray:
             if path.enqueues and (short := straight(self, x, self.out)) is not None:
                 return short
@@ -119,7 +120,13 @@ class Reduce(Reduction):
     operation = "reduce"
 
     def __init__(
-        self, path: Path, x: Any, root: Any, op: str | ReduceOp, out: Any, order: str | None
+        self,
+        path: Path,
+        x: Any,
+        root: Any,
+        op: str | ReduceOp,
+        out: Any,
+        order: str | Shards | None,
     ) -> None:
         root = path.check_rank("reduce", "root", root)
         super().__init__(path, x, op, out if path.rank == root else None, order, root)
@@ -159,7 +166,7 @@ class ReduceScatter(CuttingFoldCall):
 
     def __init__(
         self, path: Path, x: Any, op: str | ReduceOp, counts: Sequence[int] | None, axis: int,
-        out: Any, order: str | None,
+        out: Any, order: str | Shards | None,
     ) -> None:  # fmt: skip
         self.path = path
         self.x = x
@@ -196,6 +203,8 @@ class ReduceScatter(CuttingFoldCall):
         )
 
     def prepared(self) -> Call:
+        if type(self.order) is Shards:
+            return ShardedFold(self)
         if type(self.x) is not np.ndarray and nested.is_tree(self.x):
             return StructureReduceScatter(self)
         path = self.path

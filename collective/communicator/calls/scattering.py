@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -23,9 +23,6 @@ from .call import Call, Header
 from .pieces import Leaf
 from .structure import UINT8, ArrivedLeaf, assemble, bytes_of
 from .views import Array, adapter_for, device_view, room_on_gpu, view, views, where
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 __all__ = ["Scatter"]
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import platform
-import re
 import resource
 import time
 from collections.abc import Callable
@@ -15,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from collective.tools.show import parse_size, size_name, write
+from collective.platform import busy_seconds, cache_bytes, cpu_name, usable_cores
+from collective.tools.show import size_name, write
 
 __all__ = ["Observer", "headline", "measured"]
 
@@ -26,7 +25,7 @@ class Observer:
     def __init__(self) -> None:
         self._date = time.strftime("%Y-%m-%d %H:%M:%S %z")
         self._start = time.monotonic()
-        self._busy, self._own = _busy_seconds(), _own_seconds()
+        self._busy, self._own = busy_seconds(), _own_seconds()
 
     def machine(self) -> dict[str, Any]:
         """Return the machine, and ``others``: the number of cores that other processes took.
@@ -34,11 +33,11 @@ class Observer:
         The time of our own ranks counts as our own only after they have ended.
         """
         wall = time.monotonic() - self._start
-        others = _busy_seconds() - self._busy - (_own_seconds() - self._own)
+        others = busy_seconds() - self._busy - (_own_seconds() - self._own)
         return {
             "date": self._date,
             "cpu": _cpu(),
-            "cores": len(os.sched_getaffinity(0)),
+            "cores": usable_cores(),
             "others": max(0.0, others / wall),
             "seconds": wall,
             "system": f"{platform.system()} {platform.release()}",
@@ -76,20 +75,9 @@ def measured(options: argparse.Namespace, measure: Callable[[], dict[str, Any]])
 
 def _cpu() -> str:
     """Return the processor's name and the size of its last-level cache, which matters here."""
-    text = Path("/proc/cpuinfo").read_text()
-    found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
-    name = found[1] if found else platform.processor() or platform.machine()
-    cache = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
-    if not cache.exists():
-        return name
-    return f"{name}, {size_name(parse_size(cache.read_text()))} L3"
-
-
-def _busy_seconds() -> float:
-    """Return the time that all cores together have been busy, or stolen, since boot."""
-    fields = [int(text) for text in Path("/proc/stat").read_text().split("\n")[0].split()[1:9]]
-    user, nice, system, _, _, irq, soft, steal = fields
-    return (user + nice + system + irq + soft + steal) / os.sysconf("SC_CLK_TCK")
+    name = cpu_name() or platform.processor() or platform.machine()
+    cache = cache_bytes()
+    return name if cache is None else f"{name}, {size_name(cache)} L3"
 
 
 def _own_seconds() -> float:

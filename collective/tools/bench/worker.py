@@ -20,6 +20,7 @@ from typing import Any
 
 from collective.launch import control
 from collective.launch.ranks import Job, Participant
+from collective.platform import PROC
 
 from .libraries import Array, BenchLibrary, Call, Unsupported
 from .prepared import Prepared
@@ -184,7 +185,7 @@ class Worker:
         prepared = self._prepared[side]
         prepared.call()
         before = _status("VmRSS")
-        Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
+        (PROC / "self/clear_refs").write_text("5")  # resets the high-water mark
         prepared.call()
         transient = max(0, _status("VmHWM") - before)
         arrays = [
@@ -195,8 +196,8 @@ class Worker:
 
 
 def _status(field: str) -> int:
-    """Return a field of /proc/self/status in bytes."""
-    found = re.search(rf"^{field}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.M)
+    """Return a field of this process's status in bytes."""
+    found = re.search(rf"^{field}:\s+(\d+) kB", (PROC / "self/status").read_text(), re.M)
     return 0 if found is None else int(found[1]) << 10
 
 
@@ -205,7 +206,7 @@ def _segments(arrays: list[Array]) -> tuple[int, int]:
     addresses = [int(array.__array_interface__["data"][0]) for array in arrays]
     mapped = resident = 0
     ours = False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
+    for line in (PROC / "self/smaps").read_text().splitlines():
         head = re.match(r"([0-9a-f]+)-([0-9a-f]+) \S+ \S+ \S+ \S+\s*(.*)", line)
         if head is not None:
             low, high = int(head[1], 16), int(head[2], 16)

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from collective.install import DISTRIBUTION
+from collective.platform import SHARED_MEMORY
 from collective.tools.show import Progress, size_name, time_name
 
 __all__ = ["add_parser", "text"]
@@ -249,7 +250,7 @@ def _host(report: dict[str, Any]) -> Iterable[tuple[str, str]]:
     )
     if memory["dev_shm"] is not None:
         yield (
-            "/dev/shm",
+            str(SHARED_MEMORY),
             f"{size_name(memory['dev_shm'])}, {size_name(memory['dev_shm_free'])} free "
             "(not used by shm; MPI and PyTorch do)",
         )

@@ -101,7 +101,7 @@ def _import_nothing_from_here() -> None:
     """
     with contextlib.suppress(FileNotFoundError):  # the working directory was removed
         if not {"", os.getcwd()} & set(sys.path):
-            os.environ.setdefault("PYTHONSAFEPATH", "1")  # takes effect from Python 3.11 on
+            os.environ.setdefault("PYTHONSAFEPATH", "1")
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -123,7 +123,7 @@ def _figures(options: argparse.Namespace) -> list[Measured]:
 def _run(options: argparse.Namespace, program: list[str], directory: Path) -> int:
     """Run the program as `collective run` does, with traces in ``directory``."""
     # Imported here: the module imports more of the package.
-    from collective.launch.processes import die_with_parent
+    from collective.platform import die_with_parent
 
     refuse_transports(settings({"backend": options.backend, "timeout": options.timeout}))
     ranks = str(options.n or say_size("profile"))

@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from collective.launch.processes import die_with_parent
+from collective.platform import die_with_parent
 from collective.tools.tour import READ_ON, Lesson, lessons
 
 __all__ = ["add_parser", "lead", "perform"]

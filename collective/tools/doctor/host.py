@@ -17,6 +17,7 @@ from typing import Any
 
 from collective.backends.shm.layout import Layout
 from collective.errors import CollectiveError
+from collective.platform import CGROUPS, PROC, SHARED_MEMORY, is_file, shared_file, usable_cores
 from collective.start.file_store import FileStore
 from collective.start.network import address_of, interfaces, is_loopback, own_address
 
@@ -29,9 +30,9 @@ _RESOLVE_S = 3.0
 class Files:
     """Directories of the system's files about itself; tests replace them."""
 
-    proc = Path("/proc")
-    cgroup = Path("/sys/fs/cgroup")
-    dev_shm = Path("/dev/shm")
+    proc = PROC
+    cgroup = CGROUPS
+    dev_shm = SHARED_MEMORY
 
 
 def processors() -> dict[str, Any]:
@@ -39,9 +40,7 @@ def processors() -> dict[str, Any]:
 
     The quota of a container may be a part of a core. Without a quota it is None.
     """
-    online = os.cpu_count() or 1
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else online
-    return {"usable": usable, "online": online, "quota": _quota()}
+    return {"usable": usable_cores(), "online": os.cpu_count() or 1, "quota": _quota()}
 
 
 def shared_memory() -> dict[str, Any]:
@@ -191,13 +190,16 @@ def _number(path: Path) -> int | None:
 
 
 def _memfd() -> bool:
-    """Tell whether a memfd can be opened by way of its process's number in /proc."""
+    """Tell whether anonymous memory can be opened by way of its process's number."""
     try:
-        descriptor = os.memfd_create("doctor", os.MFD_CLOEXEC)
-    except (AttributeError, OSError):
+        descriptor, path = shared_file("doctor")
+    except OSError:
         return False
     try:
-        os.close(os.open(f"/proc/{os.getpid()}/fd/{descriptor}", os.O_RDWR))
+        if is_file(path):
+            os.unlink(path)
+            return False
+        os.close(os.open(path, os.O_RDWR))
         return True
     except OSError:
         return False

@@ -293,14 +293,14 @@ def _single_copy(_: str) -> dict[str, Any]:
     import ctypes
 
     from collective.backends.shm.permission import Permission
-    from collective.backends.shm.segment import process_vm_readv
+    from collective.platform import read_process
 
     word, copy = ctypes.c_int64(secrets.randbits(62)), ctypes.c_int64()
     me = os.getpid()
     permission = Permission([me])  # permits the children of this process, too
     child = os.fork()
     if child == 0:
-        read = process_vm_readv(me, ctypes.addressof(word), ctypes.addressof(copy), 8)
+        read = read_process(me, ctypes.addressof(word), ctypes.addressof(copy), 8)
         os._exit(0 if read and copy.value == word.value else 1)
     works = os.waitpid(child, 0)[1] == 0
     permission.withdraw()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import Self
 
 from collective.errors import BackendUnavailableError
 from collective.testing import RankFactory, RanksFailedError
@@ -14,9 +14,6 @@ from . import conduct, execution
 from .cases import CONDUCT, Case, CaseLeaf, matrix
 from .execution import Verdict
 from .transports import Transport
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 __all__ = ["CaseResult", "CaseRunner", "Comparison", "run"]
 

@@ -23,7 +23,7 @@ import numpy as np
 import collective
 from collective.algorithms.model import Measured
 from collective.errors import ConfigError
-from collective.launch.processes import die_with_parent
+from collective.platform import die_with_parent
 
 __all__ = ["load", "measure", "run"]
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import weakref
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
-import collective
-from collective.adapters.torch import DistributedDataParallel
-from collective.testing import RankPool, RanksFailedError
-from tests.support.on_ranks import on_ranks, ranks_of
+torch = pytest.importorskip("torch")
+from torch import nn  # noqa: E402
+
+import collective  # noqa: E402
+from collective.adapters.torch import DistributedDataParallel  # noqa: E402
+from collective.testing import RankPool, RanksFailedError  # noqa: E402
+from tests.support.on_ranks import on_ranks, ranks_of  # noqa: E402
 
 pool = ranks_of(*((transport, size) for transport in ("threads", "shm", "gloo") for size in (2, 4)))
 two = ranks_of(("threads", 2))
@@ -248,6 +250,21 @@ def test_ddp_of_different_models_raises(comm: Any) -> None:
         DistributedDataParallel(model, comm)
     with pytest.raises(collective.InvalidArgumentError, match="no parameter"):
         DistributedDataParallel(nn.ReLU(), comm)
+
+
+@on_ranks("two")
+def test_mismatch_in_a_pass_of_ddp_names_the_program(comm: Any) -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    ddp = DistributedDataParallel(model, comm)
+    x = torch.ones(2, 4)
+    outer = nn.Sequential(ddp)  # torch calls the wrapper
+    for calls in (lambda: outer(x), lambda: comm.barrier()), (
+        lambda: ddp(x).sum().backward(), lambda: (comm.broadcast(torch.ones(3)), comm.barrier())
+    ):  # fmt: skip
+        with pytest.raises(collective.MismatchError) as caught:
+            calls[comm.rank]()
+        sites = re.findall(r"rank \d: .* at (.*):\d+ in", str(caught.value))
+        assert sites == [__file__] * 2
 
 
 def test_ddp_backward_error_ends_all_ranks(two: RankPool) -> None:

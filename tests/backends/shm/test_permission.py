@@ -64,7 +64,7 @@ def allowed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
     scope.write_text("1\n")
     arguments: list[int] = []
     monkeypatch.setattr(permission, "_SCOPE", scope)
-    monkeypatch.setattr(permission, "_allow", arguments.append)
+    monkeypatch.setattr(permission, "allow_to_read", arguments.append)
     monkeypatch.setattr(permission, "_granted", type(permission._granted)())
     return arguments
 
@@ -134,15 +134,15 @@ def test_forked_child_inherits_no_permission(allowed: list[int]) -> None:
 @contextlib.contextmanager
 def _pretended() -> Iterator[list[int]]:
     """Let this process see a ptrace scope of 1, and record the permissions that it grants."""
-    original, permitted = (permission._SCOPE, permission._allow), list[int]()
+    original, permitted = (permission._SCOPE, permission.allow_to_read), list[int]()
     with tempfile.NamedTemporaryFile("w") as scope:
         scope.write("1")
         scope.flush()
-        permission._SCOPE, permission._allow = Path(scope.name), permitted.append
+        permission._SCOPE, permission.allow_to_read = Path(scope.name), permitted.append
         try:
             yield permitted
         finally:
-            permission._SCOPE, permission._allow = original
+            permission._SCOPE, permission.allow_to_read = original
 
 
 @on_ranks("two")

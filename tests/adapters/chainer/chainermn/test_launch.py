@@ -181,7 +181,11 @@ def test_other_communicator_names_reach_chainermn_with_mpi4py(tmp_path: Path) ->
     there = {"naive": refusal, "dummy": refusal, "misspelt": refusal, "False": refusal}
     # A None in sys.modules makes the import fail as if mpi4py were not installed.
     hide = "import sys; sys.modules['mpi4py'] = None\n"
-    gone = {"naive": "CollectiveCommunicator", "dummy": "ImportError: No module named 'mpi4py"}
+    gone = {
+        "naive": "CollectiveCommunicator",
+        "dummy": "ImportError: No module named 'mpi4py",
+        "misspelt": "InvalidArgumentError: create_communicator: unknown communicator 'collectif' (",
+    }
     for text, path, more in (
         (textwrap.dedent(body), f"{ROOT}{os.pathsep}{fake.parent}", there),
         (hide + textwrap.dedent(body), str(ROOT), gone),

@@ -1,0 +1,207 @@
+"""Virtual shards: their bits on every transport, and their cost: ``python benchmarks/shards.py``.
+
+The first table has one digest for each operator and dtype: that of the results on all transports
+and numbers of ranks. The second table is for two ranks over ``shm``. The sides take turns in one
+run. ``2 shards`` is compared with an ordinary ``all_reduce``, which makes the same fold. ``8
+shards``, four on each rank, is compared with the same local folds by NumPy and an ordinary
+``all_reduce``.
+
+::
+
+    python benchmarks/shards.py
+    python benchmarks/shards.py --transports threads,shm,gloo,hierarchical --mpi .mpi --sizes 1,2,3
+    python benchmarks/shards.py --skip bits --mib 16
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from collective import ShardFold, Shards
+from collective.communicator import Communicator
+from collective.launch.mpiexec import Mpiexec
+from collective.testing import RankPool
+from collective.testing.frameworks import encoded
+from collective.testing.samples import of_bits, plain
+from collective.tools.bench.alternate import alternate, median_ratio, repeated
+from collective.tools.bench.machine import headline, measured
+from collective.tools.show import Progress, add_outputs, microseconds, print_table
+
+_DTYPES = ("float16", "bfloat16", "float32", "float64", "complex64")
+_OPS = ("sum", "avg", "prod")
+_SHARDS = 8
+#: Elements of a short and of a long array: the ranks fold the long one in pieces.
+_COUNTS = (7, 100_003)
+# The cost that is promised, as a ratio to the side that is named after it.
+_MOST = 1.1
+
+Digests = dict[str, str]
+
+
+# -- bits -----------------------------------------------------------------------------------------
+
+
+def _digests(comm: Communicator) -> Digests:
+    """Return a digest of the results for each operator and dtype; shards in two divisions."""
+    size = comm.size
+    turned = [range(0)] * size
+    turned[0], turned[-1] = range(3, _SHARDS), range(3)  # one rank: the whole range, see below
+    divisions = [Shards(_SHARDS, comm)]
+    if size > 1:
+        divisions.append(Shards(_SHARDS, comm, held=turned))
+    found = {}
+    for dtype in _DTYPES:
+        for op in _OPS:
+            digest = ""
+            for shards in divisions:
+                results = [_result(comm, shards, dtype, op, count) for count in _COUNTS]
+                bits = hashlib.sha256(b"".join(x.tobytes() for x in results)).hexdigest()[:12]
+                if digest not in ("", bits):
+                    bits = f"{digest} and {bits}"
+                digest = bits
+            found[f"{op} of {dtype}"] = digest
+    return found
+
+
+def _result(comm: Communicator, shards: Shards, dtype: str, op: str, count: int) -> Any:
+    random = np.random.default_rng([count, _SHARDS])
+    rows = random.uniform(0.5, 2, (_SHARDS, count)) * random.choice([-1, 1], (_SHARDS, count))
+    mine: Any = rows[shards.mine.start : shards.mine.stop]
+    if dtype == "bfloat16":
+        mine = of_bits(dtype, encoded(mine.astype(np.float32), dtype))
+    else:
+        mine = (mine * (1 - 0.5j) if dtype == "complex64" else mine).astype(dtype)
+    return plain(comm.all_reduce(mine, op=op, order=shards))
+
+
+def bits(transports: Sequence[str], mpi: Path | None, sizes: Sequence[int]) -> list[list[str]]:
+    """Return a row for each operator and dtype: its digests and the runs that gave them."""
+    seen: dict[str, dict[str, list[str]]] = {}
+    progress = Progress()
+    for name, pool in _pools(transports, mpi, sizes):
+        progress.show(name)
+        for found in pool.run(_digests):
+            for case, digest in found.items():
+                runs = seen.setdefault(case, {}).setdefault(digest, [])
+                runs += [name] * (name not in runs)
+    progress.clear()
+    return [
+        [case, " / ".join(found), "equal" if len(found) == 1 else "DIFFERS: " + str(found)]
+        for case, found in seen.items()
+    ]
+
+
+def _pools(
+    transports: Sequence[str], mpi: Path | None, sizes: Sequence[int]
+) -> Iterator[tuple[str, RankPool]]:
+    """Yield a pool of ranks for each transport and number of ranks, and its name."""
+    for size in sizes:
+        for transport in transports:
+            with RankPool(size, transport, timeout=300) as pool:
+                yield f"{transport}-{size}", pool
+        for folder in sorted(mpi.iterdir()) if mpi is not None else ():
+            with ExitStack() as stack:
+                launcher = Mpiexec(folder / "bin" / "mpiexec", python=folder / "bin" / "python")
+                pool = stack.enter_context(RankPool(size, "mpi", timeout=300, mpiexec=launcher))
+                yield f"{folder.name}-{size}", pool
+
+
+# -- cost -----------------------------------------------------------------------------------------
+
+
+def _cost(comm: Communicator, nbytes: int, rounds: int) -> dict[str, list[float]]:
+    count = nbytes // 4
+    mine = np.random.default_rng(comm.rank).standard_normal((_SHARDS // 2, count), np.float32)
+    out, rooms = np.empty(count, np.float32), np.empty((2, count), np.float32)
+    two, eight = Shards(2, comm), Shards(_SHARDS, comm)
+    fold = ShardFold(eight)
+
+    def folded_by_hand() -> None:
+        np.add(mine[0], mine[1], out=rooms[0])
+        np.add(mine[2], mine[3], out=rooms[1])
+        np.add(rooms[0], rooms[1], out=rooms[0])
+        comm.all_reduce(rooms[0], out=out)
+
+    def one_by_one() -> None:
+        fold.clear()
+        for row in mine:
+            fold.add(row)
+        comm.all_reduce(fold, out=out, order=eight)
+
+    sides: dict[str, Callable[[], object]] = {
+        "all_reduce": lambda: comm.all_reduce(mine[0], out=out),
+        "2 shards": lambda: comm.all_reduce(mine[:1], out=out, order=two),
+        "4 folds by hand, all_reduce": folded_by_hand,
+        "8 shards": lambda: comm.all_reduce(mine, out=out, order=eight),
+        "8 shards, one by one": one_by_one,
+    }
+    several = {name: repeated(call) for name, call in sides.items()}
+    return alternate(comm, several, rounds, 0.1)
+
+
+def cost(mib: Sequence[int], rounds: int) -> dict[str, dict[str, list[float]]]:
+    """Return the seconds of each side, by the size of the array."""
+    with RankPool(2, "shm", timeout=600) as pool:
+        return {f"{n} MiB": pool.run(_cost, n << 20, rounds)[0] for n in mib}
+
+
+def _cost_rows(turns: dict[str, dict[str, list[float]]]) -> list[list[str]]:
+    rows = []
+    to = {"2 shards": "all_reduce", "8 shards": "4 folds by hand, all_reduce",
+          "8 shards, one by one": "4 folds by hand, all_reduce"}  # fmt: skip
+    for size, sides in turns.items():
+        for name, seconds in sides.items():
+            row = [size, name, microseconds(statistics.median(seconds))]
+            if name in to:
+                ratio = median_ratio(seconds, sides[to[name]])
+                verdict = "kept" if ratio <= _MOST else "missed"
+                row += [f"{ratio:.2f} × {to[name]}", verdict if "one" not in name else ""]
+            rows.append(row + [""] * (5 - len(row)))
+    return rows
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code: 1 if any bits differ."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--transports", default="threads,shm", help="(default: threads,shm)")
+    parser.add_argument("--mpi", type=Path, help="folder with one environment for each MPI library")
+    parser.add_argument("--sizes", default="1,2,3,4,5,8", help="(default: 1,2,3,4,5,8)")
+    parser.add_argument("--mib", default="1,16", help="sizes of the second table (default: 1,16)")
+    parser.add_argument("--rounds", type=int, default=15, help="turns a side (default: 15)")
+    parser.add_argument("--skip", choices=["bits", "cost"], help="leave out one table")
+    add_outputs(parser, earlier=True)
+    options = parser.parse_args(arguments)
+    sizes = [int(size) for size in options.sizes.split(",")]
+
+    def measure() -> dict[str, Any]:
+        run: dict[str, Any] = {"bits": [], "cost": {}}
+        if options.skip != "bits":
+            run["bits"] = bits(options.transports.split(","), options.mpi, sizes)
+        if options.skip != "cost":
+            run["cost"] = cost([int(n) for n in options.mib.split(",")], options.rounds)
+        return run
+
+    run = measured(options, measure)
+    if run["bits"]:
+        columns = ["fold of 8 shards", "digest", "verdict"]
+        print_table(headline(run["machine"]), columns, run["bits"], options.markdown)
+    if run["cost"]:
+        columns = ["array", "call", "median", "ratio", "verdict"]
+        rows = _cost_rows(run["cost"])
+        print_table(headline(run["machine"]), columns, rows, options.markdown)
+    return 0 if all(row[-1] == "equal" for row in run["bits"]) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,114 @@
+"""Virtual shards in the multi-node optimizer: equal bits on any number of ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+# This import must come first: it makes Chainer importable.
+pytest.importorskip("collective.adapters.chainer.optimizer")
+
+import chainer
+import chainer.functions as F
+import chainer.links as L
+
+from collective.adapters.chainer import SyncBatchNormalization, create_multi_node_optimizer
+from collective.errors import InvalidArgumentError, UnsupportedError
+from tests.support.chainer_ranks import run
+
+SHARDS = 4
+
+
+class Net(chainer.Chain):
+    def __init__(self) -> None:
+        super().__init__()
+        random = np.random.RandomState(0)
+        with self.init_scope():
+            self.first = L.Linear(6, 16, initialW=random.randn(16, 6).astype("f") / 4)
+            self.norm = L.BatchNormalization(16)
+            self.last = L.Linear(16, 2, initialW=random.randn(2, 16).astype("f") / 4)
+
+    def forward(self, x: Any) -> Any:
+        return self.last(F.tanh(self.norm(self.first(x))))
+
+
+def loss_of(net: Any, step: int, shard: int) -> Any:
+    random = np.random.RandomState(100 * step + shard)
+    x, y = random.randn(8, 6).astype("f"), random.randn(8, 2).astype("f")
+    return F.mean_squared_error(net(x), y)
+
+
+def state_of(net: Any) -> list[Any]:
+    values = [parameter.array.copy() for _, parameter in sorted(net.namedparams())]
+    return [*values, net.norm.avg_mean.copy(), net.norm.avg_var.copy()]
+
+
+def alone(steps: int) -> list[Any]:
+    """Return weights and statistics of a training by one process, without this library."""
+    net = Net()
+    optimizer = chainer.optimizers.MomentumSGD(0.1).setup(net)
+    for step in range(steps):
+        gradients, states = [], []
+        before = net.norm.avg_mean.copy(), net.norm.avg_var.copy()
+        for shard in range(SHARDS):
+            net.norm.avg_mean[...], net.norm.avg_var[...] = before
+            loss = loss_of(net, step, shard)
+            net.cleargrads()
+            loss.backward()
+            gradients.append([p.grad.copy() for _, p in sorted(net.namedparams())])
+            states.append([net.norm.avg_mean.copy(), net.norm.avg_var.copy()])
+        for (_, parameter), (a, b, c, d) in zip(sorted(net.namedparams()), zip(*gradients)):
+            parameter.grad = ((a + b) + (c + d)) / np.float32(SHARDS)
+        for value, (a, b, c, d) in zip((net.norm.avg_mean, net.norm.avg_var), zip(*states)):
+            value[...] = ((a + b) + (c + d)) / np.float32(SHARDS)
+        optimizer.update()
+    return state_of(net)
+
+
+def trained(comm: Any, steps: int) -> list[Any]:
+    net = Net()
+    optimizer = create_multi_node_optimizer(
+        chainer.optimizers.MomentumSGD(0.1), comm, shards=SHARDS
+    ).setup(net)
+    for step in range(steps):
+        optimizer.update(lambda shard, step=step: loss_of(net, step, shard))
+    return state_of(net)
+
+
+@pytest.mark.parametrize("world", ["threads-2", "threads-4", "shm-2"])
+def test_training_has_the_bits_of_one_process(world: str) -> None:
+    wanted = alone(4)
+    for found in run(world, trained, 4):
+        for value, expected in zip(found, wanted):
+            assert value.tobytes() == expected.tobytes()
+
+
+def _refused(comm: Any, case: str) -> str:
+    net, options = Net(), {}
+    if case == "reduce":
+        options["reduce"] = lambda bucket: None
+    if case == "SyncBatchNormalization":
+        net.norm = SyncBatchNormalization(16, comm)
+    try:
+        optimizer = create_multi_node_optimizer(
+            chainer.optimizers.SGD(0.1), comm, shards=SHARDS, **options
+        ).setup(net)
+        optimizer.update()
+    except (UnsupportedError, InvalidArgumentError) as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize(
+    ("case", "text"),
+    [
+        ("reduce", "reduce with shards"),
+        ("SyncBatchNormalization", "/norm joins the ranks' batches, with shards"),
+        ("no loss function", "called without a loss function, with shards"),
+    ],
+)
+def test_what_excludes_shards_is_refused_by_name(case: str, text: str) -> None:
+    for told in run("threads-2", _refused, case):
+        assert text in told

@@ -1,0 +1,180 @@
+"""Virtual shards in ``DistributedDataParallel``: equal bits on any number of ranks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from collective.adapters.torch import DistributedDataParallel, SyncBatchNorm
+from collective.errors import GradientError, UnsupportedError
+from collective.testing import RankPool
+from tests.support.on_ranks import ranks_of
+
+SHARDS = 4
+pool = ranks_of(("threads", 1), ("threads", 3), ("threads", 5), ("shm", 2))
+one = ranks_of(("threads", 1))
+
+
+def network() -> nn.Module:
+    generator = torch.Generator().manual_seed(3)
+    model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 2))
+    for parameter in model.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=generator) / 4
+    return model
+
+
+def samples(step: int, shard: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + shard)
+    return torch.randn(8, 6, generator=generator), torch.randn(8, 2, generator=generator)
+
+
+def loss_of(model: Any, step: int, shard: int) -> torch.Tensor:
+    x, y = samples(step, shard)
+    return ((model(x) - y) ** 2).mean()
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Compute with one thread: PyTorch's kernels round differently with several."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@one_thread()
+def alone(steps: int) -> list[torch.Tensor]:
+    """Return weights and buffers of a training by one process, without this library."""
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(steps):
+        gradients, states = [], []
+        before = [buffer.clone() for buffer in model.buffers()]
+        for shard in range(SHARDS):
+            for buffer, value in zip(model.buffers(), before):
+                buffer.copy_(value)
+            loss = loss_of(model, step, shard)
+            gradients.append(torch.autograd.grad(loss, list(model.parameters())))
+            states.append([buffer.clone() for buffer in model.buffers()])
+        for parameter, (a, b, c, d) in zip(model.parameters(), zip(*gradients)):
+            parameter.grad = ((a + b) + (c + d)) / SHARDS
+        for buffer, (a, b, c, d) in zip(model.buffers(), zip(*states)):
+            buffer.copy_(((a + b) + (c + d)) / SHARDS if buffer.is_floating_point() else d)
+        optimizer.step()
+    return [value.clone() for value in model.state_dict().values()]
+
+
+@one_thread()
+def trained(comm: Any, steps: int, bucket_mib: float) -> list[torch.Tensor]:
+    model = DistributedDataParallel(network(), comm, shards=SHARDS, bucket_mib=bucket_mib)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(steps):
+        for shard in model.each_shard():
+            loss_of(model, step, shard).backward()
+        optimizer.step()
+    return list(model.state_dict().values())
+
+
+@pytest.mark.parametrize("bucket_mib", [25.0, 0.0002])
+def test_training_has_the_bits_of_one_process(pool: RankPool, bucket_mib: float) -> None:
+    wanted = alone(4)
+    for found in pool.run(trained, 4, bucket_mib):
+        for value, expected in zip(found, wanted):
+            assert torch.equal(value, expected)
+
+
+# -- errors ---------------------------------------------------------------------------------------
+
+
+def _outside(comm: Any) -> None:
+    DistributedDataParallel(network(), comm, shards=SHARDS)(samples(0, 0)[0])
+
+
+def test_forward_pass_outside_of_each_shard_is_refused(one: RankPool) -> None:
+    with pytest.raises(Exception, match=r"a pass with gradients outside of each_shard\(\)"):
+        one.run(_outside)
+
+
+def _body(comm: Any, passes: int) -> str:
+    model = DistributedDataParallel(network(), comm, shards=SHARDS)
+    try:
+        for shard in model.each_shard():
+            for _ in range(passes):
+                loss_of(model, 0, shard).backward()
+    except GradientError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize(
+    ("passes", "text"), [(0, "shard 0 made no backward pass"), (2, "a second backward pass")]
+)
+def test_body_with_another_number_of_passes_is_refused(
+    one: RankPool, passes: int, text: str
+) -> None:
+    assert text in one.run(_body, passes)[0]
+
+
+def _again(comm: Any) -> list[torch.Tensor]:
+    """Train after a loop that was left in the middle."""
+    model = DistributedDataParallel(network(), comm, shards=SHARDS)
+    for shard in model.each_shard():
+        loss_of(model, 0, shard).backward()
+        break
+    for shard in model.each_shard():
+        loss_of(model, 0, shard).backward()
+    return [parameter.grad.clone() for parameter in model.parameters()]
+
+
+def test_loop_after_an_abandoned_one_begins_anew(one: RankPool) -> None:
+    model = network()
+    passes = [
+        torch.autograd.grad(loss_of(model, 0, shard), list(model.parameters()))
+        for shard in range(SHARDS)
+    ]
+    for found, (a, b, c, d) in zip(one.run(_again)[0], zip(*passes)):
+        assert torch.equal(found, ((a + b) + (c + d)) / SHARDS)
+
+
+def _refused(comm: Any, case: str) -> str:
+    modules: dict[str, Any] = {
+        "SyncBatchNorm": nn.Sequential(nn.Linear(2, 2), SyncBatchNorm(2, comm=comm)),
+        "sparse gradients": nn.Embedding(4, 2, sparse=True),
+    }
+    options = {
+        "find_unused_parameters": {"find_unused_parameters": True},
+        "static_graph": {"static_graph": True},
+        "reduce": {"reduce": lambda bucket: None},
+    }
+    module, extra = modules.get(case, network()), options.get(case, {})
+    try:
+        DistributedDataParallel(module, comm, shards=2, **extra)
+    except UnsupportedError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize(
+    "case",
+    ["find_unused_parameters", "static_graph", "reduce", "SyncBatchNorm", "sparse gradients"],
+)
+def test_options_that_exclude_shards_are_refused_by_name(one: RankPool, case: str) -> None:
+    text = one.run(_refused, case)[0]
+    assert case in text
+    assert "with shards" in text
+
+
+def _without(comm: Any) -> None:
+    DistributedDataParallel(network(), comm).each_shard()
+
+
+def test_each_shard_of_a_wrapper_without_shards_is_refused(one: RankPool) -> None:
+    with pytest.raises(Exception, match="this wrapper has no shards"):
+        one.run(_without)
