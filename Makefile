@@ -50,7 +50,7 @@ while sleep 1; kill -0 $$job 2>/dev/null; do \
 wait $$job
 endef
 
-.PHONY: demo demo-chainer demo-splits clients test-jax docs test quick test-gpu check format lint types soak sanitize freethreaded parity bench release-check wheels clean
+.PHONY: demo demo-chainer demo-splits clients test-jax soak-jax docs test quick test-gpu check format lint types soak sanitize freethreaded parity bench release-check wheels clean
 .DEFAULT_GOAL := demo
 
 demo: .venv/.demo $(if $(filter mpi,$(BACKEND)),.mpi/mpich/.done)
@@ -94,6 +94,13 @@ docs: .venv/.dev
 CLIENTS_ENV = PATH="$(CURDIR)/.clients/bin:$$PATH" TORCH_EXTENSIONS_DIR="$(CURDIR)/.clients/extensions"
 clients: .clients/.compiled
 	$(CLIENTS_ENV) .clients/bin/python -m pytest tests/clients
+
+# Random JAX programs, for an hour: a short run is make soak-jax PROGRAMS=200.
+PROGRAMS ?= 10000
+SEED ?= 1
+soak-jax: .jax/.done
+	.jax/bin/python -m collective run -n 3 --jax tests/jax/random_programs.py --seed $(SEED) --programs $(PROGRAMS)
+	.jax/bin/python -m collective run -n 4 --jax tests/jax/random_programs.py --seed $(SEED) --programs $(PROGRAMS)
 
 # JAX has two environments: the oldest version that is supported, and the newest on a newer Python.
 JAX ?= jax==0.10.2

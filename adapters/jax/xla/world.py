@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import importlib
-import secrets
 import socket
-from pathlib import Path
 from typing import Any
 
 from collective.communicator import Communicator
@@ -17,6 +15,7 @@ from collective.errors import RendezvousError
 from collective.start import certificates, choice, session
 from collective.start.config import load, secret_of, settings
 from collective.start.connecting import connect
+from collective.start.meeting import meet
 from collective.start.rendezvous import Endpoint
 from collective.start.resolver import address, name_libraries, options, warn_of_open
 from collective.start.sealed_store import seal
@@ -51,7 +50,7 @@ def connect_processes() -> Communicator:
         secret = secret.within("jax.distributed")
     store = seal(PrefixedStore(JaxStore(state.client), _PREFIX), secret)
     deadline = Deadline(load({"rank": 0, "size": 1}).start_timeout)
-    job, local_rank, local_size = _meet(store, rank, size, deadline)
+    job, local_rank, local_size = meet(store, "jax", rank, size, deadline)
     config = load({"rank": rank, "size": size, "local_rank": local_rank, "local_size": local_size})
     config.warn_of_refused()
     name_libraries(config)
@@ -73,24 +72,6 @@ def connect_processes() -> Communicator:
     session.tell_at_exit(comm)
     dump_on_signal(config.dump_signal)
     return comm
-
-
-def _meet(store: Any, rank: int, size: int, deadline: Deadline) -> tuple[str, int, int]:
-    """Return the job's unique name, this rank's local rank, and its host's number of ranks."""
-    if rank == 0:
-        store.set("job", f"jax-{secrets.token_hex(8)}".encode())
-    host = f"{socket.gethostname()} {_boot()}".encode()
-    store.set(f"host-{rank}", host)
-    hosts = [store.get(f"host-{other}", deadline) for other in range(size)]
-    return store.get("job", deadline).decode(), hosts[:rank].count(host), hosts.count(host)
-
-
-def _boot() -> str:
-    """Return the kernel's boot id, which distinguishes hosts of the same name."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
 
 
 def _endpoint(state: Any) -> Endpoint | None:
