@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 import jax
@@ -10,6 +11,9 @@ from jax.experimental import multihost_utils
 if "explicit" in sys.argv:
     address, size, rank = sys.argv[2:5]
     jax.distributed.initialize(address, int(size), int(rank))
+elif "torch" in sys.argv:  # with the variables of programs for torch.distributed
+    address, size, rank = (os.environ[name] for name in ("MASTER_PORT", "WORLD_SIZE", "RANK"))
+    jax.distributed.initialize(f"127.0.0.1:{address}", int(size), int(rank))
 else:
     jax.distributed.initialize()
 total = multihost_utils.process_allgather(jax.numpy.ones(3)).sum()

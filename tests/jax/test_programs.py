@@ -149,6 +149,12 @@ def test_program_without_arguments_finds_its_number_as_main() -> None:
     assert lines(launched(2, "starts.py", "x")) == [f"[{r}] __main__ ['x'] 6.0" for r in range(2)]
 
 
+def test_program_that_names_an_address_runs_under_our_launcher() -> None:
+    assert lines(launched(2, "starts.py", "torch")) == [
+        f"[{rank}] __main__ ['torch'] 6.0" for rank in range(2)
+    ]
+
+
 def test_program_of_the_page_prints_the_output_shown(tmp_path: Path) -> None:
     blocks = re.findall(r"```text\n(.*?)```", (ROOT / "docs/jax-plugin.md").read_text(), re.DOTALL)
     program, shown = blocks[:2]

@@ -24,8 +24,7 @@ def coordinator_variables() -> dict[str, str]:
     """Return the variables of a run on this host, whose rank 0 serves JAX's coordinator."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
-    return {_ADDRESS: address, "JAX_COORDINATOR_BIND_ADDRESS": address}
+        return {_ADDRESS: f"127.0.0.1:{probe.getsockname()[1]}"}
 
 
 class _Finder:
@@ -87,4 +86,8 @@ def _known() -> tuple[str, int, int]:
     known = place(os.environ)
     if known is None:
         raise RuntimeError("the variables of `collective run --jax` were removed")
+    # By default JAX's coordinator listens on all interfaces. A program that names an address itself
+    # does not come here: this variable would make the coordinator listen at another port than the
+    # program's.
+    os.environ.setdefault("JAX_COORDINATOR_BIND_ADDRESS", known[0])
     return known
