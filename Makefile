@@ -8,6 +8,7 @@
 #   make quick    run the tests that changes break first, in two minutes
 #   make test-gpu run the tests that need a GPU, if there is one; installs nothing: see docs/gpu.md
 #   make clients  test libraries that use torch.distributed over our process group (docs/clients.md)
+#   make test-jax test unmodified JAX programs over our transports, with two versions of JAX
 #   make docs     build the documentation as a site, in site/; the tests build and check it, too
 #   make check    run formatter, linter, type checker and tests
 #   make pythons  test the package on Python 3.11 to 3.15, each in .pythons: see docs/install.md
@@ -52,7 +53,7 @@ while sleep 1; kill -0 $$job 2>/dev/null; do \
 wait $$job
 endef
 
-.PHONY: demo demo-chainer demo-splits clients docs test quick test-gpu check format lint types soak sanitize freethreaded parity bench release-check wheels clean aarch64 pythons
+.PHONY: demo demo-chainer demo-splits clients docs test quick test-gpu check format lint types soak sanitize freethreaded parity bench release-check wheels clean aarch64 pythons test-jax soak-jax
 .DEFAULT_GOAL := demo
 
 demo: .venv/.demo $(if $(filter mpi,$(BACKEND)),.mpi/mpich/.done)
@@ -102,6 +103,22 @@ docs: .venv/.dev
 CLIENTS_ENV = PATH="$(CURDIR)/.clients/bin:$$PATH" TORCH_EXTENSIONS_DIR="$(CURDIR)/.clients/extensions"
 clients: .clients/.compiled
 	$(CLIENTS_ENV) .clients/bin/python -m pytest tests/clients
+
+# Random JAX programs, for an hour: a short run is make soak-jax PROGRAMS=200.
+PROGRAMS ?= 10000
+SEED ?= 1
+soak-jax: .jax/.done
+	.jax/bin/python -m collective run -n 3 --jax tests/jax/random_programs.py --seed $(SEED) --programs $(PROGRAMS)
+	.jax/bin/python -m collective run -n 4 --jax tests/jax/random_programs.py --seed $(SEED) --programs $(PROGRAMS)
+
+# JAX has two environments: the oldest version that is supported, and the newest on a newer Python.
+JAX ?= jax==0.10.2
+JAX_PYTHON ?= $(PYTHON)
+NEW_JAX ?= jax
+NEW_JAX_PYTHON ?= $(or $(shell command -v python3.13 || command -v python3.12),$(PYTHON))
+test-jax: .jax/.done .jax-new/.done
+	.jax/bin/python -m pytest tests/jax
+	.jax-new/bin/python -m pytest tests/jax
 
 # The tests come last: the quick checks fail first, and the output ends with the tests' count.
 check: format lint types test
@@ -262,6 +279,19 @@ NATIVE := $(wildcard collective/native/*.[ch])
 	@.clients/bin/python $(INSTALL) --no-build-isolation --editable '.[torch]'
 	@touch $@
 
+.jax/.done: REQUIREMENTS = '$(JAX)'
+.jax/.done: JAX_BASE = $(JAX_PYTHON)
+.jax-new/.done: REQUIREMENTS = '$(NEW_JAX)'
+.jax-new/.done: JAX_BASE = $(NEW_JAX_PYTHON)
+# Gloo comes with PyTorch. The installation builds the native core for each Python, and the plug-in.
+.jax/.done .jax-new/.done: pyproject.toml setup.py $(wildcard adapters/jax/xla/*.[ch])
+	@echo "Building $(@D) with $$($(JAX_BASE) --version)"
+	@$(JAX_BASE) -m venv $(@D)
+	@echo "Installing $(REQUIREMENTS) and $(TORCH)"
+	@$(@D)/bin/python $(INSTALL) $(REQUIREMENTS) '$(TORCH)' 'setuptools>=77' pytest pytest-timeout
+	@$(@D)/bin/python $(INSTALL) --no-build-isolation --editable '.[jax]'
+	@touch $@
+
 # DeepSpeed compiles a part of itself at its first use. That takes minutes, too long for a test. An
 # interrupted compilation leaves a lock for which the next one would wait, so remove the folder
 # first.
@@ -279,6 +309,6 @@ NATIVE := $(wildcard collective/native/*.[ch])
 	@touch $@
 
 clean:
-	rm -rf .venv .mpi .clients .freethreaded .editable .wheels build dist wheelhouse site *.egg-info bench.json bench.png parity.html parity.json train.json .hypothesis .mypy_cache .pytest_cache .ruff_cache .aarch64 .pythons
-	rm -f collective/native/*.so
+	rm -rf .venv .mpi .clients .freethreaded .editable .wheels build dist wheelhouse site *.egg-info bench.json bench.png parity.html parity.json train.json .hypothesis .mypy_cache .pytest_cache .ruff_cache .aarch64 .pythons .jax .jax-new
+	rm -f collective/native/*.so adapters/jax/xla/*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

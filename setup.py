@@ -59,7 +59,10 @@ def linked() -> dict[str, str]:
 
 
 class Build(build_ext):
-    """Build of the core, which no earlier core for this version of Python alone may hide."""
+    """Build of the core, which no earlier core for this version of Python alone may hide.
+
+    The library for XLA is not linked with Python, and has one name for every Python.
+    """
 
     def run(self) -> None:
         """Build the core; beside its sources, remove a core that Python would prefer to it."""
@@ -67,6 +70,12 @@ class Build(build_ext):
         folder = ROOT / "collective" / "native"
         if LIMITED and (self.inplace or self.editable_mode) and (folder / "_core.abi3.so").exists():
             (folder / f"_core{sysconfig.get_config_var('EXT_SUFFIX')}").unlink(missing_ok=True)
+
+    def get_ext_filename(self, fullname: str) -> str:
+        """Return the file of an extension module, below the folder of the build."""
+        if fullname in (XLA_PLUGIN.name, XLA_PLUGIN.name.rpartition(".")[2]):
+            return f"{fullname.replace('.', '/')}.so"
+        return str(super().get_ext_filename(fullname))
 
 
 class Pure(Distribution):
@@ -91,10 +100,19 @@ CORE = Extension(
     optional=True,
     py_limited_api=LIMITED,
 )
+# A library for XLA, which is not linked with Python: see adapters/jax/xla.
+XLA_PLUGIN = Extension(
+    "collective.adapters.jax.xla.libcollective_xla",
+    sources=["adapters/jax/xla/plugin.c"],
+    depends=["adapters/jax/xla/symbols.h"],
+    extra_compile_args=["-std=gnu11", "-O2", "-fvisibility=hidden"],
+    libraries=["dl"],
+    optional=True,
+)
 
 setup(
     package_dir=linked() if "editable_wheel" in sys.argv else FOLDERS,
-    ext_modules=[CORE] if sys.maxsize > 2**32 else [],
+    ext_modules=[CORE, XLA_PLUGIN] if sys.maxsize > 2**32 else [],
     cmdclass={"build_ext": Build},
     options={"bdist_wheel": {"py_limited_api": "cp311"}} if LIMITED else {},
     long_description=description((ROOT / "README.md").read_text()),

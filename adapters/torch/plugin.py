@@ -16,7 +16,6 @@ from __future__ import annotations
 import functools
 import importlib
 import os
-import secrets
 import socket
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -28,10 +27,10 @@ from collective.contract.secret import Secret
 from collective.contract.store import Store
 from collective.contract.world import World
 from collective.deadline import Deadline
-from collective.platform import boot_id
 from collective.start import certificates, choice, session
 from collective.start.config import Config, load, secret_of, settings
 from collective.start.connecting import connect
+from collective.start.meeting import meet
 from collective.start.rendezvous import from_environment
 from collective.start.resolver import address, name_libraries, options, warn_of_open
 from collective.start.sealed_store import seal
@@ -73,7 +72,7 @@ def _communicator(
 ) -> Communicator:
     seconds = timeout.total_seconds()
     identity = {"rank": rank, "size": size}
-    job, local_rank, local_size = _meet(meeting, rank, size, Deadline(seconds))
+    job, local_rank, local_size = meet(meeting, "torch", rank, size, Deadline(seconds))
     identity.update(local_rank=local_rank, local_size=local_size)
     config = load(identity)
     config.warn_of_refused()
@@ -113,20 +112,6 @@ def _trace_steps() -> None:
     """Record optimizers' steps in the trace, because torch's own wrappers do not report them."""
     optimizers = importlib.import_module("torch.optim.optimizer")
     optimizers.register_optimizer_step_post_hook(lambda *_: trace.step("optimizer"))
-
-
-def _meet(store: Store, rank: int, size: int, deadline: Deadline) -> tuple[str, int, int]:
-    """Return a unique name of the group, this rank's local rank, and its host's number of ranks."""
-    if size == 1:
-        return f"torch-{secrets.token_hex(8)}", 0, 1
-    if rank == 0:
-        store.set("job", f"torch-{secrets.token_hex(8)}".encode())
-    # The boot id distinguishes hosts of the same name.
-    host = f"{socket.gethostname()} {boot_id()}".encode()
-    store.set(f"host-{rank}", host)
-    hosts = [store.get(f"host-{other}", deadline) for other in range(size)]
-    job = store.get("job", deadline).decode()
-    return job, hosts[:rank].count(host), hosts.count(host)
 
 
 def _over_mpi(chosen: choice.Choice) -> bool:

@@ -29,7 +29,8 @@ def _modules() -> list[str]:
     names = ["collective"]
     for module in pkgutil.walk_packages(collective.__path__, "collective."):
         # The names of an extension are in the .pyi file beside it.
-        if not module.name.endswith(("__main__", "native._core")):
+        # The library for XLA is no module of Python, though its name ends like one.
+        if not module.name.endswith(("__main__", "native._core", "xla.libcollective_xla")):
             names.append(module.name)
     return names
 

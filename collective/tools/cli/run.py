@@ -39,14 +39,15 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "run",
         help="start a program as several ranks on this machine",
         usage="collective run [-n N] [--backend NAME] [--timeout S] [--min-ranks M]\n"
-        "           [--max-restarts R] [--replace] [--verbose]\n"
+        "           [--max-restarts R] [--replace] [--jax] [--verbose]\n"
         "           (SCRIPT | -m MODULE) [ARG ...]",
         description="Start a Python program as N ranks on this machine. Each line of output "
         "begins with the rank that wrote it. If a rank fails, the others are stopped within two "
         "seconds, its traceback is shown last, and the command ends with its exit code. Equal "
         "tracebacks of several ranks are shown once; --verbose shows all of them. With "
         "--min-ranks M, the others go on as long as M ranks are left. With --replace, new ranks "
-        "join in place of lost ranks. With --max-restarts, all ranks are started again.",
+        "join in place of lost ranks. With --max-restarts, all ranks are started again. With "
+        "--jax, XLA's collective calls between the CPUs of a JAX program use the transport.",
     )
     add_ranks(parser)
     parser.add_argument(
@@ -65,6 +66,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--replace",
         action="store_true",
         help="start a process in place of each lost rank; it joins the others",
+    )
+    parser.add_argument(
+        "--jax",
+        action="store_true",
+        help="have XLA carry the calls of an unmodified JAX program over the transport",
     )
     parser.add_argument("-m", action="store_true", dest="module", help="run a module, not a script")
     add_program(parser)
@@ -130,6 +136,9 @@ def execute(options: argparse.Namespace) -> int:
         if value is not None
     }
     arguments = ["-m"] * options.module + program
+    if options.jax:
+        arguments, of_jax = _under_jax(arguments)
+        variables.update(of_jax)
     if on_host == "threads":
         os.environ.update(variables)
         if options.is_program:
@@ -224,7 +233,33 @@ def _misuse(
             "--max-restarts with backend threads: ranks that are threads cannot be stopped. "
             "Use --backend shm, whose ranks are processes"
         )
+    if options.jax and on_host == "threads":
+        return (
+            "--jax with backend threads: JAX needs a process for each rank. Use --backend shm, "
+            "whose ranks are processes"
+        )
+    if options.jax and min_ranks < options.n:
+        return (
+            f"--jax with min_ranks {min_ranks} of {options.n}: a JAX program cannot go on without "
+            "one of its processes. Omit --min-ranks, and use --max-restarts to start all again"
+        )
     return ""
+
+
+def _under_jax(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Return arguments of Python that run a JAX program with the plug-in for XLA, and variables.
+
+    Raises:
+        BackendUnavailableError: JAX is not installed, or the plug-in is not built or does not fit.
+    """
+    # Imported here: the modules import NumPy.
+    from collective.adapters.jax.xla.detection import coordinator_variables
+    from collective.adapters.jax.xla.library import PROGRAM, variables
+
+    found = {**variables(), **coordinator_variables()}
+    if "JAX_PLATFORMS" not in os.environ:
+        found["JAX_PLATFORMS"] = "cpu"
+    return [str(PROGRAM), *arguments], found
 
 
 def refuse_transports(found: Mapping[str, Setting]) -> None:

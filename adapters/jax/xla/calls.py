@@ -1,0 +1,368 @@
+"""Python side of the plug-in: makes XLA's calls over communicators.
+
+The C library imports this module and calls :func:`begin` when XLA calls ``MPI_Init_thread``. From
+then on XLA's threads call :class:`Calls` through the function that ``begin`` installs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
+
+import numpy as np
+
+from collective.communicator import Communicator
+from collective.errors import CollectiveError, UnsupportedError
+from collective.memory.dtypes import BY_CODE
+from collective.ops import NAMES
+from collective.request import in_thread
+
+from .cliques import install
+from .library import library
+from .world import connect_processes
+
+__all__ = ["Calls", "begin"]
+
+# The numbers are also in plugin.c.
+_SPLIT, _FREE, _SIZE, _ALL_REDUCE, _ALL_GATHER, _REDUCE_SCATTER, _EXCHANGE, _FINALIZE = range(8)
+_NAMES = {
+    _ALL_REDUCE: "MPI_Allreduce", _ALL_GATHER: "MPI_Allgather",
+    _REDUCE_SCATTER: "MPI_Reduce_scatter", _EXCHANGE: "a message",
+}  # fmt: skip
+# XLA's buffer for the text of an error, less the zero at the end.
+_TEXT_BYTES = 511
+# Handles below this are MPI's constants.
+_FIRST_HANDLE = 16
+_INT32 = 3  # code of the dtype
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+class _Clique:
+    """Group of processes for which XLA has made a communicator.
+
+    Attributes:
+        ranks: the processes, in XLA's order; None if they are unknown.
+        comm: communicator of the processes; None before the first call.
+        token: number that announces the clique; None once it has come.
+        refusal: why calls fail; "" if they do not.
+        lock: lock that a call holds, since XLA's calls come from several threads. It is the lock
+            of all processes' communicator if the clique has all of them.
+    """
+
+    def __init__(self, ranks: Sequence[int] | None, token: int | None, refusal: str) -> None:
+        self.ranks = ranks
+        self.comm: Communicator | None = None
+        self.token = token
+        self.refusal = refusal
+        self.lock = threading.Lock()
+
+
+class _Announcement:
+    """Communicator that the plug-in makes XLA ask for, and the token that follows."""
+
+    def __init__(self, color: int, ranks: Sequence[int], token: int) -> None:
+        self.color = color
+        self.ranks = ranks
+        self.token = token
+        self.clique: _Clique | None = None
+
+
+class Calls:
+    """Calls of XLA over the communicators of its cliques.
+
+    Args:
+        world: communicator of all processes, or the error for which there is none.
+        fail: function that keeps an error's text in C, and returns the code that stands for it.
+    """
+
+    def __init__(self, world: Communicator | BaseException, fail: Any) -> None:
+        self._world = world
+        self._fail = fail
+        self._cliques: dict[int, _Clique] = {}
+        self._next = _FIRST_HANDLE
+        # Protects the table and the announcement. A thread that holds it waits for no rank.
+        self._table = threading.Lock()
+        self._announcement: _Announcement | None = None
+        # Only one thread may use the communicator of all processes at a time.
+        self._world_lock = threading.Lock()
+
+    # -- called by the compilation ---------------------------------------------------------
+
+    def check(self) -> None:
+        """Raise the error that has ended the connection of the ranks, if any."""
+        if isinstance(self._world, BaseException):
+            raise self._world
+
+    def announce(self, color: int, ranks: Sequence[int], token: int) -> None:
+        """Expect a communicator of ``ranks``, and then an addition of ``token`` over it.
+
+        Args:
+            color: number of the first device, which XLA passes to ``MPI_Comm_split``.
+        """
+        with self._table:
+            self._announcement = _Announcement(color, list(ranks), token)
+
+    def announced(self) -> bool:
+        """End the announcement; return whether communicator and token have come."""
+        with self._table:
+            announcement, self._announcement = self._announcement, None
+        clique = announcement.clique if announcement is not None else None
+        return clique is not None and clique.token is None
+
+    # -- called by XLA -----------------------------------------------------------------------
+
+    def __call__(
+        self,
+        call: int,
+        handle: int,
+        source: int | None,
+        target: int | None,
+        count: int,
+        dtype: int,
+        op: int,
+        dst: int,
+        src: int,
+        received: int,
+    ) -> int:
+        """Make a call of XLA; return what ``call_function`` in ``plugin.c`` returns."""
+        try:
+            number = handle & 0xFFFFFFFF
+            if call == _SPLIT:
+                return self._split(dst, src)
+            if call == _SIZE:
+                return self._size(number, (handle >> 32) - 1)
+            if call == _FREE:
+                self._free(number)
+            elif call == _FINALIZE:
+                self._finalize()
+            else:
+                clique = self._cliques[number]
+                with clique.lock, _called_by_xla(call):
+                    self._transfer(
+                        clique, call, source, target, count, dtype, op, dst, src, received
+                    )
+            return 0
+        except BaseException as error:  # C cannot receive an exception
+            return int(self._fail(_text(error)))
+
+    def _split(self, color: int, key: int) -> int:
+        with self._table:
+            number, self._next = self._next, self._next + 1
+            announcement = self._announcement
+            if (
+                announcement is not None
+                and announcement.clique is None
+                and announcement.color == color
+                and 0 <= key < len(announcement.ranks)
+            ):
+                clique = _Clique(announcement.ranks, announcement.token, "")
+                if self._is_everybody(clique.ranks):
+                    clique.lock = self._world_lock
+                announcement.clique = clique
+            else:
+                clique = _Clique(
+                    None, None,
+                    f"a communicator whose first device is {color}, with this process at place "
+                    f"{key}: XLA does not say which other processes take part, and no program that "
+                    "JAX compiled in this process names them. Let JAX compile the program instead "
+                    "of loading an executable.",
+                )  # fmt: skip
+            self._cliques[number] = clique
+        return number
+
+    def _size(self, number: int, rank: int) -> int:
+        clique = self._cliques.get(number)
+        if clique is None or clique.ranks is None:
+            # At least two, or XLA would copy instead of making a call that fails.
+            return max(2, rank + 1)
+        return len(clique.ranks)
+
+    def _free(self, number: int) -> None:
+        with self._table:
+            clique = self._cliques.pop(number, None)
+        if clique is not None and clique.comm is not None and clique.comm is not self._world:
+            clique.comm.close()
+
+    def _finalize(self) -> None:
+        with self._table:
+            cliques, self._cliques = list(self._cliques.values()), {}
+        for clique in cliques:
+            if clique.comm is not None and clique.comm is not self._world:
+                clique.comm.close()
+        if isinstance(self._world, Communicator):
+            self._world.leave()
+
+    def _transfer(
+        self,
+        clique: _Clique,
+        call: int,
+        source: int | None,
+        target: int | None,
+        count: int,
+        dtype: int,
+        op: int,
+        dst: int,
+        src: int,
+        received: int,
+    ) -> None:
+        if clique.refusal:
+            raise UnsupportedError(f"jax: {clique.refusal}")
+        if clique.token is not None:
+            self._answer_announcement(clique, call, source, target, count, dtype)
+            return
+        if call == _EXCHANGE:
+            self._exchange(clique, source, target, count, dst, src, received)
+            return
+        comm = clique.comm
+        if comm is None:
+            comm = clique.comm = self._connect(clique)
+        kind = BY_CODE[dtype].storage
+        if call == _ALL_REDUCE:
+            comm.all_reduce(
+                _view(source, count, kind), op=NAMES[op], out=_view(target, count, kind)
+            )
+        elif call == _ALL_GATHER:
+            comm.all_gather(_view(source, count, kind), out=_view(target, comm.size * count, kind))
+        else:
+            comm.reduce_scatter(
+                _view(source, comm.size * count, kind), op=NAMES[op],
+                out=_view(target, count, kind),
+            )  # fmt: skip
+
+    def _exchange(
+        self,
+        clique: _Clique,
+        source: int | None,
+        target: int | None,
+        count: int,
+        dst: int,
+        src: int,
+        received: int,
+    ) -> None:
+        """Send bytes to ``dst`` and receive bytes from ``src``; a peer below 0 is none.
+
+        The messages travel over the communicator of all processes: members of a clique that neither
+        send nor receive make no call, so the clique's own communicator could not be connected.
+        """
+        world, ranks = self._connected(), clique.ranks or ()
+        data, room = _view(source, count, _BYTE), _view(target, received, _BYTE)
+        with contextlib.ExitStack() as stack:
+            if clique.lock is not self._world_lock:
+                stack.enter_context(self._world_lock)
+            if dst >= 0 and src >= 0:
+                world.sendrecv(data, ranks[dst], ranks[src], out=room)
+            elif dst >= 0:
+                world.send(data, ranks[dst])
+            elif src >= 0:
+                world.recv(room, ranks[src])
+
+    def _answer_announcement(
+        self,
+        clique: _Clique,
+        call: int,
+        source: int | None,
+        target: int | None,
+        count: int,
+        dtype: int,
+    ) -> None:
+        given = _view(source, 1, np.dtype(np.int32))
+        if (call, count, dtype) != (_ALL_REDUCE, 1, _INT32) or given[0] != clique.token:
+            clique.refusal = (
+                f"the communicator of processes {clique.ranks}: another program used it while the "
+                "plug-in announced it, so XLA may mean other processes. Let JAX compile the "
+                "program instead of loading an executable."
+            )
+            raise UnsupportedError(f"jax: {clique.refusal}")
+        _view(target, 1, np.dtype(np.int32))[0] = given[0]
+        clique.token = None
+
+    def _connect(self, clique: _Clique) -> Communicator:
+        """Return the communicator of a clique; all its members call this for the same call."""
+        world = self._connected()
+        if clique.ranks is None or self._is_everybody(clique.ranks):
+            return world  # the caller holds the lock
+        with self._world_lock:
+            return world.group(clique.ranks)
+
+    def _connected(self) -> Communicator:
+        """Return the communicator of all processes, or raise why there is none."""
+        self.check()
+        return cast(Communicator, self._world)
+
+    def _is_everybody(self, ranks: Sequence[int] | None) -> bool:
+        world = self._world
+        return isinstance(world, Communicator) and ranks == list(range(world.size))
+
+
+_BYTE = np.dtype(np.uint8)
+
+
+@functools.lru_cache(maxsize=512)
+def _memory(nbytes: int) -> Any:
+    return ctypes.c_char * nbytes
+
+
+def _view(address: int | None, count: int, kind: np.dtype[Any]) -> Array:
+    """Return the array of ``count`` elements at an address, without a copy."""
+    if not address or not count:
+        return np.empty(0, kind)
+    return np.frombuffer(_memory(count * kind.itemsize).from_address(address), kind)
+
+
+@contextlib.contextmanager
+def _called_by_xla(call: int) -> Iterator[None]:
+    """Name XLA's call in errors, instead of a line of this package."""
+    in_thread.site = f"{_NAMES[call]}, called by XLA"
+    try:
+        yield
+    finally:
+        in_thread.site = None  # the slot in C outlives the thread
+
+
+def _text(error: BaseException) -> bytes:
+    """Return the text of an error for XLA; write it to standard error if XLA cannot hold it."""
+    text = str(error) if isinstance(error, CollectiveError) else repr(error)
+    whole = f"{type(error).__name__}: {text}".encode()
+    if len(whole) <= _TEXT_BYTES:
+        return whole
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        sys.stderr.write(f"collective: the whole text of an error in XLA:\n{whole.decode()}\n")
+        sys.stderr.flush()
+    return whole[: _TEXT_BYTES - 3].decode(errors="ignore").encode() + "…".encode()
+
+
+def begin() -> None:
+    """Connect the ranks, and install the function that XLA calls.
+
+    XLA ignores an error here. So the first program that needs other processes raises it.
+    """
+    plugin = ctypes.CDLL(str(library()))
+    plugin.collective_xla_fail.argtypes = [ctypes.c_char_p]
+    world: Communicator | BaseException
+    try:
+        world = connect_processes()
+    except CollectiveError as error:
+        world = error
+    calls = Calls(world, plugin.collective_xla_fail)
+    install(calls)
+    plugin.collective_xla_install(_callback(calls))
+
+
+_kept: list[object] = []
+
+
+def _callback(calls: Calls) -> Any:
+    """Return ``calls`` as a function of C, which lives as long as the process."""
+    word, pointer, number = ctypes.c_int64, ctypes.c_void_p, ctypes.c_int
+    kind = ctypes.CFUNCTYPE(
+        word, number, word, pointer, pointer, word, number, number, number, number, word
+    )
+    function = kind(calls)
+    _kept.append(function)
+    return function

@@ -1,0 +1,93 @@
+"""``jax.distributed.initialize()`` without arguments, in programs that ``collective run`` starts.
+
+JAX finds the number of a process in the variables of Slurm and of Open MPI. With this module it
+also finds the number in the variables of ``collective run --jax``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import ModuleType
+
+__all__ = ["coordinator_variables", "detect_collective", "place"]
+
+_ADDRESS = "JAX_COORDINATOR_ADDRESS"
+
+
+def coordinator_variables() -> dict[str, str]:
+    """Return the variables of a run on this host, whose rank 0 serves JAX's coordinator."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return {_ADDRESS: f"127.0.0.1:{probe.getsockname()[1]}"}
+
+
+class _Finder:
+    """Finder that teaches JAX to read this launcher's variables when JAX is imported."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        # jax._src.distributed asks the classes of jax._src.clusters, which it imports first.
+        if name != "jax._src.distributed":
+            return None
+        sys.meta_path.remove(self)
+        _register()
+        return find_spec(name)
+
+
+def detect_collective() -> None:
+    """Have ``jax.distributed.initialize()`` find this process's number; call it before jax."""
+    if "jax._src.distributed" in sys.modules:
+        _register()
+    else:
+        sys.meta_path.insert(0, _Finder())
+
+
+def place(environ: Mapping[str, str]) -> tuple[str, int, int] | None:
+    """Return coordinator, number of processes and number of this process; None without them."""
+    names = _ADDRESS, "COLLECTIVE_SIZE", "COLLECTIVE_RANK"
+    if not all(environ.get(name) for name in names):
+        return None
+    return environ[names[0]], int(environ[names[1]]), int(environ[names[2]])
+
+
+def _register() -> None:
+    clusters = importlib.import_module("jax._src.clusters")
+
+    class CollectiveCluster(clusters.ClusterEnv):  # type: ignore[misc,name-defined]
+        """Ranks that ``collective run --jax`` has started. JAX asks for this class by itself."""
+
+        name = "collective"
+
+        @classmethod
+        def is_env_present(cls) -> bool:
+            return place(os.environ) is not None
+
+        @classmethod
+        def get_coordinator_address(cls, *args: object, **kwargs: object) -> str:
+            return _known()[0]
+
+        @classmethod
+        def get_process_count(cls) -> int:
+            return _known()[1]
+
+        @classmethod
+        def get_process_id(cls) -> int:
+            return _known()[2]
+
+
+def _known() -> tuple[str, int, int]:
+    known = place(os.environ)
+    if known is None:
+        raise RuntimeError("the variables of `collective run --jax` were removed")
+    # By default JAX's coordinator listens on all interfaces. A program that names an address itself
+    # does not come here: this variable would make the coordinator listen at another port than the
+    # program's.
+    os.environ.setdefault("JAX_COORDINATOR_BIND_ADDRESS", known[0])
+    return known

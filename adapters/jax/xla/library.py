@@ -1,0 +1,95 @@
+"""The plug-in's C library, and the variables with which XLA uses it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+from collective.errors import BackendUnavailableError, ConfigError
+from collective.install import hint
+
+__all__ = ["PROGRAM", "VARIABLE", "enable", "library", "variables"]
+
+#: Variable with the file of the library, which jaxlib reads when it is imported.
+VARIABLE = "MPITRAMPOLINE_LIB"
+#: Script that runs another script, or ``-m`` and a module, with the plug-in.
+PROGRAM = Path(__file__).with_name("__main__.py")
+# Versions of jaxlib whose names are known to be those of the library.
+_CHECKED = ("0.10.2", "0.12.0.1")
+
+
+def library() -> Path:
+    """Return the file of the plug-in's C library.
+
+    Raises:
+        BackendUnavailableError: the library is not built.
+    """
+    file = Path(__file__).with_name("libcollective_xla.so")
+    if not file.is_file():
+        raise BackendUnavailableError(
+            f"jax: the plug-in for XLA is not built: {file} does not exist. It needs Linux and a C "
+            f"compiler. Install this package again where there is one: {hint('jax')}, without "
+            "COLLECTIVE_NATIVE=off."
+        )
+    return file
+
+
+def variables() -> dict[str, str]:
+    """Return the environment variables with which every JAX program uses the plug-in.
+
+    Raises:
+        BackendUnavailableError: the library is not built, or the installed jaxlib looks up names
+            that the library does not have.
+    """
+    file = library()
+    _check_names()
+    return {"JAX_CPU_COLLECTIVES_IMPLEMENTATION": "mpi", VARIABLE: str(file)}
+
+
+def enable() -> None:
+    """Have the JAX programs of this process use the plug-in; call it before ``import jax``.
+
+    Raises:
+        ConfigError: jax has been imported without the plug-in, or another MPI library is set.
+        BackendUnavailableError: as for :func:`variables`.
+    """
+    wanted = variables()
+    for name, value in wanted.items():
+        if os.environ.get(name, value) != value:
+            raise ConfigError(
+                f"jax: {name}={os.environ[name]!r} is set already (expected {value!r} or nothing). "
+                "Unset it."
+            )
+    late = "jaxlib" in sys.modules and os.environ.get(VARIABLE) != wanted[VARIABLE]
+    if late or ("jax" in sys.modules and not wanted.items() <= os.environ.items()):
+        raise ConfigError(
+            "jax: jax was imported before the plug-in for XLA was enabled, and jaxlib loads it "
+            "only when it is imported. Call enable() before `import jax`, or start the program "
+            "with `collective run --jax`."
+        )
+    os.environ.update(wanted)
+
+
+def _check_names() -> None:
+    """Raise if jaxlib looks up a name that the library lacks; jaxlib would end the process."""
+    try:
+        version = importlib.metadata.version("jaxlib")
+    except importlib.metadata.PackageNotFoundError:
+        raise BackendUnavailableError(
+            f"jax: JAX is not installed in this environment. Install it: {hint('jax')}."
+        ) from None
+    if version in _CHECKED:
+        return
+    # Reading jaxlib takes a second, so only for versions that nobody has checked.
+    from .symbols import jaxlib_file, listed, looked_up
+
+    missing = sorted(set(looked_up(jaxlib_file())) - set(listed()))
+    if missing:
+        raise BackendUnavailableError(
+            f"jax: jaxlib {version} looks up {len(missing)} names that the plug-in for XLA does "
+            f"not have: {', '.join(missing[:5])}{', …' if len(missing) > 5 else ''}. Use jaxlib "
+            f"{_CHECKED[0]} to {_CHECKED[-1]}, or a newer version of this package."
+        )

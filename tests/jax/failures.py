@@ -1,0 +1,66 @@
+"""A sum that the last process does not make as the others do; prints each process's errors.
+
+The argument is what the last process does: ``kill``, ``late`` or ``differ``; with ``forced`` every
+process has two devices.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+import jax
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+
+def main() -> None:
+    fault = sys.argv[1]
+    if fault == "forced":
+        jax.config.update("jax_num_cpu_devices", 2)
+    jax.distributed.initialize()
+    rank, size = jax.process_index(), jax.process_count()
+    mesh = Mesh(np.array(jax.devices()), ("i",))
+    sharding = NamedSharding(mesh, PartitionSpec("i"))
+    ones = jax.make_array_from_callback(
+        (mesh.size, 4), sharding, lambda i: np.ones((1, 4), np.float32)
+    )
+
+    def mapped(operation):
+        return jax.jit(
+            jax.shard_map(
+                lambda x: operation(x, "i"), mesh=mesh, in_specs=PartitionSpec("i"),
+                out_specs=PartitionSpec("i"),
+            )
+        )  # fmt: skip
+
+    call = mapped(lax.psum)
+    if fault != "forced":
+        for _ in range(5):
+            call(ones).block_until_ready()
+        if rank == size - 1:
+            if fault == "kill":
+                os.kill(os.getpid(), 9)
+            if fault == "late":
+                time.sleep(5)
+            if fault == "differ":
+                call = mapped(lax.pmax)
+    for turn in ("first", "second"):
+        began = time.monotonic()
+        try:
+            call(ones).block_until_ready()
+            print(f"{turn}: no error", flush=True)
+        except Exception as error:
+            text = str(error).replace("\n", " ")
+            print(f"{turn}: {time.monotonic() - began:.2f} s: {text}", flush=True)
+    print("lives", flush=True)
+    if fault == "late":
+        time.sleep(5)  # rank 0 serves JAX's coordinator, without which the late process is aborted
+    # JAX's own end would wait for the process that died.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
