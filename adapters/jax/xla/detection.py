@@ -8,23 +8,13 @@ from __future__ import annotations
 
 import importlib
 import os
-import socket
 import sys
 from collections.abc import Mapping, Sequence
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType
 
-__all__ = ["coordinator_variables", "detect_collective", "place"]
-
-_ADDRESS = "JAX_COORDINATOR_ADDRESS"
-
-
-def coordinator_variables() -> dict[str, str]:
-    """Return the variables of a run on this host, whose rank 0 serves JAX's coordinator."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return {_ADDRESS: f"127.0.0.1:{probe.getsockname()[1]}"}
+__all__ = ["detect_collective", "place"]
 
 
 class _Finder:
@@ -50,11 +40,16 @@ def detect_collective() -> None:
 
 
 def place(environ: Mapping[str, str]) -> tuple[str, int, int] | None:
-    """Return coordinator, number of processes and number of this process; None without them."""
-    names = _ADDRESS, "COLLECTIVE_SIZE", "COLLECTIVE_RANK"
+    """Return coordinator, number of processes and number of this process; None without them.
+
+    Unless the user names another address, rank 0 serves the coordinator at ``MASTER_PORT``. The
+    launcher keeps this port from other programs, and chooses another one for each restart.
+    """
+    names = "MASTER_ADDR", "MASTER_PORT", "COLLECTIVE_SIZE", "COLLECTIVE_RANK"
     if not all(environ.get(name) for name in names):
         return None
-    return environ[names[0]], int(environ[names[1]]), int(environ[names[2]])
+    host, port, size, rank = (environ[name] for name in names)
+    return environ.get("JAX_COORDINATOR_ADDRESS") or f"{host}:{port}", int(size), int(rank)
 
 
 def _register() -> None:

@@ -253,10 +253,9 @@ def _under_jax(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
         BackendUnavailableError: JAX is not installed, or the plug-in is not built or does not fit.
     """
     # Imported here: the modules import NumPy.
-    from collective.adapters.jax.xla.detection import coordinator_variables
     from collective.adapters.jax.xla.library import PROGRAM, variables
 
-    found = {**variables(), **coordinator_variables()}
+    found = variables()
     if "JAX_PLATFORMS" not in os.environ:
         found["JAX_PLATFORMS"] = "cpu"
     return [str(PROGRAM), *arguments], found

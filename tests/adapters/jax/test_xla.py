@@ -15,7 +15,7 @@ import pytest
 from collective.adapters.jax.xla import enable, library, symbols, variables
 from collective.adapters.jax.xla import library as library_function
 from collective.adapters.jax.xla.calls import Calls
-from collective.adapters.jax.xla.detection import coordinator_variables, place
+from collective.adapters.jax.xla.detection import place
 from collective.adapters.jax.xla.replica_groups import device_groups
 from collective.adapters.jax.xla.store import JaxStore
 from collective.errors import (
@@ -335,9 +335,11 @@ def test_jax_store_names_lost_coordinator() -> None:
 
 
 def test_place_is_read_from_variables_of_run() -> None:
-    found = {**coordinator_variables(), "COLLECTIVE_RANK": "2", "COLLECTIVE_SIZE": "4"}
-    assert place(found) == (found["JAX_COORDINATOR_ADDRESS"], 4, 2)
-    assert place({"COLLECTIVE_RANK": "2", "COLLECTIVE_SIZE": "4"}) is None
+    rank = {"COLLECTIVE_RANK": "2", "COLLECTIVE_SIZE": "4"}
+    found = {**rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "4711"}
+    assert place(found) == ("127.0.0.1:4711", 4, 2)
+    assert place({**found, "JAX_COORDINATOR_ADDRESS": "node1:9"}) == ("node1:9", 4, 2)
+    assert place(rank) is None
 
 
 @pytest.mark.parametrize(
