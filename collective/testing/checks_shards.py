@@ -66,7 +66,7 @@ def check_shards_avg(comm: Communicator) -> None:
             _bits(plain(found), wanted, f"all_reduce of {shards}, op avg")
 
 
-@on_each_rank()
+@on_each_rank(own_arrays=True)
 def check_shards_one_by_one(comm: Communicator) -> None:
     """Check that a :class:`ShardFold` gives the bits of all shards at once."""
     rows = _rough("float32", 7, 1001)

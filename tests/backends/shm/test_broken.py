@@ -22,7 +22,7 @@ import pytest
 
 import collective
 from collective import native
-from collective.backends.shm import segment
+from collective.backends.shm import memory, segment
 from collective.communicator import Communicator
 from collective.contract.process import RankProcess
 from collective.contract.world import World
@@ -166,7 +166,7 @@ def _connect_while_a_rank_dies(
     processes = [RankProcess.parse(text) for text in comm.all_gather_object(str(RankProcess.own()))]
     dying = processes[victim]
     assert dying is not None
-    owner, name = {"probe": (segment, "_function"), "open": (segment.Segment, "open")}[point]
+    owner, name = {"probe": (memory, "read_process"), "open": (segment.Segment, "open")}[point]
     function = getattr(owner, name)
 
     def die_or_outlive(*args: Any, **options: Any) -> Any:
@@ -213,7 +213,7 @@ def test_connect_failure_of_peer_includes_its_reason(comm: Communicator) -> None
             raise MemoryError("no room for a probe")
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(segment, "_function", read)
+            patch.setattr(memory, "read_process", read)
             with pytest.raises(MemoryError):
                 comm.dup()
     else:
