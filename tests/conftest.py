@@ -62,7 +62,7 @@ QUICK = """
     adapters/chainer/functional adapters/chainer/optimizer
     adapters/cupy/arrays adapters/torch/ddp adapters/torch/functional
     algorithms/arithmetic algorithms/costs algorithms/moves
-    backends/shm/ring backends/shm/transport backends/conformance
+    backends/shm/conformance backends/shm/ring backends/shm/transport backends/conformance
     communicator/heads communicator/objects communicator/rows
     contract/recorder contract/registry contract/work memory/arrays
     memory/dlpack memory/dtypes memory/nested meta/rooms
@@ -77,7 +77,8 @@ _NOT_QUICK = re.compile(r"gloo|mpich|openmpi|hierarchical|_of_8|\b(threads|shm|l
 # The slowest files, slowest first. ``make test`` distributes files in this order, so that no slow
 # file runs alone at the end. The summary reports a slow file that is missing here.
 SLOW = """
-    system/benchmarks backends/conformance backends/mpi/conformance
+    system/benchmarks backends/shm/conformance backends/mpi/conformance
+    backends/conformance
     backends/hierarchical/transport docs/pages backends/message_waits
     backends/mpi/failures adapters/chainer/chainermn/launch
     training/splits/cuts backends/nccl/conformance

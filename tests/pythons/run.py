@@ -92,7 +92,7 @@ SUITES: dict[str, tuple[dict[str, str], list[str]]] = {
     "package": ({}, ["tests/package"]),
     "shm without core": (
         {"COLLECTIVE_NATIVE": "off"},
-        ["--quick", "tests/backends/test_conformance.py", "tests/backends/shm", "-k", "shm"],
+        ["--quick", "tests/backends/shm", "-k", "shm"],
     ),
 }
 
