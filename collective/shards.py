@@ -227,7 +227,7 @@ class ShardFold:
         merging, folding = self._merging, self._folding
         # A shard that does not merge at once is copied, since the caller may change its array.
         with np.errstate(all="ignore"):
-            if folding.scales or not self._merges(span):
+            if folding.scales or not merging.merges(span):
                 slot = merging.room()
                 room = self._room(slot, leaf)
                 pieces.copy(folding.enter(leaf, room), room)
@@ -239,11 +239,6 @@ class ShardFold:
                 operand = leaf if right < 0 else self._rooms[right]
                 folding.join(self._rooms[left], operand, self._rooms[out])
         self.added += 1
-
-    def _merges(self, span: Span) -> bool:
-        """Return whether a node merges with the node on top of the stack."""
-        stack = self._merging.stack
-        return bool(stack) and self._merging.are_siblings(stack[-1].span, span)
 
     def _room(self, slot: int, like: Buffer) -> Buffer:
         while slot >= len(self._rooms):

@@ -118,7 +118,7 @@ class Merging:
         """
         steps = []
         right = _Entry(span, slot, owned)
-        while self.stack and self.are_siblings(self.stack[-1].span, right.span):
+        while self.merges(right.span):
             left = self.stack.pop()
             if left.owned:
                 out = left.slot
@@ -131,8 +131,11 @@ class Merging:
         self.stack.append(right)
         return steps
 
-    def are_siblings(self, left: Span, right: Span) -> bool:
-        """Return whether two neighbouring nodes are the halves of one node."""
+    def merges(self, right: Span) -> bool:
+        """Return whether the next node and the node on top of the stack are halves of one node."""
+        if not self.stack:
+            return False
+        left = self.stack[-1].span
         # Only a node at the right edge may lack leaves, and that node has no right sibling.
         width = left.stop - left.start
         end = min(left.start + 2 * width, self.total)

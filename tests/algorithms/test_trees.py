@@ -30,13 +30,14 @@ def test_nodes_cover_a_range_in_order(total: int) -> None:
         found = nodes(start, stop, total)
         assert [*itertools.chain.from_iterable(range(*span) for span in found)] == [
             *range(start, stop)
-        ]
+        ], (start, stop)
 
 
 @pytest.mark.parametrize("total", _TOTALS)
 def test_nodes_are_at_most_two_of_each_size(total: int) -> None:
     for start, stop in itertools.combinations(range(total + 1), 2):
-        assert len(nodes(start, stop, total)) <= max(1, 2 * (total - 1).bit_length())
+        found = nodes(start, stop, total)
+        assert len(found) <= max(1, 2 * (total - 1).bit_length()), (start, stop)
 
 
 def test_aligned_range_is_one_node() -> None:
@@ -49,7 +50,8 @@ def test_merging_leaves_gives_the_nodes_of_their_range(total: int) -> None:
         merging = Merging(total, first=0)
         for leaf in range(start, stop):
             merging.push(Span(leaf, leaf + 1), merging.room(), owned=True)
-        assert [entry.span for entry in merging.stack] == nodes(start, stop, total)
+        found = [entry.span for entry in merging.stack]
+        assert found == nodes(start, stop, total), (start, stop)
 
 
 @pytest.mark.parametrize("total", _TOTALS)

@@ -68,8 +68,9 @@ class ShardedFold(Call):
         self._messages = [(members, self._planned(members)) for members in groups.values()]
 
     def _make_outputs(self) -> list[Output]:
-        what, leaves = self.operation, self._leaves
-        outs = outputs_of(what, self._call.out, self._nesting, len(leaves), "input", self.path.who)
+        what, leaves, outs = self.operation, self._leaves, [self._call.out]
+        if self._nesting != 0:
+            outs = outputs_of(what, outs[0], self._nesting, len(leaves), "input", self.path.who)
         return [
             Output(what, out, leaf.adapter, leaf.result_shape, leaf.dtype)
             for out, leaf in zip(outs, leaves)
@@ -79,7 +80,7 @@ class ShardedFold(Call):
         """Return the plan for the leaves of one dtype, which later calls use again."""
         call, path, leaves = self._call, self.path, [self._leaves[nth] for nth in members]
         lengths = [sum(parts) for parts in zip(*(leaf.lengths for leaf in leaves))]
-        options: dict[str, Any] = {"order": str(self._shards)}
+        options: dict[str, Any] = {}
         if isinstance(call, CuttingFoldCall):
             options |= {"axis": leaves[0].axis, "counts": call.agreed_counts}
         shape = leaves[0].shape
@@ -90,11 +91,12 @@ class ShardedFold(Call):
         dtype, folded = leaves[0].dtype, isinstance(call.x, ShardFold)
         key = (
             self.operation, dtype, shape, call.op, self._shards, call.root, folded,
-            tuple(lengths), str(options),
+            tuple(lengths), str(options) if options else "",
         )  # fmt: skip
         planned = path.plans.get(key)
         if planned is None:
             op = call.reducer_of(dtype)
+            options["order"] = str(self._shards)
             request = Request(self.operation, dtype, shape, op=op, root=call.root, **options)
             exchange = _Exchange(path.backend, request, self._shards, folded, lengths)
             plan = exchange if op.function is None else guarded(path, request, exchange)
@@ -138,11 +140,11 @@ class ShardedFold(Call):
         dst, outputs = None, [self._outputs[nth] for nth in members if self._outputs]
         leaves = [self._leaves[nth] for nth in members]
         if outputs:
-            alone = self._nesting == 0 and leaves[0].axis == 0
-            count = sum(output.flat.size for output in outputs)
-            dst = Buffer.empty(count, leaves[0].dtype)
-            if alone:
-                dst = Buffer(outputs[0].flat, leaves[0].dtype)
+            dtype = leaves[0].dtype
+            if self._nesting == 0 and leaves[0].axis == 0:
+                dst = Buffer(outputs[0].flat, dtype)
+            else:
+                dst = Buffer.empty(sum(output.flat.size for output in outputs), dtype)
         self.path.carry(planned, rows, dst, deadline)
         if dst is None or dst.array is outputs[0].flat:
             return

@@ -80,9 +80,10 @@ def trained(comm: Any, steps: int) -> list[Any]:
 @pytest.mark.parametrize("world", ["threads-2", "threads-4", "shm-2"])
 def test_training_has_the_bits_of_one_process(world: str) -> None:
     wanted = alone(4)
-    for found in run(world, trained, 4):
-        for value, expected in zip(found, wanted):
-            assert value.tobytes() == expected.tobytes()
+    names = [*(name for name, _ in sorted(Net().namedparams())), "avg_mean", "avg_var"]
+    for rank, found in enumerate(run(world, trained, 4)):
+        for name, value, expected in zip(names, found, wanted, strict=True):
+            assert value.tobytes() == expected.tobytes(), f"{name} of rank {rank}"
 
 
 def _refused(comm: Any, case: str) -> str:

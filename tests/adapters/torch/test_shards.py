@@ -85,9 +85,10 @@ def trained(comm: Any, steps: int, bucket_mib: float) -> list[torch.Tensor]:
 @pytest.mark.parametrize("bucket_mib", [25.0, 0.0002])
 def test_training_has_the_bits_of_one_process(pool: RankPool, bucket_mib: float) -> None:
     wanted = alone(4)
-    for found in pool.run(trained, 4, bucket_mib):
-        for value, expected in zip(found, wanted):
-            assert torch.equal(value, expected)
+    names = list(network().state_dict())
+    for rank, found in enumerate(pool.run(trained, 4, bucket_mib)):
+        for name, value, expected in zip(names, found, wanted, strict=True):
+            assert torch.equal(value, expected), f"{name} of rank {rank}"
 
 
 # -- errors ---------------------------------------------------------------------------------------
@@ -139,8 +140,9 @@ def test_loop_after_an_abandoned_one_begins_anew(one: RankPool) -> None:
         torch.autograd.grad(loss_of(model, 0, shard), list(model.parameters()))
         for shard in range(SHARDS)
     ]
-    for found, (a, b, c, d) in zip(one.run(_again)[0], zip(*passes)):
-        assert torch.equal(found, ((a + b) + (c + d)) / SHARDS)
+    names = [name for name, _ in model.named_parameters()]
+    for name, found, (a, b, c, d) in zip(names, one.run(_again)[0], zip(*passes), strict=True):
+        assert torch.equal(found, ((a + b) + (c + d)) / SHARDS), name
 
 
 def _refused(comm: Any, case: str) -> str:
