@@ -12,7 +12,7 @@ import functools
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -61,6 +61,26 @@ class _Clique:
         self.token = token
         self.refusal = refusal
         self.lock = threading.Lock()
+
+
+class _Arguments(NamedTuple):
+    """Arguments of XLA's call, in the order in which C passes them; unused ones are 0 or None.
+
+    Attributes:
+        source, target: addresses of the input and of the result.
+        elements, dtype, op: number of elements, code of their dtype, and code of the operator.
+        dst, src: peers of a message, below 0 for none; in a split, its colour and its key.
+        received: number of bytes that a message brings.
+    """
+
+    source: int | None
+    target: int | None
+    elements: int
+    dtype: int
+    op: int
+    dst: int
+    src: int
+    received: int
 
 
 class _Announcement:
@@ -117,24 +137,18 @@ class Calls:
 
     # -- called by XLA -----------------------------------------------------------------------
 
-    def __call__(
-        self,
-        call: int,
-        handle: int,
-        source: int | None,
-        target: int | None,
-        count: int,
-        dtype: int,
-        op: int,
-        dst: int,
-        src: int,
-        received: int,
-    ) -> int:
-        """Make a call of XLA; return what ``call_function`` in ``plugin.c`` returns."""
+    def __call__(self, call: int, handle: int, *values: Any) -> int:
+        """Make a call of XLA; return what ``call_function`` in ``plugin.c`` returns.
+
+        Args:
+            call: number of the call.
+            handle: handle of the clique; ``MPI_Comm_size`` has the rank above it.
+            values: the other arguments, in the order of :class:`_Arguments`.
+        """
         try:
-            number = handle & 0xFFFFFFFF
+            arguments, number = _Arguments(*values), handle & 0xFFFFFFFF
             if call == _SPLIT:
-                return self._split(dst, src)
+                return self._split(arguments.dst, arguments.src)
             if call == _SIZE:
                 return self._size(number, (handle >> 32) - 1)
             if call == _FREE:
@@ -144,9 +158,7 @@ class Calls:
             else:
                 clique = self._cliques[number]
                 with clique.lock, _called_by_xla(call):
-                    self._transfer(
-                        clique, call, source, target, count, dtype, op, dst, src, received
-                    )
+                    self._transfer(clique, call, arguments)
             return 0
         except BaseException as error:  # C cannot receive an exception
             return int(self._fail(_text(error)))
@@ -198,27 +210,16 @@ class Calls:
         if isinstance(self._world, Communicator):
             self._world.leave()
 
-    def _transfer(
-        self,
-        clique: _Clique,
-        call: int,
-        source: int | None,
-        target: int | None,
-        count: int,
-        dtype: int,
-        op: int,
-        dst: int,
-        src: int,
-        received: int,
-    ) -> None:
+    def _transfer(self, clique: _Clique, call: int, arguments: _Arguments) -> None:
         if clique.refusal:
             raise UnsupportedError(f"jax: {clique.refusal}")
         if clique.token is not None:
-            self._answer_announcement(clique, call, source, target, count, dtype)
+            self._answer_announcement(clique, call, arguments)
             return
         if call == _EXCHANGE:
-            self._exchange(clique, source, target, count, dst, src, received)
+            self._exchange(clique, arguments)
             return
+        source, target, count, dtype, op, *_ = arguments
         comm = clique.comm
         if comm is None:
             comm = clique.comm = self._connect(clique)
@@ -235,22 +236,14 @@ class Calls:
                 out=_view(target, count, kind),
             )  # fmt: skip
 
-    def _exchange(
-        self,
-        clique: _Clique,
-        source: int | None,
-        target: int | None,
-        count: int,
-        dst: int,
-        src: int,
-        received: int,
-    ) -> None:
+    def _exchange(self, clique: _Clique, arguments: _Arguments) -> None:
         """Send bytes to ``dst`` and receive bytes from ``src``; a peer below 0 is none.
 
         The messages travel over the communicator of all processes: members of a clique that neither
         send nor receive make no call, so the clique's own communicator could not be connected.
         """
         world, ranks = self._connected(), clique.ranks or ()
+        source, target, count, _, _, dst, src, received = arguments
         data, room = _view(source, count, _BYTE), _view(target, received, _BYTE)
         with contextlib.ExitStack() as stack:
             if clique.lock is not self._world_lock:
@@ -262,15 +255,8 @@ class Calls:
             elif src >= 0:
                 world.recv(room, ranks[src])
 
-    def _answer_announcement(
-        self,
-        clique: _Clique,
-        call: int,
-        source: int | None,
-        target: int | None,
-        count: int,
-        dtype: int,
-    ) -> None:
+    def _answer_announcement(self, clique: _Clique, call: int, arguments: _Arguments) -> None:
+        source, target, count, dtype, *_ = arguments
         given = _view(source, 1, np.dtype(np.int32))
         if (call, count, dtype) != (_ALL_REDUCE, 1, _INT32) or given[0] != clique.token:
             clique.refusal = (
