@@ -29,6 +29,7 @@ from tests.backends import test_conformance
 from tests.backends.gloo import test_conformance as test_gloo_conformance
 from tests.backends.hierarchical import test_transport as test_hierarchical
 from tests.backends.mpi import test_conformance as test_mpi_conformance
+from tests.backends.shm import test_conformance as test_shm_conformance
 from tests.support import fault_programs
 from tests.support.fault_heard import Heard, Program, Survived, held
 from tests.support.fault_programs import VICTIM
@@ -187,7 +188,7 @@ OF_THE_SUITE: dict[str, tuple[str, dict[str, str]]] = {
 }
 SUITE = {
     "threads": [test_conformance.test_threads_pass_suite],
-    "shm": [test_conformance.test_shm_passes_suite],
+    "shm": [test_shm_conformance.test_shm_passes_suite],
     "gloo": [test_gloo_conformance.test_gloo_passes_suite],
     "mpich": [test_mpi_conformance.test_mpich_passes_suite],
     "openmpi": [
