@@ -152,8 +152,8 @@ static void send_step(struct exchange *x)
         size_t chunk = chunk_of(p->nbytes), count = smaller(smaller(p->nbytes, room), chunk);
         size_t at = r->position % capacity, first = smaller(count, capacity - at);
         if (p->bytes != NULL) {
-            memcpy(r->data + at, p->bytes, first);
-            memcpy(r->data, p->bytes + first, count - first);
+            copy(r->data + at, p->bytes, first);
+            copy(r->data, p->bytes + first, count - first);
             p->bytes += count;
         }
         r->position += count;
@@ -285,7 +285,7 @@ static int receive_matched(struct exchange *x)
     char *to = x->fitting != NULL ? x->head : x->bytes;
     size_t nbytes = x->fitting != NULL ? HEAD_BYTES : x->nbytes;
     if (x->found != NULL) {
-        memcpy(to, x->found->bytes, nbytes);
+        copy(to, x->found->bytes, nbytes);
         free(x->found);
         x->found = NULL;
     } else {

@@ -21,6 +21,7 @@
    all ranks have read. If not, the call is staged (staging.c). */
 
 #include "shared.h"
+#include "copying.h"
 #include "sleeping.h"
 
 #include <string.h>
@@ -180,7 +181,7 @@ static void fold_sources(struct shared *s, const struct plan *p, size_t from, si
             value = to;
         }
         if (value != result)
-            memcpy(result, value, number * p->item);
+            copy(result, value, number * p->item);
         if (p->divide != NULL)
             p->divide(result, number, s->size);
     }
@@ -204,7 +205,7 @@ static void read_sources(struct shared *s, const struct plan *p, char *dst, char
         const char *source = s->sources[rank] + from * p->item;
         if ((from_root(p) && rank != p->root) || source == dst + at * p->item)
             continue;
-        memcpy(dst + at * p->item, source, count * p->item);
+        copy(dst + at * p->item, source, count * p->item);
     }
 }
 
@@ -238,7 +239,7 @@ static int short_call(struct shared *s, const struct plan *p, uint64_t step, con
         s->sources[rank] = (is_inline ? (char *)(stage->line + INLINE) : (char *)stage->areas[0]) + at;
     }
     if (sends(s, p))
-        memcpy((char *)s->sources[s->rank], src, input_bytes(s, p));
+        copy((char *)s->sources[s->rank], src, input_bytes(s, p));
     if ((failed = arrive(s, step, p->digest)))
         return failed;
     /* Only now is it certain that all ranks make this call, so that ahead stays equal on them. */
@@ -342,7 +343,7 @@ static int in_place(struct shared *s, const struct plan *p, char *dst)
             return BROKEN;
         for (int i = 1; i < s->size; i++) {
             int rank = (s->rank + i) % s->size;
-            memcpy(s->results[rank] + offset, dst + offset, count * p->item);
+            copy(s->results[rank] + offset, dst + offset, count * p->item);
         }
     }
     return depart(s);

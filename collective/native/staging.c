@@ -138,7 +138,7 @@ static int post(const struct staging *c, uint64_t block)
     for (int i = 1; i <= c->pieces; i++) {
         int rank = each ? (s->rank + i) % s->size : s->rank;
         size_t count, from = span(c, rank, block, &count);
-        memcpy(posted_at(c, s->rank, block, rank), c->src + from * p->item, count * p->item);
+        copy(posted_at(c, s->rank, block, rank), c->src + from * p->item, count * p->item);
     }
     announce(s, POSTED, c->first + block + 1);
     return 0;
@@ -167,7 +167,7 @@ static int fold_block(const struct staging *c, uint64_t block)
     }
     if (p->divide != NULL) {
         if (value != result)
-            memcpy(result, value, count * p->item);
+            copy(result, value, count * p->item);
         p->divide(result, count, s->size);
     }
     if (is_shared_work(p))

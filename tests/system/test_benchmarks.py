@@ -242,6 +242,14 @@ def test_native_compares_core_with_its_absence(tmp_path: Path, flags: list[str])
     assert "512 KiB" in shown_again(tmp_path, "native")
 
 
+def test_alignment_measures_every_place(tmp_path: Path) -> None:
+    _, results = measured(tmp_path, "alignment", "--sizes", "8K", "--turns", 2)
+    places = [call["place"] for call in results["calls"] if call["operation"] == "all_reduce"]
+    assert len(places) == len(set(places)) > 5
+    assert all(len(call["seconds"]) == 2 and min(call["seconds"]) > 0 for call in results["calls"])
+    assert "8 KiB" in shown_again(tmp_path, "alignment")
+
+
 def test_areas_measures_areas_and_rings_of_several_lengths(tmp_path: Path) -> None:
     few = ("--areas", "64K", "1M", "--rings", "4K", "--sizes", "4K", "256K", "--quick")
     calls = measured(tmp_path, "areas", *few)[1]["calls"]
