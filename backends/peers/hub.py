@@ -185,7 +185,12 @@ class Hub:
 
     def _enrol(self, link: Link, about: Message) -> None:
         rank, size, host = about["rank"], about["size"], about["host"]
-        if size != self._size or not 0 <= rank < self._size:
+        if size == self._size and not 0 <= rank < size:
+            self._refuse(
+                f"a process on {host} says that it is rank {rank} of {size}. Ranks count from 0 to "
+                f"{size - 1} (RANK)"
+            )
+        elif size != self._size:
             self._refuse(
                 f"rank 0 was started with size {self._size}, but rank {rank} on {host} with size "
                 f"{size}. Every rank needs the same size (WORLD_SIZE)"

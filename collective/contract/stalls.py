@@ -208,6 +208,8 @@ def _takes_everybody(entry: Entry) -> bool:
     call = entry.request
     if entry.compares or call.operation == "barrier":
         return True
+    if call.operation == "all_gather":
+        return bool(call.elements) and all(call.elements)
     # A user's operator is code of the program, and could make calls.
     builtin = not str(call.options.get("op")).startswith("user_op")
     return call.operation == "all_reduce" and builtin and math.prod(call.shape or (0,)) > 0

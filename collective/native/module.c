@@ -233,7 +233,10 @@ static PyObject *nap(PyObject *module, PyObject *args)
         __atomic_store_n(asleep, 1, __ATOMIC_SEQ_CST);
         __atomic_add_fetch(sleepers, 1, __ATOMIC_SEQ_CST);
         there = PyObject_CallFunctionObjArgs(ready, NULL);
-        if (there != NULL && PyObject_IsTrue(there) == 0) {
+        int is_there = there == NULL ? -1 : PyObject_IsTrue(there);
+        if (is_there < 0)
+            Py_CLEAR(there);
+        if (is_there == 0) {
             PyThreadState *state = PyEval_SaveThread();
             sleep_until_woken(asleep, seconds);
             PyEval_RestoreThread(state);

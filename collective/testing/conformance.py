@@ -13,6 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from collective.contract.backend import Backend
+from collective.errors import InvalidArgumentError
 from collective.launch.mpiexec import Mpiexec
 
 from .checks import Case, Check, RankFactory, registered
@@ -241,7 +242,7 @@ def parametrize_with_checks(
 
     Raises:
         ValueError: no check has a name in ``checks`` or ``expected_failures``.
-        InvalidArgumentError: no kind has that name.
+        InvalidArgumentError: no kind has that name, or no check applies.
         BackendNotFoundError: there is no such transport.
         BackendUnavailableError: the transport, or the framework of the kind, cannot be used here.
     """
@@ -260,5 +261,10 @@ def parametrize_with_checks(
         if found.skip_reason(factory.capabilities, size, factory.kind) is None
         for case in found.cases(size)
     ]
+    if not bound:
+        raise InvalidArgumentError(
+            f"parametrize_with_checks: no check applies to {backend!r} with sizes={sizes}, "
+            f"kind={kind!r} and checks={checks}. Pass others."
+        )
     bound[-1].last = True
     return pytest.mark.parametrize("check", bound, ids=[test.id for test in bound])

@@ -335,6 +335,11 @@ def run_ranks(
         RanksFailedError: a rank raised, died or hung; the error has every rank's traceback.
     """
     __tracebackhide__ = True
+    if callable(n):
+        raise InvalidArgumentError(
+            f"run_ranks: the number of ranks comes first. Call run_ranks({function!r}, "
+            f"{getattr(n, '__name__', 'function')})."
+        )
     with RankPool(n, backend, timeout=timeout, mpiexec=mpiexec) as pool:
         return pool.run(
             function, *args, call_timeout=call_timeout, check=check, faults=faults, **options

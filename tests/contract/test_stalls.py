@@ -35,6 +35,16 @@ def _crosswise(comm: Communicator) -> str:
     return str(caught.value)
 
 
+def _crosswise_gathers(comm: Communicator) -> str:
+    """Gather over two duplicates, the last rank in the opposite order; return the error's text."""
+    first, second = comm.dup(), comm.dup()
+    order = (first, second) if comm.rank < comm.size - 1 else (second, first)
+    with pytest.raises(MismatchError) as caught:
+        for duplicate in order:
+            duplicate.all_gather(np.ones(3))
+    return str(caught.value)
+
+
 def _all_reduce(order: Sequence[Communicator]) -> None:
     for comm in order:
         comm.all_reduce(np.ones(3))
@@ -53,7 +63,7 @@ def _around(comm: Communicator) -> str:
 CASES = [
     pytest.param(transport, function, marks=needs(transport) if transport in VENDORS else ())
     for transport in ("shm", "gloo", PAIRS, *VENDORS)
-    for function in (_crosswise, _around)
+    for function in (_crosswise, _crosswise_gathers, _around)
     # Hierarchical uses one transport for groups of one host and another for groups of several
     # hosts. The two transports do not exchange what they wait for.
     if (transport, function) != (PAIRS, _around)

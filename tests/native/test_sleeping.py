@@ -61,6 +61,8 @@ def test_nap_passes_on_error_of_ready() -> None:
     memory = mmap.mmap(-1, 4096)
     with pytest.raises(ZeroDivisionError):
         _nap(memory, lambda: bool(1 // 0))
+    with pytest.raises(ValueError, match="ambiguous"):
+        _nap(memory, lambda: np.ones(2))
     assert not any(memory[:])
 
 

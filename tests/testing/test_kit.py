@@ -248,6 +248,8 @@ def test_run_ranks_checks_size_and_backend() -> None:
         run_ranks(0, total)
     with pytest.raises(collective.BackendNotFoundError, match="shm"):
         run_ranks(2, total, backend="sham")
+    with pytest.raises(collective.InvalidArgumentError, match=r"Call run_ranks\(2, total\)"):
+        run_ranks(total, 2)  # type: ignore[arg-type]
 
 
 @BOTH
@@ -297,6 +299,11 @@ def test_checks_have_names_docstrings_and_cases() -> None:
         assert check.__doc__, name
         assert check.__doc__.strip().splitlines()[0].endswith("."), name
         assert check.cases(3), name
+
+
+def test_suite_without_applicable_check_is_refused() -> None:
+    with pytest.raises(collective.InvalidArgumentError, match="no check applies"):
+        parametrize_with_checks("threads", sizes=(1,), checks=["check_killed_peer"])
 
 
 def test_unknown_check_raises_value_error() -> None:

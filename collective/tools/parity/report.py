@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -117,7 +118,7 @@ class Report:
 
 def _general(text: str) -> str:
     """Return the text of a refusal without the rank in it."""
-    return text.replace(text[text.rfind("[rank") : text.rfind("]") + 1], "").strip()
+    return re.sub(r" ?\[rank [^]]*\]", "", text).strip()
 
 
 def _machine() -> dict[str, Any]:

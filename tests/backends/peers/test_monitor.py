@@ -136,6 +136,11 @@ def test_two_processes_with_same_rank_raise_rendezvous_error(tmp_path):
         assert "two processes say that they are rank 1" in str(error)
 
 
+def test_rank_outside_of_size_raises_rendezvous_error(tmp_path):
+    for error in start([0, 3], 3, tmp_path):
+        assert "says that it is rank 3 of 3. Ranks count from 0 to 2 (RANK)" in str(error)
+
+
 def test_rank_0_after_end_of_roll_call_raises_rendezvous_error(tmp_path, monkeypatch):
     """The hub exists before rank 0 connects, and the other ranks may have ended the roll call."""
 
