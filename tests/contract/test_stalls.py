@@ -40,9 +40,13 @@ def _crosswise_gathers(comm: Communicator) -> str:
     first, second = comm.dup(), comm.dup()
     order = (first, second) if comm.rank < comm.size - 1 else (second, first)
     with pytest.raises(MismatchError) as caught:
-        for duplicate in order:
-            duplicate.all_gather(np.ones(3))
+        _all_gather(order)
     return str(caught.value)
+
+
+def _all_gather(order: Sequence[Communicator]) -> None:
+    for comm in order:
+        comm.all_gather(np.ones(3))
 
 
 def _all_reduce(order: Sequence[Communicator]) -> None:
