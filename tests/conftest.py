@@ -61,7 +61,7 @@ preload(["tests.support.preloaded"])
 QUICK = """
     adapters/chainer/functional adapters/chainer/optimizer
     adapters/cupy/arrays adapters/torch/ddp adapters/torch/functional
-    algorithms/arithmetic algorithms/costs algorithms/moves
+    algorithms/arithmetic algorithms/conformance algorithms/costs algorithms/moves
     backends/shm/conformance backends/shm/ring backends/shm/transport backends/conformance
     communicator/heads communicator/objects communicator/rows
     contract/recorder contract/registry contract/work memory/arrays
@@ -78,7 +78,7 @@ _NOT_QUICK = re.compile(r"gloo|mpich|openmpi|hierarchical|_of_8|\b(threads|shm|l
 # file runs alone at the end. The summary reports a slow file that is missing here.
 SLOW = """
     system/benchmarks backends/shm/conformance backends/mpi/conformance
-    backends/conformance
+    backends/conformance algorithms/conformance
     backends/hierarchical/transport docs/pages backends/message_waits
     backends/mpi/failures adapters/chainer/chainermn/launch
     training/splits/cuts backends/nccl/conformance

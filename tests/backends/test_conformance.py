@@ -1,4 +1,4 @@
-"""The public conformance suite on the transports threads and loopback."""
+"""The public conformance suite on the transport threads."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 from collective.testing import parametrize_with_checks
 from tests.support.conformance_parts import BY_SIZE, SHRINKING
-from tests.support.loopback import Loopback, Rendezvous
 
 # A single rank sends nothing, so one transport is enough for that case. Eight ranks are more than
 # there are cores; algorithms/test_moves.py tests the default algorithms with so many ranks.
@@ -27,14 +26,4 @@ def test_threads_of_8_pass_suite(check: Check) -> None:
 
 @parametrize_with_checks("threads", sizes=(4,), checks=SHRINKING)
 def test_threads_of_4_pass_suite(check: Check) -> None:
-    check()
-
-
-@parametrize_with_checks(Loopback, sizes=SIZES)
-def test_loopback_passes_suite(check: Check) -> None:
-    check()
-
-
-@parametrize_with_checks(Rendezvous, sizes=(3,), checks=BY_SIZE)
-def test_rendezvous_sends_pass_suite(check: Check) -> None:
     check()
