@@ -23,12 +23,14 @@ from collective.contract.failure import Failure
 from collective.contract.waits import (
     CLOSED,
     DROPPED,
+    NO_CALL,
     Caller,
     MessageCall,
     Waiting,
     caller,
     departed,
     explain,
+    last_done,
 )
 from collective.errors import PeerLostError, RendezvousError
 from collective.memory.buffer import Buffer
@@ -324,12 +326,12 @@ class ThreadsBackend(OneSided):
             rank: [Waiting.of(call, who, awaited()) for call, who, awaited in running]
             for rank, running in enumerate(hub.waits)
         }
-        last = [f"rank {rank} last did {call or 'nothing'}" for rank, call in enumerate(hub.last)]
+        last = [last_done(rank, str(call or NO_CALL)) for rank, call in enumerate(hub.last)]
         return explain(self.rank, absent, waits, last.__getitem__)
 
     def _left(self, ranks: Sequence[int], call: object) -> str:
         hub = self._hub
-        return departed({r: (hub.gone[r], str(hub.last[r] or "none")) for r in ranks}, call)
+        return departed({r: (hub.gone[r], str(hub.last[r] or NO_CALL)) for r in ranks}, call)
 
     def refuse_broken(self, where: object) -> None:
         failure = self._hub.failure

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from collective.contract.recorder import Entry, Recorder
-from collective.contract.waits import Waiting, from_wire, needed, to_wire
+from collective.contract.waits import NO_CALL, Waiting, from_wire, last_done, needed, to_wire
 from collective.request import Request, describe, differing
 
 from .link import Message
@@ -138,7 +138,7 @@ def waits_of(reports: Mapping[int, Message | None]) -> dict[int, list[Waiting]]:
 def last_call_of(recorder: Recorder | None) -> str:
     """Return the last collective call of this rank, as text."""
     entries = [] if recorder is None else recorder.entries(1)
-    return str(entries[-1].request)[:_CALL] if entries else "no collective call"
+    return str(entries[-1].request)[:_CALL] if entries else NO_CALL
 
 
 def last_call(rank: int, reports: Mapping[int, Message | None]) -> str:
@@ -154,7 +154,7 @@ def last_call(rank: int, reports: Mapping[int, Message | None]) -> str:
     if report is None:
         return f"rank {rank} does not answer"
     if not report["entries"]:
-        return f"rank {rank} has made no collective call"
+        return last_done(rank, NO_CALL)
     sequence, _, _, header = report["entries"][-1]
     site = f" at {header['site']}" if header["site"] else ""
     state = "last did" if report["finished"] >= sequence else "is in"

@@ -17,11 +17,13 @@ from collective.contract.stalls import look
 from collective.contract.waits import (
     CLOSED,
     DROPPED,
+    NO_CALL,
     Waiting,
     caller,
     departed,
     explain,
     from_wire,
+    last_done,
     publish_after,
     to_wire,
 )
@@ -494,7 +496,7 @@ class Control:
         waits = {rank: from_wire(wire) for rank, wire in self._board.read().items()}
         waits[self.rank] = [Waiting.of(what, caller(), awaited)]
         missing, remedy = explain(
-            self.rank, awaited, waits, lambda rank: f"rank {rank} last did {self.last_call(rank)}"
+            self.rank, awaited, waits, lambda rank: last_done(rank, self.last_call(rank))
         )
         failure = Failure.timed_out(self.rank, deadline.seconds, missing, awaited, remedy)
         raise self.broken_by(failure, what)
@@ -526,7 +528,7 @@ class Control:
         """Return the last collective call of ``rank``, as text."""
         number = self.words[(1 + rank) * LINE + _NOTED]
         if not number:
-            return "no collective call"
+            return NO_CALL
         at = self.layout.calls[rank] + number % CALLS * CALL_BYTES
         return self.segment.map[at : at + CALL_BYTES].rstrip(b"\0").decode(errors="replace")
 

@@ -20,10 +20,13 @@ from .backend import ANY_SOURCE
 from .failure import LONGER
 
 __all__ = [
-    "CLOSED", "DROPPED", "Caller", "MessageCall", "Waiting", "Waits", "caller", "circle",
-    "departed", "explain", "from_wire", "needed", "printable", "publish_after", "to_wire",
+    "CLOSED", "DROPPED", "NO_CALL", "Caller", "MessageCall", "Waiting", "Waits", "caller",
+    "circle", "departed", "explain", "from_wire", "last_done", "needed", "printable",
+    "publish_after", "to_wire",
 ]  # fmt: skip
 
+#: The last call of a rank that has made none, for error texts.
+NO_CALL = "no collective call"
 #: How a rank has left, for error texts.
 CLOSED = "has closed its communicator"
 DROPPED = "has dropped its communicator without closing it"
@@ -291,6 +294,11 @@ def _followed(rank: int, waits: Waits) -> Iterator[tuple[int, Waiting]]:
 
 
 # -- texts -------------------------------------------------------------------------------------
+
+
+def last_done(rank: int, call: str) -> str:
+    """Return what ``rank`` did last: ``call``, or :data:`NO_CALL`."""
+    return f"rank {rank} {'has made' if call == NO_CALL else 'last did'} {call}"
 
 
 def explain(

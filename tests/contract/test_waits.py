@@ -12,6 +12,7 @@ from collective.contract.failure import LONGER, Failure
 from collective.contract.waits import (
     CLOSED,
     DROPPED,
+    NO_CALL,
     MessageCall,
     Waiting,
     caller,
@@ -19,6 +20,7 @@ from collective.contract.waits import (
     departed,
     explain,
     from_wire,
+    last_done,
     to_wire,
 )
 from collective.errors import CollectiveTimeoutError, CommunicatorAbortedError
@@ -46,7 +48,7 @@ def collective(*ranks: int, call: str = "barrier()") -> Waiting:
 
 
 def last(rank: int) -> str:
-    return f"rank {rank} last did nothing"
+    return last_done(rank, NO_CALL)
 
 
 # -- circles -----------------------------------------------------------------------------------
@@ -148,7 +150,7 @@ def test_chain_of_waits_is_followed_to_its_end() -> None:
     waits = {0: [recv(1)], 1: [recv(2)], 2: [send(3, tag=5)]}
     assert explain(0, [1], waits, last)[0] == (
         "rank 1: rank 1 is in recv from rank 2 at x.py:4 in main; "
-        "rank 2 is in send(tag=5) to rank 3 at x.py:4 in main; rank 3 last did nothing"
+        "rank 2 is in send(tag=5) to rank 3 at x.py:4 in main; rank 3 has made no collective call"
     )
 
 
@@ -174,7 +176,7 @@ def test_call_in_the_background_is_described_as_such() -> None:
 
 
 def test_late_rank_hears_who_timed_out() -> None:
-    failure = Failure.timed_out(0, 3.0, "rank 1: rank 1 last did nothing", [1])
+    failure = Failure.timed_out(0, 3.0, "rank 1: rank 1 has made no collective call", [1])
     waited = failure.error("recv(tag=0)", 0)
     assert isinstance(waited, CollectiveTimeoutError)
     assert str(waited).startswith("recv(tag=0): timed out: waited 3 s for rank 1: ")

@@ -110,7 +110,7 @@ def test_damaged_description_of_a_wait_leaves_the_timeout_as_it_is(
     at = control.layout.waits[1]
     control.segment.map[at : at + len(wait)] = wait
     with pytest.raises(
-        CollectiveTimeoutError, match="for rank 1: rank 1 last did no collective call"
+        CollectiveTimeoutError, match="for rank 1: rank 1 has made no collective call"
     ):
         control._late([1], MessageCall("recv", 0, None, 1), Deadline(0.0))
 
