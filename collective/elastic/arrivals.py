@@ -136,11 +136,11 @@ class Arrivals:
                 claimed.append(Joining(number, str(request["host"]), str(request["process"])))
         return claimed
 
-    def admitted(self) -> set[int]:
-        """Return the process ids of all processes whose answer names a decision."""
+    def admitted(self) -> set[RankProcess]:
+        """Return all processes whose answer names a decision."""
         named = [ticket for _, ticket, answer in self._tickets() if "decision" in answer]
         processes = [RankProcess.parse(ticket.get("process")) for ticket in named]
-        return {process.pid for process in processes if process is not None}
+        return {process for process in processes if process is not None}
 
 
 class Knock:

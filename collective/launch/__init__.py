@@ -13,31 +13,26 @@ import contextlib
 import os
 import secrets
 import shlex
-import signal
 import sys
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
+from collective.contract.process import RankProcess
 from collective.contract.secret import parse
 from collective.elastic.arrivals import Arrivals
-from collective.platform import adopt_orphans, held_port, usable_cores
+from collective.platform import held_port
 from collective.start.resolver import in_directory
 from collective.start.rundir import join, leave
 
 from .attempts import run_attempts
 from .mpi import MpiSupervisor
 from .mpiexec import Mpiexec
-from .processes import end_children
 from .supervisor import Replacing, Supervisor
+from .variables import cores_for_each, rank_variables, restart_with, shared_variables
+from .watching import watch_over
 
 __all__ = ["cores_for_each", "launch", "restart_with"]
-
-# Signals that the launcher passes on to the ranks. A signal that is ignored, such as SIGHUP under
-# nohup, stays ignored.
-_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-_PAUSING = (signal.SIGTSTP, signal.SIGCONT)
 
 
 def launch(
@@ -100,11 +95,11 @@ def launch(
         # The port is held to the end of the attempt. A process that replaces rank 0 serves there
         # again.
         with held_port() as port:
-            shared = {**os.environ, **_shared_variables(size, directory, port), **settings}
+            shared = shared_variables(size, str(directory), "127.0.0.1", port, number)
+            shared = {**os.environ, **shared, **settings}
             if replace:
                 shared["COLLECTIVE_GROW"] = "on"
-            count = {"COLLECTIVE_RESTART": str(number), "TORCHELASTIC_RESTART_COUNT": str(number)}
-            environments = [{**shared, **count, **_rank_variables(rank)} for rank in range(size)]
+            environments = [{**shared, **rank_variables(rank, rank, size)} for rank in range(size)]
             if start:
                 yield MpiSupervisor(
                     control, start, command, environments, directory, spare, verbose
@@ -114,7 +109,7 @@ def launch(
             yield Supervisor(control, command, environments, spare, replacing, verbose)
 
     try:
-        return _watch_over(
+        return watch_over(
             partial(run_attempts, attempt, size, max_restarts), partial(leave, store, hold)
         )
     finally:
@@ -125,145 +120,7 @@ def _replacing(environments: Sequence[Mapping[str, str]], directory: Path) -> Re
     """Return the rule by which lost ranks of an attempt are replaced."""
     secret = parse(environments[0]["COLLECTIVE_SECRET"])
 
-    def admitted() -> set[int]:
+    def admitted() -> set[RankProcess]:
         return Arrivals(in_directory(directory, secret), "").admitted()
 
     return Replacing(lambda rank: {**environments[rank], "COLLECTIVE_JOIN": "late"}, admitted)
-
-
-def _watch_over(supervise: Callable[[int], int], clean_up: Callable[[], None]) -> int:
-    """Run ``supervise`` in a child of this process and return its exit code."""
-    adopt_orphans()
-    control, handle = os.pipe()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    signals = [s for s in _ENDING if signal.getsignal(s) is not signal.SIG_IGN]
-    signals += _PAUSING
-    # Block the signals until both processes have installed their handlers.
-    signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-    with warnings.catch_warnings():
-        # Python warns about a fork with threads. NumPy's threads are idle, and the child does not
-        # call NumPy, so the fork is safe.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        supervisor = os.fork()
-    if supervisor == 0:
-        os.close(handle)
-        _be_supervisor(partial(supervise, control), clean_up, signals)
-    os.close(control)
-
-    def pass_on(number: int, _: object) -> None:
-        with contextlib.suppress(OSError):  # the supervisor has ended, so waitpid() returns soon
-            os.write(handle, bytes([number]))
-        if number == signal.SIGTSTP:
-            os.kill(os.getpid(), signal.SIGSTOP)
-
-    before = {number: signal.signal(number, pass_on) for number in signals}
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
-    _, status = os.waitpid(supervisor, 0)
-    end_children(0.0)
-    for number, handler in before.items():
-        signal.signal(number, handler)
-    os.close(handle)
-    code = os.waitstatus_to_exitcode(status)
-    if code < 0:
-        print(f"collective run: the supervisor was killed by signal {-code}", file=sys.stderr)
-        return 128 - code
-    return code
-
-
-def _be_supervisor(
-    supervise: Callable[[], int], clean_up: Callable[[], None], signals: Sequence[int]
-) -> None:
-    """Run the supervisor in the forked child and exit; never return into the launcher's code."""
-    code = 1
-    try:
-        os.setsid()  # signals to the launcher's process group or terminal do not arrive here
-        for number in signals:
-            signal.signal(number, signal.SIG_DFL)  # drop the handlers inherited from the launcher
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
-        code = supervise()
-        clean_up()  # the launcher also cleans up, unless it was killed
-    except OSError as error:
-        print(f"collective run: the ranks could not be started: {error}", file=sys.stderr)
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
-    finally:
-        sys.stderr.flush()
-        os._exit(code)
-
-
-def _shared_variables(size: int, store: Path, port: int) -> dict[str, str]:
-    variables = {
-        "COLLECTIVE_SIZE": str(size),
-        "COLLECTIVE_LOCAL_SIZE": str(size),
-        "COLLECTIVE_STORE": str(store),
-        # A new secret for each launch. It replaces a secret in the launcher's environment. Other
-        # processes of this user can read it in /proc, but it is never on a command line.
-        "COLLECTIVE_SECRET": secrets.token_hex(32),
-        # Variables for programs written for torch.distributed.
-        "WORLD_SIZE": str(size),
-        "LOCAL_WORLD_SIZE": str(size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "PYTHONPATH": _python_path(),
-    }
-    variables["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", str(cores_for_each(size)))
-    return {**variables, **_terminal_variables(size)}
-
-
-def _rank_variables(rank: int) -> dict[str, str]:
-    variables = {
-        "COLLECTIVE_RANK": str(rank),
-        "COLLECTIVE_LOCAL_RANK": str(rank),
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-    }
-    if os.isatty(1):
-        # Only rank 0 may draw moving progress bars: several ranks would fight for the last line.
-        variables["TTY_INTERACTIVE"] = "1" if rank == 0 else "0"
-    return variables
-
-
-def _terminal_variables(size: int) -> dict[str, str]:
-    """Return variables that describe the launcher's terminal to the ranks, which write to pipes.
-
-    TTY_COMPATIBLE and TTY_INTERACTIVE are for rich; many programs read COLUMNS.
-    """
-    if not os.isatty(1):
-        return {}
-    width = os.get_terminal_size(1).columns or 80  # some pseudo-terminals report 0
-    prefix = len(f"[{size - 1}] ")
-    return {
-        "COLUMNS": str(max(20, width - prefix)),
-        "TTY_COMPATIBLE": os.environ.get("TTY_COMPATIBLE", "1"),
-    }
-
-
-def _python_path() -> str:
-    """Return a PYTHONPATH with which the ranks import the package that is running now."""
-    before = os.environ.get("PYTHONPATH", "")
-    home = str(Path(__file__).resolve().parent.parent.parent)
-    # Last, so that other folders of a source tree (tests, docs) do not hide the user's modules.
-    paths = [path for path in before.split(os.pathsep) if path]
-    installed = Path(home).name in ("site-packages", "dist-packages")
-    return before if installed or home in paths else os.pathsep.join([*paths, home])
-
-
-def restart_with(**variables: str) -> None:
-    """Run this program again with environment variables that libraries read once, if any is new.
-
-    This is for programs that have already imported such a library. If the program runs again, the
-    function does not return.
-    """
-    new = {name: value for name, value in variables.items() if name not in os.environ}
-    if new:
-        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, **new})
-
-
-def cores_for_each(size: int) -> int:
-    """Return how many threads each of ``size`` ranks should compute with.
-
-    Ranks that each start one thread for every core slow each other down by far. torchrun sets 1,
-    which leaves cores idle if there are fewer ranks than cores.
-    """
-    return max(1, usable_cores() // size)

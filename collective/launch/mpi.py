@@ -21,7 +21,8 @@ from collective.deadline import Deadline
 from collective.platform import descriptor_path, die_with_parent
 
 from .processes import mpi_segments, remove_segments
-from .supervisor import Rank, Supervisor
+from .rank import LocalRank
+from .supervisor import Supervisor
 
 __all__ = ["MpiSupervisor"]
 
@@ -35,7 +36,7 @@ _PATIENCE_S = 10.0
 _STARTER = Path(__file__).with_name("mpi_rank.py")
 
 
-class _Remote(Rank):
+class _Remote(LocalRank):
     """Rank whose helper process mpiexec has started."""
 
     def __init__(
@@ -67,7 +68,7 @@ class _Remote(Rank):
             os.write(self.orders, bytes([byte]))
 
 
-class _MpiexecProcess(Rank):
+class _MpiexecProcess(LocalRank):
     """mpiexec itself, which ends with its ranks; only SIGKILL is sent to it."""
 
     def send(self, number: int, *, group: bool) -> None:
@@ -144,9 +145,12 @@ class MpiSupervisor(Supervisor):
         for number, (out, error, orders, end) in enumerate(pipes):
             rank = _Remote(number, process, orders, end, self._directory)
             self._remotes.append(rank)
-            self._attend(rank, out, error)
+            self._attend(rank)
+            for pipe, stream in zip((out, error), rank.streams, strict=True):
+                self._read_from(pipe, rank, stream)
             self._watch(end, partial(self._learn, rank))
         self._ranks.append(_MpiexecProcess(-1, process))
+        self._mpiexec = process
         assert process.stdout is not None
         self._open.callback(process.stdout.close)
         os.set_blocking(process.stdout.fileno(), False)
@@ -216,7 +220,7 @@ class MpiSupervisor(Supervisor):
             self._schedule = [(Deadline(_PATIENCE_S), signal.SIGKILL)]
 
     def _reaped(self, pid: int, code: int) -> None:
-        process = self._ranks[-1].process
+        process = self._mpiexec
         if pid != process.pid:
             return
         process.returncode = code

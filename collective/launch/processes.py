@@ -7,17 +7,33 @@ a killed rank are not found.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from collective.deadline import Deadline
-from collective.platform import SHARED_MEMORY, mapped_files, process_ids, process_status
+from collective.platform import (
+    SHARED_MEMORY,
+    ended_child,
+    mapped_files,
+    process_ids,
+    process_status,
+)
 
-__all__ = ["Ending", "end_children", "mpi_segments", "remove_segments"]
+__all__ = [
+    "UNKNOWN",
+    "Activity",
+    "Ending",
+    "activity",
+    "end_children",
+    "ended_children",
+    "mpi_segments",
+    "remove_segments",
+]
 
 # Names of shared memory of MPICH, Intel MPI and Open MPI, at the end of a line of a memory map.
 _NAMES = rb"(?:mpich_shm_|Intel_MPI_|sm_segment\.|vader_segment\.)\S+"
@@ -30,40 +46,7 @@ _LOOK_S = 0.25
 _IDLE = 0.25
 
 
-class Ending:
-    """Assumption that a process is about to end, as after the traceback of its last exception.
-
-    The assumption is refuted if the process waits for something, or uses more processor time than
-    an interpreter needs to end. A process that gets no processor, on a busy machine, does neither.
-
-    Attributes:
-        next_look: when to call :meth:`is_refuted`.
-    """
-
-    def __init__(self, pid: int) -> None:
-        self.next_look = Deadline(_ENDING_S)
-        self._pid = pid
-        self._looked = time.monotonic()
-        self._activity = self._first = _activity(pid)
-        self._was_idle = False
-
-    def is_refuted(self) -> bool:
-        """Return whether the process does not end soon; ask again at :attr:`next_look`."""
-        self.next_look = Deadline(_LOOK_S)
-        before, self._activity = self._activity, _activity(self._pid)
-        since, self._looked = self._looked, time.monotonic()
-        if before is None or self._first is None or self._activity is None:
-            # The process has ended, unless the system does not tell.
-            return self._pid == 0 or not process_ids()
-        share = (self._activity.cpu_s - before.cpu_s) / (self._looked - since)
-        is_idle = share < _IDLE and not self._activity.runs
-        # One look may hit the moment in which an ending process waits for one of its threads.
-        was_idle, self._was_idle = self._was_idle, is_idle
-        used = self._activity.cpu_s - self._first.cpu_s
-        return (is_idle and was_idle) or used > _ENDING_CPU_S
-
-
-class _Activity(NamedTuple):
+class Activity(NamedTuple):
     """Activity of a process so far.
 
     Attributes:
@@ -75,13 +58,77 @@ class _Activity(NamedTuple):
     runs: bool
 
 
-def _activity(pid: int) -> _Activity | None:
-    """Return the activity of a process, or None if it has ended or cannot be seen."""
+#: Activity of a process of which the system tells nothing.
+UNKNOWN = Activity(math.nan, False)
+
+
+def activity(pid: int) -> Activity | None:
+    """Return the activity of a process, or None if it has ended."""
     try:
         status = process_status(pid)
     except OSError:
-        return None
-    return None if status is None else _Activity(status.cpu_s, status.state in "RDZ")
+        return UNKNOWN
+    if status is None:
+        return None if pid and process_ids() else UNKNOWN
+    return Activity(status.cpu_s, status.state in "RDZ")
+
+
+class Ending:
+    """Assumption that a process is about to end, as after the traceback of its last exception.
+
+    The assumption is refuted if the process waits for something, or uses more processor time than
+    an interpreter needs to end. A process that gets no processor, on a busy machine, does neither.
+
+    Args:
+        look: function that returns the activity of the process; None if the process has ended.
+
+    Attributes:
+        next_look: when to call :meth:`is_refuted`.
+    """
+
+    def __init__(self, look: Callable[[], Activity | None]) -> None:
+        self.next_look = Deadline(_ENDING_S)
+        self._look = look
+        self._looked = time.monotonic()
+        self._activity = self._first = look()
+        self._was_idle = False
+
+    def is_refuted(self) -> bool:
+        """Return whether the process does not end soon; ask again at :attr:`next_look`."""
+        self.next_look = Deadline(_LOOK_S)
+        before, self._activity = self._activity, self._look()
+        since, self._looked = self._looked, time.monotonic()
+        if before is None or self._first is None or self._activity is None:
+            return False  # the process has ended
+        if UNKNOWN in (before, self._first, self._activity):
+            return True
+        share = (self._activity.cpu_s - before.cpu_s) / (self._looked - since)
+        is_idle = share < _IDLE and not self._activity.runs
+        # One look may hit the moment in which an ending process waits for one of its threads.
+        was_idle, self._was_idle = self._was_idle, is_idle
+        used = self._activity.cpu_s - self._first.cpu_s
+        return (is_idle and was_idle) or used > _ENDING_CPU_S
+
+
+def ended_children(look: Callable[[int, int], None] | None = None) -> Iterator[tuple[int, int]]:
+    """Reap the children that have ended, and yield the id and the code of each.
+
+    Args:
+        look: function of a child's id and status, called before the child is reaped, when no other
+            process or group can have its id.
+    """
+    while True:
+        which = -1
+        try:
+            if look is not None and (ended := ended_child()):
+                which = ended[0]
+                look(*ended)
+            pid, status = os.waitpid(which, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if pid == 0:
+            return
+        yield pid, os.waitstatus_to_exitcode(status)
 
 
 def end_children(patience: float) -> None:

@@ -18,16 +18,18 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
 from typing import NamedTuple
 
+from collective.contract.process import RankProcess
 from collective.deadline import Deadline
-from collective.platform import adopt_orphans, die_with_parent, ended_child
+from collective.platform import adopt_orphans
 
 from .interrupt import sift, summary
-from .processes import Ending, end_children
+from .processes import Ending, end_children, ended_children
+from .rank import LocalRank, Rank, start_process
 from .screen import RankOutput, Screen
 from .tracebacks import split_traceback
 from .verdict import FailedRank, exit_code, first_in_cause, loss, losses, report, shortfall
 
-__all__ = ["Rank", "Replacing", "Supervisor"]
+__all__ = ["PIPE_READS", "Replacing", "Supervisor"]
 
 # After the first failure, the other ranks have some time to notice and report it. Together with
 # the time of end_children, it stays below the promised two seconds.
@@ -40,49 +42,11 @@ _AFTER_SIGNAL = ((2.0, signal.SIGTERM), (2.5, signal.SIGKILL))
 _QUICK_S = 10.0
 # Unfinished lines (prompts, bars) appear on a terminal once the rank pauses for this long.
 _PAUSE_S = 0.05
-# A pipe holds 1 MiB at most, and each read takes 64 KiB.
-_PIPE_READS = 16
+#: A pipe holds 1 MiB at most, and each read takes 64 KiB.
+PIPE_READS = 16
 # Number of bytes of standard error to keep. This is longer than a traceback, including tracebacks
 # of peers that it may contain.
 _TAIL = 256 * 1024
-
-
-class Rank:
-    """State of a rank in the supervisor.
-
-    Attributes:
-        number: number of the rank.
-        joins: whether the rank was started in place of a lost rank.
-        began: when the rank was started, on the clock of ``time.monotonic()``.
-        process: process of the rank itself. Under mpiexec, the process of mpiexec.
-        code: exit code in the form of ``subprocess``. None while the rank runs.
-        streams: standard output and standard error.
-    """
-
-    def __init__(self, number: int, process: subprocess.Popen[bytes], joins: bool = False) -> None:
-        self.number = number
-        self.joins = joins
-        self.began = time.monotonic()
-        self.process = process
-        self.code: int | None = None
-        self.streams: list[RankOutput] = []
-
-    @property
-    def pid(self) -> int:
-        """Process id of the rank itself; 0 if it is unknown."""
-        return self.process.pid
-
-    @property
-    def runs(self) -> bool:
-        """Whether the rank has not ended."""
-        return self.code is None
-
-    def send(self, number: int, *, group: bool) -> None:
-        """Send a signal to the rank; with ``group``, also to the processes that it started."""
-        # A running rank is not reaped yet, so no other process or group can have its id.
-        if self.runs:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                (os.killpg if group else os.kill)(self.process.pid, number)
 
 
 class Replacing(NamedTuple):
@@ -90,11 +54,11 @@ class Replacing(NamedTuple):
 
     Attributes:
         environment: function that returns the environment for the replacement of a rank.
-        admitted: function that returns the ids of the processes that the ranks have admitted.
+        admitted: function that returns the processes that the ranks have admitted.
     """
 
     environment: Callable[[int], Mapping[str, str]]
-    admitted: Callable[[], Set[int]]
+    admitted: Callable[[], Set[RankProcess]]
 
     def fits(self, rank: Rank) -> bool:
         """Return whether to replace a lost rank: not if it was a replacement that failed soon."""
@@ -134,6 +98,8 @@ class Supervisor:
         self._ranks: list[Rank] = []
         # Pipes still open at the other end.
         self._pipes: dict[int, tuple[Rank, RankOutput]] = {}
+        # Descriptors from which output of ranks comes, each with the function that reads it.
+        self._sources: dict[int, Callable[[], object]] = {}
         self._failed: list[Rank] = []
         # While the run is ending, the schedule has the signals still to send, with their times.
         # The attribute _signal is the signal that ended the run, if any. The attribute _signalled
@@ -169,7 +135,7 @@ class Supervisor:
         joined = [rank for rank in self._ranks if rank.joins and rank not in self._failed]
         if joined and self._replacing is not None:
             admitted = self._replacing.admitted()
-            joined = [rank for rank in joined if rank.process.pid in admitted]
+            joined = [rank for rank in joined if rank.is_among(admitted)]
         return len(self._environments) - lost + len(joined)
 
     def run(self) -> int:
@@ -215,14 +181,15 @@ class Supervisor:
             self._selector.register(screen.descriptor, selectors.EVENT_WRITE, screen.flush)
         # Back-pressure: while a screen's backlog is full, do not read from the ranks. Their pipes
         # fill up, so a slow reader slows the ranks down.
-        held = list(self._pipes) if any(screen.full for screen in screens) else []
-        for pipe in held:
-            self._selector.unregister(pipe)
+        full = any(screen.full for screen in screens) and not self._hurried
+        held = list(self._sources.items()) if full else []
+        for source, _ in held:
+            self._selector.unregister(source)
         events = self._selector.select(self._time_left())
         for screen in writing:
             self._selector.unregister(screen.descriptor)
-        for pipe in held:
-            self._watch(pipe, partial(self._relay, pipe))
+        for source, read in held:
+            self._watch(source, read)
         for key, _ in events:
             key.data()
         if self._out.broken and not self._stopping:
@@ -265,35 +232,39 @@ class Supervisor:
     ) -> None:
         # Ranks cannot read a terminal from another session. Other standard input goes to rank 0.
         to_rank_0 = number == 0 and not joins and not os.isatty(0)
-        process = subprocess.Popen(
-            self._command,
-            env=environment,
-            stdin=None if to_rank_0 else subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            bufsize=0,
-            # Each rank has its own process group, so that the processes that it started can be
-            # ended with it. And Ctrl-C in a terminal only reaches the launcher, which passes it on.
-            start_new_session=True,
-            preexec_fn=die_with_parent(),  # safe: this process has one thread
-        )
+        stdin = None if to_rank_0 else subprocess.DEVNULL
+        process = start_process(self._command, environment, stdin)
         assert process.stdout is not None
         assert process.stderr is not None
         self._open.callback(process.stdout.close)
         self._open.callback(process.stderr.close)
-        rank = Rank(number, process, joins)
-        self._attend(rank, process.stdout.fileno(), process.stderr.fileno())
+        rank = LocalRank(number, process, joins)
+        self._attend(rank)
+        for pipe, stream in zip((process.stdout, process.stderr), rank.streams, strict=True):
+            self._read_from(pipe.fileno(), rank, stream)
 
-    def _attend(self, rank: Rank, out: int, error: int) -> None:
-        """Add ``rank`` to the ranks, and relay what it writes to the two pipes."""
+    def _attend(self, rank: Rank) -> None:
+        """Add ``rank`` to the ranks, with a stream for each of its two outputs."""
         self._ranks.append(rank)
-        for pipe, screen, keep in ((out, self._out, 0), (error, self._error, _TAIL)):
-            os.set_blocking(pipe, False)
-            holds = pipe == error and not self._verbose
-            stream = RankOutput(rank.number, screen, keep, holds_tracebacks=holds)
-            rank.streams.append(stream)
-            self._pipes[pipe] = rank, stream
-            self._watch(pipe, partial(self._relay, pipe))
+        rank.streams = [
+            RankOutput(rank.number, self._out, 0),
+            RankOutput(rank.number, self._error, _TAIL, holds_tracebacks=not self._verbose),
+        ]
+
+    def _read_from(self, pipe: int, rank: Rank, stream: RankOutput) -> None:
+        """Relay what ``rank`` writes to a pipe to one of its streams."""
+        os.set_blocking(pipe, False)
+        self._pipes[pipe] = rank, stream
+        self._add_source(pipe, partial(self._relay, pipe))
+
+    def _add_source(self, descriptor: int, read: Callable[[], object]) -> None:
+        """Call ``read`` when output of ranks has come, unless the screen takes no more."""
+        self._sources[descriptor] = read
+        self._watch(descriptor, read)
+
+    def _remove_source(self, descriptor: int) -> None:
+        del self._sources[descriptor]
+        self._selector.unregister(descriptor)
 
     def _relay(self, pipe: int) -> bool:
         """Pass on output of a rank; return whether there may be more to read at once."""
@@ -305,17 +276,21 @@ class Supervisor:
             return False
         rank, stream = self._pipes[pipe]
         if not data:
-            self._selector.unregister(pipe)
+            self._remove_source(pipe)
             del self._pipes[pipe]
             stream.finish()
             return False
+        self._show(rank, stream, data)
+        return True
+
+    def _show(self, rank: Rank, stream: RankOutput, data: bytes) -> None:
+        """Show output of a rank, or hold it back if a traceback may be the rank's last."""
         error = rank.streams[1]
         if stream is not error and error.in_traceback and not self._stopping:
             self._show_traceback(rank)  # the rank goes on
         stream.feed(data)
         if error.in_traceback and rank not in self._endings:
-            self._endings[rank] = Ending(rank.pid)
-        return True
+            self._endings[rank] = Ending(rank.activity)
 
     def _show_traceback(self, rank: Rank) -> None:
         """Show a traceback that was held back in the belief that the rank is about to end."""
@@ -326,30 +301,20 @@ class Supervisor:
         with contextlib.suppress(BlockingIOError):
             while os.read(wake, 4096):
                 pass
-        while True:
-            which = -1
-            try:
-                # The run may continue for long, so end all processes of a lost rank now.
-                if self._spare and (ended := ended_child()):
-                    which = ended[0]
-                    self._end_group(*ended)
-                pid, status = os.waitpid(which, os.WNOHANG)
-            except ChildProcessError:
-                return
-            if pid == 0:
-                return
-            self._reaped(pid, os.waitstatus_to_exitcode(status))
+        # The run may continue for long, so end all processes of a lost rank now.
+        for pid, code in ended_children(self._end_group if self._spare else None):
+            self._reaped(pid, code)
 
     def _end_group(self, pid: int, status: int) -> None:
         """End the process group of a failed rank before the rank is reaped and its id reused."""
         for rank in self._ranks:
-            if rank.process.pid == pid and status:
+            if isinstance(rank, LocalRank) and rank.process.pid == pid and status:
                 rank.send(signal.SIGKILL, group=True)
 
     def _reaped(self, pid: int, code: int) -> None:
         """Handle the end of a child: a rank, or an orphan that this process has adopted."""
         for rank in self._ranks:
-            if rank.process.pid == pid:
+            if isinstance(rank, LocalRank) and rank.process.pid == pid:
                 rank.process.returncode = code
                 self._ended(rank, code)
 
@@ -365,9 +330,9 @@ class Supervisor:
         left = self._left()
         if left >= self._least:
             self._finish_output(rank)
-            replaced = self._replacing is not None and self._replacing.fits(rank)
+            replaced = self._replacing is not None and self._replaces(self._replacing, rank)
             size = len(self._environments)
-            text = loss(rank.number, code, left, size, self._least, replaced)
+            text = loss(_failure(rank), left, size, self._least, replaced)
             self._error.fresh_line()
             self._error.write(text.encode())
             if self._replacing is not None and replaced:
@@ -376,12 +341,16 @@ class Supervisor:
         self._stopping = True
         self._schedule = [(Deadline(after), number) for after, number in _AFTER_FAILURE]
 
+    def _replaces(self, replacing: Replacing, rank: Rank) -> bool:
+        """Return whether a new process takes the place of a lost rank."""
+        return replacing.fits(rank)
+
     def _finish_output(self, rank: Rank) -> None:
         """Show what a rank has written to standard error before it ended."""
         error = rank.streams[1]
         for pipe in [pipe for pipe, (_, stream) in self._pipes.items() if stream is error]:
             # Processes that the rank started may still write, so read no more than a pipe holds.
-            for _ in range(_PIPE_READS):
+            for _ in range(PIPE_READS):
                 if not self._relay(pipe):
                     break
         self._show_traceback(rank)
@@ -429,7 +398,7 @@ class Supervisor:
     def _conclude(self) -> int:
         code = 0 if self._signal is None else 128 + self._signal
         patience = _ORPHANS_AFTER_FAILURE_S if self._stopping else _ORPHANS_AFTER_SUCCESS_S
-        end_children(0.0 if self._hurried else patience)
+        self._end_processes(0.0 if self._hurried else patience)
         self._drain()
         interrupted = self._explain_interrupt() if self._signal == signal.SIGINT else ""
         failures = [_failure(rank) for rank in self._failed]
@@ -457,6 +426,10 @@ class Supervisor:
         self._error.flush()
         return code
 
+    def _end_processes(self, patience: float) -> None:
+        """End all processes that the ranks have left; ``patience`` as for end_children()."""
+        end_children(patience)
+
     def _take_tracebacks(self, besides: Rank) -> list[FailedRank]:
         """Return the failures whose tracebacks are held back, in the order of the ranks.
 
@@ -469,7 +442,7 @@ class Supervisor:
                 if rank.code:
                     before, traceback = split_traceback(stream.held)
                     if traceback and rank is not besides:
-                        taken.append(FailedRank(rank.number, rank.code, traceback))
+                        taken.append(FailedRank(rank.number, rank.code, traceback, rank.fate))
                     stream.release(before)
                 else:
                     stream.release()
@@ -506,4 +479,4 @@ class Supervisor:
 
 
 def _failure(rank: Rank) -> FailedRank:
-    return FailedRank(rank.number, rank.code or 0, rank.streams[1].tail)
+    return FailedRank(rank.number, rank.code or 0, rank.streams[1].tail, rank.fate)

@@ -156,7 +156,7 @@ class _Program:
             self.failed.set()
         elif code:
             left = self.size - len(self.failures)
-            report = loss(rank, code, left, self.size, self.size - self.spare)
+            report = loss(FailedRank(rank, code, None), left, self.size, self.size - self.spare)
             print(report, end="", file=sys.__stderr__, flush=True)
 
 

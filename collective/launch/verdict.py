@@ -41,11 +41,13 @@ class FailedRank:
         code: in the form of ``subprocess``: the exit code, or minus the signal's number.
         stderr: the end of the rank's standard error, at least from its last traceback on. None
             if nobody collects it.
+        fate: how the rank ended, in words, if the code does not tell.
     """
 
     rank: int
     code: int
     stderr: bytes | None
+    fate: str = ""
 
 
 def first_in_cause(failures: Sequence[FailedRank]) -> FailedRank:
@@ -81,26 +83,25 @@ def report(first: FailedRank, others: Sequence[FailedRank] = (), *, verbose: boo
         if len(others) not in group:
             blocks.append(words[group[0]].block(head, ranks))
         elif len(set(ranks)) == 1:
-            last = f"{head} first ({_how(first.code)})"
+            last = f"{head} first ({_how(first)})"
         else:
-            last = f"{head}, rank {first.rank} first ({_how(first.code)})"
+            last = f"{head}, rank {first.rank} first ({_how(first)})"
     return "".join([*blocks, words[-1].block(last, [first.rank])])
 
 
-def loss(rank: int, code: int, left: int, size: int, least: int, replaced: bool = False) -> str:
+def loss(failure: FailedRank, left: int, size: int, least: int, replaced: bool = False) -> str:
     """Return the text for the loss of a rank after which the others continue.
 
     Args:
-        rank: number of the lost rank.
-        code: as :attr:`FailedRank.code`.
+        failure: failure of the lost rank.
         left: number of remaining ranks.
         size: number of ranks at the start.
         least: number of ranks that the run needs.
         replaced: whether a new process will join in place of the lost rank.
     """
     return (
-        f"collective run: rank {rank} is lost ({_how(code)}); {left} of {size} ranks are left, "
-        f"and {least} are enough.{' A new process will join them.' * replaced}\n"
+        f"collective run: rank {failure.rank} is lost ({_how(failure)}); {left} of {size} ranks "
+        f"are left, and {least} are enough.{' A new process will join them.' * replaced}\n"
     )
 
 
@@ -116,17 +117,17 @@ def losses(failures: Sequence[FailedRank], size: int, *, verbose: bool = False) 
     blocks = [f"collective run: {len(ranks)} of {size} ranks {_were(ranks)} lost:\n"]
     words = [_LastWords(failure, verbose) for failure in failures]
     for group in alike(
-        [(f.rank, f"{_how(f.code)}\n{text.text}") for f, text in zip(failures, words, strict=True)]
+        [(f.rank, f"{_how(f)}\n{text.text}") for f, text in zip(failures, words, strict=True)]
     ):
         lost = [failures[number].rank for number in group]
-        head = f"{name_ranks(lost)} {_were(set(lost))} lost ({_how(failures[group[0]].code)})"
+        head = f"{name_ranks(lost)} {_were(set(lost))} lost ({_how(failures[group[0]])})"
         blocks.append(words[group[0]].block(head, lost))
     return "".join(blocks)
 
 
 def shortfall(failures: Sequence[FailedRank], size: int, least: int) -> str:
     """Return the text for a run that lost so many ranks that it cannot continue."""
-    listed = ", ".join(f"rank {failure.rank} ({_how(failure.code)})" for failure in failures)
+    listed = ", ".join(f"rank {failure.rank} ({_how(failure)})" for failure in failures)
     ranks = {failure.rank for failure in failures}
     return (
         f"collective run: {len(ranks)} of {size} ranks {_were(ranks)} lost, but {least} must be "
@@ -138,14 +139,16 @@ def _were(failures: Sized) -> str:
     return "was" if len(failures) == 1 else "were"
 
 
-def _how(code: int) -> str:
-    """Return words for a code in the form of ``subprocess``."""
-    if code >= 0:
-        return f"exit code {code}"
+def _how(failure: FailedRank) -> str:
+    """Return words for how a rank ended."""
+    if failure.fate:
+        return failure.fate
+    if failure.code >= 0:
+        return f"exit code {failure.code}"
     try:
-        return f"killed by {signal.Signals(-code).name}"
+        return f"killed by {signal.Signals(-failure.code).name}"
     except ValueError:  # a real-time signal
-        return f"killed by signal {-code}"
+        return f"killed by signal {-failure.code}"
 
 
 class _LastWords:

@@ -308,14 +308,14 @@ def test_arrivals_ignore_malformed_entries() -> None:
     assert Arrivals(store, "threads").waiting() == []
 
 
-def test_arrivals_report_pid_of_admitted_process() -> None:
+def test_arrivals_report_admitted_process() -> None:
     store, own = MemoryStore(), RankProcess.own()
     assert own is not None
     knock(store, own)
     arrivals = Arrivals(store, "threads")
     assert arrivals.admitted() == set()
     arrivals.claim("T", 1, (0, 1), 2)
-    assert arrivals.admitted() == {own.pid}
+    assert arrivals.admitted() == {own}
 
 
 # -- init() -----------------------------------------------------------------------------------

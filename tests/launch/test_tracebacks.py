@@ -13,7 +13,7 @@ import pytest
 
 import collective
 from collective.launch.outcome import RanksFailedError
-from collective.launch.processes import Ending
+from collective.launch.processes import Ending, activity
 from collective.launch.screen import RankOutput, Screen
 from collective.launch.tracebacks import (
     alike,
@@ -223,7 +223,7 @@ def test_released_line_continues(stream: RankOutput) -> None:
 
 def _is_refuted(pid: int) -> bool:
     """Return whether the end of a process is refuted at some time while the process lives."""
-    ending = Ending(pid)
+    ending = Ending(lambda: activity(pid))
     while os.path.exists(f"/proc/{pid}"):
         time.sleep(ending.next_look.left())
         if ending.is_refuted():

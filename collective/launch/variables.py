@@ -1,0 +1,112 @@
+"""Environment variables of ranks."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+from pathlib import Path
+
+from collective.platform import usable_cores
+
+__all__ = ["cores_for_each", "python_path", "rank_variables", "restart_with", "shared_variables"]
+
+
+def shared_variables(
+    size: int, store: str, address: str, port: int, restart: int
+) -> dict[str, str]:
+    """Return the variables that are the same for all ranks of an attempt, with a new secret.
+
+    Args:
+        size: number of ranks.
+        store: where the ranks meet.
+        address, port: where rank 0 of a program of torch.distributed listens.
+        restart: how often the ranks were started before.
+    """
+    return {
+        "COLLECTIVE_SIZE": str(size),
+        "COLLECTIVE_STORE": store,
+        # A new secret for each launch. It replaces a secret in the launcher's environment. Other
+        # processes of this user can read it in /proc, but it is never on a command line.
+        "COLLECTIVE_SECRET": secrets.token_hex(32),
+        "COLLECTIVE_RESTART": str(restart),
+        # Variables for programs written for torch.distributed.
+        "WORLD_SIZE": str(size),
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RESTART_COUNT": str(restart),
+        "PYTHONPATH": python_path(),
+        **_terminal_variables(size),
+    }
+
+
+def rank_variables(
+    rank: int, local_rank: int, local_size: int, cores: int | None = None
+) -> dict[str, str]:
+    """Return the variables of one rank.
+
+    Args:
+        rank: number of the rank.
+        local_rank: number of the rank among those of its host.
+        local_size: number of ranks on its host.
+        cores: number of cores of its host; None for those of this process.
+    """
+    threads = str(cores_for_each(local_size, cores))
+    variables = {
+        "COLLECTIVE_RANK": str(rank),
+        "COLLECTIVE_LOCAL_RANK": str(local_rank),
+        "COLLECTIVE_LOCAL_SIZE": str(local_size),
+        "RANK": str(rank),
+        "LOCAL_RANK": str(local_rank),
+        "LOCAL_WORLD_SIZE": str(local_size),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads),
+    }
+    if os.isatty(1):
+        # Only rank 0 may draw moving progress bars: several ranks would fight for the last line.
+        variables["TTY_INTERACTIVE"] = "1" if rank == 0 else "0"
+    return variables
+
+
+def _terminal_variables(size: int) -> dict[str, str]:
+    """Return variables that describe the launcher's terminal to the ranks, which write to pipes.
+
+    TTY_COMPATIBLE and TTY_INTERACTIVE are for rich; many programs read COLUMNS.
+    """
+    if not os.isatty(1):
+        return {}
+    width = os.get_terminal_size(1).columns or 80  # some pseudo-terminals report 0
+    prefix = len(f"[{size - 1}] ")
+    return {
+        "COLUMNS": str(max(20, width - prefix)),
+        "TTY_COMPATIBLE": os.environ.get("TTY_COMPATIBLE", "1"),
+    }
+
+
+def python_path() -> str:
+    """Return a PYTHONPATH with which the ranks import the package that is running now."""
+    before = os.environ.get("PYTHONPATH", "")
+    home = str(Path(__file__).resolve().parent.parent.parent)
+    # Last, so that other folders of a source tree (tests, docs) do not hide the user's modules.
+    paths = [path for path in before.split(os.pathsep) if path]
+    installed = Path(home).name in ("site-packages", "dist-packages")
+    return before if installed or home in paths else os.pathsep.join([*paths, home])
+
+
+def restart_with(**variables: str) -> None:
+    """Run this program again with environment variables that libraries read once, if any is new.
+
+    This is for programs that have already imported such a library. If the program runs again, the
+    function does not return.
+    """
+    new = {name: value for name, value in variables.items() if name not in os.environ}
+    if new:
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, **new})
+
+
+def cores_for_each(size: int, cores: int | None = None) -> int:
+    """Return how many threads each of ``size`` ranks should compute with.
+
+    Ranks that each start one thread for every core slow each other down by far. torchrun sets 1,
+    which leaves cores idle if there are fewer ranks than cores.
+    """
+    return max(1, (usable_cores() if cores is None else cores) // size)
