@@ -78,6 +78,7 @@ class Config:
     restart: int
     check: str
     store: str | None
+    store_server: str
     interface: str
     across: str
     dump_signal: str

@@ -240,6 +240,13 @@ KEYS: Mapping[str, Key] = {
         _meeting_place,
         _writes_files,
     ),
+    "store_server": Key(
+        "rank",
+        "'rank' or 'launcher'",
+        "which process serves a store at an address: rank 0, or the launcher, as "
+        "`collective run --hosts` sets it",
+        _one_of("rank", "launcher"),
+    ),
     "interface": Key(
         "",
         "the name of a network interface, such as 'eth0'",

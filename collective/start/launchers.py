@@ -19,7 +19,7 @@ from collective.platform import ProcessStatus, process_status
 
 from .network import is_loopback
 
-__all__ = ["MPI_LAUNCHERS", "Allocation", "Launched", "allocation", "detect"]
+__all__ = ["MPI_LAUNCHERS", "Allocation", "Launched", "allocation", "detect", "tasks_per_node"]
 
 #: Launchers whose processes are the ranks of an MPI world.
 MPI_LAUNCHERS = ("openmpi", "mpich", "intelmpi")
@@ -243,9 +243,16 @@ class _Environment:
         return Launched(self.launcher, *numbers, job, hosts)
 
 
-def _slurm_tasks_here(variables: _Environment, name: str) -> _Number:
-    """Return this node's entry of a list such as ``4(x2),3``."""
-    text = variables.environ.get(name, "")
+def tasks_per_node(text: str, name: str) -> list[int]:
+    """Return the numbers of a list such as ``4(x2),3``, one for each node.
+
+    Args:
+        text: the list.
+        name: variable that holds the list, for the error text.
+
+    Raises:
+        ConfigError: the text is not such a list.
+    """
     counts: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"([0-9]+)(?:\(x([0-9]+)\))?", part.strip())
@@ -255,6 +262,13 @@ def _slurm_tasks_here(variables: _Environment, name: str) -> _Number:
                 "Slurm sets it."
             )
         counts += [int(match[1])] * int(match[2] or 1)
+    return counts
+
+
+def _slurm_tasks_here(variables: _Environment, name: str) -> _Number:
+    """Return this node's entry of a list such as ``4(x2),3``."""
+    text = variables.environ.get(name, "")
+    counts = tasks_per_node(text, name)
     if len(set(counts)) == 1:
         return _Number(counts[0], name)
     node = variables.number("SLURM_NODEID").number

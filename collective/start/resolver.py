@@ -30,15 +30,18 @@ from .network import address_of, address_toward, is_loopback, own_address
 from .rendezvous import Endpoint, from_environment, from_url
 from .rundir import RunStore
 from .sealed_store import seal
-from .tcp_store import TcpStore
+from .tcp_store import StoreServer, TcpStore
 
 __all__ = [
     "address",
     "adopt",
+    "at_server",
     "build",
     "in_directory",
     "name_libraries",
+    "of_run",
     "options",
+    "own_address_toward",
     "warn_of_open",
 ]
 
@@ -92,6 +95,21 @@ def build(config: Config) -> World:
 def in_directory(directory: Path, secret: Secret) -> Store:
     """Return the store in ``directory``, for ranks that `collective run` has started."""
     return seal(FileStore(directory), secret.within(_BY_HAND))
+
+
+def at_server(server: StoreServer, secret: Secret) -> Store:
+    """Return the store of ``server``, for ranks that `collective run` has started.
+
+    Args:
+        server: server whose secret was made by :func:`of_run`.
+        secret: secret of the run.
+    """
+    return seal(server.store(), of_run(secret))
+
+
+def of_run(secret: Secret) -> Secret:
+    """Return the secret with which ranks that `collective run` has started meet."""
+    return secret.within(_BY_HAND)
 
 
 def adopt(comm: Any, config: Config, world: World) -> World:
@@ -309,10 +327,12 @@ def _tcp(credentials: _Credentials, endpoint: Endpoint) -> Store:
 
         prefix = f"collective/{hashlib.sha256(_name(config).encode()).hexdigest()[:16]}/"
         return PrefixedStore(AgentStore(endpoint, Deadline(config.start_timeout)), prefix)
+    by_rank = config.store_server == "rank"
     return TcpStore(
         endpoint,
         _PUBLIC.within(_name(config)) if credentials.secret is None else credentials.secret,
-        serve=config.rank == 0 and config.join == "off",
+        serve=by_rank and config.rank == 0 and config.join == "off",
+        server="rank 0" if by_rank else "the launcher",
         spans_hosts=config.local_size < config.size,
         deadline=Deadline(config.start_timeout),
         tls=credentials.tls,
@@ -329,6 +349,11 @@ def address(config: Config, endpoint: Endpoint | None) -> str:
         return "127.0.0.1"
     if config.interface:
         return address_of(config.interface)
+    return own_address_toward(endpoint)
+
+
+def own_address_toward(endpoint: Endpoint | None) -> str:
+    """Return the address at which other hosts reach this one, if the ranks meet at ``endpoint``."""
     if endpoint is not None:
         # If the name does not resolve, opening the store reports it.
         with contextlib.suppress(RendezvousError):

@@ -1,4 +1,4 @@
-"""Rendezvous store for ranks on several hosts: rank 0 serves it, and it needs only NumPy.
+"""Rendezvous store for ranks on several hosts: rank 0 or the launcher serves it; NumPy is enough.
 
 Ranks connect to the store as they connect to the monitor's hub
 (:mod:`collective.backends.peers.link`): the server reads no request before the peer has proved
@@ -8,6 +8,7 @@ Such a key keeps out other programs and other launches, but no attacker.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import socket
@@ -24,10 +25,11 @@ from collective.contract.world import Tls
 from collective.deadline import Deadline
 from collective.errors import RendezvousError
 
+from .network import is_loopback
 from .rendezvous import Endpoint
 from .tcp import CONNECT_S, listen, reach, refuses
 
-__all__ = ["TcpStore"]
+__all__ = ["StoreServer", "TcpStore"]
 
 _RETRY_S = 0.1
 # A server that takes longer will never answer: its host is off, or its network is cut.
@@ -43,12 +45,13 @@ os.register_at_fork(after_in_child=_serving.clear)
 
 
 class TcpStore(Store):
-    """Connection of a rank to the store that rank 0 serves.
+    """Connection of a rank to the store that rank 0 or the launcher serves.
 
     Args:
         endpoint: address of the server.
         secret: secret that all ranks share; a public value if the job has none.
         serve: whether this process serves the store.
+        server: the serving process, in words.
         spans_hosts: whether ranks of other hosts have to reach the server.
         deadline: moment by which the server must have accepted this rank.
         tls: TLS contexts for the connection, or None.
@@ -58,6 +61,8 @@ class TcpStore(Store):
             server that answers does not know the secret.
     """
 
+    # Also if the launcher serves. Then the ranks' standbys never serve, because the ranks end with
+    # the launcher. But they tell which processes have ended after rank 0 has.
     served_by_rank = True
 
     # Longer than the default: a poll is a round trip, and a thousand ranks may poll one server.
@@ -71,9 +76,11 @@ class TcpStore(Store):
         serve: bool,
         spans_hosts: bool,
         deadline: Deadline,
+        server: str = "rank 0",
         tls: Tls | None = None,
     ) -> None:
         self._endpoint = endpoint
+        self._served_by = server
         self._key = secret.key("store")
         self._tls = tls
         self._asking = threading.Lock()
@@ -155,9 +162,10 @@ class TcpStore(Store):
                 ) from error
             except (EOFError, OSError, ValueError) as error:
                 raise RendezvousError(
-                    f"rendezvous: {kind} of {key!r} at {self._endpoint} failed: {error}. Rank 0 "
-                    "serves this store, and it has ended or is unreachable. Keep rank 0 running "
-                    "for as long as other ranks connect or make groups."
+                    f"rendezvous: {kind} of {key!r} at {self._endpoint} failed: {error}. "
+                    f"{self._served_by.capitalize()} serves this store, and it has ended or is "
+                    f"unreachable. Keep {self._served_by} running for as long as other ranks "
+                    "connect or make groups."
                 ) from error
 
     def _connect(self, deadline: Deadline) -> tuple[str, Link]:
@@ -176,7 +184,7 @@ class TcpStore(Store):
                 # attempt has no time left, so an earlier one says more about the key.
                 refusal = refusal if isinstance(refusal, KeyDiffersError) else error
                 if deadline.expired:
-                    raise _refused(self._endpoint, deadline, refusal) from error
+                    raise _refused(self._endpoint, self._served_by, deadline, refusal) from error
                 time.sleep(_RETRY_S)
 
     def _connect_again(self, deadline: Deadline) -> Link:
@@ -201,7 +209,9 @@ class TcpStore(Store):
         return connect(address, self._key, deadline, self._tls)
 
 
-def _refused(endpoint: Endpoint, deadline: Deadline, refusal: Exception) -> RendezvousError:
+def _refused(
+    endpoint: Endpoint, server: str, deadline: Deadline, refusal: Exception
+) -> RendezvousError:
     """Return the error for a rank that the program at the store's address has refused."""
     port = (
         "the port belongs to another launch or another program, such as torch.distributed's store: "
@@ -209,15 +219,73 @@ def _refused(endpoint: Endpoint, deadline: Deadline, refusal: Exception) -> Rend
     )
     if isinstance(refusal, KeyDiffersError):
         return RendezvousError(
-            f"rendezvous: rank 0 ({endpoint}, {endpoint.origin}) did not let this rank join within "
-            f"{deadline.seconds:g} s: {refusal}. Most likely its secret differs. {COMPARE}. Either "
-            f"all ranks have the same secret, or none has one. If the secrets agree, {port}"
+            f"rendezvous: {server} ({endpoint}, {endpoint.origin}) did not let this rank join "
+            f"within {deadline.seconds:g} s: {refusal}. Most likely its secret differs. {COMPARE}. "
+            f"Either all ranks have the same secret, or none has one. If the secrets agree, {port}"
         )
     return RendezvousError(
-        f"rendezvous: the program that answers at {endpoint} ({endpoint.origin}) is not rank 0 of "
-        f"this job: {refusal}. If one rank has certificates (COLLECTIVE_TLS_…), all need them. "
-        f"Otherwise {port}"
+        f"rendezvous: the program that answers at {endpoint} ({endpoint.origin}) is not "
+        f"{server} of this job: {refusal}. If one rank has certificates (COLLECTIVE_TLS_…), all "
+        f"need them. Otherwise {port}"
     )
+
+
+class StoreServer:
+    """Server of a store in this process, for ranks in other processes; a context manager.
+
+    Args:
+        host: address of this host at which the ranks reach the server.
+        secret: secret that the ranks share.
+        tls: TLS contexts for the connections, or None.
+
+    Attributes:
+        endpoint: address of the server.
+
+    Raises:
+        RendezvousError: the address does not belong to this host, or may not be used.
+    """
+
+    def __init__(self, host: str, secret: Secret, tls: Tls | None = None) -> None:
+        listening = listen(Endpoint(host, 0, "the launcher's address"), not is_loopback(host))
+        assert listening is not None  # port 0 is never in use
+        close_in_children(listening)
+        self.endpoint = Endpoint(host, listening.getsockname()[1], "the launcher's address")
+        self._secret, self._tls = secret, tls
+        self._listening = listening
+        self._values = _EndingValues()
+        key = secret.key("store")
+        server = Server(listening, key, self._values, tls, longest=LONGEST_MESSAGE, room=_room())
+        self._thread = threading.Thread(target=server.run, name="collective-store", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> StoreServer:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._values.over = True
+        with contextlib.suppress(OSError):
+            self._listening.shutdown(socket.SHUT_RDWR)  # wakes the thread
+        self._thread.join()
+
+    def store(self) -> TcpStore:
+        """Return a connection to the store for this process itself."""
+        return TcpStore(
+            self.endpoint, self._secret, serve=False, spans_hosts=False,
+            deadline=Deadline(_ANSWER_S), server="the launcher", tls=self._tls,
+        )  # fmt: skip
+
+
+class _EndingValues(Values):
+    """Values that end their server.
+
+    Attributes:
+        over: whether the server ends.
+    """
+
+    over = False
+
+    def turn(self) -> bool:
+        return not self.over
 
 
 # -- serving -------------------------------------------------------------------------------
