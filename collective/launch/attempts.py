@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import select
 import signal
@@ -21,6 +22,8 @@ _QUICK_S = 10.0
 # Pause before the restart after the first such attempt. It doubles after each further one.
 _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 30.0
+# Seconds between two calls of `beat` in a pause.
+_BEAT_S = 1.0
 
 
 def run_attempts(
@@ -28,6 +31,7 @@ def run_attempts(
     size: int,
     restarts: int,
     control: int,
+    beat: Callable[[], None] | None = None,
 ) -> int:
     """Run attempts until one succeeds or restarts run out; return the exit code of the last one.
 
@@ -37,6 +41,7 @@ def run_attempts(
         size: number of ranks that each attempt starts.
         restarts: how many attempts may follow the first one.
         control: as in :class:`Supervisor`.
+        beat: function to call again and again between two attempts, or None.
     """
     quick = 0
     for number in range(restarts + 1):
@@ -54,7 +59,7 @@ def run_attempts(
             file=sys.stderr,
             flush=True,
         )
-        ending = wait(control, Deadline(pause))
+        ending = wait(control, Deadline(pause), beat)
         if ending is not None:
             if ending == signal.SIGINT:
                 print(
@@ -71,7 +76,7 @@ def pause_after(quick: int) -> float:
     return min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0 ** (quick - 1)) if quick else 0.0
 
 
-def wait(control: int, deadline: Deadline) -> int | None:
+def wait(control: int, deadline: Deadline, beat: Callable[[], None] | None = None) -> int | None:
     """Wait; return the number of a signal that ends the launch in the meantime, or None.
 
     While the launcher is suspended, no ranks may start. So the wait lasts at least until the
@@ -80,7 +85,13 @@ def wait(control: int, deadline: Deadline) -> int | None:
     suspended = False
     ready = select.poll()
     ready.register(control, select.POLLIN)
-    while suspended or ready.poll(deadline.left() * 1000):
+    while suspended or not deadline.expired or ready.poll(0):
+        if beat is not None:
+            beat()
+        longest = math.inf if beat is None else _BEAT_S
+        left = longest if suspended else min(longest, deadline.left())
+        if not ready.poll(None if left == math.inf else left * 1000):
+            continue
         numbers = os.read(control, 64)
         if not numbers:  # end of file: the launcher has ended
             return int(signal.SIGKILL)

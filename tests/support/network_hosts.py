@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import json
 import os
 import re
 import signal
@@ -46,6 +47,8 @@ class Host:
         address: address of the host's only interface, ``eth0``.
         namespace: name of the host's namespace for ``ip netns``.
         directory: TMPDIR of the host.
+        variables: variables of commands that :meth:`Hosts.ssh` starts, beside PATH and HOME.
+        before: program that Python runs before an agent of `collective run` begins.
     """
 
     def __init__(self, name: str, address: str, namespace: str, directory: Path) -> None:
@@ -54,6 +57,8 @@ class Host:
         self.namespace = namespace
         self.directory = directory
         self.names = directory.parent / "hosts"
+        self.variables: dict[str, str] = {}
+        self.before = ""
 
     def entering(self, *command: str) -> list[str]:
         """Return the command line that runs ``command`` on this host, in the same process."""
@@ -200,6 +205,10 @@ class Hosts:
         """Return the ids of all processes on the hosts."""
         return [pid for host in self.hosts for pid in _processes(host.namespace)]
 
+    def on(self, host: int) -> list[int]:
+        """Return the ids of all processes on a host."""
+        return _processes(self.hosts[host].namespace)
+
     def run_directories(self) -> list[str]:
         """Return the run directories that jobs have left on the hosts."""
         paths = (p for h in self.hosts for p in h.directory.glob("collective-*/*"))
@@ -302,6 +311,35 @@ class Hosts:
         )
         path.chmod(0o700)
         return path
+
+    def ssh(self) -> Path:
+        """Return a directory with a program ``ssh`` that runs commands on these hosts.
+
+        As sshd does, it passes on standard input, and none of the caller's variables. A message of
+        the login shell comes before the output of the command.
+        """
+        directory = self._directory / "bin"
+        directory.mkdir(exist_ok=True)
+        entering = {}
+        for host in self.hosts:
+            own = {"HOME": "/root", "TMPDIR": str(host.directory), **host.variables}
+            own["SSH_CONNECTION"] = f"{self.hosts[0].address} 1 {host.address} 22"
+            words = [f"{name}={value}" for name, value in own.items()]
+            command = host.entering("env", "-i", f"PATH={os.environ['PATH']}", *words)
+            entering[host.name] = entering[host.address] = command, host.before
+        (directory / "hosts.json").write_text(json.dumps(entering))
+        stand_in = ROOT / "tests" / "support" / "ssh_stand_in.py"
+        words = [sys.executable, "-S", "-E", str(stand_in), str(directory / "hosts.json")]
+        path = directory / "ssh"
+        path.write_text(f'#!/bin/sh\nexec {" ".join(map(_quoted, words))} "$@"\n')
+        path.chmod(0o700)
+        return directory
+
+    def run(self, arguments: Sequence[str], where: int = 0, **variables: str) -> Job:
+        """Start ``collective run`` with ``arguments`` on a host, with :meth:`ssh` on its PATH."""
+        path = f"{self.ssh()}{os.pathsep}{os.environ['PATH']}"
+        command = [sys.executable, "-m", "collective", "run", *arguments]
+        return self.start([(where, command, {"PATH": path, **variables})])
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""``collective run``: start a program as several ranks on this host."""
+"""``collective run``: start a program as several ranks, on this host or on several."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from collective import install
 from collective.errors import ConfigError
 from collective.launch import cores_for_each, launch, restart_with
 from collective.start.config import Setting, settings
+from collective.start.host_list import HostSlots, from_batch_system, from_file, from_text
 from collective.start.keys import by_device
 from collective.start.launchers import allocation, detect
 from collective.tools.show import count
@@ -21,10 +22,12 @@ from .outputs import check_directory
 
 __all__ = [
     "absent_script",
+    "add_hosts",
     "add_parser",
     "add_program",
     "add_ranks",
     "default_size",
+    "hosts_of",
     "program_of",
     "refuse_transports",
     "say_size",
@@ -37,11 +40,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Register the subcommand."""
     parser = subparsers.add_parser(
         "run",
-        help="start a program as several ranks on this machine",
-        usage="collective run [-n N] [--backend NAME] [--timeout S] [--min-ranks M]\n"
-        "           [--max-restarts R] [--replace] [--jax] [--verbose]\n"
+        help="start a program as several ranks, on this machine or on several hosts",
+        usage="collective run [-n N] [--hosts A:4,B:4 | --hosts auto | --hostfile FILE]\n"
+        "           [--spares C:4] [--ssh COMMAND] [--backend NAME] [--timeout S]\n"
+        "           [--min-ranks M] [--max-restarts R] [--replace] [--jax] [--verbose]\n"
         "           (SCRIPT | -m MODULE) [ARG ...]",
-        description="Start a Python program as N ranks on this machine. Each line of output "
+        description="Start a Python program as N ranks, on this machine or over ssh on the hosts "
+        "of --hosts. Each line of output "
         "begins with the rank that wrote it. If a rank fails, the others are stopped within two "
         "seconds, its traceback is shown last, and the command ends with its exit code. Equal "
         "tracebacks of several ranks are shown once; --verbose shows all of them. With "
@@ -50,6 +55,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--jax, XLA's collective calls between the CPUs of a JAX program use the transport.",
     )
     add_ranks(parser)
+    add_hosts(parser)
+    parser.add_argument(
+        "--spares",
+        metavar="HOSTS",
+        help="hosts on which new ranks start in place of those of a lost host, such as c:4",
+    )
     parser.add_argument(
         "--min-ranks",
         metavar="M",
@@ -92,6 +103,44 @@ def add_ranks(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_hosts(parser: argparse.ArgumentParser) -> None:
+    """Add the options for hosts; :func:`hosts_of` reads them."""
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument(
+        "--hosts",
+        metavar="HOSTS",
+        help="hosts with their numbers of ranks, such as a:4,b:4; or 'auto' for those of the job "
+        "of Slurm, PBS or LSF",
+    )
+    where.add_argument(
+        "--hostfile",
+        type=Path,
+        metavar="FILE",
+        help="file with a host on each line: a:4, a slots=4",
+    )
+    parser.add_argument(
+        "--ssh", metavar="COMMAND", default="ssh", help="command of ssh with options (default: ssh)"
+    )
+
+
+def hosts_of(options: argparse.Namespace) -> list[HostSlots]:
+    """Return the hosts that the options name; empty if they name none.
+
+    Raises:
+        ConfigError: an option is not a list of hosts, or the file cannot be read.
+    """
+    if options.hostfile is not None:
+        hosts = from_file(options.hostfile, "--hostfile")
+        if not hosts:
+            raise ConfigError(f"--hostfile {options.hostfile}: it names no host.")
+        return hosts
+    if options.hosts is None:
+        return []
+    if options.hosts == "auto":
+        return from_batch_system(os.environ)
+    return from_text(options.hosts, "--hosts")
+
+
 def add_program(parser: argparse.ArgumentParser) -> None:
     """Add the program and its arguments as the last positional arguments."""
     # All further words belong to the program, even if they look like options.
@@ -115,8 +164,15 @@ def execute(options: argparse.Namespace) -> int:
         "timeout": options.timeout,
         "min_ranks": options.min_ranks,
     }
+    hosts = hosts_of(options)
+    spares = from_text(options.spares, "--spares") if options.spares else []
+    slots = sum(host.slots for host in hosts)
     if options.n is None:
-        options.n = say_size("run")
+        options.n = slots or say_size("run")
+    if wrong := _misuse_of_hosts(options, hosts, spares):
+        return _refuse(wrong)
+    if spares:
+        options.replace = True
     # Check the settings once here, so that a misspelt setting is not an error of every rank.
     found = settings(given)
     refuse_transports(found)
@@ -139,6 +195,24 @@ def execute(options: argparse.Namespace) -> int:
     if options.jax:
         arguments, of_jax = _under_jax(arguments)
         variables.update(of_jax)
+    if hosts:
+        if wrong := _misuse_on_hosts(on_host, mpi):
+            return _refuse(wrong)
+        # Imported here: one host does not need it.
+        from collective.launch.hosts.launching import launch_on_hosts
+
+        return launch_on_hosts(
+            arguments,
+            hosts,
+            options.n,
+            variables,
+            spares=spares,
+            ssh=options.ssh,
+            min_ranks=min_ranks,
+            max_restarts=options.max_restarts,
+            replace=options.replace,
+            verbose=options.verbose,
+        )
     if on_host == "threads":
         os.environ.update(variables)
         if options.is_program:
@@ -242,6 +316,39 @@ def _misuse(
         return (
             f"--jax with min_ranks {min_ranks} of {options.n}: a JAX program cannot go on without "
             "one of its processes. Omit --min-ranks, and use --max-restarts to start all again"
+        )
+    return ""
+
+
+def _misuse_of_hosts(
+    options: argparse.Namespace, hosts: Sequence[HostSlots], spares: Sequence[HostSlots]
+) -> str:
+    """Return which options about hosts contradict each other, with the remedy; "" if none do."""
+    slots = sum(host.slots for host in hosts)
+    if hosts and options.n > slots:
+        return (
+            f"-n {options.n} with {slots} ranks on the hosts: give more hosts, or more ranks for "
+            "each, such as --hosts a:4,b:4"
+        )
+    if spares and not hosts:
+        return "--spares without --hosts: name the hosts of the ranks, too"
+    both = {host.name for host in hosts} & {host.name for host in spares}
+    if both:
+        return f"--spares {', '.join(sorted(both))}: a spare host is not one of --hosts"
+    return ""
+
+
+def _misuse_on_hosts(on_host: str, mpi: bool) -> str:
+    """Return why a transport cannot be used with --hosts, with the remedy; "" if it can."""
+    if mpi:
+        return (
+            "--hosts with mpi: only mpiexec makes an MPI world. Start the program with mpiexec, "
+            "or omit --backend mpi"
+        )
+    if on_host in ("threads", "shm"):
+        return (
+            f"--hosts with backend {on_host}: it connects ranks of one host only. Omit --backend, "
+            "or use --backend hierarchical"
         )
     return ""
 

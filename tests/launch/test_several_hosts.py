@@ -1,0 +1,405 @@
+"""`collective run --hosts`: starts, outputs, exit codes and ends, as on one host.
+
+Hosts are network namespaces, and ``ssh`` is a stand-in on PATH that enters them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import collective
+from tests.support.interpreter import ROOT
+from tests.support.launches import PRELUDE
+from tests.support.network_hosts import DEADLINE_S, Hosts, Job, needs_hosts
+
+TWO_BY_TWO = ("--hosts", "host0:2,host1:2")
+Make = Callable[..., Hosts]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    """Yield a function that makes hosts; the test's end removes them and all their processes."""
+    needs_hosts()
+    made: list[Hosts] = []
+
+    def function(count: int) -> Hosts:
+        made.append(Hosts(count, tmp_path).__enter__())
+        return made[-1]
+
+    yield function
+    for hosts in made:
+        hosts.close()
+
+
+@pytest.fixture
+def hosts(make: Make) -> Hosts:
+    return make(2)
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Callable[[str], str]:
+    """Return a function that writes a program, with the functions of PRELUDE, and names it."""
+
+    def write(body: str) -> str:
+        (tmp_path / "script.py").write_text(PRELUDE + textwrap.dedent(body))
+        return "script.py"
+
+    return write
+
+
+Script = Callable[[str], str]
+
+
+def until(condition: Callable[[], object], what: object) -> None:
+    end = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < end, f"it did not happen in time\n{what}"
+        time.sleep(0.02)
+
+
+def until_arrived(directory: Path, size: int, job: Job) -> None:
+    until(lambda: all((directory / f"arrived-{rank}").exists() for rank in range(size)), job)
+
+
+def assert_nothing_left(hosts: Hosts) -> None:
+    until(lambda: not hosts.living(), "processes are left")
+    assert hosts.run_directories() == []
+
+
+def pids(hosts: Hosts, host: int, word: str) -> list[int]:
+    """Return the ids of the processes of a host whose command line contains ``word``."""
+    found = []
+    for pid in hosts.on(host):
+        command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+        if word in command:
+            found.append(pid)
+    return sorted(found)
+
+
+# -- the start --------------------------------------------------------------------------------
+
+
+def test_ranks_on_two_hosts_have_places_and_prefixes(hosts: Hosts, script: Script) -> None:
+    body = """
+        import socket
+        names = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "COLLECTIVE_LOCAL_RANK", "MASTER_ADDR")
+        print(rank, size, socket.gethostname(), *(os.environ[name] for name in names))
+        """
+    text = hosts.run([*TWO_BY_TWO, script(body)]).succeed()
+    assert sorted(text.splitlines()) == [
+        "[0] 0 4 host0 0 2 0 10.77.0.1",
+        "[1] 1 4 host0 1 2 1 10.77.0.1",
+        "[2] 2 4 host1 0 2 0 10.77.0.1",
+        "[3] 3 4 host1 1 2 1 10.77.0.1",
+    ]
+    assert_nothing_left(hosts)
+
+
+def test_ranks_on_two_hosts_meet_in_store_of_launcher(hosts: Hosts) -> None:
+    pytest.importorskip(
+        "torch", reason="ranks on several hosts need Gloo, which is part of PyTorch"
+    )
+    program = str(ROOT / "tests" / "support" / "network_host_programs.py")
+    text = hosts.run([*TWO_BY_TWO, program, "who"]).succeed()
+    for rank, host in enumerate(("host0", "host0", "host1", "host1")):
+        assert re.search(rf"^\[{rank}\] SAID .*'host': '{host}', 'backend': 'hierarchical'", text,
+                         re.MULTILINE), text  # fmt: skip
+    assert_nothing_left(hosts)
+
+
+def test_launcher_on_no_host_of_ranks_starts_them(make: Make, script: Script) -> None:
+    hosts = make(3)
+    arguments = ["--hosts", "host1,host2", script("import socket; print(socket.gethostname())")]
+    assert sorted(hosts.run(arguments).succeed().splitlines()) == ["[0] host1", "[1] host2"]
+    assert_nothing_left(hosts)
+
+
+def test_fewer_ranks_than_slots_fill_first_host(hosts: Hosts, script: Script) -> None:
+    body = "import socket; print(socket.gethostname(), os.environ['LOCAL_WORLD_SIZE'])"
+    text = hosts.run(["-n", "3", *TWO_BY_TWO, script(body)]).succeed()
+    assert sorted(text.splitlines()) == ["[0] host0 2", "[1] host0 2", "[2] host1 1"]
+
+
+def test_variables_of_launcher_reach_other_hosts(hosts: Hosts, script: Script) -> None:
+    body = "print(os.environ['OF_USER'], os.path.basename(os.environ['TMPDIR']))"
+    text = hosts.run(["--hosts", "host0,host1", script(body)], OF_USER="a value").succeed()
+    assert sorted(text.splitlines()) == ["[0] a value host0", "[1] a value host1"]
+
+
+def test_secret_is_on_no_command_line(hosts: Hosts, script: Script, tmp_path: Path) -> None:
+    body = """
+        with open(f"secret-{rank}", "w") as file:
+            file.write(os.environ["COLLECTIVE_SECRET"])
+        await_all()
+        time.sleep(600)
+        """
+    job = hosts.run(["--hosts", "host0,host1", script(body)])
+    until_arrived(tmp_path, 2, job)
+    secrets = {(tmp_path / f"secret-{rank}").read_text() for rank in range(2)}
+    (secret,) = secrets
+    commands = [Path(f"/proc/{pid}/cmdline").read_bytes().decode() for pid in hosts.living()]
+    assert len(commands) > 4
+    assert not [command for command in commands if secret in command]
+
+
+def test_standard_input_goes_to_rank_0(hosts: Hosts, script: Script, tmp_path: Path) -> None:
+    (tmp_path / "input").write_bytes(b"0123456789" * 50_000)
+    body = "print(len(sys.stdin.buffer.read()))"
+    arguments = ["sh", "-c", 'exec "$@" < input', "sh", sys.executable, "-m", "collective", "run"]
+    path = f"{hosts.ssh()}{os.pathsep}{os.environ['PATH']}"
+    command = [*arguments, "--hosts", "host1,host0", script(body)]
+    text = hosts.start([(0, command, {"PATH": path})]).succeed()
+    assert sorted(text.splitlines()) == ["[0] 500000", "[1] 0"]
+
+
+def test_much_output_of_other_host_arrives_whole(hosts: Hosts, script: Script) -> None:
+    body = "for line in range(100_000): print(line, 'x' * 20)"
+    lines = hosts.run(["--hosts", "host1", script(body)]).succeed().splitlines()
+    assert lines == [f"[0] {line} {'x' * 20}" for line in range(100_000)]
+
+
+# -- the end ----------------------------------------------------------------------------------
+
+FAILING = """
+    print("rank", rank, "begins")
+    sys.stdout.flush()
+    await_all()
+    if rank == 2:
+        raise ValueError("what rank 2 did not like")
+    time.sleep(600)
+    """
+
+
+def test_failure_on_other_host_is_reported_as_on_one_host(hosts: Hosts, script: Script) -> None:
+    name = script(FAILING)
+    outcomes = []
+    for arguments in (["-n", "4"], TWO_BY_TWO):
+        job = hosts.run([*arguments, name])
+        (code,) = job.wait()
+        lines = str(job).splitlines()
+        outcomes.append((code, sorted(lines[:4]), lines[4:]))
+        for file in Path(hosts.hosts[0].directory).parent.glob("arrived-*"):
+            file.unlink()
+    assert outcomes[0] == outcomes[1]
+    assert outcomes[1][0] == 1
+    assert outcomes[1][2][-1] == "ValueError: what rank 2 did not like"
+    assert_nothing_left(hosts)
+
+
+def test_exit_code_of_rank_on_other_host_is_that_of_run(hosts: Hosts, script: Script) -> None:
+    (code,) = hosts.run(
+        [*TWO_BY_TWO, script("await_all(); sys.exit(7 if rank == 3 else 0)")]
+    ).wait()
+    assert code == 7
+
+
+def test_killed_rank_on_other_host_gives_its_signal(hosts: Hosts, script: Script) -> None:
+    body = "await_all(); rank == 3 and os.kill(os.getpid(), signal.SIGKILL); time.sleep(600)"
+    job = hosts.run([*TWO_BY_TWO, script(body)])
+    assert job.wait() == [128 + signal.SIGKILL]
+    assert "rank 3 failed first (killed by SIGKILL)" in str(job)
+    assert_nothing_left(hosts)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_signal_to_launcher_ends_ranks_of_all_hosts(
+    hosts: Hosts, script: Script, tmp_path: Path, number: signal.Signals
+) -> None:
+    inherited = signal.signal(number, signal.SIG_DFL)
+    try:
+        job = hosts.run([*TWO_BY_TWO, script("await_all()\ntime.sleep(600)")])
+    finally:
+        signal.signal(number, inherited)
+    until_arrived(tmp_path, 4, job)
+    job.processes[0].send_signal(number)
+    assert job.wait() == [128 + number]
+    if number == signal.SIGINT:
+        line = (
+            r"collective run: interrupted; rank 0 was at script.py:\d+, in <module>: time.sleep.*\n"
+        )
+        assert re.fullmatch(line, str(job)), job
+    assert_nothing_left(hosts)
+
+
+FAMILY = """
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    for own_session in (False, True):
+        subprocess.Popen(["sh", "-c", "sleep 600 & sleep 600"], start_new_session=own_session)
+    await_all()
+    time.sleep(600)
+    """
+
+
+def kill_launcher(hosts: Hosts) -> None:
+    os.kill(pids(hosts, 0, "collective run")[0], signal.SIGKILL)
+
+
+def kill_supervisor(hosts: Hosts) -> None:
+    os.kill(pids(hosts, 0, "collective run")[1], signal.SIGKILL)
+
+
+def kill_ssh(hosts: Hosts) -> None:
+    for pid in pids(hosts, 0, "ssh_stand_in"):
+        os.kill(pid, signal.SIGKILL)
+
+
+def kill_agent(hosts: Hosts) -> None:
+    os.kill(pids(hosts, 1, "hosts.agent")[-1], signal.SIGKILL)
+
+
+def kill_parent_of_agent(hosts: Hosts) -> None:
+    os.kill(pids(hosts, 1, "hosts.agent")[0], signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    "fault", [kill_launcher, kill_supervisor, kill_ssh, kill_agent, kill_parent_of_agent]
+)
+def test_killed_process_leaves_no_process_on_any_host(
+    hosts: Hosts, script: Script, tmp_path: Path, fault: Callable[[Hosts], None]
+) -> None:
+    job = hosts.run([*TWO_BY_TWO, script(FAMILY)])
+    until_arrived(tmp_path, 4, job)
+    assert len(pids(hosts, 1, "sleep")) >= 8
+    fault(hosts)
+    (code,) = job.wait()
+    assert code != 0
+    if fault not in (kill_launcher, kill_supervisor):
+        assert "host host1 is lost: the connection ended" in str(job)
+    assert_nothing_left(hosts)
+
+
+# -- restarts ---------------------------------------------------------------------------------
+
+
+def test_restart_starts_ranks_of_all_hosts_again(hosts: Hosts, script: Script) -> None:
+    body = """
+        restart = os.environ["COLLECTIVE_RESTART"]
+        print("restart", restart)
+        sys.exit(rank == 3 and restart == "0")
+        """
+    job = hosts.run([*TWO_BY_TWO, "--max-restarts", "1", script(body)])
+    text = job.succeed()
+    assert text.count("restart 1\n") == 4, text
+    assert "collective run: all 4 ranks start again in 0.5 s (restart 1 of 1)" in text
+    assert_nothing_left(hosts)
+
+
+# -- refusals ---------------------------------------------------------------------------------
+
+
+def refused(job: Job) -> str:
+    """Return the text of a launch that was refused before any rank started."""
+    assert job.wait() == [2], str(job)
+    assert "[0]" not in str(job)
+    return str(job)
+
+
+PROGRAM = "print('started')"
+
+
+def test_unknown_host_is_named_with_words_of_ssh(hosts: Hosts, script: Script) -> None:
+    text = refused(hosts.run(["--hosts", "host0,host9", script(PROGRAM)]))
+    assert "run: 1 of 2 hosts cannot be used:\n  host host9: ssh ended with exit code 255: " in text
+    assert "Could not resolve hostname host9" in text
+
+
+def test_missing_python_on_host_is_named(hosts: Hosts, script: Script) -> None:
+    hosts.hosts[1].variables["PYTHONHOME"] = "/nowhere"
+    text = refused(hosts.run(["--hosts", "host0,host1", script(PROGRAM)]))
+    assert "host host1: ssh ended with exit code 1" in text
+
+
+def test_missing_script_on_host_is_named(hosts: Hosts, tmp_path: Path) -> None:
+    path = tmp_path / "host0" / "only.py"
+    path.write_text(PROGRAM)
+    mount = ["mount", "-t", "tmpfs", "tmpfs", str(path.parent)]
+    hosts.hosts[1].before = f"import subprocess; subprocess.run({mount}, check=True)"
+    text = refused(hosts.run(["--hosts", "host0,host1", str(path)]))
+    assert f"run: host1: script {str(path)!r}: no such file" in text
+
+
+def test_different_versions_are_named(hosts: Hosts, script: Script) -> None:
+    hosts.hosts[1].before = "import collective; collective.__version__ = '0.0.7'"
+    text = refused(hosts.run(["--hosts", "host0,host1", script(PROGRAM)]))
+    assert (
+        "run: the hosts have different versions: host1 has collective 0.0.7, this host "
+        f"{collective.__version__}" in text
+    )
+
+
+def test_clocks_apart_are_named(hosts: Hosts, script: Script) -> None:
+    body = "import time; now = time.time; time.time = lambda: now() + 3600"
+    hosts.hosts[1].before = body
+    text = refused(hosts.run(["--hosts", "host0,host1", script(PROGRAM)]))
+    assert re.search(
+        r"the clocks of the hosts differ: host1 is 3[56]\d\d s ahead of this host", text
+    )
+
+
+# -- reachability -----------------------------------------------------------------------------
+
+
+def _route(hosts: Hosts, host: int, kind: str, to: str) -> None:
+    command = ["ip", "-n", hosts.hosts[host].namespace, "route", "add", kind, f"{to}/32"]
+    subprocess.run(command, check=True, timeout=30)
+
+
+def test_blocked_direction_between_hosts_is_named(make: Make, script: Script) -> None:
+    hosts = make(3)
+    _route(hosts, 2, "prohibit", "10.77.0.2")
+    text = refused(hosts.run(["--hosts", "host0,host1,host2", script(PROGRAM)]))
+    # A connection needs packets in both directions, so the other host gets no answer.
+    assert "  host2 (eth0, 10.77.0.3) -> host1 (eth0, 10.77.0.2): Permission denied\n" in text
+    assert "  host1 (eth0, 10.77.0.2) -> host2 (eth0, 10.77.0.3): no answer within 2 s\n" in text
+    assert "host0 (" not in text
+    assert "COLLECTIVE_INTERFACE" in text
+    assert_nothing_left(hosts)
+
+
+def test_host_that_is_cut_off_is_named_within_3_s(make: Make, script: Script) -> None:
+    hosts = make(2)
+    hosts.cut(1)
+    job = hosts.run(["--hosts", "host0,host1", script(PROGRAM)])
+    text = refused(job)
+    assert "host1 (eth0, 10.77.0.2) -> this host (10.77.0.1:" in text
+    assert "host0 (eth0, 10.77.0.1) -> host1 (eth0, 10.77.0.2): " in text
+
+
+def test_host_that_would_listen_on_loopback_is_named(hosts: Hosts, script: Script) -> None:
+    arguments = ["--hosts", "host0,host1", script(PROGRAM)]
+    text = refused(hosts.run(arguments, COLLECTIVE_INTERFACE="lo"))
+    assert "run: other hosts cannot reach host0 (lo, 127.0.0.1), host1 (lo, 127.0.0.1)" in text
+    assert "hostNetwork" in text
+
+
+def test_missing_interface_is_named_with_its_host(hosts: Hosts, script: Script) -> None:
+    rename = ["ip", "-n", hosts.hosts[1].namespace, "link", "add", "eth7", "type", "bridge"]
+    subprocess.run(rename, check=True, timeout=30)
+    arguments = ["--hosts", "host0,host1", script(PROGRAM)]
+    text = refused(hosts.run(arguments, where=1, COLLECTIVE_INTERFACE="eth7"))
+    assert "interface: 'eth7'; it is down" in text
+
+
+def test_address_that_another_host_has_too_is_named(hosts: Hosts, script: Script) -> None:
+    # Such an address has the bridge of containers, which is the same on every host.
+    for host in hosts.hosts:
+        for command in (
+            ["link", "add", "docker0", "type", "bridge"],
+            ["addr", "add", "172.17.0.1/16", "dev", "docker0"],
+            ["link", "set", "docker0", "up"],
+        ):
+            subprocess.run(["ip", "-n", host.namespace, *command], check=True, timeout=30)
+    arguments = ["--hosts", "host0,host1", script(PROGRAM)]
+    text = refused(hosts.run(arguments, COLLECTIVE_INTERFACE="docker0"))
+    assert re.search(r"host0 \(docker0, 172.17.0.1\) -> host1 \(docker0, 172.17.0.1\): ", text)
