@@ -48,7 +48,8 @@ def run_attempts(
         started = time.monotonic()
         with attempt(number, control) as supervisor:
             code = supervisor.run()
-        if number == restarts or not supervisor.failed:
+            failed = supervisor.failed  # asks the store, which ends with the attempt
+        if number == restarts or not failed:
             break
         quick = quick + 1 if time.monotonic() - started < _QUICK_S else 0
         pause = pause_after(quick)

@@ -5,6 +5,7 @@ Hosts are network namespaces, and ``ssh`` is a stand-in on PATH that enters them
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import signal
@@ -14,14 +15,16 @@ import textwrap
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import collective
 from tests.support.interpreter import ROOT
-from tests.support.launches import PRELUDE
+from tests.support.launches import NOISE_S, PRELUDE, PROMISED_S
 from tests.support.network_hosts import DEADLINE_S, Hosts, Job, needs_hosts
 
+PROGRAMS = str(ROOT / "tests" / "support" / "network_host_programs.py")
 TWO_BY_TWO = ("--hosts", "host0:2,host1:2")
 Make = Callable[..., Hosts]
 
@@ -60,6 +63,12 @@ def script(tmp_path: Path) -> Callable[[str], str]:
 Script = Callable[[str], str]
 
 
+def needs_gloo() -> None:
+    pytest.importorskip(
+        "torch", reason="ranks on several hosts need Gloo, which is part of PyTorch"
+    )
+
+
 def until(condition: Callable[[], object], what: object) -> None:
     end = time.monotonic() + DEADLINE_S
     while not condition():
@@ -76,14 +85,13 @@ def assert_nothing_left(hosts: Hosts) -> None:
     assert hosts.run_directories() == []
 
 
-def pids(hosts: Hosts, host: int, word: str) -> list[int]:
-    """Return the ids of the processes of a host whose command line contains ``word``."""
-    found = []
-    for pid in hosts.on(host):
-        command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
-        if word in command:
-            found.append(pid)
-    return sorted(found)
+def command_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+
+
+def pids(hosts: Hosts, host: int, *words: str) -> list[int]:
+    """Return the ids of the processes of a host whose command line contains all ``words``."""
+    return sorted(p for p in hosts.on(host) if all(word in command_of(p) for word in words))
 
 
 # -- the start --------------------------------------------------------------------------------
@@ -403,3 +411,122 @@ def test_address_that_another_host_has_too_is_named(hosts: Hosts, script: Script
     arguments = ["--hosts", "host0,host1", script(PROGRAM)]
     text = refused(hosts.run(arguments, COLLECTIVE_INTERFACE="docker0"))
     assert re.search(r"host0 \(docker0, 172.17.0.1\) -> host1 \(docker0, 172.17.0.1\): ", text)
+
+
+# -- lost hosts -------------------------------------------------------------------------------
+
+
+def reports(job: Job) -> list[dict[str, Any]]:
+    """Return what the ranks have printed, in the order of the output."""
+    lines = [line.partition(" SAID ")[2] for line in str(job).splitlines(keepends=True)]
+    return [ast.literal_eval(line) for line in lines if line.endswith("\n")]
+
+
+def begun(job: Job, origin: tuple[int, ...]) -> list[dict[str, Any]]:
+    """Return the ranks that have begun a generation, once all its members have."""
+
+    def members() -> list[dict[str, Any]]:
+        return [report for report in reports(job) if report.get("origin") == origin]
+
+    until(lambda: len(members()) == len(origin), job)
+    return members()
+
+
+def test_host_of_rank_0_dies_and_others_train_on(make: Make, tmp_path: Path) -> None:
+    needs_gloo()
+    hosts = make(3)
+    arguments = ["--hosts", "host1:2,host2:2", "--min-ranks", "2", PROGRAMS, "train"]
+    job = hosts.run(arguments)
+    begun(job, (0, 1, 2, 3))
+    lost_at = time.monotonic()
+    hosts.end(1)
+    survivors = begun(job, (2, 3))
+    assert max(report["at"] for report in survivors) - lost_at < PROMISED_S + NOISE_S
+    assert min(report["step"] for report in survivors) > 0
+    (tmp_path / "stop").touch()
+    text = job.succeed()
+    lost = "host host1 is lost: the connection ended"
+    assert f"rank 0 is lost ({lost}); 3 of 4 ranks are left, and 2 are enough." in text
+    assert f"collective run: ranks 0, 1 were lost ({lost})" in text
+    assert_nothing_left(hosts)
+
+
+def test_spare_host_replaces_host_that_dies(make: Make, tmp_path: Path) -> None:
+    needs_gloo()
+    hosts = make(4)
+    where = ["--hosts", "host1:2,host2:2", "--spares", "host3:2", "--min-ranks", "2"]
+    job = hosts.run([*where, PROGRAMS, "train"])
+    begun(job, (0, 1, 2, 3))
+    assert hosts.on(3)  # the agent waits there
+    lost_at = time.monotonic()
+    hosts.end(1)
+    begun(job, (2, 3))
+    members = begun(job, (2, 3, 4, 5))
+    assert max(report["at"] for report in members) - lost_at < 10.0 + NOISE_S
+    assert sorted(report["host"] for report in members) == ["host2", "host2", "host3", "host3"]
+    assert len({report["step"] for report in members}) == 1
+    (tmp_path / "stop").touch()
+    assert "A new process will join them." in job.succeed()
+    assert_nothing_left(hosts)
+
+
+def test_lost_rank_is_replaced_on_its_host(make: Make, tmp_path: Path) -> None:
+    needs_gloo()
+    hosts = make(3)
+    where = ["--hosts", "host1:2,host2:2", "--spares", "host0:2", "--min-ranks", "3"]
+    job = hosts.run([*where, PROGRAMS, "train"])
+    begun(job, (0, 1, 2, 3))
+    os.kill(pids(hosts, 1, "train")[0], signal.SIGKILL)
+    until(lambda: [r for r in reports(job) if 4 in r.get("origin", ())], job)
+    (origin,) = {report["origin"] for report in reports(job) if 4 in report.get("origin", ())}
+    members = begun(job, origin)
+    assert sorted(report["host"] for report in members) == ["host1", "host1", "host2", "host2"]
+    (tmp_path / "stop").touch()
+    job.succeed()
+    assert_nothing_left(hosts)
+
+
+def test_silent_host_is_lost_and_its_ranks_are_killed(make: Make, tmp_path: Path) -> None:
+    needs_gloo()
+    hosts = make(3)
+    arguments = ["--hosts", "host1:2,host2:2", "--min-ranks", "2", PROGRAMS, "train"]
+    job = hosts.run(arguments)
+    begun(job, (0, 1, 2, 3))
+    # The stand-in for ssh crosses no network, so it has to be silenced, too.
+    (ssh,) = pids(hosts, 0, "ssh_stand_in", " -- host1 ")
+    os.kill(ssh, signal.SIGSTOP)
+    hosts.cut(1)
+    begun(job, (2, 3))
+    until(lambda: not hosts.on(1), job)
+    (tmp_path / "stop").touch()
+    assert "rank 0 is lost (host host1 is lost: it is silent)" in job.succeed()
+    assert_nothing_left(hosts)
+
+
+def test_host_lost_with_too_few_left_ends_run(hosts: Hosts, script: Script, tmp_path: Path) -> None:
+    job = hosts.run([*TWO_BY_TWO, script("await_all()\ntime.sleep(600)")])
+    until_arrived(tmp_path, 4, job)
+    hosts.end(1)
+    assert job.wait() == [128 + signal.SIGKILL]
+    assert "rank 2 failed first (host host1 is lost: the connection ended)" in str(job)
+    assert_nothing_left(hosts)
+
+
+def test_restart_uses_spare_host_in_place_of_lost_one(make: Make, script: Script) -> None:
+    hosts = make(3)
+    body = """
+        import socket
+        print("at", socket.gethostname(), "restart", os.environ["COLLECTIVE_RESTART"])
+        if os.environ["COLLECTIVE_RESTART"] == "0":
+            arrive()
+            time.sleep(600)
+        """
+    where = ["--hosts", "host0:1,host1:2", "--spares", "host2:2", "--max-restarts", "1"]
+    job = hosts.run([*where, "--min-ranks", "2", script(body)])
+    until_arrived(hosts.hosts[0].directory.parent, 3, job)
+    hosts.end(1)
+    os.kill(pids(hosts, 0, "script.py")[-1], signal.SIGKILL)
+    text = job.succeed()
+    assert re.findall(r"\[(\d)\] at (\S+) restart 1", "\n".join(sorted(text.splitlines()))) == [
+        ("0", "host0"), ("1", "host2"), ("2", "host2"),
+    ]  # fmt: skip

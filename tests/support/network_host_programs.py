@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 import collective
+from collective import elastic
 from collective.errors import CollectiveError, RendezvousError
 
 
@@ -91,6 +92,26 @@ def go_on() -> None:
     comm.close()
 
 
+def train() -> None:
+    """Train elastically until a file ``stop`` exists; print each generation."""
+    with collective.init() as comm:
+        state = elastic.State(comm, step=0, total=0.0)
+        for generation in elastic.generations(comm, state):
+            with generation as comm:
+                say(origin=comm.origin, rank=comm.rank, step=state.step, at=time.monotonic(),
+                    host=socket.gethostname(), backend=comm.backend)  # fmt: skip
+                while True:
+                    stop = os.path.exists("stop")
+                    ready, stopped = comm.all_reduce(np.array([1.0, stop]))
+                    state.total += ready
+                    state.step += 1
+                    state.commit()
+                    if stopped:
+                        break
+                    time.sleep(0.01)
+        say(done=True, rank=comm.rank, size=comm.size, step=state.step)
+
+
 def meet(seconds: str) -> None:
     """Try to connect; print the error."""
     since = time.monotonic()
@@ -127,6 +148,7 @@ if __name__ == "__main__":
 
     faulthandler.register(signal.SIGUSR1)
     functions: dict[str, Callable[..., None]] = {
-        each.__name__: each for each in (who, barriers, go_on, until_it_breaks, meet, listening)
+        each.__name__: each
+        for each in (who, barriers, go_on, until_it_breaks, train, meet, listening)
     }
     functions[sys.argv[1]](*sys.argv[2:])
