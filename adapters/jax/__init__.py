@@ -1,4 +1,21 @@
-"""Adapter for JAX: XLA's collective calls on CPUs over the transports of ``collective``.
+"""Adapter for JAX: its arrays as arrays of ``collective``, and data-parallel training.
 
-:mod:`collective.adapters.jax.xla` runs unmodified JAX programs.
+Each exported name is imported at its first use, and JAX with it: :mod:`collective.adapters.jax.xla`,
+which runs unmodified JAX programs, must be enabled before JAX is imported.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from collective.lazy import on_demand as _on_demand
+
+if TYPE_CHECKING:
+    from .gradients import average_gradients, broadcast_parameters
+else:  # for a type checker, a __getattr__ would mean that the module has every name
+    __getattr__, __dir__ = _on_demand(
+        __name__,
+        {"average_gradients": "gradients", "broadcast_parameters": "gradients"},
+    )
+
+__all__ = ["average_gradients", "broadcast_parameters"]

@@ -68,11 +68,12 @@ class Output:
         self._near: Any = None  # set only if `out` is on another stream than `near`
         on_host = near is None or isinstance(near, np.ndarray)
         if out is None:
-            self._array = (
-                np.empty(shape, dtype.storage)
-                if on_host
-                else adapter.empty(shape, dtype, near.device, near.stream)
-            )
+            if not on_host:
+                self._array = adapter.empty(shape, dtype, near.device, near.stream)
+            elif adapter.immutable:
+                self._array = adapter.empty(shape, dtype, None)
+            else:
+                self._array = np.empty(shape, dtype.storage)
             self.flat = self._array.ravel()
             return
         if _is_view(near, out, x) and near.shape == shape and near.flags.carray:
@@ -204,10 +205,12 @@ def same_memory(what: str, a: Any, b: Any) -> None:
     Args:
         a, b: arrays, or other objects with an attribute ``device``.
     """
-    places = [
-        "the CPU" if isinstance(array, np.ndarray) else f"cuda:{array.device.ordinal}"
+    # Arrays on a device without an ordinal are read and written through host memory.
+    ordinals = [
+        None if isinstance(array, np.ndarray) else getattr(array.device, "ordinal", None)
         for array in (a, b)
     ]
+    places = ["the CPU" if ordinal is None else f"cuda:{ordinal}" for ordinal in ordinals]
     if places[0] != places[1]:
         raise DeviceError(
             f"{what}: arrays on {' and on '.join(places)} in one call; all must be in one "

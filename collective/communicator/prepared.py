@@ -91,8 +91,8 @@ class PreparedCall(NotCopied):
 
     __slots__ = (
         "_arguments", "_arrays", "_call", "_direct", "_dtype", "_formats", "_keeps", "_kind",
-        "_like", "_method", "_path", "_pending", "_places", "_seconds", "_shape", "_timeout",
-        "operation",
+        "_like", "_method", "_path", "_pending", "_places", "_renews", "_seconds", "_shape",
+        "_timeout", "operation",
     )  # fmt: skip
     instead = "Prepare another one with comm.plan(), on the arrays of the copy."
 
@@ -116,6 +116,9 @@ class PreparedCall(NotCopied):
                         if array is not None}  # fmt: skip
         # Whether all calls without `out` must return the same array.
         self._keeps = self.operation in _KEEPING and x is not None and out is None
+        # Whether each call must get new memory for its result, because arrays never change.
+        self._renews = self._keeps and adapter_of(x).immutable
+        self._keeps = self._keeps and not self._renews
         self._pending: Work[Any] | None = None
         # The shape and dtype of the first array determine those of the call.
         self._like = next(iter(self._arrays.values()), _NOTHING)
@@ -153,7 +156,8 @@ class PreparedCall(NotCopied):
 
         Returns:
             The result of the call. Without ``out``, reductions and ``broadcast`` return the same
-            array every time; calls that gather, scatter or exchange pieces return a new array.
+            array every time, if the framework's arrays can change; all other calls, and calls on
+            JAX's arrays, return a new array.
 
         Raises:
             As the call. ShapeError, DtypeError: an array no longer has the shape or dtype that it
@@ -165,6 +169,8 @@ class PreparedCall(NotCopied):
             if like.dtype is self._dtype and like.shape == self._shape:
                 return self._direct()
         held = hold(self._arrays.values())
+        if self._renews:
+            self._prepare()
         self._follow()
         result = self._path.go_again(self._call, self._seconds, async_op)
         if async_op:
@@ -217,9 +223,9 @@ class PreparedCall(NotCopied):
         try:
             self._prepare()
         except InvalidArgumentError:
-            # The framework's arrays are read-only, so they cannot be an `out`. Nor can their memory
-            # move.
+            # The framework's arrays are read-only, so they cannot be an `out`.
             del self._arrays["out"]
+            self._renews = True
 
     def __repr__(self) -> str:
         return f"<prepared {self.operation}>"

@@ -12,9 +12,9 @@ __all__ = ["Array", "Arrays", "Framework", "Like", "Nested", "NumpyArray"]
 class Array(Protocol):
     """Array of any framework: an object that has a shape and a dtype.
 
-    These are NumPy's arrays and scalars, PyTorch's tensors, Chainer's variables, CuPy's arrays, and
-    arrays that support DLPack. A type cannot express whether the package can read an array; a call
-    checks that.
+    These are NumPy's arrays and scalars, PyTorch's tensors, JAX's arrays, Chainer's variables,
+    CuPy's arrays, and arrays that support DLPack. A type cannot express whether the package can
+    read an array; a call checks that.
     """
 
     @property
@@ -34,6 +34,6 @@ Arrays: TypeAlias = "Nested | complex"
 #: NumPy array of any dtype, the default type of results.
 NumpyArray: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 #: Name of a framework, by which a caller chooses the type of a result.
-Framework = Literal["numpy", "torch", "chainer", "cupy", "cuda"]
+Framework = Literal["numpy", "torch", "jax", "chainer", "cupy", "cuda"]
 #: Kind of the result: the name of a framework, or an array of the same kind.
 Like: TypeAlias = "Framework | Array"

@@ -7,8 +7,10 @@ arrays, or, in GPU memory, a :class:`~collective.memory.device_array.DeviceArray
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -33,9 +35,16 @@ Array = np.ndarray[Any, Any]
 
 
 class Adapter:
-    """Base class of the adapters of frameworks. ``view`` and ``wrap`` copy no elements."""
+    """Base class of the adapters of frameworks. ``view`` and ``wrap`` copy no elements.
+
+    Attributes:
+        name: name of the framework, for ``like=``.
+        immutable: whether the framework's arrays never change. Then nothing may write to the memory
+            of an array after :meth:`wrap`, and the memory for results comes from :meth:`empty`.
+    """
 
     name: ClassVar[str]
+    immutable: ClassVar[bool] = False
 
     def accepts(self, x: Any) -> bool:
         """Tell whether ``x``, of a type of this framework, is an array."""
@@ -205,16 +214,17 @@ class ProducerAdapter(Adapter):
 class DLPackAdapter(ProducerAdapter):
     """Adapter of any other array that supports DLPack, on the CPU or on a GPU.
 
-    Results have the same type if the array's module has ``from_dlpack``. If not, results are NumPy
-    arrays or DeviceArrays on every rank, also at the root of a broadcast. Arrays in page-locked
-    host memory count as arrays on the CPU.
+    Results have the same type if the array's namespace (``x.__array_namespace__()``) or its module
+    has a ``from_dlpack`` that takes a NumPy array. If not, results are NumPy arrays or DeviceArrays
+    on every rank, also at the root of a broadcast. Arrays in page-locked host memory count as
+    arrays on the CPU.
     """
 
     name = "dlpack"
 
-    def __init__(self, cls: type) -> None:
-        self._root = cls.__module__.partition(".")[0]
-        self._from_dlpack = getattr(sys.modules.get(self._root), "from_dlpack", None)
+    def __init__(self, x: Any) -> None:
+        self._root = type(x).__module__.partition(".")[0]
+        self._from_dlpack = _importer(x, self._root)
 
     def view(self, x: Any) -> tuple[Any, DType]:
         device = x.__dlpack_device__()
@@ -251,10 +261,26 @@ class DLPackAdapter(ProducerAdapter):
             return _plain().hand_back(array, dtype, self._root)
         if dtype.name in FOREIGN:
             return _NUMPY.wrap(array, dtype)  # NumPy cannot export this type through DLPack
-        return array if self._from_dlpack is None else self._from_dlpack(array)
+        if self._from_dlpack is not None:
+            # A framework may refuse an array, for example its element type, by any of these errors.
+            with contextlib.suppress(TypeError, ValueError, BufferError, RuntimeError):
+                return self._from_dlpack(array)
+        return array
 
     def used_on(self, x: Any, stream: Stream) -> None:
         _plain().used_on(x, stream)
+
+
+def _importer(x: Any, root: str) -> Callable[[Any], Any] | None:
+    """Return the function that makes arrays like ``x`` of NumPy's; None if there is none."""
+    if root == "tensorflow":
+        take = importlib.import_module("tensorflow").experimental.dlpack.from_dlpack
+        return lambda array: take(array.__dlpack__())
+    modules = [sys.modules.get(root)]
+    if hasattr(x, "__array_namespace__"):
+        modules.insert(0, x.__array_namespace__())
+    functions = (getattr(module, "from_dlpack", None) for module in modules)
+    return next(filter(None, functions), None)
 
 
 # Device types of DLPack: kDLCPU and kDLCUDAHost, then kDLCUDA and kDLCUDAManaged.
@@ -266,6 +292,7 @@ _SCALARS = NumpyScalarAdapter()
 _FRAMEWORKS = {
     "chainer": ("collective.adapters.chainer.arrays", "ChainerAdapter"),
     "cupy": ("collective.adapters.cupy.arrays", "CupyAdapter"),
+    "jax": ("collective.adapters.jax.arrays", "JaxAdapter"),
     "torch": ("collective.adapters.torch.arrays", "TorchAdapter"),
 }
 # Adapter of GPU memory that belongs to no framework; "cuda" is not the name of a module.
@@ -303,8 +330,8 @@ def adapter_like(like: Any) -> Adapter:
     """Return the adapter of an array, or of a name.
 
     Args:
-        like: ``"numpy"``; ``"torch"``, ``"cupy"``, ``"chainer"``; ``"cuda"`` for arrays of no
-            framework in GPU memory; or an array.
+        like: ``"numpy"``; ``"torch"``, ``"jax"``, ``"cupy"``, ``"chainer"``; ``"cuda"`` for arrays
+            of no framework in GPU memory; or an array.
     """
     if not isinstance(like, str):
         return adapter_of(like)
@@ -336,15 +363,15 @@ def _find(x: Any, what: str, name: str) -> Adapter:
             return adapter_like("cuda")
     # Try DLPack first: it tells on which device the array is, and it orders streams.
     if hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__"):
-        return DLPackAdapter(type(x))
+        return DLPackAdapter(x)
     if hasattr(x, "__cuda_array_interface__"):
         adapter_of_type: Adapter = _plain().of(type(x))
         return adapter_of_type
     thing, instead = _a_thing_like(x), "" if name else f" ({_instead(x, what)})"
     raise InvalidArgumentError(
         f"{what}: {f'{name} is {thing}, not an array' if name else f'{thing} is not an array'}. "
-        "Pass a NumPy array, a PyTorch tensor, a CuPy array, a Chainer variable, any array that "
-        "supports DLPack or __cuda_array_interface__, or a list or dict of them"
+        "Pass a NumPy array, a PyTorch tensor, a JAX array, a CuPy array, a Chainer variable, any "
+        "array that supports DLPack or __cuda_array_interface__, or a list or dict of them"
         f"{instead}."
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -13,9 +14,19 @@ from .dtypes import BY_NAME, DType
 if TYPE_CHECKING:
     from collective.cuda import Device, Stream
 
-__all__ = ["Buffer", "Spot", "new_spot"]
+__all__ = ["Buffer", "Spot", "aligned", "new_spot"]
 
 _UINT8 = BY_NAME["uint8"]
+# Alignment that XLA requires of memory that it uses without a copy, in bytes: a cache line.
+_ALIGNMENT = 64
+
+
+def aligned(shape: tuple[int, ...], storage: np.dtype[Any]) -> np.ndarray[Any, Any]:
+    """Return an uninitialised NumPy array that begins on a cache line."""
+    nbytes = math.prod(shape) * storage.itemsize
+    room = np.empty(nbytes + _ALIGNMENT, np.uint8)
+    start = -room.__array_interface__["data"][0] % _ALIGNMENT
+    return room[start : start + nbytes].view(storage).reshape(shape)
 
 
 class Buffer:

@@ -1,4 +1,4 @@
-"""Calls on GPU arrays through host memory.
+"""Calls on arrays of a GPU or another device through host memory.
 
 This is for transports that only reach the CPU, and for operations that a transport lacks on the
 GPU. The array is copied to page-locked memory, and the call works on the copy. Then the result is
@@ -7,32 +7,51 @@ copied to the GPU, into memory of the caller's framework. The host waits for bot
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from .arrays import Adapter
 from .dtypes import DType
 
-if TYPE_CHECKING:
-    from collective.cuda import Device
-
-__all__ = ["Staged"]
+__all__ = ["Distant", "Staged"]
 
 Array = np.ndarray[Any, Any]
 
 
+class Distant:
+    """Array on a device whose memory no transport reaches; calls work on its copy on the host.
+
+    Attributes:
+        shape, dtype: shape, and NumPy's dtype that stores the elements.
+        device: the device, as its framework names it.
+    """
+
+    def __init__(self, shape: tuple[int, ...], dtype: np.dtype[Any], device: Any) -> None:
+        self.shape = shape
+        self.dtype = dtype
+        self.device = device
+
+    def to_host(self) -> Array:
+        """Return the elements in host memory."""
+        raise NotImplementedError
+
+    def fill_from_host(self, values: Array) -> None:
+        """Copy the elements to the device. Later changes of ``values`` are not allowed."""
+        raise NotImplementedError
+
+
 class Staged(Adapter):
-    """Adapter that turns results in host memory into arrays on a GPU.
+    """Adapter that turns results in host memory into arrays on a GPU or another device.
 
     Args:
         adapter: adapter of the caller's framework.
-        device: the GPU for the results; also an attribute.
+        device: the device for the results; also an attribute.
     """
 
     name = "staged"
 
-    def __init__(self, adapter: Adapter, device: Device) -> None:
+    def __init__(self, adapter: Adapter, device: Any) -> None:
         self._adapter = adapter
         self.device = device
 

@@ -28,6 +28,7 @@ class ArrayFramework:
         on_gpu: whether the arrays are in the memory of a GPU.
         backwards: whether the arrays may have negative strides.
         takes_ml_dtypes: whether the arrays may have dtypes of ml_dtypes.
+        immutable: whether the arrays never change, so that calls cannot write to them.
     """
 
     name: ClassVar[str] = "numpy"
@@ -35,6 +36,7 @@ class ArrayFramework:
     on_gpu: ClassVar[bool] = False
     backwards: ClassVar[bool] = True
     takes_ml_dtypes: ClassVar[bool] = True
+    immutable: ClassVar[bool] = False
 
     def unavailable(self) -> str:
         """Return why the framework cannot be used here, or "". May import the framework."""
@@ -131,6 +133,30 @@ class TorchFramework(ArrayFramework):
             return torch.from_numpy(array)
         bits = array.view(np.int16) if array.itemsize == 2 else array
         return torch.from_numpy(bits).view(getattr(torch, dtype))
+
+
+class JaxFramework(ArrayFramework):
+    """JAX's arrays on the CPU."""
+
+    name = "jax"
+    like = "jax"
+    immutable = True
+
+    def unavailable(self) -> str:
+        return _missing("jax")
+
+    def make(self, whole: Array, dtype: str, part: tuple[slice, ...]) -> Any:
+        copy = whole.copy()
+        # Slicing a JAX array would compile a program for each slice, so slice the NumPy array.
+        return self.wrap(copy[part] if part else copy, dtype)
+
+    def wrap(self, array: Array, dtype: str) -> Any:
+        jax = importlib.import_module("jax")
+        with jax.enable_x64(True):
+            return jax.device_put(super().wrap(array, dtype))
+
+    def owns(self, x: Any) -> bool:
+        return isinstance(x, importlib.import_module("jax").Array)
 
 
 class TorchCudaFramework(TorchFramework):
@@ -274,8 +300,8 @@ class ChainerFramework(ArrayFramework):
 _FRAMEWORKS: dict[str, type[ArrayFramework]] = {
     kind.name: kind
     for kind in (
-        ArrayFramework, TorchFramework, ChainerFramework, CupyFramework, TorchCudaFramework,
-        CudaFramework,
+        ArrayFramework, TorchFramework, JaxFramework, ChainerFramework, CupyFramework,
+        TorchCudaFramework, CudaFramework,
     )
 }  # fmt: skip
 NAMES = tuple(_FRAMEWORKS)

@@ -34,7 +34,7 @@ __all__ = ["NAMES", "Kind", "Loan", "OfKind", "kind_of", "require"]
 Array = np.ndarray[Any, Any]
 
 #: The names of the built-in kinds.
-NAMES = ("numpy", "torch", "chainer", "dlpack", "cupy", "cuda")
+NAMES = ("numpy", "torch", "jax", "chainer", "dlpack", "cupy", "cuda")
 _CALLS = """
     send recv sendrecv broadcast reduce all_reduce scatter gather all_gather reduce_scatter
     all_to_all scan
@@ -55,6 +55,8 @@ class Kind:
         read: function that returns NumPy's array for one of the kind, over its memory or a copy.
         type: class of the arrays that calls return.
         like: value of ``like=`` for calls without an array.
+        immutable: whether the arrays never change. Then ``out``, and memory of ``empty()`` for the
+            program to write to, are NumPy's.
     """
 
     name: str
@@ -62,17 +64,20 @@ class Kind:
     read: Callable[[Any], Array]
     type: type
     like: Any
+    immutable: bool = False
 
     def communicator(self, comm: Communicator) -> Any:
         """Return a communicator with NumPy's arrays outside that passes the kind's to ``comm``."""
         return OfKind(comm, self)
 
-    def loan(self, comm: Communicator, hosts: Sequence[Array]) -> Loan:
-        """Return the kind's arrays that replace ``hosts`` in one call."""
-        return Loan(self, hosts)
+    def loan(self, comm: Communicator, hosts: Sequence[Array], written: Sequence[bool]) -> Loan:
+        """Return the kind's arrays that replace ``hosts`` in one call, which may write to some."""
+        return Loan(self, hosts, written)
 
     def empty(self, comm: Communicator, shape: Any, dtype: Any) -> Array:
         """Return memory of ``comm.empty()`` as NumPy's array."""
+        if self.immutable:
+            return comm.empty(shape, dtype)
         return self.read(comm.empty(shape, dtype, like=self.like))
 
 
@@ -84,10 +89,13 @@ class Loan:
         like: value of ``like=`` for the call.
     """
 
-    def __init__(self, kind: Kind, hosts: Sequence[Array]) -> None:
+    def __init__(self, kind: Kind, hosts: Sequence[Array], written: Sequence[bool]) -> None:
         self._kind = kind
         self.like = kind.like
-        self.made = [_or_itself(kind, host) for host in hosts]
+        self.made = [
+            host if kind.immutable and changes else _or_itself(kind, host)
+            for host, changes in zip(hosts, written)
+        ]
 
     def end(self, call: str) -> None:
         """Wait until the call is complete, for kinds whose calls return earlier."""
@@ -178,7 +186,8 @@ class _Call:
         self._hosts = list(arrays.values())
         self._outs = {id(leaf) for leaf in leaves.get("out", ())}
         comm.settle(self._hosts)
-        self.loan = self._kind.loan(comm._comm, self._hosts)
+        self._written = [id(host) in self._outs for host in self._hosts]
+        self.loan = self._kind.loan(comm._comm, self._hosts, self._written)
         made = dict(zip(arrays, self.loan.made))
         for key, value in self._given.items():
             replaced = [made.get(id(leaf), leaf) for leaf in leaves[key]]
@@ -192,7 +201,7 @@ class _Call:
 
     def finish(self, result: Any) -> Any:
         """Copy back what the call has written, and return the result as NumPy's."""
-        self.loan.take_back(self._hosts, [id(host) in self._outs for host in self._hosts])
+        self.loan.take_back(self._hosts, self._written)
         if result is None:
             return None
         leaves = [self._as_numpy(leaf, result) for leaf in nested.flatten(result)]
@@ -269,7 +278,7 @@ def require(kind: str | Kind) -> None:
         raise InvalidArgumentError(
             f"kind: unknown name {kind!r}; pass one of {', '.join(NAMES)}, or a Kind."
         )
-    if kind in ("torch", "chainer", "cupy") and not has(kind):
+    if kind in ("torch", "jax", "chainer", "cupy") and not has(kind):
         raise BackendUnavailableError(f"kind {kind}: {kind} is not installed; `{hint(kind)}`.")
 
 
@@ -285,7 +294,10 @@ def _made(name: str) -> Kind:
     if name in ("cuda", "cupy"):
         found: Kind = importlib.import_module("collective.testing.kinds_device").on_device(name)
         return found
-    return {"torch": _of_torch, "chainer": _of_chainer, "dlpack": _of_dlpack}[name]()
+    makers = {
+        "torch": _of_torch, "jax": _of_jax, "chainer": _of_chainer, "dlpack": _of_dlpack
+    }  # fmt: skip
+    return makers[name]()
 
 
 def _of_torch() -> Kind:
@@ -302,6 +314,17 @@ def _of_torch() -> Kind:
         return np.asarray(arrays.wrap(tensors.stored(x), tensors.dtype_of(x)))
 
     return Kind("torch", of, read, importlib.import_module("torch").Tensor, "torch")
+
+
+def _of_jax() -> Kind:
+    arrays = framework("jax")
+
+    def of(x: Array) -> Any:
+        return arrays.wrap(np.array(x), x.dtype.name)
+
+    cls = importlib.import_module("jax").Array
+    # Checks write to the arrays that they read.
+    return Kind("jax", of, np.array, cls, "jax", immutable=True)
 
 
 def _of_chainer() -> Kind:

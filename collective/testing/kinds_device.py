@@ -37,7 +37,7 @@ _ALIGNED = 64
 class OnDevice(Kind):
     """Kind whose arrays are copies in the memory of a rank's GPU."""
 
-    def loan(self, comm: Communicator, hosts: Sequence[Array]) -> Loan:
+    def loan(self, comm: Communicator, hosts: Sequence[Array], written: Sequence[bool]) -> Loan:
         return _Copies(self, comm, hosts)
 
     def empty(self, comm: Communicator, shape: Any, dtype: Any) -> Array:

@@ -266,6 +266,52 @@ def test_dlpack_result_is_same_class_with_from_dlpack(monkeypatch):
     assert back.array.tolist() == [0, 1, 2]
 
 
+def _in_namespace(from_dlpack):
+    """Return the class of arrays whose namespace has that function, and whose module has none."""
+    space = types.SimpleNamespace(from_dlpack=from_dlpack)
+
+    class Spaced(Exporter):
+        __module__ = "a_module_that_is_not_there"
+
+        def __array_namespace__(self):
+            return space
+
+    return Spaced
+
+
+def test_dlpack_result_is_same_class_with_from_dlpack_in_its_namespace():
+    spaced = _in_namespace(lambda array: spaced(np.from_dlpack(array)))
+    adapter = adapter_of(spaced(np.arange(3)))
+    back = adapter.wrap(*adapter.view(spaced(np.arange(3))))
+    assert type(back) is spaced
+    assert back.array.tolist() == [0, 1, 2]
+
+
+def test_dlpack_result_is_numpy_if_the_framework_refuses_the_array():
+    def refuse(array):
+        raise BufferError("no such dtype here")
+
+    x = _in_namespace(refuse)(np.arange(3))
+    assert type(adapter_of(x).wrap(*adapter_of(x).view(x))) is np.ndarray
+
+
+def test_dlpack_result_for_tensorflow_passes_a_capsule(monkeypatch):
+    class Tensor(Exporter):
+        __module__ = "tensorflow.python.framework.ops"
+
+    def from_dlpack(capsule):
+        assert "dltensor" in repr(capsule)
+        return Tensor(np.zeros(3))
+
+    module = types.ModuleType("tensorflow")
+    module.experimental = types.SimpleNamespace(
+        dlpack=types.SimpleNamespace(from_dlpack=from_dlpack)
+    )
+    monkeypatch.setitem(sys.modules, "tensorflow", module)
+    x = Tensor(np.arange(3))
+    assert type(adapter_of(x).wrap(*adapter_of(x).view(x))) is Tensor
+
+
 def test_dlpack_bfloat16_result_is_numpy():
     adapter = adapter_of(Exporter(np.zeros(1)))
     back = adapter.wrap(np.zeros(2, np.uint16), BY_NAME["bfloat16"])

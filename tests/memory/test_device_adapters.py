@@ -289,7 +289,7 @@ def test_numpy_empty_on_gpu_raises_device_error():
 
 
 def test_adapter_like_unknown_name_lists_known_names():
-    with pytest.raises(InvalidArgumentError, match="cuda, cupy, numpy, torch"):
+    with pytest.raises(InvalidArgumentError, match="cuda, cupy, jax, numpy, torch"):
         adapter_like("gpu")
 
 

@@ -12,7 +12,7 @@ from collective.memory import dtypes, nested
 from collective.memory.arrays import Adapter, adapter_like, adapter_of
 from collective.memory.dtypes import DType
 from collective.memory.numbers import NUMBERS, is_number
-from collective.memory.through_host import Staged
+from collective.memory.through_host import Distant, Staged
 
 from ..output import same_memory
 from ..path import Path
@@ -62,8 +62,8 @@ def view(path: Path, what: str, x: Any, hosted: bool = False) -> View:
             raise
         adapter = NUMBERS
     array, dtype = adapter.view(x)
-    if type(array) is not np.ndarray:
-        if not path.on_device:
+    if type(array) is not np.ndarray and (path.on_host or not isinstance(array, Distant)):
+        if not path.on_device or isinstance(array, Distant):
             return staged(path, View(adapter, array, dtype))
         if array.device is not path.gpu:
             check_device(path, what, array)
@@ -86,11 +86,11 @@ def views(path: Path, what: str, x: Any, hosted: bool = False) -> list[View]:
 
 
 def staged(path: Path, seen: View) -> View:
-    """Return a view of a GPU array's copy in host memory; its adapter copies results back."""
+    """Return a view of an array's copy in host memory; its adapter copies results to the device."""
     array: Any = seen.array
     # The array may be the result of a call that is still running in the background.
     path.lane.drain(Deadline(path.timeout))
-    if path.enqueues:
+    if path.enqueues and not isinstance(array, Distant):
         array.stream.wait_for(path.backend.side_stream(array.device))
     return View(Staged(seen.adapter, array.device), array.to_host(), seen.dtype)
 
