@@ -289,7 +289,7 @@ def connected(
     names = [name for name, _ in (*hosts, *spares)]
     if not all(map(is_this_host, names)) and shutil.which(site.ssh[0]) is None:
         raise ConfigError(
-            f"run: --hosts needs {site.ssh[0]!r} to reach {', '.join(names)}, and there is none on "
+            f"hosts: {site.ssh[0]!r} is needed to reach {', '.join(names)}, and there is none on "
             "PATH. Install an ssh client, or name another with --ssh."
         )
     cluster = Cluster([Machine(host, site) for host in (*hosts, *spares)], control)
@@ -306,8 +306,8 @@ def connected(
         missing = [f"{m.name}: {answer['why']}" for m, answer in answers.items() if answer["why"]]
         if missing:
             raise ConfigError(
-                f"run: {'; '.join(missing)}. All hosts need the same files at the same path, such "
-                "as those of a shared file system."
+                f"hosts: {'; '.join(missing)}. All hosts need the same files at the same path, "
+                "such as those of a shared file system."
             )
         yield cluster
     finally:
@@ -339,7 +339,7 @@ def check_reachability(cluster: Cluster, store: Endpoint, interface: str) -> Non
     _refuse_lost(cluster)
     faults = [f"{m.name}: {answer['why']}" for m, answer in listening.items() if answer["why"]]
     if faults:
-        raise ConfigError(f"run: {'; '.join(faults)}")
+        raise ConfigError(f"hosts: {'; '.join(faults)}")
     for machine, answer in listening.items():
         machine.address, machine.interface = answer["address"], answer["interface"]
     if len(cluster.machines) == 1:
@@ -348,7 +348,7 @@ def check_reachability(cluster: Cluster, store: Endpoint, interface: str) -> Non
     if only_here:
         listed = ", ".join(f"{m.name} ({m.interface or 'lo'}, {m.address})" for m in only_here)
         raise RendezvousError(
-            f"run: other hosts cannot reach {listed}: the ranks there would listen on loopback "
+            f"hosts: other hosts cannot reach {listed}: the ranks there would listen on loopback "
             "only. Set COLLECTIVE_INTERFACE to an interface that the hosts share, and map the "
             "host's name to its address there. In a container, give the container a network of "
             "its own or the host's (hostNetwork), with a name that resolves to it."
@@ -373,7 +373,7 @@ def check_reachability(cluster: Cluster, store: Endpoint, interface: str) -> Non
     ]
     if lines:
         raise RendezvousError(
-            "run: some hosts cannot connect to others, at the addresses that the ranks would use:\n"
+            "hosts: some hosts cannot connect to others at the addresses that ranks would use:\n"
             + "".join(f"  {line}\n" for line in lines)
             + "Open all TCP ports between the hosts, or set COLLECTIVE_INTERFACE to an interface "
             "that all of them share."
@@ -451,7 +451,7 @@ def _refuse_lost(cluster: Cluster) -> None:
         listed = "\n  ".join(lost)
         first = next(machine.name for machine in cluster.machines if machine.lost)
         raise RendezvousError(
-            f"run: {len(lost)} of {len(cluster.machines)} hosts cannot be used:\n  {listed}\n"
+            f"hosts: {len(lost)} of {len(cluster.machines)} hosts cannot be used:\n  {listed}\n"
             f"Check that `ssh {first} true` works without a password, and that "
             f"{sys.executable} exists there."
         )
@@ -473,7 +473,7 @@ def _check_versions(machines: Sequence[Machine]) -> None:
                 faults.append(f"{machine.name} has {words[key]} {theirs}, this host {value}")
     if faults:
         raise ConfigError(
-            f"run: the hosts have different versions: {'; '.join(faults)}. Install the same "
+            f"hosts: the hosts have different versions: {'; '.join(faults)}. Install the same "
             "versions on all hosts, or use one environment on a file system that all see."
         )
 
@@ -494,6 +494,6 @@ def _check_clocks(answers: Mapping[Machine, Message], asked: float, heard: float
             faults.append(f"{machine.name} is {max(ahead, behind):.0f} s {word} this host")
     if faults:
         raise ConfigError(
-            f"run: the clocks of the hosts differ: {'; '.join(faults)}. Traces and certificates "
+            f"hosts: the clocks of the hosts differ: {'; '.join(faults)}. Traces and certificates "
             "need the same time everywhere. Set the clocks, for example with `chronyc makestep`."
         )

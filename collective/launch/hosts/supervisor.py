@@ -59,7 +59,7 @@ def places(machines: Sequence[Machine], size: int) -> list[Place]:
     if len(found) < size:
         names = ", ".join(machine.name for machine in machines) or "no host"
         raise RendezvousError(
-            f"run: {size} ranks cannot start again: only {len(found)} fit on the hosts that are "
+            f"hosts: {size} ranks cannot start again: only {len(found)} fit on the hosts that are "
             f"left ({names}). Give spare hosts with --spares."
         )
     return found

@@ -5,14 +5,20 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import shlex
 import shutil
+import sys
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+from collective.errors import ConfigError, RendezvousError
 from collective.install import DISTRIBUTION
 from collective.platform import SHARED_MEMORY
+from collective.start.host_list import HostSlots
 from collective.tools.show import Progress, size_name, time_name
+
+from .run import add_hosts, hosts_of
 
 __all__ = ["add_parser", "text"]
 
@@ -32,7 +38,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="show what works here, why the rest does not, and what auto takes",
         description="Show which transports work on this machine and in this environment, why "
         "the others do not and how to mend that, and which transport 'auto' takes. Under a "
-        "launcher, the first rank of each host reports.",
+        "launcher, the first rank of each host reports. With --hosts, connect to these hosts as "
+        "`collective run --hosts` does, and test whether each reaches all others.",
         epilog=_EPILOG,
     )
     parser.add_argument(
@@ -40,12 +47,15 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         action="store_true",
         help="let two ranks on this machine try each transport that works",
     )
+    add_hosts(parser)
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     parser.set_defaults(execute=execute)
 
 
 def execute(options: argparse.Namespace) -> int:
     """Print the report; return the exit code."""
+    if hosts := hosts_of(options):
+        return _examine_hosts(hosts, options)
     # Imported here: the module imports NumPy and the transports.
     from collective.tools.doctor import examine, is_spokesman
 
@@ -57,6 +67,33 @@ def execute(options: argparse.Namespace) -> int:
     print(json.dumps(report, indent=2) if options.json else text(report, _width()))
     code: int = report["exit_code"]
     return code
+
+
+def _examine_hosts(hosts: Sequence[HostSlots], options: argparse.Namespace) -> int:
+    """Print what each host has, and whether the hosts reach each other; return the exit code."""
+    # Imported here: the module imports NumPy.
+    from collective.launch.hosts.checking import check_hosts
+
+    found, error = [], ""
+    try:
+        found = check_hosts(hosts, shlex.split(options.ssh))
+    except (ConfigError, RendezvousError) as problem:
+        error = str(problem)
+    if options.json:
+        rows = [host._asdict() for host in found]
+        print(json.dumps({"hosts": rows, "error": error, "exit_code": int(bool(error))}, indent=2))
+    elif error:
+        print(f"collective doctor: {error}", file=sys.stderr)
+    else:
+        versions = "Python {0.python}, collective {0.version}, NumPy {0.numpy}, {0.cores} cores"
+        rows_of_text = [
+            (host.name, f"{host.interface} {host.address}; {versions.format(host)}")
+            for host in found
+        ]
+        print("Hosts", *_aligned(rows_of_text, _width()), sep="\n")
+        together = "reaches all others" if len(found) > 1 else "is ready"
+        print(f"\nEach of the {len(found)} hosts {together}.")
+    return int(bool(error))
 
 
 def _width() -> int:
