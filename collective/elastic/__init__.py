@@ -14,6 +14,7 @@ from collective.lazy import on_demand
 if TYPE_CHECKING:
     from collective.training.elastic import Generation, generations
     from collective.training.elastic_state import Keeper, State, register
+    from collective.training.preemption import PreemptedError
 else:  # a type checker would conclude from __getattr__ that the package has every name
     # On demand, because the training modules import communicators, and communicators import the
     # protocol in this package.
@@ -22,10 +23,11 @@ else:  # a type checker would conclude from __getattr__ that the package has eve
         {
             "Generation": ".training.elastic",
             "Keeper": ".training.elastic_state",
+            "PreemptedError": ".training.preemption",
             "State": ".training.elastic_state",
             "generations": ".training.elastic",
             "register": ".training.elastic_state",
         },
     )
 
-__all__ = ["Generation", "Keeper", "State", "generations", "register"]
+__all__ = ["Generation", "Keeper", "PreemptedError", "State", "generations", "register"]

@@ -132,6 +132,11 @@ def generations(
     else. Here it joins, and receives the state. If the other ranks have finished, its program ends
     here, with exit code 0.
 
+    At SIGTERM (preemption, ``scancel``, the end of a pod) this rank leaves after its next commit,
+    with exit code 143 (``PreemptedError``), and the others continue from that commit. A second
+    SIGTERM, more than a second later, ends the process at once. If the program handles the signal
+    itself, nothing changes.
+
     A communicator that ``shrink`` or ``grow`` replaces is closed; the last one stays open. On a
     transport that cannot shrink (``comm.capabilities.shrinks``) the body runs once, and a loss
     raises its error.
@@ -158,8 +163,20 @@ def generations(
         CollectiveError: error that ended the body although no rank was lost and nothing was
             committed since the body began. The body would end with the same error again.
         UnsupportedError: ``grow=True``, but no process can join ``comm``.
-        SystemExit: this process should have joined, but the other ranks have finished.
+        SystemExit: this process should have joined, but the other ranks have finished. Or
+            ``PreemptedError``: it has received SIGTERM.
     """
+    with state.preemption.heeded():
+        yield from _generations(comm, state, min_ranks, timeout, grow)
+
+
+def _generations(
+    comm: Communicator,
+    state: State,
+    min_ranks: int | None,
+    timeout: float | None,
+    grow: bool | None,
+) -> Iterator[Generation]:
     if comm.joins:
         comm = _joined(comm)
     grows = comm.grows and load({}).grow == "on" if grow is None else grow

@@ -23,6 +23,7 @@ from collective.errors import (
 from collective.memory.arrays import is_array
 
 from .elastic_copies import Path, copied, digest_of, leaves, mapped, plain
+from .preemption import Preemption
 from .rebinding import Rebindable
 from .shards import Sharded
 
@@ -185,6 +186,7 @@ class State:
         # _synced: whether all ranks have had the same state. _grows: whether commits check for
         # processes that want to join.
         self.__dict__.update({"_synced": False, "_grows": False})
+        self.__dict__["_preemption"] = Preemption()
         # Copies of the commit before the last. The next commit overwrites their arrays.
         self.__dict__["_rooms"] = {}
         self._keep(0, self._copies({}, {}), comm)
@@ -207,6 +209,12 @@ class State:
         self._parts[name] = value
 
     @property
+    def preemption(self) -> Preemption:
+        """Whether this process has received SIGTERM in ``generations``."""
+        found: Preemption = self._preemption
+        return found
+
+    @property
     def commits(self) -> int:
         """Number of calls of :meth:`commit` on the rank that is furthest."""
         number: int = self._kept.number
@@ -227,6 +235,8 @@ class State:
         Raises:
             RanksJoinError: processes wait to join; the commit is complete. ``generations`` catches
                 the error.
+            PreemptedError: in ``generations`` this process has received SIGTERM; the commit is
+                complete. The program ends, and the other ranks continue.
         """
         strange = sorted(set(taken) - set(self._parts))
         if strange:
@@ -240,6 +250,7 @@ class State:
         self.__dict__["_rooms"] = {}
         self._keep(last.number + 1, self._copies(taken, rooms), self.comm)
         self.__dict__["_rooms"] = last.parts
+        self._preemption.check()
         if self._grows and (count := self.comm.waiting()):
             raise RanksJoinError(
                 f"commit: number of processes that wait to join: {count}. This error ends the body "

@@ -513,6 +513,28 @@ def test_lost_rank_is_replaced_on_its_host(make: Make, tmp_path: Path) -> None:
     assert_nothing_left(hosts)
 
 
+def test_host_that_goes_down_loses_no_step(make: Make, tmp_path: Path) -> None:
+    needs_gloo()
+    hosts = make(4)
+    where = ["--hosts", "host1:2,host2:2", "--spares", "host3:2", "--min-ranks", "2"]
+    job = hosts.run([*where, PROGRAMS, "train"])
+    begun(job, (0, 1, 2, 3))
+    for pid in hosts.on(1):  # as a system does that shuts down
+        os.kill(pid, signal.SIGTERM)
+    begun(job, (2, 3, 4, 5))
+    until(lambda: not hosts.on(1), job)
+    (tmp_path / "stop").touch()
+    text = job.succeed()
+    assert "collective run: host host1 goes down; its ranks leave" in text
+    for rank in (0, 1):
+        assert f"rank {rank} is lost (exit code 143)" in text
+    left = [report["step"] for report in reports(job) if "leaves" in report]
+    assert len(left) == 2
+    following = begun(job, (2, 3))
+    assert min(report["step"] for report in following) >= max(left)
+    assert_nothing_left(hosts)
+
+
 def test_silent_host_is_lost_and_its_ranks_are_killed(make: Make, tmp_path: Path) -> None:
     needs_gloo()
     hosts = make(3)

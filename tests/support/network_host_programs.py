@@ -95,21 +95,24 @@ def go_on() -> None:
 def train() -> None:
     """Train elastically until a file ``stop`` exists; print each generation."""
     with collective.init() as comm:
-        state = elastic.State(comm, step=0, total=0.0)
-        for generation in elastic.generations(comm, state):
-            with generation as comm:
-                say(origin=comm.origin, rank=comm.rank, step=state.step, at=time.monotonic(),
-                    host=socket.gethostname(), backend=comm.backend)  # fmt: skip
-                while True:
-                    stop = os.path.exists("stop")
-                    ready, stopped = comm.all_reduce(np.array([1.0, stop]))
-                    state.total += ready
-                    state.step += 1
-                    state.commit()
-                    if stopped:
-                        break
-                    time.sleep(0.01)
+        state = elastic.State(comm, step=0)
+        try:
+            for generation in elastic.generations(comm, state):
+                with generation as comm:
+                    say(origin=comm.origin, rank=comm.rank, step=state.step, at=time.monotonic(),
+                        host=socket.gethostname(), backend=comm.backend)  # fmt: skip
+                    _train_on(comm, state)
+        except elastic.PreemptedError:
+            say(leaves=True, step=state.step)
+            raise
         say(done=True, rank=comm.rank, size=comm.size, step=state.step)
+
+
+def _train_on(comm: collective.Communicator, state: elastic.State) -> None:
+    while not comm.all_reduce(np.array([os.path.exists("stop")]), op="max")[0]:
+        time.sleep(0.01)
+        state.step += 1
+        state.commit()
 
 
 def meet(seconds: str) -> None:

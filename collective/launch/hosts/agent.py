@@ -25,6 +25,7 @@ import numpy as np
 
 import collective
 from collective.contract.process import RankProcess
+from collective.deadline import Deadline
 from collective.platform import adopt_orphans, held_port, usable_cores
 from collective.start.network import interfaces
 
@@ -43,6 +44,8 @@ PROTOCOL = 1
 BEAT_S = 0.25
 # After so long a silence the launcher's host, or the network, is gone.
 _SILENCE_S = 20.0
+# How long ranks may take to leave a host that goes down. Kubernetes and Slurm kill after 30 s.
+_LEAVE_S = 25.0
 _READ = 1 << 16
 
 
@@ -82,6 +85,8 @@ class Agent:
         self._over = False
         # Whether the run continues after the loss of a rank.
         self._lasting = False
+        # By when the ranks must have left, because this host goes down.
+        self._leaves: Deadline | None = None
         self._heard = self._said = time.monotonic()
         self._selector = selectors.PollSelector()
         self._orders: dict[str, Callable[[Message], None]] = {
@@ -103,7 +108,9 @@ class Agent:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(wake_end, warn_on_full_buffer=False)
         self._watch(wake, partial(self._reap, wake))
-        self._watch(self._control, self._end)  # a signal, or the end of the other process
+        # A host that is shut down sends SIGTERM to both processes of the agent.
+        signal.signal(signal.SIGTERM, lambda *_: None)
+        self._watch(self._control, self._heed)
         self._watch(self._channel.incoming, self._obey)
         self._channel.greet()
         self._channel.post(self._hello())
@@ -157,6 +164,10 @@ class Agent:
             self._beat()
         if channel.broken or now - self._heard > _SILENCE_S:
             self._end()
+        if self._leaves is not None:
+            runs = any(process.code is None for process in self._processes.values())
+            if self._leaves.expired or not (runs or channel.waiting):
+                self._end()
 
     def _beat(self) -> None:
         """Send a sign of life, with the activity of the processes."""
@@ -182,6 +193,22 @@ class Agent:
                 self._feed(frame)
             else:
                 self._orders[frame["kind"]](frame)
+
+    def _heed(self) -> None:
+        """React to signals that the other process has received, or to its end."""
+        numbers = os.read(self._control, 64)
+        if set(numbers) == {signal.SIGTERM}:
+            self._leave()
+        elif set(numbers) - {signal.SIGTSTP, signal.SIGCONT} or not numbers:
+            self._end()
+
+    def _leave(self) -> None:
+        """Pass SIGTERM on, so that the ranks leave by themselves, and end after them."""
+        if self._leaves is None:
+            self._leaves = Deadline(_LEAVE_S)
+            self._channel.post({"kind": "leaving"})
+            for process in self._processes.values():
+                self._send(process, signal.SIGTERM, group=False)
 
     def _end(self) -> None:
         self._over = True
@@ -300,9 +327,12 @@ class Agent:
             send_signal(process.process.pid, number, group=group)
 
     def _reap(self, wake: int) -> None:
+        numbers = b""
         with contextlib.suppress(BlockingIOError):
-            while os.read(wake, 4096):
-                pass
+            while chunk := os.read(wake, 4096):
+                numbers += chunk
+        if signal.SIGTERM in numbers:
+            self._leave()
         # The run may continue for long, so end all processes of a lost rank now.
         for pid, code in ended_children(self._end_group if self._lasting else None):
             for process in self._processes.values():

@@ -92,6 +92,7 @@ class Machine:
         address: address at which ranks of other hosts reach ranks of this one; "" until known.
         interface: network interface of the address.
         lost: why the host is lost; "" while it answers.
+        leaving: whether the host goes down, so that no more ranks may start there.
     """
 
     def __init__(self, host: HostSlots, site: Site) -> None:
@@ -99,6 +100,7 @@ class Machine:
         self.local = is_this_host(self.name)
         self.hello: Message = {}
         self.address = self.interface = self.lost = ""
+        self.leaving = False
         command = [site.python, "-m", "collective.launch.hosts.agent"]
         environment = {**os.environ, "PYTHONPATH": site.path}
         if not self.local:

@@ -109,7 +109,8 @@ class _Run:
     def attempt(self, number: int, control: int) -> Iterator[Supervisor]:
         """Yield the supervisor of an attempt, with a store and a secret of its own."""
         config = load({})
-        where = places(self._cluster.living, self._size)
+        usable = [machine for machine in self._cluster.living if not machine.leaving]
+        where = places(usable, self._size)
         first = where[0].machine
         host = store_address(self._cluster.living, config.interface)
         shared = shared_variables(self._size, "", "", first.hello["port"], number)

@@ -160,7 +160,7 @@ class HostsSupervisor(Supervisor):
         own = self._where[number].machine
         for machine in sorted(self._cluster.living, key=lambda machine: machine is not own):
             taken = {r.local_rank for r in self._by_process.values() if _is_on(machine, r)}
-            if len(taken) < machine.slots:
+            if len(taken) < machine.slots and not machine.leaving:
                 local = min(set(range(machine.slots)) - taken)
                 return Place(machine, local, max(taken | {local}) + 1)
         return None
@@ -185,6 +185,11 @@ class HostsSupervisor(Supervisor):
         kind = message["kind"]
         if kind == "finished":
             self._finished.add(machine)
+        elif kind == "leaving":
+            machine.leaving = True
+            self._error.fresh_line()
+            text = f"collective run: host {machine.name} goes down; its ranks leave\n"
+            self._error.write(text.encode())
         elif kind == "beat":
             for number, (cpu_s, runs) in message["activity"].items():
                 if (rank := self._by_process.get(int(number))) is not None:
