@@ -24,7 +24,7 @@ from tests.support.interpreter import ROOT, run
 OUTSIDE = "README.md CONTRIBUTING.md SECURITY.md CODE_OF_CONDUCT.md changes/README.md".split()
 DOCUMENTS = [*map(ROOT.joinpath, OUTSIDE), *sorted((ROOT / "docs").rglob("*.md"))]
 DECISIONS = sorted((ROOT / "docs" / "decisions").glob("[0-9]*.md"))
-LANGUAGES = {"console", "python", "sh", "text", "toml"}
+LANGUAGES = {"console", "python", "sh", "text", "toml", "yaml"}
 
 
 @dataclass

@@ -205,6 +205,11 @@ class Hosts:
         """Return the ids of all processes on the hosts."""
         return [pid for host in self.hosts for pid in _processes(host.namespace)]
 
+    def name(self, names: Mapping[str, int]) -> None:
+        """Give hosts further names that all hosts resolve."""
+        with open(self._directory / "hosts", "a") as file:
+            file.writelines(f"{self.hosts[host].address} {name}\n" for name, host in names.items())
+
     def on(self, host: int) -> list[int]:
         """Return the ids of all processes on a host."""
         return _processes(self.hosts[host].namespace)
