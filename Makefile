@@ -9,6 +9,7 @@
 #   make test-gpu run the tests that need a GPU, if there is one; installs nothing: see docs/gpu.md
 #   make clients  test libraries that use torch.distributed over our process group (docs/clients.md)
 #   make test-jax test unmodified JAX programs over our transports, with two versions of JAX
+#   make test-clusters  test the examples for submitit and Dask
 #   make docs     build the documentation as a site, in site/; the tests build and check it, too
 #   make check    run formatter, linter, type checker and tests
 #   make pythons  test the package on Python 3.11 to 3.15, each in .pythons: see docs/install.md
@@ -53,7 +54,7 @@ while sleep 1; kill -0 $$job 2>/dev/null; do \
 wait $$job
 endef
 
-.PHONY: demo demo-chainer demo-splits clients docs test quick test-gpu check format lint types soak sanitize freethreaded parity bench release-check wheels clean aarch64 pythons test-jax soak-jax
+.PHONY: demo demo-chainer demo-splits clients docs test quick test-gpu check format lint types soak sanitize freethreaded parity bench release-check wheels clean aarch64 pythons test-jax soak-jax test-clusters
 .DEFAULT_GOAL := demo
 
 demo: .venv/.demo $(if $(filter mpi,$(BACKEND)),.mpi/mpich/.done)
@@ -119,6 +120,9 @@ NEW_JAX_PYTHON ?= $(or $(shell command -v python3.13 || command -v python3.12),$
 test-jax: .jax/.done .jax-new/.done
 	.jax/bin/python -m pytest tests/jax
 	.jax-new/bin/python -m pytest tests/jax
+
+test-clusters: .clusters/.done
+	.clusters/bin/python -m pytest tests/clusters
 
 # The tests come last: the quick checks fail first, and the output ends with the tests' count.
 check: format lint types test
@@ -292,6 +296,13 @@ NATIVE := $(wildcard collective/native/*.[ch])
 	@$(@D)/bin/python $(INSTALL) --no-build-isolation --editable '.[jax]'
 	@touch $@
 
+.clusters/.done: pyproject.toml setup.py
+	@echo "Building .clusters with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv .clusters
+	@.clusters/bin/python $(INSTALL) submitit distributed 'setuptools>=77' pytest pytest-timeout
+	@.clusters/bin/python $(INSTALL) --no-build-isolation --editable .
+	@touch $@
+
 # DeepSpeed compiles a part of itself at its first use. That takes minutes, too long for a test. An
 # interrupted compilation leaves a lock for which the next one would wait, so remove the folder
 # first.
@@ -309,6 +320,6 @@ NATIVE := $(wildcard collective/native/*.[ch])
 	@touch $@
 
 clean:
-	rm -rf .venv .mpi .clients .freethreaded .editable .wheels build dist wheelhouse site *.egg-info bench.json bench.png parity.html parity.json train.json .hypothesis .mypy_cache .pytest_cache .ruff_cache .aarch64 .pythons .jax .jax-new
+	rm -rf .venv .mpi .clients .freethreaded .editable .wheels build dist wheelhouse site *.egg-info bench.json bench.png parity.html parity.json train.json .hypothesis .mypy_cache .pytest_cache .ruff_cache .aarch64 .pythons .jax .jax-new .clusters
 	rm -f collective/native/*.so adapters/jax/xla/*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
