@@ -1,6 +1,7 @@
 """Adapter for JAX: its arrays as arrays of ``collective``, and data-parallel training.
 
-Each exported name is imported at its first use, and JAX with it: :mod:`collective.adapters.jax.xla`,
+Each exported name is imported at its first use, and JAX with it.
+:mod:`collective.adapters.jax.xla`,
 which runs unmodified JAX programs, must be enabled before JAX is imported.
 """
 

@@ -40,7 +40,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     helps = {
         "backend": "transports (default: all)",
-        "framework": "numpy, torch, chainer, cupy, torch.cuda, cuda, mixed (default: all)",
+        "framework": "numpy, torch, jax, chainer, cupy, torch.cuda, cuda, mixed (default: all)",
         "op": "operations, such as all_reduce (default: all)",
         "reduction": "reductions, such as sum,max (default: all)",
         "dtype": "dtypes (default: all)",

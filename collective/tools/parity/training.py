@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,7 +36,9 @@ TOLERANCES = {"sgd": 1e-12, "adam": 1e-10}
 
 _MODELS = ("lenet", "mlp")
 _CLASSES = {"lenet": "LeNet", "mlp": "Perceptron"}
-_FRAMEWORKS = ("torch", "chainer")
+_FRAMEWORKS = ("torch", "chainer", "jax")
+#: The frameworks of a user's pair of models, in the order of the pair.
+_PAIR = ("torch", "chainer")
 # A multiple of each number of ranks up to 4, but not of 5.
 _BATCH = 24
 _JOB_S = 180.0
@@ -46,7 +49,7 @@ class Setup:
     """Training run.
 
     Attributes:
-        framework: ``"torch"`` or ``"chainer"``.
+        framework: ``"torch"``, ``"chainer"`` or ``"jax"``.
         model: ``"lenet"``, ``"mlp"``, or ``module:function``, whose function returns a pair.
         optimizer: ``"sgd"`` or ``"adam"``.
         start: path of a safetensors file with the initial weights.
@@ -70,9 +73,15 @@ def require(plan: Comparison, model: str | None) -> list[str]:
         InvalidArgumentError: the plan has no framework to train in, a package is missing, or
             there is no such pair of models.
     """
-    frameworks = [name for name in plan.frameworks if name in _FRAMEWORKS]
+    # JAX trains with optax. A user's pair has a model for PyTorch and one for Chainer.
+    whole = model is None and importlib.util.find_spec("optax") is not None
+    usable = _FRAMEWORKS if whole else _PAIR
+    frameworks = [name for name in plan.frameworks if name in usable]
     if not frameworks:
-        raise InvalidArgumentError("--train: neither torch nor chainer is among the frameworks.")
+        raise InvalidArgumentError(
+            f"--train: got the frameworks {', '.join(plan.frameworks)} (expected torch or chainer, "
+            "or jax with the package optax and without --model)."
+        )
     weights.library()
     if model is None:
         _digits(plan.seed)
@@ -142,14 +151,13 @@ def _beginning(
         first = {key: _xavier(random, value.shape) for key, value in parameters.items()}
         return first, _digits(seed)
     pair = _pair(model)
-    parameters = _parameters(pair[_FRAMEWORKS.index(name)], name)
+    parameters = _parameters(pair[_PAIR.index(name)], name)
     first = {key: np.array(value, np.float64) for key, value in parameters.items()}
     return first, pair[2] if len(pair) > 2 else _digits(seed)
 
 
 def _parameters(made: Any, name: str) -> dict[str, Array]:
-    read = weights.torch_parameters if name == "torch" else weights.chainer_parameters
-    found = read(made)
+    found = getattr(weights, f"{name}_parameters")(made)
     return {key: found[key] for key in sorted(found)}
 
 
@@ -208,7 +216,7 @@ def _make(model: str, name: str) -> Any:
     if model in _CLASSES:
         module = importlib.import_module(f"collective.tools.models.{name}")
         return getattr(module, _CLASSES[model])()
-    return _pair(model)[_FRAMEWORKS.index(name)]
+    return _pair(model)[_PAIR.index(name)]
 
 
 # -- on the ranks ---------------------------------------------------------------------------------

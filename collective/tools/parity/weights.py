@@ -1,7 +1,8 @@
-"""Weights of a model in a neutral form: a safetensors file for both frameworks.
+"""Weights of a model in a neutral form: a safetensors file for all frameworks.
 
 Names and layouts are those of PyTorch: ``conv1.weight`` of shape (out, in, kh, kw), ``fc.weight``
-of shape (out, in). Chainer's layouts are the same, and its names differ: ``/conv1/W``.
+of shape (out, in). Chainer's layouts are the same, and its names differ: ``/conv1/W``. The models
+in JAX use PyTorch's names.
 """
 
 from __future__ import annotations
@@ -13,7 +14,10 @@ import numpy as np
 
 from collective.errors import InvalidArgumentError, ShapeError
 
-__all__ = ["chainer_parameters", "library", "load", "put", "save", "taken", "torch_parameters"]
+__all__ = [
+    "chainer_parameters", "jax_parameters", "library", "load", "put", "save", "taken",
+    "torch_parameters",
+]  # fmt: skip
 
 Array = np.ndarray[Any, Any]
 
@@ -63,6 +67,12 @@ def chainer_parameters(link: Any) -> dict[str, Array]:
         *places, name = path.strip("/").split("/")
         arrays[".".join([*places, _NAMES.get(name, name)])] = parameter.array
     return arrays
+
+
+def jax_parameters(network: Any) -> dict[str, Array]:
+    """Return the parameters of a network of :mod:`collective.tools.models.jax`, by name."""
+    parameters: dict[str, Array] = network.parameters
+    return parameters
 
 
 def put(parameters: Mapping[str, Array], weights: Mapping[str, Array]) -> None:
