@@ -3,12 +3,13 @@
 #   make demo     train LeNet on MNIST digits over shared memory, on as many ranks as there are cores,
 #                 at most 4; or choose: make demo BACKEND=gloo DEMO_RANKS=4 (mpi, threads)
 #   make demo-chainer   train LeNet in Chainer
+#   make demo-jax       train LeNet in JAX, with optax, on 2 ranks
 #   make demo-splits    train a U-Net; each of 2 ranks computes half of every picture's rows
 #   make test     run all tests; the MPI tests use two MPI libraries (installed into .mpi)
 #   make quick    run the tests that changes break first, in two minutes
 #   make test-gpu run the tests that need a GPU, if there is one; installs nothing: see docs/gpu.md
 #   make clients  test libraries that use torch.distributed over our process group (docs/clients.md)
-#   make test-jax test unmodified JAX programs over our transports, with two versions of JAX
+#   make test-jax test JAX: unmodified programs, arrays, training; with two versions of JAX
 #   make test-clusters  test the examples for submitit and Dask
 #   make docs     build the documentation as a site, in site/; the tests build and check it, too
 #   make check    run formatter, linter, type checker and tests
@@ -54,7 +55,7 @@ while sleep 1; kill -0 $$job 2>/dev/null; do \
 wait $$job
 endef
 
-.PHONY: demo demo-chainer demo-splits clients docs test quick test-gpu check format lint types soak sanitize freethreaded parity bench release-check wheels clean aarch64 pythons test-jax soak-jax test-clusters
+.PHONY: demo demo-chainer demo-splits clients docs test quick test-gpu check format lint types soak sanitize freethreaded parity bench release-check wheels clean aarch64 pythons test-jax soak-jax test-clusters demo-jax
 .DEFAULT_GOAL := demo
 
 demo: .venv/.demo $(if $(filter mpi,$(BACKEND)),.mpi/mpich/.done)
@@ -64,6 +65,9 @@ demo: .venv/.demo $(if $(filter mpi,$(BACKEND)),.mpi/mpich/.done)
 demo-chainer: .venv/.demo .venv/.chainer $(if $(filter mpi,$(BACKEND)),.mpi/mpich/.done)
 	$(if $(filter mpi,$(BACKEND)),.mpi/mpich/bin,$(BIN))/python -m collective run -n $(DEMO_RANKS) \
 	--backend $(BACKEND) examples/mnist_chainer.py
+
+demo-jax: .jax/.done
+	.jax/bin/python -m collective run -n 2 --backend shm examples/mnist_jax.py
 
 demo-splits: .venv/.demo $(if $(filter mpi,$(BACKEND)),.mpi/mpich/.done)
 	$(if $(filter mpi,$(BACKEND)),.mpi/mpich/bin,$(BIN))/python -m collective run -n 2 \
@@ -287,13 +291,14 @@ NATIVE := $(wildcard collective/native/*.[ch])
 .jax/.done: JAX_BASE = $(JAX_PYTHON)
 .jax-new/.done: REQUIREMENTS = '$(NEW_JAX)'
 .jax-new/.done: JAX_BASE = $(NEW_JAX_PYTHON)
-# Gloo comes with PyTorch. The installation builds the native core for each Python, and the plug-in.
+# Gloo comes with PyTorch. The extras and optax are for the training tests and make demo-jax. The
+# installation builds the native core for each Python, and the plug-in.
 .jax/.done .jax-new/.done: pyproject.toml setup.py $(wildcard adapters/jax/xla/*.[ch])
 	@echo "Building $(@D) with $$($(JAX_BASE) --version)"
 	@$(JAX_BASE) -m venv $(@D)
 	@echo "Installing $(REQUIREMENTS) and $(TORCH)"
-	@$(@D)/bin/python $(INSTALL) $(REQUIREMENTS) '$(TORCH)' 'setuptools>=77' pytest pytest-timeout
-	@$(@D)/bin/python $(INSTALL) --no-build-isolation --editable '.[jax]'
+	@$(@D)/bin/python $(INSTALL) $(REQUIREMENTS) '$(TORCH)' 'setuptools>=77' optax pytest pytest-timeout
+	@$(@D)/bin/python $(INSTALL) --no-build-isolation --editable '.[jax,examples,parity]'
 	@touch $@
 
 .clusters/.done: pyproject.toml setup.py
