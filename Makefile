@@ -11,6 +11,7 @@
 #   make clients  test libraries that use torch.distributed over our process group (docs/clients.md)
 #   make test-jax test JAX: unmodified programs, arrays, training; with two versions of JAX
 #   make test-clusters  test the examples for submitit and Dask
+#   make test-ray test the backend for Ray's actors, with a Ray of its own on this machine
 #   make docs     build the documentation as a site, in site/; the tests build and check it, too
 #   make check    run formatter, linter, type checker and tests
 #   make pythons  test the package on Python 3.11 to 3.15, each in .pythons: see docs/install.md
@@ -55,7 +56,7 @@ while sleep 1; kill -0 $$job 2>/dev/null; do \
 wait $$job
 endef
 
-.PHONY: demo demo-chainer demo-splits clients docs test quick test-gpu check format lint types soak sanitize freethreaded parity bench release-check wheels clean aarch64 pythons test-jax soak-jax test-clusters demo-jax
+.PHONY: demo demo-chainer demo-splits clients docs test quick test-gpu check format lint types soak sanitize freethreaded parity bench release-check wheels clean aarch64 pythons test-jax soak-jax test-clusters demo-jax test-ray
 .DEFAULT_GOAL := demo
 
 demo: .venv/.demo $(if $(filter mpi,$(BACKEND)),.mpi/mpich/.done)
@@ -127,6 +128,11 @@ test-jax: .jax/.done .jax-new/.done
 
 test-clusters: .clusters/.done
 	.clusters/bin/python -m pytest tests/clusters
+
+# Ray's processes are heavy, so the tests run one after the other.
+RAY ?= ray[train]==2.60.0
+test-ray: .ray/.done
+	.ray/bin/python -m pytest tests/ray
 
 # The tests come last: the quick checks fail first, and the output ends with the tests' count.
 check: format lint types test
@@ -308,6 +314,14 @@ NATIVE := $(wildcard collective/native/*.[ch])
 	@.clusters/bin/python $(INSTALL) --no-build-isolation --editable .
 	@touch $@
 
+.ray/.done: pyproject.toml setup.py
+	@echo "Building .ray with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv .ray
+	@echo "Installing $(RAY) and $(TORCH)"
+	@.ray/bin/python $(INSTALL) '$(RAY)' '$(TORCH)' 'setuptools>=77' pytest pytest-timeout
+	@.ray/bin/python $(INSTALL) --no-build-isolation --editable '.[ray]'
+	@touch $@
+
 # DeepSpeed compiles a part of itself at its first use. That takes minutes, too long for a test. An
 # interrupted compilation leaves a lock for which the next one would wait, so remove the folder
 # first.
@@ -325,6 +339,6 @@ NATIVE := $(wildcard collective/native/*.[ch])
 	@touch $@
 
 clean:
-	rm -rf .venv .mpi .clients .freethreaded .editable .wheels build dist wheelhouse site *.egg-info bench.json bench.png parity.html parity.json train.json .hypothesis .mypy_cache .pytest_cache .ruff_cache .aarch64 .pythons .jax .jax-new .clusters
+	rm -rf .venv .mpi .clients .freethreaded .editable .wheels build dist wheelhouse site *.egg-info bench.json bench.png parity.html parity.json train.json .hypothesis .mypy_cache .pytest_cache .ruff_cache .aarch64 .pythons .jax .jax-new .clusters .ray
 	rm -f collective/native/*.so adapters/jax/xla/*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,35 @@
+"""Ray's actors as ranks: the backend ``collective`` of ``ray.util.collective``.
+
+The import of this module registers the backend in this process. Ray needs that on the driver and in
+every actor::
+
+    import collective.launch.ray
+    from ray.util import collective as col
+
+    col.init_collective_group(world_size, rank, backend="collective")
+
+For actors whose code cannot import it, name :func:`register` as the hook of the workers::
+
+    ray.init(runtime_env={"worker_process_setup_hook": "collective.launch.ray.register"})
+"""
+
+from __future__ import annotations
+
+import importlib
+
+from collective.errors import BackendUnavailableError
+from collective.install import hint
+
+try:
+    importlib.import_module("ray")
+except ImportError as _error:
+    raise BackendUnavailableError(
+        f"collective.launch.ray: Ray cannot be imported: {_error}. Try `{hint('ray')}`."
+    ) from _error
+
+from .group import ActorGroup
+from .registration import NAME, register
+
+__all__ = ["NAME", "ActorGroup", "register"]
+
+register()

@@ -1,0 +1,189 @@
+"""Roll call: ranks meet under a name that other ranks may have used before.
+
+Every member publishes a card with a token that it alone has. The leader, rank 0, reads the cards
+and publishes a list of their tokens. A member that finds its token in the list accepts the list.
+Once all members have accepted it, the leader starts the group. Cards and lists of an earlier group
+of the same name do not contain the tokens of these members, so nobody accepts them, and each is
+replaced as soon as its author's successor arrives. The leader starts a group with an error if the
+members' cards differ.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from collective.contract.store import Store
+from collective.deadline import Deadline
+from collective.errors import RendezvousError
+from collective.request import name_ranks
+
+from .met_ranks import Place
+
+__all__ = ["Card", "call_roll"]
+
+_PAUSE_S = 0.002
+
+
+class Card(NamedTuple):
+    """Description of one member.
+
+    Attributes:
+        size: number of members that this member expects.
+        host: text that only processes on one host share.
+        version: version of this package.
+        python: version of Python, as ``3.11``.
+        label: words that name the process in errors.
+        token: text that no other process has.
+    """
+
+    size: int
+    host: str
+    version: str
+    label: str
+    python: str = f"{sys.version_info[0]}.{sys.version_info[1]}"
+    token: str = ""
+
+
+def call_roll(store: Store, rank: int, card: Card, deadline: Deadline) -> Place:
+    """Meet the other members and return this rank's place.
+
+    Args:
+        store: store whose keys are those of groups with this name.
+        rank: number of this member.
+        card: description of this member; this function gives it a token.
+        deadline: moment by which all members must have come.
+
+    Raises:
+        RendezvousError: not all members came in time, two members have one rank, or the members
+            differ in their number of ranks or in their versions.
+    """
+    call = _RollCall(store, rank, card._replace(token=secrets.token_hex(8)), deadline)
+    call.publish()
+    place = call.lead() if rank == 0 else call.follow()
+    # A card whose author failed stays: until then the other members must not miss its author. The
+    # next leader replaces or ignores it.
+    store.delete(_card(rank))
+    return place
+
+
+def _card(rank: int) -> str:
+    return f"card-{rank}"
+
+
+class _RollCall:
+    """Roll call of one member; see the module."""
+
+    def __init__(self, store: Store, rank: int, card: Card, deadline: Deadline) -> None:
+        self.store = store
+        self.rank = rank
+        self.card = card
+        self.deadline = deadline
+
+    def publish(self) -> None:
+        """Publish this member's card."""
+        self.store.set(_card(self.rank), json.dumps(self.card).encode())
+
+    def lead(self) -> Place:
+        """Publish lists until the members have accepted one."""
+        cards: list[Card | None] = []
+        job, strange, error = "", 0, ""
+        while True:
+            latest = self._cards()
+            if latest != cards:
+                cards = latest
+                strange, error = _difference(cards)
+                job = secrets.token_hex(8) if error or None not in cards else ""
+                if job:
+                    self.store.set("list", json.dumps({"job": job, "cards": cards}).encode())
+            # A card that differs may be an old one, whose author is gone and accepts nothing.
+            if job and self._accepted(job, {strange} if error else set(range(1, len(cards)))):
+                self.store.set(f"start-{job}", error.encode())
+                if error:
+                    raise RendezvousError(error)
+                return self._place(job, cards)
+            self._pause(latest)
+
+    def follow(self) -> Place:
+        """Accept the lists that have this member's token, until the leader starts one."""
+        job, cards = "", []
+        while True:
+            listed = self._listed()
+            if listed is not None and listed["job"] != job:
+                job, cards = listed["job"], listed["cards"]
+                self.store.set(f"accept-{job}-{self.rank}", b"1")
+            error = self.store.try_get(f"start-{job}") if job else None
+            if error:
+                raise RendezvousError(error.decode())
+            if error is not None:
+                return self._place(job, [Card(*card) for card in cards])
+            self._pause(None)
+
+    def _listed(self) -> dict[str, Any] | None:
+        value = self.store.try_get("list")
+        listed: dict[str, Any] | None = None if value is None else json.loads(value)
+        if listed is None or len(listed["cards"]) <= self.rank:
+            return None
+        card = listed["cards"][self.rank]
+        return listed if card is not None and Card(*card).token == self.card.token else None
+
+    def _cards(self) -> list[Card | None]:
+        return [self._read(rank) for rank in range(self.card.size)]
+
+    def _read(self, rank: int) -> Card | None:
+        value = self.store.try_get(_card(rank))
+        return None if value is None else Card(*json.loads(value))
+
+    def _accepted(self, job: str, ranks: set[int]) -> bool:
+        return all(self.store.try_get(f"accept-{job}-{rank}") is not None for rank in ranks)
+
+    def _pause(self, latest: list[Card | None] | None) -> None:
+        """Wait a little; raise if another process has this rank, or if the time is over."""
+        own = self._read(self.rank)
+        if own is None:  # the leader has come, and has cleaned up
+            self.publish()
+        elif own.token != self.card.token:
+            raise RendezvousError(
+                f"rendezvous: {own.label} has joined as rank {self.rank}, like this process "
+                f"({self.card.label}). Give every process another rank."
+            )
+        if self.deadline.expired:
+            cards = latest or self._cards()
+            missing = [rank for rank, card in enumerate(cards) if card is None]
+            waits = f"{name_ranks(missing)} did not come" if missing else "not all ranks answered"
+            raise RendezvousError(
+                f"rendezvous: {waits} within {self.deadline.seconds:g} s, at {self.store}; rank "
+                f"{self.rank} of {self.card.size} waited. Check that every process makes the "
+                "group, or raise COLLECTIVE_START_TIMEOUT."
+            )
+        time.sleep(_PAUSE_S)
+
+    def _place(self, job: str, cards: Sequence[Card | None]) -> Place:
+        hosts = [card.host for card in cards if card is not None]
+        host = hosts[self.rank]
+        local_rank = hosts[: self.rank].count(host)
+        return Place(job, self.rank, len(cards), local_rank, hosts.count(host))
+
+
+def _difference(cards: Sequence[Card | None]) -> tuple[int, str]:
+    """Return the first rank that cannot be in one group with rank 0, and the error's text."""
+    first = cards[0]
+    if first is None:
+        return 0, ""
+    for what, remedy, field in (
+        ("number of ranks", "Pass one number everywhere.", "size"),
+        ("version of collective", "Install one version on all hosts.", "version"),
+        ("version of Python", "Use one version on all hosts.", "python"),
+    ):
+        for rank, card in enumerate(cards):
+            if card is not None and getattr(card, field) != getattr(first, field):
+                return rank, (
+                    f"rendezvous: the ranks differ in the {what}: {getattr(first, field)} on rank "
+                    f"0 ({first.label}), {getattr(card, field)} on rank {rank} ({card.label}). "
+                    f"{remedy}"
+                )
+    return 0, ""

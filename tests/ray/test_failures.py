@@ -1,0 +1,77 @@
+"""Actors that die or fail in a group; ``make test-ray`` installs Ray and runs this."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+if importlib.util.find_spec("ray") is None:
+    pytest.skip("Ray is not installed; `make test-ray` does that", allow_module_level=True)
+
+import ray
+from ray.util import collective as col
+
+import collective
+from tests.ray.actors import everywhere, group_of, join
+
+pytestmark = pytest.mark.usefixtures("cluster")
+
+
+def _reduce(name: str) -> str:
+    try:
+        col.allreduce(np.ones(3), name)
+    except collective.PeerLostError as error:
+        return f"{error.ranks} {error}"
+    return "no error"
+
+
+def _end() -> None:
+    os._exit(1)
+
+
+def _pid() -> int:
+    return os.getpid()
+
+
+def test_death_of_an_actor_raises_at_its_peer_within_two_seconds() -> None:
+    members = group_of(2, "exit")
+    pid = everywhere(members, _pid)[1]
+    waiting = members[0].run.remote(_reduce, "exit")
+    began = time.monotonic()
+    dying = members[1].run.remote(_end)
+    assert ray.get(waiting, timeout=60).startswith(f"(1,) all_reduce: rank 1 (pid {pid}")
+    assert time.monotonic() - began < 2.0
+    with pytest.raises(ray.exceptions.ActorDiedError):
+        ray.get(dying, timeout=60)
+    # The same name again, while one member of the old group lives.
+    others = [members[0], *group_of(1, "alone-exit")]
+    everywhere(members[:1], col.destroy_collective_group, "exit")
+    join(others, "exit")
+    assert everywhere(others, _of_length, 3, "exit") == [2.0, 2.0]
+
+
+def test_kill_of_an_actor_reaches_the_driver_as_our_error() -> None:
+    members = group_of(2, "kill")
+    waiting = members[0].run.remote(col.allreduce, np.ones(3), "kill")
+    ray.kill(members[1])
+    with pytest.raises(collective.PeerLostError, match="rank 1"):
+        ray.get(waiting, timeout=60)
+
+
+def test_different_calls_raise_on_both_ranks_and_keep_the_group(actors: list[Any]) -> None:
+    join(actors[:2], "differ")
+    for call in [actors[rank].run.remote(_of_length, 3 + rank, "differ") for rank in range(2)]:
+        with pytest.raises(collective.MismatchError):
+            ray.get(call, timeout=60)
+    assert everywhere(actors[:2], _of_length, 3, "differ") == [2.0, 2.0]
+
+
+def _of_length(length: int, name: str) -> float:
+    x = np.ones(length)
+    col.allreduce(x, name)
+    return float(x[0])
