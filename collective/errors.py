@@ -8,6 +8,7 @@
     ├ ConfigError (ValueError)               a setting that is unknown, malformed or contradictory
     ├ AllocationError (MemoryError)          some rank has no memory for a symmetric allocation
     ├ MismatchError                          the ranks' calls differ; raised on every rank
+    ├ CorruptionError                        results are not what they must be; names the ranks
     ├ RanksJoinError                         processes join elastic training; not a failure
     ├ StateLostError                         parts of a sharded state are lost; names the parts
     ├ GradientError                          a backward pass did not produce each gradient once
@@ -38,6 +39,7 @@ __all__ = [
     "CommunicatorAbortedError",
     "CommunicatorClosedError",
     "ConfigError",
+    "CorruptionError",
     "DeviceError",
     "DtypeError",
     "ExcludedError",
@@ -100,6 +102,23 @@ class MismatchError(CollectiveError):
     It is raised on every rank with the same text: which rank made which call, and where in its
     program. Nothing was reduced or overwritten, and the communicator stays usable.
     """
+
+
+class CorruptionError(CollectiveError):
+    """The results of a call are not what they must be: a bit of memory or of a message has changed.
+
+    Only ``COLLECTIVE_CHECK=results`` finds this. After a collective call every rank raises it, with
+    the same ranks; after a message, only the receiver. The communicator stays usable. The call's
+    results are not to be used on any rank.
+
+    Attributes:
+        ranks: the ranks whose result is wrong, ascending; all ranks if no majority has the same
+            result.
+    """
+
+    def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.ranks = ranks
 
 
 class StateLostError(CollectiveError):

@@ -151,6 +151,20 @@ class Request:
         part._set(None, self.root, elements, None)
         return part
 
+    def comparing_results(self, elements: Sequence[int]) -> Request:
+        """Return the request of an all-gather that carries checksums of this call's results.
+
+        Its digest depends on the name and the root only, because the ranks' requests may differ in
+        lengths. Errors describe it as this call.
+
+        Args:
+            elements: as in the class.
+        """
+        part = self.comparing("all_gather").step(1, "all_gather", elements=elements)
+        part.options = {**self.options, "compared": "results"}
+        part._described = {**self._described, "options": part.options}
+        return part
+
     def _set(
         self,
         op: ReduceOp | None,

@@ -1140,7 +1140,10 @@ class Communicator(_Handle, NotCopied, ForeignNames):
 
     @property
     def check(self) -> str:
-        """Whether calls are compared before they are sent: "auto", "always" or "never"."""
+        """What the ranks compare: "auto", "always", "never", "results" or "results:N".
+
+        See ``COLLECTIVE_CHECK``.
+        """
         return self._path.check
 
     @property

@@ -21,6 +21,7 @@ from collective.errors import (
     InvalidArgumentError,
     MismatchError,
     RankError,
+    UnsupportedError,
 )
 from collective.memory.arrays import adapter_of
 from collective.memory.buffer import Buffer, Spot
@@ -31,6 +32,7 @@ from .foreign_names import explain_arguments
 from .listener import CallEvent, Listener
 from .listeners import Listeners
 from .planned import Planned
+from .results import Results, interval_of
 from .streams import Near, enqueue, synchronized, with_site
 
 if TYPE_CHECKING:
@@ -102,9 +104,12 @@ class Path(_Gate):
     Args:
         backend: the transport.
         timeout: seconds that a call may take if it passes no timeout.
-        check: when calls are compared before they are sent: "auto", "always" or "never".
+        check: when calls are compared before they are sent ("auto", "always" or "never"); or
+            "results", to compare results after each call, or "results:10" after every tenth.
 
     Attributes:
+        results: comparison of the ranks' results; None if results are not compared.
+        watched: whether something happens around each call: listeners, or comparing results.
         rank, size, who: this rank, the number of ranks, and both as error texts show them.
         on_device, on_host: whether the transport takes arrays on GPUs without staging, and arrays
             on the CPU.
@@ -150,6 +155,14 @@ class Path(_Gate):
         self.lane = Lane(self.lane_name)
         self.lanes = {}
         self.listeners = Listeners()
+        interval = interval_of(check) if backend.size > 1 else 0
+        if interval and backend.enqueues:
+            raise UnsupportedError(
+                f"check: {check!r} is not supported by backend {backend.name!r} {self.who}, whose "
+                "calls return before their results are there. Use check='always', or another "
+                "backend, such as 'gloo'."
+            )
+        self.results = Results(interval) if interval else None
         self.broken: CollectiveError | None = None
         self.recorder = Recorder(f"rank {self.rank} of {self.size} over {backend.name}")
         backend.observe(self.recorder)
@@ -159,13 +172,14 @@ class Path(_Gate):
     # -- plain calls in C ---------------------------------------------------------------
 
     def open_doors(self) -> None:
-        """Let C make plain calls, unless there are listeners or every call will be refused.
+        """Let C make plain calls, unless they are watched or every call will be refused.
 
         C records a call, runs its plan, and leaves everything else to the methods in Python; see
         :func:`collective.native.method`. C makes calls that move pieces only if the transport
         compares calls by itself.
         """
-        observed = bool(self.listeners.all) or self.closed
+        self.watched = bool(self.listeners.all) or self.results is not None
+        observed = self.watched or self.closed
         shut = self.agree_first or observed or self.broken is not None
         self.door = None
         if not shut and self.on_host:
@@ -285,16 +299,15 @@ class Path(_Gate):
 
         Args:
             planned, src, dst: plan of the operation, and its buffers.
-            heard: whether the listeners are notified already.
+            heard: whether the listeners are notified already, and the results will be compared.
 
         Raises:
             Disagreement: the ranks' calls differ; nothing was sent.
             MismatchError: the ranks' calls differ, and ``planned.fixed`` is true.
+            CorruptionError: the results are compared, and are not what they must be.
         """
-        if self.listeners.all and not heard:
-            event = self._event(planned, src, dst)
-            carry = partial(self.carry, planned, src, dst, deadline, heard=True)
-            self.listeners.around(event, carry, self.tell_failure)
+        if self.watched and not heard:
+            self._carry_watched(planned, src, dst, deadline)
             return
         recorder = self.recorder
         try:
@@ -310,6 +323,19 @@ class Path(_Gate):
             if planned.fixed and isinstance(error, Disagreement):
                 self.raise_mismatch(error.headers)
             raise
+
+    def _carry_watched(
+        self, planned: Planned, src: Buffer | Spot | None, dst: Buffer | Spot | None,
+        deadline: Deadline,
+    ) -> None:  # fmt: skip
+        """Make one operation, compare its results if the program wants it, notify the listeners."""
+        carry = partial(self.carry, planned, src, dst, deadline, heard=True)
+        if self.results is not None:
+            carry = partial(self.results.around, self, planned, src, dst, deadline, carry)
+        if self.listeners.all:
+            self.listeners.around(self._event(planned, src, dst), carry, self.tell_failure)
+        else:
+            carry()
 
     def _event(
         self, planned: Planned, src: Buffer | Spot | None, dst: Buffer | Spot | None

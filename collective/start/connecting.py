@@ -41,7 +41,8 @@ def connect(
         backend: a registered name, ``module:Class``, or the class itself.
         timeout: seconds that a call may take.
         start_timeout: seconds to wait for the other ranks to arrive.
-        check: ``"always"`` compares the ranks' calls also on transports without built-in checks.
+        check: ``"always"`` compares the ranks' calls also on transports without built-in checks;
+            ``"results"`` compares their results.
         trace: a directory for the ranks' traces; see :mod:`collective.trace`.
         shrink_grace: seconds that a rank may be silent when the others shrink.
         min_ranks: least number of ranks; with fewer, ``shrink()`` raises.
@@ -54,6 +55,7 @@ def connect(
             exist or cannot be used here, or the ranks did not meet.
         CollectiveTimeoutError, ExcludedError: with ``join``, the ranks did not admit this
             process, or all ranks have ended.
+        UnsupportedError: ``check="results"`` with a transport that enqueues calls on GPUs.
         ConfigError: the trace of some rank cannot be written; raised on every rank.
     """
     kind = registry.find(backend) if isinstance(backend, str) else backend
@@ -69,19 +71,19 @@ def connect(
     transport = kind.connect(world, deadline)
     try:
         lineage = Lineage.begin(transport, world, deadline, grace=shrink_grace, min_ranks=min_ranks)
+        comm = Communicator(
+            transport,
+            lineage=lineage,
+            local_rank=world.local_rank,
+            local_size=world.local_size,
+            host=world.host,
+            timeout=timeout,
+            check=check,
+            open_to_others=world.open,
+        )
     except BaseException:
         transport.close()
         raise
-    comm = Communicator(
-        transport,
-        lineage=lineage,
-        local_rank=world.local_rank,
-        local_size=world.local_size,
-        host=world.host,
-        timeout=timeout,
-        check=check,
-        open_to_others=world.open,
-    )
     if trace:
         # Imported here, so that programs without a trace run no code of it.
         from collective.trace.traced import start_tracing

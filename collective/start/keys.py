@@ -96,6 +96,15 @@ def _one_of(*words: str) -> Callable[[Any], str]:
     return parse
 
 
+def _check(value: Any) -> str:
+    word, colon, interval = str(value).partition(":")
+    if word not in ("auto", "always", "never", "results"):
+        raise ValueError
+    if colon and (word != "results" or int(interval) < 1):
+        raise ValueError
+    return str(value)
+
+
 def _signal(value: Any) -> str:
     if value != "none" and (value in ("SIGKILL", "SIGSTOP") or value not in _SIGNALS):
         raise ValueError
@@ -228,9 +237,10 @@ KEYS: Mapping[str, Key] = {
     ),
     "check": Key(
         "auto",
-        "'auto', 'always' or 'never'",
-        "whether ranks compare their calls (auto: if the transport compares them cheaply)",
-        _one_of("auto", "always", "never"),
+        "'auto', 'always', 'never', 'results', or 'results:10' for every tenth call",
+        "whether ranks compare their calls (auto: if the transport compares them cheaply) or their "
+        "results",
+        _check,
     ),
     "store": Key(
         None,

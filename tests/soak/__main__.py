@@ -1,4 +1,4 @@
-"""``python -m tests.soak``: random calls, kills, aliases and messages, as many as requested.
+"""``python -m tests.soak``: random calls, kills, aliases, messages and flips, as many as requested.
 
 ::
 
@@ -7,6 +7,7 @@
     python -m tests.soak kills --runs 200
     python -m tests.soak messages --mutations 100000
     python -m tests.soak elastic --kills 200 --spares 4
+    python -m tests.soak flips --flips 10000
 
 Each part prints a summary, and ends with exit code 1 if it found a problem. The parts are not part
 of the tests, because they take hours on a small machine. ``--seconds`` ends a part early. Each part
@@ -31,6 +32,7 @@ from .aliasing import soak as aliasing
 from .calls import soak
 from .elastic import lives
 from .findings import Findings
+from .flips import flips
 from .kills import kills
 from .messages import TARGETS
 
@@ -70,6 +72,9 @@ def main(arguments: Sequence[str]) -> int:
     part.add_argument("--kills", type=int, default=200)
     part.add_argument("--spares", type=int, default=0, help="processes that replace lost ranks")
     part.set_defaults(run=_elastic)
+    part = parts.add_parser("flips", help="bit flips that COLLECTIVE_CHECK=results must find")
+    part.add_argument("--flips", type=int, default=10_000)
+    part.set_defaults(run=_flips)
     for part in parts.choices.values():
         part.add_argument("--seed", type=int, default=time.time_ns() % 1_000_000)
         part.add_argument("--seconds", type=float, default=float("inf"))
@@ -171,6 +176,20 @@ def _elastic(options: argparse.Namespace) -> int:
         f"after an error at most; {time.monotonic() - since:.0f} s"
     )
     print(", ".join(f"{count} {how}" for how, count in result.kills.most_common()))
+    return 1 if result.problems else 0
+
+
+def _flips(options: argparse.Namespace) -> int:
+    since = time.monotonic()
+    result = flips(options.seed, options.flips, options.seconds)
+    for problem in result.problems[:10]:
+        print(problem)
+    print(
+        f"{result.made} flips, {result.found.total()} found, {result.folded} in the input of a "
+        f"reduction with equal results on all ranks; {len(result.problems)} problems; "
+        f"{time.monotonic() - since:.0f} s"
+    )
+    print(", ".join(f"{count} {where}" for where, count in result.found.most_common()))
     return 1 if result.problems else 0
 
 

@@ -16,6 +16,7 @@ from collective.testing import run_ranks
 from tests.soak.aliasing import soak as aliasing
 from tests.soak.calls import soak
 from tests.soak.elastic import lives
+from tests.soak.flips import OPERATIONS, flips
 from tests.soak.messages import TARGETS
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="abstract sockets, /proc")
@@ -47,3 +48,11 @@ def test_mutated_messages_cause_no_problems(target: str) -> None:
     findings = TARGETS[target](random.Random(7), 50)
     assert findings.made >= 50
     assert findings.problems == []
+
+
+def test_flipped_bits_are_all_found() -> None:
+    result = flips(7, 200)
+    assert result.problems == []
+    assert result.made == 200
+    assert result.folded < 20
+    assert {place.split()[0] for place in result.found} == set(OPERATIONS)

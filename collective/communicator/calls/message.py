@@ -20,6 +20,7 @@ from collective.native import NOBODY
 from ..heads import Head
 from ..listener import CallEvent
 from ..path import Path
+from ..results import exchange_checksums, receive_checksum, send_checksum
 from ..status import NULL, Status
 from ..streams import Near, settle, stream_work, with_site, within
 from .contents import WORDS, arrived, arriving, check_out, message_of, room_for
@@ -183,6 +184,8 @@ class Recv(_Message):
         payload, follows, direct = room_for(path, head, words, out, like)
         if follows:
             path.transfer(path.backend.recv, payload, source, tag, deadline)
+        if path.results is not None:
+            receive_checksum(path, head, payload if follows else None, source, tag, deadline)
         result = (
             out if direct else arrived(path, self._what, source, words, payload, out, self.like)
         )
@@ -290,6 +293,9 @@ class SendRecv(_Message):
             path.transfer(backend.send, payload, dst, tag, deadline)
         elif follows:
             path.transfer(backend.recv, received, src, tag, deadline)
+        if path.results is not None:
+            arrivals = coming, received if follows else None
+            exchange_checksums(path, (head, payload), arrivals, dst, src, tag, deadline)
         return arrived(path, "sendrecv", src, words, received, out, like)
 
 
@@ -301,6 +307,8 @@ def _send(
     path.transfer(path.backend.send, head.buffer, dst, tag, deadline)
     if payload is not None:
         path.transfer(path.backend.send, payload, dst, tag, deadline)
+    if path.results is not None:
+        send_checksum(path, head, payload, dst, tag, deadline)
     return result
 
 

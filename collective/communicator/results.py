@@ -1,0 +1,342 @@
+"""Comparison of the ranks' results after a call (``COLLECTIVE_CHECK=results``).
+
+A bit that flips in memory or in a message changes the result on some ranks only. After a call each
+rank computes checksums of its result, and the ranks exchange them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from collective.deadline import Deadline
+from collective.errors import CorruptionError
+from collective.memory.buffer import Buffer
+from collective.memory.dtypes import BY_NAME
+from collective.request import Request, call_site, name_ranks
+
+from .planned import Planned
+
+if TYPE_CHECKING:
+    from collective.contract.backend import Backend
+    from collective.contract.recorder import Recorder
+
+    from .heads import Head
+
+__all__ = [
+    "Results",
+    "checksum",
+    "exchange_checksums",
+    "interval_of",
+    "receive_checksum",
+    "send_checksum",
+]
+
+_UINT8 = BY_NAME["uint8"]
+# Number of bytes whose 64-bit words are added to one sum. The sums are hashed in their order, so
+# that exchanged blocks are found, too. A shorter block costs more time for each byte.
+_BLOCK = 1 << 16
+# Operations that only move data: each piece is known to the rank that sends it.
+_MOVES = ("all_gather", "all_to_all", "broadcast", "gather", "scatter")
+_CAUSE = (
+    "A bit of memory or of a message has changed, or the ranks' processors or libraries compute "
+    "differently. Repeat the step, or continue without a faulty rank by comm.shrink(exclude=...)."
+)
+
+Array = np.ndarray[Any, Any]
+
+
+class _Path(Protocol):
+    """Part of a communicator's path that comparing results needs."""
+
+    rank: int
+    size: int
+    who: str
+    backend: Backend
+    recorder: Recorder
+    plans: dict[Any, Planned]
+
+    def remember(self, key: Any, planned: Planned) -> Planned: ...
+
+    def carry(
+        self, planned: Planned, src: Buffer, dst: Buffer, deadline: Deadline, heard: bool
+    ) -> None: ...
+
+    def transfer(self, method: Callable[..., Any], *args: Any) -> Any: ...
+
+
+def interval_of(check: str) -> int:
+    """Return the interval of the calls whose results are compared; 0 if no results are.
+
+    Args:
+        check: value of the setting: ``"results"``, ``"results:10"`` for every tenth call, or
+            another word.
+    """
+    word, _, interval = check.partition(":")
+    return int(interval or 1) if word == "results" else 0
+
+
+def checksum(*arrays: Any) -> int:
+    """Return a checksum of 64 bits of the bytes of contiguous arrays.
+
+    Any single flipped bit changes the checksum. So does any change within one block of 64 KiB,
+    unless the sum of the block's words stays equal.
+    """
+    digest = hashlib.blake2b(digest_size=8)
+    for array in arrays:
+        host = array if isinstance(array, np.ndarray) else array.to_host()
+        data = host.reshape(-1).view(np.uint8)
+        whole = data.size // _BLOCK * _BLOCK
+        if whole:
+            blocks = data[:whole].view(np.uint64).reshape(-1, _BLOCK // 8)
+            digest.update(np.add.reduce(blocks, axis=1))
+        rest = data[whole:]
+        words = rest.size // 8 * 8
+        if words > 1024:
+            digest.update(np.add.reduce(rest[:words].view(np.uint64), keepdims=True))
+            rest = rest[words:]
+        digest.update(rest)
+        digest.update(data.size.to_bytes(8, "little"))
+    return int.from_bytes(digest.digest(), "little")
+
+
+class Results:
+    """Comparison of the results of one communicator's calls.
+
+    Args:
+        interval: interval of the calls whose results are compared; 1 for every call.
+    """
+
+    def __init__(self, interval: int) -> None:
+        self._interval = interval
+        # Number of calls that could be compared. It is equal on all ranks.
+        self._calls = 0
+
+    def around(
+        self, path: _Path, planned: Planned, src: Any, dst: Any, deadline: Deadline,
+        run: Callable[[], None],
+    ) -> None:  # fmt: skip
+        """Run a call, and compare its results on all ranks.
+
+        Args:
+            path: path of the communicator.
+            planned, src, dst: plan of the call, and its buffers.
+            run: function that makes the call.
+
+        Raises:
+            CorruptionError: the results are not what they must be; on all ranks.
+        """
+        operation = planned.request.operation
+        moves = operation in _MOVES
+        if planned.compares or not (moves or operation == "all_reduce"):
+            run()
+            return
+        # A call that fails is failed on all ranks, or breaks the communicator. So the ranks count
+        # only the calls that have succeeded, and the next call's turn is known before it begins.
+        due = (self._calls + 1) % self._interval == 0
+        size, rank = path.size, path.rank
+        words = np.zeros(2 * size if moves else 1, np.uint64)
+        if due and moves:
+            # The checksums of the input come before the call: the result may overwrite the input.
+            for peer, piece in _sent(planned.request, rank, src):
+                words[peer] = checksum(piece)
+        run()
+        self._calls += 1
+        if not due:
+            return
+        if moves:
+            for peer, piece in _received(planned.request, rank, dst):
+                words[size + peer] = checksum(piece)
+        elif dst is not None:
+            words[0] = checksum(dst.array)
+        number = path.recorder.started
+        table = _gather(path, planned.request, number, words, deadline)
+        _judge(path, planned.request, number, table)
+
+
+def _gather(path: _Path, call: Request, number: int, words: Array, deadline: Deadline) -> Array:
+    """Return the checksums of all ranks, one row for each rank.
+
+    Raises:
+        CorruptionError: checksums were damaged on their way; only this rank knows.
+    """
+    # Each checksum travels with its complement, so that a flip in this message is not mistaken for
+    # a flip in a result.
+    message = np.concatenate([words, ~words]).view(np.uint8)
+    key = "results", call
+    plan = path.plans.get(key)
+    if plan is None:
+        lengths = [message.size] * path.size
+        request = call.comparing_results(lengths)
+        carried = path.backend.plan(request)
+        plan = path.remember(key, Planned(request, carried, fixed=True, compares=True))
+    received = np.empty(path.size * message.size, np.uint8)
+    path.carry(plan, Buffer(message, _UINT8), Buffer(received, _UINT8), deadline, True)
+    table = received.view(np.uint64).reshape(path.size, 2, words.size)
+    damaged = [peer for peer, row in enumerate(table) if np.any(row[0] != ~row[1])]
+    if damaged:
+        raise CorruptionError(
+            f"{call.operation}: the checksums of {name_ranks(damaged)} for call {number} arrived "
+            f"damaged {path.who}. {_CAUSE}",
+            (path.rank,),
+        )
+    return table[:, 0]
+
+
+def _judge(path: _Path, request: Request, number: int, table: Array) -> None:
+    """Check the checksums of all ranks.
+
+    Raises:
+        CorruptionError: they do not fit together.
+    """
+    size, operation = path.size, request.operation
+    if operation == "all_reduce":
+        ranks, fault = _compare_equal([int(row[0]) for row in table])
+    else:
+        sent, received = table[:, :size], table[:, size:]
+        ranks, fault = _compare_pieces(operation, request.root, sent, received)
+    if ranks:
+        site = call_site()
+        raise CorruptionError(
+            f"{operation}: {fault}, in call {number}, {request}{f' at {site}' if site else ''} "
+            f"{path.who}. {_CAUSE}",
+            tuple(ranks),
+        )
+
+
+# -- messages -------------------------------------------------------------------------------------
+
+
+def send_checksum(
+    path: _Path, head: Head, payload: Buffer | None, dst: int, tag: int, deadline: Deadline
+) -> None:
+    """Send the checksum of a message, after the message itself."""
+    path.transfer(path.backend.send, _message(head, payload), dst, tag, deadline)
+
+
+def receive_checksum(
+    path: _Path, head: Head, payload: Buffer | None, src: int, tag: int, deadline: Deadline
+) -> None:
+    """Receive the checksum of a message, and compare the message with it.
+
+    Raises:
+        CorruptionError: the message has changed; only this rank knows.
+    """
+    arrived = Buffer.empty(16, _UINT8)
+    path.transfer(path.backend.recv, arrived, src, tag, deadline)
+    _compare_message(path, "recv", arrived, _message(head, payload), src, tag)
+
+
+def exchange_checksums(
+    path: _Path, sent: tuple[Head, Buffer | None], received: tuple[Head, Buffer | None], dst: int,
+    src: int, tag: int, deadline: Deadline,
+) -> None:  # fmt: skip
+    """Exchange the checksums of the two messages of a ``sendrecv``; compare the received one.
+
+    Raises:
+        CorruptionError: the received message has changed; only this rank knows.
+    """
+    arrived = Buffer.empty(16, _UINT8)
+    path.transfer(path.backend.sendrecv, _message(*sent), dst, arrived, src, tag, deadline)
+    _compare_message(path, "sendrecv", arrived, _message(*received), src, tag)
+
+
+def _compare_message(
+    path: _Path, what: str, arrived: Buffer, computed: Buffer, src: int, tag: int
+) -> None:
+    if not np.array_equal(arrived.array, computed.array):
+        raise CorruptionError(
+            f"{what}: the message with tag {tag} from rank {src} is not the one that rank {src} "
+            f"sent {path.who}. {_CAUSE}",
+            (path.rank,),
+        )
+
+
+def _message(head: Head, payload: Buffer | None) -> Buffer:
+    """Return the checksum of a message and its complement, as bytes."""
+    arrays = [head.buffer.array] if payload is None else [head.buffer.array, payload.array]
+    word = np.uint64(checksum(*arrays))
+    return Buffer(np.array([word, ~word]).view(np.uint8), _UINT8)
+
+
+def _pieces(buffer: Any, elements: Sequence[int]) -> Iterator[Any]:
+    limits = list(accumulate(elements, initial=0))
+    for start, stop in pairwise(limits):
+        yield buffer.array[start:stop]
+
+
+def _sent(request: Request, rank: int, src: Any) -> Iterator[tuple[int, Any]]:
+    """Return the pieces that this rank sends, each with the rank that gets it.
+
+    A piece that all ranks get is listed once, under this rank.
+    """
+    operation = request.operation
+    if src is None or (operation in ("broadcast", "scatter") and request.root != rank):
+        return
+    if operation in ("scatter", "all_to_all"):
+        yield from enumerate(_pieces(src, request.elements))
+    else:
+        yield rank if operation != "gather" else request.root, src.array
+
+
+def _received(request: Request, rank: int, dst: Any) -> Iterator[tuple[int, Any]]:
+    """Return the pieces that this rank has received, each with the rank that sent it."""
+    operation = request.operation
+    if dst is None or (operation == "gather" and request.root != rank):
+        return
+    if operation in ("broadcast", "scatter"):
+        yield request.root, dst.array
+    else:
+        lengths = request.incoming if operation == "all_to_all" else request.elements
+        yield from enumerate(_pieces(dst, lengths))
+
+
+def _compare_equal(sums: Sequence[int]) -> tuple[list[int], str]:
+    """Return the ranks whose checksum differs, and a text; no ranks if all are equal.
+
+    If no checksum has a majority, all ranks are returned.
+    """
+    groups: dict[int, list[int]] = {}
+    for rank, value in enumerate(sums):
+        groups.setdefault(value, []).append(rank)
+    if len(groups) == 1:
+        return [], ""
+    largest = max(groups.values(), key=len)
+    if 2 * len(largest) > len(sums):
+        others = [rank for rank in range(len(sums)) if rank not in largest]
+        has = "has" if len(others) == 1 else "have"
+        return others, f"{name_ranks(others)} {has} another result than {name_ranks(largest)}"
+    parts = "; ".join(name_ranks(ranks) for ranks in groups.values())
+    return list(range(len(sums))), f"the ranks have different results, and no majority: {parts}"
+
+
+def _compare_pieces(
+    operation: str, root: int | None, sent: Array, received: Array
+) -> tuple[list[int], str]:
+    """Return the ranks that hold other pieces than were sent, and a text.
+
+    Args:
+        sent: for each rank, the checksum of the piece that it sends to each rank.
+        received: for each rank, the checksum of the piece that it has from each rank.
+    """
+    size = len(sent)
+    faults: dict[int, list[int]] = {}
+    for src in range(size):
+        if operation in ("broadcast", "scatter") and src != root:
+            continue
+        for dst in range(size):
+            if operation == "gather" and dst != root:
+                continue
+            common = operation in ("broadcast", "all_gather")
+            if sent[src, src if common else dst] != received[dst, src]:
+                faults.setdefault(src, []).append(dst)
+    parts = [
+        f"{name_ranks(ranks)} {'has' if len(ranks) == 1 else 'have'} another piece than rank {src} "
+        "sent"
+        for src, ranks in faults.items()
+    ]
+    return sorted({rank for ranks in faults.values() for rank in ranks}), "; ".join(parts)

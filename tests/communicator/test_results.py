@@ -1,0 +1,242 @@
+"""Results that ``check="results"`` compares between the ranks, and bits that one rank flips."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from collective.communicator import Communicator
+from collective.communicator.results import checksum
+from collective.errors import ConfigError, CorruptionError, MismatchError, UnsupportedError
+from collective.memory.buffer import Buffer
+from collective.start import config
+from collective.testing import run_ranks
+from tests.support.loopback import Loopback, run
+
+TRANSPORTS = ["threads", "shm", "gloo", "hierarchical"]
+
+
+def flip_after(comm: Communicator, operation: str, rank: int, results: bool = False) -> None:
+    """Make ``rank`` flip a bit of its result in each new plan of an operation.
+
+    Args:
+        results: whether to flip a bit of the received checksums instead.
+    """
+    backend: Any = comm.transport
+    plan = backend.plan
+
+    def plan_that_flips(request: Any) -> Any:
+        actual = plan(request)
+        compares = request.options.get("compared") == "results"
+
+        def run_and_flip(src: Buffer, dst: Buffer | None, deadline: Any) -> Any:
+            work = actual(src, dst, deadline)
+            if work is not None:
+                work.wait()
+            if dst is not None and compares == results and (results or is_call(request)):
+                data = dst.bytes().array
+                data[data.size // 2] ^= 4
+            return None
+
+        return run_and_flip
+
+    def is_call(request: Any) -> bool:
+        return bool(request.operation == operation and request.dtype is not None)
+
+    if comm.rank == rank:
+        backend.plan = plan_that_flips
+
+
+def error_of(call: Callable[[], Any], kind: type[Exception] = CorruptionError) -> tuple[Any, str]:
+    with pytest.raises(kind) as caught:
+        call()
+    return getattr(caught.value, "ranks", None), str(caught.value)
+
+
+def flipped_all_reduce(comm: Communicator) -> tuple[Any, str, Any]:
+    flip_after(comm, "all_reduce", 1)
+    ranks, text = error_of(lambda: comm.all_reduce(np.ones(500, np.float32)))
+    return ranks, text, comm.broadcast(np.arange(3)).tolist()
+
+
+@pytest.mark.parametrize("backend", ["threads", "shm", "gloo"])
+def test_flip_in_all_reduce_names_rank_on_all_ranks(backend: str) -> None:
+    for number, (ranks, text, after) in enumerate(
+        run_ranks(3, flipped_all_reduce, backend=backend, check="results")
+    ):
+        assert ranks == (1,)
+        assert re.match(
+            r"all_reduce: rank 1 has another result than ranks 0, 2, in call \d+, "
+            r"all_reduce\(float32\[500\], op=sum\) at \S*test_results.py:\d+ in <lambda> "
+            rf"\[rank {number} of 3\]\. A bit of memory or of a message has changed",
+            text,
+        )
+        assert after == [0, 1, 2]
+
+
+def test_flip_without_majority_names_all_ranks() -> None:
+    for ranks, text, _ in run_ranks(2, flipped_all_reduce, check="results"):
+        assert ranks == (0, 1)
+        assert "the ranks have different results, and no majority: rank 0; rank 1" in text
+
+
+def flipped_all_gather(comm: Communicator) -> tuple[Any, str]:
+    flip_after(comm, "all_gather", 0)
+    return error_of(lambda: comm.all_gather(np.ones(500)))
+
+
+def test_flip_in_all_gather_names_receiver_and_sender() -> None:
+    for ranks, text in run_ranks(2, flipped_all_gather, backend="shm", check="results"):
+        assert ranks == (0,)
+        assert "rank 0 has another piece than rank 1 sent" in text
+
+
+def every_second_call(comm: Communicator) -> list[bool]:
+    flip_after(comm, "all_reduce", 1)
+    found = []
+    for _ in range(4):
+        try:
+            comm.all_reduce(np.ones(500))
+            found.append(False)
+        except CorruptionError:
+            found.append(True)
+    return found
+
+
+def test_interval_of_two_compares_every_second_call() -> None:
+    assert run_ranks(2, every_second_call, check="results:2") == [[False, True] * 2] * 2
+
+
+def damaged_checksums(comm: Communicator) -> tuple[Any, str] | None:
+    flip_after(comm, "", 1, results=True)
+    if comm.rank == 1:
+        return error_of(lambda: comm.all_reduce(np.ones(5)))
+    comm.all_reduce(np.ones(5))
+    return None
+
+
+def test_flip_in_checksums_is_no_flip_in_result() -> None:
+    _, error, _ = run_ranks(3, damaged_checksums, check="results")
+    assert error is not None
+    ranks, text = error
+    assert ranks == (1,)
+    assert "all_reduce: the checksums of rank 1 for call 1 arrived damaged [rank 1 of 3]" in text
+
+
+class _Flipping(Loopback):
+    """Loopback that flips a bit of every message of 1600 bytes."""
+
+    name = "loopback-flipping-all"
+
+    def send(self, src: Any, dst: int, tag: int, deadline: Any) -> None:
+        if src.nbytes == 1600:
+            src = Buffer(src.array.copy(), src.dtype)
+            src.bytes().array[700] ^= 1
+        super().send(src, dst, tag, deadline)
+
+
+def test_flip_in_message_raises_on_receiver() -> None:
+    def body(backend: Any) -> Any:
+        comm = Communicator(
+            backend, local_rank=backend.rank, local_size=2, host="", timeout=9.0, check="results"
+        )
+        if comm.rank == 0:
+            comm.send(np.ones(200), 1, tag=3)
+            return None
+        return error_of(lambda: comm.recv(np.ones(200), 0, tag=3))
+
+    _, (ranks, text) = run(2, body, _Flipping)
+    assert ranks == (1,)
+    assert text.startswith(
+        "recv: the message with tag 3 from rank 0 is not the one that rank 0 sent [rank 1 of 2]."
+    )
+
+
+def several_calls(comm: Communicator) -> list[Any]:
+    rank, size = comm.rank, comm.size
+    nan = np.full(4, np.nan)
+    results = [
+        comm.all_reduce(np.arange(20_000.0) + rank).sum(),
+        np.isnan(comm.all_reduce(nan, op="max")).all(),
+        comm.all_gather(np.full(rank, 7)).tolist(),
+        comm.gather({"a": np.ones(3000), "b": np.arange(rank)}),
+        comm.scatter(np.arange(size * 2) if rank == 0 else None).tolist(),
+        comm.all_to_all(np.arange(size * 1000)).sum(),
+        comm.broadcast_object({"k": 1} if rank == 0 else None),
+        comm.sendrecv(np.full(3000, rank), (rank + 1) % size, (rank - 1) % size).sum(),
+        comm.split(rank % 2).all_reduce(1),
+        comm.all_reduce(np.ones(5), async_op=True).wait().tolist(),
+    ]
+    comm.barrier()
+    return [len(results)]
+
+
+@pytest.mark.parametrize("backend", TRANSPORTS)
+def test_sound_calls_raise_nothing(backend: str) -> None:
+    assert run_ranks(3, several_calls, backend=backend, check="results") == [[10]] * 3
+
+
+def test_call_after_listener_is_still_compared() -> None:
+    def body(comm: Communicator) -> Any:
+        comm.hook(before=lambda event: None)()
+        return flipped_all_reduce(comm)[0]
+
+    assert run_ranks(3, body, check="results") == [(1,)] * 3
+
+
+class _Enqueueing(Loopback):
+    name = "loopback-enqueueing"
+    enqueues = True
+
+
+def test_transport_that_enqueues_refuses_results() -> None:
+    def body(backend: Any) -> Any:
+        with pytest.raises(UnsupportedError, match=r"check: 'results' is not supported by backend"):
+            Communicator(backend, local_rank=0, local_size=2, host="", timeout=9.0, check="results")
+
+    run(2, body, _Enqueueing)
+
+
+@pytest.mark.parametrize("value", ["results", "results:1", "results:100", "always", "auto"])
+def test_check_accepts(value: str) -> None:
+    assert config.load({"check": value}).check == value
+
+
+@pytest.mark.parametrize("value", ["results:0", "results:-1", "results:", "results:x", "always:2"])
+def test_check_refuses(value: str) -> None:
+    with pytest.raises(ConfigError, match="'results:10' for every tenth call"):
+        config.load({"check": value})
+
+
+@pytest.mark.parametrize("nbytes", [1, 8, 1000, 1024, 1033, 5000, 65_536, 65_543, 200_000])
+def test_checksum_differs_after_any_flip(nbytes: int) -> None:
+    data = np.random.default_rng(nbytes).integers(0, 256, nbytes, np.uint8)
+    before = checksum(data)
+    for at in {0, nbytes // 3, nbytes // 2, nbytes - 1, max(0, nbytes - 9)}:
+        for bit in range(8):
+            data[at] ^= np.uint8(1 << bit)
+            assert checksum(data) != before
+            data[at] ^= np.uint8(1 << bit)
+    assert checksum(data) == before
+
+
+def test_checksum_differs_after_exchanged_blocks() -> None:
+    data = np.arange(1 << 15, dtype=np.uint64)
+    other = np.concatenate([data[1 << 14 :], data[: 1 << 14]])
+    assert checksum(data) != checksum(other)
+
+
+def test_ranks_with_different_settings_get_mismatch() -> None:
+    def body(comm: Communicator) -> str:
+        if comm.rank:
+            comm = Communicator(
+                comm.transport, local_rank=1, local_size=2, host="", timeout=9.0, check="results"
+            )
+        return error_of(lambda: [comm.all_reduce(np.ones(3)) for _ in range(2)], MismatchError)[1]
+
+    for text in run_ranks(2, body):
+        assert "compared=results" in text
