@@ -17,9 +17,13 @@ from typing import Any
 import pytest
 
 import collective
+from collective.errors import BackendUnavailableError
 from tests.support.interpreter import printed, run_python
 
-HEAVY = "torch cupy mpi4py chainer chainermn ml_dtypes pytest hypothesis rich matplotlib".split()
+HEAVY = [
+    *"torch cupy mpi4py chainer chainermn jax ray".split(),
+    *"ml_dtypes pytest hypothesis rich matplotlib".split(),
+]
 # Modules of Python that would take a tenth of the time of the package's import. Few processes need
 # them, and NumPy imports none of them.
 RARE = "importlib.metadata email zipfile concurrent.futures logging".split()
@@ -45,8 +49,9 @@ def _is_complete(name: str) -> bool:
     """Return whether the frameworks that a module imports are installed."""
     try:
         importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        framework = (error.name or "").partition(".")[0]
+    except (ModuleNotFoundError, BackendUnavailableError) as error:
+        missing = error.__cause__ if isinstance(error, BackendUnavailableError) else error
+        framework = (getattr(missing, "name", "") or "").partition(".")[0]
         if framework in HEAVY and importlib.util.find_spec(framework) is None:
             return False
         raise
