@@ -209,7 +209,8 @@ class HostsSupervisor(Supervisor):
         if machine.lost:
             return
         data = machine.complaints()
-        if not data:
+        if not data:  # the end of the stream
+            self._selector.unregister(machine.errors)
             return
         self._error.fresh_line()
         for line in data.splitlines():
