@@ -84,7 +84,8 @@ SLOW = """
     training/splits/cuts backends/nccl/conformance
     backends/mpi/cuda_aware backends/gloo/conformance
     meta/broken_transports tools/doctor backends/faults
-    tools/parity_faults system/packaging system/hosts system/gpu_suite
+    tools/parity_faults launch/several_hosts system/packaging system/hosts system/gpu_suite
+    launch/clusters
     system/training_examples adapters/chainer/transports system/examples
     backends/mpi/transport tools/bench_command adapters/torch/transports
     contract/forking adapters/torch/plugin_programs

@@ -25,7 +25,6 @@ from collective.platform import (
 )
 
 __all__ = [
-    "UNKNOWN",
     "Activity",
     "Ending",
     "activity",
@@ -58,8 +57,8 @@ class Activity(NamedTuple):
     runs: bool
 
 
-#: Activity of a process of which the system tells nothing.
-UNKNOWN = Activity(math.nan, False)
+# Activity of a process of which the system tells nothing.
+_UNKNOWN = Activity(math.nan, False)
 
 
 def activity(pid: int) -> Activity | None:
@@ -67,9 +66,9 @@ def activity(pid: int) -> Activity | None:
     try:
         status = process_status(pid)
     except OSError:
-        return UNKNOWN
+        return _UNKNOWN
     if status is None:
-        return None if pid and process_ids() else UNKNOWN
+        return None if pid and process_ids() else _UNKNOWN
     return Activity(status.cpu_s, status.state in "RDZ")
 
 
@@ -100,8 +99,8 @@ class Ending:
         since, self._looked = self._looked, time.monotonic()
         if before is None or self._first is None or self._activity is None:
             return False  # the process has ended
-        if UNKNOWN in (before, self._first, self._activity):
-            return True
+        if any(math.isnan(look.cpu_s) for look in (before, self._first, self._activity)):
+            return True  # the system does not tell
         share = (self._activity.cpu_s - before.cpu_s) / (self._looked - since)
         is_idle = share < _IDLE and not self._activity.runs
         # One look may hit the moment in which an ending process waits for one of its threads.

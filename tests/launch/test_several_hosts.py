@@ -21,6 +21,9 @@ from typing import Any
 import pytest
 
 import collective
+from collective.errors import RendezvousError
+from collective.launch.hosts import cluster
+from collective.start.host_list import HostSlots
 from tests.support.interpreter import ROOT
 from tests.support.launches import NOISE_S, PRELUDE, PROMISED_S
 from tests.support.network_hosts import DEADLINE_S, Hosts, Job, needs_hosts
@@ -323,6 +326,29 @@ def test_unknown_host_is_named_with_words_of_ssh(hosts: Hosts, script: Script) -
         "hosts: 1 of 2 hosts cannot be used:\n  host host9: ssh ended with exit code 255: " in text
     )
     assert "Could not resolve hostname host9" in text
+
+
+def test_host_that_does_not_answer_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ssh = tmp_path / "ssh"
+    ssh.write_text("#!/bin/sh\necho 'a banner' >&2\nexec sleep 600\n")
+    ssh.chmod(0o700)
+    monkeypatch.setattr(cluster, "_START_S", 1.0)
+    site = cluster.Site(str(tmp_path), "", sys.executable, "", [str(ssh)])
+    control, handle = os.pipe()
+    hosts = [HostSlots("elsewhere.example", 1)]
+    try:
+        with (
+            pytest.raises(RendezvousError) as caught,
+            cluster.connected(hosts, [], site, control),
+        ):
+            pass
+    finally:
+        os.close(control)
+        os.close(handle)
+    wanted = "host elsewhere.example: it did not answer within 1 s: a banner\nCheck that `ssh "
+    assert wanted in str(caught.value)
 
 
 def test_missing_python_on_host_is_named(hosts: Hosts, script: Script) -> None:

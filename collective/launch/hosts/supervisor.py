@@ -18,7 +18,7 @@ from collective.contract.process import RankProcess
 from collective.deadline import Deadline
 from collective.errors import RendezvousError
 
-from ..processes import UNKNOWN, Activity
+from ..processes import Activity
 from ..rank import Rank
 from ..supervisor import Replacing, Supervisor
 from .agent import BEAT_S
@@ -81,7 +81,7 @@ class HostRank(Rank):
         self.local_rank = place.local_rank
         self.process = process
         self.pid = 0
-        self.look: Activity = UNKNOWN
+        self.look = Activity(0.0, True)  # until the first beat
 
     def send(self, number: int, *, group: bool) -> None:
         if self.runs and not self.machine.lost:
