@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from collective import native
 from collective.errors import DtypeError, InvalidArgumentError
 from collective.memory.arrays import Adapter, adapter_like
 from collective.memory.buffer import aligned
@@ -20,6 +21,8 @@ from collective.request import pass_over
 __all__ = ["JaxAdapter"]
 
 _NUMPY = adapter_like("numpy")
+# The class of all arrays that have values; without it C makes no calls on JAX's arrays.
+_CONCRETE = getattr(importlib.import_module("jax._src.array"), "ArrayImpl", None)
 pass_over(jax)
 
 
@@ -66,7 +69,7 @@ class JaxAdapter(Adapter):
             return array.array
         if not isinstance(array, np.ndarray):
             return adapter_like("cuda").hand_back(array, dtype, "jax")  # type: ignore[attr-defined]
-        return _maker(_home())(_NUMPY.wrap(array, dtype))
+        return _wrap(_NUMPY.wrap(array, dtype))
 
     def empty(self, shape: tuple[int, ...], dtype: DType, device: Any, stream: Any = None) -> Any:
         if device is None:
@@ -156,6 +159,16 @@ def _elsewhere(x: Any, device: Any) -> tuple[Any, DType]:
     return _JaxDistant(x.shape, dtype, device, x), dtype
 
 
+def _read(x: Any) -> Any:
+    """Return an array's elements for a call in C; None if Python must make the call."""
+    return np.asarray(x) if _device_of(x.sharding) is None else None
+
+
+def _wrap(array: np.ndarray[Any, Any]) -> Any:
+    """Return the JAX array for a result of a call in C."""
+    return _maker(_home())(array)
+
+
 @functools.cache
 def _maker(device: Any) -> Callable[[np.ndarray[Any, Any]], Any]:
     """Return the function that makes arrays on a device from NumPy's, without a copy if possible.
@@ -188,3 +201,7 @@ def _put(device: Any, array: np.ndarray[Any, Any]) -> Any:
     """Make an array by public functions; None is the default device."""
     with jax.enable_x64(True):
         return jax.device_put(array, device)
+
+
+if _CONCRETE is not None:
+    native.see_frozen(_CONCRETE, _read, _wrap)

@@ -7,7 +7,7 @@ XLA returns all gradients of a compiled function at once. So there is no backwar
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 
@@ -27,7 +27,7 @@ def average_gradients(
     comm: Communicator | None = None,
     *,
     weight: float | None = None,
-    order: str | None = None,
+    order: Literal["rank"] | None = None,
 ) -> Any:
     """Return the average of the ranks' gradients; call it outside ``jax.jit``.
 

@@ -26,7 +26,7 @@ def aligned(shape: tuple[int, ...], storage: np.dtype[Any]) -> np.ndarray[Any, A
     nbytes = math.prod(shape) * storage.itemsize
     room = np.empty(nbytes + _ALIGNMENT, np.uint8)
     start = -room.__array_interface__["data"][0] % _ALIGNMENT
-    return room[start : start + nbytes].view(storage).reshape(shape)
+    return np.ndarray(shape, storage, room.data, start)
 
 
 class Buffer:

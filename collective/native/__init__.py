@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = ["HEAD_BYTES", "HEAD_ROOM", "NOBODY", "PROTOCOL", "Chosen", "Exchange", "Heads",
            "cached_bytes", "chosen", "door", "fold", "gate", "handle", "heads", "in_thread",
-           "messages", "method", "ring", "see_tensors", "shared", "status", "switch",
+           "messages", "method", "ring", "see_frozen", "see_tensors", "shared", "status", "switch",
            "viewer"]  # fmt: skip
 
 #: Version on which this package and the extension must agree, and the cores of any two ranks.
@@ -318,6 +318,22 @@ def see_tensors(tensor: Any, parameter: type) -> None:
     functions = getattr(tensor, "__dlpack_c_exchange_api__", None)
     if extension is not None and functions is not None:
         extension.see_tensors(functions, tensor, parameter)
+
+
+def see_frozen(frozen: type, read: Callable[[Any], Any], wrap: Callable[[Any], Any]) -> None:
+    """Let C make small calls on arrays that never change, which saves calls into Python.
+
+    C makes the call on NumPy's array that ``read`` returns. Only the first class counts.
+
+    Args:
+        frozen: class of the arrays. C takes arrays of exactly this class.
+        read: function that returns NumPy's array over the memory of an array. For any other result,
+            or an exception, Python makes the call.
+        wrap: function that returns the framework's array for a new NumPy array, a result.
+    """
+    extension, _ = _load()
+    if extension is not None:
+        extension.see_frozen(frozen, read, wrap)
 
 
 def viewer() -> Callable[[Any], tuple[Any, ...] | None] | None:

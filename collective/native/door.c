@@ -102,6 +102,7 @@ struct call {
     struct view views[2];
     struct view *src, *dst; /* pointers into views, or NULL */
     int ordered, root;
+    int is_thawed; /* whether x is thawed(), so that the result must be aligned for a framework */
 };
 
 static int is_apart_or(const struct view *a, const struct view *b, const char *same)
@@ -137,7 +138,8 @@ static int find_output(const Door *door, struct call *call)
     if (!shape_result(door, call))
         return 0;
     want = *got;
-    call->result = call->out != Py_None ? Py_NewRef(call->out) : new_array(call->core, call->x, &want);
+    call->result = call->out != Py_None ? Py_NewRef(call->out)
+                   : (call->is_thawed ? aligned_array : new_array)(call->core, call->x, &want);
     if (call->result == NULL)
         return -1;
     if (!view_array(call->core, call->result, got) || !got->writable || got->dtype != want.dtype
@@ -498,6 +500,16 @@ static PyObject *call_python(const Method *method, Gate *path, PyObject *const *
     return done;
 }
 
+/* Returns the framework's array for a result of NumPy's, or what is no such result as it is. */
+static PyObject *frozen(const struct core *core, PyObject *done)
+{
+    if (done == NULL || !is_numpy(core, done))
+        return done;
+    PyObject *wrapped = PyObject_CallFunctionObjArgs(core->wrap_frozen, done, NULL);
+    Py_DECREF(done);
+    return wrapped;
+}
+
 /* Makes a collective call, if the door is open and C can make this call. Otherwise does nothing and
    returns NotImplemented: then Python must make the call. */
 static PyObject *call_door(const Method *method, Gate *path, PyObject *const *args,
@@ -516,13 +528,23 @@ static PyObject *call_door(const Method *method, Gate *path, PyObject *const *ar
     PyObject *door = read_field((PyObject *)path, &path->doors[which]), *done = NULL;
     struct call call = {
         .core = core, .operation = operation, .path = path, .kind = method->kind};
+    PyObject *thaw = NULL;
     int plain = 0;
-    if (sorted && door != NULL && Py_TYPE(door) == core->door_type)
+    if (sorted && door != NULL && Py_TYPE(door) == core->door_type) {
+        /* An array that never changes is no output, and is itself the root's result. */
+        if (operation->who != FROM_ROOT && given[OUT] == Py_None
+            && (thaw = thawed(core, given[X])) != NULL)
+            given[X] = thaw;
+        call.is_thawed = thaw != NULL;
         plain = read_call((Door *)door, &call, given);
+    }
     if (plain > 0)
         done = make((Door *)door, &call);
     else if (plain == 0)
         done = Py_NewRef(Py_NotImplemented);
+    if (thaw != NULL)
+        done = frozen(core, done);
+    Py_XDECREF(thaw);
     Py_XDECREF(door);
     Py_XDECREF(call.result);
     Py_XDECREF(call.counts);

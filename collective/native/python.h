@@ -60,7 +60,9 @@ enum argument { X, OUT, OP, ORDER, ROOT, TIMEOUT, ASYNC, COUNTS, AXIS, ARGUMENTS
     /* views.c */                                                                                  \
     EACH(PyTypeObject, ndarray) EACH(PyObject, empty)                                              \
     EACH(PyObject, is_neg) EACH(PyObject, is_conj) EACH(PyObject, new_empty)                       \
-    EACH(PyObject, name_dtype) EACH(PyObject, name_base) EACH(PyObject, untyped_storage)
+    EACH(PyObject, name_dtype) EACH(PyObject, name_base) EACH(PyObject, untyped_storage)           \
+    EACH(PyTypeObject, frozen_type) /* exactly this; NULL until see_frozen() */                    \
+    EACH(PyObject, read_frozen) EACH(PyObject, wrap_frozen)
 
 struct dl_exchange;
 
@@ -114,6 +116,11 @@ struct view {
    array. Never raises. */
 int view_array(const struct core *core, PyObject *array, struct view *view);
 
+/* Returns NumPy's array over the memory of an array that never changes, such as JAX's: a new
+   reference. Returns NULL, without an exception, if the array is no such array, or if Python must
+   read it. */
+PyObject *thawed(const struct core *core, PyObject *array);
+
 /* Whether an array still has the address and the length that it had when it was viewed. */
 int is_there(const struct core *core, const struct view *view);
 
@@ -134,6 +141,9 @@ int is_numpy(const struct core *core, PyObject *array);
 
 /* Makes an array with the class and dtype of another array, and with the shape of a view. */
 PyObject *new_array(const struct core *core, PyObject *like, const struct view *view);
+
+/* Does the same for a NumPy array whose memory a framework can use without a copy. */
+PyObject *aligned_array(const struct core *core, PyObject *like, const struct view *view);
 
 /* Returns the fold of an operator, by its name, for a dtype, by its code; NULL if there is none. */
 fold_function *fold_of(const char *op, int dtype, int level);

@@ -264,6 +264,30 @@ PyObject *new_array(const struct core *core, PyObject *like, const struct view *
     return made;
 }
 
+/* Alignment that XLA requires of memory that it uses without a copy, in bytes. A copy takes XLA much
+   longer than a small call. */
+#define ALIGNMENT 64
+
+PyObject *aligned_array(const struct core *core, PyObject *like, const struct view *view)
+{
+    PyObject *shape = shape_of(view), *dtype = PyObject_GetAttr(like, core->name_dtype);
+    /* Only the shape and the dtype of the view are those of the new array. */
+    size_t nbytes = item_bytes[view->dtype];
+    for (int i = 0; i < view->ndim; i++)
+        nbytes *= (size_t)view->shape[i];
+    PyObject *room = PyByteArray_FromStringAndSize(NULL, (Py_ssize_t)(nbytes + ALIGNMENT));
+    PyObject *made = NULL;
+    if (shape != NULL && dtype != NULL && room != NULL) {
+        uintptr_t address = (uintptr_t)PyByteArray_AsString(room);
+        made = PyObject_CallFunction((PyObject *)core->ndarray, "OOOn", shape, dtype, room,
+                                     (Py_ssize_t)(-address % ALIGNMENT));
+    }
+    Py_XDECREF(shape);
+    Py_XDECREF(dtype);
+    Py_XDECREF(room);
+    return made;
+}
+
 /* see_tensors(exchange_api, Tensor, Parameter) */
 static PyObject *see_tensors(PyObject *module, PyObject *args)
 {
@@ -285,6 +309,35 @@ static PyObject *see_tensors(PyObject *module, PyObject *args)
     Py_RETURN_NONE;
 }
 
+PyObject *thawed(const struct core *core, PyObject *array)
+{
+    if (Py_TYPE(array) != __atomic_load_n(&core->frozen_type, __ATOMIC_ACQUIRE))
+        return NULL;
+    PyObject *made = PyObject_CallFunctionObjArgs(core->read_frozen, array, NULL);
+    if (made == NULL)
+        PyErr_Clear(); /* Python raises the error again */
+    else if (!is_numpy(core, made))
+        Py_CLEAR(made);
+    return made;
+}
+
+/* see_frozen(type, read, wrap) */
+static PyObject *see_frozen(PyObject *module, PyObject *args)
+{
+    PyObject *type, *read, *wrap;
+    struct core *core = PyModule_GetState(module);
+    if (!PyArg_ParseTuple(args, "O!OO:see_frozen", &PyType_Type, &type, &read, &wrap))
+        return NULL;
+    Py_BEGIN_CRITICAL_SECTION(module);
+    if (core->frozen_type == NULL) {
+        core->read_frozen = Py_NewRef(read);
+        core->wrap_frozen = Py_NewRef(wrap);
+        __atomic_store_n(&core->frozen_type, (PyTypeObject *)Py_NewRef(type), __ATOMIC_RELEASE);
+    }
+    Py_END_CRITICAL_SECTION();
+    Py_RETURN_NONE;
+}
+
 static PyObject *see_array(PyObject *module, PyObject *array)
 {
     struct view view;
@@ -299,6 +352,9 @@ static PyMethodDef functions[] = {
     {"see_tensors", see_tensors, METH_VARARGS,
      "see_tensors(exchange_api, Tensor, Parameter, /)\n--\n\n"
      "Let C view tensors of exactly these classes, too."},
+    {"see_frozen", see_frozen, METH_VARARGS,
+     "see_frozen(type, read, wrap, /)\n--\n\n"
+     "Let C make calls on arrays of exactly this class, which never change."},
     {"view", see_array, METH_O,
      "view(array, /)\n--\n\n"
      "Return address, bytes, dtype and shape of an array, and whether it is writable; or None."},

@@ -7,6 +7,7 @@ import inspect
 import sys
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 from typing import Any
 from unittest import mock
@@ -27,6 +28,7 @@ from collective.errors import (
 )
 from collective.request import Request
 from collective.testing import RankPool, run_ranks
+from tests.support.interpreter import printed
 from tests.support.on_ranks import on_ranks, ranks_of
 
 pytestmark = pytest.mark.skipif(
@@ -429,3 +431,8 @@ def test_cycle_through_c_members_is_collected() -> None:
         del group
         gc.collect()
         assert alive() is None
+
+
+def test_arrays_that_never_change_come_back_in_aligned_memory() -> None:
+    # The program prints at which bytes of a cache line the results of calls in C begin.
+    assert printed(Path(__file__).with_name("frozen.py")) == "[{0}, {0}]\n"

@@ -144,6 +144,7 @@ right = {
     "write_head": [np.ones(3), np.zeros(1024, np.uint8)], "room_in": [np.ones(3)],
     "read_head": [np.zeros(1024, np.uint8), np.ones(3)],
     "fold": [np.ones(3), np.ones(3)], "see_tensors": [object(), type, int],
+    "see_frozen": [dict, repr, repr],
 }
 for turn in range(4000):
     function = random.choice(callables)

@@ -65,9 +65,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--timeout", type=float, default=20.0, metavar="S", help="deadline of a call (default: 20)"
     )
     parser.add_argument(
-        "--train",
-        action="store_true",
-        help="then compare training runs in PyTorch, Chainer and JAX",
+        "--train", action="store_true", help="then compare training in PyTorch, Chainer and JAX"
     )
     parser.add_argument(
         "--model", metavar="MODULE:FUNCTION", help="train this pair of models (docs/parity.md)"

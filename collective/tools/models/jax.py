@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -87,7 +87,7 @@ def _linear(parameters: _Parameters, name: str, x: Any) -> Any:
 
 
 @functools.cache
-def _compiled(network: type[Any], optimizer: str) -> tuple[Any, Any, Any]:
+def _compiled(scores_of: Callable[..., Any], optimizer: str) -> tuple[Any, Any, Any]:
     """Return the optimizer, the compiled gradients, and the compiled update."""
     stepper = {
         "sgd": lambda: optax.sgd(0.05, momentum=0.9),
@@ -95,7 +95,7 @@ def _compiled(network: type[Any], optimizer: str) -> tuple[Any, Any, Any]:
     }[optimizer]()
 
     def loss(parameters: _Parameters, x: Any, y: Any, scale: Any) -> Any:
-        scores = network.scores(parameters, x)
+        scores = scores_of(parameters, x)
         return optax.softmax_cross_entropy_with_integer_labels(scores, y).mean() * scale
 
     def update(parameters: _Parameters, state: Any, gradients: _Parameters) -> Any:
@@ -121,9 +121,9 @@ def train(
         reduce: None for the average; any function for the average in rank order.
     """
     weights.put(model.parameters, start)
-    order = None if reduce is None else "rank"
+    order: Literal["rank"] | None = None if reduce is None else "rank"
     with jax.enable_x64(True):
-        stepper, gradients_of, update = _compiled(type(model), optimizer)
+        stepper, gradients_of, update = _compiled(model.scores, optimizer)
         parameters = {name: jnp.asarray(value) for name, value in model.parameters.items()}
         state = stepper.init(parameters)
         for x, y, scale in batches:
