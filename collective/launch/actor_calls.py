@@ -27,7 +27,7 @@ class ActorCalls:
 
     def allreduce(self, tensors: Sequence[Any], options: Any = None) -> None:
         """Replace the array by the fold of all ranks' arrays."""
-        x = _only(tensors, "allreduce")
+        x = _writable(_only(tensors, "allreduce"))
         self.comm.all_reduce(x, op=_op(options), out=x)
 
     def barrier(self, options: Any = None) -> None:
@@ -36,7 +36,7 @@ class ActorCalls:
 
     def reduce(self, tensors: Sequence[Any], options: Any = None) -> None:
         """On the root, replace the array by the fold of all ranks' arrays."""
-        x, root = _only(tensors, "reduce"), getattr(options, "root_rank", 0)
+        x, root = _writable(_only(tensors, "reduce")), getattr(options, "root_rank", 0)
         if root == self.comm.rank:
             self.comm.reduce(x, root=root, op=_op(options), out=x)
         else:
@@ -44,7 +44,7 @@ class ActorCalls:
 
     def broadcast(self, tensors: Sequence[Any], options: Any = None) -> None:
         """Replace the array by that of the root."""
-        x = _only(tensors, "broadcast")
+        x = _writable(_only(tensors, "broadcast"))
         self.comm.broadcast(x, root=getattr(options, "root_rank", 0), out=x)
 
     def allgather(
@@ -54,13 +54,14 @@ class ActorCalls:
         places, x = _only(tensor_lists, "allgather"), _only(tensors, "allgather")
         self._check("allgather", places, x)
         for place, piece in zip(places, self.comm.all_gather(x[None])):
-            _assign(place, piece)
+            _assign(_writable(place), piece)
 
     def reducescatter(
         self, tensors: Sequence[Any], tensor_lists: Sequence[Any], options: Any = None
     ) -> None:
         """Replace the array of rank n by the fold of all ranks' arrays at place n."""
-        out, pieces = _only(tensors, "reducescatter"), _only(tensor_lists, "reducescatter")
+        out = _writable(_only(tensors, "reducescatter"))
+        pieces = _only(tensor_lists, "reducescatter")
         self._check("reducescatter", pieces, out)
         self.comm.reduce_scatter(_stack(pieces, out), op=_op(options), out=out[None])
 
@@ -72,7 +73,7 @@ class ActorCalls:
     def recv(self, tensors: Sequence[Any], options: Any) -> None:
         """Receive another rank's array into the array."""
         _refuse_part(options)
-        self.comm.recv(_only(tensors, "recv"), options.src_rank)
+        self.comm.recv(_writable(_only(tensors, "recv")), options.src_rank)
 
     def _check(self, call: str, pieces: Sequence[Any], x: Any) -> None:
         """Check that the list has one array for each rank, each like ``x``."""
@@ -123,6 +124,29 @@ def _framework(x: Any) -> str:
 
 def _dtype(x: Any) -> str:
     return str(x.dtype).removeprefix("torch.")
+
+
+class _Memory:
+    """Memory of an array, which NumPy may write to."""
+
+    def __init__(self, x: np.ndarray[Any, Any]) -> None:
+        interface = x.__array_interface__
+        self.__array_interface__ = {**interface, "data": (interface["data"][0], False)}
+        self._array = x  # keeps the memory
+
+
+def _writable(x: Any) -> Any:
+    """Return ``x``, or a writable view of an array that Ray passed to the actor.
+
+    Ray marks such an array as read-only. Its memory can be written to, and the calls of Ray's own
+    backends do so. Programs rely on this.
+    """
+    if not isinstance(x, np.ndarray) or x.flags.writeable:
+        return x
+    base = x.base
+    while isinstance(base, np.ndarray):
+        base = base.base
+    return np.asarray(_Memory(x)) if type(base).__module__.startswith("ray.") else x
 
 
 def _viewed(x: Any) -> Any:

@@ -227,19 +227,12 @@ def _load(rank: int, message: bytes, foreign: bool) -> Job | Outcome:
 def _dump(outcome: Outcome) -> bytes:
     """Pickle an outcome, with a text in place of an object that cannot be pickled."""
     try:
-        pickled = pickle.dumps(outcome)
-        # Some exceptions can be pickled but not unpickled.
-        if outcome.error is not None:
-            pickle.loads(pickled)
+        return pickle.dumps(outcome.portable())
     except Exception as problem:  # a user's __reduce__ may raise anything
-        if outcome.error is None:
-            failure = RemoteError(
-                f"the result, a {type(outcome.value).__name__}, cannot be pickled: {problem!r}"
-            )
-            return pickle.dumps(Outcome.failed(failure))
-        stand_in = RemoteError(f"{type(outcome.error).__name__}: {outcome.error}")
-        return pickle.dumps(Outcome(error=stand_in, traceback=outcome.traceback, when=outcome.when))
-    return pickled
+        failure = RemoteError(
+            f"the result, a {type(outcome.value).__name__}, cannot be pickled: {problem!r}"
+        )
+        return pickle.dumps(Outcome.failed(failure))
 
 
 def _stacks() -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any
@@ -84,6 +85,19 @@ class Outcome:
             trace = trace.tb_next
         text = "".join(traceback.format_exception(type(error), error, trace or error.__traceback__))
         return cls(error=error, traceback=text)
+
+    def portable(
+        self,
+        dumps: Callable[[Any], bytes] = pickle.dumps,
+        loads: Callable[[bytes], Any] = pickle.loads,
+    ) -> Outcome:
+        """Return the outcome with a text in place of an exception that cannot be pickled."""
+        try:
+            loads(dumps(self.error))  # some exceptions can be pickled but not unpickled
+        except Exception:  # a user's __reduce__ may raise anything
+            stand_in = RemoteError(f"{type(self.error).__name__}: {self.error}")
+            return Outcome(error=stand_in, traceback=self.traceback, when=self.when)
+        return self
 
 
 class RanksFailedError(Exception):

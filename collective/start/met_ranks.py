@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from collective.communicator import Communicator
 from collective.contract.recorder import dump_on_signal
@@ -31,7 +31,7 @@ class Place(NamedTuple):
 
 
 def connect_met(
-    place: Place, store: Store, secret: Secret | None, toward: Endpoint | None
+    place: Place, store: Store, secret: Secret | None, toward: Endpoint | None, **settings: Any
 ) -> Communicator:
     """Connect the ranks and return the communicator of this rank.
 
@@ -43,12 +43,14 @@ def connect_met(
         store: the store in which they met.
         secret: secret of the job, with which ``store`` is sealed, or None.
         toward: an address that all hosts reach. The host's own address is chosen by it.
+        settings: settings that replace those of variables and files.
 
     Raises:
         ConfigError, RendezvousError, BackendUnavailableError: as for :func:`collective.init`.
     """
     job, rank, size, local_rank, local_size = place
-    config = load({"rank": rank, "size": size, "local_rank": local_rank, "local_size": local_size})
+    numbers = {"rank": rank, "size": size, "local_rank": local_rank, "local_size": local_size}
+    config = load({**numbers, **settings})
     config.warn_of_refused()
     name_libraries(config)
     chosen = choice.choose(config)
@@ -64,7 +66,7 @@ def connect_met(
     comm = connect(
         world, chosen.name,
         timeout=config.timeout, start_timeout=config.start_timeout, check=config.check,
-        trace=config.trace,
+        trace=config.trace, shrink_grace=config.shrink_grace, min_ranks=config.min_ranks,
     )  # fmt: skip
     session.tell_at_exit(comm)
     dump_on_signal(config.dump_signal)

@@ -74,3 +74,12 @@ X = np.zeros(2)
 def test_calls_refuse_arguments_by_name(case: Callable[[Calls], None], text: str) -> None:
     (refusal,) = run_ranks(1, lambda comm: _refused(comm, case), backend="threads")
     assert refusal.startswith(text)
+
+
+def test_calls_refuse_read_only_arrays_of_the_program() -> None:
+    x = np.zeros(2)
+    x.flags.writeable = False
+    (refusal,) = run_ranks(
+        1, lambda comm: _refused(comm, lambda calls: calls.allreduce([x], SUM)), backend="threads"
+    )
+    assert refusal.startswith("InvalidArgumentError out: the array is read-only")

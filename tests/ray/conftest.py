@@ -12,7 +12,13 @@ import pytest
 from tests.support.interpreter import ROOT
 
 if importlib.util.find_spec("ray") is None:
-    collect_ignore_glob = ["test_calls.py", "test_failures.py", "test_train.py", "test_run.py"]
+    collect_ignore_glob = [
+        "test_arrays.py",
+        "test_calls.py",
+        "test_failures.py",
+        "test_run.py",
+        "test_train.py",
+    ]
 
 
 @pytest.fixture(scope="session")

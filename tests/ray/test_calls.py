@@ -21,11 +21,11 @@ from tests.ray.actors import Member, all_calls, everywhere, expected, join
 pytestmark = pytest.mark.usefixtures("cluster")
 
 
-def keys() -> list[bytes]:
-    """Return our keys in Ray's key-value store."""
+def keys(name: str) -> list[bytes]:
+    """Return the keys of our groups with this name in Ray's key-value store."""
     from ray.experimental import internal_kv
 
-    return list(internal_kv._internal_kv_list("collective/"))
+    return list(internal_kv._internal_kv_list(f"collective/tests/{name}"))
 
 
 @pytest.mark.parametrize("kind", ["numpy", "torch"])
@@ -45,7 +45,7 @@ def test_calls_of_declared_group_are_right(actors: list[Any]) -> None:
 
 def test_connected_group_leaves_no_keys(actors: list[Any]) -> None:
     join(actors[:2], "keys")
-    assert keys() == []
+    assert keys("group/keys") == []
 
 
 def test_group_of_two_connects_within_a_second(actors: list[Any]) -> None:
@@ -90,6 +90,20 @@ def _mixed() -> tuple[list[float], list[float]]:
     out = torch.zeros(1)
     col.reducescatter(out, [np.ones(1, np.float32), torch.tensor([2.0])], "mixed")
     return [float(place[0]) for place in places], [float(out[0])]
+
+
+@pytest.mark.parametrize("length", [3, 1 << 16])
+def test_array_that_ray_passed_receives_the_result(length: int, actors: list[Any]) -> None:
+    name = f"passed-{length}"  # the longer array lies in Ray's object store
+    join(actors[:2], name)
+    calls = [actor.run.remote(_reduced, np.ones(length), name) for actor in actors[:2]]
+    assert ray.get(calls, timeout=60) == [(False, 2.0), (False, 2.0)]
+
+
+def _reduced(x: Any, name: str) -> tuple[bool, float]:
+    writable = bool(x.flags.writeable)
+    col.allreduce(x, name)
+    return writable, float(x.mean())
 
 
 def test_unregistered_actor_is_registered_from_the_driver() -> None:

@@ -1,7 +1,7 @@
 """Ray's actors as ranks: the backend ``collective`` of ``ray.util.collective``.
 
-The import of this module registers the backend in this process. Ray needs that on the driver and in
-every actor::
+The import of this module registers the backend in this process, and the transports of arrays
+between actors (:mod:`.arrays`). Ray needs that on the driver and in every actor::
 
     import collective.launch.ray
     from ray.util import collective as col
@@ -11,6 +11,8 @@ every actor::
 For actors whose code cannot import it, name :func:`register` as the hook of the workers::
 
     ray.init(runtime_env={"worker_process_setup_hook": "collective.launch.ray.register"})
+
+:func:`run` runs a function on ranks that are actors of its own.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ except ImportError as _error:
 
 from .group import ActorGroup
 from .registration import NAME, register
+from .running import run
 
-__all__ = ["NAME", "ActorGroup", "register"]
+__all__ = ["NAME", "ActorGroup", "register", "run"]
 
 register()

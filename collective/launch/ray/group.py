@@ -11,14 +11,15 @@ from collective.communicator import Communicator
 from collective.deadline import Deadline
 from collective.launch.actor_calls import ActorCalls
 from collective.platform import boot_id
-from collective.start.config import load, secret_of, settings
+from collective.start.config import load, secret_of
+from collective.start.config import settings as collective_settings
 from collective.start.met_ranks import connect_met
 from collective.start.ray_store import RayStore
 from collective.start.rendezvous import Endpoint
 from collective.start.roll_call import Card, call_roll
 from collective.start.sealed_store import seal
 
-__all__ = ["ActorGroup", "meet_actors"]
+__all__ = ["ActorGroup", "forget", "meet_actors"]
 
 # Untyped, because mypy also runs where Ray is not installed.
 _Base: Any = importlib.import_module(
@@ -58,33 +59,37 @@ class ActorGroup(ActorCalls, _Base):  # type: ignore[misc]
         self.comm.close()
 
 
-def meet_actors(size: int, rank: int, name: str) -> Communicator:
+def meet_actors(
+    size: int, rank: int, name: str, *, lasting: bool = False, **settings: Any
+) -> Communicator:
     """Connect the processes that meet under a name in Ray's key-value store.
 
     Args:
         size: number of processes.
         rank: number of this process.
         name: name under which they meet, in the namespace of Ray's job.
+        lasting: if true, the ranks can shrink, and the caller calls :func:`forget` at the end.
+        settings: settings that replace those of variables and files.
 
     Raises:
         RendezvousError: not all processes came within ``COLLECTIVE_START_TIMEOUT``, or they
             cannot be one group.
         ConfigError, BackendUnavailableError: as for :func:`collective.init`.
     """
-    ray = importlib.import_module("ray")
-    kv = importlib.import_module("ray.experimental.internal_kv")
-    context = ray.get_runtime_context()
-    name = f"{context.namespace}/{name}"
-    secret = secret_of(settings({}))
+    context = importlib.import_module("ray").get_runtime_context()
+    secret = secret_of(collective_settings({}))
     if secret is not None:
         secret = secret.within("ray", name)
-    roll = RayStore(kv, f"{name}/roll")
+    roll = _store(f"{name}/roll")
     deadline = Deadline(load({"rank": 0, "size": 1}).start_timeout)
     if rank == 0:
         roll.delete_all()
     place = call_roll(seal(roll, secret), rank, _card(size, context), deadline)
-    keys = RayStore(kv, f"{name}/{place.job}")
-    comm = connect_met(place, seal(keys, secret), secret, _control_service(context))
+    keys = _store(f"{name}/{place.job}")
+    toward = _control_service(context)
+    comm = connect_met(place, seal(keys, secret), secret, toward, **settings)
+    if lasting:
+        return comm
     try:
         # The connected ranks need no store. So no key is left when the actors are killed.
         comm.barrier(timeout=max(deadline.left(), 1.0))
@@ -95,6 +100,16 @@ def meet_actors(size: int, rank: int, name: str) -> Communicator:
         comm.close()
         raise
     return comm
+
+
+def forget(name: str) -> None:
+    """Delete all keys of a name under which processes have met."""
+    _store(name).delete_all()
+
+
+def _store(name: str) -> RayStore:
+    namespace = importlib.import_module("ray").get_runtime_context().namespace
+    return RayStore(importlib.import_module("ray.experimental.internal_kv"), f"{namespace}/{name}")
 
 
 def _card(size: int, context: Any) -> Card:

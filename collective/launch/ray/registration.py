@@ -8,6 +8,7 @@ from typing import Any
 
 from collective.errors import BackendUnavailableError
 
+from .arrays import register_transports
 from .group import ActorGroup
 
 __all__ = ["NAME", "register"]
@@ -17,7 +18,7 @@ NAME = "collective"
 
 
 def register(actors: Sequence[Any] = ()) -> None:
-    """Register the backend in this process, and in the processes of ``actors``.
+    """Register backend and transports in this process, and in the processes of ``actors``.
 
     A repeated call does nothing. The import of :mod:`collective.launch.ray` calls this function.
 
@@ -39,6 +40,7 @@ def register(actors: Sequence[Any] = ()) -> None:
         ) from error
     if not registry._global_registry.is_registered(NAME):
         registry.register_collective_backend(NAME, ActorGroup)
+    register_transports()
     if actors:
         importlib.import_module("ray").get([a.__ray_call__.remote(_register) for a in actors])
 
