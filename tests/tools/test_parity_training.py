@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from collective.errors import InvalidArgumentError, ShapeError
 from collective.tools.parity import weights
 from collective.tools.parity.cases import OPERATIONS
 from collective.tools.parity.runner import Comparison
+from collective.tools.parity.shard_digests import compare_digests
 from collective.tools.parity.training import compare
 from collective.tools.parity.transports import survey
 
@@ -67,7 +69,22 @@ def make_unlike() -> tuple[Any, ...]:
     return TorchNet(), ChainerNet(chainer.functions.sigmoid), batch
 
 
+class NoisyNet(TorchNet):
+    """Network whose kernels round differently each time, as kernels of several threads may."""
+
+    def forward(self, x: Any) -> Any:
+        return super().forward(x) * (1 + 1e-15 * np.random.default_rng().integers(100))
+
+
+def make_noisy() -> tuple[Any, ...]:
+    return NoisyNet(), ChainerNet(chainer.functions.tanh), batch
+
+
 # -- comparisons -----------------------------------------------------------------------------------
+
+
+def say_nothing(line: str) -> None:
+    """Show no progress."""
 
 
 def plan(*backends: str) -> Comparison:
@@ -95,6 +112,29 @@ def test_compare_of_unequal_models_fails() -> None:
         and "one process" not in row["what"]
     }  # fmt: skip
     assert min(row["difference"] for row in failed) > 1e-4
+
+
+def test_digests_of_shards_are_equal_on_any_number_of_ranks() -> None:
+    rows = compare_digests(plan("threads", "shm"), 3, f"{__name__}:make_alike", 4, say_nothing)
+    assert len(rows) == 4
+    assert all(row["passed"] for row in rows)
+    assert all(re.fullmatch("[0-9a-f]{16}", row["text"]) for row in rows)
+    assert len({row["text"] for row in rows}) == 4
+    places = "4 shards on 1 rank, 2 ranks over threads, 2 ranks over shm"
+    assert all(row["what"].endswith(places) for row in rows)
+
+
+def test_digests_of_noisy_kernels_differ() -> None:
+    rows = compare_digests(plan("threads"), 2, f"{__name__}:make_noisy", 2, say_nothing)
+    failed = {row["what"].split(": ")[1][:5]: row["text"] for row in rows if not row["passed"]}
+    assert rows
+    assert all(row["passed"] == ("chainer" in row["what"]) for row in rows)
+    assert all("1 rank: " in text and "2 ranks over threads: " in text for text in failed.values())
+
+
+def test_digests_of_shards_that_do_not_divide_batch_are_refused() -> None:
+    with pytest.raises(InvalidArgumentError, match="5 shards of a batch of 12 samples"):
+        compare_digests(plan("threads"), 1, f"{__name__}:make_alike", 5, say_nothing)
 
 
 def test_compare_without_model_pair_raises_invalid_argument() -> None:

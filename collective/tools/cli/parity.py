@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from collective.errors import InvalidArgumentError
 from collective.launch import restart_with
-from collective.tools.show import Progress, check_known, console, counts, names, write
+from collective.tools.show import Progress, check_known, console, count, counts, names, write
 
 from .outputs import check_file, written
 
@@ -69,6 +70,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument(
         "--model", metavar="MODULE:FUNCTION", help="train this pair of models (docs/parity.md)"
+    )
+    parser.add_argument(
+        "--shards",
+        type=count,
+        metavar="N",
+        help="with --train or --model: also train on N virtual shards, whose weights must have the "
+        "same bits on any number of ranks",
     )
     parser.add_argument("--steps", type=int, default=8, help="steps of training (default: 8)")
     parser.add_argument(
@@ -129,6 +137,8 @@ def _run(options: argparse.Namespace) -> Report:
             from collective.tools.parity.training import compare, require
 
             require(plan, options.model)
+        elif options.shards:
+            raise InvalidArgumentError("--shards: expected --train or --model, too.")
         if options.splits:
             from collective.tools.parity import splits
 
@@ -144,6 +154,12 @@ def _run(options: argparse.Namespace) -> Report:
         if options.train or options.model:
             progress.begin("training", 0)
             report.training += compare(plan, options.steps, options.model, progress.show)
+            if options.shards:
+                from collective.tools.parity.shard_digests import compare_digests
+
+                report.training += compare_digests(
+                    plan, options.steps, options.model, options.shards, progress.show
+                )
         if options.splits:
             progress.begin("splits", 0)
             report.splits += splits.compare(plan, progress.show)

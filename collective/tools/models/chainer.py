@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from collective.tools.bench.libraries import BenchLibrary, Call, Ours
 from collective.tools.bench.rivals import ChainerMN
 from collective.tools.parity import weights
 
-__all__ = ["LeNet", "Perceptron", "Step", "model_of", "steps", "train"]
+__all__ = ["LeNet", "Perceptron", "Step", "model_of", "steps", "train", "train_shards"]
 
 Array = np.ndarray[Any, Any]
 
@@ -175,6 +175,38 @@ def train(
     end of section 2). PyTorch's adds it to the root of the corrected moment (algorithm 1). They
     agree if Chainer's epsilon is ``epsilon √(1 − β₂ᵗ)`` in step t, so this function sets it so.
     """
+    actual = _begin(model, start, optimizer)
+    stepper = actual if comm is None else create_multi_node_optimizer(actual, comm, reduce=reduce)
+    stepper.setup(model)
+
+    def loss(x: Array, y: Array, scale: float) -> Any:
+        return _loss(model, x, y) * scale
+
+    for step, batch in enumerate(batches, 1):
+        _set_epsilon(actual, optimizer, step)
+        stepper.update(loss, *batch)
+    return weights.taken(weights.chainer_parameters(model))
+
+
+def train_shards(
+    comm: Communicator, model: Any, start: dict[str, Array], optimizer: str,
+    batches: Sequence[Sequence[tuple[Array, Array]]], total: int,
+) -> dict[str, Array]:  # fmt: skip
+    """Train a link from ``start`` on virtual shards, and return its weights.
+
+    The arguments are those of :func:`.torch.train_shards`.
+    """
+    actual = _begin(model, start, optimizer)
+    stepper = create_multi_node_optimizer(actual, comm, shards=total)
+    stepper.setup(model)
+    for step, batch in enumerate(batches, 1):
+        _set_epsilon(actual, optimizer, step)
+        stepper.update(lambda shard, batch=batch: _loss(model, *batch[shard]))
+    return weights.taken(weights.chainer_parameters(model))
+
+
+def _begin(model: Any, start: dict[str, Array], optimizer: str) -> Any:
+    """Set the weights of a link, in double precision; return its optimizer."""
     for parameter in model.params():
         if parameter.array is not None:
             parameter.array = parameter.array.astype(np.float64)
@@ -183,16 +215,14 @@ def train(
         "sgd": lambda: chainer.optimizers.MomentumSGD(lr=0.05, momentum=0.9),
         "adam": lambda: chainer.optimizers.Adam(alpha=0.002, beta1=0.9, beta2=_BETA, eps=_EPSILON),
     }
-    actual = kinds[optimizer]()
-    stepper = actual if comm is None else create_multi_node_optimizer(actual, comm, reduce=reduce)
-    stepper.setup(model)
+    return kinds[optimizer]()
 
-    def loss(x: Array, y: Array, scale: float) -> Any:
-        criterion = F.mean_squared_error if y.dtype.kind == "f" else F.softmax_cross_entropy
-        return criterion(model(x), y if y.dtype.kind == "f" else y.astype(np.int32)) * scale
 
-    for step, batch in enumerate(batches, 1):
-        if optimizer == "adam":
-            actual.hyperparam.eps = _EPSILON * math.sqrt(1 - _BETA**step)
-        stepper.update(loss, *batch)
-    return weights.taken(weights.chainer_parameters(model))
+def _set_epsilon(actual: Any, optimizer: str, step: int) -> None:
+    if optimizer == "adam":
+        actual.hyperparam.eps = _EPSILON * math.sqrt(1 - _BETA**step)
+
+
+def _loss(model: Any, x: Array, y: Array) -> Any:
+    criterion = F.mean_squared_error if y.dtype.kind == "f" else F.softmax_cross_entropy
+    return criterion(model(x), y if y.dtype.kind == "f" else y.astype(np.int32))

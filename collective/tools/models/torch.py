@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from collective.tools.bench.libraries import BenchLibrary, Call, Ours
 from collective.tools.bench.rivals import Gloo
 from collective.tools.parity import weights
 
-__all__ = ["LeNet", "Perceptron", "model_of", "step_of", "steps", "train"]
+__all__ = ["LeNet", "Perceptron", "model_of", "step_of", "steps", "train", "train_shards"]
 
 Array = np.ndarray[Any, Any]
 
@@ -157,19 +157,46 @@ def train(
         batches: inputs, targets, and the factor of this rank's mean loss.
         reduce: reduction of the gradients; None for the adapter's average.
     """
-    model = model.double()
-    weights.put(weights.torch_parameters(model), start)
+    stepper = _begin(model, start, optimizer)
     replica = model if comm is None else DistributedDataParallel(model, comm, reduce=reduce)
+    for x, y, scale in batches:
+        stepper.zero_grad()
+        (_loss(replica, x, y) * scale).backward()
+        stepper.step()
+    return weights.taken(weights.torch_parameters(model))
+
+
+def train_shards(
+    comm: Communicator, model: Any, start: dict[str, Array], optimizer: str,
+    batches: Sequence[Sequence[tuple[Array, Array]]], total: int,
+) -> dict[str, Array]:  # fmt: skip
+    """Train a module from ``start`` on virtual shards, and return its weights.
+
+    Args:
+        comm, optimizer: as in :func:`train`.
+        batches: for each step the inputs and targets of each shard.
+        total: number of shards.
+    """
+    stepper = _begin(model, start, optimizer)
+    replica = DistributedDataParallel(model, comm, shards=total)
+    for batch in batches:
+        for shard in replica.each_shard():
+            _loss(replica, *batch[shard]).backward()
+        stepper.step()
+    return weights.taken(weights.torch_parameters(model))
+
+
+def _begin(model: Any, start: dict[str, Array], optimizer: str) -> torch.optim.Optimizer:
+    """Set the weights of a module, in double precision; return its optimizer."""
+    weights.put(weights.torch_parameters(model.double()), start)
     kinds: dict[str, Callable[..., torch.optim.Optimizer]] = {
         "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
         "adam": lambda p: torch.optim.Adam(p, lr=0.002, betas=(0.9, 0.999), eps=1e-8),
     }
-    stepper = kinds[optimizer](model.parameters())
-    for x, y, scale in batches:
-        stepper.zero_grad()
-        scores, targets = replica(torch.from_numpy(x)), torch.from_numpy(y)
-        criterion = functional.mse_loss if targets.is_floating_point() else functional.cross_entropy
-        loss: Any = criterion(scores, targets) * scale
-        loss.backward()
-        stepper.step()
-    return weights.taken(weights.torch_parameters(model))
+    return kinds[optimizer](model.parameters())
+
+
+def _loss(model: Any, x: Array, y: Array) -> Any:
+    scores, targets = model(torch.from_numpy(x)), torch.from_numpy(y)
+    criterion = functional.mse_loss if targets.is_floating_point() else functional.cross_entropy
+    return criterion(scores, targets)

@@ -7,11 +7,12 @@ tolerances, while the effect of a wrong gradient does not.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import importlib.util
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +26,16 @@ from collective.testing.frameworks import framework
 from . import weights
 from .runner import Comparison
 
-__all__ = ["TOLERANCES", "Setup", "compare", "require", "train"]
+__all__ = [
+    "JOB_S",
+    "TOLERANCES",
+    "Setup",
+    "compare",
+    "make",
+    "require",
+    "setups_of",
+    "train",
+]
 
 Array = np.ndarray[Any, Any]
 
@@ -41,7 +51,8 @@ _FRAMEWORKS = ("torch", "chainer", "jax")
 _PAIR = ("torch", "chainer")
 # A multiple of each number of ranks up to 4, but not of 5.
 _BATCH = 24
-_JOB_S = 180.0
+#: Seconds until ranks that train count as hanging.
+JOB_S = 180.0
 
 
 @dataclass(frozen=True)
@@ -107,10 +118,8 @@ def compare(
     Raises:
         InvalidArgumentError: a package is missing, or ``model`` does not return a pair.
     """
-    frameworks = require(plan, model)
     rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory(prefix="collective-parity-") as directory:
-        setups = _setups(frameworks, [model] if model else list(_MODELS), directory, steps, plan)
+    with setups_of(plan, steps, model) as setups:
         alone = {}
         for setup in setups:
             say(f"{setup.model}, {setup.optimizer}: {setup.framework} alone")
@@ -120,6 +129,18 @@ def compare(
         rows += _against_one(alone, found)
         rows += _across_transports(found)
     return rows
+
+
+@contextlib.contextmanager
+def setups_of(plan: Comparison, steps: int, model: str | None) -> Iterator[list[Setup]]:
+    """Yield the training runs of a comparison, whose files exist in the meantime.
+
+    Args:
+        plan, steps, model: as for :func:`compare`.
+    """
+    frameworks = require(plan, model)
+    with tempfile.TemporaryDirectory(prefix="collective-parity-") as directory:
+        yield _setups(frameworks, [model] if model else list(_MODELS), directory, steps, plan)
 
 
 def _setups(
@@ -146,7 +167,7 @@ def _beginning(
     """Return the initial weights of a model, and a function that returns a step's batch."""
     random = np.random.default_rng(seed)
     if model in _CLASSES:
-        network = _make(model, name)
+        network = make(model, name)
         parameters = _parameters(network, name)
         first = {key: _xavier(random, value.shape) for key, value in parameters.items()}
         return first, _digits(seed)
@@ -212,7 +233,8 @@ def _digits(seed: int) -> Callable[[int], tuple[Array, Array]]:
     return batch
 
 
-def _make(model: str, name: str) -> Any:
+def make(model: str, name: str) -> Any:
+    """Return a new model of a name or of a user's pair, in a framework."""
     if model in _CLASSES:
         module = importlib.import_module(f"collective.tools.models.{name}")
         return getattr(module, _CLASSES[model])()
@@ -240,7 +262,7 @@ def train(comm: Communicator | None, setup: Setup, ordered: bool) -> dict[str, A
     framework(setup.framework).settle(rank)
     reduce = None if comm is None or not ordered else _InRankOrder(comm)
     module = importlib.import_module(f"collective.tools.models.{setup.framework}")
-    model = _make(setup.model, setup.framework)
+    model = make(setup.model, setup.framework)
     trained: dict[str, Array] = module.train(
         comm, model, weights.load(setup.start), setup.optimizer, batches, reduce
     )
@@ -293,7 +315,7 @@ def _on_ranks(
         for size in sorted({*plan.sizes} | ({1} if number == 0 else set())):
             say(f"training: {transport.name}, {size} ranks")
             try:
-                with RankPool(size, transport.backend, timeout=_JOB_S) as pool:
+                with RankPool(size, transport.backend, timeout=JOB_S) as pool:
                     trained = pool.run(_train_on_ranks, list(setups))[0]
             except RanksFailedError as failure:
                 what = f"training over {transport.name} on {size} ranks"
