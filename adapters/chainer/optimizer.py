@@ -34,6 +34,7 @@ from .state import broadcast_state, distinct_parameters, follow_root, persistent
 if TYPE_CHECKING:
     from collective.communicator import Communicator
     from collective.contract.work import Work
+    from collective.shards import Shards
 
 __all__ = ["MultiNodeOptimizer", "create_multi_node_optimizer"]
 
@@ -79,8 +80,8 @@ def create_multi_node_optimizer(
 
     Raises:
         MismatchError: the ranks' models differ.
-        UnsupportedError: ``shards`` with ``reduce``, or with a ``SyncBatchNormalization`` in the
-            target.
+        UnsupportedError: ``shards`` with ``reduce``, or with a ``SyncBatchNormalization`` or a
+            ``Split`` in the target.
     """
     return MultiNodeOptimizer(
         actual_optimizer, comm, bucket_mib=bucket_mib, reduce=reduce, shards=shards
@@ -147,6 +148,11 @@ class MultiNodeOptimizer(NotCopied):
         self._forget()
         if actual_optimizer.target is not None:
             self._prepare()
+
+    @property
+    def shards(self) -> Shards | None:
+        """Division of the virtual shards among the ranks; None without ``shards=``."""
+        return None if self._passes is None else self._passes.shards
 
     def __getattr__(self, name: str) -> Any:
         if name in _OWN:  # the wrapper's attribute is not set yet
@@ -215,15 +221,29 @@ class MultiNodeOptimizer(NotCopied):
         self._reduced = False  # whether the gradients are averaged over all ranks
 
     def _prepare(self) -> None:
+        if self._passes is not None:
+            self._refuse_with_shards()
+        broadcast_state(self.target, self.comm)
+        follow_root(self.target, self.comm)
+
+    def _refuse_with_shards(self) -> None:
+        """Refuse links that communicate in their forward pass."""
+        # Imported here, so that programs without shards run no code of it.
+        from .splits.split import Split
+
         for name, link in self.target.namedlinks():
-            if self._passes is not None and isinstance(link, SyncBatchNormalization):
+            if isinstance(link, SyncBatchNormalization):
                 raise UnsupportedError(
                     f"create_multi_node_optimizer: {name} joins the ranks' batches, with shards. "
                     "Use Chainer's own BatchNormalization, whose statistics are then those of each "
                     "shard."
                 )
-        broadcast_state(self.target, self.comm)
-        follow_root(self.target, self.comm)
+            if isinstance(link, Split):
+                raise UnsupportedError(
+                    f"create_multi_node_optimizer: {name} is a Split, whose pieces are on several "
+                    "ranks, with shards. These ranks could hold different numbers of shards, and "
+                    "would wait for each other. Leave one of them out."
+                )
 
     def _compare(self) -> None:
         """Refuse parameters that were changed on some ranks since ``setup``."""
@@ -377,12 +397,18 @@ class MultiNodeOptimizer(NotCopied):
 
         Raises:
             GradientError: a second pass in the body has added to gradients that are already
-                reduced.
+                reduced. Or the optimizer has shards, whose passes are those of :meth:`update`.
             MismatchError: the ranks' parameters differ.
         """
         if not self._syncing:
             yield
             return
+        if self._passes is not None and not self._passes.running:
+            raise GradientError(
+                "backward: a pass outside of update(lossfun), with shards "
+                f"[rank {self.comm.rank} of {self.comm.size}]. update(lossfun, *args) calls "
+                "lossfun(shard, *args), and makes the backward pass, for each shard of this rank."
+            )
         if not self._agreed:
             self._compare()
         gradients = self._lay_out()

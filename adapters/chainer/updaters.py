@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import chainer
 
-from collective.errors import InvalidArgumentError, MismatchError
+from collective.errors import InvalidArgumentError, MismatchError, UnsupportedError
 from collective.start.session import comm_or_current
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ class MultiNodeUpdater(_Updater):  # type: ignore[misc, unused-ignore]
 
     Raises:
         InvalidArgumentError: an optimizer is not wrapped by :func:`create_multi_node_optimizer`.
+        UnsupportedError: an optimizer has virtual shards.
         MismatchError: the ranks' iterators would not stay in step; every rank raises it.
     """
 
@@ -61,6 +62,12 @@ class MultiNodeUpdater(_Updater):  # type: ignore[misc, unused-ignore]
                     f"MultiNodeUpdater: optimizer {name!r} is a {type(wrapped).__name__} that "
                     "steps by itself, so the ranks' models would diverge. Wrap it by "
                     "create_multi_node_optimizer()."
+                )
+            if getattr(wrapped, "shards", None) is not None:
+                raise UnsupportedError(
+                    f"MultiNodeUpdater: optimizer {name!r} has shards, whose samples do not come "
+                    "from an iterator on each rank. Call its update(lossfun) in a loop, with "
+                    "collective.ShardBatches."
                 )
         self._hold_in_step()
 

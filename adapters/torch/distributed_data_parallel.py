@@ -109,7 +109,7 @@ class DistributedDataParallel(Copyable):
     Raises:
         MismatchError: the ranks' modules differ.
         UnsupportedError: ``shards`` with ``find_unused_parameters``, ``static_graph``, ``reduce``,
-            sparse gradients, or a ``SyncBatchNorm`` in the module.
+            sparse gradients, or a ``SyncBatchNorm`` or a ``Split`` in the module.
         InvalidArgumentError: no parameter requires a gradient, or the parameters are on several
             devices.
 

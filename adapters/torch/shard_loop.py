@@ -28,7 +28,16 @@ def refuse_with_shards(module: nn.Module, **chosen: bool) -> None:
             f"DistributedDataParallel: {name} with shards. Leave one of them out: the passes of "
             "shards always use all parameters, and their average is that over the shards."
         )
+    # Imported here, so that programs without shards run no code of it.
+    from .splits.split import Split
+
     for name, inner in module.named_modules():
+        if isinstance(inner, Split):
+            raise UnsupportedError(
+                f"DistributedDataParallel: {name or 'the module'} is a Split, whose pieces are on "
+                "several ranks, with shards. These ranks could hold different numbers of shards, "
+                "and would wait for each other. Leave one of them out."
+            )
         if isinstance(inner, SyncBatchNorm):
             raise UnsupportedError(
                 f"DistributedDataParallel: {name} is a SyncBatchNorm, which joins the ranks' "

@@ -32,6 +32,7 @@ class ShardPasses:
         comm, shards: the communicator, and the division of the shards among its ranks.
         is_last: whether the present pass is that of this rank's last shard. A rank without shards
             has only such passes.
+        running: whether the passes of a step are under way.
     """
 
     def __init__(self, total: int, comm: Communicator) -> None:
@@ -50,13 +51,18 @@ class ShardPasses:
         for fold in self._folds.values():
             fold.clear()
         self.is_last = True
+        self.running = False
 
     def __iter__(self) -> Iterator[int]:
         """Yield the shards of this rank, and set ``is_last`` before each of them."""
         self.begin()
-        for shard in self.shards.mine:
-            self.is_last = shard == self.shards.mine[-1]
-            yield shard
+        self.running = True
+        try:
+            for shard in self.shards.mine:
+                self.is_last = shard == self.shards.mine[-1]
+                yield shard
+        finally:
+            self.running = False
 
     def __call__(self, bucket: Bucket) -> Work[Any] | None:
         """Add a bucket to its fold; in the last pass also start its reduction."""

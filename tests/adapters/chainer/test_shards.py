@@ -14,8 +14,13 @@ import chainer
 import chainer.functions as F
 import chainer.links as L
 
-from collective.adapters.chainer import SyncBatchNormalization, create_multi_node_optimizer
-from collective.errors import InvalidArgumentError, UnsupportedError
+from collective.adapters.chainer import (
+    MultiNodeUpdater,
+    Split,
+    SyncBatchNormalization,
+    create_multi_node_optimizer,
+)
+from collective.errors import GradientError, InvalidArgumentError, UnsupportedError
 from tests.support.chainer_ranks import run
 
 SHARDS = 4
@@ -92,12 +97,19 @@ def _refused(comm: Any, case: str) -> str:
         options["reduce"] = lambda bucket: None
     if case == "SyncBatchNormalization":
         net.norm = SyncBatchNormalization(16, comm)
+    if case == "Split":
+        with net.init_scope():
+            net.split = Split(L.Convolution2D(1, 1, 3), batch=2, comm=comm)
     try:
         optimizer = create_multi_node_optimizer(
             chainer.optimizers.SGD(0.1), comm, shards=SHARDS, **options
         ).setup(net)
+        if case == "MultiNodeUpdater":
+            MultiNodeUpdater(chainer.iterators.SerialIterator([1, 2], 1), optimizer, comm)
+        if case == "backward":
+            optimizer.backward(loss_of(net, 0, 0))
         optimizer.update()
-    except (UnsupportedError, InvalidArgumentError) as error:
+    except (UnsupportedError, InvalidArgumentError, GradientError) as error:
         return str(error)
     return "no error"
 
@@ -107,6 +119,9 @@ def _refused(comm: Any, case: str) -> str:
     [
         ("reduce", "reduce with shards"),
         ("SyncBatchNormalization", "/norm joins the ranks' batches, with shards"),
+        ("Split", "/split is a Split, whose pieces are on several ranks, with shards"),
+        ("MultiNodeUpdater", "optimizer 'main' has shards"),
+        ("backward", "a pass outside of update(lossfun), with shards [rank"),
         ("no loss function", "called without a loss function, with shards"),
     ],
 )

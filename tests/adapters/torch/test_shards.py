@@ -10,7 +10,12 @@ import pytest
 import torch
 from torch import nn
 
-from collective.adapters.torch import DistributedDataParallel, SyncBatchNorm
+from collective.adapters.torch import (
+    DistributedDataParallel,
+    ShardedOptimizer,
+    Split,
+    SyncBatchNorm,
+)
 from collective.errors import GradientError, UnsupportedError
 from collective.testing import RankPool
 from tests.support.on_ranks import ranks_of
@@ -91,6 +96,22 @@ def test_training_has_the_bits_of_one_process(pool: RankPool, bucket_mib: float)
             assert torch.equal(value, expected), f"{name} of rank {rank}"
 
 
+@one_thread()
+def trained_with_divided_state(comm: Any, steps: int) -> list[torch.Tensor]:
+    model = DistributedDataParallel(network(), comm, shards=SHARDS)
+    optimizer = ShardedOptimizer(model.parameters(), torch.optim.SGD, comm, lr=0.1, momentum=0.9)
+    for step in range(steps):
+        for shard in model.each_shard():
+            loss_of(model, step, shard).backward()
+        optimizer.step()
+    return list(model.state_dict().values())
+
+
+def test_sharded_optimizer_keeps_the_bits(pool: RankPool) -> None:
+    for values in pool.run(trained_with_divided_state, 3):
+        assert all(torch.equal(*pair) for pair in zip(values, alone(3), strict=True))
+
+
 # -- errors ---------------------------------------------------------------------------------------
 
 
@@ -149,6 +170,7 @@ def _refused(comm: Any, case: str) -> str:
     modules: dict[str, Any] = {
         "SyncBatchNorm": nn.Sequential(nn.Linear(2, 2), SyncBatchNorm(2, comm=comm)),
         "sparse gradients": nn.Embedding(4, 2, sparse=True),
+        "Split": nn.Sequential(Split(nn.Conv2d(1, 1, 3), comm=comm)),
     }
     options = {
         "find_unused_parameters": {"find_unused_parameters": True},
@@ -165,7 +187,14 @@ def _refused(comm: Any, case: str) -> str:
 
 @pytest.mark.parametrize(
     "case",
-    ["find_unused_parameters", "static_graph", "reduce", "SyncBatchNorm", "sparse gradients"],
+    [
+        "find_unused_parameters",
+        "static_graph",
+        "reduce",
+        "SyncBatchNorm",
+        "sparse gradients",
+        "Split",
+    ],
 )
 def test_options_that_exclude_shards_are_refused_by_name(one: RankPool, case: str) -> None:
     text = one.run(_refused, case)[0]
