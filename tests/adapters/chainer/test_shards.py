@@ -39,6 +39,36 @@ class Net(chainer.Chain):
         return self.last(F.tanh(self.norm(self.first(x))))
 
 
+class Attention(chainer.Chain):
+    """Transformer with one layer: attention of one head, and a perceptron, each with a shortcut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        random = np.random.RandomState(1)
+        sizes = {"into": (40, 6), "query": (8, 8), "key": (8, 8), "value": (8, 8), "wide": (16, 8),
+                 "narrow": (8, 16), "last": (2, 40)}  # fmt: skip
+        with self.init_scope():
+            for name, (out, size) in sizes.items():
+                weights = random.randn(out, size).astype("f") / 4
+                setattr(self, name, L.Linear(size, out, initialW=weights))
+            self.first_norm, self.second_norm = L.LayerNormalization(8), L.LayerNormalization(8)
+
+    def forward(self, x: Any) -> Any:
+        h = F.reshape(self.into(x), (-1, 5, 8))
+        query, key, value = (link(h, n_batch_axes=2) for link in (self.query, self.key, self.value))
+        shares = F.softmax(F.matmul(query, key, transb=True), axis=2)
+        h = self._normalised(self.first_norm, h + F.matmul(shares, value))
+        wide = F.relu(self.wide(h, n_batch_axes=2))
+        h = self._normalised(self.second_norm, h + self.narrow(wide, n_batch_axes=2))
+        return self.last(F.reshape(h, (-1, 40)))
+
+    def _normalised(self, norm: Any, h: Any) -> Any:
+        return F.reshape(norm(F.reshape(h, (-1, 8))), h.shape)
+
+
+NETS = {"perceptron": Net, "transformer": Attention}
+
+
 def loss_of(net: Any, step: int, shard: int) -> Any:
     random = np.random.RandomState(100 * step + shard)
     x, y = random.randn(8, 6).astype("f"), random.randn(8, 2).astype("f")
@@ -47,33 +77,39 @@ def loss_of(net: Any, step: int, shard: int) -> Any:
 
 def state_of(net: Any) -> list[Any]:
     values = [parameter.array.copy() for _, parameter in sorted(net.namedparams())]
-    return [*values, net.norm.avg_mean.copy(), net.norm.avg_var.copy()]
+    return [*values, *(value.copy() for value in statistics(net))]
 
 
-def alone(steps: int) -> list[Any]:
+def statistics(net: Any) -> list[Any]:
+    norm = getattr(net, "norm", None)
+    return [] if norm is None else [norm.avg_mean, norm.avg_var]
+
+
+def alone(steps: int, kind: str) -> list[Any]:
     """Return weights and statistics of a training by one process, without this library."""
-    net = Net()
+    net = NETS[kind]()
     optimizer = chainer.optimizers.MomentumSGD(0.1).setup(net)
     for step in range(steps):
         gradients, states = [], []
-        before = net.norm.avg_mean.copy(), net.norm.avg_var.copy()
+        before = [value.copy() for value in statistics(net)]
         for shard in range(SHARDS):
-            net.norm.avg_mean[...], net.norm.avg_var[...] = before
+            for value, kept in zip(statistics(net), before):
+                value[...] = kept
             loss = loss_of(net, step, shard)
             net.cleargrads()
             loss.backward()
             gradients.append([p.grad.copy() for _, p in sorted(net.namedparams())])
-            states.append([net.norm.avg_mean.copy(), net.norm.avg_var.copy()])
+            states.append([value.copy() for value in statistics(net)])
         for (_, parameter), (a, b, c, d) in zip(sorted(net.namedparams()), zip(*gradients)):
             parameter.grad = ((a + b) + (c + d)) / np.float32(SHARDS)
-        for value, (a, b, c, d) in zip((net.norm.avg_mean, net.norm.avg_var), zip(*states)):
+        for value, (a, b, c, d) in zip(statistics(net), zip(*states)):
             value[...] = ((a + b) + (c + d)) / np.float32(SHARDS)
         optimizer.update()
     return state_of(net)
 
 
-def trained(comm: Any, steps: int) -> list[Any]:
-    net = Net()
+def trained(comm: Any, steps: int, kind: str) -> list[Any]:
+    net = NETS[kind]()
     optimizer = create_multi_node_optimizer(
         chainer.optimizers.MomentumSGD(0.1), comm, shards=SHARDS
     ).setup(net)
@@ -82,12 +118,14 @@ def trained(comm: Any, steps: int) -> list[Any]:
     return state_of(net)
 
 
-@pytest.mark.parametrize("world", ["threads-2", "threads-4", "shm-2"])
-def test_training_has_the_bits_of_one_process(world: str) -> None:
-    wanted = alone(4)
-    names = [*(name for name, _ in sorted(Net().namedparams())), "avg_mean", "avg_var"]
-    for rank, found in enumerate(run(world, trained, 4)):
-        for name, value, expected in zip(names, found, wanted, strict=True):
+@pytest.mark.parametrize("world", ["threads-1", "threads-2", "threads-3", "threads-4", "shm-2"])
+@pytest.mark.parametrize("kind", NETS)
+def test_training_has_the_bits_of_one_process(world: str, kind: str) -> None:
+    wanted = alone(4, kind)
+    names = [*(name for name, _ in sorted(NETS[kind]().namedparams())), "avg_mean", "avg_var"]
+    for rank, found in enumerate(run(world, trained, 4, kind)):
+        assert len(found) == len(wanted)
+        for name, value, expected in zip(names, found, wanted):
             assert value.tobytes() == expected.tobytes(), f"{name} of rank {rank}"
 
 

@@ -25,9 +25,14 @@ pool = ranks_of(("threads", 1), ("threads", 3), ("threads", 5), ("shm", 2))
 one = ranks_of(("threads", 1))
 
 
-def network() -> nn.Module:
+def network(kind: str = "perceptron") -> nn.Module:
     generator = torch.Generator().manual_seed(3)
     model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 2))
+    if kind == "transformer":
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        model = nn.Sequential(nn.Linear(6, 40), nn.Unflatten(1, (5, 8)), encoder, nn.Flatten(),
+                              nn.Linear(40, 2))  # fmt: skip
     for parameter in model.parameters():
         parameter.data = torch.randn(parameter.shape, generator=generator) / 4
     return model
@@ -55,9 +60,9 @@ def one_thread() -> Iterator[None]:
 
 
 @one_thread()
-def alone(steps: int) -> list[torch.Tensor]:
+def alone(steps: int, kind: str = "perceptron") -> list[torch.Tensor]:
     """Return weights and buffers of a training by one process, without this library."""
-    model = network()
+    model = network(kind)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for step in range(steps):
         gradients, states = [], []
@@ -77,8 +82,8 @@ def alone(steps: int) -> list[torch.Tensor]:
 
 
 @one_thread()
-def trained(comm: Any, steps: int, bucket_mib: float) -> list[torch.Tensor]:
-    model = DistributedDataParallel(network(), comm, shards=SHARDS, bucket_mib=bucket_mib)
+def trained(comm: Any, steps: int, bucket_mib: float, kind: str) -> list[torch.Tensor]:
+    model = DistributedDataParallel(network(kind), comm, shards=SHARDS, bucket_mib=bucket_mib)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for step in range(steps):
         for shard in model.each_shard():
@@ -87,11 +92,14 @@ def trained(comm: Any, steps: int, bucket_mib: float) -> list[torch.Tensor]:
     return list(model.state_dict().values())
 
 
-@pytest.mark.parametrize("bucket_mib", [25.0, 0.0002])
-def test_training_has_the_bits_of_one_process(pool: RankPool, bucket_mib: float) -> None:
-    wanted = alone(4)
-    names = list(network().state_dict())
-    for rank, found in enumerate(pool.run(trained, 4, bucket_mib)):
+@pytest.mark.parametrize(
+    ("bucket_mib", "kind"),
+    [(25.0, "perceptron"), (0.0002, "perceptron"), (0.002, "transformer")],
+)
+def test_training_has_the_bits_of_one_process(pool: RankPool, bucket_mib: float, kind: str) -> None:
+    wanted = alone(4, kind)
+    names = list(network(kind).state_dict())
+    for rank, found in enumerate(pool.run(trained, 4, bucket_mib, kind)):
         for name, value, expected in zip(names, found, wanted, strict=True):
             assert torch.equal(value, expected), f"{name} of rank {rank}"
 
