@@ -243,6 +243,16 @@ def test_signal_to_launcher_ends_ranks_of_all_hosts(
     assert_nothing_left(hosts)
 
 
+def test_ctrl_c_before_hosts_have_answered_ends_launch(hosts: Hosts, script: Script) -> None:
+    hosts.hosts[1].before = "import time; time.sleep(600)"
+    job = hosts.run([*TWO_BY_TWO, script("arrive()")])
+    until(lambda: pids(hosts, 1, "hosts.agent") and pids(hosts, 0, "hosts.agent"), job)
+    job.processes[0].send_signal(signal.SIGINT)
+    assert job.wait() == [128 + signal.SIGINT]
+    assert str(job) == "collective run: interrupted before the ranks started\n"
+    assert_nothing_left(hosts)
+
+
 FAMILY = """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)

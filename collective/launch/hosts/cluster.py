@@ -234,8 +234,8 @@ class Cluster:
                     break
                 for key, _ in selector.select(min(BEAT_S, deadline.left())):
                     if key.data is None:
-                        numbers = os.read(self._control, 64)
-                        raise SignalledError(numbers[0] if numbers else signal.SIGKILL)
+                        self._heed()
+                        continue
                     self._read(key.data, kind, answers)
                     if key.data.lost:
                         selector.unregister(key.fd)
@@ -251,6 +251,15 @@ class Cluster:
                 machine.channel.flush()
             else:
                 machine.channel.post({"kind": "beat"})
+
+    def _heed(self) -> None:
+        """Raise SignalledError if a signal ends the launch, or the launcher has ended."""
+        numbers = os.read(self._control, 64)
+        if not numbers:
+            raise SignalledError(signal.SIGKILL)
+        for number in numbers:
+            if number not in (signal.SIGTSTP, signal.SIGCONT):
+                raise SignalledError(number)
 
     def _read(self, machine: Machine, kind: str, answers: dict[Machine, Message]) -> None:
         for frame in machine.receive():

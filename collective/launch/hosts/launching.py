@@ -6,6 +6,7 @@ import contextlib
 import functools
 import os
 import shlex
+import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -79,6 +80,8 @@ def launch_on_hosts(
                 attempt = run(cluster).attempt
                 return run_attempts(attempt, size, max_restarts, control, cluster.beat)
         except SignalledError as signalled:
+            if signalled.number == signal.SIGINT:
+                print("collective run: interrupted before the ranks started", file=sys.stderr)
             return 128 + signalled.number
 
     return watch_over(supervise, lambda: None)

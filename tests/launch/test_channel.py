@@ -1,0 +1,104 @@
+"""Frames between the supervisor and the agents of other hosts."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from collective.launch.hosts.channel import GREETING, Channel, Output
+
+
+@pytest.fixture
+def pipe() -> Iterator[tuple[int, int]]:
+    """Yield the read end and the write end of a pipe."""
+    ends = os.pipe()
+    yield ends
+    for end in ends:
+        with contextlib.suppress(OSError):  # the test has closed it
+            os.close(end)
+
+
+FRAMES = [
+    {"kind": "start", "environment": {"A": "\udcff", "B": "ü"}},
+    Output(7, 1, bytes(range(256))),
+    Output(1 << 31, 0, b""),
+]
+
+
+def written(*frames: object) -> bytes:
+    """Return the bytes that a channel writes for ``frames``."""
+    ends = os.pipe()
+    sender = Channel(ends[0], ends[1], greeted=False)
+    for frame in frames:
+        sender.post(frame)
+    data = os.read(ends[0], 1 << 16)
+    for end in ends:
+        os.close(end)
+    return data
+
+
+def test_frames_arrive_as_they_were_posted(pipe: tuple[int, int]) -> None:
+    receiver = Channel(*pipe, greeted=False)
+    os.write(pipe[1], written(*FRAMES))
+    assert receiver.receive() == FRAMES
+    assert receiver.receive() == []
+
+
+def test_frames_in_pieces_arrive_once_they_are_whole(pipe: tuple[int, int]) -> None:
+    receiver, found = Channel(*pipe, greeted=False), []
+    for byte in written(*FRAMES):
+        os.write(pipe[1], bytes([byte]))
+        found += receiver.receive()
+    assert found == FRAMES
+
+
+def test_text_of_login_shell_before_greeting_is_skipped(pipe: tuple[int, int]) -> None:
+    receiver, found = Channel(*pipe, greeted=True), []
+    for byte in b"Welcome!\n\0coll" + GREETING + written(*FRAMES):
+        os.write(pipe[1], bytes([byte]))
+        found += receiver.receive()
+    assert found == FRAMES
+    assert receiver.noise == b"Welcome!\n\0coll"
+
+
+def test_end_is_reported_after_the_last_frame(pipe: tuple[int, int]) -> None:
+    receiver = Channel(pipe[0], os.open(os.devnull, os.O_WRONLY), greeted=False)
+    os.write(pipe[1], written(FRAMES[0]))
+    os.close(pipe[1])
+    assert receiver.receive() == FRAMES[:1]
+    with pytest.raises(EOFError):
+        receiver.receive()
+    os.close(receiver.outgoing)
+
+
+@pytest.mark.parametrize(
+    "data", [b"\x09\0\0\0\1x", b"\0\xff\xff\xff\xff", b"\0\0\0\0\2[]", b"\0\0\0\0\1{"]
+)
+def test_bytes_of_no_agent_are_refused(pipe: tuple[int, int], data: bytes) -> None:
+    receiver = Channel(*pipe, greeted=False)
+    os.write(pipe[1], data)
+    with pytest.raises(ValueError):  # noqa: PT011  # the texts are of json, too
+        receiver.receive()
+
+
+def test_channel_is_full_until_other_side_reads(pipe: tuple[int, int]) -> None:
+    sender = Channel(*pipe, greeted=False)
+    while not sender.full:
+        sender.post(Output(0, 1, bytes(1 << 16)))
+    assert sender.waiting
+    while sender.waiting:
+        assert os.read(pipe[0], 1 << 16)
+        sender.flush()
+    assert not sender.full
+
+
+def test_channel_whose_reader_is_gone_is_broken(pipe: tuple[int, int]) -> None:
+    sender = Channel(os.open(os.devnull, os.O_RDONLY), pipe[1], greeted=False)
+    os.close(pipe[0])
+    sender.post({"kind": "beat"})
+    assert sender.broken
+    assert not sender.waiting
+    os.close(sender.incoming)
