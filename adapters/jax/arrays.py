@@ -179,7 +179,7 @@ def _maker(device: Any) -> Callable[[np.ndarray[Any, Any]], Any]:
     sharding = jax.sharding.SingleDeviceSharding(device)
     committed = device != _home() or jax.default_backend() != "cpu"
     try:
-        put = importlib.import_module("jax._src.lib")._jax.batched_device_put
+        put = importlib.import_module("jax._src.lib").xla_client.batched_device_put
         shaped = functools.lru_cache(maxsize=256)(jax.core.ShapedArray)
 
         def make(array: np.ndarray[Any, Any]) -> Any:

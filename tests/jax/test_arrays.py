@@ -169,7 +169,7 @@ def test_result_of_a_call_is_aligned_for_xla() -> None:
 
 def test_public_functions_make_the_same_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
     lib = importlib.import_module("jax._src.lib")
-    monkeypatch.setattr(lib, "_jax", object())
+    monkeypatch.setattr(lib, "xla_client", object())
     arrays._maker.cache_clear()
     try:
         adapter = adapter_like("jax")
