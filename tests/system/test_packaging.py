@@ -230,8 +230,8 @@ for file in sorted((root / "collective").glob("**/*.py")):
         continue
     try:
         module = importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name.partition(".")[0] == "collective":
+    except ImportError as error:  # ours, with an install command, has no name
+        if (error.name or "").partition(".")[0] == "collective":
             raise
         continue  # an extra that is not installed here
     assert pathlib.Path(module.__file__).is_relative_to(root), module.__file__
