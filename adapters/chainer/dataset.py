@@ -10,7 +10,7 @@ import numpy as np
 from collective.communicator.foreign_names import refuses
 from collective.errors import InvalidArgumentError, MismatchError
 from collective.start.session import comm_or_current
-from collective.training import shards
+from collective.training import shares
 
 if TYPE_CHECKING:
     from collective.communicator import Communicator
@@ -80,7 +80,7 @@ def scatter_dataset(
             )
     assert length is not None
     order = np.random.RandomState(every[0][3]).permutation(length) if shuffle else None
-    mine = shards.block(length, comm.rank, comm.size, padded)
+    mine = shares.block(length, comm.rank, comm.size, padded)
     return chainer.datasets.SubDataset(dataset, mine.start, mine.stop, order)
 
 
@@ -124,7 +124,7 @@ class ShardedIterator(_Iterator):  # type: ignore[misc, unused-ignore]
         shuffle: bool = True,
         seed: int = 0,
     ) -> None:
-        rank, size = shards.rank_and_size("ShardedIterator", comm_or_rank_size)
+        rank, size = shares.rank_and_size("ShardedIterator", comm_or_rank_size)
         if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
             raise InvalidArgumentError(
                 f"ShardedIterator: batch_size is {batch_size!r} (expected a positive integer)."
@@ -161,7 +161,7 @@ class ShardedIterator(_Iterator):  # type: ignore[misc, unused-ignore]
             RankError: the rank is not from 0 to ``size - 1``.
             InvalidArgumentError: ``consumed`` is negative, or an epoch has fewer samples.
         """
-        rank, size = shards.rank_and_size("reshard", comm_or_rank_size)
+        rank, size = shares.rank_and_size("reshard", comm_or_rank_size)
         if not 0 <= consumed <= max(0, len(self.dataset) - 1):
             raise InvalidArgumentError(
                 f"reshard: consumed is {consumed} (expected 0 to {max(0, len(self.dataset) - 1)}). "
@@ -184,7 +184,7 @@ class ShardedIterator(_Iterator):  # type: ignore[misc, unused-ignore]
         while taken < wanted:
             step = min(wanted - taken, length - self.current_position)
             stop = self.current_position + step
-            turns = shards.turns(self.current_position, stop, self._rank, self._size, taken)
+            turns = shares.turns(self.current_position, stop, self._rank, self._size, taken)
             mine.extend(self._order()[turns.start : turns.stop : turns.step])
             taken += step
             self.current_position = stop

@@ -12,7 +12,7 @@ import torch
 from collective.communicator import Communicator
 from collective.communicator.foreign_names import refuses
 from collective.errors import InvalidArgumentError
-from collective.training import shards
+from collective.training import shares
 
 __all__ = ["PrefetchLoader", "ShardedSampler"]
 
@@ -65,7 +65,7 @@ class ShardedSampler(_Sampler):  # type: ignore[misc, unused-ignore]
         padded: bool = False,
         drop_last: bool = False,
     ) -> None:
-        rank, size = shards.rank_and_size("ShardedSampler", comm_or_rank_size)
+        rank, size = shares.rank_and_size("ShardedSampler", comm_or_rank_size)
         length = dataset_or_length
         if isinstance(length, Sized):
             length = len(length)
@@ -85,7 +85,7 @@ class ShardedSampler(_Sampler):  # type: ignore[misc, unused-ignore]
 
     def __len__(self) -> int:
         """Return the number of samples that this rank has in a whole epoch."""
-        return len(shards.turns(0, self._dealt(), self.rank, self.size))
+        return len(shares.turns(0, self._dealt(), self.rank, self.size))
 
     def __iter__(self) -> Iterator[int]:
         """Return an iterator over this rank's indices: the rest of the epoch after a load."""
@@ -96,7 +96,7 @@ class ShardedSampler(_Sampler):  # type: ignore[misc, unused-ignore]
 
     def _indices(self, start: int) -> Iterator[int]:
         order = self._order(start)
-        for index in shards.turns(start, len(order), self.rank, self.size):
+        for index in shares.turns(start, len(order), self.rank, self.size):
             # Samples are taken in rows of one sample per rank; the last row may be shorter.
             self._taken = min(self._taken + self.size, len(order))
             yield order[index]
@@ -116,7 +116,7 @@ class ShardedSampler(_Sampler):  # type: ignore[misc, unused-ignore]
 
     def _dealt(self, start: int = 0) -> int:
         """Return the number of samples of all ranks from ``start`` to the end of the epoch."""
-        return shards.dealt(self._length - start, self.size, self.padded, self.drop_last)
+        return shares.dealt(self._length - start, self.size, self.padded, self.drop_last)
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch, which selects the permutation; call it before each epoch, on all ranks.
@@ -176,7 +176,7 @@ class ShardedSampler(_Sampler):  # type: ignore[misc, unused-ignore]
             RankError: the rank is not from 0 to ``size - 1``.
             InvalidArgumentError: ``consumed`` is negative.
         """
-        rank, size = shards.rank_and_size("reshard", comm_or_rank_size)
+        rank, size = shares.rank_and_size("reshard", comm_or_rank_size)
         if consumed < 0:
             raise InvalidArgumentError(
                 f"reshard: consumed is {consumed} (expected a number of samples of at least 0)."

@@ -17,7 +17,7 @@ from collective.communicator.foreign_names import refuses
 from collective.contract.copying import NotCopied
 from collective.errors import InvalidArgumentError, MismatchError, StateLostError
 from collective.start.session import comm_or_current
-from collective.training import shards
+from collective.training import shares
 
 if TYPE_CHECKING:
     from collective.communicator import Communicator
@@ -121,7 +121,7 @@ class ShardedOptimizer(NotCopied, _Base):  # type: ignore[misc]  # torch's is no
         """Assign the parameters of a group to ranks; return the group with this rank's share."""
         parameters = group["params"]
         self._owners.update(
-            zip(parameters, shards.owners([p.numel() for p in parameters], self._loads))
+            zip(parameters, shares.owners([p.numel() for p in parameters], self._loads))
         )
         share = [p for p in parameters if self._owners[p] == self._comm.rank]
         return {**group, "params": share}
@@ -239,7 +239,7 @@ class ShardedOptimizer(NotCopied, _Base):  # type: ignore[misc]  # torch's is no
         Collective: every rank calls it, as :meth:`collective.elastic.State.commit` does.
         """
         return {
-            "held": shards.with_copies(self._comm, self._share(_copy), self._copies),
+            "held": shares.with_copies(self._comm, self._share(_copy), self._copies),
             "rank": self._comm.rank,
             "size": self._comm.size,
             "owners": [self._owners[parameter] for parameter in self._numbers()],
@@ -268,7 +268,7 @@ class ShardedOptimizer(NotCopied, _Base):  # type: ignore[misc]  # torch's is no
         summaries = comm.all_gather_object(summary)
         if kept is None:
             kept = {**next(entry for entry in summaries if entry is not None), "held": {}}
-        giver = shards.givers(comm, kept["held"])
+        giver = shares.givers(comm, kept["held"])
         lost = [number for number, owner in enumerate(kept["owners"]) if owner not in giver]
         if lost and kept["has_state"]:
             names = [self._name(number) for number in lost]
@@ -282,7 +282,7 @@ class ShardedOptimizer(NotCopied, _Base):  # type: ignore[misc]  # torch's is no
         self._comm = comm
         self._share_out()
         owners = [self._owners[parameter] for parameter in self._numbers()]
-        self._load(shards.shared_out(comm, kept["held"], giver, owners), kept)
+        self._load(shares.shared_out(comm, kept["held"], giver, owners), kept)
 
     def _load(self, states: Mapping[int, Any], kept: dict[str, Any]) -> None:
         # An optimizer changes the tensors of a loaded state in place, and the shares in `kept` may

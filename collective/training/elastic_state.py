@@ -25,7 +25,7 @@ from collective.memory.arrays import is_array
 from .elastic_copies import Path, copied, digest_of, leaves, mapped, plain
 from .preemption import Preemption
 from .rebinding import Rebindable
-from .shards import Sharded
+from .shares import Sharded
 
 if TYPE_CHECKING:
     from collective.communicator import Communicator

@@ -27,7 +27,8 @@ BY_PLACE = tuple(
     for name in """
     all_gather all_reduce all_reduce_in_place all_reduce_large all_to_all barrier bools_folded
     broadcast empty gather groups_side_by_side killed_peer mismatch order_rank reduce reduce_large
-    reduce_scatter_counts scan scatter sendrecv split tags user_op_order
+    reduce_scatter_counts scan scatter sendrecv shards shards_large shards_user_op split tags
+    user_op_order
 """.split()
 )
 #: Checks for two ranks after all checks have run with three: some test each call only with two.

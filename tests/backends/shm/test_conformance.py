@@ -46,7 +46,9 @@ class WithoutTheCore(ShmBackend):
     WithoutTheCore,
     sizes=(3,),
     checks=[
-        name for name in BY_PLACE if any(each in name for each in ("reduce", "bool", "kill", "mis"))
+        name
+        for name in BY_PLACE
+        if any(each in name for each in ("reduce", "bool", "kill", "mis", "shards"))
     ]
     + [*_MESSAGES, "check_tags", "check_sendrecv", "check_given_up_message"]
     + ["check_broken_by_a_late_receiver"],

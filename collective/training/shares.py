@@ -1,9 +1,9 @@
 """Division of work and state over ranks: samples, or parameters of a model.
 
 Every rank computes the same division from the same numbers. :mod:`collective.algorithms.pieces`
-cuts arrays. Only state is sent: each shard is kept on several ranks, so that it survives the loss
-of some of them. A *shard* is one rank's part of the state: trees of plain data and arrays, by
-number. A rank *holds* its own shard and copies of other ranks' shards, by the rank that owns them.
+cuts arrays. Only state is sent: each share is kept on several ranks, so that it survives the loss
+of some of them. A *share* is one rank's part of the state: trees of plain data and arrays, by
+number. A rank *holds* its own share and copies of other ranks' shares, by the rank that owns them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = [
     "with_copies",
 ]
 
-Shard = dict[int, Any]
+Share = dict[int, Any]
 
 
 def rank_and_size(
@@ -107,7 +107,7 @@ def owners(weights: Sequence[int], loads: list[int]) -> list[int]:
     return owner_of
 
 
-# -- copies of shards ------------------------------------------------------------------------
+# -- copies of shares ------------------------------------------------------------------------
 
 
 @runtime_checkable
@@ -115,47 +115,47 @@ class Sharded(Protocol):
     """Object that is cut over the ranks, and can be cut again over the surviving ranks."""
 
     def keep_shards(self) -> Any:
-        """Return a copy of the shards that this rank holds now. Collective."""
+        """Return a copy of the shares that this rank holds now. Collective."""
 
     def restore_shards(self, kept: Any, /) -> Any:
-        """Restore this rank's shard from the result of :meth:`keep_shards`."""
+        """Restore this rank's share from the result of :meth:`keep_shards`."""
 
     def regain_shards(self, comm: Communicator, kept: Any, /) -> Any:
-        """Cut the shards that the ranks of ``comm`` hold over these ranks. Collective.
+        """Cut the shares that the ranks of ``comm`` hold over these ranks. Collective.
 
         Args:
             comm: ranks that take part.
             kept: result of :meth:`keep_shards`; None on a rank that has joined.
 
         Raises:
-            StateLostError: the ranks do not hold all shards; every rank raises it.
+            StateLostError: the ranks do not hold all shares; every rank raises it.
             StateLostError: they do not hold all of it; on all of them.
         """
 
 
-def with_copies(comm: Communicator, shard: Shard, copies: int) -> dict[int, Shard]:
-    """Return this rank's shard, and copies of the shards of the ``copies - 1`` ranks before it.
+def with_copies(comm: Communicator, share: Share, copies: int) -> dict[int, Share]:
+    """Return this rank's share, and copies of the shares of the ``copies - 1`` ranks before it.
 
     Collective: every rank calls it.
     """
-    held = {comm.rank: shard}
+    held = {comm.rank: share}
     for distance in range(1, min(copies, comm.size)):
         dst, src = (comm.rank + distance) % comm.size, (comm.rank - distance) % comm.size
         # A send may block until its receiver is ready. The ranks form gcd(size, distance) rings,
         # and in each ring one rank receives first, so that no ring blocks.
         sends_first = comm.rank >= math.gcd(comm.size, distance)
         if sends_first:
-            comm.send_object(shard, dst)
+            comm.send_object(share, dst)
         held[src] = comm.recv_object(src)
         if not sends_first:
-            comm.send_object(shard, dst)
+            comm.send_object(share, dst)
     return held
 
 
-def givers(comm: Communicator, held: Mapping[int, Shard]) -> dict[int, int]:
-    """Return, for each shard that some rank holds, the lowest rank that holds it.
+def givers(comm: Communicator, held: Mapping[int, Share]) -> dict[int, int]:
+    """Return, for each share that some rank holds, the lowest rank that holds it.
 
-    This rank has to give the shard. Collective: every rank calls it.
+    This rank has to give the share. Collective: every rank calls it.
     """
     giver_of: dict[int, int] = {}
     for rank, owners_held in enumerate(comm.all_gather_object(sorted(held))):
@@ -166,25 +166,25 @@ def givers(comm: Communicator, held: Mapping[int, Shard]) -> dict[int, int]:
 
 def shared_out(
     comm: Communicator,
-    held: Mapping[int, Shard],
+    held: Mapping[int, Share],
     giver: Mapping[int, int],
     owners: Sequence[int],
-) -> Shard:
-    """Return this rank's new shard, cut from the shards that the ranks hold.
+) -> Share:
+    """Return this rank's new share, cut from the shares that the ranks hold.
 
-    A rank receives no more than its new shard. Collective: every rank calls it.
+    A rank receives no more than its new share. Collective: every rank calls it.
 
     Args:
-        held: shards that this rank holds.
+        held: shares that this rank holds.
         giver: result of :func:`givers`.
         owners: new owner of each number.
     """
-    mine: Shard = {}
+    mine: Share = {}
     for root in sorted(set(giver.values())):
-        parts: list[Shard] = [{} for _ in range(comm.size)]
-        for owner, shard in held.items():
+        parts: list[Share] = [{} for _ in range(comm.size)]
+        for owner, share in held.items():
             if giver[owner] == root == comm.rank:
-                for number, value in shard.items():
+                for number, value in share.items():
                     parts[owners[number]][number] = value
         mine.update(comm.scatter_object(parts, root=root))
     return mine
