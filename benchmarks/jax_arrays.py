@@ -17,6 +17,7 @@ import importlib
 import statistics
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +50,9 @@ def compared(
         memory[...] = 1
         assert np.array_equal(comm.all_reduce(y), comm.all_reduce(x))
         sides = {
-            "numpy": repeated(lambda x=x: comm.all_reduce(x)),
-            "jax": repeated(lambda y=y: comm.all_reduce(y)),
-            "made": repeated(lambda memory=memory: adapter.wrap(memory, dtype)),
+            "numpy": repeated(partial(comm.all_reduce, x)),
+            "jax": repeated(partial(comm.all_reduce, y)),
+            "made": repeated(partial(adapter.wrap, memory, dtype)),
         }
         seconds = alternate(comm, sides, pace.rounds, pace.turn)
         medians = {name: statistics.median(turns) for name, turns in seconds.items()}

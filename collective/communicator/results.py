@@ -93,11 +93,11 @@ def checksum(*arrays: Any) -> int:
         whole = data.size // _BLOCK * _BLOCK
         if whole:
             blocks = data[:whole].view(np.uint64).reshape(-1, _BLOCK // 8)
-            digest.update(np.add.reduce(blocks, axis=1))
+            digest.update(np.add.reduce(blocks, axis=1).data)
         rest = data[whole:]
         words = rest.size // 8 * 8
         if words > 1024:
-            digest.update(np.add.reduce(rest[:words].view(np.uint64), keepdims=True))
+            digest.update(np.add.reduce(rest[:words].view(np.uint64), keepdims=True).data)
             rest = rest[words:]
         digest.update(rest)
         digest.update(data.size.to_bytes(8, "little"))
