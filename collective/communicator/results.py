@@ -99,7 +99,7 @@ def checksum(*arrays: Any) -> int:
         if words > 1024:
             digest.update(np.add.reduce(rest[:words].view(np.uint64), keepdims=True).data)
             rest = rest[words:]
-        digest.update(rest)
+        digest.update(rest.data)
         digest.update(data.size.to_bytes(8, "little"))
     return int.from_bytes(digest.digest(), "little")
 
