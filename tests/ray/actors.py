@@ -39,9 +39,10 @@ def join(members: list[Any], name: str) -> list[float]:
     return list(ray.get(calls, timeout=120))
 
 
-def group_of(size: int, name: str) -> list[Any]:
+def group_of(size: int, name: str, **variables: str) -> list[Any]:
     """Return new actors that are the ranks of a group, for tests that end them."""
-    members = [Member.remote() for _ in range(size)]
+    kind = Member.options(runtime_env={"env_vars": variables}) if variables else Member
+    members = [kind.remote() for _ in range(size)]
     join(members, name)
     return members
 

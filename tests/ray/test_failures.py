@@ -17,7 +17,7 @@ import ray
 from ray.util import collective as col
 
 import collective
-from tests.ray.actors import everywhere, group_of, join
+from tests.ray.actors import all_calls, everywhere, expected, group_of, join
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
@@ -55,6 +55,14 @@ def test_death_of_an_actor_raises_at_its_peer_within_two_seconds() -> None:
     everywhere(members[:1], col.destroy_collective_group, "exit")
     join(others, "exit")
     assert everywhere(others, _of_length, 3, "exit") == [2.0, 2.0]
+
+
+def test_death_of_an_actor_over_gloo_raises_at_its_peer() -> None:
+    members = group_of(2, "gloo", COLLECTIVE_BACKEND="gloo")
+    assert everywhere(members, all_calls, "numpy", "gloo") == [expected(r, 2) for r in range(2)]
+    waiting = members[0].run.remote(_reduce, "gloo")
+    members[1].run.remote(_end)
+    assert ray.get(waiting, timeout=60).startswith("(1,) all_reduce")
 
 
 def test_kill_of_an_actor_reaches_the_driver_as_our_error() -> None:

@@ -50,8 +50,7 @@ def test_card_of_a_dead_member_is_ignored(stale: dict[str, Any]) -> None:
     store.set("card-0", json.dumps(CARD._replace(token="dead, too")).encode())
     with ThreadPoolExecutor(2) as pool:
         leader = pool.submit(call_roll, store, 0, CARD, Deadline(20.0))
-        while store.try_get("list") is None:  # the leader has read the old card
-            pass
+        store.get("list", Deadline(20.0))  # the leader has read the old card
         member = pool.submit(call_roll, store, 1, CARD, Deadline(20.0))
     assert leader.result()[1:] == (0, 2, 0, 2)
     assert member.result().job == leader.result().job
@@ -88,8 +87,7 @@ def test_second_member_of_a_rank_ends_the_first() -> None:
     store = MemoryStore()
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(call_roll, store, 1, CARD, Deadline(20.0))
-        while store.try_get("card-1") is None:
-            pass
+        store.get("card-1", Deadline(20.0))
         second = pool.submit(call_roll, store, 1, CARD._replace(label="twin"), Deadline(0.5))
         with pytest.raises(RendezvousError, match="twin has joined as rank 1"):
             first.result()
@@ -100,8 +98,7 @@ def test_card_is_published_again_after_the_leader_cleaned_up() -> None:
     store = MemoryStore()
     with ThreadPoolExecutor(2) as pool:
         member = pool.submit(call_roll, store, 1, CARD, Deadline(20.0))
-        while store.try_get("card-1") is None:
-            pass
+        store.get("card-1", Deadline(20.0))
         store.delete("card-1")
         assert call_roll(store, 0, CARD, Deadline(20.0)).job == member.result().job
 

@@ -36,7 +36,7 @@ def register(actors: Sequence[Any] = ()) -> None:
         version = importlib.import_module("ray").__version__
         raise BackendUnavailableError(
             f"collective.launch.ray: Ray {version} cannot register a backend for "
-            "ray.util.collective. Install Ray 2.56 or newer."
+            "ray.util.collective. Install Ray 2.58 or newer."
         ) from error
     if not registry._global_registry.is_registered(NAME):
         registry.register_collective_backend(NAME, ActorGroup)
