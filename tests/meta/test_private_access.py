@@ -26,12 +26,6 @@ THIRD_PARTY = {
     ),
     ("backends/mpi", "mpi4py has no public name for a handle's address as a pointer"): "_handleof",
     ("adapters/jax", "the public functions that make arrays take ten times as long"): "_jax",
-    ("collective/launch/ray", "Ray has no public question for the registered backends"): (
-        "_global_registry"
-    ),
-    ("collective/start", "Ray's key-value store has no public name"): (
-        "_internal_kv_del _internal_kv_get _internal_kv_put"
-    ),
     ("adapters/chainer", "Chainer is complete, and has no public names for this state"): (
         "_backprop_to_all _call_converter _comm _config_use_ideep _done _extensions _fp32_param "
         "_get_reporters _global_except_hook _highprec_dtype _IteratorProgressBar _iterators _local "
@@ -53,6 +47,12 @@ THIRD_PARTY = {
     ("adapters/torch", "torch.distributed registers external backends and works by these"): (
         "_create_internal _create_work_from_future _distributed_c10d "
         "_register_backend _set_default_backend"
+    ),
+    ("collective/start", "Ray's key-value store has no public functions"): (
+        "_internal_kv_del _internal_kv_get _internal_kv_put"
+    ),
+    ("collective/launch/ray", "Ray registers a backend once, and tells nowhere else whether"): (
+        "_global_registry"
     ),
     ("adapters/torch", "only these names exclude a function from Dynamo's traces"): (
         "_FrameAction _FrameExecStrategy"
