@@ -232,8 +232,8 @@ def parametrize_with_checks(
     Args:
         backend: a registered name, ``module:Class``, or a ``Backend`` class.
         sizes: numbers of ranks; 1 alone tests no communication.
-        kind: kind of the arrays that calls get: ``"torch"``, ``"chainer"``, ``"dlpack"``,
-            ``"cupy"``, ``"cuda"``, or a :class:`Kind`; see :class:`RankFactory`.
+        kind: kind of the arrays that calls get: ``"torch"``, ``"jax"``, ``"chainer"``,
+            ``"dlpack"``, ``"cupy"``, ``"cuda"``, or a :class:`Kind`; see :class:`RankFactory`.
         checks: names of checks; all by default.
         expected_failures: name of a check (or of one case, ``check_broadcast[root=1]``) ->
             why it fails. If it passes, the test fails: the declaration is stale.

@@ -127,9 +127,9 @@ def test_command_lists_checks_of_kind(capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_run_checks_with_unknown_or_missing_kind_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
-        InvalidArgumentError, match="kind: unknown name 'jax'; pass one of numpy, torch"
+        InvalidArgumentError, match="kind: unknown name 'mxnet'; pass one of numpy, torch"
     ):
-        run_checks("threads", kind="jax")
+        run_checks("threads", kind="mxnet")
     monkeypatch.setattr(module, "has", lambda name: False)
     with pytest.raises(BackendUnavailableError, match="kind torch: torch is not installed; `pip"):
         run_checks("threads", kind="torch")
