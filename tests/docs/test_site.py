@@ -21,6 +21,7 @@ PUBLIC = """
     collective.adapters.chainer
     collective.adapters.chainer.chainermn
     collective.adapters.chainer.functional
+    collective.adapters.jax
     collective.adapters.torch
     collective.adapters.torch.functional
     collective.adapters.torch.plugin
