@@ -1,8 +1,7 @@
 """Adapter for JAX: its arrays as arrays of ``collective``, and data-parallel training.
 
-Each exported name is imported at its first use, and JAX with it.
-:mod:`collective.adapters.jax.xla`,
-which runs unmodified JAX programs, must be enabled before JAX is imported.
+Each exported name is imported at its first use, and JAX with it. A program that enables
+:mod:`collective.adapters.jax.xla`, which runs unmodified JAX programs, does so before that.
 """
 
 from __future__ import annotations

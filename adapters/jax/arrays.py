@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from collective import native
-from collective.errors import DtypeError, InvalidArgumentError
+from collective.errors import DeviceError, DtypeError, InvalidArgumentError
 from collective.memory.arrays import Adapter, adapter_like
 from collective.memory.buffer import aligned
 from collective.memory.dtypes import DType
@@ -142,8 +142,11 @@ def _device_of(sharding: Any) -> Any:
 
 @functools.cache
 def _home() -> Any:
-    """Return the device for arrays in host memory."""
-    return jax.local_devices(backend="cpu")[0]
+    """Return the device for arrays in host memory; None if JAX may not use the CPU."""
+    try:
+        return jax.local_devices(backend="cpu")[0]
+    except RuntimeError:
+        return None
 
 
 def _elsewhere(x: Any, device: Any) -> tuple[Any, DType]:
@@ -165,8 +168,14 @@ def _read(x: Any) -> Any:
 
 
 def _wrap(array: np.ndarray[Any, Any]) -> Any:
-    """Return the JAX array for a result of a call in C."""
-    return _maker(_home())(array)
+    """Return the JAX array for a result in host memory."""
+    home = _home()
+    if home is None:
+        raise DeviceError(
+            "jax: a result is in host memory, but JAX may not use the CPU. Add cpu to "
+            "JAX_PLATFORMS, or pass like='numpy'."
+        )
+    return _maker(home)(array)
 
 
 @functools.cache

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 import collective
 from collective.communicator import Communicator
-from collective.errors import DtypeError, InvalidArgumentError
+from collective.errors import DeviceError, DtypeError, InvalidArgumentError
 from collective.memory import nested
 from collective.memory.arrays import adapter_like, adapter_of
 from collective.memory.dtypes import BY_NAME
@@ -182,6 +182,19 @@ def test_public_functions_make_the_same_arrays(monkeypatch: pytest.MonkeyPatch) 
             assert x.unsafe_buffer_pointer() == memory.__array_interface__["data"][0]
     finally:
         arrays._maker.cache_clear()
+
+
+def test_result_without_a_cpu_device_names_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(backend: str) -> Any:
+        raise RuntimeError("unknown backend cpu")
+
+    monkeypatch.setattr(jax, "local_devices", refuse)
+    arrays._home.cache_clear()
+    try:
+        with pytest.raises(DeviceError, match="JAX_PLATFORMS"):
+            adapter_like("jax").wrap(np.ones(2), BY_NAME["float64"])
+    finally:
+        arrays._home.cache_clear()
 
 
 def test_donation_during_a_call_leaves_the_input_as_it_was() -> None:
