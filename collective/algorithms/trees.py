@@ -12,9 +12,12 @@ leaves. There are at most two such nodes of each size.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
 
 from collective.memory.buffer import Buffer
 
@@ -142,6 +145,28 @@ class Merging:
         return left.start % (2 * width) == 0 and right.stop == end
 
 
+class _Kept(threading.local):
+    """Scratch that a thread keeps from call to call.
+
+    The kernel maps fresh memory page by page, which takes longer than to fold the elements in it.
+
+    Attributes:
+        memory: bytes; None before the first call, and while a call uses them.
+    """
+
+    memory: np.ndarray[Any, np.dtype[np.uint8]] | None = None
+
+    def take(self, nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """Return at least ``nbytes`` bytes, which belong to the caller."""
+        memory, self.memory = self.memory, None
+        if memory is None or memory.nbytes < nbytes:
+            memory = np.empty(nbytes, np.uint8)
+        return memory
+
+
+_kept = _Kept()
+
+
 class Schedule:
     """Folds of consecutive nodes into the fewest nodes that they make up.
 
@@ -188,8 +213,20 @@ class Schedule:
         if not outs or not outs[0].count:
             return
         count, dtype = outs[0].count, outs[0].dtype
-        width = min(pieces.chunk(dtype.itemsize), count)
-        rooms = [Buffer.empty(width, dtype) for _ in range(self._scratch)]
+        # A step has three operands, so a chunk is half as long as that of a fold of two.
+        width = min(max(1, pieces.chunk(dtype.itemsize) // 2), count)
+        scratch = _kept.take(self._scratch * width * dtype.itemsize)
+        try:
+            memory = scratch[: self._scratch * width * dtype.itemsize].view(dtype.storage)
+            rooms = pieces.cut(Buffer(memory, dtype), [width] * self._scratch)
+            self._run(inputs, outs, rooms, width)
+        finally:
+            _kept.memory = scratch
+
+    def _run(
+        self, inputs: Sequence[Buffer], outs: Sequence[Buffer], rooms: Sequence[Buffer], width: int
+    ) -> None:
+        count = outs[0].count
         for low in range(0, count, width):
             high = min(low + width, count)
             slots = [buffer.part(low, high) for buffer in inputs]

@@ -25,7 +25,6 @@ THIRD_PARTY = {
         "_Options _devices _source_rank _threads _timeout"
     ),
     ("backends/mpi", "mpi4py has no public name for a handle's address as a pointer"): "_handleof",
-    ("adapters/jax", "the public functions that make arrays take ten times as long"): "_jax",
     ("adapters/chainer", "Chainer is complete, and has no public names for this state"): (
         "_backprop_to_all _call_converter _comm _config_use_ideep _done _extensions _fp32_param "
         "_get_reporters _global_except_hook _highprec_dtype _IteratorProgressBar _iterators _local "

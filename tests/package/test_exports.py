@@ -21,7 +21,7 @@ from collective.errors import BackendUnavailableError
 from tests.support.interpreter import printed, run_python
 
 HEAVY = [
-    *"torch cupy mpi4py chainer chainermn jax ray".split(),
+    *"torch cupy mpi4py chainer chainermn jax optax ray".split(),
     *"ml_dtypes pytest hypothesis rich matplotlib".split(),
 ]
 # Modules of Python that would take a tenth of the time of the package's import. Few processes need

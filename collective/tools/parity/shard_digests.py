@@ -78,7 +78,7 @@ def _digests_on_ranks(comm: Communicator, setups: Sequence[Setup], total: int) -
         )  # fmt: skip
         digest = hashlib.sha256()
         for name in sorted(trained):
-            digest.update(np.ascontiguousarray(trained[name]).data)
+            digest.update(trained[name].tobytes())
         digests.append(digest.hexdigest()[:16])
     return digests
 
