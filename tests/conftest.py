@@ -88,7 +88,7 @@ SLOW = """
     launch/clusters
     system/training_examples adapters/chainer/transports system/examples
     backends/mpi/transport tools/bench_command adapters/torch/transports
-    contract/forking adapters/torch/plugin_programs
+    contract/forking adapters/torch/plugin_programs adapters/torch/shards_elastic
 """.split()
 
 
