@@ -300,8 +300,8 @@ NATIVE := $(wildcard collective/native/*.[ch])
 .jax-new/.done: REQUIREMENTS = '$(NEW_JAX)'
 .jax-new/.done: JAX_BASE = $(NEW_JAX_PYTHON)
 # Gloo comes with PyTorch. The extras and optax are for the training tests and make demo-jax. The
-# installation builds the native core for each Python, and the plug-in.
-.jax/.done .jax-new/.done: pyproject.toml setup.py $(wildcard adapters/jax/xla/*.[ch])
+# installation builds the native core for each Python, and the libraries for XLA.
+.jax/.done .jax-new/.done: pyproject.toml setup.py $(wildcard adapters/jax/*.c adapters/jax/xla/*.[ch])
 	@echo "Building $(@D) with $$($(JAX_BASE) --version)"
 	@$(JAX_BASE) -m venv $(@D)
 	@echo "Installing $(REQUIREMENTS) and $(TORCH)"
@@ -342,5 +342,5 @@ NATIVE := $(wildcard collective/native/*.[ch])
 
 clean:
 	rm -rf .venv .mpi .clients .freethreaded .editable .wheels build dist wheelhouse site *.egg-info bench.json bench.png parity.html parity.json train.json .hypothesis .mypy_cache .pytest_cache .ruff_cache .aarch64 .pythons .jax .jax-new .clusters .ray
-	rm -f collective/native/*.so adapters/jax/xla/*.so
+	rm -f collective/native/*.so adapters/jax/*.so adapters/jax/xla/*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

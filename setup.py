@@ -61,7 +61,7 @@ def linked() -> dict[str, str]:
 class Build(build_ext):
     """Build of the core, which no earlier core for this version of Python alone may hide.
 
-    The library for XLA is not linked with Python, and has one name for every Python.
+    The libraries for XLA are not linked with Python, and have one name for every Python.
     """
 
     def run(self) -> None:
@@ -73,7 +73,7 @@ class Build(build_ext):
 
     def get_ext_filename(self, fullname: str) -> str:
         """Return the file of an extension module, below the folder of the build."""
-        if fullname in (XLA_PLUGIN.name, XLA_PLUGIN.name.rpartition(".")[2]):
+        if fullname.rpartition(".")[2].startswith("libcollective_"):
             return f"{fullname.replace('.', '/')}.so"
         return str(super().get_ext_filename(fullname))
 
@@ -109,10 +109,17 @@ XLA_PLUGIN = Extension(
     libraries=["dl"],
     optional=True,
 )
+# The handler of calls inside jit, which is not linked with Python either: see adapters/jax.
+XLA_HANDLER = Extension(
+    "collective.adapters.jax.libcollective_ffi",
+    sources=["adapters/jax/handler.c"],
+    extra_compile_args=["-std=gnu11", "-O2", "-fvisibility=hidden"],
+    optional=True,
+)
 
 setup(
     package_dir=linked() if "editable_wheel" in sys.argv else FOLDERS,
-    ext_modules=[CORE, XLA_PLUGIN] if sys.maxsize > 2**32 else [],
+    ext_modules=[CORE, XLA_PLUGIN, XLA_HANDLER] if sys.maxsize > 2**32 else [],
     cmdclass={"build_ext": Build},
     options={"bdist_wheel": {"py_limited_api": "cp311"}} if LIMITED else {},
     long_description=description((ROOT / "README.md").read_text()),

@@ -33,8 +33,9 @@ def _modules() -> list[str]:
     names = ["collective"]
     for module in pkgutil.walk_packages(collective.__path__, "collective."):
         # The names of an extension are in the .pyi file beside it.
-        # The library for XLA is no module of Python, though its name ends like one.
-        if not module.name.endswith(("__main__", "native._core", "xla.libcollective_xla")):
+        # The libraries for XLA are no modules of Python, though their names end like one.
+        last = module.name.rpartition(".")[2]
+        if last not in ("__main__", "_core", "libcollective_xla", "libcollective_ffi"):
             names.append(module.name)
     return names
 

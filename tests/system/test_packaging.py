@@ -132,8 +132,8 @@ def test_wheel_contains_exactly_the_shipped_files(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = [name for name in archive.namelist() if ".dist-info/" not in name]
     extensions = [name for name in names if name.endswith(".so")]
-    # The native core, and the plug-in for XLA.
-    assert len(extensions) == (2 if shutil.which("cc") is not None else 0)
+    # The native core, and the two libraries for XLA.
+    assert len(extensions) == (3 if shutil.which("cc") is not None else 0)
     stubs = ["collective/native/_core.pyi", "collective/communicator/signatures.pyi"]
     # The plug-in compares the names in this header with those that jaxlib looks up.
     others = ["collective/py.typed", "collective/adapters/jax/xla/symbols.h", *stubs]
@@ -146,8 +146,9 @@ def test_wheel_with_core_serves_all_later_pythons(wheel: Path) -> None:
     assert "-cp311-abi3-linux_" in wheel.name
     with zipfile.ZipFile(wheel) as archive:
         extensions = [name for name in archive.namelist() if name.endswith(".so")]
-    plugin, core = "adapters/jax/xla/libcollective_xla.so", "native/_core.abi3.so"
-    assert extensions in ([], [f"collective/{plugin}", f"collective/{core}"])
+    libraries = ["adapters/jax/libcollective_ffi.so", "adapters/jax/xla/libcollective_xla.so"]
+    built = [f"collective/{name}" for name in (*libraries, "native/_core.abi3.so")]
+    assert sorted(extensions) in ([], built)
 
 
 @pytest.mark.parametrize("most", [2**31 - 1, 2**63 - 1])

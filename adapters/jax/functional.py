@@ -1,0 +1,615 @@
+"""Collectives inside ``jit`` that JAX differentiates: each backward pass is the adjoint collective.
+
+``x_r``, ``y_r`` and ``L_r`` are the input, result and loss of rank ``r``. Each rank calls
+``jax.grad`` on its ``L_r``. Together they differentiate ``L = Σ_r L_r``, and ``g_r = ∂L/∂y_r``.
+Each docstring gives ``∂L/∂x_r``.
+
+- The calls work inside ``jit``, ``grad``, ``vmap``, ``scan``, ``cond`` and ``while_loop``, and
+  outside of them. XLA makes them in the order of the program.
+- ``comm`` is fixed when JAX traces the call. None is the current communicator of that moment.
+- JAX compiles shapes. So a result's shape follows from the arguments: from ``counts``, or from the
+  rule that every rank passes an array of the same shape.
+- Every rank has to differentiate the same calls: the result contributes to its loss, and ``x``
+  depends on the argument that it differentiates. Otherwise that rank does not take part in the
+  backward collective, and the other ranks wait for it. A call without a result on a rank
+  (:func:`send`; :func:`reduce` and :func:`gather` off the root) returns a *delegate* there: a zero
+  without dimensions, which has to be added to the loss.
+- The derivatives are reverse-mode. JAX refuses ``jvp`` and ``jacfwd`` of these calls.
+- ``vmap`` makes one call with all elements. All ranks have to map over the same number.
+- A program runs on one device of its process. Several devices are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from collective.communicator import Communicator
+from collective.errors import InvalidArgumentError, RankError, ShapeError, UnsupportedError
+from collective.ops import NAMES
+from collective.request import call_site, pass_over
+from collective.start.session import comm_or_current
+
+from .traced import Call, bind
+
+__all__ = [
+    "all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "gather", "recv", "reduce",
+    "reduce_scatter", "scan", "scatter", "send", "sendrecv",
+]  # fmt: skip
+
+pass_over(jax)
+
+_Backward = Callable[[Any, Any], Any]
+
+
+def all_reduce(x: Any, comm: Communicator | None = None, op: str = "sum") -> jax.Array:
+    """Fold the ranks' arrays elementwise and give every rank the result.
+
+    With ``G = Σ_r g_r``, which is itself an all-reduce, the gradient is for
+
+    - ``sum``: ``G``; ``avg``: ``G / size``;
+    - ``min``, ``max``: ``G`` where ``x_r`` is the extreme, divided by the number of ranks that hold
+      it; zero elsewhere;
+    - ``prod``: ``G · Π_{s≠r} x_s``, correct even if factors are zero. The backward pass gathers all
+      ranks' ``x`` for it, and so needs ``size`` times the memory of ``x``.
+
+    Collective: every rank calls it, with the same op, shape and dtype.
+
+    Args:
+        x: array of any shape; it is differentiated if it is floating point or complex.
+        comm: ranks that take part; None: those of the current communicator.
+        op: ``"sum"``, ``"avg"``, ``"prod"``, ``"min"`` or ``"max"``; without a gradient also
+            ``"band"``, ``"bor"``, ``"bxor"``, ``"land"`` and ``"lor"``.
+
+    Returns:
+        A new array like ``x``.
+
+    Raises:
+        InvalidArgumentError: the op is another one. Errors of the call itself are those of
+            :meth:`Communicator.all_reduce`. JAX raises them as ``JaxRuntimeError``, whose text
+            begins with their names.
+    """
+    comm = comm_or_current(comm, "all_reduce")
+    _check_op("all_reduce", op)
+    x = jnp.asarray(x)
+    return _call(
+        "all_reduce", comm, x, x.shape, {"op": op},
+        lambda x, g: _fold_gradient("all_reduce", comm, op, x, all_reduce(g, comm)),
+    )  # fmt: skip
+
+
+def reduce(x: Any, comm: Communicator | None = None, root: int = 0, op: str = "sum") -> jax.Array:
+    """Fold the ranks' arrays elementwise and give the result to ``root``.
+
+    The gradient is that of :func:`all_reduce` with ``G = g_root``, a broadcast.
+
+    Collective: every rank calls it, with the same root, op, shape and dtype.
+
+    Args:
+        x, comm, op: as in :func:`all_reduce`.
+        root: rank that gets the result.
+
+    Returns:
+        At the root a new array like ``x``; on other ranks a delegate, of the dtype of ``x``.
+
+    Raises:
+        As :func:`all_reduce`. RankError: there is no such root.
+    """
+    comm = comm_or_current(comm, "reduce")
+    _check_op("reduce", op)
+    at_root, x = _at_root("reduce", comm, root), jnp.asarray(x)
+    return _call(
+        "reduce", comm, x, x.shape if at_root else (), {"root": root, "op": op},
+        lambda x, g: _fold_gradient(
+            "reduce", comm, op, x, broadcast(g if at_root else _filled(x, g), comm, root)
+        ),
+        delegate=not at_root,
+    )  # fmt: skip
+
+
+def scan(x: Any, comm: Communicator | None = None, op: str = "sum") -> jax.Array:
+    """Fold the arrays of ranks 0 to this one elementwise.
+
+    The call has no gradient: differentiating it raises UnsupportedError.
+
+    Collective: every rank calls it, with the same op, shape and dtype.
+
+    Args:
+        x, comm, op: as in :func:`all_reduce`.
+
+    Returns:
+        A new array like ``x``.
+
+    Raises:
+        As :func:`all_reduce`.
+    """
+    comm = comm_or_current(comm, "scan")
+    _check_op("scan", op)
+    x = jnp.asarray(x)
+
+    def refuse(x: Any, g: Any) -> Any:
+        raise UnsupportedError(
+            "scan: a scan has no gradient. Gather the arrays with all_gather and add up those of "
+            "the lower ranks, which JAX differentiates."
+        )
+
+    return _call("scan", comm, x, x.shape, {"op": op}, refuse)
+
+
+def broadcast(x: Any, comm: Communicator | None = None, root: int = 0) -> jax.Array:
+    """Give every rank the array of ``root``.
+
+    The gradient at the root is ``Σ_r g_r``, a reduce; that of another rank's ``x`` is zero.
+
+    Collective: every rank calls it, with the same root.
+
+    Args:
+        x: at the root, an array. On other ranks an array of the root's shape and dtype, whose
+            values do not matter, and which gets the zero gradient.
+        comm: ranks that take part; None: those of the current communicator.
+        root: rank whose array is sent.
+
+    Returns:
+        A new array on every rank, the root included.
+
+    Raises:
+        RankError: there is no such root. InvalidArgumentError: ``x`` is None.
+    """
+    comm = comm_or_current(comm, "broadcast")
+    at_root, x = _at_root("broadcast", comm, root), _given("broadcast", x)
+
+    def backward(x: Any, g: Any) -> Any:
+        total = reduce(g, comm, root)
+        return total if at_root else _filled(x, total)
+
+    return _call("broadcast", comm, x, x.shape, {"root": root}, backward)
+
+
+def all_gather(
+    x: Any, comm: Communicator | None = None, axis: int = 0, *, counts: Sequence[int] | None = None
+) -> jax.Array:
+    """Join the ranks' arrays along an axis, in rank order, at every rank.
+
+    The gradient is piece ``r`` of ``Σ_s g_s``, a reduce-scatter.
+
+    Collective: every rank calls it, with the same dtype and axis.
+
+    Args:
+        x: array; one without dimensions counts as one of length 1.
+        comm: ranks that take part; None: those of the current communicator.
+        axis: axis to join along.
+        counts: lengths of the ranks' arrays along ``axis``; None: all have that of ``x``.
+
+    Returns:
+        A new array.
+
+    Raises:
+        ShapeError: there is no such axis, or the counts do not fit ``x``.
+    """
+    comm = comm_or_current(comm, "all_gather")
+    x, axis = _along("all_gather", x, axis)
+    lengths = _gathered("all_gather", comm, x, axis, counts)
+    return _call(
+        "all_gather", comm, x, _with(x, axis, sum(lengths)), {"axis": axis},
+        lambda x, g: reduce_scatter(g, comm, "sum", axis, counts=lengths),
+    )  # fmt: skip
+
+
+def gather(
+    x: Any,
+    comm: Communicator | None = None,
+    root: int = 0,
+    axis: int = 0,
+    *,
+    counts: Sequence[int] | None = None,
+) -> jax.Array:
+    """Join the ranks' arrays along an axis, in rank order, at ``root``.
+
+    The gradient is piece ``r`` of ``g_root``, a scatter.
+
+    Collective: every rank calls it, with the same root, dtype and axis.
+
+    Args:
+        x, comm, axis, counts: as in :func:`all_gather`.
+        root: rank that gets the result.
+
+    Returns:
+        At the root a new array; on other ranks a delegate, of the dtype of ``x``.
+
+    Raises:
+        As :func:`all_gather`. RankError: there is no such root.
+    """
+    comm = comm_or_current(comm, "gather")
+    at_root, (x, axis) = _at_root("gather", comm, root), _along("gather", x, axis)
+    lengths = _gathered("gather", comm, x, axis, counts)
+    shape = _with(x, axis, sum(lengths))
+
+    def backward(x: Any, g: Any) -> Any:
+        whole = g if at_root else jnp.broadcast_to(g, shape)
+        return scatter(whole, comm, root, axis, counts=lengths)
+
+    return _call(
+        "gather", comm, x, shape if at_root else (), {"root": root, "axis": axis}, backward,
+        delegate=not at_root,
+    )  # fmt: skip
+
+
+def scatter(
+    x: Any,
+    comm: Communicator | None = None,
+    root: int = 0,
+    axis: int = 0,
+    *,
+    counts: Sequence[int] | None = None,
+) -> jax.Array:
+    """Cut the array of ``root`` into pieces and give each rank one piece.
+
+    The gradient at the root is the ``g_r`` joined, a gather; that of another rank's ``x`` is zero.
+
+    Collective: every rank calls it, with the same root, axis and counts.
+
+    Args:
+        x: at the root, an array. On other ranks an array of the root's shape and dtype, whose
+            values do not matter, and which gets the zero gradient.
+        comm: ranks that take part; None: those of the current communicator.
+        root: rank whose array is cut.
+        axis: axis that is cut.
+        counts: lengths of the pieces; by default as ``numpy.array_split`` cuts.
+
+    Returns:
+        Piece ``rank``, a new array.
+
+    Raises:
+        RankError: there is no such root. ShapeError: there is no such axis, or the counts do not
+            add up to it. InvalidArgumentError: ``x`` is None.
+    """
+    comm = comm_or_current(comm, "scatter")
+    at_root, (x, axis) = _at_root("scatter", comm, root), _along("scatter", x, axis)
+    pieces = _cut("scatter", comm, x, axis, counts)
+
+    def backward(x: Any, g: Any) -> Any:
+        joined = gather(g, comm, root, axis, counts=pieces)
+        return joined if at_root else _filled(x, joined)
+
+    return _call(
+        "scatter", comm, x, _with(x, axis, pieces[comm.rank]),
+        {"root": root, "axis": axis, **({"counts": pieces} if at_root else {})}, backward,
+    )  # fmt: skip
+
+
+def reduce_scatter(
+    x: Any,
+    comm: Communicator | None = None,
+    op: str = "sum",
+    axis: int = 0,
+    *,
+    counts: Sequence[int] | None = None,
+) -> jax.Array:
+    """Fold the ranks' arrays elementwise and give each rank one piece of the result.
+
+    The gradient is that of :func:`all_reduce` with ``G`` the ``g_r`` joined, an all-gather.
+
+    Collective: every rank calls it, with the same op, shape, dtype, axis and counts.
+
+    Args:
+        x, comm, op: as in :func:`all_reduce`.
+        axis: axis that is cut.
+        counts: lengths of the pieces; by default as ``numpy.array_split`` cuts.
+
+    Returns:
+        Piece ``rank`` of the result, a new array.
+
+    Raises:
+        As :func:`all_reduce`. ShapeError: the counts do not add up to the axis.
+    """
+    comm = comm_or_current(comm, "reduce_scatter")
+    _check_op("reduce_scatter", op)
+    x, axis = _along("reduce_scatter", x, axis)
+    pieces = _cut("reduce_scatter", comm, x, axis, counts)
+    return _call(
+        "reduce_scatter", comm, x, _with(x, axis, pieces[comm.rank]),
+        {"op": op, "axis": axis, "counts": pieces},
+        lambda x, g: _fold_gradient(
+            "reduce_scatter", comm, op, x, all_gather(g, comm, axis, counts=pieces)
+        ),
+    )  # fmt: skip
+
+
+def all_to_all(
+    x: Any,
+    comm: Communicator | None = None,
+    axis: int = 0,
+    *,
+    counts: Sequence[int] | None = None,
+    recv_counts: Sequence[int] | None = None,
+) -> jax.Array:
+    """Cut every rank's array into pieces, send piece ``j`` to rank ``j``, join the received pieces.
+
+    The gradient is the all-to-all that returns each piece of ``g`` to its sender. Its counts are
+    the transpose of the forward counts.
+
+    Collective: every rank calls it, with the same dtype and axis.
+
+    Args:
+        x: array; one without dimensions counts as one of length 1.
+        comm: ranks that take part; None: those of the current communicator.
+        axis: axis to cut and to join along.
+        counts: lengths of the pieces that this rank sends; by default as ``numpy.array_split``
+            cuts, and all ranks' arrays have one shape.
+        recv_counts: lengths of the pieces that this rank receives. Pass both or neither.
+
+    Returns:
+        The pieces for this rank, in the order of their senders, as a new array.
+
+    Raises:
+        InvalidArgumentError: only one of ``counts`` and ``recv_counts`` is given. ShapeError: the
+            counts do not fit ``x``.
+    """
+    comm = comm_or_current(comm, "all_to_all")
+    x, axis = _along("all_to_all", x, axis)
+    if (counts is None) != (recv_counts is None):
+        raise InvalidArgumentError(
+            "all_to_all: one of counts and recv_counts is missing. JAX compiles the shape of the "
+            "result, so pass both or neither."
+        )
+    pieces = _cut("all_to_all", comm, x, axis, counts)
+    if recv_counts is None:
+        received = (pieces[comm.rank],) * comm.size
+    else:
+        received = _lengths("all_to_all", comm, recv_counts)
+    return _call(
+        "all_to_all", comm, x, _with(x, axis, sum(received)), {"axis": axis, "counts": pieces},
+        lambda x, g: all_to_all(g, comm, axis, counts=received, recv_counts=pieces),
+    )  # fmt: skip
+
+
+def send(x: Any, dst: int, comm: Communicator | None = None, tag: int = 0) -> jax.Array:
+    """Send an array to rank ``dst``.
+
+    The gradient is ``g_dst``, which the backward pass receives from ``dst``, with the same tag.
+
+    Args:
+        x: array of at most 12 dimensions.
+        dst: another rank, which calls :func:`recv`.
+        comm: ranks that take part; None: those of the current communicator.
+        tag: tag that the receiver uses.
+
+    Returns:
+        A delegate of the dtype of ``x``. The backward pass receives when it reaches the delegate.
+
+    Raises:
+        RankError: there is no such rank.
+    """
+    comm = comm_or_current(comm, "send")
+    _check_rank("send", comm, "dst", dst)
+    return _call(
+        "send", comm, jnp.asarray(x), (), {"dst": dst, "tag": tag},
+        lambda x, g: recv(comm, dst, tag, like=_filled(x, g)), delegate=True,
+    )  # fmt: skip
+
+
+def recv(
+    comm: Communicator | None = None,
+    src: int = -1,
+    tag: int = 0,
+    *,
+    like: Any,
+    after: Any = None,
+) -> jax.Array:
+    """Receive an array from rank ``src``.
+
+    The backward pass sends ``g`` to ``src``, where it is the gradient of the array that was sent.
+    It runs if ``like`` or ``after`` depends on the argument that is differentiated.
+
+    Args:
+        comm: ranks that take part; None: those of the current communicator.
+        src: another rank, which calls :func:`send`. Name it: the default raises an error.
+        tag: tag that the sender uses.
+        like: array or ``jax.ShapeDtypeStruct`` of the sender's shape and dtype, since JAX compiles
+            shapes. The values of an array do not matter, and it gets the zero gradient.
+        after: array, such as the delegate of an earlier :func:`send`, on which this result is made
+            to depend, with gradient zero.
+
+    Returns:
+        A new array.
+
+    Raises:
+        RankError: ``src`` is no rank.
+    """
+    comm = comm_or_current(comm, "recv")
+    _check_rank("recv", comm, "src", src)
+    template = _template(like)
+    if after is not None:
+        # A sum with one element, so that the result depends on it under every transformation.
+        template = template + 0 * jnp.ravel(jnp.asarray(after))[0].astype(template.dtype)
+
+    def backward(x: Any, g: Any) -> Any:
+        return _filled(x, send(g, src, comm, tag))
+
+    return _call("recv", comm, template, template.shape, {"src": src, "tag": tag}, backward)
+
+
+def sendrecv(
+    x: Any, dst: int, src: int, comm: Communicator | None = None, tag: int = 0, *, like: Any = None
+) -> jax.Array:
+    """Send an array to rank ``dst``, and receive one from rank ``src``.
+
+    The gradient is ``g_dst``: the backward pass sends ``g`` to ``src`` and receives from ``dst``.
+
+    Args:
+        x: array to send.
+        dst, src: ranks, which call :func:`sendrecv` as well.
+        comm: ranks that take part; None: those of the current communicator.
+        tag: tag of both messages.
+        like: array or ``jax.ShapeDtypeStruct`` of the shape that arrives; None: that of ``x``.
+
+    Returns:
+        A new array.
+
+    Raises:
+        RankError: ``dst`` or ``src`` is no rank. InvalidArgumentError: ``like`` has another dtype.
+    """
+    comm = comm_or_current(comm, "sendrecv")
+    _check_rank("sendrecv", comm, "dst", dst)
+    _check_rank("sendrecv", comm, "src", src)
+    x = jnp.asarray(x)
+    if like is not None and like.dtype != x.dtype:
+        raise InvalidArgumentError(
+            f"sendrecv: like is of {like.dtype} (expected the dtype of x, {x.dtype}). Use send and "
+            "recv for arrays of two dtypes."
+        )
+    sent = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return _call(
+        "sendrecv", comm, x, x.shape if like is None else like.shape,
+        {"dst": dst, "src": src, "tag": tag},
+        lambda x, g: sendrecv(g, src, dst, comm, tag, like=sent),
+    )  # fmt: skip
+
+
+def barrier(comm: Communicator | None = None) -> None:
+    """Wait until every rank has reached this call.
+
+    Collective: every rank calls it.
+
+    Args:
+        comm: ranks that take part; None: those of the current communicator.
+    """
+    comm = comm_or_current(comm, "barrier")
+    _call("barrier", comm, jnp.zeros((), np.uint8), (), {}, None, delegate=True)
+
+
+# -- helpers -----------------------------------------------------------------------------------
+
+
+def _call(
+    name: str,
+    comm: Communicator,
+    x: Any,
+    shape: Sequence[int],
+    arguments: dict[str, Any],
+    backward: _Backward | None,
+    *,
+    delegate: bool = False,
+) -> Any:
+    """Make a call whose gradient is ``backward(x, g)``."""
+    call = Call(name, comm, tuple(arguments.items()), call_site(), delegate)
+    if backward is None or not jnp.issubdtype(x.dtype, jnp.inexact):
+        return bind(x, call, shape)
+
+    @jax.custom_vjp
+    def forward(x: Any) -> Any:
+        return bind(x, call, shape)
+
+    forward.defvjp(lambda x: (forward(x), x), lambda x, g: (backward(x, g),))
+    return forward(x)
+
+
+def _fold_gradient(name: str, comm: Communicator, op: str, x: Any, total: Any) -> Any:
+    """Return the gradient of a fold of ``x`` whose result has gradient ``total``."""
+    if op == "sum":
+        return total
+    if op == "avg":
+        return total / comm.size
+    if op in ("min", "max"):
+        held = x == all_reduce(x, comm, op)
+        return jnp.where(held, total / all_reduce(held.astype(x.dtype), comm), 0).astype(x.dtype)
+    if op == "prod":
+        whole = all_gather(x[None], comm)
+        others = jnp.concatenate([whole[: comm.rank], whole[comm.rank + 1 :]])
+        return total * jnp.prod(others, axis=0)
+    raise UnsupportedError(f"{name}: op={op!r} has no gradient (expected sum, avg, prod, min, max)")
+
+
+def _filled(x: Any, zero: Any) -> Any:
+    """Return zeros like ``x`` that depend on ``zero``."""
+    return jnp.zeros_like(x) + 0 * zero.astype(x.dtype)
+
+
+def _template(like: Any) -> Any:
+    if isinstance(like, jax.ShapeDtypeStruct):
+        return jnp.zeros(like.shape, like.dtype)
+    return jnp.asarray(_given("recv", like))
+
+
+def _given(name: str, x: Any) -> Any:
+    if x is None:
+        raise InvalidArgumentError(
+            f"{name}: the array is None. JAX compiles shapes, so pass an array of the right shape "
+            "and dtype on every rank; its values do not matter where they are not sent."
+        )
+    return jnp.asarray(x)
+
+
+def _check_op(name: str, op: str) -> None:
+    if op not in NAMES:
+        raise InvalidArgumentError(f"{name}: op={op!r} (expected one of {', '.join(NAMES)})")
+
+
+def _check_rank(name: str, comm: Communicator, which: str, rank: int) -> None:
+    if not 0 <= rank < comm.size:
+        raise RankError(
+            f"{name}: {which}={rank} is no rank of this communicator (expected 0 to "
+            f"{comm.size - 1}), on rank {comm.rank}. Inside jit, name the rank."
+        )
+
+
+def _at_root(name: str, comm: Communicator, root: int) -> bool:
+    _check_rank(name, comm, "root", root)
+    return comm.rank == root
+
+
+def _along(name: str, x: Any, axis: int) -> tuple[Any, int]:
+    """Return an array of at least one dimension, and the number of its axis, from 0."""
+    x = _given(name, x)
+    x = x.reshape(1) if x.ndim == 0 else x
+    if not -x.ndim <= axis < x.ndim:
+        raise ShapeError(f"{name}: axis={axis} of an array of {x.ndim} dimensions")
+    return x, axis % x.ndim
+
+
+def _with(x: Any, axis: int, length: int) -> tuple[int, ...]:
+    return (*x.shape[:axis], length, *x.shape[axis + 1 :])
+
+
+def _lengths(name: str, comm: Communicator, counts: Sequence[int]) -> tuple[int, ...]:
+    lengths = tuple(int(count) for count in counts)
+    if len(lengths) != comm.size or min(lengths) < 0:
+        raise ShapeError(
+            f"{name}: counts are {lengths} (expected {comm.size} lengths, one for each rank)"
+        )
+    return lengths
+
+
+def _gathered(
+    name: str, comm: Communicator, x: Any, axis: int, counts: Sequence[int] | None
+) -> tuple[int, ...]:
+    """Return the lengths of the ranks' arrays."""
+    if counts is None:
+        return (x.shape[axis],) * comm.size
+    lengths = _lengths(name, comm, counts)
+    if lengths[comm.rank] != x.shape[axis]:
+        raise ShapeError(
+            f"{name}: the array has length {x.shape[axis]} along axis {axis} (expected "
+            f"counts[{comm.rank}] = {lengths[comm.rank]}), on rank {comm.rank}"
+        )
+    return lengths
+
+
+def _cut(
+    name: str, comm: Communicator, x: Any, axis: int, counts: Sequence[int] | None
+) -> tuple[int, ...]:
+    """Return the lengths of an array's pieces."""
+    length = x.shape[axis]
+    if counts is None:
+        return tuple(length // comm.size + (r < length % comm.size) for r in range(comm.size))
+    pieces = _lengths(name, comm, counts)
+    if sum(pieces) != length:
+        raise ShapeError(
+            f"{name}: counts {pieces} add up to {sum(pieces)} (expected {length}, the length along "
+            f"axis {axis}), on rank {comm.rank}"
+        )
+    return pieces

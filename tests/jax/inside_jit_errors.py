@@ -1,0 +1,56 @@
+"""Failures of calls inside jit: argument 1 names which; every rank prints its error."""
+
+import os
+import sys
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+if sys.argv[1] in ("devices", "shard_map"):
+    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+
+import jax
+import jax.numpy as jnp
+
+import collective
+from collective.adapters.jax import functional as F
+
+comm = collective.init()
+
+
+def one(a):
+    return F.all_reduce(a)
+
+
+def two(a):
+    return F.all_gather(a)
+
+
+def devices():
+    mesh = jax.make_mesh((2,), ("i",))
+    place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("i"))
+    return jax.jit(one)(jax.device_put(jnp.ones(4), place))
+
+
+def shard_map():
+    mesh = jax.make_mesh((2,), ("i",))
+    spec = jax.sharding.PartitionSpec("i")
+    return jax.jit(jax.shard_map(one, mesh=mesh, in_specs=spec, out_specs=spec))(jnp.ones(4))
+
+
+turns = {
+    "differ": lambda: jax.jit(one if comm.rank == 0 else two)(jnp.ones(3)),
+    "shapes": lambda: jax.jit(one)(jnp.ones(3 + comm.rank)),
+    "devices": devices,
+    "shard_map": shard_map,
+    "jvp": lambda: jax.jvp(one, (jnp.ones(3),), (jnp.ones(3),)),
+    "scan": lambda: jax.grad(lambda a: F.scan(a).sum())(jnp.ones(3)),
+    "op": lambda: F.all_reduce(jnp.ones(3), op="median"),
+    "rank": lambda: F.recv(like=jnp.ones(3)),
+    "none": lambda: F.broadcast(None),
+    "counts": lambda: F.reduce_scatter(jnp.ones(3), counts=[1, 1]),
+}
+try:
+    jax.block_until_ready(turns[sys.argv[1]]())
+    print(f"[{comm.rank}] no error", flush=True)
+except Exception as error:
+    print(f"[{comm.rank}] {type(error).__name__}: {error}".replace("\n", " "), flush=True)
+os._exit(0)

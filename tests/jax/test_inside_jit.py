@@ -1,0 +1,58 @@
+"""Calls inside ``jit``; ``make test-jax`` installs JAX and runs this."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+from subprocess import CompletedProcess
+
+import pytest
+
+from tests.support.interpreter import run_python
+
+if importlib.util.find_spec("jax") is None:
+    pytest.skip("JAX is not installed; `make test-jax` does that", allow_module_level=True)
+
+HERE = Path(__file__).parent
+DEADLINE_S = 250.0
+
+
+def launched(
+    size: int, program: str, *arguments: str, backend: str = "shm"
+) -> CompletedProcess[str]:
+    """Run a program of this folder on several ranks."""
+    return run_python(
+        "-m", "collective", "run", "-n", size, "--backend", backend, HERE / program, *arguments,
+        timeout=DEADLINE_S, COLLECTIVE_TIMEOUT="60",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("backend", "size"), [("shm", 2), ("shm", 3), ("gloo", 2)])
+def test_calls_transformations_and_gradients_are_right(backend: str, size: int) -> None:
+    done = launched(size, "inside_jit.py", backend=backend)
+    results = re.findall(r"(\d+) checks, (\d+) wrong", done.stdout)
+    assert len(results) == size, done.stdout + done.stderr
+    assert all(int(checks) > 100 and wrong == "0" for checks, wrong in results), done.stdout
+
+
+@pytest.mark.parametrize(
+    ("turn", "text"),
+    [
+        ("differ", r"MismatchError: all_\w+: .*inside_jit_errors.py:\d+ in one .*:\d+ in two"),
+        ("shapes", r"MismatchError: all_reduce: .*float32\[3\].*float32\[4\]"),
+        ("devices", "collective.adapters.jax.functional: each rank may use one device"),
+        ("shard_map", "collective.adapters.jax.functional: each rank may use one device"),
+        ("jvp", "forward-mode"),
+        ("scan", "UnsupportedError: scan: a scan has no gradient"),
+        ("op", "InvalidArgumentError: all_reduce: op='median'"),
+        ("rank", "RankError: recv: src=-1 is no rank"),
+        ("none", "InvalidArgumentError: broadcast: the array is None"),
+        ("counts", "ShapeError: reduce_scatter: counts"),
+    ],
+)
+def test_failure_is_named_on_every_rank(turn: str, text: str) -> None:
+    done = launched(2, "inside_jit_errors.py", turn)
+    for rank in range(2):
+        (line,) = re.findall(rf"^.*\[{rank}\] \w*Error: .*$", done.stdout, re.MULTILINE)
+        assert re.search(text, line), line
