@@ -500,10 +500,7 @@ def _call(
     if backward is None or not jnp.issubdtype(x.dtype, jnp.inexact):
         return bind(x, call, shape)
 
-    @jax.custom_vjp
-    def forward(x: Any) -> Any:
-        return bind(x, call, shape)
-
+    forward: Any = jax.custom_vjp(lambda x: bind(x, call, shape))
     forward.defvjp(lambda x: (forward(x), x), lambda x, g: (backward(x, g),))
     return forward(x)
 

@@ -23,9 +23,9 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
 from collective.communicator import Communicator
-from collective.errors import BackendUnavailableError, CollectiveError, UnsupportedError
+from collective.errors import BackendUnavailableError, CollectiveError
 from collective.install import hint
-from collective.request import in_thread, pass_over
+from collective.request import in_thread
 
 __all__ = ["Call", "bind"]
 
@@ -126,15 +126,6 @@ batching.primitive_batchers[_primitive] = _batch
 
 def _lower(ctx: Any, x: Any, *, call: Call, shape: tuple[int, ...]) -> Any:
     """Lower to a custom call whose last operand and result are the effect's token."""
-    axes = ctx.module_context.axis_context
-    mesh = getattr(axes, "mesh", None)
-    devices = mesh.size if mesh is not None else getattr(axes, "num_devices", 1)
-    if devices > 1:
-        raise UnsupportedError(
-            f"{call.name}: the program runs on {devices} devices, and each rank may have one. Make "
-            "the call outside shard_map and on arrays of one device. The call is at "
-            f"{call.site}."
-        )
     (aval,) = ctx.avals_in
     number = _number(call, aval.shape, shape, np.dtype(aval.dtype))
     inner = ctx.replace(
@@ -172,8 +163,9 @@ def _view(address: int | None, shape: tuple[int, ...], kind: np.dtype[Any]) -> A
     nbytes = math.prod(shape) * kind.itemsize
     if not address or not nbytes:
         return np.empty(shape, kind)
-    memory = (ctypes.c_char * nbytes).from_address(address)
-    return np.frombuffer(memory, np.uint8).view(kind).reshape(shape)
+    memory: Any = (ctypes.c_char * nbytes).from_address(address)
+    flat: Array = np.frombuffer(memory, np.uint8).view(kind)
+    return flat.reshape(shape)
 
 
 def _made(number: int, source: int | None, target: int | None) -> int | None:
@@ -215,4 +207,3 @@ def _register() -> None:
     jax.ffi.register_ffi_target(
         _TARGET, jax.ffi.pycapsule(handler.collective_ffi_call), platform="cpu"
     )
-    pass_over(jax)

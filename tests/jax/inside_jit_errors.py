@@ -33,7 +33,8 @@ def devices():
 def shard_map():
     mesh = jax.make_mesh((2,), ("i",))
     spec = jax.sharding.PartitionSpec("i")
-    return jax.jit(jax.shard_map(one, mesh=mesh, in_specs=spec, out_specs=spec))(jnp.ones(4))
+    a = jax.device_put(jnp.ones(4), jax.sharding.NamedSharding(mesh, spec))
+    return jax.jit(jax.shard_map(one, mesh=mesh, in_specs=spec, out_specs=spec))(a)
 
 
 turns = {
