@@ -1,5 +1,7 @@
 """Adapter for JAX: its arrays as arrays of ``collective``, and data-parallel training.
 
+:mod:`collective.adapters.jax.functional` has the calls for functions that JAX compiles.
+
 Each exported name is imported at its first use, and JAX with it. A program that enables
 :mod:`collective.adapters.jax.xla`, which runs unmodified JAX programs, does so before that.
 """
