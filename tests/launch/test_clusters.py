@@ -88,7 +88,10 @@ def batch(hosts: Hosts, folder: Path, script: str, **variables: str) -> list[str
 
 
 def srun(hosts: Hosts, folder: Path) -> None:
-    """Write ``srun``: four tasks on two hosts, with the variables of a recorded step."""
+    """Write ``srun``: four tasks on two hosts, with the variables of a recorded step.
+
+    Slurm's own passes whole lines on. Here each task's output is kept until its end.
+    """
     tasks = []
     for rank in range(4):
         own = {
@@ -105,9 +108,11 @@ def srun(hosts: Hosts, folder: Path) -> None:
         host = hosts.hosts[rank // 2]
         words = [f"{name}={value}" for name, value in own.items()]
         entering = host.entering("env", *words, f"TMPDIR={host.directory}")
-        tasks.append(f'{shlex.join(entering)} "$@" & pids="$pids $!"\n')
+        output = folder / f"output{rank}"
+        tasks.append(f'{shlex.join(entering)} "$@" > {output} & pids="$pids $!"\n')
     text = '#!/bin/sh\nwhile case "$1" in -*) ;; *) false ;; esac; do shift; done\n'
     text += "".join(tasks) + "for pid in $pids; do wait $pid || exit 1; done\n"
+    text += f"cat {folder}/output*\n"
     (folder / "srun").write_text(text)
     (folder / "srun").chmod(0o700)
 

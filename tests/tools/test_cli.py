@@ -154,7 +154,7 @@ REFUSED = {
     "parity": [
         (["--op", "all_reduse"], "--op: 'all_reduse' is unknown; use one of all_reduce"),
         (["--backend", "smh"], "Did you mean 'shm'"),
-        (["--framework", "jax"], "--framework: 'jax'"),
+        (["--framework", "mxnet"], "--framework: 'mxnet'"),
         (["--json", "absent/a.json"], "--json absent/a.json: it cannot be written: No such file"),
         (["--html", "/"], "--html /: it cannot be written: Is a directory"),
         (["--backend", "threads", "--model", "foo"], "--model: 'foo': No module named 'foo'"),
