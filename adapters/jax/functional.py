@@ -29,6 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from collective.communicator import Communicator
+from collective.communicator.rows import check_counts, split_sizes
 from collective.errors import InvalidArgumentError, RankError, ShapeError, UnsupportedError
 from collective.ops import NAMES
 from collective.request import call_site, pass_over
@@ -360,7 +361,7 @@ def all_to_all(
     if recv_counts is None:
         received = (pieces[comm.rank],) * comm.size
     else:
-        received = _lengths("all_to_all", comm, recv_counts)
+        received = tuple(check_counts("all_to_all", recv_counts, comm.size))
     return _call(
         "all_to_all", comm, x, _with(x, axis, sum(received)), {"axis": axis, "counts": pieces},
         lambda x, g: all_to_all(g, comm, axis, counts=received, recv_counts=pieces),
@@ -572,22 +573,13 @@ def _with(x: Any, axis: int, length: int) -> tuple[int, ...]:
     return (*x.shape[:axis], length, *x.shape[axis + 1 :])
 
 
-def _lengths(name: str, comm: Communicator, counts: Sequence[int]) -> tuple[int, ...]:
-    lengths = tuple(int(count) for count in counts)
-    if len(lengths) != comm.size or min(lengths) < 0:
-        raise ShapeError(
-            f"{name}: counts are {lengths} (expected {comm.size} lengths, one for each rank)"
-        )
-    return lengths
-
-
 def _gathered(
     name: str, comm: Communicator, x: Any, axis: int, counts: Sequence[int] | None
 ) -> tuple[int, ...]:
     """Return the lengths of the ranks' arrays."""
     if counts is None:
         return (x.shape[axis],) * comm.size
-    lengths = _lengths(name, comm, counts)
+    lengths = tuple(check_counts(name, counts, comm.size))
     if lengths[comm.rank] != x.shape[axis]:
         raise ShapeError(
             f"{name}: the array has length {x.shape[axis]} along axis {axis} (expected "
@@ -600,13 +592,4 @@ def _cut(
     name: str, comm: Communicator, x: Any, axis: int, counts: Sequence[int] | None
 ) -> tuple[int, ...]:
     """Return the lengths of an array's pieces."""
-    length = x.shape[axis]
-    if counts is None:
-        return tuple(length // comm.size + (r < length % comm.size) for r in range(comm.size))
-    pieces = _lengths(name, comm, counts)
-    if sum(pieces) != length:
-        raise ShapeError(
-            f"{name}: counts {pieces} add up to {sum(pieces)} (expected {length}, the length along "
-            f"axis {axis}), on rank {comm.rank}"
-        )
-    return pieces
+    return tuple(split_sizes(name, x.shape[axis], comm.size, counts))

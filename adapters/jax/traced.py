@@ -23,9 +23,10 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
 from collective.communicator import Communicator
-from collective.errors import BackendUnavailableError, CollectiveError
-from collective.install import hint
+from collective.errors import CollectiveError
 from collective.request import in_thread
+
+from .xla.library import built
 
 __all__ = ["Call", "bind"]
 
@@ -196,13 +197,7 @@ def _register() -> None:
         BackendUnavailableError: the handler is not built.
     """
     file = Path(__file__).with_name("libcollective_ffi.so")
-    if not file.is_file():
-        raise BackendUnavailableError(
-            f"jax: the handler for calls inside jit is not built: {file} does not exist. It needs "
-            f"a C compiler. Install this package again where there is one: {hint('jax')}, without "
-            "COLLECTIVE_NATIVE=off."
-        )
-    handler = ctypes.CDLL(str(file))
+    handler = ctypes.CDLL(str(built(file, "the handler for calls inside jit")))
     handler.collective_ffi_install(_function)
     jax.ffi.register_ffi_target(
         _TARGET, jax.ffi.pycapsule(handler.collective_ffi_call), platform="cpu"

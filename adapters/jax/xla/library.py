@@ -11,7 +11,7 @@ from pathlib import Path
 from collective.errors import BackendUnavailableError, ConfigError
 from collective.install import hint
 
-__all__ = ["PROGRAM", "VARIABLE", "enable", "library", "variables"]
+__all__ = ["PROGRAM", "VARIABLE", "built", "enable", "library", "variables"]
 
 #: Variable with the file of the library, which jaxlib reads when it is imported.
 VARIABLE = "MPITRAMPOLINE_LIB"
@@ -28,9 +28,18 @@ def library() -> Path:
         BackendUnavailableError: the library is not built.
     """
     file = Path(__file__).with_name("libcollective_xla.so")
+    return built(file, "the plug-in for XLA")
+
+
+def built(file: Path, what: str) -> Path:
+    """Return ``file``, a library in C that the installation builds.
+
+    Raises:
+        BackendUnavailableError: the library is not built.
+    """
     if not file.is_file():
         raise BackendUnavailableError(
-            f"jax: the plug-in for XLA is not built: {file} does not exist. It needs Linux and a C "
+            f"jax: {what} is not built: {file} does not exist. It needs Linux and a C "
             f"compiler. Install this package again where there is one: {hint('jax')}, without "
             "COLLECTIVE_NATIVE=off."
         )

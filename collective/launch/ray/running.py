@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import importlib
 import secrets
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from collective.deadline import Deadline
 from collective.errors import InvalidArgumentError, RendezvousError
 from collective.launch.outcome import Outcome, RankDiedError, RanksFailedError
 
@@ -158,16 +158,16 @@ def _results(ray: Any, calls: dict[Any, int], size: int, least: int) -> list[Any
         least: number of ranks that must be left.
     """
     outcomes: dict[int, Outcome] = {}
-    end: float | None = None
-    while calls and (end is None or time.monotonic() < end):
-        patience = None if end is None else max(0.0, end - time.monotonic())
+    grace: Deadline | None = None
+    while calls and (grace is None or not grace.expired):
+        patience = None if grace is None else grace.left()
         for reference in ray.wait(list(calls), timeout=patience)[0]:
             rank = calls.pop(reference)
             outcomes[rank] = _outcome(ray, reference, rank)
         failed = sum(outcome.error is not None for outcome in outcomes.values())
-        if end is None and size - failed < least:
-            end = time.monotonic() + _GRACE_S
-    if end is not None and (error := RanksFailedError.of(outcomes, size)) is not None:
+        if grace is None and size - failed < least:
+            grace = Deadline(_GRACE_S)
+    if grace is not None and (error := RanksFailedError.of(outcomes, size)) is not None:
         raise error
     ordered = (outcomes[rank] for rank in range(size))
     return [outcome.value if outcome.error is None else outcome.error for outcome in ordered]
