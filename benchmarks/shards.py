@@ -5,7 +5,8 @@ and numbers of ranks, with and without the native core. ``hierarchical`` takes t
 on another host. The second table is for two ranks over ``shm``. The sides take turns in one
 run. ``2 shards`` is compared with an ordinary ``all_reduce``, which makes the same fold. ``8
 shards``, four on each rank, is compared with the same local folds by NumPy and an ordinary
-``all_reduce``.
+``all_reduce``. The third table is for two ranks that compare their results
+(``COLLECTIVE_CHECK=results``), over ``shm`` and ``gloo``; jobs with each value take turns.
 
 ::
 
@@ -26,6 +27,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -208,6 +210,45 @@ def cost(mib: Sequence[int], rounds: int) -> dict[str, dict[str, list[float]]]:
         return {f"{n} MiB": pool.run(_cost, n << 20, rounds)[0] for n in mib}
 
 
+#: Values of ``COLLECTIVE_CHECK`` whose cost is compared: nothing, each call, every tenth.
+_CHECKS = ("auto", "results", "results:10")
+
+
+def _call_seconds(comm: Communicator, nbytes: int) -> float:
+    """Return the median seconds of an ``all_reduce``, without the first calls, which make plans."""
+    x, seconds = np.ones(nbytes // 4, np.float32), []
+    out = np.empty_like(x)
+    for _ in range(14):
+        comm.barrier()
+        began = time.perf_counter()
+        comm.all_reduce(x, out=out)
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds[2:])
+
+
+def compared(mib: Sequence[int], rounds: int) -> dict[str, dict[str, list[float]]]:
+    """Return the seconds of a call of the slower rank in each job, by array and check."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for backend in ("shm", "gloo"):
+        with RankPool(2, backend, timeout=600) as pool:
+            for n in mib:
+                jobs: dict[str, list[float]] = {check: [] for check in _CHECKS}
+                for _ in range(rounds):
+                    for check, seconds in jobs.items():
+                        seconds.append(max(pool.run(_call_seconds, n << 20, check=check)))
+                found[f"{n} MiB, {backend}"] = jobs
+    return found
+
+
+def _compared_rows(jobs: dict[str, dict[str, list[float]]]) -> list[list[str]]:
+    return [
+        [array, check, microseconds(statistics.median(seconds)),
+         f"{median_ratio(seconds, checks['auto']):.2f}"]
+        for array, checks in jobs.items()
+        for check, seconds in checks.items()
+    ]  # fmt: skip
+
+
 def _cost_rows(turns: dict[str, dict[str, list[float]]]) -> list[list[str]]:
     rows = []
     to = {"2 shards": "all_reduce", "8 shards": "4 folds by hand, all_reduce",
@@ -249,7 +290,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 parts.append(_bits_without_core(options))
             run["bits"] = _joined(parts)
         if options.skip != "cost":
-            run["cost"] = cost([int(n) for n in options.mib.split(",")], options.rounds)
+            mib = [int(n) for n in options.mib.split(",")]
+            run["cost"] = cost(mib, options.rounds)
+            run["results"] = compared(mib, max(1, options.rounds // 3))
         return run
 
     run = measured(options, measure)
@@ -260,6 +303,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if run["cost"]:
         columns = ["array", "call", "median", "ratio", "verdict"]
         rows = _cost_rows(run["cost"])
+        print_table(headline(run["machine"]), columns, rows, options.markdown)
+    if run.get("results"):
+        columns = ["array", "COLLECTIVE_CHECK", "median", "× auto"]
+        rows = _compared_rows(run["results"])
         print_table(headline(run["machine"]), columns, rows, options.markdown)
     return int(any(len(digests) > 1 for digests in run["bits"].values()))
 
