@@ -123,4 +123,4 @@ def _replacing(environments: Sequence[Mapping[str, str]], directory: Path) -> Re
     def admitted() -> set[RankProcess]:
         return Arrivals(in_directory(directory, secret), "").admitted()
 
-    return Replacing(lambda rank: {**environments[rank], "COLLECTIVE_JOIN": "late"}, admitted)
+    return Replacing(environments, admitted)

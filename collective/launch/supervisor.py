@@ -53,12 +53,16 @@ class Replacing(NamedTuple):
     """Rule by which lost ranks are replaced by processes that join the others.
 
     Attributes:
-        environment: function that returns the environment for the replacement of a rank.
+        environments: environment of each rank; its replacement gets it, too.
         admitted: function that returns the processes that the ranks have admitted.
     """
 
-    environment: Callable[[int], Mapping[str, str]]
+    environments: Sequence[Mapping[str, str]]
     admitted: Callable[[], Set[RankProcess]]
+
+    def environment(self, number: int) -> Mapping[str, str]:
+        """Return the environment for the replacement of a rank, which joins when ranks take it."""
+        return {**self.environments[number], "COLLECTIVE_JOIN": "late"}
 
     def fits(self, rank: Rank) -> bool:
         """Return whether to replace a lost rank: not if it was a replacement that failed soon."""

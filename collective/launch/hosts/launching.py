@@ -156,4 +156,4 @@ def _replacing(environments: Sequence[Mapping[str, str]], server: StoreServer) -
     def admitted() -> set[RankProcess]:
         return arrivals().admitted()
 
-    return Replacing(lambda rank: {**environments[rank], "COLLECTIVE_JOIN": "late"}, admitted)
+    return Replacing(environments, admitted)
