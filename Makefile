@@ -5,8 +5,9 @@
 #   make demo-chainer   train LeNet in Chainer
 #   make demo-jax       train LeNet in JAX, with optax, on 2 ranks
 #   make demo-splits    train a U-Net; each of 2 ranks computes half of every picture's rows
-#   make test     run all tests; the MPI tests use two MPI libraries (installed into .mpi)
-#   make quick    run the tests that changes break first, in two minutes
+#   make test     prove each fact once, in 9 minutes on two cores; MPI's tests use two libraries (in .mpi)
+#   make test-all run all tests: every case of every test, and whole programs
+#   make quick    run the tests that changes break first, in 90 seconds
 #   make test-gpu run the tests that need a GPU, if there is one; installs nothing: see docs/gpu.md
 #   make clients  test libraries that use torch.distributed over our process group (docs/clients.md)
 #   make test-jax test JAX: unmodified programs, arrays, training; with two versions of JAX
@@ -56,7 +57,7 @@ while sleep 1; kill -0 $$job 2>/dev/null; do \
 wait $$job
 endef
 
-.PHONY: demo demo-chainer demo-splits clients docs test quick test-gpu check format lint types soak sanitize freethreaded parity bench release-check wheels clean aarch64 pythons test-jax soak-jax test-clusters demo-jax test-ray
+.PHONY: demo demo-chainer demo-splits clients docs test test-all quick test-gpu check format lint types soak sanitize freethreaded parity bench release-check wheels clean aarch64 pythons test-jax soak-jax test-clusters demo-jax test-ray
 .DEFAULT_GOAL := demo
 
 demo: .venv/.demo $(if $(filter mpi,$(BACKEND)),.mpi/mpich/.done)
@@ -76,16 +77,19 @@ demo-splits: .venv/.demo $(if $(filter mpi,$(BACKEND)),.mpi/mpich/.done)
 
 # Tests spend much of their time waiting: for a deadline, or for processes to start. So there is one
 # more worker than there are cores. The tests of a file stay together, because they share ranks.
-# Files start in the order of tests/conftest.py, long ones first.
+# Files start in the order of tests/support/selection.py, long ones first.
 WORKERS ?= $(shell echo $$(($$(nproc) + 1)))
 XDIST := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 # The tests start thousands of processes. Without bytecode files each of them would compile the
 # modules that it imports.
 unexport PYTHONDONTWRITEBYTECODE
 test: .venv/.abi .venv/.chainer .mpi/mpich/.done .mpi/openmpi/.done
+	$(BIN)/python -m pytest $(XDIST) --once
+
+test-all: .venv/.abi .venv/.chainer .mpi/mpich/.done .mpi/openmpi/.done
 	$(BIN)/python -m pytest $(XDIST)
 
-# The tests that changes break first, for the inner loop: the list is in tests/conftest.py.
+# The tests that changes break first, for the inner loop: tests/support/selection.py has the list.
 quick: .venv/.dev .venv/.chainer
 	$(BIN)/python -m pytest $(XDIST) --quick
 

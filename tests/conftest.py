@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 import os
 import re
@@ -22,6 +21,7 @@ for _room in ("adapters", "backends"):
         _link.symlink_to(f"../{_room}")
 
 from collective.testing import preload  # noqa: E402
+from tests.support.selection import PROGRAMS, QUICK, SLOW, key, one_of_each  # noqa: E402
 
 _PREFIXES = ("COLLECTIVE_", "HYDRA_", "I_MPI_", "MPI_", "OMPI_", "PMI", "SLURM_", "TORCHELASTIC_")
 _NAMES = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
@@ -56,49 +56,8 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 # PyTorch takes each rank nearly 2 s of processor time.
 preload(["tests.support.preloaded"])
 
-# Files that ``make quick`` runs: in each folder the tests that need no other transports than
-# threads, shared memory and the loopback, no launcher and no GPU fake.
-QUICK = """
-    adapters/chainer/functional adapters/chainer/optimizer
-    adapters/cupy/arrays adapters/torch/ddp adapters/torch/functional
-    algorithms/arithmetic algorithms/conformance algorithms/costs algorithms/moves
-    backends/shm/conformance backends/shm/ring backends/shm/transport backends/conformance
-    communicator/heads communicator/objects communicator/rows
-    contract/recorder contract/registry contract/work memory/arrays
-    memory/dlpack memory/dtypes memory/nested meta/rooms
-    package/errors package/ops start/choice start/config
-    testing/kit training/splits/windows training/compression
-    training/gradients training/pipelines
-""".split()
 # Parts of test names that stand for other transports or other numbers of ranks: not quick.
 _NOT_QUICK = re.compile(r"gloo|mpich|openmpi|hierarchical|_of_8|\b(threads|shm|loopback)-[148]\b")
-
-
-# The slowest files, slowest first. ``make test`` distributes files in this order, so that no slow
-# file runs alone at the end. The summary reports a slow file that is missing here.
-SLOW = """
-    system/benchmarks backends/shm/conformance backends/mpi/conformance
-    backends/conformance algorithms/conformance
-    backends/hierarchical/transport docs/pages backends/message_waits
-    backends/mpi/failures adapters/chainer/chainermn/launch
-    training/splits/cuts backends/nccl/conformance
-    backends/mpi/cuda_aware backends/gloo/conformance
-    meta/broken_transports tools/doctor backends/faults
-    tools/parity_faults launch/several_hosts system/packaging system/hosts system/gpu_suite
-    launch/clusters
-    system/training_examples adapters/chainer/transports system/examples
-    backends/mpi/transport tools/bench_command adapters/torch/transports
-    contract/forking adapters/torch/plugin_programs adapters/torch/shards_elastic
-""".split()
-
-
-@functools.cache
-def _key(path: Path) -> str:
-    """Return the name of a test file in QUICK and SLOW: ``folder/module``."""
-    if not path.is_relative_to(_TESTS):
-        return path.stem
-    room = path.relative_to(_TESTS).parent
-    return str(room / path.stem.removeprefix("test_"))
 
 
 @pytest.fixture
@@ -113,24 +72,36 @@ def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--quick", action="store_true", help="run only the quick tests, in 2 minutes")
+    parser.addoption(
+        "--once",
+        action="store_true",
+        help="prove each fact once, in 9 minutes; tests/support/selection.py says how",
+    )
+    parser.addoption("--quick", action="store_true", help="run only the quick tests, in 90 seconds")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Skip the files that are not quick, without importing them."""
-    if not config.getoption("quick") or collection_path.is_dir():
+    """Skip the files that --quick or --once omits, without importing them."""
+    if collection_path.is_dir():
         return None
-    return _key(collection_path) not in QUICK or None
+    if config.getoption("quick"):
+        return key(collection_path) not in QUICK or None
+    if config.getoption("once"):
+        return key(collection_path) in PROGRAMS or None
+    return None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Put the slow files first, and with --quick drop the cases that are not quick."""
-    order = {key: nth for nth, key in enumerate(SLOW)}
-    items.sort(key=lambda item: order.get(_key(item.path), len(order)))
+    """Drop the cases that --quick or --once omits, and put the slow files first."""
+    kept = items
     if config.getoption("quick"):
-        slow = [item for item in items if _NOT_QUICK.search(item.name)]
-        config.hook.pytest_deselected(items=slow)
-        items[:] = [item for item in items if not _NOT_QUICK.search(item.name)]
+        kept = [item for item in kept if not _NOT_QUICK.search(item.name)]
+    if config.getoption("quick") or config.getoption("once"):
+        kept = one_of_each(kept)
+    chosen = set(kept)
+    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+    order = {file: nth for nth, file in enumerate(SLOW)}
+    items[:] = sorted(kept, key=lambda item: order.get(key(item.path), len(order)))
 
 
 def pytest_collection_finish() -> None:
@@ -149,8 +120,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if sum(seconds.values()) > 60:
         terminalreporter.section("slowest files")
         for file, taken in seconds.most_common(10):
-            known = _key(_TESTS.parent / file) in SLOW
+            known = key(_TESTS.parent / file) in SLOW
             # The order does not matter for a single file, as in ``make clients``.
             late = taken > 60 and not known and len(seconds) > 1
-            remark = "  (is not in SLOW of tests/conftest.py)" if late else ""
+            remark = "  (is not in SLOW of tests/support/selection.py)" if late else ""
             terminalreporter.line(f"{taken:7.1f} s  {file}{remark}")

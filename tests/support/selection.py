@@ -1,0 +1,122 @@
+"""Choose the tests that ``make quick`` and ``make test`` run. ``make test-all`` runs all tests.
+
+The tests of ``make test`` prove each fact once: of each test function those cases run that have a
+value which no case before them has. A test of 3 transports × 4 dtypes runs 6 cases: 4 dtypes over
+the first transport, and the first dtype over the 2 others. Of the conformance suite each check
+runs over each transport, and each case of a check over at least one.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Iterator
+from pathlib import Path
+
+import pytest
+
+from collective.testing.conformance import BoundCheck
+
+__all__ = ["PROGRAMS", "QUICK", "SLOW", "key", "one_of_each"]
+
+_TESTS = Path(__file__).resolve().parents[1]
+
+#: Files that ``make quick`` runs: in each folder the tests that need no other transports than
+#: threads, shared memory and the loopback, no launcher and no GPU fake.
+QUICK = """
+    adapters/chainer/functional adapters/chainer/optimizer
+    adapters/cupy/arrays adapters/torch/ddp adapters/torch/functional
+    algorithms/arithmetic algorithms/conformance algorithms/costs algorithms/moves
+    backends/shm/conformance backends/shm/ring backends/shm/transport backends/conformance
+    communicator/heads communicator/objects communicator/rows
+    contract/recorder contract/registry contract/work memory/arrays
+    memory/dlpack memory/dtypes memory/nested meta/rooms
+    package/errors package/ops start/choice start/config
+    testing/kit training/splits/windows training/compression
+    training/gradients training/pipelines
+""".split()
+
+#: Files whose tests run whole programs: benchmarks, examples, pages of the documentation, tools
+#: with all transports, programs of other projects, installations. ``make test`` omits them.
+PROGRAMS = """
+    adapters/chainer/chainermn/launch adapters/chainer/processes
+    adapters/torch/plugin_launch adapters/torch/plugin_programs
+    backends/mpi/cuda_aware docs/pages docs/site launch/clusters launch/several_hosts
+    system/benchmarks system/examples system/gpu_suite system/hosts system/launchers
+    system/packaging system/torch_suite system/training_examples
+    testing/mpi_ranks tools/bench_command tools/doctor tools/parity tools/parity_faults
+    tools/parity_splits tools/profile_command
+""".split()
+
+#: The slowest files, slowest first. They start in this order, so that no slow file runs alone at
+#: the end. The summary reports a slow file that is missing here.
+SLOW = """
+    system/benchmarks backends/shm/conformance backends/mpi/conformance
+    backends/conformance algorithms/conformance
+    backends/hierarchical/transport docs/pages backends/message_waits
+    backends/mpi/failures adapters/chainer/chainermn/launch
+    training/splits/cuts backends/nccl/conformance
+    backends/mpi/cuda_aware backends/gloo/conformance
+    meta/broken_transports tools/doctor backends/faults
+    tools/parity_faults launch/several_hosts system/packaging system/hosts system/gpu_suite
+    launch/clusters
+    system/training_examples adapters/chainer/transports system/examples
+    backends/mpi/transport tools/bench_command adapters/torch/transports
+    contract/forking adapters/torch/plugin_programs adapters/torch/shards_elastic
+""".split()
+
+# Transports of which each case of the conformance suite runs: much of the code of shm is its own.
+_WHOLE = {"shm"}
+
+
+def key(path: Path) -> str:
+    """Return the name of a test file in the lists: ``folder/module`` without ``test_``."""
+    if not path.is_relative_to(_TESTS):
+        return path.stem
+    room = path.relative_to(_TESTS).parent
+    return str(room / path.stem.removeprefix("test_"))
+
+
+def one_of_each(items: Iterable[pytest.Item]) -> list[pytest.Item]:
+    """Return the cases that have a parameter's value that no earlier case of the test has.
+
+    Tests without parameters stay.
+    """
+    kept = []
+    seen: defaultdict[Hashable, set[Hashable]] = defaultdict(set)
+    for item in items:
+        values = [(scope, value) for scope, value in _values(item)]
+        if not values or any(value not in seen[scope] for scope, value in values):
+            kept.append(item)
+            for scope, value in values:
+                seen[scope].add(value)
+    return kept
+
+
+def _values(item: pytest.Item) -> Iterator[tuple[Hashable, Hashable]]:
+    """Yield the values of a case, each with the scope in which it must occur once.
+
+    The scope is the test function and the parameter. For the cases of the conformance suite it is
+    the whole run. Parameters of one ``parametrize`` are one value.
+    """
+    if not isinstance(item, pytest.Function) or not hasattr(item, "callspec"):
+        return
+    params = dict(item.callspec.params)
+    function = item.nodeid.partition("[")[0]
+    for mark in item.iter_markers("parametrize"):
+        given = mark.args[0]
+        names = tuple(n.strip() for n in given.split(",")) if isinstance(given, str) else given
+        parts = tuple(params.pop(name, None) for name in names)
+        if len(parts) == 1 and isinstance(parts[0], BoundCheck):
+            yield from _values_of_check(function, parts[0])
+        else:
+            # The objects of a mark are the same in all of its cases.
+            yield (function, names), tuple(map(id, parts))
+    for name, value in params.items():
+        yield (function, name), id(value)
+
+
+def _values_of_check(function: str, bound: BoundCheck) -> Iterator[tuple[Hashable, Hashable]]:
+    suite, _, case = bound.id.partition("-check_")
+    transport = suite.rpartition("-")[0]
+    yield (function, suite), case.partition("[")[0]
+    yield ("all cases", transport if transport in _WHOLE else ""), case
