@@ -42,6 +42,7 @@ __all__ = [
     "post",
     "pre",
     "reference",
+    "schedule",
 ]
 
 Array = np.ndarray[Any, Any]
@@ -122,11 +123,27 @@ def fold(op: ReduceOp, dtype: DType) -> Fold:
     return _named_fold(op.name, dtype, native.chosen.extension)
 
 
+def schedule(
+    op: ReduceOp, dtype: DType, inputs: int, scratch: int, results: int, steps: bytes
+) -> Callable[[list[Array], list[Array]], bool] | None:
+    """Return a function in C that makes several folds at once; see :func:`native.schedule`.
+
+    Its folds have the bits of :func:`fold`. The result is None if there is no such function.
+    """
+    if op.function is not None:
+        return None
+    return native.schedule(_name_of_fold(op.name), dtype.code, inputs, scratch, results, steps)
+
+
+def _name_of_fold(name: str) -> str:
+    # To a fold these two operators are sums. The scaling comes before or after the fold.
+    return "sum" if name in ("avg", "premul_sum") else name
+
+
 @cache
 def _named_fold(name: str, dtype: DType, extension: object) -> Fold:
     """Return the fold of the native core, or the one in Python if ``extension`` is None."""
-    summed = name in ("avg", "premul_sum")
-    return native.fold("sum" if summed else name, dtype.code, reference(name, dtype))
+    return native.fold(_name_of_fold(name), dtype.code, reference(name, dtype))
 
 
 @cache

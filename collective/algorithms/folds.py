@@ -25,11 +25,15 @@ class Folding:
         op: the operator.
         dtype: the element type.
         size: number of ranks whose inputs are folded.
+
+    Attributes:
+        op, dtype: as the arguments.
     """
 
-    __slots__ = ("_fold", "_post", "_pre")
+    __slots__ = ("_fold", "_post", "_pre", "dtype", "op")
 
     def __init__(self, op: ReduceOp, dtype: DType, size: int) -> None:
+        self.op, self.dtype = op, dtype
         self._fold = arithmetic.fold(op, dtype)
         self._pre = arithmetic.pre(op, dtype, size)
         self._post = arithmetic.post(op, dtype, size)
@@ -38,6 +42,11 @@ class Folding:
     def scales(self) -> bool:
         """Whether an input is scaled before it is folded."""
         return self._pre is not None
+
+    @property
+    def finishes(self) -> bool:
+        """Whether a folded value must still be turned into the result."""
+        return self._post is not None
 
     def enter(self, src: Buffer, room: Buffer | None = None) -> Buffer:
         """Return this rank's contribution: ``src`` itself, or the scaled ``src`` in ``room``.

@@ -12,6 +12,7 @@ leaves. There are at most two such nodes of each size.
 
 from __future__ import annotations
 
+import struct
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ import numpy as np
 
 from collective.memory.buffer import Buffer
 
-from . import pieces
+from . import arithmetic, pieces
 
 if TYPE_CHECKING:
     from .folds import Folding
@@ -203,14 +204,25 @@ class Schedule:
             else:
                 steps[last] = steps[last]._replace(out=nth)
         self._steps = steps
+        self._in_c = None
+        if not self.scales:
+            slots = [(left, -1 if right is None else right, out) for left, right, out in steps]
+            self._in_c = arithmetic.schedule(
+                folding.op, folding.dtype, count, self._scratch, len(self.results),
+                struct.pack(f"{3 * len(slots)}i", *(slot for step in slots for slot in step)),
+            )  # fmt: skip
 
     def run(self, inputs: Sequence[Buffer], outs: Sequence[Buffer]) -> None:
         """Fold the inputs into ``outs``, one buffer for each result.
 
         All buffers have one length. The elements are folded a chunk at a time, so that the scratch
-        stays in the processor's cache.
+        stays in the processor's cache. If the native core has the fold, C makes all steps.
         """
         if not outs or not outs[0].count:
+            return
+        if self._in_c is not None and self._in_c(
+            [buffer.array for buffer in inputs], [out.array for out in outs]
+        ):
             return
         count, dtype = outs[0].count, outs[0].dtype
         # A step has three operands, so a chunk is half as long as that of a fold of two.

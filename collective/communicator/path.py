@@ -220,8 +220,9 @@ class Path(_Gate):
             work.wait()
 
     def recover_for_c(
-        self, kind: KindOfCall, x: Any, out: Any, root: Any, counts: Any, error: BaseException
-    ) -> Any:
+        self, kind: KindOfCall, x: Any, out: Any, op: Any, order: Any, root: Any, counts: Any,
+        error: BaseException,
+    ) -> Any:  # fmt: skip
         """Recover from the failure of a call that C made, as the call in Python would, or raise."""
         self.note_failure(error)
         if not isinstance(error, Disagreement):
@@ -230,7 +231,7 @@ class Path(_Gate):
             finally:
                 # Break the cycle error → traceback → frame → error, which keeps the call's arrays.
                 del error
-        call = kind.of_plain(self, x, out, root=root, counts=counts).prepared()
+        call = kind.of_plain(self, x, out, op=op, order=order, root=root, counts=counts).prepared()
         began = self.recorder.entries(1)[0].began
         return call.go_on(error.headers, Deadline.since(began, self.timeout))
 

@@ -9,6 +9,7 @@ The C files lie beside this one:
 
 - ``folds.c`` and ``fold_loops.h`` have the arithmetic of reductions; ``module.c`` is its interface
   to Python.
+- ``schedules.c`` folds several arrays along the steps of a tree.
 - ``shared.c`` and ``staging.c`` have the collectives over shared memory; ``plan_type.c`` is their
   interface.
 - ``messages.c`` has the messages between two ranks; ``messages_type.c`` is its interface.
@@ -35,11 +36,11 @@ if TYPE_CHECKING:
 
 __all__ = ["HEAD_BYTES", "HEAD_ROOM", "NOBODY", "PROTOCOL", "Chosen", "Exchange", "Heads",
            "cached_bytes", "chosen", "door", "fold", "gate", "handle", "heads", "in_thread",
-           "messages", "method", "ring", "see_frozen", "see_tensors", "shared", "status", "switch",
-           "viewer"]  # fmt: skip
+           "messages", "method", "ring", "schedule", "see_frozen", "see_tensors", "shared",
+           "status", "switch", "viewer"]  # fmt: skip
 
 #: Version on which this package and the extension must agree, and the cores of any two ranks.
-PROTOCOL = 16
+PROTOCOL = 17
 
 #: Bytes of a head, and bytes of it that can hold the elements of a short array.
 HEAD_BYTES, HEAD_ROOM = 1024, 896
@@ -274,6 +275,32 @@ def fold(op: str, dtype: int, reference: _Function) -> _Function:
         return reference
     native_fold: _Function = chosen.extension.make_fold(op, dtype, reference)
     return native_fold
+
+
+def schedule(
+    op: str, dtype: int, inputs: int, scratch: int, results: int, steps: bytes
+) -> Callable[[list[Any], list[Any]], bool] | None:
+    """Return ``run(inputs, results)`` in C, which folds lists of arrays along ``steps``.
+
+    ``run`` returns False, and has done nothing, if it cannot take the arrays: it takes arrays as
+    :func:`fold` does, of one length, and no result may overlap another array.
+
+    Args:
+        op, dtype: as for :func:`fold`.
+        inputs, scratch, results: numbers of slots. Slots are numbered in this order.
+        steps: three int32 for each step: the slots of the left and of the right operand, and of the
+            result. Without a right operand (-1) the step copies.
+
+    Returns:
+        None if C is not in use or has no such fold.
+    """
+    extension = chosen.extension
+    if extension is None:
+        return None
+    run: Callable[[list[Any], list[Any]], bool] | None = extension.make_schedule(
+        op, dtype, inputs, scratch, results, steps
+    )
+    return run
 
 
 def in_thread() -> InThread | None:

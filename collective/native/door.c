@@ -37,11 +37,14 @@ struct operation {
    shape. To make a Request with its digest in Python takes many times as long as a small call, so C
    calls plan_for_c only for calls that are not in the table. An entry keeps no array.
 
+   The field division is the call's order, if that is a division of shards: then the first axis of x
+   is this rank's shards. It is compared by identity, as the operator is.
+
    The field plain is a method of a plan that is written in Python. The method takes NumPy's arrays
    as they are, so that no Buffers are needed. The field is NULL if the plan has no such method. */
 struct prepared {
     const struct operation *operation;
-    PyObject *planned, *request, *plan, *plain, *op, *counts;
+    PyObject *planned, *request, *plan, *plain, *op, *counts, *division;
     int ordered, root, dtype, ndim;
     int64_t shape[VIEW_DIMENSIONS];
 };
@@ -97,6 +100,7 @@ struct call {
     Gate *path;
     PyObject *kind, *x, *out, *op, *order, *root_object;
     PyObject *result; /* a new array, or a new reference to the user's */
+    PyObject *division; /* the order, if it is an object and not a word; or NULL */
     PyObject *counts; /* a tuple of the ranks' numbers of rows, if the call passes them */
     int64_t before, total; /* rows of the ranks before this one, and of all, in a joined result */
     struct view views[2];
@@ -117,6 +121,11 @@ static int shape_result(const Door *door, struct call *call)
     struct view *view = &call->views[1];
     enum shape shape = call->operation->shape;
     *view = call->views[0];
+    if (call->division != NULL) { /* the result has the shape of one shard, or a piece of it */
+        if (view->ndim-- == 0)
+            return 0;
+        memmove(view->shape, view->shape + 1, sizeof *view->shape * (size_t)view->ndim);
+    }
     if (shape == SAME)
         return 1;
     if (view->ndim == 0)
@@ -149,7 +158,7 @@ static int find_output(const Door *door, struct call *call)
     /* The one address where x may overlap the result: its beginning, for a call in place, or this
        rank's piece of a joined result. */
     size_t row = shape == JOINED && x->shape[0] ? x->nbytes / (size_t)x->shape[0] : 0;
-    const char *same = shape == SAME || shape == JOINED
+    const char *same = (shape == SAME || shape == JOINED) && call->division == NULL
                            ? got->address + (size_t)call->before * row : NULL;
     call->dst = got;
     return (call->operation->who == FROM_ROOT && shape == SAME) || is_apart_or(x, got, same);
@@ -189,10 +198,12 @@ static int read_call(const Door *door, struct call *call, PyObject *const *given
     call->x = given[X], call->out = given[OUT], call->op = given[OP];
     call->order = given[ORDER], call->root_object = given[ROOT];
     if (call->order != Py_None) {
-        if (!PyUnicode_CheckExact(call->order)
-            || PyUnicode_CompareWithASCIIString(call->order, "rank") != 0)
+        if (!PyUnicode_Check(call->order))
+            call->division = call->order; /* plan_for_c refuses what is no division of shards */
+        else if (PyUnicode_CompareWithASCIIString(call->order, "rank") == 0)
+            call->ordered = 1;
+        else
             return 0;
-        call->ordered = 1;
     }
     if (call->operation->folds && !PyUnicode_CheckExact(call->op))
         return 0;
@@ -253,6 +264,7 @@ static int is_prepared(const struct prepared *p, const struct call *call)
 {
     const struct view *x = &call->views[0];
     return p->operation == call->operation && p->op == call->op && p->ordered == call->ordered
+           && p->division == call->division
            && p->root == call->root && p->dtype == x->dtype && p->ndim == x->ndim
            && (p->counts == NULL) == (call->counts == NULL)
            && (p->counts == NULL || PyObject_RichCompareBool(p->counts, call->counts, Py_EQ) == 1)
@@ -276,6 +288,7 @@ static void forget(struct prepared *p)
     Py_XDECREF(old.plain);
     Py_XDECREF(old.op);
     Py_XDECREF(old.counts);
+    Py_XDECREF(old.division);
 }
 
 /* What a call needs of its entry, with references: while the call runs, another thread, a signal
@@ -301,7 +314,7 @@ static struct found fill(Door *door, struct prepared *p, const struct call *call
     struct prepared entry = {
         call->operation, Py_NewRef(planned), PyObject_GetAttrString(planned, "request"),
         PyObject_GetAttrString(planned, "plan"), NULL, Py_NewRef(call->op),
-        Py_XNewRef(call->counts), call->ordered, call->root, x->dtype, x->ndim, {0}};
+        Py_XNewRef(call->counts), Py_XNewRef(call->division), call->ordered, call->root, x->dtype, x->ndim, {0}};
     memcpy(entry.shape, x->shape, sizeof entry.shape);
     if (entry.request != NULL && entry.plan != NULL) {
         if (Py_TYPE(entry.plan) != call->core->plan_type) {
@@ -329,7 +342,7 @@ static struct found prepare(Door *door, const struct call *call)
     const struct view *x = &call->views[0];
     struct found found = {NULL, NULL, NULL};
     uint64_t hash = (uint64_t)(uintptr_t)call->operation + (uintptr_t)call->op
-                    + 31 * (unsigned)x->dtype + (unsigned)call->root
+                    + (uintptr_t)call->division + 31 * (unsigned)x->dtype + (unsigned)call->root
                     + (call->counts ? 127 * (uint64_t)call->total + 1 : 0);
     for (int i = 0; i < x->ndim; i++)
         hash = (hash ^ (uint64_t)x->shape[i]) * UINT64_C(0x9E3779B97F4A7C15);
@@ -384,9 +397,9 @@ static PyObject *recover(const struct call *call)
     PyObject *error = take_error(), *held = NULL;
     hold_all(call->core, call->x, &held);
     hold_all(call->core, call->out, &held);
-    PyObject *done = PyObject_CallMethod((PyObject *)call->path, "recover_for_c", "OOOOOO",
-                                         call->kind, call->x, call->out, call->root_object,
-                                         counts_of(call), error);
+    PyObject *done = PyObject_CallMethod((PyObject *)call->path, "recover_for_c", "OOOOOOOO",
+                                         call->kind, call->x, call->out, call->op, call->order,
+                                         call->root_object, counts_of(call), error);
     Py_XDECREF(held);
     Py_XDECREF(error);
     return done;

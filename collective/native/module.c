@@ -6,9 +6,6 @@
 
 #include <string.h>
 
-/* Below this many bytes, releasing the interpreter lock takes longer than the fold. */
-#define LONG_FOLD_BYTES (64 << 10)
-
 static const char *const op_names[OPS] = {
     "sum", "prod", "min", "max", "band", "bor", "bxor", "land", "lor"};
 
@@ -23,9 +20,7 @@ struct fold {
     enum dtype dtype;
 };
 
-/* Whether a buffer holds aligned elements of the type. NumPy writes the complex types as Zf and
-   Zd. */
-static int is_plain(const Py_buffer *view, enum dtype dtype)
+int is_plain(const Py_buffer *view, enum dtype dtype)
 {
     const char *format = view->format ? view->format : "B";
     if (*format == 'Z')
@@ -295,6 +290,9 @@ static PyMethodDef functions[] = {
      "Sleep until woken, unless ready(); return whether this rank was woken."},
     {"wake", wake_all, METH_VARARGS,
      "wake(segment, asleep, /)\n--\n\nWake the ranks that nap, by the offsets of their words."},
+    {"make_schedule", make_schedule, METH_VARARGS,
+     "make_schedule(op, dtype, inputs, scratch, results, steps, /)\n--\n\n"
+     "Return a function that folds arrays along steps, or None if C has no such fold."},
     {"make_fold", make_fold, METH_VARARGS,
      "make_fold(op, dtype, reference, level=..., /)\n--\n\n"
      "Return the fold in C, or the reference if C has none. Only tests pass the level."},

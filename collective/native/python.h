@@ -148,6 +148,16 @@ PyObject *aligned_array(const struct core *core, PyObject *like, const struct vi
 /* Returns the fold of an operator, by its name, for a dtype, by its code; NULL if there is none. */
 fold_function *fold_of(const char *op, int dtype, int level);
 
+/* Below this many bytes, releasing the interpreter lock takes longer than a fold. */
+#define LONG_FOLD_BYTES (64 << 10)
+
+/* Whether a buffer holds aligned elements of the type. NumPy writes the complex types as Zf and
+   Zd. */
+int is_plain(const Py_buffer *view, enum dtype dtype);
+
+/* make_schedule(op, dtype, inputs, scratch, results, steps), of schedules.c. */
+PyObject *make_schedule(PyObject *module, PyObject *args);
+
 /* Returns the Deadline of a call. The limit is either a Deadline, or the number of seconds that the
    call may take from the time began. A call that never waits needs no Deadline, so that it does not
    pay for one. Returns NULL with an exception. */

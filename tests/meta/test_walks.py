@@ -45,6 +45,8 @@ def walks(comm: Communicator) -> dict[str, list[tuple[int, int]]]:
     y = np.empty_like(x)
     first = [walk(lambda: comm.all_reduce(x))]
     again = [walk(lambda: comm.all_reduce(x)) for _ in range(20)]
+    two, eight = collective.Shards(2, comm), collective.Shards(8, comm)
+    one, four = np.ones((1, 1024), np.float32), np.ones((4, 1024), np.float32)
     wide, counts = np.empty((comm.size, *x.shape), np.float32).ravel(), [x.size] * comm.size
     calls: dict[str, Callable[[], Any]] = {
         "out": lambda: comm.all_reduce(x, out=y),
@@ -54,6 +56,8 @@ def walks(comm: Communicator) -> dict[str, list[tuple[int, int]]]:
         "reduce_scatter": lambda: comm.reduce_scatter(wide, out=y),
         "all_to_all": lambda: comm.all_to_all(x, out=y),
         "barrier": comm.barrier,
+        "2 shards": lambda: comm.all_reduce(one, out=y, order=two),
+        "8 shards": lambda: comm.all_reduce(four, out=y, order=eight),
     }
     paths = {"first": first, "again": again}
     for name, call in calls.items():
@@ -86,7 +90,17 @@ def message_walks(comm: Communicator) -> dict[str, list[tuple[int, int]]]:
 @pytest.mark.parametrize(
     ("backend", "ceilings"),
     [
-        ("shm", {"first": (33, 13), "again": (0, 0), "out": (0, 0), "counts": (0, 0)}),
+        (
+            "shm",
+            {
+                "first": (33, 13),
+                "again": (0, 0),
+                "out": (0, 0),
+                "counts": (0, 0),
+                "2 shards": (0, 0),
+                "8 shards": (27, 6),
+            },
+        ),
         (
             "gloo",
             {

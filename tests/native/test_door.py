@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import collective
-from collective import native
+from collective import Shards, native
 from collective.communicator import Communicator
 from collective.communicator.calls.views import view
 from collective.errors import (
@@ -85,6 +85,10 @@ def test_call_by_python_matches_call_by_c(comm: Communicator, name: str) -> None
 #: pass a timeout. In some calls C learns only from the comparison of ranks that lengths differ.
 CALLS: dict[str, Callable[[Communicator, float | None], Any]] = {
     "all_reduce": lambda c, t: c.all_reduce(_x(c.rank), op="max", timeout=t),
+    "all_reduce, 2 shards": lambda c, t: c.all_reduce(_shards(c, 1), order=Shards(2, c), timeout=t),
+    "all_reduce, 7 shards": lambda c, t: _reduce_seven(c, "all_reduce", op="avg", timeout=t),
+    "reduce, 7 shards": lambda c, t: _reduce_seven(c, "reduce", root=1, timeout=t),
+    "reduce_scatter, 7 shards": lambda c, t: _reduce_seven(c, "reduce_scatter", timeout=t),
     "reduce": lambda c, t: c.reduce(_x(c.rank), root=1, timeout=t),
     "scan": lambda c, t: c.scan(_x(c.rank), timeout=t),
     "reduce_scatter": lambda c, t: c.reduce_scatter(_x(c.rank)[:7], timeout=t),
@@ -102,6 +106,15 @@ CALLS: dict[str, Callable[[Communicator, float | None], Any]] = {
     "gather, uneven": lambda c, t: c.gather(_x()[: 3 + c.rank], timeout=t),
     "all_to_all, uneven": lambda c, t: c.all_to_all(_x()[: 6 + c.rank], timeout=t),
 }
+
+
+def _shards(comm: Communicator, rows: int) -> Array:
+    return np.stack([_x(comm.rank)] * rows)
+
+
+def _reduce_seven(comm: Communicator, operation: str, **options: Any) -> Any:
+    rows = _shards(comm, 4 - comm.rank)
+    return getattr(comm, operation)(rows, order=Shards(7, comm), **options)
 
 
 def _all_gather_in_place(comm: Communicator, timeout: float | None) -> Array:
@@ -182,9 +195,21 @@ def _read_only() -> Array:
     return array
 
 
+class _Alone:
+    rank, size = 0, 1
+
+
 @pytest.mark.parametrize(
     ("taken", "x", "options"),
     [
+        pytest.param(True, np.ones((2, 8)), {"order": Shards(2, _Alone)}, id="shards"),
+        pytest.param(False, np.ones(()), {"order": Shards(2, _Alone)}, id="shards-number"),
+        pytest.param(
+            False,
+            np.ones((2, 8)),
+            {"order": Shards(2, _Alone), "out": np.ones((2, 8))},
+            id="shards-out",
+        ),
         pytest.param(True, _x(), {}, id="plain"),
         pytest.param(True, _x(), {"op": "max", "out": _x(), "timeout": None}, id="named"),
         pytest.param(True, _x(), {"order": "rank"}, id="rank-order"),
@@ -271,6 +296,22 @@ def test_mismatch_names_source_of_each_call(comm: Communicator) -> None:
     comm.all_reduce(_x())  # the refused call has sent nothing
     assert str(caught.value).count("test_door.py") == 2
     assert comm.recorder.finished == before + 2
+
+
+@on_ranks("pool")
+def test_mismatch_of_shards_is_raised_by_c_as_by_python(comm: Communicator) -> None:
+    shards = Shards(2, comm, held=[range(1), range(1, 2)] if comm.rank else [range(2), range(0)])
+    out = np.zeros(8, np.float32)
+    for timeout in (None, 30.0):
+        with pytest.raises(MismatchError, match=r"2 shards \(0-1, none\)"):
+            comm.all_reduce(_shards(comm, len(shards.mine)), out=out, order=shards, timeout=timeout)
+    assert not out.any()
+
+
+@on_ranks("pool")
+def test_mismatch_of_op_that_only_its_dtype_has_is_mismatch(comm: Communicator) -> None:
+    with pytest.raises(MismatchError, match="op=land"):  # booleans have no sum, the default op
+        comm.all_reduce(np.ones(3 + comm.rank, np.bool_), op="land")
 
 
 def _broken(comm: Communicator) -> str:

@@ -11,7 +11,10 @@ import pytest
 
 from collective import native
 from collective.algorithms import arithmetic
+from collective.algorithms.folds import Folding
+from collective.algorithms.trees import Schedule, Span
 from collective.errors import DtypeError
+from collective.memory.buffer import Buffer
 from collective.memory.dtypes import BY_NAME, DType
 from collective.ops import as_op
 
@@ -181,3 +184,55 @@ def test_fold_of_complex_product_is_left_to_numpy() -> None:
 def test_arithmetic_fold_returns_c_function(name: str) -> None:
     function = arithmetic.fold(as_op(name), BY_NAME["float32"])
     assert inspect.isbuiltin(function)
+
+
+@pytest.mark.parametrize(("name", "dtype"), FOLDS)
+def test_schedule_has_bits_of_its_folds_one_by_one(name: str, dtype: DType) -> None:
+    leaves = [Span(leaf, leaf + 1) for leaf in range(3, 10)]
+    schedule = Schedule(leaves, 11, Folding(as_op(name), dtype, 11), enters=True)
+    assert schedule._in_c is not None
+    inputs = [Buffer(drawn(dtype, 5003, seed), dtype) for seed in range(len(leaves))]
+    results = []
+    for run in (schedule._in_c, None):
+        schedule._in_c = run
+        outs = [Buffer(np.zeros(5003, dtype.storage), dtype) for _ in schedule.results]
+        with np.errstate(all="ignore"):
+            schedule.run(inputs, outs)
+        results.append([out.array.tobytes() for out in outs])
+    assert len(results[0]) == 3
+    assert results[0] == results[1]
+
+
+def test_schedule_refuses_arrays_that_are_not_plain() -> None:
+    run = native.schedule(
+        "sum", BY_NAME["float32"].code, 2, 0, 1, np.array([0, 1, 2], "i").tobytes()
+    )
+    assert run is not None
+    x = np.ones(9, np.float32)
+    others = [x[::2][:4], x.view(np.int32)[:4], x[:3], x.view(np.uint8)[1:17].view(np.float32)]
+    for other in others:
+        out = np.zeros(4, np.float32)
+        assert not run([x[:4], other], [out])
+        assert not out.any()
+    assert not run([x[:4], x[4:8]], [x[1:5]])  # the result overlaps an input
+    assert run([x[:4], x[4:8]], [out])
+    assert out.tolist() == [2] * 4
+
+
+@pytest.mark.parametrize(
+    ("slots", "steps"),
+    [((2, 0, 1), [0, 1, 3]), ((2, 0, 1), [0, 1, 1]), ((2, 0, 1), [-1, 1, 2]), ((2, 0, 1), [0, 1]),
+     ((-1, 0, 1), []), ((2, -1, 1), []), ((2, 0, 1), [0, -2, 2])],
+)  # fmt: skip
+def test_schedule_refuses_impossible_steps(slots: tuple[int, ...], steps: list[int]) -> None:
+    with pytest.raises(ValueError, match="make_schedule"):
+        core.make_schedule("sum", BY_NAME["float32"].code, *slots, np.array(steps, "i").tobytes())
+
+
+def test_schedule_refuses_wrong_numbers_of_arrays() -> None:
+    run = core.make_schedule("sum", 10, 2, 0, 1, np.array([0, 1, 2], "i").tobytes())
+    for inputs, results in (([], []), ([np.ones(1, "f")] * 2, []), ([1] * 3, [1])):
+        with pytest.raises(ValueError, match="expected 2 and 1"):
+            run(inputs, results)
+    with pytest.raises(TypeError):
+        run((1, 2), [3])

@@ -129,6 +129,7 @@ callables = list(chain.from_iterable(
      and not name.startswith("__") or name in ("__init__", "__call__")] for each in made))
 callables += [_core.make_fold(op, dtype, lambda *_, **__: None) for op, dtype in
               (("sum", 11), ("min", 3), ("land", 0))]
+callables.append(_core.make_schedule("sum", 11, 2, 0, 1, b"\\0\\0\\0\\0\\1\\0\\0\\0\\2\\0\\0\\0"))
 callables.append(
     _core.make_messages(bytearray(1 << 20), 0, 2, 8192, 8192, 1 << 16, 10, False, None))
 assert len(callables) > 20, callables
@@ -144,6 +145,7 @@ right = {
     "write_head": [np.ones(3), np.zeros(1024, np.uint8)], "room_in": [np.ones(3)],
     "read_head": [np.zeros(1024, np.uint8), np.ones(3)],
     "fold": [np.ones(3), np.ones(3)], "see_tensors": [object(), type, int],
+    "make_schedule": ["sum", 11, 2, 0, 1, bytes(12)], "run": [[np.ones(3)] * 2, [np.ones(3)]],
     "see_frozen": [dict, repr, repr],
 }
 for turn in range(4000):

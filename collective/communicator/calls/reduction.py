@@ -53,6 +53,8 @@ class Reduction(FoldCall):
         self.receives = root is None or root == path.rank
 
     def plan(self) -> Planned | None:
+        if type(self.order) is Shards:
+            return ShardedFold(self).plan_of_array()
         _, array, dtype = view(self.path, self.operation, self.x)
         return self._plan_of(array, dtype)
 
@@ -184,6 +186,8 @@ class ReduceScatter(CuttingFoldCall):
         return cls(path, x, op, None, 0, out, order)
 
     def plan(self) -> Planned | None:
+        if type(self.order) is Shards:
+            return ShardedFold(self).plan_of_array()
         _, array, dtype = view(self.path, self.operation, self.x)
         rows, sizes = self.cut(array)
         return self._plan_of(array, dtype, rows, sizes)

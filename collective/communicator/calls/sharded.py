@@ -103,6 +103,13 @@ class ShardedFold(Call):
             planned = path.remember(key, Planned(request, plan, fixed=True))
         return planned
 
+    def plan_of_array(self) -> Planned:
+        """Return the plan of a call on one array, as C runs it: on all shards in one buffer."""
+        ((_, planned),) = self._messages
+        exchange = planned.plan
+        whole = exchange.whole if isinstance(exchange, _Exchange) else None
+        return planned if whole is None else Planned(planned.request, whole, fixed=True)
+
     def run(self, deadline: Deadline) -> Any:
         # Read the inputs of a structure before the first result is written: a leaf of `out` may
         # overlap a leaf of `x` that has another dtype and so belongs to another message.
@@ -250,7 +257,7 @@ class _Rows(list[Buffer]):
 
 
 class _Exchange:
-    """Plan of a reduction of shards.
+    """Plan of a reduction of shards. It takes them as :class:`_Rows`, or in one buffer.
 
     There are three ways:
 
@@ -266,7 +273,12 @@ class _Exchange:
         shards: division of the shards.
         folded: whether the rows are nodes already, and not shards.
         lengths: number of elements of each rank's piece; one number if the result is not cut.
+
+    Attributes:
+        whole: the transport's plan, if that alone makes the whole call; otherwise None.
     """
+
+    whole: Plan | None = None
 
     def __init__(
         self, backend: Backend, request: Request, shards: Shards, folded: bool,
@@ -283,6 +295,7 @@ class _Exchange:
         every = [shards.nodes_of(rank) for rank in range(size)]
         self._held = [len(spans) for spans in every]
         spans = every[rank] if folded else [Span(s, s + 1) for s in shards.mine]
+        self._rows = [count] * len(spans)
         self._local = Schedule(spans, shards.total, folding, enters=not folded)
         # The nodes arrive in the order of the ranks, which need not be that of their shards.
         arrived = [span for spans in every for span in spans]
@@ -301,11 +314,14 @@ class _Exchange:
             # The scaling of `avg` and `premul_sum` is done here, for the number of shards.
             summed = request.op.name in ("avg", "premul_sum")
             first = request.step(
-                2, request.operation, count=count, op=as_op("sum") if summed else request.op,
-                root=root, elements=self._lengths if self._cuts else None,
+                2, request.operation, op=as_op("sum") if summed else request.op, root=root,
+                elements=self._lengths if self._cuts else None,
             )  # fmt: skip
             first.ordered = True
-            return [backend.plan(first)]
+            plan = backend.plan(first)
+            if len(self._rows) == 1 and not (self._local.scales or self._folding.finishes):
+                self.whole = plan
+            return [plan]
         if self._whole:
             whole = [nodes * count for nodes in held]
             return [backend.plan(request.step(2, gathers, root=root, elements=whole))]
@@ -320,7 +336,14 @@ class _Exchange:
         second = request.step(3, gathers, root=root, elements=self._lengths)
         return [backend.plan(first), backend.plan(second)]
 
-    def __call__(self, rows: _Rows, dst: Buffer | None, deadline: Deadline) -> None:
+    def plain(self, x: Array, out: Array | None, deadline: Deadline) -> None:
+        """Make a call on contiguous arrays of NumPy; C calls this."""
+        dst = None if out is None else Buffer(out.reshape(-1), self._dtype)
+        self(Buffer(x.reshape(-1), self._dtype), dst, deadline)
+
+    def __call__(self, rows: _Rows | Buffer, dst: Buffer | None, deadline: Deadline) -> None:
+        if isinstance(rows, Buffer):
+            rows = _Rows(pieces.cut(rows, self._rows))
         with np.errstate(all="ignore"):
             if self._ordinary:
                 self._by_ordinary_fold(rows, dst, deadline)
