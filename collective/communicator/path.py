@@ -332,7 +332,7 @@ class Path(_Gate):
         """Make one operation, compare its results if the program wants it, notify the listeners."""
         carry = partial(self.carry, planned, src, dst, deadline, heard=True)
         if self.results is not None:
-            carry = partial(self.results.around, self, planned, src, dst, deadline, carry)
+            carry = partial(self.results.around, self, planned, src, dst, deadline)
         if self.listeners.all:
             self.listeners.around(self._event(planned, src, dst), carry, self.tell_failure)
         else:

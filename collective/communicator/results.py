@@ -6,7 +6,6 @@ rank computes checksums of its result, and the ranks exchange them.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, Protocol
@@ -19,6 +18,7 @@ from collective.memory.buffer import Buffer
 from collective.memory.dtypes import BY_NAME
 from collective.request import Request, call_site, name_ranks
 
+from .checksums import checksum, joined
 from .planned import Planned
 
 if TYPE_CHECKING:
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Results",
-    "checksum",
     "exchange_checksums",
     "interval_of",
     "receive_checksum",
@@ -37,9 +36,6 @@ __all__ = [
 ]
 
 _UINT8 = BY_NAME["uint8"]
-# Number of bytes whose 64-bit words are added to one sum. The sums are hashed in their order, so
-# that exchanged blocks are found, too. A shorter block costs more time for each byte.
-_BLOCK = 1 << 16
 # Operations that only move data: each piece is known to the rank that sends it.
 _MOVES = ("all_gather", "all_to_all", "broadcast", "gather", "scatter")
 _CAUSE = (
@@ -80,28 +76,23 @@ def interval_of(check: str) -> int:
     return int(interval or 1) if word == "results" else 0
 
 
-def checksum(*arrays: Any) -> int:
-    """Return a checksum of 64 bits of the bytes of contiguous arrays.
+def _summed(path: _Path, planned: Planned, src: Any, dst: Any, deadline: Deadline) -> int | None:
+    """Run a call whose plan may compute the checksum of the result on the way; return that.
 
-    Any single flipped bit changes the checksum. So does any change within one block of 64 KiB,
-    unless the sum of the block's words stays equal.
+    Returns:
+        None if the plan has not computed it, or only that of a part of the result.
     """
-    digest = hashlib.blake2b(digest_size=8)
-    for array in arrays:
-        host = array if isinstance(array, np.ndarray) else array.to_host()
-        data = host.reshape(-1).view(np.uint8)
-        whole = data.size // _BLOCK * _BLOCK
-        if whole:
-            blocks = data[:whole].view(np.uint64).reshape(-1, _BLOCK // 8)
-            digest.update(np.add.reduce(blocks, axis=1).data)
-        rest = data[whole:]
-        words = rest.size // 8 * 8
-        if words > 1024:
-            digest.update(np.add.reduce(rest[:words].view(np.uint64), keepdims=True).data)
-            rest = rest[words:]
-        digest.update(rest.data)
-        digest.update(data.size.to_bytes(8, "little"))
-    return int.from_bytes(digest.digest(), "little")
+    in_c = getattr(planned.plan, "summed", None)
+    if in_c is None or dst is None:
+        path.carry(planned, src, dst, deadline, True)
+        return None
+    parts: list[tuple[int, int, int]] = []
+
+    def run(src: Any, dst: Any, deadline: Deadline) -> None:
+        parts.append(in_c(src, dst, deadline))
+
+    path.carry(Planned(planned.request, run, fixed=planned.fixed), src, dst, deadline, True)
+    return joined(parts) if parts[0][2] == dst.nbytes else None
 
 
 class Results:
@@ -116,16 +107,12 @@ class Results:
         # Number of calls that could be compared. It is equal on all ranks.
         self._calls = 0
 
-    def around(
-        self, path: _Path, planned: Planned, src: Any, dst: Any, deadline: Deadline,
-        run: Callable[[], None],
-    ) -> None:  # fmt: skip
+    def around(self, path: _Path, planned: Planned, src: Any, dst: Any, deadline: Deadline) -> None:
         """Run a call, and compare its results on all ranks.
 
         Args:
             path: path of the communicator.
             planned, src, dst: plan of the call, and its buffers.
-            run: function that makes the call.
 
         Raises:
             CorruptionError: the results are not what they must be; on all ranks.
@@ -133,7 +120,7 @@ class Results:
         operation = planned.request.operation
         moves = operation in _MOVES
         if planned.compares or not (moves or operation == "all_reduce"):
-            run()
+            path.carry(planned, src, dst, deadline, True)
             return
         # A call that fails is failed on all ranks, or breaks the communicator. So the ranks count
         # only the calls that have succeeded, and the next call's turn is known before it begins.
@@ -144,7 +131,11 @@ class Results:
             # The checksums of the input come before the call: the result may overwrite the input.
             for peer, piece in _sent(planned.request, rank, src):
                 words[peer] = checksum(piece)
-        run()
+        on_the_way = None
+        if due and not moves:
+            on_the_way = _summed(path, planned, src, dst, deadline)
+        else:
+            path.carry(planned, src, dst, deadline, True)
         self._calls += 1
         if not due:
             return
@@ -152,7 +143,7 @@ class Results:
             for peer, piece in _received(planned.request, rank, dst):
                 words[size + peer] = checksum(piece)
         elif dst is not None:
-            words[0] = checksum(dst.array)
+            words[0] = checksum(dst.array) if on_the_way is None else on_the_way
         number = path.recorder.started
         table = _gather(path, planned.request, number, words, deadline)
         _judge(path, planned.request, number, table)

@@ -10,6 +10,7 @@ The C files lie beside this one:
 - ``folds.c`` and ``fold_loops.h`` have the arithmetic of reductions; ``module.c`` is its interface
   to Python.
 - ``schedules.c`` folds several arrays along the steps of a tree.
+- ``sums.c`` computes checksums of results.
 - ``shared.c`` and ``staging.c`` have the collectives over shared memory; ``plan_type.c`` is their
   interface.
 - ``messages.c`` has the messages between two ranks; ``messages_type.c`` is its interface.
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 __all__ = ["HEAD_BYTES", "HEAD_ROOM", "NOBODY", "PROTOCOL", "Chosen", "Exchange", "Heads",
            "cached_bytes", "chosen", "door", "fold", "gate", "handle", "heads", "in_thread",
            "messages", "method", "ring", "schedule", "see_frozen", "see_tensors", "shared",
-           "status", "switch", "viewer"]  # fmt: skip
+           "status", "sums", "switch", "viewer"]  # fmt: skip
 
 #: Version on which this package and the extension must agree, and the cores of any two ranks.
 PROTOCOL = 17
@@ -301,6 +302,19 @@ def schedule(
         op, dtype, inputs, scratch, results, steps
     )
     return run
+
+
+def sums() -> Callable[[Any], tuple[int, int]] | None:
+    """Return a function of the bytes of a contiguous array: their two sums, as in ``sums.h``.
+
+    Returns:
+        None if C is not in use.
+    """
+    extension = chosen.extension
+    if extension is None:
+        return None
+    of_bytes: Callable[[Any], tuple[int, int]] = extension.sums
+    return of_bytes
 
 
 def in_thread() -> InThread | None:

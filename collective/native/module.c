@@ -3,6 +3,7 @@
 #include "python.h"
 #include "copying.h"
 #include "sleeping.h"
+#include "sums.h"
 
 #include <string.h>
 
@@ -266,6 +267,25 @@ static PyObject *wake_all(PyObject *module, PyObject *args)
     return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
 }
 
+/* sums(array) */
+static PyObject *sums_of(PyObject *module, PyObject *array)
+{
+    struct sums sums = {0, 0, 0};
+    Py_buffer view;
+    (void)module;
+    if (PyObject_GetBuffer(array, &view, PyBUF_SIMPLE) < 0)
+        return NULL;
+    if (view.len < LONG_FOLD_BYTES) {
+        add_to_sums(&sums, 0, view.buf, (size_t)view.len);
+    } else {
+        Py_BEGIN_ALLOW_THREADS
+        add_to_sums(&sums, 0, view.buf, (size_t)view.len);
+        Py_END_ALLOW_THREADS
+    }
+    PyBuffer_Release(&view);
+    return Py_BuildValue("KK", (unsigned long long)sums.total, (unsigned long long)sums.placed);
+}
+
 /* A fact of the machine, the same for all interpreters of the process; until Python has asked the
    machine, a usual value. */
 size_t cached_bytes = (size_t)32 << 20;
@@ -290,6 +310,8 @@ static PyMethodDef functions[] = {
      "Sleep until woken, unless ready(); return whether this rank was woken."},
     {"wake", wake_all, METH_VARARGS,
      "wake(segment, asleep, /)\n--\n\nWake the ranks that nap, by the offsets of their words."},
+    {"sums", sums_of, METH_O,
+     "sums(array, /)\n--\n\nReturn the two sums of an array's bytes; see sums.h."},
     {"make_schedule", make_schedule, METH_VARARGS,
      "make_schedule(op, dtype, inputs, scratch, results, steps, /)\n--\n\n"
      "Return a function that folds arrays along steps, or None if C has no such fold."},

@@ -424,8 +424,9 @@ static int note(Plan *self)
     return number == NULL ? -1 : 0;
 }
 
-int run_plan(PyObject *object, const struct view *src, const struct view *dst, PyObject *limit,
-             PyObject *ring)
+/* Does the work of run_plan; adds to the sums what it copies to the result. */
+static int run_summed(PyObject *object, const struct view *src, const struct view *dst,
+                      PyObject *limit, PyObject *ring, struct sums *sums)
 {
     Plan *self = (Plan *)object;
     Shared *over = self->over;
@@ -471,6 +472,7 @@ int run_plan(PyObject *object, const struct view *src, const struct view *dst, P
     over->request = self->request;
     over->limit = limit;
     over->ring = ring;
+    s->sums = sums;
     const void *from = src != NULL ? src->address : NULL, *to = dst != NULL ? dst->address : NULL;
     Py_BEGIN_CRITICAL_SECTION(over);
     shared_locate(s, p, from, to);
@@ -486,9 +488,16 @@ int run_plan(PyObject *object, const struct view *src, const struct view *dst, P
     if (over->unlocked != NULL)
         PyEval_RestoreThread(over->unlocked);
     over->unlocked = NULL;
+    s->sums = NULL;
     record(over); /* a call that has failed before it arrived is not recorded yet */
     let_go(over);
     return failed ? give_up(self, failed, limit) : 0;
+}
+
+int run_plan(PyObject *object, const struct view *src, const struct view *dst, PyObject *limit,
+             PyObject *ring)
+{
+    return run_summed(object, src, dst, limit, ring, NULL);
 }
 
 /* Views the array of a Buffer, or sets *view to NULL for None. Sets *array to a new reference, which
@@ -504,31 +513,55 @@ static int view_buffer(const struct core *core, PyObject *buffer, PyObject **arr
     return *array == NULL ? -1 : view_array(core, *array, *view);
 }
 
-/* plan(src, dst, deadline) */
-static PyObject *plan_call(PyObject *self, PyObject *args, PyObject *keywords)
+/* Makes a call on Buffers; returns 0, or -1 with an exception. */
+static int call_plan(PyObject *self, PyObject *args, struct sums *sums)
 {
     PyObject *buffers[2], *arrays[2] = {NULL, NULL}, *deadline;
     struct view views[2], *src = views, *dst = views + 1;
     const struct core *core = ((Plan *)self)->core;
-    if (refuse_keywords("plan", keywords) < 0
-        || !PyArg_ParseTuple(args, "OOO:plan", buffers, buffers + 1, &deadline))
-        return NULL;
+    if (!PyArg_ParseTuple(args, "OOO:plan", buffers, buffers + 1, &deadline))
+        return -1;
     int plain = view_buffer(core, buffers[0], &arrays[0], &src);
     if (plain > 0)
         plain = view_buffer(core, buffers[1], &arrays[1], &dst);
-    int state = plain > 0 ? run_plan(self, src, dst, deadline, NULL) : plain < 0 ? -1 : 1;
+    int state = plain > 0 ? run_summed(self, src, dst, deadline, NULL, sums) : plain < 0 ? -1 : 1;
     Py_XDECREF(arrays[0]);
     Py_XDECREF(arrays[1]);
-    if (state == 1)
-        return PyObject_CallFunctionObjArgs(((Plan *)self)->otherwise, self, buffers[0],
-                                            buffers[1], deadline, NULL);
-    if (state < 0)
+    if (state != 1)
+        return state;
+    PyObject *done = PyObject_CallFunctionObjArgs(((Plan *)self)->otherwise, self, buffers[0],
+                                                  buffers[1], deadline, NULL);
+    Py_XDECREF(done);
+    return done == NULL ? -1 : 0;
+}
+
+/* plan(src, dst, deadline) */
+static PyObject *plan_call(PyObject *self, PyObject *args, PyObject *keywords)
+{
+    if (refuse_keywords("plan", keywords) < 0 || call_plan(self, args, NULL) < 0)
         return NULL;
     Py_RETURN_NONE;
 }
 
+/* summed(src, dst, deadline) */
+static PyObject *plan_summed(PyObject *self, PyObject *args)
+{
+    struct sums sums = {0, 0, 0};
+    if (call_plan(self, args, &sums) < 0)
+        return NULL;
+    return Py_BuildValue("KKn", (unsigned long long)sums.total, (unsigned long long)sums.placed,
+                         (Py_ssize_t)sums.nbytes);
+}
+
+static PyMethodDef plan_methods[] = {
+    {"summed", plan_summed, METH_VARARGS,
+     "summed(src, dst, deadline, /)\n--\n\n"
+     "Make the call; return the sums of the result, and the number of bytes that they are of."},
+    {NULL, NULL, 0, NULL}};
+
 static PyType_Slot plan_slots[] = {
     {Py_tp_dealloc, plan_dealloc}, {Py_tp_traverse, plan_traverse}, {Py_tp_call, plan_call},
+    {Py_tp_methods, plan_methods},
     {Py_tp_doc, "A prepared call, from Shared.plan(): plan(src, dst, deadline)."}, {0, NULL}};
 
 static PyType_Spec plan_spec = {

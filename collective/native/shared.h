@@ -4,6 +4,7 @@
 #define COLLECTIVE_SHARED_H
 
 #include "core.h"
+#include "sums.h"
 
 /* backends/shm/compiled.py has the same numbers. */
 enum operation {
@@ -71,6 +72,7 @@ struct shared {
        array in this rank's part. */
     const struct segment *inside[2];
     size_t offset[2];
+    struct sums *sums; /* where the sums of this call's result are wanted, or NULL */
     /* After DAMAGED: the rank that has written an impossible value, and a text about the value. */
     int damaging;
     const char *damage;

@@ -144,6 +144,17 @@ static int post(const struct staging *c, uint64_t block)
     return 0;
 }
 
+/* Copies a part of the result to dst, and adds it to the sums of the result, if these are wanted. The
+   part is at most PIECE_BYTES long, so it is still in the caches then. The sums are those of dst as
+   the processor sees it after the copy. Stores around the caches would have to be read from memory
+   again, so there the sums are those of the source. */
+static void put(const struct staging *c, char *to, const char *from, size_t nbytes)
+{
+    copy_to_result(to, from, nbytes, c->around);
+    if (c->shared->sums != NULL)
+        add_to_sums(c->shared->sums, (size_t)(to - c->dst), c->around ? from : to, nbytes);
+}
+
 /* Folds this rank's piece of a block, in rank order, and copies the result to dst. The fold writes
    to the second area and not to dst: dst may be this rank's input, which is still needed. */
 static int fold_block(const struct staging *c, uint64_t block)
@@ -175,7 +186,7 @@ static int fold_block(const struct staging *c, uint64_t block)
     else if (each)
         from = block * c->piece;
     if (takes(s, p) && c->dst + from * p->item != value)
-        copy_to_result(c->dst + from * p->item, value, count * p->item, c->around);
+        put(c, c->dst + from * p->item, value, count * p->item);
     return 0;
 }
 
@@ -203,7 +214,7 @@ static int copy_block(const struct staging *c, uint64_t block, enum word announc
         } else if (announced == FOLDED || c->dst + at * p->item == source) {
             continue;
         }
-        copy_to_result(c->dst + at * p->item, source, count * p->item, c->around);
+        put(c, c->dst + at * p->item, source, count * p->item);
     }
     return 0;
 }

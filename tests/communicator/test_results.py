@@ -9,14 +9,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from collective.communicator import Communicator
-from collective.communicator.results import checksum
+from collective import native
+from collective.communicator import Communicator, checksums
+from collective.communicator.checksums import checksum
+from collective.deadline import Deadline
 from collective.errors import ConfigError, CorruptionError, MismatchError, UnsupportedError
 from collective.memory.buffer import Buffer
+from collective.memory.dtypes import BY_NAME
+from collective.ops import as_op
+from collective.request import Request
 from collective.start import config
 from collective.testing import run_ranks
 from tests.support.loopback import Loopback, run
 
+FLOAT32 = BY_NAME["float32"]
 TRANSPORTS = ["threads", "shm", "gloo", "hierarchical"]
 
 
@@ -240,3 +246,40 @@ def test_ranks_with_different_settings_get_mismatch() -> None:
 
     for text in run_ranks(2, body):
         assert "compared=results" in text
+
+
+def summed_on_the_way(comm: Communicator, count: int, offset: int) -> tuple[bool, bool]:
+    """Return whether C computes the checksum of the whole result, and whether it is right."""
+    plan: Any = comm.transport.plan(Request("all_reduce", FLOAT32, (count,), op=as_op("sum")))
+    x = np.random.default_rng(comm.rank).standard_normal(count, np.float32)
+    out = np.empty(count + offset, np.float32)[offset:]
+    total, placed, nbytes = plan.summed(Buffer(x, FLOAT32), Buffer(out, FLOAT32), Deadline(30.0))
+    return nbytes == out.nbytes, (total, placed) == checksums.sums(out)
+
+
+# Lengths that are staged: in one block, in uneven pieces that end within a word, and beyond the
+# caches.
+@pytest.mark.skipif(native.chosen.extension is None, reason="the native core is not in use")
+@pytest.mark.parametrize(("count", "offset"), [(8192, 0), (100_003, 1), (5_000_001, 0)])
+def test_checksum_of_staged_result_is_computed_by_c(count: int, offset: int) -> None:
+    assert run_ranks(2, summed_on_the_way, count, offset, backend="shm") == [(True, True)] * 2
+
+
+def test_numpys_checksum_is_that_of_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    in_c = native.sums()
+    if in_c is None:
+        pytest.skip("the native core is not in use")
+    for nbytes in (0, 1, 7, 8, 9, 1000, 65_536, 65_543, 500_001):
+        data = np.random.default_rng(nbytes).integers(0, 256, nbytes + 3, np.uint8)[3:]
+        with monkeypatch.context() as without:
+            without.setattr(native.chosen, "extension", None)
+            assert checksums.sums(data) == in_c(data)
+
+
+@pytest.mark.parametrize("first", [0, 8, 80, 65_536, 1 << 20])
+@pytest.mark.parametrize("second", [16, 520, 32_768, 131_072 + 64])
+def test_checksum_differs_after_exchange_of_signs(first: int, second: int) -> None:
+    data = np.ones((1 << 21) // 8)
+    before = data.copy()
+    before[first // 8], data[second // 8] = -1, -1
+    assert checksum(before) != checksum(data)
