@@ -334,7 +334,8 @@ class MultiNodeOptimizer(NotCopied):
         elif self._passes is not None:
             raise InvalidArgumentError(
                 "update: called without a loss function, with shards. Pass a function of a shard: "
-                "update(lossfun, *args) calls lossfun(shard, *args) for each shard of this rank."
+                "update(lossfun, *args) calls lossfun(shard, *args) for each shard of this rank. "
+                "A Pipeline, which makes its own passes, cannot be combined with shards."
             )
         elif not (self._reduced and self._untouched()):
             with self.reducing():

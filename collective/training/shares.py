@@ -129,7 +129,6 @@ class Sharded(Protocol):
 
         Raises:
             StateLostError: the ranks do not hold all shares; every rank raises it.
-            StateLostError: they do not hold all of it; on all of them.
         """
 
 

@@ -35,6 +35,7 @@ from .findings import Findings
 from .flips import flips
 from .kills import kills
 from .messages import TARGETS
+from .staging_flips import staging_flips
 
 # Calls per job; after each job the part prints the number of calls so far.
 _TURNS_A_JOB = 50_000
@@ -190,7 +191,16 @@ def _flips(options: argparse.Namespace) -> int:
         f"{time.monotonic() - since:.0f} s"
     )
     print(", ".join(f"{count} {where}" for where, count in result.found.most_common()))
-    return 1 if result.problems else 0
+    staging = staging_flips(options.seed, options.flips, options.seconds)
+    for problem in staging.problems[:10]:
+        print(problem)
+    print(
+        f"{staging.made} flips in staging areas: {staging.found.total()} hit calls found, "
+        f"{staging.folded} hit in the input of a reduction with equal results on all ranks; "
+        f"{len(staging.problems)} problems"
+    )
+    print(", ".join(f"{count} {where}" for where, count in staging.found.most_common()))
+    return 1 if result.problems or staging.problems else 0
 
 
 def _messages(options: argparse.Namespace) -> int:

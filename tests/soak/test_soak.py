@@ -12,12 +12,14 @@ import pytest
 
 pytest.importorskip("torch", reason="some arrays are torch's")
 
+from collective import native
 from collective.testing import run_ranks
 from tests.soak.aliasing import soak as aliasing
 from tests.soak.calls import soak
 from tests.soak.elastic import lives
 from tests.soak.flips import OPERATIONS, flips
 from tests.soak.messages import TARGETS
+from tests.soak.staging_flips import STAGED, staging_flips
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="abstract sockets, /proc")
 
@@ -56,3 +58,12 @@ def test_flipped_bits_are_all_found() -> None:
     assert result.made == 200
     assert result.folded < 20
     assert {place.split()[0] for place in result.found} == set(OPERATIONS)
+
+
+@pytest.mark.skipif(native.chosen.extension is None, reason="the native core is not in use")
+def test_flipped_bits_of_staging_areas_are_all_found() -> None:
+    result = staging_flips(7, 1000)
+    assert result.problems == []
+    assert result.made >= 1000
+    hit = {place.split()[0] for place in result.found} & set(STAGED)
+    assert len(hit) > 1, result.found

@@ -16,6 +16,7 @@ import chainer.links as L
 
 from collective.adapters.chainer import (
     MultiNodeUpdater,
+    Pipeline,
     Split,
     SyncBatchNormalization,
     create_multi_node_optimizer,
@@ -146,6 +147,11 @@ def _refused(comm: Any, case: str) -> str:
             MultiNodeUpdater(chainer.iterators.SerialIterator([1, 2], 1), optimizer, comm)
         if case == "backward":
             optimizer.backward(loss_of(net, 0, 0))
+        if case == "Pipeline":
+            stage = L.Linear(3, 2)
+            optimizer.setup(stage)
+            pipe = Pipeline([stage], comm.group([comm.rank]), microbatches=2)
+            pipe.step(np.ones((4, 3), "f"), np.zeros(4, np.int32), F.softmax_cross_entropy)
         optimizer.update()
     except (UnsupportedError, InvalidArgumentError, GradientError) as error:
         return str(error)
@@ -160,6 +166,7 @@ def _refused(comm: Any, case: str) -> str:
         ("Split", "/split is a Split, whose pieces are on several ranks, with shards"),
         ("MultiNodeUpdater", "optimizer 'main' has shards"),
         ("backward", "a pass outside of update(lossfun), with shards [rank"),
+        ("Pipeline", "A Pipeline, which makes its own passes, cannot be combined with shards"),
         ("no loss function", "called without a loss function, with shards"),
     ],
 )
