@@ -62,6 +62,7 @@ SLOW = """
     system/training_examples adapters/chainer/transports system/examples
     backends/mpi/transport tools/bench_command adapters/torch/transports
     contract/forking adapters/torch/plugin_programs adapters/torch/shards_elastic
+    elastic/shard_training
 """.split()
 
 # Transports of which each case of the conformance suite runs: much of the code of shm is its own.
