@@ -168,8 +168,9 @@ def _gather(path: _Path, call: Request, number: int, words: Array, deadline: Dea
     received = np.empty(path.size * message.size, np.uint8)
     path.carry(plan, Buffer(message, _UINT8), Buffer(received, _UINT8), deadline, True)
     table = received.view(np.uint64).reshape(path.size, 2, words.size)
-    damaged = [peer for peer, row in enumerate(table) if np.any(row[0] != ~row[1])]
-    if damaged:
+    differs = table[:, 0] != ~table[:, 1]
+    if differs.any():
+        damaged = [peer for peer, row in enumerate(differs) if row.any()]
         raise CorruptionError(
             f"{call.operation}: the checksums of {name_ranks(damaged)} for call {number} arrived "
             f"damaged {path.who}. {_CAUSE}",

@@ -150,9 +150,14 @@ static int post(const struct staging *c, uint64_t block)
    again, so there the sums are those of the source. */
 static void put(const struct staging *c, char *to, const char *from, size_t nbytes)
 {
+    struct sums *sums = c->shared->sums;
+    if (sums != NULL && c->around) {
+        copy_around_summed(sums, (size_t)(to - c->dst), to, from, nbytes);
+        return;
+    }
     copy_to_result(to, from, nbytes, c->around);
-    if (c->shared->sums != NULL)
-        add_to_sums(c->shared->sums, (size_t)(to - c->dst), c->around ? from : to, nbytes);
+    if (sums != NULL)
+        add_to_sums(sums, (size_t)(to - c->dst), to, nbytes);
 }
 
 /* Folds this rank's piece of a block, in rank order, and copies the result to dst. The fold writes

@@ -2,6 +2,7 @@
 
 #include "sums.h"
 
+#include "copying.h"
 #include "core.h"
 
 #include <string.h>
@@ -15,18 +16,21 @@
    the number of words. Each lane keeps the sum of its words, and the sum of these sums after each
    step. With n steps, the word of step i is part of n - i of them, so the multiplications by the
    index are left to the end. */
-#define SUM_STEPS(NAME, ATTRIBUTE, BYTES)                                                          \
-    ATTRIBUTE static size_t NAME(const char *bytes, size_t words, uint64_t *total,                 \
+#define SUM_STEPS(NAME, ATTRIBUTE, BYTES, STORE)                                                   \
+    ATTRIBUTE static size_t NAME(char *to, const char *bytes, size_t words, uint64_t *total,       \
                                  uint64_t *placed)                                                 \
     {                                                                                              \
         typedef uint64_t vector __attribute__((vector_size(BYTES)));                               \
         enum { WIDTH = BYTES / 8, VECTORS = 4, LANES = VECTORS * WIDTH };                          \
         vector sum[VECTORS] = {{0}}, sum_of_sums[VECTORS] = {{0}};                                 \
         size_t steps = words / LANES;                                                              \
+        (void)to;                                                                                  \
         for (size_t step = 0; step < steps; step++)                                                \
             for (int i = 0; i < VECTORS; i++) {                                                    \
+                size_t at = (step * VECTORS + (size_t)i) * BYTES;                                  \
                 vector word;                                                                       \
-                memcpy(&word, bytes + (step * VECTORS + (size_t)i) * BYTES, BYTES);                \
+                memcpy(&word, bytes + at, BYTES);                                                  \
+                STORE(to + at, word);                                                              \
                 sum[i] += word + (word >> 32);                                                     \
                 sum_of_sums[i] += sum[i];                                                          \
             }                                                                                      \
@@ -39,9 +43,20 @@
         return steps * LANES;                                                                      \
     }
 
-SUM_STEPS(sum_steps, , 16)
+#define NO_STORE(to, word) (void)0
+SUM_STEPS(sum_steps, , 16, NO_STORE)
 #if defined(__x86_64__)
-SUM_STEPS(sum_steps_avx2, __attribute__((target("avx2"))), 32)
+#define AVX2 __attribute__((target("avx2")))
+/* Two stores of 16 bytes, for an address that is a multiple of 16. */
+#define STORE_AROUND(to, word)                                                                     \
+    do {                                                                                           \
+        __m128i halves[2];                                                                         \
+        memcpy(halves, &word, sizeof halves);                                                      \
+        _mm_stream_si128((__m128i *)(void *)(to), halves[0]);                                      \
+        _mm_stream_si128((__m128i *)(void *)(to) + 1, halves[1]);                                  \
+    } while (0)
+SUM_STEPS(sum_steps_avx2, AVX2, 32, NO_STORE)
+SUM_STEPS(store_steps_avx2, AVX2, 32, STORE_AROUND)
 #endif
 
 /* Adds one word, or a part of it, whose other bytes are 0. */
@@ -59,10 +74,10 @@ static void add_words(struct sums *sums, const char *bytes, size_t words, uint64
     size_t done;
 #if defined(__x86_64__)
     if (fold_levels() > 1)
-        done = sum_steps_avx2(bytes, words, &total, &placed);
+        done = sum_steps_avx2(NULL, bytes, words, &total, &placed);
     else
 #endif
-        done = sum_steps(bytes, words, &total, &placed);
+        done = sum_steps(NULL, bytes, words, &total, &placed);
     sums->total += total;
     sums->placed += weight * total + placed;
     for (; done < words; done++) {
@@ -89,4 +104,32 @@ void add_to_sums(struct sums *sums, size_t at, const char *bytes, size_t nbytes)
         }
         at += length, bytes += length, nbytes -= length;
     }
+}
+
+void copy_around_summed(struct sums *sums, size_t at, char *to, const char *bytes, size_t nbytes)
+{
+#if defined(__x86_64__)
+    /* The loop needs whole words at addresses that are multiples of 16. It adds the words while it
+       has them in registers. */
+    while (fold_levels() > 1 && (uintptr_t)(to - at) % 8 == 0 && nbytes > 0) {
+        size_t before = -(uintptr_t)to % 16, left = BLOCK_BYTES - at % BLOCK_BYTES, length;
+        left = nbytes < left ? nbytes : left;
+        if (before == 0 && left >= 128) {
+            uint64_t weight = (at / BLOCK_BYTES + 1) * BLOCK_WEIGHT + at % BLOCK_BYTES / 8;
+            uint64_t total = 0, placed = 0;
+            length = 8 * store_steps_avx2(to, bytes, left / 8, &total, &placed);
+            sums->total += total;
+            sums->placed += weight * total + placed;
+            sums->nbytes += length;
+        } else { /* up to the next multiple of 16, or the few bytes that are left of a block */
+            length = before == 0 || left < before ? left : before;
+            memcpy(to, bytes, length);
+            add_to_sums(sums, at, bytes, length);
+        }
+        at += length, to += length, bytes += length, nbytes -= length;
+    }
+    _mm_sfence(); /* as in copy_to_result */
+#endif
+    copy_to_result(to, bytes, nbytes, 1);
+    add_to_sums(sums, at, bytes, nbytes);
 }

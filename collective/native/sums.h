@@ -22,4 +22,7 @@ struct sums {
 /* Adds nbytes of an array, which begin at the byte at of the array. */
 void add_to_sums(struct sums *sums, size_t at, const char *bytes, size_t nbytes);
 
+/* Does the same, and copies the bytes around the caches, as copy_to_result does. */
+void copy_around_summed(struct sums *sums, size_t at, char *to, const char *bytes, size_t nbytes);
+
 #endif

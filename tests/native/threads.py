@@ -19,7 +19,7 @@ _HERE = Path(__file__).resolve().parent
 _CORE = _HERE.parents[1] / "collective" / "native"
 # Sources of the core in each program, and its flags: short pieces make messages long.
 PROGRAMS = {
-    "shared": ("shared.c", "staging.c"),
+    "shared": ("shared.c", "staging.c", "sums.c"),
     "messages": ("messages.c", "-DCHUNK_BYTES=128", "-DCLAIMED_BYTES=2048"),
     "claims": ("messages.c", "-DCHUNK_BYTES=128", "-DCLAIMED_BYTES=2048"),
 }
