@@ -133,7 +133,8 @@ test-jax: .jax/.done .jax-new/.done
 test-clusters: .clusters/.done
 	.clusters/bin/python -m pytest tests/clusters
 
-# Ray's processes are heavy, so the tests run one after the other.
+# Ray's processes are heavy, so the tests run one after the other. `make test-ray RAY_TESTS=DIR` also
+# runs Ray's own tests, which are in python/ray/util/collective/tests of a checkout of Ray.
 RAY ?= ray[train]==2.60.0
 test-ray: .ray/.done
 	.ray/bin/python -m pytest tests/ray
