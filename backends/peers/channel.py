@@ -198,7 +198,7 @@ class Channel:
             PeerLostError, PeerFailedError, MismatchError, CommunicatorAbortedError,
             CollectiveTimeoutError: the error that belongs to the failure.
         """
-        if self._monitor.hub_gone and self.failure is None:
+        if self.failure is None:
             self._monitor.look_around()
         if self.failure is not None:
             raise self._error(where)

@@ -15,6 +15,7 @@ import hmac
 import json
 import os
 import secrets
+import select
 import socket
 import struct
 import threading
@@ -227,6 +228,19 @@ class Link:
                 break
             messages.append(parse(bytes(self._received[_LENGTH.size : end])))
             del self._received[:end]
+        return messages
+
+    def arrived(self) -> list[Message]:
+        """Return the messages that have come; do not wait for more.
+
+        Raises:
+            EOFError, OSError, ValueError: as :meth:`receive`.
+        """
+        messages: list[Message] = []
+        arrivals = select.poll()
+        arrivals.register(self._socket, select.POLLIN)
+        while self._unread or arrivals.poll(0):
+            messages += self.receive()
         return messages
 
     def expect(self, deadline: Deadline) -> Message:

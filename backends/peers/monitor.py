@@ -49,8 +49,8 @@ _ANSWER_S = 2.0
 _RETRY_S = 0.01
 # How often a rank that waits for the hub's answer checks whether the ranks can still meet.
 _LOOK_S = 0.1
-# How often a rank checks which ranks have ended, once the hub has ended. Each check reads one
-# file per rank of this host.
+# How often a rank that waits checks what the launcher has announced and, once the hub has ended,
+# which ranks have ended. The second check reads one file per rank of this host.
 _AROUND_S = 0.2
 
 
@@ -82,6 +82,7 @@ class Monitor:
         self.secret = secret
         self.hub_gone = False
         self.processes = processes
+        self._store = world.store
         self.standby = standby
         self._looked_at = 0.0
         self._link: Link | None = link
@@ -132,6 +133,7 @@ class Monitor:
         """Return the ranks that have ended, or are cut off, as far as this rank knows."""
         with self._lock:
             gone = {*self._lost, *([0] if self.hub_gone else [])}
+        gone |= self._announced()
         for rank, process in enumerate(self.processes):
             if process is not None and rank not in gone and process.has_ended():
                 gone.add(rank)
@@ -141,22 +143,38 @@ class Monitor:
         return gone - {self.rank}
 
     def look_around(self) -> None:
-        """Find out which ranks have ended, in place of the hub, which is gone.
+        """Find out which ranks are lost by the launcher's word, or because the hub is gone.
 
-        The look is rate-limited, so a polling call can make it at every turn.
+        If the hub is gone, this rank looks at the other ranks in its place. The look is
+        rate-limited, so a polling call can make it at every turn.
         """
         now = time.monotonic()
+        if now < self._looked_at + _AROUND_S:
+            return
         with self._lock:
-            if self._link is None or now < self._looked_at + _AROUND_S:
+            if (link := self._link) is None or now < self._looked_at + _AROUND_S:
                 return
             self._looked_at = now
-        gone = self.gone()
+        announced = self._announced()
+        if 0 in announced and not self.hub_gone:
+            self.hub_gone = True
+            link.cut()  # nobody answers there
+        gone = self.gone() if self.hub_gone else announced
         with self._lock:
             for rank in gone - self._lost:
                 # A rank that closed its communicator before it ended is not lost to everybody.
                 # Only a call that awaits this rank fails: see Channel.check().
                 if rank not in self.channel.left:
                     self._lose(rank)
+
+    def _announced(self) -> set[int]:
+        """Return the other ranks that the launcher counts as lost."""
+        lost = self._store.announced()
+        if not lost:
+            return set()
+        processes = enumerate(self.processes)
+        found = {rank for rank, process in processes if process and process[:2] in lost}
+        return found - {self.rank}
 
     def _say(self, message: Message) -> None:
         link = self._link

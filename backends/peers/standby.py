@@ -53,6 +53,8 @@ _TELL_S, _ANSWER_S = 20.0, 30.0
 # Timeout of a connection; time between two checks whether a process has ended; and pause before a
 # rank connects again to a process that has just closed the last connection.
 _CONNECT_S, _LOOK_S, _RETRY_S = 5.0, 0.2, 0.01
+# Timeout of the connection of such a check: a host that is cut off must not hold the caller up.
+_TRY_S = 0.5
 # How long a process that is killed may take to close all of its sockets, on a busy machine.
 _ENDING_S = 1.0
 # Number of values that a rank remembers at most. A generation has some keys, an agreement one key
@@ -155,14 +157,14 @@ class Standby:
         """Do not ask ``ranks`` again: they are out by a decision that this rank was part of."""
         self._out = self._out | ranks
 
-    def link(self, rank: int) -> Link:
+    def link(self, rank: int, seconds: float = _CONNECT_S) -> Link:
         """Return a connection to a rank's standby.
 
         Raises:
             ConnectionRefusedError: the rank's process has ended, or has closed its standby.
             OSError: the standby cannot be reached.
         """
-        return connect(self._contacts[rank], self._key, Deadline(_CONNECT_S), self._tls)
+        return connect(self._contacts[rank], self._key, Deadline(seconds), self._tls)
 
     def has_ended(self, rank: int) -> bool:
         """Return whether a rank's process has certainly ended, or has closed its communicator."""
@@ -170,7 +172,7 @@ class Standby:
         if rank not in self._ended and now >= self._looked.get(rank, 0.0) + _LOOK_S:
             self._looked[rank] = now
             try:
-                self.link(rank).close()
+                self.link(rank, _TRY_S).close()
             except ConnectionRefusedError:
                 self._ended.add(rank)
             except (EOFError, OSError):
@@ -315,6 +317,9 @@ class LastingStore(Store):
 
     def check(self) -> None:
         self._first.check()
+
+    def announced(self) -> Set[tuple[str, int]]:
+        return self._first.announced()
 
     def without(self, ranks: Set[int]) -> None:
         self._standby.leave_out(ranks)

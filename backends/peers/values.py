@@ -2,17 +2,23 @@
 
 A question has a number, which its answer repeats. If a rank gave up waiting for an answer, that
 answer may come before the answer to the rank's next question. All questions are idempotent.
+
+A server may also tell all askers, without a question, which processes it counts as lost
+(:class:`Losses`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import threading
+from collections.abc import Callable, Iterable, Sequence
 
 from collective.deadline import Deadline
 
 from .link import Link, Message
 
-__all__ = ["LONGEST_MESSAGE", "RefusedError", "Values", "ask"]
+__all__ = ["LONGEST_MESSAGE", "Losses", "RefusedError", "Values", "ask"]
 
 # Limits of a store: bytes of a value, letters of a key, and bytes of all entries together, with
 # Python's overhead for each entry. A generation of a thousand ranks has a thousand notes of a
@@ -30,7 +36,14 @@ class RefusedError(Exception):
     """The server refuses a question; the text says why."""
 
 
-def ask(link: Link, kind: str, key: str, value: bytes | None, deadline: Deadline) -> bytes | None:
+def ask(
+    link: Link,
+    kind: str,
+    key: str,
+    value: bytes | None,
+    deadline: Deadline,
+    unasked: Callable[[Message], object] = lambda message: None,
+) -> bytes | None:
     """Return the value that the server at the other end of ``link`` answers with.
 
     Args:
@@ -39,6 +52,7 @@ def ask(link: Link, kind: str, key: str, value: bytes | None, deadline: Deadline
         key: key of the value.
         value: value to keep, or None.
         deadline: moment by which the answer must be there.
+        unasked: function that takes the other messages that come before the answer.
 
     Raises:
         RefusedError: the server refuses; the connection stays usable.
@@ -54,7 +68,7 @@ def ask(link: Link, kind: str, key: str, value: bytes | None, deadline: Deadline
         question["value"] = value.hex()
     link.send(question)
     while (answer := link.expect(deadline)).get("number") != number:
-        pass
+        unasked(answer)
     if "why" in answer:
         raise RefusedError(str(answer["why"]))
     text = answer.get("value")
@@ -131,6 +145,44 @@ class Values:
     def _forget(self, key: str) -> None:
         if (text := self._values.pop(key, None)) is not None:
             self._bytes -= _size(key, text)
+
+
+class Losses(Values):
+    """Values of a server that tells all askers which processes are lost.
+
+    Every link that has ever asked gets the message ``{"lost": [[host, pid], ...]}`` at a loss. A
+    link that asks for the first time gets all earlier losses before its answer.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        # The lock guards both attributes: lose() runs in another thread than the server.
+        self._lock = threading.Lock()
+        self._askers: dict[Link, None] = {}
+        self._lost: list[tuple[str, int]] = []
+
+    def lose(self, processes: Sequence[tuple[str, int]]) -> None:
+        """Tell all askers that ``processes`` are lost: host and number of each."""
+        with self._lock:
+            self._lost += processes
+            _tell(self._askers, processes)
+
+    def heard(self, link: Link, message: Message) -> None:
+        with self._lock:
+            if link not in self._askers:
+                self._askers[link] = None
+                _tell([link], self._lost)
+        super().heard(link, message)
+
+    def gone(self, link: Link, why: str) -> None:
+        with self._lock:
+            self._askers.pop(link, None)
+
+
+def _tell(links: Iterable[Link], lost: Sequence[tuple[str, int]]) -> None:
+    for link in links if lost else ():
+        with contextlib.suppress(OSError):  # the server notices by itself that a peer has gone
+            link.post({"lost": lost})
 
 
 def _size(key: str, text: str) -> int:

@@ -103,6 +103,14 @@ class Store(ABC):
         """
         return None
 
+    def announced(self) -> Set[tuple[str, int]]:
+        """Return the processes that the launcher counts as lost: host and number of each.
+
+        Some may live on a host that is cut off. The numbers are those of
+        :class:`~collective.contract.process.RankProcess`. The method waits for nothing.
+        """
+        return frozenset()
+
     def without(self, ranks: Set[int]) -> None:  # noqa: B027  an offer, not a duty
         """Note that ``ranks`` are out, by a decision in which this rank took part.
 
@@ -161,6 +169,9 @@ class WrappedStore(Store):
 
     def refusals(self) -> Mapping[str, int] | None:
         return self._store.refusals()
+
+    def announced(self) -> Set[tuple[str, int]]:
+        return self._store.announced()
 
     def without(self, ranks: Set[int]) -> None:
         self._store.without(ranks)

@@ -267,8 +267,12 @@ class NextGeneration:
         # A rank that is already connected in a newer generation has left the previous transport. It
         # looks lost there, but lives.
         lost = {rank for rank in lost if not self._stands(rank)}
-        joining = self._joining.items()
-        return lost | {number for number, process in joining if process and process.has_ended()}
+        announced = self._store.announced()
+        return lost | {
+            number
+            for number, process in self._joining.items()
+            if process and (process.has_ended() or process[:2] in announced)
+        }
 
     def _stands(self, rank: int) -> bool:
         """Return whether a rank is connected in a generation that this rank is still to reach."""

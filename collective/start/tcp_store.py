@@ -15,10 +15,17 @@ import socket
 import threading
 import time
 import weakref
+from collections.abc import Sequence, Set
 
-from collective.backends.peers.link import KeyDiffersError, Link, close_in_children, connect
+from collective.backends.peers.link import (
+    KeyDiffersError,
+    Link,
+    Message,
+    close_in_children,
+    connect,
+)
 from collective.backends.peers.server import Server
-from collective.backends.peers.values import LONGEST_MESSAGE, RefusedError, Values, ask
+from collective.backends.peers.values import LONGEST_MESSAGE, Losses, RefusedError, Values, ask
 from collective.contract.secret import COMPARE, Secret
 from collective.contract.store import Store
 from collective.contract.world import Tls
@@ -84,6 +91,7 @@ class TcpStore(Store):
         self._key = secret.key("store")
         self._tls = tls
         self._asking = threading.Lock()
+        self._announced: frozenset[tuple[str, int]] = frozenset()
         self._server = _serve(endpoint, self._key, spans_hosts, tls) if serve else None
         # The server may have refused connections to an earlier communicator.
         self._refused_before = self._mistaken()
@@ -122,6 +130,22 @@ class TcpStore(Store):
     def delete(self, key: str) -> None:
         self._ask("delete", key)
 
+    def announced(self) -> Set[tuple[str, int]]:
+        # A thread that is asking receives announcements, too.
+        if self._asking.acquire(blocking=False):
+            try:
+                # The link may be closed, or its server gone: the next question connects again.
+                with contextlib.suppress(EOFError, OSError, ValueError):
+                    for message in self._link.arrived():
+                        self._hear(message)
+            finally:
+                self._asking.release()
+        return self._announced
+
+    def _hear(self, message: Message) -> None:
+        """Note the processes of an announcement; ignore late answers."""
+        self._announced |= {(str(host), int(pid)) for host, pid in message.get("lost", ())}
+
     def close(self) -> None:
         self._link.close()
 
@@ -145,7 +169,7 @@ class TcpStore(Store):
         with self._asking:
             try:
                 try:
-                    return ask(self._link, kind, key, value, deadline)
+                    return ask(self._link, kind, key, value, deadline, self._hear)
                 except (EOFError, OSError, ValueError) as error:
                     # Only the kernel's own timeout (ETIMEDOUT) has an errno. It means that the
                     # connection is lost; without one, the deadline has passed.
@@ -155,7 +179,7 @@ class TcpStore(Store):
                     # idempotent, so the rank connects again and repeats the request.
                     self._link.close()
                     self._use(self._connect_again(deadline))
-                    return ask(self._link, kind, key, value, deadline)
+                    return ask(self._link, kind, key, value, deadline, self._hear)
             except RefusedError as error:
                 raise RendezvousError(
                     f"rendezvous: {kind} of {key!r} at {self._endpoint}: {error}."
@@ -252,7 +276,7 @@ class StoreServer:
         self.endpoint = Endpoint(host, listening.getsockname()[1], "the launcher's address")
         self._secret, self._tls = secret, tls
         self._listening = listening
-        self._values = _EndingValues()
+        self._values = _LaunchersValues()
         key = secret.key("store")
         server = Server(listening, key, self._values, tls, longest=LONGEST_MESSAGE, room=_room())
         self._thread = threading.Thread(target=server.run, name="collective-store", daemon=True)
@@ -267,6 +291,10 @@ class StoreServer:
             self._listening.shutdown(socket.SHUT_RDWR)  # wakes the thread
         self._thread.join()
 
+    def announce(self, processes: Sequence[tuple[str, int]]) -> None:
+        """Tell all ranks that ``processes`` are lost: host and number of each."""
+        self._values.lose(processes)
+
     def store(self) -> TcpStore:
         """Return a connection to the store for this process itself."""
         return TcpStore(
@@ -275,8 +303,8 @@ class StoreServer:
         )  # fmt: skip
 
 
-class _EndingValues(Values):
-    """Values that end their server.
+class _LaunchersValues(Losses):
+    """Values of a launcher, which may end their server.
 
     Attributes:
         over: whether the server ends.

@@ -575,21 +575,54 @@ def test_host_that_goes_down_loses_no_step(make: Make, tmp_path: Path) -> None:
     assert_nothing_left(hosts)
 
 
-def test_silent_host_is_lost_and_its_ranks_are_killed(make: Make, tmp_path: Path) -> None:
+def silence_ssh(hosts: Hosts, host: int) -> None:
+    """Stop the stand-in for ssh to a host: it crosses no network that could be cut."""
+    (ssh,) = pids(hosts, 0, "ssh_stand_in", f" -- host{host} ")
+    os.kill(ssh, signal.SIGSTOP)
+
+
+# The first host is that of rank 0, which tells the ranks of losses as long as it lives.
+@pytest.mark.parametrize(("silent", "survivors"), [(1, (2, 3)), (2, (0, 1))])
+def test_silent_host_is_left_behind_and_its_ranks_are_killed(
+    make: Make, tmp_path: Path, silent: int, survivors: tuple[int, ...]
+) -> None:
     needs_gloo()
     hosts = make(3)
+    hosts.hosts[
+        silent
+    ].before = (
+        "from collective.launch.hosts import agent; agent._SILENCE_S = 5.0; exit(agent.main())"
+    )
     arguments = ["--hosts", "host1:2,host2:2", "--min-ranks", "2", PROGRAMS, "train"]
     job = hosts.run(arguments)
     begun(job, (0, 1, 2, 3))
-    # The stand-in for ssh crosses no network, so it has to be silenced, too.
-    (ssh,) = pids(hosts, 0, "ssh_stand_in", " -- host1 ")
-    os.kill(ssh, signal.SIGSTOP)
-    hosts.cut(1)
-    begun(job, (2, 3))
-    until(lambda: not hosts.on(1), job)
+    silence_ssh(hosts, silent)
+    silent_at = time.monotonic()
+    hosts.cut(silent)
+    members = begun(job, survivors)
+    assert max(report["at"] for report in members) - silent_at < 3 * PROMISED_S
+    until(lambda: not hosts.on(silent), job)
     (tmp_path / "stop").touch()
-    assert "rank 0 is lost (host host1 is lost: it is silent)" in job.succeed()
+    assert f"(host host{silent} is lost: it is silent)" in job.succeed()
     assert_nothing_left(hosts)
+
+
+def test_busy_host_is_not_lost(hosts: Hosts, script: Script, tmp_path: Path) -> None:
+    body = """
+        await_all()
+        while not os.path.exists("stop"):
+            time.sleep(0.01)
+        """
+    job = hosts.run([*TWO_BY_TWO, "--min-ranks", "2", script(body)])
+    until_arrived(tmp_path, 4, job)
+    agents = pids(hosts, 1, "hosts.agent")
+    for pid in agents:
+        os.kill(pid, signal.SIGSTOP)
+    time.sleep(2 * PROMISED_S)
+    for pid in agents:
+        os.kill(pid, signal.SIGCONT)
+    (tmp_path / "stop").touch()
+    assert job.succeed() == ""
 
 
 def test_host_lost_with_too_few_left_ends_run(hosts: Hosts, script: Script, tmp_path: Path) -> None:

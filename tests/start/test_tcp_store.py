@@ -28,7 +28,8 @@ from collective.deadline import Deadline
 from collective.errors import BackendUnavailableError, RendezvousError
 from collective.start import tcp_store, torch_store
 from collective.start.rendezvous import Endpoint
-from collective.start.tcp_store import TcpStore
+from collective.start.sealed_store import seal
+from collective.start.tcp_store import StoreServer, TcpStore
 from collective.start.torch_store import AgentStore
 from tests import warm
 from tests.start.test_choice import slurm
@@ -558,3 +559,57 @@ def test_server_survives_end_of_forked_child() -> None:
     with process(FORKING, free_port()) as running:
         output, errors = running.communicate(timeout=DEADLINE_S)
     assert output == "served\n", errors
+
+
+LOST = [("boot 4026531836", 17), ("boot 4026531836", 18)]
+
+
+def heard(rank: Store, processes: list[tuple[str, int]]) -> None:
+    """Wait until a rank has heard that ``processes``, and no others, are lost."""
+    limit = soon()
+    while rank.announced() != set(processes):
+        assert not limit.expired, rank.announced()
+        time.sleep(0.005)
+
+
+def test_announced_losses_reach_ranks_that_ask_nothing() -> None:
+    with StoreServer("127.0.0.1", SECRET) as server, contextlib.closing(server.store()) as rank:
+        rank.set("key", b"value")
+        assert rank.announced() == set()
+        for count in (1, 2):
+            server.announce(LOST[count - 1 : count])
+            heard(rank, LOST[:count])
+        assert rank.try_get("key") == b"value"
+
+
+def test_losses_that_come_with_an_answer_are_heard() -> None:
+    with StoreServer("127.0.0.1", SECRET) as server, contextlib.closing(server.store()) as rank:
+        rank.set("key", b"value")
+        server.announce(LOST)
+        assert rank.try_get("key") == b"value"
+        assert rank.announced() == set(LOST)
+
+
+def test_rank_that_comes_later_hears_earlier_losses_with_its_first_answer() -> None:
+    with StoreServer("127.0.0.1", SECRET) as server:
+        server.announce(LOST)
+        with contextlib.closing(server.store()) as rank:
+            rank.try_get("key")
+            assert rank.announced() == set(LOST)
+
+
+def test_losses_pass_through_wrapped_stores() -> None:
+    with StoreServer("127.0.0.1", SECRET) as server, contextlib.closing(server.store()) as rank:
+        wrapped = PrefixedStore(seal(rank, SECRET), "prefix")
+        wrapped.set("key", b"value")
+        server.announce(LOST)
+        heard(wrapped, LOST)
+
+
+def test_closed_store_has_heard_no_further_losses() -> None:
+    with StoreServer("127.0.0.1", SECRET) as server:
+        rank = server.store()
+        rank.set("key", b"value")
+        rank.close()
+        server.announce(LOST)
+        assert rank.announced() == set()

@@ -249,7 +249,10 @@ class Agent:
 
     def _start(self, message: Message) -> None:
         if self._listener is not None:
-            self._listener.close()  # its thread has ended when the first rank is forked
+            # Its thread has ended when the first rank is forked. The socket goes on to listen: by
+            # its answers the supervisor tells a busy host from one that is cut off.
+            self._listener.rest()
+            self._watch(self._listener.fileno(), self._listener.dismiss)
             self._listener = None
         number = message["process"]
         self._lasting = message["lasting"]

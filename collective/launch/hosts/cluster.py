@@ -33,6 +33,7 @@ from collective.start.rendezvous import Endpoint
 
 from .agent import BEAT_S, PROTOCOL
 from .channel import Channel, Message, Output
+from .pulse import Knocks, Pulse
 
 __all__ = ["Cluster", "Machine", "SignalledError", "Site", "connected"]
 
@@ -42,8 +43,6 @@ _START_S = 30.0
 _STEP_S = 10.0
 # How long the agents may take to end what still runs.
 _CLOSE_S = 5.0
-# A host that is silent for so long is gone. A busy host is silent for a second or two.
-_SILENCE_S = 10.0
 # Clocks that differ by more seconds are wrong. Traces and certificates depend on them.
 _CLOCKS_S = 30.0
 # The last bytes of what ssh wrote to standard error, for error texts.
@@ -91,6 +90,7 @@ class Machine:
         hello: first message of the agent.
         address: address at which ranks of other hosts reach ranks of this one; "" until known.
         interface: network interface of the address.
+        pulse: signs of life of the host.
         lost: why the host is lost; "" while it answers.
         leaving: whether the host goes down, so that no more ranks may start there.
     """
@@ -124,7 +124,7 @@ class Machine:
         )
         self.errors = self.process.stderr.fileno()
         os.set_blocking(self.errors, False)
-        self.heard = time.monotonic()
+        self.pulse = Pulse()
         self._complaints = b""
 
     def receive(self) -> list[Message | Output]:
@@ -137,8 +137,7 @@ class Machine:
         except ValueError as error:
             self.lose(f"what it sends is not from an agent: {error}")
             return []
-        if frames:
-            self.heard = time.monotonic()
+        self.pulse.hear()
         return frames
 
     def complaints(self) -> bytes:
@@ -150,9 +149,13 @@ class Machine:
         self._complaints = (self._complaints + data)[-_COMPLAINTS:]
         return data
 
-    def is_silent(self) -> bool:
-        """Return whether the host counts as lost, because nothing has come for too long."""
-        return not self.lost and time.monotonic() - self.heard > _SILENCE_S
+    def explained(self, event: str) -> str:
+        """Return ``event`` and the last text on standard error, if any, as the reason."""
+        self.complaints()
+        text = _readable(self._complaints)
+        if not self.hello and (noise := _readable(self.channel.noise)):
+            text = f"{text}\n{noise}" if text else noise
+        return f"{event}: {text}" if text else event
 
     def lose(self, why: str) -> None:
         """Note that the host is lost, and end the connection."""
@@ -161,6 +164,7 @@ class Machine:
 
     def close(self) -> None:
         """End the connection: the agent kills what still runs, and ends."""
+        self.pulse.forget()
         for file in (self.process.stdin, self.process.stdout, self.process.stderr):
             assert file is not None
             file.close()
@@ -169,15 +173,10 @@ class Machine:
         """Return why the connection ended."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(1.0)
-        self.complaints()
-        text = self._complaints.decode(errors="replace").strip()
-        how = "the connection ended"
-        if not self.hello:
-            what = "the agent" if self.local else "ssh"
-            how = f"{what} ended with exit code {self.process.returncode}"
-            noise = self.channel.noise.decode(errors="replace").strip()[-_COMPLAINTS:]
-            text = "\n".join(part for part in (text, noise) if part)
-        return f"{how}: {text}" if text else how
+        if self.hello:
+            return self.explained("the connection ended")
+        what = "the agent" if self.local else "ssh"
+        return self.explained(f"{what} ended with exit code {self.process.returncode}")
 
 
 class Cluster:
@@ -230,7 +229,8 @@ class Cluster:
                 if deadline.expired:
                     for machine in self.living:
                         if machine not in answers:
-                            machine.lose(f"it did not answer within {seconds:g} s{_said(machine)}")
+                            event = f"it did not answer within {seconds:g} s"
+                            machine.lose(machine.explained(event))
                     break
                 for key, _ in selector.select(min(BEAT_S, deadline.left())):
                     if key.data is None:
@@ -353,6 +353,8 @@ def check_reachability(cluster: Cluster, store: Endpoint, interface: str) -> Non
         raise ConfigError(f"hosts: {'; '.join(faults)}")
     for machine, answer in listening.items():
         machine.address, machine.interface = answer["address"], answer["interface"]
+        if not machine.local:
+            machine.pulse.knocks = Knocks(machine.address, answer["port"])
     if len(cluster.machines) == 1:
         return
     only_here = [m for m in cluster.machines if is_loopback(m.address)]
@@ -450,10 +452,9 @@ _OF_HOST_PREFIXES = (
 )  # fmt: skip
 
 
-def _said(machine: Machine) -> str:
-    machine.complaints()
-    text = machine._complaints.decode(errors="replace").strip()
-    return f": {text}" if text else ""
+def _readable(output: bytes) -> str:
+    """Return the end of what a command has written, for error texts."""
+    return output.decode(errors="replace").strip()[-_COMPLAINTS:]
 
 
 def _refuse_lost(cluster: Cluster) -> None:

@@ -140,8 +140,8 @@ class _Run:
             ]
             replacing = _replacing(environments, server) if self._replace else None
             yield HostsSupervisor(
-                control, self._command, environments, self._cluster, where, self._spare, replacing,
-                self._verbose,
+                control, self._command, environments, self._cluster, where, server.announce,
+                self._spare, replacing, self._verbose,
             )  # fmt: skip
 
 

@@ -24,7 +24,8 @@ class Listener:
     """Listening socket at this host's address, which sends a token to all who connect.
 
     The token shows that a connection has reached this host, and not another one with the same
-    address, such as that of a bridge that exists on every host.
+    address, such as that of a bridge that exists on every host. After :meth:`rest` the kernel still
+    accepts connections, which shows that this host and its network live.
 
     Args:
         interface: network interface that the ranks will use; empty for the one toward the store.
@@ -52,18 +53,30 @@ class Listener:
             raise
         self.port: int = self._socket.getsockname()[1]
         self._token = token.encode()
+        self._over = False
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
 
-    def close(self) -> None:
-        """Close the socket, and end its thread."""
+    def fileno(self) -> int:
+        """Return the descriptor, for selectors."""
+        return self._socket.fileno()
+
+    def rest(self) -> None:
+        """End the thread, and send no more tokens; the socket keeps listening."""
+        self._over = True
+        own = self.address, self.port
+        with contextlib.suppress(OSError), socket.create_connection(own, _CONNECT_S):
+            self._thread.join()
+        self._socket.setblocking(False)
+
+    def dismiss(self) -> None:
+        """Close the connections that have come after :meth:`rest`."""
         with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._thread.join()
-        self._socket.close()
+            while True:
+                self._socket.accept()[0].close()
 
     def _serve(self) -> None:
-        while True:
+        while not self._over:
             try:
                 connection, _ = self._socket.accept()
             except OSError:

@@ -10,7 +10,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
 from typing import NamedTuple
 
@@ -104,6 +104,7 @@ class HostsSupervisor(Supervisor):
             variables are added to those of each host.
         cluster: the hosts.
         where: place of each rank.
+        announce: function that tells the ranks which processes are lost: host and number of each.
     """
 
     def __init__(
@@ -113,6 +114,7 @@ class HostsSupervisor(Supervisor):
         environments: Sequence[Mapping[str, str]],
         cluster: Cluster,
         where: Sequence[Place],
+        announce: Callable[[Sequence[tuple[str, int]]], object],
         spare: int = 0,
         replacing: Replacing | None = None,
         verbose: bool = False,
@@ -120,6 +122,7 @@ class HostsSupervisor(Supervisor):
         super().__init__(control, command, environments, spare, replacing, verbose)
         self._cluster = cluster
         self._where = where
+        self._announce = announce
         self._by_process: dict[int, HostRank] = {}
         self._beat = Deadline(0.0)
         self._looked = time.monotonic()
@@ -127,7 +130,7 @@ class HostsSupervisor(Supervisor):
 
     def _begin(self) -> None:
         for machine in self._cluster.living:
-            machine.heard = time.monotonic()  # nobody has listened between two attempts
+            machine.pulse.hear()  # nobody has listened between two attempts
             self._add_source(machine.channel.incoming, partial(self._hear, machine))
             self._watch(machine.errors, partial(self._complain, machine))
         super()._begin()
@@ -217,14 +220,15 @@ class HostsSupervisor(Supervisor):
             self._error.write(b"collective run: host %s: %s\n" % (machine.name.encode(), line))
 
     def _lose(self, machine: Machine) -> None:
-        """End the ranks of a host that is lost."""
+        """End the ranks of a host that is lost, and tell the other ranks."""
         for descriptor in (machine.channel.incoming, machine.errors):
             if descriptor in self._selector.get_map():
                 self._selector.unregister(descriptor)
         self._sources.pop(machine.channel.incoming, None)
-        for rank in list(self._by_process.values()):
-            if rank.machine is machine and rank.runs:
-                self._lose_rank(rank)
+        ranks = [rank for rank in self._by_process.values() if _is_on(machine, rank)]
+        self._announce([(machine.hello["processes"], rank.pid) for rank in ranks])
+        for rank in ranks:
+            self._lose_rank(rank)
 
     def _lose_rank(self, rank: HostRank) -> None:
         rank.fate = f"host {rank.machine.name} is lost: {rank.machine.lost}"
@@ -244,12 +248,25 @@ class HostsSupervisor(Supervisor):
         deaf = now - self._looked > 4 * BEAT_S or self._out.full or self._error.full
         self._looked, self._beat = now, Deadline(BEAT_S)
         self._cluster.beat()
-        for machine in self._cluster.living:
-            if deaf:
-                machine.heard = now
-            elif machine.is_silent():
-                machine.lose("it is silent")
-                self._lose(machine)
+        if deaf:
+            for machine in self._cluster.living:
+                machine.pulse.hear()
+            return
+        silent = [machine for machine in self._cluster.living if machine.pulse.is_silent()]
+        lost = {*silent, *self._cut_off()}
+        for machine in lost:
+            machine.lose("it is silent")
+        for machine in lost:
+            self._lose(machine)
+
+    def _cut_off(self) -> list[Machine]:
+        """Return the hosts to give up early, because the other ranks can go on without them."""
+        remote = [machine for machine in self._cluster.living if not machine.local]
+        found = [machine for machine in remote if machine.pulse.is_cut_off()]
+        if len(remote) > 1 and found == remote:
+            return []  # rather this host's own network is gone, perhaps for a moment
+        lost = sum(rank.runs and rank.machine in found for rank in self._by_process.values())
+        return found if self._left() - lost >= self._least else []
 
     # -- standard input ----------------------------------------------------------------------
 

@@ -353,6 +353,43 @@ def test_departed_rank_is_not_lost_when_rank_0_ends(tmp_path):
         monitor.channel.close()
 
 
+def announce(monitors, rank):
+    """Have the launcher tell all ranks that a rank's process is lost."""
+    lost = {("a host", 100 + rank)}
+    for monitor in monitors:
+        monitor.processes = [RankProcess("a host", 100 + each, 0) for each in range(3)]
+        monitor._store.announced = lambda: lost
+
+
+def test_rank_that_launcher_announces_is_lost_to_all_others(monitors):
+    announce(monitors, 2)
+    for monitor in monitors[:2]:
+        error = wait_for_error(monitor.channel)
+        assert isinstance(error, PeerLostError)
+        assert error.ranks == (2,)
+        assert "rank 2 (on here) is gone: its process ended or its host is cut off" in str(error)
+        assert monitor.channel.lost() == {2}
+    assert monitors[2].channel.lost() == set()
+
+
+def test_announced_loss_of_rank_0_stands_for_the_end_of_the_hub(monitors):
+    announce(monitors, 0)
+    assert wait_for_error(monitors[1].channel).ranks == (0,)
+    assert monitors[1].hub_gone
+    # Otherwise a rank would wait for messages that no hub passes on.
+    since = time.monotonic()
+    monitors[1].channel.await_heard([2])
+    assert time.monotonic() - since < channel_module._HEARD_S / 2
+
+
+def test_announced_rank_that_has_left_breaks_no_other_wait(monitors):
+    monitors[2].channel.close()
+    until(lambda: monitors[0].channel.left == {2})
+    announce(monitors, 2)
+    time.sleep(0.3)
+    monitors[0].channel.check("recv", [1])
+
+
 def record(monitor, *operations):
     for operation in operations:
         monitor.channel.recorder.end()
