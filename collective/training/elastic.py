@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -19,6 +19,7 @@ from collective.errors import (
 from collective.start.config import load
 
 from .elastic_state import State
+from .preemption import PreemptedError
 
 if TYPE_CHECKING:
     from collective.communicator import Communicator
@@ -42,9 +43,15 @@ class Generation:
         joining: whether processes that want to join ended the body.
     """
 
-    def __init__(self, comm: Communicator, timeout: float | None = None) -> None:
+    def __init__(
+        self,
+        comm: Communicator,
+        timeout: float | None = None,
+        save: Callable[[], object] | None = None,
+    ) -> None:
         self.comm = comm
         self._timeout = timeout
+        self._save = save
         self.error: CollectiveError | None = None
         self.joining = False
         self._entered = False
@@ -69,10 +76,31 @@ class Generation:
         ):
             self.error = error
             return True
-        if error is not None and self.comm.generation:
-            # The program has its own ``with`` around the first communicator, and closes it.
+        leaves = isinstance(error, PreemptedError)
+        if leaves or (error is not None and self.comm.generation):
+            # The program has its own ``with`` around the first communicator, and closes it. But a
+            # rank that leaves may first write a file, and the others go on meanwhile.
             self.comm.__exit__(kind, error, traceback)
+        if leaves:
+            self._keep_work()
         return False
+
+    def _keep_work(self) -> None:
+        """Save the last commit on rank 0, which leaves: perhaps all other ranks leave, too.
+
+        If others go on, one of them is the next rank 0. If that one leaves as well, it saves a later
+        commit. So the last commit of all is saved.
+        """
+        if self.comm.rank != 0:
+            return
+        if self._save is not None:
+            self._save()
+            return
+        print(
+            "collective: rank 0 leaves after SIGTERM. If all ranks leave, the work since the last "
+            "file is lost: pass save= to elastic.generations, a function that writes a checkpoint.",
+            file=sys.stderr,
+        )
 
     def survived(self) -> bool:
         """Return whether no rank has met a loss in the body; the same on all live ranks.
@@ -106,6 +134,7 @@ def generations(
     min_ranks: int | None = None,
     timeout: float | None = None,
     grow: bool | None = None,
+    save: Callable[[], object] | None = None,
 ) -> Iterator[Generation]:
     """Yield the ranks, and after each loss the surviving ranks, with the state to continue from.
 
@@ -135,7 +164,8 @@ def generations(
     At SIGTERM (preemption, ``scancel``, the end of a pod) this rank leaves after its next commit,
     with exit code 143 (``PreemptedError``), and the others continue from that commit. A second
     SIGTERM, more than a second later, ends the process at once. If the program handles the signal
-    itself, nothing changes.
+    itself, nothing changes. All ranks may receive the signal, and all leave. So rank 0 calls
+    ``save`` before it leaves, or prints a line if there is no ``save``.
 
     A communicator that ``shrink`` or ``grow`` replaces is closed; the last one stays open. On a
     transport that cannot shrink (``comm.capabilities.shrinks``) the body runs once, and a loss
@@ -155,6 +185,9 @@ def generations(
             :attr:`Communicator.shrink_timeout` if that is longer.
         grow: whether processes may join, the same on all ranks; by default ``COLLECTIVE_GROW``,
             which ``collective run --replace`` sets. It costs a small broadcast each commit.
+        save: function that writes the state to a file. Rank 0 calls it when it leaves after
+            SIGTERM, right after a commit, and without the other ranks: its calls of ``comm`` fail.
+            If a later rank 0 leaves as well, it saves a later commit.
 
     Raises:
         PeerLostError: fewer than ``min_ranks`` ranks survive. Every surviving rank raises it, so
@@ -167,7 +200,7 @@ def generations(
             ``PreemptedError``: it has received SIGTERM.
     """
     with state.preemption.heeded():
-        yield from _generations(comm, state, min_ranks, timeout, grow)
+        yield from _generations(comm, state, min_ranks, timeout, grow, save)
 
 
 def _generations(
@@ -176,13 +209,14 @@ def _generations(
     min_ranks: int | None,
     timeout: float | None,
     grow: bool | None,
+    save: Callable[[], object] | None,
 ) -> Iterator[Generation]:
     if comm.joins:
         comm = _joined(comm)
     grows = comm.grows and load({}).grow == "on" if grow is None else grow
     comm = _synced(comm, state, min_ranks, grows, timeout)
     while True:
-        generation, begun_at = Generation(comm, timeout), state.commits
+        generation, begun_at = Generation(comm, timeout, save), state.commits
         yield generation
         survived = generation.survived()
         if survived and not generation.joining:

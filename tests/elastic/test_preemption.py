@@ -50,6 +50,64 @@ def test_rank_that_gets_sigterm_leaves_after_its_commit(launches: Launches) -> N
     launches.assert_nothing_left()
 
 
+# Every rank gets the signal, some of them before a call and some after it.
+ALL_LEAVE = """
+    import numpy as np, collective
+    from collective import elastic
+    with collective.init() as comm:
+        first = comm.rank
+        state = elastic.State(comm, total=np.zeros(1), step=0)
+
+        def save():
+            with open("new", "w") as file:
+                file.write(f"{state.step} {state.total[0]}")
+            os.rename("new", "saved")
+
+        for generation in elastic.generations(comm, state, save=save):
+            with generation as comm:
+                while state.step < 50:
+                    if first < 2 and state.step == 2:
+                        os.kill(os.getpid(), signal.SIGTERM)
+                    state.total += comm.all_reduce(np.ones(1))
+                    if first == 2 and state.step == 3:
+                        os.kill(os.getpid(), signal.SIGTERM)
+                    state.step += 1
+                    state.commit()
+    """
+
+
+def test_last_commit_is_saved_if_all_ranks_get_sigterm(launches: Launches) -> None:
+    done = launches.run("-n", "3", "--min-ranks", "1", launches.script(ALL_LEAVE))
+    assert done.returncode == 143, done.stderr
+    # Ranks 0 and 1 leave after step 3. Rank 2 makes one more step, and is rank 0 then.
+    assert (launches.directory / "saved").read_text() == "4 10.0"
+    assert "SIGTERM" not in done.stderr
+    launches.assert_nothing_left()
+
+
+def test_rank_0_that_leaves_says_how_to_save_the_last_commit(launches: Launches) -> None:
+    body = ALL_LEAVE.replace(", save=save", "")
+    done = launches.run("-n", "3", "--min-ranks", "1", launches.script(body))
+    # Rank 0 of the first ranks says so, and then rank 2, which is the next rank 0.
+    said = re.findall(r"\[(\d)\] collective: rank 0 leaves after SIGTERM\. If all", done.stderr)
+    assert said == ["0", "2"], done.stderr
+    assert "pass save= to elastic.generations" in done.stderr
+    assert not (launches.directory / "saved").exists()
+
+
+def test_rank_that_leaves_is_not_awaited_while_it_saves(launches: Launches) -> None:
+    body = ALL_LEAVE.replace("first < 2 and", "first == 0 and").replace("first == 2 and", "0 and")
+    body = body.replace(
+        'with open("new"', 'arrive(); time.sleep(3600)\n            with open("new"'
+    )
+    process = launches.start(
+        "-n", "3", "--min-ranks", "1", launches.script(body + "    arrive()\n")
+    )
+    launches.until_arrived(3)  # the others have ended their training, while rank 0 saves
+    process.terminate()
+    finish(process)
+
+
 def test_rank_that_leaves_is_replaced(launches: Launches) -> None:
     body = TRAINING.replace(
         "state.step < 6", "state.step < 6 or comm.size < 3 and state.step < 9000"
