@@ -314,7 +314,8 @@ static struct found fill(Door *door, struct prepared *p, const struct call *call
     struct prepared entry = {
         call->operation, Py_NewRef(planned), PyObject_GetAttrString(planned, "request"),
         PyObject_GetAttrString(planned, "plan"), NULL, Py_NewRef(call->op),
-        Py_XNewRef(call->counts), Py_XNewRef(call->division), call->ordered, call->root, x->dtype, x->ndim, {0}};
+        Py_XNewRef(call->counts), Py_XNewRef(call->division), call->ordered, call->root,
+        x->dtype, x->ndim, {0}};
     memcpy(entry.shape, x->shape, sizeof entry.shape);
     if (entry.request != NULL && entry.plan != NULL) {
         if (Py_TYPE(entry.plan) != call->core->plan_type) {
