@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 import collective
 from collective.launch.actor_calls import ActorCalls
+from collective.launch.outcome import RanksFailedError
 from collective.testing import run_ranks
 
 SUM = SimpleNamespace(reduceOp=SimpleNamespace(name="SUM"), root_rank=1)
@@ -60,6 +62,35 @@ def _refused(comm: collective.Communicator, case: Callable[[Calls], None]) -> st
 
 
 X = np.zeros(2)
+
+# Each waits for rank 1, which has died.
+LOST: dict[str, Callable[[Calls], None]] = {
+    "allreduce": lambda calls: calls.allreduce([np.zeros(2)], SUM),
+    "barrier": lambda calls: calls.barrier(),
+    "reduce": lambda calls: calls.reduce([np.zeros(2)], SimpleNamespace(root_rank=0)),
+    "broadcast": lambda calls: calls.broadcast([np.zeros(2)], SimpleNamespace(root_rank=1)),
+    "allgather": lambda calls: calls.allgather([[np.zeros(2), np.zeros(2)]], [np.zeros(2)]),
+    "reducescatter": lambda calls: calls.reducescatter([np.zeros(2)], [[X, X]], SUM),
+    "send": lambda calls: calls.send([np.zeros(1 << 20)], SimpleNamespace(dst_rank=1)),
+    "recv": lambda calls: calls.recv([np.zeros(2)], SimpleNamespace(src_rank=1)),
+}
+
+
+def _lost(comm: collective.Communicator, name: str) -> tuple[int, ...]:
+    if comm.rank == 1:
+        os._exit(3)
+    with pytest.raises(collective.PeerLostError) as caught:
+        LOST[name](Calls(comm))
+    return caught.value.ranks
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+@pytest.mark.parametrize("name", LOST)
+def test_death_of_a_peer_raises_in_every_call(name: str, backend: str) -> None:
+    with pytest.raises(RanksFailedError) as caught:
+        run_ranks(2, _lost, name, backend=backend)
+    assert list(caught.value.errors) == [1]
+    assert caught.value.results == {0: (1,)}
 
 
 @pytest.mark.parametrize(

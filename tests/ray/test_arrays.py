@@ -114,6 +114,33 @@ def test_released_memory_raises_peer_lost() -> None:
         transport.recv_multiple_tensors("object", described, None)
 
 
+def _open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_array_described_again_leaves_one_memory() -> None:
+    transport = NumpyTransport()
+    before = _open_files()
+    for _ in range(3):  # Ray does so if the reply of a task was lost
+        described = transport.extract_tensor_transport_metadata("object", [np.ones(3)])
+    assert _open_files() == before + 1
+    (y,) = transport.recv_multiple_tensors("object", described, None)
+    assert y.tolist() == [1.0, 1.0, 1.0]
+    transport.garbage_collect("object", described, [])
+    assert _open_files() == before
+
+
+def test_array_that_cannot_be_copied_leaves_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError("planted")
+
+    before = _open_files()
+    monkeypatch.setattr(os, "truncate", fail)
+    with pytest.raises(OSError, match="planted"):
+        NumpyTransport().extract_tensor_transport_metadata("object", [np.ones(3)])
+    assert _open_files() == before
+
+
 def test_arrays_of_another_host_are_refused() -> None:
     transport = NumpyTransport()
     described = transport.extract_tensor_transport_metadata("object", [np.ones(3)])

@@ -48,6 +48,18 @@ def test_connected_group_leaves_no_keys(actors: list[Any]) -> None:
     assert keys("group/keys") == []
 
 
+def test_new_group_deletes_keys_of_a_failed_one_of_its_name_alone(actors: list[Any]) -> None:
+    from ray.experimental import internal_kv
+
+    other = b"collective/tests/group/failed%2Fother/roll/card-1"
+    for key in (b"collective/tests/group/failed/0123/address", other):
+        internal_kv._internal_kv_put(key, b"1")
+    join(actors[:2], "failed")
+    assert keys("group/failed") == [other]
+    join(actors[:2], "failed/other")
+    assert keys("group/failed") == []
+
+
 def test_group_of_two_connects_within_a_second(actors: list[Any]) -> None:
     assert min(max(join(actors[:2], f"quick-{turn}")) for turn in range(3)) < 1.0
 

@@ -17,7 +17,7 @@ import ray
 from ray.util import collective as col
 
 import collective
-from tests.ray.actors import all_calls, everywhere, expected, group_of, join
+from tests.ray.actors import Member, all_calls, everywhere, expected, group_of, join
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
@@ -71,6 +71,21 @@ def test_kill_of_an_actor_reaches_the_driver_as_our_error() -> None:
     ray.kill(members[1])
     with pytest.raises(collective.PeerLostError, match="rank 1"):
         ray.get(waiting, timeout=60)
+
+
+def test_restarted_actor_joins_the_name_again() -> None:
+    first, second = (Member.options(max_restarts=1, max_task_retries=-1).remote() for _ in range(2))
+    join([first, second], "restart")
+    pids = everywhere([first, second], _pid)
+    waiting = first.run.remote(_reduce, "restart")
+    ray.kill(second, no_restart=False)
+    assert ray.get(waiting, timeout=60).startswith("(1,) all_reduce")
+    everywhere([first], col.destroy_collective_group, "restart")
+    join([first, second], "restart")
+    assert everywhere([first, second], _of_length, 3, "restart") == [2.0, 2.0]
+    renewed = everywhere([first, second], _pid)
+    assert renewed[0] == pids[0]
+    assert renewed[1] != pids[1]
 
 
 def test_different_calls_raise_on_both_ranks_and_keep_the_group(actors: list[Any]) -> None:

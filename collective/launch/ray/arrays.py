@@ -58,7 +58,8 @@ class SharedMemoryTransport(_Manager):  # type: ignore[misc]
     name = "COLLECTIVE"
 
     def __init__(self) -> None:
-        self._descriptors: dict[str, int] = {}
+        # Descriptors and paths by objects.
+        self._memories: dict[str, tuple[int, str]] = {}
         self._lock = threading.Lock()
 
     def tensor_transport_backend(self) -> str:
@@ -85,15 +86,18 @@ class SharedMemoryTransport(_Manager):  # type: ignore[misc]
         path = ""
         if end:
             descriptor, path = shared_file(_NAME)
+            try:
+                _fill(descriptor, end, offsets, views)
+            except BaseException:  # such as memory that is not there
+                _remove(descriptor, path)
+                raise
             with self._lock:
-                self._descriptors[obj_id] = descriptor
-            os.truncate(descriptor, end)
-            fix_length(descriptor)
-            with mmap.mmap(descriptor, end) as mapped:
-                memory = np.frombuffer(mapped, np.uint8)
-                for offset, view in zip(offsets, views):
-                    memory[offset : offset + view.nbytes] = view
-                del memory  # else the mapping could not be closed
+                former = self._memories.pop(obj_id, None)
+                self._memories[obj_id] = descriptor, path
+            # Ray describes an object again if the reply of its task was lost, and the first
+            # description with it.
+            if former is not None:
+                _remove(*former)
         return SharedArrays(
             [(x.shape, x.dtype) for x in rdt_object], "cpu", path, end, offsets, boot_id(),
             f"process {os.getpid()}",
@@ -138,13 +142,9 @@ class SharedMemoryTransport(_Manager):  # type: ignore[misc]
     ) -> None:
         """Release the memory; receivers that have mapped it keep it."""
         with self._lock:
-            descriptor = self._descriptors.pop(obj_id, None)
-        if descriptor is None:
-            return
-        os.close(descriptor)
-        if is_file(tensor_transport_meta.path):
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(tensor_transport_meta.path)
+            memory = self._memories.pop(obj_id, None)
+        if memory is not None:
+            _remove(*memory)
 
     def abort_transport(self, obj_id: str, communicator_metadata: Any) -> None:
         """Do nothing: no process waits for another one."""
@@ -206,6 +206,27 @@ class NumpyTransport(SharedMemoryTransport):
     def _array_of(self, memory: np.ndarray[Any, Any], shape: Any, dtype: Any) -> Any:
         count = int(np.prod(shape))
         return memory[: count * dtype.itemsize].view(dtype).reshape(shape)
+
+
+def _fill(
+    descriptor: int, nbytes: int, offsets: Sequence[int], views: Sequence[np.ndarray[Any, Any]]
+) -> None:
+    """Copy arrays to their offsets in a new shared file."""
+    os.truncate(descriptor, nbytes)
+    fix_length(descriptor)
+    with mmap.mmap(descriptor, nbytes) as mapped:
+        memory = np.frombuffer(mapped, np.uint8)
+        for offset, view in zip(offsets, views):
+            memory[offset : offset + view.nbytes] = view
+        del memory  # else the mapping could not be closed
+
+
+def _remove(descriptor: int, path: str) -> None:
+    """Release a shared file; processes that have mapped it keep its memory."""
+    os.close(descriptor)
+    if is_file(path):
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
 
 
 def register_transports() -> None:

@@ -6,6 +6,7 @@ import importlib
 import os
 import socket
 from typing import Any
+from urllib.parse import quote
 
 from collective.communicator import Communicator
 from collective.deadline import Deadline
@@ -42,7 +43,8 @@ class ActorGroup(ActorCalls, _Base):  # type: ignore[misc]
 
     def __init__(self, world_size: int, rank: int, group_name: str) -> None:
         _Base.__init__(self, world_size, rank, group_name)
-        self.comm = meet_actors(world_size, rank, f"group/{group_name}")
+        # Quoted, so that no name's keys are below those of another name.
+        self.comm = meet_actors(world_size, rank, f"group/{quote(group_name, safe='')}")
 
     @classmethod
     def backend(cls) -> str:
@@ -83,7 +85,7 @@ def meet_actors(
     roll = _store(f"{name}/roll")
     deadline = Deadline(load({"rank": 0, "size": 1}).start_timeout)
     if rank == 0:
-        roll.delete_all()
+        forget(name)  # also the keys of ranks that met here, and then failed to connect
     place = call_roll(seal(roll, secret), rank, _card(size, context), deadline)
     keys = _store(f"{name}/{place.job}")
     toward = _control_service(context)
@@ -94,8 +96,7 @@ def meet_actors(
         # The connected ranks need no store. So no key is left when the actors are killed.
         comm.barrier(timeout=max(deadline.left(), 1.0))
         if rank == 0:
-            roll.delete_all()
-            keys.delete_all()
+            forget(name)
     except BaseException:
         comm.close()
         raise
