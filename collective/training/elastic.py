@@ -88,8 +88,8 @@ class Generation:
     def _keep_work(self) -> None:
         """Save the last commit on rank 0, which leaves: perhaps all other ranks leave, too.
 
-        If others go on, one of them is the next rank 0. If that one leaves as well, it saves a later
-        commit. So the last commit of all is saved.
+        If others go on, one of them is the next rank 0. If that one leaves as well, it saves a
+        later commit. So the last commit of all is saved.
         """
         if self.comm.rank != 0:
             return

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from collective.deadline import Deadline
 from collective.start.network import address_of
 from collective.start.rendezvous import Endpoint
 from collective.start.resolver import own_address_toward
@@ -17,7 +18,8 @@ __all__ = ["Listener", "reached"]
 
 # Long enough for a lost packet, which is sent again after a second.
 _CONNECT_S = 2.0
-_AT_ONCE = 64
+# Each attempt has a thread, so that dead addresses do not wait for one another.
+_AT_ONCE = 1024
 
 
 class Listener:
@@ -103,10 +105,12 @@ def reached(peers: Sequence[Sequence[str | int]]) -> list[list[str]]:
 
 def _reason(address: str, port: int, token: str) -> str:
     """Return why a peer cannot be reached; "" if it can."""
+    deadline = Deadline(_CONNECT_S)
     try:
-        with socket.create_connection((address, port), _CONNECT_S) as connection:
+        with socket.create_connection((address, port), deadline.left()) as connection:
             expected, answer = token.encode(), b""
             while len(answer) < len(expected):
+                connection.settimeout(max(deadline.left(), 0.001))  # 0 would be: do not wait
                 chunk = connection.recv(len(expected) - len(answer))
                 if not chunk:
                     break
