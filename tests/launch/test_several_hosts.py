@@ -22,7 +22,8 @@ from typing import Any
 import pytest
 
 import collective
-from collective.errors import RendezvousError
+from collective.adapters.jax.xla.library import library
+from collective.errors import BackendUnavailableError, RendezvousError
 from collective.launch.hosts import cluster
 from collective.start.host_list import HostSlots
 from tests.support.interpreter import ROOT
@@ -182,6 +183,37 @@ def test_much_output_of_other_host_arrives_whole(hosts: Hosts, script: Script) -
     body = "for line in range(100_000): print(line, 'x' * 20)"
     lines = hosts.run(["--hosts", "host1", script(body)]).succeed().splitlines()
     assert lines == [f"[0] {line} {'x' * 20}" for line in range(100_000)]
+
+
+@pytest.fixture
+def jax_installed(tmp_path: Path) -> str:
+    """Return a PYTHONPATH on which the metadata of jaxlib are, so that `run` takes --jax."""
+    try:
+        library()
+    except BackendUnavailableError as error:
+        pytest.skip(str(error))
+    metadata = tmp_path / "packages" / "jaxlib-0.12.0.1.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: jaxlib\nVersion: 0.12.0.1\n")
+    return f"{ROOT}{os.pathsep}{metadata.parent}"
+
+
+def test_ranks_of_jax_on_two_hosts_find_coordinator_and_plugin(
+    hosts: Hosts, script: Script, jax_installed: str
+) -> None:
+    body = """
+        import socket
+        from collective.adapters.jax.xla.detection import place
+        coordinator, processes, number = place(os.environ)
+        plugin = os.environ["JAX_CPU_COLLECTIVES_IMPLEMENTATION"], os.environ["JAX_PLATFORMS"]
+        library = os.path.isfile(os.environ["MPITRAMPOLINE_LIB"])
+        print(socket.gethostname(), number, "of", processes, *plugin, library, coordinator)
+        """
+    arguments = ["--jax", "--hosts", "host0,host1", script(body)]
+    lines = sorted(hosts.run(arguments, PYTHONPATH=jax_installed).succeed().splitlines())
+    before, _, port = lines[0].rpartition(":")
+    assert before == "[0] host0 0 of 2 mpi cpu True 10.77.0.1"
+    assert lines[1] == f"[1] host1 1 of 2 mpi cpu True 10.77.0.1:{port}"
 
 
 # -- the end ----------------------------------------------------------------------------------
@@ -371,12 +403,17 @@ def test_missing_python_on_host_is_named(hosts: Hosts, script: Script) -> None:
     assert "host host1: ssh ended with exit code 1" in text
 
 
-def test_missing_script_on_host_is_named(hosts: Hosts, tmp_path: Path) -> None:
+@pytest.mark.parametrize("option", [[], ["--jax"]])
+def test_missing_script_on_host_is_named(
+    hosts: Hosts, tmp_path: Path, request: pytest.FixtureRequest, option: list[str]
+) -> None:
+    variables = {"PYTHONPATH": request.getfixturevalue("jax_installed")} if option else {}
     path = tmp_path / "host0" / "only.py"
     path.write_text(PROGRAM)
     mount = ["mount", "-t", "tmpfs", "tmpfs", str(path.parent)]
     hosts.hosts[1].before = f"import subprocess; subprocess.run({mount}, check=True)"
-    text = refused(hosts.run(["--hosts", "host0,host1", str(path)]))
+    arguments = [*option, "--hosts", "host0,host1", str(path)]
+    text = refused(hosts.run(arguments, **variables))
     assert f"hosts: host1: script {str(path)!r}: no such file" in text
 
 

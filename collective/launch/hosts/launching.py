@@ -44,6 +44,7 @@ def launch_on_hosts(
     size: int,
     settings: Mapping[str, str],
     *,
+    script: str,
     spares: Sequence[HostSlots] = (),
     ssh: str = "ssh",
     min_ranks: int | None = None,
@@ -57,6 +58,7 @@ def launch_on_hosts(
         program, size, settings, min_ranks, max_restarts, replace, verbose: as for
             :func:`collective.launch.launch`.
         hosts: the hosts, in the order of the ranks.
+        script: script of the program, which all hosts must have; "" if the program is a module.
         spares: hosts on which ranks start when others are lost.
         ssh: command of ssh, with options.
 
@@ -65,7 +67,7 @@ def launch_on_hosts(
     """
     site = Site(
         os.getcwd(),
-        "" if program[0] == "-m" else program[0],
+        script,
         sys.executable,
         python_path(),
         shlex.split(ssh),

@@ -8,6 +8,7 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from collective import install
 from collective.errors import ConfigError
@@ -156,6 +157,67 @@ def execute(options: argparse.Namespace) -> int:
         return _refuse("no program given; name a script, or -m and a module")
     if absent := absent_script(options, program):
         return _refuse(absent)
+    hosts = hosts_of(options)
+    spares = from_text(options.spares, "--spares") if options.spares else []
+    if options.n is None:
+        options.n = sum(host.slots for host in hosts) or say_size("run")
+    if wrong := _misuse_of_hosts(options, hosts, spares):
+        return _refuse(wrong)
+    options.replace = options.replace or bool(spares)
+    chosen = _chosen(options)
+    if wrong := _misuse(options, chosen) or (_misuse_on_hosts(chosen) if hosts else ""):
+        return _refuse(wrong)
+    if "trace" in chosen.settings:
+        check_directory("trace", Path(str(chosen.settings["trace"].value)))
+    if chosen.on_host != "threads":
+        _say_sources(program[0], options.module)
+    arguments = ["-m"] * options.module + program
+    variables = dict(chosen.variables)
+    if options.jax:
+        arguments, of_jax = _under_jax(arguments)
+        variables.update(of_jax)
+    if hosts:
+        # Imported here: one host does not need it.
+        from collective.launch.hosts.launching import launch_on_hosts
+
+        return launch_on_hosts(
+            arguments, hosts, options.n, variables,
+            script="" if options.module else program[0], spares=spares, ssh=options.ssh,
+            min_ranks=chosen.min_ranks, max_restarts=options.max_restarts,
+            replace=options.replace, verbose=options.verbose,
+        )  # fmt: skip
+    if chosen.on_host == "threads":
+        return _run_threads(options, arguments, variables, chosen.min_ranks)
+    return launch(
+        arguments, options.n, variables, mpi=chosen.mpi, min_ranks=chosen.min_ranks,
+        max_restarts=options.max_restarts, replace=options.replace, verbose=options.verbose,
+    )  # fmt: skip
+
+
+class _Chosen(NamedTuple):
+    """What the options and the settings choose.
+
+    Attributes:
+        settings: settings of the ranks.
+        variables: environment variables for those that the options give.
+        min_ranks: smallest number of ranks with which the program goes on.
+        on_host: name of the transport between ranks of one host, or "".
+        mpi: whether MPI is used, on a host or between hosts.
+    """
+
+    settings: Mapping[str, Setting]
+    variables: Mapping[str, str]
+    min_ranks: int
+    on_host: str
+    mpi: bool
+
+
+def _chosen(options: argparse.Namespace) -> _Chosen:
+    """Check the settings, once here and not once in every rank.
+
+    Raises:
+        ConfigError, BackendNotFoundError, BackendUnavailableError: a setting is wrong.
+    """
     # For a launch within a rank: min_ranks of the outer launch does not apply to this launch.
     if "COLLECTIVE_RANK" in os.environ:
         os.environ.pop("COLLECTIVE_MIN_RANKS", None)
@@ -164,74 +226,35 @@ def execute(options: argparse.Namespace) -> int:
         "timeout": options.timeout,
         "min_ranks": options.min_ranks,
     }
-    hosts = hosts_of(options)
-    spares = from_text(options.spares, "--spares") if options.spares else []
-    slots = sum(host.slots for host in hosts)
-    if options.n is None:
-        options.n = slots or say_size("run")
-    if wrong := _misuse_of_hosts(options, hosts, spares):
-        return _refuse(wrong)
-    if spares:
-        options.replace = True
-    # Check the settings once here, so that a misspelt setting is not an error of every rank.
     found = settings(given)
     refuse_transports(found)
-    min_ranks = int(found["min_ranks"].value) if "min_ranks" in found else options.n
-    named = str(found["backend"].value) if "backend" in found else ""
-    on_host = by_device(named).get("cpu", named)
-    mpi = "mpi" in (on_host, found["across"].value if "across" in found else "")
-    if wrong := _misuse(options, found, min_ranks, on_host, mpi):
-        return _refuse(wrong)
-    if "trace" in found:
-        check_directory("trace", Path(str(found["trace"].value)))
-    if on_host != "threads":
-        _say_sources(program[0], options.module)
     variables = {
         f"COLLECTIVE_{key.upper()}": str(found[key].value)
         for key, value in given.items()
         if value is not None
     }
-    arguments = ["-m"] * options.module + program
-    if options.jax:
-        arguments, of_jax = _under_jax(arguments)
-        variables.update(of_jax)
-    if hosts:
-        if wrong := _misuse_on_hosts(on_host, mpi):
-            return _refuse(wrong)
-        # Imported here: one host does not need it.
-        from collective.launch.hosts.launching import launch_on_hosts
+    min_ranks = int(found["min_ranks"].value) if "min_ranks" in found else options.n
+    named = str(found["backend"].value) if "backend" in found else ""
+    on_host = by_device(named).get("cpu", named)
+    mpi = "mpi" in (on_host, found["across"].value if "across" in found else "")
+    return _Chosen(found, variables, min_ranks, on_host, mpi)
 
-        return launch_on_hosts(
-            arguments,
-            hosts,
-            options.n,
-            variables,
-            spares=spares,
-            ssh=options.ssh,
-            min_ranks=min_ranks,
-            max_restarts=options.max_restarts,
-            replace=options.replace,
-            verbose=options.verbose,
-        )
-    if on_host == "threads":
-        os.environ.update(variables)
-        if options.is_program:
-            restart_with(OMP_NUM_THREADS=str(cores_for_each(options.n)))
-        # Imported here: the module imports NumPy and the transports.
-        from collective.launch import threads
 
-        return threads.main(
-            [str(options.n), *arguments], spare=options.n - min_ranks, verbose=options.verbose
-        )
-    return launch(
-        arguments,
-        options.n,
-        variables,
-        mpi=mpi,
-        min_ranks=min_ranks,
-        max_restarts=options.max_restarts,
-        replace=options.replace,
-        verbose=options.verbose,
+def _run_threads(
+    options: argparse.Namespace,
+    arguments: Sequence[str],
+    variables: Mapping[str, str],
+    min_ranks: int,
+) -> int:
+    """Run the program in ranks that are threads of this process; return the exit code."""
+    os.environ.update(variables)
+    if options.is_program:
+        restart_with(OMP_NUM_THREADS=str(cores_for_each(options.n)))
+    # Imported here: the module imports NumPy and the transports.
+    from collective.launch import threads
+
+    return threads.main(
+        [str(options.n), *arguments], spare=options.n - min_ranks, verbose=options.verbose
     )
 
 
@@ -271,23 +294,12 @@ def _say_sources(program: str, is_module: bool) -> None:
         )
 
 
-def _misuse(
-    options: argparse.Namespace,
-    chosen: Mapping[str, Setting],
-    min_ranks: int,
-    on_host: str,
-    mpi: bool,
-) -> str:
-    """Return which options contradict each other, with the remedy; "" if none do.
-
-    Args:
-        min_ranks: smallest number of ranks with which the program goes on.
-        on_host: name of the transport between ranks of one host, or "".
-        mpi: whether MPI is used, on a host or between hosts.
-    """
+def _misuse(options: argparse.Namespace, chosen: _Chosen) -> str:
+    """Return which options contradict each other, with the remedy; "" if none do."""
+    found, _, min_ranks, on_host, mpi = chosen
     if min_ranks > options.n:
         return (
-            f"min_ranks: {min_ranks} ({chosen['min_ranks'].origin}) with {options.n} ranks; it can "
+            f"min_ranks: {min_ranks} ({found['min_ranks'].origin}) with {options.n} ranks; it can "
             f"be {options.n} at most"
         )
     if options.replace and min_ranks == options.n:
@@ -297,7 +309,7 @@ def _misuse(
             f"{max(1, options.n - 1)}"
         )
     if options.replace and (mpi or on_host == "threads"):
-        named = str(chosen["backend"].value) if "backend" in chosen else ""
+        named = str(found["backend"].value) if "backend" in found else ""
         return (
             f"--replace with backend {named!r}: a process can join neither an MPI "
             "world nor ranks that are threads. Use --backend shm or gloo"
@@ -338,17 +350,17 @@ def _misuse_of_hosts(
     return ""
 
 
-def _misuse_on_hosts(on_host: str, mpi: bool) -> str:
+def _misuse_on_hosts(chosen: _Chosen) -> str:
     """Return why a transport cannot be used with --hosts, with the remedy; "" if it can."""
-    if mpi:
+    if chosen.mpi:
         return (
             "--hosts with mpi: only mpiexec makes an MPI world. Start the program with mpiexec, "
             "or omit --backend mpi"
         )
-    if on_host in ("threads", "shm"):
+    if chosen.on_host in ("threads", "shm"):
         return (
-            f"--hosts with backend {on_host}: it connects ranks of one host only. Omit --backend, "
-            "or use --backend hierarchical"
+            f"--hosts with backend {chosen.on_host}: it connects ranks of one host only. Omit "
+            "--backend, or use --backend hierarchical"
         )
     return ""
 
