@@ -40,15 +40,8 @@ WRONG = [
 
 
 @pytest.mark.timeout(7200)
-@pytest.mark.parametrize(
-    ("folder", "transport"),
-    [
-        ("single_node_cpu_tests", "shm"),
-        ("distributed_cpu_tests", "shm"),
-        ("distributed_cpu_tests", "gloo"),
-    ],
-)
-def test_own_tests_of_ray_pass(folder: str, transport: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("folder", ["single_node_cpu_tests", "distributed_cpu_tests"])
+def test_own_tests_of_ray_pass(folder: str, tmp_path: Path) -> None:
     copy = tmp_path / "raytests"
     shutil.copytree(Path(TESTS, folder).expanduser(), copy / folder)
     shutil.copy(Path(TESTS, "cpu_util.py").expanduser(), copy)
@@ -61,7 +54,6 @@ def test_own_tests_of_ray_pass(folder: str, transport: str, tmp_path: Path) -> N
     done = run(
         *command, f"--rootdir={tmp_path}", *(f"--deselect={name}" for name in WRONG), copy / folder,
         cwd=tmp_path, merged=True, timeout=7000.0, RAYTESTS=str(tmp_path),
-        COLLECTIVE_BACKEND=transport,
     )  # fmt: skip
-    print(folder, transport, done.stdout.splitlines()[-1])
+    print(folder, done.stdout.splitlines()[-1])
     assert done.returncode == 0, done.stdout
