@@ -26,21 +26,15 @@ def work(**place: object) -> str:
         return f"rank {comm.rank} of {comm.size} over {comm.backend}: {total[0]}"
 
 
-def main() -> None:
-    """Place a rank on each worker, and print what the ranks return."""
+if __name__ == "__main__":  # place a rank on each worker, and print what the ranks return
     client = Client(sys.argv[1] if sys.argv[1:] else LocalCluster(2, threads_per_worker=1))
     workers = sorted(client.scheduler_info(n_workers=-1)["workers"])
     hosts = [urlsplit(worker).hostname for worker in workers]
     port = client.submit(free_port, workers=workers[:1], pure=False).result()
-    common = {"size": len(workers), "store": f"tcp://{hosts[0]}:{port}"}
-    common["secret"] = secrets.token_hex(32)
+    common = {"store": f"tcp://{hosts[0]}:{port}", "secret": secrets.token_hex(32)}
     ranks = []
     for rank, (worker, host) in enumerate(zip(workers, hosts, strict=True)):
-        place = {"rank": rank, "local_rank": hosts[:rank].count(host)}
+        place = {"rank": rank, "size": len(hosts), "local_rank": hosts[:rank].count(host)}
         place["local_size"] = hosts.count(host)
         ranks.append(client.submit(work, **common, **place, workers=[worker], pure=False))
     print(*client.gather(ranks), sep="\n")
-
-
-if __name__ == "__main__":
-    main()
