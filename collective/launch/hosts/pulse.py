@@ -15,7 +15,7 @@ __all__ = ["Knocks", "Pulse"]
 _SILENCE_S = 10.0
 # A host is cut off if its agent has been silent for five beats, and its kernel has answered none of
 # three knocks. Knocks begin after two beats without a sign of life. The figures are those of
-# docs/decisions/XXXX-silent-hosts.md.
+# docs/decisions/0252-silent-hosts.md.
 _DOUBT_S, _CUT_OFF_S, _KNOCKS = 2 * BEAT_S, 5 * BEAT_S, 3
 
 
