@@ -15,9 +15,14 @@
 #include <stdint.h>
 #include <time.h>
 #if defined(__linux__)
-#include <linux/futex.h>
 #include <sys/syscall.h>
 #include <unistd.h>
+#endif
+
+/* Values of the kernel's interface, from linux/futex.h. A machine with musl may lack that header. */
+#ifndef FUTEX_WAIT
+#define FUTEX_WAIT 0
+#define FUTEX_WAKE 1
 #endif
 
 /* Offset in the segment of the number of ranks that nap. A rank that dies in its nap stays counted.
