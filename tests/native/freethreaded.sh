@@ -49,5 +49,6 @@ if [ ! -e "$prefix/bin/python3" ]; then
     rm -rf "$prefix/build"
 fi
 pip="$prefix/bin/python3 -m pip install --quiet --disable-pip-version-check"
-$pip numpy pytest pytest-timeout 'setuptools>=77'
+# The newest NumPy may have no wheel for this Python, and building one takes very long.
+$pip --only-binary :all: numpy pytest pytest-timeout 'setuptools>=77'
 $pip --no-deps --no-build-isolation --force-reinstall "$root"
