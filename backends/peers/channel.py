@@ -198,7 +198,8 @@ class Channel:
             PeerLostError, PeerFailedError, MismatchError, CommunicatorAbortedError,
             CollectiveTimeoutError: the error that belongs to the failure.
         """
-        if self.failure is None:
+        # A call that waits for nobody does not pay for a look, unless the hub is gone.
+        if self.failure is None and (awaited != () or self._monitor.hub_gone):
             self._monitor.look_around()
         if self.failure is not None:
             raise self._error(where)

@@ -47,6 +47,9 @@ __all__ = [
 
 Array = np.ndarray[Any, Any]
 
+# To a fold these two operators are sums. The scaling comes before or after the fold.
+_FOLDED_AS = {"avg": "sum", "premul_sum": "sum"}
+
 
 class Fold(Protocol):
     """``fold(a, b, out=c)`` on one-dimensional storage arrays of one length; c may be a or b."""
@@ -132,18 +135,15 @@ def schedule(
     """
     if op.function is not None:
         return None
-    return native.schedule(_name_of_fold(op.name), dtype.code, inputs, scratch, results, steps)
-
-
-def _name_of_fold(name: str) -> str:
-    # To a fold these two operators are sums. The scaling comes before or after the fold.
-    return "sum" if name in ("avg", "premul_sum") else name
+    return native.schedule(
+        _FOLDED_AS.get(op.name, op.name), dtype.code, inputs, scratch, results, steps
+    )
 
 
 @cache
 def _named_fold(name: str, dtype: DType, extension: object) -> Fold:
     """Return the fold of the native core, or the one in Python if ``extension`` is None."""
-    return native.fold(_name_of_fold(name), dtype.code, reference(name, dtype))
+    return native.fold(_FOLDED_AS.get(name, name), dtype.code, reference(name, dtype))
 
 
 @cache
