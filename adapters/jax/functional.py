@@ -14,14 +14,16 @@ Each docstring gives ``∂L/∂x_r``.
   backward collective, and the other ranks wait for it. A call without a result on a rank
   (:func:`send`; :func:`reduce` and :func:`gather` off the root) returns a *delegate* there: a zero
   without dimensions, which has to be added to the loss.
-- The derivatives are reverse-mode. JAX refuses ``jvp`` and ``jacfwd`` of these calls.
-- ``vmap`` makes one call with all elements. All ranks have to map over the same number.
+- Forward mode (``jvp``, ``linearize``) makes the call a second time, with the tangents. Then the
+  tangent of a result is ``Σ_r ∂y/∂x_r · t_r``, where ``t_r`` is the tangent that rank ``r`` passes.
+- ``vmap`` makes one call with all elements. All ranks have to map over the same number. For
+  gradients of each element, differentiate the mapped function: ``grad`` of ``vmap``.
 - A program runs on one device of its process. Several devices are refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -44,8 +46,6 @@ __all__ = [
 
 pass_over(jax)
 
-_Backward = Callable[[Any, Any], Any]
-
 
 def all_reduce(x: Any, comm: Communicator | None = None, op: str = "sum") -> jax.Array:
     """Fold the ranks' arrays elementwise and give every rank the result.
@@ -55,8 +55,8 @@ def all_reduce(x: Any, comm: Communicator | None = None, op: str = "sum") -> jax
     - ``sum``: ``G``; ``avg``: ``G / size``;
     - ``min``, ``max``: ``G`` where ``x_r`` is the extreme, divided by the number of ranks that hold
       it; zero elsewhere;
-    - ``prod``: ``G · Π_{s≠r} x_s``, correct even if factors are zero. The backward pass gathers all
-      ranks' ``x`` for it, and so needs ``size`` times the memory of ``x``.
+    - ``prod``: ``G · Π_{s≠r} x_s``, correct even if factors are zero. A program that is
+      differentiated gathers all ranks' ``x`` for it, in ``size`` times the memory of ``x``.
 
     Collective: every rank calls it, with the same op, shape and dtype.
 
@@ -77,10 +77,7 @@ def all_reduce(x: Any, comm: Communicator | None = None, op: str = "sum") -> jax
     comm = comm_or_current(comm, "all_reduce")
     _check_op("all_reduce", op)
     x = jnp.asarray(x)
-    return _call(
-        "all_reduce", comm, x, x.shape, {"op": op},
-        lambda x, g: _fold_gradient("all_reduce", comm, op, x, all_reduce(g, comm)),
-    )  # fmt: skip
+    return _fold(x, x.shape, op, _call("all_reduce", comm), _call("all_reduce", comm, op="sum"))
 
 
 def reduce(x: Any, comm: Communicator | None = None, root: int = 0, op: str = "sum") -> jax.Array:
@@ -103,19 +100,17 @@ def reduce(x: Any, comm: Communicator | None = None, root: int = 0, op: str = "s
     comm = comm_or_current(comm, "reduce")
     _check_op("reduce", op)
     at_root, x = _at_root("reduce", comm, root), jnp.asarray(x)
-    return _call(
-        "reduce", comm, x, x.shape if at_root else (), {"root": root, "op": op},
-        lambda x, g: _fold_gradient(
-            "reduce", comm, op, x, broadcast(g if at_root else _filled(x, g), comm, root)
-        ),
-        delegate=not at_root,
+    return _fold(
+        x, x.shape if at_root else (), op,
+        _call("reduce", comm, delegate=not at_root, root=root),
+        _call("broadcast", comm, root=root),
     )  # fmt: skip
 
 
 def scan(x: Any, comm: Communicator | None = None, op: str = "sum") -> jax.Array:
     """Fold the arrays of ranks 0 to this one elementwise.
 
-    The call has no gradient: differentiating it raises UnsupportedError.
+    The call has no derivative: differentiating it raises UnsupportedError.
 
     Collective: every rank calls it, with the same op, shape and dtype.
 
@@ -131,14 +126,7 @@ def scan(x: Any, comm: Communicator | None = None, op: str = "sum") -> jax.Array
     comm = comm_or_current(comm, "scan")
     _check_op("scan", op)
     x = jnp.asarray(x)
-
-    def refuse(x: Any, g: Any) -> Any:
-        raise UnsupportedError(
-            "scan: a scan has no gradient. Gather the arrays with all_gather and add up those of "
-            "the lower ranks, which JAX differentiates."
-        )
-
-    return _call("scan", comm, x, x.shape, {"op": op}, refuse)
+    return bind(x, _call("scan", comm, op=op), None, x.shape)
 
 
 def broadcast(x: Any, comm: Communicator | None = None, root: int = 0) -> jax.Array:
@@ -162,12 +150,10 @@ def broadcast(x: Any, comm: Communicator | None = None, root: int = 0) -> jax.Ar
     """
     comm = comm_or_current(comm, "broadcast")
     at_root, x = _at_root("broadcast", comm, root), _given("broadcast", x)
-
-    def backward(x: Any, g: Any) -> Any:
-        total = reduce(g, comm, root)
-        return total if at_root else _filled(x, total)
-
-    return _call("broadcast", comm, x, x.shape, {"root": root}, backward)
+    return bind(
+        x, _call("broadcast", comm, root=root),
+        _call("reduce", comm, delegate=not at_root, root=root, op="sum"), x.shape,
+    )  # fmt: skip
 
 
 def all_gather(
@@ -194,9 +180,10 @@ def all_gather(
     comm = comm_or_current(comm, "all_gather")
     x, axis = _along("all_gather", x, axis)
     lengths = _gathered("all_gather", comm, x, axis, counts)
-    return _call(
-        "all_gather", comm, x, _with(x, axis, sum(lengths)), {"axis": axis},
-        lambda x, g: reduce_scatter(g, comm, "sum", axis, counts=lengths),
+    return bind(
+        x, _call("all_gather", comm, axis=axis),
+        _call("reduce_scatter", comm, op="sum", axis=axis, counts=lengths),
+        _with(x, axis, sum(lengths)),
     )  # fmt: skip
 
 
@@ -227,15 +214,9 @@ def gather(
     comm = comm_or_current(comm, "gather")
     at_root, (x, axis) = _at_root("gather", comm, root), _along("gather", x, axis)
     lengths = _gathered("gather", comm, x, axis, counts)
-    shape = _with(x, axis, sum(lengths))
-
-    def backward(x: Any, g: Any) -> Any:
-        whole = g if at_root else jnp.broadcast_to(g, shape)
-        return scatter(whole, comm, root, axis, counts=lengths)
-
-    return _call(
-        "gather", comm, x, shape if at_root else (), {"root": root, "axis": axis}, backward,
-        delegate=not at_root,
+    return bind(
+        x, _call("gather", comm, delegate=not at_root, root=root, axis=axis),
+        _scatter(comm, root, axis, lengths), _with(x, axis, sum(lengths)) if at_root else (),
     )  # fmt: skip
 
 
@@ -271,14 +252,10 @@ def scatter(
     comm = comm_or_current(comm, "scatter")
     at_root, (x, axis) = _at_root("scatter", comm, root), _along("scatter", x, axis)
     pieces = _cut("scatter", comm, x, axis, counts)
-
-    def backward(x: Any, g: Any) -> Any:
-        joined = gather(g, comm, root, axis, counts=pieces)
-        return joined if at_root else _filled(x, joined)
-
-    return _call(
-        "scatter", comm, x, _with(x, axis, pieces[comm.rank]),
-        {"root": root, "axis": axis, **({"counts": pieces} if at_root else {})}, backward,
+    return bind(
+        x, _scatter(comm, root, axis, pieces),
+        _call("gather", comm, delegate=not at_root, root=root, axis=axis),
+        _with(x, axis, pieces[comm.rank]),
     )  # fmt: skip
 
 
@@ -311,12 +288,10 @@ def reduce_scatter(
     _check_op("reduce_scatter", op)
     x, axis = _along("reduce_scatter", x, axis)
     pieces = _cut("reduce_scatter", comm, x, axis, counts)
-    return _call(
-        "reduce_scatter", comm, x, _with(x, axis, pieces[comm.rank]),
-        {"op": op, "axis": axis, "counts": pieces},
-        lambda x, g: _fold_gradient(
-            "reduce_scatter", comm, op, x, all_gather(g, comm, axis, counts=pieces)
-        ),
+    return _fold(
+        x, _with(x, axis, pieces[comm.rank]), op,
+        _call("reduce_scatter", comm, axis=axis, counts=pieces),
+        _call("all_gather", comm, axis=axis),
     )  # fmt: skip
 
 
@@ -362,9 +337,9 @@ def all_to_all(
         received = (pieces[comm.rank],) * comm.size
     else:
         received = tuple(check_counts("all_to_all", recv_counts, comm.size))
-    return _call(
-        "all_to_all", comm, x, _with(x, axis, sum(received)), {"axis": axis, "counts": pieces},
-        lambda x, g: all_to_all(g, comm, axis, counts=received, recv_counts=pieces),
+    return bind(
+        x, _call("all_to_all", comm, axis=axis, counts=pieces),
+        _call("all_to_all", comm, axis=axis, counts=received), _with(x, axis, sum(received)),
     )  # fmt: skip
 
 
@@ -387,9 +362,9 @@ def send(x: Any, dst: int, comm: Communicator | None = None, tag: int = 0) -> ja
     """
     comm = comm_or_current(comm, "send")
     _check_rank("send", comm, "dst", dst)
-    return _call(
-        "send", comm, jnp.asarray(x), (), {"dst": dst, "tag": tag},
-        lambda x, g: recv(comm, dst, tag, like=_filled(x, g)), delegate=True,
+    return bind(
+        jnp.asarray(x), _call("send", comm, delegate=True, dst=dst, tag=tag),
+        _call("recv", comm, src=dst, tag=tag), (),
     )  # fmt: skip
 
 
@@ -427,11 +402,10 @@ def recv(
     if after is not None:
         # A sum with one element, so that the result depends on it under every transformation.
         template = template + 0 * jnp.ravel(jnp.asarray(after))[0].astype(template.dtype)
-
-    def backward(x: Any, g: Any) -> Any:
-        return _filled(x, send(g, src, comm, tag))
-
-    return _call("recv", comm, template, template.shape, {"src": src, "tag": tag}, backward)
+    return bind(
+        template, _call("recv", comm, src=src, tag=tag),
+        _call("send", comm, delegate=True, dst=src, tag=tag), template.shape,
+    )  # fmt: skip
 
 
 def sendrecv(
@@ -463,11 +437,9 @@ def sendrecv(
             f"sendrecv: like is of {like.dtype} (expected the dtype of x, {x.dtype}). Use send and "
             "recv for arrays of two dtypes."
         )
-    sent = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    return _call(
-        "sendrecv", comm, x, x.shape if like is None else like.shape,
-        {"dst": dst, "src": src, "tag": tag},
-        lambda x, g: sendrecv(g, src, dst, comm, tag, like=sent),
+    return bind(
+        x, _call("sendrecv", comm, dst=dst, src=src, tag=tag),
+        _call("sendrecv", comm, dst=src, src=dst, tag=tag), x.shape if like is None else like.shape,
     )  # fmt: skip
 
 
@@ -480,51 +452,55 @@ def barrier(comm: Communicator | None = None) -> None:
         comm: ranks that take part; None: those of the current communicator.
     """
     comm = comm_or_current(comm, "barrier")
-    _call("barrier", comm, jnp.zeros((), np.uint8), (), {}, None, delegate=True)
+    bind(jnp.zeros((), np.uint8), _call("barrier", comm, delegate=True), None, ())
 
 
 # -- helpers -----------------------------------------------------------------------------------
 
 
-def _call(
-    name: str,
-    comm: Communicator,
-    x: Any,
-    shape: Sequence[int],
-    arguments: dict[str, Any],
-    backward: _Backward | None,
-    *,
-    delegate: bool = False,
-) -> Any:
-    """Make a call whose gradient is ``backward(x, g)``."""
-    call = Call(name, comm, tuple(arguments.items()), call_site(), delegate)
-    if backward is None or not jnp.issubdtype(x.dtype, jnp.inexact):
-        return bind(x, call, shape)
-
-    forward: Any = jax.custom_vjp(lambda x: bind(x, call, shape))
-    forward.defvjp(lambda x: (forward(x), x), lambda x, g: (backward(x, g),))
-    return forward(x)
+def _call(name: str, comm: Communicator, *, delegate: bool = False, **arguments: Any) -> Call:
+    return Call(name, comm, tuple(arguments.items()), call_site(), delegate)
 
 
-def _fold_gradient(name: str, comm: Communicator, op: str, x: Any, total: Any) -> Any:
-    """Return the gradient of a fold of ``x`` whose result has gradient ``total``."""
+def _scatter(comm: Communicator, root: int, axis: int, pieces: Sequence[int]) -> Call:
+    counts = {"counts": tuple(pieces)} if comm.rank == root else {}
+    return _call("scatter", comm, root=root, axis=axis, **counts)
+
+
+def _fold(x: Any, shape: Sequence[int], op: str, call: Call, adjoint: Call) -> jax.Array:
+    """Fold the ranks' arrays; ``call`` lacks the op, and ``adjoint`` is that of a sum."""
     if op == "sum":
-        return total
+        return bind(x, call.with_(op="sum"), adjoint, shape)
+
+    @jax.custom_jvp
+    def fold(x: Any) -> Any:
+        return bind(x, call.with_(op=op), None, shape)
+
+    @fold.defjvp
+    def _(primals: Any, tangents: Any) -> Any:
+        (x,), (tangent,) = primals, tangents
+        share = (tangent * _partial(call, op, x)).astype(x.dtype)
+        return fold(x), bind(share, call.with_(op="sum"), adjoint, shape)
+
+    return fold(x)
+
+
+def _partial(call: Call, op: str, x: Any) -> Any:
+    """Return the derivative of a fold by this rank's ``x``, elementwise."""
+    comm = call.comm
     if op == "avg":
-        return total / comm.size
+        return 1 / comm.size
     if op in ("min", "max"):
-        held = x == all_reduce(x, comm, op)
-        return jnp.where(held, total / all_reduce(held.astype(x.dtype), comm), 0).astype(x.dtype)
+        # Ranks that hold the same extreme share its derivative equally.
+        x = jax.lax.stop_gradient(x)
+        held = (x == all_reduce(x, comm, op)).astype(x.dtype)
+        return held / all_reduce(held, comm)
     if op == "prod":
         whole = all_gather(x[None], comm)
-        others = jnp.concatenate([whole[: comm.rank], whole[comm.rank + 1 :]])
-        return total * jnp.prod(others, axis=0)
-    raise UnsupportedError(f"{name}: op={op!r} has no gradient (expected sum, avg, prod, min, max)")
-
-
-def _filled(x: Any, zero: Any) -> Any:
-    """Return zeros like ``x`` that depend on ``zero``."""
-    return jnp.zeros_like(x) + 0 * zero.astype(x.dtype)
+        return jnp.prod(jnp.concatenate([whole[: comm.rank], whole[comm.rank + 1 :]]), axis=0)
+    raise UnsupportedError(
+        f"{call.name}: op={op!r} has no gradient (expected sum, avg, prod, min, max)"
+    )
 
 
 def _template(like: Any) -> Any:

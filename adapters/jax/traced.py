@@ -3,30 +3,36 @@
 Calls have an ordered effect: XLA makes them in the order of the program, also inside ``scan``,
 ``cond`` and ``while_loop``. ``handler.c`` gets a call's number from XLA, and calls
 :func:`_made` with it.
+
+The primitive's parameters name a call and its adjoint, which are linear. JAX differentiates with
+both: a tangent goes through the call, and a gradient goes through the adjoint.
 """
 
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import functools
+import itertools
 import math
 import threading
+import weakref
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 from jax._src import core, effects
 from jax.extend.core import Primitive
-from jax.interpreters import batching, mlir
+from jax.interpreters import ad, batching, mlir
 
 from collective.communicator import Communicator
-from collective.errors import CollectiveError
+from collective.errors import CollectiveError, UnsupportedError
 from collective.request import in_thread
 
-from .xla.library import built
+from .xla.library import handler
 
 __all__ = ["Call", "bind"]
 
@@ -51,6 +57,10 @@ class Call:
     arguments: tuple[tuple[str, Any], ...]
     site: str
     delegate: bool = False
+
+    def with_(self, **arguments: Any) -> Call:
+        """Return the same call with more arguments."""
+        return dataclasses.replace(self, arguments=(*self.arguments, *arguments.items()))
 
     def make(self, x: Array, out: Array) -> None:
         """Make the call with an array, and write its result into ``out``."""
@@ -94,69 +104,106 @@ for _kinds in (
 _primitive = Primitive("collective")
 
 
-def bind(x: Any, call: Call, shape: Sequence[int]) -> Any:
-    """Return the result, of a shape, of a call with array ``x``; make or trace the call."""
+def bind(x: Any, call: Call, adjoint: Call | None, shape: Sequence[int]) -> Any:
+    """Return the result of a call with array ``x``; make or trace the call.
+
+    Args:
+        x: array.
+        call: the call.
+        adjoint: the transposed call, from the gradient of the result to that of ``x``; None for a
+            call without derivatives.
+        shape: shape of the result.
+    """
     _register()
-    return _primitive.bind(x, call=call, shape=tuple(shape))
+    return _primitive.bind(x, call=call, adjoint=adjoint, shape=tuple(shape))
 
 
-@functools.lru_cache(maxsize=1024)
-def _compiled(call: Call, shape: tuple[int, ...]) -> Any:
-    return jax.jit(functools.partial(_primitive.bind, call=call, shape=shape))
-
-
-@_primitive.def_impl  # type: ignore[untyped-decorator,unused-ignore]
-def _run(x: Any, *, call: Call, shape: tuple[int, ...]) -> Any:
-    return _compiled(call, shape)(x)
+_compiled = jax.jit(_primitive.bind, static_argnames=("call", "adjoint", "shape"))
+_primitive.def_impl(_compiled)
 
 
 @_primitive.def_effectful_abstract_eval  # type: ignore[untyped-decorator,unused-ignore]
-def _abstract(x: Any, *, call: Call, shape: tuple[int, ...]) -> Any:
+def _abstract(x: Any, *, call: Call, adjoint: Call | None, shape: tuple[int, ...]) -> Any:
     return core.ShapedArray(shape, x.dtype), {_EFFECT}
 
 
-def _batch(args: Any, dims: Any, *, call: Call, shape: tuple[int, ...]) -> Any:
+def _batch(
+    args: Any, dims: Any, *, call: Call, adjoint: Call | None, shape: tuple[int, ...]
+) -> Any:
     """Make one call for a batch: its dimension becomes the last, behind the call's axis."""
     (x,), (dim,) = args, dims
     x = jax.numpy.moveaxis(x, dim, -1)
-    return _primitive.bind(x, call=call, shape=(*shape, x.shape[-1])), len(shape)
+    return bind(x, call, adjoint, (*shape, x.shape[-1])), len(shape)
 
 
-batching.primitive_batchers[_primitive] = _batch
+def _forward(
+    primals: Any, tangents: Any, *, call: Call, adjoint: Call | None, shape: tuple[int, ...]
+) -> Any:
+    """Make the call with the tangents as well."""
+    if adjoint is None:
+        raise UnsupportedError(
+            f"{call.name}: a {call.name} has no derivative. Gather the arrays with all_gather and "
+            "compute the result from them, which JAX differentiates."
+        )
+    return [bind(x, call, adjoint, shape) for x in (*primals, *tangents)]
 
 
-def _lower(ctx: Any, x: Any, *, call: Call, shape: tuple[int, ...]) -> Any:
+def _transposed(g: Any, x: Any, *, call: Call, adjoint: Call, shape: tuple[int, ...]) -> Any:
+    """Make the adjoint call with the gradient of the result."""
+    return [ad.Zero(x.aval) if type(g) is ad.Zero else bind(g, adjoint, call, x.aval.shape)]
+
+
+def _lower(ctx: Any, x: Any, *, call: Call, adjoint: Call | None, shape: tuple[int, ...]) -> Any:
     """Lower to a custom call whose last operand and result are the effect's token."""
     (aval,) = ctx.avals_in
-    number = _number(call, aval.shape, shape, np.dtype(aval.dtype))
+    entry = _entered(call, aval.shape, shape, np.dtype(aval.dtype))
+    ctx.module_context.add_keepalive(entry)
     inner = ctx.replace(
         avals_in=(aval, core.abstract_token), avals_out=(*ctx.avals_out, core.abstract_token)
     )
     rule = jax.ffi.ffi_lowering(_TARGET, has_side_effect=True)
-    result, token = rule(inner, x, ctx.tokens_in.get(_EFFECT), call=np.int64(number))
+    result, token = rule(inner, x, ctx.tokens_in.get(_EFFECT), call=np.int64(entry.number))
     ctx.set_tokens_out(mlir.TokenSet({_EFFECT: token}))
     return [result]
 
 
+ad.primitive_jvps[_primitive] = _forward
+ad.primitive_transposes[_primitive] = _transposed
+batching.primitive_batchers[_primitive] = _batch
 mlir.register_lowering(_primitive, _lower, platform="cpu")
 
 
 # -- calls by number, which XLA makes ----------------------------------------------------------
 
-_Entry = tuple[Call, tuple[int, ...], tuple[int, ...], np.dtype[Any]]
-_entries: list[_Entry] = []
-_numbers: dict[_Entry, int] = {}
-_table = threading.Lock()
+
+@dataclass(frozen=True)
+class _Entry:
+    """Call of a compiled program, which keeps it alive: with the shapes and dtype of its arrays."""
+
+    call: Call
+    given: tuple[int, ...]
+    shape: tuple[int, ...]
+    kind: np.dtype[Any]
+    number: int
+
+
+_entries: weakref.WeakValueDictionary[int, _Entry] = weakref.WeakValueDictionary()
+_ordinals = itertools.count()
 _of_thread = threading.local()
 
 
-def _number(*entry: Any) -> int:
-    """Return the number of a call with the shapes of its arrays; equal calls share one."""
-    with _table:
-        number = _numbers.setdefault(entry, len(_entries))
-        if number == len(_entries):
-            _entries.append(entry)
-    return number
+def _entered(
+    call: Call, given: tuple[int, ...], shape: tuple[int, ...], kind: np.dtype[Any]
+) -> _Entry:
+    """Give a call a number, which is in no other program's executable except by its description.
+
+    An executable that another process stored has that process's numbers. So a number has the
+    checksum of what the call does to memory, which must not be done with other arrays.
+    """
+    facts = (call.name, call.arguments, call.delegate, given, shape, str(kind))
+    number = zlib.crc32(repr(facts).encode()) << 31 | next(_ordinals)
+    _entries[number] = entry = _Entry(call, given, shape, kind, number)
+    return entry
 
 
 def _view(address: int | None, shape: tuple[int, ...], kind: np.dtype[Any]) -> Array:
@@ -172,10 +219,17 @@ def _view(address: int | None, shape: tuple[int, ...], kind: np.dtype[Any]) -> A
 def _made(number: int, source: int | None, target: int | None) -> int | None:
     """Make a call for XLA; return None, or the address of the text of an error."""
     try:
-        call, given, shape, kind = _entries[number]
-        in_thread.site = call.site
+        entry = _entries.get(number)
+        if entry is None:
+            raise UnsupportedError(
+                "jax: a call that this process did not compile. Let JAX compile the program "
+                "instead of loading an executable."
+            )
+        in_thread.site = entry.call.site
         try:
-            call.make(_view(source, given, kind), _view(target, shape, kind))
+            entry.call.make(
+                _view(source, entry.given, entry.kind), _view(target, entry.shape, entry.kind)
+            )
         finally:
             in_thread.site = None  # the slot in C outlives the thread
         return None
@@ -196,9 +250,8 @@ def _register() -> None:
     Raises:
         BackendUnavailableError: the handler is not built.
     """
-    file = Path(__file__).with_name("libcollective_ffi.so")
-    handler = ctypes.CDLL(str(built(file, "the handler for calls inside jit")))
-    handler.collective_ffi_install(_function)
+    library = ctypes.CDLL(str(handler()))
+    library.collective_ffi_install(_function)
     jax.ffi.register_ffi_target(
-        _TARGET, jax.ffi.pycapsule(handler.collective_ffi_call), platform="cpu"
+        _TARGET, jax.ffi.pycapsule(library.collective_ffi_call), platform="cpu"
     )

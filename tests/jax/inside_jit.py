@@ -1,6 +1,8 @@
 """Calls inside jit on every rank; print a line for each check that is wrong, and their number."""
 
+import gc
 import os
+import weakref
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 
@@ -190,4 +192,66 @@ check(
     ones * size**3,
 )
 check("grad of vmap", jax.grad(lambda a: jax.vmap(F.reduce)(a).sum())(x), ones)
+check(
+    "grad of cond",
+    jax.jit(jax.grad(lambda a: jax.lax.cond(a.sum() >= 0, F.all_reduce, lambda v: v, a).sum()))(x),
+    ones * size,
+)
+
+# -- forward mode: the tangents go through the same call, so they are those of all ranks
+
+
+def tangent(name, function, argument, direction, wanted):
+    forward = lambda a, t: jax.jvp(function, (a,), (t,))[1]  # noqa: E731
+    check(f"jvp {name}", forward(argument, direction), wanted)
+    check(f"jvp {name} in jit", jax.jit(forward)(argument, direction), wanted)
+    got = jax.jvp(jax.jit(function), (argument,), (direction,))[1]
+    check(f"jvp of jit {name}", got, wanted)
+
+
+tangent("all_reduce", F.all_reduce, y, x, base * total)
+tangent("avg", lambda a: F.all_reduce(a, op="avg"), y, x, base * total / size)
+tangent("max", lambda a: F.all_reduce(a, op="max"), y, x,
+        np.where(base == 0, base, base * size))  # fmt: skip
+factors = [base * (r + 1) + 1 for r in range(size)]
+product = np.prod(factors, axis=0)
+tangent("prod", lambda a: F.all_reduce(a, op="prod"), y, x,
+        sum(base * (r + 1) * product / factors[r] for r in range(size)))  # fmt: skip
+tangent("broadcast", lambda a: F.broadcast(a, root=1), y, x, base * 2)
+tangent("all_gather", F.all_gather, rows[:2] * 0, mine, rows)
+tangent("reduce_scatter", F.reduce_scatter, jnp.zeros_like(rows), jnp.asarray(rows),
+        np.asarray(mine) * size)  # fmt: skip
+tangent("sendrecv", lambda a: F.sendrecv(a, right, left), y, x, base * (left + 1))
+tangent("relay", relay, y, x, base * 2 if rank == 0 else np.float32(0))
+tangent("vmap", jax.vmap(F.all_reduce), y, x, base * total)
+tangent(
+    "scan of calls",
+    lambda a: jax.lax.scan(lambda c, _: (F.all_reduce(c), None), a, None, length=3)[0],
+    y, x, base * total * size**2,
+)  # fmt: skip
+tangent(
+    "while_loop",
+    lambda a: jax.lax.while_loop(lambda c: c.sum() < 1e4, F.all_reduce, a),
+    jnp.ones(3), jnp.ones(3), np.full(3, size ** np.ceil(np.log(1e4 / 3) / np.log(size))),
+)  # fmt: skip
+tangent("gradient", jax.grad(lambda a: (F.all_reduce(a) ** 2).sum()), y, x,
+        2 * size * base * total)  # fmt: skip
+transposed = jax.linear_transpose(F.all_gather, mine)
+check("linear_transpose", transposed(jnp.asarray(rows))[0], np.asarray(mine) * size)
+again = jax.linear_transpose(lambda g: transposed(g)[0], jnp.asarray(rows))
+check("linear_transpose twice", jax.jit(again)(mine)[0], rows)
+
+
+# -- a program that is gone keeps no communicator
+def released():
+    other = comm.dup()
+    jax.jit(lambda a: F.all_reduce(a, other))(x).block_until_ready()
+    F.all_reduce(x, other).block_until_ready()
+    return weakref.ref(other)
+
+
+reference = released()
+jax.clear_caches()
+gc.collect()
+check("communicator of a program that is gone", reference() is None, True)
 print(f"[{rank}] {checks} checks, {wrong} wrong", flush=True)

@@ -9,6 +9,7 @@ if sys.argv[1] in ("devices", "shard_map"):
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import serialize_executable
 
 import collective
 from collective.adapters.jax import functional as F
@@ -42,8 +43,10 @@ turns = {
     "shapes": lambda: jax.jit(one)(jnp.ones(3 + comm.rank)),
     "devices": devices,
     "shard_map": shard_map,
-    "jvp": lambda: jax.jvp(one, (jnp.ones(3),), (jnp.ones(3),)),
     "scan": lambda: jax.grad(lambda a: F.scan(a).sum())(jnp.ones(3)),
+    "scan forward": lambda: jax.jvp(F.scan, (jnp.ones(3),), (jnp.ones(3),)),
+    "and": lambda: jax.grad(lambda a: F.all_reduce(a, op="band").sum())(jnp.ones(3)),
+    "stored": lambda: serialize_executable.serialize(jax.jit(one).lower(jnp.ones(3)).compile()),
     "op": lambda: F.all_reduce(jnp.ones(3), op="median"),
     "rank": lambda: F.recv(like=jnp.ones(3)),
     "none": lambda: F.broadcast(None),

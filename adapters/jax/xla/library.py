@@ -11,7 +11,7 @@ from pathlib import Path
 from collective.errors import BackendUnavailableError, ConfigError
 from collective.install import hint
 
-__all__ = ["PROGRAM", "VARIABLE", "built", "enable", "library", "variables"]
+__all__ = ["PROGRAM", "VARIABLE", "enable", "handler", "library", "variables"]
 
 #: Variable with the file of the library, which jaxlib reads when it is imported.
 VARIABLE = "MPITRAMPOLINE_LIB"
@@ -28,15 +28,21 @@ def library() -> Path:
         BackendUnavailableError: the library is not built.
     """
     file = Path(__file__).with_name("libcollective_xla.so")
-    return built(file, "the plug-in for XLA")
+    return _built(file, "the plug-in for XLA")
 
 
-def built(file: Path, what: str) -> Path:
-    """Return ``file``, a library in C that the installation builds.
+def handler() -> Path:
+    """Return the file of the C library that handles calls inside ``jit``.
 
     Raises:
         BackendUnavailableError: the library is not built.
     """
+    file = Path(__file__).parent.with_name("libcollective_ffi.so")
+    return _built(file, "the handler for calls inside jit")
+
+
+def _built(file: Path, what: str) -> Path:
+    """Return ``file``, a library in C that the installation builds."""
     if not file.is_file():
         raise BackendUnavailableError(
             f"jax: {what} is not built: {file} does not exist. It needs Linux and a C "
