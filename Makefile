@@ -114,12 +114,17 @@ CLIENTS_ENV = PATH="$(CURDIR)/.clients/bin:$$PATH" TORCH_EXTENSIONS_DIR="$(CURDI
 clients: .clients/.compiled
 	$(CLIENTS_ENV) .clients/bin/python -m pytest tests/clients
 
-# Random JAX programs, for an hour: a short run is make soak-jax PROGRAMS=200.
+# Random JAX programs, for an hour, the reduce-scatters of jax#40830, and starts. A short run is
+# make soak-jax PROGRAMS=200 TURNS=30 STARTS=3.
 PROGRAMS ?= 10000
+TURNS ?= 1500
+STARTS ?= 100
 SEED ?= 1
 soak-jax: .jax/.done
 	.jax/bin/python -m collective run -n 3 --jax tests/jax/random_programs.py --seed $(SEED) --programs $(PROGRAMS)
 	.jax/bin/python -m collective run -n 4 --jax tests/jax/random_programs.py --seed $(SEED) --programs $(PROGRAMS)
+	.jax/bin/python -m collective run -n 4 --jax tests/jax/reduce_scatters.py --turns $(TURNS)
+	for start in $$(seq $(STARTS)); do .jax/bin/python -m collective run -n 2 --jax tests/jax/starts.py x || exit 1; done
 
 # JAX has two environments: the oldest version that is supported, and the newest on a newer Python.
 JAX ?= jax==0.10.2

@@ -88,6 +88,25 @@ def test_random_programs_equal_numpy(size: int, seed: int) -> None:
     assert lines(done) == [f"[{rank}] 40 programs, 0 wrong" for rank in range(size)]
 
 
+@pytest.mark.parametrize(("backend", "size"), [("shm", 2), ("shm", 4), ("gloo", 2)])
+def test_reduce_scatters_of_jax_40830_are_right(backend: str, size: int) -> None:
+    done = launched(size, "reduce_scatters.py", "--turns", 30, backend=backend)
+    assert lines(done) == [f"[{rank}] 30 reduce-scatters, 0 wrong" for rank in range(size)]
+
+
+@pytest.mark.parametrize(
+    ("size", "mesh", "options", "dtype"),
+    [(2, "(2, 1)", [], "float32"), (3, "(3, 1)", [], "float32"), (4, "(2, 2)", [], "float32"),
+     (4, "(2, 2)", ["x64"], "float64")],
+)  # fmt: skip
+def test_sharded_training_with_donation_equals_one_process(
+    size: int, mesh: str, options: list[str], dtype: str
+) -> None:
+    done = launched(size, "sharded_training.py", *options)
+    text = f"{dtype}: the same after 30 steps on {mesh}"
+    assert lines(done) == [f"[{rank}] {text}" for rank in range(size)]
+
+
 def errors(done: CompletedProcess[str], turn: str) -> dict[int, tuple[float, str]]:
     """Return seconds and text of each process's error in a turn."""
     found = re.findall(rf"^\[(\d)\] {turn}: ([\d.]+) s: (.*)$", done.stdout, re.MULTILINE)
