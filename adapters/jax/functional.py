@@ -463,8 +463,8 @@ def _call(name: str, comm: Communicator, *, delegate: bool = False, **arguments:
 
 
 def _scatter(comm: Communicator, root: int, axis: int, pieces: Sequence[int]) -> Call:
-    counts = {"counts": tuple(pieces)} if comm.rank == root else {}
-    return _call("scatter", comm, root=root, axis=axis, **counts)
+    call = _call("scatter", comm, root=root, axis=axis)
+    return call.with_(counts=tuple(pieces)) if comm.rank == root else call
 
 
 def _fold(x: Any, shape: Sequence[int], op: str, call: Call, adjoint: Call) -> jax.Array:
@@ -472,16 +472,13 @@ def _fold(x: Any, shape: Sequence[int], op: str, call: Call, adjoint: Call) -> j
     if op == "sum":
         return bind(x, call.with_(op="sum"), adjoint, shape)
 
-    @jax.custom_jvp
-    def fold(x: Any) -> Any:
-        return bind(x, call.with_(op=op), None, shape)
-
-    @fold.defjvp
-    def _(primals: Any, tangents: Any) -> Any:
+    def forward(primals: Any, tangents: Any) -> Any:
         (x,), (tangent,) = primals, tangents
         share = (tangent * _partial(call, op, x)).astype(x.dtype)
         return fold(x), bind(share, call.with_(op="sum"), adjoint, shape)
 
+    fold: Any = jax.custom_jvp(lambda x: bind(x, call.with_(op=op), None, shape))
+    fold.defjvp(forward)
     return fold(x)
 
 
