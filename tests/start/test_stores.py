@@ -287,6 +287,10 @@ class Recording(Store):
         self.asked.append(("refusals",))
         return {"10.0.0.2": 3}
 
+    def announced(self) -> Set[tuple[str, int]]:
+        self.asked.append(("announced",))
+        return {("host", 7)}
+
     def without(self, ranks: Set[int]) -> None:
         self.asked.append(("without", ranks))
 
@@ -304,6 +308,7 @@ ASKED: dict[str, tuple[tuple[object, ...], object]] = {
     "close": ((), None),
     "has_ended": ((), True),
     "refusals": ((), {"10.0.0.2": 3}),
+    "announced": ((), {("host", 7)}),
     "without": (({1},), None),
     "check": ((), None),
 }
