@@ -12,7 +12,6 @@ call on JAX arrays can cost less. The figures are medians of the turns on the sl
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import statistics
 import sys
@@ -21,16 +20,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax_main
 import numpy as np
-import peers
 
 from collective.communicator import Communicator
 from collective.memory.arrays import adapter_like
 from collective.memory.dtypes import BY_NAME
 from collective.tools.bench.alternate import alternate, median_excess, repeated
-from collective.tools.bench.machine import headline, measured
+from collective.tools.bench.machine import headline
 from collective.tools.bench.measure import Pace
-from collective.tools.show import add_outputs, add_sizes, microseconds, print_table, size_name
+from collective.tools.show import microseconds, print_table, size_name
 
 _SIZES = "1K 64K 1M 16M"
 # Promised bound: microseconds that a call of 1 KiB on a JAX array may take beside NumPy's.
@@ -80,21 +79,9 @@ def show(run: dict[str, Any], markdown: bool) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
-    parser = argparse.ArgumentParser(description="Compare calls on JAX's arrays with NumPy's.")
-    parser.add_argument("-n", type=int, default=2, metavar="N", help="ranks (default: 2)")
-    parser.add_argument("--backend", default="shm", help="transport (default: shm)")
-    parser.add_argument("--quick", action="store_true", help="three short turns of each side")
-    add_sizes(parser, _SIZES)
-    add_outputs(parser)
-    options = parser.parse_args(arguments)
-
-    def measure() -> dict[str, Any]:
-        records = peers.run_here(options.n, options.backend, compared, options.sizes, options.quick)
-        version = importlib.import_module("importlib.metadata").version("jax")
-        return {"ranks": options.n, "version": version, "records": records}
-
-    show(measured(options, measure), options.markdown)
-    return 0
+    return jax_main.run(
+        "Compare calls on JAX's arrays with NumPy's.", compared, _SIZES, show, arguments
+    )
 
 
 if __name__ == "__main__":

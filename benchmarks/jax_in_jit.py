@@ -13,7 +13,6 @@ the median ratio of neighbouring turns.
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import socket
 import statistics
@@ -22,14 +21,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax_main
 import numpy as np
-import peers
 
 from collective.communicator import Communicator
 from collective.tools.bench.alternate import alternate, median_ratio, repeated
-from collective.tools.bench.machine import headline, measured
+from collective.tools.bench.machine import headline
 from collective.tools.bench.measure import Pace
-from collective.tools.show import add_outputs, add_sizes, microseconds, print_table, size_name
+from collective.tools.show import microseconds, print_table, size_name
 
 _SIZES = "1K 1M 16M"
 _OURS, _GLOO, _OURS_ALONE, _GLOO_ALONE = _SIDES = (
@@ -120,21 +119,9 @@ def show(run: dict[str, Any], markdown: bool) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
-    parser = argparse.ArgumentParser(description="Compare sums inside jit with JAX's psum.")
-    parser.add_argument("-n", type=int, default=2, metavar="N", help="ranks (default: 2)")
-    parser.add_argument("--backend", default="shm", help="transport (default: shm)")
-    parser.add_argument("--quick", action="store_true", help="three short turns of each side")
-    add_sizes(parser, _SIZES)
-    add_outputs(parser)
-    options = parser.parse_args(arguments)
-
-    def measure() -> dict[str, Any]:
-        records = peers.run_here(options.n, options.backend, compared, options.sizes, options.quick)
-        version = importlib.import_module("importlib.metadata").version("jax")
-        return {"ranks": options.n, "version": version, "records": records}
-
-    show(measured(options, measure), options.markdown)
-    return 0
+    return jax_main.run(
+        "Compare sums inside jit with JAX's psum.", compared, _SIZES, show, arguments
+    )
 
 
 if __name__ == "__main__":
