@@ -60,7 +60,7 @@ def test_tests_of_mpi4jax_pass(source: Path, size: int, tmp_path: Path) -> None:
     for rank in range(size):
         output = "\n".join(re.findall(rf"^\[{rank}\] (.*)$", done.stdout, re.MULTILINE))
         failed = set(re.findall(r"^FAILED \S+::(\w+)", output, re.MULTILINE))
-        assert failed <= INTERNALS, output
+        assert failed <= INTERNALS, f"rank {rank}:\n{output}"
         if rank == 0:  # rank 0 skips no test
-            assert failed == INTERNALS, output
+            assert failed == INTERNALS, f"rank {rank}:\n{output}"
             assert f"{len(failed)} failed, {PASSED + len(others)} passed" in output

@@ -203,20 +203,36 @@ def test_schedule_has_bits_of_its_folds_one_by_one(name: str, dtype: DType) -> N
     assert results[0] == results[1]
 
 
-def test_schedule_refuses_arrays_that_are_not_plain() -> None:
-    run = native.schedule(
-        "sum", BY_NAME["float32"].code, 2, 0, 1, np.array([0, 1, 2], "i").tobytes()
-    )
-    assert run is not None
-    x = np.ones(9, np.float32)
-    others = [x[::2][:4], x.view(np.int32)[:4], x[:3], x.view(np.uint8)[1:17].view(np.float32)]
-    for other in others:
-        out = np.zeros(4, np.float32)
-        assert not run([x[:4], other], [out])
-        assert not out.any()
-    assert not run([x[:4], x[4:8]], [x[1:5]])  # the result overlaps an input
-    assert run([x[:4], x[4:8]], [out])
+_X = np.ones(9, np.float32)
+_SUM_OF_TWO = np.array([0, 1, 2], "i").tobytes()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        pytest.param(_X[::2][:4], id="stride"),
+        pytest.param(_X.view(np.int32)[:4], id="dtype"),
+        pytest.param(_X[:3], id="length"),
+        pytest.param(_X.view(np.uint8)[1:17].view(np.float32), id="alignment"),
+    ],
+)
+def test_schedule_refuses_array_that_is_not_plain(other: Array) -> None:
+    run, out = _sum_of_two(), np.zeros(4, np.float32)
+    assert not run([_X[:4], other], [out])
+    assert not out.any()
+
+
+def test_schedule_refuses_result_that_overlaps_an_input() -> None:
+    x, run = _X.copy(), _sum_of_two()
+    assert not run([x[:4], x[4:8]], [x[1:5]])
+    assert run([x[:4], x[4:8]], [out := np.zeros(4, np.float32)])
     assert out.tolist() == [2] * 4
+
+
+def _sum_of_two() -> Any:
+    run = native.schedule("sum", BY_NAME["float32"].code, 2, 0, 1, _SUM_OF_TWO)
+    assert run is not None
+    return run
 
 
 @pytest.mark.parametrize(
@@ -229,10 +245,19 @@ def test_schedule_refuses_impossible_steps(slots: tuple[int, ...], steps: list[i
         core.make_schedule("sum", BY_NAME["float32"].code, *slots, np.array(steps, "i").tobytes())
 
 
-def test_schedule_refuses_wrong_numbers_of_arrays() -> None:
-    run = core.make_schedule("sum", 10, 2, 0, 1, np.array([0, 1, 2], "i").tobytes())
-    for inputs, results in (([], []), ([np.ones(1, "f")] * 2, []), ([1] * 3, [1])):
-        with pytest.raises(ValueError, match="expected 2 and 1"):
-            run(inputs, results)
+@pytest.mark.parametrize(
+    ("inputs", "results"),
+    [
+        pytest.param([], [], id="none"),
+        pytest.param([_X, _X], [], id="no-result"),
+        pytest.param([1, 1, 1], [1], id="three-inputs"),
+    ],
+)
+def test_schedule_refuses_wrong_numbers_of_arrays(inputs: list[Any], results: list[Any]) -> None:
+    with pytest.raises(ValueError, match="expected 2 and 1"):
+        _sum_of_two()(inputs, results)
+
+
+def test_schedule_refuses_inputs_that_are_no_list() -> None:
     with pytest.raises(TypeError):
-        run((1, 2), [3])
+        _sum_of_two()((1, 2), [3])

@@ -32,7 +32,7 @@ from .aliasing import soak as aliasing
 from .calls import soak
 from .elastic import lives
 from .findings import Findings
-from .flips import flips
+from .flips import Flips, flips
 from .kills import kills
 from .messages import TARGETS
 from .staging_flips import staging_flips
@@ -183,24 +183,21 @@ def _elastic(options: argparse.Namespace) -> int:
 def _flips(options: argparse.Namespace) -> int:
     since = time.monotonic()
     result = flips(options.seed, options.flips, options.seconds)
+    _print_flips(result, "flips", "")
+    staging = staging_flips(options.seed, options.flips, options.seconds)
+    _print_flips(staging, "flips in staging areas", "hit calls ")
+    print(f"{time.monotonic() - since:.0f} s")
+    return 1 if result.problems or staging.problems else 0
+
+
+def _print_flips(result: Flips, made: str, counted: str) -> None:
     for problem in result.problems[:10]:
         print(problem)
     print(
-        f"{result.made} flips, {result.found.total()} found, {result.folded} in the input of a "
-        f"reduction with equal results on all ranks; {len(result.problems)} problems; "
-        f"{time.monotonic() - since:.0f} s"
+        f"{result.made} {made}, {result.found.total()} {counted}found, {result.folded} {counted}in "
+        f"the input of a reduction with equal results on all ranks; {len(result.problems)} problems"
     )
     print(", ".join(f"{count} {where}" for where, count in result.found.most_common()))
-    staging = staging_flips(options.seed, options.flips, options.seconds)
-    for problem in staging.problems[:10]:
-        print(problem)
-    print(
-        f"{staging.made} flips in staging areas: {staging.found.total()} hit calls found, "
-        f"{staging.folded} hit in the input of a reduction with equal results on all ranks; "
-        f"{len(staging.problems)} problems"
-    )
-    print(", ".join(f"{count} {where}" for where, count in staging.found.most_common()))
-    return 1 if result.problems or staging.problems else 0
 
 
 def _messages(options: argparse.Namespace) -> int:
