@@ -5,9 +5,9 @@
 #   make demo-chainer   train LeNet in Chainer
 #   make demo-jax       train LeNet in JAX, with optax, on 2 ranks
 #   make demo-splits    train a U-Net; each of 2 ranks computes half of every picture's rows
-#   make test     prove each fact once, in 9 minutes on two cores; MPI's tests use two libraries (in .mpi)
+#   make test     prove each fact once, in 17 minutes on two cores; MPI's tests use two libraries (in .mpi)
 #   make test-all run all tests: every case of every test, and whole programs
-#   make quick    run the tests that changes break first, in 90 seconds
+#   make quick    run the tests that changes break first, in two minutes
 #   make test-gpu run the tests that need a GPU, if there is one; installs nothing: see docs/gpu.md
 #   make clients  test libraries that use torch.distributed over our process group (docs/clients.md)
 #   make test-jax test JAX: unmodified programs, arrays, training; with two versions of JAX

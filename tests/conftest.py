@@ -75,9 +75,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--once",
         action="store_true",
-        help="prove each fact once, in 9 minutes; tests/support/selection.py says how",
+        help="prove each fact once; tests/support/selection.py says how",
     )
-    parser.addoption("--quick", action="store_true", help="run only the quick tests, in 90 seconds")
+    parser.addoption("--quick", action="store_true", help="run only the quick tests")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -36,11 +36,13 @@ QUICK = """
 """.split()
 
 #: Files whose tests run whole programs: benchmarks, examples, pages of the documentation, tools
-#: with all transports, programs of other projects, installations. ``make test`` omits them.
+#: with all transports, programs of other projects, installations, the package without Linux's
+#: calls. ``make test`` omits them.
 PROGRAMS = """
     adapters/chainer/chainermn/launch adapters/chainer/processes
     adapters/torch/plugin_launch adapters/torch/plugin_programs
     backends/mpi/cuda_aware docs/pages docs/site launch/clusters launch/several_hosts
+    platform/without_linux
     system/benchmarks system/examples system/gpu_suite system/hosts system/launchers
     system/packaging system/torch_suite system/training_examples
     testing/mpi_ranks tools/bench_command tools/doctor tools/parity tools/parity_faults
@@ -62,7 +64,7 @@ SLOW = """
     system/training_examples adapters/chainer/transports system/examples
     backends/mpi/transport tools/bench_command adapters/torch/transports
     contract/forking adapters/torch/plugin_programs adapters/torch/shards_elastic
-    elastic/shard_training
+    elastic/shard_training platform/without_linux
 """.split()
 
 # Transports of which each case of the conformance suite runs: much of the code of shm is its own.
