@@ -43,23 +43,48 @@ STACKS = b"stacks"
 LOADED, GO, SKIP = b"loaded", b"go", b"skip"
 
 
-@contextlib.contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Ignore SIGINT in the block.
+class _Interrupts:
+    """Ctrl-C of a rank's process: ignored, except while the rank runs a job.
+
+    A terminal or Jupyter sends SIGINT to every process of its process group. A rank between two
+    jobs has nothing to interrupt, and can serve the next job. It ignores the signal from the end of
+    a job on, before it sends the outcome: the program that receives the outcome may send SIGINT
+    at once.
 
     The handler is a function instead of SIG_IGN, because programs that another thread starts in the
     meantime would inherit SIG_IGN.
     """
-    handler = signal.getsignal(signal.SIGINT)
-    # Only the main thread can set handlers. None stands for a handler that Python cannot restore.
-    if handler is None or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    signal.signal(signal.SIGINT, _ignore)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
+
+    def __init__(self) -> None:
+        handler = signal.getsignal(signal.SIGINT)
+        main = threading.current_thread() is threading.main_thread()
+        # Only the main thread can set handlers. None stands for a handler that Python cannot
+        # restore. In both cases the signal keeps its handler.
+        self._handler = handler if main else None
+
+    @contextlib.contextmanager
+    def ignored(self) -> Iterator[None]:
+        """Ignore SIGINT in the block."""
+        if self._handler is None:
+            yield
+            return
+        signal.signal(signal.SIGINT, _ignore)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, self._handler)
+
+    @contextlib.contextmanager
+    def delivered(self) -> Iterator[None]:
+        """Restore the job's handler of SIGINT in the block, which may set another one."""
+        if self._handler is None:
+            yield
+            return
+        signal.signal(signal.SIGINT, self._handler)
+        try:
+            yield
+        finally:
+            self._handler = signal.signal(signal.SIGINT, _ignore)
 
 
 def _ignore(number: int, frame: object) -> None:
@@ -80,14 +105,9 @@ class _Line:
         threading.Thread(target=self._listen, name="collective-control", daemon=True).start()
 
     def next(self) -> bytes | None:
-        """Return the next message, or None once the line is closed.
-
-        Meanwhile the rank ignores Ctrl-C, which a terminal or Jupyter sends to every process of its
-        process group. An idle rank has nothing to interrupt, and can serve the next job.
-        """
+        """Return the next message, or None once the line is closed."""
         self._working = False
-        with _uninterrupted():
-            message = self._messages.get()
+        message = self._messages.get()
         self._working = message is not None
         return message
 
@@ -133,14 +153,19 @@ def serve(participant: Participant, connection: Connection, foreign: bool = Fals
             program that controls the ranks.
     """
     line = _Line(connection)
-    while (message := line.next()) is not None:
-        job = _load(participant.rank, message, foreign)
-        if isinstance(job, Outcome):
-            line.answer(_dump(job))
-            continue
-        line.answer(LOADED)
-        if line.next() == GO:
-            line.answer(_dump(perform(job, participant)))
+    interrupts = _Interrupts()
+    with interrupts.ignored():
+        while (message := line.next()) is not None:
+            with interrupts.delivered():
+                job = _load(participant.rank, message, foreign)
+            if isinstance(job, Outcome):
+                line.answer(_dump(job))
+                continue
+            line.answer(LOADED)
+            if line.next() == GO:
+                with interrupts.delivered():
+                    outcome = perform(job, participant)
+                line.answer(_dump(outcome))
     participant.leave()
     line.leave()
 
