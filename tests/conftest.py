@@ -21,7 +21,7 @@ for _room in ("adapters", "backends"):
         _link.symlink_to(f"../{_room}")
 
 from collective.testing import preload  # noqa: E402
-from tests.support.selection import PROGRAMS, QUICK, SLOW, key, one_of_each  # noqa: E402
+from tests.support.selection import OMITTED, QUICK, SLOW, key, one_of_each  # noqa: E402
 
 _PREFIXES = ("COLLECTIVE_", "HYDRA_", "I_MPI_", "MPI_", "OMPI_", "PMI", "SLURM_", "TORCHELASTIC_")
 _NAMES = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
@@ -87,7 +87,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if config.getoption("quick"):
         return key(collection_path) not in QUICK or None
     if config.getoption("once"):
-        return key(collection_path) in PROGRAMS or None
+        return key(collection_path) in OMITTED or None
     return None
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.interpreter import ROOT, run
-from tests.support.selection import PROGRAMS, QUICK, SLOW
+from tests.support.selection import OMITTED, QUICK, SLOW
 
 _EXAMPLE = """
 import pytest
@@ -66,7 +66,7 @@ def test_each_check_is_chosen_over_each_transport(chosen: dict[str, list[str]]) 
 
 
 def test_lists_name_files() -> None:
-    names = {*QUICK, *PROGRAMS, *SLOW}
+    names = {*QUICK, *OMITTED, *SLOW}
     files = {
         name: ROOT / "tests" / f"{Path(name).parent}/test_{Path(name).name}.py" for name in names
     }
@@ -74,4 +74,4 @@ def test_lists_name_files() -> None:
 
 
 def test_quick_tests_are_in_make_test() -> None:
-    assert set(QUICK) & set(PROGRAMS) == set()
+    assert set(QUICK) & set(OMITTED) == set()

@@ -16,7 +16,7 @@ import pytest
 
 from collective.testing.conformance import BoundCheck
 
-__all__ = ["PROGRAMS", "QUICK", "SLOW", "key", "one_of_each"]
+__all__ = ["OMITTED", "QUICK", "SLOW", "key", "one_of_each"]
 
 _TESTS = Path(__file__).resolve().parents[1]
 
@@ -35,18 +35,22 @@ QUICK = """
     training/gradients training/pipelines
 """.split()
 
-#: Files whose tests run whole programs: benchmarks, examples, pages of the documentation, tools
-#: with all transports, programs of other projects, installations, the package without Linux's
-#: calls. ``make test`` omits them.
-PROGRAMS = """
-    adapters/chainer/chainermn/launch adapters/chainer/processes
-    adapters/torch/plugin_launch adapters/torch/plugin_programs
-    backends/mpi/cuda_aware docs/pages docs/site launch/clusters launch/several_hosts
+#: Files that ``make test`` omits. Their tests run whole programs: benchmarks, examples, pages of
+#: the documentation, tools with all transports, programs of other projects, installations,
+#: trainings with losses, the package without Linux's calls. Or they repeat facts: those of an
+#: adapter over each transport, those of messages with gigabytes.
+OMITTED = """
+    adapters/chainer/chainermn/launch adapters/chainer/processes adapters/chainer/transports
+    adapters/cupy/transports
+    adapters/torch/plugin_launch adapters/torch/plugin_programs adapters/torch/plugin_transports
+    adapters/torch/shards_elastic adapters/torch/transports
+    backends/mpi/cuda_aware backends/mpi/long_arrays
+    docs/pages docs/site elastic/shard_training launch/clusters launch/several_hosts
     platform/without_linux
     system/benchmarks system/examples system/gpu_suite system/hosts system/launchers
     system/packaging system/torch_suite system/training_examples
-    testing/mpi_ranks tools/bench_command tools/doctor tools/parity tools/parity_faults
-    tools/parity_splits tools/profile_command
+    testing/mpi_ranks tools/bench_command tools/cli_ending tools/doctor tools/parity
+    tools/parity_faults tools/parity_splits tools/profile_command
 """.split()
 
 #: The slowest files, slowest first. They start in this order, so that no slow file runs alone at
