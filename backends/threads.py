@@ -58,8 +58,8 @@ class _Shared:
         self.size = size
         self.token = secrets.token_hex(8)
         self.condition = threading.Condition()
-        self.arrived = [0] * size  # how many steps each rank has made
-        self.gone = [""] * size  # why a rank will not make another call; empty while it may
+        self.arrived = [0] * size  # number of steps that each rank has made
+        self.gone = [""] * size  # reason for which a rank makes no more calls
         self.last: list[Request | None] = [None] * size
         # Each rank's digest of its call, in one list for even steps and one for odd steps. A fast
         # rank may open its next operation while a slow rank still reads this operation's digests.

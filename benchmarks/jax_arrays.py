@@ -5,7 +5,7 @@
     make .jax/.done && .jax/bin/python benchmarks/jax_arrays.py --sizes 1K 64K 16M
 
 Both sides live in the same processes and take turns, A B A B …. Each call makes a new result. The
-third side makes a JAX array over NumPy's memory, and nothing else. That is XLA's own part, and no
+third side makes a JAX array over NumPy's memory, and nothing else. This is XLA's own part, and no
 call on JAX arrays can cost less. The figures are medians of the turns on the slowest rank, and
 "added" is the median difference of neighbouring turns.
 """

@@ -476,7 +476,7 @@ class Control:
                 gone[rank] = _GONE.get(state, f"(pid {self.pid(rank)}) has died")
         if not gone or not (all_needed or len(gone) == len(ranks)):
             return
-        fence()  # what these ranks did before they left is visible to ready() now
+        fence()  # ready() then sees all that these ranks did before they left
         if ready():
             return
         # ready() may have processed data that these ranks left behind. Then they have done their

@@ -1140,7 +1140,7 @@ class Communicator(_Handle, NotCopied, ForeignNames):
 
     @property
     def check(self) -> str:
-        """What the ranks compare: "auto", "always", "never", "results" or "results:N".
+        """Facts that the ranks compare: "auto", "always", "never", "results" or "results:N".
 
         See ``COLLECTIVE_CHECK``.
         """

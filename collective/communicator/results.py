@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 _UINT8 = BY_NAME["uint8"]
-# Operations that only move data: each piece is known to the rank that sends it.
+# Operations that only move data: the rank that sends a piece knows it.
 _MOVES = ("all_gather", "all_to_all", "broadcast", "gather", "scatter")
 _CAUSE = (
     "A bit of memory or of a message has changed, or the ranks' processors or libraries compute "

@@ -1,4 +1,4 @@
-"""What a rank waits for: descriptions for its peers, and the circles of ranks that they show.
+"""Descriptions of waits for a rank's peers, and the circles of ranks that they show.
 
 A rank that gives up asks which calls the other ranks wait in. If the awaited rank waits, too, the
 error says in which call, and for which rank. If these waits lead back to a rank, its call and the
@@ -72,8 +72,7 @@ class MessageCall(NamedTuple):
         return self.tag == other.tag and end in (rank, ANY_SOURCE)
 
 
-#: Who makes a call: a thread of this process, or a place in the program for a call in the
-#: background.
+#: Maker of a call: a thread of this process, or the place in the program of a background call.
 Caller = int | str
 
 

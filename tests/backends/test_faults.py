@@ -39,8 +39,8 @@ from tests.support.simulated_hosts import Pairs
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),
-    # The first test of a column waits for all faults of that column. That takes ten seconds, or
-    # many times as long on a busy machine.
+    # The first test of a column waits for all faults of that column: ten seconds, or many times
+    # as long on a busy machine.
     pytest.mark.timeout(300),
 ]
 

@@ -46,7 +46,7 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[RankPool]:
         yield pool
 
 
-# What a rank does: with the communicator, a long array, and the timeout of the rank that gives up.
+# Part of a rank, with the communicator, a long array, and the timeout of the rank that gives up.
 _Case = Callable[[Communicator, Any, float], None]
 
 

@@ -1,4 +1,4 @@
-"""What ranks wait for: circles of waits, the texts about them, and what a peer may have written."""
+"""Waits of ranks: their circles, the texts about them, and the words that a peer may write."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a program gets where Ray is not installed."""
+"""Errors that a program gets where Ray is not installed."""
 
 from __future__ import annotations
 

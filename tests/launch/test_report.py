@@ -1,4 +1,4 @@
-"""What `collective run` shows of the tracebacks that ranks write."""
+"""Parts that `collective run` shows of the tracebacks that ranks write."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ _HERE = Path(__file__).resolve().parent
 _ROOT = _HERE.parents[1]
 _CORE = _ROOT / "collective" / "native"
 _COMPILER, _EMULATOR = "aarch64-linux-gnu-gcc", "qemu-aarch64"
-#: What the machine must have -> the Debian package that has it.
+#: Programs that the machine must have -> the Debian packages that have them.
 _NEEDED = {
     _EMULATOR: "qemu-user",
     _COMPILER: "gcc-aarch64-linux-gnu libc6-dev-arm64-cross",

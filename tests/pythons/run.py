@@ -33,7 +33,7 @@ from tests.pythons.interpreters import (
     unpack,
 )
 
-# What the tests need beside pytest; each is left out where it does not install.
+# Packages that the tests need beside pytest. A package that does not install is skipped.
 _TOOLS = ("pytest", "pytest-timeout", "pytest-xdist", "setuptools>=77")
 _EXTRAS = ("hypothesis", "ml_dtypes", "expecttest", "packaging", "array-api-compat")
 

@@ -17,7 +17,7 @@ __all__ = ["PROGRAM", "VARIABLE", "enable", "handler", "library", "variables"]
 VARIABLE = "MPITRAMPOLINE_LIB"
 #: Script that runs another script, or ``-m`` and a module, with the plug-in.
 PROGRAM = Path(__file__).with_name("__main__.py")
-# Versions of jaxlib whose names are known to be those of the library.
+# Versions of jaxlib whose names the library has.
 _CHECKED = ("0.10.2", "0.12.0.1")
 
 

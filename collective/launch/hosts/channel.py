@@ -26,7 +26,7 @@ _LONGEST = 1 << 26
 # While so many bytes wait to be written, the sender should produce no more.
 _FULL = 1 << 20
 _READ = 1 << 16
-# What may come before the greeting; and how much of it an error text shows.
+# Most bytes that may come before the greeting.
 _NOISE = 1 << 20
 
 Message = dict[str, Any]

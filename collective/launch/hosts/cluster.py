@@ -63,7 +63,7 @@ class SignalledError(Exception):
 
 
 class Site(NamedTuple):
-    """What all hosts of a run must have alike.
+    """Properties that all hosts of a run must share.
 
     Attributes:
         directory: working directory of the program.

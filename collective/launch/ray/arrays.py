@@ -234,7 +234,7 @@ def register_transports() -> None:
 
     A method with ``@ray.method(tensor_transport="collective")`` returns tensors of PyTorch, one
     with ``"collective_numpy"`` returns arrays of NumPy. Ray checks these names when a program
-    defines the method. The transport of tensors is left out if PyTorch is not installed.
+    defines the method. Without PyTorch there is no transport of tensors.
     """
     util = importlib.import_module("ray.experimental.rdt.util")
     kinds: dict[type[SharedMemoryTransport], Any] = {NumpyTransport: np.ndarray}

@@ -93,7 +93,7 @@ def meet_actors(
     if lasting:
         return comm
     try:
-        # The connected ranks need no store. So no key is left when the actors are killed.
+        # The connected ranks need no store. So no key stays when the actors are killed.
         comm.barrier(timeout=max(deadline.left(), 1.0))
         if rank == 0:
             forget(name)

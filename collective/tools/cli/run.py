@@ -195,7 +195,7 @@ def execute(options: argparse.Namespace) -> int:
 
 
 class _Chosen(NamedTuple):
-    """What the options and the settings choose.
+    """Choices of the options and the settings.
 
     Attributes:
         settings: settings of the ranks.
