@@ -21,7 +21,7 @@ for _room in ("adapters", "backends"):
         _link.symlink_to(f"../{_room}")
 
 from collective.testing import preload  # noqa: E402
-from tests.support.selection import OMITTED, QUICK, SLOW, key, one_of_each  # noqa: E402
+from tests.support.selection import OMITTED, QUICK, SLOW, WHOLE, key, one_of_each  # noqa: E402
 
 _PREFIXES = ("COLLECTIVE_", "HYDRA_", "I_MPI_", "MPI_", "OMPI_", "PMI", "SLURM_", "TORCHELASTIC_")
 _NAMES = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
@@ -95,9 +95,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Drop the cases that --quick or --once omits, and put the slow files first."""
     kept = items
     if config.getoption("quick"):
-        kept = [item for item in kept if not _NOT_QUICK.search(item.name)]
-    if config.getoption("quick") or config.getoption("once"):
-        kept = one_of_each(kept)
+        kept = one_of_each([item for item in kept if not _NOT_QUICK.search(item.name)])
+    elif config.getoption("once"):
+        kept = one_of_each(kept, WHOLE)
     chosen = set(kept)
     config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
     order = {file: nth for nth, file in enumerate(SLOW)}

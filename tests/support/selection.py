@@ -16,7 +16,7 @@ import pytest
 
 from collective.testing.conformance import BoundCheck
 
-__all__ = ["OMITTED", "QUICK", "SLOW", "key", "one_of_each"]
+__all__ = ["OMITTED", "QUICK", "SLOW", "WHOLE", "key", "one_of_each"]
 
 _TESTS = Path(__file__).resolve().parents[1]
 
@@ -71,8 +71,9 @@ SLOW = """
     elastic/shard_training platform/without_linux
 """.split()
 
-# Transports of which each case of the conformance suite runs: much of the code of shm is its own.
-_WHOLE = {"shm"}
+#: Transports of which ``make test`` runs each case of the conformance suite: much of the code of
+#: shm is its own.
+WHOLE = frozenset({"shm"})
 
 
 def key(path: Path) -> str:
@@ -83,15 +84,21 @@ def key(path: Path) -> str:
     return str(room / path.stem.removeprefix("test_"))
 
 
-def one_of_each(items: Iterable[pytest.Item]) -> list[pytest.Item]:
+def one_of_each(
+    items: Iterable[pytest.Item], whole: frozenset[str] = frozenset()
+) -> list[pytest.Item]:
     """Return the cases that have a parameter's value that no earlier case of the test has.
 
     Tests without parameters stay.
+
+    Args:
+        items: the tests.
+        whole: transports of which each case of the conformance suite stays.
     """
     kept = []
     seen: defaultdict[Hashable, set[Hashable]] = defaultdict(set)
     for item in items:
-        values = [(scope, value) for scope, value in _values(item)]
+        values = [*_values(item, whole)]
         if not values or any(value not in seen[scope] for scope, value in values):
             kept.append(item)
             for scope, value in values:
@@ -99,7 +106,7 @@ def one_of_each(items: Iterable[pytest.Item]) -> list[pytest.Item]:
     return kept
 
 
-def _values(item: pytest.Item) -> Iterator[tuple[Hashable, Hashable]]:
+def _values(item: pytest.Item, whole: frozenset[str]) -> Iterator[tuple[Hashable, Hashable]]:
     """Yield the values of a case, each with the scope in which it must occur once.
 
     The scope is the test function and the parameter. For the cases of the conformance suite it is
@@ -114,7 +121,7 @@ def _values(item: pytest.Item) -> Iterator[tuple[Hashable, Hashable]]:
         names = tuple(n.strip() for n in given.split(",")) if isinstance(given, str) else given
         parts = tuple(params.pop(name, None) for name in names)
         if len(parts) == 1 and isinstance(parts[0], BoundCheck):
-            yield from _values_of_check(function, parts[0])
+            yield from _values_of_check(function, parts[0], whole)
         else:
             # The objects of a mark are the same in all of its cases.
             yield (function, names), tuple(map(id, parts))
@@ -122,8 +129,10 @@ def _values(item: pytest.Item) -> Iterator[tuple[Hashable, Hashable]]:
         yield (function, name), id(value)
 
 
-def _values_of_check(function: str, bound: BoundCheck) -> Iterator[tuple[Hashable, Hashable]]:
+def _values_of_check(
+    function: str, bound: BoundCheck, whole: frozenset[str]
+) -> Iterator[tuple[Hashable, Hashable]]:
     suite, _, case = bound.id.partition("-check_")
     transport = suite.rpartition("-")[0]
     yield (function, suite), case.partition("[")[0]
-    yield ("all cases", transport if transport in _WHOLE else ""), case
+    yield ("all cases", transport if transport in whole else ""), case
