@@ -210,14 +210,42 @@ class Path(_Gate):
         """
         return kind.of_plain(self, x, None, op=op, order=order, root=root, counts=counts).plan()
 
-    @staticmethod
-    def run_plan(plan: Plan, x: Any, out: Any, deadline: Deadline) -> None:
-        """Run a plan that is not implemented in C on plain arrays; C calls this method."""
-        dst = None if out is None else _plain_buffer(out)
-        src = dst if x is out else None if x is None else _plain_buffer(x)
+    def run_plan(
+        self, request: Request, plan: Plan, x: Any, x_count: int, out: Any, out_count: int,
+        deadline: Deadline,
+    ) -> None:  # fmt: skip
+        """Run a plan that is not implemented in C on plain arrays; C calls this method.
+
+        Args:
+            request, plan: the request, and its plan.
+            x, out: input and result, or None.
+            x_count, out_count: numbers of their elements, as C saw them before it looked for the
+                plan.
+
+        Raises:
+            InvalidArgumentError: an array has another number of elements or another dtype than C
+                saw. Nothing was sent.
+        """
+        dst = None if out is None else self._plain_buffer(request, "out", out, out_count)
+        src = dst
+        if x is not out:
+            src = None if x is None else self._plain_buffer(request, "x", x, x_count)
         work = plan(src, dst, deadline)
         if work is not None:
             work.wait()
+
+    def _plain_buffer(self, request: Request, name: str, array: Any, count: int) -> Buffer:
+        """Return a buffer of an array that C has found to be plain."""
+        buffer = _buffer_of(array)
+        # Another thread may have replaced the memory of a tensor since C viewed it. The plan would
+        # read or write as many elements as before, so outside of the new memory.
+        if buffer.count != count or buffer.dtype is not request.dtype:
+            raise InvalidArgumentError(
+                f"{request.operation}: {name} had {count} elements of {request.dtype} when the "
+                f"call began, and has {buffer.count} of {buffer.dtype} now {self.who}. Let no "
+                "other thread change a tensor that a call uses."
+            )
+        return buffer
 
     def recover_for_c(
         self, kind: KindOfCall, x: Any, out: Any, op: Any, order: Any, root: Any, counts: Any,
@@ -580,8 +608,8 @@ def _perform(call: Runnable, seconds: float) -> Any:
     return call.perform(Deadline(seconds))
 
 
-def _plain_buffer(x: Any) -> Buffer:
-    """Return a buffer of an array that C has found to be plain."""
+def _buffer_of(x: Any) -> Buffer:
+    """Return a buffer of a plain array."""
     if type(x) is np.ndarray:  # its dtype is one of NumPy's own, else it would not be plain
         array, dtype = x, BY_NUMPY[x.dtype]
     else:

@@ -336,6 +336,13 @@ static struct found fill(Door *door, struct prepared *p, const struct call *call
     return found;
 }
 
+/* Whether the call's arrays still have the memory that they had when they were viewed. */
+static int are_there(const struct call *call)
+{
+    return (call->src == NULL || is_there(call->core, call->src))
+           && (call->dst == NULL || is_there(call->core, call->dst));
+}
+
 /* Finds the plan of a call in the table, or has Python make the plan. Returns no plan with an
    exception, or without one if Python must make the call. */
 static struct found prepare(Door *door, const struct call *call)
@@ -359,9 +366,7 @@ static struct found prepare(Door *door, const struct call *call)
                                             call->root_object, counts_of(call));
     /* If another thread has run meanwhile and has changed an array, Python must make the call, since
        it looks at the arrays again. */
-    if (planned != NULL && planned != Py_None
-        && (call->src == NULL || is_there(call->core, call->src))
-        && (call->dst == NULL || is_there(call->core, call->dst)))
+    if (planned != NULL && planned != Py_None && are_there(call))
         found = fill(door, p, call, planned);
     Py_XDECREF(planned);
     return found;
@@ -378,6 +383,12 @@ static PyObject *take_error(void)
     Py_XDECREF(type);
     Py_XDECREF(trace);
     return error;
+}
+
+/* Returns the number of a view's elements as an int; 0 for no view. */
+static PyObject *count_of(const struct view *view)
+{
+    return PyLong_FromSize_t(view == NULL ? 0 : view->nbytes / item_bytes[view->dtype]);
 }
 
 /* Makes the Work of an asynchronous call hold the memory of the arrays until it is over. */
@@ -406,38 +417,56 @@ static PyObject *recover(const struct call *call)
     return done;
 }
 
-static PyObject *make(Door *door, struct call *call)
+/* Runs a plan that is written in Python. Returns 0, -1 with an exception, or 1 if Python must make the
+   call. */
+static int run_in_python(Door *door, const struct call *call, const struct found *found,
+                         PyObject *limit)
 {
     const struct core *core = call->core;
+    PyObject *x = call->src == NULL ? Py_None : call->src == call->dst ? call->result : call->x;
+    PyObject *out = call->dst ? call->result : Py_None;
+    int numpy = (x == Py_None || is_numpy(core, x)) && (out == Py_None || is_numpy(core, out));
+    PyObject *ran = NULL, *held = NULL, *deadline = NULL, *of_x = NULL, *of_out = NULL;
+    int state = 1;
+    hold_all(core, x, &held);
+    if (out != x)
+        hold_all(core, out, &held);
+    /* Before the memory was held, another thread may have run and may have changed an array. */
+    if (are_there(call)) {
+        state = -1;
+        record_begin(door->ring, found->request, 0);
+        if ((deadline = deadline_of(core, limit, now_ns())) == NULL)
+            ; /* the exception stands */
+        else if (numpy && found->plain != NULL)
+            ran = PyObject_CallFunctionObjArgs(found->plain, x, out, deadline, NULL);
+        else if ((of_x = count_of(call->src)) != NULL && (of_out = count_of(call->dst)) != NULL)
+            /* A tensor can still get other memory, so the path compares the counts. */
+            ran = PyObject_CallMethodObjArgs((PyObject *)call->path, core->name_run_plan,
+                                             found->request, found->plan, x, of_x, out, of_out,
+                                             deadline, NULL);
+        state = ran == NULL ? -1 : 0;
+    }
+    Py_XDECREF(of_x);
+    Py_XDECREF(of_out);
+    Py_XDECREF(deadline);
+    Py_XDECREF(ran);
+    Py_XDECREF(held);
+    return state;
+}
+
+static PyObject *make(Door *door, struct call *call)
+{
     struct found found = prepare(door, call);
     if (found.plan == NULL)
         return PyErr_Occurred() ? NULL : Py_NewRef(Py_NotImplemented);
     PyObject *limit = read_field((PyObject *)call->path, &call->path->timeout), *done = NULL;
     int state;
-    if (limit == NULL) { /* Python raises the error */
+    if (limit == NULL) /* Python raises the error */
         state = 1;
-    } else if (found.request == NULL) {
+    else if (found.request == NULL)
         state = run_plan(found.plan, call->src, call->dst, limit, door->ring);
-    } else {
-        PyObject *x = call->src == NULL ? Py_None : call->src == call->dst ? call->result : call->x;
-        PyObject *out = call->dst ? call->result : Py_None;
-        int numpy = (x == Py_None || is_numpy(core, x)) && (out == Py_None || is_numpy(core, out));
-        PyObject *ran = NULL, *held = NULL;
-        hold_all(core, x, &held);
-        if (out != x)
-            hold_all(core, out, &held);
-        record_begin(door->ring, found.request, 0);
-        PyObject *deadline = deadline_of(core, limit, now_ns());
-        if (deadline != NULL && numpy && found.plain != NULL)
-            ran = PyObject_CallFunctionObjArgs(found.plain, x, out, deadline, NULL);
-        else if (deadline != NULL)
-            ran = PyObject_CallMethodObjArgs((PyObject *)call->path, core->name_run_plan,
-                                             found.plan, x, out, deadline, NULL);
-        state = ran == NULL ? -1 : 0;
-        Py_XDECREF(deadline);
-        Py_XDECREF(ran);
-        Py_XDECREF(held);
-    }
+    else
+        state = run_in_python(door, call, &found, limit);
     if (state == 0) {
         record_end(door->ring);
         done = Py_NewRef(call->result);

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from collective import Communicator, native
+from collective import Communicator, InvalidArgumentError, MismatchError, native
 from collective.testing import RankPool
 from tests.support.interpreter import printed
 from tests.support.mpi_launches import VENDORS, launch_of, needs
@@ -113,14 +113,26 @@ def storages(comm: Communicator, later: bool) -> None:
     import torch
     from torch.multiprocessing.reductions import StorageWeakRef
 
+    def uses(tensor: torch.Tensor) -> int:
+        return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+    def in_use() -> bool:
+        # Where the plan is written in Python, C first records the call, and then has the tensors
+        # viewed. Over shm the plan is in C, or the call is recorded after the views.
+        viewed = comm.backend == "shm" or (uses(x) > uses_before[0] and uses(y) > uses_before[1])
+        return comm.recorder.started != before and viewed
+
     def replace() -> None:
         end = time.monotonic() + WAIT_S
-        while comm.recorder.started == before and time.monotonic() < end:
-            time.sleep(1e-4)
-        x.set_(torch.empty(0))
-        y.data = torch.empty(0)
-        alive.append(not any(storage.expired() for storage in weak_storages))
-        tell(signals)
+        try:
+            while not in_use():
+                assert time.monotonic() < end, "the call has not viewed the tensors"
+                time.sleep(1e-4)
+            x.set_(torch.empty(0))
+            y.data = torch.empty(0)
+            alive.append(not any(storage.expired() for storage in weak_storages))
+        finally:
+            tell(signals)
 
     signals = comm.dup()
     for length in LENGTHS.values():
@@ -132,6 +144,7 @@ def storages(comm: Communicator, later: bool) -> None:
             comm.all_reduce(x, out=y)
         else:
             before = comm.recorder.started
+            uses_before = uses(x), uses(y)
             weak_storages = [StorageWeakRef(storage.untyped_storage()) for storage in (x, y)]
             thread = threading.Thread(target=replace)
             if later:
@@ -145,6 +158,57 @@ def storages(comm: Communicator, later: bool) -> None:
             thread.join()
             assert alive == [True]
         comm.barrier()
+
+
+#: Changes of a tensor of 64 float32 elements, and the elements that it has then.
+CHANGES: dict[str, tuple[Callable[[Any, Any], None], str]] = {
+    "smaller storage": (lambda torch, x: x.set_(torch.ones(3)), "3 of float32"),
+    "other shape": (lambda torch, x: setattr(x, "data", torch.ones(8, 9)), "72 of float32"),
+    "other dtype": (lambda torch, x: setattr(x, "data", torch.ones(64).char()), "64 of int8"),
+}
+
+
+def change_before_view(comm: Communicator, name: str) -> str:
+    """Replace a tensor's memory between C's look at it and the view; return the error's text."""
+    import torch
+
+    def run_plan(*arguments: Any) -> None:
+        change(torch, x)
+        type(path).run_plan(path, *arguments)
+
+    change, path = CHANGES[name][0], comm._path
+    x, out = torch.ones(64), torch.ones(64)
+    comm.all_reduce(x, out=out)  # the first call makes the plan
+    text = ""
+    if comm.rank == 0:
+        path.run_plan = run_plan  # as if another thread ran there
+        try:
+            comm.all_reduce(x, out=out)
+        except InvalidArgumentError as error:
+            text = str(error)
+        del path.run_plan
+    comm.all_reduce(torch.ones(64), out=out)
+    assert out.eq(comm.size).all()  # the refused call has sent nothing
+    return text
+
+
+def change_before_hold(comm: Communicator) -> str:
+    """Replace a tensor's memory while PyTorch makes the result; return the error's text."""
+    import torch
+
+    def new_empty(shape: tuple[int, ...]) -> torch.Tensor:
+        x.set_(torch.ones(3))
+        return torch.empty(shape)
+
+    x = torch.ones(64)
+    comm.all_reduce(x)
+    if comm.rank == 0:
+        x.new_empty = new_empty
+    try:
+        comm.all_reduce(x)
+    except MismatchError as error:
+        return str(error)
+    return ""
 
 
 # Simulates two hosts of two ranks each for the hierarchical transport.
@@ -175,6 +239,28 @@ def test_resize_of_array_in_use_is_refused(transport: str, later: bool) -> None:
 @pytest.mark.parametrize("transport", ["threads", "shm", "gloo"])
 def test_tensor_storage_lives_until_call_is_over(transport: str, later: bool) -> None:
     run(transport, storages, later)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="it is about tensors")
+@pytest.mark.skipif(native.viewer() is None, reason="only C looks at a tensor before the view")
+@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("transport", ["threads", "gloo"])
+def test_tensor_changed_before_its_view_is_refused(transport: str, name: str) -> None:
+    with RankPool(2, transport, timeout=WAIT_S) as pool:
+        text, other = pool.run(change_before_view, name)
+    assert text.startswith(
+        "all_reduce: x had 64 elements of float32 when the call began, and has "
+        f"{CHANGES[name][1]} now [rank 0 of 2]. "
+    )
+    assert other == ""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="it is about tensors")
+@pytest.mark.parametrize("transport", ["threads", "shm", "gloo"])
+def test_tensor_changed_before_it_is_held_is_looked_at_again(transport: str) -> None:
+    with RankPool(2, transport, timeout=WAIT_S) as pool:
+        texts = pool.run(change_before_hold)
+    assert ["rank 0: all_reduce(float32[3], op=sum)" in text for text in texts] == [True, True]
 
 
 WITHOUT_EXTENSION = """
