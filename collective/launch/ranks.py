@@ -26,7 +26,7 @@ from .outcome import Outcome, RankHungError, RanksFailedError
 
 __all__ = ["FunctionJob", "Handle", "Job", "Participant", "Ranks", "Resource", "Starter", "perform"]
 
-# How long ranks may take to start and to import what a job needs, on a busy machine.
+# How long ranks may take at least to start and to import what a job needs, on a busy machine.
 LOAD_S = 60.0
 # How long a rank may take to end once its line is closed.
 LEAVE_S = 5.0
@@ -218,7 +218,8 @@ class Ranks:
             BackendUnavailableError: the ranks do not start.
         """
         missing = [rank for rank in range(self.size) if rank not in self._handles]
-        if missing and self._starter.together and self._handles:
+        if missing and self._starter.together:
+            # Also if all ranks are missing: they may have been ended, but not their commands.
             self._end(Deadline(0.0))
             missing = list(range(self.size))
         if missing:
@@ -230,7 +231,8 @@ class Ranks:
         Args:
             job: the job to run.
             timeout: seconds after which ranks that have not returned are ended. The time to start
-                the ranks and to load the job does not count.
+                the ranks and to load the job does not count. It has a limit of its own: as many
+                seconds, or a minute if that is longer.
             grace: seconds that the other ranks have once a rank has failed, within ``timeout``;
                 None for no such limit.
 
@@ -242,9 +244,10 @@ class Ranks:
         try:
             self.start()
             # No rank begins before the last one has started and imported its modules.
-            outcomes = self._ask(lambda handle: handle.load(encoded), Deadline(LOAD_S))
+            loading = Deadline(max(LOAD_S, timeout))
+            outcomes = self._ask(lambda handle: handle.load(encoded), loading, "no start")
             if not outcomes:
-                return self._ask(lambda handle: handle.go(), Deadline(timeout), grace)
+                return self._ask(lambda handle: handle.go(), Deadline(timeout), "no result", grace)
             for rank, handle in self._handles.items():
                 if rank not in outcomes:
                     handle.skip()
@@ -269,9 +272,14 @@ class Ranks:
         return [outcomes[rank].value for rank in range(self.size)]
 
     def _ask(
-        self, send: Callable[[Handle], None], limit: Deadline, grace: float | None = None
-    ) -> dict[int, Outcome]:
-        """Send an order to all ranks, wait until each has answered, and return the outcomes."""
+        self, send: Callable[[Handle], None], limit: Deadline, lack: str,
+        grace: float | None = None,
+    ) -> dict[int, Outcome]:  # fmt: skip
+        """Send an order to all ranks, wait until each has answered, and return the outcomes.
+
+        Args:
+            lack: what an error says of a rank that has not answered at ``limit``.
+        """
         outcomes: dict[int, Outcome] = {}
         pending: dict[int, Handle] = {}
         for rank, handle in self._handles.items():
@@ -284,7 +292,7 @@ class Ranks:
         while pending:
             answers = self._starter.wait(pending, deadline)
             if not answers:
-                outcomes.update(self._hung(pending, limit))
+                outcomes.update(self._hung(pending, limit, lack))
                 break
             for rank, answer in answers.items():
                 del pending[rank]
@@ -296,13 +304,15 @@ class Ranks:
             self._handles.pop(rank).end(Deadline(0.0))
         return outcomes
 
-    def _hung(self, pending: Mapping[int, Handle], limit: Deadline) -> dict[int, Outcome]:
+    def _hung(
+        self, pending: Mapping[int, Handle], limit: Deadline, lack: str
+    ) -> dict[int, Outcome]:
         """Get the stacks of the ranks that still run, and end these ranks."""
         stacks = {rank: handle.stacks() for rank, handle in pending.items()}
         hung = {}
         for rank, stack in stacks.items():
             error = RankHungError(
-                f"rank {rank}: no result after {limit.seconds:g} s; the rank was ended", stack
+                f"rank {rank}: {lack} after {limit.seconds:g} s; the rank was ended", stack
             )
             hung[rank] = Outcome(error=error)
             self._handles.pop(rank).end(Deadline(0.0))

@@ -20,7 +20,7 @@ from collective.errors import BackendUnavailableError
 from collective.launch.command_starter import Command, CommandStarter
 from collective.launch.outcome import Outcome, RankDiedError, RankHungError, RemoteError
 from collective.launch.process_starter import ProcessStarter
-from collective.launch.ranks import FunctionJob, Participant, Ranks, Starter
+from collective.launch.ranks import FunctionJob, Job, Participant, Ranks, Starter
 from collective.launch.thread_starter import ThreadStarter
 from tests.support.interpreter import ROOT, run_python
 from tests.support.launches import DEADLINE_S
@@ -153,6 +153,42 @@ def test_rank_that_hangs_is_reported_with_stack_and_replaced(ranks: Ranks) -> No
     assert [outcome.value[0] for outcome in after] == [0, 1]
     in_threads = before[0].value[1] == os.getpid()
     assert in_threads or after[1].value != before[1].value
+
+
+class SlowJob(Job):
+    """A job that takes two seconds to load, as on a busy machine."""
+
+    def load(self) -> None:
+        time.sleep(2.0)
+
+    def run(self, participant: Participant) -> int:
+        return participant.rank
+
+
+@pytest.mark.parametrize("timeout", [0.1, 60.0])
+def test_ranks_may_start_for_as_long_as_the_job_may_take(
+    processes: Ranks, monkeypatch: pytest.MonkeyPatch, timeout: float
+) -> None:
+    assert run(processes, who)
+    monkeypatch.setattr("collective.launch.ranks.LOAD_S", 0.5)
+    outcomes = processes.run(SlowJob(), timeout)
+    if timeout > 1.0:
+        assert [outcomes[rank].value for rank in range(2)] == [0, 1]
+    else:
+        for rank in range(2):
+            error = outcomes[rank].error
+            assert str(error).startswith(f"rank {rank}: no start after 0.5 s; the rank was ended")
+            assert "in load" in error.stack
+
+
+def test_ranks_that_have_all_been_ended_are_replaced(ranks: Ranks) -> None:
+    outcomes = run(ranks, all_sleeping, 90.0, timeout=0.5)
+    assert [type(outcome.error) for outcome in outcomes] == [RankHungError] * 2
+    assert [outcome.value[0] for outcome in run(ranks, who)] == [0, 1]
+
+
+def all_sleeping(participant: Participant, seconds: float) -> None:
+    time.sleep(seconds)
 
 
 def test_ranks_get_only_grace_time_after_first_failure(ranks: Ranks) -> None:
