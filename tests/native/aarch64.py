@@ -38,20 +38,14 @@ _FLAGS = ("-std=gnu11", "-g", "-Wall", "-Wextra", "-pthread")
 #: As in setup.py.
 _CORE_FLAGS = ("-O3", "-ffp-contract=off", "-fvisibility=hidden", "-fPIC")
 _PARTS = ("emulator", "threads", "kit")
-# Ranks may take this long to start: the emulated interpreter is slow, and starts slowly.
-_LOAD_S = 1800.0
+#: Values of COLLECTIVE_NATIVE.
+_CORES = ("on", "off")
+# Ranks may take this long to start, and to end a case: the emulated interpreter is slow.
+_TIMEOUT_S = 1800
 # Starts the emulated Python, also for processes that it starts: the kernel cannot run it itself.
 _STARTER = """#!/bin/sh
 here=$(dirname "$(readlink -f "$0")")
 exec {emulator} -L "$here/../.." -0 "$0" "$here/{python}" "$@"
-"""
-_KIT = f"""
-import sys
-from collective.launch import ranks
-from collective.testing.__main__ import main
-if __name__ == "__main__":
-    ranks.LOAD_S = {_LOAD_S}
-    sys.exit(main(sys.argv[1:]))
 """
 
 
@@ -196,13 +190,18 @@ def try_threads(folder: Path, calls: int) -> int:
     return wrong
 
 
-def try_kit(folder: Path, starter: Path, sizes: str, checks: Sequence[str]) -> int:
-    """Run the conformance kit over ``shm``, in C and in Python; return the failures."""
+def try_kit(
+    folder: Path, starter: Path, sizes: str, checks: Sequence[str], cores: Sequence[str]
+) -> int:
+    """Run the conformance kit over ``shm``; return how many of its runs failed.
+
+    Args:
+        cores: "on" for a run with the native core, "off" for one without it.
+    """
     package = folder / "package"
     shutil.rmtree(package, ignore_errors=True)
     ignored = shutil.ignore_patterns("*.so", "__pycache__", "*.[ch]")
     shutil.copytree(_ROOT / "collective", package / "collective", ignore=ignored)
-    (package / "kit.py").write_text(_KIT)
     system = starter.parents[2]
     headers = next((system / "usr" / "include").glob("python3.*"))
     version = headers.name.removeprefix("python").replace(".", "")
@@ -212,10 +211,10 @@ def try_kit(folder: Path, starter: Path, sizes: str, checks: Sequence[str]) -> i
     environment = {key: value for key, value in os.environ.items() if key != "COLLECTIVE_NATIVE"}
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
     environment["PYTHONPATH"] = f"{package}:{folder / 'site'}"
-    kit = [str(starter), str(package / "kit.py"), "shm", "--sizes", sizes]
-    kit += ["--timeout", str(int(_LOAD_S)), *(["--checks", *checks] if checks else [])]
+    kit = [str(starter), "-m", "collective.testing", "shm", "--sizes", sizes]
+    kit += ["--timeout", str(_TIMEOUT_S), *(["--checks", *checks] if checks else [])]
     wrong = 0
-    for native in ("on", "off"):
+    for native in cores:
         print(f"conformance kit over shm, native core {native}", flush=True)
         wrong += subprocess.run(
             kit, env={**environment, "COLLECTIVE_NATIVE": native}, cwd=package, check=False
@@ -230,6 +229,9 @@ def main() -> int:
     parser.add_argument("--calls", type=int, default=5000, help="of each program of threads")
     parser.add_argument("--sizes", default="2,3", help="numbers of ranks in the kit")
     parser.add_argument("--checks", nargs="+", default=[], help="of the kit; all if not given")
+    parser.add_argument(
+        "--core", nargs="+", choices=_CORES, default=_CORES, help="runs of the kit (default: both)"
+    )
     parser.add_argument("--parts", nargs="+", choices=_PARTS, default=_PARTS)
     options = parser.parse_args()
     folder = options.folder.resolve()
@@ -247,7 +249,7 @@ def main() -> int:
     if "threads" in options.parts:
         wrong += try_threads(folder, options.calls)
     if starter is not None:
-        wrong += try_kit(folder, starter, options.sizes, options.checks)
+        wrong += try_kit(folder, starter, options.sizes, options.checks, options.core)
     return int(bool(wrong))
 
 
