@@ -118,6 +118,8 @@ class Control:
         # The waits of this rank that its peers can read, and the board where they read them.
         self.waits: dict[object, Waiting] = {}
         self._waits_lock = threading.Lock()
+        # A signal handler may abort the communicator while its thread holds this lock.
+        self._failing = threading.RLock()
         self._board = Board(segment.map, rank, self.layout.waits, WAITS_BYTES, _WAITING)
         # Dropping the communicator does not mean that the process died. The descriptor of the
         # segment, and with it the lock, stays until the peers can read that it was dropped.
@@ -534,26 +536,31 @@ class Control:
 
     def fail(self, failure: Failure) -> None:
         """Break the communicator for all ranks; of several failures of a rank the first counts."""
-        words, line = self.words, self._line
-        if not words[line + _FAILED_AT]:
-            head = json.dumps([failure.kind, failure.rank, failure.ranks]).encode() + b"\n"
-            text = failure.text.encode(errors="backslashreplace")
-            room = FAILURE_BYTES - len(head)
-            if len(text) > room:  # keep the end of a traceback, which says most
-                text = b"..." + text[3 - room :]
-            raw = head + text
-            at = self.layout.failures[self.rank]
-            self.segment.map[at : at + len(raw)] = raw
-            words[line + _FAILURE_LENGTH] = len(raw)
-            fence()
-            # Write the time after the text and its length, which failure() reads as soon as the
-            # time is not 0. All processes of the host share this clock, so failure() finds the
-            # earliest cause.
-            words[line + _FAILED_AT] = time.monotonic_ns()
+        # Several threads of this rank may fail at once, in calls of the foreground and background.
+        with self._failing:
+            if not self.words[self._line + _FAILED_AT]:
+                self._report(failure)
         fence()
         # Write the flag last: a rank that sees the flag looks for a cause, and must find one.
-        words[BROKEN] = 1
+        self.words[BROKEN] = 1
         self._wake()
+
+    def _report(self, failure: Failure) -> None:
+        """Write a failure where the peers look for causes."""
+        words, line = self.words, self._line
+        head = json.dumps([failure.kind, failure.rank, failure.ranks]).encode() + b"\n"
+        text = failure.text.encode(errors="backslashreplace")
+        room = FAILURE_BYTES - len(head)
+        if len(text) > room:  # keep the end of a traceback, which says most
+            text = b"..." + text[3 - room :]
+        raw = head + text
+        at = self.layout.failures[self.rank]
+        self.segment.map[at : at + len(raw)] = raw
+        words[line + _FAILURE_LENGTH] = len(raw)
+        fence()
+        # Write the time after the text and its length, which failure() reads as soon as the time is
+        # not 0. All processes of the host share this clock, so failure() finds the earliest cause.
+        words[line + _FAILED_AT] = time.monotonic_ns()
 
     def refuse(self, rank: int, what: str) -> NoReturn:
         """Break the communicator, since ``rank`` has written an impossible value to shared memory.

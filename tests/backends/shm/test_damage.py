@@ -10,6 +10,7 @@ import fcntl
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -79,6 +80,34 @@ def test_damaged_failure_report_raises_aborted(
     control.words[_LENGTH] = len(report) if length is None else length
     control.words[_FAILED_AT] = control.words[BROKEN] = 1
     with pytest.raises(CommunicatorAbortedError, match="rank 1 has failed, and its report is dama"):
+        control.refuse_broken("barrier")
+
+
+def test_report_of_first_thread_that_fails_stays_whole(
+    control: Control, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = control.segment.map
+
+    class Memory:
+        """The segment's memory; another thread fails as soon as the first has written its text."""
+
+        def __getitem__(self, part: slice) -> bytes:
+            return memory[part]
+
+        def __setitem__(self, part: slice, data: bytes) -> None:
+            memory[part] = data
+            if not others:
+                others.append(threading.Thread(target=control.fail, args=(second,)))
+                others[0].start()
+                others[0].join(0.2)
+
+    others: list[threading.Thread] = []
+    monkeypatch.setattr(control, "_core", None)  # C wakes the peers in an mmap only
+    monkeypatch.setattr(control.segment, "map", Memory())
+    second = Failure("aborted", 0, "the second reason, which is longer")
+    control.fail(Failure("aborted", 0, "the first reason"))
+    others[0].join()
+    with pytest.raises(CommunicatorAbortedError, match="the first reason"):
         control.refuse_broken("barrier")
 
 
