@@ -68,6 +68,8 @@ class RankFactory:
             or a :class:`Kind`. Where ranks are processes, the :class:`Kind` must be picklable.
         timeout: seconds that a check's ranks may take until they count as hung.
         mpiexec: how to start ranks of MPI; see :class:`RankPool`.
+        check: value of ``COLLECTIVE_CHECK`` for the checks that set none, for example
+            ``"results"``.
 
     Raises:
         InvalidArgumentError: no kind has that name.
@@ -82,16 +84,20 @@ class RankFactory:
         kind: str | Kind = "numpy",
         timeout: float = _TIMEOUT_S,
         mpiexec: Mpiexec | None = None,
+        check: str = "auto",
     ) -> None:
         require(kind)
         self.backend = backend
         self.kind = kind
         self.timeout = timeout
         self.mpiexec = mpiexec
+        self.check = check
         self.capabilities = capabilities_of(backend, mpiexec)
         self.name = backend if isinstance(backend, str) else backend.name
         if kind != "numpy":
             self.name += f"-{kind if isinstance(kind, str) else kind.name}"
+        if check != "auto":
+            self.name += f"-{check}"
         self._pool: RankPool | None = None
 
     def run(
@@ -100,7 +106,7 @@ class RankFactory:
         function: Callable[..., Any],
         *args: Any,
         fresh: bool = False,
-        check: str = "auto",
+        check: str | None = None,
         timeout: float | None = None,
         call_timeout: float | None = None,
         faults: Sequence[Fault] = (),
@@ -111,7 +117,8 @@ class RankFactory:
         Args:
             fresh: if true, use a new communicator. By default checks share one until a check fails.
             timeout: seconds that the ranks may take, if fewer than the factory's.
-            check, call_timeout, faults, shrink_grace: as in :meth:`RankPool.run`.
+            check: as in :meth:`RankPool.run`; by default the factory's.
+            call_timeout, faults, shrink_grace: as in :meth:`RankPool.run`.
 
         Raises:
             RanksFailedError: a rank raised, died or hung.
@@ -129,7 +136,7 @@ class RankFactory:
             timeout=self.timeout if timeout is None else min(timeout, self.timeout),
             call_timeout=call_timeout,
             shared=shared,
-            check=check,
+            check=self.check if check is None else check,
             faults=faults,
             shrink_grace=shrink_grace,
         )
@@ -307,7 +314,7 @@ def on_each_rank(
     def make(part: Callable[..., None]) -> Check:
         @functools.wraps(part)
         def run(factory: RankFactory, size: int, **case: Any) -> None:
-            compared = "always" if compare else "auto"
+            compared = "always" if compare else None
             factory.run(size, found.do_part, case, fresh=fresh, check=compared)
 
         found = check(cases, **options)(run)

@@ -52,7 +52,7 @@ def _join(comm: Communicator, connection: _Ours, seconds: float) -> Communicator
     comm.close()
     new = connect(
         lineage.root, backend, timeout=timeout, start_timeout=seconds,
-        shrink_grace=lineage.grace, join=True,
+        check=comm.check, shrink_grace=lineage.grace, join=True,
     )  # fmt: skip
     array_kind = kind_of(kind)
     return new if array_kind is None else array_kind.communicator(new)

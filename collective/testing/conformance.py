@@ -72,6 +72,7 @@ def run_checks(
     expected_failures: Mapping[str, str] | None = None,
     timeout: float = 30.0,
     mpiexec: Mpiexec | None = None,
+    check: str = "auto",
     report: Callable[[Result], None] = lambda result: None,
 ) -> list[Result]:
     """Run the suite on a transport.
@@ -85,6 +86,7 @@ def run_checks(
             why it fails. If it passes, it counts as failed: the declaration is stale.
         timeout: seconds after which a case counts as hung.
         mpiexec: how to start ranks of MPI; see :class:`RankPool`.
+        check: value of ``COLLECTIVE_CHECK`` for the ranks; see :class:`RankFactory`.
         report: function that is called with each result as soon as it is known.
 
     Raises:
@@ -94,10 +96,10 @@ def run_checks(
     expected = dict(expected_failures or {})
     chosen = chosen_checks(checks, expected)
     results = []
-    with RankFactory(backend, kind=kind, timeout=timeout, mpiexec=mpiexec) as factory:
+    with RankFactory(backend, kind=kind, timeout=timeout, mpiexec=mpiexec, check=check) as factory:
         for size in sizes:
-            for check in chosen:
-                result = _run(check, factory, size, expected)
+            for each in chosen:
+                result = _run(each, factory, size, expected)
                 results.append(result)
                 report(result)
     return results
@@ -217,6 +219,7 @@ def parametrize_with_checks(
     expected_failures: Mapping[str, str] | None = None,
     timeout: float = 30.0,
     mpiexec: Mpiexec | None = None,
+    check: str = "auto",
 ) -> pytest.MarkDecorator:
     """Return a decorator that gives a test every case of the suite as ``check``.
 
@@ -239,6 +242,7 @@ def parametrize_with_checks(
             why it fails. If it passes, the test fails: the declaration is stale.
         timeout: seconds after which a case counts as hung.
         mpiexec: how to start ranks of MPI; see :class:`RankPool`.
+        check: value of ``COLLECTIVE_CHECK`` for the ranks; see :class:`RankFactory`.
 
     Raises:
         ValueError: no check has a name in ``checks`` or ``expected_failures``.
@@ -249,7 +253,7 @@ def parametrize_with_checks(
     import pytest
 
     expected = dict(expected_failures or {})
-    factory = RankFactory(backend, kind=kind, timeout=timeout, mpiexec=mpiexec)
+    factory = RankFactory(backend, kind=kind, timeout=timeout, mpiexec=mpiexec, check=check)
     # The last test ends the ranks. If it does not run, they are ended at exit.
     atexit.register(factory.close)
     # A forked child must not end the ranks of its parent.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collective.testing import all_checks
 
-__all__ = ["BY_PLACE", "BY_SIZE", "OF_TWO", "SHRINKING", "all_but"]
+__all__ = ["BY_PLACE", "BY_SIZE", "COMPARED", "OF_TWO", "SHRINKING", "all_but"]
 
 #: Checks that depend on the number of ranks.
 BY_SIZE = tuple(
@@ -31,6 +31,11 @@ BY_PLACE = tuple(
     user_op_order
 """.split()
 )
+#: Checks of calls whose results the ranks may compare (``COLLECTIVE_CHECK=results``).
+COMPARED = (
+    *(name for name in BY_PLACE if name not in ("check_barrier", "check_killed_peer")),
+    "check_async_many", "check_grow", "check_objects", "check_send_recv", "check_send_structures",
+)  # fmt: skip
 #: Checks for two ranks after all checks have run with three: some test each call only with two.
 OF_TWO = (
     *(name for name in BY_SIZE if name != "check_killed_in_the_middle"),

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from collective.testing import parametrize_with_checks
-from tests.support.conformance_parts import BY_SIZE, OF_TWO, all_but
+from tests.support.conformance_parts import BY_SIZE, COMPARED, OF_TWO, all_but
 
 pytest.importorskip("torch", reason="the gloo transport needs PyTorch")
 
@@ -24,4 +24,9 @@ def test_gloo_passes_suite(check: Callable[[], None]) -> None:
 
 @parametrize_with_checks("gloo", sizes=(4,), checks=BY_SIZE)
 def test_gloo_of_4_passes_suite(check: Callable[[], None]) -> None:
+    check()
+
+
+@parametrize_with_checks("gloo", sizes=(3,), checks=COMPARED, check="results")
+def test_gloo_passes_suite_with_compared_results(check: Callable[[], None]) -> None:
     check()

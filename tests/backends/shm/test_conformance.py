@@ -9,7 +9,7 @@ from collective import native
 from collective.backends.shm import ShmBackend
 from collective.contract.world import World
 from collective.testing import parametrize_with_checks
-from tests.support.conformance_parts import BY_PLACE, BY_SIZE
+from tests.support.conformance_parts import BY_PLACE, BY_SIZE, COMPARED
 
 # Eight ranks are more than there are cores.
 SIZES, MANY = (2, 3), (8,)
@@ -83,4 +83,17 @@ def test_shm_without_single_copy_passes_suite(check: Check) -> None:
 
 @parametrize_with_checks("shm", sizes=MANY, checks=BY_SIZE)
 def test_shm_of_8_passes_suite(check: Check) -> None:
+    check()
+
+
+@parametrize_with_checks("shm", sizes=(2,), checks=COMPARED, check="results")
+def test_shm_passes_suite_with_compared_results(check: Check) -> None:
+    check()
+
+
+_FOLDS = [name for name in COMPARED if any(each in name for each in ("reduce", "scan", "order"))]
+
+
+@parametrize_with_checks(WithoutTheCore, sizes=(3,), checks=_FOLDS, check="results")
+def test_shm_without_native_core_passes_suite_with_compared_results(check: Check) -> None:
     check()
