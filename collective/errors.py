@@ -113,7 +113,7 @@ class CorruptionError(CollectiveError):
 
     Attributes:
         ranks: the ranks whose result is wrong, ascending; all ranks if no majority has the same
-            result.
+            result. After a call that is made twice, the ranks whose two results differ.
     """
 
     def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 
 from collective import native
 
-__all__ = ["Sums", "checksum", "joined", "sums"]
+__all__ = ["Sums", "checksum", "joined", "on_host", "sums"]
 
 # The same numbers as in collective/native/sums.c.
 _BLOCK_WORDS = 1 << 13
@@ -32,8 +32,13 @@ def checksum(*arrays: Any) -> int:
     Any single flipped bit changes the checksum, and so does any exchange of bytes, unless sums of
     64 bits happen to be equal.
     """
-    views = [array if isinstance(array, np.ndarray) else array.to_host() for array in arrays]
+    views = [on_host(array) for array in arrays]
     return joined([(*sums(view), view.nbytes) for view in views])
+
+
+def on_host(array: Any) -> Array:
+    """Return the array of a buffer as a NumPy array; a copy if it is on a GPU."""
+    return array if isinstance(array, np.ndarray) else np.asarray(array.to_host())
 
 
 def joined(parts: list[tuple[int, int, int]]) -> int:

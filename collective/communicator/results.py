@@ -1,7 +1,9 @@
 """Comparison of the ranks' results after a call (``COLLECTIVE_CHECK=results``).
 
 A bit that flips in memory or in a message changes the result on some ranks only. After a call each
-rank computes checksums of its result, and the ranks exchange them.
+rank computes checksums of its result, and the ranks exchange them. Where no two ranks have the same
+values, as in a ``reduce_scatter``, the ranks make the call twice, and each rank compares its two
+results.
 """
 
 from __future__ import annotations
@@ -12,13 +14,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from collective.algorithms.arithmetic import bfloat16_to_float32
 from collective.deadline import Deadline
 from collective.errors import CorruptionError
 from collective.memory.buffer import Buffer
 from collective.memory.dtypes import BY_NAME
 from collective.request import Request, call_site, name_ranks
 
-from .checksums import checksum, joined
+from .checksums import checksum, joined, on_host
 from .planned import Planned
 
 if TYPE_CHECKING:
@@ -38,6 +41,8 @@ __all__ = [
 _UINT8 = BY_NAME["uint8"]
 # Operations that only move data: the rank that sends a piece knows it.
 _MOVES = ("all_gather", "all_to_all", "broadcast", "gather", "scatter")
+# Reductions of which each rank has another result, or only one rank has any.
+_TWICE = ("reduce", "reduce_scatter", "scan")
 _CAUSE = (
     "A bit of memory or of a message has changed, or the ranks' processors or libraries compute "
     "differently. Repeat the step, or continue without a faulty rank by comm.shrink(exclude=...)."
@@ -117,36 +122,90 @@ class Results:
         Raises:
             CorruptionError: the results are not what they must be; on all ranks.
         """
-        operation = planned.request.operation
-        moves = operation in _MOVES
-        if planned.compares or not (moves or operation == "all_reduce"):
-            path.carry(planned, src, dst, deadline, True)
-            return
+        run = _RUNS.get(planned.request.operation)
         # A call that fails is failed on all ranks, or breaks the communicator. So the ranks count
         # only the calls that have succeeded, and the next call's turn is known before it begins.
-        due = (self._calls + 1) % self._interval == 0
-        size, rank = path.size, path.rank
-        words = np.zeros(2 * size if moves else 1, np.uint64)
-        if due and moves:
-            # The checksums of the input come before the call: the result may overwrite the input.
-            for peer, piece in _sent(planned.request, rank, src):
-                words[peer] = checksum(piece)
-        on_the_way = None
-        if due and not moves:
-            on_the_way = _summed(path, planned, src, dst, deadline)
-        else:
+        counts = run is not None and not planned.compares
+        due = counts and (self._calls + 1) % self._interval == 0
+        if run is None or not due:
             path.carry(planned, src, dst, deadline, True)
-        self._calls += 1
-        if not due:
+            self._calls += counts
             return
-        if moves:
-            for peer, piece in _received(planned.request, rank, dst):
-                words[size + peer] = checksum(piece)
-        elif dst is not None:
-            words[0] = checksum(dst.array) if on_the_way is None else on_the_way
+        words = run(path, planned, src, dst, deadline)
+        self._calls += 1
         number = path.recorder.started
         table = _gather(path, planned.request, number, words, deadline)
         _judge(path, planned.request, number, table)
+
+
+# -- one call, and this rank's checksums -----------------------------------------------------------
+
+
+def _run_equal(path: _Path, planned: Planned, src: Any, dst: Any, deadline: Deadline) -> Array:
+    """Run a call whose result is the same on all ranks; return the checksum of the result."""
+    words = np.zeros(1, np.uint64)
+    on_the_way = _summed(path, planned, src, dst, deadline)
+    if dst is not None:
+        words[0] = checksum(dst.array) if on_the_way is None else on_the_way
+    return words
+
+
+def _run_moves(path: _Path, planned: Planned, src: Any, dst: Any, deadline: Deadline) -> Array:
+    """Run a call that moves data; return the checksums of the pieces sent and received."""
+    size, rank = path.size, path.rank
+    words = np.zeros(2 * size, np.uint64)
+    # The checksums of the input come before the call: the result may overwrite the input.
+    for peer, piece in _sent(planned.request, rank, src):
+        words[peer] = checksum(piece)
+    path.carry(planned, src, dst, deadline, True)
+    for peer, piece in _received(planned.request, rank, dst):
+        words[size + peer] = checksum(piece)
+    return words
+
+
+def _run_twice(path: _Path, planned: Planned, src: Any, dst: Any, deadline: Deadline) -> Array:
+    """Run a call twice; return the checksums of this rank's two results."""
+    words = np.zeros(2, np.uint64)
+    # The first result goes to memory of its own: the second may overwrite the input.
+    first = None if dst is None else Buffer.empty(dst.count, dst.dtype, dst.array)
+    path.carry(planned, src, first, deadline, True)
+    path.carry(planned, src, dst, deadline, True)
+    if first is not None:
+        words[:] = checksum(first.array), checksum(dst.array)
+        if words[0] != words[1] and _differ_in_nan(first, dst):
+            words[1] = words[0]
+    return words
+
+
+_RUNS: dict[str, Callable[[_Path, Planned, Any, Any, Deadline], Array]] = {
+    "all_reduce": _run_equal,
+    **dict.fromkeys(_MOVES, _run_moves),
+    **dict.fromkeys(_TWICE, _run_twice),
+}
+
+
+def _differ_in_nan(first: Buffer, second: Buffer) -> bool:
+    """Return whether two results differ in nothing but the bits of NaN.
+
+    Which NaN a sum of two has depends on the instruction, and so on where the arrays begin.
+    """
+    if first.dtype.kind not in "fc":
+        return False
+    left, right = _floats(first), _floats(second)
+    bits = f"u{left.itemsize}"
+    differs = left.view(bits) != right.view(bits)
+    return bool((np.isnan(left[differs]) & np.isnan(right[differs])).all())
+
+
+def _floats(buffer: Buffer) -> Array:
+    """Return the elements of a floating-point type as NumPy's floats; complex numbers as two."""
+    array = on_host(buffer.array)
+    if buffer.dtype.name == "bfloat16":
+        return bfloat16_to_float32(array)
+    return array.view(f"f{array.itemsize // 2}") if buffer.dtype.kind == "c" else array
+
+
+# -- all ranks' checksums --------------------------------------------------------------------------
 
 
 def _gather(path: _Path, call: Request, number: int, words: Array, deadline: Deadline) -> Array:
@@ -188,6 +247,8 @@ def _judge(path: _Path, request: Request, number: int, table: Array) -> None:
     size, operation = path.size, request.operation
     if operation == "all_reduce":
         ranks, fault = _compare_equal([int(row[0]) for row in table])
+    elif operation in _TWICE:
+        ranks, fault = _compare_repeated(table)
     else:
         sent, received = table[:, :size], table[:, size:]
         ranks, fault = _compare_pieces(operation, request.root, sent, received)
@@ -304,6 +365,15 @@ def _compare_equal(sums: Sequence[int]) -> tuple[list[int], str]:
         return others, f"{name_ranks(others)} {has} another result than {name_ranks(largest)}"
     parts = "; ".join(name_ranks(ranks) for ranks in groups.values())
     return list(range(len(sums))), f"the ranks have different results, and no majority: {parts}"
+
+
+def _compare_repeated(table: Array) -> tuple[list[int], str]:
+    """Return the ranks whose two results differ, and a text; no ranks if all are equal."""
+    ranks = [rank for rank, (first, second) in enumerate(table) if first != second]
+    if not ranks:
+        return [], ""
+    has = "has" if len(ranks) == 1 else "have"
+    return ranks, f"{name_ranks(ranks)} {has} another result when the call is made twice"
 
 
 def _compare_pieces(

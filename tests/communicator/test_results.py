@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -18,22 +19,27 @@ from collective.memory.buffer import Buffer
 from collective.memory.dtypes import BY_NAME
 from collective.ops import as_op
 from collective.request import Request
+from collective.shards import Shards
 from collective.start import config
-from collective.testing import run_ranks
+from collective.testing import RanksFailedError, run_ranks
+from collective.testing.samples import of_bits
 from tests.support.loopback import Loopback, run
 
 FLOAT32 = BY_NAME["float32"]
 TRANSPORTS = ["threads", "shm", "gloo", "hierarchical"]
 
 
-def flip_after(comm: Communicator, operation: str, rank: int, results: bool = False) -> None:
+def flip_after(
+    comm: Communicator, operation: str, rank: int, results: bool = False, once: int | None = None
+) -> None:
     """Make ``rank`` flip a bit of its result in each new plan of an operation.
 
     Args:
         results: whether to flip a bit of the received checksums instead.
+        once: which run of the plans flips, from 0; None for all.
     """
     backend: Any = comm.transport
-    plan = backend.plan
+    plan, runs = backend.plan, itertools.count()
 
     def plan_that_flips(request: Any) -> Any:
         actual = plan(request)
@@ -43,7 +49,8 @@ def flip_after(comm: Communicator, operation: str, rank: int, results: bool = Fa
             work = actual(src, dst, deadline)
             if work is not None:
                 work.wait()
-            if dst is not None and compares == results and (results or is_call(request)):
+            affected = compares == results and (results or is_call(request))
+            if dst is not None and affected and once in (None, next(runs)):
                 data = dst.bytes().array
                 data[data.size // 2] ^= 4
             return None
@@ -88,6 +95,82 @@ def test_flip_without_majority_names_all_ranks() -> None:
     for ranks, text, _ in run_ranks(2, flipped_all_reduce, check="results"):
         assert ranks == (0, 1)
         assert "the ranks have different results, and no majority: rank 0; rank 1" in text
+
+
+def flipped_twice_made(comm: Communicator, call: str, in_place: bool, once: int) -> Any:
+    """Return the ranks and the text of the error; None if no rank got a wrong result."""
+    flip_after(comm, call, comm.size - 1, once=once)
+    options: dict[str, Any] = {"root": comm.size - 1} if call == "reduce" else {}
+    x = np.arange(3000.0) + comm.rank
+    if in_place:
+        options["out"] = x[: 3000 // comm.size] if call == "reduce_scatter" else x
+    return error_of(lambda: getattr(comm, call)(x, **options))
+
+
+@pytest.mark.parametrize("call", ["reduce", "reduce_scatter", "scan"])
+@pytest.mark.parametrize("backend", ["shm", "threads", "gloo"])
+@pytest.mark.parametrize(("in_place", "once"), [(False, 0), (True, 1)])
+def test_flip_in_result_of_one_rank_is_found_by_second_call(
+    backend: str, call: str, in_place: bool, once: int
+) -> None:
+    outcomes = run_ranks(3, flipped_twice_made, call, in_place, once, backend=backend,
+                         check="results")  # fmt: skip
+    for number, (ranks, text) in enumerate(outcomes):
+        assert ranks == (2,)
+        assert text.startswith(
+            f"{call}: rank 2 has another result when the call is made twice, in call "
+        )
+        assert f" in <lambda> [rank {number} of 3]. A bit of memory" in text
+
+
+def twice_in_place(comm: Communicator, call: str, count: int) -> bool:
+    x = np.random.default_rng(comm.rank).standard_normal(count)
+    every = [np.random.default_rng(rank).standard_normal(count) for rank in range(comm.size)]
+    part = slice(None)
+    if call == "reduce_scatter":
+        part = slice(comm.rank * count // comm.size, (comm.rank + 1) * count // comm.size)
+    expected = sum(every[: comm.rank + 1] if call == "scan" else every)[part]
+    out = x[part]
+    getattr(comm, call)(x, out=out)
+    return (call == "reduce" and comm.rank > 0) or bool(np.allclose(out, expected, rtol=1e-12))
+
+
+# Short calls and calls that are staged; each overwrites its input.
+@pytest.mark.parametrize("call", ["reduce", "reduce_scatter", "scan"])
+@pytest.mark.parametrize("count", [300, 300_000])
+def test_call_made_twice_uses_its_input_twice(call: str, count: int) -> None:
+    results = run_ranks(3, twice_in_place, call, count, backend="shm", check="results")
+    assert results == [True] * 3
+
+
+def other_nan(comm: Communicator, dtype: str, differs: str) -> Any:
+    """Reduce NaN with two payloads; the rank's second result has the other payload."""
+    backend: Any = comm.transport
+    plan, runs = backend.plan, itertools.count()
+
+    def plan_with_other_nan(request: Any) -> Any:
+        actual = plan(request)
+
+        def run(src: Any, dst: Any, deadline: Any) -> None:
+            actual(src, dst, deadline)
+            if request.operation == "scan" and next(runs):
+                bits = dst.bytes().array
+                bits[4 if differs == "value" else 0] ^= 1
+
+        return run
+
+    backend.plan = plan_with_other_nan
+    x = of_bits(dtype, np.array([0x7FC1, 0x3F80, 0x3F80], np.uint16)) if dtype == "bfloat16" else (
+        np.array([np.nan, 1, 1], dtype)
+    )  # fmt: skip
+    return comm.scan(x)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_other_payload_of_nan_is_no_other_result(dtype: str) -> None:
+    run_ranks(2, other_nan, dtype, "payload", check="results")
+    with pytest.raises(RanksFailedError, match="another result when the call is made twice"):
+        run_ranks(2, other_nan, dtype, "value", check="results")
 
 
 def flipped_all_gather(comm: Communicator) -> tuple[Any, str]:
@@ -173,6 +256,10 @@ def several_calls(comm: Communicator) -> list[Any]:
         comm.scatter(np.arange(size * 2) if rank == 0 else None).tolist(),
         comm.all_to_all(np.arange(size * 1000)).sum(),
         comm.broadcast_object({"k": 1} if rank == 0 else None),
+        comm.reduce(np.arange(20_000.0) + rank, root=size - 1, op="max"),
+        comm.reduce_scatter({"a": np.arange(size * 2000.0), "b": np.ones(size)}),
+        comm.scan(np.full(3000, rank)).sum(),
+        comm.reduce(np.ones((len(Shards(5, comm).mine), 3)), order=Shards(5, comm)),
         comm.sendrecv(np.full(3000, rank), (rank + 1) % size, (rank - 1) % size).sum(),
         comm.split(rank % 2).all_reduce(1),
         comm.all_reduce(np.ones(5), async_op=True).wait().tolist(),
@@ -183,7 +270,7 @@ def several_calls(comm: Communicator) -> list[Any]:
 
 @pytest.mark.parametrize("backend", TRANSPORTS)
 def test_sound_calls_raise_nothing(backend: str) -> None:
-    assert run_ranks(3, several_calls, backend=backend, check="results") == [[10]] * 3
+    assert run_ranks(3, several_calls, backend=backend, check="results") == [[14]] * 3
 
 
 def test_call_after_listener_is_still_compared() -> None:

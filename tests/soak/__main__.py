@@ -195,7 +195,8 @@ def _print_flips(result: Flips, made: str, counted: str) -> None:
         print(problem)
     print(
         f"{result.made} {made}, {result.found.total()} {counted}found, {result.folded} {counted}in "
-        f"the input of a reduction with equal results on all ranks; {len(result.problems)} problems"
+        f"the input of a reduction with equal results on all ranks, {result.unused} {counted}in an "
+        f"input that no rank uses; {len(result.problems)} problems"
     )
     print(", ".join(f"{count} {where}" for where, count in result.found.most_common()))
 

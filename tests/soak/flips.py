@@ -23,10 +23,13 @@ from collective.memory.buffer import Buffer
 from collective.request import Request
 from tests.support.loopback import Loopback, run
 
-__all__ = ["OPERATIONS", "Flips", "flips"]
+__all__ = ["OPERATIONS", "TWICE", "Flips", "flips"]
 
+#: Operations that the ranks make twice. A flip may hit the first result, which no rank keeps.
+TWICE = ("reduce", "reduce_scatter", "scan")
 OPERATIONS = (
     "all_reduce", "broadcast", "all_gather", "all_to_all", "gather", "scatter", "send", "sendrecv",
+    *TWICE,
 )  # fmt: skip
 
 
@@ -43,6 +46,8 @@ class Flips:
         found: number of flips for each operation and place that were found.
         folded: number of flips in the input of a reduction. All ranks have the same wrong result
             after those, so no comparison can find them.
+        unused: number of flips in inputs that a rank receives in a ``scan`` and does not use, those
+            of higher ranks.
         problems: for each forbidden effect a text.
         late: whether the time is over.
     """
@@ -51,6 +56,7 @@ class Flips:
         self.made = 0
         self.found: Counter[str] = Counter()
         self.folded = 0
+        self.unused = 0
         self.problems: list[str] = []
         self.late = False
 
@@ -169,6 +175,17 @@ def _call(
         elif operation == "scatter":
             expected, out = rows[root][rank * share : (rank + 1) * share], np.zeros(share, np.int64)
             comm.scatter(mine if rank == root else None, root=root, out=out)
+        elif operation == "reduce":
+            if rank == root:
+                expected, out = rows.sum(axis=0), np.zeros_like(mine)
+            comm.reduce(mine, root=root, out=out)
+        elif operation == "reduce_scatter":
+            expected = rows[:, rank * share : (rank + 1) * share].sum(axis=0)
+            out = np.zeros_like(expected)
+            comm.reduce_scatter(mine, out=out)
+        elif operation == "scan":
+            expected, out = rows[: rank + 1].sum(axis=0), np.zeros_like(mine)
+            comm.scan(mine, out=out)
         elif operation == "send" and rank == root:
             comm.send(mine, (root + 1) % size)
         elif operation == "send" and rank == (root + 1) % size:
@@ -195,6 +212,9 @@ def _judge(
         if all(np.array_equal(first, other) for other in others):
             record.folded += 1
             return
+    if operation == "scan" and place == "message" and not wrong and not raised:
+        record.unused += 1
+        return
     everybody = set(range(len(outcomes)))
     expected = set(wrong) if operation in ("send", "sendrecv") else everybody
     if set(raised) != expected:
@@ -206,6 +226,8 @@ def _judge(
         if operation == "scatter":
             # The error comes before the result is copied to `out`, on all ranks.
             named = len(error.ranks) == 1 and (place == "message" or error.ranks == (victim,))
+        elif operation in TWICE and not wrong:  # the flip has hit the first result
+            named = bool(error.ranks) and (place == "message" or error.ranks == (victim,))
         else:
             named = not blames or error.ranks == wrong
         if not named:

@@ -20,11 +20,11 @@ from collective.communicator import Communicator
 from collective.errors import CorruptionError
 from collective.testing import RankPool
 
-from .flips import Flips
+from .flips import TWICE, Flips
 
 __all__ = ["STAGED", "staging_flips"]
 
-STAGED = ("all_reduce", "broadcast", "all_gather", "all_to_all", "gather", "scatter")
+STAGED = ("all_reduce", "broadcast", "all_gather", "all_to_all", "gather", "scatter", *TWICE)
 _SIZE = 2
 # Calls per job; after each job the effects are judged.
 _CALLS = 25
@@ -84,7 +84,8 @@ def _arrays(operation: str, rank: int) -> tuple[Any, Any, Any]:
     expected: Any = {
         "all_reduce": rows.sum(axis=0), "broadcast": rows[0], "all_gather": rows.ravel(),
         "all_to_all": rows[:, part].ravel(), "gather": None if rank else rows.ravel(),
-        "scatter": rows[0][part],
+        "scatter": rows[0][part], "reduce": None if rank else rows.sum(axis=0),
+        "reduce_scatter": rows.sum(axis=0)[part], "scan": rows[: rank + 1].sum(axis=0),
     }[operation]  # fmt: skip
     out = np.zeros(0 if expected is None else expected.size, np.int64)
     if operation == "broadcast" and rank == 0:
@@ -95,8 +96,8 @@ def _arrays(operation: str, rank: int) -> tuple[Any, Any, Any]:
 def _call(comm: Communicator, operation: str, mine: Any, out: Any) -> None:
     if operation == "broadcast":
         comm.broadcast(out, out=out)
-    elif operation == "gather":
-        comm.gather(mine, out=None if comm.rank else out)
+    elif operation in ("gather", "reduce"):
+        getattr(comm, operation)(mine, out=None if comm.rank else out)
     elif operation == "scatter":
         comm.scatter(None if comm.rank else mine, out=out)
     else:
@@ -156,8 +157,11 @@ def _judge(record: Flips, operation: str, outcomes: tuple[Outcome, ...]) -> None
     wrong = [rank for rank, (_, right, _, _) in enumerate(outcomes) if not right]
     raised = [rank for rank, (*_, error) in enumerate(outcomes) if error]
     if not wrong:
-        # A flip may also hit the checksums on their way, which only their receiver notices.
-        if raised:
+        # A flip may also hit the first of two results, or the checksums on their way, which only
+        # their receiver notices.
+        if operation in TWICE and len(raised) == len(outcomes):
+            record.found[f"{operation} (staging)"] += 1
+        elif raised:
             record.found["checksums"] += 1
         return
     equal = len({digest for _, _, digest, _ in outcomes}) == 1

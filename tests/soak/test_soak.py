@@ -53,9 +53,10 @@ def test_mutated_messages_cause_no_problems(target: str) -> None:
 
 
 def test_flipped_bits_are_all_found() -> None:
-    result = flips(7, 200)
+    result = flips(7, 300)
     assert result.problems == []
-    assert result.made == 200
+    assert result.made == 300
+    assert result.found.total() + result.folded + result.unused == result.made
     assert result.folded < 20
     assert {place.split()[0] for place in result.found} == set(OPERATIONS)
 

@@ -18,7 +18,7 @@ def three(request: pytest.FixtureRequest) -> Iterator[RankPool]:
 
 
 def test_sound_calls_raise_nothing(three: RankPool) -> None:
-    assert three.run(several_calls, check="results") == [[10]] * 3
+    assert three.run(several_calls, check="results") == [[14]] * 3
 
 
 def test_flip_in_all_reduce_names_rank_on_all_ranks(three: RankPool) -> None:
