@@ -226,26 +226,25 @@ class Path(_Gate):
             InvalidArgumentError: an array has another number of elements or another dtype than C
                 saw. Nothing was sent.
         """
-        dst = None if out is None else self._plain_buffer(request, "out", out, out_count)
-        src = dst
-        if x is not out:
-            src = None if x is None else self._plain_buffer(request, "x", x, x_count)
+        dst = None if out is None else _plain_buffer(out)
+        src = dst if x is out else None if x is None else _plain_buffer(x)
+        # Another thread may have replaced the memory of a tensor since C viewed it. The plan would
+        # read or write as many elements as before, so outside of the new memory.
+        dtype = request.dtype
+        if src is not None and (src.count != x_count or src.dtype is not dtype):
+            self._refuse_changed(request, "x", x_count, src)
+        if dst is not None and (dst.count != out_count or dst.dtype is not dtype):
+            self._refuse_changed(request, "out", out_count, dst)
         work = plan(src, dst, deadline)
         if work is not None:
             work.wait()
 
-    def _plain_buffer(self, request: Request, name: str, array: Any, count: int) -> Buffer:
-        """Return a buffer of an array that C has found to be plain."""
-        buffer = _buffer_of(array)
-        # Another thread may have replaced the memory of a tensor since C viewed it. The plan would
-        # read or write as many elements as before, so outside of the new memory.
-        if buffer.count != count or buffer.dtype is not request.dtype:
-            raise InvalidArgumentError(
-                f"{request.operation}: {name} had {count} elements of {request.dtype} when the "
-                f"call began, and has {buffer.count} of {buffer.dtype} now {self.who}. Let no "
-                "other thread change a tensor that a call uses."
-            )
-        return buffer
+    def _refuse_changed(self, request: Request, name: str, count: int, now: Buffer) -> NoReturn:
+        raise InvalidArgumentError(
+            f"{request.operation}: {name} had {count} elements of {request.dtype} when the call "
+            f"began, and has {now.count} of {now.dtype} now {self.who}. Let no other thread change "
+            "a tensor that a call uses."
+        )
 
     def recover_for_c(
         self, kind: KindOfCall, x: Any, out: Any, op: Any, order: Any, root: Any, counts: Any,
@@ -608,8 +607,8 @@ def _perform(call: Runnable, seconds: float) -> Any:
     return call.perform(Deadline(seconds))
 
 
-def _buffer_of(x: Any) -> Buffer:
-    """Return a buffer of a plain array."""
+def _plain_buffer(x: Any) -> Buffer:
+    """Return a buffer of an array that C has found to be plain."""
     if type(x) is np.ndarray:  # its dtype is one of NumPy's own, else it would not be plain
         array, dtype = x, BY_NUMPY[x.dtype]
     else:

@@ -26,6 +26,7 @@ from collective.errors import (
     MismatchError,
     ShapeError,
 )
+from collective.memory.dtypes import BY_NUMPY
 from collective.request import Request
 from collective.testing import RankPool, run_ranks
 from tests.support.interpreter import printed
@@ -330,7 +331,7 @@ class _Planned:
     """Plan that raises."""
 
     def __init__(self, plan: Any) -> None:
-        self.request = Request("all_reduce")
+        self.request = Request("all_reduce", BY_NUMPY[_x().dtype])
         self.plan = plan
         self.compares = False
         self.fixed = True
