@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,10 +20,11 @@ from collective.adapters.torch import (
 from collective.errors import GradientError, UnsupportedError
 from collective.testing import RankPool
 from tests.support.on_ranks import ranks_of
+from tests.support.torch_groups import run_in_group
 
 SHARDS = 4
 pool = ranks_of(("threads", 1), ("threads", 3), ("threads", 5), ("shm", 2))
-one = ranks_of(("threads", 1))
+one, two = ranks_of(("threads", 1)), ranks_of(("threads", 2))
 
 
 def network(kind: str = "perceptron") -> nn.Module:
@@ -120,6 +122,27 @@ def test_sharded_optimizer_keeps_the_bits(pool: RankPool) -> None:
         assert all(torch.equal(*pair) for pair in zip(values, alone(3), strict=True))
 
 
+def _reduced_meanwhile(comm: Any) -> list[bool]:
+    """Return for each shard whether a bucket was reduced before its backward pass ended."""
+    model = DistributedDataParallel(network(), comm, shards=SHARDS, bucket_mib=0.0002)
+    reduced, seen = threading.Event(), []
+    model.comm.hook(after=lambda event, error: reduced.set())
+
+    def wait(grad: torch.Tensor) -> None:
+        seen.append(reduced.wait(30.0 if shard == model.shards.mine[-1] else 0.0))
+
+    # The gradients of the last layers are there before that of the first layer's output.
+    model.module[0].register_forward_hook(lambda *call: call[2].register_hook(wait) and None)
+    for shard in model.each_shard():
+        reduced.clear()
+        loss_of(model, 0, shard).backward()
+    return seen
+
+
+def test_buckets_are_reduced_during_the_pass_of_the_last_shard(two: RankPool) -> None:
+    assert two.run(_reduced_meanwhile) == [[False, True]] * 2
+
+
 # -- errors ---------------------------------------------------------------------------------------
 
 
@@ -130,6 +153,49 @@ def _outside(comm: Any) -> None:
 def test_forward_pass_outside_of_each_shard_is_refused(one: RankPool) -> None:
     with pytest.raises(Exception, match=r"a pass with gradients outside of each_shard\(\)"):
         one.run(_outside)
+
+
+def _without_sync(comm: Any) -> None:
+    model = DistributedDataParallel(network(), comm, shards=SHARDS)
+    for shard in model.each_shard():
+        with model.no_sync():
+            loss_of(model, 0, shard)
+
+
+def test_pass_in_no_sync_is_refused(one: RankPool) -> None:
+    with pytest.raises(Exception, match=r"outside of each_shard\(\), or in no_sync\(\) \[rank 0"):
+        one.run(_without_sync)
+
+
+def _pipeline(rank: int, size: int, microbatches: int, in_loop: bool) -> str:
+    """Train a pipeline whose stage has shards, among the replicas of the stage."""
+    from torch.distributed import pipelining
+
+    comm: Any = torch.distributed.group.WORLD.comm  # type: ignore[union-attr]
+    model = DistributedDataParallel(network(), comm, shards=SHARDS)
+    stage = pipelining.PipelineStage(model, 0, 1, torch.device("cpu"))
+    schedule = pipelining.ScheduleGPipe(stage, microbatches, nn.functional.mse_loss)
+    x, y = samples(0, 0)
+    try:
+        for _ in model.each_shard() if in_loop else [0]:
+            schedule.step(x, target=y)
+    except (GradientError, RuntimeError) as error:  # PyTorch wraps the error of a backward pass
+        return str(error.__cause__ or error)
+    return "no error"
+
+
+@pytest.mark.parametrize(
+    ("microbatches", "in_loop", "text"),
+    [
+        (2, False, "a pass with gradients outside of each_shard()"),
+        (2, True, "a second backward pass for one shard"),
+        (1, True, "no error"),
+    ],
+)
+def test_pipeline_with_shards_is_refused_unless_it_makes_one_pass(
+    microbatches: int, in_loop: bool, text: str
+) -> None:
+    assert text in run_in_group(("threads", 1), _pipeline, microbatches, in_loop)[0]
 
 
 def _body(comm: Any, passes: int) -> str:
