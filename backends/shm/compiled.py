@@ -19,7 +19,7 @@ from collective.algorithms import arithmetic
 from collective.deadline import Deadline
 from collective.memory.buffer import Buffer
 
-from .control import Control
+from .control import Control, description
 from .layout import LINE
 from .memory import Heap, PeerMemory
 from .messages import describe, wait_for_message
@@ -216,6 +216,11 @@ class _ControlCallbacks:
     def note(self, request: Request) -> int:
         """Describe a call where peers can read it; return the number of the description."""
         return self._control.note(request)
+
+    def describe(self, request: Request) -> tuple[int, bytes]:
+        """Return the place of this rank's descriptions in the segment, and that of a call."""
+        control = self._control
+        return control.layout.calls[control.rank], description(request)
 
 
 # -- messages -------------------------------------------------------------------------------

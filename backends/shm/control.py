@@ -46,7 +46,7 @@ from .layout import (
 )
 from .segment import Segment
 
-__all__ = ["BROKEN", "Control"]
+__all__ = ["BROKEN", "Control", "description"]
 
 # Words of a rank's line. A fast peer may be one step ahead, and write while this rank still reads
 # the words of the step before. So digest and location have two places, for even and odd steps.
@@ -516,9 +516,7 @@ class Control:
             return known
         number = words[notes] + 1
         at = self.layout.calls[self.rank] + number % CALLS * CALL_BYTES
-        self.segment.map[at : at + CALL_BYTES] = _clip(str(request), CALL_BYTES).ljust(
-            CALL_BYTES, b"\0"
-        )
+        self.segment.map[at : at + CALL_BYTES] = description(request)
         words[notes] = number
         self._noted.pop(request, None)
         if len(self._noted) >= CALLS:
@@ -649,8 +647,9 @@ def _drop(segment: Segment, state: int, owner: int) -> None:
         words[state] = _DROPPED
 
 
-def _clip(text: str, nbytes: int) -> bytes:
-    raw = text.encode()
-    return (
-        raw if len(raw) <= nbytes else raw[: nbytes - 3].decode(errors="ignore").encode() + b"..."
-    )
+def description(request: Request) -> bytes:
+    """Return the description of a call, as it is in the segment."""
+    raw = str(request).encode()
+    if len(raw) > CALL_BYTES:
+        raw = raw[: CALL_BYTES - 3].decode(errors="ignore").encode() + b"..."
+    return raw.ljust(CALL_BYTES, b"\0")

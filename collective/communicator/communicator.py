@@ -1137,6 +1137,7 @@ class Communicator(_Handle, NotCopied, ForeignNames):
     @timeout.setter
     def timeout(self, seconds: float) -> None:
         self._path.timeout = seconds
+        self._path.open_doors()  # C has copied the timeout of unlocked calls
 
     @property
     def check(self) -> str:

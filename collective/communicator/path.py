@@ -109,7 +109,9 @@ class Path(_Gate):
 
     Attributes:
         results: comparison of the ranks' results; None if results are not compared.
-        watched: whether something happens around each call: listeners, or comparing results.
+        watched: whether something happens around each call: listeners, comparing results, or
+            capturing the call.
+        opened: how often the doors have been opened, which changes the way of calls.
         rank, size, who: this rank, the number of ranks, and both as error texts show them.
         on_device, on_host: whether the transport takes arrays on GPUs without staging, and arrays
             on the CPU.
@@ -167,6 +169,9 @@ class Path(_Gate):
         self.recorder = Recorder(f"rank {self.rank} of {self.size} over {backend.name}")
         backend.observe(self.recorder)
         self.closed = False
+        self._capture: _Capture | None = None
+        self.opened = 0
+        self.door = None
         self.open_doors()
 
     # -- plain calls in C ---------------------------------------------------------------
@@ -178,7 +183,10 @@ class Path(_Gate):
         :func:`collective.native.method`. C makes calls that move pieces only if the transport
         compares calls by itself.
         """
-        self.watched = bool(self.listeners.all) or self.results is not None
+        if self.door is not None:
+            self.door.lock()
+        self.opened += 1
+        self.watched = bool(self.listeners.all or self.results or self._capture)
         observed = self.watched or self.closed
         shut = self.agree_first or observed or self.broken is not None
         self.door = None
@@ -347,16 +355,25 @@ class Path(_Gate):
                 work.wait()
             recorder.end()
         except BaseException as error:
-            self.note_failure(error)
-            if planned.fixed and isinstance(error, Disagreement):
-                self.raise_mismatch(error.headers)
+            self._note_failure_of(planned, error)
             raise
+
+    def _note_failure_of(self, planned: Planned, error: BaseException) -> None:
+        self.note_failure(error)
+        if planned.fixed and isinstance(error, Disagreement):
+            self.raise_mismatch(error.headers)
 
     def _carry_watched(
         self, planned: Planned, src: Buffer | Spot | None, dst: Buffer | Spot | None,
         deadline: Deadline,
     ) -> None:  # fmt: skip
         """Make one operation, compare its results if the program wants it, notify the listeners."""
+        if self._capture is not None:
+            self._capture.carried.append((planned, src, dst))
+            error, self._capture.error = self._capture.error, None
+            if error is not None:
+                self._note_failure_of(planned, error)
+                raise error
         carry = partial(self.carry, planned, src, dst, deadline, heard=True)
         if self.results is not None:
             carry = partial(self.results.around, self, planned, src, dst, deadline)
@@ -373,6 +390,28 @@ class Path(_Gate):
             return CallEvent(request.operation, 0, request, number, True)
         lengths = [buffer.nbytes for buffer in (src, dst) if buffer is not None]
         return CallEvent(request.operation, max(lengths, default=request.nbytes), request, number)
+
+    def capture(self, call: Callable[[], object], error: BaseException | None = None) -> _Carried:
+        """Make a call in Python, and return the operations of the transport that it made.
+
+        Args:
+            call: function that makes one call of the communicator.
+            error: if C has begun this call, and it has failed there: its error, which the first
+                operation raises instead of making the call.
+        """
+        capture = self._capture = _Capture(error)
+        opened, doors = self.opened, (self.door, self.door_of_pieces, self.door_of_scatter)
+        self.door = self.door_of_pieces = self.door_of_scatter = None
+        self.watched = True
+        try:
+            call()
+        finally:
+            self._capture = None
+            self.door, self.door_of_pieces, self.door_of_scatter = doors
+            self.watched = bool(self.listeners.all or self.results)
+            if self.opened != opened:  # the call has failed, or a listener has come
+                self.open_doors()
+        return capture.carried
 
     # -- messages -----------------------------------------------------------------------
 
@@ -601,6 +640,17 @@ class Path(_Gate):
                 f"timeout: {timeout!r}; expected a positive number of seconds."
             )
         return float(timeout)
+
+
+_Carried = list[tuple[Planned, Buffer | Spot | None, Buffer | Spot | None]]
+
+
+class _Capture:
+    """Operations of the transport that one call makes, and the error that the first one raises."""
+
+    def __init__(self, error: BaseException | None) -> None:
+        self.carried: _Carried = []
+        self.error = error
 
 
 def _perform(call: Runnable, seconds: float) -> Any:

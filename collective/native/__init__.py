@@ -17,6 +17,7 @@ The C files lie beside this one:
 - ``views.c`` finds the addresses of arrays' elements.
 - ``record.c`` keeps the records of the flight recorder.
 - ``door.c`` makes plain calls of communicators with no Python code in between.
+- ``unlocked.c`` makes calls for libraries in C, without the interpreter lock.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import functools
 import importlib.util
 import os
 import sys
+import threading
 from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
@@ -36,12 +38,12 @@ if TYPE_CHECKING:
     from ._core import Door, InThread, Ring, Shared
 
 __all__ = ["HEAD_BYTES", "HEAD_ROOM", "NOBODY", "PROTOCOL", "Chosen", "Exchange", "Heads",
-           "cached_bytes", "chosen", "door", "fold", "gate", "handle", "heads", "in_thread",
-           "messages", "method", "ring", "schedule", "see_frozen", "see_tensors", "shared",
-           "status", "sums", "switch", "viewer"]  # fmt: skip
+           "cached_bytes", "chosen", "door", "failure", "fold", "forget", "gate", "handle", "heads",
+           "in_thread", "messages", "method", "ring", "runner", "schedule", "see_frozen",
+           "see_tensors", "shared", "status", "sums", "switch", "turn", "viewer"]  # fmt: skip
 
 #: Version on which this package and the extension must agree, and the cores of any two ranks.
-PROTOCOL = 17
+PROTOCOL = 18
 
 #: Bytes of a head, and bytes of it that can hold the elements of a short array.
 HEAD_BYTES, HEAD_ROOM = 1024, 896
@@ -88,6 +90,12 @@ class Callbacks(Protocol):
 
     def note(self, request: Any) -> int:
         """Describe a call where peers can read it; return its number, which grows from 1."""
+
+    def describe(self, request: Any) -> tuple[int, bytes]:
+        """Return the offset of this rank's descriptions in the segment, and that of a call.
+
+        The segment has 64 descriptions of one length, in a ring.
+        """
 
 
 class Heads(Protocol):
@@ -344,6 +352,39 @@ def ring(libraries: list[str]) -> Ring | None:
         return None
     native_ring: Ring = chosen.extension.Ring(libraries)
     return native_ring
+
+
+def runner() -> Any:
+    """Return a capsule with a function of C that makes unlocked calls; None without the extension.
+
+    Its type is ``int (int64_t first, int64_t second, const void *in, void *out)``. It makes the
+    call that ``Door.unlock`` has registered by the two numbers, on other arrays of the same
+    lengths. Any thread may call it, without the interpreter lock. If it does not return 0, its
+    caller has Python make the call in the same thread, by
+    :class:`collective.communicator.repeated.RepeatedCall`.
+    """
+    extension, _ = _load()
+    return None if extension is None else extension.run
+
+
+def failure() -> BaseException | None:
+    """Return the error of this thread's last call by :func:`runner`, once; else None."""
+    extension, _ = _load()
+    error: BaseException | None = None if extension is None else extension.failure()
+    return error
+
+
+def forget(first: int, second: int) -> None:
+    """Remove the call that ``Door.unlock`` has registered by these numbers, if there is one."""
+    extension, _ = _load()
+    if extension is not None:
+        extension.forget(first, second)
+
+
+def turn() -> Any:
+    """Return a lock that threads in :func:`runner` can hold, too, as a context manager."""
+    extension, _ = _load()
+    return threading.Lock() if extension is None else extension.Turn()
 
 
 def see_tensors(tensor: Any, parameter: type) -> None:

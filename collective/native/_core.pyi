@@ -12,6 +12,8 @@ _Function = TypeVar("_Function")
 PROTOCOL: int
 #: The instruction levels that the folds can use on this processor; the last one is the default.
 LEVELS: tuple[str, ...]
+#: Capsule with the function that makes unlocked calls; see :func:`collective.native.runner`.
+run: Any
 
 def make_fold(op: str, dtype: int, reference: _Function, level: int = ..., /) -> _Function: ...
 def make_schedule(
@@ -37,6 +39,8 @@ def make_messages(
     lines: int = ...,
     /,
 ) -> Callable[[Any, int, Any, int, int, Deadline, bool], Any]: ...
+def forget(first: int, second: int, /) -> None: ...
+def failure() -> BaseException | None: ...
 def write_head(x: Any, head: Any, /) -> int | None: ...
 def read_head(head: Any, out: Any, /) -> bool: ...
 def room_in(out: Any, /) -> int | None: ...
@@ -61,6 +65,39 @@ class Door:
     """Fast path from calls to plans; see :func:`collective.native.door`."""
 
     def __init__(self, ring: Ring, queue: list[Any], rank: int, size: int, /) -> None: ...
+    def unlock(
+        self,
+        first: int,
+        second: int,
+        plan: Any,
+        request: Any,
+        arrays: tuple[int, int, bool, bool, int, int, int],
+        site: str,
+        seconds: float,
+        turn: Turn | None,
+        /,
+    ) -> bool:
+        """Let threads without the interpreter lock make a call; return whether they can.
+
+        Args:
+            first, second: numbers of the call; see :func:`collective.native.runner`.
+            plan: plan of the call; for any other object than a :class:`Plan` the result is False.
+            request: the request, for the flight recorder.
+            arrays: which array the plan reads, and which one it writes (-1: none, 0: the input,
+                1: the output); whether the input is copied to the output afterwards; whether the
+                output is set to zero; code of the dtype; lengths of input and output in bytes.
+            site: the place in the program that the calls come from.
+            seconds: timeout of the calls.
+            turn: lock that the calls hold.
+        """
+    def lock(self) -> None:
+        """Let Python make all calls from now on that have been unlocked."""
+
+class Turn:
+    """Lock for threads without the interpreter lock; see :func:`collective.native.turn`."""
+
+    def __enter__(self) -> Turn: ...
+    def __exit__(self, *error: object) -> None: ...
 
 class Gate:
     """Base class of paths; see :func:`collective.native.gate`."""

@@ -372,19 +372,6 @@ static struct found prepare(Door *door, const struct call *call)
     return found;
 }
 
-/* Takes the current exception, with its traceback, from the interpreter. */
-static PyObject *take_error(void)
-{
-    PyObject *type, *error, *trace;
-    PyErr_Fetch(&type, &error, &trace);
-    PyErr_NormalizeException(&type, &error, &trace);
-    if (trace != NULL)
-        PyException_SetTraceback(error, trace);
-    Py_XDECREF(type);
-    Py_XDECREF(trace);
-    return error;
-}
-
 /* Returns the number of a view's elements as an int; 0 for no view. */
 static PyObject *count_of(const struct view *view)
 {
@@ -948,16 +935,38 @@ static int door_clear(PyObject *object)
 static void door_dealloc(PyObject *object)
 {
     PyObject_GC_UnTrack(object);
+    lock_calls(object);
     door_clear(object);
     Py_CLEAR(((Door *)object)->ring);
     Py_CLEAR(((Door *)object)->queue);
     free_object(object);
 }
 
+static PyObject *door_unlock(PyObject *object, PyObject *args)
+{
+    Door *door = (Door *)object;
+    return unlock_call(door->core, door, door->ring, door->queue, args);
+}
+
+static PyObject *door_lock(PyObject *object, PyObject *none)
+{
+    (void)none;
+    lock_calls(object);
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef door_methods[] = {
+    {"unlock", door_unlock, METH_VARARGS,
+     "unlock(first, second, plan, request, arrays, site, seconds, turn, /)\n--\n\n"
+     "Let threads without the interpreter lock make a call; return whether they can."},
+    {"lock", door_lock, METH_NOARGS,
+     "lock()\n--\n\nLet Python make all calls from now on that have been unlocked."},
+    {NULL, NULL, 0, NULL}};
+
 static PyType_Slot door_slots[] = {
     {Py_tp_new, door_new},           {Py_tp_dealloc, door_dealloc},
     {Py_tp_traverse, door_traverse}, {Py_tp_clear, door_clear},
-    {0, NULL}};
+    {Py_tp_methods, door_methods},   {0, NULL}};
 
 static PyType_Spec door_spec = {"collective.native._core.Door", sizeof(Door), 0,
                                 Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, door_slots};

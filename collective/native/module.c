@@ -85,6 +85,18 @@ int refuse_keywords(const char *type, PyObject *keywords)
     return -1;
 }
 
+PyObject *take_error(void)
+{
+    PyObject *type, *error, *trace;
+    PyErr_Fetch(&type, &error, &trace);
+    PyErr_NormalizeException(&type, &error, &trace);
+    if (trace != NULL)
+        PyException_SetTraceback(error, trace);
+    Py_XDECREF(type);
+    Py_XDECREF(trace);
+    return error;
+}
+
 struct object {
     CORE_HEAD
 };
@@ -330,7 +342,8 @@ static int fill_module(PyObject *module)
                  || PyModule_AddIntConstant(module, "PROTOCOL", PROTOCOL) < 0
                  || find_deadline(core) < 0 || add_plans(module, core) < 0
                  || add_views(module, core) < 0 || add_messages(module, core) < 0
-                 || add_ring(module, core) < 0 || add_door(module, core) < 0;
+                 || add_ring(module, core) < 0 || add_door(module, core) < 0
+                 || add_unlocked(module, core) < 0;
     Py_XDECREF(all);
     Py_XDECREF(here);
     return failed ? -1 : 0;

@@ -7,6 +7,7 @@
 
 #include <sched.h>
 #include <stdlib.h>
+#include <string.h>
 
 typedef struct {
     CORE_HEAD
@@ -21,6 +22,8 @@ typedef struct {
     const struct view *views[2]; /* the arrays, or NULL */
     PyObject *held[2];           /* the holders of the arrays' memory, from hold_memory */
     int busy; /* whether a call is running; see begin() */
+    const struct unlocked *call; /* not NULL if a thread without a thread state makes the call */
+    PyObject *error; /* raised by a wait in such a call, or NULL */
 } Shared;
 
 typedef struct {
@@ -36,12 +39,20 @@ typedef struct {
 #define YIELD_NS 50000
 /* A call on at least this many bytes takes longer than releasing the interpreter lock. */
 #define LONG_CALL_BYTES (64 << 10)
+/* A thread without the interpreter lock yields the processor for this time, then naps, as Python's
+   waits do. It takes the lock when it has waited as long as Python's waits go without a look at the
+   peers' processes, or a quarter of the timeout if that is less. */
+#define NAP_AFTER_NS 2000000
+#define NAP_SHARE 0.05
+#define NEED_PYTHON_NS 50000000
 
-/* Has Python wait for a word of a rank. Returns 0, or -1 with an exception. */
-static int ask_python(Shared *self, int rank, const uint64_t *word, uint64_t value, uint64_t most)
+/* Has Python wait for a word of a rank, in a wait that began at a time. Returns 0, or -1 with an
+   exception. */
+static int ask_python(Shared *self, int64_t began, int rank, const uint64_t *word, uint64_t value,
+                      uint64_t most)
 {
     Py_ssize_t offset = (const char *)word - (const char *)self->memory.buf;
-    PyObject *deadline = deadline_of(self->core, self->limit, now_ns());
+    PyObject *deadline = deadline_of(self->core, self->limit, began);
     if (deadline == NULL)
         return -1;
     PyObject *done = PyObject_CallMethod(self->callbacks, "wait", "OOinKK", self->request,
@@ -60,17 +71,11 @@ static void hold(Shared *self)
             self->held[i] = hold_memory(self->core, self->views[i]->array);
 }
 
-/* Begins a call; returns whether no other call is running. Without the interpreter lock two threads
-   may begin a call at once, so an atomic exchange decides. */
+/* Begins a call; returns whether no other call is running. Two threads may begin a call at once, if
+   one of them has no interpreter lock. So an atomic exchange decides. */
 static int begin(Shared *self)
 {
-#ifdef Py_GIL_DISABLED
     return !__atomic_exchange_n(&self->busy, 1, __ATOMIC_ACQUIRE);
-#else
-    int busy = self->busy;
-    self->busy = 1;
-    return !busy;
-#endif
 }
 
 static void end(Shared *self)
@@ -92,11 +97,55 @@ static void let_go(Shared *self)
     Py_XDECREF(held[1]);
 }
 
+/* Sleeps until a peer wakes this rank, unless the word is there; for a share of the wait so far. */
+static void nap(struct shared *s, int64_t waited, const uint64_t *word, uint64_t value,
+                uint64_t most)
+{
+    uint32_t *asleep = (uint32_t *)(s->stages[s->rank].line + ASLEEP);
+    /* Announce the nap before the last look: see nap() in module.c. */
+    __atomic_store_n(asleep, 1, __ATOMIC_SEQ_CST);
+    __atomic_add_fetch(s->sleepers, 1, __ATOMIC_SEQ_CST);
+    if (!reached(word, value, most))
+        sleep_until_woken(asleep, 1e-9 * NAP_SHARE * (double)waited);
+    __atomic_store_n(asleep, 0, __ATOMIC_SEQ_CST);
+    __atomic_sub_fetch(s->sleepers, 1, __ATOMIC_SEQ_CST);
+}
+
+/* Waits for a word in a thread without a thread state. Takes the interpreter lock, and lets Python
+   wait, if the wait gets long or a rank has failed. */
+static int wait_unlocked(Shared *self, int rank, const uint64_t *word, uint64_t value,
+                         uint64_t most)
+{
+    const struct unlocked *call = self->call;
+    struct shared *s = &self->shared;
+    int64_t began = now_ns(), waited = 0;
+    do {
+        if (waited < NAP_AFTER_NS || s->sleepers == NULL)
+            sched_yield();
+        else
+            nap(s, waited, word, value, most);
+        if (reached(word, value, most))
+            return 0;
+        waited = now_ns() - began;
+    } while (waited < call->patience && !is_broken(s));
+    PyGILState_STATE state = PyGILState_Ensure();
+    PyObject *site = exchange_site(self->core, call->site);
+    int failed = ask_python(self, began, rank, word, value, most);
+    __atomic_thread_fence(__ATOMIC_ACQUIRE); /* as in wait_for() */
+    if (failed)
+        self->error = take_error();
+    exchange_site(self->core, site);
+    PyGILState_Release(state);
+    return failed;
+}
+
 /* Waits for a word, without the interpreter lock. After YIELD_NS Python waits instead: its wait
    handles deadlines, signals and dead peers. */
 static int wait_for(void *context, int rank, const uint64_t *word, uint64_t value, uint64_t most)
 {
     Shared *self = context;
+    if (self->call != NULL)
+        return wait_unlocked(self, rank, word, value, most);
     if (self->unlocked == NULL)
         hold(self);
     PyThreadState *state = self->unlocked ? self->unlocked : PyEval_SaveThread();
@@ -110,7 +159,7 @@ static int wait_for(void *context, int rank, const uint64_t *word, uint64_t valu
         return 0;
     PyEval_RestoreThread(state);
     if (!there) {
-        failed = ask_python(self, rank, word, value, most);
+        failed = ask_python(self, now_ns(), rank, word, value, most);
         /* Python's load of the word has no acquire order, so without this fence the processor may
            load what the peer announced before it loads the word. */
         __atomic_thread_fence(__ATOMIC_ACQUIRE);
@@ -121,12 +170,14 @@ static int wait_for(void *context, int rank, const uint64_t *word, uint64_t valu
 }
 
 /* Records the call, if there is a ring and the call has not been recorded yet. A short call keeps
-   the interpreter lock, so it is recorded while the other ranks arrive and this rank has nothing
-   else to do. */
+   the interpreter lock, or never has it. So it is recorded while the other ranks arrive and this
+   rank has nothing else to do. */
 static void record(void *context)
 {
     Shared *self = context;
-    if (self->ring != NULL)
+    if (self->ring != NULL && self->call != NULL)
+        record_unlocked(self->ring, self->call->source);
+    else if (self->ring != NULL)
         record_begin(self->ring, self->request, 0);
     self->ring = NULL;
 }
@@ -368,18 +419,15 @@ static void plan_dealloc(PyObject *object)
 }
 
 /* Whether C can make the call on these arrays: they do not overlap, or this rank's own piece is at
-   the same address in both. Returns -1 with an exception if the arrays have other lengths or types
-   than the call. */
+   the same address in both. Returns -1, without an exception, if the arrays have other lengths or
+   types than the call. */
 static int fits(const struct shared *s, const struct plan *p, const struct view *src,
                 const struct view *dst)
 {
     size_t nbytes = input_bytes(s, p), room = output_bytes(s, p);
     if ((p->fold != NULL && p->item != p->folded) || nbytes != (src ? src->nbytes : 0)
-        || room != (dst ? dst->nbytes : 0)) {
-        PyErr_SetString(PyExc_ValueError, "plan: the arrays have other lengths or types than the "
-                                          "plan's");
+        || room != (dst ? dst->nbytes : 0))
         return -1;
-    }
     /* An output may be read-only if nothing is written to it: at the root of a broadcast in place,
        and if the output has no elements. */
     int in_place = nbytes && room && p->operation == BROADCAST && src->address == dst->address;
@@ -455,6 +503,9 @@ static int run_summed(PyObject *object, const struct view *src, const struct vie
             fit = 0;
         if (fit <= 0) {
             end(over);
+            if (fit < 0)
+                PyErr_SetString(PyExc_ValueError, "plan: the arrays have other lengths or types "
+                                                  "than the plan's");
             return fit < 0 ? -1 : 1;
         }
         /* The notes are a ring of NOTES_KEPT descriptions: newer ones may have replaced this
@@ -499,6 +550,126 @@ int run_plan(PyObject *object, const struct view *src, const struct view *dst, P
 {
     return run_summed(object, src, dst, limit, ring, NULL);
 }
+
+/* -- calls without the interpreter lock ------------------------------------------------------- */
+
+int check_unlocked(struct unlocked *call, PyObject *request)
+{
+    Plan *self = (Plan *)call->plan;
+    Shared *over = self->over;
+    double seconds = PyFloat_AsDouble(call->limit);
+    if (seconds == -1.0 && PyErr_Occurred())
+        return -1;
+    call->patience = seconds < 4e-9 * NEED_PYTHON_NS ? (int64_t)(seconds * 1e9 / 4)
+                                                     : NEED_PYTHON_NS;
+    if ((call->source = source_in(call->ring, request, call->site)) < 0)
+        return -1;
+    /* Where this rank's descriptions of calls begin in the segment, and the one of this call. */
+    PyObject *described = PyObject_CallMethod(over->callbacks, "describe", "O", request);
+    Py_ssize_t at, nbytes;
+    const char *text;
+    int read = described != NULL && PyArg_ParseTuple(described, "ny#:describe", &at, &text, &nbytes);
+    if (read && (at < 0 || nbytes > over->memory.len / NOTES_KEPT
+                 || at > over->memory.len - nbytes * NOTES_KEPT)) {
+        PyErr_SetString(PyExc_ValueError, "describe: the descriptions are not in the segment");
+        read = 0;
+    }
+    if (read && (call->note = malloc((size_t)nbytes + 1)) == NULL) {
+        PyErr_NoMemory();
+        read = 0;
+    }
+    if (read) {
+        memcpy(call->note, text, (size_t)nbytes);
+        call->note_bytes = (size_t)nbytes;
+        call->notes = (char *)over->memory.buf + at;
+    }
+    Py_XDECREF(described);
+    return read ? 1 : -1;
+}
+
+/* Returns the number of this call's description, which the peers can read. */
+static uint64_t noted_unlocked(Plan *self, const struct unlocked *call, uint64_t *line)
+{
+    uint64_t noted = __atomic_load_n(&self->noted, __ATOMIC_RELAXED);
+    if (noted != 0 && line[NOTES] - noted < NOTES_KEPT)
+        return noted;
+    noted = line[NOTES] + 1;
+    memcpy(call->notes + noted % NOTES_KEPT * call->note_bytes, call->note, call->note_bytes);
+    __atomic_store_n(&line[NOTES], noted, __ATOMIC_RELEASE);
+    __atomic_store_n(&self->noted, noted, __ATOMIC_RELAXED);
+    return noted;
+}
+
+static struct view *view_unlocked(const struct unlocked *call, int which, const void *in, void *out,
+                                  struct view *view)
+{
+    if (which == NEITHER)
+        return NULL;
+    *view = (struct view){.address = which == IN ? (char *)in : out, .dtype = call->dtype,
+                          .nbytes = call->nbytes[which], .writable = which == GIVEN_OUT};
+    return view;
+}
+
+static int is_aligned(const struct view *view, size_t item)
+{
+    return view == NULL || (uintptr_t)view->address % (item > 8 ? 8 : item) == 0;
+}
+
+int run_unlocked(const struct unlocked *call, const void *in, void *out, PyObject **error)
+{
+    Plan *self = (Plan *)call->plan;
+    Shared *over = self->over;
+    struct shared *s = &over->shared;
+    struct plan *p = &self->plan;
+    struct view views[2], *src = view_unlocked(call, call->src, in, out, &views[0]);
+    struct view *dst = view_unlocked(call, call->dst, in, out, &views[1]);
+    /* The queue's length is read as a word: another thread may change it. A program's order of an
+       asynchronous call and this one makes the length visible here. */
+    if (__atomic_load_n(&((PyVarObject *)call->queue)->ob_size, __ATOMIC_ACQUIRE) != 0
+        || !begin(over))
+        return 1;
+    p->item = src != NULL || dst != NULL ? item_bytes[call->dtype] : 1;
+    if (p->starts == NULL)
+        p->count = src != NULL ? src->nbytes / p->item : dst != NULL ? dst->nbytes / p->item : 0;
+    if (__atomic_load_n(&call->removed, __ATOMIC_ACQUIRE) || !is_aligned(src, p->item)
+        || !is_aligned(dst, p->item)
+        || fits(s, p, sends(s, p) ? src : NULL, takes(s, p) ? dst : NULL) != 1) {
+        end(over);
+        return 1;
+    }
+    uint64_t *line = s->stages[s->rank].line;
+    line[NOTED] = noted_unlocked(self, call, line);
+    over->request = self->request;
+    over->limit = call->limit;
+    over->ring = call->ring;
+    over->call = call;
+    /* These arrays are never in symmetric memory. */
+    s->inside[0] = s->inside[1] = NULL;
+    int failed = shared_call(s, p, src != NULL ? src->address : NULL,
+                             dst != NULL ? dst->address : NULL);
+    record(over); /* a call that has failed before it arrived is not recorded yet */
+    *error = over->error;
+    over->error = NULL;
+    over->call = NULL;
+    if (!failed)
+        record_unlocked_end(call->ring);
+    end(over);
+    if (failed && *error == NULL) {
+        PyGILState_STATE state = PyGILState_Ensure();
+        PyObject *site = exchange_site(self->core, call->site);
+        give_up(self, failed, call->limit);
+        *error = take_error();
+        exchange_site(self->core, site);
+        PyGILState_Release(state);
+    }
+    if (!failed && call->copies)
+        memcpy(out, in, call->nbytes[IN]);
+    if (!failed && call->clears)
+        memset(out, 0, call->nbytes[GIVEN_OUT]);
+    return failed ? -1 : 0;
+}
+
+/* -- plans as functions of Python ------------------------------------------------------------- */
 
 /* Views the array of a Buffer, or sets *view to NULL for None. Sets *array to a new reference, which
    the view needs. Returns 1, 0 if C cannot view the array, or -1 with an exception. */

@@ -57,6 +57,7 @@ enum argument { X, OUT, OP, ORDER, ROOT, TIMEOUT, ASYNC, COUNTS, AXIS, ARGUMENTS
     /* plan_type.c, messages_type.c and record.c */                                                \
     EACH(PyTypeObject, plan_type) EACH(PyTypeObject, messages_type) EACH(PyTypeObject, ring_type)  \
     EACH(PyObject, name_filename) EACH(PyObject, name_back) EACH(PyObject, name_instruction)       \
+    EACH(PyTypeObject, turn_type) /* unlocked.c */                                                 \
     /* views.c */                                                                                  \
     EACH(PyTypeObject, ndarray) EACH(PyObject, empty)                                              \
     EACH(PyObject, is_neg) EACH(PyObject, is_conj) EACH(PyObject, new_empty)                       \
@@ -189,11 +190,19 @@ void record_end(PyObject *ring);
 
 /* Add the types and functions of a file to the module, and set its part of the state; return 0, or
    -1 with an exception. */
+int add_unlocked(PyObject *module, struct core *core);
 int add_ring(PyObject *module, struct core *core);
 int add_door(PyObject *module, struct core *core);
 int add_views(PyObject *module, struct core *core);
 int add_plans(PyObject *module, struct core *core);
 int add_messages(PyObject *module, struct core *core);
+
+/* Sets the place in the program that this thread's calls come from, and returns the place before:
+   both borrowed, or NULL. */
+PyObject *exchange_site(const struct core *core, PyObject *site);
+
+/* Takes the current exception, with its traceback, from the interpreter. */
+PyObject *take_error(void);
 
 /* Frees the part of the state that record.c has made. */
 void free_ring(struct core *core);
@@ -204,5 +213,52 @@ void free_ring(struct core *core);
    make the call: the arrays overlap, dst is read-only, or another thread has changed an array. */
 int run_plan(PyObject *plan, const struct view *src, const struct view *dst, PyObject *limit,
              PyObject *ring);
+
+/* -- calls that threads make without the interpreter lock; see unlocked.c ----------------------- */
+
+/* The arrays that the caller of such a call passes, and which of them the plan reads and writes. */
+enum which { NEITHER = -1, IN, GIVEN_OUT, BOTH };
+
+/* One call that a thread without the interpreter lock can make. It has references to its objects,
+   but such a thread cannot count references. So the table and the threads that make the call count
+   theirs in users, and the last one drops the objects. */
+struct unlocked {
+    struct unlocked *next; /* in the table */
+    int64_t key[2];
+    const void *owner; /* the door that the call would go through otherwise */
+    int users;
+    int removed; /* whether the call has been removed from the table */
+    PyObject *plan, *ring, *queue, *site, *turn; /* turn may be NULL */
+    PyObject *limit;
+    Py_ssize_t source;  /* of the call in the ring */
+    int64_t patience;   /* nanoseconds that a wait lasts before it needs Python */
+    int src, dst;       /* enum which */
+    int copies, clears; /* whether in is copied to out afterwards; whether out is set to zero */
+    int dtype;
+    size_t nbytes[BOTH];
+    char *note, *notes; /* the description of the call, and this rank's descriptions in the segment */
+    size_t note_bytes;
+};
+
+/* Makes a call, in a thread without the interpreter lock. Returns 0; 1, before anything has been
+   done, if Python must make the call; or -1 if the call has failed, with a new reference to the
+   exception in *error. */
+int run_unlocked(const struct unlocked *call, const void *in, void *out, PyObject **error);
+
+/* Checks that a call can be made in this way, and sets its patience, source and notes. Returns 1, 0
+   if Python must make the call, or -1 with an exception. */
+int check_unlocked(struct unlocked *call, PyObject *request);
+
+/* Returns the number by which record_unlocked records a call of this place; -1 with an exception. */
+Py_ssize_t source_in(PyObject *ring, PyObject *request, PyObject *site);
+
+/* As record_begin and record_end, in a thread without the interpreter lock. */
+void record_unlocked(PyObject *ring, Py_ssize_t source);
+void record_unlocked_end(PyObject *ring);
+
+/* door.unlock(...), and removing all calls of a door. */
+PyObject *unlock_call(const struct core *core, const void *door, PyObject *ring, PyObject *queue,
+                      PyObject *args);
+void lock_calls(const void *door);
 
 #endif

@@ -3,6 +3,8 @@
 
 #include "python.h"
 
+#include <limits.h>
+
 #define RECORDS 512 /* a power of two */
 
 /* The objects in the list for each call: the request, and the place of the call. The place is a
@@ -15,6 +17,13 @@ typedef struct {
     Py_ssize_t started, finished; /* one thread writes them; others may read them at any time */
     PyObject *libraries; /* list of the prefixes of the names of files that are no program's */
     PyObject *list;
+    /* The calls that threads without the interpreter lock make. They cannot replace references in
+       the list. So each of their calls has a number here, for ever: its index in sources, plus
+       one. The array source holds these numbers; a 0 there stands for the objects in the list. */
+    PyObject *sources; /* list of tuples (request, place) */
+    PyObject *numbers; /* dict from these tuples to indices */
+    int source[RECORDS];
+    Py_ssize_t writing; /* number of the last call that such a thread has begun to record */
     double began[RECORDS], ended[RECORDS];
     int instruction[RECORDS];
     char compares[RECORDS];
@@ -101,10 +110,11 @@ void record_begin(PyObject *object, PyObject *request, int compares)
     Py_ssize_t at = (ring->started + 1) % RECORDS;
     ring->instruction[at] = instruction;
     ring->compares[at] = (char)compares;
+    ring->source[at] = 0;
     PyList_SetItem(ring->list, at * OBJECTS + REQUEST, Py_NewRef(request));
     PyList_SetItem(ring->list, at * OBJECTS + SITE, site);
     ring->began[at] = 1e-9 * (double)now_ns();
-    __atomic_store_n(&ring->started, ring->started + 1, __ATOMIC_RELAXED);
+    __atomic_store_n(&ring->started, ring->started + 1, __ATOMIC_RELEASE);
     Py_END_CRITICAL_SECTION();
 }
 
@@ -115,6 +125,49 @@ void record_end(PyObject *object)
     ring->ended[ring->started % RECORDS] = 1e-9 * (double)now_ns();
     __atomic_store_n(&ring->finished, ring->started, __ATOMIC_RELAXED);
     Py_END_CRITICAL_SECTION();
+}
+
+Py_ssize_t source_in(PyObject *object, PyObject *request, PyObject *site)
+{
+    Ring *ring = (Ring *)object;
+    PyObject *key = PyTuple_Pack(2, request, site), *number = NULL;
+    Py_ssize_t source = -1;
+    if (key == NULL)
+        return -1;
+    number = PyDict_GetItemWithError(ring->numbers, key);
+    if (number != NULL) {
+        source = PyLong_AsSsize_t(number);
+    } else if (!PyErr_Occurred()) {
+        Py_ssize_t next = PyList_Size(ring->sources);
+        number = PyLong_FromSsize_t(next);
+        if (number != NULL && next < INT_MAX && PyList_Append(ring->sources, key) == 0
+            && PyDict_SetItem(ring->numbers, key, number) == 0)
+            source = next;
+        Py_XDECREF(number);
+    }
+    Py_DECREF(key);
+    return source;
+}
+
+void record_unlocked(PyObject *object, Py_ssize_t source)
+{
+    Ring *ring = (Ring *)object;
+    Py_ssize_t number = ring->started + 1, at = number % RECORDS;
+    /* A reader may be reading the record that this one replaces; see ring_kept(). */
+    __atomic_store_n(&ring->writing, number, __ATOMIC_RELAXED);
+    __atomic_thread_fence(__ATOMIC_RELEASE);
+    ring->instruction[at] = 0;
+    ring->compares[at] = 0;
+    ring->source[at] = (int)source + 1;
+    ring->began[at] = 1e-9 * (double)now_ns();
+    __atomic_store_n(&ring->started, number, __ATOMIC_RELEASE);
+}
+
+void record_unlocked_end(PyObject *object)
+{
+    Ring *ring = (Ring *)object;
+    ring->ended[ring->started % RECORDS] = 1e-9 * (double)now_ns();
+    __atomic_store_n(&ring->finished, ring->started, __ATOMIC_RELEASE);
 }
 
 static PyObject *ring_begin(PyObject *object, PyObject *args)
@@ -142,27 +195,39 @@ static PyObject *ring_kept(PyObject *object, PyObject *number)
     if (n == -1 && PyErr_Occurred())
         return NULL;
     Py_BEGIN_CRITICAL_SECTION(object);
-    if (n > ring->started || n <= ring->started - RECORDS || n < 1)
+    Py_ssize_t started = __atomic_load_n(&ring->started, __ATOMIC_ACQUIRE);
+    if (n > started || n <= started - RECORDS || n < 1) {
         record = Py_NewRef(Py_None);
-    else
-        record = Py_BuildValue("OOOidd", PyList_GetItem(ring->list, at * OBJECTS + REQUEST),
-                               ring->compares[at] ? Py_True : Py_False,
-                               PyList_GetItem(ring->list, at * OBJECTS + SITE),
+    } else {
+        PyObject *source = ring->source[at] ? PyList_GetItem(ring->sources, ring->source[at] - 1)
+                                            : NULL;
+        PyObject *request = source ? PyTuple_GetItem(source, 0)
+                                   : PyList_GetItem(ring->list, at * OBJECTS + REQUEST);
+        PyObject *site = source ? PyTuple_GetItem(source, 1)
+                                : PyList_GetItem(ring->list, at * OBJECTS + SITE);
+        record = Py_BuildValue("OOOidd", request, ring->compares[at] ? Py_True : Py_False, site,
                                ring->instruction[at], ring->began[at], ring->ended[at]);
+    }
     Py_END_CRITICAL_SECTION();
+    /* A thread without the interpreter lock may have replaced the record meanwhile. */
+    __atomic_thread_fence(__ATOMIC_ACQUIRE);
+    if (record != NULL && __atomic_load_n(&ring->writing, __ATOMIC_RELAXED) >= n + RECORDS) {
+        Py_DECREF(record);
+        record = Py_NewRef(Py_None);
+    }
     return record;
 }
 
 static PyObject *ring_started(PyObject *object, void *none)
 {
     (void)none;
-    return PyLong_FromSsize_t(__atomic_load_n(&((Ring *)object)->started, __ATOMIC_RELAXED));
+    return PyLong_FromSsize_t(__atomic_load_n(&((Ring *)object)->started, __ATOMIC_ACQUIRE));
 }
 
 static PyObject *ring_finished(PyObject *object, void *none)
 {
     (void)none;
-    return PyLong_FromSsize_t(__atomic_load_n(&((Ring *)object)->finished, __ATOMIC_RELAXED));
+    return PyLong_FromSsize_t(__atomic_load_n(&((Ring *)object)->finished, __ATOMIC_ACQUIRE));
 }
 
 static PyObject *ring_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
@@ -178,7 +243,9 @@ static PyObject *ring_new(PyTypeObject *type, PyObject *args, PyObject *keywords
     PyObject *none = Py_BuildValue("[O]", Py_None);
     ring->list = none ? PySequence_Repeat(none, RECORDS * OBJECTS) : NULL;
     Py_XDECREF(none);
-    if (ring->list == NULL)
+    ring->sources = PyList_New(0);
+    ring->numbers = PyDict_New();
+    if (ring->list == NULL || ring->sources == NULL || ring->numbers == NULL)
         Py_CLEAR(ring);
     return (PyObject *)ring;
 }
@@ -188,6 +255,8 @@ static int ring_traverse(PyObject *object, visitproc visit, void *arg)
 {
     Py_VISIT(((Ring *)object)->list);
     Py_VISIT(((Ring *)object)->libraries);
+    Py_VISIT(((Ring *)object)->sources);
+    Py_VISIT(((Ring *)object)->numbers);
     return visit_object(object, visit, arg);
 }
 
@@ -197,6 +266,8 @@ static void ring_dealloc(PyObject *object)
     PyObject_GC_UnTrack(object);
     Py_XDECREF(ring->list);
     Py_XDECREF(ring->libraries);
+    Py_XDECREF(ring->sources);
+    Py_XDECREF(ring->numbers);
     free_object(object);
 }
 
@@ -220,6 +291,13 @@ static PyType_Slot ring_slots[] = {
 
 static PyType_Spec ring_spec = {"collective.native._core.Ring", sizeof(Ring), 0,
                                 Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, ring_slots};
+
+PyObject *exchange_site(const struct core *core, PyObject *site)
+{
+    PyObject *old = site_in_thread(core);
+    PyThread_tss_set(core->site, site);
+    return old;
+}
 
 static PyObject *get_site(PyObject *object, void *none)
 {
