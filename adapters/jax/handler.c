@@ -1,5 +1,5 @@
 /* Handler of XLA's foreign function interface (FFI): one call of collective inside a compiled
-   program. traced.py registers it, and installs the function that makes the calls.
+   program. traced.py registers it, and installs the functions that make the calls.
 
    XLA's header xla/ffi/api/c_api.h fixes the layouts below as a binary interface: versions 0.3
    (jaxlib 0.10.2) and 0.5 (jaxlib 0.12) agree in every field that this file reads. Fields behind
@@ -102,7 +102,16 @@ enum { EXECUTE = 3 };
 typedef const char *call_function(int64_t number, const void *in, void *out);
 static call_function *make_call;
 
-EXPORTED void collective_ffi_install(call_function *function) { make_call = function; }
+/* Make the call of two numbers without Python, if the core can. The result is 0, or another number
+   if make_call must make the call, or report its failure; see collective/native/unlocked.c. */
+typedef int run_function(int64_t first, int64_t second, const void *in, void *out);
+static run_function *run;
+
+EXPORTED void collective_ffi_install(call_function *function, run_function *without_python)
+{
+    run = without_python;
+    make_call = function;
+}
 
 static void *fail(const Api *api, const char *text)
 {
@@ -143,7 +152,10 @@ EXPORTED void *collective_ffi_call(Frame *frame)
     if (number < 0 || make_call == NULL || frame->arguments.size < 1 || frame->results.size < 1)
         return fail(frame->api, "collective: a call that this process did not compile. Let JAX "
                                 "compile the program instead of loading an executable.");
-    const char *text = make_call(number, frame->arguments.buffers[0]->data,
-                                 frame->results.buffers[0]->data);
+    const void *in = frame->arguments.buffers[0]->data;
+    void *out = frame->results.buffers[0]->data;
+    if (run != NULL && run(number, -1, in, out) == 0)
+        return NULL;
+    const char *text = make_call(number, in, out);
     return text == NULL ? NULL : fail(frame->api, text);
 }

@@ -29,10 +29,11 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from collective.communicator import Communicator
+from collective.communicator.repeated import RepeatedCall
 from collective.errors import CollectiveError, UnsupportedError
 from collective.request import in_thread
 
-from .xla.library import handler
+from .xla.library import handler, runner
 
 __all__ = ["Call", "bind"]
 
@@ -185,11 +186,14 @@ class _Entry:
     shape: tuple[int, ...]
     kind: np.dtype[Any]
     number: int
+    repeated: RepeatedCall
 
 
 _entries: weakref.WeakValueDictionary[int, _Entry] = weakref.WeakValueDictionary()
 _ordinals = itertools.count()
 _of_thread = threading.local()
+# The second number of every call, for the native core; as in handler.c.
+_SECOND = -1
 
 
 def _entered(
@@ -202,7 +206,9 @@ def _entered(
     """
     facts = (call.name, call.arguments, call.delegate, given, shape, str(kind))
     number = zlib.crc32(repr(facts).encode()) << 31 | next(_ordinals)
-    _entries[number] = entry = _Entry(call, given, shape, kind, number)
+    repeated = RepeatedCall(call.comm, (number, _SECOND), clears=call.delegate)
+    _entries[number] = entry = _Entry(call, given, shape, kind, number, repeated)
+    weakref.finalize(entry, repeated.forget).atexit = False
     return entry
 
 
@@ -217,7 +223,10 @@ def _view(address: int | None, shape: tuple[int, ...], kind: np.dtype[Any]) -> A
 
 
 def _made(number: int, source: int | None, target: int | None) -> int | None:
-    """Make a call for XLA; return None, or the address of the text of an error."""
+    """Make a call for XLA; return None, or the address of the text of an error.
+
+    The handler makes later calls of this number by itself, if the native core can.
+    """
     try:
         entry = _entries.get(number)
         if entry is None:
@@ -227,9 +236,8 @@ def _made(number: int, source: int | None, target: int | None) -> int | None:
             )
         in_thread.site = entry.call.site
         try:
-            entry.call.make(
-                _view(source, entry.given, entry.kind), _view(target, entry.shape, entry.kind)
-            )
+            x, out = _view(source, entry.given, entry.kind), _view(target, entry.shape, entry.kind)
+            entry.repeated.make(functools.partial(entry.call.make, x, out), x, out)
         finally:
             in_thread.site = None  # the slot in C outlives the thread
         return None
@@ -251,7 +259,7 @@ def _register() -> None:
         BackendUnavailableError: the handler is not built.
     """
     library = ctypes.CDLL(str(handler()))
-    library.collective_ffi_install(_function)
+    library.collective_ffi_install(_function, runner())
     jax.ffi.register_ffi_target(
         _TARGET, jax.ffi.pycapsule(library.collective_ffi_call), platform="cpu"
     )

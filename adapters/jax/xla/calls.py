@@ -16,14 +16,16 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
+from collective import native
 from collective.communicator import Communicator
+from collective.communicator.repeated import RepeatedCall
 from collective.errors import CollectiveError, UnsupportedError
 from collective.memory.dtypes import BY_CODE
 from collective.ops import NAMES
 from collective.request import in_thread
 
 from .cliques import install
-from .library import library
+from .library import library, runner
 from .world import connect_processes
 
 __all__ = ["Calls", "begin"]
@@ -53,6 +55,7 @@ class _Clique:
         refusal: why calls fail; "" if they do not.
         lock: lock that a call holds, since XLA's calls come from several threads. It is the lock
             of all processes' communicator if the clique has all of them.
+        repeated: calls of the communicator, by the numbers by which C makes them again.
     """
 
     def __init__(self, ranks: Sequence[int] | None, token: int | None, refusal: str) -> None:
@@ -60,7 +63,8 @@ class _Clique:
         self.comm: Communicator | None = None
         self.token = token
         self.refusal = refusal
-        self.lock = threading.Lock()
+        self.lock = native.turn()
+        self.repeated: dict[tuple[int, int], RepeatedCall] = {}
 
 
 class _Arguments(NamedTuple):
@@ -110,7 +114,7 @@ class Calls:
         self._table = threading.Lock()
         self._announcement: _Announcement | None = None
         # Only one thread may use the communicator of all processes at a time.
-        self._world_lock = threading.Lock()
+        self._world_lock = native.turn()
 
     # -- called by the compilation ---------------------------------------------------------
 
@@ -158,7 +162,7 @@ class Calls:
             else:
                 clique = self._cliques[number]
                 with clique.lock, _called_by_xla(call):
-                    self._transfer(clique, call, arguments)
+                    self._transfer(clique, number, call, arguments)
             return 0
         except BaseException as error:  # C cannot receive an exception
             return int(self._fail(_text(error)))
@@ -198,7 +202,11 @@ class Calls:
     def _free(self, number: int) -> None:
         with self._table:
             clique = self._cliques.pop(number, None)
-        if clique is not None and clique.comm is not None and clique.comm is not self._world:
+        if clique is None:
+            return
+        for repeated in clique.repeated.values():
+            repeated.forget()
+        if clique.comm is not None and clique.comm is not self._world:
             clique.comm.close()
 
     def _finalize(self) -> None:
@@ -210,7 +218,9 @@ class Calls:
         if isinstance(self._world, Communicator):
             self._world.leave()
 
-    def _transfer(self, clique: _Clique, call: int, arguments: _Arguments) -> None:
+    def _transfer(
+        self, clique: _Clique, number: int, call: int, arguments: _Arguments
+    ) -> None:  # fmt: skip
         if clique.refusal:
             raise UnsupportedError(f"jax: {clique.refusal}")
         if clique.token is not None:
@@ -224,17 +234,20 @@ class Calls:
         if comm is None:
             comm = clique.comm = self._connect(clique)
         kind = BY_CODE[dtype].storage
+        whole = comm.size * count
+        x = _view(source, whole if call == _REDUCE_SCATTER else count, kind)
+        out = _view(target, whole if call == _ALL_GATHER else count, kind)
         if call == _ALL_REDUCE:
-            comm.all_reduce(
-                _view(source, count, kind), op=NAMES[op], out=_view(target, count, kind)
-            )
+            method = functools.partial(comm.all_reduce, x, op=NAMES[op], out=out)
         elif call == _ALL_GATHER:
-            comm.all_gather(_view(source, count, kind), out=_view(target, comm.size * count, kind))
+            method = functools.partial(comm.all_gather, x, out=out)
         else:
-            comm.reduce_scatter(
-                _view(source, comm.size * count, kind), op=NAMES[op],
-                out=_view(target, count, kind),
-            )  # fmt: skip
+            method = functools.partial(comm.reduce_scatter, x, op=NAMES[op], out=out)
+        key = number | call << 32 | dtype << 40 | op << 48, count  # as in plugin.c
+        repeated = clique.repeated.get(key)
+        if repeated is None:
+            repeated = clique.repeated[key] = RepeatedCall(comm, key, turn=clique.lock)
+        repeated.make(method, x, out)
 
     def _exchange(self, clique: _Clique, arguments: _Arguments) -> None:
         """Send bytes to ``dst`` and receive bytes from ``src``; a peer below 0 is none.
@@ -337,7 +350,7 @@ def begin() -> None:
         world = error
     calls = Calls(world, plugin.collective_xla_fail)
     install(calls)
-    plugin.collective_xla_install(_callback(calls))
+    plugin.collective_xla_install(_callback(calls), runner())
 
 
 _kept: list[object] = []

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.metadata
 import importlib.util
 import os
 import sys
 from pathlib import Path
 
+from collective import native
 from collective.errors import BackendUnavailableError, ConfigError
 from collective.install import hint
 
-__all__ = ["PROGRAM", "VARIABLE", "enable", "handler", "library", "variables"]
+__all__ = ["PROGRAM", "VARIABLE", "enable", "handler", "library", "runner", "variables"]
 
 #: Variable with the file of the library, which jaxlib reads when it is imported.
 VARIABLE = "MPITRAMPOLINE_LIB"
@@ -39,6 +41,19 @@ def handler() -> Path:
     """
     file = Path(__file__).parent.with_name("libcollective_ffi.so")
     return _built(file, "the handler for calls inside jit")
+
+
+def runner() -> ctypes.c_void_p:
+    """Return the address of the core's function for calls without Python; null if there is none.
+
+    See :func:`collective.native.runner`.
+    """
+    capsule = native.runner()
+    if capsule is None:
+        return ctypes.c_void_p()
+    address = ctypes.pythonapi.PyCapsule_GetPointer
+    address.restype, address.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+    return ctypes.c_void_p(address(capsule, b"collective.native._core.run"))
 
 
 def _built(file: Path, what: str) -> Path:

@@ -6,7 +6,7 @@
    has 8 bytes.
 
    This library does not use Python's headers, and is not linked with Python: one file serves every
-   Python. calls.py installs the function that makes the calls. XLA calls from several threads. */
+   Python. calls.py installs the functions that make the calls. XLA calls from several threads. */
 
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -74,7 +74,24 @@ typedef int64_t call_function(int call, int64_t comm, const void *in, void *out,
 static _Atomic(call_function *) caller;
 static atomic_int begun, over;
 
-EXPORTED void collective_xla_install(call_function *function) { caller = function; }
+/* Make the call of two numbers without Python, if the core can. The result is 0, or another number
+   if the caller must have Python make the call, or report its failure; see
+   collective/native/unlocked.c. */
+typedef int run_function(int64_t first, int64_t second, const void *in, void *out);
+static _Atomic(run_function *) runner;
+
+EXPORTED void collective_xla_install(call_function *function, run_function *without_python)
+{
+    runner = without_python;
+    caller = function;
+}
+
+/* The first number of a call for run_function; the second one is its count. As in calls.py. */
+static int64_t number_of(int which, Handle comm, int dtype, int op)
+{
+    return ((intptr_t)comm & 0xffffffff) | (int64_t)which << 32 | (int64_t)dtype << 40
+           | (int64_t)op << 48;
+}
 
 static int64_t call(int which, Handle comm, const void *in, void *out, int64_t count, int dtype,
                     int op, int dst, int src, int64_t received)
@@ -88,6 +105,10 @@ static int64_t call(int which, Handle comm, const void *in, void *out, int64_t c
                    ? 0
                    : collective_xla_fail("collective could not be imported when XLA called MPI_Init. "
                                          "Standard error has the reason.");
+    run_function *run = runner;
+    if (run != NULL && which >= ALL_REDUCE && which <= REDUCE_SCATTER
+        && run(number_of(which, comm, dtype, op), count, in, out) == 0)
+        return 0;
     return function(which, (intptr_t)comm, in, out, count, dtype, op, dst, src, received);
 }
 

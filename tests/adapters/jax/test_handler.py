@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import ctypes
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from collective import native
 from collective.adapters.jax.xla import library
-from collective.adapters.jax.xla.library import handler
+from collective.adapters.jax.xla.library import handler, runner
+from collective.communicator import Communicator
+from collective.communicator.repeated import RepeatedCall
 from collective.errors import BackendUnavailableError
+from tests.support.on_ranks import on_ranks, ranks_of
 
 library_module = sys.modules[library.__module__]
 
@@ -99,6 +105,9 @@ class Frame(ctypes.Structure):
 
 
 MakeCall = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p)
+Run = ctypes.CFUNCTYPE(
+    ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p
+)
 
 
 class Xla:
@@ -138,9 +147,9 @@ def loaded() -> Iterator[ctypes.CDLL]:
     except BackendUnavailableError:
         pytest.skip("the handler is not built: there is no C compiler")
     found.collective_ffi_call.restype = ctypes.c_void_p
-    found.collective_ffi_install(None)
+    found.collective_ffi_install(None, None)
     yield found
-    found.collective_ffi_install(None)
+    found.collective_ffi_install(None, None)
 
 
 @pytest.fixture
@@ -151,15 +160,34 @@ def xla() -> Xla:
 def test_handler_passes_number_and_addresses(loaded: ctypes.CDLL, xla: Xla) -> None:
     calls: list[tuple[int, int, int]] = []
     function = MakeCall(lambda *arguments: calls.append(arguments))  # None: no error
-    loaded.collective_ffi_install(function)
+    loaded.collective_ffi_install(function, None)
     assert loaded.collective_ffi_call(ctypes.byref(xla.frame(b"call", 1 << 40, 64, 128))) is None
     assert calls == [(1 << 40, 64, 128)]
+
+
+@pytest.mark.parametrize("done", [True, False])
+def test_handler_leaves_calls_to_python_that_the_core_does_not_make(
+    loaded: ctypes.CDLL, xla: Xla, done: bool
+) -> None:
+    in_core: list[tuple[int, int, int, int]] = []
+    in_python: list[tuple[int, int, int]] = []
+
+    @Run
+    def run(*arguments: int) -> int:
+        in_core.append(arguments)  # type: ignore[arg-type]
+        return 0 if done else 1
+
+    function = MakeCall(lambda *arguments: in_python.append(arguments))
+    loaded.collective_ffi_install(function, run)
+    assert loaded.collective_ffi_call(ctypes.byref(xla.frame(b"call", 9, 64, 128))) is None
+    assert in_core == [(9, -1, 64, 128)]
+    assert in_python == ([] if done else [(9, 64, 128)])
 
 
 def test_handler_returns_the_text_of_an_error_to_xla(loaded: ctypes.CDLL, xla: Xla) -> None:
     text = ctypes.create_string_buffer(b"PeerLostError: gone")
     function = MakeCall(lambda *_: ctypes.addressof(text))
-    loaded.collective_ffi_install(function)
+    loaded.collective_ffi_install(function, None)
     assert loaded.collective_ffi_call(ctypes.byref(xla.frame(b"call", 0, 64, 128))) == 77
     assert xla.errors == ["PeerLostError: gone"]
 
@@ -169,7 +197,7 @@ def test_handler_refuses_frame_without_number(
     loaded: ctypes.CDLL, xla: Xla, attribute: bytes, number: int
 ) -> None:
     function = MakeCall(lambda *_: pytest.fail("made a call"))
-    loaded.collective_ffi_install(function)
+    loaded.collective_ffi_install(function, None)
     assert loaded.collective_ffi_call(ctypes.byref(xla.frame(attribute, number, 64, 128))) == 77
     assert "a call that this process did not compile" in xla.errors[0]
 
@@ -193,8 +221,59 @@ def test_handler_answers_the_version_of_xla(loaded: ctypes.CDLL, xla: Xla, with_
 def test_handler_makes_no_call_while_xla_prepares(loaded: ctypes.CDLL, xla: Xla) -> None:
     calls: list[int] = []
     function = MakeCall(lambda number, *_: calls.append(number))
-    loaded.collective_ffi_install(function)
+    loaded.collective_ffi_install(function, None)
     frame = xla.frame(b"call", 0, 64, 128)
     frame.stage = EXECUTE - 1
     assert loaded.collective_ffi_call(ctypes.byref(frame)) is None
     assert (calls, xla.errors) == ([], [])
+
+
+# -- calls that need no Python -------------------------------------------------------------------
+
+pool = ranks_of(("shm", 2))
+_ROUNDS, _ROUND_S = 20, 1.0
+
+
+class Timespec(ctypes.Structure):
+    _fields_ = [("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long)]
+
+
+@pytest.mark.skipif(native.chosen.extension is None, reason="the native core is not in use")
+@on_ranks("pool")
+def test_thread_makes_calls_while_another_thread_keeps_the_interpreter_lock(
+    comm: Communicator,
+) -> None:
+    x, out = np.ones(256), np.zeros(256)
+    repeated = RepeatedCall(comm, (3, -1))
+    in_python: list[int] = []
+
+    @MakeCall
+    def make(number: int, source: int, target: int) -> None:
+        in_python.append(number)
+        repeated.make(lambda: comm.all_reduce(x, out=out), x, out)
+
+    loaded = ctypes.CDLL(str(handler()))
+    loaded.collective_ffi_install(make, runner())
+    frame = Xla().frame(b"call", 3, x.ctypes.data, out.ctypes.data)
+    call = ctypes.cast(loaded.collective_ffi_call, ctypes.c_void_p)
+    with_lock, without_lock = ctypes.PyDLL(None), ctypes.CDLL(None)
+    loaded.collective_ffi_call(ctypes.byref(frame))
+    assert in_python == [3]
+    finished = []
+    # A round does not show anything if the machine is so busy that one rank waits for long.
+    for _ in range(_ROUNDS):
+        comm.barrier()
+        out[:] = 0
+        thread = ctypes.c_ulong()
+        with_lock.pthread_create(ctypes.byref(thread), None, call, ctypes.byref(frame))
+        end = Timespec(int(time.time() + _ROUND_S) + 1, 0)
+        failed = with_lock.pthread_timedjoin_np(thread, None, ctypes.byref(end))
+        if failed:
+            without_lock.pthread_join(thread, None)
+        assert (out == 2).all()
+        finished.append(not failed)
+        if comm.all_reduce(sum(finished)) >= 6:
+            break
+    assert any(finished)
+    assert in_python == [3]
+    loaded.collective_ffi_install(None, None)
