@@ -306,6 +306,9 @@ class ThreadsBackend(OneSided):
         try:
             while not ready():
                 self.refuse_broken(call)
+                if hub.gone[self.rank]:
+                    self.abort(Failure.closed(self.rank))
+                    continue
                 absent = awaited()
                 left = tuple(r for r in absent if hub.gone[r])
                 if left and (all_needed or len(left) == len(absent)):

@@ -159,7 +159,10 @@ class RendezvousError(CollectiveError):
 
 
 class CommunicatorClosedError(CollectiveError):
-    """The communicator was used after this rank closed it, or in a forked child of this rank."""
+    """This rank has closed the communicator, perhaps in another thread during the call.
+
+    A forked child of this rank cannot use the communicator, either.
+    """
 
 
 class CommunicatorAbortedError(CollectiveError):

@@ -116,6 +116,7 @@ class GlooBackend(Messenger):
             raise
 
     def close(self) -> None:
+        self.channel.end_waits()
         # Tell the monitor before the connections end: peers that see them end ask it why.
         self.channel.close()
         self._cut()

@@ -224,6 +224,7 @@ class HierarchicalBackend(TwoLevel):
     def close(self) -> None:
         # Close the outer level first: a peer that sees this rank leave another level asks the outer
         # level's monitor for the reason.
+        self.channel.end_waits()
         self._outer.close()
         if self._across is not None:
             self._across.close()

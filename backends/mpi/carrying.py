@@ -62,6 +62,8 @@ def explained(module: Any, channel: Channel, where: object, error: Any) -> Excep
         explanation = channel.explain(where, error)
         if not isinstance(explanation, BackendError):
             return explanation
+    elif channel.closed:  # another thread has closed the communicator, and MPI has freed it
+        return Failure.closed(channel.rank).error(str(where), channel.rank)
     else:
         channel.abort(Failure("aborted", channel.rank, f"{where}: {description}"))
     return BackendError(f"{where}: {description}", "mpi", number)

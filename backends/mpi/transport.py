@@ -147,6 +147,9 @@ class MpiTransport(MpiCollectives):
         if self._closed:
             return
         self._closed = True
+        if self.channel.end_waits():
+            # MPI reads the array of a send until its receiver knows of the failure.
+            self.channel.await_heard(range(self.size))
         self.channel.close()
         healthy = self.channel.failure is None and self._blocking.running is None
         # A peer that has not left yet may send a message to a freed communicator. The message then

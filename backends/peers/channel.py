@@ -167,6 +167,11 @@ class Channel:
     def recorder(self, recorder: Recorder) -> None:
         self._calls[:] = [recorder]
 
+    @property
+    def closed(self) -> bool:
+        """Whether this rank has left the communicator."""
+        return self._closed
+
     def group(self, ranks: Sequence[int]) -> Channel:
         """Return the channel of a communicator among ``ranks``; only these ranks call this."""
         members = tuple(self.members[rank] for rank in ranks)
@@ -205,6 +210,11 @@ class Channel:
             raise self._error(where)
         if self._left_at:
             self._check_left(where, awaited, any_of, sequence)
+
+    def refuse_closed(self, where: object) -> None:
+        """Raise if another thread has closed the communicator since the call began."""
+        if self._closed:
+            raise Failure.closed(self.rank).error(str(where), self.rank)
 
     def refuse_unfinished(self, where: object) -> None:
         """Raise if a rank broke the communicator before it had finished the running call."""
@@ -298,6 +308,7 @@ class Channel:
         while not deadline.expired:
             try:
                 self.check(where, awaited, any_of)
+                self.refuse_closed(where)
             except Exception as known:
                 return known
             time.sleep(0.005)
@@ -375,6 +386,19 @@ class Channel:
     def post(self, note: Note) -> None:
         """Tell the hub which call this rank waits in; the hub searches for circles."""
         self._say({"kind": "waits", "note": note})
+
+    def end_waits(self) -> bool:
+        """Break the communicator if another thread is in a call; return whether that was so.
+
+        A transport calls this before :meth:`close`, which would leave that call waiting, and its
+        peers in the middle of it.
+        """
+        calls = self.recorder
+        running = calls is not None and calls.started > max(calls.finished, calls.failed)
+        if self._closed or self.failure is not None or not (running or self._shown or self.inside):
+            return False
+        self.abort(Failure.closed(self.rank))
+        return True
 
     def close(self) -> None:
         """Leave this communicator; with the world's communicator also leave the monitor.
@@ -643,6 +667,7 @@ class Wait(Running):
         """Raise if there is a reason to; once a second have the hub compare the recorders."""
         channel = self._channel
         channel.check(self.where, self.awaited, self._any_of, self._sequence)
+        channel.refuse_closed(self.where)
         if not self._shown:
             self._shown = True
             channel._shown.add(self)

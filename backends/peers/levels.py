@@ -9,6 +9,7 @@ from collective.errors import (
     BackendError,
     CollectiveTimeoutError,
     CommunicatorAbortedError,
+    CommunicatorClosedError,
     MismatchError,
 )
 from collective.request import Disagreement
@@ -19,7 +20,8 @@ __all__ = ["OF_LEVELS", "explained"]
 
 #: Errors that a level raises in its own terms, such as its own numbers of ranks.
 OF_LEVELS = (
-    BackendError, CollectiveTimeoutError, CommunicatorAbortedError, Disagreement, MismatchError,
+    BackendError, CollectiveTimeoutError, CommunicatorAbortedError, CommunicatorClosedError,
+    Disagreement, MismatchError,
 )  # fmt: skip
 
 

@@ -115,6 +115,7 @@ class Control:
         self.request: Request | str = "connect"
         self._noted: dict[Request, int] = {}
         self._pids = [0] * size
+        self._left = False
         # The waits of this rank that its peers can read, and the board where they read them.
         self.waits: dict[object, Waiting] = {}
         self._waits_lock = threading.Lock()
@@ -200,6 +201,7 @@ class Control:
 
     def leave(self) -> None:
         """Tell the peers that this rank has left for good."""
+        self._left = True  # a call of another thread ends its wait
         # A peer that sees the state looks once more for what this rank has announced before it.
         fence()
         self.words[self._line + _STATE] = _LEFT
@@ -390,6 +392,10 @@ class Control:
                     if ready():
                         return
                     raise self.failure(what)
+                if self._left:
+                    # Break the communicator first. Otherwise a peer could still use the memory
+                    # that the caller gets back.
+                    raise self.broken_by(Failure.closed(self.rank), what)
                 if now >= check_at:
                     check_at = now + _CHECK_PEERS_S
                     self._check_peers(ready, awaited, what, all_needed, deadline)

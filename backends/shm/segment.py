@@ -13,6 +13,7 @@ import errno
 import fcntl
 import mmap
 import os
+import threading
 import weakref
 
 from collective.contract.descriptors import RAISE_THE_LIMIT
@@ -43,6 +44,7 @@ class Segment:
         self._unlinkable = owner and is_file(path)
         self.map = mmap.mmap(descriptor, os.fstat(descriptor).st_size)
         self._descriptor = descriptor
+        self._closing = threading.Lock()
         # A program may drop a communicator without closing it.
         self._close = weakref.finalize(self, os.close, descriptor)
         self._close.atexit = False
@@ -100,8 +102,10 @@ class Segment:
 
     def close_descriptor(self) -> None:
         """Close the descriptor; the mapping stays."""
-        self._descriptor = -1
-        self._close()
+        # Another thread may be testing a lock. Its descriptor must not become that of another file.
+        with self._closing:
+            self._descriptor = -1
+            self._close()
 
     # A process shows that it lives by a lock on a byte of the segment. The kernel drops the lock
     # when the process dies, however it dies, before its parent has reaped it. Forked children do
@@ -116,16 +120,17 @@ class Segment:
 
     def alive(self, rank: int) -> bool:
         """Tell whether another process holds byte ``rank``."""
-        if self._descriptor < 0:
-            return True
-        try:
-            # Use a shared lock: two ranks that test at the same time do not block each other, and
-            # neither takes the other's test for the lock of the owner.
-            fcntl.lockf(self._descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB, 1, rank)
-        except OSError:
-            return True
-        fcntl.lockf(self._descriptor, fcntl.LOCK_UN, 1, rank)
-        return False
+        with self._closing:
+            if self._descriptor < 0:
+                return True
+            try:
+                # Use a shared lock: two ranks that test at the same time do not block each other,
+                # and neither takes the other's test for the lock of the owner.
+                fcntl.lockf(self._descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB, 1, rank)
+            except OSError:
+                return True
+            fcntl.lockf(self._descriptor, fcntl.LOCK_UN, 1, rank)
+            return False
 
 
 def map_shared(path: str, identity: tuple[int, int], nbytes: int) -> mmap.mmap:

@@ -1208,7 +1208,8 @@ class Communicator(_Handle, NotCopied, ForeignNames):
     def close(self) -> None:
         """Close the communicator and the groups made from it.
 
-        The method waits for this rank's own background calls, but not for other ranks. A second
+        The method waits for this rank's own background calls, but not for other ranks. A call in
+        which another thread of this rank waits raises ``CommunicatorClosedError`` at once. A second
         close does nothing; any other use afterwards raises ``CommunicatorClosedError``.
         """
         lifecycle.close(self, Deadline(self.timeout))

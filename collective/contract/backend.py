@@ -182,6 +182,10 @@ class Backend(ABC):
     def close(self) -> None:
         """Leave the communicator. Peers that still wait for this rank get ``PeerLostError``.
 
+        A call in which another thread of this rank waits raises ``CommunicatorClosedError`` (see
+        :meth:`Failure.closed`). If a peer could still read or write the arrays of that call, the
+        transport first breaks the communicator.
+
         Returns without waiting for any other rank. A second close does nothing. Arrays from
         :meth:`empty` stay valid until the program drops them.
         """

@@ -10,6 +10,7 @@ from typing import Self
 from collective.errors import (
     CollectiveTimeoutError,
     CommunicatorAbortedError,
+    CommunicatorClosedError,
     MismatchError,
     PeerFailedError,
     PeerLostError,
@@ -33,7 +34,8 @@ class Failure:
     Attributes:
         kind: ``"failed"`` (the code of ``rank`` raised), ``"timeout"``, ``"lost"``,
             ``"mismatch"`` (found too late to go on), ``"shrink"`` (the other ranks should join
-            ``rank`` in ``shrink()``) or ``"aborted"``.
+            ``rank`` in ``shrink()``), ``"closed"`` (a thread of ``rank`` closed the communicator
+            while another thread waited in a call) or ``"aborted"``.
         rank: the rank that reports the failure.
         text: description for people; the traceback for ``"failed"``.
         ranks: for ``"timeout"`` and ``"lost"``, the ranks that are late or lost.
@@ -61,6 +63,12 @@ class Failure:
         return cls("timeout", rank, text, tuple(ranks))
 
     @classmethod
+    def closed(cls, rank: int) -> Self:
+        """Return the failure of a rank that closes while another of its threads is in a call."""
+        text = f"rank {rank} has closed its communicator while one of its calls was waiting"
+        return cls("closed", rank, text, (rank,))
+
+    @classmethod
     def caused_by(cls, rank: int, error: BaseException) -> Self:
         """Return the failure that the peers get when ``error`` ends a call of ``rank``.
 
@@ -86,7 +94,12 @@ class Failure:
                 self.rank,
                 self.text,
             )
-        if self.kind == "lost":
+        if self.kind == "closed" and me == self.rank:
+            return CommunicatorClosedError(
+                f"{where}: another thread of this rank closed the communicator while this call was "
+                f"waiting [rank {me}]. Call close() after all calls have returned."
+            )
+        if self.kind in ("lost", "closed"):
             return PeerLostError(f"{where}: {self.text} [rank {me}]", self.ranks)
         if self.kind == "mismatch":
             return MismatchError(f"{where}: {self.text} [rank {me}]")

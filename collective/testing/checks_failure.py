@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -17,6 +18,7 @@ from collective.errors import (
     CollectiveError,
     CollectiveTimeoutError,
     CommunicatorAbortedError,
+    CommunicatorClosedError,
     PeerFailedError,
     PeerLostError,
 )
@@ -27,7 +29,7 @@ from . import faults
 from .checks import Case, RankFactory, able, check, on_each_rank
 from .heard import Heard, Trouble, hold, listen
 from .samples import LARGE, assert_same
-from .survivors import gather, run_fresh
+from .survivors import await_files, gather, run_fresh
 
 _Call = Callable[[Communicator, Any], Any]
 
@@ -122,6 +124,59 @@ def _closing(comm: Communicator, count: int) -> None:
     comm.close()
     assert_same(total, np.full(count, sum(range(comm.size))), "all_reduce before close()")
     assert_same(joined, np.repeat(np.arange(comm.size), count), "all_gather before close()")
+
+
+_CLOSED: list[Case] = [
+    {"call": call, "after": 0.2} for call in ("barrier", "all_reduce", "recv", "send a long one")
+]
+_CLOSED += [{"call": "all_reduce", "after": 0.0}]
+
+
+@check(_CLOSED, at_least=2, needs=_detects)
+def check_closed_by_another_thread(
+    factory: RankFactory, size: int, *, call: str, after: float
+) -> None:
+    """Check that close() ends the call in which another thread waits: CommunicatorClosedError."""
+    first, *others = run_fresh(
+        factory, size, _closed_by_another_thread, call, after, call_timeout=_UNHEARD_S
+    )
+    what = f"rank 0 in {call}, which another thread closed after {after:g} s"
+    if isinstance(first, Heard) and _unheard(first):
+        raise AssertionError(f"{what}: close() does not end this call (see Backend.close)")
+    if first is not None:
+        hold(first, CommunicatorClosedError, what)
+    for rank, outcome in enumerate(others, start=1):
+        hold(outcome, PeerLostError, f"rank {rank}, after rank 0 has closed", rank=0)
+
+
+def _closed_by_another_thread(
+    comm: Communicator, marks: str, call: str, after: float
+) -> Heard | None:
+    closed = Path(marks, "closed")
+    gather(comm, marks)
+    x = np.ones(100)
+    if comm.rank:
+        await_files(closed)
+        # The transport may have sent the part of rank 0 already, so the first call may return.
+        return listen(lambda: comm.all_reduce(x) if call == "all_reduce" else comm.barrier())
+    outcomes: list[Heard] = []
+    begins = threading.Event()
+
+    def wait() -> None:
+        begins.set()
+        if call == "send a long one":
+            outcomes.append(listen(lambda: comm.send(np.ones(LARGE), comm.size - 1)))
+        else:
+            outcomes.append(listen(lambda: _CALLS[call](comm, x)))
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    begins.wait()
+    time.sleep(after)
+    comm.close()
+    thread.join()
+    closed.touch()
+    return outcomes[0]
 
 
 # Seconds that a call waits if nothing ends its wait. The figure is above the promised time with all

@@ -78,6 +78,10 @@ FAULTS = [
         "check_scan",
     ),
     Fault(
+        broken.Lingering, "check_closed_by_another_thread", {"call": "recv", "after": 0.2},
+        "close() does not end this call", "check_left_peer",
+    ),
+    Fault(
         broken.Secretive, "check_failed_hook", {"when": "before", "call": "all_reduce"},
         "instead of PeerFailedError", "check_left_peer",
     ),

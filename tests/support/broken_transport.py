@@ -291,6 +291,15 @@ class Deaf(ThreadsBackend):
         self._kept.append(self)  # Its garbage collection would announce the end.
 
 
+class Lingering(Loopback):
+    """Transport whose close does not end the calls in which other threads of its rank wait."""
+
+    def close(self) -> None:
+        with self._hub.lock:
+            self._hub.left.add(self.rank)
+            self._hub.wake_all()
+
+
 class Lending(Loopback):
     """Transport whose long sends time out, but leave the sender's memory to the receiver."""
 
