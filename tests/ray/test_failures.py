@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -86,6 +87,37 @@ def test_restarted_actor_joins_the_name_again() -> None:
     renewed = everywhere([first, second], _pid)
     assert renewed[0] == pids[0]
     assert renewed[1] != pids[1]
+
+
+def _wait_for_peer(name: str, mark: Path) -> str:
+    mark.touch()
+    try:
+        col.allreduce(np.ones(3), name)
+    except collective.CommunicatorClosedError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("transport", ["shm", "gloo"])
+def test_group_destroyed_by_another_thread_ends_the_waiting_call(
+    transport: str, tmp_path: Path
+) -> None:
+    name, mark = f"destroyed-{transport}", tmp_path / "waits"
+    env = {"env_vars": {"COLLECTIVE_BACKEND": transport}}
+    members = [Member.options(runtime_env=env, max_concurrency=2).remote() for _ in range(2)]
+    join(members, name)
+    waiting = members[0].run.remote(_wait_for_peer, name, mark)
+    while not mark.exists():
+        time.sleep(0.01)
+    time.sleep(0.3)
+    began = time.monotonic()
+    ray.get(members[0].run.remote(col.destroy_collective_group, name), timeout=60)
+    assert "another thread of this rank closed" in ray.get(waiting, timeout=60)
+    assert time.monotonic() - began < 2.0
+    assert "(0,) all_reduce" in ray.get(members[1].run.remote(_reduce, name), timeout=60)
+    everywhere(members[1:], col.destroy_collective_group, name)
+    join(members, name)
+    assert everywhere(members, _of_length, 3, name) == [2.0, 2.0]
 
 
 def test_different_calls_raise_on_both_ranks_and_keep_the_group(actors: list[Any]) -> None:
