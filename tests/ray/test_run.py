@@ -135,6 +135,31 @@ class Gate:
         return self.arrived
 
 
+def test_interrupt_during_the_placement_leaves_nothing() -> None:
+    from ray.util import placement_group, placement_group_table, remove_placement_group
+
+    other = placement_group([{"CPU": 1}])
+    ray.get(other.ready())
+    interrupted: list[float] = []
+
+    def interrupt() -> None:
+        while not any(g["state"] == "PENDING" for g in placement_group_table().values()):
+            time.sleep(0.05)
+        interrupted.append(time.monotonic())
+        os.kill(os.getpid(), 2)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run(_total, 2, 1.0, start_timeout=60.0)
+        assert time.monotonic() - interrupted[0] < 10.0
+    finally:
+        thread.join()
+        remove_placement_group(other)
+    assert nothing_is_left()
+
+
 def test_interrupt_of_the_driver_ends_the_ranks() -> None:
     gate = Gate.remote()
 

@@ -19,6 +19,8 @@ __all__ = ["run"]
 # Seconds that the other ranks have to end after one has failed, so that the error can show the
 # failures of all.
 _GRACE_S = 1.0
+# Longest wait for Ray that no signal ends.
+_LOOK_S = 0.5
 
 
 def run(
@@ -72,11 +74,12 @@ def run(
     bundle = {name: amount for name, amount in reserved.items() if amount}
     _check_resources(ray.cluster_resources(), bundle, size)
     placement = importlib.import_module("ray.util.placement_group")
-    group = placement.placement_group([bundle or {"CPU": 0.001}] * size, strategy)
+    group: Any = None
     name = f"run/{secrets.token_hex(8)}"
     actors: list[Any] = []
     try:
-        if not group.wait(start_timeout):
+        group = placement.placement_group([bundle or {"CPU": 0.001}] * size, strategy)
+        if not _is_placed(group, start_timeout):
             raise RendezvousError(
                 f"run: Ray has not placed {size} ranks with {_listed(bundle)} each within "
                 f"{start_timeout:g} s (strategy {strategy}); free are "
@@ -106,7 +109,8 @@ def run(
     finally:
         for actor in actors:
             ray.kill(actor)
-        placement.remove_placement_group(group)
+        if group is not None:
+            placement.remove_placement_group(group)
         with contextlib.suppress(RendezvousError):  # Ray itself has ended
             forget(name)
 
@@ -128,6 +132,16 @@ class _Rank:
         except BaseException as error:
             pickler = importlib.import_module("ray.cloudpickle")
             return Outcome.failed(error).portable(pickler.dumps, pickler.loads)
+
+
+def _is_placed(group: Any, seconds: float) -> bool:
+    """Wait until Ray has placed a group, for at most ``seconds``; return whether it has."""
+    deadline = Deadline(seconds)
+    # Ray's wait ends at no signal, so Ctrl-C takes effect between two waits.
+    while not deadline.expired:
+        if group.wait(deadline.at_most(_LOOK_S)):
+            return True
+    return False
 
 
 def _check_resources(cluster: Mapping[str, float], bundle: Mapping[str, float], size: int) -> None:
