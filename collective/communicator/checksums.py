@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import struct
 from typing import Any
 
 import numpy as np
@@ -43,8 +44,9 @@ def on_host(array: Any) -> Array:
 
 def joined(parts: list[tuple[int, int, int]]) -> int:
     """Return the checksum of arrays from the sums and the number of bytes of each."""
-    words = np.array([word for part in parts for word in part], np.uint64)
-    return int.from_bytes(hashlib.blake2b(words.data, digest_size=8).digest(), "little")
+    words = [word for part in parts for word in part]
+    packed = struct.pack(f"<{len(words)}Q", *words)
+    return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little")
 
 
 def sums(array: Array) -> Sums:

@@ -133,9 +133,7 @@ class Results:
             return
         words = run(path, planned, src, dst, deadline)
         self._calls += 1
-        number = path.recorder.started
-        table = _gather(path, planned.request, number, words, deadline)
-        _judge(path, planned.request, number, table)
+        _compare(path, planned, words, deadline)
 
 
 # -- one call, and this rank's checksums -----------------------------------------------------------
@@ -208,34 +206,75 @@ def _floats(buffer: Buffer) -> Array:
 # -- all ranks' checksums --------------------------------------------------------------------------
 
 
-def _gather(path: _Path, call: Request, number: int, words: Array, deadline: Deadline) -> Array:
-    """Return the checksums of all ranks, one row for each rank.
+class _Exchange(Planned):
+    """Plan that gathers the checksums of a request's calls, with buffers for all these calls.
+
+    Each checksum travels with its complement, so that a flip in this message is not mistaken for a
+    flip in a result.
+
+    Args:
+        path: path of the communicator.
+        call: request of the calls.
+        count: number of checksums of each rank.
+
+    Attributes:
+        sent, received: the buffers.
+    """
+
+    __slots__ = ("_received", "_sent", "received", "sent")
+
+    def __init__(self, path: _Path, call: Request, count: int) -> None:
+        self._sent = np.empty((2, count), np.uint64)
+        self._received = np.empty((path.size, 2, count), np.uint64)
+        self.sent, self.received = (
+            Buffer(words.reshape(-1).view(np.uint8), _UINT8)
+            for words in (self._sent, self._received)
+        )
+        request = call.comparing_results([self.sent.count] * path.size)
+        super().__init__(request, path.backend.plan(request), fixed=True, compares=True)
+
+    def write(self, words: Array) -> None:
+        """Write this rank's checksums."""
+        self._sent[0] = words
+        np.invert(self._sent[0], out=self._sent[1])
+
+    @property
+    def alike(self) -> bool:
+        """Whether all ranks sent the same as this one."""
+        return self.received.array.tobytes() == self.sent.array.tobytes() * len(self._received)
+
+    def read(self) -> tuple[Array, list[int]]:
+        """Return the checksums, one row for each rank, and the ranks whose row was damaged."""
+        rows, complements = self._received[:, 0], self._received[:, 1]
+        damaged = np.flatnonzero((rows != ~complements).any(axis=1))
+        return rows, damaged.tolist()
+
+
+def _compare(path: _Path, planned: Planned, words: Array, deadline: Deadline) -> None:
+    """Exchange the checksums of a call between all ranks, and check them.
 
     Raises:
-        CorruptionError: checksums were damaged on their way; only this rank knows.
+        CorruptionError: they do not fit together; or, on this rank only, some were damaged on their
+            way.
     """
-    # Each checksum travels with its complement, so that a flip in this message is not mistaken for
-    # a flip in a result.
-    message = np.concatenate([words, ~words]).view(np.uint8)
+    call, number = planned.request, path.recorder.started
     key = "results", call
-    plan = path.plans.get(key)
-    if plan is None:
-        lengths = [message.size] * path.size
-        request = call.comparing_results(lengths)
-        carried = path.backend.plan(request)
-        plan = path.remember(key, Planned(request, carried, fixed=True, compares=True))
-    received = np.empty(path.size * message.size, np.uint8)
-    path.carry(plan, Buffer(message, _UINT8), Buffer(received, _UINT8), deadline, True)
-    table = received.view(np.uint64).reshape(path.size, 2, words.size)
-    differs = table[:, 0] != ~table[:, 1]
-    if differs.any():
-        damaged = [peer for peer, row in enumerate(differs) if row.any()]
+    exchange = path.plans.get(key)
+    if exchange is None:
+        exchange = path.remember(key, _Exchange(path, call, words.size))
+    assert isinstance(exchange, _Exchange)
+    exchange.write(words)
+    path.carry(exchange, exchange.sent, exchange.received, deadline, True)
+    if call.operation == "all_reduce" and exchange.alike:
+        return
+    table, damaged = exchange.read()
+    if damaged:
         raise CorruptionError(
             f"{call.operation}: the checksums of {name_ranks(damaged)} for call {number} arrived "
             f"damaged {path.who}. {_CAUSE}",
             (path.rank,),
         )
-    return table[:, 0]
+    _judge(path, call, number, table)
 
 
 def _judge(path: _Path, request: Request, number: int, table: Array) -> None:
