@@ -238,20 +238,22 @@ class Path(_Gate):
         src = dst if x is out else None if x is None else _plain_buffer(x)
         # Another thread may have replaced the memory of a tensor since C viewed it. The plan would
         # read or write as many elements as before, so outside of the new memory.
+        # The plan of a scatter has no dtype, and takes that of the buffer.
         dtype = request.dtype
-        if src is not None and (src.count != x_count or src.dtype is not dtype):
+        if src is not None and (src.count != x_count or src.dtype is not (dtype or src.dtype)):
             self._refuse_changed(request, "x", x_count, src)
-        if dst is not None and (dst.count != out_count or dst.dtype is not dtype):
+        if dst is not None and (dst.count != out_count or dst.dtype is not (dtype or dst.dtype)):
             self._refuse_changed(request, "out", out_count, dst)
         work = plan(src, dst, deadline)
         if work is not None:
             work.wait()
 
     def _refuse_changed(self, request: Request, name: str, count: int, now: Buffer) -> NoReturn:
+        dtype = "" if request.dtype is None else f" of {request.dtype}"
         raise InvalidArgumentError(
-            f"{request.operation}: {name} had {count} elements of {request.dtype} when the call "
-            f"began, and has {now.count} of {now.dtype} now {self.who}. Let no other thread change "
-            "a tensor that a call uses."
+            f"{request.operation}: {name} had {count} elements{dtype} when the call began, and has "
+            f"{now.count} of {now.dtype} now {self.who}. Let no other thread change a tensor that "
+            "a call uses."
         )
 
     def recover_for_c(

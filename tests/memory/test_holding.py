@@ -168,7 +168,7 @@ CHANGES: dict[str, tuple[Callable[[Any, Any], None], str]] = {
 }
 
 
-def change_before_view(comm: Communicator, name: str) -> str:
+def change_before_view(comm: Communicator, name: str, operation: str = "all_reduce") -> str:
     """Replace a tensor's memory between C's look at it and the view; return the error's text."""
     import torch
 
@@ -177,18 +177,20 @@ def change_before_view(comm: Communicator, name: str) -> str:
         type(path).run_plan(path, *arguments)
 
     change, path = CHANGES[name][0], comm._path
-    x, out = torch.ones(64), torch.ones(64)
-    comm.all_reduce(x, out=out)  # the first call makes the plan
+    x, out = torch.ones(64), torch.ones(32 if operation == "scatter" else 64)
+    call = getattr(comm, operation)
+    mine = x if operation == "all_reduce" or comm.rank == 0 else None
+    call(mine, out=out)  # the first call makes the plan
     text = ""
     if comm.rank == 0:
         path.run_plan = run_plan  # as if another thread ran there
         try:
-            comm.all_reduce(x, out=out)
+            call(mine, out=out)
         except InvalidArgumentError as error:
             text = str(error)
         del path.run_plan
-    comm.all_reduce(torch.ones(64), out=out)
-    assert out.eq(comm.size).all()  # the refused call has sent nothing
+    call(None if mine is None else torch.ones(64), out=out)  # the refused call has sent nothing
+    assert out.eq(comm.size if operation == "all_reduce" else 1).all()
     return text
 
 
@@ -253,6 +255,14 @@ def test_tensor_changed_before_its_view_is_refused(transport: str, name: str) ->
         f"{CHANGES[name][1]} now [rank 0 of 2]. "
     )
     assert other == ""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="it is about tensors")
+@pytest.mark.skipif(native.viewer() is None, reason="only C looks at a tensor before the view")
+def test_tensor_of_scatter_changed_before_its_view_is_refused() -> None:
+    with RankPool(2, "threads", timeout=WAIT_S) as pool:
+        text, _ = pool.run(change_before_view, "smaller storage", "scatter")
+    assert text.startswith("scatter: x had 64 elements when the call began, and has 3 of float32 ")
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="it is about tensors")
