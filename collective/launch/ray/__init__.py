@@ -29,10 +29,26 @@ except ImportError as _error:
         f"collective.launch.ray: Ray cannot be imported: {_error}. Try `{hint('ray')}`."
     ) from _error
 
+from .arrays import (
+    Ends,
+    GroupTransport,
+    NumpyGroupTransport,
+    NumpyTransport,
+    SharedArrays,
+    SharedMemoryTransport,
+)
 from .group import ActorGroup
 from .registration import NAME, register
 from .running import run
 
 __all__ = ["NAME", "ActorGroup", "register", "run"]
+
+# Ray's threads import these classes by the names of their modules, perhaps while another thread
+# imports this package. The name of a submodule would be a deadlock: Python locks the submodule and
+# then waits for the package, which waits for the submodule.
+for _kind in (
+    Ends, GroupTransport, NumpyGroupTransport, NumpyTransport, SharedArrays, SharedMemoryTransport,
+):  # fmt: skip
+    _kind.__module__ = __name__
 
 register()

@@ -1,17 +1,24 @@
-"""Transport for arrays that are results of one actor and arguments of another, on one host.
+"""Transports for arrays that are results of one actor and arguments of another.
 
 Ray calls this "direct transport". The actor that made the arrays copies them once, into shared
 memory that is in no file system. The actor that gets them maps this memory privately: the system
 copies a page when the actor writes to it. So both actors may change their arrays.
+
+Another host cannot map the memory. Ray fixes for each transport whether the maker takes part in a
+transfer, so there are transports of two sorts. In the first sort it does not, and both actors must
+be on one host. In the second sort it does: if the actors are on several hosts, the maker sends the
+memory through the communicator of a group that has both.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib
 import importlib.util
 import mmap
 import os
+import socket
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -20,9 +27,14 @@ from typing import Any
 import numpy as np
 
 from collective.errors import DeviceError, PeerLostError, UnsupportedError
-from collective.platform import boot_id, fix_length, is_file, shared_file, still_leads_to
+from collective.platform import fix_length, is_file, shared_file, still_leads_to
 
-__all__ = ["NumpyTransport", "SharedMemoryTransport", "register_transports"]
+from .group import ActorGroup, group_with, host_id
+
+__all__ = [
+    "Ends", "GroupTransport", "NumpyGroupTransport", "NumpyTransport", "SharedArrays",
+    "SharedMemoryTransport", "register_transports",
+]  # fmt: skip
 
 _NAME = "collective-ray"
 _ALIGNED = 64
@@ -30,6 +42,7 @@ _ALIGNED = 64
 _managers: Any = importlib.import_module("ray.experimental.rdt.tensor_transport_manager")
 # Untyped, because mypy also runs where Ray is not installed.
 _Metadata: Any = _managers.TensorTransportMetadata
+_Ends: Any = _managers.CommunicatorMetadata
 _Manager: Any = _managers.TensorTransportManager
 
 
@@ -38,6 +51,7 @@ class SharedArrays(_Metadata):  # type: ignore[misc]
     """Description of the arrays of one object, which Ray passes to the receiver.
 
     Attributes:
+        name: id of the object.
         path: path of their memory; empty if they have no elements.
         nbytes: length of the memory.
         offsets: offset of each array.
@@ -45,6 +59,7 @@ class SharedArrays(_Metadata):  # type: ignore[misc]
         owner: words for the process that has the memory.
     """
 
+    name: str = ""
     path: str = ""
     nbytes: int = 0
     offsets: list[int] = field(default_factory=list)
@@ -99,8 +114,8 @@ class SharedMemoryTransport(_Manager):  # type: ignore[misc]
             if former is not None:
                 _remove(*former)
         return SharedArrays(
-            [(x.shape, x.dtype) for x in rdt_object], "cpu", path, end, offsets, boot_id(),
-            f"process {os.getpid()}",
+            [(x.shape, x.dtype) for x in rdt_object], "cpu", obj_id, path, end, offsets, host_id(),
+            f"process {os.getpid()} on {socket.gethostname()}",
         )  # fmt: skip
 
     def get_communicator_metadata(
@@ -117,13 +132,10 @@ class SharedMemoryTransport(_Manager):  # type: ignore[misc]
     ) -> list[Any]:
         """Map the memory and return arrays in it, or copy it into ``target_buffers``."""
         found = tensor_transport_metadata
-        if found.host != boot_id():
-            raise DeviceError(
-                f"{self.name}: the arrays of object {obj_id[:16]} are in the memory of another "
-                f"host ({found.owner}). This transport serves actors of one host: place them on "
-                "one node, or omit tensor_transport."
-            )
-        memory = self._mapped(obj_id, found)
+        if found.host == host_id():
+            memory = self._mapped(found)
+        else:
+            memory = self._from_another_host(found, communicator_metadata)
         arrays = [
             self._array_of(memory[offset:], shape, dtype)
             for offset, (shape, dtype) in zip(found.offsets, found.tensor_meta)
@@ -149,7 +161,14 @@ class SharedMemoryTransport(_Manager):  # type: ignore[misc]
     def abort_transport(self, obj_id: str, communicator_metadata: Any) -> None:
         """Do nothing: no process waits for another one."""
 
-    def _mapped(self, obj_id: str, found: SharedArrays) -> np.ndarray[Any, Any]:
+    def _from_another_host(self, found: SharedArrays, ends: Any) -> np.ndarray[Any, Any]:
+        raise DeviceError(
+            f"{self.name}: the arrays of object {found.name[:16]} are in the memory of another "
+            f"host ({found.owner}). This transport serves actors of one host: place them on one "
+            f"node, use tensor_transport={_BETWEEN_HOSTS[self.name]!r}, or omit tensor_transport."
+        )
+
+    def _mapped(self, found: SharedArrays) -> np.ndarray[Any, Any]:
         if not found.nbytes:
             return np.empty(0, np.uint8)
         try:
@@ -158,9 +177,9 @@ class SharedMemoryTransport(_Manager):  # type: ignore[misc]
             descriptor = os.open(found.path, os.O_RDONLY)
         except OSError as error:
             raise PeerLostError(
-                f"{self.name}: the memory of object {obj_id[:16]} is gone, since {found.owner} has "
-                f"ended or released it ({error}). Keep the actor that made the arrays alive until "
-                "they have been received."
+                f"{self.name}: the memory of object {found.name[:16]} is gone, since {found.owner} "
+                f"has ended or released it ({error}). Keep the actor that made the arrays alive "
+                "until they have been received."
             ) from error
         try:
             mapped = mmap.mmap(
@@ -208,6 +227,88 @@ class NumpyTransport(SharedMemoryTransport):
         return memory[: count * dtype.itemsize].view(dtype).reshape(shape)
 
 
+@dataclass
+class Ends(_Ends):  # type: ignore[misc]
+    """The two actors of a transfer.
+
+    Attributes:
+        source, target: ids of the actor that made the arrays, and of the one that gets them.
+    """
+
+    source: str = ""
+    target: str = ""
+
+
+class GroupTransport(SharedMemoryTransport):
+    """Transport of torch's tensors that also serves actors of several hosts; see the module."""
+
+    name = "COLLECTIVE_GROUP"
+
+    @staticmethod
+    def is_one_sided() -> bool:
+        return False
+
+    def get_communicator_metadata(
+        self, src_actor: Any, dst_actor: Any, backend: str | None = None
+    ) -> Ends:
+        return Ends(src_actor._actor_id.hex(), dst_actor._actor_id.hex())
+
+    def send_multiple_tensors(
+        self, tensors: Any, tensor_transport_metadata: SharedArrays, communicator_metadata: Ends
+    ) -> None:
+        """Send the memory to an actor of another host; an actor of this host maps it."""
+        found, ends = tensor_transport_metadata, communicator_metadata
+        group = group_with(ends.source, ends.target)
+        # Without a group the receiver raises the error.
+        if group is None or not found.nbytes:
+            return
+        rank = _rank_of(group, ends.target)
+        if group.members[rank][1] != host_id():
+            group.comm.send(self._mapped(found), rank, tag=_tag(found))
+
+    def _from_another_host(self, found: SharedArrays, ends: Ends) -> np.ndarray[Any, Any]:
+        memory = np.empty(found.nbytes, np.uint8)
+        if not found.nbytes:
+            return memory
+        group = group_with(ends.source, ends.target)
+        if group is None:
+            raise DeviceError(
+                f"{self.name}: the arrays of object {found.name[:16]} are in the memory of another "
+                f"host ({found.owner}), and no group has both actors. Make one before, with "
+                "ray.util.collective.init_collective_group(..., backend='collective') in each "
+                "actor, or omit tensor_transport."
+            )
+        group.comm.recv(memory, _rank_of(group, ends.source), tag=_tag(found))
+        return memory
+
+
+class NumpyGroupTransport(NumpyTransport, GroupTransport):
+    """The same transport for NumPy's arrays."""
+
+    name = "COLLECTIVE_GROUP_NUMPY"
+
+
+# For error texts: transports between hosts, by the ones of one host.
+_BETWEEN_HOSTS = {
+    kind.name: other.name.lower()
+    for kind, other in (
+        (SharedMemoryTransport, GroupTransport), (NumpyTransport, NumpyGroupTransport),
+    )
+}  # fmt: skip
+
+
+def _rank_of(group: ActorGroup, actor: str) -> int:
+    rank = group.rank_of(actor)
+    assert rank is not None  # group_with() has found the actor there
+    return rank
+
+
+def _tag(found: SharedArrays) -> int:
+    """Return a tag for the message with the memory of an object, other than those of programs."""
+    digest = hashlib.blake2b(found.name.encode(), digest_size=4).digest()
+    return 1 + int.from_bytes(digest, "little") % (2**31 - 2)
+
+
 def _fill(
     descriptor: int, nbytes: int, offsets: Sequence[int], views: Sequence[np.ndarray[Any, Any]]
 ) -> None:
@@ -233,13 +334,17 @@ def register_transports() -> None:
     """Register the transports with Ray in this process, unless they are registered.
 
     A method with ``@ray.method(tensor_transport="collective")`` returns tensors of PyTorch, one
-    with ``"collective_numpy"`` returns arrays of NumPy. Ray checks these names when a program
-    defines the method. Without PyTorch there is no transport of tensors.
+    with ``"collective_numpy"`` returns arrays of NumPy. ``"collective_group"`` and
+    ``"collective_group_numpy"`` also serve actors of several hosts. Ray checks these names when a
+    program defines the method. Without PyTorch there is no transport of tensors.
     """
     util = importlib.import_module("ray.experimental.rdt.util")
-    kinds: dict[type[SharedMemoryTransport], Any] = {NumpyTransport: np.ndarray}
+    kinds: dict[type[SharedMemoryTransport], Any] = {
+        NumpyTransport: np.ndarray, NumpyGroupTransport: np.ndarray,
+    }  # fmt: skip
     if importlib.util.find_spec("torch") is not None:
-        kinds[SharedMemoryTransport] = importlib.import_module("torch").Tensor
+        tensor = importlib.import_module("torch").Tensor
+        kinds.update({SharedMemoryTransport: tensor, GroupTransport: tensor})
     for kind, data_type in kinds.items():
         if kind.name not in util.transport_manager_info:
             util.register_tensor_transport(kind.name, ["cpu"], kind, data_type)
