@@ -3,12 +3,14 @@
 ::
 
     make .jax/.done && .jax/bin/python benchmarks/jax_in_jit.py --sizes 1K 1M 16M
+    .jax/bin/python benchmarks/jax_in_jit.py --sizes 1K --busy
 
 JAX's ``psum`` uses XLA's Gloo. Both sides live in the same processes and take turns, A B A B ….
 "In a loop" is a step of a ``fori_loop``, so that a figure is one collective call and little else.
 "Alone" is a run of a compiled program with one sum, until its result is there. It contains the
 dispatch by JAX. The figures are medians of the turns on the slowest rank, and the last column is
-the median ratio of neighbouring turns.
+the median ratio of neighbouring turns. With ``--busy`` a thread of Python computes on each rank, as
+a data loader might.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ _OURS, _GLOO, _OURS_ALONE, _GLOO_ALONE = _SIDES = (
 
 
 def compared(
-    comm: Communicator, _: Path, sizes: Sequence[int], quick: bool
+    comm: Communicator, _: Path, sizes: Sequence[int], quick: bool, busy: bool = False
 ) -> list[dict[str, Any]]:
     """Measure as one of the ranks; return the figures."""
     jax: Any = importlib.import_module("jax")
@@ -85,7 +87,8 @@ def compared(
             _OURS_ALONE: _single(programs[_OURS_ALONE], own, comm.size),
             _GLOO_ALONE: _single(programs[_GLOO_ALONE], spread, comm.size),
         }  # fmt: skip
-        seconds = alternate(comm, sides, pace.rounds, pace.turn)
+        with jax_main.computing(busy):
+            seconds = alternate(comm, sides, pace.rounds, pace.turn)
         medians = {name: statistics.median(turns) for name, turns in seconds.items()}
         ratio = median_ratio(seconds[_GLOO], seconds[_OURS])
         records.append({"nbytes": nbytes, **medians, "ratio": ratio})
@@ -120,7 +123,7 @@ def show(run: dict[str, Any], markdown: bool) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     return jax_main.run(
-        "Compare sums inside jit with JAX's psum.", compared, _SIZES, show, arguments
+        "Compare sums inside jit with JAX's psum.", compared, _SIZES, show, arguments, busy=True
     )
 
 

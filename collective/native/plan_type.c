@@ -42,7 +42,7 @@ typedef struct {
 /* A thread without the interpreter lock yields the processor for this time, then naps, as Python's
    waits do. It takes the lock when it has waited as long as Python's waits go without a look at the
    peers' processes, or a quarter of the timeout if that is less. */
-#define NAP_AFTER_NS 2000000
+#define NAP_AFTER_NS 100000
 #define NAP_SHARE 0.05
 #define NEED_PYTHON_NS 50000000
 

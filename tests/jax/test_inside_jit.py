@@ -36,6 +36,13 @@ def test_calls_transformations_and_gradients_are_right(backend: str, size: int) 
     assert all(int(checks) > 100 and wrong == "0" for checks, wrong in results), done.stdout
 
 
+def test_python_makes_only_the_first_of_repeated_calls() -> None:
+    done = launched(2, "without_python.py", "jit")
+    assert sorted(done.stdout.splitlines()) == [
+        f"[{rank}] 3 calls by Python, result {{1.0}}" for rank in range(2)
+    ], done.stdout + done.stderr
+
+
 @pytest.mark.parametrize(
     ("turn", "text"),
     [

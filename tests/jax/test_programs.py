@@ -68,6 +68,12 @@ def test_every_operation_in_every_dtype_is_right(backend: str, size: int, hosts:
     assert done.stdout.count("float16: INVALID_ARGUMENT: Unsupported primitive type") == size
 
 
+def test_python_makes_only_the_first_of_repeated_calls() -> None:
+    assert lines(launched(2, "without_python.py", "psum")) == [
+        f"[{rank}] 1 calls by Python, result {{1.0}}" for rank in range(2)
+    ]
+
+
 def test_meshes_of_some_processes_are_right() -> None:
     assert lines(launched(3, "cliques.py")) == [
         "[0] 2.0 2.0 3.0 3.0 2.0 2.0",
