@@ -6,8 +6,10 @@ for the call, and takes it afterwards.
 
 from __future__ import annotations
 
+import _thread
 import ctypes
 import itertools
+import threading
 from functools import partial
 from typing import Any
 
@@ -273,6 +275,22 @@ def test_abort_ends_the_wait_of_a_repeated_call(comm: Communicator) -> None:
         group.abort("enough")
     with pytest.raises(CollectiveError, match="enough"):
         library(x, out)
+
+
+@on_ranks("pool")
+def test_interrupt_ends_the_wait_of_a_repeated_call(comm: Communicator) -> None:
+    group = comm.dup()
+    library, x, out = total(group)
+    if group.rank == 0:
+        timer = threading.Timer(0.2, _thread.interrupt_main)
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            library(x, out)
+        assert library.in_python == 2
+    comm.barrier()
+    if group.rank == 1:
+        with pytest.raises(CollectiveError, match="KeyboardInterrupt"):
+            library(x, out)
 
 
 @on_ranks("pool")
