@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 _UINT8 = BY_NAME["uint8"]
-# Operations that only move data: each piece is known to the rank that sends it.
+# Operations that only move data: the rank that sends a piece knows it.
 _MOVES = ("all_gather", "all_to_all", "broadcast", "gather", "scatter")
 # Reductions of which each rank has another result, or only one rank has any.
 _TWICE = ("reduce", "reduce_scatter", "scan")
