@@ -234,7 +234,8 @@ class _Exchange(Planned):
         super().__init__(request, path.backend.plan(request), fixed=True, compares=True)
 
     def write(self, words: Array) -> None:
-        """Write this rank's checksums."""
+        """Write this rank's checksums, and clear those of the call before: 0 counts as damaged."""
+        self._received.fill(0)
         self._sent[0] = words
         np.invert(self._sent[0], out=self._sent[1])
 
