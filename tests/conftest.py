@@ -56,8 +56,10 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 # PyTorch takes each rank nearly 2 s of processor time.
 preload(["tests.support.preloaded"])
 
-# Parts of test names that stand for other transports or other numbers of ranks: not quick.
-_NOT_QUICK = re.compile(r"gloo|mpich|openmpi|hierarchical|_of_8|\b(threads|shm|loopback)-[148]\b")
+# Parts of test names that stand for other transports, settings or numbers of ranks: not quick.
+_NOT_QUICK = re.compile(
+    r"gloo|mpich|openmpi|hierarchical|_of_8|compared_results|single_copy|\b(threads|shm|loopback)-[148]\b"
+)
 
 
 @pytest.fixture
