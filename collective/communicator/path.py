@@ -186,7 +186,7 @@ class Path(_Gate):
         if self.door is not None:
             self.door.lock()
         self.opened += 1
-        self.watched = bool(self.listeners.all or self.results or self._capture)
+        self.watched = self._is_watched()
         observed = self.watched or self.closed
         shut = self.agree_first or observed or self.broken is not None
         self.door = None
@@ -205,6 +205,9 @@ class Path(_Gate):
         """
         shared = self.capabilities.symmetric_memory and not self.on_device
         return shared and not (self.agree_sizes or self.agree_first or self.enqueues)
+
+    def _is_watched(self) -> bool:
+        return bool(self.listeners.all or self.results or self._capture)
 
     def plan_for_c(
         self, kind: KindOfCall, x: Any, op: Any, order: Any, root: Any, counts: Any
@@ -237,8 +240,8 @@ class Path(_Gate):
         dst = None if out is None else _plain_buffer(out)
         src = dst if x is out else None if x is None else _plain_buffer(x)
         # Another thread may have replaced the memory of a tensor since C viewed it. The plan would
-        # read or write as many elements as before, so outside of the new memory.
-        # The plan of a scatter has no dtype, and takes that of the buffer.
+        # read or write as many elements as before, so outside of the new memory. The plan of a
+        # scatter has no dtype, and takes that of the buffer.
         dtype = request.dtype
         if src is not None and (src.count != x_count or src.dtype is not (dtype or src.dtype)):
             self._refuse_changed(request, "x", x_count, src)
@@ -404,13 +407,13 @@ class Path(_Gate):
         capture = self._capture = _Capture(error)
         opened, doors = self.opened, (self.door, self.door_of_pieces, self.door_of_scatter)
         self.door = self.door_of_pieces = self.door_of_scatter = None
-        self.watched = True
+        self.watched = self._is_watched()
         try:
             call()
         finally:
             self._capture = None
             self.door, self.door_of_pieces, self.door_of_scatter = doors
-            self.watched = bool(self.listeners.all or self.results)
+            self.watched = self._is_watched()
             if self.opened != opened:  # the call has failed, or a listener has come
                 self.open_doors()
         return capture.carried
