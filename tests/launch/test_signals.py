@@ -156,7 +156,7 @@ def test_ctrl_c_prints_one_line_with_place_of_one_rank(launches: Launches, backe
         "import time\n"
         "import collective\n"
         "def load():\n"
-        "    open('loading', 'w')\n"
+        "    open('loading', 'w').close()\n"
         "    time.sleep(600)\n"
         "comm = collective.init()\n"
         "load() if comm.rank == 0 else comm.barrier()\n"

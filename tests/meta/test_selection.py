@@ -16,18 +16,21 @@ import pytest
 from collective.testing import parametrize_with_checks
 
 @pytest.mark.parametrize("dtype", ["int8", "int16", "int32"])
-@pytest.mark.parametrize("transport, library", [("mpi", "mpich"), ("mpi", "openmpi")])
-def test_product(transport, library, dtype): ...
+@pytest.mark.parametrize("transport, core", [("shm", "c"), ("shm", "off"), ("gloo", "off")])
+def test_product(transport, core, dtype): ...
 
 def test_single(): ...
 
 CHECKS = ["check_barrier", "check_gather"]
 
-@parametrize_with_checks("threads", sizes=(2,), checks=CHECKS)
+@parametrize_with_checks("threads", sizes=(2, 3), checks=CHECKS)
 def test_threads(check): ...
 
-@parametrize_with_checks("gloo", sizes=(2,), checks=CHECKS)
-def test_gloo(check): ...
+@parametrize_with_checks("threads", sizes=(2,), checks=CHECKS)
+def test_others(check): ...
+
+@parametrize_with_checks("threads", sizes=(4,), checks=CHECKS)
+def test_threads_of_4_pass_suite(check): ...
 """
 
 
@@ -46,23 +49,33 @@ def chosen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
 
 def test_each_value_of_a_parameter_is_chosen_once(chosen: dict[str, list[str]]) -> None:
     assert chosen["test_product"] == [
-        "mpi-mpich-int8",
-        "mpi-mpich-int16",
-        "mpi-mpich-int32",
-        "mpi-openmpi-int8",
+        "shm-c-int8",
+        "shm-c-int16",
+        "shm-c-int32",
+        "shm-off-int8",
     ]
     assert len(chosen["test_single"]) == 1
 
 
-def test_each_case_of_a_check_is_chosen_over_one_transport(chosen: dict[str, list[str]]) -> None:
+def test_each_case_of_a_check_is_chosen_with_one_number_of_ranks(
+    chosen: dict[str, list[str]],
+) -> None:
     assert chosen["test_threads"] == [
-        f"threads-2-check_{case}"
-        for case in ("gather[root=0]", "gather[root=1]", "barrier[root=0]", "barrier[root=1]")
+        f"threads-3-check_{check}[root={root}]"
+        for check in ("gather", "barrier")
+        for root in range(3)
     ]
 
 
-def test_each_check_is_chosen_over_each_transport(chosen: dict[str, list[str]]) -> None:
-    assert chosen["test_gloo"] == ["gloo-2-check_gather[root=0]", "gloo-2-check_barrier[root=0]"]
+def test_each_check_is_chosen_for_each_test(chosen: dict[str, list[str]]) -> None:
+    assert chosen["test_others"] == [
+        "threads-2-check_gather[root=0]",
+        "threads-2-check_barrier[root=0]",
+    ]
+
+
+def test_suites_with_further_numbers_of_ranks_are_omitted(chosen: dict[str, list[str]]) -> None:
+    assert "test_threads_of_4_pass_suite" not in chosen
 
 
 def test_lists_name_files() -> None:

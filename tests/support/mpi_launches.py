@@ -1,4 +1,4 @@
-"""The MPI libraries of the tests, each in a separate environment that `make test` builds.
+"""The MPI libraries of the tests, each in a separate environment that `make test-all` builds.
 
 Use :func:`needs` or :data:`by_vendor` for tests of MPI, :func:`mpirun` to run a script on ranks.
 """
@@ -75,9 +75,9 @@ def warm_launch_of(vendor: str) -> Mpiexec:
 
 
 def needs(*vendors: str) -> pytest.MarkDecorator:
-    """Return a mark that skips a test if an environment is missing; `make test` builds them."""
+    """Return a mark that skips a test if an environment is missing; `make test-all` builds them."""
     missing = [vendor for vendor in vendors if not Path(launch_of(vendor).python).exists()]
-    reason = f"no {' and no '.join(f'.mpi/{each}' for each in missing)}; `make test` builds it"
+    reason = f"no {' and no '.join(f'.mpi/{each}' for each in missing)}; `make test-all` builds it"
     return pytest.mark.skipif(bool(missing), reason=reason)
 
 

@@ -3,11 +3,13 @@
 The tests of ``make test`` prove each fact once: of each test function those cases run that have a
 value which no case before them has. A test of 3 transports × 4 dtypes runs 6 cases: 4 dtypes over
 the first transport, and the first dtype over the 2 others. Of the conformance suite each check
-runs over each transport, and each case of a check over at least one.
+runs over each transport with one number of ranks, 3 if possible, and each case of a check runs over
+at least one transport. Tests outside of ``tests/backends`` run over threads and shared memory.
 """
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator
 from pathlib import Path
@@ -46,7 +48,7 @@ OMITTED = """
     adapters/torch/shards_elastic adapters/torch/transports
     backends/mpi/cuda_aware backends/mpi/long_arrays
     docs/pages docs/site elastic/shard_training launch/clusters launch/several_hosts
-    platform/without_linux
+    meta/broken_transports platform/without_linux
     system/benchmarks system/examples system/gpu_suite system/hosts system/launchers
     system/packaging system/torch_suite system/training_examples
     testing/mpi_ranks tools/bench_command tools/cli_ending tools/doctor tools/parity
@@ -70,6 +72,18 @@ SLOW = """
     contract/forking adapters/torch/plugin_programs adapters/torch/shards_elastic
     elastic/shard_training platform/without_linux
 """.split()
+
+#: Parts of the names of tests that ``make test`` omits in the files that it runs: a conformance
+#: suite again, with another number or place of ranks or another setting; tests with a second MPI
+#: library; and programs that take seconds for a single fact.
+_OMITTED = re.compile(
+    r"_of_\d+_pass|_with_compared_results|old_nccl_passes|lopsided|pair_and_single|single_host_passes"
+    r"|open_?mpi|sanitizers_report|interpreter_exits|outlive_interpreter|torch_compile|compiled_module"
+    r"|fork_children_may_end|split_in_turn_of_random|checkers_report|compiles_all_modules"
+)
+
+#: Transports that repeat facts outside of ``tests/backends``.
+_ELSEWHERE = re.compile(r"\[(.*-)?(gloo|mpi|mpich|hierarchical)\b")
 
 #: Transports of which ``make test`` runs each case of the conformance suite: much of the code of
 #: shm is its own.
@@ -95,15 +109,28 @@ def one_of_each(
         items: the tests.
         whole: transports of which each case of the conformance suite stays.
     """
-    kept = []
+    kept = set()
     seen: defaultdict[Hashable, set[Hashable]] = defaultdict(set)
-    for item in items:
+    items = [item for item in items if not _repeats(item)]
+    for item in sorted(items, key=lambda item: _ranks(item) != 3):
         values = [*_values(item, whole)]
         if not values or any(value not in seen[scope] for scope, value in values):
-            kept.append(item)
+            kept.add(item)
             for scope, value in values:
                 seen[scope].add(value)
-    return kept
+    return [item for item in items if item in kept]
+
+
+def _repeats(item: pytest.Item) -> bool:
+    """Say whether the name of a test tells that ``make test`` omits it."""
+    room = key(item.path).partition("/")[0]
+    return bool(_OMITTED.search(item.name) or (room != "backends" and _ELSEWHERE.search(item.name)))
+
+
+def _ranks(item: pytest.Item) -> int | None:
+    """Return the number of ranks of a check of the conformance suite, and None for other tests."""
+    params = item.callspec.params if hasattr(item, "callspec") else {}
+    return next((each.size for each in params.values() if isinstance(each, BoundCheck)), None)
 
 
 def _values(item: pytest.Item, whole: frozenset[str]) -> Iterator[tuple[Hashable, Hashable]]:
@@ -134,5 +161,5 @@ def _values_of_check(
 ) -> Iterator[tuple[Hashable, Hashable]]:
     suite, _, case = bound.id.partition("-check_")
     transport = suite.rpartition("-")[0]
-    yield (function, suite), case.partition("[")[0]
+    yield (function, transport), case.partition("[")[0]
     yield ("all cases", transport if transport in whole else ""), case
