@@ -251,7 +251,9 @@ def test_profile_leaves_nothing_after_signal(launches: Launches) -> None:
 
 
 def test_thread_run_leaves_nothing_after_signal(launches: Launches) -> None:
-    (launches.directory / "script.py").write_text("import time; open('ran', 'w').close(); time.sleep(600)")
+    (launches.directory / "script.py").write_text(
+        "import time; open('ran', 'w').close(); time.sleep(600)"
+    )
     process = start(launches, "run", "-n", "2", "--backend", "threads", "script.py")
     launches.until((launches.directory / "ran").exists)
     assert ended(launches, process, signal.SIGTERM) == (143, "")
