@@ -71,7 +71,8 @@ class OneSided(Backend):
         """Expose ``src`` and ``dst``, wait for all ranks, and compare their digests.
 
         Args:
-            largest: size in bytes of the largest ``src`` on any rank; the same on all ranks.
+            largest: size in bytes of the largest ``src`` on any rank; the same on all ranks whose
+                digests are equal.
 
         Returns:
             Whether peers may read the exposed data even after this rank has returned, because it

@@ -88,7 +88,11 @@ class Compiled:
         heap.tell(shared.know)
 
     def plan(self, request: Request) -> Plan | None:
-        """Return a plan of the call in C, or None if Python makes the call; alike on all ranks."""
+        """Return a plan of the call in C, or None if Python makes the call.
+
+        Ranks with equal digests choose alike. Ranks with different ones may not, but every plan,
+        in C or in Python, compares the digests before it moves data.
+        """
         operation, dtype = request.operation, request.dtype
         number = _OPERATIONS.get(operation)
         if number is None or (operation == "all_to_all" and not request.alike):

@@ -322,7 +322,8 @@ class Communicator(_Handle, NotCopied, ForeignNames):
             dimensions.
 
         Raises:
-            MismatchError: shapes, dtypes or roots differ; nothing was written.
+            MismatchError: shapes, dtypes or roots differ; nothing was written. Over ``gloo`` and
+                ``hierarchical`` this breaks the communicator.
 
         See Also:
             MPI_Bcast, ncclBroadcast.

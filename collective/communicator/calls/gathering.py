@@ -119,7 +119,7 @@ class _Collection(Pieces):
             return self.leaves[0].array.ravel().view(np.uint8)
         return bytes_of([leaf.array.ravel() for leaf in self.leaves])
 
-    def join(
+    def join_small(
         self, payloads: list[Array], src: Buffer, dst: Buffer | None, deadline: Deadline
     ) -> None:
         if dst is not None:
@@ -135,6 +135,8 @@ class _Collection(Pieces):
         if self._counts is not None:
             self.path.raise_mismatch(headers)
         rows = self.rows_of(headers)
+        # The headers have shown that dtype and shape agree, so the request has none. The rows are
+        # part of its digest. The plan is not remembered: the next call may have other lengths.
         request = Request(self.operation, root=self.root, elements=self.lengths(rows), sizes=rows)
         return rows, self.path.planned(request)
 
@@ -229,7 +231,7 @@ class AllToAll(Pieces):
             ]
         )
 
-    def join(
+    def join_small(
         self, payloads: list[Array], src: Buffer, dst: Buffer | None, deadline: Deadline
     ) -> None:
         assert dst is not None

@@ -79,7 +79,9 @@ class Pieces(Call):
         """Return this rank's pieces as contiguous bytes."""
 
     @abstractmethod
-    def join(self, payloads: list[Array], src: Buffer, dst: Buffer, deadline: Deadline) -> None:
+    def join_small(
+        self, payloads: list[Array], src: Buffer, dst: Buffer, deadline: Deadline
+    ) -> None:
         """Write the result of equal small arrays, whose bytes came with the digests."""
 
     @abstractmethod
@@ -190,7 +192,7 @@ class Pieces(Call):
         elif path.agree_sizes or request.options.get("device"):
             payloads = _exchange_heads(path, request, self.pack(), deadline)
             if payloads is not None:
-                return Planned(request, partial(self.join, payloads))
+                return Planned(request, partial(self.join_small, payloads))
         return self.planned
 
     def plan_pieces(
