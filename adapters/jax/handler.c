@@ -11,6 +11,9 @@
 
 #define EXPORTED __attribute__((visibility("default")))
 
+/* Version of the functions that this library and Python call of each other; as in library.py. */
+EXPORTED const int collective_interface = 1;
+
 typedef struct Extension {
     size_t struct_size;
     int type;

@@ -58,7 +58,7 @@ def find(name: str) -> type[Backend]:
 
     Raises:
         BackendNotFoundError: there is no such transport; the text lists the known ones.
-        BackendUnavailableError: it cannot be imported; the text has the install command.
+        BackendUnavailableError: it cannot be imported; the text has the reason and the remedy.
     """
     entry = _entry(name)
     module, _, attribute = entry.path.partition(":")
@@ -68,6 +68,12 @@ def find(name: str) -> type[Backend]:
         remedy = f" Try `{entry.install}`." if entry.install else ""
         raise BackendUnavailableError(
             f"backend {name!r}: {entry.path} cannot be imported: {error}.{remedy}"
+        ) from error
+    except Exception as error:  # a package that is installed, but broken
+        reason = f"{type(error).__name__}: {error}".rstrip(".")
+        raise BackendUnavailableError(
+            f"backend {name!r}: {entry.path} cannot be imported: {reason}. `python -c 'import "
+            f"{module}'` shows where."
         ) from error
     if not (isinstance(backend, type) and issubclass(backend, Backend)):
         raise BackendUnavailableError(f"backend {name!r}: {entry.path} is no Backend.")

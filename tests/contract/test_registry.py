@@ -73,6 +73,15 @@ def test_third_party_import_error_recommends_installation(distribution):
     assert isinstance(caught.value.__cause__, ImportError)
 
 
+def test_third_party_that_fails_at_import_is_named_with_its_error(distribution, monkeypatch):
+    monkeypatch.setitem(globals(), "MODULE", "raise RuntimeError('no driver.')")
+    distribution(third="some_third_party:ThirdParty")
+    text = r"RuntimeError: no driver\. `python -c 'import some_third_party'` shows where\."
+    with pytest.raises(BackendUnavailableError, match=text) as caught:
+        registry.find("third")
+    assert isinstance(caught.value.__cause__, RuntimeError)
+
+
 def test_entry_point_without_backend_raises_unavailable_error(distribution):
     distribution(third="some_third_party:not_a_backend")
     with pytest.raises(BackendUnavailableError, match="is no Backend"):

@@ -231,6 +231,18 @@ def test_failed_connection_is_raised_by_the_first_program(exports: dict[str, str
         assert "BackendNotFoundError" in done.stderr
 
 
+def test_package_that_fails_when_xla_begins_is_named(tmp_path: Path) -> None:
+    # As PyTorch itself does if one of its extensions was installed from a folder that is gone.
+    (tmp_path / "torch.py").write_text("raise RuntimeError('an extension is gone.')")
+    variables = {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    done = launched(2, "reduce_scatters.py", backend="gloo", **variables)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert (
+        "BackendUnavailableError: backend 'gloo': collective.backends.gloo:GlooBackend cannot be "
+        "imported: RuntimeError: an extension is gone. `python -c 'import collective.backends.gloo'"
+    ) in done.stdout + done.stderr
+
+
 def test_jax_imported_first_is_a_clear_error() -> None:
     done = run_python("-c", "import jax, collective.adapters.jax.xla as xla; xla.enable()")
     assert done.returncode == 1

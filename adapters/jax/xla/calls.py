@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import os
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -25,7 +26,7 @@ from collective.ops import NAMES
 from collective.request import in_thread
 
 from .cliques import install
-from .library import library, runner
+from .library import VARIABLE, check_interface, runner
 from .world import connect_processes
 
 __all__ = ["Calls", "begin"]
@@ -336,21 +337,35 @@ def _text(error: BaseException) -> bytes:
     return whole[: _TEXT_BYTES - 3].decode(errors="ignore").encode() + "…".encode()
 
 
-def begin() -> None:
+# Functions of plugin.c.
+_FAIL = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p)
+_INSTALL = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)
+
+
+def begin(interface: int = 0, fail: int = 0, install_function: int = 0) -> None:
     """Connect the ranks, and install the function that XLA calls.
 
-    XLA ignores an error here. So the first program that needs other processes raises it.
+    XLA ignores an error here. So the first program that needs other processes raises it. If the C
+    library is of another version, that program raises the error before XLA calls the library.
+
+    Args:
+        interface: version of the interface of the C library that calls this; an older library
+            passes nothing.
+        fail, install_function: addresses of ``collective_xla_fail`` and
+            ``collective_xla_install`` in that library.
     """
-    plugin = ctypes.CDLL(str(library()))
-    plugin.collective_xla_fail.argtypes = [ctypes.c_char_p]
     world: Communicator | BaseException
+    is_of_this_version = False
     try:
+        check_interface(interface, f"the plug-in for XLA ({os.environ.get(VARIABLE, 'loaded')})")
+        is_of_this_version = True
         world = connect_processes()
-    except CollectiveError as error:
+    except BaseException as error:  # C would print it only
         world = error
-    calls = Calls(world, plugin.collective_xla_fail)
+    calls = Calls(world, _FAIL(fail))
     install(calls)
-    plugin.collective_xla_install(_callback(calls), runner())
+    if is_of_this_version:
+        _INSTALL(install_function)(_callback(calls), runner())
 
 
 _kept: list[object] = []

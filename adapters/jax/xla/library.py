@@ -13,12 +13,17 @@ from collective import native
 from collective.errors import BackendUnavailableError, ConfigError
 from collective.install import hint
 
-__all__ = ["PROGRAM", "VARIABLE", "enable", "handler", "library", "runner", "variables"]
+__all__ = [
+    "PROGRAM", "VARIABLE", "check_interface", "enable", "handler", "library", "runner", "variables",
+]  # fmt: skip
 
 #: Variable with the file of the library, which jaxlib reads when it is imported.
 VARIABLE = "MPITRAMPOLINE_LIB"
 #: Script that runs another script, or ``-m`` and a module, with the plug-in.
 PROGRAM = Path(__file__).with_name("__main__.py")
+# Version of the functions that the C libraries and this package call of each other. It grows with
+# each change that makes two versions incompatible. It is also in plugin.c and handler.c.
+_INTERFACE, _INTERFACE_NAME = 1, "collective_interface"
 # Versions of jaxlib whose names the library has.
 _CHECKED = ("0.10.2", "0.12.0.1")
 
@@ -27,7 +32,7 @@ def library() -> Path:
     """Return the file of the plug-in's C library.
 
     Raises:
-        BackendUnavailableError: the library is not built.
+        BackendUnavailableError: the library is not built, or was built for another version.
     """
     file = Path(__file__).with_name("libcollective_xla.so")
     return _built(file, "the plug-in for XLA")
@@ -37,7 +42,7 @@ def handler() -> Path:
     """Return the file of the C library that handles calls inside ``jit``.
 
     Raises:
-        BackendUnavailableError: the library is not built.
+        BackendUnavailableError: the library is not built, or was built for another version.
     """
     file = Path(__file__).parent.with_name("libcollective_ffi.so")
     return _built(file, "the handler for calls inside jit")
@@ -64,7 +69,38 @@ def _built(file: Path, what: str) -> Path:
             f"compiler. Install this package again where there is one: {hint('jax')}, without "
             "COLLECTIVE_NATIVE=off."
         )
+    try:
+        loaded = ctypes.CDLL(str(file))
+    except OSError as error:
+        raise BackendUnavailableError(
+            f"jax: {what} cannot be loaded: {error}. Build it again: pip install -e ."
+        ) from error
+    try:
+        interface = ctypes.c_int.in_dll(loaded, _INTERFACE_NAME).value
+    except ValueError:  # it was built before there were versions
+        interface = 0
+    check_interface(interface, f"{what} in {file}")
     return file
+
+
+def check_interface(interface: int, what: str) -> None:
+    """Check that a library in C has been built for this version of the package.
+
+    Args:
+        interface: the library's version of the interface; 0 if it is older than the first version.
+        what: the library, for the error.
+
+    Raises:
+        BackendUnavailableError: it has not.
+    """
+    if interface != _INTERFACE:
+        folder = Path(__file__).parents[3]
+        raise BackendUnavailableError(
+            f"jax: {what} was built for another version of this package: it has interface "
+            f"{interface}, and the Python code in {folder} needs {_INTERFACE}. Build it again there "
+            "(pip install -e .), and let no variable name a library of another installation "
+            f"({VARIABLE}, PYTHONPATH)."
+        )
 
 
 def variables() -> dict[str, str]:

@@ -20,6 +20,10 @@
 
 typedef void *Handle; /* a communicator, datatype, operator or request of MPI */
 
+/* Version of the functions that this library and Python call of each other; as in library.py. */
+enum { INTERFACE = 1 };
+EXPORTED const int collective_interface = INTERFACE;
+
 EXPORTED const int mpiwrapper_version_major = 2, mpiwrapper_version_minor = 11,
                    mpiwrapper_version_patch = 0;
 EXPORTED const int mpiabi_version_major = 2, mpiabi_version_minor = 9, mpiabi_version_patch = 0;
@@ -115,7 +119,8 @@ static int64_t call(int which, Handle comm, const void *in, void *out, int64_t c
 /* -- begin and end --------------------------------------------------------------------------- */
 
 /* Import the Python side, which installs its function. The library finds Python's functions in the
-   process at run time. */
+   process at run time. The Python side may be another version of this package. So it gets the
+   version of the interface first, and does not look for the library by the name of a file. */
 static void import_python_side(void)
 {
     int (*ensure)(void) = (int (*)(void))dlsym(RTLD_DEFAULT, "PyGILState_Ensure");
@@ -123,8 +128,14 @@ static void import_python_side(void)
     int (*run)(const char *) = (int (*)(const char *))dlsym(RTLD_DEFAULT, "PyRun_SimpleString");
     if (ensure == NULL || release == NULL || run == NULL)
         return;
+    char program[256];
+    snprintf(program, sizeof program,
+             "from collective.adapters.jax.xla.calls import begin\n"
+             "begin(%d, %llu, %llu)\ndel begin\n",
+             INTERFACE, (unsigned long long)(uintptr_t)collective_xla_fail,
+             (unsigned long long)(uintptr_t)collective_xla_install);
     int state = ensure();
-    run("from collective.adapters.jax.xla.calls import begin\nbegin()\ndel begin\n");
+    run(program);
     release(state);
 }
 
@@ -181,7 +192,13 @@ EXPORTED int MPIABI_Comm_rank(Handle comm, int *rank)
 
 EXPORTED int MPIABI_Comm_size(Handle comm, int *size)
 {
+    int rank;
+    MPIABI_Comm_rank(comm, &rank);
     *size = (int)call(SIZE, comm, NULL, NULL, 0, 0, 0, -1, -1, 0);
+    /* Without Python the size is unknown. XLA makes a list of that length and passes the address of
+       its first item. It has to make the call, which fails, and not only copy its own piece. */
+    if (*size < 1)
+        *size = rank < 1 ? 2 : rank + 1;
     return 0;
 }
 

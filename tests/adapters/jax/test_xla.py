@@ -6,6 +6,7 @@ import ctypes
 import re
 import struct
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from collective.adapters.jax.xla import enable, library, symbols, variables
 from collective.adapters.jax.xla import library as library_function
 from collective.adapters.jax.xla.calls import Calls
 from collective.adapters.jax.xla.detection import place
+from collective.adapters.jax.xla.library import handler
 from collective.adapters.jax.xla.replica_groups import device_groups
 from collective.adapters.jax.xla.store import JaxStore
 from collective.errors import (
@@ -117,6 +119,21 @@ def error_text(plugin: ctypes.CDLL, code: int) -> str:
     return text.value.decode()
 
 
+@pytest.mark.parametrize(("rank", "size"), [(0, 2), (1, 2), (3, 4)])
+def test_library_without_python_answers_size_for_which_xla_makes_calls(
+    plugin: ctypes.CDLL, rank: int, size: int
+) -> None:
+    found = ctypes.c_int()
+    plugin.MPIABI_Comm_size(ctypes.c_void_p(rank + 1 << 32), ctypes.byref(found))
+    assert found.value == size
+
+
+def test_library_without_python_fails_reduce_scatter_by_name(plugin: ctypes.CDLL) -> None:
+    counts, handles = (ctypes.c_int * 2)(1, 1), [0x103, 0x200, 1 << 32]
+    code = plugin.MPIABI_Reduce_scatter(None, None, counts, *map(ctypes.c_void_p, handles))
+    assert "collective could not be imported" in error_text(plugin, code)
+
+
 def test_header_omits_functions_that_the_library_defines() -> None:
     text = symbols.header(["MPIABI_Allreduce", "MPIABI_Bcast", "MPIABI_SUM", "MPIABI_TAG_UB"])
     assert re.findall(r"^\w+\(.*", text, re.MULTILINE) == [
@@ -129,6 +146,36 @@ def test_missing_library_is_named_with_remedy(
 ) -> None:
     monkeypatch.setattr(library_module, "__file__", str(tmp_path / "library.py"))
     with pytest.raises(BackendUnavailableError, match=r"not built: .*libcollective_xla\.so"):
+        library()
+
+
+OTHER_VERSION = r"was built for another version of this package: it has interface "
+
+
+@pytest.mark.parametrize("find", [library, handler])
+def test_library_of_another_version_is_refused_with_remedy(
+    monkeypatch: pytest.MonkeyPatch, plugin: ctypes.CDLL, find: Callable[[], Path]
+) -> None:
+    find()
+    monkeypatch.setattr(library_module, "_INTERFACE", 9)
+    with pytest.raises(
+        BackendUnavailableError, match=OTHER_VERSION + r"1, .* needs 9\. Build it again there"
+    ):
+        find()
+
+
+def test_library_without_version_is_refused(
+    monkeypatch: pytest.MonkeyPatch, plugin: ctypes.CDLL
+) -> None:
+    monkeypatch.setattr(library_module, "_INTERFACE_NAME", "no_such_symbol")
+    with pytest.raises(BackendUnavailableError, match=OTHER_VERSION + "0, "):
+        library()
+
+
+def test_damaged_library_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(library_module, "__file__", str(tmp_path / "library.py"))
+    (tmp_path / "libcollective_xla.so").write_bytes(b"no library")
+    with pytest.raises(BackendUnavailableError, match="the plug-in for XLA cannot be loaded"):
         library()
 
 
@@ -288,6 +335,46 @@ def test_freed_communicator_is_forgotten(calls: Calls, failures: Failures) -> No
     handle = split(calls, 0, 0)
     assert calls(FREE, handle, None, None, 0, 0, 0, -1, -1, 0) == 0
     assert added(calls, handle, 7)[0] == 1000
+
+
+# -- the beginning -----------------------------------------------------------------------------
+
+calls_module = sys.modules[Calls.__module__]
+
+
+@pytest.fixture
+def begun(monkeypatch: pytest.MonkeyPatch) -> list[Calls]:
+    """Return the list of what ``begin`` gives to JAX, where no rank can connect."""
+    given: list[Calls] = []
+
+    def refuse() -> None:
+        raise RuntimeError("torch is broken")
+
+    monkeypatch.setattr(calls_module, "install", given.append)
+    monkeypatch.setattr(calls_module, "connect_processes", refuse)
+    return given
+
+
+def test_begin_keeps_any_error_for_the_first_program(
+    begun: list[Calls], plugin: ctypes.CDLL
+) -> None:
+    installed: list[int] = []
+    function = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)(
+        lambda caller, runner: installed.append(caller)
+    )
+    calls_module.begin(1, 0, ctypes.cast(function, ctypes.c_void_p).value)
+    with pytest.raises(RuntimeError, match="torch is broken"):
+        begun[0].check()
+    assert len(installed) == 1
+
+
+@pytest.mark.parametrize("arguments", [(), (2, 64, 64)])
+def test_begin_of_another_version_calls_no_function_of_the_library(
+    begun: list[Calls], arguments: tuple[int, ...]
+) -> None:
+    calls_module.begin(*arguments)  # at address 64 there is no function
+    with pytest.raises(BackendUnavailableError, match=OTHER_VERSION):
+        begun[0].check()
 
 
 # -- rendezvous and launch ---------------------------------------------------------------------
